@@ -1,0 +1,106 @@
+"""Plain types that every layer speaks of: the shape of a model's cache, its rotary embedding, its usage.
+
+Imports nothing of ours. Shape suffixes used all over the project:
+
+    R rows ((sequence, KV head) pairs of one layer, sequence-major)   S slots of a row   D head dim
+    H KV heads   Q query heads   G query heads per KV head   T tokens   L layers   W window of queries   N flat slots
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rope:
+    """A rotary embedding with fixed frequencies: dims (i, i + rotary_dim/2) of the first rotary_dim turn together.
+
+    `frequencies` already contain the model's scaling (Llama-3, YaRN, linear); `attention_scale` is YaRN's
+    factor on cos and sin. `depends_on_length` marks kinds whose frequencies change with the prompt.
+    """
+
+    frequencies: tuple[float, ...]  # rotary_dim / 2 values, radians per position
+    attention_scale: float = 1.0
+    interleaved: bool = False  # pairs (2i, 2i+1) instead of halves
+    depends_on_length: bool = False
+
+    @property
+    def rotary_dim(self) -> int:
+        return 2 * len(self.frequencies)
+
+    def angles(self, positions: Tensor) -> Tensor:
+        """Angles [..., rotary_dim/2] of float64 precision, returned as fp32, for integer positions [...]."""
+        inv = torch.tensor(self.frequencies, dtype=torch.float64, device=positions.device)
+        turn = positions.to(torch.float64).unsqueeze(-1) * inv
+        return torch.remainder(turn, 2 * math.pi).float()
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Turn x [..., D] by integer positions [...] (negative turns back); no attention_scale."""
+        angles = self.angles(positions)
+        return self.turn(x, angles.cos(), angles.sin())
+
+    def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Apply given cos and sin [..., rotary_dim/2] to the rotary part of x [..., D]."""
+        half = self.rotary_dim // 2
+        rotary, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
+        if self.interleaved:
+            a, b = rotary[..., 0::2], rotary[..., 1::2]
+            turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+        else:
+            a, b = rotary[..., :half], rotary[..., half:]
+            turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+        return torch.cat((turned.to(x.dtype), rest), dim=-1)
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What one attention layer stores: `sliding_window` layers keep their window and are never compressed."""
+
+    num_kv_heads: int
+    num_query_heads: int
+    head_dim: int
+    scale: float  # factor on q.k
+    sliding_window: int | None = None
+    rope: Rope | None = None
+
+    @property
+    def group(self) -> int:
+        return self.num_query_heads // self.num_kv_heads
+
+    @property
+    def compressible(self) -> bool:
+        return self.sliding_window is None
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The shape of a model's cache, and what identifies its weights."""
+
+    name: str
+    family: str
+    layers: tuple[LayerSpec, ...]
+    dtype: torch.dtype  # of the weights and of attention
+    kv_dtype: torch.dtype  # of an uncompressed slot
+    max_positions: int
+    vocab_size: int
+    eos_token_ids: frozenset[int] = field(default_factory=frozenset)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def compressible_layers(self) -> tuple[int, ...]:
+        return tuple(i for i, layer in enumerate(self.layers) if layer.compressible)
+
+    def full_bytes(self, num_tokens: int) -> int:
+        """Bytes the model's ordinary cache would hold in bf16 after num_tokens (sliding layers hold their window)."""
+        total = 0
+        for layer in self.layers:
+            kept = num_tokens if layer.sliding_window is None else min(num_tokens, layer.sliding_window)
+            total += kept * layer.num_kv_heads * layer.head_dim * 2 * 2
+        return total

@@ -1,0 +1,47 @@
+"""The one tree of exceptions.
+
+KvfoldError
+├── PolicyError      a policy expression that cannot work (also ValueError)
+│   └── SizeError    a size below what must be kept
+├── ModelError       a model that cannot be had, or that kvfold does not support
+├── InputError       bad text, token ids, positions or options of a call (also ValueError)
+├── FileError        a saved session that is truncated, altered or foreign
+├── OutOfPages       the arena is full; nothing was changed (also MemoryError)
+└── MissingExtra     an optional dependency is not installed (also ImportError)
+
+Every message is one sentence that tells what came, what is allowed, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class KvfoldError(Exception):
+    """Base of everything kvfold raises on purpose."""
+
+
+class PolicyError(KvfoldError, ValueError):
+    """A policy expression that cannot work."""
+
+
+class SizeError(PolicyError):
+    """A size target below what must be kept."""
+
+
+class ModelError(KvfoldError):
+    """A model that cannot be had or is not supported."""
+
+
+class InputError(KvfoldError, ValueError):
+    """Bad text, token ids, positions or options."""
+
+
+class FileError(KvfoldError):
+    """A saved file that is truncated, altered or foreign."""
+
+
+class OutOfPages(KvfoldError, MemoryError):
+    """The arena cannot lend the memory a step needs; raised before the step changes anything."""
+
+
+class MissingExtra(KvfoldError, ImportError):
+    """An optional dependency is not installed."""
