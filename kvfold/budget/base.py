@@ -1,0 +1,37 @@
+"""How much, and where? An allocator turns scores into the number of slots each head keeps.
+
+It works on one sequence: `scores` holds one [H, S] tensor per compressible layer seen so far (padding and missing
+slots are -inf, protected slots +inf), `budget` the slots that all compressible layers may keep together. The core
+chooses the top slots per head afterwards, once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Slots per head on average, over `num_layers` compressible layers (of which some may not be scored yet)."""
+
+    slots_per_head: int
+    num_layers: int
+    window: int = 0  # slots the scorer always keeps at the end (snapkv's window), counted inside the budget
+
+
+class Allocator(ABC):
+    """`scope` "layer": `scores` is a list of the one layer in question, whose index among the compressible layers is
+    `layer`. `scope` "model": `scores` are all layers up to and with `layer`; counts of earlier layers may only shrink
+    from call to call, which is what lets the runner drop slots while it streams through the layers."""
+
+    scope: ClassVar[Literal["layer", "model"]] = "layer"
+
+    @abstractmethod
+    def allocate(self, scores: Sequence[Tensor], budget: Budget, layer: int) -> list[Tensor]:
+        """Slots to keep, int64 [H] for each tensor of `scores`; never more than the slots that exist (score > -inf),
+        never fewer than the protected ones (+inf) of that head."""

@@ -1,0 +1,78 @@
+"""How is a kept slot stored? A codec turns one side (keys or values) of flat slots into fields of bits and back.
+
+    N flat slots (any rows)   D head dim
+
+A *field* is one array of a page: `per="slot"` fields hold `width` elements for each slot, `per="group"` fields for each
+`group` consecutive slots. A codec is `relocatable` when a slot's code does not depend on its neighbours (`group` = 1,
+no group fields): eviction then moves codes byte for byte. Encoding happens once, at sealing.
+
+Keys may be stored in another basis: `decode` returns them in that basis, and `query` brings the queries into it,
+with an offset that is added to every score (q.mean when a mean key was subtracted). Values come back as they were.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+Side = Literal["k", "v"]
+Fields = Mapping[str, Tensor]  # field name -> [N, width] (per slot) or [N / group, width] (per group)
+State = Mapping[str, Tensor]  # tensor per row: [R, ...]
+
+
+@dataclass(frozen=True)
+class Field:
+    name: str
+    dtype: torch.dtype
+    width: int
+    per: Literal["slot", "group"] = "slot"
+
+    def bytes(self) -> int:
+        return self.width * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Slots:
+    """What a codec encodes: N flat slots, the row each belongs to, and, if it asks (`needs_below`), the same slots of
+    the layer below as decoded."""
+
+    x_ND: Tensor
+    row_N: Tensor  # int64 index into the state's rows
+    below_ND: Tensor | None = None
+
+
+class Codec(ABC):
+    """Stateless; what it learns from the first sealed slots (a mean key) is its State, kept with the segment."""
+
+    relocatable: ClassVar[bool] = True
+    needs_below: ClassVar[bool] = False  # encode and decode need the same slots of the layer below
+    lossless: ClassVar[bool] = False
+
+    def group(self, side: Side) -> int:
+        """Slots that share metadata; 1 for relocatable codecs."""
+        return 1
+
+    @abstractmethod
+    def fields(self, side: Side, head_dim: int, kv_dtype: torch.dtype) -> tuple[Field, ...]:
+        """The arrays one side needs; their bytes are exactly what a page allocates."""
+
+    def prepare(self, side: Side, x_RSD: Tensor, valid_RS: Tensor) -> State:
+        """Learn from the first slots that will be sealed; one row per (KV head). Default: nothing."""
+        return {}
+
+    @abstractmethod
+    def encode(self, side: Side, slots: Slots, state: State) -> dict[str, Tensor]:
+        """Codes of N slots; for group fields N is a multiple of the group (the caller repeats the last slot)."""
+
+    @abstractmethod
+    def decode(self, side: Side, fields: Fields, dtype: torch.dtype, below_ND: Tensor | None = None) -> Tensor:
+        """Slots [N, D] in `dtype`; keys in the stored basis."""
+
+    def query(self, q_RXD: Tensor, state: State) -> tuple[Tensor, Tensor | None]:
+        """Queries in the stored key basis, and the offset [R, X] to add to q.k (before scaling), or None."""
+        return q_RXD, None

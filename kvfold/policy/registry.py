@@ -1,0 +1,87 @@
+"""One registration per variant: the parser, the CLI, the docs table and the test matrix all read this.
+
+A variant is a frozen dataclass whose fields are the arguments of its term; the first line of its docstring is
+what `kvfold policies` prints. It is registered by decorator in its own file:
+
+    @register("score", "knorm", paper="arXiv:2406.11430", cost="L·d")
+    @dataclass(frozen=True)
+    class KNorm(Scorer):
+        ...
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from kvfold.errors import PolicyError
+
+AXES = ("score", "budget", "size", "when", "protect", "evicted", "position", "codec", "attend", "prefill")
+_NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
+_Variant = TypeVar("_Variant")
+
+
+@dataclass(frozen=True)
+class Term:
+    """A registered variant of one axis."""
+
+    axis: str
+    name: str
+    variant: type[Any]
+    revision: int
+    paper: str
+    cost: str
+
+    @property
+    def summary(self) -> str:
+        return (inspect.getdoc(self.variant) or "").split("\n", 1)[0].strip()
+
+    @property
+    def arguments(self) -> tuple[dataclasses.Field[Any], ...]:
+        return dataclasses.fields(self.variant)
+
+
+_terms: dict[str, Term] = {}
+
+
+def register(
+    axis: str, name: str, *, revision: int = 1, paper: str = "", cost: str = "none"
+) -> Callable[[type[_Variant]], type[_Variant]]:
+    """Class decorator: make a frozen dataclass the term `name` of `axis`. Raise `revision` when its results change."""
+    if axis not in AXES:
+        raise PolicyError(f'no axis "{axis}"; axes: {", ".join(AXES)}')
+    if not _NAME.match(name):
+        raise PolicyError(f'term name "{name}" must match [a-z][a-z0-9_]*')
+
+    def decorate(variant: type[_Variant]) -> type[_Variant]:
+        known = _terms.get(name)
+        if known is not None and known.variant.__qualname__ != variant.__qualname__:
+            raise PolicyError(f'term "{name}" is registered twice, on axes {known.axis} and {axis}')
+        if not dataclasses.is_dataclass(variant):
+            raise PolicyError(f'term "{name}": {variant.__name__} must be a frozen dataclass')
+        _terms[name] = Term(axis, name, variant, revision, paper, cost)
+        return variant
+
+    return decorate
+
+
+def terms(axis: str | None = None) -> tuple[Term, ...]:
+    """All registered terms, or those of one axis, in order of axis and name."""
+    found = [term for term in _terms.values() if axis in (None, term.axis)]
+    return tuple(sorted(found, key=lambda term: (AXES.index(term.axis), term.name)))
+
+
+def find(name: str) -> Term | None:
+    return _terms.get(name)
+
+
+def term_of(variant: object) -> Term:
+    """The registration of an instance."""
+    for term in _terms.values():
+        if term.variant is type(variant):
+            return term
+    raise PolicyError(f"{type(variant).__name__} is not registered; decorate it with @register(axis, name)")

@@ -1,0 +1,86 @@
+"""At which moments is the cache compressed? Triggers read host counters only, so no step waits for the device.
+
+The prefill has one trigger and decoding another. Defaults: after the prompt (`after_prefill`); while decoding `on_overflow`
+for absolute sizes (`2048tok`, `512MB`: a bound is a bound), never for relative ones (`8x`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from kvfold.policy.registry import register
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Host-side facts at the moment an open block is full."""
+
+    stored_len: int  # largest number of slots any compressible head holds, open block included
+    target_len: int  # slots per head the size allows on average
+    since_last: int  # tokens committed since the last compression
+
+
+class Trigger(ABC):
+    phase: ClassVar[Literal["prefill", "decode"]]
+
+    @abstractmethod
+    def due(self, counters: Counters) -> bool: ...
+
+
+@register("when", "after_prefill")
+@dataclass(frozen=True)
+class AfterPrefill(Trigger):
+    """Once, when the whole input of a call has been read; the result is that of a one-shot prefill."""
+
+    phase: ClassVar[Literal["prefill", "decode"]] = "prefill"
+
+    def due(self, counters: Counters) -> bool:
+        return True
+
+
+@register("when", "between_chunks")
+@dataclass(frozen=True)
+class BetweenChunks(Trigger):
+    """After every `chunk` prompt tokens: bounded memory for prompts of any length."""
+
+    chunk: int = 512
+    phase: ClassVar[Literal["prefill", "decode"]] = "prefill"
+
+    def due(self, counters: Counters) -> bool:
+        return True
+
+
+@register("when", "never")
+@dataclass(frozen=True)
+class Never(Trigger):
+    """Decoded tokens are kept and reported apart."""
+
+    phase: ClassVar[Literal["prefill", "decode"]] = "decode"
+
+    def due(self, counters: Counters) -> bool:
+        return False
+
+
+@register("when", "on_overflow")
+@dataclass(frozen=True)
+class OnOverflow(Trigger):
+    """While decoding, whenever a full open block would take a head over its size."""
+
+    phase: ClassVar[Literal["prefill", "decode"]] = "decode"
+
+    def due(self, counters: Counters) -> bool:
+        return counters.stored_len > counters.target_len
+
+
+@register("when", "every")
+@dataclass(frozen=True)
+class Every(Trigger):
+    """While decoding, at the first full open block after every `tokens` committed tokens."""
+
+    tokens: int = 128
+    phase: ClassVar[Literal["prefill", "decode"]] = "decode"
+
+    def due(self, counters: Counters) -> bool:
+        return counters.since_last >= self.tokens and counters.stored_len > counters.target_len
