@@ -1,6 +1,6 @@
 """What is never dropped? The first tokens (attention sinks), the latest ones, and pinned spans.
 
-Seven published policies collapse without a protected border (arXiv:2605.18053), so the default protects one and says so.
+Seven published policies collapse without a protected border (arXiv:2605.18053), so the default protects one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """At which moments is the cache compressed? Triggers read host counters only, so no step waits for the device.
 
-The prefill has one trigger and decoding another. Defaults: after the prompt (`after_prefill`); while decoding `on_overflow`
-for absolute sizes (`2048tok`, `512MB`: a bound is a bound), never for relative ones (`8x`).
+The prefill has one trigger and decoding another. Defaults: after the prompt (`after_prefill`); while decoding
+`on_overflow` for absolute sizes (`2048tok`, `512MB`: a bound is a bound), never for relative ones (`8x`).
 """
 
 from __future__ import annotations
