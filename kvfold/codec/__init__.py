@@ -1,7 +1,24 @@
 """How a kept slot is stored. Importing this package registers every codec."""
 
 from kvfold.codec.base import Codec, Field, Fields, Side, Slots, State
+from kvfold.codec.fp8 import Fp8
 from kvfold.codec.integer import Int2, Int4, Int8
+from kvfold.codec.kivi import Kivi2, Kivi4
 from kvfold.codec.native import Bf16, Native
 
-__all__ = ["Bf16", "Codec", "Field", "Fields", "Int2", "Int4", "Int8", "Native", "Side", "Slots", "State"]
+__all__ = [
+    "Bf16",
+    "Codec",
+    "Field",
+    "Fields",
+    "Fp8",
+    "Int2",
+    "Int4",
+    "Int8",
+    "Kivi2",
+    "Kivi4",
+    "Native",
+    "Side",
+    "Slots",
+    "State",
+]

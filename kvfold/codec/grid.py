@@ -54,16 +54,14 @@ def span(x: Tensor, bits: int, dim: int, clip: float = 1.0) -> Grid:
 
 def stored(grid: Grid, bits: int) -> Grid:
     """The grid as it is kept: bf16, zero rounded down and scale up, so that it spans what the fp32 grid spans."""
-    zero = _rounded(grid.zero, -torch.inf)
+    zero = -rounded_up(-grid.zero)
     top = grid.zero + grid.scale * levels(bits)
-    return Grid(scale=_rounded((top - zero.float()) / levels(bits), torch.inf), zero=zero)
+    return Grid(scale=rounded_up((top - zero.float()) / levels(bits)), zero=zero)
 
 
 def to_codes(x: Tensor, grid: Grid, bits: int) -> Tensor:
     """uint8 codes, one per element, rounded half up; a grid of scale 0 gives code 0."""
-    scale = grid.scale.float()
-    step = torch.where(scale > 0, scale, torch.ones_like(scale))
-    return ((x - grid.zero.float()) / step + 0.5).floor().clamp(0, levels(bits)).to(torch.uint8)
+    return ((x - grid.zero.float()) / divisor(grid.scale) + 0.5).floor().clamp(0, levels(bits)).to(torch.uint8)
 
 
 def levels(bits: int) -> int:
@@ -71,8 +69,13 @@ def levels(bits: int) -> int:
     return (1 << bits) - 1
 
 
-def _rounded(x: Tensor, toward: float) -> Tensor:
-    """x in bf16, never past x on the side away from `toward`."""
+def divisor(scale: Tensor) -> Tensor:
+    """The scale in fp32, 1 where it is 0: a group without extent has all its codes at 0."""
+    wide = scale.float()
+    return torch.where(wide > 0, wide, 1.0)
+
+
+def rounded_up(x: Tensor) -> Tensor:
+    """The smallest bf16 number that is not below x."""
     near = x.to(META)
-    short = near.float() > x if toward < 0 else near.float() < x
-    return torch.where(short, torch.nextafter(near, torch.full_like(near, toward)), near)
+    return torch.where(near.float() < x, torch.nextafter(near, torch.full_like(near, torch.inf)), near)
