@@ -1,1 +1,8 @@
-"""TODO"""
+"""How much, and where? Allocators, and the one place that chooses slots. Importing this registers every budget."""
+
+from kvfold.budget.ada import Ada
+from kvfold.budget.base import Allocator, Budget
+from kvfold.budget.choose import choose
+from kvfold.budget.uniform import Uniform
+
+__all__ = ["Ada", "Allocator", "Budget", "Uniform", "choose"]

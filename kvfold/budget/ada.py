@@ -1,0 +1,47 @@
+"""Heads of a layer compete for its slots (Ada-KV, arXiv:2407.11550).
+
+Minimising the paper's bound on the error of a layer's output means keeping the layer's highest scores, whichever head
+they are in: a head that looks at many places gets many slots, one that looks at few gets few.
+
+    H heads   S slots
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvfold.budget.base import Allocator, Budget
+from kvfold.budget.bounds import bounds, check_floor, with_floor
+from kvfold.budget.choose import count_top
+from kvfold.policy.registry import register
+
+
+@register("budget", "ada", paper="arXiv:2407.11550", cost="sort H·L")
+@dataclass(frozen=True)
+class Ada(Allocator):
+    """Heads of a layer compete for its slots; each is sure of `floor` of the mean.
+
+    Every head's top floor * n slots (rounded down, at least one) are safe, n = slots_per_head; the rest of the layer's
+    H * n slots are its highest remaining scores, whichever head they are in. Protected slots count inside both.
+
+    Against kvpress' AdaKVPress: the same rule (alpha_safeguard = floor = 0.2), but ties go to the lower head and slot,
+    protected slots beat the floor, and the slots left out are freed, not masked.
+    Against the authors' code: that takes the flat top first and then mixes counts, round((1 - a) * c_h + a * n), and
+    leaves the window out of n; the counts differ by a few slots.
+    """
+
+    floor: float = 0.2
+
+    def __post_init__(self) -> None:
+        check_floor("ada", self.floor)
+
+    def allocate(self, scores: Sequence[Tensor], budget: Budget, layer: int) -> list[Tensor]:
+        floor_len = max(1, int(self.floor * budget.slots_per_head)) if self.floor > 0 else 0
+        return [self._layer(score_HS, budget.slots_per_head, floor_len) for score_HS in scores]
+
+    def _layer(self, score_HS: Tensor, slots_per_head: int, floor_len: int) -> Tensor:
+        total = max(score_HS.shape[0] * slots_per_head, int(bounds(score_HS).protected_H.sum()))
+        return count_top([with_floor(score_HS, floor_len)], total)[0]

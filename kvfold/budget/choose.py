@@ -1,0 +1,36 @@
+"""Which slots stay? The highest scores of each head, chosen here and nowhere else.
+
+Ties go to the lower index and, over several heads or layers, to the earlier one, so that a choice never depends on
+the device or on the order a sort happens to leave equal values in.
+
+    H heads   S slots
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def choose(score_HS: Tensor, count_H: Tensor) -> Tensor:
+    """bool [H, S]: the count_H[h] highest scores of each head, or all its slots (score > -inf) where fewer exist."""
+    order_HS = score_HS.sort(dim=-1, descending=True, stable=True).indices
+    rank_S = torch.arange(score_HS.shape[-1], device=score_HS.device)
+    top_HS = rank_S < count_H.to(score_HS.device).unsqueeze(-1)
+    return torch.zeros_like(top_HS).scatter(-1, order_HS, top_HS) & (score_HS > -torch.inf)
+
+
+def count_top(scores: Sequence[Tensor], total: int) -> list[Tensor]:
+    """How many of the `total` highest scores of all heads of all layers each head holds: int64 [H] per layer."""
+    flat = torch.cat([score_HS.flatten() for score_HS in scores])
+    total = min(total, int((flat > -torch.inf).sum()))
+    if total == 0:
+        return [torch.zeros(score_HS.shape[0], dtype=torch.int64, device=flat.device) for score_HS in scores]
+    last = flat.kthvalue(flat.numel() - total + 1).values  # the lowest score that is still in
+    above, level = flat > last, flat == last
+    # Equal scores stand in line by layer, head and slot; the first of them fill what is left.
+    kept = above | (level & (level.cumsum(0) <= total - above.sum()))
+    parts = torch.split(kept, [score_HS.numel() for score_HS in scores])
+    return [part.view(score_HS.shape).sum(-1) for part, score_HS in zip(parts, scores, strict=True)]

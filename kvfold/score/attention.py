@@ -1,0 +1,31 @@
+"""Attention of the last queries on the stored slots, computed once more for the scorers that look at it.
+
+Only W rows of the attention map are formed, so the prefill itself can stay fused (the observation window of SnapKV,
+arXiv:2404.14469).
+
+    R rows   S slots   D head dim   G query heads per KV head   W queries of the window
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvfold.score.base import View
+
+
+def masked_softmax(logit: Tensor, visible: Tensor) -> Tensor:
+    """Softmax over the last dim in fp32; invisible entries get 0, and so does a row that sees nothing."""
+    weight = logit.float().masked_fill(~visible, -torch.inf).softmax(dim=-1)
+    return weight.masked_fill(~visible, 0.0)
+
+
+def window_attention(view: View, q_RGWD: Tensor, q_position_RW: Tensor) -> Tensor:
+    """fp32 [R, G, W, S]: softmax of the queries over all slots they may see, causal inside the window.
+
+    A padded query has position -1 and sees nothing.
+    """
+    logit_RGWS = torch.einsum("rgwd,rsd->rgws", q_RGWD.float(), view.k_RSD.float()) * view.spec.scale
+    causal_RWS = view.position_RS.unsqueeze(1) <= q_position_RW.unsqueeze(-1)
+    visible_RWS = causal_RWS & view.valid_RS.unsqueeze(1)
+    return masked_softmax(logit_RGWS, visible_RWS.unsqueeze(1))

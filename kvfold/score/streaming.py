@@ -1,0 +1,39 @@
+"""Attention sinks and a sliding window (StreamingLLM, arXiv:2309.17453).
+
+Softmax must put its mass somewhere, and trained models put it on the first tokens; a window that drops them breaks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvfold.policy.registry import register
+from kvfold.score.base import Scorer, View
+from kvfold.score.checks import at_least
+from kvfold.score.recent import recency
+
+
+@register("score", "streaming", paper="arXiv:2309.17453")
+@dataclass(frozen=True)
+class Streaming(Scorer):
+    """Keep the first `sinks` tokens and the latest ones.
+
+    score = +inf for positions below `sinks`, else position - seen. The recent window is what the size leaves.
+
+    Against the paper: sinks default to its 4; which position a kept key has is the `position` axis (`slot` is the
+    paper's choice, the default keeps original positions). Against kvpress: sinks are told by position, not by slot,
+    so repeated compression never loses them.
+    """
+
+    sinks: int = 4
+    default_prefill_trigger: ClassVar[str] = "between_chunks"
+
+    def __post_init__(self) -> None:
+        at_least("streaming", "sinks", self.sinks, 0)
+
+    def score(self, view: View) -> Tensor:
+        return view.masked(recency(view).masked_fill(view.position_RS < self.sinks, torch.inf))
