@@ -1,0 +1,178 @@
+"""From the nodes of an expression to variants: names are looked up, arguments matched to fields and their types.
+
+The fields of a variant's dataclass are its arguments; their annotations (int, float, bool, str, Literal, X | None) are
+the types that an expression may give. Whole numbers are counts: never negative, and at least 1 in a trigger.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from kvfold.errors import PolicyError
+from kvfold.policy.codecs import CodecPlan, LayerSlice
+from kvfold.policy.defaults import default
+from kvfold.policy.names import listing, noun, unknown_name
+from kvfold.policy.parse import Argument, Call, Value
+from kvfold.policy.registry import Term, find
+from kvfold.policy.size import number_text
+
+_MISMATCH = object()
+_WORDS = {"true": True, "false": False}
+
+
+def bind(call: Call) -> tuple[str, Any]:
+    """The axis and the value of a term; for codecs a CodecPlan."""
+    if call.name == "codec":
+        return "codec", _codec_sides(call)
+    term = find(call.name)
+    if term is None:
+        raise unknown_name(call.name)
+    if term.axis == "codec":
+        return "codec", _codec(call)
+    return term.axis, _variant(term, call.arguments)
+
+
+def _codec(call: Call) -> CodecPlan:
+    """`int4(group=32, layers=2:-2)`: every codec takes `layers`."""
+    rest = tuple(argument for argument in call.arguments if argument.keyword != "layers")
+    codec = _codec_side(Call(call.name, rest))
+    return CodecPlan(codec, codec, _layers(call))
+
+
+def _codec_sides(call: Call) -> CodecPlan:
+    """`codec(k=int8, v=int4, layers=2:-2)`; a side that is left out stays native."""
+    sides = {argument.keyword: argument.value for argument in call.arguments if argument.keyword in ("k", "v")}
+    if not sides or any(argument.keyword not in ("k", "v", "layers") for argument in call.arguments):
+        raise PolicyError(f"{call}: codec takes k=, v= and layers=, such as codec(k=int8, v=int4, layers=2:-2)")
+    _refuse_repeats(call)
+    k, v = (_codec_side(sides[side]) if side in sides else default("codec") for side in ("k", "v"))
+    return CodecPlan(k, v, _layers(call))
+
+
+def _codec_side(value: Value) -> Any:
+    if not isinstance(value, Call):
+        raise PolicyError(f"{_text(value)} is no codec; {listing('codec')}")
+    term = find(value.name)
+    if term is None or term.axis != "codec":
+        raise unknown_name(value.name, "codec")
+    return _variant(term, value.arguments)
+
+
+def _layers(call: Call) -> LayerSlice:
+    _refuse_repeats(call)
+    for argument in call.arguments:
+        if argument.keyword == "layers":
+            if not isinstance(argument.value, LayerSlice):
+                raise PolicyError(f"{call.name}({argument}): layers takes a slice, such as 2:-2")
+            return argument.value
+    return LayerSlice()
+
+
+def _refuse_repeats(call: Call) -> None:
+    keywords = [argument.keyword for argument in call.arguments if argument.keyword is not None]
+    for keyword in keywords:
+        if keywords.count(keyword) > 1:
+            raise PolicyError(f"{call.name}: argument {keyword} is given twice")
+
+
+def _variant(term: Term, arguments: tuple[Argument, ...]) -> Any:
+    if term.name == "protect" and arguments == (Argument(None, Call("none")),):
+        return term.variant(**{field.name: 0 for field in term.arguments})
+    fields = {field.name: field for field in term.arguments if field.init}
+    hints = get_type_hints(term.variant)
+    given: dict[str, Any] = {}
+    for place, argument in enumerate(arguments):
+        name = argument.keyword or (list(fields)[place] if place < len(fields) else None)
+        if name not in fields:
+            raise PolicyError(f"{term.name} has no argument {argument}; {signature(term)}")
+        if name in given:
+            raise PolicyError(f"{term.name}: argument {name} is given twice")
+        given[name] = _checked(term, name, argument.value, hints[name])
+    _refuse_missing(term, given)
+    return term.variant(**given)
+
+
+def _refuse_missing(term: Term, given: dict[str, Any]) -> None:
+    for field in term.arguments:
+        if field.init and field.name not in given and _default_of(field) is dataclasses.MISSING:
+            raise PolicyError(f"{term.name} needs argument {field.name}; {signature(term)}")
+
+
+def _checked(term: Term, name: str, value: Value, hint: Any) -> Any:
+    found = _coerce(value, hint)
+    if found is _MISMATCH:
+        raise PolicyError(f"{term.name}: {name} takes {_type_text(hint)}, not {_text(value)}")
+    least = 1 if term.axis == "when" else 0
+    if type(found) is int and found < least and get_origin(hint) is not Literal:
+        raise PolicyError(f"{term.name}: {name} is at least {least}, not {found}")
+    return found
+
+
+def _coerce(value: Value, hint: Any) -> Any:
+    """The value as the annotation wants it, or _MISMATCH."""
+    if get_origin(hint) in (Union, types.UnionType):
+        found = (_coerce(value, option) for option in get_args(hint))
+        return next((each for each in found if each is not _MISMATCH), _MISMATCH)
+    if isinstance(value, Call) and not value.arguments:
+        return _coerce_word(value.name, hint)
+    if isinstance(value, int | float):
+        return _coerce_number(value, hint)
+    return _MISMATCH
+
+
+def _coerce_word(word: str, hint: Any) -> Any:
+    if get_origin(hint) is Literal:
+        return word if word in get_args(hint) else _MISMATCH
+    if hint is types.NoneType:
+        return None if word == "none" else _MISMATCH
+    if hint is bool:
+        return _WORDS.get(word, _MISMATCH)
+    return word if hint is str else _MISMATCH
+
+
+def _coerce_number(number: int | float, hint: Any) -> Any:
+    if get_origin(hint) is Literal:
+        return next((option for option in get_args(hint) if option == number and type(option) is int), _MISMATCH)
+    if hint is float:
+        return float(number)
+    return number if hint is int and isinstance(number, int) else _MISMATCH
+
+
+def signature(term: Term) -> str:
+    """`arguments of snapkv: window=32, kernel=7`, as an expression would write them."""
+    written = [_argument_text(field) for field in term.arguments if field.init]
+    if term.axis == "codec":
+        written.append("layers=:")
+    if not written:
+        return f"{noun(term.axis)} {term.name} takes no arguments"
+    return f"arguments of {term.name}: {', '.join(written)}"
+
+
+def _argument_text(field: dataclasses.Field[Any]) -> str:
+    value = _default_of(field)
+    return field.name if value is dataclasses.MISSING else f"{field.name}={literal(value)}"
+
+
+def _default_of(field: dataclasses.Field[Any]) -> Any:
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+
+
+def literal(value: Any) -> str:
+    """An argument's value in the words of the language."""
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return number_text(value) if isinstance(value, int | float) else str(value)
+
+
+def _text(value: Value) -> str:
+    return str(Argument(None, value))
+
+
+def _type_text(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return " or ".join(literal(option) for option in get_args(hint))
+    if get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(_type_text(option) for option in get_args(hint))
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}.get(hint, "none")

@@ -1,0 +1,107 @@
+"""Combinations that cannot work, each refused with its reason and with what works instead."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvfold.errors import PolicyError
+from kvfold.policy.defaults import default, default_trigger
+from kvfold.policy.names import noun
+from kvfold.policy.registry import term_of, terms
+from kvfold.policy.stage import Stage
+
+if TYPE_CHECKING:
+    from kvfold.policy.policy import Policy
+
+
+def check(policy: Policy) -> None:
+    """Raise PolicyError for the first thing that cannot work."""
+    for variant in policy.variants:
+        _check_arguments(variant)
+    for phase, stage in policy.stages():
+        _check_size(phase, stage)
+        _check_idle_trigger(phase, stage)
+    _check_between_chunks(policy.prefill)
+    _check_idle_terms(policy)
+    _check_codec(policy)
+
+
+def _check_arguments(variant: Any) -> None:
+    """A variant may define `validate() -> str | None`, the reason why its arguments cannot be."""
+    validate = getattr(variant, "validate", None)
+    reason = validate() if validate is not None else None
+    if reason is not None:
+        raise PolicyError(f"{_name(variant)}: {reason}")
+
+
+def _check_size(phase: str, stage: Stage) -> None:
+    name = _name(stage.score)
+    if stage.score.keeps_all and stage.size is not None:
+        raise PolicyError(
+            f"{phase} has score {name}, which keeps everything, and size {stage.size}; "
+            f"leave the size out or take another score: {', '.join(_evicting_scores())}"
+        )
+    if not stage.score.keeps_all and stage.size is None:
+        raise PolicyError(
+            f"{phase} has score {name} but no size that says how much to keep; "
+            f"add one, such as {name} + 8x, {name} + 2048tok or {name} + 12.5%mem"
+        )
+
+
+def _check_idle_trigger(phase: str, stage: Stage) -> None:
+    if not stage.evicts and stage.when != default_trigger(phase, stage.score, None):
+        raise PolicyError(
+            f"trigger {_name(stage.when)} has no effect, since {phase} keeps everything; "
+            f"leave it out or add a score and a size, such as h2o + 8x"
+        )
+
+
+def _check_idle_terms(policy: Policy) -> None:
+    if policy.prefill.evicts or policy.decode.evicts:
+        return
+    for axis in ("budget", "protect", "evicted"):
+        for _, stage in policy.stages():
+            variant = getattr(stage, axis)
+            if variant != default(axis):
+                raise PolicyError(
+                    f"{noun(axis)} {_name(variant)} has no effect, since everything is kept; "
+                    f"leave it out or add a score and a size, such as snapkv + 8x"
+                )
+
+
+def _check_between_chunks(stage: Stage) -> None:
+    if not stage.evicts or _name(stage.when) != "between_chunks" or not stage.score.needs.end_of_prompt:
+        return
+    fitting = [name for name in _evicting_scores() if not _looks_at_end(name)]
+    raise PolicyError(
+        f"score {_name(stage.score)} looks at the end of the prompt, which is not there yet between_chunks; "
+        f"use after_prefill or a score that needs no end: {', '.join(fitting)}"
+    )
+
+
+def _check_codec(policy: Policy) -> None:
+    plan, native = policy.codec, default("codec")
+    if not plan.layers.is_all and plan.k == plan.v == native:
+        raise PolicyError(f"layers={plan.layers} has no effect on {_name(native)}; name a codec for these layers")
+    fixed = [codec for codec in plan.codecs if not codec.relocatable]
+    moving = [_name(stage.when) for _, stage in policy.stages() if _name(stage.when) not in ("after_prefill", "never")]
+    if fixed and moving:
+        free = [term.name for term in terms("codec") if term.variant.relocatable]
+        raise PolicyError(
+            f"codec {_name(fixed[0])} encodes a slot together with its neighbours, so stored slots cannot be evicted "
+            f"one by one, as trigger {moving[0]} would; "
+            f"use after_prefill + never, or a codec whose slots can move: {', '.join(free)}"
+        )
+
+
+def _evicting_scores() -> list[str]:
+    return [term.name for term in terms("score") if not term.variant.keeps_all]
+
+
+def _looks_at_end(name: str) -> bool:
+    (term,) = (term for term in terms("score") if term.name == name)
+    return bool(term.variant().needs.end_of_prompt)
+
+
+def _name(variant: Any) -> str:
+    return term_of(variant).name

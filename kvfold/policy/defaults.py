@@ -1,0 +1,64 @@
+"""The registry, filled and with the default of every axis.
+
+A variant registers itself when its module is imported. The modules bear the names of the axes, and the first look at
+the language imports them by name: an expression means the same whatever its caller has imported, while static imports
+still point from the axes to here.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from kvfold.policy.registry import AXES, find
+
+if TYPE_CHECKING:
+    from kvfold.policy.size import Size
+    from kvfold.score.base import Scorer
+    from kvfold.when import Trigger
+
+NAMES = {
+    "score": "full",
+    "budget": "uniform",
+    "protect": "protect",
+    "evicted": "drop",
+    "position": "keep",
+    "codec": "native",
+    "attend": "all",
+}
+PHASES = ("prefill", "decode")
+
+
+@cache
+def load_variants() -> None:
+    """Import the module of every axis that has one."""
+    for axis in AXES:
+        if find_spec(f"kvfold.{axis}") is not None:
+            import_module(f"kvfold.{axis}")
+
+
+def named(name: str) -> Any:
+    """A registered variant with its default arguments."""
+    load_variants()
+    term = find(name)
+    if term is None:
+        raise LookupError(f'no term "{name}" is registered')
+    return term.variant()
+
+
+def default(axis: str) -> Any:
+    """What stands on an axis that an expression leaves out."""
+    return named(NAMES[axis])
+
+
+def default_trigger(phase: str, score: Scorer, size: Size | None) -> Trigger:
+    """A bound is a bound: absolute sizes hold while decoding and, for scorers that ask for it, between chunks."""
+    is_bound = size is not None and size.is_absolute
+    if phase == "prefill":
+        bounded: str = getattr(score, "default_prefill_trigger", "after_prefill")
+        trigger: Trigger = named(bounded if is_bound else "after_prefill")
+    else:
+        trigger = named("on_overflow" if is_bound else "never")
+    return trigger

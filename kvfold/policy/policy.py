@@ -1,0 +1,83 @@
+"""A policy: what is kept, where, when and how it is stored, as one frozen value that an expression denotes.
+
+Every published method of KV-cache compression is a point in the product of independent choices; `Policy.parse` reads
+one, `str` writes it with all defaults, `short` without, and `fingerprint` names the results it gives.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvfold.errors import PolicyError
+from kvfold.policy.check import check
+from kvfold.policy.codecs import CodecPlan
+from kvfold.policy.defaults import load_variants
+from kvfold.policy.parse import parse
+from kvfold.policy.registry import term_of
+from kvfold.policy.resolve import resolve
+from kvfold.policy.stage import Stage
+from kvfold.policy.write import canonical, short
+
+if TYPE_CHECKING:
+    from kvfold.position import Position
+
+
+@dataclass(frozen=True)
+class Policy:
+    """`prefill` and `decode` say what is kept in each phase; codec, position and reader are common to both."""
+
+    prefill: Stage
+    decode: Stage
+    codec: CodecPlan
+    position: Position
+    attend: Any  # the reader: which stored slots a step reads
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @classmethod
+    def parse(cls, source: str | Policy) -> Policy:
+        """Read an expression such as `snapkv(window=32) + ada + 8x + int4`; a Policy is returned as it is."""
+        if isinstance(source, Policy):
+            return source
+        if not isinstance(source, str):
+            raise PolicyError(f'a policy is text such as "snapkv + ada + 8x + int4", not {type(source).__name__}')
+        load_variants()
+        try:
+            return cls(**resolve(parse(source))._asdict())
+        except PolicyError as error:
+            raise type(error)(f'policy "{_one_line(source)}": {error}') from None
+
+    def stages(self) -> Iterator[tuple[str, Stage]]:
+        """Both phases with their names."""
+        yield "prefill", self.prefill
+        yield "decode", self.decode
+
+    @property
+    def variants(self) -> tuple[Any, ...]:
+        """Every registered part of the policy, each once."""
+        staged = [part for _, stage in self.stages() for part in stage.variants]
+        return tuple(dict.fromkeys((*staged, self.position, *self.codec.codecs, self.attend)))
+
+    def __str__(self) -> str:
+        """The canonical form: all defaults written out, in the order of the axes."""
+        return canonical(self)
+
+    @property
+    def short(self) -> str:
+        """What one would type: defaults are left out."""
+        return short(self)
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 over the canonical form and the revision of every term; the first 16 digits are enough to show."""
+        revisions = sorted(f"{term.name}@{term.revision}" for term in map(term_of, self.variants))
+        return hashlib.sha256("\n".join((str(self), *revisions)).encode()).hexdigest()
+
+
+def _one_line(text: str, limit: int = 200) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= limit else f"{line[:limit]}..."

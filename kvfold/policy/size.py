@@ -1,0 +1,209 @@
+"""What a size means: a target for one sequence's compressible layers, as slots per head on average.
+
+Protected slots, the open block and the sidecar are inside the target. Relative sizes (`8x`, `12.5%mem`) follow the
+committed length; absolute ones (`2048tok`, `512MB`) are bounds, which decoding has to hold too. Arithmetic is exact
+(fractions), so that `1.1x` of 1100 tokens is 1000 slots on every machine.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from fractions import Fraction
+
+from kvfold.errors import PolicyError, SizeError
+
+BYTE_UNITS = {
+    "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
+}  # fmt: skip
+EXAMPLES = f"8x, 2048tok, 12.5%mem, 512MB ({', '.join(BYTE_UNITS)}), min(8x, 2048tok), max(8x, 512tok)"
+
+
+@dataclass(frozen=True)
+class SizeFacts:
+    """What the runner knows about one sequence when a size becomes a number."""
+
+    num_tokens: int  # committed length at the end of the current extend
+    num_heads: int  # KV heads, summed over the compressible layers
+    bytes_per_slot: float  # one sealed slot of one head with positions and scales, averaged over heads
+    overhead_bytes: int  # open block, sidecar, page padding, tables
+    open_len: int  # slots of the open block, per head
+    full_bytes: int  # what the ordinary bf16 cache of the compressible layers holds at num_tokens
+
+    def slots_in(self, num_bytes: Fraction | int) -> int:
+        """Slots per head that fit into num_bytes; the open block is paid for in overhead_bytes."""
+        per_slot = Fraction(self.bytes_per_slot) * self.num_heads
+        return max(0, math.floor((num_bytes - self.overhead_bytes) / per_slot) + self.open_len)
+
+
+class Size(ABC):
+    """One of Ratio, Tokens, Share, Bytes, Least, Greatest; `str` gives the text of the expression."""
+
+    @property
+    @abstractmethod
+    def is_absolute(self) -> bool:
+        """Whether tokens or bytes occur anywhere in it: a bound that does not grow with the sequence."""
+
+    @abstractmethod
+    def slots_per_head(self, facts: SizeFacts) -> int:
+        """The target, averaged over heads, protected slots and open block included."""
+
+
+@dataclass(frozen=True)
+class Ratio(Size):
+    """`8x`: ceil(N / 8) slots per head."""
+
+    times: float
+    is_absolute = False
+
+    def __post_init__(self) -> None:
+        _require(self.times >= 1, self, "a ratio is at least 1x, and 8x keeps one slot in eight")
+
+    def slots_per_head(self, facts: SizeFacts) -> int:
+        return math.ceil(facts.num_tokens / exact(self.times))
+
+    def __str__(self) -> str:
+        return f"{number_text(self.times)}x"
+
+
+@dataclass(frozen=True)
+class Tokens(Size):
+    """`2048tok`: so many slots per head."""
+
+    count: int
+    is_absolute = True
+
+    def __post_init__(self) -> None:
+        whole = exact(self.count).denominator == 1
+        _require(whole and self.count >= 1, self, "a number of tokens is whole and at least 1, such as 2048tok")
+        object.__setattr__(self, "count", int(self.count))
+
+    def slots_per_head(self, facts: SizeFacts) -> int:
+        return self.count
+
+    def __str__(self) -> str:
+        return f"{number_text(self.count)}tok"
+
+
+@dataclass(frozen=True)
+class Share(Size):
+    """`12.5%mem`: of the bytes the ordinary bf16 cache would hold at this length."""
+
+    percent: float
+    is_absolute = False
+
+    def __post_init__(self) -> None:
+        _require(0 < self.percent <= 100, self, "a share is above 0%mem and at most 100%mem")
+
+    def slots_per_head(self, facts: SizeFacts) -> int:
+        return facts.slots_in(exact(self.percent) * facts.full_bytes / 100)
+
+    def __str__(self) -> str:
+        return f"{number_text(self.percent)}%mem"
+
+
+@dataclass(frozen=True)
+class Bytes(Size):
+    """`512MB`: so many bytes for the whole sequence."""
+
+    count: int
+    is_absolute = True
+
+    def __post_init__(self) -> None:
+        _require(self.count >= 1, self, "a size in bytes is at least 1B")
+
+    @classmethod
+    def of(cls, amount: float, unit: str) -> Bytes:
+        num_bytes = exact(amount) * BYTE_UNITS[unit]
+        if num_bytes.denominator != 1:
+            raise PolicyError(f"size {number_text(amount)}{unit}: a size in bytes is a whole number of bytes")
+        return cls(int(num_bytes))
+
+    def slots_per_head(self, facts: SizeFacts) -> int:
+        return facts.slots_in(self.count)
+
+    def __str__(self) -> str:
+        """The shortest whole way to write it, so that 1024KB and 1.024MB are one size with one text."""
+        whole = [f"{self.count // scale}{unit}" for unit, scale in BYTE_UNITS.items() if self.count % scale == 0]
+        return min(whole, key=len)
+
+
+@dataclass(frozen=True)
+class _Several(Size):
+    parts: tuple[Size, ...]
+
+    def __post_init__(self) -> None:
+        _require(len(self.parts) >= 2, self, "min and max take two sizes or more, such as min(8x, 2048tok)")
+
+    @property
+    def is_absolute(self) -> bool:
+        return any(part.is_absolute for part in self.parts)
+
+    def _inner(self) -> str:
+        return ", ".join(str(part) for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Least(_Several):
+    """`min(8x, 2048tok)`: the smallest of its parts."""
+
+    def slots_per_head(self, facts: SizeFacts) -> int:
+        return min(part.slots_per_head(facts) for part in self.parts)
+
+    def __str__(self) -> str:
+        return f"min({self._inner()})"
+
+
+@dataclass(frozen=True)
+class Greatest(_Several):
+    """`max(8x, 512tok)`: the largest of its parts."""
+
+    def slots_per_head(self, facts: SizeFacts) -> int:
+        return max(part.slots_per_head(facts) for part in self.parts)
+
+    def __str__(self) -> str:
+        return f"max({self._inner()})"
+
+
+@dataclass(frozen=True)
+class Floor:
+    """What every head must be able to hold: protected slots and one open block."""
+
+    sinks: int
+    recent: int
+    open_len: int
+
+    @property
+    def slots(self) -> int:
+        return self.sinks + self.recent + self.open_len
+
+    def __str__(self) -> str:
+        return f"{self.sinks} sinks, {self.recent} recent, open block {self.open_len}"
+
+
+def check_floor(slots: int, floor: Floor, size: Size, num_tokens: int) -> None:
+    """Refuse a target that protected slots and open block do not fit into; a prompt within the floor is never cut."""
+    if num_tokens <= floor.slots or slots >= floor.slots:
+        return
+    tenths = 10 * num_tokens // floor.slots  # rounded down, so that the ratio it names does fit
+    raise SizeError(
+        f"size {size} of {num_tokens} tokens is {slots} slots per head, below the {floor.slots} that must fit "
+        f"({floor}); the smallest possible is {floor.slots}tok ({number_text(tenths / 10)}x here)"
+    )
+
+
+def exact(number: float) -> Fraction:
+    """The decimal number as it was written, without the error of its binary form."""
+    return Fraction(repr(number))
+
+
+def number_text(number: float) -> str:
+    """The shortest text that reads back as the same number, without a trailing `.0`."""
+    return repr(number).removesuffix(".0")
+
+
+def _require(holds: bool, size: Size, rule: str) -> None:
+    if not holds:
+        raise PolicyError(f"size {size}: {rule}")

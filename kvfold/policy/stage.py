@@ -1,0 +1,37 @@
+"""What a policy does in one phase, prefill or decode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvfold.budget.base import Allocator
+    from kvfold.evicted.base import Evicted
+    from kvfold.policy.size import Size
+    from kvfold.protect import Protect
+    from kvfold.score.base import Scorer
+    from kvfold.when import Trigger
+
+STAGE_AXES = ("score", "budget", "size", "when", "protect", "evicted")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The choices of one phase, a field per axis; without a size nothing is evicted and the score is `full`."""
+
+    score: Scorer
+    budget: Allocator
+    size: Size | None
+    when: Trigger
+    protect: Protect
+    evicted: Evicted
+
+    @property
+    def evicts(self) -> bool:
+        return self.size is not None
+
+    @property
+    def variants(self) -> tuple[Any, ...]:
+        """The registered parts: everything but the size."""
+        return self.score, self.budget, self.when, self.protect, self.evicted
