@@ -39,7 +39,7 @@ def unknown_name(name: str, axis: str | None = None) -> PolicyError:
     near = _nearest(name, terms(axis))
     if axis is None and near:
         axis = near[0].axis
-    hint = f"did you mean {' or '.join(term.name for term in near)}? " if near else ""
+    hint = f"did you mean {_either([term.name for term in near])}? " if near else ""
     known = listing(axis) if axis else "; ".join(listing(each) for each in AXES if terms(each))
     return PolicyError(f'no {noun(axis) if axis else "term"} "{name}"; {hint}{known}')
 
@@ -47,3 +47,7 @@ def unknown_name(name: str, axis: str | None = None) -> PolicyError:
 def _nearest(name: str, among: tuple[Term, ...]) -> list[Term]:
     by_name = {term.name: term for term in among}
     return [by_name[close] for close in get_close_matches(name.lower(), by_name, n=3, cutoff=0.6)]
+
+
+def _either(names: list[str]) -> str:
+    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))

@@ -16,6 +16,7 @@ from kvfold.policy.check import check
 from kvfold.policy.codecs import CodecPlan
 from kvfold.policy.defaults import load_variants
 from kvfold.policy.parse import parse
+from kvfold.policy.reader import Reader
 from kvfold.policy.registry import term_of
 from kvfold.policy.resolve import resolve
 from kvfold.policy.stage import Stage
@@ -33,7 +34,7 @@ class Policy:
     decode: Stage
     codec: CodecPlan
     position: Position
-    attend: Any  # the reader: which stored slots a step reads
+    attend: Reader
 
     def __post_init__(self) -> None:
         check(self)

@@ -15,6 +15,7 @@ from kvfold.policy.codecs import CodecPlan
 from kvfold.policy.defaults import PHASES, default, default_trigger
 from kvfold.policy.names import listing, noun, nouns
 from kvfold.policy.parse import Call, Phase
+from kvfold.policy.reader import Reader
 from kvfold.policy.size import Size
 from kvfold.policy.stage import STAGE_AXES, Stage
 
@@ -29,7 +30,7 @@ class Parts(NamedTuple):
     decode: Stage
     codec: CodecPlan
     position: Position
-    attend: Any
+    attend: Reader
 
 
 def resolve(terms: Iterable[Call | Size | Phase]) -> Parts:
