@@ -3,6 +3,8 @@
 from kvfold.budget.ada import Ada
 from kvfold.budget.base import Allocator, Budget
 from kvfold.budget.choose import choose
+from kvfold.budget.global_ import Global
+from kvfold.budget.pyramid import Pyramid
 from kvfold.budget.uniform import Uniform
 
-__all__ = ["Ada", "Allocator", "Budget", "Uniform", "choose"]
+__all__ = ["Ada", "Allocator", "Budget", "Global", "Pyramid", "Uniform", "choose"]

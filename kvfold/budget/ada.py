@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvfold.budget.base import Allocator, Budget
-from kvfold.budget.bounds import bounds, check_floor, with_floor
+from kvfold.budget.bounds import bounds, check_floor, floor_slots, with_floor
 from kvfold.budget.choose import count_top
 from kvfold.policy.registry import register
 
@@ -39,9 +39,8 @@ class Ada(Allocator):
         check_floor("ada", self.floor)
 
     def allocate(self, scores: Sequence[Tensor], budget: Budget, layer: int) -> list[Tensor]:
-        floor_len = max(1, int(self.floor * budget.slots_per_head)) if self.floor > 0 else 0
-        return [self._layer(score_HS, budget.slots_per_head, floor_len) for score_HS in scores]
+        return [self._layer(score_HS, budget) for score_HS in scores]
 
-    def _layer(self, score_HS: Tensor, slots_per_head: int, floor_len: int) -> Tensor:
-        total = max(score_HS.shape[0] * slots_per_head, int(bounds(score_HS).protected_H.sum()))
-        return count_top([with_floor(score_HS, floor_len)], total)[0]
+    def _layer(self, score_HS: Tensor, budget: Budget) -> Tensor:
+        total = max(score_HS.shape[0] * budget.slots_per_head, int(bounds(score_HS).protected_H.sum()))
+        return count_top([with_floor(score_HS, floor_slots(self.floor, budget))], total)[0]

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvfold.budget.base import Budget
 from kvfold.budget.choose import choose
 from kvfold.errors import PolicyError
 
@@ -21,6 +22,11 @@ class Bounds(NamedTuple):
 
 def bounds(score_HS: Tensor) -> Bounds:
     return Bounds((score_HS == torch.inf).sum(-1), (score_HS > -torch.inf).sum(-1))
+
+
+def floor_slots(floor: float, budget: Budget) -> int:
+    """Slots that `floor` of a head's mean budget makes safe; a floor above 0 is at least one slot."""
+    return max(1, int(floor * budget.slots_per_head)) if floor > 0 else 0
 
 
 def with_floor(score_HS: Tensor, floor_len: int) -> Tensor:

@@ -1,11 +1,30 @@
 """What is worth keeping? Importing this registers every scorer."""
 
 from kvfold.score.base import Needs, QueryStats, Scorer, View
+from kvfold.score.expected import Expected
 from kvfold.score.full import Full
+from kvfold.score.h2o import H2O
 from kvfold.score.keydiff import KeyDiff
 from kvfold.score.knorm import KNorm
+from kvfold.score.random import Random
 from kvfold.score.recent import Recent
 from kvfold.score.snapkv import SnapKV
 from kvfold.score.streaming import Streaming
+from kvfold.score.tova import TOVA
 
-__all__ = ["Full", "KNorm", "KeyDiff", "Needs", "QueryStats", "Recent", "Scorer", "SnapKV", "Streaming", "View"]
+__all__ = [
+    "H2O",
+    "TOVA",
+    "Expected",
+    "Full",
+    "KNorm",
+    "KeyDiff",
+    "Needs",
+    "QueryStats",
+    "Random",
+    "Recent",
+    "Scorer",
+    "SnapKV",
+    "Streaming",
+    "View",
+]
