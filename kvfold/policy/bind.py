@@ -1,7 +1,7 @@
 """From the nodes of an expression to variants: names are looked up, arguments matched to fields and their types.
 
 The fields of a variant's dataclass are its arguments; their annotations (int, float, bool, str, Literal, X | None) are
-the types that an expression may give. Whole numbers are counts: never negative, and at least 1 in a trigger.
+the types that an expression may give.
 """
 
 from __future__ import annotations
@@ -104,9 +104,6 @@ def _checked(term: Term, name: str, value: Value, hint: Any) -> Any:
     found = _coerce(value, hint)
     if found is _MISMATCH:
         raise PolicyError(f"{term.name}: {name} takes {_type_text(hint)}, not {_text(value)}")
-    least = 1 if term.axis == "when" else 0
-    if type(found) is int and found < least and get_origin(hint) is not Literal:
-        raise PolicyError(f"{term.name}: {name} is at least {least}, not {found}")
     return found
 
 

@@ -20,18 +20,24 @@ def check(policy: Policy) -> None:
         _check_arguments(variant)
     for phase, stage in policy.stages():
         _check_size(phase, stage)
-        _check_idle_trigger(phase, stage)
+        _check_trigger(phase, stage)
     _check_between_chunks(policy.prefill)
     _check_idle_terms(policy)
     _check_codec(policy)
 
 
 def _check_arguments(variant: Any) -> None:
-    """A variant may define `validate() -> str | None`, the reason why its arguments cannot be."""
+    """Whole numbers are counts, and a trigger counts from 1; what else a variant refuses is its `validate`'s to say."""
+    term = term_of(variant)
+    least = 1 if term.axis == "when" else 0
+    for field in term.arguments:
+        value = getattr(variant, field.name)
+        if type(value) is int and value < least:
+            raise PolicyError(f"{term.name}: {field.name} is at least {least}, not {value}")
     validate = getattr(variant, "validate", None)
     reason = validate() if validate is not None else None
     if reason is not None:
-        raise PolicyError(f"{_name(variant)}: {reason}")
+        raise PolicyError(f"{term.name}: {reason}")
 
 
 def _check_size(phase: str, stage: Stage) -> None:
@@ -48,7 +54,9 @@ def _check_size(phase: str, stage: Stage) -> None:
         )
 
 
-def _check_idle_trigger(phase: str, stage: Stage) -> None:
+def _check_trigger(phase: str, stage: Stage) -> None:
+    if stage.when.phase != phase:
+        raise PolicyError(f"trigger {_name(stage.when)} belongs to {stage.when.phase}, not to {phase}")
     if not stage.evicts and stage.when != default_trigger(phase, stage.score, None):
         raise PolicyError(
             f"trigger {_name(stage.when)} has no effect, since {phase} keeps everything; "

@@ -12,28 +12,18 @@ Whitespace is free. Length and depth are bounded, since expressions also come ov
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from kvfold.errors import PolicyError
 from kvfold.policy.codecs import LayerSlice
 from kvfold.policy.defaults import PHASES
-from kvfold.policy.size import BYTE_UNITS, EXAMPLES, Bytes, Greatest, Least, Ratio, Share, Size, Tokens, number_text
+from kvfold.policy.lex import Token, tokens
+from kvfold.policy.size import EXAMPLES, Greatest, Least, Size, number_text
 
 MAX_LEN = 2000
 MAX_DEPTH = 8
-_MAX_DIGITS = 18
-_TOKEN = re.compile(
-    r"""\s*(?:
-        (?P<number>-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?) (?P<unit>\s*%?\s*[A-Za-z_]\w*|\s*%)?
-      | (?P<name>[A-Za-z_]\w*)
-      | (?P<mark>[+(),=:])
-    )""",
-    re.VERBOSE | re.ASCII,
-)
 _Item = TypeVar("_Item")
 
 
@@ -69,61 +59,16 @@ class Phase:
     terms: tuple[Call | Size, ...]
 
 
-class _Token(NamedTuple):
-    kind: str  # "number", "size", "name", "mark" or "end"
-    text: str
-    value: int | float | Size | None = None
-
-
 def parse(text: str) -> tuple[Call | Size | Phase, ...]:
     """The terms of an expression, in order."""
     if len(text) > MAX_LEN:
         raise PolicyError(f"an expression has at most {MAX_LEN} characters, this one has {len(text)}")
-    return _Parser(_tokens(text)).expression()
-
-
-def _tokens(text: str) -> list[_Token]:
-    tokens, at, end = [], 0, len(text.rstrip())
-    while at < end:
-        match = _TOKEN.match(text, at)
-        if match is None:
-            raise PolicyError(f'"{text[at:].strip()[0]}" is no part of an expression; join terms with +')
-        tokens.append(_token(match))
-        at = match.end()
-    return [*tokens, _Token("end", "the end")]
-
-
-def _token(match: re.Match[str]) -> _Token:
-    if match["number"] is None:
-        kind = "name" if match["name"] else "mark"
-        return _Token(kind, match[kind])
-    number, unit = _number(match["number"]), "".join((match["unit"] or "").split())
-    if not unit:
-        return _Token("number", match["number"], number)
-    return _Token("size", match["number"] + unit, _size(number, unit))
-
-
-def _number(text: str) -> int | float:
-    number = int(text) if text.lstrip("-").isdigit() and len(text) <= _MAX_DIGITS else float(text)
-    if not math.isfinite(number) or abs(number) >= 10**_MAX_DIGITS:
-        raise PolicyError(f"{text[:24]} is too large; numbers stay below 1e{_MAX_DIGITS}")
-    return number
-
-
-def _size(number: int | float, unit: str) -> Size:
-    if unit in BYTE_UNITS:
-        return Bytes.of(number, unit)
-    if unit == "tok":
-        return Tokens(number)  # type: ignore[arg-type]  # it refuses what is not whole
-    relative: dict[str, Callable[[float], Size]] = {"x": Ratio, "%mem": Share}
-    if unit not in relative:
-        raise PolicyError(f'"{number_text(number)}{unit}" is no size; sizes: {EXAMPLES}')
-    return relative[unit](float(number))
+    return _Parser(tokens(text)).expression()
 
 
 class _Parser:
-    def __init__(self, tokens: list[_Token]) -> None:
-        self._tokens = tokens
+    def __init__(self, found: list[Token]) -> None:
+        self._tokens = found
         self._at = 0
         self._depth = 0
 
@@ -224,10 +169,10 @@ class _Parser:
         self._depth -= 1
         return found
 
-    def _peek(self, ahead: int = 0) -> _Token:
+    def _peek(self, ahead: int = 0) -> Token:
         return self._tokens[min(self._at + ahead, len(self._tokens) - 1)]
 
-    def _next(self) -> _Token:
+    def _next(self) -> Token:
         token = self._peek()
         self._at += 1
         return token

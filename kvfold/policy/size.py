@@ -112,7 +112,7 @@ class Bytes(Size):
     is_absolute = True
 
     def __post_init__(self) -> None:
-        _require(self.count >= 1, self, "a size in bytes is at least 1B")
+        _require(1 <= self.count < 10**18, self, "a size in bytes is at least 1B and below an exabyte")
 
     @classmethod
     def of(cls, amount: float, unit: str) -> Bytes:
