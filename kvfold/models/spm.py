@@ -1,8 +1,8 @@
 """A SentencePiece BPE vocabulary as a tokenizer of the `tokenizers` library.
 
 SentencePiece joins, again and again, the adjacent pair whose union has the best score (Kudo and Richardson 2018,
-arXiv:1808.06226); `tokenizers` joins by a list of merges in order of rank. Every way to split a piece into two pieces is a
-merge, ranked by the piece's score. Text unknown to the vocabulary falls back to its bytes.
+arXiv:1808.06226); `tokenizers` joins by a list of merges in order of rank. Every way to split a piece into two pieces
+is a merge, ranked by the piece's score. Text unknown to the vocabulary falls back to its bytes.
 """
 
 from __future__ import annotations
