@@ -1,0 +1,1 @@
+"""Stored reference data and its loaders."""
