@@ -12,7 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from kvfold.errors import PolicyError
 from kvfold.policy.codecs import CodecPlan, LayerSlice
-from kvfold.policy.defaults import default
+from kvfold.policy.defaults import NAMES, default
 from kvfold.policy.names import listing, noun, unknown_name
 from kvfold.policy.parse import Argument, Call, Value
 from kvfold.policy.registry import Term, find
@@ -86,7 +86,7 @@ def _variant(term: Term, arguments: tuple[Argument, ...]) -> Any:
     for place, argument in enumerate(arguments):
         name = argument.keyword or (list(fields)[place] if place < len(fields) else None)
         if name not in fields:
-            raise PolicyError(f"{term.name} has no argument {argument}; {signature(term)}")
+            raise PolicyError(f"{term.name} has no argument {argument}; {_signature(term)}")
         if name in given:
             raise PolicyError(f"{term.name}: argument {name} is given twice")
         given[name] = _checked(term, name, argument.value, hints[name])
@@ -97,7 +97,7 @@ def _variant(term: Term, arguments: tuple[Argument, ...]) -> Any:
 def _refuse_missing(term: Term, given: dict[str, Any]) -> None:
     for field in term.arguments:
         if field.init and field.name not in given and _default_of(field) is dataclasses.MISSING:
-            raise PolicyError(f"{term.name} needs argument {field.name}; {signature(term)}")
+            raise PolicyError(f"{term.name} needs argument {field.name}; {_signature(term)}")
 
 
 def _checked(term: Term, name: str, value: Value, hint: Any) -> Any:
@@ -137,14 +137,16 @@ def _coerce_number(number: int | float, hint: Any) -> Any:
     return number if hint is int and isinstance(number, int) else _MISMATCH
 
 
-def signature(term: Term) -> str:
-    """`arguments of snapkv: window=32, kernel=7`, as an expression would write them."""
+def arguments_text(term: Term) -> str:
+    """`window=32, kernel=5`, as an expression would write them; codecs but the default one take `layers` as well."""
     written = [_argument_text(field) for field in term.arguments if field.init]
-    if term.axis == "codec":
-        written.append("layers=:")
-    if not written:
-        return f"{noun(term.axis)} {term.name} takes no arguments"
-    return f"arguments of {term.name}: {', '.join(written)}"
+    takes_layers = term.axis == "codec" and term.name != NAMES["codec"]
+    return ", ".join([*written, "layers=:"] if takes_layers else written)
+
+
+def _signature(term: Term) -> str:
+    text = arguments_text(term)
+    return f"arguments of {term.name}: {text}" if text else f"{noun(term.axis)} {term.name} takes no arguments"
 
 
 def _argument_text(field: dataclasses.Field[Any]) -> str:

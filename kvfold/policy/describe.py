@@ -1,0 +1,78 @@
+"""The language described from its registry: rows for the command line, and the table of docs/policy.md.
+
+`python -m kvfold.policy.describe` rewrites the table between its two marker comments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from kvfold.policy.bind import arguments_text
+from kvfold.policy.defaults import NAMES, load_variants
+from kvfold.policy.registry import AXES, Term, terms
+
+BEGIN = "<!-- terms: begin; written by `python -m kvfold.policy.describe` -->"
+END = "<!-- terms: end -->"
+PAGE = Path("docs/policy.md")
+_HEADINGS = ("axis", "term", "arguments and defaults", "cost", "paper", "what it does")
+
+
+class Row(NamedTuple):
+    """One term, as people read it; the default of an axis is marked."""
+
+    axis: str
+    name: str
+    arguments: str
+    cost: str
+    paper: str
+    summary: str
+    revision: int
+    is_default: bool
+
+
+def rows() -> tuple[Row, ...]:
+    """All terms in the order of axis and name."""
+    load_variants()
+    return tuple(_row(term) for axis in AXES for term in terms(axis))
+
+
+def _row(term: Term) -> Row:
+    is_default = NAMES.get(term.axis) == term.name
+    text = arguments_text(term)
+    return Row(term.axis, term.name, text, term.cost, term.paper, term.summary, term.revision, is_default)
+
+
+def table() -> str:
+    """A Markdown table of all terms."""
+    lines = [_line(_HEADINGS), _line("---" for _ in _HEADINGS)]
+    for row in rows():
+        name = f"**`{row.name}`**" if row.is_default else f"`{row.name}`"
+        arguments = f"`{row.arguments}`" if row.arguments else ""
+        lines.append(_line((row.axis, name, arguments, row.cost, _link(row.paper), row.summary)))
+    return "\n".join(lines)
+
+
+def with_table(page: str) -> str:
+    """The page with the part between the markers written anew."""
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+
+
+def main() -> None:
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
+
+
+def _link(paper: str) -> str:
+    number = paper.removeprefix("arXiv:")
+    return f"[{paper}](https://arxiv.org/abs/{number})" if number != paper else paper
+
+
+if __name__ == "__main__":
+    main()
