@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
+from collections.abc import Collection
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from kvfold.errors import PolicyError
@@ -90,14 +91,15 @@ def _variant(term: Term, arguments: tuple[Argument, ...]) -> Any:
         if name in given:
             raise PolicyError(f"{term.name}: argument {name} is given twice")
         given[name] = _checked(term, name, argument.value, hints[name])
-    _refuse_missing(term, given)
+    if missing := missing_arguments(term, given):
+        raise PolicyError(f"{term.name} needs argument {missing[0]}; {_signature(term)}")
     return term.variant(**given)
 
 
-def _refuse_missing(term: Term, given: dict[str, Any]) -> None:
-    for field in term.arguments:
-        if field.init and field.name not in given and _default_of(field) is dataclasses.MISSING:
-            raise PolicyError(f"{term.name} needs argument {field.name}; {_signature(term)}")
+def missing_arguments(term: Term, given: Collection[str]) -> list[str]:
+    """Arguments that have no default and were not given."""
+    fields = [field for field in term.arguments if field.init and field.name not in given]
+    return [field.name for field in fields if _default_of(field) is dataclasses.MISSING]
 
 
 def _checked(term: Term, name: str, value: Value, hint: Any) -> Any:

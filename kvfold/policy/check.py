@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvfold.errors import PolicyError
+from kvfold.policy.bind import missing_arguments
 from kvfold.policy.defaults import default, default_trigger
 from kvfold.policy.names import noun
 from kvfold.policy.registry import term_of, terms
@@ -80,10 +81,9 @@ def _check_idle_terms(policy: Policy) -> None:
 def _check_between_chunks(stage: Stage) -> None:
     if not stage.evicts or _name(stage.when) != "between_chunks" or not stage.score.needs.end_of_prompt:
         return
-    fitting = [name for name in _evicting_scores() if not _looks_at_end(name)]
     raise PolicyError(
         f"score {_name(stage.score)} looks at the end of the prompt, which is not there yet between_chunks; "
-        f"use after_prefill or a score that needs no end: {', '.join(fitting)}"
+        f"use after_prefill or a score that needs no end: {', '.join(_scores_without_end())}"
     )
 
 
@@ -106,9 +106,10 @@ def _evicting_scores() -> list[str]:
     return [term.name for term in terms("score") if not term.variant.keeps_all]
 
 
-def _looks_at_end(name: str) -> bool:
-    (term,) = (term for term in terms("score") if term.name == name)
-    return bool(term.variant().needs.end_of_prompt)
+def _scores_without_end() -> list[str]:
+    """Scores that may be asked at any time; what a score needs may depend on arguments, so defaults decide."""
+    complete = [term for term in terms("score") if not missing_arguments(term, ())]
+    return [term.name for term in complete if not (term.variant.keeps_all or term.variant().needs.end_of_prompt)]
 
 
 def _name(variant: Any) -> str:

@@ -2,7 +2,7 @@
 
 Protected slots, the open block and the sidecar are inside the target. Relative sizes (`8x`, `12.5%mem`) follow the
 committed length; absolute ones (`2048tok`, `512MB`) are bounds, which decoding has to hold too. Arithmetic is exact
-(fractions), so that `1.1x` of 1100 tokens is 1000 slots on every machine.
+(fractions): `2.3x` of 230 tokens is 100 slots, where binary division would round up to 101.
 """
 
 from __future__ import annotations
