@@ -73,6 +73,10 @@ class Codec(ABC):
     def decode(self, side: Side, fields: Fields, dtype: torch.dtype, below_ND: Tensor | None = None) -> Tensor:
         """Slots [N, D] in `dtype`; keys in the stored basis."""
 
+    def restore(self, side: Side, x_ND: Tensor, state: State, row_N: Tensor) -> Tensor:
+        """Decoded slots back in the model's own basis, for scorers and shifted positions."""
+        return x_ND
+
     def query(self, q_RXD: Tensor, state: State) -> tuple[Tensor, Tensor | None]:
         """Queries in the stored key basis, and the offset [R, X] to add to q.k (before scaling), or None."""
         return q_RXD, None

@@ -66,6 +66,11 @@ class IntegerCodec(Codec):
         x_NGC.mul_(fields["scale"].float().unsqueeze(-1)).add_(fields["zero"].float().unsqueeze(-1))
         return x_ND.to(dtype)
 
+    def restore(self, side: Side, x_ND: Tensor, state: State, row_N: Tensor) -> Tensor:
+        if side == "v":
+            return x_ND
+        return (hadamard.rotate(x_ND) + state["mean"][row_N]).to(x_ND.dtype)
+
     def query(self, q_RXD: Tensor, state: State) -> tuple[Tensor, Tensor | None]:
         offset_RX = (q_RXD.float() @ state["mean"].unsqueeze(-1)).squeeze(-1)
         return hadamard.rotate_query(q_RXD).to(q_RXD.dtype), offset_RX

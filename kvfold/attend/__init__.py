@@ -1,0 +1,1 @@
+"""Attention over stored pages and new tokens: prefill passes and decode steps, in plain PyTorch."""

@@ -1,0 +1,83 @@
+"""Attention in parts: each part gives its output and log-sum-exp, and parts merge exactly.
+
+This is how sealed pages of several codecs, the open block and the tokens of the current chunk are attended to without
+ever being concatenated (FlashDecoding's split, done over storage).
+
+    H KV heads   G query heads per KV head   T queries   S slots   D head dim
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def compute_dtype(q: Tensor) -> torch.dtype:
+    """CPUs get fp32: few of them have 16-bit arithmetic, and where it is missing it is emulated at a fiftieth."""
+    return torch.float32 if q.device.type == "cpu" else q.dtype
+
+
+def attend(
+    q_HGTD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float, *, causal: bool = False, mask_TS: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Output [H, G, T, D] and natural-log-sum-exp [H, G, T] of one part. `causal`: query t sees slots 0..t."""
+    shape = (k_HSD.shape[0], q_HGTD.shape[1], *k_HSD.shape[1:])
+    if q_HGTD.device.type == "cpu":
+        bias = None
+        if mask_TS is not None:
+            bias = torch.zeros_like(mask_TS, dtype=q_HGTD.dtype).masked_fill_(~mask_TS, -torch.inf)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q_HGTD, k_HSD.unsqueeze(1).expand(shape), v_HSD.unsqueeze(1).expand(shape), 0.0, causal,
+            attn_mask=bias, scale=scale,
+        )  # fmt: skip
+        return out, lse
+    if mask_TS is None and q_HGTD.is_cuda and q_HGTD.dtype in (torch.float16, torch.bfloat16):
+        found = torch.ops.aten._scaled_dot_product_flash_attention(
+            q_HGTD, k_HSD.unsqueeze(1).expand(shape), v_HSD.unsqueeze(1).expand(shape), 0.0, causal, scale=scale
+        )
+        return found[0], found[1]
+    return attend_reference(q_HGTD, k_HSD, v_HSD, scale, causal=causal, mask_TS=mask_TS)
+
+
+def attend_reference(
+    q_HGTD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float, *, causal: bool = False, mask_TS: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The same in plain operations and fp32; what every fast path is compared with."""
+    score = q_HGTD.float() @ k_HSD.float().unsqueeze(1).transpose(-1, -2) * scale
+    if causal:
+        num_queries, num_slots = score.shape[-2:]
+        mask_TS = torch.ones(num_queries, num_slots, dtype=torch.bool, device=score.device).tril()
+    if mask_TS is not None:
+        score = score.masked_fill(~mask_TS, -torch.inf)
+    lse = torch.logsumexp(score, dim=-1)
+    weight = torch.exp(score - lse.unsqueeze(-1)).nan_to_num(0.0)
+    return (weight @ v_HSD.float().unsqueeze(1)).to(q_HGTD.dtype), lse
+
+
+class Merge:
+    """Running sum over parts. A part may cover some of the heads."""
+
+    def __init__(self, q_HGTD: Tensor) -> None:
+        self._q = q_HGTD
+        self.out_HGTD: Tensor | None = None
+        self.lse_HGT: Tensor | None = None
+
+    def add(self, heads: slice, out: Tensor, lse: Tensor) -> None:
+        num_heads = self._q.shape[0]
+        if self.out_HGTD is None and out.shape[0] == num_heads:
+            self.out_HGTD, self.lse_HGT = out, lse
+            return
+        if self.out_HGTD is None or self.lse_HGT is None:
+            self.out_HGTD = torch.zeros_like(self._q)
+            self.lse_HGT = torch.full(self._q.shape[:-1], -torch.inf, dtype=lse.dtype, device=lse.device)
+        before = self.lse_HGT[heads]
+        # The share of the new part; -inf on both sides (nothing seen yet) must not become NaN.
+        share = torch.sigmoid(lse - before).nan_to_num(0.0).to(out.dtype)
+        merged = torch.lerp(self.out_HGTD[heads], out, share.unsqueeze(-1))
+        if out.shape[0] == num_heads:
+            self.out_HGTD, self.lse_HGT = merged, torch.logaddexp(before, lse)
+        else:
+            self.out_HGTD[heads], self.lse_HGT[heads] = merged, torch.logaddexp(before, lse)
+
+    def result(self) -> Tensor:
+        return torch.zeros_like(self._q) if self.out_HGTD is None else self.out_HGTD

@@ -1,0 +1,156 @@
+"""A prefill pass: new tokens of a batch attend to what is stored and to themselves, layer by layer.
+
+The model runs a layer over all tokens (in chunks) before the next, so a layer's keys and values exist only while it
+runs: afterwards they are scored, the survivors staged, the rest gone. The result is that of a one-shot prefill, at the
+memory of one layer. A pass over one chunk of a longer prompt is the token-major order.
+
+    H KV heads   G query heads per KV head   Q query heads   T tokens   D head dim
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvfold.attend.decode import seal
+from kvfold.attend.partial import Merge, attend, compute_dtype
+from kvfold.attend.stored import add_stored
+from kvfold.attend.track import Tracked, new_mass, stored_mass, track_queries
+from kvfold.pages.compress import Compression, NewSlots
+from kvfold.pages.sequence import SequenceCache
+
+
+@dataclass
+class _LayerBuffer:
+    """Keys, values and mass of the layer that is running, for one sequence."""
+
+    k_HTD: Tensor
+    v_HTD: Tensor
+    filled: int = 0
+    stored_mass_HS: Tensor | None = None
+    new_mass_HT: Tensor | None = None
+
+
+class PrefillPass:
+    """`num_tokens[i]` new tokens for sequence i. With `compress`, sizes refer to `seen_lens[i]`, the committed length
+    at the end of the call this pass belongs to; without, everything new is kept."""
+
+    def __init__(
+        self,
+        sequences: Sequence[SequenceCache],
+        num_tokens: Sequence[int],
+        seen_lens: Sequence[int] | None = None,
+        *,
+        compress: bool = True,
+    ) -> None:
+        self.sequences = list(sequences)
+        self.num_tokens = list(num_tokens)
+        for sequence in sequences:
+            seal(sequence, compress=False)
+        seen = seen_lens or [s.sealed_len + n for s, n in zip(sequences, num_tokens, strict=True)]
+        self.rounds = [
+            Compression(sequence, sequence.policy.prefill if compress else None, length)
+            for sequence, length in zip(sequences, seen, strict=True)
+        ]
+        self._buffers: list[_LayerBuffer | None] = [None] * len(sequences)
+
+    def attend(self, layer: int, index: int, q_QTD: Tensor, k_HTD: Tensor, v_HTD: Tensor) -> Tensor:
+        """The next tokens of sequence `index` in this layer; returns the attention output [Q, T, D]."""
+        sequence = self.sequences[index]
+        spec = sequence.spec.layers[layer]
+        dtype = compute_dtype(q_QTD)
+        buffer = self._buffer(index, k_HTD, v_HTD, dtype)
+        offset, end = buffer.filled, buffer.filled + k_HTD.shape[1]
+        # What attention sees is what will be stored: rounded to the cache's dtype once, here.
+        buffer.k_HTD[:, offset:end] = k_HTD.to(sequence.spec.kv_dtype)
+        buffer.v_HTD[:, offset:end] = v_HTD.to(sequence.spec.kv_dtype)
+        buffer.filled = end
+        q_HGTD = q_QTD.to(dtype).unflatten(0, (spec.num_kv_heads, spec.group))
+        start = sequence.sealed_len + offset
+        merge = Merge(q_HGTD)
+        add_stored(merge, sequence, layer, q_HGTD, start)
+        _add_new(merge, q_HGTD, buffer, offset, spec.scale, spec.sliding_window)
+        self._track(sequence, layer, q_QTD, q_HGTD, merge, buffer, offset)
+        return merge.result().flatten(0, 1).to(q_QTD.dtype)
+
+    def _buffer(self, index: int, k_HTD: Tensor, v_HTD: Tensor, dtype: torch.dtype) -> _LayerBuffer:
+        found = self._buffers[index]
+        if found is None:
+            total = self.num_tokens[index]
+            k = torch.empty(k_HTD.shape[0], total, k_HTD.shape[2], dtype=dtype, device=k_HTD.device)
+            found = self._buffers[index] = _LayerBuffer(k, torch.empty_like(k[..., : v_HTD.shape[2]]))
+        return found
+
+    def _track(
+        self,
+        sequence: SequenceCache,
+        layer: int,
+        q_QTD: Tensor,
+        q_HGTD: Tensor,
+        merge: Merge,
+        buffer: _LayerBuffer,
+        offset: int,
+    ) -> None:
+        tracked = Tracked.of(sequence.policy, decoding=False)
+        spec = sequence.spec.layers[layer]
+        if not tracked.anything or not spec.compressible:
+            return
+        start = sequence.sealed_len + offset
+        track_queries(sequence, layer, q_QTD, start, tracked)
+        if tracked.mass:
+            assert merge.lse_HGT is not None
+            old = stored_mass(sequence, layer, q_HGTD, merge.lse_HGT, start)
+            new = new_mass(q_HGTD, buffer.k_HTD, merge.lse_HGT, spec.scale, offset)
+            buffer.stored_mass_HS = old if buffer.stored_mass_HS is None else buffer.stored_mass_HS + old
+            buffer.new_mass_HT = new if buffer.new_mass_HT is None else buffer.new_mass_HT + new
+
+    def finish_layer(self, layer: int) -> None:
+        """All tokens of all sequences have passed this layer: score, choose, stage."""
+        for index, (sequence, buffer) in enumerate(zip(self.sequences, self._buffers, strict=True)):
+            assert buffer is not None
+            new = NewSlots(buffer.k_HTD, buffer.v_HTD, sequence.sealed_len)
+            if buffer.new_mass_HT is not None:
+                new.mass_HS = _joined_mass(sequence, layer, buffer)
+            self.rounds[index].layer(layer, new)
+            self._buffers[index] = None
+
+    def finish(self) -> None:
+        """Encode and write what stays. OutOfPages leaves a sequence as it was before the pass."""
+        for compression, num_tokens in zip(self.rounds, self.num_tokens, strict=True):
+            compression.finish(num_tokens)
+
+
+def _add_new(
+    merge: Merge, q_HGTD: Tensor, buffer: _LayerBuffer, offset: int, scale: float, window: int | None
+) -> None:
+    """Attention to the tokens of this pass: earlier chunks whole, the chunk itself causally."""
+    every, end = slice(0, q_HGTD.shape[0]), buffer.filled
+    if window is not None and end > window:
+        begin = max(0, offset - window + 1)
+        query = torch.arange(offset, end, device=q_HGTD.device).unsqueeze(-1)
+        slot = torch.arange(begin, end, device=q_HGTD.device)
+        mask_TS = (slot <= query) & (slot > query - window)
+        merge.add(
+            every,
+            *attend(q_HGTD, buffer.k_HTD[:, begin:end], buffer.v_HTD[:, begin:end], scale, mask_TS=mask_TS),
+        )
+        return
+    if offset:
+        merge.add(every, *attend(q_HGTD, buffer.k_HTD[:, :offset], buffer.v_HTD[:, :offset], scale))
+    chunk = slice(offset, end)
+    merge.add(every, *attend(q_HGTD, buffer.k_HTD[:, chunk], buffer.v_HTD[:, chunk], scale, causal=True))
+
+
+def _joined_mass(sequence: SequenceCache, layer: int, buffer: _LayerBuffer) -> Tensor:
+    """Mass of stored slots, earlier and from this pass, then of the new ones, in row order."""
+    assert buffer.stored_mass_HS is not None and buffer.new_mass_HT is not None
+    earlier = sequence.sidecar.layers[layer].mass_HS
+    old_HS = buffer.stored_mass_HS if earlier is None else buffer.stored_mass_HS + earlier
+    rows = [
+        torch.cat((old[:length], new))
+        for old, new, length in zip(old_HS, buffer.new_mass_HT, sequence.stored_lens(layer), strict=True)
+    ]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)

@@ -1,0 +1,104 @@
+"""What scorers observe while the model runs: the last queries, query moments, attention mass per slot.
+
+Attention mass comes from a second pass over tiles, given each query's log-sum-exp: exp(q.k - lse) summed over queries.
+No L x L map is ever formed.
+
+    H KV heads   G query heads per KV head   Q query heads   T queries   S slots   D head dim
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvfold.attend.stored import stretches
+from kvfold.core import LayerSpec
+from kvfold.pages.sequence import SequenceCache
+from kvfold.pages.sidecar import Moments
+from kvfold.policy.policy import Policy
+from kvfold.score.base import Needs
+from kvfold.when import Never
+
+_TILE = 128  # queries per tile of the second pass
+_NUM_SINKS = 4  # the first queries are no sample of what will be asked
+
+
+@dataclass(frozen=True)
+class Tracked:
+    """Which observations a phase has to make."""
+
+    last_queries: int
+    mass: bool
+    query_stats: bool
+
+    @classmethod
+    def of(cls, policy: Policy, *, decoding: bool) -> Tracked:
+        """While decoding, the last queries and moments matter only if a trigger may fire; mass always adds up."""
+        evicts = not isinstance(policy.decode.when, Never)
+        stages = [policy.decode] if decoding else [policy.prefill, policy.decode]
+        needs = [stage.score.needs for stage in stages if stage.size is not None and (evicts or not decoding)]
+        mass = any(stage.size is not None and stage.score.needs.mass for _, stage in policy.stages())
+        return cls(
+            max((need.last_queries for need in needs), default=0), mass, any(need.query_stats for need in needs)
+        )
+
+    @property
+    def anything(self) -> bool:
+        return bool(self.last_queries) or self.mass or self.query_stats
+
+
+def needs_after_prefill(policy: Policy) -> Needs:
+    """What must outlive the prompt, for decoding."""
+    tracked = Tracked.of(policy, decoding=True)
+    return Needs(tracked.last_queries, tracked.mass, tracked.query_stats)
+
+
+def track_queries(sequence: SequenceCache, layer: int, q_QTD: Tensor, start: int, tracked: Tracked) -> None:
+    """Remember the last queries, add up the moments of pre-RoPE queries."""
+    spec, side = sequence.spec.layers[layer], sequence.sidecar.layers[layer]
+    if not spec.compressible:
+        return
+    if tracked.last_queries:
+        side.remember(q_QTD, tracked.last_queries)
+    if tracked.query_stats:
+        skipped = min(max(_NUM_SINKS - start, 0), q_QTD.shape[1])
+        if side.moments is None:
+            side.moments = Moments.empty(spec, q_QTD.device)
+        side.moments.add(_before_rope(spec, q_QTD[:, skipped:], start + skipped))
+
+
+def _before_rope(spec: LayerSpec, q_QTD: Tensor, start: int) -> Tensor:
+    if spec.rope is None:
+        return q_QTD
+    positions = torch.arange(start, start + q_QTD.shape[1], device=q_QTD.device)
+    turned = spec.rope.rotate(q_QTD.float(), -positions)
+    rotary = spec.rope.rotary_dim
+    return torch.cat((turned[..., :rotary] / spec.rope.attention_scale, turned[..., rotary:]), dim=-1)
+
+
+def stored_mass(sequence: SequenceCache, layer: int, q_HGTD: Tensor, lse_HGT: Tensor, start: int) -> Tensor:
+    """Mass [H, S] the queries gave to sealed slots (rows padded with 0)."""
+    spec = sequence.spec.layers[layer]
+    num_slots = max(sequence.stored_lens(layer), default=0)
+    mass_HS = torch.zeros(spec.num_kv_heads, num_slots, device=q_HGTD.device)
+    for begin in range(0, q_HGTD.shape[2], _TILE):
+        tile = slice(begin, begin + _TILE)
+        for stretch in stretches(sequence, layer, q_HGTD[:, :, tile], start + begin):
+            end = stretch.first + stretch.k_hSD.shape[1]
+            mass_HS[stretch.heads, stretch.first : end] += stretch.mass(lse_HGT[:, :, tile], spec.scale)
+    return mass_HS
+
+
+def new_mass(q_HGTD: Tensor, k_HSD: Tensor, lse_HGT: Tensor, scale: float, offset: int) -> Tensor:
+    """Mass [H, S] the queries gave to the tokens of their own pass; query t is token offset + t of it."""
+    mass_HS = torch.zeros(k_HSD.shape[:2], device=q_HGTD.device)
+    for begin in range(0, q_HGTD.shape[2], _TILE):
+        q = q_HGTD[:, :, begin : begin + _TILE].float()
+        end = offset + begin + q.shape[2]
+        score = q @ k_HSD[:, :end].float().unsqueeze(1).transpose(-1, -2) * scale
+        seen = torch.arange(end, device=q.device) <= torch.arange(offset + begin, end, device=q.device).unsqueeze(-1)
+        weight = torch.exp(score - lse_HGT[:, :, begin : begin + _TILE].unsqueeze(-1)).masked_fill(~seen, 0.0)
+        mass_HS[:, :end] += weight.sum((1, 2))
+    return mass_HS

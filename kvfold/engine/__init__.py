@@ -1,0 +1,1 @@
+"""The one runner that calls the model, and the loop that generates."""

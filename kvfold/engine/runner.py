@@ -1,0 +1,241 @@
+"""The only place that calls the model. It takes a batch of sequences, packed along the token axis.
+
+Prefill is layer-major: one forward over all new tokens in which every decoder layer runs its tokens chunk by chunk,
+then scores and drops before the next layer runs. Chunk borders are absolute multiples of `chunk_len`, so a sequence
+that continues runs the shapes it would have run in one go. `between_chunks` policies run the same pass once per chunk
+(token-major), in bounded memory.
+
+    packed tokens:  | sequence 0: chunk, chunk, … | sequence 1: chunk, … |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfold.attend.decode import DecodePass
+from kvfold.attend.prefill import PrefillPass
+from kvfold.attend.track import needs_after_prefill
+from kvfold.core import ModelSpec
+from kvfold.errors import InputError
+from kvfold.models.attach import layers_wrapped, maskless
+from kvfold.models.pass_cache import PassCache, Piece
+from kvfold.pages.arena import Arena
+from kvfold.pages.sequence import PageConfig, SequenceCache
+from kvfold.policy.policy import Policy
+from kvfold.when import BetweenChunks
+
+Progress = Callable[[int], None]  # called with the number of tokens just done
+
+
+class Runner:
+    """Runs prompts and decode steps of one attached model over one arena."""
+
+    def __init__(self, hf: Any, spec: ModelSpec, arena: Arena, *, chunk_len: int = 512) -> None:
+        self.hf = hf
+        self.spec = spec
+        self.arena = arena
+        self.chunk_len = chunk_len
+
+    def new_sequence(self, policy: Policy, config: PageConfig | None = None) -> SequenceCache:
+        return SequenceCache(self.arena, self.spec, policy, config or PageConfig())
+
+    @torch.inference_mode()
+    def prefill(
+        self,
+        sequences: Sequence[SequenceCache],
+        tokens: Sequence[Sequence[int]],
+        *,
+        compress: bool = True,
+        progress: Progress | None = None,
+    ) -> Tensor:
+        """Read new tokens; logits [batch, vocab] after the last token of each sequence."""
+        seen = self._check(sequences, tokens)
+        logits: list[Tensor | None] = [None] * len(sequences)
+        for batch, parts in self._passes(sequences, tokens, compress):
+            out = self._forward(
+                [sequences[i] for i in batch], parts, [seen[i] for i in batch], compress=compress, progress=progress
+            )
+            for i, row in zip(batch, out.logits[0], strict=True):
+                logits[i] = row
+        if compress:
+            for sequence in sequences:
+                forget_prompt(sequence)
+        return torch.stack([row for row in logits if row is not None]).float()
+
+    @torch.inference_mode()
+    def logprobs(
+        self, sequence: SequenceCache, tokens: Sequence[int], *, compress: bool = True, progress: Progress | None = None
+    ) -> Tensor:
+        """Read tokens and return log p(tokens[i + 1] | …tokens[i]), one fewer than tokens, fp32."""
+        seen = self._check([sequence], [tokens])
+        head = self.hf.get_output_embeddings()
+        found, at = [], 0
+        for _, (part,) in self._passes([sequence], [tokens], compress):
+            out = self._forward([sequence], [part], seen, compress=compress, progress=progress, hidden=True)
+            targets = torch.tensor(list(tokens[at + 1 : at + 1 + len(part)]), device=self.arena.device)
+            hidden = out.last_hidden_state[0, : len(targets)]
+            for begin in range(0, len(targets), 256):
+                rows = torch.log_softmax(head(hidden[begin : begin + 256]).float(), dim=-1)
+                found.append(rows.gather(-1, targets[begin : begin + 256].unsqueeze(-1)).squeeze(-1))
+            at += len(part)
+        if compress:
+            forget_prompt(sequence)
+        return torch.cat(found) if found else torch.empty(0)
+
+    @torch.inference_mode()
+    def decode(self, sequences: Sequence[SequenceCache], tokens: Sequence[int]) -> Tensor:
+        """One token for each sequence; logits [batch, vocab]. OutOfPages is raised before anything changes."""
+        step = DecodePass(sequences)
+        pieces = [Piece(i, i, i + 1) for i in range(len(sequences))]
+        positions = [sequence.logical_len for sequence in sequences]
+        with maskless():
+            out = self._call(list(tokens), positions, PassCache(step, pieces), slice(None))
+        step.finish()
+        for sequence in sequences:
+            sequence.open.commit(1)
+        logits: Tensor = out.logits[0].float()
+        return logits
+
+    def _check(self, sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]) -> list[int]:
+        """Committed lengths at the end of the call."""
+        if len(sequences) != len(tokens) or not sequences:
+            raise InputError(f"{len(tokens)} inputs for {len(sequences)} sequences; give one each, at least one")
+        for ids in tokens:
+            if not ids:
+                raise InputError("the input holds no tokens; give at least one")
+            low, high = min(ids), max(ids)
+            if low < 0 or high >= self.spec.vocab_size:
+                bad = low if low < 0 else high
+                raise InputError(f"token id {bad} is outside the vocabulary of {self.spec.vocab_size}")
+        return [sequence.committed_len + len(ids) for sequence, ids in zip(sequences, tokens, strict=True)]
+
+    def _passes(
+        self, sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]], compress: bool
+    ) -> Iterator[tuple[list[int], list[list[int]]]]:
+        """(sequences, their tokens) of each pass: everything at once, or chunk after chunk where a policy says so."""
+        left = {i: list(ids) for i, ids in enumerate(tokens)}
+        while left:
+            batch, parts = [], []
+            for i in list(left):
+                take = len(left[i])
+                trigger = sequences[i].policy.prefill.when
+                if compress and isinstance(trigger, BetweenChunks):
+                    take = trigger.chunk - sequences[i].committed_len % trigger.chunk
+                batch.append(i)
+                parts.append(left[i][:take])
+                left[i] = left[i][take:]
+                if not left[i]:
+                    del left[i]
+            yield batch, parts
+
+    def _forward(
+        self,
+        sequences: Sequence[SequenceCache],
+        tokens: Sequence[Sequence[int]],
+        seen_lens: Sequence[int],
+        *,
+        compress: bool,
+        progress: Progress | None,
+        hidden: bool = False,
+    ) -> Any:
+        """One layer-major pass."""
+        current = PrefillPass(sequences, [len(ids) for ids in tokens], seen_lens, compress=compress)
+        pieces = list(self._pieces(sequences, tokens))
+        cache = PassCache(current, pieces)
+        positions = [s.sealed_len + t for s, ids in zip(sequences, tokens, strict=True) for t in range(len(ids))]
+        ends = torch.tensor([len(ids) for ids in tokens]).cumsum(0) - 1
+        share = _Share(progress, self.spec.num_layers)
+
+        def wrap(layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+            def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+                found = torch.empty_like(hidden_states)
+                for piece in pieces:
+                    cache.pieces = [piece]
+                    mine = slice(piece.begin, piece.end)
+                    length = hidden_states.shape[1]
+                    out = forward(
+                        hidden_states[:, mine],
+                        *[_cut(value, mine, length) for value in args],
+                        **{name: _cut(value, mine, length) for name, value in kwargs.items()},
+                    )
+                    found[:, mine] = out[0] if isinstance(out, tuple) else out
+                    share.done(piece.end - piece.begin)
+                current.finish_layer(layer)
+                return (found,) if isinstance(out, tuple) else found
+
+            return run
+
+        with maskless(), layers_wrapped(self.hf, wrap):
+            ids = [token for part in tokens for token in part]
+            out = self._call(ids, positions, cache, ends.to(self.arena.device), hidden=hidden)
+        current.finish()
+        return out
+
+    def _pieces(self, sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]) -> Iterator[Piece]:
+        begin = 0
+        for index, (sequence, ids) in enumerate(zip(sequences, tokens, strict=True)):
+            end = begin + len(ids)
+            position = sequence.committed_len
+            while begin < end:
+                step = min(self.chunk_len - position % self.chunk_len, end - begin)
+                yield Piece(index, begin, begin + step)
+                begin, position = begin + step, position + step
+
+    def _call(
+        self,
+        ids: Sequence[int],
+        positions: Sequence[int],
+        cache: PassCache,
+        keep: Tensor | slice,
+        *,
+        hidden: bool = False,
+    ) -> Any:
+        device = self.arena.device
+        model = self.hf.base_model if hidden else self.hf
+        extra = {} if hidden or isinstance(keep, slice) else {"logits_to_keep": keep}
+        return model(
+            input_ids=torch.tensor([list(ids)], device=device),
+            position_ids=torch.tensor([list(positions)], device=device),
+            past_key_values=cache,
+            use_cache=True,
+            **extra,
+        )
+
+
+def forget_prompt(sequence: SequenceCache) -> None:
+    """Drop observations that only the prompt's compression needed."""
+    needs = needs_after_prefill(sequence.policy)
+    for side in sequence.sidecar.layers:
+        if not needs.last_queries:
+            side.last_q_QWD = None
+        if not needs.query_stats:
+            side.moments = None
+
+
+@dataclass
+class _Share:
+    """Reports a token as done when its share of all layers is."""
+
+    progress: Progress | None
+    num_layers: int
+    work: int = 0
+
+    def done(self, num_tokens: int) -> None:
+        before = self.work // self.num_layers
+        self.work += num_tokens
+        if self.progress is not None and self.work // self.num_layers > before:
+            self.progress(self.work // self.num_layers - before)
+
+
+def _cut(value: Any, mine: slice, length: int) -> Any:
+    """The tokens `mine` of whatever a decoder layer is given per token."""
+    if isinstance(value, tuple):
+        return tuple(_cut(item, mine, length) for item in value)
+    if isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1] == length:
+        return value[:, mine]
+    return value

@@ -1,0 +1,107 @@
+"""Join a transformers model: an attention function and a mask function under the name "kvfold", undone on exit.
+
+On plain tensors the attention function is `sdpa`, bit for bit. When a cache of kvfold's returned a handle from
+`update`, the handle attends, over pages. Nothing is registered before `attach` is called, and no class is ever patched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import TracebackType
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from kvfold.core import ModelSpec
+from kvfold.errors import ModelError
+from kvfold.models.spec import decoder_layers, read_spec
+
+NAME = "kvfold"
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask")
+_maskless: ContextVar[bool] = ContextVar("kvfold_maskless", default=False)
+
+
+@runtime_checkable
+class Handle(Protocol):
+    """What kvfold's caches return from `update` in place of keys."""
+
+    def attend(self, query: Tensor, mask: Tensor | None) -> Tensor:
+        """[B, Q, T, D] -> [B, T, Q, D]"""
+
+
+def attention(
+    module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """The registered attention function."""
+    if not isinstance(key, Handle):
+        found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        return found
+    for name in _UNSUPPORTED:
+        if kwargs.get(name) is not None:
+            raise ModelError(f"{type(module).__name__} asks for `{name}` in attention, which kvfold does not support")
+    return key.attend(query, attention_mask), None
+
+
+def mask(**kwargs: Any) -> Tensor | None:
+    """The registered mask function: as for sdpa; None inside the runner, which knows every length itself."""
+    if _maskless.get():
+        return None
+    found: Tensor | None = sdpa_mask(**kwargs)
+    return found
+
+
+@contextmanager
+def maskless() -> Iterator[None]:
+    token = _maskless.set(True)
+    try:
+        yield
+    finally:
+        _maskless.reset(token)
+
+
+class attach:
+    """Make `model` able to use kvfold's caches. Call it, or use it in a `with` statement to have it undone."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.spec: ModelSpec = read_spec(model)
+        self._before = model.config._attn_implementation
+        if self._before == NAME:
+            return
+        AttentionInterface.register(NAME, attention)
+        AttentionMaskInterface.register(NAME, mask)
+        model.set_attn_implementation(NAME)
+
+    def detach(self) -> None:
+        """Back to the attention implementation the model had."""
+        self.model.set_attn_implementation(self._before)
+
+    def __enter__(self) -> attach:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
+
+
+def is_attached(model: Any) -> bool:
+    return bool(model.config._attn_implementation == NAME)
+
+
+@contextmanager
+def layers_wrapped(model: Any, wrap: Any) -> Iterator[None]:
+    """Replace each decoder layer's forward by wrap(index, forward) while the context lasts."""
+    layers = decoder_layers(model)
+    try:
+        for index, layer in enumerate(layers):
+            layer.forward = wrap(index, layer.forward)
+        yield
+    finally:
+        for layer in layers:
+            layer.__dict__.pop("forward", None)

@@ -1,0 +1,58 @@
+"""What the runner gives the model as its cache: `update` hands the new keys and values to the pass that is running.
+
+    H KV heads   N packed tokens   D head dim
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache as HfCache
+
+from kvfold.attend.decode import DecodePass
+from kvfold.attend.prefill import PrefillPass
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens begin:end of the packed input, all of one sequence."""
+
+    index: int
+    begin: int
+    end: int
+
+
+class PassCache(HfCache):  # type: ignore[misc]
+    """What the model is given as its cache during a pass: `update` hands the new keys to the pass."""
+
+    def __init__(self, current: PrefillPass | DecodePass, pieces: Sequence[Piece]) -> None:
+        super().__init__(layers=[])
+        self.current = current
+        self.pieces = list(pieces)  # the part of the packed input that the next call of a layer covers
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        return PassHandle(self, layer_idx, key_states[0], value_states[0]), None
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
+
+
+@dataclass
+class PassHandle:
+    cache: PassCache
+    layer: int
+    k_HND: Tensor
+    v_HND: Tensor
+
+    def attend(self, query: Tensor, mask: Tensor | None) -> Tensor:
+        base = self.cache.pieces[0].begin
+        outs = []
+        for piece in self.cache.pieces:
+            mine = slice(piece.begin - base, piece.end - base)
+            new = query[0, :, mine], self.k_HND[:, mine], self.v_HND[:, mine]
+            outs.append(self.cache.current.attend(self.layer, piece.index, *new))
+        return torch.cat(outs, dim=1).transpose(0, 1).unsqueeze(0)

@@ -1,0 +1,158 @@
+"""One piece of memory, lent in runs of superblocks; base addresses never move.
+
+A *superblock* is the unit the arena counts in. A *span* is a run of adjacent superblocks lent to one page class: it
+holds `num_pages` pages laid out field by field, so that adjacent pages form one dense array per field:
+
+    span: | k of page 0, 1, 2 … | v of page 0, 1, 2 … | positions of page 0, 1, 2 … | … padding |
+
+Readers then see a head's adjacent pages as one [slots, D] tensor, without a gather. A span is returned whole.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvfold.errors import InputError, OutOfPages
+from kvfold.pages.layout import PageClass
+
+SUPERBLOCK_BYTES = 64 * 1024
+
+
+class Arena:
+    """Lends spans; `free_bytes + lent_bytes == capacity_bytes` always holds."""
+
+    def __init__(
+        self, capacity_bytes: int, *, device: torch.device | str = "cpu", superblock_bytes: int = SUPERBLOCK_BYTES
+    ) -> None:
+        if superblock_bytes < 4096 or superblock_bytes % 4096:
+            raise InputError(f"superblock_bytes is {superblock_bytes}; it must be a positive multiple of 4096")
+        self.superblock_bytes = superblock_bytes
+        self.num_superblocks = capacity_bytes // superblock_bytes
+        if self.num_superblocks < 1:
+            raise InputError(f"an arena of {capacity_bytes} bytes holds no superblock of {superblock_bytes} bytes")
+        self.device = torch.device(device)
+        # An address is what is taken here; on a CPU the system commits memory when it is first written.
+        self.memory = torch.empty(self.num_superblocks * superblock_bytes, dtype=torch.uint8, device=self.device)
+        self._free: list[tuple[int, int]] = [(0, self.num_superblocks)]  # (start, length), sorted, never adjacent
+        self.peak_bytes = 0
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self.num_superblocks * self.superblock_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        return sum(length for _, length in self._free) * self.superblock_bytes
+
+    @property
+    def lent_bytes(self) -> int:
+        return self.capacity_bytes - self.free_bytes
+
+    def lend(self, page_class: PageClass, num_pages: int, *, whole: bool = False) -> list[Span]:
+        """Spans with at least num_pages pages in all: one if a run is long enough (`whole`: one or none), else the
+        largest runs there are. Raises OutOfPages, with nothing lent, if that is not to be had.
+        """
+        spans: list[Span] = []
+        missing = num_pages
+        while missing > 0:
+            span = self._lend_one(page_class, missing)
+            if span is None or (whole and span.num_pages < missing):
+                spans += [span] if span is not None else []
+                for lent in spans:
+                    self.take_back(lent)
+                raise OutOfPages(
+                    f"the arena of {self.capacity_bytes} bytes has {self.free_bytes} free, but "
+                    f"{page_class.span_bytes(num_pages)} are needed; free a session, choose a smaller policy size, "
+                    "or load the model with more memory"
+                )
+            spans.append(span)
+            missing -= span.num_pages
+        self.peak_bytes = max(self.peak_bytes, self.lent_bytes)
+        return spans
+
+    def take_back(self, span: Span) -> None:
+        """Return a span; its neighbours join it."""
+        start, length = span.start, span.num_superblocks
+        at = bisect_left(self._free, (start, 0))
+        if at < len(self._free) and self._free[at][0] == start + length:
+            length += self._free.pop(at)[1]
+        if at > 0 and sum(self._free[at - 1]) == start:
+            before_start, before_length = self._free.pop(at - 1)
+            start, length = before_start, before_length + length
+        insort(self._free, (start, length))
+
+    def _lend_one(self, page_class: PageClass, num_pages: int) -> Span | None:
+        wanted = -(-page_class.span_bytes(num_pages) // self.superblock_bytes)
+        fitting = [run for run in self._free if run[1] >= wanted]
+        if fitting:
+            start, length = min(fitting, key=lambda run: (run[1], run[0]))
+        elif self._free:
+            start, length = max(self._free, key=lambda run: (run[1], -run[0]))
+            wanted = length
+            num_pages = page_class.pages_in(length * self.superblock_bytes)
+        else:
+            return None
+        if num_pages == 0:
+            return None
+        self._free.remove((start, length))
+        if length > wanted:
+            insort(self._free, (start + wanted, length - wanted))
+        return Span(self, page_class, start, wanted, num_pages)
+
+
+@dataclass(eq=False)
+class Span:
+    """Adjacent superblocks lent to one page class, and which of its pages are free."""
+
+    arena: Arena
+    page_class: PageClass
+    start: int
+    num_superblocks: int
+    num_pages: int
+    fields: dict[str, Tensor] = field(init=False)  # name -> [slots or groups of the whole span, width]
+    _free: list[tuple[int, int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._free = [(0, self.num_pages)]
+        self.fields = {}
+        offset = self.start * self.arena.superblock_bytes
+        for item, num_rows in self.page_class.regions(self.num_pages):
+            num_bytes = num_rows * item.bytes()
+            raw = self.arena.memory[offset : offset + num_bytes]
+            self.fields[item.name] = raw.view(item.dtype).view(num_rows, item.width)
+            offset += self.page_class.aligned(num_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_superblocks * self.arena.superblock_bytes
+
+    @property
+    def num_free_pages(self) -> int:
+        return sum(length for _, length in self._free)
+
+    def take(self, num_pages: int) -> tuple[int, int] | None:
+        """(first page, how many): the first run of num_pages, or the longest there is; None when full."""
+        if not self._free:
+            return None
+        run = next((run for run in self._free if run[1] >= num_pages), None)
+        run = run or max(self._free, key=lambda run: (run[1], -run[0]))
+        taken = min(num_pages, run[1])
+        self._free.remove(run)
+        if run[1] > taken:
+            insort(self._free, (run[0] + taken, run[1] - taken))
+        return run[0], taken
+
+    def give(self, first: int, num_pages: int) -> None:
+        """Return pages to this span."""
+        insort(self._free, (first, num_pages))
+        joined: list[tuple[int, int]] = []
+        for start, length in self._free:
+            if joined and sum(joined[-1]) == start:
+                joined[-1] = (joined[-1][0], joined[-1][1] + length)
+            else:
+                joined.append((start, length))
+        self._free = joined

@@ -1,0 +1,101 @@
+"""The open block: where new slots wait, in the cache's own dtype, until they are committed and sealed.
+
+R slots per head and one fill count for the whole sequence, so all heads append and seal at the same step, known on the
+host without a sync. Slots past the commit line (drafts, a cancelled step) roll back.
+
+    | committed … | drafted … | free … |
+    0         committed      fill      R
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+from kvfold.codec.native import Native
+from kvfold.core import ModelSpec
+from kvfold.errors import InputError
+from kvfold.pages.arena import Arena, Span
+from kvfold.pages.layout import PageClass
+
+
+class OpenBlock:
+    """Keys and values [H, R, D] for every layer, as pages of R slots in the arena."""
+
+    def __init__(self, arena: Arena, spec: ModelSpec, num_slots: int) -> None:
+        self.arena = arena
+        self.spec = spec
+        self.num_slots = num_slots
+        self.fill = 0
+        self.committed = 0
+        self.spans: list[Span] = []
+        self.k: list[Tensor] = []
+        self.v: list[Tensor] = []
+        self._lend()
+
+    @staticmethod
+    def page_class(head_dim: int, kv_dtype: torch.dtype, num_slots: int) -> PageClass:
+        return PageClass(Native(), Native(), head_dim, kv_dtype, page_size=num_slots, has_positions=False)
+
+    def _lend(self) -> None:
+        heads: dict[int, int] = defaultdict(int)
+        for layer in self.spec.layers:
+            heads[layer.head_dim] += layer.num_kv_heads
+        by_dim: dict[int, Span] = {}
+        try:
+            for head_dim, num_heads in heads.items():
+                page_class = self.page_class(head_dim, self.spec.kv_dtype, self.num_slots)
+                by_dim[head_dim] = self.arena.lend(page_class, num_heads, whole=True)[0]
+        finally:
+            self.spans = list(by_dim.values())
+            if len(by_dim) < len(heads):
+                self.release()
+        next_slot: dict[int, int] = defaultdict(int)
+        for layer in self.spec.layers:
+            start, count = next_slot[layer.head_dim], layer.num_kv_heads * self.num_slots
+            next_slot[layer.head_dim] += count
+            shape = (layer.num_kv_heads, self.num_slots, layer.head_dim)
+            fields = by_dim[layer.head_dim].fields
+            self.k.append(fields["k.x"][start : start + count].view(shape))
+            self.v.append(fields["v.x"][start : start + count].view(shape))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(span.num_bytes for span in self.spans)
+
+    @property
+    def room(self) -> int:
+        return self.num_slots - self.fill
+
+    def write(self, layer: int, k_HTD: Tensor, v_HTD: Tensor) -> None:
+        """Put T new slots of one layer behind the filled ones; `advance` counts them once all layers have written."""
+        end = self.fill + k_HTD.shape[1]
+        if end > self.num_slots:
+            raise InputError(f"the open block holds {self.num_slots} slots; {end} were to be filled")
+        self.k[layer][:, self.fill : end] = k_HTD
+        self.v[layer][:, self.fill : end] = v_HTD
+
+    def advance(self, num_tokens: int) -> None:
+        self.fill += num_tokens
+
+    def commit(self, num_tokens: int) -> None:
+        self.committed = min(self.committed + num_tokens, self.fill)
+
+    def rollback(self) -> None:
+        """Back to the commit line."""
+        self.fill = self.committed
+
+    def clear(self) -> None:
+        self.fill = self.committed = 0
+
+    def copy_from(self, other: OpenBlock) -> None:
+        for mine, theirs in zip((*self.k, *self.v), (*other.k, *other.v), strict=True):
+            mine.copy_(theirs)
+        self.fill, self.committed = other.fill, other.committed
+
+    def release(self) -> None:
+        for span in self.spans:
+            self.arena.take_back(span)
+        self.spans = []

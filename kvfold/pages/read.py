@@ -1,0 +1,64 @@
+"""Reading stored slots back: per run for attention, per head in the model's own basis for scorers.
+
+    N flat slots of a run, used or not   D head dim
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvfold.codec.base import Side
+from kvfold.pages.segment import LayerPages, Run
+from kvfold.pages.sequence import SequenceCache
+
+
+@dataclass
+class StoredSlots:
+    """Sealed slots of one layer, one tensor per head, oldest first."""
+
+    k: list[Tensor]  # [n, D]
+    v: list[Tensor]
+    position: list[Tensor]  # int64 [n]
+
+    @property
+    def lens(self) -> list[int]:
+        return [len(position) for position in self.position]
+
+
+def decode_run(pages: LayerPages, run: Run, side: Side, dtype: torch.dtype) -> Tensor:
+    """All slots of a run [N, D]; keys in the codec's basis. A view where the codec stores `dtype` itself."""
+    return pages.page_class.codec(side).decode(side, run.side(side), dtype)
+
+
+def restored_run(pages: LayerPages, run: Run, side: Side, dtype: torch.dtype) -> Tensor:
+    """All slots of a run [N, D] in the model's own basis."""
+    x_ND = decode_run(pages, run, side, dtype)
+    capacities = [extent.capacity for extent in run.extents]
+    row_N = torch.repeat_interleave(torch.tensor(run.heads), torch.tensor(capacities)).to(x_ND.device)
+    return pages.page_class.codec(side).restore(side, x_ND, pages.state.get(side, {}), row_N)
+
+
+def stored_slots(sequence: SequenceCache, layer: int, dtype: torch.dtype) -> StoredSlots:
+    """What a scorer sees of the sealed slots."""
+    num_heads = sequence.spec.layers[layer].num_kv_heads
+    k: list[list[Tensor]] = [[] for _ in range(num_heads)]
+    v: list[list[Tensor]] = [[] for _ in range(num_heads)]
+    position: list[list[Tensor]] = [[] for _ in range(num_heads)]
+    for pages in sequence.layer_parts(layer):
+        for run in pages.runs():
+            k_ND, v_ND = restored_run(pages, run, "k", dtype), restored_run(pages, run, "v", dtype)
+            for head, start, length in zip(run.heads, run.starts, run.lens, strict=True):
+                mine = slice(start, start + length)
+                k[head].append(k_ND[mine])
+                v[head].append(v_ND[mine])
+                position[head].append(run.position_N[mine].to(torch.int64))
+    empty_D = torch.empty(0, sequence.spec.layers[layer].head_dim, dtype=dtype, device=sequence.arena.device)
+    empty = torch.empty(0, dtype=torch.int64, device=sequence.arena.device)
+    return StoredSlots(
+        [torch.cat(parts) if parts else empty_D for parts in k],
+        [torch.cat(parts) if parts else empty_D for parts in v],
+        [torch.cat(parts) if parts else empty for parts in position],
+    )

@@ -1,0 +1,213 @@
+"""The cache of one sequence: shared segments, a private tail, the open block, the sidecar, and the commit line.
+
+    tokens   0 ………………………………… sealed_len ………… committed_len ………… logical_len
+    memory   segments | tail     | open block: committed | drafted
+
+Logical lengths count tokens seen; stored lengths count slots kept. They never share a name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from kvfold.codec.base import Side
+from kvfold.core import ModelSpec
+from kvfold.errors import PolicyError
+from kvfold.pages.arena import Arena
+from kvfold.pages.layout import PageClass
+from kvfold.pages.open_block import OpenBlock
+from kvfold.pages.segment import LayerPages, Segment
+from kvfold.pages.sidecar import LayerSidecar, Sidecar
+from kvfold.policy.policy import Policy
+
+
+@dataclass(frozen=True)
+class PageConfig:
+    """Page size and open block are independent; a codec's group is its own argument."""
+
+    page_size: int = 16
+    open_len: int = 32
+
+
+@dataclass
+class LayerChange:
+    """What a seal does to one layer: stored slots that stay (None: all), and new slots to encode, head after head."""
+
+    k_ND: Tensor
+    v_ND: Tensor
+    position_N: Tensor
+    counts: list[int]
+    keep: list[Tensor] | None = None
+
+
+@dataclass
+class SequenceCache:
+    arena: Arena
+    spec: ModelSpec
+    policy: Policy
+    config: PageConfig = field(default_factory=PageConfig)
+    segments: list[Segment] = field(default_factory=list)
+    sealed_len: int = 0
+    last_compressed_len: int = 0
+    pinned: list[tuple[int, int]] = field(default_factory=list)
+    tail: Segment = field(init=False)
+    open: OpenBlock = field(init=False)
+    sidecar: Sidecar = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tail = Segment(self.arena, [self._layer_pages(i) for i in range(self.spec.num_layers)])
+        self.open = OpenBlock(self.arena, self.spec, self.config.open_len)
+        self.sidecar = Sidecar([LayerSidecar() for _ in self.spec.layers])
+
+    def _layer_pages(self, index: int) -> LayerPages:
+        return LayerPages(self.page_class(index), self.spec.layers[index].num_kv_heads)
+
+    def page_class(self, index: int) -> PageClass:
+        layer = self.spec.layers[index]
+        if layer.compressible:
+            k, v = self.policy.codec.sides(index, self.spec.num_layers)
+            group = max(k.group("k"), v.group("v"))
+            page_size = -(-self.config.page_size // group) * group
+            return PageClass(k, v, layer.head_dim, self.spec.kv_dtype, page_size)
+        native = OpenBlock.page_class(layer.head_dim, self.spec.kv_dtype, 1)
+        return PageClass(native.k, native.v, layer.head_dim, self.spec.kv_dtype, self.config.page_size)
+
+    # Lengths
+
+    @property
+    def logical_len(self) -> int:
+        return self.sealed_len + self.open.fill
+
+    @property
+    def committed_len(self) -> int:
+        return self.sealed_len + self.open.committed
+
+    def layer_parts(self, layer: int) -> list[LayerPages]:
+        """The pages of one layer over all segments, oldest first."""
+        return [segment.layers[layer] for segment in (*self.segments, self.tail)]
+
+    def stored_lens(self, layer: int) -> list[int]:
+        """Sealed slots per head."""
+        return [sum(lens) for lens in zip(*(part.lens for part in self.layer_parts(layer)), strict=True)]
+
+    def positions(self, layer: int, head: int) -> Tensor:
+        """Original positions of one head's slots, sealed and open, int64 on the CPU."""
+        sealed = [part.positions(head).to("cpu", torch.int64) for part in self.layer_parts(layer)]
+        return torch.cat([*sealed, torch.arange(self.sealed_len, self.logical_len)])
+
+    @property
+    def resident_bytes(self) -> int:
+        """Everything held for this sequence: spans with their padding, open block, sidecar, tables."""
+        held = sum(segment.num_bytes + segment.table_bytes for segment in (*self.segments, self.tail))
+        return held + self.open.num_bytes + self.sidecar.num_bytes
+
+    # Changes
+
+    def rewrite(self, changes: Sequence[LayerChange], num_tokens: int, *, decoding: bool = False) -> None:
+        """Seal num_tokens tokens. Memory is reserved first: OutOfPages leaves the sequence as it was."""
+        self._prepare(changes)
+        if all(change.keep is None for change in changes):
+            self.tail.reserve([change.counts for change in changes], slack=decoding)
+        elif self.segments:
+            self._move_survivors(changes)
+        else:
+            self._compact(changes)
+        for layer, change in zip(self.tail.layers, changes, strict=True):
+            layer.append(layer.encode(change.k_ND, change.v_ND, change.position_N, change.counts), change.counts)
+        self.sealed_len += num_tokens
+        if not decoding:  # while decoding, freed pages are needed again at the next seal
+            for layer in self.tail.layers:
+                layer.release_unused()
+            self.tail.trim()
+
+    def _prepare(self, changes: Sequence[LayerChange]) -> None:
+        """Let codecs learn from the first slots that are ever sealed."""
+        for layer, change in zip(self.tail.layers, changes, strict=True):
+            if layer.state or not change.counts or not any(change.counts):
+                continue
+            valid_RS = torch.arange(max(change.counts)) < torch.tensor(change.counts).unsqueeze(-1)
+            sides: tuple[tuple[Side, Tensor], ...] = (("k", change.k_ND), ("v", change.v_ND))
+            for side, x_ND in sides:
+                x_RSD = pad_sequence(list(x_ND.split(change.counts)), batch_first=True)
+                layer.state[side] = layer.page_class.codec(side).prepare(side, x_RSD, valid_RS.to(x_ND.device))
+
+    def _kept_counts(self, changes: Sequence[LayerChange]) -> list[list[int]]:
+        return [
+            self.stored_lens(i) if change.keep is None else [len(index) for index in change.keep]
+            for i, change in enumerate(changes)
+        ]
+
+    def _compact(self, changes: Sequence[LayerChange]) -> None:
+        """Move survivors to the front of their own pages: eviction never needs memory for them."""
+        kept, lens = self._kept_counts(changes), [layer.lens for layer in self.tail.layers]
+        extra = [
+            [max(0, k + n - have) for k, n, have in zip(kept[i], change.counts, lens[i], strict=True)]
+            for i, change in enumerate(changes)
+        ]
+        self.tail.reserve(extra)
+        for layer, change, counts in zip(self.tail.layers, changes, kept, strict=True):
+            if change.keep is None:
+                continue
+            self._require_relocatable(layer)
+            codes = layer.gather(change.keep)
+            layer.truncate()
+            layer.append(codes, counts)
+
+    def _move_survivors(self, changes: Sequence[LayerChange]) -> None:
+        """Shared segments never change: survivors of all segments go to a new tail."""
+        kept = self._kept_counts(changes)
+        tail = Segment.like(self.tail)
+        tail.reserve([
+            [k + n for k, n in zip(kept[i], change.counts, strict=True)] for i, change in enumerate(changes)
+        ])
+        for i, change in enumerate(changes):
+            self._require_relocatable(tail.layers[i])
+            keep = change.keep or [torch.arange(length) for length in self.stored_lens(i)]
+            start = [0] * len(keep)
+            for part in self.layer_parts(i):
+                ends = [s + n for s, n in zip(start, part.lens, strict=True)]
+                mine = [
+                    index[(index >= s) & (index < e)] - s for index, s, e in zip(keep, start, ends, strict=True)
+                ]
+                tail.layers[i].append(part.gather(mine), [len(index) for index in mine])
+                start = ends
+        for segment in (*self.segments, self.tail):
+            segment.release()
+        self.segments, self.tail = [], tail
+
+    @staticmethod
+    def _require_relocatable(layer: LayerPages) -> None:
+        if not layer.page_class.relocatable:
+            raise PolicyError(
+                "this codec shares scales between neighbouring slots, so stored slots cannot be evicted one by one; "
+                "compress once after the first prompt, or use int4 or int2"
+            )
+
+    def fork(self) -> SequenceCache:
+        """A second sequence over the same slots: sealed pages are shared, the open block and sidecar copied."""
+        branch = SequenceCache(self.arena, self.spec, self.policy, self.config)
+        try:
+            branch.open.copy_from(self.open)
+            if not self.tail.is_empty:
+                self.segments.append(self.tail)
+                self.tail = Segment.like(self.tail)
+        finally:
+            branch.segments = [segment.share() for segment in self.segments]
+        branch.tail = Segment.like(self.tail)
+        branch.sidecar = self.sidecar.copy()
+        branch.sealed_len, branch.last_compressed_len = self.sealed_len, self.last_compressed_len
+        branch.pinned = list(self.pinned)
+        return branch
+
+    def release(self) -> None:
+        """Give everything back; the sequence is empty afterwards."""
+        for segment in (*self.segments, self.tail):
+            segment.release()
+        self.segments, self.tail = [], Segment.like(self.tail)
+        self.open.release()
+        self.open.clear()

@@ -1,0 +1,80 @@
+"""What keeps changing after slots are sealed: attention mass, the last queries, query moments.
+
+It belongs to one sequence, is counted in its resident bytes and copied on fork. Tensors exist only where the policy's
+scorers ask for them.
+
+    H KV heads   Q query heads   S stored slots   W window   D head dim
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvfold.core import LayerSpec
+
+
+@dataclass
+class Moments:
+    """Running sums over the pre-RoPE queries of one layer."""
+
+    count: int
+    sum_QD: Tensor
+    outer_QDD: Tensor
+
+    @classmethod
+    def empty(cls, spec: LayerSpec, device: torch.device) -> Moments:
+        shape = (spec.num_query_heads, spec.head_dim)
+        return cls(0, torch.zeros(shape, device=device), torch.zeros(*shape, spec.head_dim, device=device))
+
+    def add(self, q_QTD: Tensor) -> None:
+        q = q_QTD.float()
+        self.count += q.shape[1]
+        self.sum_QD = self.sum_QD + q.sum(1)
+        self.outer_QDD = self.outer_QDD + q.transpose(1, 2) @ q
+
+    def copy(self) -> Moments:
+        return Moments(self.count, self.sum_QD.clone(), self.outer_QDD.clone())
+
+
+@dataclass
+class LayerSidecar:
+    """`mass_HS` follows the row order of stored slots (padding 0); `open_mass_HR` that of the open block."""
+
+    mass_HS: Tensor | None = None
+    open_mass_HR: Tensor | None = None
+    last_q_QWD: Tensor | None = None
+    moments: Moments | None = None
+
+    def tensors(self) -> list[Tensor]:
+        found = [self.mass_HS, self.open_mass_HR, self.last_q_QWD]
+        if self.moments is not None:
+            found += [self.moments.sum_QD, self.moments.outer_QDD]
+        return [tensor for tensor in found if tensor is not None]
+
+    def copy(self) -> LayerSidecar:
+        def clone(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.clone()
+
+        moments = None if self.moments is None else self.moments.copy()
+        return LayerSidecar(clone(self.mass_HS), clone(self.open_mass_HR), clone(self.last_q_QWD), moments)
+
+    def remember(self, q_QTD: Tensor, window: int) -> None:
+        """Keep the last `window` queries seen."""
+        old = self.last_q_QWD
+        joined = q_QTD if old is None else torch.cat((old, q_QTD), dim=1)
+        self.last_q_QWD = joined[:, -window:].clone()
+
+
+@dataclass
+class Sidecar:
+    layers: list[LayerSidecar] = field(default_factory=list)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors())
+
+    def copy(self) -> Sidecar:
+        return Sidecar([layer.copy() for layer in self.layers])
