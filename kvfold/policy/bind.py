@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Collection
+from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from kvfold.errors import PolicyError
@@ -82,7 +83,7 @@ def _variant(term: Term, arguments: tuple[Argument, ...]) -> Any:
     if term.name == "protect" and arguments == (Argument(None, Call("none")),):
         return term.variant(**{field.name: 0 for field in term.arguments})
     fields = {field.name: field for field in term.arguments if field.init}
-    hints = get_type_hints(term.variant)
+    hints = _hints(term.variant)
     given: dict[str, Any] = {}
     for place, argument in enumerate(arguments):
         name = argument.keyword or (list(fields)[place] if place < len(fields) else None)
@@ -94,6 +95,11 @@ def _variant(term: Term, arguments: tuple[Argument, ...]) -> Any:
     if missing := missing_arguments(term, given):
         raise PolicyError(f"{term.name} needs argument {missing[0]}; {_signature(term)}")
     return term.variant(**given)
+
+
+@cache
+def _hints(variant: type[Any]) -> dict[str, Any]:
+    return get_type_hints(variant)
 
 
 def missing_arguments(term: Term, given: Collection[str]) -> list[str]:

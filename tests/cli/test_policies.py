@@ -1,0 +1,70 @@
+"""`kvfold policies`: what it prints for people and for machines."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+import pytest
+
+from kvfold.cli.policies import add_parser
+from kvfold.errors import PolicyError
+from kvfold.policy import Policy
+from kvfold.policy.explain import explain
+from kvfold.policy.registry import terms
+
+
+def _run(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    args = parser.parse_args(["policies", *words])
+    code: int = args.run(args)
+    return code
+
+
+def _json(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    assert _run(*words, "--json") == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_lists_every_term_under_its_axis(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run() == 0
+    out = capsys.readouterr().out
+    lines = [line.split()[0] for line in out.splitlines() if line.strip()]
+    for term in terms():
+        assert term.name in lines or f"{term.name}*" in lines
+        assert term.axis in lines
+    assert "full*" in lines
+    assert "12.5%mem" in out
+
+
+def test_lists_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    listed = _json(capsys)
+    assert [(row["axis"], row["name"]) for row in listed] == [(term.axis, term.name) for term in terms()]
+    (every,) = (row for row in listed if row["name"] == "every")
+    assert (every["arguments"], every["is_default"], every["revision"]) == ("tokens=128", False, 1)
+
+
+def test_explains_an_expression(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("knorm+8x + uniform") == 0
+    out = capsys.readouterr().out
+    policy = Policy.parse("knorm + 8x")
+    facts = dict(line.split(None, 1) for line in out.splitlines() if not line.startswith(" "))
+    assert facts["policy"].strip() == "knorm + 8x"
+    assert facts["fingerprint"].strip() == policy.fingerprint[:16]
+    assert str(policy).split(" + ")[0] in facts["canonical"]
+    assert facts["decode"].startswith("nothing is evicted")
+
+
+def test_explains_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    policy = Policy.parse("knorm + 8x")
+    said = _json(capsys, "knorm + 8x")
+    assert said["canonical"] == str(policy)
+    assert said["fingerprint"] == policy.fingerprint
+    assert set(said) == {"policy", "canonical", "fingerprint", *explain(policy)}
+
+
+def test_a_bad_expression_is_the_policy_error() -> None:
+    with pytest.raises(PolicyError, match=r'^policy "int3": no codec "int3"'):
+        _run("int3")
