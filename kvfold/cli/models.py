@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -14,11 +14,16 @@ from rich.table import Table
 from kvfold.models.catalogue import CATALOGUE
 from kvfold.models.download import ModelRow, list_models, pull, verify
 
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
-def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
+_PIPED_WIDTH = 130  # without a terminal there is no width to fit
+
+
+def add_parser(subparsers: Subparsers) -> None:
     """Add `models` with its verbs `list` (the default), `pull` and `verify`."""
     parser = subparsers.add_parser("models", help="list, pull and verify models")
-    parser.add_argument("--json", action="store_true", help="print the list as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run, verb="list")
     verbs = parser.add_subparsers(metavar="VERB")
     for verb, help_text in (("pull", "fetch a model once"), ("verify", "hash every file of a pulled model")):
@@ -29,21 +34,37 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the chosen verb; errors are raised as ModelError."""
-    if args.verb == "pull":
-        print(pull(args.name))
-    elif args.verb == "verify":
-        manifest = verify(args.name)
-        print(f"{args.name}: all files as pulled from {manifest.source} ({manifest.weights})")
-    else:
-        _print_list(list_models(), as_json=args.json)
+    show = {"list": _list, "pull": _pull, "verify": _verify}[args.verb]
+    show(args)
     return 0
 
 
-def _print_list(rows: list[ModelRow], *, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps([asdict(row) for row in rows], indent=2))
+def _list(args: argparse.Namespace) -> None:
+    rows = list_models()
+    if args.json:
+        _print_json([asdict(row) for row in rows])
     else:
-        Console(file=sys.stdout).print(_table(rows))
+        Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH).print(_table(rows))
+
+
+def _pull(args: argparse.Namespace) -> None:
+    folder = str(pull(args.name))
+    if args.json:
+        _print_json({"name": args.name, "folder": folder})
+    else:
+        print(folder)
+
+
+def _verify(args: argparse.Namespace) -> None:
+    manifest = verify(args.name)
+    if args.json:
+        _print_json(asdict(manifest))
+    else:
+        print(f"{args.name}: all files as pulled from {manifest.source} ({manifest.weights})")
+
+
+def _print_json(content: object) -> None:
+    print(json.dumps(content, indent=2))
 
 
 def _table(rows: list[ModelRow]) -> Table:
@@ -51,16 +72,16 @@ def _table(rows: list[ModelRow]) -> Table:
     for heading in ("parameters", "context", "on disk"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
-        size = "-" if row.disk_bytes is None else _short(row.disk_bytes) + "B"
-        parameters, context = _short(row.num_parameters), f"{row.context_len:,}"
+        size = "-" if row.disk_bytes is None else _short(row.disk_bytes, ("B", "kB", "MB", "GB"))
+        parameters, context = _short(row.num_parameters, ("", "k", "M", "B")), f"{row.context_len:,}"
         table.add_row(row.name, row.description, row.licence, parameters, context, size)
     return table
 
 
-def _short(number: float) -> str:
-    """134515008 -> 135M."""
-    for unit in ("", "k", "M"):
+def _short(number: float, units: tuple[str, ...]) -> str:
+    """134515008 -> 135M; the last unit has one decimal."""
+    for unit in units[:-1]:
         if number < 999.5:
             return f"{number:.0f}{unit}"
         number /= 1000
-    return f"{number:.1f}G"
+    return f"{number:.1f}{units[-1]}"

@@ -102,7 +102,7 @@ def _save(model: Any, tokenizer: Any, checkpoint: Path) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No bars and no advice from transformers and the hub; the GGUF reader draws on stderr whatever their settings say."""
+    """No bars, no advice from transformers and the hub; the GGUF reader draws on stderr whatever their settings say."""
     had_bars = transformers_logging.is_progress_bar_enabled()
     levels = {logger: logger.level for logger in map(logging.getLogger, ("transformers", "huggingface_hub"))}
     transformers_logging.disable_progress_bar()
