@@ -1,0 +1,106 @@
+"""`int8`, `int4`, `int2`: bytes, bounds, the mean key, groups of channels.
+
+R rows   S slots   N flat slots   D head dim
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvfold.codec import Int2, Int4, Int8, Slots
+from kvfold.codec.hadamard import rotate
+from kvfold.codec.integer import IntegerCodec
+from kvfold.errors import PolicyError
+from tests.codec.common import relative_error, sample, slots_like_keys, there_and_back
+
+each = pytest.mark.parametrize("codec", [Int8(), Int4(), Int2()], ids=lambda codec: f"int{codec.bits}")
+
+
+@pytest.mark.parametrize(("codec", "num_bytes"), [(Int8(), 132), (Int4(), 68), (Int2(), 36), (Int4(group_size=32), 80)])
+def test_bytes_of_one_slot(codec: IntegerCodec, num_bytes: int) -> None:
+    """128 channels: codes, and 4 bytes of scale and zero per group."""
+    assert sum(field.bytes() for field in codec.fields("k", 128, torch.bfloat16)) == num_bytes
+
+
+@pytest.mark.parametrize("group_size", [None, 32, 16])
+@pytest.mark.parametrize("kind", [Int8, Int4, Int2])
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 1 << 30), num_slots=st.integers(1, 7), exponent=st.integers(-20, 30))
+def test_unclipped_values_are_within_half_a_step(
+    kind: type[IntegerCodec], group_size: int | None, seed: int, num_slots: int, exponent: int
+) -> None:
+    codec = kind(group_size=group_size)
+    if codec.clip["v"] < 1.0:
+        return
+    x_RSD = slots_like_keys(1, num_slots, 64, seed) * 10.0**exponent
+    scale_NG = codec.encode("v", sample(codec, "v", x_RSD).slots, {})["scale"].float()
+    allowed_ND = scale_NG.repeat_interleave(64 // scale_NG.shape[-1], -1) * (0.5 + 2.0**-14)
+    rounding = x_RSD.abs().max() * 2.0**-20
+    assert ((there_and_back(codec, "v", x_RSD) - x_RSD)[0].abs() <= allowed_ND + rounding).all()
+
+
+@each
+def test_constant_slots_come_back(codec: IntegerCodec) -> None:
+    x_RSD = torch.tensor([0.0, 1.5, -7.3, 1e5]).view(1, 4, 1).expand(1, 4, 64)
+    torch.testing.assert_close(there_and_back(codec, "v", x_RSD), x_RSD, rtol=2.0**-14, atol=0)
+
+
+@each
+def test_mean_is_over_valid_slots_of_each_row(codec: IntegerCodec) -> None:
+    x_RSD = torch.tensor([[[1.0], [3.0], [99.0]], [[5.0], [7.0], [9.0]], [[1.0], [1.0], [1.0]]])
+    valid_RS = torch.tensor([[True, True, False], [True, True, True], [False, False, False]])
+    assert codec.prepare("k", x_RSD, valid_RS)["mean"].flatten().tolist() == [2.0, 7.0, 0.0]
+    assert codec.prepare("v", x_RSD, valid_RS) == {}
+
+
+def test_padding_that_is_not_a_number_leaves_the_mean_alone() -> None:
+    x_RSD = torch.tensor([[[1.0, 2.0], [torch.nan, torch.inf]]])
+    assert Int4().prepare("k", x_RSD, torch.tensor([[True, False]]))["mean"].tolist() == [[1.0, 2.0]]
+
+
+def test_keys_are_stored_rotated_and_without_their_mean() -> None:
+    x_RSD = slots_like_keys(2, 40, 64)
+    exact = rotate(x_RSD - x_RSD.mean(1, keepdim=True))
+    assert relative_error(there_and_back(Int8(), "k", x_RSD), exact) < 0.01
+
+
+def test_each_slot_is_coded_against_the_mean_of_its_row() -> None:
+    state = {"mean": torch.tensor([[4.0] * 8, [-4.0] * 8])}
+    x_ND = torch.tensor([[-4.0] * 8, [4.0] * 8])
+    stored = Int8().encode("k", Slots(x_ND, torch.tensor([1, 0])), state)
+    assert Int8().decode("k", stored, torch.float32).abs().max() == 0
+
+
+def test_mean_and_rotation_beat_the_bare_grid_on_biased_keys() -> None:
+    k_RSD = slots_like_keys(2, 200, 64)
+    bare = relative_error(there_and_back(Int4(), "v", k_RSD), k_RSD)
+    kept = there_and_back(Int4(), "k", k_RSD)
+    turned = (rotate(kept) + k_RSD.mean(1, keepdim=True) - k_RSD).norm() / k_RSD.norm()
+    assert turned < bare / 2
+
+
+def test_small_groups_are_finer() -> None:
+    v_RSD = slots_like_keys(1, 50, 64)
+    errors = [relative_error(there_and_back(Int4(group_size=size), "v", v_RSD), v_RSD) for size in (64, 16)]
+    assert errors[1] < errors[0]
+
+
+@pytest.mark.parametrize("group_size", [0, -32])
+def test_group_size_must_be_positive(group_size: int) -> None:
+    with pytest.raises(PolicyError, match="must be a positive number of channels"):
+        Int4(group_size=group_size)
+
+
+def test_group_size_must_divide_the_head_dim() -> None:
+    with pytest.raises(PolicyError, match="group_size=32 does not divide the head dim 80"):
+        Int4(group_size=32).fields("k", 80, torch.float32)
+
+
+def test_queries_keep_their_dtype_and_the_offset_is_fp32() -> None:
+    of = sample(Int4(), "k", slots_like_keys(2, 8, 64))
+    turned, offset = Int4().query(torch.randn(2, 3, 64).bfloat16(), of.state)
+    assert offset is not None
+    assert (turned.dtype, offset.dtype, tuple(offset.shape)) == (torch.bfloat16, torch.float32, (2, 3))
