@@ -17,7 +17,7 @@ from kvfold.models.download import ModelRow, list_models, pull, verify
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
-_PIPED_WIDTH = 130  # without a terminal there is no width to fit
+_PIPED_WIDTH = 140  # without a terminal there is no width to fit
 
 
 def add_parser(subparsers: Subparsers) -> None:

@@ -32,7 +32,7 @@ class Entry:
 _SMOLLM2 = Entry(
     name="smollm2-135m",
     family="llama",
-    description="SmolLM2-135M-Instruct: small chat model, finds a needle up to 4k tokens",
+    description="SmolLM2-135M-Instruct: small chat model, good up to 4k tokens",
     licence="Apache-2.0",
     num_parameters=134_515_008,
     context_len=8192,
@@ -98,7 +98,7 @@ def _qwen_part(number: int, sha256: str) -> Part:
 _QWEN = Entry(
     name="qwen2.5-coder-1.5b",
     family="qwen2",
-    description="Qwen2.5-Coder-1.5B-Instruct: chat and code, strong over long prompts",
+    description="Qwen2.5-Coder-1.5B-Instruct: chat and code, long prompts",
     licence="Apache-2.0",
     num_parameters=1_543_714_304,
     context_len=32768,

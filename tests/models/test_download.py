@@ -1,4 +1,4 @@
-"""Pulling: made once, whole or not at all, taken up after a kill, by one process at a time; with real pip and wheels."""
+"""Pulling: made once, whole or not at all, taken up after a kill, one process at a time; real pip on real wheels."""
 
 from __future__ import annotations
 
