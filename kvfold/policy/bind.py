@@ -83,7 +83,7 @@ def _variant(term: Term, arguments: tuple[Argument, ...]) -> Any:
     if term.name == "protect" and arguments == (Argument(None, Call("none")),):
         return term.variant(**{field.name: 0 for field in term.arguments})
     fields = {field.name: field for field in term.arguments if field.init}
-    hints = _hints(term.variant)
+    hints = _hints(term)
     given: dict[str, Any] = {}
     for place, argument in enumerate(arguments):
         name = argument.keyword or (list(fields)[place] if place < len(fields) else None)
@@ -98,8 +98,8 @@ def _variant(term: Term, arguments: tuple[Argument, ...]) -> Any:
 
 
 @cache
-def _hints(variant: type[Any]) -> dict[str, Any]:
-    return get_type_hints(variant)
+def _hints(term: Term) -> dict[str, Any]:
+    return get_type_hints(term.variant)
 
 
 def missing_arguments(term: Term, given: Collection[str]) -> list[str]:
