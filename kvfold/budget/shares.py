@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_HALVINGS = 100  # of an interval that starts below 2^64: to the last bit of a float
-
 
 def apportion(total: int, weights: Sequence[float], low: Sequence[int], high: Sequence[int]) -> list[int]:
     """Shares of `total` in proportion to positive weights, each within [low, high]; ties to the lower index.
@@ -23,13 +21,20 @@ def apportion(total: int, weights: Sequence[float], low: Sequence[int], high: Se
 
 
 def _quotas(total: int, weights: Sequence[float], low: Sequence[int], high: Sequence[int]) -> list[float]:
-    """weight * level clamped to the bounds, at the level where they add up to `total` (found by bisection)."""
+    """weight * level clamped to the bounds, at the level where they add up to `total`.
 
-    def at(level: float) -> list[float]:
-        return [min(max(w * level, lo), hi) for w, lo, hi in zip(weights, low, high, strict=True)]
-
-    below, above = 0.0, max((hi / w for w, hi in zip(weights, high, strict=True)), default=0.0)
-    for _ in range(_HALVINGS):
-        level = (below + above) / 2
-        below, above = (level, above) if sum(at(level)) < total else (below, level)
-    return at(above)
+    Whoever is out of bounds at the level of the moment is set to its bound and the rest shared anew. Only the side that
+    weighs more is set: it pushes the level further its own way, while the other side may yet come back inside.
+    """
+    fixed: dict[int, float] = {}
+    while True:
+        free = [i for i in range(len(weights)) if i not in fixed]
+        level = (total - sum(fixed.values())) / sum(weights[i] for i in free) if free else 0.0
+        wish = {i: weights[i] * level for i in free}
+        over = {i: high[i] for i in free if wish[i] > high[i]}
+        under = {i: low[i] for i in free if wish[i] < low[i]}
+        excess = sum(wish[i] - over[i] for i in over) - sum(under[i] - wish[i] for i in under)
+        bound = over if excess >= 0 else under
+        if not bound:
+            return [(fixed | wish)[i] for i in range(len(weights))]
+        fixed |= bound
