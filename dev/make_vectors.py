@@ -63,7 +63,7 @@ CASES = (
     Case("pairs", num_layers=3, num_query_heads=4, num_kv_heads=2, head_dim=16, num_tokens=96, kept=48),
     Case("triples", num_layers=5, num_query_heads=6, num_kv_heads=2, head_dim=8, num_tokens=64, kept=16),
     Case("yarn", num_layers=2, num_query_heads=8, num_kv_heads=4, head_dim=16, num_tokens=128, kept=32, yarn=True),
-    Case("ties", num_layers=2, num_query_heads=4, num_kv_heads=2, head_dim=8, num_tokens=48, kept=24, ties=True),
+    Case("ties", num_layers=2, num_query_heads=4, num_kv_heads=2, head_dim=8, num_tokens=48, kept=18, ties=True),
 )
 
 

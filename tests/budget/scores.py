@@ -1,0 +1,27 @@
+"""Hypothesis strategies for scores: few distinct values, so that ties abound, with padding and protected slots.
+
+H heads   S slots
+"""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+VALUES = [0.0, 0.25, 0.25, 0.5, 1.0, -1.0, torch.inf, -torch.inf]
+
+
+@st.composite
+def scores(draw: st.DrawFn, heads: int | None = None) -> Tensor:
+    num_heads = heads if heads is not None else draw(st.integers(1, 4))
+    num_slots = draw(st.integers(1, 8))
+    row = st.lists(st.sampled_from(VALUES), min_size=num_slots, max_size=num_slots)
+    return torch.tensor(draw(st.lists(row, min_size=num_heads, max_size=num_heads)))
+
+
+@st.composite
+def layers_of_scores(draw: st.DrawFn) -> list[Tensor]:
+    """Layers of one model: equally many heads, slots as they come."""
+    heads = draw(st.integers(1, 3))
+    return draw(st.lists(scores(heads), min_size=1, max_size=4))
