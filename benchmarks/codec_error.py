@@ -93,12 +93,12 @@ def codecs() -> dict[str, Codec]:
 
 def trials() -> dict[str, Recode]:
     found = []
-    for bits, clips in ((2, (0.9, 0.8, 0.7, 0.6)), (4, (0.96, 0.92)), (8, (0.98,))):
+    for bits, clips, clip_v in ((2, (0.9, 0.8, 0.7), 0.8), (4, (0.96, 0.92), 0.96), (8, (), 1.0)):
         plain = Trial(bits, mean=False, rotate_k=False)
-        found += [plain, Trial(bits, rotate_k=False), Trial(bits, mean=False), Trial(bits), Trial(bits, rotate_v=True)]
-        found += [Trial(bits, clip_k=clip) for clip in clips]
-        found += [Trial(bits, clip_v=clip, rotate_v=rotate) for clip in clips for rotate in (False, True)]
-        found += [Trial(bits, group_size=32), Trial(bits, group_size=32, clip_k=clips[1 % len(clips)])]
+        found += [plain, Trial(bits, rotate_k=False), Trial(bits, mean=False), Trial(bits)]
+        found += [Trial(bits, clip_k=clip, mean=mean) for clip in clips for mean in (False, True)]
+        found += [Trial(bits, clip_v=clip_v), Trial(bits, rotate_v=True), Trial(bits, clip_v=clip_v, rotate_v=True)]
+        found += [Trial(bits, group_size=32), Trial(bits, clip_k=0.8 if bits == 2 else 1.0, clip_v=clip_v)]
     return {str(trial): trial for trial in found}
 
 
@@ -212,7 +212,7 @@ def main() -> None:
         parser.error("--model needs --text, a file of at least --slots tokens")
 
     model = Model(options.model, read(options.text), options.slots, options.next) if options.model else None
-    layers = model.layers if model else synthetic(options.slots, 128)
+    layers = model.layers if model else synthetic(options.slots, 64)
     ways = trials() if options.ablate else {name: recode(codec) for name, codec in codecs().items()}
     rows = []
     for name, way in ways.items():

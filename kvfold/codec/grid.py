@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 META = torch.bfloat16
-LARGEST = 1e37  # magnitudes beyond are clamped, so that no span or scale overflows fp32
+LARGEST = 1e30  # magnitudes beyond are clamped: sums over channels (rotation) and slots (mean) stay within fp32
 _HALF = 0.5 + 2.0**-15  # a tie stays a tie although the step that divides it was rounded to fp32
 
 

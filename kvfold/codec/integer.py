@@ -24,10 +24,10 @@ from kvfold.policy.registry import register
 
 @dataclass(frozen=True)
 class IntegerCodec(Codec):
-    """Common part; a width in bits and how far each side's grid reaches are data on the class."""
+    """Common part; the width in bits and how much of its span a grid covers are data on the class."""
 
     bits: ClassVar[int]
-    clip: ClassVar[dict[Side, float]] = {"k": 1.0, "v": 1.0}
+    clip: ClassVar[float] = 1.0
 
     group_size: int | None = None  # channels that share scale and zero; None: the whole head
 
@@ -55,7 +55,7 @@ class IntegerCodec(Codec):
         if side == "k":
             x_ND = hadamard.rotate(x_ND - state["mean"][slots.row_N])
         x_NGC = grid.grouped(x_ND, self._channels(x_ND.shape[-1]))
-        kept = grid.stored(grid.span(x_NGC, self.bits, dim=-1, clip=self.clip[side]), self.bits)
+        kept = grid.stored(grid.span(x_NGC, self.bits, dim=-1, clip=self.clip), self.bits)
         code = packing.pack(grid.to_codes(x_NGC, kept, self.bits).flatten(-2), self.bits)
         return {"code": code, "scale": kept.scale.squeeze(-1), "zero": kept.zero.squeeze(-1)}
 
@@ -104,6 +104,11 @@ class Int4(IntegerCodec):
 @register("codec", "int2", paper="arXiv:2404.00456")
 @dataclass(frozen=True)
 class Int2(IntegerCodec):
-    """2-bit codes, four per byte, one scale and zero per slot; keys minus their mean and rotated."""
+    """2-bit codes, four per byte, one scale and zero per slot; keys minus their mean and rotated.
+
+    The grid covers the middle 80 % of the span: with four levels a finer step for most channels is worth more than
+    the outermost ones (measured, dev/LOG.md). With 16 levels and more it is not.
+    """
 
     bits: ClassVar[int] = 2
+    clip: ClassVar[float] = 0.8

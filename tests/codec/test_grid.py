@@ -90,6 +90,10 @@ def test_rounded_up_is_the_next_bf16(value: float) -> None:
     assert below.float() < x <= up.float()
 
 
+def test_a_group_without_extent_divides_by_one() -> None:
+    assert grid.divisor(torch.tensor([0.0, 0.25]).bfloat16()).tolist() == [1.0, 0.25]
+
+
 def test_finite_mends_each_slot_alone() -> None:
     inf, nan = math.inf, math.nan
     x = torch.tensor([[1.0, -2.0, inf], [nan, 5.0, -inf], [nan, inf, -inf], [1.0, 2.0, 3.0]])
