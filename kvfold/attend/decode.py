@@ -91,7 +91,7 @@ def seal(sequence: SequenceCache, *, compress: bool = True) -> None:
         k, v = block.k[layer][:, :num_tokens].to(dtype), block.v[layer][:, :num_tokens].to(dtype)
         compression.layer(layer, NewSlots(k, v, sequence.sealed_len, _sealed_mass(sequence, layer, num_tokens)))
     compression.finish(num_tokens, decoding=True)
-    block.clear()
+    block.drop_committed()
     for side in sequence.sidecar.layers:
         side.open_mass_HR = None
 

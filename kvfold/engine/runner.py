@@ -88,16 +88,22 @@ class Runner:
         return torch.cat(found) if found else torch.empty(0)
 
     @torch.inference_mode()
-    def decode(self, sequences: Sequence[SequenceCache], tokens: Sequence[int]) -> Tensor:
-        """One token for each sequence; logits [batch, vocab]. OutOfPages is raised before anything changes."""
+    def decode(
+        self, sequences: Sequence[SequenceCache], tokens: Sequence[int], *, commit: Sequence[bool] | None = None
+    ) -> Tensor:
+        """One token for each sequence; logits [batch, vocab]. OutOfPages is raised before anything changes.
+
+        `commit`: False leaves the token, and those before it, behind the commit line until a later one is committed.
+        """
         step = DecodePass(sequences)
         pieces = [Piece(i, i, i + 1) for i in range(len(sequences))]
         positions = [sequence.logical_len for sequence in sequences]
         with maskless():
             out = self._call(list(tokens), positions, PassCache(step, pieces), slice(None))
         step.finish()
-        for sequence in sequences:
-            sequence.open.commit(1)
+        for sequence, commits in zip(sequences, commit or [True] * len(sequences), strict=True):
+            if commits or (sequence.open.room == 0 and sequence.open.committed == 0):
+                sequence.open.commit(sequence.open.fill - sequence.open.committed)
         logits: Tensor = out.logits[0].float()
         return logits
 

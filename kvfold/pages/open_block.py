@@ -87,6 +87,15 @@ class OpenBlock:
         """Back to the commit line."""
         self.fill = self.committed
 
+    def drop_committed(self) -> None:
+        """Committed slots were sealed; drafts behind them move to the front."""
+        rest = slice(self.committed, self.fill)
+        self.fill -= self.committed
+        for block in (*self.k, *self.v):
+            if self.fill:
+                block[:, : self.fill] = block[:, rest].clone()
+        self.committed = 0
+
     def clear(self) -> None:
         self.fill = self.committed = 0
 

@@ -1,0 +1,142 @@
+"""Load a model, ready to run: the transformers module, attached; its tokenizer; its arena and runner-to-be.
+
+`dtype="auto"` keeps the cache in bf16, as the checkpoints are, and computes in bf16 where the device can. CPUs without
+bf16 arithmetic emulate it at a fiftieth of the speed, so there the weights become fp32.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as hf_logging
+
+from kvfold.core import ModelSpec
+from kvfold.errors import InputError, ModelError
+from kvfold.models.attach import attach
+from kvfold.models.download import resolve
+from kvfold.models.spec import read_spec
+from kvfold.pages.arena import SUPERBLOCK_BYTES, Arena
+from kvfold.policy.size import BYTE_UNITS
+
+DTYPES = {"auto": None, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass
+class Model:
+    """A loaded model. `hf` is the transformers module, `spec` the shape of its cache."""
+
+    name: str
+    hf: Any
+    tokenizer: Any
+    spec: ModelSpec
+    memory_bytes: int | None = None
+    superblock_bytes: int = SUPERBLOCK_BYTES
+    _arena: Arena | None = field(default=None, repr=False)
+
+    @property
+    def device(self) -> torch.device:
+        found: torch.device = self.hf.device
+        return found
+
+    @property
+    def arena(self) -> Arena:
+        """Taken at first use."""
+        if self._arena is None:
+            capacity = self.memory_bytes or _default_memory(self.device)
+            self._arena = Arena(capacity, device=self.device, superblock_bytes=self.superblock_bytes)
+        return self._arena
+
+    @cached_property
+    def weights_digest(self) -> str:
+        """SHA-256 over every parameter's name, shape and an even sample of up to 65,536 of its values."""
+        digest = hashlib.sha256()
+        for name, parameter in sorted(self.hf.named_parameters()):
+            flat = parameter.detach().flatten()
+            sample = flat[:: max(1, flat.numel() // 65536)].float().cpu().contiguous()
+            digest.update(f"{name}{tuple(parameter.shape)}".encode())
+            digest.update(sample.numpy().tobytes())
+        return digest.hexdigest()
+
+
+def load(
+    name: str,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    memory: str | int | None = None,
+    progress: bool = True,
+) -> Model:
+    """A catalogue name, a folder, or a hub id. `memory` bounds the arena: bytes or text such as "4GB"."""
+    target = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    compute, kv_dtype = _dtypes(dtype, target)
+    source = str(resolve(name, progress=progress))
+    hf, tokenizer = _from_pretrained(name, source, compute)
+    hf.to(target).eval()
+    attach(hf)
+    return wrap(hf, tokenizer, name=name, kv_dtype=kv_dtype, memory=memory)
+
+
+def wrap(
+    hf: Any,
+    tokenizer: Any,
+    *,
+    name: str | None = None,
+    kv_dtype: torch.dtype | None = None,
+    memory: str | int | None = None,
+) -> Model:
+    """A Model around a transformers module you loaded yourself; the module is attached."""
+    attach(hf)
+    spec = read_spec(hf, kv_dtype)
+    return Model(name or spec.name, hf, tokenizer, spec, None if memory is None else parse_bytes(memory))
+
+
+def _from_pretrained(name: str, source: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    bars = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation="sdpa"), tokenizer
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(f'model "{name}" could not be loaded from {source}: {reason}') from error
+    finally:
+        if bars:
+            hf_logging.enable_progress_bar()
+
+
+def _dtypes(dtype: str | torch.dtype, device: torch.device) -> tuple[torch.dtype, torch.dtype]:
+    """(of weights and attention, of the cache)"""
+    if isinstance(dtype, str):
+        if dtype not in DTYPES:
+            raise InputError(f'dtype "{dtype}" is not known; dtypes: {", ".join(DTYPES)}')
+        chosen = DTYPES[dtype]
+    else:
+        chosen = dtype
+    if chosen is not None:
+        return chosen, chosen
+    fast = device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return (torch.bfloat16 if fast else torch.float32), torch.bfloat16
+
+
+def _default_memory(device: torch.device) -> int:
+    """Half of a CPU's memory (committed only as it is written), or 70 % of what a GPU has free."""
+    if device.type == "cuda":
+        return int(0.7 * torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def parse_bytes(text: str | int) -> int:
+    """4096, "4GB", "512 MiB"."""
+    if isinstance(text, int):
+        return text
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)?\s*", text)
+    if match is None or (match[2] or "B") not in BYTE_UNITS:
+        raise InputError(f'"{text}" is no amount of memory; write for example 4GB or 512MiB')
+    return int(float(match[1]) * BYTE_UNITS[match[2] or "B"])

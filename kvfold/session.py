@@ -1,0 +1,323 @@
+"""One conversation over one compressed cache: extend, ask, generate, fork, save, load.
+
+    session = Session(model, policy="snapkv + ada + 8x + int4")
+    session.extend(long_text)
+    print(session.ask("What is the code?").text)
+
+With a chat model, text goes into an open user turn: `extend` adds to it, `ask` and `generate` close it and let the
+model reply. `template=None` leaves text as it is; token ids always go in as they are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, overload
+
+from torch import Tensor
+
+from kvfold.engine.generate import Request, StopReason, generate
+from kvfold.engine.runner import Progress, Runner
+from kvfold.engine.sample import Sampling
+from kvfold.errors import InputError, ModelError, PolicyError
+from kvfold.models.loader import Model
+from kvfold.models.template import ChatTemplate, render_messages
+from kvfold.pages.sequence import PageConfig, SequenceCache
+from kvfold.policy.policy import Policy
+from kvfold.stats import Stats, measure
+
+Turn = Literal["start", "user", "between", "reply"]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a generation returned."""
+
+    text: str
+    token_ids: list[int]
+    reason: StopReason
+    stats: Stats
+    decode_ms: float  # per token, median-free mean over the steps that ran
+
+
+class Session:
+    """A sequence of tokens and its cache. Close it, or use it in a `with` statement, to give its memory back."""
+
+    def __init__(
+        self,
+        model: Model,
+        policy: str | Policy = "full",
+        *,
+        template: Literal["auto"] | None = "auto",
+        page_size: int = PageConfig.page_size,
+        open_len: int = PageConfig.open_len,
+        chunk_len: int = 512,
+    ) -> None:
+        self.model = model
+        self.policy = Policy.parse(policy)
+        check_policy(self.policy, model)
+        self.template = ChatTemplate.of(model.tokenizer) if template == "auto" else None
+        self.runner = Runner(model.hf, model.spec, model.arena, chunk_len=chunk_len)
+        self.cache = self.runner.new_sequence(self.policy, PageConfig(page_size, open_len))
+        self.token_ids: list[int] = []  # all of them; the last few may not be in the cache yet
+        self.prefill_s = 0.0
+        self._turn: Turn = "start"
+        self._logits_V: Tensor | None = None
+
+    # Reading
+
+    def extend(
+        self,
+        text: str | Sequence[int] | None = None,
+        *,
+        messages: list[dict[str, Any]] | None = None,
+        compress: bool = True,
+        pin: bool = False,
+        progress: Progress | None = None,
+    ) -> Session:
+        """Read text, token ids, or messages (through the chat template), and compress as the policy says.
+
+        `compress=False` keeps everything that is new; `pin=True` protects it from every later eviction.
+        """
+        if (text is None) == (messages is None):
+            raise InputError("extend takes either text (or token ids) or messages=[…]")
+        if messages is not None:
+            return self._read(self._message_ids(messages), "between", compress, pin, progress)
+        if isinstance(text, str):
+            return self._read(self._text_ids(text), "user" if self.template else "reply", compress, pin, progress)
+        return self._read([int(token) for token in text or ()], self._turn, compress, pin, progress)
+
+    def _read(
+        self, ids: list[int], turn: Turn, compress: bool, pin: bool = False, progress: Progress | None = None
+    ) -> Session:
+        if not ids:
+            raise InputError("there is nothing to read: the input is empty")
+        began = time.perf_counter()
+        pending = self.token_ids[self.cache.committed_len :]
+        start = self.cache.committed_len + len(pending)
+        if pin:
+            self.cache.pinned.append((start, start + len(ids)))
+        try:
+            logits = self.runner.prefill([self.cache], [pending + ids], compress=compress, progress=progress)
+        except BaseException:
+            if pin:
+                self.cache.pinned.pop()
+            raise
+        self._logits_V = logits[0]
+        self.token_ids += ids
+        self._turn = turn
+        self.prefill_s += time.perf_counter() - began
+        return self
+
+    def _text_ids(self, text: str) -> list[int]:
+        if not text:
+            raise InputError("there is nothing to read: the text is empty")
+        if self.template is None:
+            return self._encode(text, special=not self.token_ids)
+        before = {
+            "start": self.template.opening,
+            "user": "",
+            "between": self.template.reopen,
+            "reply": self.template.end + self.template.reopen,
+        }[self._turn]
+        return self._after_eos(self._encode(before + text))
+
+    def _message_ids(self, messages: list[dict[str, Any]]) -> list[int]:
+        if self.template is None:
+            raise ModelError(f"{self.model.name} has no chat template; give text instead of messages")
+        if self._turn != "start":
+            raise InputError("messages start a conversation; continue this one with extend(text) or a new Session")
+        return self._encode(render_messages(self.model.tokenizer, messages))
+
+    def _encode(self, text: str, *, special: bool = False) -> list[int]:
+        found: list[int] = self.model.tokenizer(text, add_special_tokens=special)["input_ids"]
+        return found
+
+    def _after_eos(self, ids: list[int]) -> list[int]:
+        """A reply that ended with the end-of-turn token already holds the first token of what follows."""
+        ended = bool(self.token_ids) and self.token_ids[-1] in self.model.spec.eos_token_ids
+        return ids[1:] if ended and ids and ids[0] == self.token_ids[-1] else ids
+
+    # Writing
+
+    def ask(self, question: str, *, max_new_tokens: int = 64, **options: Any) -> Reply:
+        """Ask without changing the session: fork, read the question (kept whole), generate."""
+        with self.fork() as branch:
+            text = question if self._turn in ("start", "between") or self.template is None else f"\n\n{question}"
+            branch.extend(text, compress=False)
+            reply: Reply = branch.generate(max_new_tokens=max_new_tokens, **options)
+            return reply
+
+    @overload
+    def generate(self, *, stream: Literal[False] = False, **options: Any) -> Reply: ...
+    @overload
+    def generate(self, *, stream: Literal[True], **options: Any) -> Iterator[str]: ...
+    def generate(self, *, stream: bool = False, **options: Any) -> Reply | Iterator[str]:
+        """Continue. Options: max_new_tokens (256), temperature (0: greedy), top_k, top_p, seed, stop (list of strings).
+
+        Returns a Reply, or with `stream` an iterator over pieces of text; the reply becomes part of the session.
+        """
+        request = self._request(**options)
+        if stream:
+            return self._stream(request)
+        for _ in self._stream(request):
+            pass
+        return self._reply(request)
+
+    def _request(
+        self,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop: Sequence[str] = (),
+    ) -> Request:
+        sampling = Sampling(temperature, top_k, top_p, seed)
+        if not self.token_ids:
+            raise InputError("the session is empty; extend it before generating")
+        self._begin_reply()
+        assert self._logits_V is not None
+        return Request(self.cache, self._logits_V, max_new_tokens, sampling, stop)
+
+    def _begin_reply(self) -> None:
+        """Close an open user turn; run what was sampled last."""
+        if self.template is not None and self._turn in ("user", "between"):
+            text = self.template.close if self._turn == "user" else self.template.header
+            self._read(self._encode(text), "reply", compress=False)
+        for token in self.token_ids[self.cache.committed_len :]:
+            self._logits_V = self.runner.decode([self.cache], [token])[0]
+
+    def _stream(self, request: Request) -> Iterator[str]:
+        try:
+            for _, piece in generate(self.runner, [request], self.model.tokenizer):
+                yield piece
+        finally:  # also when the caller stops reading, or interrupts
+            self.cache.open.commit(self.cache.open.fill - self.cache.open.committed)
+            self.token_ids += request.token_ids
+            self._turn = "reply"
+            self._logits_V = request.logits_V
+
+    def _reply(self, request: Request) -> Reply:
+        steps = max(len(request.token_ids) - 1, 1)
+        assert request.reason is not None
+        stats = replace(self.stats(), decode_ms=1e3 * request.decode_s / steps)
+        return Reply(request.text, request.token_ids, request.reason, stats, 1e3 * request.decode_s / steps)
+
+    # Looking
+
+    def kept(self, layer: int, head: int) -> list[int]:
+        """Original positions of the slots one head still holds."""
+        layers, heads = self.model.spec.num_layers, self.model.spec.layers[0].num_kv_heads
+        if not -layers <= layer < layers:
+            raise InputError(f"layer {layer} does not exist; the model has layers 0 to {layers - 1}")
+        if not -heads <= head < heads:
+            raise InputError(f"head {head} does not exist; the model has KV heads 0 to {heads - 1}")
+        found: list[int] = self.cache.positions(layer % layers, head % heads).tolist()
+        return found
+
+    def stats(self) -> Stats:
+        """Sizes now: lengths, bytes held, bytes read per step, slots by layer and head."""
+        return replace(measure(self.cache), prefill_s=self.prefill_s)
+
+    # Life
+
+    def fork(self) -> Session:
+        """A second session over the same tokens; sealed memory is shared until one of them evicts."""
+        branch = object.__new__(Session)
+        branch.__dict__.update(self.__dict__)
+        branch.cache = self.cache.fork()
+        branch.token_ids = list(self.token_ids)
+        return branch
+
+    def close(self) -> None:
+        """Give the memory back. Closing twice is fine."""
+        self.cache.release()
+        self.token_ids = []
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        cache: SequenceCache | None = self.__dict__.get("cache")
+        if cache is not None:
+            cache.release()
+
+    def save(self, path: str | Path) -> None:
+        """Write the session to a file: codes as they are stored, with checksum, policy and weights digest."""
+        from kvfold.files import save_session
+
+        save_session(self, Path(path))
+
+    @classmethod
+    def load(cls, model: Model, path: str | Path) -> Session:
+        """Read a saved session; FileError if it is truncated, altered, or of other weights."""
+        from kvfold.files import load_session
+
+        return load_session(cls, model, Path(path))
+
+
+def check_policy(policy: Policy, model: Model) -> None:
+    """What a policy asks of this model, beyond what its expression can tell."""
+    layers = model.spec.layers
+    evicts = policy.prefill.size is not None or policy.decode.size is not None
+    if evicts and not model.spec.compressible_layers:
+        raise PolicyError(f'policy "{policy.short}": every layer of {model.name} is a sliding window; use "full"')
+    if not policy.position.shifts:
+        return
+    for spec in (layer for layer in layers if layer.compressible):
+        if spec.rope is None:
+            raise PolicyError(f'policy "{policy.short}": slot needs rotary positions, which {model.name} does not have')
+        if spec.rope.depends_on_length:
+            raise PolicyError(
+                f'policy "{policy.short}": slot needs fixed RoPE frequencies; those of {model.name} depend on the '
+                "length, so use keep"
+            )
+
+
+def generate_batch(
+    model: Model,
+    prompts: Sequence[str],
+    policy: str | Policy = "full",
+    *,
+    template: Literal["auto"] | None = "auto",
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> list[Reply]:
+    """Replies to a ragged batch of prompts, prefilled and decoded together; each prompt is compressed whole."""
+    if isinstance(prompts, str) or not prompts:
+        raise InputError("prompts is a non-empty list of texts")
+    sessions = [Session(model, policy, template=template) for _ in prompts]
+    try:
+        ids = [_prompt_ids(session, prompt) for session, prompt in zip(sessions, prompts, strict=True)]
+        runner = sessions[0].runner
+        logits = runner.prefill([session.cache for session in sessions], ids, progress=progress)
+        requests = [
+            Request(session.cache, row, max_new_tokens, Sampling(temperature, top_k, top_p, seed + i), stop)
+            for i, (session, row) in enumerate(zip(sessions, logits, strict=True))
+        ]
+        for _ in generate(runner, requests, model.tokenizer):
+            pass
+        return [session._reply(request) for session, request in zip(sessions, requests, strict=True)]
+    finally:
+        for session in sessions:
+            session.close()
+
+
+def _prompt_ids(session: Session, prompt: str) -> list[int]:
+    ids = session._text_ids(prompt)
+    return ids + session._encode(session.template.close) if session.template is not None else ids
+

@@ -1,0 +1,46 @@
+"""Three numbers, never one: bytes held, bytes read per decode step, prefill time; beside the full cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvfold.pages.sequence import SequenceCache
+
+
+@dataclass(frozen=True)
+class Stats:
+    logical_len: int  # tokens seen
+    resident_bytes: int  # spans with padding, positions, scales; open block; sidecar; tables
+    full_bytes: int  # what the ordinary bf16 cache would hold
+    bytes_per_step: int  # stored bytes one decode step reads
+    slots: list[list[int]] = field(repr=False)  # by layer and head, open block included
+    prefill_s: float = 0.0
+    decode_ms: float | None = None
+
+    @property
+    def ratio(self) -> float:
+        """Full bytes over resident bytes."""
+        return self.full_bytes / max(self.resident_bytes, 1)
+
+    @property
+    def mean_slots(self) -> float:
+        """Slots per head."""
+        counts = [count for layer in self.slots for count in layer]
+        return sum(counts) / max(len(counts), 1)
+
+
+def measure(sequence: SequenceCache) -> Stats:
+    """The sizes of one sequence now."""
+    slots, read = [], 0.0
+    for index, layer in enumerate(sequence.spec.layers):
+        sealed = sequence.stored_lens(index)
+        slots.append([count + sequence.open.fill for count in sealed])
+        read += sum(sealed) * sequence.page_class(index).bytes_per_slot
+        read += sequence.open.fill * layer.num_kv_heads * layer.head_dim * 2 * sequence.spec.kv_dtype.itemsize
+    return Stats(
+        logical_len=sequence.logical_len,
+        resident_bytes=sequence.resident_bytes,
+        full_bytes=sequence.spec.full_bytes(sequence.logical_len),
+        bytes_per_step=int(read),
+        slots=slots,
+    )
