@@ -13,6 +13,8 @@ from torch import Tensor
 
 from kvfold.score.base import View
 
+MAX_ENTRIES = 2**25  # 128 MiB of fp32
+
 
 def masked_softmax(logit: Tensor, visible: Tensor) -> Tensor:
     """Softmax over the last dim in fp32; invisible entries get 0, and so does a row that sees nothing."""
@@ -20,12 +22,18 @@ def masked_softmax(logit: Tensor, visible: Tensor) -> Tensor:
     return weight.masked_fill(~visible, 0.0)
 
 
-def window_attention(view: View, q_RGWD: Tensor, q_position_RW: Tensor) -> Tensor:
-    """fp32 [R, G, W, S]: softmax of the queries over all slots they may see, causal inside the window.
+def window_attention(view: View, q_RGWD: Tensor, q_position_RW: Tensor, rows: slice = slice(None)) -> Tensor:
+    """fp32 [R, G, W, S] of the given rows: softmax of the queries over all slots they may see, causal in the window.
 
     A padded query has position -1 and sees nothing.
     """
-    logit_RGWS = torch.einsum("rgwd,rsd->rgws", q_RGWD.float(), view.k_RSD.float()) * view.spec.scale
-    causal_RWS = view.position_RS.unsqueeze(1) <= q_position_RW.unsqueeze(-1)
-    visible_RWS = causal_RWS & view.valid_RS.unsqueeze(1)
+    logit_RGWS = torch.einsum("rgwd,rsd->rgws", q_RGWD[rows].float(), view.k_RSD[rows].float()) * view.spec.scale
+    causal_RWS = view.position_RS[rows].unsqueeze(1) <= q_position_RW[rows].unsqueeze(-1)
+    visible_RWS = causal_RWS & view.valid_RS[rows].unsqueeze(1)
     return masked_softmax(logit_RGWS, visible_RWS.unsqueeze(1))
+
+
+def row_blocks(num_rows: int, entries_per_row: int) -> list[slice]:
+    """Rows in blocks of at most MAX_ENTRIES (one row at least), so that a long prompt's map never stands whole."""
+    step = max(1, MAX_ENTRIES // entries_per_row)
+    return [slice(first, first + step) for first in range(0, num_rows, step)]

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from kvfold.errors import PolicyError
 from kvfold.policy.registry import register
-from kvfold.score.attention import window_attention
+from kvfold.score.attention import row_blocks, window_attention
 from kvfold.score.base import Needs, Scorer, View
 from kvfold.score.checks import at_least, given, one_of
 
@@ -61,11 +61,16 @@ class SnapKV(Scorer):
         q_RGWD = given("snapkv", view.q_RGWD, "q_RGWD")
         q_position_RW = given("snapkv", view.q_position_RW, "q_position_RW")
         in_window_RS = view.position_RS >= window_start(q_position_RW).unsqueeze(-1)
-        vote_RGWS = window_attention(view, q_RGWD, q_position_RW)
-        vote_RGS = reduce(vote_RGWS, self.over_window, dim=2, count=(q_position_RW >= 0).sum(-1)[:, None, None])
+        blocks = row_blocks(q_RGWD.shape[0], q_RGWD[0, ..., 0].numel() * view.k_RSD.shape[1])
+        vote_RGS = torch.cat([self._vote(view, q_RGWD, q_position_RW, rows) for rows in blocks])
         pooled_RGS = self._pool(vote_RGS.masked_fill(in_window_RS.unsqueeze(1), 0.0))
         score_RS = reduce(pooled_RGS, self.over_group, dim=1, count=pooled_RGS.shape[1])
         return view.masked(score_RS.masked_fill(in_window_RS, torch.inf))
+
+    def _vote(self, view: View, q_RGWD: Tensor, q_position_RW: Tensor, rows: slice) -> Tensor:
+        vote_RGWS = window_attention(view, q_RGWD, q_position_RW, rows)
+        count_R = (q_position_RW[rows] >= 0).sum(-1)
+        return reduce(vote_RGWS, self.over_window, dim=2, count=count_R[:, None, None])
 
     def _pool(self, vote_RGS: Tensor) -> Tensor:
         if self.pool == "avg":

@@ -13,7 +13,7 @@ import torch
 from kvfold.budget import Budget, Uniform, choose
 from kvfold.core import LayerSpec
 from kvfold.errors import PolicyError
-from kvfold.score import SnapKV, View
+from kvfold.score import SnapKV, View, attention
 from tests.score.views import make_view
 
 VOTES = [0.1, 0.4, 0.5, 0.3, 0, 0.1, 0.8, 0.7, 0.6, 0.2, 0, 0, 0.1, 0.3, 0.4, 0.2, 0, 0.5, 0.6, 0]
@@ -99,6 +99,15 @@ def test_mean_over_the_window_counts_real_queries_only() -> None:
     q_position_RW = torch.cat((torch.full((2, 2), -1), view.q_position_RW), dim=1)
     wide = View(**{**vars(view), "q_RGWD": q_RGWD, "q_position_RW": q_position_RW})
     torch.testing.assert_close(padded.score(wide), short.score(view))
+
+
+def test_blocks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    scorer = SnapKV(window=4)
+    view = make_view((30, 25), (30, 30, 25, 20), scorer.needs)
+    whole_RS = scorer.score(view)
+    monkeypatch.setattr(attention, "MAX_ENTRIES", 3 * 3 * 4 * 30)  # three rows of a group of 3, then one
+    assert [rows.stop - rows.start for rows in attention.row_blocks(4, 3 * 4 * 30)] == [3, 3]
+    torch.testing.assert_close(scorer.score(view), whole_RS)
 
 
 @pytest.mark.parametrize(
