@@ -11,6 +11,7 @@
 from kvfold import budget, codec, evicted, score
 from kvfold.errors import KvfoldError
 from kvfold.models.attach import attach
+from kvfold.models.cache import Cache
 from kvfold.models.loader import Model, load, wrap
 from kvfold.policy import Policy
 from kvfold.session import Reply, Session
@@ -19,6 +20,7 @@ from kvfold.stats import Stats
 
 __version__ = "0.1.0"
 __all__ = [
+    "Cache",
     "KvfoldError",
     "Model",
     "Policy",

@@ -22,7 +22,8 @@ from torch import Tensor
 from kvfold.engine.generate import Request, StopReason, generate
 from kvfold.engine.runner import Progress, Runner
 from kvfold.engine.sample import Sampling
-from kvfold.errors import InputError, ModelError, PolicyError
+from kvfold.errors import InputError, ModelError
+from kvfold.models.check import check_policy
 from kvfold.models.loader import Model
 from kvfold.models.template import ChatTemplate, render_messages
 from kvfold.pages.sequence import PageConfig, SequenceCache
@@ -58,7 +59,7 @@ class Session:
     ) -> None:
         self.model = model
         self.policy = Policy.parse(policy)
-        check_policy(self.policy, model)
+        check_policy(self.policy, model.spec)
         self.template = ChatTemplate.of(model.tokenizer) if template == "auto" else None
         self.runner = Runner(model.hf, model.spec, model.arena, chunk_len=chunk_len)
         self.cache = self.runner.new_sequence(self.policy, PageConfig(page_size, open_len))
@@ -263,24 +264,6 @@ class Session:
         from kvfold.files import load_session
 
         return load_session(cls, model, Path(path))
-
-
-def check_policy(policy: Policy, model: Model) -> None:
-    """What a policy asks of this model, beyond what its expression can tell."""
-    layers = model.spec.layers
-    evicts = policy.prefill.size is not None or policy.decode.size is not None
-    if evicts and not model.spec.compressible_layers:
-        raise PolicyError(f'policy "{policy.short}": every layer of {model.name} is a sliding window; use "full"')
-    if not policy.position.shifts:
-        return
-    for spec in (layer for layer in layers if layer.compressible):
-        if spec.rope is None:
-            raise PolicyError(f'policy "{policy.short}": slot needs rotary positions, which {model.name} does not have')
-        if spec.rope.depends_on_length:
-            raise PolicyError(
-                f'policy "{policy.short}": slot needs fixed RoPE frequencies; those of {model.name} depend on the '
-                "length, so use keep"
-            )
 
 
 def generate_batch(

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kvfold.attend.partial import Merge, attend, compute_dtype
 from kvfold.attend.stored import add_stored
@@ -30,7 +31,7 @@ class DecodePass:
         for sequence in sequences:
             if sequence.open.room < num_tokens:
                 seal(sequence)
-        self._tracked = [Tracked.of(sequence.policy, decoding=True) for sequence in sequences]
+        self._tracked = [Tracked.of([sequence.policy], decoding=True) for sequence in sequences]
 
     def attend(self, layer: int, index: int, q_QTD: Tensor, k_HTD: Tensor, v_HTD: Tensor) -> Tensor:
         sequence = self.sequences[index]
@@ -93,7 +94,8 @@ def seal(sequence: SequenceCache, *, compress: bool = True) -> None:
     compression.finish(num_tokens, decoding=True)
     block.drop_committed()
     for side in sequence.sidecar.layers:
-        side.open_mass_HR = None
+        if side.open_mass_HR is not None:  # drafts moved to the front, and their mass with them
+            side.open_mass_HR = functional.pad(side.open_mass_HR[:, num_tokens:], (0, num_tokens))
 
 
 def _due(sequence: SequenceCache) -> bool:

@@ -10,7 +10,7 @@ memory of one layer. A pass over one chunk of a longer prompt is the token-major
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from kvfold.attend.stored import add_stored
 from kvfold.attend.track import Tracked, new_mass, stored_mass, track_queries
 from kvfold.pages.compress import Compression, NewSlots
 from kvfold.pages.sequence import SequenceCache
+from kvfold.pages.sidecar import LayerSidecar
 
 
 @dataclass
@@ -36,7 +37,11 @@ class _LayerBuffer:
 
 class PrefillPass:
     """`num_tokens[i]` new tokens for sequence i. With `compress`, sizes refer to `seen_lens[i]`, the committed length
-    at the end of the call this pass belongs to; without, everything new is kept."""
+    at the end of the call this pass belongs to; without, everything new is kept.
+
+    `followers` are empty sequences of other policies that read what an (empty) first sequence reads: attention is
+    computed once, compression once for each.
+    """
 
     def __init__(
         self,
@@ -45,11 +50,14 @@ class PrefillPass:
         seen_lens: Sequence[int] | None = None,
         *,
         compress: bool = True,
+        followers: Sequence[SequenceCache] = (),
     ) -> None:
         self.sequences = list(sequences)
         self.num_tokens = list(num_tokens)
         for sequence in sequences:
             seal(sequence, compress=False)
+        self.followers = [(other, Compression(other, other.policy.prefill, num_tokens[0])) for other in followers]
+        self._tracked = [Tracked.of([s.policy, *(f.policy for f in followers)], decoding=False) for s in sequences]
         seen = seen_lens or [s.sealed_len + n for s, n in zip(sequences, num_tokens, strict=True)]
         self.rounds = [
             Compression(sequence, sequence.policy.prefill if compress else None, length)
@@ -73,7 +81,7 @@ class PrefillPass:
         merge = Merge(q_HGTD)
         add_stored(merge, sequence, layer, q_HGTD, start)
         _add_new(merge, q_HGTD, buffer, offset, spec.scale, spec.sliding_window)
-        self._track(sequence, layer, q_QTD, q_HGTD, merge, buffer, offset)
+        self._track(index, layer, q_QTD, q_HGTD, merge, buffer, offset)
         return merge.result().flatten(0, 1).to(q_QTD.dtype)
 
     def _buffer(self, index: int, k_HTD: Tensor, v_HTD: Tensor, dtype: torch.dtype) -> _LayerBuffer:
@@ -86,7 +94,7 @@ class PrefillPass:
 
     def _track(
         self,
-        sequence: SequenceCache,
+        index: int,
         layer: int,
         q_QTD: Tensor,
         q_HGTD: Tensor,
@@ -94,7 +102,7 @@ class PrefillPass:
         buffer: _LayerBuffer,
         offset: int,
     ) -> None:
-        tracked = Tracked.of(sequence.policy, decoding=False)
+        tracked, sequence = self._tracked[index], self.sequences[index]
         spec = sequence.spec.layers[layer]
         if not tracked.anything or not spec.compressible:
             return
@@ -114,13 +122,24 @@ class PrefillPass:
             new = NewSlots(buffer.k_HTD, buffer.v_HTD, sequence.sealed_len)
             if buffer.new_mass_HT is not None:
                 new.mass_HS = _joined_mass(sequence, layer, buffer)
-            self.rounds[index].layer(layer, new)
+            for other, compression in self.followers:
+                seen = sequence.sidecar.layers[layer]
+                other.sidecar.layers[layer] = LayerSidecar(last_q_QWD=seen.last_q_QWD, moments=seen.moments)
+                compression.layer(layer, _for_policy(new, other))
+            self.rounds[index].layer(layer, _for_policy(new, sequence))
             self._buffers[index] = None
 
     def finish(self) -> None:
         """Encode and write what stays. OutOfPages leaves a sequence as it was before the pass."""
         for compression, num_tokens in zip(self.rounds, self.num_tokens, strict=True):
             compression.finish(num_tokens)
+        for _, compression in self.followers:
+            compression.finish(self.num_tokens[0])
+
+
+def _for_policy(new: NewSlots, sequence: SequenceCache) -> NewSlots:
+    """Without the mass that only another policy of the pass asked for."""
+    return new if Tracked.of([sequence.policy], decoding=False).mass else replace(new, mass_HS=None)
 
 
 def _add_new(

@@ -8,6 +8,7 @@ No L x L map is ever formed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,14 +35,14 @@ class Tracked:
     query_stats: bool
 
     @classmethod
-    def of(cls, policy: Policy, *, decoding: bool) -> Tracked:
+    def of(cls, policies: Sequence[Policy], *, decoding: bool) -> Tracked:
         """While decoding, the last queries and moments matter only if a trigger may fire; mass always adds up."""
-        evicts = not isinstance(policy.decode.when, Never)
-        stages = [policy.decode] if decoding else [policy.prefill, policy.decode]
-        needs = [stage.score.needs for stage in stages if stage.size is not None and (evicts or not decoding)]
-        mass = any(stage.size is not None and stage.score.needs.mass for _, stage in policy.stages())
+        needs = [need for policy in policies for need in _stage_needs(policy, decoding)]
+        stages = [stage for policy in policies for _, stage in policy.stages()]
         return cls(
-            max((need.last_queries for need in needs), default=0), mass, any(need.query_stats for need in needs)
+            last_queries=max((need.last_queries for need in needs), default=0),
+            mass=any(stage.size is not None and stage.score.needs.mass for stage in stages),
+            query_stats=any(need.query_stats for need in needs),
         )
 
     @property
@@ -49,10 +50,10 @@ class Tracked:
         return bool(self.last_queries) or self.mass or self.query_stats
 
 
-def needs_after_prefill(policy: Policy) -> Needs:
-    """What must outlive the prompt, for decoding."""
-    tracked = Tracked.of(policy, decoding=True)
-    return Needs(tracked.last_queries, tracked.mass, tracked.query_stats)
+def _stage_needs(policy: Policy, decoding: bool) -> list[Needs]:
+    stages = [policy.decode] if decoding else [policy.prefill, policy.decode]
+    idle = decoding and isinstance(policy.decode.when, Never)
+    return [stage.score.needs for stage in stages if stage.size is not None and not idle]
 
 
 def track_queries(sequence: SequenceCache, layer: int, q_QTD: Tensor, start: int, tracked: Tracked) -> None:

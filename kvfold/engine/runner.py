@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvfold.attend.decode import DecodePass
 from kvfold.attend.prefill import PrefillPass
-from kvfold.attend.track import needs_after_prefill
+from kvfold.attend.track import Tracked
 from kvfold.core import ModelSpec
 from kvfold.errors import InputError
 from kvfold.models.attach import layers_wrapped, maskless
@@ -66,6 +66,27 @@ class Runner:
             for sequence in sequences:
                 forget_prompt(sequence)
         return torch.stack([row for row in logits if row is not None]).float()
+
+    @torch.inference_mode()
+    def prefill_many(
+        self, sequences: Sequence[SequenceCache], tokens: Sequence[int], *, progress: Progress | None = None
+    ) -> Tensor:
+        """Read the same tokens into several empty sequences of different policies: one forward serves all.
+
+        Logits [sequences, vocab] after the last token. Sequences that compress between chunks run on their own.
+        """
+        if any(sequence.logical_len for sequence in sequences):
+            raise InputError("prefill_many fills empty sequences; use prefill to continue one")
+        seen = self._check([sequences[0]], [tokens])
+        alone = [i for i, s in enumerate(sequences) if isinstance(s.policy.prefill.when, BetweenChunks)]
+        shared = [sequence for i, sequence in enumerate(sequences) if i not in alone]
+        logits: dict[int, Tensor] = {i: self.prefill([sequences[i]], [tokens])[0] for i in alone}
+        if shared:
+            out = self._forward(shared[:1], [tokens], seen, compress=True, progress=progress, followers=shared[1:])
+            for i, sequence in enumerate(sequences):
+                forget_prompt(sequence)
+                logits.setdefault(i, out.logits[0, 0].float())
+        return torch.stack([logits[i] for i in range(len(sequences))])
 
     @torch.inference_mode()
     def logprobs(
@@ -148,13 +169,15 @@ class Runner:
         compress: bool,
         progress: Progress | None,
         hidden: bool = False,
+        followers: Sequence[SequenceCache] = (),
     ) -> Any:
         """One layer-major pass."""
-        current = PrefillPass(sequences, [len(ids) for ids in tokens], seen_lens, compress=compress)
+        lens = [len(ids) for ids in tokens]
+        current = PrefillPass(sequences, lens, seen_lens, compress=compress, followers=followers)
         pieces = list(self._pieces(sequences, tokens))
         cache = PassCache(current, pieces)
         positions = [s.sealed_len + t for s, ids in zip(sequences, tokens, strict=True) for t in range(len(ids))]
-        ends = torch.tensor([len(ids) for ids in tokens]).cumsum(0) - 1
+        ends = torch.tensor(lens).cumsum(0) - 1
         share = _Share(progress, self.spec.num_layers)
 
         def wrap(layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -215,7 +238,7 @@ class Runner:
 
 def forget_prompt(sequence: SequenceCache) -> None:
     """Drop observations that only the prompt's compression needed."""
-    needs = needs_after_prefill(sequence.policy)
+    needs = Tracked.of([sequence.policy], decoding=True)
     for side in sequence.sidecar.layers:
         if not needs.last_queries:
             side.last_q_QWD = None

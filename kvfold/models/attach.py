@@ -6,12 +6,15 @@ On plain tensors the attention function is `sdpa`, bit for bit. When a cache of 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -20,6 +23,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from kvfold.core import ModelSpec
 from kvfold.errors import ModelError
 from kvfold.models.spec import decoder_layers, read_spec
+from kvfold.pages.arena import Arena
 
 NAME = "kvfold"
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask")
@@ -88,6 +92,23 @@ class attach:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.detach()
+
+
+_arenas: WeakKeyDictionary[nn.Module, Arena] = WeakKeyDictionary()
+
+
+def arena_of(model: Any, capacity_bytes: int | None = None) -> Arena:
+    """The arena of a model, taken at first use and shared by its sessions and caches."""
+    if model not in _arenas:
+        _arenas[model] = Arena(capacity_bytes or _default_capacity(model.device), device=model.device)
+    return _arenas[model]
+
+
+def _default_capacity(device: torch.device) -> int:
+    """Half of a CPU's memory (committed only as it is written), or 70 % of what a GPU has free."""
+    if device.type == "cuda":
+        return int(0.7 * torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def is_attached(model: Any) -> bool:

@@ -7,9 +7,8 @@ bf16 arithmetic emulate it at a fiftieth of the speed, so there the weights beco
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -19,10 +18,10 @@ from transformers.utils import logging as hf_logging
 
 from kvfold.core import ModelSpec
 from kvfold.errors import InputError, ModelError
-from kvfold.models.attach import attach
+from kvfold.models.attach import arena_of, attach
 from kvfold.models.download import resolve
 from kvfold.models.spec import read_spec
-from kvfold.pages.arena import SUPERBLOCK_BYTES, Arena
+from kvfold.pages.arena import Arena
 from kvfold.policy.size import BYTE_UNITS
 
 DTYPES = {"auto": None, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -37,8 +36,6 @@ class Model:
     tokenizer: Any
     spec: ModelSpec
     memory_bytes: int | None = None
-    superblock_bytes: int = SUPERBLOCK_BYTES
-    _arena: Arena | None = field(default=None, repr=False)
 
     @property
     def device(self) -> torch.device:
@@ -47,11 +44,8 @@ class Model:
 
     @property
     def arena(self) -> Arena:
-        """Taken at first use."""
-        if self._arena is None:
-            capacity = self.memory_bytes or _default_memory(self.device)
-            self._arena = Arena(capacity, device=self.device, superblock_bytes=self.superblock_bytes)
-        return self._arena
+        """Taken at first use, and kept for the model's life."""
+        return arena_of(self.hf, self.memory_bytes)
 
     @cached_property
     def weights_digest(self) -> str:
@@ -123,13 +117,6 @@ def _dtypes(dtype: str | torch.dtype, device: torch.device) -> tuple[torch.dtype
         return chosen, chosen
     fast = device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return (torch.bfloat16 if fast else torch.float32), torch.bfloat16
-
-
-def _default_memory(device: torch.device) -> int:
-    """Half of a CPU's memory (committed only as it is written), or 70 % of what a GPU has free."""
-    if device.type == "cuda":
-        return int(0.7 * torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def parse_bytes(text: str | int) -> int:

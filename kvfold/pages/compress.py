@@ -196,7 +196,7 @@ def size_facts(sequence: SequenceCache, seen_len: int) -> SizeFacts:
         num_heads=num_heads,
         bytes_per_slot=slot_bytes / max(num_heads, 1),
         overhead_bytes=sequence.open.num_bytes
-        + sequence.sidecar.num_bytes
+        + sum(side.mass_HS.nbytes for side in sequence.sidecar.layers if side.mass_HS is not None)
         + padding
         + sequence.arena.superblock_bytes
         + 24 * num_heads,

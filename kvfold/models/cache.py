@@ -1,0 +1,188 @@
+"""The drop-in way: a transformers `Cache` for `model.generate(…, past_key_values=cache)`, batches and padding included.
+
+    kvfold.attach(model)
+    cache = kvfold.Cache(model, "keydiff + 4x")
+    model.generate(**inputs, past_key_values=cache)
+
+Every row of the batch is a sequence of its own; padding (on the left) never enters it. `update` only stages; the
+attention function commits. What the last forward added can be cropped away again, the rest is behind the commit line.
+
+    B batch   Q query heads   H KV heads   T tokens   D head dim
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache as HfCache
+
+from kvfold.attend.decode import DecodePass
+from kvfold.attend.prefill import PrefillPass
+from kvfold.errors import InputError, ModelError
+from kvfold.models.attach import arena_of, is_attached
+from kvfold.models.check import check_policy
+from kvfold.models.spec import read_spec
+from kvfold.pages.sequence import PageConfig, SequenceCache
+from kvfold.policy.policy import Policy
+
+
+class Cache(HfCache):  # type: ignore[misc]
+    """One compressed cache for a batch, filled by the model's own forward calls."""
+
+    def __init__(self, model: Any, policy: str | Policy, *, page_size: int = 16, open_len: int = 32) -> None:
+        super().__init__(layers=[])
+        if not is_attached(model):
+            raise ModelError("the model is not attached; call kvfold.attach(model) before using kvfold.Cache")
+        self.spec = read_spec(model)
+        self.policy = Policy.parse(policy)
+        check_policy(self.policy, self.spec)
+        self.arena = arena_of(model)
+        self.config = PageConfig(page_size, open_len)
+        self.sequences: list[SequenceCache] = []
+        self._seen_len = 0  # tokens of the padded batch, which is what transformers counts
+        self._pass: PrefillPass | DecodePass | None = None
+        self._starts: list[int] = []  # first real token of each row in the current forward
+        self._last_len = 0  # tokens the last forward added, if they can be taken back
+
+    # What transformers asks
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._seen_len if self._pass is None else self._seen_len - self._last_len
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self._seen_len + query_length, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.sequences) or -1
+
+    @property
+    def is_initialized(self) -> bool:
+        return bool(self.sequences)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        return _Handle(self, layer_idx, key_states.detach(), value_states.detach()), None
+
+    @property
+    def resident_bytes(self) -> int:
+        return sum(sequence.resident_bytes for sequence in self.sequences)
+
+    # One forward
+
+    def attend(self, layer: int, query: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: Tensor | None) -> Tensor:
+        if layer == 0:
+            self._begin(k_BHTD, mask)
+        current = self._pass
+        if current is None:
+            raise InputError("a forward starts at the first layer; the last one was interrupted, so call cache.reset()")
+        out = torch.zeros_like(query)
+        for row, start in enumerate(self._starts):
+            new = query[row, :, start:], k_BHTD[row, :, start:], v_BHTD[row, :, start:]
+            out[row, :, start:] = current.attend(layer, row, *new)
+        if isinstance(current, PrefillPass):
+            current.finish_layer(layer)
+        if layer == self.spec.num_layers - 1:
+            current.finish()
+            self._pass = None
+        return out.transpose(1, 2)
+
+    def _begin(self, k_BHTD: Tensor, mask: Tensor | None) -> None:
+        batch, num_tokens = k_BHTD.shape[0], k_BHTD.shape[2]
+        if not self.sequences:
+            self.sequences = [SequenceCache(self.arena, self.spec, self.policy, self.config) for _ in range(batch)]
+        if batch != len(self.sequences):
+            raise InputError(f"the cache holds {len(self.sequences)} rows, the input {batch}; use a cache per batch")
+        self._commit()
+        self._starts = _left_padding(mask, batch, num_tokens, self._seen_len)
+        grows = all(sequence.logical_len for sequence in self.sequences) and not any(self._starts)
+        if grows and num_tokens <= self.config.open_len:
+            self._pass = DecodePass(self.sequences, num_tokens)
+        else:
+            self._pass = PrefillPass(self.sequences, [num_tokens - start for start in self._starts])
+        self._seen_len += num_tokens
+        self._last_len = num_tokens
+
+    def _commit(self) -> None:
+        for sequence in self.sequences:
+            sequence.open.commit(sequence.open.fill - sequence.open.committed)
+
+    # Rows
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Beam search: rows become copies of other rows; sealed memory is shared."""
+        self._select([int(i) for i in beam_idx])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._select([int(i) for i in indices.nonzero().flatten()] if indices.dtype == torch.bool else indices.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._select([i for i in range(len(self.sequences)) for _ in range(repeats)])
+
+    def _select(self, rows: Sequence[int]) -> None:
+        last_use = {row: at for at, row in enumerate(rows)}
+        chosen = [
+            self.sequences[row] if last_use[row] == at else self.sequences[row].fork() for at, row in enumerate(rows)
+        ]
+        for row, sequence in enumerate(self.sequences):
+            if row not in last_use:
+                sequence.release()
+        self.sequences = chosen
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back up to what the last forward added; a negative number, as transformers gives it."""
+        count = abs(tokens_to_remove)
+        if tokens_to_remove > 0:
+            raise InputError(f"crop({tokens_to_remove}): give the tokens to remove as a negative number")
+        drafted = min((s.open.fill - s.open.committed for s in self.sequences), default=0)
+        if count > drafted:
+            raise InputError(
+                f"crop(-{count}) reaches behind the commit line: {drafted} tokens of the last forward can be removed"
+            )
+        for sequence in self.sequences:
+            sequence.open.fill -= count
+        self._seen_len -= count
+
+    def reset(self) -> None:
+        """Empty the cache and give its memory back."""
+        for sequence in self.sequences:
+            sequence.release()
+        self.sequences, self._seen_len, self._pass = [], 0, None
+
+    def __del__(self) -> None:
+        for sequence in self.__dict__.get("sequences", ()):
+            sequence.release()
+
+
+@dataclass
+class _Handle:
+    cache: Cache
+    layer: int
+    k_BHTD: Tensor
+    v_BHTD: Tensor
+
+    @torch.no_grad()
+    def attend(self, query: Tensor, mask: Tensor | None) -> Tensor:
+        return self.cache.attend(self.layer, query, self.k_BHTD, self.v_BHTD, mask)
+
+
+def _left_padding(mask: Tensor | None, batch: int, num_tokens: int, seen_len: int) -> list[int]:
+    """Padded tokens at the start of each row: token t is real where it may see itself."""
+    if mask is None:
+        return [0] * batch
+    if mask.shape[-1] < seen_len + num_tokens:
+        raise InputError(f"the attention mask covers {mask.shape[-1]} tokens, not the {seen_len + num_tokens} seen")
+    own = mask.expand(batch, -1, -1, -1)[:, 0].diagonal(offset=seen_len, dim1=-2, dim2=-1)[:, :num_tokens]
+    real = own if own.dtype == torch.bool else own == 0
+    starts = (~real).sum(-1)
+    ordered = real == (torch.arange(num_tokens, device=real.device) >= starts.unsqueeze(-1))
+    if not bool(ordered.all()) or bool((starts == num_tokens).any()):
+        raise InputError("padding must be on the left, and every row needs a token; set tokenizer.padding_side='left'")
+    found: list[int] = starts.tolist()
+    return found

@@ -1,0 +1,24 @@
+"""What a policy asks of a model, beyond what its expression can tell."""
+
+from __future__ import annotations
+
+from kvfold.core import ModelSpec
+from kvfold.errors import PolicyError
+from kvfold.policy.policy import Policy
+
+
+def check_policy(policy: Policy, spec: ModelSpec) -> None:
+    """PolicyError if this model cannot run this policy."""
+    evicts = policy.prefill.size is not None or policy.decode.size is not None
+    if evicts and not spec.compressible_layers:
+        raise PolicyError(f'policy "{policy.short}": every layer of {spec.name} is a sliding window; use "full"')
+    if not policy.position.shifts:
+        return
+    ropes = [layer.rope for layer in spec.layers if layer.compressible]
+    if any(rope is None for rope in ropes):
+        raise PolicyError(f'policy "{policy.short}": slot needs rotary positions, which {spec.name} does not have')
+    if any(rope is not None and rope.depends_on_length for rope in ropes):
+        raise PolicyError(
+            f'policy "{policy.short}": slot needs fixed RoPE frequencies; those of {spec.name} depend on the length, '
+            "so use keep"
+        )
