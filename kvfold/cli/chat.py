@@ -1,0 +1,172 @@
+"""`kvfold chat`: a conversation without end in constant memory.
+
+The default policy keeps the first tokens and the latest ones (StreamingLLM, arXiv:2309.17453) and closes the gap
+between them (`slot`), so that distances stay within what the model was trained on however long the talk becomes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from kvfold.cli import show
+from kvfold.cli.options import Subparsers, add_model_options, add_sampling_options, load_model, sampling
+from kvfold.errors import FileError, InputError, KvfoldError
+from kvfold.models.loader import Model
+from kvfold.policy import Policy
+from kvfold.session import Session
+
+DEFAULT_POLICY = "streaming + slot + 1024tok"
+HELP = """\
+/stats      tokens seen, slots kept, memory held
+/save FILE  write the conversation to a file
+/load FILE  continue a saved conversation, under the policy it was saved with
+/reset      forget everything
+/help       this text
+/quit       end; so does Ctrl-D
+Ctrl-C stops a reply."""
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the command to the subcommands of `kvfold`."""
+    parser = subparsers.add_parser(
+        "chat",
+        help="talk to a model in constant memory",
+        description="Talk to a model; piped lines are answered one by one, without a prompt.",
+        epilog=f"commands in the chat:\n{HELP}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--policy", default=DEFAULT_POLICY, help="default: %(default)s")
+    add_sampling_options(parser, max_new_tokens=256)
+    add_model_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Talk until the input ends. Errors end a piped chat; on a terminal they are told and the chat goes on."""
+    policy = Policy.parse(args.policy)
+    chat = Chat(load_model(args), policy, sampling(args))
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        with suppress(ImportError):
+            import readline  # noqa: F401 - gives input() a history
+        print(f"{chat.model.name}, {policy.short}; /help shows the commands")
+    with closing(chat):
+        for line in _lines("> " if is_terminal else ""):
+            try:
+                if not chat.hear(line.strip()):
+                    break
+            except KvfoldError as error:
+                if not is_terminal:
+                    raise
+                print(f"error: {error}", file=sys.stderr)
+    return 0
+
+
+class Chat:
+    """A session and the commands on it."""
+
+    def __init__(self, model: Model, policy: Policy, options: dict[str, Any]) -> None:
+        self.model = model
+        self.policy = policy
+        self.options = options
+        self.session = Session(model, policy)
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/stats": self._stats,
+            "/save": self._save,
+            "/load": self._load,
+            "/reset": self._reset,
+            "/help": lambda _: print(HELP),
+        }
+
+    def hear(self, line: str) -> bool:
+        """Carry out a command or answer a text; False when the chat is to end."""
+        if not line.startswith("/"):
+            if line:
+                self._answer(line)
+            return True
+        name, _, argument = line.partition(" ")
+        if name == "/quit":
+            return False
+        if name not in self._commands:
+            raise InputError(f'no command "{name}"; commands: {", ".join(self._commands)}, /quit')
+        self._commands[name](argument.strip())
+        return True
+
+    def close(self) -> None:
+        self.session.close()
+
+    def _answer(self, line: str) -> None:
+        with deferred_interrupt() as is_interrupted:
+            self.session.extend(line)
+            pieces = self.session.generate(stream=True, **self.options)
+            assert isinstance(pieces, Generator)
+            with closing(pieces):
+                while not is_interrupted() and (piece := next(pieces, None)) is not None:
+                    print(piece, end="", flush=True)
+        print(flush=True)
+
+    def _stats(self, _: str) -> None:
+        stats = self.session.stats()
+        print(
+            f"{self.session.policy.short}: {stats.logical_len} tokens seen, {stats.mean_slots:.0f} slots per head, "
+            f"{show.bytes_text(stats.resident_bytes)} held (full cache: {show.bytes_text(stats.full_bytes)}), "
+            f"{show.bytes_text(stats.bytes_per_step)} read per step"
+        )
+
+    def _save(self, argument: str) -> None:
+        path = _file(argument)
+        try:
+            self.session.save(path)
+        except OSError as error:
+            raise FileError(f"{path} cannot be written ({error.strerror}); name another file") from None
+        print(f"saved {path}, {show.bytes_text(path.stat().st_size)}")
+
+    def _load(self, argument: str) -> None:
+        self._replace(Session.load(self.model, _file(argument)))
+        print(f"{len(self.session.token_ids)} tokens under {self.session.policy.short}")
+
+    def _reset(self, _: str) -> None:
+        self._replace(Session(self.model, self.policy))
+
+    def _replace(self, session: Session) -> None:
+        self.session.close()
+        self.session = session
+
+
+def _file(argument: str) -> Path:
+    if not argument:
+        raise InputError("the name of a file is missing; write for example /save talk.kvfold")
+    path = Path(argument).expanduser()
+    if not path.parent.is_dir():
+        raise FileError(f"the folder {path.parent} does not exist; name one that does")
+    return path
+
+
+def _lines(prompt: str) -> Iterator[str]:
+    with suppress(EOFError):
+        while True:
+            yield input(prompt)
+
+
+@contextmanager
+def deferred_interrupt() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C only raises a flag, so that a cache is never left between two tokens; a second one interrupts at once."""
+    seen: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(number)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(seen)
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,124 @@
+"""`kvfold demo`: one document, two questions, the full cache beside several policies; real answers, real bytes.
+
+The right answers are known, so each answer is marked by whether it contains them. Policies that lose a fact are part of
+the demonstration: what is dropped cannot be asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from importlib.resources import files
+
+from rich.markup import escape
+
+from kvfold.cli import show
+from kvfold.cli.answers import Answer, answer_all
+from kvfold.cli.options import Subparsers, add_model_options, load_model
+from kvfold.cli.run import answer_json
+from kvfold.policy import Policy
+
+DOCUMENT = "data/handbook.txt"
+EXPECTED = {
+    "What is the code of the wine cellar?": "4817",
+    "What is the password of the guest network?": "bluepelican",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A policy to show, and whether it may see the question while compressing."""
+
+    policy: str
+    question_known: bool = False
+
+    @property
+    def title(self) -> str:
+        return f"{self.policy}, question known" if self.question_known else self.policy
+
+
+CASES = (
+    Case("full"),
+    Case("int8"),
+    Case("int4"),
+    Case("keydiff + 2x"),
+    Case("snapkv + ada + 4x", question_known=True),
+    Case("streaming + 4x"),
+)
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the command to the subcommands of `kvfold`."""
+    parser = subparsers.add_parser(
+        "demo",
+        help="a document and two questions under several policies",
+        description="Ask a short handbook two questions, with the full cache and with compressed ones.",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_model_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run every case and sum up."""
+    model = load_model(args)
+    options = {"max_new_tokens": 24}
+    document = (files("kvfold") / DOCUMENT).read_text(encoding="utf-8").strip()
+    results: dict[Case, list[Answer]] = {}
+    if not args.json:
+        print(f"{model.name} reads a handbook and answers:", *EXPECTED, sep="\n  ", flush=True)
+    for case in CASES:
+        policy, known = Policy.parse(case.policy), case.question_known
+        results[case] = answer_all(model, policy, document, list(EXPECTED), question_known=known, options=options)
+    if args.json:
+        show.print_json(
+            [answer_json(answer) | {"is_right": is_right(answer)} for row in results.values() for answer in row]
+        )
+    else:
+        _print(results)
+    return 0
+
+
+def is_right(answer: Answer) -> bool:
+    """The answer contains the expected word."""
+    return EXPECTED[answer.question] in answer.reply.text
+
+
+def _print(results: dict[Case, list[Answer]]) -> None:
+    table = show.new_table(
+        "policy", "first answer", "second answer", numbers=("slots/tokens", "resident", "ratio", "prefill s")
+    )
+    for case, answers in results.items():
+        sizes = answers[0].sizes
+        table.add_row(
+            escape(case.title),
+            *map(_marked, answers),
+            f"{sizes.mean_slots:.0f}/{sizes.logical_len}",
+            show.bytes_text(sizes.resident_bytes),
+            f"{sizes.ratio:.2f}x",
+            f"{sizes.prefill_s:.1f}",
+        )
+    console = show.console()
+    console.print(table)
+    console.print(f"\n{summary(results)}", markup=False)
+
+
+def _marked(answer: Answer) -> str:
+    text = " ".join(answer.reply.text.split())
+    return f"[green]right[/green]: {escape(text)}" if is_right(answer) else f"[red]wrong[/red]: {escape(text)}"
+
+
+def summary(results: dict[Case, list[Answer]]) -> str:
+    """One sentence from the numbers measured."""
+    right = {case: answers for case, answers in results.items() if all(map(is_right, answers))}
+    lost = [case.title for case in results if case not in right]
+    failed = f"{'; '.join(lost)} lost a fact" if lost else "no policy lost a fact"
+    if not right:
+        return f"No policy answered both questions; {failed}."
+    best = max(right, key=lambda case: right[case][0].sizes.ratio)
+    sizes, full = right[best][0].sizes, show.bytes_text(right[best][0].sizes.full_bytes)
+    return (
+        f"{len(right)} of {len(results)} policies answered both questions; the smallest cache of these ({best.title}) "
+        f"holds {show.bytes_text(sizes.resident_bytes)} where an ordinary bf16 cache of {sizes.logical_len} tokens "
+        f"holds {full}, {sizes.ratio:.1f} times as much; {failed}."
+    )

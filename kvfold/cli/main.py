@@ -1,0 +1,77 @@
+"""The command `kvfold`: its subcommands, and what becomes of errors.
+
+    0    done
+    1    the arena is out of pages, or nobody reads the output any more
+    2    bad input: arguments, policy, model, file
+    130  interrupted with Ctrl-C
+
+An error is one line on stderr that starts with `error:`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+from collections.abc import Sequence
+
+from kvfold import __version__
+from kvfold.cli import chat, demo, models, policies, run
+from kvfold.errors import KvfoldError, OutOfPages
+
+COMMANDS = (run, chat, demo, models, policies)
+_EPILOG = """examples:
+  kvfold demo                                      what compression does to a small model, in minutes on any CPU
+  kvfold run --context notes.txt --ask "Who wrote this?" --policy "keydiff + 4x" --compare full,int4
+  kvfold chat --policy "streaming + slot + 1024tok"
+  kvfold policies "snapkv + ada + 8x + int4"       what this policy does
+  kvfold models pull smollm2-135m
+
+Models are kept under KVFOLD_HOME (default: the cache folder of the user).
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = argparse.ArgumentParser(
+        "kvfold",
+        description="Compress, reuse and shorten the context of language models.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"kvfold {__version__}")
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    _never_fail_to_encode()
+    args = build_parser().parse_args(argv)
+    try:
+        code = int(args.run(args))
+        sys.stdout.flush()  # here, where a closed pipe is still ours to handle
+        return code
+    except KvfoldError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1 if isinstance(error, OutOfPages) else 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more on its way out; let that go nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _never_fail_to_encode() -> None:
+    """A model writes any character; a terminal that cannot show one gets a question mark."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

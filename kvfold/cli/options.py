@@ -1,0 +1,59 @@
+"""Options that several commands share: which model and where, how to sample, and what they say of bad values."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvfold.models.catalogue import DEFAULT_MODEL
+from kvfold.models.loader import DTYPES, Model, load
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """`--model`, `--device`, `--dtype`, `--memory`."""
+    group = parser.add_argument_group("model")
+    group.add_argument("--model", default=DEFAULT_MODEL, help="catalogue name, folder or hub id (default: %(default)s)")
+    group.add_argument("--device", default="auto", type=_device, help="auto, cpu, cuda, cuda:1 (default: %(default)s)")
+    group.add_argument("--dtype", default="auto", choices=DTYPES, help=f"one of {', '.join(DTYPES)}")
+    group.add_argument(
+        "--memory", metavar="SIZE", help="most memory for caches, e.g. 512MB; default: half the machine's"
+    )
+
+
+def add_sampling_options(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
+    """What `Session.generate` takes."""
+    group = parser.add_argument_group("answers")
+    group.add_argument("--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help="default: %(default)s")
+    group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy, the default")
+    group.add_argument("--top-k", type=int, default=0, metavar="K", help="sample from the K best tokens; 0: all")
+    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample from the best tokens of mass P")
+    group.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end at this text; may be repeated")
+
+
+def load_model(args: argparse.Namespace) -> Model:
+    """The model the options name; a pull shows its progress on stderr."""
+    return load(args.model, dtype=args.dtype, device=args.device, memory=args.memory)
+
+
+def sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments for `Session.generate` and `Session.ask`."""
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop")
+    return {name: getattr(args, name) for name in names}
+
+
+def _device(text: str) -> str:
+    if text == "auto":
+        return text
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(f'no device "{text}"; write auto, cpu, cuda or cuda:1') from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise argparse.ArgumentTypeError(f'"{text}" is not here: torch sees {torch.cuda.device_count()} CUDA devices')
+    return text
