@@ -21,7 +21,7 @@ from kvfold.policy import Policy
 DOCUMENT = "data/handbook.txt"
 EXPECTED = {
     "What is the code of the wine cellar?": "4817",
-    "What is the password of the guest network?": "bluepelican",
+    "What is the name of the parrot in the bar?": "Admiral",
 }
 
 

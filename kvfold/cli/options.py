@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import torch
 
 from kvfold.models.catalogue import DEFAULT_MODEL
 from kvfold.models.loader import DTYPES, Model, load
 
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
