@@ -50,7 +50,7 @@ class Bars:
     def _finish(self, label: str) -> None:
         if label in self._tasks:
             self._progress.remove_task(self._tasks.pop(label))
-        self._progress.console.print(label, style="dim", highlight=False, markup=False)
+        self._progress.console.print(label, highlight=False, markup=False)
 
 
 @contextmanager
