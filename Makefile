@@ -1,0 +1,32 @@
+# make demo | test | lint: on a machine with Python 3.11 or newer (with venv) and nothing else.
+# The first call builds .venv from the pinned packages of requirements.txt; later ones start at once.
+
+PYTHON ?= python3
+JOBS ?= 2
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint clean
+
+demo: $(READY)
+	$(BIN)/kvfold demo
+
+# One thread per worker: two pools of threads on two cores are slower than either.
+test: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" -n $(JOBS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+$(READY): requirements.txt pyproject.toml
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("kvfold needs Python 3.11 or newer: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint requirements.txt torch
+	$(BIN)/pip install --quiet --requirement requirements.txt
+	$(BIN)/pip install --quiet --no-deps --editable .
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
