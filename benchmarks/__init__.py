@@ -1,0 +1,1 @@
+"""Thin scripts, one per question; results are appended under results/, never overwritten."""

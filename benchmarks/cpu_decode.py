@@ -1,0 +1,163 @@
+"""How long does one decode step take on a CPU, and what does compressing add to a prefill?
+
+    python benchmarks/cpu_decode.py [--model smollm2-135m] [--dtype auto] [--lengths 1000,8000] [--prefill 8000]
+
+Caches are filled with random keys and values of the given length, compressed by the policy itself, so that no long
+prefill has to run first; steps then go through the whole model. The baseline is transformers' DynamicCache on the same
+weights, measured in the same run, interleaved with the others. The floor is the bytes a step reads (weights without the
+input embedding, and stored slots) over the copy bandwidth measured here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from transformers import DynamicCache
+
+import kvfold
+from benchmarks.rows import append_row, facts, percentile
+from kvfold.engine.runner import Runner
+from kvfold.models.loader import Model
+from kvfold.pages.compress import Compression, NewSlots
+from kvfold.pages.sequence import SequenceCache
+from kvfold.stats import measure
+
+POLICIES = ("full", "snapkv + 8x", "snapkv + ada + 8x", "int8", "int4", "snapkv + 8x + int4", "snapkv + ada + 8x + int4")
+
+
+def filled(runner: Runner, policy: str, length: int) -> SequenceCache:
+    """A sequence of random slots under a policy, as a prefill would have left it."""
+    sequence = runner.new_sequence(kvfold.Policy.parse(policy))
+    generator = torch.Generator().manual_seed(0)
+    compression = Compression(sequence, sequence.policy.prefill, length)
+    for index, layer in enumerate(runner.spec.layers):
+        shape = (layer.num_kv_heads, length, layer.head_dim)
+        k, v = torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+        q = torch.randn(layer.num_query_heads, 64, layer.head_dim, generator=generator)
+        sequence.sidecar.layers[index].last_q_QWD = q
+        compression.layer(index, NewSlots(k, v, 0))
+        sequence.sidecar.layers[index].last_q_QWD = None
+    compression.finish(length)
+    return sequence
+
+
+def dynamic_step(model: Model, length: int) -> Callable[[], object]:
+    """The baseline: one step of the unmodified model with a DynamicCache of `length` tokens."""
+    cache = DynamicCache(config=model.hf.config)
+    for index, layer in enumerate(model.spec.layers):
+        shape = (1, layer.num_kv_heads, length, layer.head_dim)
+        cache.update(torch.randn(shape, dtype=model.spec.dtype), torch.randn(shape, dtype=model.spec.dtype), index)
+    token = torch.tensor([[5]])
+
+    def step() -> None:
+        with torch.inference_mode():
+            model.hf(input_ids=token, past_key_values=cache, use_cache=True)
+
+    return step
+
+
+def timed(steps: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Milliseconds per step, the systems taking turns, after two warm-up rounds."""
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    for round_ in range(repeats + 2):
+        for name, step in steps.items():
+            began = time.perf_counter()
+            step()
+            if round_ >= 2:
+                found[name].append(1e3 * (time.perf_counter() - began))
+    return found
+
+
+def decode(model: Model, lengths: list[int], repeats: int) -> list[dict[str, object]]:
+    runner = Runner(model.hf, model.spec, model.arena)
+    bandwidth = copy_bandwidth()
+    embedding = model.hf.get_input_embeddings().weight
+    tied = model.hf.get_output_embeddings().weight.data_ptr() == embedding.data_ptr()
+    weights = sum(p.nbytes for p in model.hf.parameters()) - (0 if tied else embedding.nbytes)
+    rows = []
+    for length in lengths:
+        sequences = {policy: filled(runner, policy, length) for policy in POLICIES}
+        steps: dict[str, Callable[[], object]] = {"DynamicCache": dynamic_step(model, length)}
+        for policy, sequence in sequences.items():
+            steps[policy] = partial(runner.decode, [sequence], [5])
+        times = timed(steps, repeats)
+        base = statistics.median(times["DynamicCache"])
+        for name, values in times.items():
+            stats = measure(sequences[name]) if name in sequences else None
+            read = stats.bytes_per_step if stats else model.spec.full_bytes(length) // 2 * model.spec.dtype.itemsize
+            median = statistics.median(values)
+            rows.append({
+                "question": "decode step", "system": name, "length": length, "ms": median,
+                "ms_p20": percentile(values, 20), "ms_p80": percentile(values, 80), "to_dynamic": median / base,
+                "floor_ms": 1e3 * (weights + read) / bandwidth, "kv_bytes_read": read,
+                "resident_bytes": stats.resident_bytes if stats else model.spec.full_bytes(length),
+            })  # fmt: skip
+        for sequence in sequences.values():
+            sequence.release()
+    return rows
+
+
+def prefill(model: Model, length: int, repeats: int) -> list[dict[str, object]]:
+    """Seconds to read `length` random tokens, policies taking turns."""
+    tokens = torch.randint(0, model.spec.vocab_size, (length,), generator=torch.Generator().manual_seed(0)).tolist()
+    policies = ("full", "snapkv + 8x", "snapkv + ada + 8x")
+    times: dict[str, list[float]] = {policy: [] for policy in policies}
+    for _ in range(repeats):
+        for policy in policies:
+            with kvfold.Session(model, policy) as session:
+                began = time.perf_counter()
+                session.extend(tokens)
+                times[policy].append(time.perf_counter() - began)
+    base = statistics.median(times["full"])
+    return [
+        {"question": "prefill", "system": policy, "length": length, "s": statistics.median(values),
+         "to_full": statistics.median(values) / base}
+        for policy, values in times.items()
+    ]  # fmt: skip
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second read by a large sum on this machine, the best of five."""
+    block = torch.ones(64 * 1024 * 1024)
+    best = 0.0
+    for _ in range(5):
+        began = time.perf_counter()
+        block.sum()
+        best = max(best, block.nbytes / (time.perf_counter() - began))
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--lengths", default="1000,8000")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--prefill", type=int, default=0, metavar="TOKENS", help="also time a prefill of this length")
+    parser.add_argument("--save", action="store_true", help="append rows to benchmarks/results/cpu_decode.jsonl")
+    args = parser.parse_args()
+    model = kvfold.load(args.model, dtype=args.dtype, device="cpu")
+    rows = decode(model, [int(length) for length in args.lengths.split(",")], args.repeats)
+    if args.prefill:
+        rows += prefill(model, args.prefill, repeats=3)
+    about = facts(model=args.model, dtype=str(model.spec.dtype), kv_dtype=str(model.spec.kv_dtype))
+    for row in rows:
+        print("  ".join(f"{key} {value:.3f}" if isinstance(value, float) else f"{value}" for key, value in row.items()))
+        if args.save:
+            append_row("cpu_decode", {**row, **about})
+    print(json.dumps({"rows": rows, **about}))
+
+
+if __name__ == "__main__":
+    main()

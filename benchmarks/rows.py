@@ -1,0 +1,51 @@
+"""Tidy result rows: what was measured, on what, at which commit."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+import transformers
+
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+def facts(**more: object) -> dict[str, object]:
+    """Commit, device and versions of this run."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU"
+    return {
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d"),
+        "device": device,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        **more,
+    }
+
+
+def commit() -> str:
+    """The short commit of the working tree, with + if it was changed."""
+    try:
+        head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=_ROOT, capture_output=True, text=True)
+        dirty = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=_ROOT, capture_output=True, text=True)
+    except OSError:
+        return "unknown"
+    return head.stdout.strip() + ("+" if dirty.stdout.strip() else "") if head.returncode == 0 else "unknown"
+
+
+def append_row(name: str, row: dict[str, object]) -> None:
+    """Append one JSON line to benchmarks/results/<name>.jsonl."""
+    path = _ROOT / "benchmarks" / "results" / f"{name}.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def percentile(values: list[float], percent: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, round(percent / 100 * (len(ordered) - 1)))]
