@@ -1,0 +1,161 @@
+"""How much of what stands in a prompt survives each policy, with the question known and unknown?
+
+    python benchmarks/needle.py --model smollm2-135m --tokens 1000         run; go on where the file of rows ends
+    python benchmarks/needle.py --table ROWS.jsonl                         the table of a run
+    python benchmarks/needle.py --condense ROWS.jsonl                      keep a run under benchmarks/results/
+    python benchmarks/needle.py --docs                                     rewrite docs/needle.md from what is kept
+
+Runs print their table on standard output, then one line of JSON; progress goes to standard error. The exit code is 0
+when all prompts are done, 3 when the time limit came first, 130 after Ctrl-C, 1 on an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs where kvfold is not installed
+
+from kvfold.bench.haystack import Haystack, from_text, prose
+from kvfold.bench.needle import Needles
+from kvfold.bench.rows import MODES, Cell, Facts, RowFile, read_cells, to_json
+from kvfold.bench.sweep import SIZES, Sweep, jobs, run_all
+from kvfold.bench.table import caption, results, table, with_sections
+from kvfold.errors import InputError, KvfoldError
+from kvfold.models.loader import DTYPES, Model, load
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "needle.md"
+OUT_OF_TIME, INTERRUPTED = 3, 130
+
+
+def main() -> int:
+    began = time.monotonic()
+    options = parse_options()
+    try:
+        if options.docs:
+            return write_page()
+        if options.condense:
+            return keep(options.condense)
+        if options.table:
+            return show(read_cells(options.table))
+        return run(options, began)
+    except KvfoldError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--model", help="catalogue name or folder of a model to run")
+    what.add_argument("--table", type=Path, metavar="ROWS", help="print the table of a file of rows or results")
+    what.add_argument("--condense", type=Path, metavar="ROWS", help="write a run's results to benchmarks/results/")
+    what.add_argument("--docs", action="store_true", help="rewrite docs/needle.md from benchmarks/results/")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda (default: auto)")
+    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="of weights and cache (default: auto)")
+    parser.add_argument("--tokens", type=int, default=1000, help="length of a prompt (default: 1000)")
+    parser.add_argument("--samples", type=int, default=100, help="prompts, taking turns over tasks (default: 100)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--policy", action="append", help="a policy without its size; repeat (default: all scorers)")
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES), metavar="SIZE", help="default: 2x 4x 8x")
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES, help="default: both")
+    parser.add_argument("--haystack", type=Path, metavar="FILE", help="text to hide needles in (default: own prose)")
+    parser.add_argument("--out", type=Path, metavar="ROWS", help="file of rows (default: needle_MODEL.rows.jsonl)")
+    parser.add_argument("--limit-s", type=float, default=float("inf"), metavar="S", help="end before so many seconds")
+    parser.add_argument("--commit", help="what to record where git cannot tell")
+    return parser.parse_args()
+
+
+def run(options: argparse.Namespace, began: float) -> int:
+    todo = jobs(options.policy, options.sizes, options.modes)
+    for job in todo:
+        job.parse()  # a bad expression is told before minutes of loading
+    haystack, haystack_name = read_haystack(options.haystack)
+    model = load(options.model, device=options.device, dtype=options.dtype)
+    facts = gather_facts(options, model, haystack_name)
+    path = options.out or Path(f"needle_{facts.model}.rows.jsonl")
+    file = RowFile(path, facts)
+    needles = Needles(model.tokenizer, options.tokens, options.seed, haystack)
+    try:
+        is_done = run_all(Sweep(model, facts, todo), needles, file, options.samples, began + options.limit_s)
+        code = 0 if is_done else OUT_OF_TIME
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    if code:
+        print(f"not all prompts are done; the same command goes on from {path}", file=sys.stderr)
+    return show(read_cells(path)) or code if path.exists() else code
+
+
+def read_haystack(path: Path | None) -> tuple[Haystack, str]:
+    """The sentences, and a name for them that changes with the text."""
+    if path is None:
+        return prose, "own prose"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"the haystack {path} cannot be read: {error.strerror}") from None
+    return from_text(text), f"{path.name} {hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def gather_facts(options: argparse.Namespace, model: Model, haystack: str) -> Facts:
+    is_cuda = model.device.type == "cuda"
+    device = torch.cuda.get_device_name(model.device) if is_cuda else f"{platform.machine()} CPU"
+    return Facts(
+        model=Path(options.model).name,
+        tokens=options.tokens,
+        seed=options.seed,
+        haystack=haystack,
+        dtype=str(model.spec.dtype).removeprefix("torch."),
+        device=device,
+        commit=options.commit or commit(),
+        versions=f"torch {torch.__version__}, transformers {transformers.__version__}",
+        date=datetime.now(UTC).strftime("%Y-%m-%d"),
+    )
+
+
+def commit() -> str:
+    """The commit of the code that runs, marked if files differ from it; "unknown" outside a repository."""
+    command = ("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*")
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def show(cells: list[Cell]) -> int:
+    print(caption(cells), table(cells), sep="\n\n")
+    print(json.dumps({"facts": asdict(cells[0].facts), "results": [asdict(result) for result in results(cells)]}))
+    return 0
+
+
+def keep(rows: Path) -> int:
+    cells = read_cells(rows)
+    path = RESULTS / f"needle_{cells[0].facts.model}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(to_json(cell) + "\n" for cell in cells), encoding="utf-8")
+    print(f"{len(cells)} results in {path.relative_to(ROOT)}")
+    return 0
+
+
+def write_page() -> int:
+    paths = sorted(RESULTS.glob("needle_*.jsonl"))
+    PAGE.write_text(with_sections(PAGE.read_text(encoding="utf-8"), paths), encoding="utf-8")
+    print(f"{PAGE.relative_to(ROOT)} written from {len(paths)} files")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

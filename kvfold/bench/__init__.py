@@ -1,0 +1,1 @@
+"""Workloads, the sweep that runs policies over them, and the tables they end in."""

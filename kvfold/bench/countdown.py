@@ -1,0 +1,64 @@
+"""How far a run is and how long it still takes: a rich bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+_LINE_EVERY_S = 10.0
+
+
+class Countdown:
+    """Counts equal pieces of work; `step_s` is what one has taken on average."""
+
+    def __init__(self, label: str, total: int) -> None:
+        self.label = label
+        self.total = total
+        self.done = 0
+        self._began = time.monotonic()
+        self._shown = -_LINE_EVERY_S
+        self._bar = _bar() if sys.stderr.isatty() else None
+        self._task = self._bar.add_task(label, total=total, left="") if self._bar else None
+
+    @property
+    def step_s(self) -> float:
+        return (time.monotonic() - self._began) / max(self.done, 1) if self.done else 0.0
+
+    @property
+    def left(self) -> str:
+        return duration(self.step_s * (self.total - self.done)) + " left"
+
+    def step(self) -> None:
+        self.done += 1
+        if self._bar and self._task is not None:
+            self._bar.update(self._task, completed=self.done, left=self.left)
+        elif self.done == self.total or time.monotonic() - self._began - self._shown >= _LINE_EVERY_S:
+            self._shown = time.monotonic() - self._began
+            print(f"{self.label} {self.done}/{self.total}, {self.left}", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> Countdown:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar:
+            self._bar.stop()
+
+
+def duration(seconds: float) -> str:
+    """90 -> "1:30"."""
+    whole = round(seconds)
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+
+
+def _bar() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, TextColumn("{task.fields[left]}"), console=Console(file=sys.stderr))

@@ -1,0 +1,65 @@
+"""Filler text to hide needles in: the project's own seeded prose, or the sentences of a given text.
+
+A haystack is a function from a random generator to an endless run of sentences; the same generator state gives the
+same sentences on every machine.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from itertools import count
+from random import Random
+
+from kvfold.bench.prose import ANY, TOPICS, WORDS, Topic
+from kvfold.errors import InputError
+
+Haystack = Callable[[Random], Iterator[str]]
+
+_PARAGRAPH = (5, 9)  # sentences on one topic before the next
+_OWN_SHARE = 0.7  # of a paragraph's sentences, from its topic's patterns; the others fit any topic
+_END_OF_SENTENCE = re.compile(r"(?<=[.!?])\s+")
+
+
+def prose(random: Random) -> Iterator[str]:
+    """Plausible sentences without end and, for thousands of them, without repetition; topics change."""
+    said: set[str] = set()
+    while True:
+        topic = random.choice(TOPICS)
+        for pattern in _paragraph(topic, random):
+            sentence = _fill(pattern, topic, random)
+            if sentence not in said:
+                said.add(sentence)
+                yield sentence
+
+
+def from_text(text: str) -> Haystack:
+    """The sentences of a text in their order, from a random one on, round and round."""
+    sentences = [" ".join(part.split()) for part in _END_OF_SENTENCE.split(text) if part.strip()]
+    if not sentences:
+        raise InputError("the haystack holds no sentence; give a file with text")
+
+    def read(random: Random) -> Iterator[str]:
+        return (sentences[i % len(sentences)] for i in count(random.randrange(len(sentences))))
+
+    return read
+
+
+def _paragraph(topic: Topic, random: Random) -> list[str]:
+    length = random.randint(*_PARAGRAPH)
+    num_own = round(_OWN_SHARE * length)
+    patterns = random.sample(topic.patterns, num_own) + random.sample(ANY, length - num_own)
+    random.shuffle(patterns)
+    return patterns
+
+
+def _fill(pattern: str, topic: Topic, random: Random) -> str:
+    first, second = random.sample(WORDS["name"], 2)
+    words = {name: random.choice(choices) for name, choices in WORDS.items()}
+    words |= {"who": random.choice(topic.who), "where": random.choice(topic.where), "what": random.choice(topic.what)}
+    words |= {"name": first, "name2": second, "who_": _capital(words["who"])}
+    return _capital(pattern.format(**words))
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

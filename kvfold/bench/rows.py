@@ -1,0 +1,184 @@
+"""Tidy rows of a run: one JSON line per (prompt, policy, mode) that says everything it depends on.
+
+A file of rows grows by appending and is never rewritten, so an interrupted run goes on where it stopped. For keeping,
+rows condense to one line per (policy, size, mode, task) that still holds the score of every prompt: tables computed
+from either are the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from kvfold.errors import InputError
+
+Mode = Literal["known", "unknown"]
+Key = tuple[int, str, str, str]  # prompt, policy, size, mode
+MODES: tuple[Mode, ...] = ("known", "unknown")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What all rows of a run share. The first part is the workload, which a file must not mix."""
+
+    model: str
+    tokens: int
+    seed: int
+    haystack: str
+    dtype: str
+    device: str
+    commit: str
+    versions: str
+    date: str
+
+    @property
+    def workload(self) -> dict[str, str | int]:
+        return {"model": self.model, "tokens": self.tokens, "seed": self.seed, "haystack": self.haystack}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One answer. Bytes and slots are those after the compression, before question (if unknown) and answer are read;
+    without a score, `note` says why the policy could not run."""
+
+    facts: Facts
+    prompt: int
+    task: str
+    policy: str  # without its size
+    size: str  # "" where nothing is evicted
+    mode: Mode
+    expected: tuple[str, ...]
+    answer: str = ""
+    score: float | None = None
+    bytes: int = 0
+    full_bytes: int = 0
+    slots: float = 0.0  # per head, on average
+    note: str = ""
+
+    @property
+    def key(self) -> Key:
+        return self.prompt, self.policy, self.size, self.mode
+
+
+@dataclass(frozen=True)
+class Cell:
+    """All prompts of one task under one policy, size and mode."""
+
+    facts: Facts
+    policy: str
+    size: str
+    mode: Mode
+    task: str
+    scores: tuple[float, ...]  # empty where the policy could not run
+    bytes_ratio: float  # of the ordinary bf16 cache's bytes, mean over prompts
+    slots: float
+    note: str = ""
+
+
+_Line = TypeVar("_Line", Row, Cell)
+
+
+def to_json(line: Row | Cell) -> str:
+    """One flat object: the facts come last, so that the start of a line tells what it is."""
+    found = asdict(line)
+    facts = found.pop("facts")
+    return json.dumps(found | facts, ensure_ascii=False)
+
+
+def _from_json(kind: type[_Line], found: dict[str, Any]) -> _Line:
+    facts = Facts(**{field.name: found.pop(field.name) for field in fields(Facts)})
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
+    return kind(facts, **values)
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a file, none if it does not exist; a last line that was cut off is left out."""
+    return list(_parse(Row, path)) if path.exists() else []
+
+
+def read_cells(path: Path) -> list[Cell]:
+    """The cells of a file of cells or of rows."""
+    if not path.exists():
+        raise InputError(f"{path} does not exist; give the file that a run wrote")
+    first = next(_objects(path), {})
+    return list(_parse(Cell, path)) if "scores" in first else condense(_parse(Row, path))
+
+
+def _parse(kind: type[_Line], path: Path) -> Iterator[_Line]:
+    for number, found in enumerate(_objects(path), 1):
+        try:
+            yield _from_json(kind, found)
+        except (KeyError, TypeError) as error:
+            raise InputError(f"{path}, line {number}, is no {kind.__name__.lower()} of a needle run: {error}") from None
+
+
+def _objects(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith("\n"):
+                return
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError as error:
+                raise InputError(f"{path}, line {number}, is not JSON: {error}") from None
+
+
+class RowFile:
+    """Appends rows to a file, each flushed; knows which ones it already holds."""
+
+    def __init__(self, path: Path, facts: Facts) -> None:
+        self.path = path
+        rows = read_rows(path)
+        for row in rows:
+            if row.facts.workload != facts.workload:
+                raise InputError(f"{path} holds rows of {row.facts.workload}, not {facts.workload}; name another file")
+        self.done = {row.key for row in rows}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _drop_cut_line(path)
+
+    def append(self, rows: Iterable[Row]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            for row in rows:
+                file.write(to_json(row) + "\n")
+                file.flush()
+                self.done.add(row.key)
+
+
+def _drop_cut_line(path: Path) -> None:
+    """A killed run may leave half a line, to which the next row would be glued."""
+    if path.exists():
+        content = path.read_bytes()
+        os.truncate(path, content.rfind(b"\n") + 1)
+
+
+def condense(rows: Iterable[Row]) -> list[Cell]:
+    """One cell per (facts, policy, size, mode, task), in the order of their first rows."""
+    groups: dict[tuple[Facts, str, str, Mode, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[row.facts, row.policy, row.size, row.mode, row.task].append(row)
+    return [_cell(Cell(*key, (), 0.0, 0.0), members) for key, members in groups.items()]
+
+
+def _cell(empty: Cell, rows: list[Row]) -> Cell:
+    ran = [row for row in sorted(rows, key=lambda row: row.prompt) if row.score is not None]
+    return Cell(
+        empty.facts,
+        empty.policy,
+        empty.size,
+        empty.mode,
+        empty.task,
+        scores=tuple(row.score for row in ran if row.score is not None),
+        bytes_ratio=_mean([row.bytes / row.full_bytes for row in ran]),
+        slots=_mean([row.slots for row in ran]),
+        note=next((row.note for row in rows if row.note), ""),
+    )
+
+
+def _mean(values: list[float]) -> float:
+    return round(statistics.fmean(values), 4) if values else 0.0
