@@ -33,7 +33,9 @@ from kvfold.pages.compress import Compression, NewSlots
 from kvfold.pages.sequence import SequenceCache
 from kvfold.stats import measure
 
-POLICIES = ("full", "snapkv + 8x", "snapkv + ada + 8x", "int8", "int4", "snapkv + 8x + int4", "snapkv + ada + 8x + int4")
+POLICIES = (
+    "full", "int8", "int4", "snapkv + 8x", "snapkv + ada + 8x", "snapkv + 8x + int4", "snapkv + ada + 8x + int4",
+)  # fmt: skip
 
 
 def filled(runner: Runner, policy: str, length: int) -> SequenceCache:
