@@ -107,7 +107,7 @@ class Int2(IntegerCodec):
     """2-bit codes, four per byte, one scale and zero per slot; keys minus their mean and rotated.
 
     The grid covers the middle 80 % of the span: with four levels a finer step for most channels is worth more than
-    the outermost ones (measured, dev/LOG.md). With 16 levels and more it is not.
+    the outermost ones (measured, dev/LOG.md). With 16 levels it is not.
     """
 
     bits: ClassVar[int] = 2
