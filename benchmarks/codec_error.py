@@ -101,7 +101,7 @@ def trials() -> dict[str, Recode]:
 
 
 def coded_layer(layer: Layer, code: Recode, num_exact: int) -> Layer:
-    """Both sides coded, but for the first slots: a sink key is small and unlike the mean key, and draws much attention."""
+    """Both sides coded, but for the first slots: a sink key is small, unlike the mean key, and much attended."""
     both = zip(SIDES, (layer.k_RSD, layer.v_RSD), strict=True)
     k_RSD, v_RSD = (torch.cat((x[:, :num_exact], code(side, x)[:, num_exact:]), 1) for side, x in both)
     return Layer(layer.q_RXD, k_RSD, v_RSD)
