@@ -1,12 +1,12 @@
 """The uniform grid all integer codecs share: x' = code * scale + zero, with code in 0 .. 2^bits - 1.
 
 `zero` is the group's minimum as a float (asymmetric, as in KIVI, arXiv:2402.02750). Scale and zero are stored in bf16:
-it has fp32's range, where fp16 overflows on keys beyond 65504, and its short mantissa costs nothing because codes are
+it has fp32's range, where fp16 overflows beyond 65504, and its short mantissa costs little (3 % at int4), as codes are
 made against the *stored* numbers, rounded outwards (zero down, scale up) so that the grid still spans the group. So
 
     |x - x'| <= scale / 2      for clip = 1, up to fp32 rounding,
 
-and a constant group comes back within bf16 rounding of bf16 rounding (2^-16). `clip` < 1 shrinks the span about its
+and a constant group comes back within 2^-14 of its value. `clip` < 1 shrinks the span about its
 middle: on bell-shaped channels a finer step for the many is worth more than reach for the few.
 
     N flat slots   D head dim   a group is whatever `dim` runs over
