@@ -41,7 +41,7 @@ class Reply:
     token_ids: list[int]
     reason: StopReason
     stats: Stats
-    decode_ms: float  # per token, median-free mean over the steps that ran
+    decode_ms: float  # mean over the steps that ran
 
 
 class Session:
@@ -67,6 +67,7 @@ class Session:
         self.prefill_s = 0.0
         self._turn: Turn = "start"
         self._logits_V: Tensor | None = None
+        self._is_closed = False
 
     # Reading
 
@@ -94,24 +95,40 @@ class Session:
     def _read(
         self, ids: list[int], turn: Turn, compress: bool, pin: bool = False, progress: Progress | None = None
     ) -> Session:
+        self._require_open()
         if not ids:
             raise InputError("there is nothing to read: the input is empty")
         began = time.perf_counter()
+        start = len(self.token_ids)
         pending = self.token_ids[self.cache.committed_len :]
-        start = self.cache.committed_len + len(pending)
         if pin:
             self.cache.pinned.append((start, start + len(ids)))
         try:
             logits = self.runner.prefill([self.cache], [pending + ids], compress=compress, progress=progress)
         except BaseException:
-            if pin:
-                self.cache.pinned.pop()
+            self._interrupted(ids, turn, pin)
             raise
         self._logits_V = logits[0]
         self.token_ids += ids
         self._turn = turn
         self.prefill_s += time.perf_counter() - began
         return self
+
+    def _interrupted(self, ids: list[int], turn: Turn, pin: bool) -> None:
+        """Nothing was read, or, between chunks, the chunks that were finished."""
+        start, end = len(self.token_ids), self.cache.committed_len
+        if pin:
+            self.cache.pinned.pop()
+        if end <= start:
+            return
+        if pin:
+            self.cache.pinned.append((start, end))
+        self.token_ids += ids[: end - start]
+        self._logits_V, self._turn = None, turn
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise InputError("the session is closed; make a new one")
 
     def _text_ids(self, text: str) -> list[int]:
         if not text:
@@ -147,8 +164,8 @@ class Session:
     def ask(self, question: str, *, max_new_tokens: int = 64, **options: Any) -> Reply:
         """Ask without changing the session: fork, read the question (kept whole), generate."""
         with self.fork() as branch:
-            text = question if self._turn in ("start", "between") or self.template is None else f"\n\n{question}"
-            branch.extend(text, compress=False)
+            in_turn = self.template is not None and self._turn == "user"
+            branch.extend(f"\n\n{question}" if in_turn else question, compress=False)
             reply: Reply = branch.generate(max_new_tokens=max_new_tokens, **options)
             return reply
 
@@ -178,10 +195,12 @@ class Session:
         stop: Sequence[str] = (),
     ) -> Request:
         sampling = Sampling(temperature, top_k, top_p, seed)
+        self._require_open()
         if not self.token_ids:
             raise InputError("the session is empty; extend it before generating")
         self._begin_reply()
-        assert self._logits_V is not None
+        if self._logits_V is None:
+            raise InputError("the last extend was interrupted between chunks; extend with the rest before generating")
         return Request(self.cache, self._logits_V, max_new_tokens, sampling, stop)
 
     def _begin_reply(self) -> None:
@@ -203,10 +222,9 @@ class Session:
             self._logits_V = request.logits_V
 
     def _reply(self, request: Request) -> Reply:
-        steps = max(len(request.token_ids) - 1, 1)
         assert request.reason is not None
-        stats = replace(self.stats(), decode_ms=1e3 * request.decode_s / steps)
-        return Reply(request.text, request.token_ids, request.reason, stats, 1e3 * request.decode_s / steps)
+        stats = replace(self.stats(), decode_ms=request.decode_ms)
+        return Reply(request.text, request.token_ids, request.reason, stats, request.decode_ms)
 
     # Looking
 
@@ -228,6 +246,7 @@ class Session:
 
     def fork(self) -> Session:
         """A second session over the same tokens; sealed memory is shared until one of them evicts."""
+        self._require_open()
         branch = object.__new__(Session)
         branch.__dict__.update(self.__dict__)
         branch.cache = self.cache.fork()
@@ -238,6 +257,7 @@ class Session:
         """Give the memory back. Closing twice is fine."""
         self.cache.release()
         self.token_ids = []
+        self._is_closed = True
 
     def __enter__(self) -> Session:
         return self

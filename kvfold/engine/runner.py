@@ -10,8 +10,7 @@ that continues runs the shapes it would have run in one go. `between_chunks` pol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,23 +18,27 @@ from torch import Tensor
 
 from kvfold.attend.decode import DecodePass
 from kvfold.attend.prefill import PrefillPass
-from kvfold.attend.track import Tracked
 from kvfold.core import ModelSpec
+from kvfold.engine.layer_major import LayerMajor, Progress
 from kvfold.errors import InputError
 from kvfold.models.attach import layers_wrapped, maskless
+from kvfold.models.observed import Undo, forget_prompt
 from kvfold.models.pass_cache import PassCache, Piece
+from kvfold.models.spec import output_head
 from kvfold.pages.arena import Arena
 from kvfold.pages.sequence import PageConfig, SequenceCache
 from kvfold.policy.policy import Policy
 from kvfold.when import BetweenChunks
 
-Progress = Callable[[int], None]  # called with the number of tokens just done
+__all__ = ["Progress", "Runner"]
 
 
 class Runner:
     """Runs prompts and decode steps of one attached model over one arena."""
 
     def __init__(self, hf: Any, spec: ModelSpec, arena: Arena, *, chunk_len: int = 512) -> None:
+        if chunk_len < 1:
+            raise InputError(f"chunk_len is {chunk_len}; it must be at least 1")
         self.hf = hf
         self.spec = spec
         self.arena = arena
@@ -53,8 +56,13 @@ class Runner:
         compress: bool = True,
         progress: Progress | None = None,
     ) -> Tensor:
-        """Read new tokens; logits [batch, vocab] after the last token of each sequence."""
+        """Read new tokens; logits [batch, vocab] after the last token of each sequence. Drafts are rolled back.
+
+        An interrupted pass leaves its sequences as they were; chunks that `between_chunks` finished before stay read.
+        """
         seen = self._check(sequences, tokens)
+        for sequence in sequences:
+            sequence.open.rollback()
         logits: list[Tensor | None] = [None] * len(sequences)
         for batch, parts in self._passes(sequences, tokens, compress):
             out = self._forward(
@@ -75,8 +83,8 @@ class Runner:
 
         Logits [sequences, vocab] after the last token. Sequences that compress between chunks run on their own.
         """
-        if any(sequence.logical_len for sequence in sequences):
-            raise InputError("prefill_many fills empty sequences; use prefill to continue one")
+        if any(sequence.logical_len for sequence in sequences) or not sequences:
+            raise InputError("prefill_many fills one or more empty sequences; use prefill to continue one")
         seen = self._check([sequences[0]], [tokens])
         alone = [i for i, s in enumerate(sequences) if isinstance(s.policy.prefill.when, BetweenChunks)]
         shared = [sequence for i, sequence in enumerate(sequences) if i not in alone]
@@ -94,7 +102,8 @@ class Runner:
     ) -> Tensor:
         """Read tokens and return log p(tokens[i + 1] | …tokens[i]), one fewer than tokens, fp32."""
         seen = self._check([sequence], [tokens])
-        head = self.hf.get_output_embeddings()
+        sequence.open.rollback()
+        head = output_head(self.hf)
         found, at = [], 0
         for _, (part,) in self._passes([sequence], [tokens], compress):
             out = self._forward([sequence], [part], seen, compress=compress, progress=progress, hidden=True)
@@ -114,13 +123,19 @@ class Runner:
     ) -> Tensor:
         """One token for each sequence; logits [batch, vocab]. OutOfPages is raised before anything changes.
 
-        `commit`: False leaves the token, and those before it, behind the commit line until a later one is committed.
+        `commit`: False leaves the token, and those drafted before it, open to `rollback`, until a later one is
+        committed or the open block holds nothing but drafts.
         """
+        self._check(sequences, [[token] for token in tokens])
         step = DecodePass(sequences)
-        pieces = [Piece(i, i, i + 1) for i in range(len(sequences))]
-        positions = [sequence.logical_len for sequence in sequences]
-        with maskless():
-            out = self._call(list(tokens), positions, PassCache(step, pieces), slice(None))
+        cache = PassCache(step, [Piece(i, i, i + 1) for i in range(len(sequences))])
+        undo = Undo(sequences)
+        try:
+            with maskless():
+                out = self._call(list(tokens), [sequence.logical_len for sequence in sequences], cache, slice(None))
+        except BaseException:
+            undo.restore()
+            raise
         step.finish()
         for sequence, commits in zip(sequences, commit or [True] * len(sequences), strict=True):
             if commits or (sequence.open.room == 0 and sequence.open.committed == 0):
@@ -171,38 +186,21 @@ class Runner:
         hidden: bool = False,
         followers: Sequence[SequenceCache] = (),
     ) -> Any:
-        """One layer-major pass."""
+        """One layer-major pass; if it does not come to its end, the sequences are as they were."""
         lens = [len(ids) for ids in tokens]
         current = PrefillPass(sequences, lens, seen_lens, compress=compress, followers=followers)
-        pieces = list(self._pieces(sequences, tokens))
-        cache = PassCache(current, pieces)
+        order = LayerMajor(current, list(self._pieces(sequences, tokens)), progress, self.spec.num_layers)
         positions = [s.sealed_len + t for s, ids in zip(sequences, tokens, strict=True) for t in range(len(ids))]
-        ends = torch.tensor(lens).cumsum(0) - 1
-        share = _Share(progress, self.spec.num_layers)
-
-        def wrap(layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-            def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-                found = torch.empty_like(hidden_states)
-                for piece in pieces:
-                    cache.pieces = [piece]
-                    mine = slice(piece.begin, piece.end)
-                    length = hidden_states.shape[1]
-                    out = forward(
-                        hidden_states[:, mine],
-                        *[_cut(value, mine, length) for value in args],
-                        **{name: _cut(value, mine, length) for name, value in kwargs.items()},
-                    )
-                    found[:, mine] = out[0] if isinstance(out, tuple) else out
-                    share.done(piece.end - piece.begin)
-                current.finish_layer(layer)
-                return (found,) if isinstance(out, tuple) else found
-
-            return run
-
-        with maskless(), layers_wrapped(self.hf, wrap):
-            ids = [token for part in tokens for token in part]
-            out = self._call(ids, positions, cache, ends.to(self.arena.device), hidden=hidden)
-        current.finish()
+        ends = torch.tensor(lens, device=self.arena.device).cumsum(0) - 1
+        undo = Undo([*sequences, *followers])
+        try:
+            with maskless(), layers_wrapped(self.hf, order.wrap):
+                ids = [token for part in tokens for token in part]
+                out = self._call(ids, positions, order.cache, ends, hidden=hidden)
+            current.finish()
+        except BaseException:
+            undo.restore()
+            raise
         return out
 
     def _pieces(self, sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]) -> Iterator[Piece]:
@@ -234,37 +232,3 @@ class Runner:
             use_cache=True,
             **extra,
         )
-
-
-def forget_prompt(sequence: SequenceCache) -> None:
-    """Drop observations that only the prompt's compression needed."""
-    needs = Tracked.of([sequence.policy], decoding=True)
-    for side in sequence.sidecar.layers:
-        if not needs.last_queries:
-            side.last_q_QWD = None
-        if not needs.query_stats:
-            side.moments = None
-
-
-@dataclass
-class _Share:
-    """Reports a token as done when its share of all layers is."""
-
-    progress: Progress | None
-    num_layers: int
-    work: int = 0
-
-    def done(self, num_tokens: int) -> None:
-        before = self.work // self.num_layers
-        self.work += num_tokens
-        if self.progress is not None and self.work // self.num_layers > before:
-            self.progress(self.work // self.num_layers - before)
-
-
-def _cut(value: Any, mine: slice, length: int) -> Any:
-    """The tokens `mine` of whatever a decoder layer is given per token."""
-    if isinstance(value, tuple):
-        return tuple(_cut(item, mine, length) for item in value)
-    if isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1] == length:
-        return value[:, mine]
-    return value

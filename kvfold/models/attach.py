@@ -21,7 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvfold.core import ModelSpec
-from kvfold.errors import ModelError
+from kvfold.errors import InputError, ModelError
 from kvfold.models.spec import decoder_layers, read_spec
 from kvfold.pages.arena import Arena
 
@@ -104,6 +104,14 @@ def arena_of(model: Any, capacity_bytes: int | None = None) -> Arena:
     return _arenas[model]
 
 
+def set_arena(model: Any, arena: Arena) -> None:
+    """Give a model an arena of your own making, before its first session or after all were closed."""
+    known = _arenas.get(model)
+    if known is not None and known.lent_bytes:
+        raise InputError(f"{known.lent_bytes} bytes of the model's arena are in use; close its sessions first")
+    _arenas[model] = arena
+
+
 def _default_capacity(device: torch.device) -> int:
     """Half of a CPU's memory (committed only as it is written), or 70 % of what a GPU has free."""
     if device.type == "cuda":
@@ -119,10 +127,13 @@ def is_attached(model: Any) -> bool:
 def layers_wrapped(model: Any, wrap: Any) -> Iterator[None]:
     """Replace each decoder layer's forward by wrap(index, forward) while the context lasts."""
     layers = decoder_layers(model)
+    before = [layer.__dict__.get("forward") for layer in layers]  # others may have wrapped it (offloading hooks)
     try:
         for index, layer in enumerate(layers):
             layer.forward = wrap(index, layer.forward)
         yield
     finally:
-        for layer in layers:
+        for layer, forward in zip(layers, before, strict=True):
             layer.__dict__.pop("forward", None)
+            if forward is not None:
+                layer.forward = forward

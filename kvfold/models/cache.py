@@ -25,6 +25,7 @@ from kvfold.attend.prefill import PrefillPass
 from kvfold.errors import InputError, ModelError
 from kvfold.models.attach import arena_of, is_attached
 from kvfold.models.check import check_policy
+from kvfold.models.observed import Undo, forget_prompt
 from kvfold.models.spec import read_spec
 from kvfold.pages.sequence import PageConfig, SequenceCache
 from kvfold.policy.policy import Policy
@@ -44,14 +45,14 @@ class Cache(HfCache):  # type: ignore[misc]
         self.config = PageConfig(page_size, open_len)
         self.sequences: list[SequenceCache] = []
         self._seen_len = 0  # tokens of the padded batch, which is what transformers counts
-        self._pass: PrefillPass | DecodePass | None = None
+        self._pass: PrefillPass | DecodePass | None = None  # the forward that is running, or was interrupted
+        self._undo = Undo([])
         self._starts: list[int] = []  # first real token of each row in the current forward
-        self._last_len = 0  # tokens the last forward added, if they can be taken back
 
     # What transformers asks
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self._seen_len if self._pass is None else self._seen_len - self._last_len
+        return self._seen_len
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self._seen_len + query_length, 0
@@ -80,8 +81,7 @@ class Cache(HfCache):  # type: ignore[misc]
         if layer == 0:
             self._begin(k_BHTD, mask)
         current = self._pass
-        if current is None:
-            raise InputError("a forward starts at the first layer; the last one was interrupted, so call cache.reset()")
+        assert current is not None
         out = torch.zeros_like(query)
         for row, start in enumerate(self._starts):
             new = query[row, :, start:], k_BHTD[row, :, start:], v_BHTD[row, :, start:]
@@ -89,25 +89,51 @@ class Cache(HfCache):  # type: ignore[misc]
         if isinstance(current, PrefillPass):
             current.finish_layer(layer)
         if layer == self.spec.num_layers - 1:
-            current.finish()
-            self._pass = None
+            self._end(current, query.shape[2])
         return out.transpose(1, 2)
+
+    def _end(self, current: PrefillPass | DecodePass, num_tokens: int) -> None:
+        current.finish()
+        self._pass = None
+        self._seen_len += num_tokens
+        if isinstance(current, PrefillPass):
+            for sequence in self.sequences:
+                forget_prompt(sequence)
 
     def _begin(self, k_BHTD: Tensor, mask: Tensor | None) -> None:
         batch, num_tokens = k_BHTD.shape[0], k_BHTD.shape[2]
         if not self.sequences:
-            self.sequences = [SequenceCache(self.arena, self.spec, self.policy, self.config) for _ in range(batch)]
+            self.sequences = self._new_sequences(batch)
         if batch != len(self.sequences):
             raise InputError(f"the cache holds {len(self.sequences)} rows, the input {batch}; use a cache per batch")
+        starts = _left_padding(mask, batch, num_tokens, self._seen_len)
+        self._drop_interrupted()
         self._commit()
-        self._starts = _left_padding(mask, batch, num_tokens, self._seen_len)
-        grows = all(sequence.logical_len for sequence in self.sequences) and not any(self._starts)
+        self._starts = starts
+        grows = all(sequence.logical_len for sequence in self.sequences) and not any(starts)
         if grows and num_tokens <= self.config.open_len:
             self._pass = DecodePass(self.sequences, num_tokens)
         else:
-            self._pass = PrefillPass(self.sequences, [num_tokens - start for start in self._starts])
-        self._seen_len += num_tokens
-        self._last_len = num_tokens
+            self._pass = PrefillPass(self.sequences, [num_tokens - start for start in starts])
+        self._undo = Undo(self.sequences)
+
+    def _new_sequences(self, batch: int) -> list[SequenceCache]:
+        """One for each row, or, when the arena is full, none."""
+        found: list[SequenceCache] = []
+        try:
+            for _ in range(batch):
+                found.append(SequenceCache(self.arena, self.spec, self.policy, self.config))
+        except BaseException:
+            for sequence in found:
+                sequence.release()
+            raise
+        return found
+
+    def _drop_interrupted(self) -> None:
+        """A forward that did not reach the last layer has changed nothing but what scorers observed."""
+        if self._pass is not None:
+            self._undo.restore()
+            self._pass = None
 
     def _commit(self) -> None:
         for sequence in self.sequences:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from kvfold.errors import ModelError
 
 _INTERLEAVED = {"cohere", "cohere2", "glm", "glm4", "gptj", "ernie4_5", "helium"}
 _LENGTH_DEPENDENT = {"dynamic", "longrope"}
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_LOGIT_CHANGES = ("logit_scale", "logits_scaling", "final_logit_softcapping")
 
 
 def read_spec(hf: Any, kv_dtype: torch.dtype | None = None) -> ModelSpec:
@@ -55,25 +58,49 @@ def attention_modules(hf: Any) -> list[nn.Module]:
     return found
 
 
+def output_head(hf: Any) -> nn.Module:
+    """The map from the last hidden state to logits; ModelError where the model changes logits after it."""
+    config = hf.config.get_text_config()
+    changes = [name for name in _LOGIT_CHANGES if getattr(config, name, None) not in (None, 1, 1.0)]
+    if changes:
+        raise ModelError(f"{type(hf).__name__} applies {changes[0]} to its logits; kvfold scores texts without it only")
+    head: nn.Module = hf.get_output_embeddings()
+    return head
+
+
 def _refuse(hf: Any, config: Any) -> None:
-    """One sentence for each kind of model that cannot work."""
-    name = f"{type(hf).__name__} ({config.model_type})"
+    """One sentence for the first thing that cannot work."""
+    for reason in (*_foreign_kinds(hf, config), *_foreign_attention(hf, config)):
+        raise ModelError(f"{type(hf).__name__} ({config.model_type}) {reason}")
+
+
+def _foreign_kinds(hf: Any, config: Any) -> Iterator[str]:
     if getattr(hf.config, "is_encoder_decoder", False):
-        raise ModelError(f"{name} is an encoder-decoder model; kvfold supports decoder-only models")
-    if getattr(hf.config, "vision_config", None) is not None or getattr(hf.config, "audio_config", None) is not None:
-        raise ModelError(f"{name} has a vision or audio tower; load its text model (…ForCausalLM) instead")
+        yield "is an encoder-decoder model; kvfold supports decoder-only models"
+    if any(getattr(hf.config, name, None) is not None for name in ("vision_config", "audio_config")):
+        yield "has a vision or audio tower; load its text model (…ForCausalLM) instead"
     if getattr(config, "kv_lora_rank", None):
-        raise ModelError(f"{name} uses multi-head latent attention (MLA), whose cache is already a latent")
-    kinds = getattr(config, "layer_types", None) or ()
-    linear = any("attention" not in kind or "linear" in kind for kind in kinds)
-    if linear or any(hasattr(config, key) for key in ("ssm_cfg", "state_size", "mamba_d_state")):
-        raise ModelError(f"{name} has state-space or linear-attention layers, which keep no KV cache to compress")
+        yield "uses multi-head latent attention (MLA), whose cache is a latent already; kvfold supports plain KV heads"
+    if any(hasattr(config, name) for name in ("ssm_cfg", "state_size", "mamba_d_state")):
+        yield "has state-space layers, which keep no KV cache to compress; kvfold supports attention in every layer"
+    foreign = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
+    if foreign:
+        yield f"has layers of type {', '.join(foreign)}; kvfold runs {' and '.join(sorted(_LAYER_TYPES))}"
+    if getattr(config, "num_kv_shared_layers", 0):
+        yield "shares keys and values between layers; kvfold supports layers with keys and values of their own"
+
+
+def _foreign_attention(hf: Any, config: Any) -> Iterator[str]:
     if getattr(config, "alibi", False) or config.model_type in {"bloom", "mpt"}:
-        raise ModelError(f"{name} uses ALiBi, a bias on true distances that kvfold does not apply")
+        yield "uses ALiBi, a bias on distances that kvfold does not apply; kvfold supports rotary positions"
     if getattr(config, "attn_logit_softcapping", None):
-        raise ModelError(f"{name} soft-caps attention logits, which kvfold's attention does not do")
+        yield "soft-caps attention logits, which kvfold's attention does not do"
+    if getattr(config, "use_bidirectional_attention", False):
+        yield "attends in both directions; kvfold supports causal models"
+    if any(name.rpartition(".")[2] == "sinks" for name, _ in hf.named_parameters()):
+        yield "has learned sinks in its softmax, which kvfold's attention does not know"
     if not getattr(hf, "_supports_attention_backend", False):
-        raise ModelError(f"{name} does not take registered attention functions in this version of transformers")
+        yield "does not take registered attention functions in this version of transformers"
 
 
 def _layer(hf: Any, config: Any, index: int, module: nn.Module) -> LayerSpec:

@@ -1,0 +1,69 @@
+"""Layer-major order inside one forward: every decoder layer runs all its tokens, piece by piece, before the next one.
+
+The model is called once over the whole packed input; each decoder layer's forward is wrapped so that it sees one piece
+at a time. When a layer is through, the pass scores and drops, so only one layer's keys and values ever exist whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfold.attend.prefill import PrefillPass
+from kvfold.models.pass_cache import PassCache, Piece
+
+Progress = Callable[[int], None]  # called with the number of tokens just done
+
+
+@dataclass
+class LayerMajor:
+    """`wrap` is what `layers_wrapped` takes; `cache` is what the model is given."""
+
+    current: PrefillPass
+    pieces: Sequence[Piece]
+    progress: Progress | None
+    num_layers: int
+    _work: int = 0  # tokens times layers
+
+    def __post_init__(self) -> None:
+        self.cache = PassCache(self.current, self.pieces)
+
+    def wrap(self, layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            found, out = torch.empty_like(hidden_states), None
+            for piece in self.pieces:
+                out = self._run_piece(piece, forward, hidden_states, args, kwargs)
+                found[:, piece.begin : piece.end] = out[0] if isinstance(out, tuple) else out
+                self._report(piece.end - piece.begin)
+            self.current.finish_layer(layer)
+            return (found,) if isinstance(out, tuple) else found
+
+        return run
+
+    def _run_piece(
+        self, piece: Piece, forward: Callable[..., Any], hidden_states: Tensor, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        self.cache.pieces = [piece]
+        mine, length = slice(piece.begin, piece.end), hidden_states.shape[1]
+        cut_args = [_cut(value, mine, length) for value in args]
+        return forward(hidden_states[:, mine], *cut_args, **{k: _cut(v, mine, length) for k, v in kwargs.items()})
+
+    def _report(self, num_tokens: int) -> None:
+        """A token counts as done when its share of all layers is."""
+        before = self._work // self.num_layers
+        self._work += num_tokens
+        if self.progress is not None and self._work // self.num_layers > before:
+            self.progress(self._work // self.num_layers - before)
+
+
+def _cut(value: Any, mine: slice, length: int) -> Any:
+    """The tokens `mine` of whatever a decoder layer is given per token."""
+    if isinstance(value, tuple):
+        return tuple(_cut(item, mine, length) for item in value)
+    if isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1] == length:
+        return value[:, mine]
+    return value
