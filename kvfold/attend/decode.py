@@ -17,8 +17,9 @@ from torch.nn import functional
 from kvfold.attend.partial import Merge, attend, compute_dtype
 from kvfold.attend.stored import add_stored
 from kvfold.attend.track import Tracked, new_mass, stored_mass, track_queries
-from kvfold.pages.compress import Compression, NewSlots, size_facts
+from kvfold.pages.compress import Compression
 from kvfold.pages.sequence import SequenceCache
+from kvfold.pages.view import NewSlots, size_facts
 from kvfold.when import Counters
 
 
@@ -70,9 +71,10 @@ class DecodePass:
             scale = sequence.spec.layers[layer].scale
             old = stored_mass(sequence, layer, q_HGTD, merge.lse_HGT, sequence.logical_len)
             side.mass_HS = old if side.mass_HS is None else side.mass_HS + old
-            if side.open_mass_HR is None:
-                side.open_mass_HR = torch.zeros(k_HSD.shape[0], block.num_slots, device=k_HSD.device)
-            side.open_mass_HR[:, : k_HSD.shape[1]] += new_mass(q_HGTD, k_HSD, merge.lse_HGT, scale, block.fill)
+            new = new_mass(q_HGTD, k_HSD, merge.lse_HGT, scale, block.fill)
+            if side.open_mass_HR is not None:  # past the fill stands what drafts that rolled back had received
+                new[:, : block.fill] += side.open_mass_HR[:, : block.fill]
+            side.open_mass_HR = functional.pad(new, (0, block.num_slots - new.shape[1]))
 
     def finish(self) -> None:
         for sequence in self.sequences:
@@ -104,9 +106,7 @@ def _due(sequence: SequenceCache) -> bool:
     if stage.size is None:
         return False
     target = stage.size.slots_per_head(size_facts(sequence, sequence.committed_len))
-    stored = max(
-        (length for i in sequence.spec.compressible_layers for length in sequence.stored_lens(i)), default=0
-    )
+    stored = max((length for i in sequence.spec.compressible_layers for length in sequence.stored_lens(i)), default=0)
     counters = Counters(
         stored_len=stored + sequence.open.num_slots + sequence.open.committed,
         target_len=target,

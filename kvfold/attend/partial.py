@@ -22,21 +22,27 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Output [H, G, T, D] and natural-log-sum-exp [H, G, T] of one part. `causal`: query t sees slots 0..t."""
     shape = (k_HSD.shape[0], q_HGTD.shape[1], *k_HSD.shape[1:])
+    k_HGSD, v_HGSD = k_HSD.unsqueeze(1).expand(shape), v_HSD.unsqueeze(1).expand(shape)
     if q_HGTD.device.type == "cpu":
-        bias = None
-        if mask_TS is not None:
-            bias = torch.zeros_like(mask_TS, dtype=q_HGTD.dtype).masked_fill_(~mask_TS, -torch.inf)
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q_HGTD, k_HSD.unsqueeze(1).expand(shape), v_HSD.unsqueeze(1).expand(shape), 0.0, causal,
-            attn_mask=bias, scale=scale,
-        )  # fmt: skip
-        return out, lse
+        return _attend_cpu(q_HGTD, k_HGSD, v_HGSD, scale, causal, mask_TS)
     if mask_TS is None and q_HGTD.is_cuda and q_HGTD.dtype in (torch.float16, torch.bfloat16):
-        found = torch.ops.aten._scaled_dot_product_flash_attention(
-            q_HGTD, k_HSD.unsqueeze(1).expand(shape), v_HSD.unsqueeze(1).expand(shape), 0.0, causal, scale=scale
-        )
+        found = torch.ops.aten._scaled_dot_product_flash_attention(q_HGTD, k_HGSD, v_HGSD, 0.0, causal, scale=scale)
         return found[0], found[1]
     return attend_reference(q_HGTD, k_HSD, v_HSD, scale, causal=causal, mask_TS=mask_TS)
+
+
+def _attend_cpu(
+    q_HGTD: Tensor, k_HGSD: Tensor, v_HGSD: Tensor, scale: float, causal: bool, mask_TS: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    bias_TS = None
+    if mask_TS is not None:
+        bias_TS = torch.zeros_like(mask_TS, dtype=q_HGTD.dtype).masked_fill_(~mask_TS, -torch.inf)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q_HGTD, k_HGSD, v_HGSD, 0.0, causal, attn_mask=bias_TS, scale=scale
+    )
+    if mask_TS is not None:  # the operator says 0 for a query that sees nothing
+        lse = lse.masked_fill(~mask_TS.any(-1), -torch.inf)
+    return out, lse
 
 
 def attend_reference(
@@ -55,7 +61,7 @@ def attend_reference(
 
 
 class Merge:
-    """Running sum over parts. A part may cover some of the heads."""
+    """Running sum over parts, in fp32. A part may cover some of the heads."""
 
     def __init__(self, q_HGTD: Tensor) -> None:
         self._q = q_HGTD
@@ -63,21 +69,22 @@ class Merge:
         self.lse_HGT: Tensor | None = None
 
     def add(self, heads: slice, out: Tensor, lse: Tensor) -> None:
-        num_heads = self._q.shape[0]
-        if self.out_HGTD is None and out.shape[0] == num_heads:
+        is_whole = out.shape[0] == self._q.shape[0]
+        if self.out_HGTD is None and is_whole:
             self.out_HGTD, self.lse_HGT = out, lse
             return
         if self.out_HGTD is None or self.lse_HGT is None:
-            self.out_HGTD = torch.zeros_like(self._q)
+            self.out_HGTD = torch.zeros_like(self._q, dtype=torch.float32)
             self.lse_HGT = torch.full(self._q.shape[:-1], -torch.inf, dtype=lse.dtype, device=lse.device)
         before = self.lse_HGT[heads]
         # The share of the new part; -inf on both sides (nothing seen yet) must not become NaN.
-        share = torch.sigmoid(lse - before).nan_to_num(0.0).to(out.dtype)
-        merged = torch.lerp(self.out_HGTD[heads], out, share.unsqueeze(-1))
-        if out.shape[0] == num_heads:
+        share = torch.sigmoid(lse - before).nan_to_num(0.0)
+        merged = torch.lerp(self.out_HGTD[heads].float(), out.float(), share.unsqueeze(-1))
+        if is_whole:
             self.out_HGTD, self.lse_HGT = merged, torch.logaddexp(before, lse)
         else:
+            self.out_HGTD = self.out_HGTD.float()
             self.out_HGTD[heads], self.lse_HGT[heads] = merged, torch.logaddexp(before, lse)
 
     def result(self) -> Tensor:
-        return torch.zeros_like(self._q) if self.out_HGTD is None else self.out_HGTD
+        return torch.zeros_like(self._q) if self.out_HGTD is None else self.out_HGTD.to(self._q.dtype)

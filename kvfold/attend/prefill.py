@@ -19,9 +19,10 @@ from kvfold.attend.decode import seal
 from kvfold.attend.partial import Merge, attend, compute_dtype
 from kvfold.attend.stored import add_stored
 from kvfold.attend.track import Tracked, new_mass, stored_mass, track_queries
-from kvfold.pages.compress import Compression, NewSlots
+from kvfold.pages.compress import Compression
 from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.sidecar import LayerSidecar
+from kvfold.pages.view import NewSlots
 
 
 @dataclass
@@ -142,9 +143,7 @@ def _for_policy(new: NewSlots, sequence: SequenceCache) -> NewSlots:
     return new if Tracked.of([sequence.policy], decoding=False).mass else replace(new, mass_HS=None)
 
 
-def _add_new(
-    merge: Merge, q_HGTD: Tensor, buffer: _LayerBuffer, offset: int, scale: float, window: int | None
-) -> None:
+def _add_new(merge: Merge, q_HGTD: Tensor, buffer: _LayerBuffer, offset: int, scale: float, window: int | None) -> None:
     """Attention to the tokens of this pass: earlier chunks whole, the chunk itself causally."""
     every, end = slice(0, q_HGTD.shape[0]), buffer.filled
     if window is not None and end > window:

@@ -65,9 +65,8 @@ def track_queries(sequence: SequenceCache, layer: int, q_QTD: Tensor, start: int
         side.remember(q_QTD, tracked.last_queries)
     if tracked.query_stats:
         skipped = min(max(_NUM_SINKS - start, 0), q_QTD.shape[1])
-        if side.moments is None:
-            side.moments = Moments.empty(spec, q_QTD.device)
-        side.moments.add(_before_rope(spec, q_QTD[:, skipped:], start + skipped))
+        before = side.moments or Moments.empty(spec, q_QTD.device)
+        side.moments = before.plus(_before_rope(spec, q_QTD[:, skipped:], start + skipped))
 
 
 def _before_rope(spec: LayerSpec, q_QTD: Tensor, start: int) -> Tensor:
@@ -84,11 +83,9 @@ def stored_mass(sequence: SequenceCache, layer: int, q_HGTD: Tensor, lse_HGT: Te
     spec = sequence.spec.layers[layer]
     num_slots = max(sequence.stored_lens(layer), default=0)
     mass_HS = torch.zeros(spec.num_kv_heads, num_slots, device=q_HGTD.device)
-    for begin in range(0, q_HGTD.shape[2], _TILE):
-        tile = slice(begin, begin + _TILE)
-        for stretch in stretches(sequence, layer, q_HGTD[:, :, tile], start + begin):
-            end = stretch.first + stretch.k_hSD.shape[1]
-            mass_HS[stretch.heads, stretch.first : end] += stretch.mass(lse_HGT[:, :, tile], spec.scale)
+    for stretch in stretches(sequence, layer, q_HGTD, start):
+        for begin in range(0, q_HGTD.shape[2], _TILE):
+            stretch.add_to(mass_HS, stretch.mass(lse_HGT, spec.scale, slice(begin, begin + _TILE)))
     return mass_HS
 
 

@@ -1,6 +1,6 @@
 """Reading stored slots back: per run for attention, per head in the model's own basis for scorers.
 
-    N flat slots of a run, used or not   D head dim
+N flat slots of a run, used or not   D head dim
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvfold.codec.base import Side
-from kvfold.pages.segment import LayerPages, Run
+from kvfold.pages.layer import LayerPages, Run
 from kvfold.pages.sequence import SequenceCache
 
 

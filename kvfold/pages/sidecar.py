@@ -16,9 +16,9 @@ from torch import Tensor
 from kvfold.core import LayerSpec
 
 
-@dataclass
+@dataclass(frozen=True)
 class Moments:
-    """Running sums over the pre-RoPE queries of one layer."""
+    """Sums over the pre-RoPE queries of one layer; sequences that read the same prompt share the value."""
 
     count: int
     sum_QD: Tensor
@@ -29,11 +29,15 @@ class Moments:
         shape = (spec.num_query_heads, spec.head_dim)
         return cls(0, torch.zeros(shape, device=device), torch.zeros(*shape, spec.head_dim, device=device))
 
-    def add(self, q_QTD: Tensor) -> None:
+    def plus(self, q_QTD: Tensor) -> Moments:
         q = q_QTD.float()
-        self.count += q.shape[1]
-        self.sum_QD = self.sum_QD + q.sum(1)
-        self.outer_QDD = self.outer_QDD + q.transpose(1, 2) @ q
+        return Moments(self.count + q.shape[1], self.sum_QD + q.sum(1), self.outer_QDD + q.transpose(1, 2) @ q)
+
+    def mean_and_covariance(self) -> tuple[Tensor, Tensor]:
+        """[Q, D] and [Q, D, D]; zeros before the first query."""
+        count = max(self.count, 1)
+        mean_QD = self.sum_QD / count
+        return mean_QD, self.outer_QDD / count - mean_QD.unsqueeze(-1) * mean_QD.unsqueeze(-2)
 
     def copy(self) -> Moments:
         return Moments(self.count, self.sum_QD.clone(), self.outer_QDD.clone())

@@ -1,0 +1,242 @@
+"""The pages of one layer: which head owns which, how codes get in and out, and what a reader sees of them.
+
+A head's pages lie in *extents*, stretches of adjacent pages of one span; heads usually get adjacent extents, which
+readers see as one *run* (a single decode, and with equal lengths a single [H, slots, D] view).
+
+    run of one layer:  | head 0: 5 pages, 77 slots used | head 1: 2 pages, 30 slots | head 2: … |
+
+    N flat slots, head after head   D head dim
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from kvfold.codec.base import Side, Slots, State
+from kvfold.pages.arena import Span
+from kvfold.pages.layout import POSITION, PageClass
+
+Codes = dict[str, Tensor]  # field name -> flat rows, head after head
+
+
+@dataclass
+class Extent:
+    """Adjacent pages of one span owned by one head; the first `length` slots are used."""
+
+    span: Span
+    first: int
+    num_pages: int
+    length: int = 0
+
+    @property
+    def capacity(self) -> int:
+        return self.num_pages * self.span.page_class.page_size
+
+    @property
+    def room(self) -> int:
+        """Slots that can still be written; a group that was closed early ends the extent."""
+        return 0 if self.length % self.span.page_class.group else self.capacity - self.length
+
+    def can_grow_by(self, span: Span, first: int) -> bool:
+        """Whether pages from `first` on continue this extent."""
+        is_next = self.span is span and self.first + self.num_pages == first
+        return is_next and self.length % span.page_class.group == 0
+
+
+@dataclass(frozen=True)
+class Run:
+    """Adjacent extents of ascending heads: what a reader decodes in one go."""
+
+    extents: tuple[Extent, ...]
+    heads: tuple[int, ...]
+
+    @property
+    def lens(self) -> tuple[int, ...]:
+        return tuple(extent.length for extent in self.extents)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Consecutive heads of one capacity and length: one strided view serves them all."""
+        shapes = {(extent.num_pages, extent.length) for extent in self.extents}
+        return len(shapes) == 1 and len(self.heads) == self.heads[-1] - self.heads[0] + 1
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """The first slot of each head within the run."""
+        page_size = self.extents[0].span.page_class.page_size
+        return tuple((extent.first - self.extents[0].first) * page_size for extent in self.extents)
+
+    def side(self, side: Side) -> Codes:
+        """The codec's fields of one side, for every slot of the run, used or not."""
+        return {name.partition(".")[2]: rows for name, rows in self._fields().items() if name.startswith(side + ".")}
+
+    @cached_property
+    def position_N(self) -> Tensor:
+        return self._fields()[POSITION.name].squeeze(-1)
+
+    def _fields(self) -> Codes:
+        first, last = self.extents[0], self.extents[-1]
+        page_class = first.span.page_class
+        pages = (first.first, last.first + last.num_pages)
+        found = {}
+        for item in page_class.fields:
+            rows = page_class.rows_per_page(item)
+            found[item.name] = first.span.fields[item.name][pages[0] * rows : pages[1] * rows]
+        return found
+
+
+@dataclass
+class LayerPages:
+    """Extents per head, and what the codecs learnt (State) when the first slot was sealed."""
+
+    page_class: PageClass
+    num_heads: int
+    state: dict[Side, State] = field(default_factory=dict)
+    extents: list[list[Extent]] = field(init=False)
+    _runs: list[Run] | None = None
+
+    def __post_init__(self) -> None:
+        self.extents = [[] for _ in range(self.num_heads)]
+
+    @property
+    def lens(self) -> list[int]:
+        return [sum(extent.length for extent in extents) for extents in self.extents]
+
+    def room(self, head: int) -> int:
+        """Slots that can be appended without another page."""
+        return sum(extent.room for extent in self.extents[head])
+
+    def runs(self) -> list[Run]:
+        """Non-empty runs; the order of slots inside a head is that of the list."""
+        if self._runs is None:
+            depth = max((len(extents) for extents in self.extents), default=0)
+            self._runs = [run for level in range(depth) for run in self._runs_of(level)]
+        return self._runs
+
+    def _runs_of(self, level: int) -> Iterator[Run]:
+        at_level = [(head, extents[level]) for head, extents in enumerate(self.extents) if len(extents) > level]
+        used = [(head, extent) for head, extent in at_level if extent.length]
+        start = 0
+        for i, (before, after) in enumerate(pairwise(used), start=1):
+            a, b = before[1], after[1]
+            if a.span is not b.span or a.first + a.num_pages != b.first:
+                yield self._run(used[start:i])
+                start = i
+        if used:
+            yield self._run(used[start:])
+
+    @staticmethod
+    def _run(members: Sequence[tuple[int, Extent]]) -> Run:
+        return Run(tuple(extent for _, extent in members), tuple(head for head, _ in members))
+
+    def positions(self, head: int) -> Tensor:
+        """int32 [slots] of one head."""
+        found = [self._rows(extent, POSITION.name).squeeze(-1) for extent in self.extents[head] if extent.length]
+        return torch.cat(found) if found else torch.empty(0, dtype=torch.int32)
+
+    def encode(self, k_ND: Tensor, v_ND: Tensor, position_N: Tensor, counts: Sequence[int]) -> Codes:
+        """Codes of flat slots, head after head (counts per head); groups are filled by repeating a head's last slot."""
+        group, device = self.page_class.group, k_ND.device
+        if any(count % group for count in counts):
+            index_N = _padded(counts, group).to(device)
+            k_ND, v_ND, position_N = k_ND[index_N], v_ND[index_N], position_N[index_N]
+            counts = [_up_to(count, group) for count in counts]
+        row_N = torch.repeat_interleave(torch.arange(self.num_heads), torch.tensor(counts)).to(device)
+        codes: Codes = {POSITION.name: position_N.to(torch.int32).unsqueeze(-1)}
+        sides: tuple[tuple[Side, Tensor], ...] = (("k", k_ND), ("v", v_ND))
+        for side, x_ND in sides:
+            fields = self.page_class.codec(side).encode(side, Slots(x_ND, row_N), self.state.get(side, {}))
+            codes |= {f"{side}.{name}": rows for name, rows in fields.items()}
+        return codes
+
+    def append(self, codes: Codes, counts: Sequence[int]) -> None:
+        """Write codes (as `encode` or `gather` made them) behind each head's slots; room was reserved before."""
+        source = 0
+        for head, count in enumerate(counts):
+            written = 0
+            for extent in self.extents[head]:
+                take = min(extent.room, count - written)
+                if take > 0:
+                    self._write(extent, codes, source + written, take)
+                    written += take
+            source += _up_to(count, self.page_class.group)
+        self._runs = None
+
+    def _write(self, extent: Extent, codes: Codes, source: int, count: int) -> None:
+        page_class = self.page_class
+        for item in page_class.fields:
+            rows = page_class.rows_per_page(item)
+            per = page_class.page_size // rows  # slots that share a row of this field
+            at = (extent.first * page_class.page_size + extent.length) // per
+            num = -(-count // per)
+            extent.span.fields[item.name][at : at + num] = codes[item.name][source // per : source // per + num]
+        extent.length += count
+
+    def gather(self, keep: Sequence[Tensor]) -> Codes:
+        """Codes of chosen slots (indices per head, ascending), byte for byte. Relocatable classes only."""
+        codes: Codes = {}
+        for item in self.page_class.fields:
+            heads = []
+            for head, index in enumerate(keep):
+                rows = [self._rows(extent, item.name) for extent in self.extents[head] if extent.length]
+                heads.append(torch.cat(rows)[index] if rows else self._empty(item.name).to(index.device))
+            codes[item.name] = torch.cat(heads)
+        return codes
+
+    def truncate(self) -> None:
+        """Forget every slot but keep the pages; used before survivors are written back."""
+        for extents in self.extents:
+            for extent in extents:
+                extent.length = 0
+        self._runs = None
+
+    def release_unused(self, spare_len: int = 0) -> None:
+        """Give pages that hold no slot back to their span, but for room of `spare_len` slots in each head."""
+        for head, extents in enumerate(self.extents):
+            spare = self.page_class.pages_for(spare_len)
+            for extent in extents:
+                used = self.page_class.pages_for(extent.length)
+                kept = min(extent.num_pages, used + spare)
+                spare -= kept - used
+                if kept < extent.num_pages:
+                    extent.span.give(extent.first + kept, extent.num_pages - kept)
+                    extent.num_pages = kept
+            self.extents[head] = [extent for extent in extents if extent.num_pages]
+        self._runs = None
+
+    def grow(self, head: int, span: Span, first: int, num_pages: int) -> None:
+        """Take over pages of a span for one head."""
+        extents = self.extents[head]
+        if extents and extents[-1].can_grow_by(span, first):
+            extents[-1].num_pages += num_pages
+        else:
+            extents.append(Extent(span, first, num_pages))
+        self._runs = None
+
+    def _rows(self, extent: Extent, name: str) -> Tensor:
+        start = extent.first * self.page_class.page_size
+        return extent.span.fields[name][start : start + extent.length]
+
+    def _empty(self, name: str) -> Tensor:
+        item = next(item for item in self.page_class.fields if item.name == name)
+        return torch.empty(0, item.width, dtype=item.dtype)
+
+
+def _up_to(count: int, group: int) -> int:
+    """The next multiple of the group."""
+    return -(-count // group) * group
+
+
+def _padded(counts: Sequence[int], group: int) -> Tensor:
+    """Indices of flat slots that repeat each head's last slot up to a whole group."""
+    parts, start = [], 0
+    for count in counts:
+        parts.append(torch.arange(start, start + _up_to(count, group)).clamp(max=start + count - 1))
+        start += count
+    return torch.cat(parts)

@@ -1,0 +1,120 @@
+"""What a round of compression looks at: new slots, stored and new ones side by side, and the facts sizes refer to.
+
+H KV heads   R rows (the KV heads of one sequence)   S slots, stored then new   T new slots   D head dim
+Q query heads   W window of queries
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from kvfold.pages.read import stored_slots
+from kvfold.pages.sequence import LayerChange, SequenceCache
+from kvfold.pages.sidecar import LayerSidecar
+from kvfold.policy.size import SizeFacts
+from kvfold.score.base import Needs, QueryStats, View
+
+
+@dataclass
+class NewSlots:
+    """The slots a pass adds to one layer of one sequence, at consecutive positions, and what was observed of them."""
+
+    k_HTD: Tensor
+    v_HTD: Tensor
+    start: int  # position of the first
+    mass_HS: Tensor | None = None  # attention mass of stored and new slots after this pass
+
+    @property
+    def num_tokens(self) -> int:
+        return self.k_HTD.shape[1]
+
+    @property
+    def end(self) -> int:
+        """Position after the last."""
+        return self.start + self.num_tokens
+
+    @property
+    def position_T(self) -> Tensor:
+        return torch.arange(self.start, self.end, device=self.k_HTD.device)
+
+    def since(self, position: int) -> NewSlots:
+        """Without the slots before a position."""
+        skipped = min(max(position - self.start, 0), self.num_tokens)
+        return NewSlots(self.k_HTD[:, skipped:], self.v_HTD[:, skipped:], self.start + skipped)
+
+    def all(self) -> LayerChange:
+        """Everything stays."""
+        num_heads = self.k_HTD.shape[0]
+        position_N = self.position_T.repeat(num_heads)
+        counts = [self.num_tokens] * num_heads
+        return LayerChange(self.k_HTD.flatten(0, 1), self.v_HTD.flatten(0, 1), position_N, counts)
+
+
+def size_facts(sequence: SequenceCache, seen_len: int) -> SizeFacts:
+    """What a size expression refers to, for one sequence at a committed length."""
+    spec = sequence.spec
+    layers = [(i, spec.layers[i]) for i in spec.compressible_layers]
+    num_heads = sum(layer.num_kv_heads for _, layer in layers)
+    classes = [(sequence.page_class(i), layer.num_kv_heads) for i, layer in layers]
+    slot_bytes = sum(page_class.bytes_per_slot * heads for page_class, heads in classes)
+    padding = sum(page_class.bytes_per_page * heads for page_class, heads in classes)
+    return SizeFacts(
+        num_tokens=seen_len,
+        num_heads=num_heads,
+        bytes_per_slot=slot_bytes / max(num_heads, 1),
+        overhead_bytes=sequence.open.num_bytes
+        + sum(side.mass_HS.nbytes for side in sequence.sidecar.layers if side.mass_HS is not None)
+        + padding
+        + sequence.arena.superblock_bytes
+        + 24 * num_heads,
+        open_len=sequence.config.open_len,
+        full_bytes=sum(seen_len * layer.num_kv_heads * layer.head_dim * 4 for _, layer in layers),
+    )
+
+
+def build_view(sequence: SequenceCache, index: int, new: NewSlots, needs: Needs) -> View:
+    """Stored and new slots of one layer side by side, with exactly what the scorer needs."""
+    spec, device = sequence.spec.layers[index], new.k_HTD.device
+    stored = stored_slots(sequence, index, new.k_HTD.dtype)
+    lens = [length + new.num_tokens for length in stored.lens]
+    view = View(
+        layer=index,
+        num_layers=sequence.spec.num_layers,
+        spec=spec,
+        num_heads=spec.num_kv_heads,
+        k_RSD=_joined(stored.k, new.k_HTD),
+        v_RSD=_joined(stored.v, new.v_HTD),
+        position_RS=_joined(stored.position, new.position_T.expand(spec.num_kv_heads, -1)),
+        valid_RS=torch.arange(max(lens), device=device) < torch.tensor(lens, device=device).unsqueeze(-1),
+        seen_R=torch.full((spec.num_kv_heads,), new.end, device=device),
+    )
+    _observe(view, sequence.sidecar.layers[index], new, needs)
+    return view
+
+
+def _joined(stored: Sequence[Tensor], new: Tensor) -> Tensor:
+    """Rows of stored slots, then new ones, padded with 0 on the right; the new ones themselves if nothing is stored."""
+    if not any(len(row) for row in stored):
+        return new
+    return pad_sequence([torch.cat(parts) for parts in zip(stored, new, strict=True)], batch_first=True)
+
+
+def _observe(view: View, side: LayerSidecar, new: NewSlots, needs: Needs) -> None:
+    shape = (view.num_heads, view.spec.group)
+    if needs.last_queries:
+        assert side.last_q_QWD is not None
+        q_QWD = side.last_q_QWD[:, -needs.last_queries :]
+        positions = torch.arange(new.end - q_QWD.shape[1], new.end, device=q_QWD.device)
+        view.q_RGWD, view.q_position_RW = q_QWD.unflatten(0, shape), positions.expand(view.num_heads, -1)
+    if needs.mass:
+        view.mass_RS = new.mass_HS
+        view.mass_count_RS = (new.end - view.position_RS).clamp(min=1).float() * view.spec.group
+    if needs.query_stats:
+        assert side.moments is not None
+        mean_QD, cov_QDD = side.moments.mean_and_covariance()
+        view.stats = QueryStats(mean_QD.unflatten(0, shape), cov_QDD.unflatten(0, shape))
