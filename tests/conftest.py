@@ -1,0 +1,37 @@
+"""Tiny models, built once for the whole run; every test must leave their arenas empty."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from functools import cache
+
+import pytest
+
+from kvfold.models.loader import Model
+from tests.tiny import ready
+
+
+@cache
+def _built(family: str) -> Model:
+    return ready(family)
+
+
+@pytest.fixture
+def shared() -> Iterator[Callable[[str], Model]]:
+    """Attached models by family. Whatever a test lent from their arenas has to be back when it ends."""
+    used: list[Model] = []
+
+    def get(family: str) -> Model:
+        used.append(_built(family))
+        return used[-1]
+
+    yield get
+    gc.collect()
+    assert all(model.arena.lent_bytes == 0 for model in used)
+
+
+@pytest.fixture
+def model(shared: Callable[[str], Model]) -> Model:
+    """The tiny Llama."""
+    return shared("llama")
