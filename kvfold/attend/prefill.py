@@ -125,9 +125,7 @@ class PrefillPass:
                 new.mass_HS = _joined_mass(sequence, layer, buffer)
             for other, compression in self.followers:
                 seen = sequence.sidecar.layers[layer]
-                other.sidecar.layers[layer] = LayerSidecar(
-                    last_q_QWD=seen.last_q_QWD, moments=seen.moments and seen.moments.copy()
-                )
+                other.sidecar.layers[layer] = LayerSidecar(last_q_QWD=seen.last_q_QWD, moments=seen.moments)
                 compression.layer(layer, _for_policy(new, other))
             self.rounds[index].layer(layer, _for_policy(new, sequence))
             self._buffers[index] = None

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from kvfold.attend.track import Tracked
 from kvfold.pages.sequence import SequenceCache
-from kvfold.pages.sidecar import LayerSidecar, Sidecar
+from kvfold.pages.sidecar import Sidecar
 
 
 class Undo:
@@ -29,11 +29,7 @@ class Undo:
 
 
 def _noted(sidecar: Sidecar) -> Sidecar:
-    return Sidecar([_layer(layer) for layer in sidecar.layers])
-
-
-def _layer(layer: LayerSidecar) -> LayerSidecar:
-    return replace(layer, moments=None if layer.moments is None else replace(layer.moments))
+    return Sidecar([replace(layer) for layer in sidecar.layers])
 
 
 def forget_prompt(sequence: SequenceCache) -> None:
