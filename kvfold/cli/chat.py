@@ -22,7 +22,7 @@ from kvfold.models.loader import Model
 from kvfold.policy import Policy
 from kvfold.session import Session
 
-DEFAULT_POLICY = "streaming + slot + 1024tok"
+DEFAULT_POLICY = "streaming + 1024tok + slot"
 HELP = """\
 /stats      tokens seen, slots kept, memory held
 /save FILE  write the conversation to a file

@@ -24,7 +24,7 @@ COMMANDS = (run, chat, demo, models, policies)
 _EPILOG = """examples:
   kvfold demo                                      what compression does to a small model, in minutes on any CPU
   kvfold run --context notes.txt --ask "Who wrote this?" --policy "keydiff + 4x" --compare full,int4
-  kvfold chat --policy "streaming + slot + 1024tok"
+  kvfold chat --policy "streaming + 1024tok + slot"
   kvfold policies "snapkv + ada + 8x + int4"       what this policy does
   kvfold models pull smollm2-135m
 

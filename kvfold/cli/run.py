@@ -54,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
     policies = [Policy.parse(text) for text in (args.policy, *split_policies(args.compare))]
     document = read_document(args.context)
     model = load_model(args)
+    if not args.json:
+        _print_questions(args)
     asked = {"question_known": args.question_known, "options": sampling(args)}
     answers = [answer for policy in policies for answer in answer_all(model, policy, document, args.ask, **asked)]
     if args.json:
@@ -87,17 +89,21 @@ def read_document(name: str) -> str:
         raise InputError(f"the context {name} is not UTF-8 text; convert it first") from None
 
 
+def _print_questions(args: argparse.Namespace) -> None:
+    """Before the work starts: what is going to be done."""
+    print(mode_text(args.question_known, len(args.ask)))
+    for number, question in enumerate(args.ask, 1):
+        print(f"{number}. {question}")
+    print(flush=True)
+
+
 def _print(args: argparse.Namespace, answers: list[Answer]) -> None:
     console, is_comparison = show.console(), bool(args.compare)
-    console.print(mode_text(args.question_known, len(args.ask)), markup=False)
-    if is_comparison:
-        for number, question in enumerate(args.ask, 1):
-            console.print(f"{number}. {question}", markup=False)
-    else:
-        for answer in answers:
-            console.print(f"\n> {answer.question}\n{answer.reply.text.strip()}", markup=False)
-    console.print()
-    console.print(_table(answers, args.ask, is_comparison))
+    if not is_comparison:
+        for number, answer in enumerate(answers, 1):
+            console.print(f"{number}. {answer.reply.text.strip()}", markup=False)
+        console.print()
+    console.print(_table(answers, len(args.ask), is_comparison))
     if args.show_kept:
         _print_kept(answers)
 
@@ -110,11 +116,11 @@ def mode_text(question_known: bool, num_questions: int) -> str:
     return f"question unknown: the document is compressed once, without the question, then asked {times}"
 
 
-def _table(answers: list[Answer], questions: list[str], is_comparison: bool) -> Table:
+def _table(answers: list[Answer], num_questions: int, is_comparison: bool) -> Table:
     texts = ("policy", "ask", "answer") if is_comparison else ("policy", "ask")
     table = show.new_table(*texts, numbers=("slots/tokens", "resident", "ratio", "read/step", "prefill s", "ms/token"))
-    for answer in answers:
-        cells = [answer.policy.short, str(questions.index(answer.question) + 1), answer.reply.text.strip()]
+    for index, answer in enumerate(answers):  # policy by policy, all questions each
+        cells = [answer.policy.short, str(index % num_questions + 1), answer.reply.text.strip()]
         table.add_row(*map(escape, cells[: len(texts)]), *_numbers(answer))
     return table
 

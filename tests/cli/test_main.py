@@ -1,0 +1,74 @@
+"""The command itself, in a process of its own: help, version, exit codes, Ctrl-C, a reader that goes away."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+import kvfold
+from kvfold.cli.main import COMMANDS, build_parser
+from tests.cli.conftest import Call, Start
+
+
+def test_version_and_help(start: Start) -> None:
+    assert start("--version").communicate()[0] == f"kvfold {kvfold.__version__}\n"
+
+
+def test_help_names_every_command_and_gives_examples(call: Call) -> None:
+    done = call("--help")
+    assert done.code == 0
+    for command in COMMANDS:
+        assert f"\n    {command.__name__.rpartition('.')[2]} " in done.out
+    assert "\nexamples:\n" in done.out
+
+
+@pytest.mark.parametrize("name", [command.__name__.rpartition(".")[2] for command in COMMANDS])
+def test_every_command_has_help(call: Call, name: str) -> None:
+    done = call(name, "--help")
+    assert (done.code, done.err) == (0, "")
+    assert "usage: kvfold" in done.out
+
+
+def test_options_have_help() -> None:
+    """An option without an explanation is of no use to a newcomer."""
+    (subparsers,) = build_parser()._subparsers._group_actions  # type: ignore[union-attr]
+    parsers = subparsers.choices
+    assert isinstance(parsers, dict)
+    missing = [
+        (name, action.dest) for name, parser in parsers.items() for action in parser._actions
+        if not action.help and action.nargs != "A..."
+    ]  # fmt: skip
+    assert missing == []
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), ("fly",), ("run",), ("run", "--context", "x", "--ask", "y", "--dtype", "int3")]
+)
+def test_a_bad_command_line_exits_with_2(call: Call, arguments: tuple[str, ...]) -> None:
+    done = call(*arguments)
+    assert done.code == 2
+    assert done.out == ""
+    assert "kvfold" in done.err
+
+
+def test_ctrl_c_is_one_line_and_130(start: Start, folder: Path, document: Path) -> None:
+    process = start("run", "--model", folder, "--context", document, "--ask", "x", "--max-new-tokens", 10**6)
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("question unknown")  # printed when the work starts
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize("arguments", [("policies",), ("policies", "--json")])
+def test_a_closed_pipe_is_quiet(start: Start, arguments: tuple[str, ...]) -> None:
+    process = start(*arguments)
+    assert process.stdout is not None
+    assert process.stdin is not None
+    assert process.stderr is not None
+    os.close(process.stdout.fileno())
+    err = process.stderr.read()
+    assert (process.wait(timeout=120), err) == (1, "")
