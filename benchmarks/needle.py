@@ -96,7 +96,7 @@ def run(options: argparse.Namespace, began: float) -> int:
         code = INTERRUPTED
     if code:
         print(f"not all prompts are done; the same command goes on from {path}", file=sys.stderr)
-    return show(read_cells(path)) or code if path.exists() else code
+    return show(read_cells(path)) or code if file.done else code
 
 
 def read_haystack(path: Path | None) -> tuple[Haystack, str]:

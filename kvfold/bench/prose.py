@@ -43,10 +43,10 @@ WORDS = {
         "on a windless afternoon, at the turn of the year, when the snow had gone, halfway through the summer"
     ),
     "quality": _words(
-        "narrow, patient, uneven, bright, familiar, stubborn, quiet, weathered, careful, crooked, generous, plain, "
+        "narrow, patient, bumpy, bright, familiar, stubborn, quiet, weathered, careful, crooked, generous, plain, "
         "hollow, slow, delicate, sturdy, faded, curious, modest, restless"
     ),
-    "colour": _words("grey, ochre, dark green, pale blue, rust red, cream, copper, slate, yellow, chestnut"),
+    "colour": _words("grey, tan, dark green, pale blue, rust red, cream, copper, slate, yellow, chestnut"),
     "manner": _words(
         "without hurry, with great care, as if nothing had happened, by lamplight, to everyone's surprise, "
         "in complete silence, with borrowed tools, as their parents had done, for the first time, against all advice"
@@ -109,7 +109,7 @@ TOPICS = (
         "the harbour, the old quay, the fish market, the lighthouse, the boathouse",
         "tarred rope, the evening tide, a mended net, the fog signal, dried cod, the keel",
         """
-        The boats came in {when}, low in the water and smelling of {what}.
+        The boats returned {when}, low in the water and smelling of {what}.
         {name} had painted the hull {colour} because no other paint was left.
         {who_} judged the wind by the flags over {where} and were rarely mistaken.
         When the swell was high, {what} had to be tied down twice.

@@ -106,7 +106,9 @@ def read_cells(path: Path) -> list[Cell]:
     """The cells of a file of cells or of rows."""
     if not path.exists():
         raise InputError(f"{path} does not exist; give the file that a run wrote")
-    first = next(_objects(path), {})
+    first = next(_objects(path), None)
+    if first is None:
+        raise InputError(f"{path} holds no results yet; run it first")
     return list(_parse(Cell, path)) if "scores" in first else condense(_parse(Row, path))
 
 

@@ -1,0 +1,68 @@
+"""The filler text: seeded, varied, free of digits; and the sentences of a text of one's own."""
+
+from __future__ import annotations
+
+from itertools import islice
+from random import Random
+from string import Formatter
+
+import pytest
+
+from kvfold.bench.haystack import from_text, prose
+from kvfold.bench.prose import ANY, TOPICS, WORDS, Topic
+from kvfold.errors import InputError
+
+
+def _sentences(seed: int, count: int) -> list[str]:
+    return list(islice(prose(Random(seed)), count))
+
+
+def test_same_seed_same_prose() -> None:
+    assert _sentences(3, 50) == _sentences(3, 50)
+    assert len(set(_sentences(3, 50)) & set(_sentences(4, 50))) < 5
+
+
+def test_prose_does_not_repeat_and_holds_no_digit() -> None:
+    found = _sentences(0, 2000)
+    assert len(set(found)) == len(found)
+    assert not any(character.isdigit() for sentence in found for character in sentence)
+
+
+def test_sentences_are_capitalised_and_end() -> None:
+    for sentence in _sentences(1, 500):
+        assert sentence[0].isupper() and sentence.endswith(".") and "{" not in sentence
+        assert sentence == " ".join(sentence.split())
+
+
+def test_prose_varies() -> None:
+    """A prompt of a few thousand tokens visits most topics and opens its sentences in many ways."""
+    found = _sentences(2, 200)
+    openings = {tuple(sentence.split()[:3]) for sentence in found}
+    assert len(openings) > 100
+    visited = [topic for topic in TOPICS if any(where in sentence for where in topic.where for sentence in found)]
+    assert len(visited) >= len(TOPICS) // 2
+
+
+@pytest.mark.parametrize("topic", TOPICS, ids=lambda topic: topic.where[0])
+def test_patterns_name_known_words(topic: Topic) -> None:
+    names = {"who", "who_", "where", "what", "name2", *WORDS}
+    patterns = [*ANY, *topic.patterns]
+    used = {name for pattern in patterns for _, name, _, _ in Formatter().parse(pattern) if name is not None}
+    assert used <= names
+
+
+def test_words_after_an_article_start_with_a_consonant() -> None:
+    assert not [word for word in (*WORDS["quality"], *WORDS["colour"]) if word[0] in "aeiou"]
+
+
+def test_text_is_read_in_order_and_round() -> None:
+    found = list(islice(from_text("One is here.  Two\nfollows! Three?")(Random(0)), 7))
+    assert sorted(set(found)) == ["One is here.", "Three?", "Two follows!"]
+    order = ["One is here.", "Two follows!", "Three?"] * 4
+    start = order.index(found[0])
+    assert found == order[start : start + 7]
+
+
+def test_empty_text_is_refused() -> None:
+    with pytest.raises(InputError, match="no sentence"):
+        from_text(" \n ")
