@@ -16,6 +16,7 @@ from kvfold.cli import show
 from kvfold.cli.answers import Answer, answer_all
 from kvfold.cli.options import Subparsers, add_model_options, load_model
 from kvfold.cli.run import answer_json
+from kvfold.models.loader import Model
 from kvfold.policy import Policy
 
 DOCUMENT = "data/handbook.txt"
@@ -42,6 +43,7 @@ CASES = (
     Case("int8"),
     Case("int4"),
     Case("keydiff + 2x"),
+    Case("keydiff + 2x + int4"),
     Case("snapkv + ada + 4x", question_known=True),
     Case("streaming + 4x"),
 )
@@ -62,21 +64,22 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run every case and sum up."""
     model = load_model(args)
-    options = {"max_new_tokens": 24}
-    document = (files("kvfold") / DOCUMENT).read_text(encoding="utf-8").strip()
-    results: dict[Case, list[Answer]] = {}
     if not args.json:
-        print(f"{model.name} reads a handbook and answers:", *EXPECTED, sep="\n  ", flush=True)
-    for case in CASES:
-        policy, known = Policy.parse(case.policy), case.question_known
-        results[case] = answer_all(model, policy, document, list(EXPECTED), question_known=known, options=options)
+        print(f"{model.name} reads a handbook and answers:", *EXPECTED, sep="\n  ", end="\n\n", flush=True)
+    results = {case: _answers(model, case) for case in CASES}
     if args.json:
-        show.print_json(
-            [answer_json(answer) | {"is_right": is_right(answer)} for row in results.values() for answer in row]
-        )
+        rows = [answer for answers in results.values() for answer in answers]
+        show.print_json([answer_json(answer) | {"is_right": is_right(answer)} for answer in rows])
     else:
         _print(results)
     return 0
+
+
+def _answers(model: Model, case: Case) -> list[Answer]:
+    document = (files("kvfold") / DOCUMENT).read_text(encoding="utf-8").strip()
+    one_sentence = {"max_new_tokens": 24, "stop": (".", "\n")}
+    policy, known = Policy.parse(case.policy), case.question_known
+    return answer_all(model, policy, document, list(EXPECTED), question_known=known, options=one_sentence)
 
 
 def is_right(answer: Answer) -> bool:
@@ -85,18 +88,16 @@ def is_right(answer: Answer) -> bool:
 
 
 def _print(results: dict[Case, list[Answer]]) -> None:
-    table = show.new_table(
-        "policy", "first answer", "second answer", numbers=("slots/tokens", "resident", "ratio", "prefill s")
-    )
+    table = show.new_table("policy", "answers", numbers=("slots/tokens", "resident", "ratio", "prefill s"))
     for case, answers in results.items():
         sizes = answers[0].sizes
         table.add_row(
             escape(case.title),
-            *map(_marked, answers),
+            "\n".join(map(_marked, answers)),
             f"{sizes.mean_slots:.0f}/{sizes.logical_len}",
             show.bytes_text(sizes.resident_bytes),
             f"{sizes.ratio:.2f}x",
-            f"{sizes.prefill_s:.1f}",
+            f"{sum(answer.sizes.prefill_s for answer in answers if answer.is_first):.1f}",
         )
     console = show.console()
     console.print(table)
@@ -104,8 +105,8 @@ def _print(results: dict[Case, list[Answer]]) -> None:
 
 
 def _marked(answer: Answer) -> str:
-    text = " ".join(answer.reply.text.split())
-    return f"[green]right[/green]: {escape(text)}" if is_right(answer) else f"[red]wrong[/red]: {escape(text)}"
+    verdict = "[green]right[/green]" if is_right(answer) else "[red]wrong[/red]"
+    return f"{verdict}: {escape(answer.reply.text.strip())}"
 
 
 def summary(results: dict[Case, list[Answer]]) -> str:
