@@ -104,26 +104,22 @@ class Sweep:
     def run(self, prompt: Prompt, jobs: Sequence[Job]) -> list[Row]:
         """A row for every job. All memory is given back, however this ends."""
         with ExitStack() as held:
-            lanes, refused = list[_Lane](), list[Row]()
+            lanes = [self._open(prompt, job, held) for job in jobs]
+            able = [lane for lane in lanes if not lane.row.note]
             for mode in MODES:
-                opened = list[_Lane]()
-                for job in jobs:
-                    if job.mode == mode:
-                        self._open(prompt, job, held, opened, refused)
-                self._read(prompt, mode, opened)
-                lanes += opened
-            self._decode(prompt, lanes)
-            return [self._scored(prompt, lane) for lane in lanes] + refused
+                self._read(prompt, mode, [lane for lane in able if lane.row.mode == mode])
+            self._decode(prompt, able)
+            return [lane.row if lane.row.note else self._scored(prompt, lane) for lane in lanes]
 
-    def _open(self, prompt: Prompt, job: Job, held: ExitStack, opened: list[_Lane], refused: list[Row]) -> None:
+    def _open(self, prompt: Prompt, job: Job, held: ExitStack) -> _Lane:
         row = Row(self.facts, prompt.index, prompt.task, job.policy, job.size, job.mode, prompt.expected)
         sequence = self.runner.new_sequence(self.policies[job])
         held.callback(sequence.release)
-        try:
+        try:  # the size alone is checked here: nothing has been read yet
             Compression(sequence, sequence.policy.prefill, len(_compressed(prompt, job.mode)))
-            opened.append(_Lane(sequence, row))
         except SizeError:
-            refused.append(replace(row, note=TOO_SMALL))
+            row = replace(row, note=TOO_SMALL)
+        return _Lane(sequence, row)
 
     def _read(self, prompt: Prompt, mode: Mode, lanes: list[_Lane]) -> None:
         """All of the prompt but its last token, and the sizes after its compression."""
