@@ -35,7 +35,7 @@ class Case:
 
     @property
     def title(self) -> str:
-        return f"{self.policy}, question known" if self.question_known else self.policy
+        return f"{self.policy} (question known)" if self.question_known else self.policy
 
 
 CASES = (
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _answers(model: Model, case: Case) -> list[Answer]:
     document = (files("kvfold") / DOCUMENT).read_text(encoding="utf-8").strip()
-    one_sentence = {"max_new_tokens": 24, "stop": (".", "\n")}
+    one_sentence = {"max_new_tokens": 16, "stop": (".", "\n")}
     policy, known = Policy.parse(case.policy), case.question_known
     return answer_all(model, policy, document, list(EXPECTED), question_known=known, options=one_sentence)
 
@@ -99,9 +99,8 @@ def _print(results: dict[Case, list[Answer]]) -> None:
             f"{sizes.ratio:.2f}x",
             f"{sum(answer.sizes.prefill_s for answer in answers if answer.is_first):.1f}",
         )
-    console = show.console()
-    console.print(table)
-    console.print(f"\n{summary(results)}", markup=False)
+    show.console().print(table)
+    print(f"\n{summary(results)}")
 
 
 def _marked(answer: Answer) -> str:
@@ -113,7 +112,7 @@ def summary(results: dict[Case, list[Answer]]) -> str:
     """One sentence from the numbers measured."""
     right = {case: answers for case, answers in results.items() if all(map(is_right, answers))}
     lost = [case.title for case in results if case not in right]
-    failed = f"{'; '.join(lost)} lost a fact" if lost else "no policy lost a fact"
+    failed = f"a fact was lost by {' and '.join(lost)}" if lost else "no policy lost a fact"
     if not right:
         return f"No policy answered both questions; {failed}."
     best = max(right, key=lambda case: right[case][0].sizes.ratio)

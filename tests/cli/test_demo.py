@@ -43,7 +43,7 @@ def test_the_summary_is_of_the_smallest_cache_that_answered_all() -> None:
     }
     assert summary(results) == (
         "2 of 3 policies answered both questions; the smallest cache of these (int4) holds 2.0 MB where an ordinary "
-        "bf16 cache of 1000 tokens holds 8.0 MB, 4.0 times as much; streaming + 4x, question known lost a fact."
+        "bf16 cache of 1000 tokens holds 8.0 MB, 4.0 times as much; a fact was lost by streaming + 4x (question known)."
     )
 
 
