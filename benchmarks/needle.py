@@ -18,7 +18,7 @@ import platform
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, astuple, fields
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from kvfold.bench.haystack import Haystack, from_text, prose
 from kvfold.bench.needle import Needles
 from kvfold.bench.rows import MODES, Cell, Facts, RowFile, read_cells, to_json
 from kvfold.bench.sweep import SIZES, Sweep, jobs, run_all
-from kvfold.bench.table import caption, results, table, with_sections
+from kvfold.bench.table import Result, caption, results, table, with_sections
 from kvfold.errors import InputError, KvfoldError
 from kvfold.models.loader import DTYPES, Model, load
 
@@ -137,8 +137,14 @@ def commit() -> str:
 
 def show(cells: list[Cell]) -> int:
     print(caption(cells), table(cells), sep="\n\n")
-    print(json.dumps({"facts": asdict(cells[0].facts), "results": [asdict(result) for result in results(cells)]}))
+    columns = [column.name for column in fields(Result)]
+    values = [[_rounded(value) for value in astuple(result)] for result in results(cells)]
+    print(json.dumps({**asdict(cells[0].facts), "columns": columns, "results": values}))
     return 0
+
+
+def _rounded(value: object) -> object:
+    return round(value, 1) if isinstance(value, float) else value
 
 
 def keep(rows: Path) -> int:

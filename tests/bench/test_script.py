@@ -67,7 +67,9 @@ def test_run_go_on_table_keep_page(
     assert main("--table", str(rows)) == 0
     printed = capsys.readouterr().out
     assert "| `keydiff` |" in printed
-    results = json.loads(printed.splitlines()[-1])["results"]
+    machine = json.loads(printed.splitlines()[-1])
+    results = [dict(zip(machine["columns"], values, strict=True)) for values in machine["results"]]
+    assert machine["model"] == "tiny-llama" and len(results) == 4
     assert {(found["policy"], found["num_prompts"]) for found in results} == {("full", 2), ("keydiff", 2)}
 
     assert main("--condense", str(rows)) == 0
