@@ -1,8 +1,11 @@
-"""Saved sessions: one safetensors file with the codes as stored, and a header that binds them.
+"""Saved sessions: one safetensors file with the codes as stored, and a header that binds them to model and policy.
 
-The header holds the format, the weights digest, the policy with its fingerprint, lengths, token ids and a SHA-256 over
-all of that and every tensor. A file that is truncated, altered, or belongs to other weights is refused. Nothing in it
-is unpickled or evaluated, and sizes are checked against the model before anything is read into pages.
+    metadata   "kvfold": JSON with format, weights digest, cache dtype, policy, page sizes and turn
+               "sha256": over that text and every tensor's name, dtype, shape and bytes
+    tensors    those of `kvfold.pages.dump`, "token_ids" and "logits" (after the last token read)
+
+A file that is truncated, altered, or belongs to other weights is refused. Nothing in it is unpickled or evaluated, and
+shapes are checked against the model before anything is written into pages.
 """
 
 from __future__ import annotations
@@ -18,24 +21,36 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvfold.errors import FileError, KvfoldError
+from kvfold.errors import FileError, PolicyError
 from kvfold.models.loader import Model
-from kvfold.pages.segment import LayerPages
-from kvfold.pages.sequence import SequenceCache
-from kvfold.pages.sidecar import Moments
+from kvfold.pages.dump import dump, restore
 
 if TYPE_CHECKING:
     from kvfold.session import Session
 
-FORMAT = "kvfold-session-1"
+FORMAT = "kvfold-session-2"
 
 
 def save_session(session: Session, path: Path) -> None:
     """Write to a temporary name, sync, rename."""
-    tensors = _tensors(session.cache)
+    tensors = {**dump(session.cache), "token_ids": torch.tensor(session.token_ids, dtype=torch.int64)}
     if session._logits_V is not None:
         tensors["logits"] = session._logits_V.cpu()
-    header = {
+    text = json.dumps(_header(session), sort_keys=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        save_file(tensors, temporary, metadata={"kvfold": text, "sha256": _checksum(text, tensors)})
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise FileError(f"{path} cannot be written ({error}); choose another place") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _header(session: Session) -> dict[str, Any]:
+    return {
         "format": FORMAT,
         "weights": session.model.weights_digest,
         "kv_dtype": str(session.model.spec.kv_dtype),
@@ -46,52 +61,50 @@ def save_session(session: Session, path: Path) -> None:
         "chunk_len": session.runner.chunk_len,
         "template": session.template is not None,
         "turn": session._turn,
-        "token_ids": session.token_ids,
-        "sealed_len": session.cache.sealed_len,
-        "last_compressed_len": session.cache.last_compressed_len,
-        "open_fill": session.cache.open.committed,
-        "pinned": session.cache.pinned,
-        "counts": [session.cache.stored_lens(i) for i in range(session.model.spec.num_layers)],
-        "moments": [None if s.moments is None else s.moments.count for s in session.cache.sidecar.layers],
     }
-    text = json.dumps(header, sort_keys=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        save_file(tensors, temporary, metadata={"kvfold": text, "sha256": _checksum(text, tensors)})
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def load_session(cls: type[Session], model: Model, path: Path) -> Session:
+    """FileError if the file is not whole, not ours, or of another model; OutOfPages if there is no room for it."""
     header, tensors = _read(path)
     _check_binding(header, model, path)
-    session = cls(
-        model,
-        header["policy"],
-        template="auto" if header["template"] else None,
-        page_size=header["page_size"],
-        open_len=header["open_len"],
-        chunk_len=header["chunk_len"],
-    )
+    session = _empty_session(cls, model, header, path)
     try:
-        _fill(session.cache, header, tensors)
-    except (KeyError, ValueError, IndexError, TypeError, RuntimeError) as error:
+        restore(session.cache, tensors)
+        session.token_ids = tensors["token_ids"].tolist()
+        if session.cache.committed_len > len(session.token_ids):
+            raise ValueError("more tokens are stored than were read")
+        session._turn = header["turn"]
+        session._logits_V = tensors["logits"].to(model.device) if "logits" in tensors else None
+    except BaseException as error:
         session.close()
-        if isinstance(error, KvfoldError):
-            raise
-        raise FileError(f"{path} does not fit its own header; save the session again") from error
-    session.token_ids = [int(token) for token in header["token_ids"]]
-    session._turn = header["turn"]
-    session._logits_V = tensors["logits"].to(model.device) if "logits" in tensors else None
+        if isinstance(error, (LookupError, ValueError, TypeError, RuntimeError)):
+            raise FileError(f"{path} does not fit its own header; save the session again") from error
+        raise
+    return session
+
+
+def _empty_session(cls: type[Session], model: Model, header: dict[str, Any], path: Path) -> Session:
+    try:
+        session = cls(
+            model,
+            header["policy"],
+            template="auto" if header["template"] else None,
+            page_size=header["page_size"],
+            open_len=header["open_len"],
+            chunk_len=header["chunk_len"],
+        )
+    except PolicyError as error:
+        raise FileError(f"{path} has a policy this version cannot run: {error}") from error
+    if session.policy.fingerprint != header["fingerprint"]:
+        session.close()
+        raise FileError(f'{path} was saved when "{session.policy.short}" meant something else; read the text again')
     return session
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if not path.is_file():
-        raise FileError(f"{path} does not exist")
+        raise FileError(f"{path} is no file; give the path of a saved session")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -99,9 +112,9 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         text = metadata["kvfold"]
         header = json.loads(text)
     except (SafetensorError, KeyError, ValueError, OSError) as error:
-        raise FileError(f"{path} is truncated or no saved session") from error
+        raise FileError(f"{path} is truncated or no saved session; save it again") from error
     if metadata.get("sha256") != _checksum(text, tensors):
-        raise FileError(f"{path} was altered: its checksum does not match")
+        raise FileError(f"{path} was altered: its checksum does not match; save it again")
     return header, tensors
 
 
@@ -113,90 +126,6 @@ def _check_binding(header: dict[str, Any], model: Model, path: Path) -> None:
     if header["kv_dtype"] != str(model.spec.kv_dtype):
         loaded = f"{model.name} was loaded with {model.spec.kv_dtype}"
         raise FileError(f"{path} holds a {header['kv_dtype']} cache, but {loaded}; choose that dtype")
-
-
-def _tensors(cache: SequenceCache) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for i in range(cache.spec.num_layers):
-        parts = cache.layer_parts(i)
-        for item in cache.page_class(i).fields:
-            found[f"{i}.{item.name}"] = torch.cat([_head_rows(part, item.name) for part in parts])
-        # Slots of one head lie apart when there are several segments: their order is head by head within a part.
-        found[f"{i}.parts"] = torch.tensor([part.lens for part in parts], dtype=torch.int64)
-        for side, state in cache.tail.layers[i].state.items():
-            found |= {f"{i}.state.{side}.{name}": tensor.cpu() for name, tensor in state.items()}
-        fill = cache.open.committed
-        found[f"{i}.open.k"] = cache.open.k[i][:, :fill].cpu().contiguous()
-        found[f"{i}.open.v"] = cache.open.v[i][:, :fill].cpu().contiguous()
-        seen = cache.sidecar.layers[i]
-        named = {"mass": seen.mass_HS, "open_mass": seen.open_mass_HR, "last_q": seen.last_q_QWD}
-        if seen.moments is not None:
-            named |= {"moments.sum": seen.moments.sum_QD, "moments.outer": seen.moments.outer_QDD}
-        found |= {f"{i}.side.{name}": t.cpu().contiguous() for name, t in named.items() if t is not None}
-    return found
-
-
-def _head_rows(part: LayerPages, name: str) -> Tensor:
-    """All rows of one field, head after head; groups of a codec stay whole."""
-    group = part.page_class.group
-    rows = []
-    for extents in part.extents:
-        for extent in extents:
-            item = next(item for item in part.page_class.fields if item.name == name)
-            per_page = part.page_class.rows_per_page(item)
-            per = part.page_class.page_size // per_page
-            used = -(-extent.length // group) * group
-            first = extent.first * per_page
-            rows.append(extent.span.fields[name][first : first + used // per])
-    return torch.cat(rows).cpu() if rows else part._empty(name)
-
-
-def _fill(cache: SequenceCache, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    spec = cache.spec
-    fill = int(header["open_fill"])
-    for i, layer in enumerate(cache.tail.layers):
-        for side in ("k", "v"):
-            prefix = f"{i}.state.{side}."
-            state = {name.removeprefix(prefix): t.to(cache.arena.device) for name, t in tensors.items() if
-                     name.startswith(prefix)}  # fmt: skip
-            if state or cache.policy.codec is not None:
-                layer.state[side] = state
-    num_parts = {len(tensors[f"{i}.parts"]) for i in range(spec.num_layers)}
-    for part in range(max(num_parts)):
-        counts = [tensors[f"{i}.parts"][part].tolist() for i in range(spec.num_layers)]
-        cache.tail.reserve(counts)
-        for i, layer in enumerate(cache.tail.layers):
-            group = layer.page_class.group
-            done = sum(-(-n // group) * group for row in tensors[f"{i}.parts"][:part].tolist() for n in row)
-            total = sum(-(-n // group) * group for n in counts[i])
-            codes = {}
-            for item in layer.page_class.fields:
-                per = layer.page_class.page_size // layer.page_class.rows_per_page(item)
-                codes[item.name] = tensors[f"{i}.{item.name}"][done // per : (done + total) // per].to(
-                    cache.arena.device
-                )
-            layer.append(codes, counts[i])
-    for i in range(spec.num_layers):
-        cache.open.k[i][:, :fill] = tensors[f"{i}.open.k"].to(cache.arena.device)
-        cache.open.v[i][:, :fill] = tensors[f"{i}.open.v"].to(cache.arena.device)
-        side_car = cache.sidecar.layers[i]
-        side_car.mass_HS = _maybe(tensors, f"{i}.side.mass", cache)
-        side_car.open_mass_HR = _maybe(tensors, f"{i}.side.open_mass", cache)
-        side_car.last_q_QWD = _maybe(tensors, f"{i}.side.last_q", cache)
-        if header["moments"][i] is not None:
-            side_car.moments = Moments(
-                int(header["moments"][i]),
-                tensors[f"{i}.side.moments.sum"].to(cache.arena.device),
-                tensors[f"{i}.side.moments.outer"].to(cache.arena.device),
-            )
-    cache.open.fill = cache.open.committed = fill
-    cache.sealed_len = int(header["sealed_len"])
-    cache.last_compressed_len = int(header["last_compressed_len"])
-    cache.pinned = [(int(start), int(end)) for start, end in header["pinned"]]
-
-
-def _maybe(tensors: dict[str, Tensor], name: str, cache: SequenceCache) -> Tensor | None:
-    return tensors[name].to(cache.arena.device) if name in tensors else None
 
 
 def _checksum(header: str, tensors: dict[str, Tensor]) -> str:

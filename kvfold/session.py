@@ -276,6 +276,7 @@ class Session:
         """Write the session to a file: codes as they are stored, with checksum, policy and weights digest."""
         from kvfold.files import save_session
 
+        self._require_open()
         save_session(self, Path(path))
 
     @classmethod

@@ -99,9 +99,15 @@ _arenas: WeakKeyDictionary[nn.Module, Arena] = WeakKeyDictionary()
 
 def arena_of(model: Any, capacity_bytes: int | None = None) -> Arena:
     """The arena of a model, taken at first use and shared by its sessions and caches."""
-    if model not in _arenas:
-        _arenas[model] = Arena(capacity_bytes or _default_capacity(model.device), device=model.device)
-    return _arenas[model]
+    known = _arenas.get(model)
+    if known is None:
+        known = _arenas[model] = Arena(capacity_bytes or _default_capacity(model.device), device=model.device)
+    elif capacity_bytes is not None and capacity_bytes // known.superblock_bytes != known.num_superblocks:
+        raise InputError(
+            f"the model has an arena of {known.capacity_bytes} bytes already, not of {capacity_bytes}; "
+            "give the memory when it is first loaded"
+        )
+    return known
 
 
 def set_arena(model: Any, arena: Arena) -> None:
