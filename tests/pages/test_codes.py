@@ -22,7 +22,7 @@ Key = tuple[int, int, int]  # layer, head, position
 
 def codes(sequence: SequenceCache) -> dict[Key, bytes]:
     """All bytes of every sealed slot."""
-    found = {}
+    found: dict[Key, bytes] = {}
     for i in range(sequence.spec.num_layers):
         for pages in sequence.layer_parts(i):
             fields = pages.gather([torch.arange(length) for length in pages.lens])

@@ -150,7 +150,7 @@ class SequenceMachine(RuleBasedStateMachine):
         """Any slots of any head go, stored or about to be sealed."""
         sequence, expected = self.pick(which)
         rng, count = random.Random(seed), expected.committed
-        kept = {}
+        kept: dict[tuple[int, int], list[int]] = {}
         changes = []
         for i, layer in enumerate(self.spec.layers):
             k = readable(self.spec, i, expected.sealed_len, count)
