@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 .PHONY: demo test lint clean
 
 demo: $(READY)
-	$(BIN)/kvfold demo
+	@$(BIN)/kvfold demo
 
 # One thread per worker: two pools of threads on two cores are slower than either.
 test: $(READY)

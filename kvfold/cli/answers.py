@@ -29,46 +29,42 @@ class Answer:
     question: str
     reply: Reply
     sizes: Stats
-    positions: Positions
     is_first: bool  # of those that share one prefill
+    positions: Positions | None = None  # of the kept slots, where asked for
 
 
-def answer_all(
-    model: Model,
-    policy: Policy,
-    document: str,
-    questions: Sequence[str],
-    *,
-    question_known: bool,
-    options: dict[str, Any],
-) -> list[Answer]:
+@dataclass(frozen=True)
+class Asking:
+    """What is asked of a document, and how, whatever the policy."""
+
+    questions: Sequence[str]
+    question_known: bool
+    options: dict[str, Any]  # of Session.generate
+    with_positions: bool = False
+
+
+def answer_all(model: Model, policy: Policy, document: str, asking: Asking) -> list[Answer]:
     """One answer for each question."""
-    if question_known:
-        prompts = [f"{document}\n\n{question}" for question in questions]
-        return [
-            _known(model, policy, prompt, question, options)
-            for prompt, question in zip(prompts, questions, strict=True)
-        ]
-    return _unknown(model, policy, document, questions, options)
+    if not asking.question_known:
+        return _unknown(model, policy, document, asking)
+    return [_known(model, policy, document, question, asking) for question in asking.questions]
 
 
-def _known(model: Model, policy: Policy, prompt: str, question: str, options: dict[str, Any]) -> Answer:
+def _known(model: Model, policy: Policy, document: str, question: str, asking: Asking) -> Answer:
     with Session(model, policy) as session:
-        _read(session, prompt)
-        sizes, positions = session.stats(), _positions(session)
-        return Answer(policy, True, question, session.generate(**options), sizes, positions, True)
+        _read(session, f"{document}\n\n{question}")
+        sizes, positions = session.stats(), _positions(session, asking)
+        return Answer(policy, True, question, session.generate(**asking.options), sizes, True, positions)
 
 
-def _unknown(
-    model: Model, policy: Policy, document: str, questions: Sequence[str], options: dict[str, Any]
-) -> list[Answer]:
+def _unknown(model: Model, policy: Policy, document: str, asking: Asking) -> list[Answer]:
     with Session(model, policy) as session:
         _read(session, document)
-        sizes, positions = session.stats(), _positions(session)
-        replies = [session.ask(question, **options) for question in questions]
+        sizes, positions = session.stats(), _positions(session, asking)
+        replies = [session.ask(question, **asking.options) for question in asking.questions]
     return [
-        Answer(policy, False, question, reply, sizes, positions, number == 0)
-        for number, (question, reply) in enumerate(zip(questions, replies, strict=True))
+        Answer(policy, False, question, reply, sizes, number == 0, positions)
+        for number, (question, reply) in enumerate(zip(asking.questions, replies, strict=True))
     ]
 
 
@@ -78,9 +74,8 @@ def _read(session: Session, text: str) -> None:
         session.extend(text, progress=progress)
 
 
-def _positions(session: Session) -> Positions:
-    layers = session.model.spec.layers
-    return [
-        [session.cache.positions(index, head).tolist() for head in range(layer.num_kv_heads)]
-        for index, layer in enumerate(layers)
-    ]
+def _positions(session: Session, asking: Asking) -> Positions | None:
+    if not asking.with_positions:
+        return None
+    heads = [range(layer.num_kv_heads) for layer in session.model.spec.layers]
+    return [[session.kept(layer, head) for head in mine] for layer, mine in enumerate(heads)]

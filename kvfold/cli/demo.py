@@ -13,7 +13,7 @@ from importlib.resources import files
 from rich.markup import escape
 
 from kvfold.cli import show
-from kvfold.cli.answers import Answer, answer_all
+from kvfold.cli.answers import Answer, Asking, answer_all
 from kvfold.cli.options import Subparsers, add_model_options, load_model
 from kvfold.cli.run import answer_json
 from kvfold.models.loader import Model
@@ -78,8 +78,8 @@ def run(args: argparse.Namespace) -> int:
 def _answers(model: Model, case: Case) -> list[Answer]:
     document = (files("kvfold") / DOCUMENT).read_text(encoding="utf-8").strip()
     one_sentence = {"max_new_tokens": 16, "stop": (".", "\n")}
-    policy, known = Policy.parse(case.policy), case.question_known
-    return answer_all(model, policy, document, list(EXPECTED), question_known=known, options=one_sentence)
+    asking = Asking(list(EXPECTED), case.question_known, one_sentence)
+    return answer_all(model, Policy.parse(case.policy), document, asking)
 
 
 def is_right(answer: Answer) -> bool:

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvfold.cli import show
-from kvfold.cli.answers import Answer, answer_all
+from kvfold.cli.answers import Answer, Asking, answer_all
 from kvfold.cli.options import Subparsers, add_model_options, add_sampling_options, load_model, sampling
 from kvfold.errors import InputError
 from kvfold.models.loader import Model
@@ -56,8 +56,8 @@ def run(args: argparse.Namespace) -> int:
     model = load_model(args)
     if not args.json:
         _print_questions(args)
-    asked = {"question_known": args.question_known, "options": sampling(args)}
-    answers = [answer for policy in policies for answer in answer_all(model, policy, document, args.ask, **asked)]
+    asking = Asking(args.ask, args.question_known, sampling(args), with_positions=args.show_kept)
+    answers = [answer for policy in policies for answer in answer_all(model, policy, document, asking)]
     if args.json:
         show.print_json(_as_json(args, model, answers))
     else:
@@ -104,8 +104,7 @@ def _print(args: argparse.Namespace, answers: list[Answer]) -> None:
             console.print(f"{number}. {answer.reply.text.strip()}", markup=False)
         console.print()
     console.print(_table(answers, len(args.ask), is_comparison))
-    if args.show_kept:
-        _print_kept(answers)
+    _print_kept(answers)
 
 
 def mode_text(question_known: bool, num_questions: int) -> str:
@@ -139,7 +138,7 @@ def _numbers(answer: Answer) -> list[str]:
 
 def _print_kept(answers: list[Answer]) -> None:
     for answer in answers:
-        if answer.is_first:
+        if answer.is_first and answer.positions is not None:
             asked = f" (asked: {answer.question})" if answer.question_known else ""
             print(f"\n{answer.policy.short}{asked}: kept positions 0 to {answer.sizes.logical_len - 1}, slots per head")
             print("\n".join(show.kept_lines(answer.positions, answer.sizes.logical_len)))
@@ -152,11 +151,11 @@ def _as_json(args: argparse.Namespace, model: Model, answers: list[Answer]) -> d
         "dtype": str(model.spec.dtype).removeprefix("torch."),
         "kv_dtype": str(model.spec.kv_dtype).removeprefix("torch."),
         "question_known": args.question_known,
-        "answers": [answer_json(answer, args.show_kept) for answer in answers],
+        "answers": [answer_json(answer) for answer in answers],
     }
 
 
-def answer_json(answer: Answer, with_positions: bool = False) -> dict[str, Any]:
+def answer_json(answer: Answer) -> dict[str, Any]:
     """One answer for machines; sizes are those of the compressed prompt."""
     sizes, reply = answer.sizes, answer.reply
     row = {
@@ -177,4 +176,4 @@ def answer_json(answer: Answer, with_positions: bool = False) -> dict[str, Any]:
         "shares_prefill": not answer.is_first,
         "decode_ms": reply.decode_ms,
     }
-    return row | ({"positions": answer.positions} if with_positions else {})
+    return row if answer.positions is None else row | {"positions": answer.positions}

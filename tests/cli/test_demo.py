@@ -20,7 +20,7 @@ def _answers(case: Case, held: int, *texts: str) -> list[Answer]:
     stats = Stats(1000, held, 8_000_000, held, [[500]], prefill_s=1.5)
     policy = Policy.parse(case.policy)
     return [
-        Answer(policy, case.question_known, question, Reply(text, [1], "eos", stats, 2.0), stats, [], True)
+        Answer(policy, case.question_known, question, Reply(text, [1], "eos", stats, 2.0), stats, True)
         for question, text in zip(EXPECTED, texts, strict=True)
     ]
 

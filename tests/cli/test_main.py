@@ -63,7 +63,7 @@ def test_ctrl_c_is_one_line_and_130(start: Start, folder: Path, document: Path) 
     assert (process.returncode, err) == (130, "interrupted\n")
 
 
-@pytest.mark.parametrize("arguments", [("policies",), ("policies", "--json")])
+@pytest.mark.parametrize("arguments", [("policies",), ("policies", "--json"), ("policies", "int4", "--json")])
 def test_a_closed_pipe_is_quiet(start: Start, arguments: tuple[str, ...]) -> None:
     process = start(*arguments)
     assert process.stdout is not None

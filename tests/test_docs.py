@@ -1,0 +1,83 @@
+"""The README and the pages under docs/ say what the code does: their Python runs, their commands parse."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvfold.cli.demo import CASES
+from kvfold.cli.main import build_parser
+from tests import tiny
+
+ROOT = Path(__file__).parents[1]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+MAX_README_LINES = 150
+
+
+def _blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def _commands(page: Path) -> list[str]:
+    lines = [line.removeprefix("$ ") for block in _blocks(page, "(?:sh|text)") for line in block.splitlines()]
+    return [line for line in lines if line.startswith(("kvfold ", "make "))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A near-zero-size model that stands in for the one the pages name."""
+    path = tmp_path_factory.mktemp("tiny")
+    tiny.build("llama").save_pretrained(path)
+    tiny.tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if _blocks(page, "python")], ids=lambda page: page.name)
+def test_the_python_of_a_page_runs(page: Path, folder: Path, tmp_path: Path) -> None:
+    """All blocks of a page are one program, run in a process of its own: what it registers stays there."""
+    program = tmp_path / "page.py"
+    program.write_text("\n".join(_blocks(page, "python")).replace("smollm2-135m", str(folder)), encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, program], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_there_is_python_on_the_pages_that_promise_it() -> None:
+    assert len(_blocks(ROOT / "docs" / "extending.md", "python")) == 3
+    assert _blocks(ROOT / "README.md", "python")
+
+
+@pytest.mark.parametrize("command", sorted({command for page in PAGES for command in _commands(page)}))
+def test_a_shown_command_exists(command: str) -> None:
+    program, *words = shlex.split(command, comments=True)
+    if program == "make":
+        targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+        assert set(words) <= set(targets)
+    else:
+        build_parser().parse_args(words)
+
+
+def test_the_readme_is_short_and_shows_a_result_early() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= MAX_README_LINES
+    assert max(index for index, line in enumerate(lines[:60]) if "right: " in line) < 40
+
+
+def test_the_shown_demo_is_the_one_that_runs() -> None:
+    (shown,) = (block for block in _blocks(ROOT / "README.md", "text") if block.startswith("$ make demo"))
+    rows = [line for line in shown.splitlines() if re.match(r"\S.*(right|wrong): ", line)]
+    titles = [line.split("  ")[0] for line in rows]
+    assert titles == [case.title for case in CASES]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), target
