@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvfold.errors import ModelError
+from jinja2 import TemplateError
+
+from kvfold.errors import InputError, ModelError
 
 _USER, _REPLY, _NEXT = "\u2402user\u2402", "\u2402reply\u2402", "\u2402next\u2402"
 
@@ -38,6 +40,9 @@ class ChatTemplate:
             close = asked.split(_USER)[1]
             end = replied.split(_REPLY)[1]
             between = again.split(_REPLY)[1].split(_NEXT)[0]
+        except TemplateError as error:
+            reason = f"the chat template cannot render a plain conversation: {error}"
+            raise ModelError(f"{reason}; use template=None") from error
         except (ValueError, IndexError) as error:
             raise ModelError("the model's chat template does not keep texts whole; use template=None") from error
         if not close.startswith(tail) or not between.startswith(end):
@@ -47,7 +52,10 @@ class ChatTemplate:
 
 def render_messages(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
     """Complete turns as text."""
-    return _render(tokenizer, messages)
+    try:
+        return _render(tokenizer, messages)
+    except (TemplateError, TypeError, KeyError) as error:
+        raise InputError(f"the chat template does not take these messages: {error}") from error
 
 
 def _render(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> str:
