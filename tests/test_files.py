@@ -216,7 +216,7 @@ def test_the_temporary_file_never_stays(model: Model, tmp_path: Path, monkeypatc
     with Session(model, template=None).extend(prompt(5)) as session:
         with pytest.raises(FileError, match="cannot be written"):
             session.save(tmp_path / "missing" / "session")
-        monkeypatch.setattr(files.os, "fsync", _interrupt)
+        monkeypatch.setattr("os.fsync", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             session.save(path)
     assert [file.name for file in tmp_path.iterdir()] == ["session"]

@@ -215,4 +215,4 @@ def test_options_out_of_range(model: Model) -> None:
             ({"stop": [""]}, "stop is a list"),
         ):
             with pytest.raises(InputError, match=message):
-                session.generate(**options)  # type: ignore[call-overload]
+                session.generate(**options)

@@ -1,4 +1,4 @@
-"""Policy `full` in fp32 is token for token the unmodified model, however the prompt is cut, paged, forked or batched."""
+"""Policy `full` in fp32 is token for token the unmodified model, however it is cut, paged, forked or batched."""
 
 from __future__ import annotations
 

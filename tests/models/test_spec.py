@@ -158,7 +158,7 @@ def test_slot_positions_need_fixed_frequencies() -> None:
 def test_nothing_to_compress_is_refused() -> None:
     spec = read_spec(build("mistral_sliding"))
     check_policy(Policy.parse("full"), spec)
-    with pytest.raises(PolicyError, match="every layer of .* is a sliding window"):
+    with pytest.raises(PolicyError, match=r"every layer of .* is a sliding window"):
         check_policy(Policy.parse("knorm + 64tok"), spec)
 
 
