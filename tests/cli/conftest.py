@@ -6,9 +6,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -59,11 +59,12 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
 
 
 @pytest.fixture
-def start() -> Start:
+def start() -> Iterator[Start]:
     """Start `python -m kvfold` with pipes; Ctrl-C works even where this process was told to ignore it."""
+    started: list[subprocess.Popen[str]] = []
 
-    def run(*arguments: object, **options: Any) -> subprocess.Popen[str]:
-        return subprocess.Popen(
+    def run(*arguments: object) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
             [sys.executable, "-m", "kvfold", *map(str, arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -71,7 +72,11 @@ def start() -> Start:
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
-            **options,
         )
+        started.append(process)
+        return process
 
-    return run
+    yield run
+    for process in started:  # none outlives its test, however that ended
+        process.kill()
+        process.wait()

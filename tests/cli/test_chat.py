@@ -84,7 +84,7 @@ def test_help_and_quit(talk: Talk) -> None:
     [
         ("/fly", 'no command "/fly"; commands: /stats, /save, /load, /reset, /help, /quit'),
         ("/save", "the name of a file is missing"),
-        ("/load missing.kvfold", "missing.kvfold does not exist"),
+        ("/load missing.kvfold", "missing.kvfold is no file"),
         ("/save missing/talk.kvfold", "the folder missing does not exist"),
     ],
 )
