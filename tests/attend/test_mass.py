@@ -60,6 +60,18 @@ def zero() -> Mass:
     return defaultdict(lambda: defaultdict(float))
 
 
+def follow(sequence: SequenceCache, layers: Layers, at: int, expected: Mass) -> None:
+    """One committed decode step, compared before and after."""
+    step = DecodePass([sequence])  # seals what does not fit: only then is it known what the step will see
+    assert_same(sequence, expected)
+    add_map(expected, sequence, part(layers, at, at + 1))
+    for i, qkv in enumerate(part(layers, at, at + 1)):
+        step.attend(i, 0, *qkv)
+    step.finish()
+    sequence.open.commit(1)
+    assert_same(sequence, expected)
+
+
 @pytest.mark.parametrize("codec", ["native", "int8", "int2"])
 @pytest.mark.parametrize("budget", ["uniform", "ada", "global"])
 def test_mass_is_the_column_sum(budget: str, codec: str) -> None:
@@ -70,19 +82,26 @@ def test_mass_is_the_column_sum(budget: str, codec: str) -> None:
     add_map(expected, sequence, part(layers, 0, 60))
     prefill(sequence, part(layers, 0, 60), [50, 3, 7])
     for at in range(60, 90):
-        step = DecodePass([sequence])  # seals what does not fit: only then is it known what the step will see
-        assert_same(sequence, expected)
-        add_map(expected, sequence, part(layers, at, at + 1))
-        for i, qkv in enumerate(part(layers, at, at + 1)):
-            step.attend(i, 0, *qkv)
-        step.finish()
-        sequence.open.commit(1)
-        assert_same(sequence, expected)
+        follow(sequence, layers, at, expected)
     assert any(len(set(sequence.stored_lens(i))) > 1 for i in range(2)) == (budget != "uniform")
     seal(sequence, compress=False)
     add_map(expected, sequence, part(layers, 90, 130))
     prefill(sequence, part(layers, 90, 130), [11, 29])
     assert_same(sequence, expected)
+
+
+def test_equal_runs_behind_unequal_ones() -> None:
+    """After a shared segment of unequal heads, a tail that all heads share in shape starts elsewhere in each row."""
+    layers = random_layers(SPEC, 90)
+    sequence = new_sequence(f"h2o + ada + 3x + {SMALL}", SPEC)
+    expected = zero()
+    add_map(expected, sequence, part(layers, 0, 60))
+    prefill(sequence, part(layers, 0, 60))
+    sequence.fork().release()
+    for at in range(60, 90):
+        follow(sequence, layers, at, expected)
+    assert any(len(set(layer.lens)) > 1 for layer in sequence.segments[0].layers)
+    assert all(run.is_uniform for layer in sequence.tail.layers for run in layer.runs())
 
 
 def test_nothing_evicted_nothing_lost() -> None:

@@ -26,7 +26,7 @@ CLASSES = (
 
 
 class ArenaMachine(RuleBasedStateMachine):
-    """`lent` is the model: which byte every span was filled with."""
+    """`lent` is the model: field i of a span is full of its byte + i."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,10 +55,10 @@ class ArenaMachine(RuleBasedStateMachine):
         assert sum(span.num_pages for span in spans) >= num_pages
         assert len(spans) <= 1 or not whole
         for span in spans:
-            for rows in span.fields.values():
-                rows.view(torch.uint8).fill_(self.next_byte)
+            for i, rows in enumerate(span.fields.values()):
+                rows.view(torch.uint8).fill_(self.next_byte + i)
             self.lent.append((span, self.next_byte))
-            self.next_byte = self.next_byte % 250 + 1
+            self.next_byte = (self.next_byte + 9) % 240
         self.peak = max(self.peak, len(self.blocks_taken()) * BLOCK)
 
     @precondition(lambda self: self.lent)
@@ -78,8 +78,8 @@ class ArenaMachine(RuleBasedStateMachine):
     @invariant()
     def every_byte_is_as_its_owner_left_it(self) -> None:
         for span, byte in self.lent:
-            for rows in span.fields.values():
-                assert (rows.view(torch.uint8) == byte).all()
+            for i, rows in enumerate(span.fields.values()):
+                assert (rows.view(torch.uint8) == byte + i).all()
 
     @invariant()
     def fields_hold_all_pages(self) -> None:
