@@ -22,15 +22,14 @@ from torch import Tensor
 from kvfold.engine.generate import Request, StopReason, generate
 from kvfold.engine.runner import Progress, Runner
 from kvfold.engine.sample import Sampling
-from kvfold.errors import InputError, ModelError
+from kvfold.errors import InputError
 from kvfold.models.check import check_policy
 from kvfold.models.loader import Model
-from kvfold.models.template import ChatTemplate, render_messages
+from kvfold.models.template import ChatTemplate
+from kvfold.models.turns import Turn, Turns
 from kvfold.pages.sequence import PageConfig, SequenceCache
 from kvfold.policy.policy import Policy
 from kvfold.stats import Stats, measure
-
-Turn = Literal["start", "user", "between", "reply"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,7 @@ class Session:
         self.policy = Policy.parse(policy)
         check_policy(self.policy, model.spec)
         self.template = ChatTemplate.of(model.tokenizer) if template == "auto" else None
+        self.turns = Turns(model.tokenizer, self.template, model.spec.eos_token_ids)
         self.runner = Runner(model.hf, model.spec, model.arena, chunk_len=chunk_len)
         self.cache = self.runner.new_sequence(self.policy, PageConfig(page_size, open_len))
         self.token_ids: list[int] = []  # all of them; the last few may not be in the cache yet
@@ -87,9 +87,10 @@ class Session:
         if (text is None) == (messages is None):
             raise InputError("extend takes either text (or token ids) or messages=[…]")
         if messages is not None:
-            return self._read(self._message_ids(messages), "between", compress, pin, progress)
+            return self._read(self.turns.message_ids(messages, self._turn), "between", compress, pin, progress)
         if isinstance(text, str):
-            return self._read(self._text_ids(text), "user" if self.template else "reply", compress, pin, progress)
+            ids = self.turns.text_ids(text, self._turn, self.token_ids)
+            return self._read(ids, self.turns.after_text, compress, pin, progress)
         return self._read([int(token) for token in text or ()], self._turn, compress, pin, progress)
 
     def _read(
@@ -129,35 +130,6 @@ class Session:
     def _require_open(self) -> None:
         if self._is_closed:
             raise InputError("the session is closed; make a new one")
-
-    def _text_ids(self, text: str) -> list[int]:
-        if not text:
-            raise InputError("there is nothing to read: the text is empty")
-        if self.template is None:
-            return self._encode(text, special=not self.token_ids)
-        before = {
-            "start": self.template.opening,
-            "user": "",
-            "between": self.template.reopen,
-            "reply": self.template.end + self.template.reopen,
-        }[self._turn]
-        return self._after_eos(self._encode(before + text))
-
-    def _message_ids(self, messages: list[dict[str, Any]]) -> list[int]:
-        if self.template is None:
-            raise ModelError(f"{self.model.name} has no chat template; give text instead of messages")
-        if self._turn != "start":
-            raise InputError("messages start a conversation; continue this one with extend(text) or a new Session")
-        return self._encode(render_messages(self.model.tokenizer, messages))
-
-    def _encode(self, text: str, *, special: bool = False) -> list[int]:
-        found: list[int] = self.model.tokenizer(text, add_special_tokens=special)["input_ids"]
-        return found
-
-    def _after_eos(self, ids: list[int]) -> list[int]:
-        """A reply that ended with the end-of-turn token already holds the first token of what follows."""
-        ended = bool(self.token_ids) and self.token_ids[-1] in self.model.spec.eos_token_ids
-        return ids[1:] if ended and ids and ids[0] == self.token_ids[-1] else ids
 
     # Writing
 
@@ -205,9 +177,9 @@ class Session:
 
     def _begin_reply(self) -> None:
         """Close an open user turn; run what was sampled last."""
-        if self.template is not None and self._turn in ("user", "between"):
-            text = self.template.close if self._turn == "user" else self.template.header
-            self._read(self._encode(text), "reply", compress=False)
+        opening = self.turns.reply_ids(self._turn)
+        if opening:
+            self._read(opening, "reply", compress=False)
         for token in self.token_ids[self.cache.committed_len :]:
             self._logits_V = self.runner.decode([self.cache], [token])[0]
 
@@ -304,10 +276,12 @@ def generate_batch(
     """Replies to a ragged batch of prompts, prefilled and decoded together; each prompt is compressed whole."""
     if isinstance(prompts, str) or not prompts:
         raise InputError("prompts is a non-empty list of texts")
-    sessions = [Session(model, policy, template=template) for _ in prompts]
+    sessions: list[Session] = []
     try:
-        ids = [_prompt_ids(session, prompt) for session, prompt in zip(sessions, prompts, strict=True)]
-        runner = sessions[0].runner
+        for _ in prompts:
+            sessions.append(Session(model, policy, template=template))
+        turns, runner = sessions[0].turns, sessions[0].runner
+        ids = [turns.text_ids(prompt, "start", ()) + turns.reply_ids(turns.after_text) for prompt in prompts]
         logits = runner.prefill([session.cache for session in sessions], ids, progress=progress)
         requests = [
             Request(session.cache, row, max_new_tokens, Sampling(temperature, top_k, top_p, seed + i), stop)
@@ -319,9 +293,3 @@ def generate_batch(
     finally:
         for session in sessions:
             session.close()
-
-
-def _prompt_ids(session: Session, prompt: str) -> list[int]:
-    ids = session._text_ids(prompt)
-    return ids + session._encode(session.template.close) if session.template is not None else ids
-
