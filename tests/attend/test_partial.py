@@ -87,14 +87,15 @@ def test_parts_merge_to_the_whole(h: int, s: int, cuts: list[int], by_head: bool
     borders = sorted({0, s, *(min(cut, s) for cut in cuts)})
     merge = Merge(q)
     for start, end in pairwise(borders):
+        nothing = torch.zeros(5, end - start, dtype=torch.bool)
+        for _ in range(2):
+            merge.add(slice(0, h), *attend(q, k[:, start:end], v[:, start:end], 0.5, mask_TS=nothing))
         if by_head:
             for head in range(h):
                 mine = slice(head, head + 1)
                 merge.add(mine, *attend_reference(q[mine], k[mine, start:end], v[mine, start:end], 0.5))
         else:
             merge.add(slice(0, h), *attend_reference(q, k[:, start:end], v[:, start:end], 0.5))
-        nothing = torch.zeros(end - start, dtype=torch.bool).expand(5, -1)
-        merge.add(slice(0, h), *attend(q, k[:, start:end], v[:, start:end], 0.5, mask_TS=nothing))
     assert merge.lse_HGT is not None
     assert_close((merge.result(), merge.lse_HGT), attend_reference(q, k, v, 0.5))
 
