@@ -4,8 +4,9 @@
     python benchmarks/stream_perplexity.py --plot
 
 Reads a long text through each policy in one session, compressing between chunks, and reports perplexity, arena bytes
-and process memory for every block of 10,000 tokens. The first block is the baseline of the later ones: a policy that works
-stays near it, far past the trained window.
+and process memory for every block of 10,000 tokens. Texts differ in difficulty from block to block, so each block is
+also read by a fresh sequence of the first policy (the control): a stream that works stays at its control, far past the
+trained window.
 """
 
 from __future__ import annotations
@@ -31,20 +32,25 @@ from kvfold.models.loader import Model
 ROOT = Path(__file__).resolve().parents[1]
 POLICIES = ("streaming + 1024tok + slot", "recent + 1024tok + slot + protect(none)", "streaming + 1024tok")
 BLOCK_LEN = 10_000
+CONTROL = "control: a fresh sequence per block"
 
 
-def blocks(model: Model, policy: str, tokens: list[int]) -> Iterator[dict[str, object]]:
-    """Perplexity and memory of each block, in one sequence."""
+def blocks(model: Model, policy: str, tokens: list[int], *, fresh: bool = False) -> Iterator[dict[str, object]]:
+    """Perplexity and memory of each block, in one sequence or, as the control, in a fresh one for every block."""
     runner = Runner(model.hf, model.spec, model.arena)
     sequence = runner.new_sequence(kvfold.Policy.parse(policy))
     try:
         for begin in range(0, len(tokens), BLOCK_LEN):
+            if fresh:
+                sequence.release()
+                sequence = runner.new_sequence(kvfold.Policy.parse(policy))
             began = time.perf_counter()
             logprobs = runner.logprobs(sequence, tokens[begin : begin + BLOCK_LEN])
             yield {
-                "policy": policy, "end": sequence.logical_len, "perplexity": math.exp(-logprobs.mean().item()),
-                "arena_bytes": model.arena.lent_bytes, "resident_bytes": sequence.resident_bytes,
-                "process_bytes": _process_bytes(), "s": time.perf_counter() - began,
+                "policy": CONTROL if fresh else policy, "end": min(begin + BLOCK_LEN, len(tokens)),
+                "perplexity": math.exp(-logprobs.mean().item()), "arena_bytes": model.arena.lent_bytes,
+                "resident_bytes": sequence.resident_bytes, "process_bytes": _process_bytes(),
+                "s": time.perf_counter() - began,
             }  # fmt: skip
     finally:
         sequence.release()
@@ -103,12 +109,13 @@ def main() -> None:
     tokens = model.tokenizer(text)["input_ids"][: args.tokens]
     about = facts(model=args.model, dtype=str(model.spec.dtype), kv_dtype=str(model.spec.kv_dtype))
     rows = []
-    for policy in args.policies:
-        for row in blocks(model, policy, tokens):
+    runs = [(policy, False) for policy in args.policies] + [(args.policies[0], True)]
+    for policy, fresh in runs:
+        for row in blocks(model, policy, tokens, fresh=fresh):
             rows.append(row)
             cache, process = (int(str(row[name])) / 1e6 for name in ("resident_bytes", "process_bytes"))
             print(
-                f"{policy:45s} to {row['end']:>7}: perplexity {row['perplexity']:8.2f}  cache {cache:6.2f} MB  "
+                f"{row['policy']:45s} to {row['end']:>7}: perplexity {row['perplexity']:8.2f}  cache {cache:6.2f} MB  "
                 f"process {process:7.1f} MB  {row['s']:5.1f} s",
                 flush=True,
             )
