@@ -79,7 +79,8 @@ def plot(rows: list[dict[str, object]], path: Path) -> None:
         mine = [row for row in rows if row["policy"] == policy]
         ends = [int(str(row["end"])) // 1000 for row in mine]
         upper.plot(ends, [float(str(row["perplexity"])) for row in mine], marker="o", label=policy)
-        lower.plot(ends, [float(str(row["resident_bytes"])) / 1e6 for row in mine], marker="o")
+        sized = [row for row in mine if "resident_bytes" in row]
+        lower.plot(ends[: len(sized)], [float(str(row["resident_bytes"])) / 1e6 for row in sized], marker="o")
     upper.set(yscale="log", ylabel="perplexity per 10k block")
     upper.legend(fontsize=8)
     lower.set(xlabel="tokens read (thousands)", ylabel="cache, MB", ylim=(0, None))
