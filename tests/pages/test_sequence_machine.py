@@ -60,13 +60,13 @@ class SequenceMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["full", "full + bf16", "full + codec(k=bf16, v=native)", "full + bf16(layers=1:)"]),
         page_size=st.integers(1, 7),
         open_len=st.integers(1, 6),
-        num_blocks=st.integers(6, 40),
+        num_blocks=st.integers(8, 40),
     )
     def begin(self, has_window: bool, policy: str, page_size: int, open_len: int, num_blocks: int) -> None:
         self.spec: ModelSpec = tiny_spec(num_layers=3 if has_window else 2, sliding={1: WINDOW} if has_window else None)
         self.arena = Arena(num_blocks * SMALL_BLOCK, superblock_bytes=SMALL_BLOCK)
         self.policy, self.page_size, self.open_len = policy, page_size, open_len
-        self.start_another()
+        self.start_another(prompt_len=20)
 
     @property
     def heads(self) -> list[tuple[int, int]]:
@@ -75,9 +75,9 @@ class SequenceMachine(RuleBasedStateMachine):
     def pick(self, which: int) -> tuple[SequenceCache, Expected]:
         return self.live[which % len(self.live)]
 
-    @precondition(lambda self: len(self.live) < 4)
-    @rule()
-    def start_another(self) -> None:
+    @precondition(lambda self: len(self.live) < 3)
+    @rule(prompt_len=st.integers(1, 25))
+    def start_another(self, prompt_len: int) -> None:
         try:
             made = new_sequence(
                 self.policy, self.spec, arena=self.arena, page_size=self.page_size, open_len=self.open_len
@@ -85,6 +85,7 @@ class SequenceMachine(RuleBasedStateMachine):
         except OutOfPages:
             return
         self.live.append((made, Expected({key: [] for key in self.heads})))
+        self.read(which=len(self.live) - 1, num_tokens=prompt_len)
 
     @precondition(lambda self: self.live)
     @rule(which=st.integers(0, 3), num_tokens=st.integers(1, 25))
@@ -116,6 +117,12 @@ class SequenceMachine(RuleBasedStateMachine):
         expected.fill += num_tokens
 
     @precondition(lambda self: self.live)
+    @rule(which=st.integers(0, 3), num_tokens=st.integers(1, 4))
+    def decode(self, which: int, num_tokens: int) -> None:
+        self.draft(which=which, num_tokens=num_tokens)
+        self.commit(which=which, num_tokens=num_tokens)
+
+    @precondition(lambda self: self.live)
     @rule(which=st.integers(0, 3), num_tokens=st.integers(0, 4))
     def commit(self, which: int, num_tokens: int) -> None:
         sequence, expected = self.pick(which)
@@ -145,7 +152,7 @@ class SequenceMachine(RuleBasedStateMachine):
         expected.seal(kept, expected.committed)
 
     @precondition(lambda self: self.live)
-    @rule(which=st.integers(0, 3), seed=st.integers(0, 1 << 30), share=st.floats(0, 1), decoding=st.booleans())
+    @rule(which=st.integers(0, 3), seed=st.integers(0, 1 << 30), share=st.floats(0.2, 1), decoding=st.booleans())
     def evict(self, which: int, seed: int, share: float, decoding: bool) -> None:
         """Any slots of any head go, stored or about to be sealed."""
         sequence, expected = self.pick(which)
@@ -168,7 +175,7 @@ class SequenceMachine(RuleBasedStateMachine):
         sequence.open.drop_committed()
         expected.seal(kept, count)
 
-    @precondition(lambda self: 0 < len(self.live) < 4)
+    @precondition(lambda self: 0 < len(self.live) < 4 and any(s.sealed_len for s, _ in self.live))
     @rule(which=st.integers(0, 3))
     def fork(self, which: int) -> None:
         sequence, expected = self.pick(which)
@@ -177,7 +184,7 @@ class SequenceMachine(RuleBasedStateMachine):
         except OutOfPages:
             return
 
-    @precondition(lambda self: self.live)
+    @precondition(lambda self: len(self.live) > 1)
     @rule(which=st.integers(0, 3))
     def free(self, which: int) -> None:
         self.live.pop(which % len(self.live))[0].release()
@@ -233,4 +240,4 @@ def some_of(change: LayerChange, stay: list[list[int]], num_stored: list[int]) -
 
 
 TestSequences = SequenceMachine.TestCase
-TestSequences.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestSequences.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
