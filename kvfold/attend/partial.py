@@ -61,30 +61,54 @@ def attend_reference(
 
 
 class Merge:
-    """Running sum over parts, in fp32. A part may cover some of the heads."""
+    """Running sum over parts, in fp32. A part may cover some of the heads; parts of rising heads are joined first."""
 
     def __init__(self, q_HGTD: Tensor) -> None:
         self._q = q_HGTD
-        self.out_HGTD: Tensor | None = None
-        self.lse_HGT: Tensor | None = None
+        self._out_HGTD: Tensor | None = None
+        self._lse_HGT: Tensor | None = None
+        self._parts: list[tuple[Tensor, Tensor]] = []  # of heads 0 to self._covered
+        self._covered = 0
 
     def add(self, heads: slice, out: Tensor, lse: Tensor) -> None:
-        is_whole = out.shape[0] == self._q.shape[0]
-        if self.out_HGTD is None and is_whole:
-            self.out_HGTD, self.lse_HGT = out, lse
+        if heads.start < self._covered:
+            self._flush()
+        self._fill(heads.start)
+        self._parts.append((out, lse))
+        self._covered = heads.stop
+        if self._covered == self._q.shape[0]:
+            self._flush()
+
+    def _fill(self, head: int) -> None:
+        """Up to `head`, heads that this part does not cover see nothing."""
+        if head > self._covered:
+            missing = self._q[self._covered : head]
+            nothing = torch.full(missing.shape[:-1], -torch.inf, dtype=torch.float32, device=missing.device)
+            self._parts.append((torch.zeros_like(missing), nothing))
+            self._covered = head
+
+    def _flush(self) -> None:
+        if not self._parts:
             return
-        if self.out_HGTD is None or self.lse_HGT is None:
-            self.out_HGTD = torch.zeros_like(self._q, dtype=torch.float32)
-            self.lse_HGT = torch.full(self._q.shape[:-1], -torch.inf, dtype=lse.dtype, device=lse.device)
-        before = self.lse_HGT[heads]
+        self._fill(self._q.shape[0])
+        out, lse = self._parts[0]
+        if len(self._parts) > 1:
+            out, lse = (torch.cat(tensors) for tensors in zip(*self._parts, strict=True))
+        self._parts, self._covered = [], 0
+        if self._out_HGTD is None or self._lse_HGT is None:
+            self._out_HGTD, self._lse_HGT = out, lse
+            return
         # The share of the new part; -inf on both sides (nothing seen yet) must not become NaN.
-        share = torch.sigmoid(lse - before).nan_to_num(0.0)
-        merged = torch.lerp(self.out_HGTD[heads].float(), out.float(), share.unsqueeze(-1))
-        if is_whole:
-            self.out_HGTD, self.lse_HGT = merged, torch.logaddexp(before, lse)
-        else:
-            self.out_HGTD = self.out_HGTD.float()
-            self.out_HGTD[heads], self.lse_HGT[heads] = merged, torch.logaddexp(before, lse)
+        share = torch.sigmoid(lse - self._lse_HGT).nan_to_num(0.0)
+        self._out_HGTD = torch.lerp(self._out_HGTD.float(), out.float(), share.unsqueeze(-1))
+        self._lse_HGT = torch.logaddexp(self._lse_HGT, lse)
+
+    @property
+    def lse_HGT(self) -> Tensor | None:
+        """Log-sum-exp over everything added, or None."""
+        self._flush()
+        return self._lse_HGT
 
     def result(self) -> Tensor:
-        return torch.zeros_like(self._q) if self.out_HGTD is None else self.out_HGTD.to(self._q.dtype)
+        self._flush()
+        return torch.zeros_like(self._q) if self._out_HGTD is None else self._out_HGTD.to(self._q.dtype)

@@ -55,4 +55,5 @@ class PassHandle:
             mine = slice(piece.begin - base, piece.end - base)
             new = query[0, :, mine], self.k_HND[:, mine], self.v_HND[:, mine]
             outs.append(self.cache.current.attend(self.layer, piece.index, *new))
-        return torch.cat(outs, dim=1).transpose(0, 1).unsqueeze(0)
+        out_QND = outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+        return out_QND.transpose(0, 1).unsqueeze(0)

@@ -51,16 +51,16 @@ class Extent:
 
 @dataclass(frozen=True)
 class Run:
-    """Adjacent extents of ascending heads: what a reader decodes in one go."""
+    """Adjacent extents of ascending heads: what a reader decodes in one go. Made anew whenever slots change."""
 
     extents: tuple[Extent, ...]
     heads: tuple[int, ...]
 
-    @property
+    @cached_property
     def lens(self) -> tuple[int, ...]:
         return tuple(extent.length for extent in self.extents)
 
-    @property
+    @cached_property
     def is_uniform(self) -> bool:
         """Consecutive heads of one capacity and length: one strided view serves them all."""
         shapes = {(extent.num_pages, extent.length) for extent in self.extents}
@@ -74,7 +74,14 @@ class Run:
 
     def side(self, side: Side) -> Codes:
         """The codec's fields of one side, for every slot of the run, used or not."""
-        return {name.partition(".")[2]: rows for name, rows in self._fields().items() if name.startswith(side + ".")}
+        return self._sides[side]
+
+    @cached_property
+    def _sides(self) -> dict[Side, Codes]:
+        found: dict[Side, Codes] = {"k": {}, "v": {}}
+        for side, codes in found.items():
+            codes |= {name[2:]: rows for name, rows in self._fields().items() if name.startswith(f"{side}.")}
+        return found
 
     @cached_property
     def position_N(self) -> Tensor:
