@@ -11,7 +11,7 @@ from tests.pages.tiny import fill, new_sequence, readable, step, tokens_of
 
 
 def all_tokens(sequence: SequenceCache) -> list[list[int]]:
-    return [tokens_of(sequence, layer, head) for layer in range(2) for head in range(2)]
+    return [tokens for layer in range(2) for tokens in tokens_of(sequence, layer)]
 
 
 def test_drafts_roll_back_to_the_commit_line() -> None:

@@ -98,14 +98,16 @@ def step(sequence: SequenceCache, num_tokens: int = 1, *, commit: bool = True) -
         sequence.open.commit(num_tokens)
 
 
-def tokens_of(sequence: SequenceCache, layer: int, head: int) -> list[int]:
-    """The token numbers a head really holds, read from its keys, sealed then open; codecs must be lossless."""
-    stored = stored_slots(sequence, layer, torch.float32)
-    k_SD = torch.cat((stored.k[head], sequence.open.k[layer][head, : sequence.open.fill]))
-    v_SD = torch.cat((stored.v[head], sequence.open.v[layer][head, : sequence.open.fill]))
-    assert torch.equal(v_SD, -k_SD)
-    assert (k_SD[:, 1] == layer).all() and (k_SD[:, 2] == head).all()
-    return [int(token) for token in k_SD[:, 0]]
+def tokens_of(sequence: SequenceCache, layer: int) -> list[list[int]]:
+    """The token numbers each head really holds, read from its keys, sealed then open; codecs must be lossless."""
+    stored, fill, found = stored_slots(sequence, layer, torch.float32), sequence.open.fill, []
+    for head, (k, v) in enumerate(zip(stored.k, stored.v, strict=True)):
+        k_SD = torch.cat((k, sequence.open.k[layer][head, :fill]))
+        v_SD = torch.cat((v, sequence.open.v[layer][head, :fill]))
+        assert torch.equal(v_SD, -k_SD)
+        assert (k_SD[:, 1] == layer).all() and (k_SD[:, 2] == head).all()
+        found.append([int(token) for token in k_SD[:, 0].tolist()])
+    return found
 
 
 def stored_tokens(sequence: SequenceCache, layer: int, head: int) -> list[int]:
