@@ -51,6 +51,10 @@ def used_session(model: Model, policy: str) -> Session:
     return session
 
 
+def observed(session: Session) -> list[torch.Tensor]:
+    return [tensor for layer in session.cache.sidecar.layers for tensor in layer.tensors()]
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_round_trip_goes_on_token_for_token(model: Model, policy: str, tmp_path: Path) -> None:
     path = tmp_path / "session"
@@ -61,6 +65,7 @@ def test_round_trip_goes_on_token_for_token(model: Model, policy: str, tmp_path:
             assert loaded.policy == session.policy and loaded.token_ids == session.token_ids
             assert kept(loaded.cache) == kept(session.cache) and loaded.cache.pinned == session.cache.pinned
             assert loaded.stats().slots == session.stats().slots
+            torch.testing.assert_close(observed(loaded), observed(session), rtol=0, atol=0)
             assert loaded.stats().bytes_per_step == session.stats().bytes_per_step
             for one in (session, loaded):
                 one.generate(max_new_tokens=30)

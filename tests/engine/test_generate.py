@@ -207,6 +207,22 @@ def test_drafts_roll_back_before_a_prompt(model: Model) -> None:
         sequence.release()
 
 
+def test_a_slot_does_not_inherit_the_mass_of_a_draft(model: Model) -> None:
+    runner = make_runner(model)
+    sequences = [make_sequence(runner, "h2o + 100tok") for _ in range(2)]
+    for sequence in sequences:
+        runner.prefill([sequence], [prompt(LENGTH)])
+    runner.decode([sequences[0]], [7], commit=[False])
+    sequences[0].open.rollback()
+    for sequence in sequences:
+        runner.decode([sequence], [3])
+    for first, second in zip(*(sequence.sidecar.layers for sequence in sequences), strict=True):
+        assert first.open_mass_HR is not None and second.open_mass_HR is not None
+        assert torch.equal(first.open_mass_HR, second.open_mass_HR)
+    for sequence in sequences:
+        sequence.release()
+
+
 def test_options_out_of_range(model: Model) -> None:
     with make_session(model) as session:
         for options, message in (
