@@ -86,22 +86,23 @@ class Arena:
         insort(self._free, (start, length))
 
     def _lend_one(self, page_class: PageClass, num_pages: int) -> Span | None:
+        """A span of num_pages or, where no run is that long, of the longest run; its superblocks are filled up."""
+        if not self._free:
+            return None
         wanted = -(-page_class.span_bytes(num_pages) // self.superblock_bytes)
         fitting = [run for run in self._free if run[1] >= wanted]
         if fitting:
             start, length = min(fitting, key=lambda run: (run[1], run[0]))
-        elif self._free:
+        else:
             start, length = max(self._free, key=lambda run: (run[1], -run[0]))
             wanted = length
-            num_pages = page_class.pages_in(length * self.superblock_bytes)
-        else:
-            return None
-        if num_pages == 0:
+        fits = page_class.pages_in(wanted * self.superblock_bytes)
+        if fits == 0:
             return None
         self._free.remove((start, length))
         if length > wanted:
             insort(self._free, (start + wanted, length - wanted))
-        return Span(self, page_class, start, wanted, num_pages)
+        return Span(self, page_class, start, wanted, fits)
 
 
 @dataclass(eq=False)

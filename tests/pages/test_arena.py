@@ -53,6 +53,7 @@ class ArenaMachine(RuleBasedStateMachine):
             return
         spans = self.arena.lend(page_class, num_pages, whole=whole)
         assert sum(span.num_pages for span in spans) >= num_pages
+        assert all(span.num_pages == page_class.pages_in(span.num_bytes) for span in spans)
         assert len(spans) <= 1 or not whole
         for span in spans:
             for i, rows in enumerate(span.fields.values()):
@@ -105,6 +106,7 @@ class SpanMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.span = Arena(4 * BLOCK, superblock_bytes=BLOCK).lend(CLASSES[0], 20)[0]
+        self.all = range(self.span.num_pages)
         self.taken: list[tuple[int, int]] = []
 
     def pages(self) -> list[int]:
@@ -112,13 +114,13 @@ class SpanMachine(RuleBasedStateMachine):
 
     @rule(num_pages=st.integers(1, 9))
     def take(self, num_pages: int) -> None:
-        free = set(range(self.span.num_pages)) - set(self.pages())
+        free = set(self.all) - set(self.pages())
         found = self.span.take(num_pages)
         if found is None:
             assert not free
             return
         assert set(range(found[0], sum(found))) <= free
-        longest = max(len(list(run)) for is_free, run in groupby(range(20), key=free.__contains__) if is_free)
+        longest = max(len(list(run)) for is_free, run in groupby(self.all, key=free.__contains__) if is_free)
         assert found[1] == min(num_pages, longest)
         self.taken.append(found)
 
@@ -133,7 +135,7 @@ class SpanMachine(RuleBasedStateMachine):
 
     @invariant()
     def free_and_taken_are_all(self) -> None:
-        assert self.span.num_free_pages == self.span.num_pages - len(self.pages())
+        assert self.span.num_free_pages == len(self.all) - len(self.pages())
 
 
 TestSpan = SpanMachine.TestCase

@@ -173,18 +173,17 @@ def test_heads_of_one_layer_lie_side_by_side() -> None:
 
 
 def test_growth_takes_an_eighth_more_only_if_there_is_memory() -> None:
-    def segment_in(num_blocks: int) -> Segment:
+    def grown_in(num_blocks: int) -> LayerPages:
         arena = Arena(num_blocks * SMALL_BLOCK, superblock_bytes=SMALL_BLOCK)
         segment = Segment(arena, [LayerPages(CLASSES[0], 1)])
-        segment.reserve([[400]])
-        append(segment.layers[0], [[0] * 400])
+        segment.reserve([[4000]])
+        append(segment.layers[0], [[0] * 4000])
         segment.reserve([[1]], growing=[0])
-        return segment
+        return segment.layers[0]
 
-    page = CLASSES[0].bytes_per_page
-    exact = -(-100 * page // SMALL_BLOCK)
-    assert segment_in(exact + 4).layers[0].room(0) >= 51
-    assert segment_in(exact + 1).layers[0].room(0) >= 1
+    exact = -(-CLASSES[0].span_bytes(1000) // SMALL_BLOCK)
+    assert grown_in(2 * exact).room(0) >= 501
+    assert 1 <= grown_in(exact + 1).room(0) <= 4
 
 
 def test_reserving_all_classes_or_none() -> None:
