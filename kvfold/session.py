@@ -202,9 +202,10 @@ class Session:
 
     def kept(self, layer: int, head: int) -> list[int]:
         """Original positions of the slots one head still holds."""
-        layers, heads = self.model.spec.num_layers, self.model.spec.layers[0].num_kv_heads
+        layers = self.model.spec.num_layers
         if not -layers <= layer < layers:
             raise InputError(f"layer {layer} does not exist; the model has layers 0 to {layers - 1}")
+        heads = self.model.spec.layers[layer].num_kv_heads
         if not -heads <= head < heads:
             raise InputError(f"head {head} does not exist; the model has KV heads 0 to {heads - 1}")
         found: list[int] = self.cache.positions(layer % layers, head % heads).tolist()

@@ -56,4 +56,4 @@ def test_stored_and_new_slots_stand_side_by_side() -> None:
     _, k, v = random_layers(SPEC, 35)[1]
     assert torch.equal(view.k_RSD, k) and torch.equal(view.v_RSD, v) and view.valid_RS.all()
     assert view.position_RS.tolist() == [list(range(35))] * 3 and view.seen_R.tolist() == [35] * 3
-    assert view.q_RGWD is view.mass_RS is view.stats is None
+    assert view.q_RGWD is None and view.mass_RS is None and view.stats is None
