@@ -220,10 +220,9 @@ class Session:
     def fork(self) -> Session:
         """A second session over the same tokens; sealed memory is shared until one of them evicts."""
         self._require_open()
+        cache = self.cache.fork()  # first: a branch that got no memory must not come to hold, and release, this cache
         branch = object.__new__(Session)
-        branch.__dict__.update(self.__dict__)
-        branch.cache = self.cache.fork()
-        branch.token_ids = list(self.token_ids)
+        branch.__dict__.update(self.__dict__ | {"cache": cache, "token_ids": list(self.token_ids)})
         return branch
 
     def close(self) -> None:

@@ -181,7 +181,7 @@ class LayerPages:
             rows = page_class.rows_per_page(item)
             per = page_class.page_size // rows  # slots that share a row of this field
             at = (extent.first * page_class.page_size + extent.length) // per
-            num = -(-count // per)
+            num = _up_to(count, page_class.group) // per  # whole groups: what is saved later was all written here
             extent.span.fields[item.name][at : at + num] = codes[item.name][source // per : source // per + num]
         extent.length += count
 

@@ -60,7 +60,7 @@ def test_the_reported_peak_is_enough_and_least(roomy: Model, policy: str) -> Non
     with pytest.raises(OutOfPages):
         while True:
             smaller, least_so_far = run(roomy, policy, least - SUPERBLOCK)
-            assert smaller == tokens and least_so_far == least - SUPERBLOCK
+            assert smaller == tokens and least_so_far <= least - SUPERBLOCK
             least = least_so_far
     assert roomy.arena.lent_bytes == 0
     assert least >= peak * 7 // 8

@@ -161,6 +161,18 @@ def test_values_of_a_group_come_back_close() -> None:
     assert torch.allclose(torch.cat((found[0], found[1])), x_ND, atol=0.25)
 
 
+def test_a_group_closed_early_is_written_whole() -> None:
+    """A saved page holds repeats of its last slot there, never what was in memory before."""
+    arena = Arena(1 << 20, superblock_bytes=SMALL_BLOCK)
+    arena.memory.fill_(255)
+    layer = LayerPages(PageClass(Kivi4(), Kivi4(), 16, torch.float32, 32), 2)
+    Segment(arena, [layer]).reserve([[45, 3]])
+    layer.append(layer.encode(torch.zeros(48, 16), torch.zeros(48, 16), torch.arange(48), [45, 3]), [45, 3])
+    (run,) = layer.runs()
+    assert run.position_N.tolist() == [*range(45), *[44] * 19, 45, 46, *[47] * 30]
+    assert all((rows == 0).all() for side in (run.side("k"), run.side("v")) for rows in side.values())
+
+
 def test_heads_of_one_layer_lie_side_by_side() -> None:
     """Equal heads are one run with one view; unequal ones one run with a view each."""
     for counts, is_uniform in (([9, 9, 9], True), ([9, 5, 9], False)):
