@@ -15,7 +15,6 @@ import argparse
 import hashlib
 import json
 import platform
-import subprocess
 import sys
 import time
 from dataclasses import asdict, astuple, fields
@@ -27,6 +26,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs where kvfold is not installed
 
+from benchmarks.rows import commit
 from kvfold.bench.haystack import Haystack, from_text, prose
 from kvfold.bench.needle import Needles
 from kvfold.bench.rows import MODES, Cell, Facts, RowFile, read_cells, to_json
@@ -124,15 +124,6 @@ def gather_facts(options: argparse.Namespace, model: Model, haystack: str) -> Fa
         versions=f"torch {torch.__version__}, transformers {transformers.__version__}",
         date=datetime.now(UTC).strftime("%Y-%m-%d"),
     )
-
-
-def commit() -> str:
-    """The commit of the code that runs, marked if files differ from it; "unknown" outside a repository."""
-    command = ("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*")
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def show(cells: list[Cell]) -> int:

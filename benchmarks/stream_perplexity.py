@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import kvfold
 from benchmarks.rows import append_row, facts
 from kvfold.engine.runner import Runner
+from kvfold.errors import MissingExtra
 from kvfold.models.loader import Model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,7 +69,10 @@ def _process_bytes() -> int:
 
 def plot(rows: list[dict[str, object]], path: Path) -> None:
     """Perplexity above, memory below, over the tokens read."""
-    import matplotlib
+    try:
+        import matplotlib
+    except ImportError:
+        raise MissingExtra("plots need matplotlib; install it with: pip install 'kvfold[bench]'") from None
 
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "kvfold"

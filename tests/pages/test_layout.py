@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvfold.codec import Bf16, Int2, Int4, Int8, Kivi2, Native
-from kvfold.errors import InputError
+from kvfold.errors import InputError, PolicyError
 from kvfold.pages.layout import PageClass
 from kvfold.policy.registry import terms
 
@@ -52,3 +52,13 @@ def test_pages_in_is_the_most_that_fits(k: object, v: object, head_dim: int, num
     num_pages = page_class.pages_in(num_bytes)
     assert page_class.span_bytes(num_pages) <= num_bytes < page_class.span_bytes(num_pages + 1)
     assert page_class.span_bytes(num_pages) >= page_class.bytes_per_page * num_pages
+
+
+def test_a_codec_that_needs_the_layer_below_is_refused() -> None:
+    """Pages store each layer by itself: such a codec would silently be given nothing."""
+
+    class Above(Native):
+        needs_below = True
+
+    with pytest.raises(PolicyError, match="layer below"):
+        PageClass(Above(), Native(), 64, torch.float32)
