@@ -106,6 +106,7 @@ class LayerPages:
     num_heads: int
     state: dict[Side, State] = field(default_factory=dict)
     extents: list[list[Extent]] = field(init=False)
+    version: int = 0  # rises whenever slots or pages change
     _runs: list[Run] | None = None
 
     def __post_init__(self) -> None:
@@ -173,7 +174,7 @@ class LayerPages:
                     self._write(extent, codes, source + written, take)
                     written += take
             source += _up_to(count, self.page_class.group)
-        self._runs = None
+        self._changed()
 
     def _write(self, extent: Extent, codes: Codes, source: int, count: int) -> None:
         page_class = self.page_class
@@ -201,7 +202,7 @@ class LayerPages:
         for extents in self.extents:
             for extent in extents:
                 extent.length = 0
-        self._runs = None
+        self._changed()
 
     def release_unused(self, spare_len: int = 0) -> None:
         """Give pages that hold no slot back to their span, but for room of `spare_len` slots in each head."""
@@ -215,7 +216,7 @@ class LayerPages:
                     extent.span.give(extent.first + kept, extent.num_pages - kept)
                     extent.num_pages = kept
             self.extents[head] = [extent for extent in extents if extent.num_pages]
-        self._runs = None
+        self._changed()
 
     def grow(self, head: int, span: Span, first: int, num_pages: int) -> None:
         """Take over pages of a span for one head."""
@@ -224,7 +225,11 @@ class LayerPages:
             extents[-1].num_pages += num_pages
         else:
             extents.append(Extent(span, first, num_pages))
+        self._changed()
+
+    def _changed(self) -> None:
         self._runs = None
+        self.version += 1
 
     def _rows(self, extent: Extent, name: str) -> Tensor:
         start = extent.first * self.page_class.page_size
