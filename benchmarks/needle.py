@@ -1,8 +1,9 @@
 """How much of what stands in a prompt survives each policy, with the question known and unknown?
 
     python benchmarks/needle.py --model smollm2-135m --tokens 1000         run; go on where the file of rows ends
-    python benchmarks/needle.py --table ROWS.jsonl                         the table of a run
-    python benchmarks/needle.py --condense ROWS.jsonl                      keep a run under benchmarks/results/
+    python benchmarks/needle.py --model smollm2-135m --shard 0/4           every fourth prompt: one of four processes
+    python benchmarks/needle.py --table ROWS.jsonl [ROWS.jsonl …]          the table of a run, or of all its shards
+    python benchmarks/needle.py --condense ROWS.jsonl [ROWS.jsonl …]       keep a run under benchmarks/results/
     python benchmarks/needle.py --docs                                     rewrite docs/needle.md from what is kept
 
 Runs print their table on standard output, then one line of JSON; progress goes to standard error. The exit code is 0
@@ -20,6 +21,7 @@ import time
 from dataclasses import asdict, astuple, fields
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -27,12 +29,13 @@ import transformers
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs where kvfold is not installed
 
 from benchmarks.rows import commit
-from kvfold.bench.haystack import Haystack, from_text, prose
+from kvfold.bench.haystack import Haystack, from_text, prose, read_text
 from kvfold.bench.needle import Needles
-from kvfold.bench.rows import MODES, Cell, Facts, RowFile, read_cells, to_json
+from kvfold.bench.rows import MODES, OWN_PROSE, Cell, Facts, RowFile, read_cells, to_json
+from kvfold.bench.shard import Shard
 from kvfold.bench.sweep import SIZES, Sweep, jobs, run_all
-from kvfold.bench.table import Result, caption, results, table, with_sections
-from kvfold.errors import InputError, KvfoldError
+from kvfold.bench.table import Result, caption, heading, results, table, with_sections
+from kvfold.errors import KvfoldError
 from kvfold.models.loader import DTYPES, Model, load
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,7 +53,7 @@ def main() -> int:
         if options.condense:
             return keep(options.condense)
         if options.table:
-            return show(read_cells(options.table))
+            return show(read_cells(*options.table))
         return run(options, began)
     except KvfoldError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -61,19 +64,24 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--model", help="catalogue name or folder of a model to run")
-    what.add_argument("--table", type=Path, metavar="ROWS", help="print the table of a file of rows or results")
-    what.add_argument("--condense", type=Path, metavar="ROWS", help="write a run's results to benchmarks/results/")
+    files: dict[str, Any] = {"type": Path, "nargs": "+", "metavar": "ROWS"}
+    what.add_argument("--table", **files, help="print the table of files of rows or results")
+    what.add_argument("--condense", **files, help="write a run's results to benchmarks/results/")
     what.add_argument("--docs", action="store_true", help="rewrite docs/needle.md from benchmarks/results/")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda (default: auto)")
     parser.add_argument("--dtype", default="auto", choices=DTYPES, help="of weights and cache (default: auto)")
+    parser.add_argument("--memory", metavar="BYTES", help="of the arena, e.g. 2GB (default: most of what is free)")
     parser.add_argument("--tokens", type=int, default=1000, help="length of a prompt (default: 1000)")
     parser.add_argument("--samples", type=int, default=100, help="prompts, taking turns over tasks (default: 100)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--policy", action="append", help="a policy without its size; repeat (default: all scorers)")
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), metavar="SIZE", help="default: 2x 4x 8x")
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES, help="default: both")
-    parser.add_argument("--haystack", type=Path, metavar="FILE", help="text to hide needles in (default: own prose)")
-    parser.add_argument("--out", type=Path, metavar="ROWS", help="file of rows (default: needle_MODEL.rows.jsonl)")
+    parser.add_argument("--shard", default="0/1", metavar="I/N", help="only prompts whose index modulo N is I")
+    parser.add_argument(
+        "--haystack", type=Path, metavar="FILE", help="text, or JSON of essays, to hide needles in (default: own prose)"
+    )
+    parser.add_argument("--out", type=Path, metavar="ROWS", help="file of rows (default: named by model and shard)")
     parser.add_argument("--limit-s", type=float, default=float("inf"), metavar="S", help="end before so many seconds")
     parser.add_argument("--commit", help="what to record where git cannot tell")
     return parser.parse_args()
@@ -83,14 +91,16 @@ def run(options: argparse.Namespace, began: float) -> int:
     todo = jobs(options.policy, options.sizes, options.modes)
     for job in todo:
         job.parse()  # a bad expression is told before minutes of loading
+    shard = Shard.parse(options.shard)
     haystack, haystack_name = read_haystack(options.haystack)
-    model = load(options.model, device=options.device, dtype=options.dtype)
+    model = load(options.model, device=options.device, dtype=options.dtype, memory=options.memory)
     facts = gather_facts(options, model, haystack_name)
-    path = options.out or Path(f"needle_{facts.model}.rows.jsonl")
+    path = options.out or default_path(facts.model, shard)
     file = RowFile(path, facts)
     needles = Needles(model.tokenizer, options.tokens, options.seed, haystack)
     try:
-        is_done = run_all(Sweep(model, facts, todo), needles, file, options.samples, began + options.limit_s)
+        deadline = began + options.limit_s
+        is_done = run_all(Sweep(model, facts, todo), needles, file, options.samples, deadline, shard)
         code = 0 if is_done else OUT_OF_TIME
     except KeyboardInterrupt:
         code = INTERRUPTED
@@ -99,14 +109,17 @@ def run(options: argparse.Namespace, began: float) -> int:
     return show(read_cells(path)) or code if file.done else code
 
 
+def default_path(model: str, shard: Shard) -> Path:
+    """Processes that share a run must not share a file."""
+    part = f".{shard.index}of{shard.num_shards}" if shard.num_shards > 1 else ""
+    return Path(f"needle_{model}.rows{part}.jsonl")
+
+
 def read_haystack(path: Path | None) -> tuple[Haystack, str]:
     """The sentences, and a name for them that changes with the text."""
     if path is None:
-        return prose, "own prose"
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"the haystack {path} cannot be read: {error.strerror}") from None
+        return prose, OWN_PROSE
+    text = read_text(path)
     return from_text(text), f"{path.name} {hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
@@ -138,9 +151,10 @@ def _rounded(value: object) -> object:
     return round(value, 1) if isinstance(value, float) else value
 
 
-def keep(rows: Path) -> int:
-    cells = read_cells(rows)
-    path = RESULTS / f"needle_{cells[0].facts.model}.jsonl"
+def keep(rows: list[Path]) -> int:
+    """One file per model and haystack."""
+    cells = read_cells(*rows)
+    path = RESULTS / f"needle_{heading(cells[0].facts).replace(', ', '_')}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(to_json(cell) + "\n" for cell in cells), encoding="utf-8")
     print(f"{len(cells)} results in {path.relative_to(ROOT)}")

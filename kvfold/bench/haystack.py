@@ -1,4 +1,4 @@
-"""Filler text to hide needles in: the project's own seeded prose, or the sentences of a given text.
+"""Filler text to hide needles in: the project's own seeded prose, or the sentences of a given text or JSON of essays.
 
 A haystack is a function from a random generator to an endless run of sentences; the same generator state gives the
 same sentences on every machine.
@@ -6,10 +6,13 @@ same sentences on every machine.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from itertools import count
+from pathlib import Path
 from random import Random
+from typing import Any
 
 from kvfold.bench.prose import ANY, TOPICS, WORDS, Topic
 from kvfold.errors import InputError
@@ -43,6 +46,26 @@ def from_text(text: str) -> Haystack:
         return (sentences[i % len(sentences)] for i in count(random.randrange(len(sentences))))
 
     return read
+
+
+def read_text(path: Path) -> str:
+    """A file of plain text or, if its name ends in .json, of one {"text": …} or a list of them, joined in order."""
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise InputError(f"the text {path} cannot be read: {reason}") from None
+    return "\n\n".join(_essays(path, content)) if path.suffix == ".json" else content
+
+
+def _essays(path: Path, content: str) -> list[str]:
+    try:
+        found: Any = json.loads(content)
+        return [essay["text"].strip() for essay in (found if isinstance(found, list) else [found])]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise InputError(
+            f'{path} is no JSON of essays; give {{"text": "…"}}, a list of such objects, or plain text as a .txt file'
+        ) from None
 
 
 def _paragraph(topic: Topic, random: Random) -> list[str]:

@@ -21,6 +21,7 @@ from kvfold.errors import InputError
 Mode = Literal["known", "unknown"]
 Key = tuple[int, str, str, str]  # prompt, policy, size, mode
 MODES: tuple[Mode, ...] = ("known", "unknown")
+OWN_PROSE = "own prose"  # the name of the haystack that the project brings along
 
 
 @dataclass(frozen=True)
@@ -102,14 +103,34 @@ def read_rows(path: Path) -> list[Row]:
     return list(_parse(Row, path)) if path.exists() else []
 
 
-def read_cells(path: Path) -> list[Cell]:
-    """The cells of a file of cells or of rows."""
+def read_cells(*paths: Path) -> list[Cell]:
+    """The cells of files of cells or of rows. The rows of several files, such as the shards of a run, count as one."""
+    cells: list[Cell] = []
+    rows: list[Row] = []
+    for path in paths:
+        if _holds_cells(path):
+            cells += _parse(Cell, path)
+        else:
+            rows += _parse(Row, path)
+    found = cells + condense(rows)
+    _check_workload(found)
+    return found
+
+
+def _holds_cells(path: Path) -> bool:
     if not path.exists():
         raise InputError(f"{path} does not exist; give the file that a run wrote")
     first = next(_objects(path), None)
     if first is None:
         raise InputError(f"{path} holds no results yet; run it first")
-    return list(_parse(Cell, path)) if "scores" in first else condense(_parse(Row, path))
+    return "scores" in first
+
+
+def _check_workload(cells: list[Cell]) -> None:
+    for cell in cells:
+        if cell.facts.workload != cells[0].facts.workload:
+            both = f"{cells[0].facts.workload} and {cell.facts.workload}"
+            raise InputError(f"these are results of {both}; a table holds one workload, so give the files of one")
 
 
 def _parse(kind: type[_Line], path: Path) -> Iterator[_Line]:
@@ -160,9 +181,14 @@ def _drop_cut_line(path: Path) -> None:
 
 
 def condense(rows: Iterable[Row]) -> list[Cell]:
-    """One cell per (facts, policy, size, mode, task), in the order of their first rows."""
+    """One cell per (facts, policy, size, mode, task), in the order of their first rows. No prompt may count twice."""
     groups: dict[tuple[Facts, str, str, Mode, str], list[Row]] = defaultdict(list)
+    seen: set[Key] = set()
     for row in rows:
+        if row.key in seen:
+            what = f'prompt {row.prompt} of "{row.policy} {row.size}", {row.mode}'
+            raise InputError(f"{what}, occurs twice; give each shard of a run once")
+        seen.add(row.key)
         groups[row.facts, row.policy, row.size, row.mode, row.task].append(row)
     return [_cell(Cell(*key, (), 0.0, 0.0), members) for key, members in groups.items()]
 

@@ -20,6 +20,7 @@ from typing import Any
 from kvfold.bench.countdown import Countdown
 from kvfold.bench.needle import Needles, Prompt, score
 from kvfold.bench.rows import MODES, Facts, Key, Mode, Row, RowFile
+from kvfold.bench.shard import Shard
 from kvfold.engine.runner import Runner
 from kvfold.errors import SizeError
 from kvfold.models.check import check_policy
@@ -163,12 +164,20 @@ def _compressed(prompt: Prompt, mode: Mode) -> list[int]:
     return prompt.document_ids + prompt.question_ids[:-1] if mode == "known" else prompt.document_ids
 
 
-def run_all(sweep: Sweep, needles: Needles, file: RowFile, num_prompts: int, deadline: float = math.inf) -> bool:
-    """Prompt after prompt, leaving out what the file holds; False if time.monotonic() would pass the deadline.
+def run_all(
+    sweep: Sweep,
+    needles: Needles,
+    file: RowFile,
+    num_prompts: int,
+    deadline: float = math.inf,
+    shard: Shard | None = None,
+) -> bool:
+    """Prompt after prompt of the shard, without what the file holds; False if time.monotonic() would pass the deadline.
 
     The rows of a prompt are written when all of its jobs are through.
     """
-    todo = [index for index in range(num_prompts) if sweep.left(index, file.done)]
+    mine = filter((shard or Shard()).takes, range(num_prompts))
+    todo = [index for index in mine if sweep.left(index, file.done)]
     with Countdown(f"{sweep.facts.model} prompts", len(todo)) as countdown:
         for index in todo:
             if time.monotonic() + countdown.step_s > deadline:

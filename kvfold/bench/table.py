@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvfold.bench.rows import MODES, Cell, Mode, read_cells
+from kvfold.bench.rows import MODES, OWN_PROSE, Cell, Facts, Mode, read_cells
 from kvfold.errors import InputError
 
 BEGIN = "<!-- needle: begin; written by `python benchmarks/needle.py --docs` -->"
@@ -118,7 +118,15 @@ def caption(cells: Sequence[Cell]) -> str:
 def section(path: Path) -> str:
     """Heading, caption and table of one file of results."""
     cells = read_cells(path)
-    return f"## {cells[0].facts.model}\n\n{caption(cells)}\n\n{table(cells)}"
+    return f"## {heading(cells[0].facts)}\n\n{caption(cells)}\n\n{table(cells)}"
+
+
+def heading(facts: Facts) -> str:
+    """The model; results in another haystack than the project's own stand on their own."""
+    if facts.haystack == OWN_PROSE:
+        return facts.model
+    file_name, _digest = facts.haystack.rsplit(" ", 1)
+    return f"{facts.model}, {Path(file_name).stem}"
 
 
 def with_sections(page: str, paths: Sequence[Path]) -> str:

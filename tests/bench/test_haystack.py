@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from itertools import islice
+from pathlib import Path
 from random import Random
 from string import Formatter
 
 import pytest
 
-from kvfold.bench.haystack import from_text, prose
+from kvfold.bench.haystack import from_text, prose, read_text
 from kvfold.bench.prose import ANY, TOPICS, WORDS, Topic
 from kvfold.errors import InputError
 
@@ -66,3 +68,32 @@ def test_text_is_read_in_order_and_round() -> None:
 def test_empty_text_is_refused() -> None:
     with pytest.raises(InputError, match="no sentence"):
         from_text(" \n ")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "text"),
+    (
+        ("a.txt", '{"text": "as it is"}', '{"text": "as it is"}'),
+        ("a.json", json.dumps({"text": "\n\nOne. Twö.\n"}), "One. Twö."),
+        ("a.json", json.dumps([{"text": "One."}, {"text": "Two.", "title": "second"}]), "One.\n\nTwo."),
+    ),
+)
+def test_plain_text_and_essays_are_read(tmp_path: Path, name: str, content: str, text: str) -> None:
+    path = tmp_path / name
+    path.write_text(content, encoding="utf-8")
+    assert read_text(path) == text
+
+
+@pytest.mark.parametrize("content", ("no json", '"a string"', '{"body": "x"}', '{"text": 3}', '[{"text": "x"}, null]'))
+def test_json_that_holds_no_essays_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(content)
+    with pytest.raises(InputError, match="no JSON of essays"):
+        read_text(path)
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InputError, match="not UTF-8"):
+        read_text(path)

@@ -89,6 +89,32 @@ def test_rows_that_could_not_run_leave_a_note() -> None:
     assert cell.scores == () and cell.note == "too small"
 
 
+def test_shards_concatenated_or_side_by_side_are_the_whole_run(tmp_path: Path) -> None:
+    rows = [row(i, ("single", "multikey")[i % 2], score=i / 7) for i in range(8)]
+    whole, *shards = (tmp_path / name for name in ("whole", "0", "1", "2"))
+    RowFile(whole, FACTS).append(rows)
+    for index, path in enumerate(shards):
+        RowFile(path, FACTS).append(rows[index::3])
+    joined = tmp_path / "joined"
+    joined.write_bytes(b"".join(path.read_bytes() for path in shards))
+    assert read_cells(joined) == read_cells(*shards)
+    assert {cell.task: cell for cell in read_cells(*shards)} == {cell.task: cell for cell in read_cells(whole)}
+    assert len(read_rows(joined)) == len(rows)
+
+
+def test_a_shard_given_twice_is_refused(tmp_path: Path) -> None:
+    path = _file(tmp_path, row(0), row(1))
+    with pytest.raises(InputError, match='prompt 0 of "snapkv 4x", known, occurs twice'):
+        read_cells(path, path)
+
+
+def test_files_of_two_workloads_are_refused(tmp_path: Path) -> None:
+    other = replace(FACTS, haystack="essays.json 12345678")
+    (tmp_path / "other").write_text(to_json(replace(row(1), facts=other)) + "\n")
+    with pytest.raises(InputError, match="a table holds one workload"):
+        read_cells(_file(tmp_path, row(0)), tmp_path / "other")
+
+
 def test_cells_read_back_the_same_and_give_the_table_of_their_rows(tmp_path: Path) -> None:
     rows = [row(i, ("single", "multikey")[i % 2], score=i / 7, mode="unknown", size="8x") for i in range(8)]
     path = _file(tmp_path, *rows)

@@ -79,6 +79,30 @@ def test_run_go_on_table_keep_page(
     assert "## tiny-llama" in (tmp_path / "needle.md").read_text()
 
 
+def test_shards_in_essays_make_one_table_beside_the_other(
+    main: Main, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sentences = " ".join(f"Sentence {word} is about {word}." for word in ("tea", "rain", "stone", "milk", "sand"))
+    (tmp_path / "essays.json").write_text(json.dumps([{"text": sentences}] * 3))
+    run = ("--model", str(folder), "--device", "cpu", "--tokens", "900", "--policy", "keydiff", "--sizes", "4x")
+    run = (*run, "--modes", "unknown", "--samples", "3", "--haystack", "essays.json", "--memory", "64MB")
+    shards = []
+    for index, prompts in enumerate(([0, 2], [1])):
+        assert main(*run, "--shard", f"{index}/2") == 0
+        shards.append(f"needle_tiny-llama.rows.{index}of2.jsonl")
+        assert [row.prompt for row in read_rows(tmp_path / shards[-1])] == [i for i in prompts for _ in range(2)]
+        assert main(*run, "--shard", f"{index}/2") == 0  # nothing is left to do
+        assert len(read_rows(tmp_path / shards[-1])) == 2 * len(prompts)
+
+    capsys.readouterr()
+    assert main("--table", *shards) == 0
+    assert capsys.readouterr().out.startswith("3 prompts of 900 tokens (seed 0, haystack essays.json ")
+    assert main("--condense", *shards) == 0
+    assert read_cells(tmp_path / "results" / "needle_tiny-llama_essays.jsonl") == read_cells(
+        *(tmp_path / shard for shard in shards)
+    )
+
+
 def test_time_limit_ends_with_its_own_code(main: Main, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main("--model", str(folder), "--tokens", "900", "--device", "cpu", "--limit-s", "0") == 3
     assert "goes on from needle_tiny-llama.rows.jsonl" in capsys.readouterr().err
@@ -101,6 +125,7 @@ def test_interrupt_ends_with_its_own_code(
         (("--table", "none.jsonl"), "none.jsonl does not exist"),
         (("--model", "x", "--policy", "nonsense"), "nonsense"),
         (("--model", "x", "--haystack", "none.txt"), "none.txt cannot be read"),
+        (("--model", "x", "--shard", "4/4"), "shard 4/4 does not exist"),
     ),
 )
 def test_errors_are_one_line(

@@ -91,6 +91,15 @@ def test_page_is_written_between_its_markers(tmp_path: Path) -> None:
     assert with_sections(page, [path]) == page
 
 
+def test_another_haystack_has_a_section_of_its_own(tmp_path: Path) -> None:
+    facts = replace(FACTS, haystack="my essays.json 1234abcd")
+    essays = replace(cell("full", "", "known", "single", (1.0,)), facts=facts)
+    path = tmp_path / "needle_tiny_essays.jsonl"
+    path.write_text(to_json(essays) + "\n")
+    page = with_sections(f"{BEGIN}\n{END}", [path])
+    assert "## tiny, my essays\n" in page and "haystack my essays.json 1234abcd" in page
+
+
 def test_page_without_markers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="markers"):
         with_sections("no markers", [])
