@@ -1,0 +1,86 @@
+"""Caches of imposed head lengths: what a head-wise budget leaves behind, without the prefill that leads there.
+
+Lengths are log-normal, as the counts of `ada` on real prompts roughly are, with a longest head of at least four times
+the mean: the case a kernel over ragged heads has to be good at.
+
+    L layers   H KV heads   N flat slots of a layer, head after head   D head dim
+"""
+
+from __future__ import annotations
+
+import math
+import random
+
+import torch
+from torch import Tensor
+
+from kvfold.budget.shares import apportion
+from kvfold.core import ModelSpec
+from kvfold.pages.layout import PageClass
+from kvfold.pages.sequence import LayerChange, SequenceCache
+from kvfold.policy.policy import Policy
+
+Lengths = list[list[int]]  # [layer][head]
+
+_SIGMA = 0.8  # of log length
+_SLACK = 4 << 20  # bytes a sequence loses to superblocks that are not full
+_SPREAD = 4.0  # the least ratio of the longest head to the mean
+
+
+def head_lengths(num_layers: int, num_heads: int, mean: int, longest: int, seed: int = 0) -> Lengths:
+    """Log-normal lengths in 1..longest whose mean is exactly `mean`.
+
+    max/mean is at least 4 from eight heads on, where `longest` allows: the longest head is lifted if the draw fell short.
+    """
+    if not 1 <= mean <= longest:
+        raise ValueError(f"a mean length of {mean} does not lie between 1 and the longest, {longest}")
+    draw, count = random.Random(seed), num_layers * num_heads
+    weights = [math.exp(draw.gauss(0.0, _SIGMA)) for _ in range(count)]
+    low = [1] * count
+    low[weights.index(max(weights))] = max(1, min(longest, math.ceil(_SPREAD * mean), mean * count // 2))
+    lengths = apportion(mean * count, weights, low, [longest] * count)
+    return [lengths[i : i + num_heads] for i in range(0, count, num_heads)]
+
+
+def describe(lengths: Lengths) -> str:
+    """One line that fixes a draw: layers, heads, mean, smallest, longest."""
+    flat = [length for layer in lengths for length in layer]
+    mean = sum(flat) / len(flat)
+    return (
+        f"{len(lengths)} layers x {len(lengths[0])} heads, mean {mean:g}, min {min(flat)}, max {max(flat)}, "
+        f"max/mean {max(flat) / mean:.2f}"
+    )
+
+
+def fill(sequence: SequenceCache, lengths: Lengths, seen_len: int, seed: int = 0) -> None:
+    """Write random slots of these lengths as if `seen_len` tokens had been read and compressed.
+
+    All layers draw on one pool of numbers, at offsets of their own, so that no second cache has to stand beside pages.
+    """
+    device, spec = sequence.arena.device, sequence.spec
+    total = max(sum(layer) for layer in lengths)
+    generator = torch.Generator(device).manual_seed(seed)
+    shape = (2, total + len(lengths), spec.layers[0].head_dim)
+    pool = torch.randn(shape, generator=generator, device=device, dtype=spec.kv_dtype)
+    changes = []
+    for index, counts in enumerate(lengths):
+        k_ND, v_ND = pool[:, index : index + sum(counts)]
+        position_N = torch.cat([_positions(count, seen_len, device) for count in counts])
+        changes.append(LayerChange(k_ND, v_ND, position_N, list(counts)))
+    sequence.rewrite(changes, seen_len)
+
+
+def _positions(count: int, seen_len: int, device: torch.device) -> Tensor:
+    """Ascending positions, spread evenly over what was read."""
+    return torch.arange(count, device=device) * seen_len // max(count, 1)
+
+
+def arena_bytes(spec: ModelSpec, policy: Policy, mean_len: int, sequences: int = 1, open_len: int = 32) -> int:
+    """An arena that just holds sequences of `mean_len` slots per head: slots, a page of padding each, open blocks."""
+    total = 0.0
+    for index, layer in enumerate(spec.layers):
+        k, v = policy.codec.sides(index, spec.num_layers)
+        page_class = PageClass(k, v, layer.head_dim, spec.kv_dtype)
+        opened = 2 * open_len * layer.head_dim * spec.kv_dtype.itemsize
+        total += layer.num_kv_heads * (mean_len * page_class.bytes_per_slot + page_class.bytes_per_page + opened)
+    return sequences * (math.ceil(total) + _SLACK)

@@ -1,0 +1,160 @@
+"""What does compressing add to a prefill on a GPU, in time and in peak memory?
+
+    python benchmarks/gpu_prefill.py [--lengths 8192,32768,131072] [--repeats 3] [--profile FOLDER] [--save]
+
+One prompt of random tokens on a random model of the Llama-3.1-8B shape, bf16. Systems take turns: transformers' own
+prefill into a DynamicCache (sdpa), then kvfold's policies, each in an arena that just holds what it keeps. Peak memory
+counts weights, arena and everything in between. The floor is the arithmetic of the prompt (weights and causal
+attention) at the rate of a large matrix product measured here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from transformers import DynamicCache
+
+from benchmarks.gpu_common import Row, event_ms, llama, random_tokens, report, spread, timed
+from benchmarks.gpu_fill import arena_bytes
+from kvfold.engine.runner import Runner
+from kvfold.models.attach import attach
+from kvfold.pages.arena import Arena
+from kvfold.policy.policy import Policy
+
+BASE = "DynamicCache"
+POLICIES = {"full": 1, "snapkv + ada + 8x": 8, "expected + 8x": 8}  # policy: tokens per slot that stays
+
+
+@dataclass
+class Measured:
+    seconds: list[float]
+    peak_bytes: int = 0
+    held_bytes: int = 0
+
+
+def dynamic(model: Any, tokens: list[int]) -> int:
+    """transformers' own prefill; bytes of its cache."""
+    cache = DynamicCache(config=model.config)
+    ids = torch.tensor([tokens], device=model.device)
+    with torch.inference_mode():
+        model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+
+
+def folded(model: Any, policy: Policy, keep: int, tokens: list[int], chunk_len: int | None) -> int:
+    """kvfold's prefill under a policy; bytes of its sequence."""
+    with attach(model) as attached:
+        capacity = arena_bytes(attached.spec, policy, -(-len(tokens) // keep))
+        arena = Arena(capacity, device=model.device)
+        runner = Runner(model, attached.spec, arena, **({} if chunk_len is None else {"chunk_len": chunk_len}))
+        sequence = runner.new_sequence(policy)
+        runner.prefill([sequence], [tokens])
+        return sequence.resident_bytes
+
+
+def systems(model: Any, tokens: list[int], chunk_len: int | None) -> dict[str, Callable[[], int]]:
+    runs: dict[str, Callable[[], int]] = {BASE: lambda: dynamic(model, tokens)}
+    for text, keep in POLICIES.items():
+        policy = Policy.parse(text)
+        runs[text] = lambda policy=policy, keep=keep: folded(model, policy, keep, tokens, chunk_len)  # type: ignore[misc]
+    return runs
+
+
+def measure(runs: dict[str, Callable[[], int]], repeats: int) -> dict[str, Measured]:
+    """Seconds and peak bytes, the systems taking turns."""
+    found = {name: Measured([]) for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            ms, found[name].held_bytes = timed(run)
+            found[name].seconds.append(1e-3 * ms)
+            found[name].peak_bytes = max(found[name].peak_bytes, torch.cuda.max_memory_allocated())
+    return found
+
+
+def rows_of(found: dict[str, Measured], length: int, floor_s: float) -> list[Row]:
+    base, full = (statistics.median(found[name].seconds) for name in (BASE, "full"))
+    rows: list[Row] = []
+    for name, item in found.items():
+        median = statistics.median(item.seconds)
+        rows.append({
+            "question": "prefill", "system": name, "length": length, **spread(item.seconds, "s"),
+            "added_to_dynamic_percent": 100 * (median / base - 1), "added_to_full_percent": 100 * (median / full - 1),
+            "peak_GB": item.peak_bytes / 1e9, "held_GB": item.held_bytes / 1e9,
+            "floor_s": floor_s, "times_floor": median / floor_s,
+        })  # fmt: skip
+    return rows
+
+
+def prompt_flops(config: Any, length: int) -> float:
+    """Multiply-adds count two: decoder weights once a token, attention half of length x length."""
+    heads, dim = config.num_attention_heads, config.head_dim
+    projections = 2 * config.hidden_size * dim * (heads + config.num_key_value_heads)
+    weights = config.num_hidden_layers * (projections + 3 * config.hidden_size * config.intermediate_size)
+    attention = config.num_hidden_layers * 2 * heads * dim * length  # q.k and weight.v, halved by the causal mask
+    return 2.0 * length * int(weights) + float(length) * int(attention)
+
+
+def matmul_rate(size: int = 8192) -> float:
+    """Floating-point operations a second of a large bf16 product."""
+    a = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+    b = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+    return 2 * size**3 / (1e-3 * statistics.median(event_ms(lambda: a @ b, repeats=10)))
+
+
+def profile(runs: dict[str, Callable[[], int]], folder: Path, length: int) -> None:
+    """A table of kernels and one of host time for each system, after the measurement."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, run in runs.items():
+        with torch.profiler.profile() as found:
+            run()
+            torch.cuda.synchronize()
+        table = found.key_averages()
+        text = "\n".join(table.table(sort_by=key, row_limit=40) for key in ("cuda_time_total", "self_cpu_time_total"))
+        (folder / f"prefill_{length}_{name.replace(' ', '').replace('+', '_')}.txt").write_text(text, encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", default="8192,32768,131072")
+    parser.add_argument("--repeats", type=int, default=3, help="of prompts up to 32768 tokens; longer ones run once")
+    parser.add_argument("--chunk", type=int, help="tokens a layer runs at a time (default: the runner's own)")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="also write profiler tables of the first length")
+    parser.add_argument("--save", action="store_true", help="append rows to benchmarks/results/gpu_prefill.jsonl")
+    args = parser.parse_args()
+    lengths = [int(length) for length in args.lengths.split(",")]
+    rate = matmul_rate()
+    warm = llama(num_hidden_layers=1)
+    for length in lengths:  # kernels and attention plans of every shape, at the price of one layer
+        for run in systems(warm, random_tokens(length, warm.config.vocab_size), args.chunk).values():
+            run()
+    del warm
+    gc.collect()
+    model = llama(num_hidden_layers=args.layers)
+    rows: list[Row] = []
+    for length in lengths:
+        runs = systems(model, random_tokens(length, model.config.vocab_size), args.chunk)
+        found = measure(runs, args.repeats if length <= 32768 else 1)
+        rows += rows_of(found, length, prompt_flops(model.config, length) / rate)
+        if args.profile and length == lengths[0]:
+            profile(runs, args.profile, length)
+    about = {"model": "Llama-3.1-8B shape", "layers": args.layers, "dtype": "bfloat16", "matmul_tflops": rate / 1e12}
+    report("gpu_prefill", rows, save=args.save, chunk=args.chunk, **about)
+
+
+if __name__ == "__main__":
+    main()
