@@ -30,7 +30,7 @@ _SPREAD = 4.0  # the least ratio of the longest head to the mean
 def head_lengths(num_layers: int, num_heads: int, mean: int, longest: int, seed: int = 0) -> Lengths:
     """Log-normal lengths in 1..longest whose mean is exactly `mean`.
 
-    max/mean is at least 4 from eight heads on, where `longest` allows: the longest head is lifted if the draw fell short.
+    max/mean is at least 4 from eight heads on, where `longest` allows: a draw that falls short has its top lifted.
     """
     if not 1 <= mean <= longest:
         raise ValueError(f"a mean length of {mean} does not lie between 1 and the longest, {longest}")
