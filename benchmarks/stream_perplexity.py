@@ -1,133 +1,173 @@
 """Does an endless stream stay readable in constant memory?
 
-    python benchmarks/stream_perplexity.py --text FILE [FILE …] [--model smollm2-135m] [--tokens 100000] [--save]
-    python benchmarks/stream_perplexity.py --plot
+    python benchmarks/stream_perplexity.py --text A.txt B.txt --out ROWS.jsonl    run 8 streams of 100,000 tokens
+    python benchmarks/stream_perplexity.py --text … --shard 0/8 --out …           one of eight processes
+    python benchmarks/stream_perplexity.py --table ROWS.jsonl [ROWS.jsonl …]      perplexity and memory by block
+    python benchmarks/stream_perplexity.py --keep ROWS.jsonl [ROWS.jsonl …]       keep a run under benchmarks/results/
+    python benchmarks/stream_perplexity.py --docs                                 rewrite docs/streaming.md from it
+    python benchmarks/stream_perplexity.py --plot                                 draw docs/stream.svg from it
 
-Reads a long text through each policy in one session, compressing between chunks, and reports perplexity, arena bytes
-and process memory for every block of 10,000 tokens. Texts differ in difficulty from block to block, so each block is
-also read by a fresh sequence of the first policy (the control): a stream that works stays at its control, far past the
-trained window.
+The texts are joined; stream i of N starts at i/N of them and goes round. Every stream is read, in blocks of 10,000, by
+each run: `stream` (sinks, the latest tokens, closed-up positions), `control` (the same in a fresh sequence for every
+block), `recent` (no sinks) and, if asked for, `original` (positions as they were). Runs print their table on standard
+output, then one line of JSON; progress goes to standard error.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
-import math
-import resource
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-import torch
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs where kvfold is not installed
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import kvfold
-from benchmarks.rows import append_row, facts
-from kvfold.engine.runner import Runner
-from kvfold.errors import MissingExtra
-from kvfold.models.loader import Model
+from benchmarks.rows import facts
+from kvfold.bench.countdown import Countdown
+from kvfold.bench.haystack import read_text
+from kvfold.bench.shard import Shard
+from kvfold.bench.stream import DEFAULT_RUNS, RUNS, read_blocks, rotations
+from kvfold.bench.stream_table import Mean, caption, means, read_rows, table, with_table
+from kvfold.errors import InputError, KvfoldError, MissingExtra
+from kvfold.models.loader import DTYPES, Model, load
 
 ROOT = Path(__file__).resolve().parents[1]
-POLICIES = ("streaming + 1024tok + slot", "recent + 1024tok + slot + protect(none)", "streaming + 1024tok")
-BLOCK_LEN = 10_000
-CONTROL = "control: a fresh sequence per block"
+KEPT = ROOT / "benchmarks" / "results" / "streams.jsonl"
+PAGE = ROOT / "docs" / "streaming.md"
+PLOT = ROOT / "docs" / "stream.svg"
 
 
-def blocks(model: Model, policy: str, tokens: list[int], *, fresh: bool = False) -> Iterator[dict[str, object]]:
-    """Perplexity and memory of each block, in one sequence or, as the control, in a fresh one for every block."""
-    runner = Runner(model.hf, model.spec, model.arena)
-    sequence = runner.new_sequence(kvfold.Policy.parse(policy))
+def main() -> int:
+    options = parse_options()
     try:
-        for begin in range(0, len(tokens), BLOCK_LEN):
-            if fresh:
-                sequence.release()
-                sequence = runner.new_sequence(kvfold.Policy.parse(policy))
-            began = time.perf_counter()
-            logprobs = runner.logprobs(sequence, tokens[begin : begin + BLOCK_LEN])
-            yield {
-                "policy": CONTROL if fresh else policy, "end": min(begin + BLOCK_LEN, len(tokens)),
-                "perplexity": math.exp(-logprobs.mean().item()), "arena_bytes": model.arena.lent_bytes,
-                "resident_bytes": sequence.resident_bytes, "process_bytes": _process_bytes(),
-                "s": time.perf_counter() - began,
-            }  # fmt: skip
-    finally:
-        sequence.release()
+        if options.plot:
+            plot(means(read_rows([KEPT]).blocks), PLOT)
+        elif options.docs:
+            PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), KEPT), encoding="utf-8")
+        elif options.keep:
+            keep(options.keep)
+        elif options.table:
+            show(options.table)
+        else:
+            run(options)
+    except KvfoldError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
-def _process_bytes() -> int:
-    """Resident memory of this process now (Linux), else its peak; on a GPU the allocator's bytes."""
-    if torch.cuda.is_available():
-        return int(torch.cuda.memory_allocated())
-    status = Path("/proc/self/statm")
-    if status.exists():
-        return int(status.read_text().split()[1]) * resource.getpagesize()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--text", nargs="+", type=Path, metavar="FILE", help="texts to read, joined in this order")
+    what.add_argument("--table", nargs="+", type=Path, metavar="ROWS", help="print the table of files of rows")
+    what.add_argument("--keep", nargs="+", type=Path, metavar="ROWS", help=f"write rows to {KEPT.relative_to(ROOT)}")
+    what.add_argument("--docs", action="store_true", help="rewrite docs/streaming.md from kept rows")
+    what.add_argument("--plot", action="store_true", help="draw docs/stream.svg from kept rows")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda (default: auto)")
+    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="of weights and cache (default: auto)")
+    parser.add_argument("--memory", metavar="BYTES", help="of the arena, e.g. 256MB (default: most of what is free)")
+    parser.add_argument("--streams", type=int, default=8, help="rotations of the joined texts (default: 8)")
+    parser.add_argument("--tokens", type=int, default=100_000, help="of a stream (default: 100000)")
+    parser.add_argument("--block", type=int, default=10_000, help="tokens of a block (default: 10000)")
+    parser.add_argument("--runs", nargs="+", default=DEFAULT_RUNS, choices=RUNS, help="default: all but original")
+    parser.add_argument("--shard", default="0/1", metavar="I/N", help="only every Nth pair of run and stream")
+    parser.add_argument("--out", type=Path, default=Path("streams.rows.jsonl"), metavar="ROWS", help="new file of rows")
+    return parser.parse_args()
 
 
-def plot(rows: list[dict[str, object]], path: Path) -> None:
-    """Perplexity above, memory below, over the tokens read."""
+def run(options: argparse.Namespace) -> None:
+    """With as many shards as streams, shard i reads stream i under every run."""
+    shard = Shard.parse(options.shard)
+    pairs = [(name, stream) for name in options.runs for stream in range(options.streams)]
+    mine = [pair for index, pair in enumerate(pairs) if shard.takes(index)]
+    text = "\n".join(map(read_text, options.text))
+    if options.out.exists():
+        raise InputError(f"{options.out} exists; name a new file with --out")
+    model = load(options.model, device=options.device, dtype=options.dtype, memory=options.memory)
+    tokens = model.tokenizer(text, add_special_tokens=False)["input_ids"]
+    streams = rotations(tokens, options.streams, options.tokens)
+    about = gather_facts(options, model, text, len(tokens))
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    with options.out.open("w", encoding="utf-8") as file, _countdown(options, len(mine)) as countdown:
+        for name, stream in mine:
+            for block in read_blocks(model, name, stream, streams[stream], options.block):
+                print(json.dumps(asdict(block) | about), file=file, flush=True)
+                countdown.step()
+    show([options.out])
+
+
+def _countdown(options: argparse.Namespace, num_pairs: int) -> Countdown:
+    return Countdown(f"{options.model} blocks", num_pairs * (options.tokens // max(options.block, 1)))
+
+
+def gather_facts(options: argparse.Namespace, model: Model, text: str, num_tokens: int) -> dict[str, Any]:
+    names = ", ".join(path.name for path in options.text)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    workload = (
+        f"{options.model}, {options.streams} streams of {options.tokens:,} tokens, rotations of {names} "
+        f"({num_tokens:,} tokens, {digest})"
+    )
+    return facts(workload=workload, dtype=str(model.spec.dtype).removeprefix("torch."))
+
+
+def show(paths: Sequence[Path]) -> None:
+    rows = read_rows(paths)
+    found = means(rows.blocks)
+    print(caption(rows, found), table(found), sep="\n\n")
+    print(json.dumps({"workload": rows.facts[0]["workload"], "means": [asdict(mean) for mean in found]}))
+
+
+def keep(paths: Sequence[Path]) -> None:
+    read_rows(paths)  # whole, and of one workload
+    KEPT.parent.mkdir(parents=True, exist_ok=True)
+    KEPT.write_text("".join(path.read_text(encoding="utf-8") for path in paths), encoding="utf-8")
+    print(f"rows of {len(paths)} files in {KEPT.relative_to(ROOT)}")
+
+
+def plot(found: Sequence[Mean], path: Path) -> None:
+    """Perplexity of all runs above, memory of the first run below, over the tokens read."""
     try:
         import matplotlib
     except ImportError:
         raise MissingExtra("plots need matplotlib; install it with: pip install 'kvfold[bench]'") from None
 
     matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "kvfold"
+    matplotlib.rcParams["svg.hashsalt"] = "kvfold"  # the same rows draw the same file
     from matplotlib import pyplot
 
-    figure, (upper, lower) = pyplot.subplots(2, 1, figsize=(7, 5), sharex=True, height_ratios=(3, 2))
-    for policy in dict.fromkeys(str(row["policy"]) for row in rows):
-        mine = [row for row in rows if row["policy"] == policy]
-        ends = [int(str(row["end"])) // 1000 for row in mine]
-        upper.plot(ends, [float(str(row["perplexity"])) for row in mine], marker="o", label=policy)
-        sized = [row for row in mine if "resident_bytes" in row]
-        lower.plot(ends[: len(sized)], [float(str(row["resident_bytes"])) / 1e6 for row in sized], marker="o")
-    upper.set(yscale="log", ylabel="perplexity per 10k block")
-    upper.legend(fontsize=8)
-    lower.set(xlabel="tokens read (thousands)", ylabel="cache, MB", ylim=(0, None))
+    figure, (upper, lower) = pyplot.subplots(2, 1, figsize=(7, 5.5), sharex=True, height_ratios=(3, 2))
+    for name in dict.fromkeys(mean.run for mean in found):
+        mine = [mean for mean in found if mean.run == name]
+        label = f"{name}: {mine[0].policy}"
+        upper.plot([mean.end / 1000 for mean in mine], [mean.perplexity for mean in mine], marker="o", label=label)
+    first = [mean for mean in found if mean.run == found[0].run]
+    for label, values in memory_lines(first).items():
+        lower.plot([mean.end / 1000 for mean in first], [value / 1e6 for value in values], marker="o", label=label)
+    upper.set(yscale="log", ylabel=f"perplexity, {first[0].num_streams} streams")
+    lower.set(yscale="log", xlabel="tokens read (thousands)", ylabel=f"MB, {first[0].run}")
+    for axes in (upper, lower):
+        axes.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", nargs="+", type=Path, help="text files, read one after the other")
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--tokens", type=int, default=100_000)
-    parser.add_argument("--policies", nargs="+", default=list(POLICIES))
-    parser.add_argument("--save", action="store_true", help="append rows to benchmarks/results/stream_perplexity.jsonl")
-    parser.add_argument("--plot", action="store_true", help="only redraw docs/stream.svg from saved rows")
-    args = parser.parse_args()
-    if args.plot:
-        saved = (ROOT / "benchmarks/results/stream_perplexity.jsonl").read_text(encoding="utf-8").splitlines()
-        plot([json.loads(line) for line in saved], ROOT / "docs/stream.svg")
-        return
-    if not args.text:
-        parser.error("--text names the files to read")
-    model = kvfold.load(args.model, device=args.device, dtype=args.dtype)
-    text = "\n".join(path.read_text(encoding="utf-8") for path in args.text)
-    tokens = model.tokenizer(text)["input_ids"][: args.tokens]
-    about = facts(model=args.model, dtype=str(model.spec.dtype), kv_dtype=str(model.spec.kv_dtype))
-    rows = []
-    runs = [(policy, False) for policy in args.policies] + [(args.policies[0], True)]
-    for policy, fresh in runs:
-        for row in blocks(model, policy, tokens, fresh=fresh):
-            rows.append(row)
-            cache, process = (int(str(row[name])) / 1e6 for name in ("resident_bytes", "process_bytes"))
-            print(
-                f"{row['policy']:45s} to {row['end']:>7}: perplexity {row['perplexity']:8.2f}  cache {cache:6.2f} MB  "
-                f"process {process:7.1f} MB  {row['s']:5.1f} s",
-                flush=True,
-            )
-            if args.save:
-                append_row("stream_perplexity", {**row, **about})
-    print(json.dumps({"rows": rows, **about}))
+def memory_lines(found: Sequence[Mean]) -> dict[str, list[int]]:
+    """What was measured after every block."""
+    lines: dict[str, list[int | None]] = {
+        "arena": [mean.arena_bytes for mean in found],
+        "CUDA tensors": [mean.cuda_bytes for mean in found],
+        "host": [mean.host_bytes for mean in found],
+    }
+    known = {name: [value for value in values if value is not None] for name, values in lines.items()}
+    return {name: values for name, values in known.items() if len(values) == len(found)}
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

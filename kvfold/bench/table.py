@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from kvfold.bench.page import written
 from kvfold.bench.rows import MODES, OWN_PROSE, Cell, Facts, Mode, read_cells
-from kvfold.errors import InputError
 
 BEGIN = "<!-- needle: begin; written by `python benchmarks/needle.py --docs` -->"
 END = "<!-- needle: end -->"
@@ -131,12 +131,7 @@ def heading(facts: Facts) -> str:
 
 def with_sections(page: str, paths: Sequence[Path]) -> str:
     """The page with the part between the markers written anew from files of results."""
-    if page.count(BEGIN) != 1 or page.count(END) != 1:
-        raise InputError(f"the page must hold the markers {BEGIN} and {END} once each")
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
-    body = "\n\n".join(section(path) for path in paths)
-    return f"{before}{BEGIN}\n{body}\n{END}{after}"
+    return written(page, BEGIN, END, "\n\n".join(section(path) for path in paths))
 
 
 def _line(cells: Iterable[str]) -> str:

@@ -85,13 +85,13 @@ def test_shards_in_essays_make_one_table_beside_the_other(
     sentences = " ".join(f"Sentence {word} is about {word}." for word in ("tea", "rain", "stone", "milk", "sand"))
     (tmp_path / "essays.json").write_text(json.dumps([{"text": sentences}] * 3))
     run = ("--model", str(folder), "--device", "cpu", "--tokens", "900", "--policy", "keydiff", "--sizes", "4x")
-    run = (*run, "--modes", "unknown", "--samples", "3", "--haystack", "essays.json", "--memory", "64MB")
+    command = (*run, "--modes", "unknown", "--samples", "3", "--haystack", "essays.json", "--memory", "64MB")
     shards = []
     for index, prompts in enumerate(([0, 2], [1])):
-        assert main(*run, "--shard", f"{index}/2") == 0
+        assert main(*command, "--shard", f"{index}/2") == 0
         shards.append(f"needle_tiny-llama.rows.{index}of2.jsonl")
         assert [row.prompt for row in read_rows(tmp_path / shards[-1])] == [i for i in prompts for _ in range(2)]
-        assert main(*run, "--shard", f"{index}/2") == 0  # nothing is left to do
+        assert main(*command, "--shard", f"{index}/2") == 0  # nothing is left to do
         assert len(read_rows(tmp_path / shards[-1])) == 2 * len(prompts)
 
     capsys.readouterr()
