@@ -17,8 +17,8 @@ from kvfold.policy.registry import register
 class Counters:
     """Host-side facts at the moment an open block is full."""
 
-    stored_len: int  # largest number of slots any compressible head holds, open block included
-    target_len: int  # slots per head the size allows on average
+    stored_len: int  # slots a compressible head holds on average, rounded up, open block included
+    target_len: int  # slots per head the size allows on average, at least what must stay
     since_last: int  # tokens committed since the last compression
 
 
@@ -66,7 +66,7 @@ class Never(Trigger):
 @register("when", "on_overflow")
 @dataclass(frozen=True)
 class OnOverflow(Trigger):
-    """While decoding, whenever a full open block would take a head over its size."""
+    """While decoding, whenever a full open block would take the average head over the size."""
 
     phase: ClassVar[Literal["prefill", "decode"]] = "decode"
 

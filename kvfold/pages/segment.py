@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from kvfold.errors import OutOfPages
 from kvfold.pages.arena import Arena, Span
@@ -18,6 +19,19 @@ __all__ = ["Codes", "Extent", "LayerPages", "Run", "Segment"]
 
 _TABLE_BYTES = 24  # of an extent: address, pages, length
 _Wanted = dict[tuple[int, int], int]  # (layer, head) -> pages
+
+
+class Room(NamedTuple):
+    """Pages a segment is going to take, and the spans that were lent for them; the segment is still as it was."""
+
+    wanted: _Wanted
+    lent: Mapping[PageClass, list[Span]]
+
+    def cancel(self) -> None:
+        """The segment will not take them."""
+        for spans in self.lent.values():
+            for span in spans:
+                span.arena.take_back(span)
 
 
 class Segment:
@@ -55,22 +69,29 @@ class Segment:
         states = [state for layer in self.layers for state in layer.state.values()]
         return sum(tensor.nbytes for state in states for tensor in state.values())
 
-    def reserve(self, counts: Sequence[Sequence[int]], *, growing: Collection[int] = ()) -> None:
-        """Make room for counts[layer][head] more slots. Raises OutOfPages before anything changes.
+    def find_room(self, counts: Sequence[Sequence[int]], *, growing: Collection[int] = ()) -> Room:
+        """Room for counts[layer][head] more slots, to be taken or cancelled. Raises OutOfPages.
 
-        A head of a `growing` layer that needs pages takes an eighth of its length more, if there is memory for it, so
+        A head of a `growing` layer that needs pages gets an eighth of its length more, if there is memory for it, so
         that its extents stay few.
         """
         wanted = self._wanted_pages(counts, growing)
         try:
-            lent = self._lend(wanted)
+            return Room(wanted, self._lend(wanted))
         except OutOfPages:
             wanted = self._wanted_pages(counts, ())
-            lent = self._lend(wanted)
-        for page_class, spans in lent.items():
+            return Room(wanted, self._lend(wanted))
+
+    def take(self, room: Room) -> None:
+        """Give the pages to the heads that wanted them."""
+        for page_class, spans in room.lent.items():
             self.spans[page_class] += spans
-        for (layer, head), num_pages in wanted.items():
+        for (layer, head), num_pages in room.wanted.items():
             self._give_pages(self.layers[layer], head, num_pages)
+
+    def reserve(self, counts: Sequence[Sequence[int]], *, growing: Collection[int] = ()) -> None:
+        """Find room and take it. Raises OutOfPages before anything changes."""
+        self.take(self.find_room(counts, growing=growing))
 
     def _wanted_pages(self, counts: Sequence[Sequence[int]], growing: Collection[int]) -> _Wanted:
         wanted = {}
