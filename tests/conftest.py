@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 from functools import cache
 
 import pytest
+import torch
 
-from kvfold.models.loader import Model
-from tests.tiny import ready
+if not torch.cuda.is_available():  # kernels run in triton's interpreter, which has to be chosen before triton is imported
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from kvfold.models.loader import Model  # noqa: E402
+from tests.tiny import ready  # noqa: E402
 
 
 @cache

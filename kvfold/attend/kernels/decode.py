@@ -1,0 +1,212 @@
+"""The first stage of a decode step: one program per task attends to its stretch of stored slots.
+
+FlashDecoding's split over storage: a task is a stretch of slots of one head that lie adjacent, so each field is one dense
+array and loads need no table. Softmax runs online over tiles in base 2, log2(e) folded into the scale; only the last
+tile is masked. The grid is as large as the table and never changes; programs past `num_tasks`, and tasks of length 0,
+end at once.
+
+    R rows of queries   X queries of a row   D head dim   N slots of a tile   M rows of a dot (X padded)
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvfold.attend.kernels.formats import NUM_COLUMNS, Format, format_of
+from kvfold.attend.kernels.keys import key_scores, query_parts
+from kvfold.attend.kernels.tile import elements, load_each
+from kvfold.attend.kernels.values import add_values, store_part
+
+LOG2E = 1.4426950408889634
+_LOG2E, _LN2 = tl.constexpr(LOG2E), tl.constexpr(0.6931471805599453)
+
+
+class Config(NamedTuple):
+    """How a kernel is compiled: slots of a tile, warps, tiles in flight."""
+
+    block: int
+    num_warps: int
+    num_stages: int
+
+
+# By the bits of the wider side, for head dims up to 128; wider heads take half the slots.
+_CONFIG: dict[int, Config] = {
+    32: Config(32, 4, 2),
+    16: Config(64, 4, 3),
+    8: Config(128, 4, 3),
+    4: Config(128, 4, 4),
+    2: Config(256, 4, 4),
+}
+
+
+@triton.jit
+def attend_kernel(
+    q: tl.tensor,
+    offset: tl.tensor,
+    k_memory: tl.tensor,
+    v_memory: tl.tensor,
+    meta: tl.tensor,
+    biases: tl.tensor,
+    tasks: tl.tensor,
+    num_tasks: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    scale_log2: tl.tensor,
+    X: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+    K_FORM: tl.constexpr,
+    K_BITS: tl.constexpr,
+    K_WIDTH: tl.constexpr,
+    K_PAD: tl.constexpr,
+    K_GROUPS: tl.constexpr,
+    K_SPAN: tl.constexpr,
+    V_FORM: tl.constexpr,
+    V_BITS: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    V_PAD: tl.constexpr,
+    V_GROUPS: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PLAIN: tl.constexpr,
+) -> None:
+    pid = tl.program_id(0)
+    if pid >= tl.load(num_tasks):
+        return
+    task = tasks + pid.to(tl.int64) * NUM_COLUMNS
+    length = tl.load(task + 1).to(tl.int32)
+    if length == 0:
+        return
+    row = tl.load(task)
+    k_code = k_memory + elements(task + 2, k_memory.dtype.element_ty)
+    k_scale = meta + elements(task + 3, meta.dtype.element_ty)
+    k_zero = meta + elements(task + 4, meta.dtype.element_ty)
+    v_code = v_memory + elements(task + 5, v_memory.dtype.element_ty)
+    v_scale = meta + elements(task + 6, meta.dtype.element_ty)
+    v_zero = meta + elements(task + 7, meta.dtype.element_ty)
+    bias = biases + elements(task + 8, biases.dtype.element_ty)
+
+    x = tl.arange(0, M)
+    q0, q1, q2, q3, sum_q = query_parts(q + row * X * D, X, M, D, K_WIDTH, K_PAD)
+    lift = tl.zeros([M], tl.float32)
+    if HAS_OFFSET:
+        lift = tl.load(offset + row * X + x, mask=x < X, other=0.0).to(tl.float32) * scale_log2
+    top = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    even = tl.zeros([M], tl.float32)
+    acc0 = tl.zeros([M, V_PAD], tl.float32)
+    acc1, acc2, acc3 = acc0, acc0, acc0
+    full = length // BLOCK * BLOCK
+    for phase in tl.static_range(2):  # whole tiles, then what is left of one
+        MASKED: tl.constexpr = phase == 1
+        for at in range(full if MASKED else 0, length if MASKED else full, BLOCK):
+            n = at + tl.arange(0, BLOCK)
+            score = key_scores(
+                q0, q1, q2, q3, sum_q, k_code, k_scale, k_zero, n, length,
+                D, K_WIDTH, K_PAD, K_FORM, K_BITS, K_GROUPS, K_SPAN, MASKED, PLAIN,
+            )  # fmt: skip
+            score = score * scale_log2 + lift[:, None]
+            if HAS_BIAS:
+                score += load_each(bias, n, length, MASKED)[None, :] * _LOG2E
+            if MASKED:
+                score = tl.where((n < length)[None, :], score, float("-inf"))
+            before = top
+            top = tl.maximum(top, tl.max(score, 1))
+            keep = tl.exp2(before - top)
+            p = tl.exp2(score - top[:, None])
+            total = total * keep + tl.sum(p, 1)
+            acc0, acc1, acc2, acc3, even = add_values(
+                acc0, acc1, acc2, acc3, even, keep, p, v_code, v_scale, v_zero, n, length,
+                D, V_WIDTH, V_PAD, V_FORM, V_BITS, V_GROUPS, q0.dtype, MASKED, PLAIN,
+            )  # fmt: skip
+
+    tl.store(lse + pid * X + x, (top + tl.log2(total)) * _LN2, mask=x < X)
+    out += pid.to(tl.int64) * X * D
+    store_part(out, (acc0 + even[:, None]) / total[:, None], 0, X, D, V_WIDTH)
+    if V_WIDTH < D:
+        store_part(out, (acc1 + even[:, None]) / total[:, None], 1, X, D, V_WIDTH)
+    if V_WIDTH * 2 < D:
+        store_part(out, (acc2 + even[:, None]) / total[:, None], 2, X, D, V_WIDTH)
+        store_part(out, (acc3 + even[:, None]) / total[:, None], 3, X, D, V_WIDTH)
+
+
+def launch(
+    q_RXD: Tensor,
+    offset_RX: Tensor | None,
+    memory: Tensor,
+    task: Tensor,
+    num_tasks: Tensor,
+    k_codec: str,
+    v_codec: str,
+    k_groups: int,
+    v_groups: int,
+    scale: float,
+    has_bias: bool,
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Outputs fp32 [capacity, X, D] and log-sum-exps [capacity, X]; rows of tasks that do not run stay as they were."""
+    _, num_queries, head_dim = q_RXD.shape
+    k, v = format_of(k_codec), format_of(v_codec)
+    out = torch.empty(len(task), num_queries, head_dim, dtype=torch.float32, device=q_RXD.device)
+    lse = torch.empty(len(task), num_queries, dtype=torch.float32, device=q_RXD.device)
+    config = config or choose(head_dim, q_RXD.dtype, k, v)
+    attend_kernel[(len(task),)](
+        q_RXD.contiguous(),
+        q_RXD if offset_RX is None else offset_RX.contiguous(),
+        memory.view(k.dtype),
+        memory.view(v.dtype),
+        memory.view(torch.bfloat16),
+        memory.view(torch.float32),
+        task,
+        num_tasks,
+        out,
+        lse,
+        scale * LOG2E,
+        X=num_queries,
+        M=padded(num_queries),
+        D=head_dim,
+        NUM_COLUMNS=NUM_COLUMNS,
+        K_FORM=k.form,
+        K_BITS=k.bits,
+        K_WIDTH=k.width(head_dim),
+        K_PAD=padded(k.width(head_dim)),
+        K_GROUPS=k.groups(head_dim, k_groups, is_key=True),
+        K_SPAN=k.key_span,
+        V_FORM=v.form,
+        V_BITS=v.bits,
+        V_WIDTH=v.width(head_dim),
+        V_PAD=padded(v.width(head_dim)),
+        V_GROUPS=v_groups,
+        HAS_OFFSET=offset_RX is not None,
+        HAS_BIAS=has_bias,
+        BLOCK=config.block,
+        PLAIN=is_plain(memory),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return out, lse
+
+
+def padded(count: int) -> int:
+    """Sides of a dot are powers of two from 16 on."""
+    return max(16, triton.next_power_of_2(count))
+
+
+def is_plain(memory: Tensor) -> bool:
+    """Whether to do without NVIDIA's instructions: in the interpreter, and on GPUs of others."""
+    return not memory.is_cuda or torch.version.cuda is None
+
+
+def choose(head_dim: int, q_dtype: torch.dtype, k: Format, v: Format) -> Config:
+    """The tuned configuration; dots in fp32 run without tensor cores and need small tiles."""
+    if q_dtype == torch.float32:
+        return _CONFIG[32]
+    config = _CONFIG[max(k.bits, v.bits)]
+    return config if head_dim <= 128 else config._replace(block=max(16, config.block // 2))

@@ -1,0 +1,64 @@
+"""What a kernel must know of a codec: how its codes lie in memory and how they become numbers.
+
+Facts of the codecs in kvfold/codec, under the names that the operators take. Nothing here needs triton.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+
+from kvfold.codec import Codec, Fp8, Int2, Int4, Int8, Kivi2, Kivi4, Native
+from kvfold.codec.kivi import GROUP
+from kvfold.errors import InputError
+
+Form = Literal["float", "fp8", "int"]
+
+# Columns of a task. Addresses are byte offsets into the arena's memory; MASS is an element offset.
+QUERY, LENGTH, K_CODE, K_SCALE, K_ZERO, V_CODE, V_SCALE, V_ZERO, BIAS, MASS = range(10)
+NUM_COLUMNS = 10
+
+
+class Format(NamedTuple):
+    """`codec` reads the same bytes in torch; `key_span`: consecutive slots that share the scales of a key channel."""
+
+    codec: Codec
+    form: Form
+    dtype: torch.dtype
+    bits: int
+    key_span: int = 1
+
+    def width(self, head_dim: int) -> int:
+        """Elements of `dtype` that one slot's codes take."""
+        return head_dim if self.form != "int" else head_dim * self.bits // 8
+
+    def groups(self, head_dim: int, channel_groups: int, *, is_key: bool) -> int:
+        """Scales in one row of metadata: a row serves one slot, or the slots of a span with a scale per channel."""
+        return head_dim if is_key and self.key_span > 1 else channel_groups
+
+
+FLOATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+_FORMATS: dict[str, Format] = {
+    **{name: Format(Native(), "float", dtype, dtype.itemsize * 8) for name, dtype in FLOATS.items()},
+    "fp8": Format(Fp8(), "fp8", torch.uint8, 8),
+    "int8": Format(Int8(), "int", torch.uint8, 8),
+    "int4": Format(Int4(), "int", torch.uint8, 4),
+    "int2": Format(Int2(), "int", torch.uint8, 2),
+    "kivi4": Format(Kivi4(), "int", torch.uint8, 4, GROUP),
+    "kivi2": Format(Kivi2(), "int", torch.uint8, 2, GROUP),
+}
+
+
+def format_of(codec: str) -> Format:
+    if codec not in _FORMATS:
+        raise InputError(f'kernels read no codec "{codec}"; they read {", ".join(_FORMATS)}')
+    return _FORMATS[codec]
+
+
+def float_dtype(name: str) -> torch.dtype:
+    """The dtype of an open block."""
+    if name not in FLOATS:
+        raise InputError(f'an open block cannot be of "{name}"; it is of {", ".join(FLOATS)}')
+    return FLOATS[name]

@@ -1,0 +1,136 @@
+"""The second pass of scorers that follow attention mass: what each stored slot received from the queries of a step.
+
+Scores are computed again, because a slot's share needs the log-sum-exp over everything its row saw, which is known only
+after the parts were merged; keeping the scores of the first pass would write more bytes than codes of 4 bits read.
+
+    R rows of queries   X queries of a row   D head dim   N slots of a tile
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvfold.attend.kernels.decode import LOG2E, Config, choose, is_plain, padded
+from kvfold.attend.kernels.formats import NUM_COLUMNS, format_of
+from kvfold.attend.kernels.keys import key_scores, query_parts
+from kvfold.attend.kernels.tile import elements, load_each
+
+_LOG2E = tl.constexpr(LOG2E)
+
+
+@triton.jit
+def mass_kernel(
+    q: tl.tensor,
+    offset: tl.tensor,
+    k_memory: tl.tensor,
+    meta: tl.tensor,
+    biases: tl.tensor,
+    tasks: tl.tensor,
+    num_tasks: tl.tensor,
+    lse: tl.tensor,
+    row_of_task: tl.tensor,
+    mass: tl.tensor,
+    scale_log2: tl.tensor,
+    X: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+    K_FORM: tl.constexpr,
+    K_BITS: tl.constexpr,
+    K_WIDTH: tl.constexpr,
+    K_PAD: tl.constexpr,
+    K_GROUPS: tl.constexpr,
+    K_SPAN: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PLAIN: tl.constexpr,
+) -> None:
+    pid = tl.program_id(0)
+    if pid >= tl.load(num_tasks):
+        return
+    task = tasks + pid.to(tl.int64) * NUM_COLUMNS
+    length = tl.load(task + 1).to(tl.int32)
+    if length == 0:
+        return
+    row = tl.load(task)
+    k_code = k_memory + elements(task + 2, k_memory.dtype.element_ty)
+    k_scale = meta + elements(task + 3, meta.dtype.element_ty)
+    k_zero = meta + elements(task + 4, meta.dtype.element_ty)
+    bias = biases + elements(task + 8, biases.dtype.element_ty)
+    mass += tl.load(task + 9)
+
+    x = tl.arange(0, M)
+    q0, q1, q2, q3, sum_q = query_parts(q + row * X * D, X, M, D, K_WIDTH, K_PAD)
+    seen = tl.load(row_of_task + pid).to(tl.int64) * X
+    lift = -tl.load(lse + seen + x, mask=x < X, other=float("inf")) * _LOG2E  # padded rows: exp2(-inf) adds nothing
+    if HAS_OFFSET:
+        lift += tl.load(offset + row * X + x, mask=x < X, other=0.0).to(tl.float32) * scale_log2
+    full = length // BLOCK * BLOCK
+    for phase in tl.static_range(2):  # whole tiles, then what is left of one
+        MASKED: tl.constexpr = phase == 1
+        for at in range(full if MASKED else 0, length if MASKED else full, BLOCK):
+            n = at + tl.arange(0, BLOCK)
+            score = key_scores(
+                q0, q1, q2, q3, sum_q, k_code, k_scale, k_zero, n, length,
+                D, K_WIDTH, K_PAD, K_FORM, K_BITS, K_GROUPS, K_SPAN, MASKED, PLAIN,
+            )  # fmt: skip
+            score = score * scale_log2 + lift[:, None]
+            if HAS_BIAS:
+                score += load_each(bias, n, length, MASKED)[None, :] * _LOG2E
+            share = tl.sum(tl.exp2(score), 0)
+            # A slot belongs to one task of a launch, so nobody else adds here.
+            tl.store(mass + n, tl.load(mass + n, mask=n < length, other=0.0) + share, mask=n < length)
+
+
+def launch(
+    q_RXD: Tensor,
+    offset_RX: Tensor | None,
+    memory: Tensor,
+    task: Tensor,
+    num_tasks: Tensor,
+    lse_RX: Tensor,
+    row_of_task: Tensor,
+    k_codec: str,
+    k_groups: int,
+    scale: float,
+    mass: Tensor,
+    has_bias: bool,
+    config: Config | None = None,
+) -> None:
+    """Add each slot's attention, summed over the queries of its row, to mass[task.MASS + slot]."""
+    _, num_queries, head_dim = q_RXD.shape
+    k = format_of(k_codec)
+    config = config or choose(head_dim, q_RXD.dtype, k, k)
+    mass_kernel[(len(task),)](
+        q_RXD.contiguous(),
+        q_RXD if offset_RX is None else offset_RX.contiguous(),
+        memory.view(k.dtype),
+        memory.view(torch.bfloat16),
+        memory.view(torch.float32),
+        task,
+        num_tasks,
+        lse_RX.contiguous(),
+        row_of_task,
+        mass,
+        scale * LOG2E,
+        X=num_queries,
+        M=padded(num_queries),
+        D=head_dim,
+        NUM_COLUMNS=NUM_COLUMNS,
+        K_FORM=k.form,
+        K_BITS=k.bits,
+        K_WIDTH=k.width(head_dim),
+        K_PAD=padded(k.width(head_dim)),
+        K_GROUPS=k.groups(head_dim, k_groups, is_key=True),
+        K_SPAN=k.key_span,
+        HAS_OFFSET=offset_RX is not None,
+        HAS_BIAS=has_bias,
+        BLOCK=config.block,
+        PLAIN=is_plain(memory),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )

@@ -1,0 +1,155 @@
+"""The second stage of a decode step: merge the tasks of a row with its open block, and append the new slots.
+
+One program per row and query, on plain arithmetic: what it reads is small. Parts merge exactly by their log-sum-exps; a
+row without tasks and with an empty open block sees its new token alone. New slots are attended to as they come, rounded
+to the cache's dtype, so no program waits for what another stores.
+
+    R rows (sequence, KV head)   X queries of a row, index g * T + t   T new tokens   D head dim   N slots of a tile
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvfold.attend.kernels.decode import LOG2E
+from kvfold.attend.kernels.formats import float_dtype
+
+_LOG2E, _LN2 = tl.constexpr(LOG2E), tl.constexpr(0.6931471805599453)
+_PARTS = 16  # tasks merged at a time
+_SLOTS = 32  # slots of the open block at a time
+
+
+@triton.jit
+def merge_kernel(
+    parts: tl.tensor,
+    part_lses: tl.tensor,
+    first_task: tl.tensor,
+    q: tl.tensor,
+    k_new: tl.tensor,
+    v_new: tl.tensor,
+    memory: tl.tensor,
+    open_address: tl.tensor,
+    fills: tl.tensor,
+    result: tl.tensor,
+    lse: tl.tensor,
+    scale_log2: tl.tensor,
+    open_len: tl.tensor,
+    num_heads: tl.tensor,
+    X: tl.constexpr,
+    T: tl.constexpr,
+    TP: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    PARTS: tl.constexpr,
+    SLOTS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    x = tl.program_id(1)
+    lane = row // num_heads
+    d = tl.arange(0, DP)
+    fill = tl.load(fills + lane)
+    result += (row * X + x) * D + d
+    lse += row * X + x
+    if fill < 0:  # a lane without a sequence
+        tl.store(result, tl.zeros([DP], result.dtype.element_ty), mask=d < D)
+        tl.store(lse, float("-inf"))
+        return
+    ITEM: tl.constexpr = memory.dtype.element_ty.primitive_bitwidth // 8
+    block = ((row % num_heads) * open_len) * D
+    k_open = memory + tl.load(open_address + lane * 2) // ITEM + block
+    v_open = memory + tl.load(open_address + lane * 2 + 1) // ITEM + block
+
+    t = tl.arange(0, TP)
+    at = (row * T + t)[:, None] * D + d[None, :]
+    is_new = (t < T)[:, None] & (d < D)[None, :]
+    k = tl.load(k_new + at, mask=is_new, other=0.0).to(memory.dtype.element_ty)
+    v = tl.load(v_new + at, mask=is_new, other=0.0).to(memory.dtype.element_ty)
+    own = is_new & (t == x)[:, None]  # the queries of the first head store the new slots, one each
+    to = (fill + t)[:, None] * D + d[None, :]
+    tl.store(k_open + to, k, mask=own)
+    tl.store(v_open + to, v, mask=own)
+
+    query = tl.load(q + (row * X + x) * D + d, mask=d < D, other=0.0).to(tl.float32) * scale_log2
+    score = tl.where(t <= x % T, tl.sum(k.to(tl.float32) * query[None, :], 1), float("-inf"))
+    top = tl.max(score, 0)
+    p = tl.exp2(score - top)
+    total = tl.sum(p, 0)
+    acc = tl.sum(p[:, None] * v.to(tl.float32), 0)
+
+    for start in range(0, fill, SLOTS):
+        n = start + tl.arange(0, SLOTS)
+        old = (n < fill)[:, None] & (d < D)[None, :]
+        there = n[:, None] * D + d[None, :]
+        k_old = tl.load(k_open + there, mask=old, other=0.0).to(tl.float32)
+        v_old = tl.load(v_open + there, mask=old, other=0.0).to(tl.float32)
+        score = tl.where(n < fill, tl.sum(k_old * query[None, :], 1), float("-inf"))
+        top, total, acc = _merged(top, total, acc, score, v_old)
+
+    first, last = tl.load(first_task + row), tl.load(first_task + row + 1)
+    for start in range(first, last, PARTS):
+        i = start + tl.arange(0, PARTS)
+        score = tl.load(part_lses + i * X + x, mask=i < last, other=float("-inf")) * _LOG2E
+        part = (i.to(tl.int64) * X + x)[:, None] * D + d[None, :]
+        value = tl.load(parts + part, mask=(i < last)[:, None] & (d < D)[None, :], other=0.0)
+        top, total, acc = _merged(top, total, acc, score, value)
+
+    tl.store(result, (acc / total).to(result.dtype.element_ty), mask=d < D)
+    tl.store(lse, (top + tl.log2(total)) * _LN2)
+
+
+@triton.jit
+def _merged(top: tl.tensor, total: tl.tensor, acc: tl.tensor, score: tl.tensor, value: tl.tensor) -> tl.tuple:
+    """Add rows of `value` with scores in base 2; `top` is finite from the start, so nothing becomes NaN."""
+    new_top = tl.maximum(top, tl.max(score, 0))
+    keep = tl.exp2(top - new_top)
+    p = tl.exp2(score - new_top)
+    return new_top, total * keep + tl.sum(p, 0), acc * keep + tl.sum(p[:, None] * value, 0)
+
+
+def launch(
+    out: Tensor,
+    lse: Tensor,
+    first_task: Tensor,
+    q_RXD: Tensor,
+    k_new_RTD: Tensor,
+    v_new_RTD: Tensor,
+    memory: Tensor,
+    open_address: Tensor,
+    fill: Tensor,
+    open_len: int,
+    kv_dtype: str,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attention [R, X, D] in q's dtype over everything a row stores, and its log-sum-exp fp32 [R, X]."""
+    num_rows, num_queries, head_dim = q_RXD.shape
+    num_new = k_new_RTD.shape[1]
+    result = torch.empty_like(q_RXD, memory_format=torch.contiguous_format)
+    result_lse = torch.empty(num_rows, num_queries, dtype=torch.float32, device=q_RXD.device)
+    merge_kernel[(num_rows, num_queries)](
+        out,
+        lse,
+        first_task,
+        q_RXD.contiguous(),
+        k_new_RTD.contiguous(),
+        v_new_RTD.contiguous(),
+        memory.view(float_dtype(kv_dtype)),
+        open_address,
+        fill,
+        result,
+        result_lse,
+        scale * LOG2E,
+        open_len,
+        num_rows // len(fill),
+        X=num_queries,
+        T=num_new,
+        TP=triton.next_power_of_2(num_new),
+        D=head_dim,
+        DP=triton.next_power_of_2(head_dim),
+        PARTS=_PARTS,
+        SLOTS=_SLOTS,
+        num_warps=4,
+    )
+    return result, result_lse

@@ -1,0 +1,162 @@
+"""The operators of a decode step, over plain tensors, so that torch.compile and CUDA graphs take them whole.
+
+On CUDA they run the Triton kernels, elsewhere their torch twins. Addresses, lengths and fill counts are read on the
+device: a captured graph follows them.
+
+    attend_tasks  partial attention of each task        merge_rows  tasks + open block + new slots -> output
+    task_mass     attention mass of each stored slot
+
+Tables: a row of `task` (int64, columns in formats.py) is a stretch of adjacent slots; tasks past num_tasks (int32 [1])
+and those of length 0 do not run. Codes, scales, zeros (bf16) and biases (fp32, natural log) begin at multiples of 16
+bytes. Tasks of output row r are first_task[r] .. first_task[r + 1] (int32 [R + 1]).
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from kvfold.attend.kernels import reference
+from kvfold.errors import MissingExtra
+
+
+def _kernel(name: str) -> ModuleType:
+    """A kernel file; they alone import triton."""
+    try:
+        return importlib.import_module(f"kvfold.attend.kernels.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise MissingExtra(
+            'tensors on a GPU are read by Triton kernels, and triton is not installed; pip install "kvfold[gpu]"'
+        ) from error
+
+
+@torch.library.custom_op("kvfold::attend_tasks", mutates_args=())
+def attend_tasks(
+    q: Tensor,
+    offset: Tensor | None,
+    memory: Tensor,
+    task: Tensor,
+    num_tasks: Tensor,
+    k_codec: str,
+    v_codec: str,
+    k_groups: int,
+    v_groups: int,
+    scale: float,
+    has_bias: bool,
+) -> tuple[Tensor, Tensor]:
+    """Output fp32 [capacity, X, D] and log-sum-exp fp32 [capacity, X] of each task that runs.
+
+    q [R, X, D] is in the stored key basis; offset [R, X] is added to q.k before scaling.
+    """
+    run = _kernel("decode").launch if q.is_cuda else reference.attend_tasks
+    found: tuple[Tensor, Tensor] = run(
+        q, offset, memory, task, num_tasks, k_codec, v_codec, k_groups, v_groups, scale, has_bias
+    )
+    return found
+
+
+@attend_tasks.register_fake
+def _(
+    q: Tensor,
+    offset: Tensor | None,
+    memory: Tensor,
+    task: Tensor,
+    num_tasks: Tensor,
+    k_codec: str,
+    v_codec: str,
+    k_groups: int,
+    v_groups: int,
+    scale: float,
+    has_bias: bool,
+) -> tuple[Tensor, Tensor]:
+    shape = (task.shape[0], q.shape[1], q.shape[2])
+    return q.new_empty(shape, dtype=torch.float32), q.new_empty(shape[:2], dtype=torch.float32)
+
+
+@torch.library.custom_op("kvfold::merge_rows", mutates_args=("memory",))
+def merge_rows(
+    out: Tensor,
+    lse: Tensor,
+    first_task: Tensor,
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    memory: Tensor,
+    open_address: Tensor,
+    fill: Tensor,
+    open_len: int,
+    kv_dtype: str,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attention [R, X, D] in q's dtype over tasks, open block and new slots, and its log-sum-exp fp32 [R, X].
+
+    The new slots [R, T, D] are stored at fill .. fill + T - 1 of the open blocks, whose keys and values [H, open_len, D]
+    begin at open_address [B, 2]; query g * T + t sees new slots up to t. A lane with fill < 0 gets zeros, stores nothing.
+    """
+    run = _kernel("merge").launch if q.is_cuda else reference.merge_rows
+    found: tuple[Tensor, Tensor] = run(
+        out, lse, first_task, q, k_new, v_new, memory, open_address, fill, open_len, kv_dtype, scale
+    )
+    return found
+
+
+@merge_rows.register_fake
+def _(
+    out: Tensor,
+    lse: Tensor,
+    first_task: Tensor,
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    memory: Tensor,
+    open_address: Tensor,
+    fill: Tensor,
+    open_len: int,
+    kv_dtype: str,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    result = torch.empty_like(q, memory_format=torch.contiguous_format)
+    return result, q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+@torch.library.custom_op("kvfold::task_mass", mutates_args=("mass",))
+def task_mass(
+    q: Tensor,
+    offset: Tensor | None,
+    memory: Tensor,
+    task: Tensor,
+    num_tasks: Tensor,
+    lse: Tensor,
+    row_of_task: Tensor,
+    k_codec: str,
+    k_groups: int,
+    scale: float,
+    mass: Tensor,
+    has_bias: bool,
+) -> None:
+    """Add sum over X of exp(score - lse[row_of_task]) to mass[task.MASS + slot] (fp32, in place)."""
+    run = _kernel("mass").launch if q.is_cuda else reference.task_mass
+    run(q, offset, memory, task, num_tasks, lse, row_of_task, k_codec, k_groups, scale, mass, has_bias)
+
+
+@task_mass.register_fake
+def _(
+    q: Tensor,
+    offset: Tensor | None,
+    memory: Tensor,
+    task: Tensor,
+    num_tasks: Tensor,
+    lse: Tensor,
+    row_of_task: Tensor,
+    k_codec: str,
+    k_groups: int,
+    scale: float,
+    mass: Tensor,
+    has_bias: bool,
+) -> None:
+    return None

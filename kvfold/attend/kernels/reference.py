@@ -1,0 +1,162 @@
+"""The kernels in plain torch, with the signatures of the operators: what every fast path is compared with.
+
+Fields are read at their byte addresses and decoded by the codecs themselves; everything is computed in fp32.
+
+    R rows of queries   X queries of a row   T new tokens   D head dim   S slots of a task
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kvfold.attend.kernels.formats import (
+    BIAS,
+    K_CODE,
+    LENGTH,
+    MASS,
+    QUERY,
+    V_CODE,
+    float_dtype,
+    format_of,
+)
+from kvfold.codec.base import Side
+
+
+def attend_tasks(
+    q_RXD: Tensor,
+    offset_RX: Tensor | None,
+    memory: Tensor,
+    task: Tensor,
+    num_tasks: Tensor,
+    k_codec: str,
+    v_codec: str,
+    k_groups: int,
+    v_groups: int,
+    scale: float,
+    has_bias: bool,
+) -> tuple[Tensor, Tensor]:
+    """Output fp32 [capacity, X, D] and log-sum-exp [capacity, X] of each task; 0 and -inf where there is none."""
+    _, num_queries, head_dim = q_RXD.shape
+    out = q_RXD.new_zeros(len(task), num_queries, head_dim, dtype=torch.float32)
+    lse = q_RXD.new_full((len(task), num_queries), -torch.inf, dtype=torch.float32)
+    for i, row in _running(task, num_tasks):
+        score_XS = _scores(q_RXD, offset_RX, memory, row, k_codec, k_groups, scale, has_bias)
+        v_SD = _read(memory, row, "v", v_codec, v_groups, head_dim)
+        lse[i] = score_XS.logsumexp(-1)
+        out[i] = score_XS.softmax(-1) @ v_SD
+    return out, lse
+
+
+def task_mass(
+    q_RXD: Tensor,
+    offset_RX: Tensor | None,
+    memory: Tensor,
+    task: Tensor,
+    num_tasks: Tensor,
+    lse_RX: Tensor,
+    row_of_task: Tensor,
+    k_codec: str,
+    k_groups: int,
+    scale: float,
+    mass: Tensor,
+    has_bias: bool,
+) -> None:
+    """Add each slot's attention, summed over the queries of its row, to mass[task.MASS + slot]."""
+    for i, row in _running(task, num_tasks):
+        score_XS = _scores(q_RXD, offset_RX, memory, row, k_codec, k_groups, scale, has_bias)
+        share_S = torch.exp(score_XS - lse_RX[row_of_task[i]].unsqueeze(-1)).sum(0)
+        mass[row[MASS] : row[MASS] + row[LENGTH]] += share_S
+
+
+def merge_rows(
+    out: Tensor,
+    lse: Tensor,
+    first_task: Tensor,
+    q_RXD: Tensor,
+    k_new_RTD: Tensor,
+    v_new_RTD: Tensor,
+    memory: Tensor,
+    open_address: Tensor,
+    fill: Tensor,
+    open_len: int,
+    kv_dtype: str,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Store the new slots, attend to the open block, merge with the tasks of each row; 0 and -inf in empty lanes."""
+    num_rows, num_queries, head_dim = q_RXD.shape
+    num_new, num_heads = k_new_RTD.shape[1], num_rows // len(fill)
+    result, result_lse = torch.zeros_like(q_RXD), lse.new_full((num_rows, num_queries), -torch.inf)
+    query_t = torch.arange(num_queries, device=q_RXD.device) % num_new
+    first, dtype = first_task.tolist(), float_dtype(kv_dtype)
+    for row, (lane, head) in enumerate((i, j) for i in range(len(fill)) for j in range(num_heads)):
+        used = int(fill[lane])
+        if used < 0:
+            continue
+        k_SD, v_SD = (_open(memory, int(at), head, open_len, head_dim, dtype) for at in open_address[lane])
+        k_SD[used : used + num_new], v_SD[used : used + num_new] = k_new_RTD[row].to(dtype), v_new_RTD[row].to(dtype)
+        k, v = k_SD[: used + num_new].float(), v_SD[: used + num_new].float()
+        hidden_XS = torch.arange(len(k), device=k.device) > used + query_t.unsqueeze(-1)
+        score_XS = (q_RXD[row].float() @ k.T * scale).masked_fill(hidden_XS, -torch.inf)
+        tasks = slice(first[row], first[row + 1])
+        # One softmax over slots and tasks: a task counts as a slot whose value is its output.
+        score_XC = torch.cat((score_XS, lse[tasks].T), dim=-1)
+        weight_XC = score_XC.softmax(-1)
+        whole = weight_XC[:, : len(k)] @ v + torch.einsum("xc,cxd->xd", weight_XC[:, len(k) :], out[tasks])
+        result[row], result_lse[row] = whole.to(q_RXD.dtype), score_XC.logsumexp(-1)
+    return result, result_lse
+
+
+def _running(task: Tensor, num_tasks: Tensor) -> Iterator[tuple[int, list[int]]]:
+    rows = task[: int(num_tasks)].tolist()
+    return ((i, row) for i, row in enumerate(rows) if row[LENGTH])
+
+
+def _scores(
+    q_RXD: Tensor,
+    offset_RX: Tensor | None,
+    memory: Tensor,
+    row: list[int],
+    k_codec: str,
+    k_groups: int,
+    scale: float,
+    has_bias: bool,
+) -> Tensor:
+    """Scaled scores fp32 [X, S] with offset and bias."""
+    k_SD = _read(memory, row, "k", k_codec, k_groups, q_RXD.shape[-1])
+    score_XS = q_RXD[row[QUERY]].float() @ k_SD.T
+    if offset_RX is not None:
+        score_XS = score_XS + offset_RX[row[QUERY]].float().unsqueeze(-1)
+    score_XS = score_XS * scale
+    return score_XS + _array(memory, row[BIAS], row[LENGTH], 1, torch.float32).T if has_bias else score_XS
+
+
+def _read(memory: Tensor, row: list[int], side: Side, codec: str, channel_groups: int, head_dim: int) -> Tensor:
+    """One side of a task, decoded to fp32 [S, D]; keys in the stored basis."""
+    found = format_of(codec)
+    code, scale, zero = row[K_CODE : K_CODE + 3] if side == "k" else row[V_CODE : V_CODE + 3]
+    length, width = row[LENGTH], found.width(head_dim)
+    if found.form == "float":
+        return _array(memory, code, length, width, found.dtype).float()
+    span = found.key_span if side == "k" else 1
+    num_rows = -(-length // span)
+    groups = found.groups(head_dim, channel_groups, is_key=side == "k")
+    fields = {
+        "code": _array(memory, code, num_rows * span, width, found.dtype),
+        "scale": _array(memory, scale, num_rows, groups, torch.bfloat16),
+    }
+    if found.form == "int":
+        fields["zero"] = _array(memory, zero, num_rows, groups, torch.bfloat16)
+    return found.codec.decode(side, fields, torch.float32)[:length]
+
+
+def _open(memory: Tensor, address: int, head: int, open_len: int, head_dim: int, dtype: torch.dtype) -> Tensor:
+    """A view of one head's open block [open_len, D]."""
+    return _array(memory, address + head * open_len * head_dim * dtype.itemsize, open_len, head_dim, dtype)
+
+
+def _array(memory: Tensor, address: int, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """A view of memory: [rows, width] from a byte address on."""
+    return memory[address : address + num_rows * width * dtype.itemsize].view(dtype).view(num_rows, width)

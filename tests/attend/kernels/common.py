@@ -1,0 +1,182 @@
+"""Real pages of every codec, the tasks that cover them, and what attention to them should give.
+
+    R rows (KV heads)   X queries of a row   S slots   D head dim
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from kvfold.attend.kernels.formats import (
+    BIAS,
+    K_CODE,
+    K_SCALE,
+    K_ZERO,
+    LENGTH,
+    MASS,
+    NUM_COLUMNS,
+    QUERY,
+    V_CODE,
+    V_SCALE,
+    V_ZERO,
+)
+from kvfold.codec import Codec, Fp8, Int2, Int4, Int8, Kivi2, Kivi4, Native
+from kvfold.pages.arena import Arena
+from kvfold.pages.layer import Extent, LayerPages
+from kvfold.pages.layout import PageClass
+
+DEVICES = ["cuda" if torch.cuda.is_available() else "cpu"]
+PAGE = 32
+CODECS: dict[str, Codec] = {
+    "fp32": Native(),
+    "fp16": Native(),
+    "bf16": Native(),
+    "fp8": Fp8(),
+    "int8": Int8(),
+    "int4": Int4(),
+    "int2": Int2(),
+    "kivi4": Kivi4(),
+    "kivi2": Kivi2(),
+}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_COLUMNS = {
+    "k.x": K_CODE,
+    "k.code": K_CODE,
+    "k.scale": K_SCALE,
+    "k.zero": K_ZERO,
+    "v.x": V_CODE,
+    "v.code": V_CODE,
+    "v.scale": V_SCALE,
+    "v.zero": V_ZERO,
+}
+
+
+@dataclass
+class Stored:
+    """One layer's pages, and queries to them in the model's own basis."""
+
+    arena: Arena
+    pages: LayerPages
+    names: tuple[str, str]
+    q_RXD: Tensor
+    bias: list[Tensor] | None = None  # fp32 [S] for each head, also in the arena at `bias_address`
+    bias_address: Sequence[int] = ()
+
+    @property
+    def scale(self) -> float:
+        return float(self.pages.page_class.head_dim**-0.5)
+
+    @property
+    def groups(self) -> tuple[int, int]:
+        widths = {item.name: item.width for item in self.pages.page_class.fields}
+        return widths.get("k.scale", 1), widths.get("v.scale", 1)
+
+    def query(self) -> tuple[Tensor, Tensor | None]:
+        return self.pages.page_class.k.query(self.q_RXD, self.pages.state.get("k", {}))
+
+    def tasks(self, split: int, spare: int = 3) -> tuple[Tensor, Tensor, Tensor]:
+        """The table with `spare` rows of noise behind it, the number of tasks, and each head's first task."""
+        rows, counts = [], []
+        mass = [0, *accumulate(self.pages.lens)]
+        for head, extents in enumerate(self.pages.extents):
+            done = 0
+            before = len(rows)
+            for extent in extents:
+                for begin in range(0, extent.length, split):
+                    row = self._row(extent, begin)
+                    row[QUERY], row[LENGTH] = head, min(split, extent.length - begin)
+                    row[BIAS] = self.bias_address[head] + 4 * (done + begin) if self.bias else 0
+                    row[MASS] = mass[head] + done + begin
+                    rows.append(row)
+                done += extent.length
+            counts.append(len(rows) - before)
+        noise = [[-1] * NUM_COLUMNS] * spare
+        task = torch.tensor(rows + noise, dtype=torch.int64).view(-1, NUM_COLUMNS)
+        device = self.arena.device
+        first = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
+        return task.to(device), torch.tensor([len(rows)], dtype=torch.int32).to(device), first.to(device)
+
+    def _row(self, extent: Extent, begin: int) -> list[int]:
+        page_class, row = self.pages.page_class, [0] * NUM_COLUMNS
+        for item in page_class.fields:
+            if item.name in _COLUMNS:
+                field = extent.span.fields[item.name]
+                per = page_class.page_size // page_class.rows_per_page(item)
+                first = (extent.first * page_class.page_size + begin) // per
+                row[_COLUMNS[item.name]] = (field.storage_offset() + first * item.width) * field.itemsize
+        return row
+
+    def decoded(self, head: int) -> tuple[Tensor, Tensor]:
+        """fp32 [S, D] of one head, keys in the stored basis, by the codecs' own `decode`."""
+        found: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for run in self.pages.runs():
+            for mine, start, length in zip(run.heads, run.starts, run.lens, strict=True):
+                if mine == head:
+                    for parts, side in zip(found, ("k", "v"), strict=True):
+                        codec = self.pages.page_class.codec("k" if side == "k" else "v")
+                        x_ND = codec.decode("k" if side == "k" else "v", run.side("k" if side == "k" else "v"), torch.float32)
+                        parts.append(x_ND[start : start + length])
+        empty = torch.empty(0, self.q_RXD.shape[-1], device=self.arena.device)
+        return torch.cat([empty, *found[0]]), torch.cat([empty, *found[1]])
+
+
+def store(
+    k: str,
+    v: str,
+    lens: Sequence[int],
+    *,
+    head_dim: int = 64,
+    num_queries: int = 4,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cpu",
+    codecs: tuple[Codec, Codec] | None = None,
+    with_bias: bool = False,
+    seed: int = 0,
+) -> Stored:
+    """Random slots, sealed in two goes so that longer heads lie in two extents."""
+    torch.manual_seed(seed)
+    kv_dtype = DTYPES.get(k, DTYPES.get(v, torch.bfloat16))
+    page_class = PageClass(*(codecs or (CODECS[k], CODECS[v])), head_dim, kv_dtype, page_size=PAGE)
+    arena = Arena(8 << 20, device=device)
+    pages = LayerPages(page_class, len(lens))
+    early = [length // 2 // PAGE * PAGE for length in lens]
+    most = max(lens)
+    key_shift = 3 * torch.randn(len(lens), 1, head_dim)
+    k_RSD = (torch.randn(len(lens), most, head_dim) + key_shift).to(device, kv_dtype)
+    v_RSD = (torch.randn(len(lens), most, head_dim) + 0.5).to(device, kv_dtype)
+    valid = (torch.arange(most) < torch.tensor(lens).unsqueeze(-1)).to(device)
+    pages.state = {"k": page_class.k.prepare("k", k_RSD, valid), "v": page_class.v.prepare("v", v_RSD, valid)}
+    for begin, end in ((([0] * len(lens)), early), (early, list(lens))):
+        counts = [b - a for a, b in zip(begin, end, strict=True)]
+        span = arena.lend(page_class, max(1, sum(page_class.pages_for(count) for count in counts)))[0]
+        for head, count in enumerate(counts):
+            if count:
+                taken = span.take(page_class.pages_for(count))
+                assert taken is not None
+                pages.grow(head, span, *taken)
+        flat = [torch.cat([x[i, a:b] for i, (a, b) in enumerate(zip(begin, end, strict=True))]) for x in (k_RSD, v_RSD)]
+        position = torch.arange(sum(counts), device=device)
+        pages.append(pages.encode(flat[0], flat[1], position, counts), counts)
+    q = (torch.randn(len(lens), num_queries, head_dim) * 2).to(device, dtype)
+    stored = Stored(arena, pages, (k, v), q)
+    if with_bias:
+        _add_bias(stored, lens)
+    return stored
+
+
+def _add_bias(stored: Stored, lens: Sequence[int]) -> None:
+    """Biases behind everything that was lent."""
+    at = stored.arena.capacity_bytes - 4 * sum(-(-length // 4) * 4 for length in lens)
+    stored.bias, addresses = [], []
+    for length in lens:
+        bias = torch.randn(length, device=stored.arena.device)
+        stored.arena.memory[at : at + 4 * length].view(torch.float32).copy_(bias)
+        stored.bias.append(bias)
+        addresses.append(at)
+        at += 4 * (-(-length // 4) * 4)
+    stored.bias_address = addresses
