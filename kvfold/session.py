@@ -22,6 +22,7 @@ from torch import Tensor
 from kvfold.engine.generate import Request, StopReason, generate
 from kvfold.engine.runner import Progress, Runner
 from kvfold.engine.sample import Sampling
+from kvfold.engine.speculate import check_speculation, make_drafter
 from kvfold.errors import InputError
 from kvfold.models.check import check_policy
 from kvfold.models.loader import Model
@@ -40,7 +41,7 @@ class Reply:
     token_ids: list[int]
     reason: StopReason
     stats: Stats
-    decode_ms: float  # mean over the steps that ran
+    decode_ms: float  # mean over the tokens that ran
 
 
 class Session:
@@ -146,7 +147,9 @@ class Session:
     @overload
     def generate(self, *, stream: Literal[True], **options: Any) -> Iterator[str]: ...
     def generate(self, *, stream: bool = False, **options: Any) -> Reply | Iterator[str]:
-        """Continue. Options: max_new_tokens (256), temperature (0: greedy), top_k, top_p, seed, stop (list of strings).
+        """Continue. Options: max_new_tokens (256), temperature (0: greedy), top_k, top_p, seed, stop (list of strings),
+        speculate (False; True or a number: draft so many tokens by lookup in the session's text, verify them in one
+        pass), draft_from (token ids of earlier outputs to look in too).
 
         Returns a Reply, or with `stream` an iterator over pieces of text; the reply becomes part of the session.
         """
@@ -165,15 +168,19 @@ class Session:
         top_p: float = 1.0,
         seed: int = 0,
         stop: Sequence[str] = (),
+        speculate: bool | int = False,
+        draft_from: Sequence[Sequence[int]] = (),
     ) -> Request:
         sampling = Sampling(temperature, top_k, top_p, seed)
+        check_speculation(speculate, draft_from)
         self._require_open()
         if not self.token_ids:
             raise InputError("the session is empty; extend it before generating")
         self._begin_reply()
         if self._logits_V is None:
             raise InputError("the last extend was interrupted between chunks; extend with the rest before generating")
-        return Request(self.cache, self._logits_V, max_new_tokens, sampling, stop)
+        drafter = make_drafter(self.token_ids, speculate, draft_from, self.model.spec.eos_token_ids)
+        return Request(self.cache, self._logits_V, max_new_tokens, sampling, stop, drafter)
 
     def _begin_reply(self) -> None:
         """Close an open user turn; run what was sampled last."""
@@ -195,7 +202,13 @@ class Session:
 
     def _reply(self, request: Request) -> Reply:
         assert request.reason is not None
-        stats = replace(self.stats(), decode_ms=request.decode_ms)
+        stats = replace(
+            self.stats(),
+            decode_ms=request.decode_ms,
+            drafted=request.num_drafted,
+            accepted=request.num_accepted,
+            tokens_per_pass=request.tokens_per_pass,
+        )
         return Reply(request.text, request.token_ids, request.reason, stats, request.decode_ms)
 
     # Looking
@@ -271,11 +284,14 @@ def generate_batch(
     top_p: float = 1.0,
     seed: int = 0,
     stop: Sequence[str] = (),
+    speculate: bool | int = False,
+    draft_from: Sequence[Sequence[int]] = (),
     progress: Progress | None = None,
 ) -> list[Reply]:
     """Replies to a ragged batch of prompts, prefilled and decoded together; each prompt is compressed whole."""
     if isinstance(prompts, str) or not prompts:
         raise InputError("prompts is a non-empty list of texts")
+    check_speculation(speculate, draft_from)
     sessions: list[Session] = []
     try:
         for _ in prompts:
@@ -283,8 +299,16 @@ def generate_batch(
         turns, runner = sessions[0].turns, sessions[0].runner
         ids = [turns.text_ids(prompt, "start", ()) + turns.reply_ids(turns.after_text) for prompt in prompts]
         logits = runner.prefill([session.cache for session in sessions], ids, progress=progress)
+        eos = model.spec.eos_token_ids
         requests = [
-            Request(session.cache, row, max_new_tokens, Sampling(temperature, top_k, top_p, seed + i), stop)
+            Request(
+                session.cache,
+                row,
+                max_new_tokens,
+                Sampling(temperature, top_k, top_p, seed + i),
+                stop,
+                make_drafter(ids[i], speculate, draft_from, eos),
+            )
             for i, (session, row) in enumerate(zip(sessions, logits, strict=True))
         ]
         for _ in generate(runner, requests, model.tokenizer):

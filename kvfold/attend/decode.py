@@ -1,7 +1,8 @@
-"""A decode step: one new token for each sequence of a batch, read from pages and open block.
+"""A decode step: one new token, or a draft, for each sequence of a batch, read from pages and open block.
 
 The open block is sealed at the start of the step that would not fit, so an arena that is full is told before the step
-has changed anything.
+has changed anything. New slots are written behind the fill and count once they are kept; what scorers observe of a
+token is noted after the model has run, so that a rejected draft leaves nothing behind.
 
     H KV heads   G query heads per KV head   Q query heads   T tokens   D head dim   R open block
 """
@@ -9,6 +10,7 @@ has changed anything.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,16 +25,29 @@ from kvfold.pages.view import NewSlots, size_facts
 from kvfold.when import Counters
 
 
-class DecodePass:
-    """`num_tokens` tokens (one, or a draft) for every sequence; they are committed by the caller."""
+@dataclass(frozen=True)
+class _Seen:
+    """What scorers may want to know of the new tokens of one sequence in one layer."""
 
-    def __init__(self, sequences: Sequence[SequenceCache], num_tokens: int = 1) -> None:
+    layer: int
+    q_QTD: Tensor
+    q_HGTD: Tensor
+    lse_HGT: Tensor
+
+
+class DecodePass:
+    """New tokens for every sequence, one number for all or one for each; they are committed by the caller."""
+
+    def __init__(self, sequences: Sequence[SequenceCache], num_tokens: int | Sequence[int] = 1) -> None:
         self.sequences = list(sequences)
-        self.num_tokens = num_tokens
-        for sequence in sequences:
-            if sequence.open.room < num_tokens:
+        self.num_tokens = [num_tokens] * len(self.sequences) if isinstance(num_tokens, int) else list(num_tokens)
+        for sequence, length in zip(self.sequences, self.num_tokens, strict=True):
+            if sequence.open.room < length:
                 seal(sequence)
-        self._tracked = [Tracked.of([sequence.policy], decoding=True) for sequence in sequences]
+        self._base = [sequence.open.fill for sequence in self.sequences]
+        self._tracked = [Tracked.of([sequence.policy], decoding=True) for sequence in self.sequences]
+        self._seen: list[list[_Seen]] = [[] for _ in self.sequences]
+        self._num_observed = [0] * len(self.sequences)
 
     def attend(self, layer: int, index: int, q_QTD: Tensor, k_HTD: Tensor, v_HTD: Tensor) -> Tensor:
         sequence = self.sequences[index]
@@ -42,43 +57,48 @@ class DecodePass:
         q_HGTD = q_QTD.to(dtype).unflatten(0, (spec.num_kv_heads, spec.group))
         merge = Merge(q_HGTD)
         add_stored(merge, sequence, layer, q_HGTD, sequence.logical_len)
-        end = block.fill + self.num_tokens
+        end = block.fill + q_QTD.shape[1]
         k, v = block.k[layer][:, :end].to(dtype), block.v[layer][:, :end].to(dtype)
         mask_TS = None
-        if self.num_tokens > 1 or (spec.sliding_window or end) < end:
+        if q_QTD.shape[1] > 1 or (spec.sliding_window or end) < end:
             query = torch.arange(block.fill, end, device=k.device).unsqueeze(-1)
             slot = torch.arange(end, device=k.device)
             mask_TS = (slot <= query) & (slot > query - (spec.sliding_window or end))
         merge.add(slice(0, spec.num_kv_heads), *attend(q_HGTD, k, v, spec.scale, mask_TS=mask_TS))
         if self._tracked[index].anything and spec.compressible:
-            self._track(sequence, layer, q_QTD, q_HGTD, k, merge, self._tracked[index])
+            assert merge.lse_HGT is not None
+            self._seen[index].append(_Seen(layer, q_QTD, q_HGTD, merge.lse_HGT))
         return merge.result().flatten(0, 1).to(q_QTD.dtype)
 
-    def _track(
-        self,
-        sequence: SequenceCache,
-        layer: int,
-        q_QTD: Tensor,
-        q_HGTD: Tensor,
-        k_HSD: Tensor,
-        merge: Merge,
-        tracked: Tracked,
-    ) -> None:
-        side, block = sequence.sidecar.layers[layer], sequence.open
-        track_queries(sequence, layer, q_QTD, sequence.logical_len, tracked)
+    def observe(self, index: int, num_tokens: int) -> None:
+        """Note for the scorers what the first `num_tokens` new tokens of a sequence asked for, once each."""
+        begin = self._num_observed[index]
+        if num_tokens > begin:
+            for seen in self._seen[index]:
+                self._track(index, seen, slice(begin, num_tokens))
+            self._num_observed[index] = num_tokens
+
+    def _track(self, index: int, seen: _Seen, new: slice) -> None:
+        sequence, tracked, layer = self.sequences[index], self._tracked[index], seen.layer
+        side, block, fill = sequence.sidecar.layers[layer], sequence.open, self._base[index] + new.start
+        start = sequence.sealed_len + fill
+        track_queries(sequence, layer, seen.q_QTD[:, new], start, tracked)
         if tracked.mass:
-            assert merge.lse_HGT is not None
-            scale = sequence.spec.layers[layer].scale
-            old = stored_mass(sequence, layer, q_HGTD, merge.lse_HGT, sequence.logical_len)
+            q_HGTD, lse_HGT = seen.q_HGTD[:, :, new], seen.lse_HGT[:, :, new]
+            old = stored_mass(sequence, layer, q_HGTD, lse_HGT, start)
             side.mass_HS = old if side.mass_HS is None else side.mass_HS + old
-            new = new_mass(q_HGTD, k_HSD, merge.lse_HGT, scale, block.fill)
+            k_HSD = block.k[layer][:, : self._base[index] + new.stop].to(q_HGTD.dtype)
+            mass = new_mass(q_HGTD, k_HSD, lse_HGT, sequence.spec.layers[layer].scale, fill)
             if side.open_mass_HR is not None:  # past the fill stands what drafts that rolled back had received
-                new[:, : block.fill] += side.open_mass_HR[:, : block.fill]
-            side.open_mass_HR = functional.pad(new, (0, block.num_slots - new.shape[1]))
+                mass[:, :fill] += side.open_mass_HR[:, :fill]
+            side.open_mass_HR = functional.pad(mass, (0, block.num_slots - mass.shape[1]))
 
     def finish(self) -> None:
-        for sequence in self.sequences:
-            sequence.open.advance(self.num_tokens)
+        """All tokens stay. Observing may be interrupted, counting not, so it comes last."""
+        for index, length in enumerate(self.num_tokens):
+            self.observe(index, length)
+        for sequence, length in zip(self.sequences, self.num_tokens, strict=True):
+            sequence.open.advance(length)
 
 
 def seal(sequence: SequenceCache, *, compress: bool = True) -> None:

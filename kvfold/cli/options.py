@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from kvfold.engine.speculate import MOST_DRAFTED
 from kvfold.models.catalogue import DEFAULT_MODEL
 from kvfold.models.loader import DTYPES, Model, load
 
@@ -33,6 +34,16 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_new_tokens: int) -
     group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample from the best tokens of mass P")
     group.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end at this text; may be repeated")
+    group.add_argument(
+        "--speculate",
+        nargs="?",
+        type=int,
+        const=True,
+        default=False,
+        metavar="N",
+        help=f"draft up to N tokens (default: {MOST_DRAFTED}) by lookup in the text, verify them in one pass; off "
+        "unless given: it pays where answers repeat the text",
+    )
 
 
 def load_model(args: argparse.Namespace) -> Model:
@@ -42,7 +53,7 @@ def load_model(args: argparse.Namespace) -> Model:
 
 def sampling(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments for `Session.generate` and `Session.ask`."""
-    names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop")
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop", "speculate")
     return {name: getattr(args, name) for name in names}
 
 

@@ -175,5 +175,8 @@ def answer_json(answer: Answer) -> dict[str, Any]:
         "prefill_s": sizes.prefill_s,
         "shares_prefill": not answer.is_first,
         "decode_ms": reply.decode_ms,
+        "drafted": reply.stats.drafted,
+        "accepted": reply.stats.accepted,
+        "tokens_per_pass": reply.stats.tokens_per_pass,
     }
     return row if answer.positions is None else row | {"positions": answer.positions}

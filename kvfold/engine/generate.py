@@ -4,7 +4,10 @@ A sampled token enters the cache when the next step runs it. Tokens whose text m
 string are run but not committed; when the stop string completes, they roll back, and the sequence is where it was
 before them. A token that holds both the end of the text and the start of the stop string goes with the stop string.
 
-    | run and committed | run, may begin a stop string | sampled last |
+    | run and committed | run, may begin a stop string | sampled last | drafted |
+
+With a drafter, a step runs the sampled token and a draft behind it. Sampling then goes on through the logits of that
+pass for as long as it says what was drafted; each such token enters the cache as if it had had a step of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +21,9 @@ from torch import Tensor
 
 from kvfold.engine.runner import Runner
 from kvfold.engine.sample import Sampler, Sampling
+from kvfold.engine.speculate import Drafter
 from kvfold.engine.text import TextStream
+from kvfold.engine.verify import Verified
 from kvfold.errors import InputError
 from kvfold.models.observed import Undo
 from kvfold.pages.sequence import SequenceCache
@@ -35,11 +40,15 @@ class Request:
     max_new_tokens: int = 256
     sampling: Sampling = field(default_factory=Sampling)
     stop: Sequence[str] = ()
+    drafter: Drafter | None = None  # over the tokens before the request
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     reason: StopReason | None = None
     decode_s: float = 0.0
-    num_steps: int = 0
+    num_steps: int = 0  # tokens that entered the cache
+    num_passes: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -49,8 +58,13 @@ class Request:
 
     @property
     def decode_ms(self) -> float:
-        """Mean time of a step."""
+        """Mean time of a token."""
         return 1e3 * self.decode_s / max(self.num_steps, 1)
+
+    @property
+    def tokens_per_pass(self) -> float | None:
+        """1 without drafts; a pass gives one token more than it accepts."""
+        return 1 + self.num_accepted / self.num_passes if self.num_passes else None
 
 
 def generate(runner: Runner, requests: Sequence[Request], tokenizer: Any) -> Iterator[tuple[Request, str]]:
@@ -58,7 +72,7 @@ def generate(runner: Runner, requests: Sequence[Request], tokenizer: Any) -> Ite
     writers = [_Writer(request, tokenizer, runner.spec.eos_token_ids) for request in requests]
     while live := [writer for writer in writers if writer.request.reason is None]:
         for writer in live:
-            piece = writer.sample()
+            piece = writer.write()
             if piece:
                 yield writer.request, piece
         _step(runner, [writer for writer in live if writer.request.reason is None])
@@ -68,14 +82,19 @@ def _step(runner: Runner, writers: Sequence[_Writer]) -> None:
     if not writers:
         return
     began = time.perf_counter()
-    logits_BV = runner.decode(
-        [writer.request.sequence for writer in writers],
-        [writer.request.token_ids[-1] for writer in writers],
-        commit=[not writer.request.stop for writer in writers],
-    )
+    drafts = [writer.draft() for writer in writers]
+    sequences = [writer.request.sequence for writer in writers]
+    last = [writer.request.token_ids[-1] for writer in writers]
+    if not any(drafts):
+        rows_BV = runner.decode(sequences, last, commit=[not writer.request.stop for writer in writers])
+        step_s = time.perf_counter() - began
+        for writer, logits_V in zip(writers, rows_BV, strict=True):
+            writer.ran(logits_V, step_s)
+        return
+    found = runner.verify(sequences, [[token, *draft] for token, draft in zip(last, drafts, strict=True)])
     step_s = time.perf_counter() - began
-    for writer, logits_V in zip(writers, logits_BV, strict=True):
-        writer.ran(logits_V, step_s)
+    for writer, draft, verified in zip(writers, drafts, found, strict=True):
+        writer.ran_ahead(draft, verified, step_s)
 
 
 class _Mark(NamedTuple):
@@ -94,14 +113,41 @@ class _Writer:
         self.sampler = Sampler(request.sampling)
         self.stream = TextStream(tokenizer)
         self.marks: dict[int, _Mark] = {}  # by token, back to the commit line
+        self._picks = self.sampler.picks(request.logits_V.unsqueeze(0))
+        self._draft: list[int] = []  # what the last pass ran behind the sampled token
+        self._verified: Verified | None = None
 
-    def sample(self) -> str:
+    def write(self) -> str:
+        """Sample, and go on while that is what was drafted; returns text that is final now."""
+        piece, num_accepted = self._sample(), 0
+        for token in self._draft:
+            if self.request.reason is not None or token != self.request.token_ids[-1]:
+                break
+            num_accepted += 1
+            self._keep()
+            piece += self._sample()
+        self._end_draft(num_accepted)
+        return piece
+
+    def _end_draft(self, num_accepted: int) -> None:
+        if self._verified is not None:
+            self._verified.observe()
+        if self._draft and self.request.drafter is not None:
+            self.request.num_accepted += num_accepted
+            self.request.drafter.learn(len(self._draft), num_accepted)
+        self._verified, self._draft = None, []
+
+    def _sample(self) -> str:
         """The next token; returns text that is final now."""
         request, searched = self.request, len(self.stream.text)
         if request.stop:
+            if self._verified is not None:
+                self._verified.observe()
             self.marks[len(request.token_ids)] = _Mark(request.logits_V, Undo([request.sequence]))
-        token = self.sampler.pick(request.logits_V)
+        token = next(self._picks)
         request.token_ids.append(token)
+        if request.drafter is not None:
+            request.drafter.add(token)
         if token in self.eos:
             request.reason = "eos"
         else:
@@ -130,16 +176,44 @@ class _Writer:
         """Characters at the end that may begin a stop string."""
         return max((_overlap(self.stream.text, stop) for stop in self.request.stop), default=0)
 
+    def draft(self) -> list[int]:
+        """What may follow the last token: no more than may still be sampled, nor past the end of the open block."""
+        request = self.request
+        if request.drafter is None:
+            return []
+        left = request.max_new_tokens - len(request.token_ids)
+        return request.drafter.draft(min(left, request.sequence.open.next_room) - 1)
+
     def ran(self, logits_V: Tensor, step_s: float) -> None:
         """The last token went through the model."""
+        self._picks = self.sampler.picks(logits_V.unsqueeze(0))
+        self.request.num_passes += 1
+        self.request.decode_s += step_s
+        self._entered(logits_V)
+
+    def ran_ahead(self, draft: list[int], verified: Verified, step_s: float) -> None:
+        """The last token went through the model, and a draft behind it."""
+        self._picks = self.sampler.picks(verified.logits_TV)
+        self._draft, self._verified = draft, verified
+        self.request.num_passes += 1
+        self.request.num_drafted += len(draft)
+        self.request.decode_s += step_s
+        self._keep()
+
+    def _keep(self) -> None:
+        """The last token is the next one of those that ran."""
+        assert self._verified is not None
+        self._entered(self._verified.keep(commit=not self.request.stop))
+
+    def _entered(self, logits_V: Tensor) -> None:
+        """The last token is in the cache."""
         self.request.logits_V = logits_V
         self.request.num_steps += 1
-        self.request.decode_s += step_s
         self._commit(self.stream.tokens_within(len(self.stream.text) - self._held))
 
     @property
     def _num_committed(self) -> int:
-        """Tokens of this request behind the commit line; each step ran one."""
+        """Tokens of this request behind the commit line."""
         return self.request.num_steps - (self.request.sequence.open.fill - self.request.sequence.open.committed)
 
     def _commit(self, num_tokens: int) -> None:

@@ -11,6 +11,7 @@ that continues runs the shapes it would have run in one go. `between_chunks` pol
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from kvfold.attend.decode import DecodePass
 from kvfold.attend.prefill import PrefillPass
 from kvfold.core import ModelSpec
 from kvfold.engine.layer_major import LayerMajor, Progress
+from kvfold.engine.verify import Verified, commit_run
 from kvfold.errors import InputError
 from kvfold.models.attach import layers_wrapped, maskless
 from kvfold.models.observed import Undo, forget_prompt
@@ -126,20 +128,43 @@ class Runner:
         `commit`: False leaves the token, and those drafted before it, open to `rollback`, until a later one is
         committed or the open block holds nothing but drafts.
         """
-        self._check(sequences, [[token] for token in tokens])
+        parts = [[token] for token in tokens]
+        self._check(sequences, parts)
         step = DecodePass(sequences)
-        cache = PassCache(step, [Piece(i, i, i + 1) for i in range(len(sequences))])
         undo = Undo(sequences)
         try:
-            with maskless():
-                out = self._call(list(tokens), [sequence.logical_len for sequence in sequences], cache, slice(None))
+            logits = self._decode(step, parts)
+            step.finish()
         except BaseException:
             undo.restore()
             raise
-        step.finish()
         for sequence, commits in zip(sequences, commit or [True] * len(sequences), strict=True):
-            if commits or (sequence.open.room == 0 and sequence.open.committed == 0):
-                sequence.open.commit(sequence.open.fill - sequence.open.committed)
+            commit_run(sequence, commits)
+        return logits
+
+    @torch.inference_mode()
+    def verify(self, sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]) -> list[Verified]:
+        """Several tokens for each sequence, the last sampled one and a draft of what may follow, in one pass.
+
+        None of them is in the cache until it is kept. A pass never crosses the point where the open block seals: what
+        the tokens see is what they would have seen one by one.
+        """
+        self._check(sequences, tokens)
+        for sequence, ids in zip(sequences, tokens, strict=True):
+            if len(ids) > sequence.open.next_room:
+                raise InputError(f"{len(ids)} tokens to verify; {sequence.open.next_room} fit before the block seals")
+        step = DecodePass(sequences, [len(ids) for ids in tokens])
+        rows = self._decode(step, tokens).split(step.num_tokens)
+        return [Verified(step, index, logits_TV) for index, logits_TV in enumerate(rows)]
+
+    def _decode(self, step: DecodePass, tokens: Sequence[Sequence[int]]) -> Tensor:
+        """Logits [packed tokens, vocab]."""
+        ends = list(accumulate(step.num_tokens))
+        pieces = [Piece(i, *span) for i, span in enumerate(pairwise([0, *ends]))]
+        positions = [s.logical_len + t for s, ids in zip(step.sequences, tokens, strict=True) for t in range(len(ids))]
+        packed = [token for ids in tokens for token in ids]
+        with maskless():
+            out = self._call(packed, positions, PassCache(step, pieces), slice(None))
         logits: Tensor = out.logits[0].float()
         return logits
 

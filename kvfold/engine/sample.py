@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +41,13 @@ class Sampler:
             return int(logits_V.argmax())
         probs_V = torch.softmax(self._cut(logits_V.float().cpu() / self.sampling.temperature), dim=-1)
         return int(torch.multinomial(probs_V, 1, generator=self.generator))
+
+    def picks(self, logits_TV: Tensor) -> Iterator[int]:
+        """A token for each row, drawn when it is asked for; greedy ones come from the device together."""
+        if self.sampling.temperature == 0:
+            yield from logits_TV.argmax(-1).tolist()
+        else:
+            yield from map(self.pick, logits_TV.float().cpu())
 
     def _cut(self, logits_V: Tensor) -> Tensor:
         if self.sampling.top_k:

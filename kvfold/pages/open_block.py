@@ -76,6 +76,11 @@ class OpenBlock:
             raise InputError(f"the open block holds {self.num_slots} slots; {end} were to be filled")
         self.k[layer][:, self.fill : end] = k_HTD
         self.v[layer][:, self.fill : end] = v_HTD
+    @property
+    def next_room(self) -> int:
+        """Slots that the next step may fill without sealing in between; a full block seals first."""
+        return self.room or self.committed
+
 
     def advance(self, num_tokens: int) -> None:
         self.fill += num_tokens

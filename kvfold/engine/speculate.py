@@ -1,0 +1,79 @@
+"""Drafts for speculative decoding by lookup: what followed when the last tokens stood in the text before.
+
+Drafts come from the original token ids, whatever the cache has dropped of them; a pass over the cache verifies them. A
+draft is as long as the match that it continues, times the share of drafted tokens that were accepted lately: a copied
+passage doubles with every pass, and weak matches are left alone where they have not paid (SuffixDecoding,
+arXiv:2411.04975, bounds a draft by its match; fixed lengths waste work where acceptance is low).
+
+Accepting: draw a token from the model's distribution p as ever, and go on with the draft while the two agree. So a
+drafted x is accepted with probability p(x), and what replaces it is distributed as p without x, renormalised: the
+rejection rule (Leviathan et al., arXiv:2211.17192) for a draft that is certain of itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+
+from kvfold.engine.lookup import Lookup
+from kvfold.errors import InputError
+
+MOST_DRAFTED = 16
+_MEMORY = 8  # drafts that the acceptance rate looks back on
+_LEAST_RATE = 1 / 8  # matches this good are always worth a token: the rate must be able to recover
+
+
+class Drafter:
+    """Proposes continuations of one growing text."""
+
+    def __init__(
+        self,
+        tokens: Iterable[int],
+        most_drafted: int = MOST_DRAFTED,
+        *,
+        earlier: Iterable[Sequence[int]] = (),
+        never: frozenset[int] = frozenset(),
+    ) -> None:
+        """`earlier`: outputs of other requests to draft from too; `never`: tokens that no draft contains."""
+        self.most_drafted = most_drafted
+        self.rate = 1.0
+        self._never = never
+        self._lookup = Lookup()
+        for output in earlier:
+            self._lookup.extend(output)
+            self._lookup.end_text()
+        self._lookup.extend(tokens)
+
+    def add(self, token: int) -> None:
+        """The text has grown."""
+        self._lookup.add(token)
+
+    def draft(self, most: int) -> list[int]:
+        """At most so many tokens that may come next; often none."""
+        match = self._lookup.find() if most > 0 else None
+        if match is None:
+            return []
+        length = min(int(match.length * self.rate), self.most_drafted, most)
+        return list(takewhile(lambda token: token not in self._never, self._lookup.continuation(match.source, length)))
+
+    def learn(self, num_drafted: int, num_accepted: int) -> None:
+        """How a draft fared."""
+        self.rate += (num_accepted / num_drafted - self.rate) / _MEMORY
+        self.rate = max(self.rate, _LEAST_RATE)
+
+
+def check_speculation(speculate: bool | int, draft_from: Sequence[Sequence[int]]) -> None:
+    """Tell users what they may ask for."""
+    if not isinstance(speculate, int) or (speculate is not False and speculate < 1):
+        raise InputError(f"speculate is {speculate!r}; write True, False, or how many tokens to draft, at least 1")
+    if draft_from and not speculate:
+        raise InputError("draft_from names outputs to draft from, but speculate is off; give speculate=True too")
+
+
+def make_drafter(
+    tokens: Iterable[int], speculate: bool | int, draft_from: Sequence[Sequence[int]], never: frozenset[int]
+) -> Drafter | None:
+    """As users ask for it: True drafts up to MOST_DRAFTED tokens, a number up to so many, False none."""
+    if speculate is False:
+        return None
+    return Drafter(tokens, MOST_DRAFTED if speculate is True else speculate, earlier=draft_from, never=never)
