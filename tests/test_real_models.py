@@ -64,6 +64,23 @@ def test_full_is_the_unmodified_model_token_for_token(smollm2: kvfold.Model, tex
     assert reply.token_ids == expected
 
 
+@pytest.mark.slow
+def test_full_is_the_unmodified_model_on_a_chat_prompt_of_a_larger_model(text: str) -> None:
+    """Attention biases, six query heads per KV head and a chat template, in fp32 on whatever device there is."""
+    model = load("qwen2.5-coder-1.5b", dtype="float32", memory="1GB")
+    question = f"{text[:3000]}\n\nWrite a Python function that counts the sentences of this text, and explain it."
+    ids = model.tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
+    )
+    assert len(ids) > 500
+    expected = greedy(model, ids, 64)
+    with kvfold.Session(model, "full", template=None, chunk_len=256) as session:
+        session.extend(ids)
+        reply = session.generate(max_new_tokens=64)
+        assert session.cache.stored_lens(0) == [len(ids) + 32] * 2  # the prompt and one sealed open block
+    assert reply.token_ids == expected
+
+
 def test_bytes_after_a_prompt_of_4000_tokens(text: str) -> None:
     model = load("smollm2-135m", device="cpu")  # auto: the cache is bf16
     ids = model.tokenizer(text)["input_ids"][:4000]
