@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvfold.pages.sequence import SequenceCache
+from kvfold.pages.traffic import stored_bytes_read
 
 
 @dataclass(frozen=True)
@@ -17,9 +18,6 @@ class Stats:
     prefill_s: float = 0.0
     decode_ms: float | None = None
 
-    drafted: int = 0  # tokens proposed by lookup while this reply was written
-    accepted: int = 0  # of these
-    tokens_per_pass: float | None = None  # 1 without drafts
     @property
     def ratio(self) -> float:
         """Full bytes over resident bytes."""
@@ -38,7 +36,7 @@ def measure(sequence: SequenceCache) -> Stats:
     for index, layer in enumerate(sequence.spec.layers):
         sealed = sequence.stored_lens(index)
         slots.append([count + sequence.open.fill for count in sealed])
-        read += sum(sealed) * sequence.page_class(index).bytes_per_slot
+        read += stored_bytes_read(sequence, index)
         read += sequence.open.fill * layer.num_kv_heads * layer.head_dim * 2 * sequence.spec.kv_dtype.itemsize
     return Stats(
         logical_len=sequence.logical_len,

@@ -1,1 +1,8 @@
-"""Attention over stored pages and new tokens: prefill passes and decode steps, in plain PyTorch."""
+"""Attention over stored pages and new tokens: prefill passes and decode steps, in plain PyTorch.
+
+Importing this registers every reader that chooses what a step reads.
+"""
+
+from kvfold.attend.quest import Quest
+
+__all__ = ["Quest"]

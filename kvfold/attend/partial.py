@@ -20,7 +20,8 @@ def compute_dtype(q: Tensor) -> torch.dtype:
 def attend(
     q_HGTD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float, *, causal: bool = False, mask_TS: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Output [H, G, T, D] and natural-log-sum-exp [H, G, T] of one part. `causal`: query t sees slots 0..t."""
+    """Output [H, G, T, D] and natural-log-sum-exp [H, G, T] of one part. `causal`: query t sees slots 0..t. A mask may
+    have heads in front, as [H, 1, T, S]."""
     shape = (k_HSD.shape[0], q_HGTD.shape[1], *k_HSD.shape[1:])
     k_HGSD, v_HGSD = k_HSD.unsqueeze(1).expand(shape), v_HSD.unsqueeze(1).expand(shape)
     if q_HGTD.device.type == "cpu":

@@ -80,7 +80,7 @@ class PrefillPass:
         q_HGTD = q_QTD.to(dtype).unflatten(0, (spec.num_kv_heads, spec.group))
         start = sequence.sealed_len + offset
         merge = Merge(q_HGTD)
-        add_stored(merge, sequence, layer, q_HGTD, start)
+        add_stored(merge, sequence, layer, q_HGTD, start, whole=True)
         _add_new(merge, q_HGTD, buffer, offset, spec.scale, spec.sliding_window)
         self._track(index, layer, q_QTD, q_HGTD, merge, buffer, offset)
         return merge.result().flatten(0, 1).to(q_QTD.dtype)
@@ -111,7 +111,7 @@ class PrefillPass:
         track_queries(sequence, layer, q_QTD, start, tracked)
         if tracked.mass:
             assert merge.lse_HGT is not None
-            old = stored_mass(sequence, layer, q_HGTD, merge.lse_HGT, start)
+            old = stored_mass(sequence, layer, q_HGTD, merge.lse_HGT, start, whole=True)
             new = new_mass(q_HGTD, buffer.k_HTD, merge.lse_HGT, spec.scale, offset)
             buffer.stored_mass_HS = old if buffer.stored_mass_HS is None else buffer.stored_mass_HS + old
             buffer.new_mass_HT = new if buffer.new_mass_HT is None else buffer.new_mass_HT + new

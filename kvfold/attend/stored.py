@@ -15,13 +15,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kvfold.attend.chosen import Chosen, choose
 from kvfold.attend.partial import Merge, attend
 from kvfold.core import Rope
 from kvfold.pages.layer import LayerPages, Run
-from kvfold.pages.read import decode_run, restored_run
+from kvfold.pages.read import decode_run, in_basis, restored_run
 from kvfold.pages.sequence import SequenceCache
 
 _MOST_PIECES = 4  # attention calls that are cheaper than turning the keys of a row
+_TILE = 128  # queries whose scores over a stretch exist at once
 
 
 @dataclass
@@ -40,8 +42,15 @@ class Stretch:
         out, lse = attend(self.q_hGTD, self.k_hSD, self.v_hSD, scale, mask_TS=self.mask_TS)
         return out, lse if self.offset_hGT is None else lse + self.offset_hGT * scale
 
-    def mass(self, lse_HGT: Tensor, scale: float, tile: slice) -> Tensor:
-        """Attention mass [h, S] from a tile of the queries, given the log-sum-exp over everything they saw."""
+    def add_mass(self, total_HS: Tensor, lse_HGT: Tensor, scale: float) -> None:
+        """Add the attention each slot received, given the log-sum-exp over everything the queries saw."""
+        for begin in range(0, self.q_hGTD.shape[2], _TILE):
+            mass_hS = self._mass(lse_HGT, scale, slice(begin, begin + _TILE))
+            for row_S, first, mass_S in zip(total_HS[self.heads], self.first, mass_hS, strict=True):
+                row_S[first : first + len(mass_S)] += mass_S
+
+    def _mass(self, lse_HGT: Tensor, scale: float, tile: slice) -> Tensor:
+        """[h, S] from a tile of the queries."""
         score = self.q_hGTD[:, :, tile].float() @ self.k_hSD.float().unsqueeze(1).transpose(-1, -2)
         if self.offset_hGT is not None:
             score += self.offset_hGT[:, :, tile].unsqueeze(-1)
@@ -49,17 +58,26 @@ class Stretch:
             score = score.masked_fill(~self.mask_TS[tile], -torch.inf)
         return torch.exp(score * scale - lse_HGT[self.heads, :, tile].unsqueeze(-1)).sum((1, 2))
 
-    def add_to(self, total_HS: Tensor, x_hS: Tensor) -> None:
-        """Add a number for each of these slots to the rows of all stored ones."""
-        for row_S, first, x_S in zip(total_HS[self.heads], self.first, x_hS, strict=True):
-            row_S[first : first + len(x_S)] += x_S
 
-
-def add_stored(merge: Merge, sequence: SequenceCache, layer: int, q_HGTD: Tensor, start: int) -> None:
-    """Merge attention to all sealed slots of one layer, for queries at positions start, start + 1, …"""
+def add_stored(
+    merge: Merge, sequence: SequenceCache, layer: int, q_HGTD: Tensor, start: int, *, whole: bool = False
+) -> None:
+    """Merge attention to sealed slots of one layer, for queries at positions start, start + 1, …"""
     scale = sequence.spec.layers[layer].scale
-    for stretch in stretches(sequence, layer, q_HGTD, start):
-        merge.add(stretch.heads, *stretch.attend(scale))
+    for part in read_parts(sequence, layer, q_HGTD, start, whole=whole):
+        merge.add(part.heads, *part.attend(scale))
+
+
+def read_parts(
+    sequence: SequenceCache, layer: int, q_HGTD: Tensor, start: int, *, whole: bool = False
+) -> Iterator[Stretch | Chosen]:
+    """What the queries read of the sealed slots: what the policy's reader chooses, or (`whole`) all they can see."""
+    if not whole and sequence.tail.layers[layer].page_class.reader.chooses:
+        chosen = choose(sequence, layer, q_HGTD)
+        if chosen is not None:
+            yield chosen
+            return
+    yield from stretches(sequence, layer, q_HGTD, start)
 
 
 def stretches(sequence: SequenceCache, layer: int, q_HGTD: Tensor, start: int) -> Iterator[Stretch]:
@@ -84,7 +102,7 @@ def _plain(
     """Keys where they were; `window`: its length and the position of the first query."""
     if not pages.runs():
         return
-    q, offset = _in_basis(pages, q_HGTD)
+    q, offset = in_basis(pages, q_HGTD)
     done = list(first)
     for run in pages.runs():
         k_ND, v_ND = decode_run(pages, run, "k", q_HGTD.dtype), decode_run(pages, run, "v", q_HGTD.dtype)
@@ -95,12 +113,6 @@ def _plain(
                 stretch.mask_TS = _window_mask(*window, q_HGTD.shape[2], position_S)
             yield stretch
         _advance(done, run)
-
-
-def _in_basis(pages: LayerPages, q_HGTD: Tensor) -> tuple[Tensor, Tensor | None]:
-    q, offset = pages.page_class.k.query(q_HGTD.flatten(1, 2), pages.state.get("k", {}))
-    shape = q_HGTD.shape[1:3]
-    return q.unflatten(1, shape), None if offset is None else offset.unflatten(1, shape)
 
 
 def _views(run: Run, k_ND: Tensor, v_ND: Tensor) -> Iterator[tuple[slice, Sequence[int], Tensor, Tensor]]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.attend.stored import stretches
+from kvfold.attend.stored import read_parts
 from kvfold.core import LayerSpec
 from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.sidecar import Moments
@@ -78,14 +78,15 @@ def _before_rope(spec: LayerSpec, q_QTD: Tensor, start: int) -> Tensor:
     return torch.cat((turned[..., :rotary] / spec.rope.attention_scale, turned[..., rotary:]), dim=-1)
 
 
-def stored_mass(sequence: SequenceCache, layer: int, q_HGTD: Tensor, lse_HGT: Tensor, start: int) -> Tensor:
-    """Mass [H, S] the queries gave to sealed slots (rows padded with 0)."""
+def stored_mass(
+    sequence: SequenceCache, layer: int, q_HGTD: Tensor, lse_HGT: Tensor, start: int, *, whole: bool = False
+) -> Tensor:
+    """Mass [H, S] the queries gave to the sealed slots they read (rows padded with 0)."""
     spec = sequence.spec.layers[layer]
     num_slots = max(sequence.stored_lens(layer), default=0)
     mass_HS = torch.zeros(spec.num_kv_heads, num_slots, device=q_HGTD.device)
-    for stretch in stretches(sequence, layer, q_HGTD, start):
-        for begin in range(0, q_HGTD.shape[2], _TILE):
-            stretch.add_to(mass_HS, stretch.mass(lse_HGT, spec.scale, slice(begin, begin + _TILE)))
+    for part in read_parts(sequence, layer, q_HGTD, start, whole=whole):
+        part.add_mass(mass_HS, lse_HGT, spec.scale)
     return mass_HS
 
 

@@ -3,8 +3,9 @@
     N flat slots (any rows)   D head dim
 
 A *field* is one array of a page: `per="slot"` fields hold `width` elements for each slot, `per="group"` fields for each
-`group` consecutive slots. A codec is `relocatable` when a slot's code does not depend on its neighbours (`group` = 1,
-no group fields): eviction then moves codes byte for byte. Encoding happens once, at sealing.
+`group` consecutive slots; `per="page"` fields, for each page, are a reader's (policy/reader.py). A codec is
+`relocatable` when a slot's code does not depend on its neighbours (`group` = 1, no group fields): eviction then moves
+codes byte for byte. Encoding happens once, at sealing.
 
 Keys may be stored in another basis: `decode` returns them in that basis, and `query` brings the queries into it,
 with an offset that is added to every score (q.mean when a mean key was subtracted). Values come back as they were.
@@ -30,7 +31,7 @@ class Field:
     name: str
     dtype: torch.dtype
     width: int
-    per: Literal["slot", "group"] = "slot"
+    per: Literal["slot", "group", "page"] = "slot"
 
     def bytes(self) -> int:
         return self.width * self.dtype.itemsize

@@ -12,6 +12,7 @@ def check_policy(policy: Policy, spec: ModelSpec) -> None:
     evicts = policy.prefill.size is not None or policy.decode.size is not None
     if evicts and not spec.compressible_layers:
         raise PolicyError(f'policy "{policy.short}": every layer of {spec.name} is a sliding window; use "full"')
+    _check_reader(policy, spec)
     if not policy.position.shifts:
         return
     ropes = [layer.rope for layer in spec.layers if layer.compressible]
@@ -21,4 +22,12 @@ def check_policy(policy: Policy, spec: ModelSpec) -> None:
         raise PolicyError(
             f'policy "{policy.short}": slot needs fixed RoPE frequencies; those of {spec.name} depend on the length, '
             "so use keep"
+        )
+
+
+def _check_reader(policy: Policy, spec: ModelSpec) -> None:
+    if policy.attend.chooses and not any(policy.attend.at(i).chooses for i in spec.compressible_layers):
+        raise PolicyError(
+            f'policy "{policy.short}": every layer of {spec.name} would read everything; let the reader skip fewer '
+            f"layers than {spec.num_layers}, or leave it out"
         )

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -21,81 +20,10 @@ from torch import Tensor
 from kvfold.codec.base import Side, Slots, State
 from kvfold.pages.arena import Span
 from kvfold.pages.layout import POSITION, PageClass
+from kvfold.pages.run import Codes, Extent, Run
+from kvfold.pages.summary import Touched, summarise
 
-Codes = dict[str, Tensor]  # field name -> flat rows, head after head
-
-
-@dataclass
-class Extent:
-    """Adjacent pages of one span owned by one head; the first `length` slots are used."""
-
-    span: Span
-    first: int
-    num_pages: int
-    length: int = 0
-
-    @property
-    def capacity(self) -> int:
-        return self.num_pages * self.span.page_class.page_size
-
-    @property
-    def room(self) -> int:
-        """Slots that can still be written; a group that was closed early ends the extent."""
-        return 0 if self.length % self.span.page_class.group else self.capacity - self.length
-
-    def can_grow_by(self, span: Span, first: int) -> bool:
-        """Whether pages from `first` on continue this extent."""
-        is_next = self.span is span and self.first + self.num_pages == first
-        return is_next and self.length % span.page_class.group == 0
-
-
-@dataclass(frozen=True)
-class Run:
-    """Adjacent extents of ascending heads: what a reader decodes in one go. Made anew whenever slots change."""
-
-    extents: tuple[Extent, ...]
-    heads: tuple[int, ...]
-
-    @cached_property
-    def lens(self) -> tuple[int, ...]:
-        return tuple(extent.length for extent in self.extents)
-
-    @cached_property
-    def is_uniform(self) -> bool:
-        """Consecutive heads of one capacity and length: one strided view serves them all."""
-        shapes = {(extent.num_pages, extent.length) for extent in self.extents}
-        return len(shapes) == 1 and len(self.heads) == self.heads[-1] - self.heads[0] + 1
-
-    @cached_property
-    def starts(self) -> tuple[int, ...]:
-        """The first slot of each head within the run."""
-        page_size = self.extents[0].span.page_class.page_size
-        return tuple((extent.first - self.extents[0].first) * page_size for extent in self.extents)
-
-    def side(self, side: Side) -> Codes:
-        """The codec's fields of one side, for every slot of the run, used or not."""
-        return self._sides[side]
-
-    @cached_property
-    def _sides(self) -> dict[Side, Codes]:
-        found: dict[Side, Codes] = {"k": {}, "v": {}}
-        for side, codes in found.items():
-            codes |= {name[2:]: rows for name, rows in self._fields().items() if name.startswith(f"{side}.")}
-        return found
-
-    @cached_property
-    def position_N(self) -> Tensor:
-        return self._fields()[POSITION.name].squeeze(-1)
-
-    def _fields(self) -> Codes:
-        first, last = self.extents[0], self.extents[-1]
-        page_class = first.span.page_class
-        pages = (first.first, last.first + last.num_pages)
-        found = {}
-        for item in page_class.fields:
-            rows = page_class.rows_per_page(item)
-            found[item.name] = first.span.fields[item.name][pages[0] * rows : pages[1] * rows]
-        return found
+__all__ = ["Codes", "Extent", "LayerPages", "Run"]
 
 
 @dataclass
@@ -166,15 +94,19 @@ class LayerPages:
     def append(self, codes: Codes, counts: Sequence[int]) -> None:
         """Write codes (as `encode` or `gather` made them) behind each head's slots; room was reserved before."""
         source = 0
+        touched: list[Touched] = []
         for head, count in enumerate(counts):
             written = 0
             for extent in self.extents[head]:
                 take = min(extent.room, count - written)
                 if take > 0:
+                    touched.append((extent, extent.length // self.page_class.page_size))
                     self._write(extent, codes, source + written, take)
                     written += take
             source += _up_to(count, self.page_class.group)
-        self._changed()
+        if self.page_class.summaries:
+            summarise(self.page_class, touched)
+        self.touch()
 
     def _write(self, extent: Extent, codes: Codes, source: int, count: int) -> None:
         page_class = self.page_class
@@ -202,7 +134,7 @@ class LayerPages:
         for extents in self.extents:
             for extent in extents:
                 extent.length = 0
-        self._changed()
+        self.touch()
 
     def release_unused(self, spare_len: int = 0) -> None:
         """Give pages that hold no slot back to their span, but for room of `spare_len` slots in each head."""
@@ -216,7 +148,7 @@ class LayerPages:
                     extent.span.give(extent.first + kept, extent.num_pages - kept)
                     extent.num_pages = kept
             self.extents[head] = [extent for extent in extents if extent.num_pages]
-        self._changed()
+        self.touch()
 
     def grow(self, head: int, span: Span, first: int, num_pages: int) -> None:
         """Take over pages of a span for one head."""
@@ -225,9 +157,10 @@ class LayerPages:
             extents[-1].num_pages += num_pages
         else:
             extents.append(Extent(span, first, num_pages))
-        self._changed()
+        self.touch()
 
-    def _changed(self) -> None:
+    def touch(self) -> None:
+        """Slots or pages have changed: forget what was derived from them."""
         self._runs = None
         self.version += 1
 

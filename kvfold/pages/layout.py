@@ -1,26 +1,31 @@
 """What a page holds: P slots of one KV head of one layer, as fields of fixed width.
 
 Every page has the codec's fields for keys ("k.*") and values ("v.*") and the original position of each slot (int32).
+A reader that chooses pages adds summaries of the whole page ("page.*"), computed from what the page holds whenever that
+changes: they are memory like the rest, but no part of a slot's code, so nothing moves or saves them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 
 from kvfold.codec.base import Codec, Field, Side
 from kvfold.errors import InputError, PolicyError
+from kvfold.policy.reader import All, Reader
 
 POSITION = Field("position", torch.int32, 1)
+SUMMARY = "page."  # prefix of the fields that a reader adds
 _ALIGNMENT = 64  # bytes: each region of a span starts on one
+_ENTRY_BYTES = 8  # what a reader that chooses pages keeps of each: its number and the slots used
 
 
 @dataclass(frozen=True)
 class PageClass:
-    """The codecs of both sides, the head dim and the page size: everything that fixes a page's bytes."""
+    """The codecs of both sides, the head dim, the page size and the reader: everything that fixes a page's bytes."""
 
     k: Codec
     v: Codec
@@ -28,11 +33,12 @@ class PageClass:
     kv_dtype: torch.dtype
     page_size: int = 16  # slots
     has_positions: bool = True
+    reader: Reader = field(default_factory=All)
 
     def __post_init__(self) -> None:
         if self.page_size < 1 or self.page_size % self.group:
             raise InputError(f"page size {self.page_size} is not a positive multiple of the codec's group {self.group}")
-        if self.k.needs_below or self.v.needs_below:
+        if self.needs_below:
             raise PolicyError(
                 "this codec needs the slots of the layer below, which pages do not hand to codecs; use one that stores "
                 "a layer by itself, such as int4"
@@ -47,6 +53,11 @@ class PageClass:
     def relocatable(self) -> bool:
         return self.k.relocatable and self.v.relocatable
 
+    @property
+    def needs_below(self) -> bool:
+        """Whether a side is coded against the layer below."""
+        return self.k.needs_below or self.v.needs_below
+
     def codec(self, side: Side) -> Codec:
         return self.k if side == "k" else self.v
 
@@ -59,19 +70,42 @@ class PageClass:
             sides += [replace(item, name=f"{side}.{item.name}") for item in own]
         return (*sides, POSITION) if self.has_positions else tuple(sides)
 
+    @cached_property
+    def summaries(self) -> tuple[Field, ...]:
+        """What the reader keeps of each page."""
+        own = self.reader.summaries(self.head_dim, self.kv_dtype)
+        return tuple(replace(item, name=f"{SUMMARY}{item.name}", per="page") for item in own)
+
     def rows_per_page(self, item: Field) -> int:
+        if item.per == "page":
+            return 1
         if item.per == "slot":
             return self.page_size
         side: Side = "k" if item.name.startswith("k.") else "v"
         return self.page_size // self.codec(side).group(side)
 
     @cached_property
-    def bytes_per_page(self) -> int:
+    def code_bytes(self) -> int:
+        """Of a page, what its slots take."""
         return sum(item.bytes() * self.rows_per_page(item) for item in self.fields)
+
+    @cached_property
+    def summary_bytes(self) -> int:
+        """Of a page, what its summaries take."""
+        return sum(item.bytes() for item in self.summaries)
+
+    @property
+    def bytes_per_page(self) -> int:
+        return self.code_bytes + self.summary_bytes
+
+    @property
+    def entry_bytes(self) -> int:
+        """Of a page, what the reader's list of pages takes."""
+        return _ENTRY_BYTES if self.reader.chooses else 0
 
     @property
     def bytes_per_slot(self) -> float:
-        return self.bytes_per_page / self.page_size
+        return (self.bytes_per_page + self.entry_bytes) / self.page_size
 
     @staticmethod
     def aligned(num_bytes: int) -> int:
@@ -79,7 +113,7 @@ class PageClass:
 
     def regions(self, num_pages: int) -> Iterator[tuple[Field, int]]:
         """The fields of a span in order, with the rows each holds."""
-        for item in self.fields:
+        for item in (*self.fields, *self.summaries):
             yield item, num_pages * self.rows_per_page(item)
 
     def span_bytes(self, num_pages: int) -> int:

@@ -1,6 +1,6 @@
 """Reading stored slots back: per run for attention, per head in the model's own basis for scorers.
 
-N flat slots of a run, used or not   D head dim
+N flat slots of a run, used or not   D head dim   H KV heads   G query heads per KV head   T queries
 """
 
 from __future__ import annotations
@@ -31,6 +31,13 @@ class StoredSlots:
 def decode_run(pages: LayerPages, run: Run, side: Side, dtype: torch.dtype) -> Tensor:
     """All slots of a run [N, D]; keys in the codec's basis. A view where the codec stores `dtype` itself."""
     return pages.page_class.codec(side).decode(side, run.side(side), dtype)
+
+
+def in_basis(pages: LayerPages, q_HGTD: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Queries in the basis of the stored keys, and what to add to q.k, before scaling, as [H, G, T]."""
+    q, offset = pages.page_class.k.query(q_HGTD.flatten(1, 2), pages.state.get("k", {}))
+    shape = q_HGTD.shape[1:3]
+    return q.unflatten(1, shape), None if offset is None else offset.unflatten(1, shape)
 
 
 def restored_run(pages: LayerPages, run: Run, side: Side, dtype: torch.dtype) -> Tensor:

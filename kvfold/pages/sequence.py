@@ -21,6 +21,7 @@ from kvfold.errors import PolicyError
 from kvfold.pages.arena import Arena
 from kvfold.pages.layout import PageClass
 from kvfold.pages.open_block import OpenBlock
+from kvfold.pages.pick import PageList
 from kvfold.pages.segment import LayerPages, Segment
 from kvfold.pages.sidecar import LayerSidecar, Sidecar
 from kvfold.policy.policy import Policy
@@ -63,6 +64,7 @@ class SequenceCache:
     tail: Segment = field(init=False)
     open: OpenBlock = field(init=False)
     sidecar: Sidecar = field(init=False)
+    _lists: dict[int, PageList] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.tail = Segment(self.arena, [self._layer_pages(i) for i in range(self.spec.num_layers)])
@@ -78,7 +80,8 @@ class SequenceCache:
             k, v = self.policy.codec.sides(index, self.spec.num_layers)
             group = max(k.group("k"), v.group("v"))
             page_size = -(-self.config.page_size // group) * group
-            return PageClass(k, v, layer.head_dim, self.spec.kv_dtype, page_size)
+            reader = self.policy.attend.at(index)
+            return PageClass(k, v, layer.head_dim, self.spec.kv_dtype, page_size, reader=reader)
         native = OpenBlock.page_class(layer.head_dim, self.spec.kv_dtype, 1)
         return PageClass(native.k, native.v, layer.head_dim, self.spec.kv_dtype, self.config.page_size)
 
@@ -96,6 +99,13 @@ class SequenceCache:
         """The pages of one layer over all segments, oldest first."""
         return [segment.layers[layer] for segment in (*self.segments, self.tail)]
 
+    def page_list(self, layer: int) -> PageList:
+        """The pages of one layer for a reader that chooses; the same object until they change."""
+        parts, known = self.layer_parts(layer), self._lists.get(layer)
+        if known is None or not known.covers(parts):
+            known = self._lists[layer] = PageList.of(parts)
+        return known
+
     def stored_lens(self, layer: int) -> list[int]:
         """Sealed slots per head."""
         return [sum(lens) for lens in zip(*(part.lens for part in self.layer_parts(layer)), strict=True)]
@@ -107,9 +117,10 @@ class SequenceCache:
 
     @property
     def resident_bytes(self) -> int:
-        """Everything held for this sequence: spans with their padding, open block, sidecar, codec states, tables."""
+        """All that is held for this sequence: spans with their padding, open block, sidecar, codec states, tables."""
         held = sum(segment.num_bytes + segment.table_bytes for segment in (*self.segments, self.tail))
-        return held + self.tail.state_bytes + self.open.num_bytes + self.sidecar.num_bytes
+        listed = sum(pages.num_bytes for pages in self._lists.values())
+        return held + listed + self.tail.state_bytes + self.open.num_bytes + self.sidecar.num_bytes
 
     # Changes
 
@@ -224,6 +235,7 @@ class SequenceCache:
         for segment in (*self.segments, self.tail):
             segment.release()
         self.segments, self.tail = [], Segment.like(self.tail)
+        self._lists.clear()
         self.open.release()
         self.open.clear()
         self.sidecar = Sidecar([LayerSidecar() for _ in self.spec.layers])

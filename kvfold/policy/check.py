@@ -25,6 +25,7 @@ def check(policy: Policy) -> None:
     _check_between_chunks(policy.prefill)
     _check_idle_terms(policy)
     _check_codec(policy)
+    _check_reader(policy)
 
 
 def _check_arguments(variant: Any) -> None:
@@ -99,6 +100,14 @@ def _check_codec(policy: Policy) -> None:
             f"codec {_name(fixed[0])} encodes a slot together with its neighbours, so stored slots cannot be evicted "
             f"one by one, as trigger {moving[0]} would; "
             f"use after_prefill + never, or a codec whose slots can move: {', '.join(free)}"
+        )
+
+
+def _check_reader(policy: Policy) -> None:
+    if policy.attend.chooses and policy.position.shifts:
+        raise PolicyError(
+            f"reader {_name(policy.attend)} judges pages by keys as they are stored, and position "
+            f"{_name(policy.position)} moves them when they are read; use keep, or read everything with all"
         )
 
 

@@ -1,0 +1,20 @@
+"""Sealed bytes that one decode step reads of a layer: every slot, or chosen pages and what is kept of all of them."""
+
+from __future__ import annotations
+
+from kvfold.pages.sequence import SequenceCache
+
+
+def stored_bytes_read(sequence: SequenceCache, layer: int) -> float:
+    """Summaries are read only where there are more pages than the reader takes."""
+    page_class, parts = sequence.page_class(layer), sequence.layer_parts(layer)
+    every = sum(sequence.stored_lens(layer)) * page_class.code_bytes / page_class.page_size
+    if not page_class.reader.chooses:
+        return every
+    heads = [[extent for part in parts for extent in part.extents[head]] for head in range(parts[0].num_heads)]
+    pages = [sum(page_class.pages_for(extent.length) for extent in extents) for extents in heads]
+    most = page_class.reader.num_pages(page_class.page_size)
+    if max(pages) <= most:
+        return every
+    kept_bytes = page_class.summary_bytes + page_class.entry_bytes
+    return sum(min(count, most) * page_class.code_bytes + count * kept_bytes for count in pages)
