@@ -10,11 +10,11 @@ from functools import cache
 import pytest
 import torch
 
-if not torch.cuda.is_available():  # kernels run in triton's interpreter, which has to be chosen before triton is imported
+if not torch.cuda.is_available():  # kernels run in triton's interpreter; it is chosen before triton is imported
     os.environ["TRITON_INTERPRET"] = "1"
 
-from kvfold.models.loader import Model  # noqa: E402
-from tests.tiny import ready  # noqa: E402
+from kvfold.models.loader import Model
+from tests.tiny import ready
 
 
 @cache

@@ -1,9 +1,9 @@
 """The first stage of a decode step: one program per task attends to its stretch of stored slots.
 
-FlashDecoding's split over storage: a task is a stretch of slots of one head that lie adjacent, so each field is one dense
-array and loads need no table. Softmax runs online over tiles in base 2, log2(e) folded into the scale; only the last
-tile is masked. The grid is as large as the table and never changes; programs past `num_tasks`, and tasks of length 0,
-end at once.
+FlashDecoding's split over storage: a task is a stretch of slots of one head that lie adjacent, so each field is one
+dense array and loads need no table. Softmax runs online over tiles in base 2, log2(e) folded into the scale; only the
+last tile is masked. The grid is as large as the table and never changes; programs past `num_tasks`, and tasks of length
+0, end at once.
 
     R rows of queries   X queries of a row   D head dim   N slots of a tile   M rows of a dot (X padded)
 """
@@ -72,13 +72,17 @@ def attend_kernel(
     V_WIDTH: tl.constexpr,
     V_PAD: tl.constexpr,
     V_GROUPS: tl.constexpr,
+    HAS_COUNT: tl.constexpr,
     HAS_OFFSET: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
     PLAIN: tl.constexpr,
 ) -> None:
     pid = tl.program_id(0)
-    if pid >= tl.load(num_tasks):
+    end = tl.num_programs(0)
+    if HAS_COUNT:
+        end = tl.load(num_tasks)
+    if pid >= end:
         return
     task = tasks + pid.to(tl.int64) * NUM_COLUMNS
     length = tl.load(task + 1).to(tl.int32)
@@ -103,18 +107,29 @@ def attend_kernel(
     even = tl.zeros([M], tl.float32)
     acc0 = tl.zeros([M, V_PAD], tl.float32)
     acc1, acc2, acc3 = acc0, acc0, acc0
+    # Metadata are fetched a tile ahead: the compiler does so for codes, whose loads feed dots, but not for these.
+    K_EACH: tl.constexpr = K_FORM != "float" and K_GROUPS == 1
+    V_EACH: tl.constexpr = V_FORM != "float" and V_GROUPS == 1
+    first = tl.arange(0, BLOCK)
+    k_scale_n = load_each(k_scale, first, length, K_EACH)
+    k_zero_n = load_each(k_zero, first, length, K_EACH and K_FORM == "int")
+    v_scale_n = load_each(v_scale, first, length, V_EACH)
+    v_zero_n = load_each(v_zero, first, length, V_EACH and V_FORM == "int")
     full = length // BLOCK * BLOCK
-    for phase in tl.static_range(2):  # whole tiles, then what is left of one
-        MASKED: tl.constexpr = phase == 1
+    for MASKED in tl.static_range(2):  # whole tiles, then what is left of one
         for at in range(full if MASKED else 0, length if MASKED else full, BLOCK):
             n = at + tl.arange(0, BLOCK)
+            next_k_scale_n = load_each(k_scale, n + BLOCK, length, K_EACH)
+            next_k_zero_n = load_each(k_zero, n + BLOCK, length, K_EACH and K_FORM == "int")
+            next_v_scale_n = load_each(v_scale, n + BLOCK, length, V_EACH)
+            next_v_zero_n = load_each(v_zero, n + BLOCK, length, V_EACH and V_FORM == "int")
             score = key_scores(
-                q0, q1, q2, q3, sum_q, k_code, k_scale, k_zero, n, length,
+                q0, q1, q2, q3, sum_q, k_code, k_scale, k_zero, k_scale_n, k_zero_n, n, length,
                 D, K_WIDTH, K_PAD, K_FORM, K_BITS, K_GROUPS, K_SPAN, MASKED, PLAIN,
             )  # fmt: skip
             score = score * scale_log2 + lift[:, None]
             if HAS_BIAS:
-                score += load_each(bias, n, length, MASKED)[None, :] * _LOG2E
+                score += load_each(bias, n, length, True)[None, :] * _LOG2E
             if MASKED:
                 score = tl.where((n < length)[None, :], score, float("-inf"))
             before = top
@@ -123,9 +138,10 @@ def attend_kernel(
             p = tl.exp2(score - top[:, None])
             total = total * keep + tl.sum(p, 1)
             acc0, acc1, acc2, acc3, even = add_values(
-                acc0, acc1, acc2, acc3, even, keep, p, v_code, v_scale, v_zero, n, length,
+                acc0, acc1, acc2, acc3, even, keep, p, v_code, v_scale, v_zero, v_scale_n, v_zero_n, n, length,
                 D, V_WIDTH, V_PAD, V_FORM, V_BITS, V_GROUPS, q0.dtype, MASKED, PLAIN,
             )  # fmt: skip
+            k_scale_n, k_zero_n, v_scale_n, v_zero_n = next_k_scale_n, next_k_zero_n, next_v_scale_n, next_v_zero_n
 
     tl.store(lse + pid * X + x, (top + tl.log2(total)) * _LN2, mask=x < X)
     out += pid.to(tl.int64) * X * D
@@ -142,13 +158,13 @@ def launch(
     offset_RX: Tensor | None,
     memory: Tensor,
     task: Tensor,
-    num_tasks: Tensor,
+    num_tasks: Tensor | None,
     k_codec: str,
     v_codec: str,
     k_groups: int,
     v_groups: int,
     scale: float,
-    has_bias: bool,
+    has_bias: bool = False,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Outputs fp32 [capacity, X, D] and log-sum-exps [capacity, X]; rows of tasks that do not run stay as they were."""
@@ -165,7 +181,7 @@ def launch(
         memory.view(torch.bfloat16),
         memory.view(torch.float32),
         task,
-        num_tasks,
+        task if num_tasks is None else num_tasks,
         out,
         lse,
         scale * LOG2E,
@@ -184,6 +200,7 @@ def launch(
         V_WIDTH=v.width(head_dim),
         V_PAD=padded(v.width(head_dim)),
         V_GROUPS=v_groups,
+        HAS_COUNT=num_tasks is not None,
         HAS_OFFSET=offset_RX is not None,
         HAS_BIAS=has_bias,
         BLOCK=config.block,

@@ -5,6 +5,8 @@ Facts of the codecs in kvfold/codec, under the names that the operators take. No
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.util import find_spec
 from typing import Literal, NamedTuple
 
 import torch
@@ -49,6 +51,12 @@ _FORMATS: dict[str, Format] = {
     "kivi4": Format(Kivi4(), "int", torch.uint8, 4, GROUP),
     "kivi2": Format(Kivi2(), "int", torch.uint8, 2, GROUP),
 }
+CODECS = frozenset(_FORMATS)
+
+
+@cache
+def has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def format_of(codec: str) -> Format:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvfold.attend.kernels.tile import dot, load_codes, load_each, restored
+from kvfold.attend.kernels.tile import dot, load_codes, restored
 from kvfold.attend.kernels.unpack import unpack
 
 
@@ -62,6 +62,8 @@ def key_scores(
     code: tl.tensor,
     scale: tl.tensor,
     zero: tl.tensor,
+    scale_n: tl.tensor,
+    zero_n: tl.tensor,
     n: tl.tensor,
     length: tl.tensor,
     D: tl.constexpr,
@@ -74,7 +76,7 @@ def key_scores(
     MASKED: tl.constexpr,
     PLAIN: tl.constexpr,
 ) -> tl.tensor:
-    """q.k of a tile, fp32 [M, N]."""
+    """q.k of a tile, fp32 [M, N]. `scale_n`, `zero_n`: its metadata, fetched before, where a slot has one of each."""
     k0, k1, k2, k3 = unpack(load_codes(code, n, length, W, WP, True, MASKED), FORM, BITS, PLAIN)
     PARTS: tl.constexpr = D // W
     SHIFT: tl.constexpr = 128.0 if BITS < 8 else -128.0
@@ -91,9 +93,8 @@ def key_scores(
     if PARTS > 2:
         score = dot(q3, k3, dot(q2, k2, score, PLAIN), PLAIN)
     if FORM != "float" and GROUPS == 1:
-        scale_n = load_each(scale, n, length, MASKED)
-        score = score * scale_n[None, :]
+        scales = scale_n.to(tl.float32)
+        score = score * scales[None, :]
         if FORM == "int":
-            zero_n = load_each(zero, n, length, MASKED) - SHIFT * scale_n
-            score += sum_q[:, None] * zero_n[None, :]
+            score += sum_q[:, None] * (zero_n.to(tl.float32) - SHIFT * scales)[None, :]
     return score

@@ -44,13 +44,17 @@ def mass_kernel(
     K_PAD: tl.constexpr,
     K_GROUPS: tl.constexpr,
     K_SPAN: tl.constexpr,
+    HAS_COUNT: tl.constexpr,
     HAS_OFFSET: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
     PLAIN: tl.constexpr,
 ) -> None:
     pid = tl.program_id(0)
-    if pid >= tl.load(num_tasks):
+    end = tl.num_programs(0)
+    if HAS_COUNT:
+        end = tl.load(num_tasks)
+    if pid >= end:
         return
     task = tasks + pid.to(tl.int64) * NUM_COLUMNS
     length = tl.load(task + 1).to(tl.int32)
@@ -69,21 +73,28 @@ def mass_kernel(
     lift = -tl.load(lse + seen + x, mask=x < X, other=float("inf")) * _LOG2E  # padded rows: exp2(-inf) adds nothing
     if HAS_OFFSET:
         lift += tl.load(offset + row * X + x, mask=x < X, other=0.0).to(tl.float32) * scale_log2
+    # Metadata are fetched a tile ahead: the compiler does so for codes, whose loads feed dots, but not for these.
+    K_EACH: tl.constexpr = K_FORM != "float" and K_GROUPS == 1
+    first = tl.arange(0, BLOCK)
+    k_scale_n = load_each(k_scale, first, length, K_EACH)
+    k_zero_n = load_each(k_zero, first, length, K_EACH and K_FORM == "int")
     full = length // BLOCK * BLOCK
-    for phase in tl.static_range(2):  # whole tiles, then what is left of one
-        MASKED: tl.constexpr = phase == 1
+    for MASKED in tl.static_range(2):  # whole tiles, then what is left of one
         for at in range(full if MASKED else 0, length if MASKED else full, BLOCK):
             n = at + tl.arange(0, BLOCK)
+            next_k_scale_n = load_each(k_scale, n + BLOCK, length, K_EACH)
+            next_k_zero_n = load_each(k_zero, n + BLOCK, length, K_EACH and K_FORM == "int")
             score = key_scores(
-                q0, q1, q2, q3, sum_q, k_code, k_scale, k_zero, n, length,
+                q0, q1, q2, q3, sum_q, k_code, k_scale, k_zero, k_scale_n, k_zero_n, n, length,
                 D, K_WIDTH, K_PAD, K_FORM, K_BITS, K_GROUPS, K_SPAN, MASKED, PLAIN,
             )  # fmt: skip
             score = score * scale_log2 + lift[:, None]
             if HAS_BIAS:
-                score += load_each(bias, n, length, MASKED)[None, :] * _LOG2E
+                score += load_each(bias, n, length, True)[None, :] * _LOG2E
             share = tl.sum(tl.exp2(score), 0)
             # A slot belongs to one task of a launch, so nobody else adds here.
             tl.store(mass + n, tl.load(mass + n, mask=n < length, other=0.0) + share, mask=n < length)
+            k_scale_n, k_zero_n = next_k_scale_n, next_k_zero_n
 
 
 def launch(
@@ -91,14 +102,14 @@ def launch(
     offset_RX: Tensor | None,
     memory: Tensor,
     task: Tensor,
-    num_tasks: Tensor,
+    num_tasks: Tensor | None,
     lse_RX: Tensor,
     row_of_task: Tensor,
     k_codec: str,
     k_groups: int,
     scale: float,
     mass: Tensor,
-    has_bias: bool,
+    has_bias: bool = False,
     config: Config | None = None,
 ) -> None:
     """Add each slot's attention, summed over the queries of its row, to mass[task.MASS + slot]."""
@@ -112,7 +123,7 @@ def launch(
         memory.view(torch.bfloat16),
         memory.view(torch.float32),
         task,
-        num_tasks,
+        task if num_tasks is None else num_tasks,
         lse_RX.contiguous(),
         row_of_task,
         mass,
@@ -127,6 +138,7 @@ def launch(
         K_PAD=padded(k.width(head_dim)),
         K_GROUPS=k.groups(head_dim, k_groups, is_key=True),
         K_SPAN=k.key_span,
+        HAS_COUNT=num_tasks is not None,
         HAS_OFFSET=offset_RX is not None,
         HAS_BIAS=has_bias,
         BLOCK=config.block,

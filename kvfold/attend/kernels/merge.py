@@ -26,7 +26,7 @@ _SLOTS = 32  # slots of the open block at a time
 def merge_kernel(
     parts: tl.tensor,
     part_lses: tl.tensor,
-    first_task: tl.tensor,
+    task_range: tl.tensor,
     q: tl.tensor,
     k_new: tl.tensor,
     v_new: tl.tensor,
@@ -67,7 +67,8 @@ def merge_kernel(
     is_new = (t < T)[:, None] & (d < D)[None, :]
     k = tl.load(k_new + at, mask=is_new, other=0.0).to(memory.dtype.element_ty)
     v = tl.load(v_new + at, mask=is_new, other=0.0).to(memory.dtype.element_ty)
-    own = is_new & (t == x)[:, None]  # the queries of the first head store the new slots, one each
+    # The queries of the first head store the new slots, one each; what pads a draft may lie past the block's end.
+    own = is_new & ((t == x) & (fill + t < open_len))[:, None]
     to = (fill + t)[:, None] * D + d[None, :]
     tl.store(k_open + to, k, mask=own)
     tl.store(v_open + to, v, mask=own)
@@ -88,7 +89,7 @@ def merge_kernel(
         score = tl.where(n < fill, tl.sum(k_old * query[None, :], 1), float("-inf"))
         top, total, acc = _merged(top, total, acc, score, v_old)
 
-    first, last = tl.load(first_task + row), tl.load(first_task + row + 1)
+    first, last = tl.load(task_range + row * 2), tl.load(task_range + row * 2 + 1)
     for start in range(first, last, PARTS):
         i = start + tl.arange(0, PARTS)
         score = tl.load(part_lses + i * X + x, mask=i < last, other=float("-inf")) * _LOG2E
@@ -112,7 +113,7 @@ def _merged(top: tl.tensor, total: tl.tensor, acc: tl.tensor, score: tl.tensor, 
 def launch(
     out: Tensor,
     lse: Tensor,
-    first_task: Tensor,
+    task_range: Tensor,
     q_RXD: Tensor,
     k_new_RTD: Tensor,
     v_new_RTD: Tensor,
@@ -131,7 +132,7 @@ def launch(
     merge_kernel[(num_rows, num_queries)](
         out,
         lse,
-        first_task,
+        task_range.contiguous(),
         q_RXD.contiguous(),
         k_new_RTD.contiguous(),
         v_new_RTD.contiguous(),

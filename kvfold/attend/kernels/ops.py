@@ -6,9 +6,9 @@ device: a captured graph follows them.
     attend_tasks  partial attention of each task        merge_rows  tasks + open block + new slots -> output
     task_mass     attention mass of each stored slot
 
-Tables: a row of `task` (int64, columns in formats.py) is a stretch of adjacent slots; tasks past num_tasks (int32 [1])
-and those of length 0 do not run. Codes, scales, zeros (bf16) and biases (fp32, natural log) begin at multiples of 16
-bytes. Tasks of output row r are first_task[r] .. first_task[r + 1] (int32 [R + 1]).
+Tables: a row of `task` (int64, columns in formats.py) is a stretch of adjacent slots; tasks past num_tasks (int32 [1];
+None: the whole table) and those of length 0 do not run. Codes, scales, zeros (bf16) and biases (fp32, natural log)
+begin at multiples of 16 bytes. Output row r has the tasks task_range[r, 0] .. task_range[r, 1] - 1 (int32 [R, 2]).
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def attend_tasks(
     offset: Tensor | None,
     memory: Tensor,
     task: Tensor,
-    num_tasks: Tensor,
+    num_tasks: Tensor | None,
     k_codec: str,
     v_codec: str,
     k_groups: int,
     v_groups: int,
     scale: float,
-    has_bias: bool,
+    has_bias: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Output fp32 [capacity, X, D] and log-sum-exp fp32 [capacity, X] of each task that runs.
 
@@ -66,13 +66,13 @@ def _(
     offset: Tensor | None,
     memory: Tensor,
     task: Tensor,
-    num_tasks: Tensor,
+    num_tasks: Tensor | None,
     k_codec: str,
     v_codec: str,
     k_groups: int,
     v_groups: int,
     scale: float,
-    has_bias: bool,
+    has_bias: bool = False,
 ) -> tuple[Tensor, Tensor]:
     shape = (task.shape[0], q.shape[1], q.shape[2])
     return q.new_empty(shape, dtype=torch.float32), q.new_empty(shape[:2], dtype=torch.float32)
@@ -82,7 +82,7 @@ def _(
 def merge_rows(
     out: Tensor,
     lse: Tensor,
-    first_task: Tensor,
+    task_range: Tensor,
     q: Tensor,
     k_new: Tensor,
     v_new: Tensor,
@@ -95,12 +95,13 @@ def merge_rows(
 ) -> tuple[Tensor, Tensor]:
     """Attention [R, X, D] in q's dtype over tasks, open block and new slots, and its log-sum-exp fp32 [R, X].
 
-    The new slots [R, T, D] are stored at fill .. fill + T - 1 of the open blocks, whose keys and values [H, open_len, D]
-    begin at open_address [B, 2]; query g * T + t sees new slots up to t. A lane with fill < 0 gets zeros, stores nothing.
+    The new slots [R, T, D] are stored at fill .. fill + T - 1 of the open blocks, whose keys and values
+    [H, open_len, D] begin at open_address [B, 2]; query g * T + t sees new slots up to t. New slots past the block's end
+    are not stored. A lane with fill < 0 gets zeros, stores nothing.
     """
     run = _kernel("merge").launch if q.is_cuda else reference.merge_rows
     found: tuple[Tensor, Tensor] = run(
-        out, lse, first_task, q, k_new, v_new, memory, open_address, fill, open_len, kv_dtype, scale
+        out, lse, task_range, q, k_new, v_new, memory, open_address, fill, open_len, kv_dtype, scale
     )
     return found
 
@@ -109,7 +110,7 @@ def merge_rows(
 def _(
     out: Tensor,
     lse: Tensor,
-    first_task: Tensor,
+    task_range: Tensor,
     q: Tensor,
     k_new: Tensor,
     v_new: Tensor,
@@ -130,14 +131,14 @@ def task_mass(
     offset: Tensor | None,
     memory: Tensor,
     task: Tensor,
-    num_tasks: Tensor,
+    num_tasks: Tensor | None,
     lse: Tensor,
     row_of_task: Tensor,
     k_codec: str,
     k_groups: int,
     scale: float,
     mass: Tensor,
-    has_bias: bool,
+    has_bias: bool = False,
 ) -> None:
     """Add sum over X of exp(score - lse[row_of_task]) to mass[task.MASS + slot] (fp32, in place)."""
     run = _kernel("mass").launch if q.is_cuda else reference.task_mass
@@ -150,13 +151,13 @@ def _(
     offset: Tensor | None,
     memory: Tensor,
     task: Tensor,
-    num_tasks: Tensor,
+    num_tasks: Tensor | None,
     lse: Tensor,
     row_of_task: Tensor,
     k_codec: str,
     k_groups: int,
     scale: float,
     mass: Tensor,
-    has_bias: bool,
+    has_bias: bool = False,
 ) -> None:
     return None

@@ -30,13 +30,13 @@ def attend_tasks(
     offset_RX: Tensor | None,
     memory: Tensor,
     task: Tensor,
-    num_tasks: Tensor,
+    num_tasks: Tensor | None,
     k_codec: str,
     v_codec: str,
     k_groups: int,
     v_groups: int,
     scale: float,
-    has_bias: bool,
+    has_bias: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Output fp32 [capacity, X, D] and log-sum-exp [capacity, X] of each task; 0 and -inf where there is none."""
     _, num_queries, head_dim = q_RXD.shape
@@ -55,14 +55,14 @@ def task_mass(
     offset_RX: Tensor | None,
     memory: Tensor,
     task: Tensor,
-    num_tasks: Tensor,
+    num_tasks: Tensor | None,
     lse_RX: Tensor,
     row_of_task: Tensor,
     k_codec: str,
     k_groups: int,
     scale: float,
     mass: Tensor,
-    has_bias: bool,
+    has_bias: bool = False,
 ) -> None:
     """Add each slot's attention, summed over the queries of its row, to mass[task.MASS + slot]."""
     for i, row in _running(task, num_tasks):
@@ -74,7 +74,7 @@ def task_mass(
 def merge_rows(
     out: Tensor,
     lse: Tensor,
-    first_task: Tensor,
+    task_range: Tensor,
     q_RXD: Tensor,
     k_new_RTD: Tensor,
     v_new_RTD: Tensor,
@@ -90,17 +90,19 @@ def merge_rows(
     num_new, num_heads = k_new_RTD.shape[1], num_rows // len(fill)
     result, result_lse = torch.zeros_like(q_RXD), lse.new_full((num_rows, num_queries), -torch.inf)
     query_t = torch.arange(num_queries, device=q_RXD.device) % num_new
-    first, dtype = first_task.tolist(), float_dtype(kv_dtype)
+    ranges, dtype = task_range.tolist(), float_dtype(kv_dtype)
     for row, (lane, head) in enumerate((i, j) for i in range(len(fill)) for j in range(num_heads)):
         used = int(fill[lane])
         if used < 0:
             continue
         k_SD, v_SD = (_open(memory, int(at), head, open_len, head_dim, dtype) for at in open_address[lane])
-        k_SD[used : used + num_new], v_SD[used : used + num_new] = k_new_RTD[row].to(dtype), v_new_RTD[row].to(dtype)
-        k, v = k_SD[: used + num_new].float(), v_SD[: used + num_new].float()
+        k_TD, v_TD = k_new_RTD[row].to(dtype), v_new_RTD[row].to(dtype)
+        room = open_len - used
+        k_SD[used : used + num_new], v_SD[used : used + num_new] = k_TD[:room], v_TD[:room]
+        k, v = torch.cat((k_SD[:used], k_TD)).float(), torch.cat((v_SD[:used], v_TD)).float()
         hidden_XS = torch.arange(len(k), device=k.device) > used + query_t.unsqueeze(-1)
         score_XS = (q_RXD[row].float() @ k.T * scale).masked_fill(hidden_XS, -torch.inf)
-        tasks = slice(first[row], first[row + 1])
+        tasks = slice(*ranges[row])
         # One softmax over slots and tasks: a task counts as a slot whose value is its output.
         score_XC = torch.cat((score_XS, lse[tasks].T), dim=-1)
         weight_XC = score_XC.softmax(-1)
@@ -109,8 +111,8 @@ def merge_rows(
     return result, result_lse
 
 
-def _running(task: Tensor, num_tasks: Tensor) -> Iterator[tuple[int, list[int]]]:
-    rows = task[: int(num_tasks)].tolist()
+def _running(task: Tensor, num_tasks: Tensor | None) -> Iterator[tuple[int, list[int]]]:
+    rows = (task if num_tasks is None else task[: int(num_tasks)]).tolist()
     return ((i, row) for i, row in enumerate(rows) if row[LENGTH])
 
 

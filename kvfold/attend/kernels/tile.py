@@ -19,7 +19,7 @@ def dot(a: tl.tensor, b: tl.tensor, total: tl.tensor, PLAIN: tl.constexpr) -> tl
     """total + a @ b in fp32; b comes in a's dtype, whose rounding PLAIN keeps."""
     b = b.to(a.dtype)
     if PLAIN:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+        a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total, input_precision="ieee")
 
 
@@ -37,25 +37,28 @@ def load_codes(
     w = tl.arange(0, WP)
     if TRANSPOSED:
         at = n[None, :] * W + w[:, None]
-        if MASKED:
-            return tl.load(code + at, mask=(n < length)[None, :] & (w < W)[:, None], other=0)
-        if WP != W:
-            return tl.load(code + at, mask=(w < W)[:, None], other=0)
-        return tl.load(code + at)
-    at = n[:, None] * W + w[None, :]
+        inside = (n < length)[None, :] & (w < W)[:, None]
+        in_slot = (w < W)[:, None]
+    else:
+        at = n[:, None] * W + w[None, :]
+        inside = (n < length)[:, None] & (w < W)[None, :]
+        in_slot = (w < W)[None, :]
     if MASKED:
-        return tl.load(code + at, mask=(n < length)[:, None] & (w < W)[None, :], other=0)
-    if WP != W:
-        return tl.load(code + at, mask=(w < W)[None, :], other=0)
-    return tl.load(code + at)
+        codes = tl.load(code + at, mask=inside, other=0)
+    elif WP != W:
+        codes = tl.load(code + at, mask=in_slot, other=0)
+    else:
+        codes = tl.load(code + at)
+    return codes
 
 
 @triton.jit
-def load_each(meta: tl.tensor, n: tl.tensor, length: tl.tensor, MASKED: tl.constexpr) -> tl.tensor:
-    """One number for each slot, fp32 [N]."""
-    if MASKED:
-        return tl.load(meta + n, mask=n < length, other=0.0).to(tl.float32)
-    return tl.load(meta + n).to(tl.float32)
+def load_each(meta: tl.tensor, n: tl.tensor, length: tl.tensor, IS_THERE: tl.constexpr) -> tl.tensor:
+    """One number for each slot [N], 0 past the end; zeros if the codec has none."""
+    each = tl.zeros([n.shape[0]], meta.dtype.element_ty)
+    if IS_THERE:
+        each = tl.load(meta + n, mask=n < length, other=0.0)
+    return each
 
 
 @triton.jit
@@ -96,6 +99,6 @@ def restored(
 
 @triton.jit
 def elements(address: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    """A byte address, a multiple of 16, as an element offset; the hint is what lets loads take 16 bytes at a time."""
-    BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    return tl.multiple_of(tl.load(address) // BYTES, 16 // BYTES)
+    """A byte address as an element offset. Addresses are multiples of 16; written as a product, the compiler sees it
+    and loads 16 bytes at a time."""
+    return tl.load(address) // 16 * (128 // DTYPE.primitive_bitwidth)

@@ -1,10 +1,10 @@
 """Bytes to numbers inside a kernel, without integer-to-float conversions, which run at an eighth of the usual rate.
 
 A bf16 number of 2^7 .. 2^8 has steps of 1, so the bits 0x4300 with a code in the low bits *are* 128 + code: one logic
-operation converts two codes. The 128 stays in; readers take it out with the zero they add anyway (`SHIFT` of 128 or -128). A code of 8
-bits does not fit seven bits of mantissa: its top bit, moved into another number's exponent, makes -256 or -128, and the
-sum of both is code - 128. An e4m3 float is a bf16 float whose exponent counts from another bias: shifting its bits and
-multiplying by 2^120 is exact, subnormals included. (0x7f and 0xff, NaN in e4m3, are never stored.)
+operation converts two codes. The 128 stays in; readers take it out with the zero they add anyway (their SHIFT). A code
+of 8 bits does not fit seven bits of mantissa: its top bit, moved into another number's exponent, makes -256 or -128,
+and the sum of both is code - 128. An e4m3 float is a bf16 float whose exponent counts from another bias: shifting its bits
+and multiplying by 2^120 is exact, subnormals included. (0x7f and 0xff, NaN in e4m3, are never stored.)
 
 Each has a plain twin (`PLAIN`) for machines without this instruction set; both give the same bits for all 256 bytes.
 """
@@ -32,12 +32,7 @@ def _program(body: str, source: int) -> str:
     return "{ .reg .b32 a, b, m, n; mov.b32 m, 0x43004300; " + body.replace("$S", f"${source}") + " }"
 
 
-_INT2 = tl.constexpr(
-    _program(
-        _SPREAD + _shift(2).join(_lift(2 * part, "0x00030003") for part in range(4)),
-        8,
-    )
-)
+_INT2 = tl.constexpr(_program(_SPREAD + _shift(2).join(_lift(2 * part, "0x00030003") for part in range(4)), 8))
 _INT4 = tl.constexpr(_program(_SPREAD + _shift(4).join(_lift(2 * part, "0x000f000f") for part in range(2)), 4))
 # (128 + low seven bits) * 1 + (-256 or -128); 0x6a is the truth table of (x & y) ^ z.
 _INT8 = tl.constexpr(
@@ -67,17 +62,19 @@ _FP8 = tl.constexpr(
 def unpack(code: tl.tensor, FORM: tl.constexpr, BITS: tl.constexpr, PLAIN: tl.constexpr) -> tl.tuple:
     """Four parts of a slot's channels, of which those that the code holds count: 8 / BITS, or the first alone."""
     if FORM == "float":
-        return code, code, code, code
-    if FORM == "fp8":
+        parts = code, code, code, code
+    elif FORM == "fp8":
         x = _fp8(code, PLAIN)
-        return x, x, x, x
-    if BITS == 8:
+        parts = x, x, x, x
+    elif BITS == 8:
         x = _int8(code, PLAIN)
-        return x, x, x, x
-    if BITS == 4:
+        parts = x, x, x, x
+    elif BITS == 4:
         low, high = _int4(code, PLAIN)
-        return low, high, low, high
-    return _int2(code, PLAIN)
+        parts = low, high, low, high
+    else:
+        parts = _int2(code, PLAIN)
+    return parts
 
 
 @triton.jit
@@ -85,38 +82,46 @@ def _fp8(code: tl.tensor, PLAIN: tl.constexpr) -> tl.tensor:
     if PLAIN:
         wide = code.to(tl.uint32)
         bits = ((wide & 0x7F) << 20) | ((wide & 0x80) << 24)
-        return (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(tl.bfloat16)
-    return tl.inline_asm_elementwise(_FP8, "=r,=r,r", [code], dtype=tl.bfloat16, is_pure=True, pack=4)
+        x = (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(tl.bfloat16)
+    else:
+        x = tl.inline_asm_elementwise(_FP8, "=r,=r,r", [code], dtype=tl.bfloat16, is_pure=True, pack=4)
+    return x
 
 
 @triton.jit
 def _int8(code: tl.tensor, PLAIN: tl.constexpr) -> tl.tensor:
     if PLAIN:
-        return (code.to(tl.float32) - 128.0).to(tl.bfloat16)
-    return tl.inline_asm_elementwise(_INT8, "=r,=r,r", [code], dtype=tl.bfloat16, is_pure=True, pack=4)
+        x = (code.to(tl.float32) - 128.0).to(tl.bfloat16)
+    else:
+        x = tl.inline_asm_elementwise(_INT8, "=r,=r,r", [code], dtype=tl.bfloat16, is_pure=True, pack=4)
+    return x
 
 
 @triton.jit
 def _int4(code: tl.tensor, PLAIN: tl.constexpr) -> tl.tuple:
     if PLAIN:
-        return _lifted(code, 0, 15), _lifted(code, 4, 15)
-    return tl.inline_asm_elementwise(
-        _INT4, "=r,=r,=r,=r,r", [code], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
-    )
+        low, high = _lifted(code, 0, 15), _lifted(code, 4, 15)
+    else:
+        low, high = tl.inline_asm_elementwise(
+            _INT4, "=r,=r,=r,=r,r", [code], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    return low, high
 
 
 @triton.jit
 def _int2(code: tl.tensor, PLAIN: tl.constexpr) -> tl.tuple:
     if PLAIN:
-        return _lifted(code, 0, 3), _lifted(code, 2, 3), _lifted(code, 4, 3), _lifted(code, 6, 3)
-    return tl.inline_asm_elementwise(
-        _INT2,
-        "=r,=r,=r,=r,=r,=r,=r,=r,r",
-        [code],
-        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=4,
-    )
+        a, b, c, d = _lifted(code, 0, 3), _lifted(code, 2, 3), _lifted(code, 4, 3), _lifted(code, 6, 3)
+    else:
+        a, b, c, d = tl.inline_asm_elementwise(
+            _INT2,
+            "=r,=r,=r,=r,=r,=r,=r,=r,r",
+            [code],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    return a, b, c, d
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvfold.attend.kernels.tile import dot, load_codes, load_each, restored
+from kvfold.attend.kernels.tile import dot, load_codes, restored
 from kvfold.attend.kernels.unpack import unpack
 
 
@@ -28,6 +28,8 @@ def add_values(
     code: tl.tensor,
     scale: tl.tensor,
     zero: tl.tensor,
+    scale_n: tl.tensor,
+    zero_n: tl.tensor,
     n: tl.tensor,
     length: tl.tensor,
     D: tl.constexpr,
@@ -52,12 +54,11 @@ def add_values(
             v2 = restored(v2, scale, zero, n, length, 2, D, W, WP, BITS, GROUPS, 1, False, MASKED)
             v3 = restored(v3, scale, zero, n, length, 3, D, W, WP, BITS, GROUPS, 1, False, MASKED)
     elif FORM == "int":
-        zero_n = load_each(zero, n, length, MASKED)
-        even = even * keep + tl.sum(p * zero_n[None, :], 1)
-        p = p * load_each(scale, n, length, MASKED)[None, :]
+        even = even * keep + tl.sum(p * zero_n.to(tl.float32)[None, :], 1)
+        p = p * scale_n.to(tl.float32)[None, :]
         even -= SHIFT * tl.sum(p.to(DTYPE).to(tl.float32), 1)
     elif FORM == "fp8":
-        p = p * load_each(scale, n, length, MASKED)[None, :]
+        p = p * scale_n.to(tl.float32)[None, :]
     weight = p.to(DTYPE)
     acc0 = dot(weight, v0, acc0 * keep[:, None], PLAIN)
     if PARTS > 1:
