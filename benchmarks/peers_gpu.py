@@ -39,7 +39,7 @@ def press_on(model: Any, site: Path | None) -> Any:
     """A context in which a prefill is compressed to an eighth, or one that does nothing."""
     if site is None:
         return contextlib.nullcontext()
-    from kvpress import SnapKVPress
+    from kvpress import SnapKVPress  # type: ignore[import-not-found]
 
     return SnapKVPress(compression_ratio=1 - 1 / 8)(model)
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvfold.attend.fused import fused
+
 
 def compute_dtype(q: Tensor) -> torch.dtype:
     """CPUs get fp32: few of them have 16-bit arithmetic, and where it is missing it is emulated at a fiftieth."""
@@ -20,16 +22,25 @@ def compute_dtype(q: Tensor) -> torch.dtype:
 def attend(
     q_HGTD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float, *, causal: bool = False, mask_TS: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Output [H, G, T, D] and natural-log-sum-exp [H, G, T] of one part. `causal`: query t sees slots 0..t. A mask may
-    have heads in front, as [H, 1, T, S]."""
+    """Output [H, G, T, D] and natural-log-sum-exp [H, G, T] of one part. `causal`: query t sees slots 0 .. S - T + t. A
+    mask may have heads in front, as [H, 1, T, S]."""
+    if mask_TS is None and q_HGTD.is_cuda and q_HGTD.dtype in (torch.float16, torch.bfloat16):
+        out_QTD, lse_QT = fused(q_HGTD.flatten(0, 1), k_HSD, v_HSD, scale, causal)
+        return out_QTD.unflatten(0, q_HGTD.shape[:2]), lse_QT.unflatten(0, q_HGTD.shape[:2])
+    if q_HGTD.device.type != "cpu":
+        return attend_reference(q_HGTD, k_HSD, v_HSD, scale, causal=causal, mask_TS=mask_TS)
+    if causal and k_HSD.shape[1] > q_HGTD.shape[2]:  # this operator's mask is aligned at the top left
+        causal, mask_TS = False, causal_mask(q_HGTD, k_HSD)
     shape = (k_HSD.shape[0], q_HGTD.shape[1], *k_HSD.shape[1:])
     k_HGSD, v_HGSD = k_HSD.unsqueeze(1).expand(shape), v_HSD.unsqueeze(1).expand(shape)
-    if q_HGTD.device.type == "cpu":
-        return _attend_cpu(q_HGTD, k_HGSD, v_HGSD, scale, causal, mask_TS)
-    if mask_TS is None and q_HGTD.is_cuda and q_HGTD.dtype in (torch.float16, torch.bfloat16):
-        found = torch.ops.aten._scaled_dot_product_flash_attention(q_HGTD, k_HGSD, v_HGSD, 0.0, causal, scale=scale)
-        return found[0], found[1]
-    return attend_reference(q_HGTD, k_HSD, v_HSD, scale, causal=causal, mask_TS=mask_TS)
+    return _attend_cpu(q_HGTD, k_HGSD, v_HGSD, scale, causal, mask_TS)
+
+
+def causal_mask(q_HGTD: Tensor, k_HSD: Tensor) -> Tensor:
+    """bool [T, S]: the queries' own slots are the last of S."""
+    num_queries, num_slots = q_HGTD.shape[2], k_HSD.shape[1]
+    whole_TS = torch.ones(num_queries, num_slots, dtype=torch.bool, device=q_HGTD.device)
+    return whole_TS.tril(diagonal=num_slots - num_queries)
 
 
 def _attend_cpu(
@@ -52,8 +63,7 @@ def attend_reference(
     """The same in plain operations and fp32; what every fast path is compared with."""
     score = q_HGTD.float() @ k_HSD.float().unsqueeze(1).transpose(-1, -2) * scale
     if causal:
-        num_queries, num_slots = score.shape[-2:]
-        mask_TS = torch.ones(num_queries, num_slots, dtype=torch.bool, device=score.device).tril()
+        mask_TS = causal_mask(q_HGTD, k_HSD)
     if mask_TS is not None:
         score = score.masked_fill(~mask_TS, -torch.inf)
     lse = torch.logsumexp(score, dim=-1)

@@ -1,0 +1,66 @@
+"""Attention of one part on a GPU by the fused kernel that torch itself would choose there, with its log-sum-exp.
+
+On Hopper that is cuDNN's, elsewhere FlashAttention 2. Both read grouped queries without repeating keys. They differ in
+what "causal" means when there are more slots than queries: FlashAttention aligns the mask at the bottom right, so one
+call reads earlier chunks and the chunk itself; cuDNN's aligns at the top left, so the two are read apart and joined.
+
+    H KV heads   Q query heads   T queries   S slots, the last T of which are the queries' own if causal   D head dim
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+# cuDNN builds a plan for each new shape, some 30 ms; a short query would not win that back.
+_FEWEST_QUERIES = 1024
+_HAS_TRITON = find_spec("triton") is not None
+
+
+def fused(q_QTD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """Output [Q, T, D] and natural-log-sum-exp [Q, T]; `causal`: query t sees slots 0 .. S - T + t."""
+    if not _prefers_cudnn(q_QTD, k_HSD, v_HSD, scale):
+        found = torch.ops.aten._scaled_dot_product_flash_attention(
+            q_QTD.unsqueeze(0), k_HSD.unsqueeze(0), v_HSD.unsqueeze(0), 0.0, causal, scale=scale
+        )
+        return found[0][0], found[1][0]
+    before = k_HSD.shape[1] - q_QTD.shape[1] if causal else 0
+    own = _cudnn(q_QTD, k_HSD[:, before:], v_HSD[:, before:], scale, causal)
+    if not before:
+        return own
+    return blend(*_cudnn(q_QTD, k_HSD[:, :before], v_HSD[:, :before], scale, False), *own)
+
+
+def _prefers_cudnn(q_QTD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float) -> bool:
+    if q_QTD.shape[1] < _FEWEST_QUERIES:
+        return False
+    choice = torch._fused_sdp_choice(
+        q_QTD.unsqueeze(0), k_HSD.unsqueeze(0), v_HSD.unsqueeze(0), scale=scale, enable_gqa=True
+    )
+    return bool(choice == SDPBackend.CUDNN_ATTENTION.value)
+
+
+def _cudnn(q_QTD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    found = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q_QTD.unsqueeze(0), k_HSD.unsqueeze(0), v_HSD.unsqueeze(0), None, True, 0.0, causal, scale=scale
+    )
+    return found[0][0], found[1][0].reshape(q_QTD.shape[:-1])
+
+
+def blend(a_QTD: Tensor, a_lse_QT: Tensor, b_QTD: Tensor, b_lse_QT: Tensor) -> tuple[Tensor, Tensor]:
+    """Two parts of attention as one, rounded once; the first part's memory is reused."""
+    if _HAS_TRITON:
+        from kvfold.attend.kernels import blend as kernel
+
+        return kernel.blend(a_QTD, a_lse_QT, b_QTD, b_lse_QT)
+    return blend_reference(a_QTD, a_lse_QT, b_QTD, b_lse_QT)
+
+
+def blend_reference(a_QTD: Tensor, a_lse_QT: Tensor, b_QTD: Tensor, b_lse_QT: Tensor) -> tuple[Tensor, Tensor]:
+    """The same in plain operations."""
+    share_QT = torch.sigmoid(b_lse_QT - a_lse_QT).nan_to_num(0.0)
+    out_QTD = torch.lerp(a_QTD.float(), b_QTD.float(), share_QT.unsqueeze(-1)).to(a_QTD.dtype)
+    return out_QTD, torch.logaddexp(a_lse_QT, b_lse_QT)
