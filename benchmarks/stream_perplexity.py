@@ -78,6 +78,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--runs", nargs="+", default=DEFAULT_RUNS, choices=RUNS, help="default: all but original")
     parser.add_argument("--shard", default="0/1", metavar="I/N", help="only every Nth pair of run and stream")
     parser.add_argument("--out", type=Path, default=Path("streams.rows.jsonl"), metavar="ROWS", help="new file of rows")
+    parser.add_argument("--commit", help="what to record where git cannot tell")
     return parser.parse_args()
 
 
@@ -113,7 +114,8 @@ def gather_facts(options: argparse.Namespace, model: Model, text: str, num_token
         f"{options.model}, {options.streams} streams of {options.tokens:,} tokens, rotations of {names} "
         f"({num_tokens:,} tokens, {digest})"
     )
-    return facts(workload=workload, dtype=str(model.spec.dtype).removeprefix("torch."))
+    dtype = str(model.spec.dtype).removeprefix("torch.")
+    return facts(workload=workload, dtype=dtype) | ({"commit": options.commit} if options.commit else {})
 
 
 def show(paths: Sequence[Path]) -> None:

@@ -81,7 +81,8 @@ def test_shards_table_keep_page_plot(
 
 
 def test_runs_can_be_chosen(main: Main, run: tuple[str, ...], tmp_path: Path) -> None:
-    assert main(*run, "--runs", "original", "--shard", "0/2") == 0
+    assert main(*run, "--runs", "original", "--shard", "0/2", "--commit", "c0ffee") == 0
+    assert read_rows([tmp_path / "streams.rows.jsonl"]).facts[0]["commit"] == "c0ffee"
     blocks = read_rows([tmp_path / "streams.rows.jsonl"]).blocks
     assert [(block.run, block.stream, block.block) for block in blocks] == [("original", 0, 0), ("original", 0, 1)]
 
