@@ -50,3 +50,9 @@ def rotate_query(q_RXD: Tensor) -> Tensor:
     block = block_size(head_dim)
     blocks = q_RXD.float().reshape(*q_RXD.shape[:-1], head_dim // block, block)
     return (blocks @ _block_matrix(block, q_RXD.device)).flatten(-2)
+
+
+@cache
+def matrix(head_dim: int, device: torch.device) -> Tensor:
+    """The rotation of a whole head as a matrix, for kernels that have matrix units."""
+    return rotate(torch.eye(head_dim, device=device))

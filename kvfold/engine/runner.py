@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from kvfold.attend.decode import DecodePass
+from kvfold.attend.kernels.formats import has_triton
 from kvfold.attend.prefill import PrefillPass
 from kvfold.core import ModelSpec
+from kvfold.engine.graphs import graphs_of
 from kvfold.engine.layer_major import LayerMajor, Progress
 from kvfold.engine.verify import Verified, commit_run
 from kvfold.errors import InputError
@@ -38,13 +40,14 @@ __all__ = ["Progress", "Runner"]
 class Runner:
     """Runs prompts and decode steps of one attached model over one arena."""
 
-    def __init__(self, hf: Any, spec: ModelSpec, arena: Arena, *, chunk_len: int = 512) -> None:
-        if chunk_len < 1:
+    def __init__(self, hf: Any, spec: ModelSpec, arena: Arena, *, chunk_len: int | None = None) -> None:
+        if chunk_len is not None and chunk_len < 1:
             raise InputError(f"chunk_len is {chunk_len}; it must be at least 1")
         self.hf = hf
         self.spec = spec
         self.arena = arena
-        self.chunk_len = chunk_len
+        self.chunk_len = default_chunk_len(spec, arena.device) if chunk_len is None else chunk_len
+        self.graphs = graphs_of(hf) if arena.device.type == "cuda" and has_triton() else None
 
     def new_sequence(self, policy: Policy, config: PageConfig | None = None) -> SequenceCache:
         return SequenceCache(self.arena, self.spec, policy, config or PageConfig())
@@ -158,7 +161,10 @@ class Runner:
         return [Verified(step, index, logits_TV) for index, logits_TV in enumerate(rows)]
 
     def _decode(self, step: DecodePass, tokens: Sequence[Sequence[int]]) -> Tensor:
-        """Logits [packed tokens, vocab]."""
+        """Logits [packed tokens, vocab]: from a captured graph where there is one."""
+        captured = None if self.graphs is None else self.graphs.decode(self.hf, step.sequences, tokens)
+        if captured is not None:
+            return captured
         ends = list(accumulate(step.num_tokens))
         pieces = [Piece(i, *span) for i, span in enumerate(pairwise([0, *ends]))]
         positions = [s.logical_len + t for s, ids in zip(step.sequences, tokens, strict=True) for t in range(len(ids))]
@@ -214,14 +220,16 @@ class Runner:
         """One layer-major pass; if it does not come to its end, the sequences are as they were."""
         lens = [len(ids) for ids in tokens]
         current = PrefillPass(sequences, lens, seen_lens, compress=compress, followers=followers)
-        order = LayerMajor(current, list(self._pieces(sequences, tokens)), progress, self.spec.num_layers)
-        positions = [s.sealed_len + t for s, ids in zip(sequences, tokens, strict=True) for t in range(len(ids))]
-        ends = torch.tensor(lens, device=self.arena.device).cumsum(0) - 1
+        device, pieces = self.arena.device, list(self._pieces(sequences, tokens))
+        ends = None if hidden else torch.tensor(lens, device=device).cumsum(0) - 1
+        order = LayerMajor(current, pieces, progress, self.spec.num_layers, ends)
+        starts = [sequence.sealed_len for sequence in sequences]
+        positions = torch.cat([torch.arange(s, s + n, device=device) for s, n in zip(starts, lens, strict=True)])
         undo = Undo([*sequences, *followers])
         try:
             with maskless(), layers_wrapped(self.hf, order.wrap):
                 ids = [token for part in tokens for token in part]
-                out = self._call(ids, positions, order.cache, ends, hidden=hidden)
+                out = self._call(ids, positions, order.cache, hidden=hidden)
             current.finish()
         except BaseException:
             undo.restore()
@@ -241,19 +249,23 @@ class Runner:
     def _call(
         self,
         ids: Sequence[int],
-        positions: Sequence[int],
+        positions: Sequence[int] | Tensor,
         cache: PassCache,
-        keep: Tensor | slice,
         *,
         hidden: bool = False,
     ) -> Any:
         device = self.arena.device
         model = self.hf.base_model if hidden else self.hf
-        extra = {} if hidden or isinstance(keep, slice) else {"logits_to_keep": keep}
         return model(
             input_ids=torch.tensor([list(ids)], device=device),
-            position_ids=torch.tensor([list(positions)], device=device),
+            position_ids=torch.as_tensor(positions, device=device).unsqueeze(0),
             past_key_values=cache,
             use_cache=True,
-            **extra,
         )
+
+
+def default_chunk_len(spec: ModelSpec, device: torch.device) -> int:
+    """Tokens a layer runs at a time: as many as keep a GPU's matrix units busy; 512 where attention is a plain formula
+    over a map of chunk x slots (fp32 on a GPU, layers with a sliding window) or a CPU's caches are small."""
+    fused = spec.dtype in (torch.float16, torch.bfloat16) and len(spec.compressible_layers) == spec.num_layers
+    return 8192 if device.type == "cuda" and fused else 512

@@ -115,16 +115,18 @@ class Span:
     num_superblocks: int
     num_pages: int
     fields: dict[str, Tensor] = field(init=False)  # name -> [slots or groups of the whole span, width]
+    addresses: dict[str, int] = field(init=False)  # name -> bytes from the start of the arena
     _free: list[tuple[int, int]] = field(init=False)
 
     def __post_init__(self) -> None:
         self._free = [(0, self.num_pages)]
-        self.fields = {}
+        self.fields, self.addresses = {}, {}
         offset = self.start * self.arena.superblock_bytes
         for item, num_rows in self.page_class.regions(self.num_pages):
             num_bytes = num_rows * item.bytes()
             raw = self.arena.memory[offset : offset + num_bytes]
             self.fields[item.name] = raw.view(item.dtype).view(num_rows, item.width)
+            self.addresses[item.name] = offset
             offset += self.page_class.aligned(num_bytes)
 
     @property

@@ -10,6 +10,7 @@ host without a sync. Slots past the commit line (drafts, a cancelled step) roll 
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -61,6 +62,12 @@ class OpenBlock:
             self.k.append(fields["k.x"][start : start + count].view(shape))
             self.v.append(fields["v.x"][start : start + count].view(shape))
 
+    @cached_property
+    def addresses(self) -> list[tuple[int, int]]:
+        """Bytes from the start of the arena to the keys and to the values of every layer."""
+        sides = zip(self.k, self.v, strict=True)
+        return [(k.storage_offset() * k.itemsize, v.storage_offset() * v.itemsize) for k, v in sides]
+
     @property
     def num_bytes(self) -> int:
         return sum(span.num_bytes for span in self.spans)
@@ -69,6 +76,11 @@ class OpenBlock:
     def room(self) -> int:
         return self.num_slots - self.fill
 
+    @property
+    def next_room(self) -> int:
+        """Slots that the next step may fill without sealing in between; a full block seals first."""
+        return self.room or self.committed
+
     def write(self, layer: int, k_HTD: Tensor, v_HTD: Tensor) -> None:
         """Put T new slots of one layer behind the filled ones; `advance` counts them once all layers have written."""
         end = self.fill + k_HTD.shape[1]
@@ -76,11 +88,6 @@ class OpenBlock:
             raise InputError(f"the open block holds {self.num_slots} slots; {end} were to be filled")
         self.k[layer][:, self.fill : end] = k_HTD
         self.v[layer][:, self.fill : end] = v_HTD
-    @property
-    def next_room(self) -> int:
-        """Slots that the next step may fill without sealing in between; a full block seals first."""
-        return self.room or self.committed
-
 
     def advance(self, num_tokens: int) -> None:
         self.fill += num_tokens

@@ -78,8 +78,4 @@ def _build(segment: Segment) -> SegmentTable:
 
 def _bases(span: Span) -> list[int]:
     """Byte addresses of the first page's fields."""
-    found = []
-    for item in columns(span.page_class):
-        field = None if item is None else span.fields[item.name]
-        found.append(0 if field is None else field.storage_offset() * field.itemsize)
-    return found
+    return [0 if item is None else span.addresses[item.name] for item in columns(span.page_class)]

@@ -76,6 +76,7 @@ def attend_kernel(
     HAS_OFFSET: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
     PLAIN: tl.constexpr,
 ) -> None:
     pid = tl.program_id(0)
@@ -103,8 +104,9 @@ def attend_kernel(
     if HAS_OFFSET:
         lift = tl.load(offset + row * X + x, mask=x < X, other=0.0).to(tl.float32) * scale_log2
     top = tl.full([M], float("-inf"), tl.float32)
-    total = tl.zeros([M], tl.float32)
-    even = tl.zeros([M], tl.float32)
+    # Sums over slots stay spread over a tile until the end: a reduction across warps costs more than the registers.
+    total = tl.zeros([M, BLOCK], tl.float32)
+    even = tl.zeros([M, BLOCK], tl.float32)
     acc0 = tl.zeros([M, V_PAD], tl.float32)
     acc1, acc2, acc3 = acc0, acc0, acc0
     # Metadata are fetched a tile ahead: the compiler does so for codes, whose loads feed dots, but not for these.
@@ -117,7 +119,9 @@ def attend_kernel(
     v_zero_n = load_each(v_zero, first, length, V_EACH and V_FORM == "int")
     full = length // BLOCK * BLOCK
     for MASKED in tl.static_range(2):  # whole tiles, then what is left of one
-        for at in range(full if MASKED else 0, length if MASKED else full, BLOCK):
+        for at in tl.range(
+            full if MASKED else 0, length if MASKED else full, BLOCK, num_stages=1 if MASKED else NUM_STAGES
+        ):
             n = at + tl.arange(0, BLOCK)
             next_k_scale_n = load_each(k_scale, n + BLOCK, length, K_EACH)
             next_k_zero_n = load_each(k_zero, n + BLOCK, length, K_EACH and K_FORM == "int")
@@ -136,21 +140,23 @@ def attend_kernel(
             top = tl.maximum(top, tl.max(score, 1))
             keep = tl.exp2(before - top)
             p = tl.exp2(score - top[:, None])
-            total = total * keep + tl.sum(p, 1)
+            total = total * keep[:, None] + p
             acc0, acc1, acc2, acc3, even = add_values(
                 acc0, acc1, acc2, acc3, even, keep, p, v_code, v_scale, v_zero, v_scale_n, v_zero_n, n, length,
                 D, V_WIDTH, V_PAD, V_FORM, V_BITS, V_GROUPS, q0.dtype, MASKED, PLAIN,
             )  # fmt: skip
             k_scale_n, k_zero_n, v_scale_n, v_zero_n = next_k_scale_n, next_k_zero_n, next_v_scale_n, next_v_zero_n
 
-    tl.store(lse + pid * X + x, (top + tl.log2(total)) * _LN2, mask=x < X)
+    sums = tl.sum(total, 1)
+    tl.store(lse + pid * X + x, (top + tl.log2(sums)) * _LN2, mask=x < X)
+    base = tl.sum(even, 1)[:, None]
     out += pid.to(tl.int64) * X * D
-    store_part(out, (acc0 + even[:, None]) / total[:, None], 0, X, D, V_WIDTH)
+    store_part(out, (acc0 + base) / sums[:, None], 0, X, D, V_WIDTH)
     if V_WIDTH < D:
-        store_part(out, (acc1 + even[:, None]) / total[:, None], 1, X, D, V_WIDTH)
+        store_part(out, (acc1 + base) / sums[:, None], 1, X, D, V_WIDTH)
     if V_WIDTH * 2 < D:
-        store_part(out, (acc2 + even[:, None]) / total[:, None], 2, X, D, V_WIDTH)
-        store_part(out, (acc3 + even[:, None]) / total[:, None], 3, X, D, V_WIDTH)
+        store_part(out, (acc2 + base) / sums[:, None], 2, X, D, V_WIDTH)
+        store_part(out, (acc3 + base) / sums[:, None], 3, X, D, V_WIDTH)
 
 
 def launch(
@@ -204,9 +210,9 @@ def launch(
         HAS_OFFSET=offset_RX is not None,
         HAS_BIAS=has_bias,
         BLOCK=config.block,
+        NUM_STAGES=config.num_stages,
         PLAIN=is_plain(memory),
         num_warps=config.num_warps,
-        num_stages=config.num_stages,
     )
     return out, lse
 

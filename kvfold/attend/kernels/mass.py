@@ -48,6 +48,7 @@ def mass_kernel(
     HAS_OFFSET: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
     PLAIN: tl.constexpr,
 ) -> None:
     pid = tl.program_id(0)
@@ -80,7 +81,9 @@ def mass_kernel(
     k_zero_n = load_each(k_zero, first, length, K_EACH and K_FORM == "int")
     full = length // BLOCK * BLOCK
     for MASKED in tl.static_range(2):  # whole tiles, then what is left of one
-        for at in range(full if MASKED else 0, length if MASKED else full, BLOCK):
+        for at in tl.range(
+            full if MASKED else 0, length if MASKED else full, BLOCK, num_stages=1 if MASKED else NUM_STAGES
+        ):
             n = at + tl.arange(0, BLOCK)
             next_k_scale_n = load_each(k_scale, n + BLOCK, length, K_EACH)
             next_k_zero_n = load_each(k_zero, n + BLOCK, length, K_EACH and K_FORM == "int")
@@ -142,7 +145,7 @@ def launch(
         HAS_OFFSET=offset_RX is not None,
         HAS_BIAS=has_bias,
         BLOCK=config.block,
+        NUM_STAGES=config.num_stages,
         PLAIN=is_plain(memory),
         num_warps=config.num_warps,
-        num_stages=config.num_stages,
     )

@@ -3,8 +3,8 @@
 A bf16 number of 2^7 .. 2^8 has steps of 1, so the bits 0x4300 with a code in the low bits *are* 128 + code: one logic
 operation converts two codes. The 128 stays in; readers take it out with the zero they add anyway (their SHIFT). A code
 of 8 bits does not fit seven bits of mantissa: its top bit, moved into another number's exponent, makes -256 or -128,
-and the sum of both is code - 128. An e4m3 float is a bf16 float whose exponent counts from another bias: shifting its bits
-and multiplying by 2^120 is exact, subnormals included. (0x7f and 0xff, NaN in e4m3, are never stored.)
+and the sum of both is code - 128. An e4m3 float is a bf16 float whose exponent counts from another bias: shifting its
+bits and multiplying by 2^120 is exact, subnormals included. (0x7f and 0xff, NaN in e4m3, are never stored.)
 
 Each has a plain twin (`PLAIN`) for machines without this instruction set; both give the same bits for all 256 bytes.
 """

@@ -42,7 +42,7 @@ def add_values(
     MASKED: tl.constexpr,
     PLAIN: tl.constexpr,
 ) -> tl.tuple:
-    """Accumulators of the channel parts [M, WP] and of what all channels share [M], each kept to the share `keep`."""
+    """Accumulators of the channel parts [M, WP] and of what all channels share [M, N], each kept to the share `keep`."""
     v0, v1, v2, v3 = unpack(load_codes(code, n, length, W, WP, False, MASKED), FORM, BITS, PLAIN)
     PARTS: tl.constexpr = D // W
     SHIFT: tl.constexpr = 128.0 if BITS < 8 else -128.0
@@ -54,9 +54,9 @@ def add_values(
             v2 = restored(v2, scale, zero, n, length, 2, D, W, WP, BITS, GROUPS, 1, False, MASKED)
             v3 = restored(v3, scale, zero, n, length, 3, D, W, WP, BITS, GROUPS, 1, False, MASKED)
     elif FORM == "int":
-        even = even * keep + tl.sum(p * zero_n.to(tl.float32)[None, :], 1)
+        even = even * keep[:, None] + p * zero_n.to(tl.float32)[None, :]
         p = p * scale_n.to(tl.float32)[None, :]
-        even -= SHIFT * tl.sum(p.to(DTYPE).to(tl.float32), 1)
+        even -= SHIFT * p.to(DTYPE).to(tl.float32)
     elif FORM == "fp8":
         p = p * scale_n.to(tl.float32)[None, :]
     weight = p.to(DTYPE)

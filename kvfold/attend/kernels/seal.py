@@ -1,0 +1,149 @@
+"""Sealing as one launch: every block of new slots, of all layers, heads and sequences, is encoded where it will lie.
+
+The arithmetic is that of codec/native.py, codec/fp8.py and codec/integer.py, step by step. Rotations are one product
+with the Hadamard matrix instead of butterflies, so a code may differ by one where a number lies within fp32 rounding
+of the border between two.
+
+    N stretches (program each)   B slots of an open block   D head dim (a power of two)   W bytes of a code
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Columns of an item: where the keys and values lie, how many, the first one's position, the row of its mean key,
+# then the addresses of the page fields (pages/table.py) and of the positions.
+K_SOURCE, V_SOURCE, COUNT, POSITION, MEAN, ADDRESS = 0, 1, 2, 3, 4, 5
+NUM_COLUMNS = ADDRESS + 7
+
+BITS = {"int8": 8, "int4": 4, "int2": 2}
+_CLIP = {"int8": 1.0, "int4": 1.0, "int2": 0.8}
+_HALF = tl.constexpr(0.5 + 2.0**-15)
+_LARGEST = tl.constexpr(1e30)
+
+
+@triton.jit
+def _finite(x_BD: tl.tensor) -> tl.tensor:
+    """NaN becomes 0, infinity the slot's largest finite magnitude."""
+    x = tl.where(x_BD != x_BD, 0.0, x_BD)
+    size = tl.abs(x)
+    reach_B1 = tl.minimum(tl.max(tl.where(size == float("inf"), 0.0, size), axis=1), _LARGEST)[:, None]
+    return tl.minimum(tl.maximum(x, -reach_B1), reach_B1)
+
+
+@triton.jit
+def _up_to_bf16(x: tl.tensor) -> tl.tensor:
+    """The smallest bf16 number that is not below x, in fp32: cut the lower half, carrying for positive numbers."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = tl.where(x > 0, bits + 0xFFFF, bits) & -65536
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _put_integers(
+    x_BD: tl.tensor,
+    here_B: tl.tensor,
+    places: tl.tensor,
+    bytes_: tl.tensor,
+    halves: tl.tensor,
+    B: tl.constexpr,
+    D: tl.constexpr,
+    BITS: tl.constexpr,
+    CLIP: tl.constexpr,
+) -> None:
+    """Codes, scales and zeros of one side; `places` points at their three addresses."""
+    PARTS: tl.constexpr = 8 // BITS
+    W: tl.constexpr = D // PARTS
+    TOP: tl.constexpr = (1 << BITS) - 1
+    low_B, high_B = tl.min(x_BD, axis=1), tl.max(x_BD, axis=1)
+    cut_B = (high_B - low_B) * ((1.0 - CLIP) / 2)
+    step_B, start_B = (high_B - low_B - 2 * cut_B) / TOP, low_B + cut_B
+    zero_B = -_up_to_bf16(-start_B)
+    scale_B = _up_to_bf16((start_B + step_B * TOP - zero_B) / TOP)
+    divisor_B = tl.where(scale_B > 0, scale_B, 1.0)
+    code_BD = tl.floor((x_BD - zero_B[:, None]) / divisor_B[:, None] + _HALF)
+    code_BD = tl.minimum(tl.maximum(code_BD, 0.0), TOP).to(tl.int32)
+    slot_B = tl.arange(0, B)
+    if PARTS > 1:  # channels b, b + W, .. share byte b, from its low bits up
+        part = tl.arange(0, PARTS)[None, :, None]
+        code_BD = tl.sum(tl.reshape(code_BD, [B, PARTS, W]) << (part * BITS), axis=1)
+    at_BW = tl.load(places) + slot_B[:, None] * W + tl.arange(0, W)[None, :]
+    tl.store(bytes_ + at_BW, code_BD.to(tl.uint8), mask=here_B[:, None])
+    tl.store(halves + tl.load(places + 1) // 2 + slot_B, scale_B.to(tl.bfloat16), mask=here_B)
+    tl.store(halves + tl.load(places + 2) // 2 + slot_B, zero_B.to(tl.bfloat16), mask=here_B)
+
+
+@triton.jit
+def _seal(
+    item: tl.tensor,
+    mean: tl.tensor,
+    rotation: tl.tensor,
+    bytes_: tl.tensor,
+    halves: tl.tensor,
+    floats: tl.tensor,
+    words: tl.tensor,
+    D: tl.constexpr,
+    B: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    K_BITS: tl.constexpr,
+    V_BITS: tl.constexpr,
+    K_CLIP: tl.constexpr,
+    V_CLIP: tl.constexpr,
+) -> None:
+    """`floats` is the arena in the cache's dtype of WIDTH bytes; bits 0: stored as it is."""
+    item += tl.program_id(0) * COLUMNS
+    here_B = tl.arange(0, B) < tl.load(item + 2)
+    tile_BD = tl.arange(0, B)[:, None] * D + tl.arange(0, D)[None, :]
+    k_BD = tl.load(floats + tl.load(item + 0) // WIDTH + tile_BD, mask=here_B[:, None], other=0.0)
+    v_BD = tl.load(floats + tl.load(item + 1) // WIDTH + tile_BD, mask=here_B[:, None], other=0.0)
+    if K_BITS:
+        mean_D = tl.load(mean + tl.load(item + 4) * D + tl.arange(0, D))
+        x_BD = _finite(k_BD.to(tl.float32)) - mean_D[None, :]
+        rotation_DD = tl.load(rotation + tl.arange(0, D)[:, None] * D + tl.arange(0, D)[None, :])
+        x_BD = tl.dot(x_BD, rotation_DD, input_precision="ieee")
+        _put_integers(x_BD, here_B, item + 5, bytes_, halves, B, D, K_BITS, K_CLIP)
+    else:
+        tl.store(floats + tl.load(item + 5) // WIDTH + tile_BD, k_BD, mask=here_B[:, None])
+    if V_BITS:
+        y_BD = _finite(v_BD.to(tl.float32))
+        _put_integers(y_BD, here_B, item + 8, bytes_, halves, B, D, V_BITS, V_CLIP)
+    else:
+        tl.store(floats + tl.load(item + 8) // WIDTH + tile_BD, v_BD, mask=here_B[:, None])
+    position_B = tl.load(item + 3) + tl.arange(0, B)
+    tl.store(words + tl.load(item + 11) // 4 + tl.arange(0, B), position_B.to(tl.int32), mask=here_B)
+
+
+def seal_items(
+    item_N: Tensor,
+    mean_MD: Tensor,
+    rotation_DD: Tensor,
+    memory: Tensor,
+    kv_dtype: torch.dtype,
+    k: str,
+    v: str,
+    open_len: int,
+) -> None:
+    """Encode every item; `k` and `v` are integer codecs or "native", `open_len` the most slots an item has."""
+    head_dim = rotation_DD.shape[0]
+    _seal[(len(item_N),)](
+        item_N,
+        mean_MD,
+        rotation_DD,
+        memory,
+        memory.view(torch.bfloat16),
+        memory.view(kv_dtype),
+        memory.view(torch.int32),
+        D=head_dim,
+        B=max(16, triton.next_power_of_2(open_len)),
+        WIDTH=kv_dtype.itemsize,
+        COLUMNS=NUM_COLUMNS,
+        K_BITS=BITS.get(k, 0),
+        V_BITS=BITS.get(v, 0),
+        K_CLIP=_CLIP.get(k, 1.0),
+        V_CLIP=_CLIP.get(v, 1.0),
+        num_warps=4,
+    )
