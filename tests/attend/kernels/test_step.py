@@ -1,0 +1,146 @@
+"""Steps over device tables agree with the plain decode pass: for every codec, ragged lanes, seals, forks, drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvfold.attend.decode import DecodePass
+from kvfold.attend.kernels.step import layout_of
+from kvfold.engine.graphs import Graphs
+from kvfold.engine.runner import Runner
+from kvfold.models.loader import Model
+from kvfold.pages.sequence import SequenceCache
+from tests.engine.runs import make_runner, make_sequence
+from tests.tiny import prompt, ready
+
+POLICIES = (
+    "full",
+    "bf16",
+    "fp8",
+    "int8(group_size=8)",
+    "int4",
+    "int2",
+    "kivi4",
+    "kivi2",
+    "int4(layers=1:)",
+    "snapkv(window=4) + ada + 4x + int4 + protect(sinks=2, recent=4)",
+    "keydiff + 3x + protect(none)",
+    "streaming + 64tok",
+)
+LENGTHS = (90, 200, 131)
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return ready("llama")
+
+
+def make(runner: Runner, policy: str, count: int) -> list[SequenceCache]:
+    return [make_sequence(runner, policy, page_size=16, open_len=8) for _ in range(count)]
+
+
+@torch.inference_mode()
+def step(graphs: Graphs, model: Model, sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]) -> Tensor:
+    """A decode step the way of the kernels, committed."""
+    current = DecodePass(sequences, [len(ids) for ids in tokens])
+    logits = graphs.decode(model.hf, sequences, tokens)
+    assert logits is not None
+    current.finish()
+    for sequence, ids in zip(sequences, tokens, strict=True):
+        sequence.open.commit(len(ids))
+    return logits
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_steps_agree_with_the_plain_pass_across_seals(model: Model, policy: str) -> None:
+    runner, graphs = make_runner(model), Graphs()
+    plain, fast = make(runner, policy, 3), make(runner, policy, 3)
+    prompts = [prompt(length, seed=length) for length in LENGTHS]
+    for sequences in (plain, fast):
+        runner.prefill(sequences, prompts)
+    for token in range(20):  # blocks of 8 seal twice
+        ids = [token, token + 1, token + 2]
+        expected = runner.decode(plain, ids)
+        torch.testing.assert_close(step(graphs, model, fast, [[i] for i in ids]), expected, atol=2e-4, rtol=1e-4)
+    for sequence in (*plain, *fast):
+        sequence.release()
+
+
+def test_lanes_are_kept_left_and_taken_again(model: Model) -> None:
+    runner, graphs = make_runner(model), Graphs()
+    plain, fast = make(runner, "int4", 4), make(runner, "int4", 4)
+    prompts = [prompt(40 + 30 * i, seed=i) for i in range(4)]
+    for sequences in (plain, fast):
+        runner.prefill(sequences, prompts)
+    for round_, batch in enumerate(([0, 1, 2], [2, 0], [3, 2, 1], [1], [0, 1, 2, 3])):
+        ids = [[5 * round_ + i] for i in batch]
+        expected = runner.decode([plain[i] for i in batch], [i for (i,) in ids])
+        found = step(graphs, model, [fast[i] for i in batch], ids)
+        torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+    for sequence in (*plain, *fast):
+        sequence.release()
+
+
+def test_ragged_drafts_are_padded_and_the_padding_never_stays(model: Model) -> None:
+    runner, graphs = make_runner(model), Graphs()
+    plain, fast = make(runner, "int4", 2), make(runner, "int4", 2)
+    prompts = [prompt(50, seed=1), prompt(77, seed=2)]
+    for sequences in (plain, fast):
+        runner.prefill(sequences, prompts)
+    drafts = [[1, 2, 3, 4, 5], [6, 7]]  # with padding to 8 tokens, all of a block
+    one_by_one = [torch.cat([runner.decode([s], [token]) for token in ids]) for s, ids in zip(plain, drafts, strict=True)]
+    torch.testing.assert_close(step(graphs, model, fast, drafts), torch.cat(one_by_one), atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        step(graphs, model, fast, [[8, 9], [10, 11]]),
+        torch.cat([runner.decode([s], [token]) for s, pair in zip(plain, ((8, 9), (10, 11)), strict=True) for token in pair]),
+        atol=2e-4,
+        rtol=1e-4,
+    )
+    for sequence in (*plain, *fast):
+        sequence.release()
+
+
+def test_a_fork_reads_shared_pages_and_its_own(model: Model) -> None:
+    runner, graphs = make_runner(model), Graphs()
+    (first,) = make(runner, "int4", 1)
+    runner.prefill([first], [prompt(100, seed=3)])
+    second, third = first.fork(), first.fork()
+    for token in range(12):
+        expected = runner.decode([second], [token])
+        torch.testing.assert_close(step(graphs, model, [third], [[token]]), expected, atol=2e-4, rtol=1e-4)
+    for sequence in (first, second, third):
+        sequence.release()
+
+
+def test_a_sequence_that_outgrows_its_lane_gets_a_larger_one(model: Model) -> None:
+    runner, graphs = make_runner(model), Graphs()
+    plain, fast = make(runner, "full", 1), make(runner, "full", 1)
+    runner.prefill(plain, [prompt(20)])
+    runner.prefill(fast, [prompt(20)])
+    step(graphs, model, fast, [[1]])
+    runner.decode(plain, [1])
+    longer = prompt(6000, seed=4)  # more tasks of 128 slots than the lane had room for
+    runner.prefill(plain, [longer])
+    runner.prefill(fast, [longer])
+    expected = runner.decode(plain, [2])
+    torch.testing.assert_close(step(graphs, model, fast, [[2]]), expected, atol=5e-4, rtol=1e-3)
+    for sequence in (*plain, *fast):
+        sequence.release()
+
+
+@pytest.mark.parametrize("policy", ["h2o + 64tok", "snapkv(window=4) + 64tok", "streaming + 64tok + slot", "quest"])
+def test_what_kernels_do_not_serve_goes_the_plain_way(model: Model, policy: str) -> None:
+    (sequence,) = make(make_runner(model), policy, 1)
+    assert layout_of(sequence) is None
+    sequence.release()
+
+
+def test_pages_that_break_alignment_go_the_plain_way(model: Model) -> None:
+    runner = make_runner(model)
+    sequence = make_sequence(runner, "int4", page_size=4)
+    assert layout_of(sequence) is None
+    sequence.release()
