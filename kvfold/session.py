@@ -55,7 +55,7 @@ class Session:
         template: Literal["auto"] | None = "auto",
         page_size: int = PageConfig.page_size,
         open_len: int = PageConfig.open_len,
-        chunk_len: int = 512,
+        chunk_len: int | None = None,
     ) -> None:
         self.model = model
         self.policy = Policy.parse(policy)

@@ -2,6 +2,8 @@
 
 The model is called once over the whole packed input; each decoder layer's forward is wrapped so that it sees one piece
 at a time. When a layer is through, the pass scores and drops, so only one layer's keys and values ever exist whole.
+Hidden states of all tokens stand once: a layer writes over what it has read. The last layer hands on only the rows that
+are asked for, or the final norm would hold every token in fp32.
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvfold.attend.prefill import PrefillPass
@@ -27,6 +28,7 @@ class LayerMajor:
     pieces: Sequence[Piece]
     progress: Progress | None
     num_layers: int
+    keep: Tensor | None = None  # tokens of the packed input whose hidden states are wanted; None: all
     _work: int = 0  # tokens times layers
 
     def __post_init__(self) -> None:
@@ -34,12 +36,14 @@ class LayerMajor:
 
     def wrap(self, layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-            found, out = torch.empty_like(hidden_states), None
+            out = None
             for piece in self.pieces:
                 out = self._run_piece(piece, forward, hidden_states, args, kwargs)
-                found[:, piece.begin : piece.end] = out[0] if isinstance(out, tuple) else out
+                hidden_states[:, piece.begin : piece.end] = out[0] if isinstance(out, tuple) else out
                 self._report(piece.end - piece.begin)
             self.current.finish_layer(layer)
+            is_last = layer == self.num_layers - 1
+            found = hidden_states[:, self.keep] if is_last and self.keep is not None else hidden_states
             return (found,) if isinstance(out, tuple) else found
 
         return run

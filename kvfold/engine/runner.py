@@ -170,7 +170,7 @@ class Runner:
         positions = [s.logical_len + t for s, ids in zip(step.sequences, tokens, strict=True) for t in range(len(ids))]
         packed = [token for ids in tokens for token in ids]
         with maskless():
-            out = self._call(packed, positions, PassCache(step, pieces), slice(None))
+            out = self._call(packed, positions, PassCache(step, pieces))
         logits: Tensor = out.logits[0].float()
         return logits
 
