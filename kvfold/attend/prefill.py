@@ -156,9 +156,10 @@ def _add_new(merge: Merge, q_HGTD: Tensor, buffer: _LayerBuffer, offset: int, sc
             *attend(q_HGTD, buffer.k_HTD[:, begin:end], buffer.v_HTD[:, begin:end], scale, mask_TS=mask_TS),
         )
         return
-    if offset:
+    chunk = slice(0, end)
+    if offset and not q_HGTD.is_cuda:  # a GPU's kernels read both at once; a CPU's would need a mask for it
         merge.add(every, *attend(q_HGTD, buffer.k_HTD[:, :offset], buffer.v_HTD[:, :offset], scale))
-    chunk = slice(offset, end)
+        chunk = slice(offset, end)
     merge.add(every, *attend(q_HGTD, buffer.k_HTD[:, chunk], buffer.v_HTD[:, chunk], scale, causal=True))
 
 
