@@ -9,6 +9,8 @@ KvfoldError
 ├── OutOfPages       the arena is full; nothing was changed (also MemoryError)
 └── MissingExtra     an optional dependency is not installed (also ImportError)
 
+KvfoldWarning        something that works, but hardly as meant (a UserWarning)
+
 Every message is one sentence that tells what came, what is allowed, and what to do.
 """
 
@@ -45,3 +47,7 @@ class OutOfPages(KvfoldError, MemoryError):
 
 class MissingExtra(KvfoldError, ImportError):
     """An optional dependency is not installed."""
+
+
+class KvfoldWarning(UserWarning):
+    """Something that works, but hardly as meant."""

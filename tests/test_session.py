@@ -48,6 +48,21 @@ def test_ask_leaves_the_session_unchanged(model: Model, policy: str, template: A
         assert kept(session.cache) == kept(untouched.cache)
 
 
+@pytest.mark.parametrize("policy", ["full", "full + int4", "full + kivi4", "knorm + 60tok + int8", "h2o + 60tok"])
+def test_asking_between_extends_leaves_one_piece(model: Model, policy: str) -> None:
+    """A branch that is gone shares nothing: the session goes on in the pages it had."""
+    with plain(model, policy) as session, plain(model, policy) as untouched:
+        for seed in range(4):
+            for one in (session, untouched):
+                one.extend(prompt(33, seed=seed))
+            session.ask("What?", max_new_tokens=3)
+        assert len(session.cache.segments) <= 1
+        for one in (session, untouched):
+            one.extend(prompt(33, seed=9)).generate(max_new_tokens=20)
+        assert session.token_ids == untouched.token_ids and kept(session.cache) == kept(untouched.cache)
+        assert session.stats().resident_bytes == untouched.stats().resident_bytes
+
+
 def test_ask_reads_the_question_whole(model: Model) -> None:
     """Tokens are those of a session that read text and question; the policy does not cut the question."""
     with Session(model) as session, Session(model) as expected:

@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvfold.attend.kernels.sealing import can_seal, seal_blocks
 from kvfold.attend.partial import Merge, attend, compute_dtype
+from kvfold.attend.reach import warn_if_passing
 from kvfold.attend.stored import add_stored
 from kvfold.attend.track import Tracked, new_mass, stored_mass, track_queries
-from kvfold.pages.compress import Compression
+from kvfold.pages.compress import Compression, decode_target
 from kvfold.pages.sequence import SequenceCache
-from kvfold.pages.view import NewSlots, size_facts
+from kvfold.pages.view import NewSlots
 from kvfold.when import Counters
 
 
@@ -41,9 +43,10 @@ class DecodePass:
     def __init__(self, sequences: Sequence[SequenceCache], num_tokens: int | Sequence[int] = 1) -> None:
         self.sequences = list(sequences)
         self.num_tokens = [num_tokens] * len(self.sequences) if isinstance(num_tokens, int) else list(num_tokens)
-        for sequence, length in zip(self.sequences, self.num_tokens, strict=True):
-            if sequence.open.room < length:
-                seal(sequence)
+        lanes = list(zip(self.sequences, self.num_tokens, strict=True))
+        seal_all([sequence for sequence, length in lanes if sequence.open.room < length])
+        for sequence, length in lanes:
+            warn_if_passing(sequence, length)
         self._base = [sequence.open.fill for sequence in self.sequences]
         self._tracked = [Tracked.of([sequence.policy], decoding=True) for sequence in self.sequences]
         self._seen: list[list[_Seen]] = [[] for _ in self.sequences]
@@ -101,6 +104,15 @@ class DecodePass:
             sequence.open.advance(length)
 
 
+def seal_all(sequences: Sequence[SequenceCache]) -> None:
+    """Seal many; those that evict nothing in one launch, where there are kernels for it."""
+    together = [sequence for sequence in sequences if can_seal(sequence) and not _due(sequence)]
+    seal_blocks(together)
+    for sequence in sequences:
+        if sequence not in together:
+            seal(sequence)
+
+
 def seal(sequence: SequenceCache, *, compress: bool = True) -> None:
     """Move the committed slots of the open block into pages; evict if the decode trigger says so."""
     block = sequence.open
@@ -108,12 +120,12 @@ def seal(sequence: SequenceCache, *, compress: bool = True) -> None:
     if num_tokens == 0:
         return
     stage = sequence.policy.decode if compress and _due(sequence) else None
-    compression = Compression(sequence, stage, sequence.committed_len)
+    compression = Compression(sequence, stage, sequence.committed_len, decoding=True)
     for layer in range(sequence.spec.num_layers):
         dtype = compute_dtype(block.k[layer])
         k, v = block.k[layer][:, :num_tokens].to(dtype), block.v[layer][:, :num_tokens].to(dtype)
         compression.layer(layer, NewSlots(k, v, sequence.sealed_len, _sealed_mass(sequence, layer, num_tokens)))
-    compression.finish(num_tokens, decoding=True)
+    compression.finish(num_tokens)
     block.drop_committed()
     for side in sequence.sidecar.layers:
         if side.open_mass_HR is not None:  # drafts moved to the front, and their mass with them
@@ -125,11 +137,10 @@ def _due(sequence: SequenceCache) -> bool:
     stage = sequence.policy.decode
     if stage.size is None:
         return False
-    target = stage.size.slots_per_head(size_facts(sequence, sequence.committed_len))
-    stored = max((length for i in sequence.spec.compressible_layers for length in sequence.stored_lens(i)), default=0)
+    lens = [length for i in sequence.spec.compressible_layers for length in sequence.stored_lens(i)]
     counters = Counters(
-        stored_len=stored + sequence.open.num_slots + sequence.open.committed,
-        target_len=target,
+        stored_len=-(-sum(lens) // max(len(lens), 1)) + sequence.open.num_slots + sequence.open.committed,
+        target_len=decode_target(sequence),
         since_last=sequence.committed_len - sequence.last_compressed_len,
     )
     return stage.when.due(counters)

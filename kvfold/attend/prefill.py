@@ -17,9 +17,10 @@ from torch import Tensor
 
 from kvfold.attend.decode import seal
 from kvfold.attend.partial import Merge, attend, compute_dtype
+from kvfold.attend.reach import warn_if_passing
 from kvfold.attend.stored import add_stored
 from kvfold.attend.track import Tracked, new_mass, stored_mass, track_queries
-from kvfold.pages.compress import Compression
+from kvfold.pages.compress import Compression, check_decode_size, finish_all
 from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.sidecar import LayerSidecar
 from kvfold.pages.view import NewSlots
@@ -55,11 +56,14 @@ class PrefillPass:
     ) -> None:
         self.sequences = list(sequences)
         self.num_tokens = list(num_tokens)
-        for sequence in sequences:
+        seen = seen_lens or [s.committed_len + n for s, n in zip(sequences, num_tokens, strict=True)]
+        for sequence, length, new in zip(sequences, seen, num_tokens, strict=True):
+            if compress:
+                check_decode_size(sequence, length)
             seal(sequence, compress=False)
+            warn_if_passing(sequence, new)
         self.followers = [(other, Compression(other, other.policy.prefill, num_tokens[0])) for other in followers]
         self._tracked = [Tracked.of([s.policy, *(f.policy for f in followers)], decoding=False) for s in sequences]
-        seen = seen_lens or [s.sealed_len + n for s, n in zip(sequences, num_tokens, strict=True)]
         self.rounds = [
             Compression(sequence, sequence.policy.prefill if compress else None, length)
             for sequence, length in zip(sequences, seen, strict=True)
@@ -131,11 +135,9 @@ class PrefillPass:
             self._buffers[index] = None
 
     def finish(self) -> None:
-        """Encode and write what stays. OutOfPages leaves a sequence as it was before the pass."""
-        for compression, num_tokens in zip(self.rounds, self.num_tokens, strict=True):
-            compression.finish(num_tokens)
-        for _, compression in self.followers:
-            compression.finish(self.num_tokens[0])
+        """Encode and write what stays. OutOfPages leaves all sequences as they were before the pass."""
+        followers = [(compression, self.num_tokens[0]) for _, compression in self.followers]
+        finish_all([*zip(self.rounds, self.num_tokens, strict=True), *followers])
 
 
 def _for_policy(new: NewSlots, sequence: SequenceCache) -> NewSlots:

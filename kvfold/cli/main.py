@@ -5,7 +5,7 @@
     2    bad input: arguments, policy, model, file
     130  interrupted with Ctrl-C
 
-An error is one line on stderr that starts with `error:`.
+An error is one line on stderr that starts with `error:`; so is a warning, with `warning:`, and it is told once.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from kvfold import __version__
 from kvfold.cli import chat, demo, models, policies, run
-from kvfold.errors import KvfoldError, OutOfPages
+from kvfold.errors import KvfoldError, KvfoldWarning, OutOfPages
 
 COMMANDS = (run, chat, demo, models, policies)
 _EPILOG = """examples:
@@ -52,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _never_fail_to_encode()
     args = build_parser().parse_args(argv)
     try:
-        code = int(args.run(args))
+        with _plain_warnings():
+            code = int(args.run(args))
         sys.stdout.flush()  # here, where a closed pipe is still ours to handle
         return code
     except KvfoldError as error:
@@ -65,6 +69,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The interpreter flushes stdout once more on its way out; let that go nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Tell each warning of ours once, in one line; those of others as Python does."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("once", KvfoldWarning)
+        others = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+            if issubclass(category, KvfoldWarning):
+                print(f"warning: {message}", file=sys.stderr)
+            else:
+                others(message, category, *where, **more)
+
+        warnings.showwarning = show
+        yield
 
 
 def _never_fail_to_encode() -> None:

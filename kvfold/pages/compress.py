@@ -9,6 +9,7 @@ encoded then, once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,12 +19,13 @@ from torch.nn.utils.rnn import pad_sequence
 from kvfold.budget.base import Budget
 from kvfold.budget.choose import choose
 from kvfold.evicted.base import Evicted, Split
-from kvfold.pages.sequence import LayerChange, SequenceCache
+from kvfold.pages.rewrite import LayerChange, Rewrite
+from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.view import NewSlots, build_view, size_facts
-from kvfold.policy.size import Floor, check_floor
+from kvfold.policy.size import Floor, Size, check_floor
 from kvfold.policy.stage import Stage
 
-__all__ = ["Compression", "NewSlots"]
+__all__ = ["Compression", "NewSlots", "check_decode_size", "decode_target", "finish_all"]
 
 
 @dataclass
@@ -83,28 +85,31 @@ class _Layer:
 class Compression:
     """One round for one sequence. `layer` is called for every layer in order, then `finish` writes.
 
-    `seen_len` is the committed length at the end of the current call: sizes such as 8x refer to it.
+    `seen_len` is the committed length at the end of the current call: sizes such as 8x refer to it. A size below what
+    must stay is refused when a call starts; while `decoding`, what must stay is the size then.
     """
 
-    def __init__(self, sequence: SequenceCache, stage: Stage | None, seen_len: int) -> None:
+    def __init__(
+        self, sequence: SequenceCache, stage: Stage | None, seen_len: int, *, decoding: bool = False
+    ) -> None:
         self.sequence = sequence
         self.stage = stage if stage is not None and stage.size is not None else None
         self.seen_len = seen_len
+        self.decoding = decoding
         self._layers: list[_Layer] = []
-        self.budget = self._budget() if self.stage is not None else None
+        self.budget = self._budget(self.stage) if self.stage is not None else None
 
-    def _budget(self) -> Budget | None:
+    def _budget(self, stage: Stage) -> Budget | None:
         """Slots per head that sealed slots may take, or None when the size cannot be exceeded."""
-        assert self.stage is not None and self.stage.size is not None
-        facts = size_facts(self.sequence, self.seen_len)
-        target = self.stage.size.slots_per_head(facts)
-        window = self.stage.score.needs.last_queries
-        protect = self.stage.protect
-        floor = Floor(protect.sinks, max(protect.recent, window), facts.open_len)
-        check_floor(target, floor, self.stage.size, self.seen_len)
+        target, floor = _target(self.sequence, stage, self.seen_len)
+        if self.decoding:
+            target = max(target, floor.slots)
+        else:
+            check_floor(target, floor, _size(stage), self.seen_len)
         if self.seen_len <= max(target, floor.slots):
             return None
-        return Budget(target - facts.open_len, len(self.sequence.spec.compressible_layers), window)
+        num_layers = len(self.sequence.spec.compressible_layers)
+        return Budget(target - floor.open_len, num_layers, stage.score.needs.last_queries)
 
     def layer(self, index: int, new: NewSlots) -> None:
         if not self.sequence.spec.layers[index].compressible:
@@ -147,12 +152,58 @@ class Compression:
         change.drop_first = min(stored_len, max(0, stored_len - (new.start - oldest)))
         return change
 
-    def finish(self, num_tokens: int, *, decoding: bool = False) -> None:
-        """Encode and write."""
+    def finish(self, num_tokens: int) -> None:
+        """Encode and write; OutOfPages leaves the sequence as it was."""
+        finish_all([(self, num_tokens)])
+
+    def prepare(self) -> Rewrite:
+        """Find the memory for what stays."""
         changes = [layer.change if layer.staged is None else layer.staged.change for layer in self._layers]
-        self.sequence.rewrite(changes, num_tokens, decoding=decoding)
+        return Rewrite(self.sequence, changes, decoding=self.decoding)
+
+    def write(self, rewrite: Rewrite, num_tokens: int) -> None:
+        rewrite.write(num_tokens)
         for side, layer in zip(self.sequence.sidecar.layers, self._layers, strict=True):
             if layer.mass_HS is not None:
                 side.mass_HS = layer.settled_mass_HS
         if self.budget is not None:
             self.sequence.last_compressed_len = self.sequence.sealed_len
+
+
+def finish_all(rounds: Sequence[tuple[Compression, int]]) -> None:
+    """Write rounds, each with the tokens it seals; OutOfPages leaves every sequence as it was."""
+    found: list[Rewrite] = []
+    try:
+        for compression, _ in rounds:
+            found.append(compression.prepare())
+    except BaseException:
+        for rewrite in found:
+            rewrite.cancel()
+        raise
+    for (compression, num_tokens), rewrite in zip(rounds, found, strict=True):
+        compression.write(rewrite, num_tokens)
+
+
+def decode_target(sequence: SequenceCache) -> int:
+    """Slots per head that the decode stage holds now; it must have a size."""
+    target, floor = _target(sequence, sequence.policy.decode, sequence.committed_len)
+    return max(target, floor.slots)
+
+
+def check_decode_size(sequence: SequenceCache, seen_len: int) -> None:
+    """Refuse a bound that decoding could not hold, before anything is read; relative sizes grow with the sequence."""
+    stage = sequence.policy.decode
+    if stage.size is not None and stage.size.is_absolute:
+        check_floor(*_target(sequence, stage, seen_len), stage.size, seen_len)
+
+
+def _target(sequence: SequenceCache, stage: Stage, seen_len: int) -> tuple[int, Floor]:
+    """Slots per head that the size allows on average, and those that must fit into every head."""
+    facts, protect = size_facts(sequence, seen_len), stage.protect
+    recent = max(protect.recent, stage.score.needs.last_queries)
+    return _size(stage).slots_per_head(facts), Floor(protect.sinks, recent, facts.open_len)
+
+
+def _size(stage: Stage) -> Size:
+    assert stage.size is not None
+    return stage.size

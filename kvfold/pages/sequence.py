@@ -13,18 +13,18 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
-from kvfold.codec.base import Side
 from kvfold.core import ModelSpec
-from kvfold.errors import PolicyError
 from kvfold.pages.arena import Arena
 from kvfold.pages.layout import PageClass
 from kvfold.pages.open_block import OpenBlock
 from kvfold.pages.pick import PageList
+from kvfold.pages.rewrite import LayerChange, Rewrite
 from kvfold.pages.segment import LayerPages, Segment
 from kvfold.pages.sidecar import LayerSidecar, Sidecar
 from kvfold.policy.policy import Policy
+
+__all__ = ["LayerChange", "PageConfig", "SequenceCache"]
 
 
 @dataclass(frozen=True)
@@ -35,23 +35,7 @@ class PageConfig:
     open_len: int = 32
 
 
-@dataclass
-class LayerChange:
-    """What a seal does to one layer: stored slots that stay (None: all), and new slots to encode, head after head.
-
-    `drop_first`: stored slots of every head that a sliding window has left behind. The reader masks them, so they only
-    go where that needs no copy of a shared segment.
-    """
-
-    k_ND: Tensor
-    v_ND: Tensor
-    position_N: Tensor
-    counts: list[int]
-    keep: list[Tensor] | None = None
-    drop_first: int = 0
-
-
-@dataclass
+@dataclass(eq=False)
 class SequenceCache:
     arena: Arena
     spec: ModelSpec
@@ -125,88 +109,14 @@ class SequenceCache:
     # Changes
 
     def rewrite(self, changes: Sequence[LayerChange], num_tokens: int, *, decoding: bool = False) -> None:
-        """Seal num_tokens tokens. Memory is reserved first: OutOfPages leaves the sequence as it was."""
-        self._require_relocatable(changes)
-        if self.segments and any(change.keep is not None for change in changes):
-            self._move_survivors(changes)
-        else:
-            self._compact(changes, decoding)
-        self._prepare(changes)
-        for layer, change in zip(self.tail.layers, changes, strict=True):
-            layer.append(layer.encode(change.k_ND, change.v_ND, change.position_N, change.counts), change.counts)
-            if not decoding:
-                layer.release_unused()
-            elif change.keep is not None:  # budgets of heads come and go; room for one more block stays
-                layer.release_unused(self.config.open_len)
-        self.tail.trim()
-        self.sealed_len += num_tokens
+        """Seal num_tokens tokens. Memory is found first: OutOfPages leaves the sequence as it was."""
+        Rewrite(self, changes, decoding=decoding).write(num_tokens)
 
-    def _require_relocatable(self, changes: Sequence[LayerChange]) -> None:
-        for layer, change in zip(self.tail.layers, changes, strict=True):
-            if change.keep is not None and not layer.page_class.relocatable:
-                raise PolicyError(
-                    "this codec shares scales between neighbouring slots, so stored slots cannot be evicted one by "
-                    "one; compress once after the first prompt, or use int4 or int2"
-                )
-
-    def _compact(self, changes: Sequence[LayerChange], decoding: bool) -> None:
-        """Move survivors of the tail to the front of their own pages: eviction never needs memory for them."""
-        keeps = [self._kept_in_tail(i, change) for i, change in enumerate(changes)]
-        extra = []
-        for layer, change, keep in zip(self.tail.layers, changes, keeps, strict=True):
-            gone = [0] * layer.num_heads if keep is None else _lost(layer.lens, keep)
-            extra.append([max(0, new - lost) for new, lost in zip(change.counts, gone, strict=True)])
-        growing = [i for i, keep in enumerate(keeps) if keep is None] if decoding else []
-        self.tail.reserve(extra, growing=growing)
-        for layer, keep in zip(self.tail.layers, keeps, strict=True):
-            if keep is not None:
-                codes = layer.gather(keep)
-                layer.truncate()
-                layer.append(codes, [len(index) for index in keep])
-
-    def _kept_in_tail(self, index: int, change: LayerChange) -> list[Tensor] | None:
-        if change.keep is not None:
-            return change.keep  # there are no shared segments
-        lens = self.tail.layers[index].lens
-        gone = change.drop_first - sum(segment.layers[index].lens[0] for segment in self.segments)
-        return [torch.arange(gone, length, device=self.arena.device) for length in lens] if gone > 0 else None
-
-    def _move_survivors(self, changes: Sequence[LayerChange]) -> None:
-        """Shared segments never change: survivors of all segments go to a new tail."""
-        keeps = [self._kept_of_all(i, change) for i, change in enumerate(changes)]
-        tail = Segment.like(self.tail)
-        tail.reserve([
-            [len(index) + new for index, new in zip(keep, change.counts, strict=True)]
-            for keep, change in zip(keeps, changes, strict=True)
-        ])  # fmt: skip
-        for i, keep in enumerate(keeps):
-            start = [0] * len(keep)
-            for part in self.layer_parts(i):
-                ends = [s + n for s, n in zip(start, part.lens, strict=True)]
-                mine = [index[(index >= s) & (index < e)] - s for index, s, e in zip(keep, start, ends, strict=True)]
-                tail.layers[i].append(part.gather(mine), [len(index) for index in mine])
-                start = ends
-        for segment in (*self.segments, self.tail):
-            segment.release()
-        self.segments, self.tail = [], tail
-
-    def _kept_of_all(self, index: int, change: LayerChange) -> list[Tensor]:
-        if change.keep is not None:
-            return change.keep
-        return [torch.arange(change.drop_first, n, device=self.arena.device) for n in self.stored_lens(index)]
-
-    def _prepare(self, changes: Sequence[LayerChange]) -> None:
-        """Let codecs learn from the first slots that are ever sealed."""
-        for layer, change in zip(self.tail.layers, changes, strict=True):
-            if layer.state or not any(change.counts):
-                continue
-            device = change.k_ND.device
-            count_R = torch.tensor(change.counts, device=device)
-            valid_RS = torch.arange(max(change.counts), device=device) < count_R.unsqueeze(-1)
-            sides: tuple[tuple[Side, Tensor], ...] = (("k", change.k_ND), ("v", change.v_ND))
-            for side, x_ND in sides:
-                x_RSD = pad_sequence(list(x_ND.split(change.counts)), batch_first=True)
-                layer.state[side] = layer.page_class.codec(side).prepare(side, x_RSD, valid_RS)
+    def reclaim_tail(self) -> None:
+        """The last segment, once nobody shares it any more, is the tail again: what it holds may move and grow."""
+        if self.segments and self.segments[-1].refs == 1 and self.tail.is_empty:
+            self.tail.release()
+            self.tail = self.segments.pop()
 
     def fork(self) -> SequenceCache:
         """A second sequence over the same slots: sealed pages are shared, the open block and sidecar copied."""
@@ -240,7 +150,3 @@ class SequenceCache:
         self.open.clear()
         self.sidecar = Sidecar([LayerSidecar() for _ in self.spec.layers])
         self.sealed_len = self.last_compressed_len = 0
-
-
-def _lost(lens: Sequence[int], keep: Sequence[Tensor]) -> list[int]:
-    return [length - len(index) for length, index in zip(lens, keep, strict=True)]

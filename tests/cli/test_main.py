@@ -72,3 +72,14 @@ def test_a_closed_pipe_is_quiet(start: Start, arguments: tuple[str, ...]) -> Non
     os.close(process.stdout.fileno())
     err = process.stderr.read()
     assert (process.wait(timeout=120), err) == (1, "")
+
+
+def test_a_warning_is_told_once_in_one_line(call: Call, folder: Path, tmp_path: Path) -> None:
+    """The tiny model was made for 1024 positions; both policies and both questions pass them."""
+    long = tmp_path / "long.txt"
+    long.write_text("x" * 1100, encoding="utf-8")
+    asked = ("--ask", "one", "--ask", "two", "--max-new-tokens", 2)
+    done = call("run", "--model", folder, "--context", long, *asked, "--compare", "int4")
+    assert done.code == 0
+    assert [line for line in done.err.splitlines() if "1024" in line] == done.err.splitlines()
+    assert done.err.count("\n") == 1 and done.err.startswith("warning: the sequence passes 1024 positions")

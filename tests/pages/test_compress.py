@@ -17,7 +17,7 @@ from kvfold.evicted import Merge, Split
 from kvfold.pages.compress import Compression, NewSlots
 from kvfold.pages.read import stored_slots
 from kvfold.pages.sequence import SequenceCache
-from tests.pages.tiny import decode, fill, new_sequence, prefill, random_layers, stored_tokens, tiny_spec
+from tests.pages.tiny import decode, fill, new_sequence, prefill, random_layers, step, stored_tokens, tiny_spec
 
 SPEC = tiny_spec(num_layers=4, num_heads=3)
 SMALL = "protect(sinks=2, recent=3)"
@@ -148,6 +148,39 @@ def test_a_size_below_what_must_stay_is_refused_before_anything_is_read() -> Non
     sequence = new_sequence("knorm + 8x + protect(sinks=4, recent=32)", SPEC, open_len=32)
     with pytest.raises(SizeError, match="below the 68 that must fit"):
         Compression(sequence, sequence.policy.prefill, 100)
+
+
+def test_a_generation_is_never_refused_in_its_middle() -> None:
+    """8x of a short sequence is below what must stay (2 sinks, 3 recent, open block 4): that much is kept then."""
+    sequence = new_sequence(f"prefill(full) + decode(knorm + 8x + every(4) + {SMALL})", SPEC)
+    fill(sequence, 6)
+    for _ in range(34):
+        step(sequence)
+    assert sequence.stored_lens(0) == [5, 5, 5]
+    assert sequence.last_compressed_len == sequence.sealed_len == 38
+
+
+def test_a_bound_too_small_for_decoding_is_refused_when_the_call_starts() -> None:
+    sequence = new_sequence(f"prefill(full) + decode(knorm + 8tok + {SMALL})", SPEC)
+    with pytest.raises(SizeError, match="size 8tok of 30 tokens is 8 slots per head, below the 9 that must fit"):
+        fill(sequence, 30)
+    assert sequence.sealed_len == 0
+
+
+def test_the_decode_trigger_counts_the_mean_of_all_heads() -> None:
+    """One long head among short ones is what `global` is for: it does not make the sequence overflow."""
+    policy = f"knorm + global(floor=0) + {SMALL}"
+    sequence = new_sequence(f"prefill({policy} + 4x) + decode({policy} + 50tok)", SPEC)
+    layers = random_layers(SPEC, 130)
+    layers[2][1][1] *= 0.01  # the smallest keys of all
+    prefill(sequence, [(q[:, :100], k[:, :100], v[:, :100]) for q, k, v in layers])
+    lens = [length for i in range(SPEC.num_layers) for length in sequence.stored_lens(i)]
+    assert (max(lens), sum(lens)) == (100, 12 * (25 - 4))
+    for at in range(100, 130):
+        decode(sequence, layers, at)
+        if sum(lens) / len(lens) + 4 + sequence.logical_len - 100 <= 50:
+            assert sequence.last_compressed_len == 100
+    assert sequence.last_compressed_len > 100
 
 
 def test_without_a_stage_everything_stays() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvfold.attend.decode import seal
+from kvfold.attend.prefill import PrefillPass
 from kvfold.errors import OutOfPages
 from kvfold.pages.arena import Arena, Span
 from kvfold.pages.layout import PageClass
@@ -147,3 +148,45 @@ def test_evicting_from_a_private_tail_needs_no_memory() -> None:
         for at in range(sequence.logical_len, 119):
             decode(sequence, LAYERS, at)
     assert sequence.logical_len == 119
+
+
+def read_together(sequences: list[SequenceCache], followers: list[SequenceCache]) -> None:
+    """One pass over 30 more tokens of each; followers read what the first one reads."""
+    current = PrefillPass(sequences, [30] * len(sequences), followers=followers)
+    for i in range(SPEC.num_layers):
+        for index, sequence in enumerate(sequences):
+            current.attend(i, index, *part(sequence.sealed_len, sequence.sealed_len + 30)[i])
+        current.finish_layer(i)
+    current.finish()
+
+
+@pytest.mark.parametrize("num_blocks", range(0, 24, 2))
+@pytest.mark.parametrize("kind", ["batch", "branches", "followers"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_batch_is_read_as_a_whole_or_not_at_all(policy: str, kind: str, num_blocks: int) -> None:
+    """Also where branches evict from what they share, and where sequences of one prompt have their own policies."""
+    arena = Arena(200 * SMALL_BLOCK, superblock_bytes=SMALL_BLOCK)
+    batch = [new_sequence(policy, SPEC, arena=arena, open_len=6) for _ in range(2)]
+    if kind != "followers":
+        for sequence in batch:
+            prefill(sequence, part(0, 40))
+    if kind == "branches":
+        batch += [sequence.fork() for sequence in batch]
+    followers = [batch.pop()] if kind == "followers" else []
+    observed = [sequence.sidecar.copy() for sequence in (*batch, *followers)]
+    before = [snapshot(sequence) for sequence in (*batch, *followers)]
+    with only_free(arena, num_blocks):
+        for known in before:
+            known["bytes"] = (known["bytes"][0], arena.lent_bytes, known["bytes"][2])
+        try:
+            read_together(batch, followers)
+        except OutOfPages:
+            assert all(same(snapshot(s), known) for s, known in zip((*batch, *followers), before, strict=True))
+    for sequence, sidecar in zip((*batch, *followers), observed, strict=True):
+        sequence.sidecar = sidecar  # what scorers saw is put back by those who call the model
+    if batch[0].sealed_len == before[0]["lengths"][0]:
+        read_together(batch, followers)
+    assert len({sequence.sealed_len for sequence in (*batch, *followers)}) == 1
+    for sequence in (*batch, *followers):
+        sequence.release()
+    assert arena.lent_bytes == 0
