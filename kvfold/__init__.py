@@ -6,22 +6,30 @@
     session = kvfold.Session(model, policy="snapkv + ada + 8x + int4")
     session.extend(long_text)
     print(session.ask("…").text)
+
+Importing it is quick: torch and transformers are imported with the first name that needs them (PEP 562).
 """
 
-from kvfold import budget, codec, evicted, score
-from kvfold.errors import KvfoldError
-from kvfold.models.attach import attach
-from kvfold.models.cache import Cache
-from kvfold.models.loader import Model, load, wrap
-from kvfold.policy import Policy
-from kvfold.session import Reply, Session
-from kvfold.session import generate_batch as generate
-from kvfold.stats import Stats
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from kvfold.errors import KvfoldError, KvfoldWarning
+
+if TYPE_CHECKING:
+    from kvfold import budget, codec, evicted, score
+    from kvfold.models.attach import attach
+    from kvfold.models.cache import Cache
+    from kvfold.models.loader import Model, load, wrap
+    from kvfold.policy import Policy
+    from kvfold.session import Reply, Session
+    from kvfold.session import generate_batch as generate
+    from kvfold.stats import Stats
 
 __version__ = "0.1.0"
 __all__ = [
     "Cache",
     "KvfoldError",
+    "KvfoldWarning",
     "Model",
     "Policy",
     "Reply",
@@ -36,3 +44,35 @@ __all__ = [
     "score",
     "wrap",
 ]
+
+# Where a name comes from: a module and what it is called there; without the latter the module itself.
+_SOURCES = {
+    "Cache": ("kvfold.models.cache", "Cache"),
+    "Model": ("kvfold.models.loader", "Model"),
+    "Policy": ("kvfold.policy", "Policy"),
+    "Reply": ("kvfold.session", "Reply"),
+    "Session": ("kvfold.session", "Session"),
+    "Stats": ("kvfold.stats", "Stats"),
+    "attach": ("kvfold.models.attach", "attach"),
+    "budget": ("kvfold.budget", None),
+    "codec": ("kvfold.codec", None),
+    "evicted": ("kvfold.evicted", None),
+    "generate": ("kvfold.session", "generate_batch"),
+    "load": ("kvfold.models.loader", "load"),
+    "score": ("kvfold.score", None),
+    "wrap": ("kvfold.models.loader", "wrap"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _SOURCES:
+        raise AttributeError(f"module 'kvfold' has no attribute {name!r}; it has {', '.join(__all__)}")
+    module, attribute = _SOURCES[name]
+    found = import_module(module)
+    value = found if attribute is None else getattr(found, attribute)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -107,7 +107,26 @@ def state():
 torch.manual_seed(5)
 before = state()
 import kvfold
+everything = [getattr(kvfold, name) for name in kvfold.__all__]
 print(before == state(), "kvfold" in before[0] | before[1], "sdpa" in before[0])
 """
     found = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     assert found.stdout.split() == ["True", "False", "True"]
+
+
+def test_every_public_name_is_there_and_no_other() -> None:
+    found = {name: getattr(kvfold, name) for name in kvfold.__all__}
+    assert found["generate"].__name__ == "generate_batch"
+    assert found["score"].__name__ == "kvfold.score"
+    assert set(kvfold.__all__) <= set(dir(kvfold))
+    with pytest.raises(AttributeError, match="module 'kvfold' has no attribute 'lod'; it has Cache, "):
+        _ = kvfold.lod
+
+
+@pytest.mark.parametrize(
+    "program", ["import kvfold", "from kvfold.cli.main import build_parser; build_parser()", "import kvfold.policy"]
+)
+def test_torch_waits_until_it_is_needed(program: str) -> None:
+    program += "; import sys; print(sorted({'numpy', 'torch', 'transformers'} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert found.stdout == "[]\n"

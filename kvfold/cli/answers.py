@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import kvfold
 from kvfold.cli.show import prefill_bar
-from kvfold.models.loader import Model
 from kvfold.policy import Policy
-from kvfold.session import Reply, Session
-from kvfold.stats import Stats
 
 Positions = list[list[list[int]]]  # by layer, head and slot
 
@@ -27,8 +25,8 @@ class Answer:
     policy: Policy
     question_known: bool
     question: str
-    reply: Reply
-    sizes: Stats
+    reply: kvfold.Reply
+    sizes: kvfold.Stats
     is_first: bool  # of those that share one prefill
     positions: Positions | None = None  # of the kept slots, where asked for
 
@@ -43,22 +41,22 @@ class Asking:
     with_positions: bool = False
 
 
-def answer_all(model: Model, policy: Policy, document: str, asking: Asking) -> list[Answer]:
+def answer_all(model: kvfold.Model, policy: Policy, document: str, asking: Asking) -> list[Answer]:
     """One answer for each question."""
     if not asking.question_known:
         return _unknown(model, policy, document, asking)
     return [_known(model, policy, document, question, asking) for question in asking.questions]
 
 
-def _known(model: Model, policy: Policy, document: str, question: str, asking: Asking) -> Answer:
-    with Session(model, policy) as session:
+def _known(model: kvfold.Model, policy: Policy, document: str, question: str, asking: Asking) -> Answer:
+    with kvfold.Session(model, policy) as session:
         _read(session, f"{document}\n\n{question}")
         sizes, positions = session.stats(), _positions(session, asking)
         return Answer(policy, True, question, session.generate(**asking.options), sizes, True, positions)
 
 
-def _unknown(model: Model, policy: Policy, document: str, asking: Asking) -> list[Answer]:
-    with Session(model, policy) as session:
+def _unknown(model: kvfold.Model, policy: Policy, document: str, asking: Asking) -> list[Answer]:
+    with kvfold.Session(model, policy) as session:
         _read(session, document)
         sizes, positions = session.stats(), _positions(session, asking)
         replies = [session.ask(question, **asking.options) for question in asking.questions]
@@ -68,13 +66,13 @@ def _unknown(model: Model, policy: Policy, document: str, asking: Asking) -> lis
     ]
 
 
-def _read(session: Session, text: str) -> None:
+def _read(session: kvfold.Session, text: str) -> None:
     num_tokens = len(session.model.tokenizer(text)["input_ids"]) if text else 0
     with prefill_bar(session.policy.short, num_tokens) as progress:
         session.extend(text, progress=progress)
 
 
-def _positions(session: Session, asking: Asking) -> Positions | None:
+def _positions(session: kvfold.Session, asking: Asking) -> Positions | None:
     if not asking.with_positions:
         return None
     heads = [range(layer.num_kv_heads) for layer in session.model.spec.layers]

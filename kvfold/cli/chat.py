@@ -15,12 +15,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import kvfold
 from kvfold.cli import show
 from kvfold.cli.options import Subparsers, add_model_options, add_sampling_options, load_model, sampling
 from kvfold.errors import FileError, InputError, KvfoldError
-from kvfold.models.loader import Model
 from kvfold.policy import Policy
-from kvfold.session import Session
 
 DEFAULT_POLICY = "streaming + 1024tok + slot"
 HELP = """\
@@ -72,11 +71,11 @@ def run(args: argparse.Namespace) -> int:
 class Chat:
     """A session and the commands on it."""
 
-    def __init__(self, model: Model, policy: Policy, options: dict[str, Any]) -> None:
+    def __init__(self, model: kvfold.Model, policy: Policy, options: dict[str, Any]) -> None:
         self.model = model
         self.policy = policy
         self.options = options
-        self.session = Session(model, policy)
+        self.session = kvfold.Session(model, policy)
         self._commands: dict[str, Callable[[str], None]] = {
             "/stats": self._stats,
             "/save": self._save,
@@ -129,13 +128,13 @@ class Chat:
         print(f"saved {path}, {show.bytes_text(path.stat().st_size)}")
 
     def _load(self, argument: str) -> None:
-        self._replace(Session.load(self.model, _file(argument)))
+        self._replace(kvfold.Session.load(self.model, _file(argument)))
         print(f"{len(self.session.token_ids)} tokens under {self.session.policy.short}")
 
     def _reset(self, _: str) -> None:
-        self._replace(Session(self.model, self.policy))
+        self._replace(kvfold.Session(self.model, self.policy))
 
-    def _replace(self, session: Session) -> None:
+    def _replace(self, session: kvfold.Session) -> None:
         self.session.close()
         self.session = session
 

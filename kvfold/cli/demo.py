@@ -12,11 +12,11 @@ from importlib.resources import files
 
 from rich.markup import escape
 
+import kvfold
 from kvfold.cli import show
 from kvfold.cli.answers import Answer, Asking, answer_all
 from kvfold.cli.options import Subparsers, add_model_options, load_model
 from kvfold.cli.run import answer_json
-from kvfold.models.loader import Model
 from kvfold.policy import Policy
 
 DOCUMENT = "data/handbook.txt"
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _answers(model: Model, case: Case) -> list[Answer]:
+def _answers(model: kvfold.Model, case: Case) -> list[Answer]:
     document = (files("kvfold") / DOCUMENT).read_text(encoding="utf-8").strip()
     one_sentence = {"max_new_tokens": 16, "stop": (".", "\n")}
     asking = Asking(list(EXPECTED), case.question_known, one_sentence)

@@ -1,15 +1,16 @@
-"""Options that several commands share: which model and where, how to sample, and what they say of bad values."""
+"""Options that several commands share: which model and where, how to sample, and what they say of bad values.
+
+Nothing here or in the commands imports torch before the arguments are parsed, so that help comes at once.
+"""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any, TypeAlias
 
-import torch
-
+import kvfold
 from kvfold.engine.speculate import MOST_DRAFTED
-from kvfold.models.catalogue import DEFAULT_MODEL
-from kvfold.models.loader import DTYPES, Model, load
+from kvfold.models.catalogue import DEFAULT_MODEL, DTYPE_NAMES
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -19,7 +20,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     group.add_argument("--model", default=DEFAULT_MODEL, help="catalogue name, folder or hub id (default: %(default)s)")
     group.add_argument("--device", default="auto", type=_device, help="auto, cpu, cuda, cuda:1 (default: %(default)s)")
-    group.add_argument("--dtype", default="auto", choices=DTYPES, help=f"one of {', '.join(DTYPES)}")
+    group.add_argument("--dtype", default="auto", choices=DTYPE_NAMES, help=f"one of {', '.join(DTYPE_NAMES)}")
     group.add_argument(
         "--memory", metavar="SIZE", help="most memory for caches, e.g. 512MB; default: half the machine's"
     )
@@ -46,9 +47,9 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_new_tokens: int) -
     )
 
 
-def load_model(args: argparse.Namespace) -> Model:
+def load_model(args: argparse.Namespace) -> kvfold.Model:
     """The model the options name; a pull shows its progress on stderr."""
-    return load(args.model, dtype=args.dtype, device=args.device, memory=args.memory)
+    return kvfold.load(args.model, dtype=args.dtype, device=args.device, memory=args.memory)
 
 
 def sampling(args: argparse.Namespace) -> dict[str, Any]:
@@ -60,6 +61,8 @@ def sampling(args: argparse.Namespace) -> dict[str, Any]:
 def _device(text: str) -> str:
     if text == "auto":
         return text
+    import torch  # here: a command line without a device is read without it
+
     try:
         device = torch.device(text)
     except RuntimeError:

@@ -10,11 +10,11 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+import kvfold
 from kvfold.cli import show
 from kvfold.cli.answers import Answer, Asking, answer_all
 from kvfold.cli.options import Subparsers, add_model_options, add_sampling_options, load_model, sampling
 from kvfold.errors import InputError
-from kvfold.models.loader import Model
 from kvfold.policy import Policy
 
 _EPILOG = """examples:
@@ -144,7 +144,7 @@ def _print_kept(answers: list[Answer]) -> None:
             print("\n".join(show.kept_lines(answer.positions, answer.sizes.logical_len)))
 
 
-def _as_json(args: argparse.Namespace, model: Model, answers: list[Answer]) -> dict[str, Any]:
+def _as_json(args: argparse.Namespace, model: kvfold.Model, answers: list[Answer]) -> dict[str, Any]:
     return {
         "model": model.name,
         "device": str(model.device),

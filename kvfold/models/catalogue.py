@@ -13,6 +13,7 @@ from kvfold.models.fetch import Part
 from kvfold.models.sources import HubSource, PackageSource, Source
 
 DEFAULT_MODEL = "smollm2-135m"
+DTYPE_NAMES = ("auto", "bfloat16", "float16", "float32")  # here, where no torch is needed to know them
 
 
 @dataclass(frozen=True)

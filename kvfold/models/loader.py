@@ -19,12 +19,13 @@ from transformers.utils import logging as hf_logging
 from kvfold.core import ModelSpec
 from kvfold.errors import InputError, ModelError
 from kvfold.models.attach import arena_of, attach
+from kvfold.models.catalogue import DTYPE_NAMES
 from kvfold.models.download import resolve
 from kvfold.models.spec import read_spec
 from kvfold.pages.arena import Arena
 from kvfold.policy.size import BYTE_UNITS
 
-DTYPES = {"auto": None, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPES: dict[str, torch.dtype | None] = {name: getattr(torch, name, None) for name in DTYPE_NAMES}
 
 
 @dataclass

@@ -85,7 +85,7 @@ def _with_cache(model: Any) -> list[int]:
 
 def test_nothing_is_registered_before_attach() -> None:
     code = (
-        "import kvfold\n"
+        "import kvfold\nassert kvfold.attach and kvfold.Cache\n"
         "from transformers import AttentionInterface\n"
         "from transformers.masking_utils import AttentionMaskInterface\n"
         "assert 'kvfold' not in AttentionInterface() and 'kvfold' not in AttentionMaskInterface()\n"
