@@ -219,7 +219,7 @@ def launch(
 
 def padded(count: int) -> int:
     """Sides of a dot are powers of two from 16 on."""
-    return max(16, triton.next_power_of_2(count))
+    return max(16, 1 << (count - 1).bit_length())
 
 
 def is_plain(memory: Tensor) -> bool:

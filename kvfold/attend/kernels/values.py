@@ -42,7 +42,7 @@ def add_values(
     MASKED: tl.constexpr,
     PLAIN: tl.constexpr,
 ) -> tl.tuple:
-    """Accumulators of the channel parts [M, WP] and of what all channels share [M, N], each kept to the share `keep`."""
+    """Accumulators of the channel parts [M, WP] and of what all channels share [M, N]; old ones shrink by `keep`."""
     v0, v1, v2, v3 = unpack(load_codes(code, n, length, W, WP, False, MASKED), FORM, BITS, PLAIN)
     PARTS: tl.constexpr = D // W
     SHIFT: tl.constexpr = 128.0 if BITS < 8 else -128.0

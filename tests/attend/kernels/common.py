@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,12 +26,13 @@ from kvfold.attend.kernels.formats import (
     V_SCALE,
     V_ZERO,
 )
-from kvfold.codec import Codec, Fp8, Int2, Int4, Int8, Kivi2, Kivi4, Native
+from kvfold.codec import Codec, Fp8, Int2, Int4, Int8, Kivi2, Kivi4, Native, Side
 from kvfold.pages.arena import Arena
 from kvfold.pages.layer import Extent, LayerPages
 from kvfold.pages.layout import PageClass
 
-DEVICES = ["cuda" if torch.cuda.is_available() else "cpu"]
+# Kernels run on a GPU or in triton's interpreter (tests/conftest.py), never in both within one process.
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGE = 32
 CODECS: dict[str, Codec] = {
     "fp32": Native(),
@@ -80,12 +82,12 @@ class Stored:
         return self.pages.page_class.k.query(self.q_RXD, self.pages.state.get("k", {}))
 
     def tasks(self, split: int, spare: int = 3) -> tuple[Tensor, Tensor, Tensor]:
-        """The table with `spare` rows of noise behind it, the number of tasks, and each head's first task."""
-        rows, counts = [], []
+        """The table with `spare` rows of noise behind it, the number of tasks, and the tasks of each head [R, 2]."""
+        rows: list[list[int]] = []
+        ranges = []
         mass = [0, *accumulate(self.pages.lens)]
         for head, extents in enumerate(self.pages.extents):
-            done = 0
-            before = len(rows)
+            done, before = 0, len(rows)
             for extent in extents:
                 for begin in range(0, extent.length, split):
                     row = self._row(extent, begin)
@@ -94,12 +96,10 @@ class Stored:
                     row[MASS] = mass[head] + done + begin
                     rows.append(row)
                 done += extent.length
-            counts.append(len(rows) - before)
-        noise = [[-1] * NUM_COLUMNS] * spare
-        task = torch.tensor(rows + noise, dtype=torch.int64).view(-1, NUM_COLUMNS)
-        device = self.arena.device
-        first = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
-        return task.to(device), torch.tensor([len(rows)], dtype=torch.int32).to(device), first.to(device)
+            ranges.append((before, len(rows)))
+        task = torch.tensor(rows + [[-1] * NUM_COLUMNS] * spare, dtype=torch.int64, device=DEVICE)
+        num_tasks = torch.tensor([len(rows)], dtype=torch.int32, device=DEVICE)
+        return task, num_tasks, torch.tensor(ranges, dtype=torch.int32, device=DEVICE)
 
     def _row(self, extent: Extent, begin: int) -> list[int]:
         page_class, row = self.pages.page_class, [0] * NUM_COLUMNS
@@ -108,21 +108,18 @@ class Stored:
                 field = extent.span.fields[item.name]
                 per = page_class.page_size // page_class.rows_per_page(item)
                 first = (extent.first * page_class.page_size + begin) // per
-                row[_COLUMNS[item.name]] = (field.storage_offset() + first * item.width) * field.itemsize
+                row[_COLUMNS[item.name]] = (int(field.storage_offset()) + first * item.width) * field.itemsize
         return row
 
-    def decoded(self, head: int) -> tuple[Tensor, Tensor]:
-        """fp32 [S, D] of one head, keys in the stored basis, by the codecs' own `decode`."""
-        found: tuple[list[Tensor], list[Tensor]] = ([], [])
+    def decoded(self, side: Side, head: int) -> Tensor:
+        """One side of a head by its codec's own `decode`, fp32 [S, D]; keys in the stored basis."""
+        codec = self.pages.page_class.codec(side)
+        found = [torch.empty(0, self.q_RXD.shape[-1], device=self.arena.device)]
         for run in self.pages.runs():
-            for mine, start, length in zip(run.heads, run.starts, run.lens, strict=True):
-                if mine == head:
-                    for parts, side in zip(found, ("k", "v"), strict=True):
-                        codec = self.pages.page_class.codec("k" if side == "k" else "v")
-                        x_ND = codec.decode("k" if side == "k" else "v", run.side("k" if side == "k" else "v"), torch.float32)
-                        parts.append(x_ND[start : start + length])
-        empty = torch.empty(0, self.q_RXD.shape[-1], device=self.arena.device)
-        return torch.cat([empty, *found[0]]), torch.cat([empty, *found[1]])
+            x_ND = codec.decode(side, run.side(side), torch.float32)
+            slots = {mine: slice(at, at + n) for mine, at, n in zip(run.heads, run.starts, run.lens, strict=True)}
+            found += [x_ND[slots[head]]] if head in slots else []
+        return torch.cat(found)
 
 
 def store(
@@ -133,7 +130,6 @@ def store(
     head_dim: int = 64,
     num_queries: int = 4,
     dtype: torch.dtype = torch.bfloat16,
-    device: str = "cpu",
     codecs: tuple[Codec, Codec] | None = None,
     with_bias: bool = False,
     seed: int = 0,
@@ -142,31 +138,40 @@ def store(
     torch.manual_seed(seed)
     kv_dtype = DTYPES.get(k, DTYPES.get(v, torch.bfloat16))
     page_class = PageClass(*(codecs or (CODECS[k], CODECS[v])), head_dim, kv_dtype, page_size=PAGE)
-    arena = Arena(8 << 20, device=device)
+    arena = Arena(8 << 20, device=DEVICE)
     pages = LayerPages(page_class, len(lens))
     early = [length // 2 // PAGE * PAGE for length in lens]
     most = max(lens)
     key_shift = 3 * torch.randn(len(lens), 1, head_dim)
-    k_RSD = (torch.randn(len(lens), most, head_dim) + key_shift).to(device, kv_dtype)
-    v_RSD = (torch.randn(len(lens), most, head_dim) + 0.5).to(device, kv_dtype)
-    valid = (torch.arange(most) < torch.tensor(lens).unsqueeze(-1)).to(device)
+    k_RSD = (torch.randn(len(lens), most, head_dim) + key_shift).to(DEVICE, kv_dtype)
+    v_RSD = (torch.randn(len(lens), most, head_dim) + 0.5).to(DEVICE, kv_dtype)
+    valid = (torch.arange(most) < torch.tensor(lens).unsqueeze(-1)).to(DEVICE)
     pages.state = {"k": page_class.k.prepare("k", k_RSD, valid), "v": page_class.v.prepare("v", v_RSD, valid)}
-    for begin, end in ((([0] * len(lens)), early), (early, list(lens))):
-        counts = [b - a for a, b in zip(begin, end, strict=True)]
-        span = arena.lend(page_class, max(1, sum(page_class.pages_for(count) for count in counts)))[0]
-        for head, count in enumerate(counts):
-            if count:
-                taken = span.take(page_class.pages_for(count))
-                assert taken is not None
-                pages.grow(head, span, *taken)
-        flat = [torch.cat([x[i, a:b] for i, (a, b) in enumerate(zip(begin, end, strict=True))]) for x in (k_RSD, v_RSD)]
-        position = torch.arange(sum(counts), device=device)
-        pages.append(pages.encode(flat[0], flat[1], position, counts), counts)
-    q = (torch.randn(len(lens), num_queries, head_dim) * 2).to(device, dtype)
+    for begin, end in (([0] * len(lens), early), (early, list(lens))):
+        _seal(arena, pages, k_RSD, v_RSD, begin, end)
+    q = (torch.randn(len(lens), num_queries, head_dim) * 2).to(DEVICE, dtype)
     stored = Stored(arena, pages, (k, v), q)
     if with_bias:
         _add_bias(stored, lens)
     return stored
+
+
+def _seal(
+    arena: Arena, pages: LayerPages, k_RSD: Tensor, v_RSD: Tensor, begin: Sequence[int], end: Sequence[int]
+) -> None:
+    """Slots begin .. end of each head, in pages of a span of their own."""
+    page_class, counts = pages.page_class, [b - a for a, b in zip(begin, end, strict=True)]
+    span = arena.lend(page_class, max(1, sum(page_class.pages_for(count) for count in counts)))[0]
+    for head, count in enumerate(counts):
+        taken = span.take(page_class.pages_for(count)) if count else None
+        if taken is not None:
+            pages.grow(head, span, *taken)
+    k_ND, v_ND = (
+        torch.cat([x_SD[a:b] for x_SD, a, b in zip(x_RSD, begin, end, strict=True)]) for x_RSD in (k_RSD, v_RSD)
+    )
+    position_N = torch.arange(sum(counts), device=DEVICE)
+    if sum(counts):
+        pages.append(pages.encode(k_ND, v_ND, position_N, counts), counts)
 
 
 def _add_bias(stored: Stored, lens: Sequence[int]) -> None:
@@ -180,3 +185,36 @@ def _add_bias(stored: Stored, lens: Sequence[int]) -> None:
         addresses.append(at)
         at += 4 * (-(-length // 4) * 4)
     stored.bias_address = addresses
+
+
+@dataclass
+class OpenBlocks:
+    """Open blocks of several lanes in a stored layer's arena, and new slots for them."""
+
+    k: Tensor  # [B, H, open_len, D], views of the arena
+    v: Tensor
+    k_new: Tensor  # [R, T, D]
+    v_new: Tensor
+    arguments: tuple[Any, ...]  # of merge_rows, from k_new on
+
+    def __post_init__(self) -> None:
+        self.k_before, self.v_before = self.k.clone(), self.v.clone()
+
+
+def open_blocks(
+    stored: Stored, fill: Sequence[int], num_new: int, *, open_len: int = 8, dtype: str = "bf16"
+) -> OpenBlocks:
+    """Random blocks behind everything that was lent; `stored` has the rows of all lanes."""
+    num_lanes, (num_rows, _, head_dim) = len(fill), stored.q_RXD.shape
+    kv_dtype = DTYPES[dtype]
+    shape = (2, num_lanes, num_rows // num_lanes, open_len, head_dim)
+    numbers = torch.randn(shape).to(DEVICE, kv_dtype)
+    at = stored.arena.capacity_bytes // 2
+    memory = stored.arena.memory[at : at + numbers.nbytes]
+    memory.copy_(numbers.flatten().view(torch.uint8))
+    k, v = memory.view(kv_dtype).view(shape)
+    address = torch.tensor([[at + i * k[0].nbytes, at + (num_lanes + i) * k[0].nbytes] for i in range(num_lanes)])
+    k_new, v_new = torch.randn(2, num_rows, num_new, head_dim).to(DEVICE, kv_dtype)
+    fills = torch.tensor(fill, dtype=torch.int32, device=DEVICE)
+    arguments = (k_new, v_new, stored.arena.memory, address.to(DEVICE), fills, open_len, dtype, stored.scale)
+    return OpenBlocks(k, v, k_new, v_new, arguments)
