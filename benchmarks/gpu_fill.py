@@ -30,15 +30,17 @@ _SPREAD = 4.0  # the least ratio of the longest head to the mean
 def head_lengths(num_layers: int, num_heads: int, mean: int, longest: int, seed: int = 0) -> Lengths:
     """Log-normal lengths in 1..longest whose mean is exactly `mean`.
 
-    max/mean is at least 4 from eight heads on, where `longest` allows: a draw that falls short has its top lifted.
+    max/mean is at least 4 from eight heads on, where mean and `longest` allow: a draw below that has its top lifted.
     """
     if not 1 <= mean <= longest:
         raise ValueError(f"a mean length of {mean} does not lie between 1 and the longest, {longest}")
     draw, count = random.Random(seed), num_layers * num_heads
     weights = [math.exp(draw.gauss(0.0, _SIGMA)) for _ in range(count)]
     low = [1] * count
-    low[weights.index(max(weights))] = max(1, min(longest, math.ceil(_SPREAD * mean), mean * count // 2))
-    lengths = apportion(mean * count, weights, low, [longest] * count)
+    total = mean * count
+    top = min(longest, math.ceil(_SPREAD * mean), total // 2, total - (count - 1))  # the others keep a slot at least
+    low[weights.index(max(weights))] = max(1, top)
+    lengths = apportion(total, weights, low, [longest] * count)
     return [lengths[i : i + num_heads] for i in range(0, count, num_heads)]
 
 

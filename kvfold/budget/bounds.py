@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvfold.budget.base import Budget
-from kvfold.budget.choose import choose
+from kvfold.budget.choose import choose_same
 from kvfold.errors import PolicyError
 
 
@@ -31,8 +31,7 @@ def floor_slots(floor: float, budget: Budget) -> int:
 
 def with_floor(score_HS: Tensor, floor_len: int) -> Tensor:
     """Scores in which the top `floor_len` slots of each head beat every other slot, though not a protected one."""
-    count_H = torch.full(score_HS.shape[:1], floor_len, device=score_HS.device)
-    safe_HS = choose(score_HS, count_H) & (score_HS < torch.inf)
+    safe_HS = choose_same(score_HS, floor_len) & (score_HS < torch.inf)
     return score_HS.masked_fill(safe_HS, torch.finfo(score_HS.dtype).max)
 
 

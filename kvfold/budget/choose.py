@@ -22,13 +22,25 @@ def choose(score_HS: Tensor, count_H: Tensor) -> Tensor:
     return torch.zeros_like(top_HS).scatter(-1, order_HS, top_HS) & (score_HS > -torch.inf)
 
 
+def choose_same(score_HS: Tensor, count: int) -> Tensor:
+    """`choose` with one count for all heads, without a sort: everything above the lowest score that is in, then the
+    first of those level with it."""
+    count = min(count, score_HS.shape[-1])
+    if count == 0:
+        return torch.zeros_like(score_HS, dtype=torch.bool)
+    last_H1 = score_HS.topk(count, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    above_HS, level_HS = score_HS > last_H1, score_HS == last_H1
+    room_H1 = count - above_HS.sum(-1, keepdim=True)
+    return (above_HS | (level_HS & (level_HS.cumsum(-1) <= room_H1))) & (score_HS > -torch.inf)
+
+
 def count_top(scores: Sequence[Tensor], total: int) -> list[Tensor]:
     """How many of the `total` highest scores of all heads of all layers each head holds: int64 [H] per layer."""
     flat = torch.cat([score_HS.flatten() for score_HS in scores])
     total = min(total, int((flat > -torch.inf).sum()))
     if total == 0:
         return [torch.zeros(score_HS.shape[0], dtype=torch.int64, device=flat.device) for score_HS in scores]
-    last = flat.kthvalue(flat.numel() - total + 1).values  # the lowest score that is still in
+    last = flat.topk(total, sorted=False).values.amin()  # the lowest score that is still in
     above, level = flat > last, flat == last
     # Equal scores stand in line by layer, head and slot; the first of them fill what is left.
     kept = above | (level & (level.cumsum(0) <= total - above.sum()))

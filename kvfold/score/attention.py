@@ -27,13 +27,22 @@ def window_attention(view: View, q_RGWD: Tensor, q_position_RW: Tensor, rows: sl
 
     A padded query has position -1 and sees nothing.
     """
-    logit_RGWS = torch.einsum("rgwd,rsd->rgws", q_RGWD[rows].float(), view.k_RSD[rows].float()) * view.spec.scale
+    logit_RGWS = _dots(q_RGWD[rows], view.k_RSD[rows]) * view.spec.scale
     causal_RWS = view.position_RS[rows].unsqueeze(1) <= q_position_RW[rows].unsqueeze(-1)
     visible_RWS = causal_RWS & view.valid_RS[rows].unsqueeze(1)
     return masked_softmax(logit_RGWS, visible_RWS.unsqueeze(1))
 
 
+def _dots(q_RGWD: Tensor, k_RSD: Tensor) -> Tensor:
+    """q.k in fp32 [R, G, W, S]. A GPU's matrix units multiply 16-bit numbers exactly and add in fp32, so nothing is
+    widened in memory there."""
+    if q_RGWD.is_cuda and q_RGWD.dtype == k_RSD.dtype and q_RGWD.dtype in (torch.float16, torch.bfloat16):
+        flat_RXS: Tensor = torch.bmm(q_RGWD.flatten(1, 2), k_RSD.transpose(1, 2), out_dtype=torch.float32)
+        return flat_RXS.view(*q_RGWD.shape[:3], -1)
+    return torch.einsum("rgwd,rsd->rgws", q_RGWD.float(), k_RSD.float())
+
+
 def row_blocks(num_rows: int, entries_per_row: int) -> list[slice]:
     """Rows in blocks of at most MAX_ENTRIES (one row at least), so that a long prompt's map never stands whole."""
-    step = max(1, MAX_ENTRIES // entries_per_row)
+    step = max(1, MAX_ENTRIES // max(entries_per_row, 1))
     return [slice(first, first + step) for first in range(0, num_rows, step)]

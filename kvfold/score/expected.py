@@ -16,7 +16,7 @@ from torch import Tensor
 from kvfold.core import Rope
 from kvfold.errors import PolicyError
 from kvfold.policy.registry import register
-from kvfold.score.attention import masked_softmax
+from kvfold.score.attention import masked_softmax, row_blocks
 from kvfold.score.base import Needs, QueryStats, Scorer, View
 from kvfold.score.checks import at_least, given
 
@@ -59,17 +59,22 @@ class Expected(Scorer):
         weight_RGS = masked_softmax(logit_RGS, (view.valid_RS & ~sink_RS).unsqueeze(1))
         score_RS = weight_RGS.mean(dim=1)
         if self.vnorm:
-            score_RS = (score_RS + self.epsilon) * view.v_RSD.float().norm(dim=-1)
+            norm_RS = torch.stack([v_SD.float().norm(dim=-1) for v_SD in view.v_RSD])  # one fp32 row at a time
+            score_RS = (score_RS + self.epsilon) * norm_RS
         return view.masked(score_RS.masked_fill(sink_RS, torch.inf))
 
     def _logits(self, view: View) -> Tensor:
         stats = given("expected", view.stats, "stats")
         if view.spec.rope is not None:
             stats = turn_ahead(stats, view.spec.rope, view.seen_R, self.future)
-        k_RSD, scale = view.k_RSD.float(), view.spec.scale
-        logit_RGS = torch.einsum("rgd,rsd->rgs", stats.mean_RGD.float(), k_RSD) * scale
+        num_rows, num_slots, dim = view.k_RSD.shape
+        blocks = row_blocks(num_rows, num_slots * dim)  # keys in fp32, of a few rows at a time
+        return torch.cat([self._logits_of(view.k_RSD[rows].float(), stats, view.spec.scale, rows) for rows in blocks])
+
+    def _logits_of(self, k_RSD: Tensor, stats: QueryStats, scale: float, rows: slice) -> Tensor:
+        logit_RGS = torch.einsum("rgd,rsd->rgs", stats.mean_RGD[rows].float(), k_RSD) * scale
         if self.covariance:
-            logit_RGS = logit_RGS + quadratic(k_RSD, stats.cov_RGDD.float()) * (scale**2 / 2)
+            logit_RGS = logit_RGS + quadratic(k_RSD, stats.cov_RGDD[rows].float()) * (scale**2 / 2)
         return logit_RGS
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvfold.budget.choose import choose, count_top
+from kvfold.budget.choose import choose, choose_same, count_top
 from tests.budget.scores import layers_of_scores, scores
 
 
@@ -27,6 +27,13 @@ def test_choose_equals_sorting_each_row(score_HS: Tensor, counts: list[int]) -> 
     count_H = torch.tensor(counts[: score_HS.shape[0]])
     plain = [plain_choose(row, count) for row, count in zip(score_HS.tolist(), counts, strict=False)]
     assert choose(score_HS, count_H).tolist() == plain
+
+
+@settings(deadline=None)
+@given(scores(), st.integers(0, 12))
+def test_one_count_for_all_heads_needs_no_sort(score_HS: Tensor, count: int) -> None:
+    plain = [plain_choose(row, count) for row in score_HS.tolist()]
+    assert choose_same(score_HS, count).tolist() == plain
 
 
 def test_ties_go_to_the_lower_index() -> None:

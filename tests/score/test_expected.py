@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvfold.core import Rope
 from kvfold.errors import PolicyError
-from kvfold.score import Expected, QueryStats, View
+from kvfold.score import Expected, QueryStats, View, attention
 from kvfold.score.expected import quadratic, turn_ahead
 from tests.score.views import SPEC, make_view
 
@@ -29,6 +29,13 @@ def stats_of(view: View) -> QueryStats:
 def rotated(x: Tensor, rope: Rope, position: int) -> Tensor:
     angle = rope.angles(torch.tensor(position))
     return rope.turn(x, angle.cos() * rope.attention_scale, angle.sin() * rope.attention_scale)
+
+
+def test_blocks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    view = view_of(Expected())
+    whole_RS = Expected().score(view)
+    monkeypatch.setattr(attention, "MAX_ENTRIES", 40 * 8)  # one row of 40 slots
+    torch.testing.assert_close(Expected().score(view), whole_RS)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
