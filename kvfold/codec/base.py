@@ -40,7 +40,7 @@ class Field:
 @dataclass(frozen=True)
 class Slots:
     """What a codec encodes: N flat slots, the row each belongs to, and, if it asks (`needs_below`), the same slots of
-    the layer below as decoded."""
+    the layer below as decoded, in the model's own basis and fp32."""
 
     x_ND: Tensor
     row_N: Tensor  # int64 index into the state's rows

@@ -13,6 +13,7 @@ def check_policy(policy: Policy, spec: ModelSpec) -> None:
     if evicts and not spec.compressible_layers:
         raise PolicyError(f'policy "{policy.short}": every layer of {spec.name} is a sliding window; use "full"')
     _check_reader(policy, spec)
+    _check_below(policy, spec)
     if not policy.position.shifts:
         return
     ropes = [layer.rope for layer in spec.layers if layer.compressible]
@@ -31,3 +32,19 @@ def _check_reader(policy: Policy, spec: ModelSpec) -> None:
             f'policy "{policy.short}": every layer of {spec.name} would read everything; let the reader skip fewer '
             f"layers than {spec.num_layers}, or leave it out"
         )
+
+
+def _check_below(policy: Policy, spec: ModelSpec) -> None:
+    """A codec that needs the layer below finds the same slots there only in a like layer that keeps everything."""
+    for i in spec.compressible_layers:
+        if not any(codec.needs_below for codec in policy.codec.sides(i, spec.num_layers)):
+            continue
+        if i == 0:
+            raise PolicyError(f'policy "{policy.short}": layer 0 has no layer below; give this codec layers=1:')
+        layer, below = spec.layers[i], spec.layers[i - 1]
+        same = (layer.num_kv_heads, layer.head_dim) == (below.num_kv_heads, below.head_dim)
+        if not (below.compressible and same):
+            raise PolicyError(
+                f'policy "{policy.short}": layer {i - 1} of {spec.name} does not hold the slots of layer {i}; leave '
+                f"layer {i} to another codec with layers="
+            )

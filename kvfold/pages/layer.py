@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvfold.codec.base import Side, Slots, State
 from kvfold.pages.arena import Span
+from kvfold.pages.decode import latest_below
 from kvfold.pages.layout import POSITION, PageClass
 from kvfold.pages.run import Codes, Extent, Run
 from kvfold.pages.summary import Touched, summarise
@@ -28,11 +29,15 @@ __all__ = ["Codes", "Extent", "LayerPages", "Run"]
 
 @dataclass
 class LayerPages:
-    """Extents per head, and what the codecs learnt (State) when the first slot was sealed."""
+    """Extents per head, and what the codecs learnt (State) when the first slot was sealed.
+
+    `below`: the layer below in the same segment, where a codec needs it.
+    """
 
     page_class: PageClass
     num_heads: int
     state: dict[Side, State] = field(default_factory=dict)
+    below: LayerPages | None = field(default=None, repr=False, compare=False)
     extents: list[list[Extent]] = field(init=False)
     version: int = 0  # rises whenever slots or pages change
     _runs: list[Run] | None = None
@@ -77,17 +82,23 @@ class LayerPages:
         return torch.cat(found) if found else torch.empty(0, dtype=torch.int32)
 
     def encode(self, k_ND: Tensor, v_ND: Tensor, position_N: Tensor, counts: Sequence[int]) -> Codes:
-        """Codes of flat slots, head after head (counts per head); groups are filled by repeating a head's last slot."""
+        """Codes of flat slots, head after head (counts per head); groups are filled by repeating a head's last slot.
+
+        A codec that needs the layer below finds the same slots there: layers are written from the bottom up.
+        """
         group, device = self.page_class.group, k_ND.device
+        below: dict[Side, Tensor | None] = {"k": latest_below(self, "k", counts), "v": latest_below(self, "v", counts)}
         if any(count % group for count in counts):
             index_N = _padded(counts, group).to(device)
             k_ND, v_ND, position_N = k_ND[index_N], v_ND[index_N], position_N[index_N]
+            below = {side: None if x_ND is None else x_ND[index_N] for side, x_ND in below.items()}
             counts = [_up_to(count, group) for count in counts]
         row_N = torch.repeat_interleave(torch.arange(self.num_heads), torch.tensor(counts)).to(device)
         codes: Codes = {POSITION.name: position_N.to(torch.int32).unsqueeze(-1)}
         sides: tuple[tuple[Side, Tensor], ...] = (("k", k_ND), ("v", v_ND))
         for side, x_ND in sides:
-            fields = self.page_class.codec(side).encode(side, Slots(x_ND, row_N), self.state.get(side, {}))
+            slots = Slots(x_ND, row_N, below[side])
+            fields = self.page_class.codec(side).encode(side, slots, self.state.get(side, {}))
             codes |= {f"{side}.{name}": rows for name, rows in fields.items()}
         return codes
 

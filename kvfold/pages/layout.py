@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 
 from kvfold.codec.base import Codec, Field, Side
-from kvfold.errors import InputError, PolicyError
+from kvfold.errors import InputError
 from kvfold.policy.reader import All, Reader
 
 POSITION = Field("position", torch.int32, 1)
@@ -38,11 +38,6 @@ class PageClass:
     def __post_init__(self) -> None:
         if self.page_size < 1 or self.page_size % self.group:
             raise InputError(f"page size {self.page_size} is not a positive multiple of the codec's group {self.group}")
-        if self.needs_below:
-            raise PolicyError(
-                "this codec needs the slots of the layer below, which pages do not hand to codecs; use one that stores "
-                "a layer by itself, such as int4"
-            )
 
     @property
     def group(self) -> int:

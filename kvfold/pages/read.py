@@ -10,9 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.codec.base import Side
-from kvfold.pages.layer import LayerPages, Run
+from kvfold.pages.decode import decode_run, restored_run
+from kvfold.pages.layer import LayerPages
 from kvfold.pages.sequence import SequenceCache
+
+__all__ = ["StoredSlots", "decode_run", "in_basis", "restored_run", "stored_slots"]
 
 
 @dataclass
@@ -28,24 +30,11 @@ class StoredSlots:
         return [len(position) for position in self.position]
 
 
-def decode_run(pages: LayerPages, run: Run, side: Side, dtype: torch.dtype) -> Tensor:
-    """All slots of a run [N, D]; keys in the codec's basis. A view where the codec stores `dtype` itself."""
-    return pages.page_class.codec(side).decode(side, run.side(side), dtype)
-
-
 def in_basis(pages: LayerPages, q_HGTD: Tensor) -> tuple[Tensor, Tensor | None]:
     """Queries in the basis of the stored keys, and what to add to q.k, before scaling, as [H, G, T]."""
     q, offset = pages.page_class.k.query(q_HGTD.flatten(1, 2), pages.state.get("k", {}))
     shape = q_HGTD.shape[1:3]
     return q.unflatten(1, shape), None if offset is None else offset.unflatten(1, shape)
-
-
-def restored_run(pages: LayerPages, run: Run, side: Side, dtype: torch.dtype) -> Tensor:
-    """All slots of a run [N, D] in the model's own basis."""
-    x_ND = decode_run(pages, run, side, dtype)
-    capacities = [extent.capacity for extent in run.extents]
-    row_N = torch.repeat_interleave(torch.tensor(run.heads), torch.tensor(capacities)).to(x_ND.device)
-    return pages.page_class.codec(side).restore(side, x_ND, pages.state.get(side, {}), row_N)
 
 
 def stored_slots(sequence: SequenceCache, layer: int, dtype: torch.dtype) -> StoredSlots:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from kvfold.errors import OutOfPages
@@ -40,6 +41,8 @@ class Segment:
     def __init__(self, arena: Arena, layers: Sequence[LayerPages]) -> None:
         self.arena = arena
         self.layers = list(layers)
+        for lower, upper in pairwise(self.layers):
+            upper.below = lower if upper.page_class.needs_below else None
         self.spans: dict[PageClass, list[Span]] = defaultdict(list)
         self.refs = 1
         self.end_len = 0

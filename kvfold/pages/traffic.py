@@ -6,9 +6,12 @@ from kvfold.pages.sequence import SequenceCache
 
 
 def stored_bytes_read(sequence: SequenceCache, layer: int) -> float:
-    """Summaries are read only where there are more pages than the reader takes."""
+    """Summaries are read only where there are more pages than the reader takes; a layer below that a codec needs is
+    read again."""
     page_class, parts = sequence.page_class(layer), sequence.layer_parts(layer)
     every = sum(sequence.stored_lens(layer)) * page_class.code_bytes / page_class.page_size
+    if page_class.needs_below:  # which may need its own
+        every += stored_bytes_read(sequence, layer - 1)
     if not page_class.reader.chooses:
         return every
     heads = [[extent for part in parts for extent in part.extents[head]] for head in range(parts[0].num_heads)]

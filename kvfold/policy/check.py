@@ -25,6 +25,7 @@ def check(policy: Policy) -> None:
     _check_between_chunks(policy.prefill)
     _check_idle_terms(policy)
     _check_codec(policy)
+    _check_below(policy)
     _check_reader(policy)
 
 
@@ -100,6 +101,22 @@ def _check_codec(policy: Policy) -> None:
             f"codec {_name(fixed[0])} encodes a slot together with its neighbours, so stored slots cannot be evicted "
             f"one by one, as trigger {moving[0]} would; "
             f"use after_prefill + never, or a codec whose slots can move: {', '.join(free)}"
+        )
+
+
+def _check_below(policy: Policy) -> None:
+    stacked = [codec for codec in policy.codec.codecs if codec.needs_below]
+    if not stacked:
+        return
+    if policy.prefill.evicts or policy.decode.evicts:
+        raise PolicyError(
+            f"codec {_name(stacked[0])} stores a slot against the same slot of the layer below, which may be evicted "
+            "there; keep everything with full, or store each layer by itself, as int4 does"
+        )
+    if policy.attend.chooses:
+        raise PolicyError(
+            f"codec {_name(stacked[0])} decodes a layer together with the one below, so reader {_name(policy.attend)} "
+            "cannot read some of its pages alone; read everything with all"
         )
 
 

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvfold.attend.quest import Quest
 from kvfold.codec import Bf16, Int2, Int4, Int8, Kivi2, Native
-from kvfold.errors import InputError, PolicyError
+from kvfold.errors import InputError
 from kvfold.pages.layout import PageClass
 from kvfold.policy.registry import terms
 
@@ -54,11 +55,9 @@ def test_pages_in_is_the_most_that_fits(k: object, v: object, head_dim: int, num
     assert page_class.span_bytes(num_pages) >= page_class.bytes_per_page * num_pages
 
 
-def test_a_codec_that_needs_the_layer_below_is_refused() -> None:
-    """Pages store each layer by itself: such a codec would silently be given nothing."""
-
-    class Above(Native):
-        needs_below = True
-
-    with pytest.raises(PolicyError, match="layer below"):
-        PageClass(Above(), Native(), 64, torch.float32)
+def test_summaries_of_a_reader_are_part_of_a_page() -> None:
+    """Two rows of 64 channels for each page, beside 16 slots."""
+    plain = PageClass(Int8(), Int8(), 64, torch.bfloat16)
+    chosen = PageClass(Int8(), Int8(), 64, torch.bfloat16, reader=Quest())
+    assert chosen.bytes_per_page == plain.bytes_per_page + 2 * 64 * 2
+    assert chosen.fields == plain.fields and [item.name for item in chosen.summaries] == ["page.min", "page.max"]

@@ -1,0 +1,71 @@
+"""Slots of one layer's pages, decoded run by run; where a codec needs the layer below, its slots are fetched here.
+
+A codec that stores what the layer below does not tell (`needs_below`) is given the same slots of that layer as a reader
+decodes them, in the model's own basis and fp32. Both layers hold the same slots in the same order, since such a codec is
+refused where anything is evicted; runs and page sizes may differ, so slots are matched by their place in the head's row.
+The layer below may need its own: each layer of a chain decodes all those under it, so `layers=1::2` reads least.
+
+    N flat slots of a run, used or not   n slots of a head   D head dim
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvfold.codec.base import Side
+from kvfold.pages.run import Run
+
+if TYPE_CHECKING:
+    from kvfold.pages.layer import LayerPages
+
+
+def decode_run(pages: LayerPages, run: Run, side: Side, dtype: torch.dtype) -> Tensor:
+    """All slots of a run [N, D]; keys in the codec's basis. A view where the codec stores `dtype` itself."""
+    codec = pages.page_class.codec(side)
+    if not codec.needs_below:
+        return codec.decode(side, run.side(side), dtype)
+    return codec.decode(side, run.side(side), dtype, _below_run(pages, run, side))
+
+
+def restored_run(pages: LayerPages, run: Run, side: Side, dtype: torch.dtype) -> Tensor:
+    """All slots of a run [N, D] in the model's own basis."""
+    x_ND = decode_run(pages, run, side, dtype)
+    capacities = [extent.capacity for extent in run.extents]
+    row_N = torch.repeat_interleave(torch.tensor(run.heads), torch.tensor(capacities)).to(x_ND.device)
+    return pages.page_class.codec(side).restore(side, x_ND, pages.state.get(side, {}), row_N)
+
+
+def latest_below(pages: LayerPages, side: Side, counts: Sequence[int]) -> Tensor | None:
+    """The last counts[head] slots of the layer below, head after head, if the codec asks for them."""
+    if not pages.page_class.codec(side).needs_below or pages.below is None:
+        return None
+    rows = _rows(pages.below, side)
+    return torch.cat([x_nD[len(x_nD) - count :] for x_nD, count in zip(rows, counts, strict=True)])
+
+
+def _below_run(pages: LayerPages, run: Run, side: Side) -> Tensor | None:
+    """The slots of the layer below in the places of a run's slots; 0 where the run has none."""
+    if pages.below is None:
+        return None
+    rows = _rows(pages.below, side)
+    below_ND = rows[0].new_zeros(sum(extent.capacity for extent in run.extents), rows[0].shape[1])
+    for head, extent, start in zip(run.heads, run.extents, run.starts, strict=True):
+        level = next(i for i, mine in enumerate(pages.extents[head]) if mine is extent)
+        first = sum(mine.length for mine in pages.extents[head][:level])
+        below_ND[start : start + extent.length] = rows[head][first : first + extent.length]
+    return below_ND
+
+
+def _rows(pages: LayerPages, side: Side) -> list[Tensor]:
+    """Every head's slots [n, D] in the model's own basis, fp32, oldest first."""
+    empty_D = torch.empty(0, pages.page_class.head_dim)
+    heads: list[list[Tensor]] = [[] for _ in range(pages.num_heads)]
+    for run in pages.runs():
+        x_ND = restored_run(pages, run, side, torch.float32)
+        for head, start, length in zip(run.heads, run.starts, run.lens, strict=True):
+            heads[head].append(x_ND[start : start + length])
+    return [torch.cat(parts) if parts else empty_D for parts in heads]
