@@ -27,20 +27,22 @@ _LOG2E, _LN2 = tl.constexpr(LOG2E), tl.constexpr(0.6931471805599453)
 
 
 class Config(NamedTuple):
-    """How a kernel is compiled: slots of a tile, warps, tiles in flight."""
+    """How a kernel is compiled: slots of a tile, warps, tiles in flight, and a limit that lets more programs share a
+    processor."""
 
     block: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
 
 # By the bits of the wider side, for head dims up to 128; wider heads take half the slots.
 _CONFIG: dict[int, Config] = {
     32: Config(32, 4, 2),
     16: Config(64, 4, 3),
-    8: Config(128, 4, 3),
-    4: Config(128, 4, 4),
-    2: Config(256, 4, 4),
+    8: Config(128, 8, 3, 128),
+    4: Config(128, 8, 4, 128),
+    2: Config(128, 8, 4, 128),
 }
 
 
@@ -213,6 +215,7 @@ def launch(
         NUM_STAGES=config.num_stages,
         PLAIN=is_plain(memory),
         num_warps=config.num_warps,
+        maxnreg=config.max_registers,
     )
     return out, lse
 

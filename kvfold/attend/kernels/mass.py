@@ -148,4 +148,5 @@ def launch(
         NUM_STAGES=config.num_stages,
         PLAIN=is_plain(memory),
         num_warps=config.num_warps,
+        maxnreg=config.max_registers,
     )
