@@ -42,27 +42,33 @@ class _Staged:
         self.is_new_HS = slot_S >= torch.tensor(self.num_stored, device=self.score_HS.device).unsqueeze(-1)
 
     def trim(self, keep_HS: Tensor, evicted: Evicted) -> None:
-        """Keep fewer: keep_HS is a subset of what is kept."""
+        """Keep fewer: keep_HS is a subset of what is kept. Each answer the host waits for stalls a GPU, so it asks for
+        the counts of new and stored slots at once, and turns the mask into indices once."""
+        new_HS = keep_HS & self.is_new_HS
+        new, stored = torch.stack((new_HS.sum(-1), (keep_HS & ~self.is_new_HS).sum(-1))).tolist()
+        kept_stored = self.num_stored if self.change.keep is None else [len(index) for index in self.change.keep]
+        if new == self.change.counts and stored == kept_stored:
+            return
         stays_N = keep_HS[self.keep_HS & self.is_new_HS]  # row-major, so head after head as in the change
-        k_ND, v_ND = self._folded(stays_N, evicted)
-        counts = (keep_HS & self.is_new_HS).sum(-1).tolist()
-        self.change = LayerChange(k_ND, v_ND, self.change.position_N[stays_N], counts, self._stored(keep_HS))
+        index_N = stays_N.nonzero().squeeze(-1)
+        k_ND, v_ND = self._folded(stays_N, index_N, evicted)
+        self.change = LayerChange(k_ND, v_ND, self.change.position_N[index_N], new, self._stored(keep_HS, stored))
         self.keep_HS = keep_HS
 
-    def _folded(self, stays_N: Tensor, evicted: Evicted) -> tuple[Tensor, Tensor]:
+    def _folded(self, stays_N: Tensor, index_N: Tensor, evicted: Evicted) -> tuple[Tensor, Tensor]:
         change = self.change
         if not evicted.changes:
-            return change.k_ND[stays_N], change.v_ND[stays_N]
+            return change.k_ND[index_N], change.v_ND[index_N]
         columns = (change.k_ND, change.v_ND, change.position_N, stays_N)
         heads = zip(*(column.split(change.counts) for column in columns), strict=True)
         folded = [evicted.fold(Split(*head)) for head in heads]
         return torch.cat([k for k, _ in folded]), torch.cat([v for _, v in folded])
 
-    def _stored(self, keep_HS: Tensor) -> list[Tensor] | None:
+    def _stored(self, keep_HS: Tensor, counts: list[int]) -> list[Tensor] | None:
         """Indices of the stored slots that stay, per head; None: all of them."""
-        keep_HS = keep_HS & ~self.is_new_HS
-        counts = keep_HS.sum(-1).tolist()
-        return None if counts == self.num_stored else list(keep_HS.nonzero()[:, 1].split(counts))
+        if counts == self.num_stored:
+            return None
+        return list((keep_HS & ~self.is_new_HS).nonzero()[:, 1].split(counts))
 
 
 @dataclass
@@ -127,11 +133,12 @@ class Compression:
         allocator = self.stage.budget
         staged = [layer.staged for layer in self._layers if layer.staged is not None]
         competing = staged if allocator.scope == "model" else [added]
-        counts = allocator.allocate([item.score_HS for item in competing], budget, len(staged) - 1)
+        place = self.sequence.spec.compressible_layers.index(index)
+        counts = allocator.allocate([item.score_HS for item in competing], budget, place)
         for item, count_H in zip(competing, counts, strict=True):
-            keep_HS = choose(item.score_HS, count_H) & item.keep_HS
-            if not torch.equal(keep_HS, item.keep_HS):
-                item.trim(keep_HS, self.stage.evicted)
+            item.trim(choose(item.score_HS, count_H) & item.keep_HS, self.stage.evicted)
+        if allocator.scope == "layer" and new.mass_HS is None:  # settled: scores and masks of a long prompt are large
+            self._layers[-1] = _Layer(added.change)
 
     def _scores(self, index: int, new: NewSlots, stage: Stage) -> tuple[Tensor, Tensor]:
         """Scores (-inf: no slot, +inf: must stay) and which slots exist."""
