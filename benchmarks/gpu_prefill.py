@@ -57,7 +57,7 @@ def folded(model: Any, policy: Policy, keep: int, tokens: list[int], chunk_len: 
     with attach(model) as attached:
         capacity = arena_bytes(attached.spec, policy, -(-len(tokens) // keep))
         arena = Arena(capacity, device=model.device)
-        runner = Runner(model, attached.spec, arena, **({} if chunk_len is None else {"chunk_len": chunk_len}))
+        runner = Runner(model, attached.spec, arena, chunk_len=chunk_len)
         sequence = runner.new_sequence(policy)
         runner.prefill([sequence], [tokens])
         return sequence.resident_bytes
@@ -71,16 +71,16 @@ def systems(model: Any, tokens: list[int], chunk_len: int | None) -> dict[str, C
     return runs
 
 
-def measure(runs: dict[str, Callable[[], int]], repeats: int) -> dict[str, Measured]:
-    """Seconds and peak bytes, the systems taking turns."""
+def measure(runs: dict[str, Callable[[], int]], repeats: int, warm_up: int) -> dict[str, Measured]:
+    """Seconds and peak bytes, the systems taking turns. A first round takes memory from the driver, which is slow."""
     found = {name: Measured([]) for name in runs}
-    for _ in range(repeats):
+    torch.cuda.empty_cache()
+    for round_ in range(warm_up + repeats):
         for name, run in runs.items():
             gc.collect()
-            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             ms, found[name].held_bytes = timed(run)
-            found[name].seconds.append(1e-3 * ms)
+            found[name].seconds += [1e-3 * ms] if round_ >= warm_up else []
             found[name].peak_bytes = max(found[name].peak_bytes, torch.cuda.max_memory_allocated())
     return found
 
@@ -148,7 +148,8 @@ def main() -> None:
     rows: list[Row] = []
     for length in lengths:
         runs = systems(model, random_tokens(length, model.config.vocab_size), args.chunk)
-        found = measure(runs, args.repeats if length <= 32768 else 1)
+        is_long = length > 32768
+        found = measure(runs, 1 if is_long else args.repeats, warm_up=0 if is_long else 1)
         rows += rows_of(found, length, prompt_flops(model.config, length) / rate)
         if args.profile and length == lengths[0]:
             profile(runs, args.profile, length)
