@@ -74,11 +74,11 @@ def merge_kernel(
     tl.store(v_open + to, v, mask=own)
 
     query = tl.load(q + (row * X + x) * D + d, mask=d < D, other=0.0).to(tl.float32) * scale_log2
-    score = tl.where(t <= x % T, tl.sum(k.to(tl.float32) * query[None, :], 1), float("-inf"))
-    top = tl.max(score, 0)
-    p = tl.exp2(score - top)
-    total = tl.sum(p, 0)
-    acc = tl.sum(p[:, None] * v.to(tl.float32), 0)
+    new_score = tl.where(t <= x % T, tl.sum(k.to(tl.float32) * query[None, :], 1), float("-inf"))
+    top = tl.max(new_score, 0)
+    weight = tl.exp2(new_score - top)
+    total = tl.sum(weight, 0)
+    acc = tl.sum(weight[:, None] * v.to(tl.float32), 0)
 
     for start in range(0, fill, SLOTS):
         n = start + tl.arange(0, SLOTS)
@@ -86,16 +86,16 @@ def merge_kernel(
         there = n[:, None] * D + d[None, :]
         k_old = tl.load(k_open + there, mask=old, other=0.0).to(tl.float32)
         v_old = tl.load(v_open + there, mask=old, other=0.0).to(tl.float32)
-        score = tl.where(n < fill, tl.sum(k_old * query[None, :], 1), float("-inf"))
-        top, total, acc = _merged(top, total, acc, score, v_old)
+        old_score = tl.where(n < fill, tl.sum(k_old * query[None, :], 1), float("-inf"))
+        top, total, acc = _merged(top, total, acc, old_score, v_old)
 
     first, last = tl.load(task_range + row * 2), tl.load(task_range + row * 2 + 1)
     for start in range(first, last, PARTS):
         i = start + tl.arange(0, PARTS)
-        score = tl.load(part_lses + i * X + x, mask=i < last, other=float("-inf")) * _LOG2E
+        part_score = tl.load(part_lses + i * X + x, mask=i < last, other=float("-inf")) * _LOG2E
         part = (i.to(tl.int64) * X + x)[:, None] * D + d[None, :]
         value = tl.load(parts + part, mask=(i < last)[:, None] & (d < D)[None, :], other=0.0)
-        top, total, acc = _merged(top, total, acc, score, value)
+        top, total, acc = _merged(top, total, acc, part_score, value)
 
     tl.store(result, (acc / total).to(result.dtype.element_ty), mask=d < D)
     tl.store(lse, (top + tl.log2(total)) * _LN2)

@@ -104,7 +104,7 @@ def _seal(
         mean_D = tl.load(mean + tl.load(item + 4) * D + tl.arange(0, D))
         x_BD = _finite(k_BD.to(tl.float32)) - mean_D[None, :]
         rotation_DD = tl.load(rotation + tl.arange(0, D)[:, None] * D + tl.arange(0, D)[None, :])
-        x_BD = tl.dot(x_BD, rotation_DD, input_precision="ieee")
+        x_BD = tl.dot(x_BD, rotation_DD, input_precision="tf32x3")  # tensor cores, near the accuracy of fp32
         _put_integers(x_BD, here_B, item + 5, bytes_, halves, B, D, K_BITS, K_CLIP)
     else:
         tl.store(floats + tl.load(item + 5) // WIDTH + tile_BD, k_BD, mask=here_B[:, None])
