@@ -21,8 +21,8 @@ from kvfold.core import Rope
 from kvfold.pages.layer import LayerPages, Run
 from kvfold.pages.read import decode_run, in_basis, restored_run
 from kvfold.pages.sequence import SequenceCache
+from kvfold.pages.shifts import Piece
 
-_MOST_PIECES = 4  # attention calls that are cheaper than turning the keys of a row
 _TILE = 128  # queries whose scores over a stretch exist at once
 
 
@@ -153,20 +153,17 @@ def _shifted(
             apparent_h = torch.tensor([b + at for b, at in zip(before[heads], done[heads], strict=True)])
             slot_S = torch.arange(length, device=k_ND.device)
             shift_hS = apparent_h.to(k_ND.device).unsqueeze(-1) + slot_S - position_hS
-            yield from _by_shift(rope, Stretch(heads, done[heads], q_HGTD[heads], k_hSD, v_hSD), shift_hS)
+            pieces = sequence.shifts.pieces(run, heads.start, shift_hS, sequence.sealed_len)
+            yield from _by_shift(rope, Stretch(heads, done[heads], q_HGTD[heads], k_hSD, v_hSD), shift_hS, pieces)
         _advance(done, run)
 
 
-def _by_shift(rope: Rope, whole: Stretch, shift_hS: Tensor) -> Iterator[Stretch]:
+def _by_shift(rope: Rope, whole: Stretch, shift_hS: Tensor, pieces: list[Piece] | None) -> Iterator[Stretch]:
     """Split where the shift changes if it changes rarely (sinks and a window), else turn the keys."""
-    shift_Nh, lengths = torch.unique_consecutive(shift_hS.T, dim=0, return_counts=True)
-    if len(shift_Nh) > _MOST_PIECES:
+    if pieces is None:
         yield replace(whole, k_hSD=rope.rotate(whole.k_hSD, shift_hS))
         return
-    begin = 0
-    for shift_h, length in zip(shift_Nh, lengths.tolist(), strict=True):
-        mine = slice(begin, begin + length)
+    for slots, shift_h in pieces:
         turned = rope.rotate(whole.q_hGTD, -shift_h.view(-1, 1, 1))
-        first = [at + begin for at in whole.first]
-        yield Stretch(whole.heads, first, turned, whole.k_hSD[:, mine], whole.v_hSD[:, mine])
-        begin += length
+        first = [at + slots.start for at in whole.first]
+        yield Stretch(whole.heads, first, turned, whole.k_hSD[:, slots], whole.v_hSD[:, slots])

@@ -21,6 +21,7 @@ from kvfold.pages.open_block import OpenBlock
 from kvfold.pages.pick import PageList
 from kvfold.pages.rewrite import LayerChange, Rewrite
 from kvfold.pages.segment import LayerPages, Segment
+from kvfold.pages.shifts import Shifts
 from kvfold.pages.sidecar import LayerSidecar, Sidecar
 from kvfold.policy.policy import Policy
 
@@ -48,6 +49,7 @@ class SequenceCache:
     tail: Segment = field(init=False)
     open: OpenBlock = field(init=False)
     sidecar: Sidecar = field(init=False)
+    shifts: Shifts = field(init=False, default_factory=Shifts)
     _lists: dict[int, PageList] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -103,7 +105,7 @@ class SequenceCache:
     def resident_bytes(self) -> int:
         """All that is held for this sequence: spans with their padding, open block, sidecar, codec states, tables."""
         held = sum(segment.num_bytes + segment.table_bytes for segment in (*self.segments, self.tail))
-        listed = sum(pages.num_bytes for pages in self._lists.values())
+        listed = sum(pages.num_bytes for pages in self._lists.values()) + self.shifts.num_bytes
         return held + listed + self.tail.state_bytes + self.open.num_bytes + self.sidecar.num_bytes
 
     # Changes
@@ -146,6 +148,7 @@ class SequenceCache:
             segment.release()
         self.segments, self.tail = [], Segment.like(self.tail)
         self._lists.clear()
+        self.shifts = Shifts()
         self.open.release()
         self.open.clear()
         self.sidecar = Sidecar([LayerSidecar() for _ in self.spec.layers])

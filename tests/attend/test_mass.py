@@ -97,7 +97,7 @@ def test_equal_runs_behind_unequal_ones() -> None:
     expected = zero()
     add_map(expected, sequence, part(layers, 0, 60))
     prefill(sequence, part(layers, 0, 60))
-    sequence.fork().release()
+    sequence.fork()  # not released: its segment stays shared
     for at in range(60, 90):
         follow(sequence, layers, at, expected)
     assert any(len(set(layer.lens)) > 1 for layer in sequence.segments[0].layers)

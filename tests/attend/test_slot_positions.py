@@ -12,8 +12,10 @@ from torch import Tensor
 from kvfold.attend.decode import DecodePass
 from kvfold.attend.prefill import PrefillPass
 from kvfold.core import Rope
+from kvfold.pages import shifts
 from kvfold.pages.read import stored_slots
 from kvfold.pages.sequence import LayerChange, SequenceCache
+from kvfold.pages.shifts import Piece, find_pieces
 from tests.attend.reference import causal, part, turned, weights
 from tests.attend.test_stored import mixed
 from tests.pages.tiny import decode, new_sequence, prefill, random_layers, rope, tiny_spec
@@ -95,14 +97,43 @@ def test_a_uniform_run_may_stand_at_unequal_places() -> None:
     sequence = new_sequence("full + slot", spec)
     _, k, v = layers[0]
     prefill(sequence, part(layers, 0, 20))
-    sequence.fork().release()
+    branch = sequence.fork()  # as long as it lives, the segment is shared
+    DecodePass([sequence]).attend(0, 0, *part(layers, 20, 21)[0])  # the segment's shifts are 0 then, and no longer
     seal_heads(sequence, k[:, 20:40], v[:, 20:40], ([0, 1, 19], list(range(8, 20))))
-    assert sequence.segments[0].layers[0].runs()[0].is_uniform
+    assert branch.segments == sequence.segments and sequence.segments[0].layers[0].runs()[0].is_uniform
     assert sequence.stored_lens(0) == [23, 32]
     step = DecodePass([sequence])
     qkv = part(layers, 40, 41)[0]
     expected = closed_up(sequence, 0, rope(32), *qkv)
     torch.testing.assert_close(step.attend(0, 0, *qkv), expected, atol=3e-5, rtol=1e-4)
+
+
+def test_shifts_are_found_once_until_slots_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by a branch, which shares runs but goes on by itself: what it finds is its own."""
+    found: list[Tensor] = []
+
+    def counted(shift_hS: Tensor) -> list[Piece] | None:
+        found.append(shift_hS)
+        return find_pieces(shift_hS)
+
+    monkeypatch.setattr(shifts, "find_pieces", counted)
+    spec = tiny_spec(head_dim=32)
+    layers = random_layers(spec, 150)
+    sequence = new_sequence("streaming(sinks=4) + slot + 24tok + protect(sinks=4, recent=4)", spec)
+    prefill(sequence, part(layers, 0, 60))
+    branch = sequence.fork()
+    seen = []
+    for at in range(60, 73):
+        for one in (sequence, branch):
+            step = DecodePass([one])
+            for i, qkv in enumerate(part(layers, at + (one is branch), at + 1 + (one is branch))):
+                expected = closed_up(one, i, rope(32), *qkv)
+                torch.testing.assert_close(step.attend(i, 0, *qkv), expected, atol=3e-5, rtol=1e-4)
+            step.finish()
+            one.open.commit(1)
+        seen.append(len(found))
+    assert [after - before for before, after in zip([0, *seen], seen, strict=False)] == [4, 0, 0, 0] * 3 + [4]
+    assert sequence.shifts.num_bytes > 0
 
 
 def seal_heads(sequence: SequenceCache, k: Tensor, v: Tensor, stay: tuple[list[int], list[int]]) -> None:

@@ -24,7 +24,7 @@ def mixed(codec: str, spec: ModelSpec, layers: Layers, position: str = "keep") -
     for start, end, share in ((0, 40, 0.7), (40, 70, 0.3), (70, 91, 0.9)):
         seal_some(sequence, part(layers, start, end), share, seed=start)
         if end < 91:
-            sequence.fork().release()
+            sequence.fork()  # not released: its segments stay shared
     for at in (91, 92):
         decode(sequence, layers, at)
     assert len(sequence.segments) == 2 and sequence.open.fill == 2
