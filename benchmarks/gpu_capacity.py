@@ -15,7 +15,8 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -83,41 +84,38 @@ def decode_row(system: str, length: int, batch: int, held: float, times: list[fl
     }  # fmt: skip
 
 
-def fill_batch(runner: Runner, policy: Policy, length: int, batch: int) -> list[SequenceCache]:
-    """Sequences of random slots, each with lengths of its own; fewer if the arena is full before."""
-    found: list[SequenceCache] = []
+def add_sequence(runner: Runner, policy: Policy, length: int, seed: int, *, write: bool) -> SequenceCache | None:
+    """A sequence with head lengths of its own seed, of random slots or of pages taken but not written; None: no room."""
     layers = runner.spec.layers
-    for seed in range(batch):
-        lengths = head_lengths(len(layers), layers[0].num_kv_heads, length // KEPT, length, seed)
-        if seed == 0:
-            print(f"head lengths, seed 0: {describe(lengths)}")
-        try:
-            sequence = runner.new_sequence(policy)
-            found.append(sequence)
+    lengths = head_lengths(len(layers), layers[0].num_kv_heads, length // KEPT, length, seed)
+    if seed == 0:
+        print(f"head lengths, seed 0: {describe(lengths)}")
+    try:
+        sequence = runner.new_sequence(policy)
+    except OutOfPages:
+        return None
+    try:
+        if write:
             fill(sequence, lengths, length, seed)
-        except OutOfPages:
-            found[-1].release()
-            return found[:-1]
-    return found
+        else:
+            sequence.tail.reserve(lengths)
+    except OutOfPages:
+        sequence.release()
+        return None
+    return sequence
 
 
-def count_more(runner: Runner, policy: Policy, length: int, seed: int) -> list[SequenceCache]:
-    """Sequences whose pages are taken but not written, until the arena has no more."""
+def add_sequences(
+    runner: Runner, policy: Policy, length: int, seeds: Iterable[int], *, write: bool
+) -> list[SequenceCache]:
+    """One for each seed, until the arena is full."""
     found: list[SequenceCache] = []
-    layers = runner.spec.layers
-    while True:
-        try:
-            sequence = runner.new_sequence(policy)
-        except OutOfPages:
-            return found
-        try:
-            sequence.tail.reserve(
-                head_lengths(len(layers), layers[0].num_kv_heads, length // KEPT, length, seed + len(found))
-            )
-        except OutOfPages:
-            sequence.release()
-            return found
+    for seed in seeds:
+        sequence = add_sequence(runner, policy, length, seed, write=write)
+        if sequence is None:
+            break
         found.append(sequence)
+    return found
 
 
 def steps_ms(step: Callable[[], object], steps: int, limit_s: float = 20.0) -> list[float]:
@@ -133,11 +131,11 @@ def folded_row(model: Any, args: argparse.Namespace, bandwidth: float) -> Row:
     with attach(model) as attached:
         capacity = torch.cuda.mem_get_info()[0] - int(1e9 * args.spare)
         runner = Runner(model, attached.spec, Arena(capacity, device=model.device))
-        sequences = fill_batch(runner, policy, args.length, args.batch)
+        sequences = add_sequences(runner, policy, args.length, range(args.batch), write=True)
         stats = [measure(sequence) for sequence in sequences]
         tokens = [5] * len(sequences)
         times = steps_ms(lambda: runner.decode(sequences, tokens), args.steps)
-        more = count_more(runner, policy, args.length, len(sequences))
+        more = add_sequences(runner, policy, args.length, count(len(sequences)), write=False)
     held = statistics.mean(stat.resident_bytes for stat in stats)
     floor = floor_ms(weight_bytes(model) + sum(stat.bytes_per_step for stat in stats), bandwidth)
     row = decode_row(f"kvfold {POLICY}", args.length, len(sequences), held, times, floor)
