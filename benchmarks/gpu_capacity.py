@@ -85,7 +85,7 @@ def decode_row(system: str, length: int, batch: int, held: float, times: list[fl
 
 
 def add_sequence(runner: Runner, policy: Policy, length: int, seed: int, *, write: bool) -> SequenceCache | None:
-    """A sequence with head lengths of its own seed, of random slots or of pages taken but not written; None: no room."""
+    """A sequence with head lengths of its own seed, of random slots or of pages only taken; None: no room."""
     layers = runner.spec.layers
     lengths = head_lengths(len(layers), layers[0].num_kv_heads, length // KEPT, length, seed)
     if seed == 0:
