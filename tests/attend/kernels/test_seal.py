@@ -1,0 +1,86 @@
+"""Sealing many blocks in one launch writes what the plain seal writes: codes, scales, positions, lengths."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvfold.attend.decode import seal
+from kvfold.attend.kernels.sealing import seal_blocks
+from kvfold.errors import OutOfPages
+from kvfold.pages.arena import Arena
+from kvfold.pages.layer import LayerPages
+from kvfold.pages.sequence import PageConfig, SequenceCache
+from kvfold.policy.policy import Policy
+from tests.attend.kernels.common import DEVICE
+from tests.pages.tiny import tiny_spec
+
+pytest.importorskip("triton")
+
+OPEN = 16
+SPEC = tiny_spec(num_layers=2, num_heads=3, head_dim=64)
+
+
+def sequence(policy: str, arena: Arena, prompt_len: int, seed: int) -> SequenceCache:
+    """Some stored slots, then `OPEN` committed ones in the open block."""
+    from kvfold.attend.prefill import PrefillPass
+
+    found = SequenceCache(arena, SPEC, Policy.parse(policy), PageConfig(16, OPEN))
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    draw = lambda heads, count: torch.randn(heads, count, 64, generator=generator, device=DEVICE)  # noqa: E731
+    prefill = PrefillPass([found], [prompt_len])
+    for layer in range(SPEC.num_layers):
+        prefill.attend(layer, 0, draw(6, prompt_len), draw(3, prompt_len), draw(3, prompt_len))
+        prefill.finish_layer(layer)
+    prefill.finish()
+    for layer in range(SPEC.num_layers):
+        found.open.write(layer, draw(3, OPEN) * 2, draw(3, OPEN) + 1)
+    found.open.advance(OPEN)
+    found.open.commit(OPEN)
+    return found
+
+
+def fields(layer: LayerPages, name: str) -> list[torch.Tensor]:
+    """Rows of used slots, head by head."""
+    size = layer.page_class.page_size
+    return [
+        torch.cat([e.span.fields[name][e.first * size : e.first * size + e.length] for e in extents])
+        for extents in layer.extents
+    ]
+
+
+@pytest.mark.parametrize("policy", ["full", "int8", "int4", "int2", "int4(layers=1:)", "knorm + ada + 64tok"])
+def test_one_launch_writes_what_the_plain_seal_writes(policy: str) -> None:
+    arena = Arena(1 << 24, device=DEVICE, superblock_bytes=4096)
+    lengths = (40, 77, 100)
+    plain = [sequence(policy, arena, length, seed) for seed, length in enumerate(lengths)]
+    fast = [sequence(policy, arena, length, seed) for seed, length in enumerate(lengths)]
+    for item in plain:
+        item.policy = Policy.parse("full")  # nothing is evicted; the codecs are in the pages already
+        seal(item)
+    seal_blocks(fast)
+    for mine, theirs in zip(fast, plain, strict=True):
+        assert (mine.sealed_len, mine.open.fill) == (theirs.sealed_len, 0)
+        for i, (a, b) in enumerate(zip(mine.tail.layers, theirs.tail.layers, strict=True)):
+            assert a.lens == b.lens
+            for item in a.page_class.fields:
+                for x, y in zip(fields(a, item.name), fields(b, item.name), strict=True):
+                    differing = (x.view(torch.uint8) != y.view(torch.uint8)).float().mean()
+                    assert differing <= (0.002 if "code" in item.name and DEVICE == "cuda" else 0.0), (i, item.name)
+    for item in (*plain, *fast):
+        item.release()
+    assert arena.lent_bytes == 0
+
+
+def test_an_arena_that_is_full_is_told_and_the_sequence_stays() -> None:
+    arena = Arena(1 << 24, device=DEVICE, superblock_bytes=4096)
+    first, second = sequence("full", arena, 48, 0), sequence("full", arena, 48, 1)
+    blocker = arena.lend(first.tail.layers[0].page_class, arena.free_bytes // first.tail.layers[0].page_class.bytes_per_page)
+    before = second.sealed_len, second.open.fill, [layer.lens for layer in second.tail.layers]
+    with pytest.raises(OutOfPages):
+        seal_blocks([second])
+    assert before == (second.sealed_len, second.open.fill, [layer.lens for layer in second.tail.layers])
+    for span in blocker:
+        arena.take_back(span)
+    seal_blocks([first, second])
+    assert second.sealed_len == 48 + OPEN
