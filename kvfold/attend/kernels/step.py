@@ -10,7 +10,8 @@ seal (tasks, open blocks, mean keys) is rewritten in place, so a captured graph 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from weakref import WeakKeyDictionary
+from typing import NamedTuple
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -60,6 +61,13 @@ class OutOfLanes(Exception):
     """A sequence has outgrown its lane's table; new lanes are needed."""
 
 
+class _Held(NamedTuple):
+    """What a lane's table was made from. The sequence may be gone: graphs outlive sessions."""
+
+    sequence: ref[SequenceCache]
+    tables: tuple[SegmentTable, ...]
+
+
 class Lanes:
     """Sequences in their places, and the tensors of every layer that kernels read for them."""
 
@@ -74,14 +82,14 @@ class Lanes:
         self.open_LB2 = torch.zeros(spec.num_layers, num_lanes, 2, dtype=torch.int64, device=arena.device)
         shapes = [(num_lanes, layer.num_kv_heads, layer.head_dim) for layer in spec.layers]
         self.mean_LBHD = [torch.zeros(shape, device=arena.device) for shape in shapes]
-        self._held: list[tuple[SequenceCache, tuple[SegmentTable, ...]] | None] = [None] * num_lanes
+        self._held: list[_Held | None] = [None] * num_lanes
 
     def place(self, sequences: Sequence[SequenceCache]) -> list[int]:
         """The lane of each sequence; those that were here keep theirs, and only what changed is written."""
-        held = {id(item[0]): lane for lane, item in enumerate(self._held) if item is not None}
-        kept = {held[id(sequence)] for sequence in sequences if id(sequence) in held}
+        held = {item.sequence(): lane for lane, item in enumerate(self._held) if item is not None}
+        kept = {held[sequence] for sequence in sequences if sequence in held}
         free = [lane for lane in range(self.num_lanes) if lane not in kept]
-        lanes = [held[id(sequence)] if id(sequence) in held else free.pop(0) for sequence in sequences]
+        lanes = [held[sequence] if sequence in held else free.pop(0) for sequence in sequences]
         for lane, sequence in zip(lanes, sequences, strict=True):
             self._put(lane, sequence)
         for lane in free:
@@ -93,8 +101,8 @@ class Lanes:
 
     def _put(self, lane: int, sequence: SequenceCache) -> None:
         tables, before = stored_tables(sequence), self._held[lane]
-        is_new = before is None or before[0] is not sequence
-        if before is not None and not is_new and _same(tables, before[1]):
+        is_new = before is None or before.sequence() is not sequence
+        if before is not None and not is_new and _same(tables, before.tables):
             return
         tasks = self._tasks(tables)
         if tasks.most(self.layout.spec.num_layers) > self.tables.capacity:
@@ -104,7 +112,7 @@ class Lanes:
             self.open_LB2[:, lane] = torch.tensor(sequence.open.addresses).to(self.open_LB2.device)
             for mean_BHD, layer in zip(self.mean_LBHD, sequence.tail.layers, strict=True):
                 mean_BHD[lane] = layer.state.get("k", {}).get("mean", 0.0)
-        self._held[lane] = sequence, tables
+        self._held[lane] = _Held(ref(sequence), tables)
 
     def _tasks(self, tables: Sequence[SegmentTable]) -> LaneTasks:
         return lane_tasks(tables, self.layout, self.split_L)
