@@ -1,9 +1,10 @@
 """Slots of one layer's pages, decoded run by run; where a codec needs the layer below, its slots are fetched here.
 
-A codec that stores what the layer below does not tell (`needs_below`) is given the same slots of that layer as a reader
-decodes them, in the model's own basis and fp32. Both layers hold the same slots in the same order, since such a codec is
-refused where anything is evicted; runs and page sizes may differ, so slots are matched by their place in the head's row.
-The layer below may need its own: each layer of a chain decodes all those under it, so `layers=1::2` reads least.
+A codec that stores what the layer below does not tell (`needs_below`) is given the same slots of that layer as a
+reader decodes them, in the model's own basis and fp32. Both layers hold the same slots in the same order, since such a
+codec is refused where anything is evicted; runs and page sizes may differ, so slots are matched by their place in the
+head's row. The layer below may need its own: each layer of a chain decodes all those under it, so `layers=1::2` reads
+least.
 
     N flat slots of a run, used or not   n slots of a head   D head dim
 """
