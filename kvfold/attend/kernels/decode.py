@@ -231,8 +231,11 @@ def is_plain(memory: Tensor) -> bool:
 
 
 def choose(head_dim: int, q_dtype: torch.dtype, k: Format, v: Format) -> Config:
-    """The tuned configuration; dots in fp32 run without tensor cores and need small tiles."""
+    """The tuned configuration; dots in fp32 run without tensor cores and need small tiles, as do scales per channel,
+    which are loaded for every number of a tile."""
     if q_dtype == torch.float32:
         return _CONFIG[32]
+    if k.key_span > 1:
+        return Config(32, 4, 2)
     config = _CONFIG[max(k.bits, v.bits)]
     return config if head_dim <= 128 else config._replace(block=max(16, config.block // 2))
