@@ -223,8 +223,8 @@ def test_rows_are_the_logits_after_each_token(model: Model) -> None:
 
 
 def test_sampling_is_unbiased(model: Model) -> None:
-    """Chi-square of three sampled tokens against their exact probabilities; half of the drafts are rejected."""
-    num_draws, width, heat = 700, 3, 9.0
+    """Chi-square of three sampled tokens against their exact probabilities; most drafts are rejected somewhere."""
+    num_draws, width, heat = 700, 3, 2.0
     runner, root = make_runner(model), make_sequence(make_runner(model), "full")
     tree = Tree(runner, root, runner.prefill([root], [prompt(LENGTH)])[0], width, heat)
     drafts = [[prompt(LENGTH)[-1], *tree.likely[0, b, c]] for b, c in ((1, 0), (2, 2))]
