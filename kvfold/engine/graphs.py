@@ -10,8 +10,8 @@ After some hundred steps the decoder layers are compiled as well, which fuses wh
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -25,8 +25,11 @@ from kvfold.models.step_cache import StepCache
 from kvfold.pages.sequence import SequenceCache
 
 Compile = Literal["auto"] | bool
+Compiler = Callable[[Callable[..., Any], int], Callable[..., Any]]  # (a layer's forward, rows) -> compiled forward
 _COMPILE_AFTER = 512  # replayed steps that are worth the seconds of a compilation
 _MOST_GRAPHS = 8
+# One row: products become reductions, which fuse with what follows and reach the memory's bandwidth.
+_ONE_ROW = {"coordinate_descent_tuning": True}
 
 
 class Graphs:
@@ -38,7 +41,7 @@ class Graphs:
         self.compile_s = 0.0  # what compiling has cost, in all
         self._steps = 0
         self._captured: dict[tuple[Layout, int, int], _Captured] = {}
-        self._compiled: dict[type[nn.Module], Callable[..., Any]] = {}
+        self._compiled: dict[tuple[type[nn.Module], bool], Callable[..., Any]] = {}
 
     def decode(self, hf: Any, sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]) -> Tensor | None:
         """Logits [packed tokens, V] after each token of every sequence, which go to its open block, uncounted.
@@ -78,26 +81,20 @@ class Graphs:
         num_lanes, num_tokens = shape
         captured = _Captured(Lanes(layout, sequences, num_lanes), num_tokens, is_compiled=self._wants_compiled)
         began = time.perf_counter()
-        with maskless(), self._fused(hf, captured.is_compiled):
-            captured.capture(hf, sequences)
+        captured.capture(hf, sequences, self._layer_forward)
         self.compile_s += (time.perf_counter() - began) if captured.is_compiled else 0.0
         return captured
 
-    @contextmanager
-    def _fused(self, hf: Any, wanted: bool) -> Iterator[None]:
-        """Decoder layers run compiled; one compilation serves all layers of a class."""
-        if not wanted:
-            yield
-            return
-        with layers_wrapped(hf, self._wrap), _shared_by_layers():
-            yield
-
-    def _wrap(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _layer_forward(self, forward: Callable[..., Any], num_rows: int) -> Callable[..., Any]:
+        """A decoder layer's forward, compiled; one compilation serves all layers of a class."""
         function, layer = getattr(forward, "__func__", None), getattr(forward, "__self__", None)
         if function is None or not isinstance(layer, nn.Module):
             return forward  # somebody else has wrapped it
-        compiled = self._compiled.setdefault(type(layer), torch.compile(function, dynamic=False))
-        return lambda *args, **kwargs: compiled(layer, *args, **kwargs)
+        key = type(layer), num_rows == 1
+        if key not in self._compiled:
+            options = _ONE_ROW if num_rows == 1 else None
+            self._compiled[key] = torch.compile(function, dynamic=False, options=options)
+        return partial(self._compiled[key], layer)
 
 
 class _Captured:
@@ -110,7 +107,7 @@ class _Captured:
         self.graph = torch.cuda.CUDAGraph() if lanes.memory.is_cuda else None
         self.logits_BTV: Tensor | None = None
 
-    def capture(self, hf: Any, sequences: Sequence[SequenceCache]) -> None:
+    def capture(self, hf: Any, sequences: Sequence[SequenceCache], compiled: Compiler) -> None:
         """Run twice outside the graph first: kernels are built and libraries set up then."""
         self.lanes.place(sequences)
         if self.graph is None:
@@ -119,17 +116,16 @@ class _Captured:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):
-                self._forward(hf)
+                self._forward(hf, compiled)
         torch.cuda.current_stream().wait_stream(stream)
         with torch.cuda.graph(self.graph):
-            self.logits_BTV = self._forward(hf)
+            self.logits_BTV = self._forward(hf, compiled)
 
     def run(self, hf: Any, sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]) -> Tensor:
         lanes = self.lanes.place(sequences)
         self._send(lanes, sequences, tokens)
         if self.graph is None:
-            with maskless():
-                self.logits_BTV = self._forward(hf)
+            self.logits_BTV = self._forward(hf, None)
         else:
             self.graph.replay()
         assert self.logits_BTV is not None
@@ -147,15 +143,26 @@ class _Captured:
         sent = torch.tensor(rows)
         self.inbox_BI.copy_(sent.pin_memory() if self.inbox_BI.is_cuda else sent, non_blocking=True)
 
-    def _forward(self, hf: Any) -> Tensor:
+    def _forward(self, hf: Any, compiled: Compiler | None) -> Tensor:
         ids_BT, position_BT, fill_B1 = self.inbox_BI.split((self.num_tokens, self.num_tokens, 1), dim=1)
-        step = Step(self.lanes, fill_B1.squeeze(1).to(torch.int32), self.num_tokens)
-        out = hf(
-            input_ids=ids_BT.reshape(1, -1),
-            position_ids=position_BT.reshape(1, -1),
-            past_key_values=StepCache(step),
-            use_cache=True,
-        )
+        cache = StepCache(Step(self.lanes, fill_B1.squeeze(1).to(torch.int32), self.num_tokens))
+
+        def wrap(index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+            run = compiled(forward, ids_BT.numel()) if compiled is not None and self.is_compiled else forward
+
+            def turn(*args: Any, **kwargs: Any) -> Any:
+                cache.turn_to(index)
+                return run(*args, **kwargs)
+
+            return turn
+
+        with maskless(), layers_wrapped(hf, wrap):
+            out = hf(
+                input_ids=ids_BT.reshape(1, -1),
+                position_ids=position_BT.reshape(1, -1),
+                past_key_values=cache,
+                use_cache=True,
+            )
         logits: Tensor = out.logits[0].float().unflatten(0, (self.lanes.num_lanes, self.num_tokens))
         return logits
 
@@ -169,13 +176,6 @@ def graphs_of(hf: Any) -> Graphs:
     if found is None:
         found = _known[hf] = Graphs()
     return found
-
-
-@contextmanager
-def _shared_by_layers() -> Iterator[None]:
-    """Layers differ in `layer_idx`, an int on the module: it must not make a compilation of its own for each."""
-    with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
-        yield
 
 
 def _bucket(count: int) -> int:

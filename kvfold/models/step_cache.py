@@ -1,6 +1,9 @@
 """What a captured decode step gives the model as its cache: `update` hands the packed new slots to the step.
 
-H KV heads   N packed tokens   D head dim
+Which layer is running is told by whoever wraps the layers (`turn_to`), not by the index that the model passes: a
+compiled layer would be compiled anew for every value of that number.
+
+    H KV heads   N packed tokens   D head dim
 """
 
 from __future__ import annotations
@@ -19,10 +22,13 @@ class StepCache(HfCache):  # type: ignore[misc]
     def __init__(self, step: Step) -> None:
         super().__init__(layers=[])
         self.step = step
+        self.layer = 0
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
-        return StepHandle(self.step, layer_idx, key_states[0], value_states[0]), None
+    def turn_to(self, layer: int) -> None:
+        self.layer = layer
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:
+        return StepHandle(self, key_states, value_states), None
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return query_length, 0
@@ -30,10 +36,12 @@ class StepCache(HfCache):  # type: ignore[misc]
 
 @dataclass
 class StepHandle:
-    step: Step
-    layer: int
-    k_HND: Tensor
-    v_HND: Tensor
+    cache: StepCache
+    key_states: Tensor  # [1, H, N, D]
+    value_states: Tensor
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(self, query: Tensor, mask: Tensor | None) -> Tensor:
-        return self.step.attend(self.layer, query[0], self.k_HND, self.v_HND).unsqueeze(0)
+        """Outside of what is compiled: its operators write to the arena, which a compiler would copy to be safe."""
+        step, layer = self.cache.step, self.cache.layer
+        return step.attend(layer, query[0], self.key_states[0], self.value_states[0]).unsqueeze(0)
