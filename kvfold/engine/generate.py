@@ -15,8 +15,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from kvfold.engine.runner import Runner
@@ -87,14 +89,16 @@ def _step(runner: Runner, writers: Sequence[_Writer]) -> None:
     last = [writer.request.token_ids[-1] for writer in writers]
     if not any(drafts):
         rows_BV = runner.decode(sequences, last, commit=[not writer.request.stop for writer in writers])
+        likeliest = rows_BV.argmax(-1).tolist()  # where the host waits for the device, once a step
         step_s = time.perf_counter() - began
-        for writer, logits_V in zip(writers, rows_BV, strict=True):
-            writer.ran(logits_V, step_s)
+        for writer, logits_V, token in zip(writers, rows_BV, likeliest, strict=True):
+            writer.ran(logits_V, token, step_s)
         return
     found = runner.verify(sequences, [[token, *draft] for token, draft in zip(last, drafts, strict=True)])
+    likeliest = iter(torch.cat([verified.logits_TV.argmax(-1) for verified in found]).tolist())
     step_s = time.perf_counter() - began
     for writer, draft, verified in zip(writers, drafts, found, strict=True):
-        writer.ran_ahead(draft, verified, step_s)
+        writer.ran_ahead(draft, verified, list(islice(likeliest, len(draft) + 1)), step_s)
 
 
 class _Mark(NamedTuple):
@@ -184,16 +188,16 @@ class _Writer:
         left = request.max_new_tokens - len(request.token_ids)
         return request.drafter.draft(min(left, request.sequence.open.next_room) - 1)
 
-    def ran(self, logits_V: Tensor, step_s: float) -> None:
+    def ran(self, logits_V: Tensor, likeliest: int, step_s: float) -> None:
         """The last token went through the model."""
-        self._picks = self.sampler.picks(logits_V.unsqueeze(0))
+        self._picks = self.sampler.picks(logits_V.unsqueeze(0), [likeliest])
         self.request.num_passes += 1
         self.request.decode_s += step_s
         self._entered(logits_V)
 
-    def ran_ahead(self, draft: list[int], verified: Verified, step_s: float) -> None:
-        """The last token went through the model, and a draft behind it."""
-        self._picks = self.sampler.picks(verified.logits_TV)
+    def ran_ahead(self, draft: list[int], verified: Verified, likeliest: list[int], step_s: float) -> None:
+        """The last token went through the model, and a draft behind it; `likeliest`: what follows each of them."""
+        self._picks = self.sampler.picks(verified.logits_TV, likeliest)
         self._draft, self._verified = draft, verified
         self.request.num_passes += 1
         self.request.num_drafted += len(draft)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,10 +42,10 @@ class Sampler:
         probs_V = torch.softmax(self._cut(logits_V.float().cpu() / self.sampling.temperature), dim=-1)
         return int(torch.multinomial(probs_V, 1, generator=self.generator))
 
-    def picks(self, logits_TV: Tensor) -> Iterator[int]:
-        """A token for each row, drawn when it is asked for; greedy ones come from the device together."""
+    def picks(self, logits_TV: Tensor, likeliest: Sequence[int] | None = None) -> Iterator[int]:
+        """A token for each row, drawn when it is asked for. `likeliest`: the rows' argmax, where it is known."""
         if self.sampling.temperature == 0:
-            yield from logits_TV.argmax(-1).tolist()
+            yield from logits_TV.argmax(-1).tolist() if likeliest is None else likeliest
         else:
             yield from map(self.pick, logits_TV.float().cpu())
 
