@@ -62,6 +62,11 @@ class Codec(ABC):
     def fields(self, side: Side, head_dim: int, kv_dtype: torch.dtype) -> tuple[Field, ...]:
         """The arrays one side needs; their bytes are exactly what a page allocates."""
 
+    @property
+    def learns(self) -> bool:
+        """Whether `prepare` looks at the slots at all."""
+        return type(self).prepare is not Codec.prepare
+
     def prepare(self, side: Side, x_RSD: Tensor, valid_RS: Tensor) -> State:
         """Learn from the first slots that will be sealed; one row per (KV head). Default: nothing."""
         return {}

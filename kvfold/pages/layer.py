@@ -22,7 +22,9 @@ from kvfold.pages.arena import Span
 from kvfold.pages.decode import latest_below
 from kvfold.pages.layout import POSITION, PageClass
 from kvfold.pages.run import Codes, Extent, Run
+from kvfold.pages.scatter import Place, write
 from kvfold.pages.summary import Touched, summarise
+from kvfold.pages.transfer import row_numbers
 
 __all__ = ["Codes", "Extent", "LayerPages", "Run"]
 
@@ -93,7 +95,7 @@ class LayerPages:
             k_ND, v_ND, position_N = k_ND[index_N], v_ND[index_N], position_N[index_N]
             below = {side: None if x_ND is None else x_ND[index_N] for side, x_ND in below.items()}
             counts = [_up_to(count, group) for count in counts]
-        row_N = torch.repeat_interleave(torch.arange(self.num_heads), torch.tensor(counts)).to(device)
+        row_N = row_numbers(counts, device)
         codes: Codes = {POSITION.name: position_N.to(torch.int32).unsqueeze(-1)}
         sides: tuple[tuple[Side, Tensor], ...] = (("k", k_ND), ("v", v_ND))
         for side, x_ND in sides:
@@ -104,30 +106,25 @@ class LayerPages:
 
     def append(self, codes: Codes, counts: Sequence[int]) -> None:
         """Write codes (as `encode` or `gather` made them) behind each head's slots; room was reserved before."""
-        source = 0
+        places: list[Place] = []
         touched: list[Touched] = []
         for head, count in enumerate(counts):
-            written = 0
             for extent in self.extents[head]:
-                take = min(extent.room, count - written)
+                take = min(extent.room, count)
                 if take > 0:
                     touched.append((extent, extent.length // self.page_class.page_size))
-                    self._write(extent, codes, source + written, take)
-                    written += take
-            source += _up_to(count, self.page_class.group)
+                    places.append(self._take(extent, take))
+                    count -= take
+        write(self.page_class, codes, places)
         if self.page_class.summaries:
             summarise(self.page_class, touched)
         self.touch()
 
-    def _write(self, extent: Extent, codes: Codes, source: int, count: int) -> None:
-        page_class = self.page_class
-        for item in page_class.fields:
-            rows = page_class.rows_per_page(item)
-            per = page_class.page_size // rows  # slots that share a row of this field
-            at = (extent.first * page_class.page_size + extent.length) // per
-            num = _up_to(count, page_class.group) // per  # whole groups: what is saved later was all written here
-            extent.span.fields[item.name][at : at + num] = codes[item.name][source // per : source // per + num]
+    def _take(self, extent: Extent, count: int) -> Place:
+        """Where the next slots of an extent go, in whole groups: what is saved later was all written."""
+        slot = extent.first * self.page_class.page_size + extent.length
         extent.length += count
+        return Place(extent.span, slot, _up_to(count, self.page_class.group))
 
     def gather(self, keep: Sequence[Tensor]) -> Codes:
         """Codes of chosen slots (indices per head, ascending), byte for byte. Relocatable classes only."""

@@ -21,6 +21,7 @@ from kvfold.codec.base import Side
 from kvfold.errors import PolicyError
 from kvfold.pages.layer import LayerPages
 from kvfold.pages.segment import Segment
+from kvfold.pages.transfer import upload
 
 if TYPE_CHECKING:
     from kvfold.pages.sequence import SequenceCache
@@ -165,10 +166,13 @@ def _prepare(layer: LayerPages, change: LayerChange) -> None:
     """Let codecs learn from the first slots that are ever sealed."""
     if layer.state or not any(change.counts):
         return
-    device = change.k_ND.device
-    count_R = torch.tensor(change.counts, device=device)
-    valid_RS = torch.arange(max(change.counts), device=device) < count_R.unsqueeze(-1)
     sides: tuple[tuple[Side, Tensor], ...] = (("k", change.k_ND), ("v", change.v_ND))
     for side, x_ND in sides:
-        x_RSD = pad_sequence(list(x_ND.split(change.counts)), batch_first=True)
-        layer.state[side] = layer.page_class.codec(side).prepare(side, x_RSD, valid_RS)
+        codec = layer.page_class.codec(side)
+        layer.state[side] = codec.prepare(side, *_by_row(x_ND, change.counts)) if codec.learns else {}
+
+
+def _by_row(x_ND: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
+    """Slots [R, S, D], rows padded with 0, and which of them exist."""
+    valid_RS = torch.arange(max(counts), device=x_ND.device) < upload(counts, x_ND.device).unsqueeze(-1)
+    return pad_sequence(list(x_ND.split(counts)), batch_first=True), valid_RS

@@ -1,0 +1,76 @@
+"""Write codes to their places in pages: few launches, however many heads and fields there are.
+
+Codes lie head after head; their places do too, but for the unused end of each head's last page. Places that meet end to
+end take one copy per field (heads of full pages); others one indexed copy per field.
+
+    N rows of a field
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvfold.pages.arena import Span
+from kvfold.pages.layout import PageClass
+from kvfold.pages.run import Codes
+from kvfold.pages.transfer import row_numbers, upload
+
+
+class Place(NamedTuple):
+    """`num_slots` adjacent slots of a span from `slot` on, both in whole groups of the codec."""
+
+    span: Span
+    slot: int
+    num_slots: int
+
+
+def write(page_class: PageClass, codes: Codes, places: Sequence[Place]) -> None:
+    """Codes in order to places in order; together they are as long."""
+    source = 0
+    for _, mine in groupby(_joined(places), key=lambda place: id(place.span)):
+        here = list(mine)
+        num_slots = sum(place.num_slots for place in here)
+        _write(page_class, codes, source, here)
+        source += num_slots
+
+
+def _joined(places: Sequence[Place]) -> Iterator[Place]:
+    """Places that meet end to end as one."""
+    last: Place | None = None
+    for place in places:
+        if last is not None and last.span is place.span and last.slot + last.num_slots == place.slot:
+            last = last._replace(num_slots=last.num_slots + place.num_slots)
+            continue
+        if last is not None:
+            yield last
+        last = place
+    if last is not None:
+        yield last
+
+
+def _write(page_class: PageClass, codes: Codes, source: int, places: Sequence[Place]) -> None:
+    """One span's share: the codes from slot `source` on."""
+    span, num_slots = places[0].span, sum(place.num_slots for place in places)
+    rows: dict[int, Tensor] = {}  # slots that share a row of a field -> where the rows go
+    for item in page_class.fields:
+        per = page_class.page_size // page_class.rows_per_page(item)
+        target, new = span.fields[item.name], codes[item.name][source // per : (source + num_slots) // per]
+        if len(places) == 1:
+            target[places[0].slot // per :][: len(new)] = new
+            continue
+        if per not in rows:
+            rows[per] = _rows(places, per, target.device)
+        target.index_copy_(0, rows[per], new.to(target.dtype))
+
+
+def _rows(places: Sequence[Place], per: int, device: torch.device) -> Tensor:
+    """int64 [N]: the row each code goes to, which is its own number and how far its place has moved."""
+    counts = [place.num_slots // per for place in places]
+    before = [0, *accumulate(counts)]
+    moved = upload([place.slot // per - start for place, start in zip(places, before, strict=False)], device)
+    return torch.arange(before[-1], device=device) + moved[row_numbers(counts, device)]
