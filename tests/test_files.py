@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -40,15 +42,16 @@ POLICIES = [
 ]
 
 
-def used_session(model: Model, policy: str) -> Session:
-    """Several segments, a tail, a pinned span, an open block with slots in it, and a token that has not run yet."""
-    session = Session(model, policy, template=None, page_size=4, open_len=8, chunk_len=32)
-    session.extend(prompt(5, seed=3), pin=True)
-    session.extend(prompt(120)).generate(max_new_tokens=11)
-    session.fork().close()
-    if "kivi" not in policy or "snapkv" not in policy:
-        session.extend(prompt(9, seed=4), compress=False).generate(max_new_tokens=5)
-    return session
+@contextmanager
+def used_session(model: Model, policy: str) -> Iterator[Session]:
+    """A shared segment, a tail, a pinned span, an open block with slots in it, and a token that has not run yet."""
+    with Session(model, policy, template=None, page_size=4, open_len=8, chunk_len=32) as session:
+        session.extend(prompt(5, seed=3), pin=True)
+        session.extend(prompt(120)).generate(max_new_tokens=11)
+        with session.fork():  # while it is open, what both read stays a segment
+            if "kivi" not in policy or "snapkv" not in policy:
+                session.extend(prompt(9, seed=4), compress=False).generate(max_new_tokens=5)
+            yield session
 
 
 def observed(session: Session) -> list[torch.Tensor]:
