@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+Compile = Literal["auto"] | bool  # whether decode steps on a GPU are compiled: at once, never, or once that pays
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class Session:
         check_policy(self.policy, model.spec)
         self.template = ChatTemplate.of(model.tokenizer) if template == "auto" else None
         self.turns = Turns(model.tokenizer, self.template, model.spec.eos_token_ids)
-        self.runner = Runner(model.hf, model.spec, model.arena, chunk_len=chunk_len)
+        self.runner = Runner(model.hf, model.spec, model.arena, chunk_len=chunk_len, compile=model.compile)
         self.cache = self.runner.new_sequence(self.policy, PageConfig(page_size, open_len))
         self.token_ids: list[int] = []  # all of them; the last few may not be in the cache yet
         self.prefill_s = 0.0
@@ -205,6 +205,7 @@ class Session:
         stats = replace(
             self.stats(),
             decode_ms=request.decode_ms,
+            setup_s=request.setup_s,
             drafted=request.num_drafted,
             accepted=request.num_accepted,
             tokens_per_pass=request.tokens_per_pass,

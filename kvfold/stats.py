@@ -17,6 +17,7 @@ class Stats:
     slots: list[list[int]] = field(repr=False)  # by layer and head, open block included
     prefill_s: float = 0.0
     decode_ms: float | None = None
+    setup_s: float = 0.0  # spent on capturing and compiling decode steps for this reply; not in decode_ms
     drafted: int = 0  # tokens proposed by lookup while this reply was written
     accepted: int = 0  # of these
     tokens_per_pass: float | None = None  # 1 without drafts

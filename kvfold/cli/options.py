@@ -6,23 +6,33 @@ Nothing here or in the commands imports torch before the arguments are parsed, s
 from __future__ import annotations
 
 import argparse
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import kvfold
 from kvfold.engine.speculate import MOST_DRAFTED
 from kvfold.models.catalogue import DEFAULT_MODEL, DTYPE_NAMES
 
+if TYPE_CHECKING:
+    from kvfold.core import Compile
+
+_COMPILE: dict[str, Compile] = {"auto": "auto", "now": True, "never": False}
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """`--model`, `--device`, `--dtype`, `--memory`."""
+    """`--model`, `--device`, `--dtype`, `--memory`, `--compile`."""
     group = parser.add_argument_group("model")
     group.add_argument("--model", default=DEFAULT_MODEL, help="catalogue name, folder or hub id (default: %(default)s)")
     group.add_argument("--device", default="auto", type=_device, help="auto, cpu, cuda, cuda:1 (default: %(default)s)")
     group.add_argument("--dtype", default="auto", choices=DTYPE_NAMES, help=f"one of {', '.join(DTYPE_NAMES)}")
     group.add_argument(
         "--memory", metavar="SIZE", help="most memory for caches, e.g. 512MB; default: half the machine's"
+    )
+    group.add_argument(
+        "--compile",
+        default="auto",
+        choices=_COMPILE,
+        help="compile decode steps on a GPU: at once (now), never, or after some hundred steps (auto, the default)",
     )
 
 
@@ -49,7 +59,8 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_new_tokens: int) -
 
 def load_model(args: argparse.Namespace) -> kvfold.Model:
     """The model the options name; a pull shows its progress on stderr."""
-    return kvfold.load(args.model, dtype=args.dtype, device=args.device, memory=args.memory)
+    how = _COMPILE[args.compile]
+    return kvfold.load(args.model, dtype=args.dtype, device=args.device, memory=args.memory, compile=how)
 
 
 def sampling(args: argparse.Namespace) -> dict[str, Any]:

@@ -104,6 +104,9 @@ def _print(args: argparse.Namespace, answers: list[Answer]) -> None:
             console.print(f"{number}. {answer.reply.text.strip()}", markup=False)
         console.print()
     console.print(_table(answers, len(args.ask), is_comparison))
+    setup_s = sum(answer.reply.stats.setup_s for answer in answers)
+    if setup_s:
+        console.print(f"capturing and compiling decode steps took {setup_s:.1f} s, which ms/token leaves out")
     _print_kept(answers)
 
 
@@ -132,7 +135,7 @@ def _numbers(answer: Answer) -> list[str]:
         f"{sizes.ratio:.2f}x",
         show.bytes_text(sizes.bytes_per_step),
         f"{sizes.prefill_s:.1f}" if answer.is_first else "shared",
-        f"{answer.reply.decode_ms:.0f}",
+        f"{answer.reply.decode_ms:.{0 if answer.reply.decode_ms >= 20 else 1}f}",
     ]
 
 
@@ -175,6 +178,7 @@ def answer_json(answer: Answer) -> dict[str, Any]:
         "prefill_s": sizes.prefill_s,
         "shares_prefill": not answer.is_first,
         "decode_ms": reply.decode_ms,
+        "setup_s": reply.stats.setup_s,
         "drafted": reply.stats.drafted,
         "accepted": reply.stats.accepted,
         "tokens_per_pass": reply.stats.tokens_per_pass,

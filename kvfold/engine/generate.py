@@ -47,6 +47,7 @@ class Request:
     text: str = ""
     reason: StopReason | None = None
     decode_s: float = 0.0
+    setup_s: float = 0.0
     num_steps: int = 0  # tokens that entered the cache
     num_passes: int = 0
     num_drafted: int = 0
@@ -83,22 +84,29 @@ def generate(runner: Runner, requests: Sequence[Request], tokenizer: Any) -> Ite
 def _step(runner: Runner, writers: Sequence[_Writer]) -> None:
     if not writers:
         return
-    began = time.perf_counter()
+    began, setup_s = time.perf_counter(), runner.setup_s
     drafts = [writer.draft() for writer in writers]
     sequences = [writer.request.sequence for writer in writers]
     last = [writer.request.token_ids[-1] for writer in writers]
     if not any(drafts):
         rows_BV = runner.decode(sequences, last, commit=[not writer.request.stop for writer in writers])
         likeliest = rows_BV.argmax(-1).tolist()  # where the host waits for the device, once a step
-        step_s = time.perf_counter() - began
+        took = _Took(time.perf_counter() - began, runner.setup_s - setup_s)
         for writer, logits_V, token in zip(writers, rows_BV, likeliest, strict=True):
-            writer.ran(logits_V, token, step_s)
+            writer.ran(logits_V, token, took)
         return
     found = runner.verify(sequences, [[token, *draft] for token, draft in zip(last, drafts, strict=True)])
-    likeliest = iter(torch.cat([verified.logits_TV.argmax(-1) for verified in found]).tolist())
-    step_s = time.perf_counter() - began
+    ahead = iter(torch.cat([verified.logits_TV.argmax(-1) for verified in found]).tolist())
+    took = _Took(time.perf_counter() - began, runner.setup_s - setup_s)
     for writer, draft, verified in zip(writers, drafts, found, strict=True):
-        writer.ran_ahead(draft, verified, list(islice(likeliest, len(draft) + 1)), step_s)
+        writer.ran_ahead(draft, verified, list(islice(ahead, len(draft) + 1)), took)
+
+
+class _Took(NamedTuple):
+    """Seconds of a pass, and those among them that went into capturing and compiling it."""
+
+    pass_s: float
+    setup_s: float
 
 
 class _Mark(NamedTuple):
@@ -188,21 +196,24 @@ class _Writer:
         left = request.max_new_tokens - len(request.token_ids)
         return request.drafter.draft(min(left, request.sequence.open.next_room) - 1)
 
-    def ran(self, logits_V: Tensor, likeliest: int, step_s: float) -> None:
+    def ran(self, logits_V: Tensor, likeliest: int, took: _Took) -> None:
         """The last token went through the model."""
         self._picks = self.sampler.picks(logits_V.unsqueeze(0), [likeliest])
-        self.request.num_passes += 1
-        self.request.decode_s += step_s
+        self._count(took)
         self._entered(logits_V)
 
-    def ran_ahead(self, draft: list[int], verified: Verified, likeliest: list[int], step_s: float) -> None:
+    def ran_ahead(self, draft: list[int], verified: Verified, likeliest: list[int], took: _Took) -> None:
         """The last token went through the model, and a draft behind it; `likeliest`: what follows each of them."""
         self._picks = self.sampler.picks(verified.logits_TV, likeliest)
         self._draft, self._verified = draft, verified
-        self.request.num_passes += 1
+        self._count(took)
         self.request.num_drafted += len(draft)
-        self.request.decode_s += step_s
         self._keep()
+
+    def _count(self, took: _Took) -> None:
+        self.request.num_passes += 1
+        self.request.decode_s += took.pass_s - took.setup_s
+        self.request.setup_s += took.setup_s
 
     def _keep(self) -> None:
         """The last token is the next one of those that ran."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from kvfold.attend.kernels.step import Lanes, OutOfLanes, Step, layout_of
 from kvfold.attend.kernels.tables import Layout
+from kvfold.core import Compile
 from kvfold.models.attach import layers_wrapped, maskless
 from kvfold.models.step_cache import StepCache
 from kvfold.pages.sequence import SequenceCache
 
-Compile = Literal["auto"] | bool
 Compiler = Callable[[Callable[..., Any], int], Callable[..., Any]]  # (a layer's forward, rows) -> compiled forward
 _COMPILE_AFTER = 512  # replayed steps that are worth the seconds of a compilation
 _MOST_GRAPHS = 8
@@ -38,7 +38,7 @@ class Graphs:
     def __init__(self) -> None:
         self.enabled = True
         self.compile: Compile = "auto"
-        self.compile_s = 0.0  # what compiling has cost, in all
+        self.setup_s = 0.0  # spent on capturing and compiling, in all
         self._steps = 0
         self._captured: dict[tuple[Layout, int, int], _Captured] = {}
         self._compiled: dict[tuple[type[nn.Module], bool], Callable[..., Any]] = {}
@@ -82,7 +82,7 @@ class Graphs:
         captured = _Captured(Lanes(layout, sequences, num_lanes), num_tokens, is_compiled=self._wants_compiled)
         began = time.perf_counter()
         captured.capture(hf, sequences, self._layer_forward)
-        self.compile_s += (time.perf_counter() - began) if captured.is_compiled else 0.0
+        self.setup_s += time.perf_counter() - began
         return captured
 
     def _layer_forward(self, forward: Callable[..., Any], num_rows: int) -> Callable[..., Any]:
@@ -170,11 +170,12 @@ class _Captured:
 _known: WeakKeyDictionary[nn.Module, Graphs] = WeakKeyDictionary()
 
 
-def graphs_of(hf: Any) -> Graphs:
+def graphs_of(hf: Any, compile: Compile = "auto") -> Graphs:
     """The captured steps of a model, shared by all that run it."""
     found = _known.get(hf)
     if found is None:
         found = _known[hf] = Graphs()
+    found.compile = compile
     return found
 
 

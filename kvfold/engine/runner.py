@@ -20,7 +20,7 @@ from torch import Tensor
 from kvfold.attend.decode import DecodePass
 from kvfold.attend.kernels.formats import has_triton
 from kvfold.attend.prefill import PrefillPass
-from kvfold.core import ModelSpec
+from kvfold.core import Compile, ModelSpec
 from kvfold.engine.graphs import graphs_of
 from kvfold.engine.layer_major import LayerMajor, Progress
 from kvfold.engine.verify import Verified, commit_run
@@ -40,14 +40,21 @@ __all__ = ["Progress", "Runner"]
 class Runner:
     """Runs prompts and decode steps of one attached model over one arena."""
 
-    def __init__(self, hf: Any, spec: ModelSpec, arena: Arena, *, chunk_len: int | None = None) -> None:
+    def __init__(
+        self, hf: Any, spec: ModelSpec, arena: Arena, *, chunk_len: int | None = None, compile: Compile = "auto"
+    ) -> None:
         if chunk_len is not None and chunk_len < 1:
             raise InputError(f"chunk_len is {chunk_len}; it must be at least 1")
         self.hf = hf
         self.spec = spec
         self.arena = arena
         self.chunk_len = default_chunk_len(spec, arena.device) if chunk_len is None else chunk_len
-        self.graphs = graphs_of(hf) if arena.device.type == "cuda" and has_triton() else None
+        self.graphs = graphs_of(hf, compile) if arena.device.type == "cuda" and has_triton() else None
+
+    @property
+    def setup_s(self) -> float:
+        """Seconds that capturing and compiling decode steps of this model have taken so far."""
+        return 0.0 if self.graphs is None else self.graphs.setup_s
 
     def new_sequence(self, policy: Policy, config: PageConfig | None = None) -> SequenceCache:
         return SequenceCache(self.arena, self.spec, policy, config or PageConfig())

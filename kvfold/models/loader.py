@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
-from kvfold.core import ModelSpec
+from kvfold.core import Compile, ModelSpec
 from kvfold.errors import InputError, ModelError
 from kvfold.models.attach import arena_of, attach
 from kvfold.models.catalogue import DTYPE_NAMES
@@ -37,6 +37,7 @@ class Model:
     tokenizer: Any
     spec: ModelSpec
     memory_bytes: int | None = None
+    compile: Compile = "auto"
 
     @property
     def device(self) -> torch.device:
@@ -66,16 +67,23 @@ def load(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto",
     memory: str | int | None = None,
+    compile: Compile = "auto",
     progress: bool = True,
 ) -> Model:
-    """A catalogue name, a folder, or a hub id. `memory` bounds the arena: bytes or text such as "4GB"."""
+    """A catalogue name, a folder, or a hub id. `memory` bounds the arena: bytes or text such as "4GB".
+
+    `compile` is about decode steps on a GPU: True compiles them at once (seconds to half a minute), False never, "auto"
+    after some hundred steps.
+    """
+    if compile not in ("auto", True, False):
+        raise InputError(f'compile is {compile!r}; it is "auto", True or False')
     target = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     compute, kv_dtype = _dtypes(dtype, target)
     source = str(resolve(name, progress=progress))
     hf, tokenizer = _from_pretrained(name, source, compute)
     hf.to(target).eval()
     attach(hf)
-    return wrap(hf, tokenizer, name=name, kv_dtype=kv_dtype, memory=memory)
+    return wrap(hf, tokenizer, name=name, kv_dtype=kv_dtype, memory=memory, compile=compile)
 
 
 def wrap(
@@ -85,11 +93,13 @@ def wrap(
     name: str | None = None,
     kv_dtype: torch.dtype | None = None,
     memory: str | int | None = None,
+    compile: Compile = "auto",
 ) -> Model:
     """A Model around a transformers module you loaded yourself; the module is attached."""
     attach(hf)
     spec = read_spec(hf, kv_dtype)
-    return Model(name or spec.name, hf, tokenizer, spec, None if memory is None else parse_bytes(memory))
+    bound = None if memory is None else parse_bytes(memory)
+    return Model(name or spec.name, hf, tokenizer, spec, bound, compile)
 
 
 def _from_pretrained(name: str, source: str, dtype: torch.dtype) -> tuple[Any, Any]:
