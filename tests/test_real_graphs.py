@@ -15,7 +15,7 @@ from torch import Tensor
 
 import kvfold
 from kvfold.bench.haystack import prose
-from kvfold.engine.graphs import Graphs, graphs_of
+from kvfold.engine.graphs import graphs_of
 from tests.test_real_models import load
 
 pytestmark = [
@@ -39,9 +39,10 @@ def forced(model: kvfold.Model, policy: str, ids: list[int], tokens: list[int] |
     return torch.stack(rows), chosen
 
 
-def settings(graphs: Graphs, mode: str) -> None:
+def choose(model: kvfold.Model, mode: str) -> None:
+    graphs = graphs_of(model.hf)
     graphs.forget()
-    graphs.enabled, graphs.compile = mode != "plain", mode == "compiled"
+    graphs.enabled, model.compile = mode != "plain", mode == "compiled"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -49,13 +50,12 @@ def test_plain_captured_and_compiled_steps_agree(dtype: str) -> None:
     model = load("qwen2.5-coder-1.5b", dtype=dtype, device="cuda", memory="2GB")
     text = " ".join(islice(prose(Random(2)), 300))
     ids = model.tokenizer(text)["input_ids"][:1200]
-    graphs = graphs_of(model.hf)
     for policy in POLICIES:
-        settings(graphs, "plain")
+        choose(model, "plain")
         plain, tokens = forced(model, policy, ids, None)
         top = plain.topk(2, dim=-1).values
         for mode in ("captured", "compiled") if policy in ("full", "int4") else ("captured",):
-            settings(graphs, mode)
+            choose(model, mode)
             found, _ = forced(model, policy, ids, tokens)
             differs = found.argmax(-1) != plain.argmax(-1)
             what = f"{dtype} {policy} {mode}: {int(differs.sum())} of {len(differs)} steps differ"
@@ -63,4 +63,3 @@ def test_plain_captured_and_compiled_steps_agree(dtype: str) -> None:
             assert (top[:, 0] - top[:, 1])[differs].le(0.5).all(), what
             limit = 0.0 if dtype == "float32" and policy in ("full", "snapkv + ada + 4x") else 0.02
             assert differs.float().mean() <= limit, what
-    settings(graphs, "captured")

@@ -7,6 +7,7 @@ import torch
 
 from kvfold.attend.decode import seal
 from kvfold.attend.kernels.sealing import seal_blocks
+from kvfold.attend.prefill import PrefillPass
 from kvfold.errors import OutOfPages
 from kvfold.pages.arena import Arena
 from kvfold.pages.layer import LayerPages
@@ -23,11 +24,12 @@ SPEC = tiny_spec(num_layers=2, num_heads=3, head_dim=64)
 
 def sequence(policy: str, arena: Arena, prompt_len: int, seed: int) -> SequenceCache:
     """Some stored slots, then `OPEN` committed ones in the open block."""
-    from kvfold.attend.prefill import PrefillPass
-
     found = SequenceCache(arena, SPEC, Policy.parse(policy), PageConfig(16, OPEN))
     generator = torch.Generator(DEVICE).manual_seed(seed)
-    draw = lambda heads, count: torch.randn(heads, count, 64, generator=generator, device=DEVICE)  # noqa: E731
+
+    def draw(heads: int, count: int) -> torch.Tensor:
+        return torch.randn(heads, count, 64, generator=generator, device=DEVICE)
+
     prefill = PrefillPass([found], [prompt_len])
     for layer in range(SPEC.num_layers):
         prefill.attend(layer, 0, draw(6, prompt_len), draw(3, prompt_len), draw(3, prompt_len))
@@ -63,10 +65,10 @@ def test_one_launch_writes_what_the_plain_seal_writes(policy: str) -> None:
         assert (mine.sealed_len, mine.open.fill) == (theirs.sealed_len, 0)
         for i, (a, b) in enumerate(zip(mine.tail.layers, theirs.tail.layers, strict=True)):
             assert a.lens == b.lens
-            for item in a.page_class.fields:
-                for x, y in zip(fields(a, item.name), fields(b, item.name), strict=True):
+            for name in (field.name for field in a.page_class.fields):
+                for x, y in zip(fields(a, name), fields(b, name), strict=True):
                     differing = (x.view(torch.uint8) != y.view(torch.uint8)).float().mean()
-                    assert differing <= (0.002 if "code" in item.name and DEVICE == "cuda" else 0.0), (i, item.name)
+                    assert differing <= (0.002 if "code" in name and DEVICE == "cuda" else 0.0), (i, name)
     for item in (*plain, *fast):
         item.release()
     assert arena.lent_bytes == 0
@@ -75,7 +77,8 @@ def test_one_launch_writes_what_the_plain_seal_writes(policy: str) -> None:
 def test_an_arena_that_is_full_is_told_and_the_sequence_stays() -> None:
     arena = Arena(1 << 24, device=DEVICE, superblock_bytes=4096)
     first, second = sequence("full", arena, 48, 0), sequence("full", arena, 48, 1)
-    blocker = arena.lend(first.tail.layers[0].page_class, arena.free_bytes // first.tail.layers[0].page_class.bytes_per_page)
+    page_class = first.tail.layers[0].page_class
+    blocker = arena.lend(page_class, arena.free_bytes // page_class.bytes_per_page)
     before = second.sealed_len, second.open.fill, [layer.lens for layer in second.tail.layers]
     with pytest.raises(OutOfPages):
         seal_blocks([second])
