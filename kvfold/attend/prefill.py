@@ -87,6 +87,8 @@ class PrefillPass:
         add_stored(merge, sequence, layer, q_HGTD, start, whole=True)
         _add_new(merge, q_HGTD, buffer, offset, spec.scale, spec.sliding_window)
         self._track(index, layer, q_QTD, q_HGTD, merge, buffer, offset)
+        if end == self.num_tokens[index]:
+            self._look(index, layer, buffer)
         return merge.result().flatten(0, 1).to(q_QTD.dtype)
 
     def _buffer(self, index: int, k_HTD: Tensor, v_HTD: Tensor, dtype: torch.dtype) -> _LayerBuffer:
@@ -120,19 +122,25 @@ class PrefillPass:
             buffer.stored_mass_HS = old if buffer.stored_mass_HS is None else buffer.stored_mass_HS + old
             buffer.new_mass_HT = new if buffer.new_mass_HT is None else buffer.new_mass_HT + new
 
+    def _look(self, index: int, layer: int, buffer: _LayerBuffer) -> None:
+        """The last token was here: score and choose. A GPU runs the rest of the layer while the host waits for that."""
+        sequence = self.sequences[index]
+        new = NewSlots(buffer.k_HTD, buffer.v_HTD, sequence.sealed_len)
+        if buffer.new_mass_HT is not None:
+            new.mass_HS = _joined_mass(sequence, layer, buffer)
+        for other, compression in self.followers:
+            seen = sequence.sidecar.layers[layer]
+            other.sidecar.layers[layer] = LayerSidecar(last_q_QWD=seen.last_q_QWD, moments=seen.moments)
+            compression.look(layer, _for_policy(new, other))
+        self.rounds[index].look(layer, _for_policy(new, sequence))
+
     def finish_layer(self, layer: int) -> None:
-        """All tokens of all sequences have passed this layer: score, choose, stage."""
-        for index, (sequence, buffer) in enumerate(zip(self.sequences, self._buffers, strict=True)):
-            assert buffer is not None
-            new = NewSlots(buffer.k_HTD, buffer.v_HTD, sequence.sealed_len)
-            if buffer.new_mass_HT is not None:
-                new.mass_HS = _joined_mass(sequence, layer, buffer)
-            for other, compression in self.followers:
-                seen = sequence.sidecar.layers[layer]
-                other.sidecar.layers[layer] = LayerSidecar(last_q_QWD=seen.last_q_QWD, moments=seen.moments)
-                compression.layer(layer, _for_policy(new, other))
-            self.rounds[index].layer(layer, _for_policy(new, sequence))
-            self._buffers[index] = None
+        """All tokens of all sequences have passed this layer: stage what was chosen."""
+        for index, (buffer, total) in enumerate(zip(self._buffers, self.num_tokens, strict=True)):
+            assert buffer is not None and buffer.filled == total, f"sequence {index} is not through layer {layer}"
+        for compression in (*self.rounds, *(follower for _, follower in self.followers)):
+            compression.settle()
+        self._buffers = [None] * len(self.sequences)
 
     def finish(self) -> None:
         """Encode and write what stays. OutOfPages leaves all sequences as they were before the pass."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvfold.budget.base import Allocator, Budget
-from kvfold.budget.bounds import bounds, check_floor, floor_slots, with_floor
+from kvfold.budget.bounds import check_floor, floor_slots, with_floor
 from kvfold.budget.choose import count_top
 from kvfold.policy.registry import register
 
@@ -42,5 +42,5 @@ class Ada(Allocator):
         return [self._layer(score_HS, budget) for score_HS in scores]
 
     def _layer(self, score_HS: Tensor, budget: Budget) -> Tensor:
-        total = max(score_HS.shape[0] * budget.slots_per_head, int(bounds(score_HS).protected_H.sum()))
+        total = score_HS.shape[0] * budget.slots_per_head
         return count_top([with_floor(score_HS, floor_slots(self.floor, budget))], total)[0]

@@ -35,14 +35,10 @@ def choose_same(score_HS: Tensor, count: int) -> Tensor:
 
 
 def count_top(scores: Sequence[Tensor], total: int) -> list[Tensor]:
-    """How many of the `total` highest scores of all heads of all layers each head holds: int64 [H] per layer."""
+    """How many of the `total` highest scores of all heads of all layers each head holds: int64 [H] per layer. Slots
+    that must stay (+inf) count even beyond the total, so nobody has to ask a device how many there are."""
     flat = torch.cat([score_HS.flatten() for score_HS in scores])
-    total = min(total, int((flat > -torch.inf).sum()))
-    if total == 0:
-        return [torch.zeros(score_HS.shape[0], dtype=torch.int64, device=flat.device) for score_HS in scores]
-    last = flat.topk(total, sorted=False).values.amin()  # the lowest score that is still in
-    above, level = flat > last, flat == last
     # Equal scores stand in line by layer, head and slot; the first of them fill what is left.
-    kept = above | (level & (level.cumsum(0) <= total - above.sum()))
+    kept = choose_same(flat.unsqueeze(0), total).squeeze(0) | (flat == torch.inf)
     parts = torch.split(kept, [score_HS.numel() for score_HS in scores])
     return [part.view(score_HS.shape).sum(-1) for part, score_HS in zip(parts, scores, strict=True)]

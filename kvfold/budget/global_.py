@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from kvfold.budget.base import Allocator, Budget
-from kvfold.budget.bounds import bounds, check_floor, floor_slots, with_floor
+from kvfold.budget.bounds import check_floor, floor_slots, with_floor
 from kvfold.budget.choose import count_top
 from kvfold.policy.registry import register
 
@@ -41,7 +41,6 @@ class Global(Allocator):
         check_floor("global", self.floor)
 
     def allocate(self, scores: Sequence[Tensor], budget: Budget, layer: int) -> list[Tensor]:
-        protected = sum(int(bounds(score_HS).protected_H.sum()) for score_HS in scores)
         total = budget.num_layers * scores[0].shape[0] * budget.slots_per_head
         floor_len = floor_slots(self.floor, budget)
-        return count_top([with_floor(score_HS, floor_len) for score_HS in scores], max(total, protected))
+        return count_top([with_floor(score_HS, floor_len) for score_HS in scores], total)

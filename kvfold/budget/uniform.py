@@ -10,7 +10,6 @@ from torch import Tensor
 
 from kvfold.budget.base import Allocator, Budget
 from kvfold.budget.bounds import bounds
-from kvfold.budget.shares import apportion
 from kvfold.policy.registry import register
 
 
@@ -28,8 +27,16 @@ class Uniform(Allocator):
 
 
 def even(score_HS: Tensor, slots_per_head: int) -> Tensor:
-    """int64 [H]: equal counts, as far as protected and existing slots allow, that sum to H * slots_per_head."""
-    protected_H, existing_H = bounds(score_HS)
-    low, high = protected_H.tolist(), existing_H.tolist()
-    counts = apportion(slots_per_head * len(low), [1.0] * len(low), low, high)
-    return torch.tensor(counts, dtype=torch.int64, device=score_HS.device)
+    """int64 [H]: equal counts, as far as protected and existing slots allow, that sum to H * slots_per_head.
+
+    What `apportion` gives for equal weights, computed where the scores are: the highest level, cut to each head's
+    bounds, that the total allows; what is left goes to the first heads that can take one more.
+    """
+    low_H, high_H = bounds(score_HS)
+    total = torch.clamp(low_H.sum(), min=slots_per_head * len(low_H)).minimum(high_H.sum())
+    level_L = torch.arange(score_HS.shape[1] + 1, device=score_HS.device)
+    used_L = level_L.unsqueeze(-1).clamp(low_H, high_H).sum(-1)
+    level = (used_L <= total).sum() - 1
+    count_H = level.clamp(low_H, high_H)
+    grows_H = (level >= low_H) & (level < high_H)
+    return count_H + (grows_H & (grows_H.cumsum(0) <= total - count_H.sum()))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from kvfold.budget.choose import choose
 from kvfold.evicted.base import Evicted, Split
 from kvfold.pages.rewrite import LayerChange, Rewrite
 from kvfold.pages.sequence import SequenceCache
+from kvfold.pages.transfer import Download, indices, upload
 from kvfold.pages.view import NewSlots, build_view, size_facts
 from kvfold.policy.size import Floor, Size, check_floor
 from kvfold.policy.stage import Stage
@@ -38,19 +40,23 @@ class _Staged:
     change: LayerChange
 
     def __post_init__(self) -> None:
-        slot_S = torch.arange(self.score_HS.shape[1], device=self.score_HS.device)
-        self.is_new_HS = slot_S >= torch.tensor(self.num_stored, device=self.score_HS.device).unsqueeze(-1)
+        device = self.score_HS.device
+        slot_S = torch.arange(self.score_HS.shape[1], device=device)
+        self.is_new_HS = slot_S >= upload(self.num_stored, device).unsqueeze(-1)
 
-    def trim(self, keep_HS: Tensor, evicted: Evicted) -> None:
-        """Keep fewer: keep_HS is a subset of what is kept. Each answer the host waits for stalls a GPU, so it asks for
-        the counts of new and stored slots at once, and turns the mask into indices once."""
-        new_HS = keep_HS & self.is_new_HS
-        new, stored = torch.stack((new_HS.sum(-1), (keep_HS & ~self.is_new_HS).sum(-1))).tolist()
+    def chosen(self, keep_HS: Tensor) -> _Chosen:
+        """Keep fewer: keep_HS is a subset of what is kept. The counts of new and stored slots start for the host."""
+        count_2H = torch.stack(((keep_HS & self.is_new_HS).sum(-1), (keep_HS & ~self.is_new_HS).sum(-1)))
+        return _Chosen(self, keep_HS, Download(count_2H))
+
+    def trim(self, keep_HS: Tensor, new: list[int], stored: list[int], evicted: Evicted) -> None:
+        """Drop what is not chosen; from here on the host knows every number and the device is asked for none."""
         kept_stored = self.num_stored if self.change.keep is None else [len(index) for index in self.change.keep]
         if new == self.change.counts and stored == kept_stored:
             return
-        stays_N = keep_HS[self.keep_HS & self.is_new_HS]  # row-major, so head after head as in the change
-        index_N = stays_N.nonzero().squeeze(-1)
+        was_new_X = (self.keep_HS & self.is_new_HS).flatten()  # row-major, so head after head as in the change
+        stays_N = keep_HS.flatten()[indices(was_new_X, sum(self.change.counts))]
+        index_N = indices(stays_N, sum(new))
         k_ND, v_ND = self._folded(stays_N, index_N, evicted)
         self.change = LayerChange(k_ND, v_ND, self.change.position_N[index_N], new, self._stored(keep_HS, stored))
         self.keep_HS = keep_HS
@@ -68,7 +74,20 @@ class _Staged:
         """Indices of the stored slots that stay, per head; None: all of them."""
         if counts == self.num_stored:
             return None
-        return list((keep_HS & ~self.is_new_HS).nonzero()[:, 1].split(counts))
+        flat_N = indices((keep_HS & ~self.is_new_HS).flatten(), sum(counts))
+        return list((flat_N % keep_HS.shape[1]).split(counts))
+
+
+class _Chosen(NamedTuple):
+    """What stays of a layer, while the counts are on their way to the host."""
+
+    staged: _Staged
+    keep_HS: Tensor
+    count_2H: Download
+
+    def settle(self, evicted: Evicted) -> None:
+        new, stored = self.count_2H.wait().tolist()
+        self.staged.trim(self.keep_HS, new, stored, evicted)
 
 
 @dataclass
@@ -89,8 +108,9 @@ class _Layer:
 
 
 class Compression:
-    """One round for one sequence. `layer` is called for every layer in order, then `finish` writes.
+    """One round for one sequence. `look` and `settle` are called for every layer in order, then `finish` writes.
 
+    `look` only queues work for a device, `settle` waits for its answer: what is queued between the two hides the wait.
     `seen_len` is the committed length at the end of the current call: sizes such as 8x refer to it. A size below what
     must stay is refused when a call starts; while `decoding`, what must stay is the size then.
     """
@@ -103,6 +123,7 @@ class Compression:
         self.seen_len = seen_len
         self.decoding = decoding
         self._layers: list[_Layer] = []
+        self._chosen: list[_Chosen] = []
         self.budget = self._budget(self.stage) if self.stage is not None else None
 
     def _budget(self, stage: Stage) -> Budget | None:
@@ -118,12 +139,29 @@ class Compression:
         return Budget(target - floor.open_len, num_layers, stage.score.needs.last_queries)
 
     def layer(self, index: int, new: NewSlots) -> None:
+        """Look at a layer and settle it at once."""
+        self.look(index, new)
+        self.settle()
+
+    def look(self, index: int, new: NewSlots) -> None:
+        """Score the slots of a layer, share out and choose."""
         if not self.sequence.spec.layers[index].compressible:
             self._layers.append(_Layer(self._slide(index, new)))
         elif self.budget is None:
             self._layers.append(_Layer(new.all(), new.mass_HS))
         else:
             self._compress(index, new, self.budget)
+
+    def settle(self) -> None:
+        """Drop what the last look did not choose."""
+        if self.stage is None or not self._chosen:
+            return
+        for chosen in self._chosen:
+            chosen.settle(self.stage.evicted)
+        self._chosen = []
+        last = self._layers[-1]
+        if self.stage.budget.scope == "layer" and last.staged is not None and last.mass_HS is None:
+            self._layers[-1] = _Layer(last.staged.change)  # scores and masks of a long prompt are large
 
     def _compress(self, index: int, new: NewSlots, budget: Budget) -> None:
         assert self.stage is not None
@@ -135,10 +173,10 @@ class Compression:
         competing = staged if allocator.scope == "model" else [added]
         place = self.sequence.spec.compressible_layers.index(index)
         counts = allocator.allocate([item.score_HS for item in competing], budget, place)
-        for item, count_H in zip(competing, counts, strict=True):
-            item.trim(choose(item.score_HS, count_H) & item.keep_HS, self.stage.evicted)
-        if allocator.scope == "layer" and new.mass_HS is None:  # settled: scores and masks of a long prompt are large
-            self._layers[-1] = _Layer(added.change)
+        self._chosen = [
+            item.chosen(choose(item.score_HS, count_H) & item.keep_HS)
+            for item, count_H in zip(competing, counts, strict=True)
+        ]
 
     def _scores(self, index: int, new: NewSlots, stage: Stage) -> tuple[Tensor, Tensor]:
         """Scores (-inf: no slot, +inf: must stay) and which slots exist."""

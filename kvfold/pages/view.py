@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from kvfold.pages.read import stored_slots
 from kvfold.pages.sequence import LayerChange, SequenceCache
 from kvfold.pages.sidecar import LayerSidecar
+from kvfold.pages.transfer import upload
 from kvfold.policy.size import SizeFacts
 from kvfold.score.base import Needs, QueryStats, View
 
@@ -90,7 +91,7 @@ def build_view(sequence: SequenceCache, index: int, new: NewSlots, needs: Needs)
         k_RSD=_joined(stored.k, new.k_HTD),
         v_RSD=_joined(stored.v, new.v_HTD),
         position_RS=_joined(stored.position, new.position_T.expand(spec.num_kv_heads, -1)),
-        valid_RS=torch.arange(max(lens), device=device) < torch.tensor(lens, device=device).unsqueeze(-1),
+        valid_RS=torch.arange(max(lens), device=device) < upload(lens, device).unsqueeze(-1),
         seen_R=torch.full((spec.num_kv_heads,), new.end, device=device),
     )
     _observe(view, sequence.sidecar.layers[index], new, needs)

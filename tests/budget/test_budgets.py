@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvfold.budget import Ada, Budget, Global, Pyramid, Uniform
+from kvfold.budget.shares import apportion
 from kvfold.errors import PolicyError
+from tests.budget.scores import scores
 
 
 def one_layer(allocator: Ada | Uniform, score_HS: Tensor, slots: int) -> list[int]:
@@ -30,6 +32,15 @@ def ragged(*lens: int) -> Tensor:
 
 def test_uniform_is_equal() -> None:
     assert one_layer(Uniform(), ragged(10, 10, 10), 4) == [4, 4, 4]
+
+
+@settings(deadline=None)
+@given(scores(), st.integers(0, 12))
+def test_uniform_is_the_apportionment_of_equal_weights(score_HS: Tensor, slots: int) -> None:
+    low = (score_HS == torch.inf).sum(-1).tolist()
+    high = (score_HS > -torch.inf).sum(-1).tolist()
+    plain = apportion(slots * len(low), [1.0] * len(low), low, high)
+    assert one_layer(Uniform(), score_HS, slots) == plain
 
 
 def test_uniform_passes_on_what_a_short_head_cannot_use() -> None:

@@ -80,7 +80,8 @@ def test_count_top_equals_sorting_everything(scores: list[Tensor], total: int) -
         for score in row
         if score > -torch.inf
     ]
-    top = sorted(flat)[:total]  # equal scores: earlier layer, then earlier head
+    must_stay = sum(score == -torch.inf for score, *_ in flat)
+    top = sorted(flat)[: max(total, must_stay)]  # equal scores: earlier layer, then earlier head
     plain = [
         [sum(item[1:] == (layer, head) for item in top) for head in range(len(s))] for layer, s in enumerate(scores)
     ]
