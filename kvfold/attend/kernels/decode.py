@@ -5,7 +5,7 @@ dense array and loads need no table. Softmax runs online over tiles in base 2, l
 last tile is masked. The grid is as large as the table and never changes; programs past `num_tasks`, and tasks of length
 0, end at once.
 
-    R rows of queries   X queries of a row   D head dim   N slots of a tile   M rows of a dot (X padded)
+    R rows of queries   X queries of a row   D head dim   N slots of a tile   M queries (X padded)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from kvfold.attend.kernels.formats import NUM_COLUMNS, Format, format_of
 from kvfold.attend.kernels.keys import key_scores, query_parts
 from kvfold.attend.kernels.tile import elements, load_each
-from kvfold.attend.kernels.values import add_values, store_part
+from kvfold.attend.kernels.values import add_values, no_values, store_values
 
 LOG2E = 1.4426950408889634
 _LOG2E, _LN2 = tl.constexpr(LOG2E), tl.constexpr(0.6931471805599453)
@@ -40,9 +40,9 @@ class Config(NamedTuple):
 _CONFIG: dict[int, Config] = {
     32: Config(32, 4, 2),
     16: Config(64, 4, 3),
-    8: Config(128, 8, 3, 128),
-    4: Config(128, 8, 4, 128),
-    2: Config(128, 8, 4, 128),
+    8: Config(64, 2, 3),
+    4: Config(64, 2, 4),
+    2: Config(64, 1, 4),
 }
 
 
@@ -65,13 +65,13 @@ def attend_kernel(
     NUM_COLUMNS: tl.constexpr,
     K_FORM: tl.constexpr,
     K_BITS: tl.constexpr,
-    K_WIDTH: tl.constexpr,
+    K_WORDS: tl.constexpr,
     K_PAD: tl.constexpr,
     K_GROUPS: tl.constexpr,
     K_SPAN: tl.constexpr,
     V_FORM: tl.constexpr,
     V_BITS: tl.constexpr,
-    V_WIDTH: tl.constexpr,
+    V_WORDS: tl.constexpr,
     V_PAD: tl.constexpr,
     V_GROUPS: tl.constexpr,
     HAS_COUNT: tl.constexpr,
@@ -82,35 +82,31 @@ def attend_kernel(
     PLAIN: tl.constexpr,
 ) -> None:
     pid = tl.program_id(0)
-    end = tl.num_programs(0)
-    if HAS_COUNT:
-        end = tl.load(num_tasks)
-    if pid >= end:
-        return
     task = tasks + pid.to(tl.int64) * NUM_COLUMNS
+    # Everything a program waits for is asked for at once, before it knows whether there is a task.
+    end = tl.load(num_tasks) if HAS_COUNT else tl.num_programs(0)
     length = tl.load(task + 1).to(tl.int32)
-    if length == 0:
-        return
     row = tl.load(task)
-    k_code = k_memory + elements(task + 2, k_memory.dtype.element_ty)
-    k_scale = meta + elements(task + 3, meta.dtype.element_ty)
-    k_zero = meta + elements(task + 4, meta.dtype.element_ty)
-    v_code = v_memory + elements(task + 5, v_memory.dtype.element_ty)
-    v_scale = meta + elements(task + 6, meta.dtype.element_ty)
-    v_zero = meta + elements(task + 7, meta.dtype.element_ty)
-    bias = biases + elements(task + 8, biases.dtype.element_ty)
+    k_code = k_memory + elements(tl.load(task + 2), k_memory.dtype.element_ty)
+    k_scale = meta + elements(tl.load(task + 3), meta.dtype.element_ty)
+    k_zero = meta + elements(tl.load(task + 4), meta.dtype.element_ty)
+    v_code = v_memory + elements(tl.load(task + 5), v_memory.dtype.element_ty)
+    v_scale = meta + elements(tl.load(task + 6), meta.dtype.element_ty)
+    v_zero = meta + elements(tl.load(task + 7), meta.dtype.element_ty)
+    bias = biases + elements(tl.load(task + 8), biases.dtype.element_ty)
+    if (pid >= end) | (length == 0):
+        return
 
     x = tl.arange(0, M)
-    q0, q1, q2, q3, sum_q = query_parts(q + row * X * D, X, M, D, K_WIDTH, K_PAD)
+    parts, sum_q = query_parts(q + row * X * D, X, M, D, K_WORDS, K_PAD)
     lift = tl.zeros([M], tl.float32)
     if HAS_OFFSET:
         lift = tl.load(offset + row * X + x, mask=x < X, other=0.0).to(tl.float32) * scale_log2
     top = tl.full([M], float("-inf"), tl.float32)
-    # Sums over slots stay spread over a tile until the end: a reduction across warps costs more than the registers.
-    total = tl.zeros([M, BLOCK], tl.float32)
-    even = tl.zeros([M, BLOCK], tl.float32)
-    acc0 = tl.zeros([M, V_PAD], tl.float32)
-    acc1, acc2, acc3 = acc0, acc0, acc0
+    # Sums over slots stay spread over a tile until the end: a reduction across threads costs more than the registers.
+    total = tl.zeros([BLOCK, M], tl.float32)
+    even = tl.zeros([BLOCK, M], tl.float32)
+    acc = no_values(M, D, V_WORDS, V_PAD)
     # Metadata are fetched a tile ahead: the compiler does so for codes, whose loads feed dots, but not for these.
     K_EACH: tl.constexpr = K_FORM != "float" and K_GROUPS == 1
     V_EACH: tl.constexpr = V_FORM != "float" and V_GROUPS == 1
@@ -130,35 +126,29 @@ def attend_kernel(
             next_v_scale_n = load_each(v_scale, n + BLOCK, length, V_EACH)
             next_v_zero_n = load_each(v_zero, n + BLOCK, length, V_EACH and V_FORM == "int")
             score = key_scores(
-                q0, q1, q2, q3, sum_q, k_code, k_scale, k_zero, k_scale_n, k_zero_n, n, length,
-                D, K_WIDTH, K_PAD, K_FORM, K_BITS, K_GROUPS, K_SPAN, MASKED, PLAIN,
+                parts, sum_q, k_code, k_scale, k_zero, k_scale_n, k_zero_n, n, length, scale_log2,
+                D, K_WORDS, K_PAD, K_FORM, K_BITS, K_GROUPS, K_SPAN, MASKED, PLAIN,
             )  # fmt: skip
-            score = score * scale_log2 + lift[:, None]
+            if HAS_OFFSET:
+                score += lift[None, :]
             if HAS_BIAS:
-                score += load_each(bias, n, length, True)[None, :] * _LOG2E
+                score += load_each(bias, n, length, True)[:, None] * _LOG2E
             if MASKED:
-                score = tl.where((n < length)[None, :], score, float("-inf"))
+                score = tl.where((n < length)[:, None], score, float("-inf"))
             before = top
-            top = tl.maximum(top, tl.max(score, 1))
+            top = tl.maximum(top, tl.max(score, 0))
             keep = tl.exp2(before - top)
-            p = tl.exp2(score - top[:, None])
-            total = total * keep[:, None] + p
-            acc0, acc1, acc2, acc3, even = add_values(
-                acc0, acc1, acc2, acc3, even, keep, p, v_code, v_scale, v_zero, v_scale_n, v_zero_n, n, length,
-                D, V_WIDTH, V_PAD, V_FORM, V_BITS, V_GROUPS, q0.dtype, MASKED, PLAIN,
+            p = tl.exp2(score - top[None, :])
+            total = total * keep[None, :] + p
+            acc, even = add_values(
+                acc, even, keep, p, v_code, v_scale, v_zero, v_scale_n, v_zero_n, n, length,
+                D, V_WORDS, V_PAD, V_FORM, V_BITS, V_GROUPS, parts[0].dtype, MASKED, PLAIN,
             )  # fmt: skip
             k_scale_n, k_zero_n, v_scale_n, v_zero_n = next_k_scale_n, next_k_zero_n, next_v_scale_n, next_v_zero_n
 
-    sums = tl.sum(total, 1)
+    sums = tl.sum(total, 0)
     tl.store(lse + pid * X + x, (top + tl.log2(sums)) * _LN2, mask=x < X)
-    base = tl.sum(even, 1)[:, None]
-    out += pid.to(tl.int64) * X * D
-    store_part(out, (acc0 + base) / sums[:, None], 0, X, D, V_WIDTH)
-    if V_WIDTH < D:
-        store_part(out, (acc1 + base) / sums[:, None], 1, X, D, V_WIDTH)
-    if V_WIDTH * 2 < D:
-        store_part(out, (acc2 + base) / sums[:, None], 2, X, D, V_WIDTH)
-        store_part(out, (acc3 + base) / sums[:, None], 3, X, D, V_WIDTH)
+    store_values(out + pid.to(tl.int64) * X * D, acc, tl.sum(even, 0), sums, X, D, V_WORDS, V_PAD)
 
 
 def launch(
@@ -184,8 +174,8 @@ def launch(
     attend_kernel[(len(task),)](
         q_RXD.contiguous(),
         q_RXD if offset_RX is None else offset_RX.contiguous(),
-        memory.view(k.dtype),
-        memory.view(v.dtype),
+        memory.view(k.word_dtype),
+        memory.view(v.word_dtype),
         memory.view(torch.bfloat16),
         memory.view(torch.float32),
         task,
@@ -194,19 +184,19 @@ def launch(
         lse,
         scale * LOG2E,
         X=num_queries,
-        M=padded(num_queries),
+        M=padded(num_queries, 8),
         D=head_dim,
         NUM_COLUMNS=NUM_COLUMNS,
         K_FORM=k.form,
         K_BITS=k.bits,
-        K_WIDTH=k.width(head_dim),
-        K_PAD=padded(k.width(head_dim)),
+        K_WORDS=k.num_words(head_dim),
+        K_PAD=padded(k.num_words(head_dim), 16),
         K_GROUPS=k.groups(head_dim, k_groups, is_key=True),
         K_SPAN=k.key_span,
         V_FORM=v.form,
         V_BITS=v.bits,
-        V_WIDTH=v.width(head_dim),
-        V_PAD=padded(v.width(head_dim)),
+        V_WORDS=v.num_words(head_dim),
+        V_PAD=padded(v.num_words(head_dim), 16),
         V_GROUPS=v_groups,
         HAS_COUNT=num_tasks is not None,
         HAS_OFFSET=offset_RX is not None,
@@ -220,9 +210,9 @@ def launch(
     return out, lse
 
 
-def padded(count: int) -> int:
-    """Sides of a dot are powers of two from 16 on."""
-    return max(16, 1 << (count - 1).bit_length())
+def padded(count: int, least: int) -> int:
+    """Sides of a dot are powers of two: from 8 on for queries, from 16 on for words."""
+    return max(least, 1 << (count - 1).bit_length())
 
 
 def is_plain(memory: Tensor) -> bool:

@@ -35,6 +35,21 @@ class Format(NamedTuple):
         """Elements of `dtype` that one slot's codes take."""
         return head_dim if self.form != "int" else head_dim * self.bits // 8
 
+    @property
+    def word_dtype(self) -> torch.dtype:
+        """As kernels load codes: packed ones by 16 bits, which tensor cores' operands are made of."""
+        return self.dtype if self.form == "float" else torch.int16
+
+    def num_words(self, head_dim: int) -> int:
+        """Elements of `word_dtype` that one slot's codes take."""
+        num_bytes = self.width(head_dim) * self.dtype.itemsize
+        if num_bytes % self.word_dtype.itemsize:
+            raise InputError(
+                f"codes of {self.bits} bits for head dim {head_dim} end within a 16-bit word; kernels read head dims "
+                f"that are multiples of {16 // self.bits}, use the plain reader for this model"
+            )
+        return num_bytes // self.word_dtype.itemsize
+
     def groups(self, head_dim: int, channel_groups: int, *, is_key: bool) -> int:
         """Scales in one row of metadata: a row serves one slot, or the slots of a span with a scale per channel."""
         return head_dim if is_key and self.key_span > 1 else channel_groups

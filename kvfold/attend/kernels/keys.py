@@ -4,10 +4,10 @@ Codes go into the dots as they are. With one scale and zero per slot (GROUPS = 1
 
     q.k = (q.code) * scale + sum(q) * zero
 
-so metadata touch a [rows, slots] tile instead of every channel. Codes of 4 and 2 bits are stored in split order
-(kvfold/codec/packing.py): each part of a byte is a contiguous part of the channels and has a dot of its own.
+so metadata touch a [slots, queries] tile instead of every channel. Slots are the rows of the dots: of a tensor core's
+16 x 8 the few queries of a KV head then fill the 8.
 
-    M rows of queries (padded)   N slots of a tile   (constants: tile.py)
+    N slots of a tile   M queries (padded)   (constants: tile.py)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvfold.attend.kernels.tile import dot, load_codes, restored
+from kvfold.attend.kernels.tile import channels, dot, load_codes, restored
 from kvfold.attend.kernels.unpack import unpack
 
 
@@ -23,41 +23,21 @@ from kvfold.attend.kernels.unpack import unpack
 def query_parts(
     q: tl.tensor, X: tl.constexpr, M: tl.constexpr, D: tl.constexpr, W: tl.constexpr, WP: tl.constexpr
 ) -> tl.tuple:
-    """The parts of a row's queries that the parts of a code byte meet, [M, WP] each, and their sums [M]."""
-    q0 = _query_part(q, 0, X, M, D, W, WP)
-    q1, q2, q3 = q0, q0, q0
-    sum_q = tl.sum(q0.to(tl.float32), 1)
-    if D > W:
-        q1 = _query_part(q, 1, X, M, D, W, WP)
-        sum_q += tl.sum(q1.to(tl.float32), 1)
-    if D > 2 * W:
-        q2 = _query_part(q, 2, X, M, D, W, WP)
-        q3 = _query_part(q, 3, X, M, D, W, WP)
-        sum_q += tl.sum(q2.to(tl.float32), 1) + tl.sum(q3.to(tl.float32), 1)
-    return q0, q1, q2, q3, sum_q
-
-
-@triton.jit
-def _query_part(
-    q: tl.tensor,
-    PART: tl.constexpr,
-    X: tl.constexpr,
-    M: tl.constexpr,
-    D: tl.constexpr,
-    W: tl.constexpr,
-    WP: tl.constexpr,
-) -> tl.tensor:
+    """The parts of a row's queries that the parts of a word meet, [WP, M] each, and the sums over channels [M]."""
     x = tl.arange(0, M)
-    w = tl.arange(0, WP)
-    return tl.load(q + x[:, None] * D + PART * W + w[None, :], mask=(x < X)[:, None] & (w < W)[None, :], other=0.0)
+    parts: tl.tuple = ()
+    sums = tl.zeros([M], tl.float32)
+    for PART in tl.static_range(D // W):
+        inside = (tl.arange(0, WP) < W)[:, None] & (x < X)[None, :]
+        part = tl.load(q + x[None, :] * D + channels(PART, D, W, WP)[:, None], mask=inside, other=0.0)
+        parts += (part,)
+        sums += tl.sum(part.to(tl.float32), 0)
+    return parts, sums
 
 
 @triton.jit
 def key_scores(
-    q0: tl.tensor,
-    q1: tl.tensor,
-    q2: tl.tensor,
-    q3: tl.tensor,
+    parts: tl.tuple,
     sum_q: tl.tensor,
     code: tl.tensor,
     scale: tl.tensor,
@@ -66,6 +46,7 @@ def key_scores(
     zero_n: tl.tensor,
     n: tl.tensor,
     length: tl.tensor,
+    factor: tl.tensor,
     D: tl.constexpr,
     W: tl.constexpr,
     WP: tl.constexpr,
@@ -76,25 +57,21 @@ def key_scores(
     MASKED: tl.constexpr,
     PLAIN: tl.constexpr,
 ) -> tl.tensor:
-    """q.k of a tile, fp32 [M, N]. `scale_n`, `zero_n`: its metadata, fetched before, where a slot has one of each."""
-    k0, k1, k2, k3 = unpack(load_codes(code, n, length, W, WP, True, MASKED), FORM, BITS, PLAIN)
-    PARTS: tl.constexpr = D // W
-    SHIFT: tl.constexpr = 128.0 if BITS < 8 else -128.0
-    if FORM == "int" and GROUPS > 1:
-        k0 = restored(k0, scale, zero, n, length, 0, D, W, WP, BITS, GROUPS, SPAN, True, MASKED)
-        if PARTS > 1:
-            k1 = restored(k1, scale, zero, n, length, 1, D, W, WP, BITS, GROUPS, SPAN, True, MASKED)
-        if PARTS > 2:
-            k2 = restored(k2, scale, zero, n, length, 2, D, W, WP, BITS, GROUPS, SPAN, True, MASKED)
-            k3 = restored(k3, scale, zero, n, length, 3, D, W, WP, BITS, GROUPS, SPAN, True, MASKED)
-    score = dot(q0, k0, tl.zeros([q0.shape[0], n.shape[0]], tl.float32), PLAIN)
-    if PARTS > 1:
-        score = dot(q1, k1, score, PLAIN)
-    if PARTS > 2:
-        score = dot(q3, k3, dot(q2, k2, score, PLAIN), PLAIN)
+    """q.k * factor of a tile, fp32 [N, M]; `scale_n`, `zero_n`: its metadata, fetched before, if a slot has one of
+    each."""
+    words = load_codes(code, n, length, W, WP, False, MASKED)
+    score = tl.zeros([n.shape[0], sum_q.shape[0]], tl.float32)
+    for PART in tl.static_range(D // W):
+        k = unpack(words, PART, FORM, BITS, PLAIN)
+        if FORM == "int" and GROUPS > 1:
+            k = restored(k, scale, zero, n, length, PART, D, W, WP, BITS, GROUPS, SPAN, False)
+        score = dot(k, parts[PART], score, PLAIN)
     if FORM != "float" and GROUPS == 1:
-        scales = scale_n.to(tl.float32)
-        score = score * scales[None, :]
+        scales = scale_n.to(tl.float32) * factor
+        score = score * scales[:, None]
         if FORM == "int":
-            score += sum_q[:, None] * (zero_n.to(tl.float32) - SHIFT * scales)[None, :]
+            SHIFT: tl.constexpr = 128.0 if BITS < 8 else -128.0
+            score += sum_q[None, :] * (zero_n.to(tl.float32) * factor - SHIFT * scales)[:, None]
+    else:
+        score = score * factor
     return score

@@ -40,7 +40,7 @@ def mass_kernel(
     NUM_COLUMNS: tl.constexpr,
     K_FORM: tl.constexpr,
     K_BITS: tl.constexpr,
-    K_WIDTH: tl.constexpr,
+    K_WORDS: tl.constexpr,
     K_PAD: tl.constexpr,
     K_GROUPS: tl.constexpr,
     K_SPAN: tl.constexpr,
@@ -62,14 +62,14 @@ def mass_kernel(
     if length == 0:
         return
     row = tl.load(task)
-    k_code = k_memory + elements(task + 2, k_memory.dtype.element_ty)
-    k_scale = meta + elements(task + 3, meta.dtype.element_ty)
-    k_zero = meta + elements(task + 4, meta.dtype.element_ty)
-    bias = biases + elements(task + 8, biases.dtype.element_ty)
+    k_code = k_memory + elements(tl.load(task + 2), k_memory.dtype.element_ty)
+    k_scale = meta + elements(tl.load(task + 3), meta.dtype.element_ty)
+    k_zero = meta + elements(tl.load(task + 4), meta.dtype.element_ty)
+    bias = biases + elements(tl.load(task + 8), biases.dtype.element_ty)
     mass += tl.load(task + 9)
 
     x = tl.arange(0, M)
-    q0, q1, q2, q3, sum_q = query_parts(q + row * X * D, X, M, D, K_WIDTH, K_PAD)
+    parts, sum_q = query_parts(q + row * X * D, X, M, D, K_WORDS, K_PAD)
     seen = tl.load(row_of_task + pid).to(tl.int64) * X
     lift = -tl.load(lse + seen + x, mask=x < X, other=float("inf")) * _LOG2E  # padded rows: exp2(-inf) adds nothing
     if HAS_OFFSET:
@@ -88,13 +88,13 @@ def mass_kernel(
             next_k_scale_n = load_each(k_scale, n + BLOCK, length, K_EACH)
             next_k_zero_n = load_each(k_zero, n + BLOCK, length, K_EACH and K_FORM == "int")
             score = key_scores(
-                q0, q1, q2, q3, sum_q, k_code, k_scale, k_zero, k_scale_n, k_zero_n, n, length,
-                D, K_WIDTH, K_PAD, K_FORM, K_BITS, K_GROUPS, K_SPAN, MASKED, PLAIN,
+                parts, sum_q, k_code, k_scale, k_zero, k_scale_n, k_zero_n, n, length, scale_log2,
+                D, K_WORDS, K_PAD, K_FORM, K_BITS, K_GROUPS, K_SPAN, MASKED, PLAIN,
             )  # fmt: skip
-            score = score * scale_log2 + lift[:, None]
+            score += lift[None, :]
             if HAS_BIAS:
-                score += load_each(bias, n, length, True)[None, :] * _LOG2E
-            share = tl.sum(tl.exp2(score), 0)
+                score += load_each(bias, n, length, True)[:, None] * _LOG2E
+            share = tl.sum(tl.exp2(score), 1)
             # A slot belongs to one task of a launch, so nobody else adds here.
             tl.store(mass + n, tl.load(mass + n, mask=n < length, other=0.0) + share, mask=n < length)
             k_scale_n, k_zero_n = next_k_scale_n, next_k_zero_n
@@ -122,7 +122,7 @@ def launch(
     mass_kernel[(len(task),)](
         q_RXD.contiguous(),
         q_RXD if offset_RX is None else offset_RX.contiguous(),
-        memory.view(k.dtype),
+        memory.view(k.word_dtype),
         memory.view(torch.bfloat16),
         memory.view(torch.float32),
         task,
@@ -132,13 +132,13 @@ def launch(
         mass,
         scale * LOG2E,
         X=num_queries,
-        M=padded(num_queries),
+        M=padded(num_queries, 8),
         D=head_dim,
         NUM_COLUMNS=NUM_COLUMNS,
         K_FORM=k.form,
         K_BITS=k.bits,
-        K_WIDTH=k.width(head_dim),
-        K_PAD=padded(k.width(head_dim)),
+        K_WORDS=k.num_words(head_dim),
+        K_PAD=padded(k.num_words(head_dim), 16),
         K_GROUPS=k.groups(head_dim, k_groups, is_key=True),
         K_SPAN=k.key_span,
         HAS_COUNT=num_tasks is not None,

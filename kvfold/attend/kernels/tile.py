@@ -1,11 +1,15 @@
 """What kernels do with a tile of stored slots: load its codes and metadata, restore numbers, multiply.
 
+Packed codes are loaded, copied to shared memory and handed to the threads as words of 16 bits: the size of a bf16
+number, so a word lies where the tensor cores want the numbers made of it, and unpacking moves nothing. Each part of a
+word (its bits PART * BITS and up) has a dot of its own, with the channels that lie there.
+
 A side (keys or values) of a task is described to the compiler by the same names everywhere:
 
-    W elements of a slot's codes   WP the same padded to a power of two   FORM, BITS as in formats.py
+    W words of a slot's codes   WP the same padded to a power of two   FORM, BITS as in formats.py
     GROUPS scales in a row of metadata   SPAN slots that share a row   MASKED whether the tile may end early
 
-    M rows of queries (padded)   N slots of a tile
+    N slots of a tile   M queries (padded)
 """
 
 from __future__ import annotations
@@ -16,11 +20,28 @@ import triton.language as tl
 
 @triton.jit
 def dot(a: tl.tensor, b: tl.tensor, total: tl.tensor, PLAIN: tl.constexpr) -> tl.tensor:
-    """total + a @ b in fp32; b comes in a's dtype, whose rounding PLAIN keeps."""
-    b = b.to(a.dtype)
+    """total + a @ b in fp32; a comes in b's dtype, whose rounding PLAIN keeps."""
+    a = a.to(b.dtype)
     if PLAIN:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit
+def channels(PART: tl.constexpr, D: tl.constexpr, W: tl.constexpr, WP: tl.constexpr) -> tl.tensor:
+    """Channels [WP] whose codes lie in part PART of the words.
+
+    Bytes are in split order (kvfold/codec/packing.py); word w has bytes 2w and 2w + 1. D = 16, 4 bits, W = 4:
+
+        part 0: 0, 2, 4, 6    part 1: 8, 10, 12, 14    part 2: 1, 3, 5, 7    part 3: 9, 11, 13, 15
+    """
+    w = tl.arange(0, WP)
+    if W == D:
+        channel = w
+    else:
+        IN_BYTE: tl.constexpr = D // (2 * W)
+        channel = 2 * w + PART % IN_BYTE * (2 * W) + PART // IN_BYTE
+    return channel
 
 
 @triton.jit
@@ -33,23 +54,23 @@ def load_codes(
     TRANSPOSED: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tl.tensor:
-    """[N, WP], or [WP, N] if TRANSPOSED."""
+    """Words [N, WP], or [WP, N] if TRANSPOSED."""
     w = tl.arange(0, WP)
     if TRANSPOSED:
-        at = n[None, :] * W + w[:, None]
-        inside = (n < length)[None, :] & (w < W)[:, None]
+        at = code + n[None, :] * W + w[:, None]
         in_slot = (w < W)[:, None]
+        inside = in_slot & (n < length)[None, :]
     else:
-        at = n[:, None] * W + w[None, :]
-        inside = (n < length)[:, None] & (w < W)[None, :]
+        at = code + n[:, None] * W + w[None, :]
         in_slot = (w < W)[None, :]
+        inside = in_slot & (n < length)[:, None]
     if MASKED:
-        codes = tl.load(code + at, mask=inside, other=0)
+        words = tl.load(at, mask=inside, other=0)
     elif WP != W:
-        codes = tl.load(code + at, mask=in_slot, other=0)
+        words = tl.load(at, mask=in_slot, other=0)
     else:
-        codes = tl.load(code + at)
-    return codes
+        words = tl.load(at)
+    return words
 
 
 @triton.jit
@@ -76,23 +97,17 @@ def restored(
     GROUPS: tl.constexpr,
     SPAN: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    MASKED: tl.constexpr,
 ) -> tl.tensor:
     """code * scale + zero for each channel, where channels differ in their metadata; fp32, shaped like `part`."""
-    w = tl.arange(0, WP)
-    group = (PART * W + w) // (D // GROUPS)
+    group = channels(PART, D, W, WP) // (D // GROUPS)
     if TRANSPOSED:
         at = (n // SPAN)[None, :] * GROUPS + group[:, None]
-        mask = (n < length)[None, :] & (w < W)[:, None]
+        inside = (n < length)[None, :] & (group < GROUPS)[:, None]
     else:
         at = (n // SPAN)[:, None] * GROUPS + group[None, :]
-        mask = (n < length)[:, None] & (w < W)[None, :]
-    if MASKED or WP != W:
-        scales = tl.load(scale + at, mask=mask, other=0.0).to(tl.float32)
-        zeros = tl.load(zero + at, mask=mask, other=0.0).to(tl.float32)
-    else:
-        scales = tl.load(scale + at).to(tl.float32)
-        zeros = tl.load(zero + at).to(tl.float32)
+        inside = (n < length)[:, None] & (group < GROUPS)[None, :]
+    scales = tl.load(scale + at, mask=inside, other=0.0).to(tl.float32)
+    zeros = tl.load(zero + at, mask=inside, other=0.0).to(tl.float32)
     SHIFT: tl.constexpr = 128.0 if BITS < 8 else -128.0
     return (part.to(tl.float32) - SHIFT) * scales + zeros
 
@@ -101,4 +116,4 @@ def restored(
 def elements(address: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
     """A byte address as an element offset. Addresses are multiples of 16; written as a product, the compiler sees it
     and loads 16 bytes at a time."""
-    return tl.load(address) // 16 * (128 // DTYPE.primitive_bitwidth)
+    return address // 16 * (128 // DTYPE.primitive_bitwidth)

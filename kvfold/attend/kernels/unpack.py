@@ -1,12 +1,14 @@
-"""Bytes to numbers inside a kernel, without integer-to-float conversions, which run at an eighth of the usual rate.
+"""Words of 16 bits to numbers inside a kernel, without integer-to-float conversions, which run at an eighth of the
+usual rate, and without moving a bit between threads: a part of a word becomes a bf16 number in the word's place.
 
-A bf16 number of 2^7 .. 2^8 has steps of 1, so the bits 0x4300 with a code in the low bits *are* 128 + code: one logic
-operation converts two codes. The 128 stays in; readers take it out with the zero they add anyway (their SHIFT). A code
-of 8 bits does not fit seven bits of mantissa: its top bit, moved into another number's exponent, makes -256 or -128,
-and the sum of both is code - 128. An e4m3 float is a bf16 float whose exponent counts from another bias: shifting its
-bits and multiplying by 2^120 is exact, subnormals included. (0x7f and 0xff, NaN in e4m3, are never stored.)
+A bf16 number of 2^7 .. 2^8 has steps of 1, so the bits 0x4300 with a code in the low bits *are* 128 + code: a shift and
+one logic operation convert two codes. The 128 stays in; readers take it out with the zero they add anyway (their
+SHIFT). A code of 8 bits does not fit seven bits of mantissa: its top bit, moved into another number's exponent, makes
+-256 or -128, and the sum of both is code - 128. An e4m3 float is a bf16 float whose exponent counts from another bias:
+shifting its bits and multiplying by 2^120 is exact, subnormals included. (0x7f and 0xff, NaN in e4m3, are never
+stored.)
 
-Each has a plain twin (`PLAIN`) for machines without this instruction set; both give the same bits for all 256 bytes.
+Each has a plain twin (`PLAIN`) for machines without this instruction set; both give the same bits for all words.
 """
 
 from __future__ import annotations
@@ -14,116 +16,53 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# The four bytes of a register spread over two registers of 16-bit halves: a = [b0, b1], b = [b2, b3], then per shift
-# (x & mask) | 0x4300 in both halves; 0xea is the truth table of (x & y) | z.
-_SPREAD = "prmt.b32 a, $S, 0, 0x4140; prmt.b32 b, $S, 0, 0x4342;"
 
+@triton.constexpr_function
+def _instructions(part: int, form: str, bits: int) -> str:
+    """$1 holds two words, $0 gets two numbers. Truth tables: 0xea is (x & y) | z, 0x6a is (x & y) ^ z.
 
-def _lift(first: int, mask: str) -> str:
-    """Write 128 + code of both registers."""
-    return f"lop3.b32 ${first}, a, {mask}, m, 0xea; lop3.b32 ${first + 1}, b, {mask}, m, 0xea;"
-
-
-def _shift(bits: int) -> str:
-    return f"shr.u32 a, a, {bits}; shr.u32 b, b, {bits};"
-
-
-def _program(body: str, source: int) -> str:
-    return "{ .reg .b32 a, b, m, n; mov.b32 m, 0x43004300; " + body.replace("$S", f"${source}") + " }"
-
-
-_INT2 = tl.constexpr(_program(_SPREAD + _shift(2).join(_lift(2 * part, "0x00030003") for part in range(4)), 8))
-_INT4 = tl.constexpr(_program(_SPREAD + _shift(4).join(_lift(2 * part, "0x000f000f") for part in range(2)), 4))
-# (128 + low seven bits) * 1 + (-256 or -128); 0x6a is the truth table of (x & y) ^ z.
-_INT8 = tl.constexpr(
-    _program(
-        ".reg .b32 c, d, one; mov.b32 one, 0x3f803f80; mov.b32 n, 0xc380c380;"
-        + _SPREAD
-        + "lop3.b32 c, a, 0x00800080, n, 0x6a; lop3.b32 d, b, 0x00800080, n, 0x6a;"
-        "lop3.b32 a, a, 0x007f007f, m, 0xea; lop3.b32 b, b, 0x007f007f, m, 0xea;"
-        "fma.rn.bf16x2 $0, a, one, c; fma.rn.bf16x2 $1, b, one, d;",
-        2,
-    )
-)
-# Bytes in the upper half: sign in place, exponent and mantissa four bits lower; then times 2^120, plus -0.
-_FP8 = tl.constexpr(
-    _program(
-        ".reg .b32 c, d; prmt.b32 a, $S, 0, 0x1404; prmt.b32 b, $S, 0, 0x3424;"
-        "shr.u32 c, a, 4; shr.u32 d, b, 4; and.b32 c, c, 0x07f007f0; and.b32 d, d, 0x07f007f0;"
-        "lop3.b32 a, a, 0x80008000, c, 0xea; lop3.b32 b, b, 0x80008000, d, 0xea;"
-        "mov.b32 m, 0x7b807b80; mov.b32 n, 0x80008000;"
-        "fma.rn.bf16x2 $0, a, m, n; fma.rn.bf16x2 $1, b, m, n;",
-        2,
-    )
-)
+    A shift moves bits of one word into the other; the masks remove them.
+    """
+    if form == "fp8":  # from the upper byte: sign in place, the rest four bits lower; then times 2^120, plus -0
+        body = (
+            f"shl.b32 a, $1, {8 - 8 * part}; shr.u32 b, a, 4; and.b32 b, b, 0x07f007f0;"
+            "lop3.b32 a, a, 0x80008000, b, 0xea;"
+            "mov.b32 m, 0x7b807b80; mov.b32 n, 0x80008000; fma.rn.bf16x2 $0, a, m, n;"
+        )
+    elif bits == 8:  # (128 + low seven bits) * 1 + (-256 or -128)
+        body = (
+            f"shr.u32 a, $1, {8 * part}; mov.b32 m, 0x43004300; mov.b32 n, 0xc380c380;"
+            "lop3.b32 b, a, 0x00800080, n, 0x6a; lop3.b32 a, a, 0x007f007f, m, 0xea;"
+            "mov.b32 m, 0x3f803f80; fma.rn.bf16x2 $0, a, m, b;"
+        )
+    else:
+        mask = "0x000f000f" if bits == 4 else "0x00030003"
+        body = f"shr.u32 a, $1, {bits * part}; mov.b32 m, 0x43004300; lop3.b32 $0, a, {mask}, m, 0xea;"
+    return "{ .reg .b32 a, b, m, n; " + body + " }"
 
 
 @triton.jit
-def unpack(code: tl.tensor, FORM: tl.constexpr, BITS: tl.constexpr, PLAIN: tl.constexpr) -> tl.tuple:
-    """Four parts of a slot's channels, of which those that the code holds count: 8 / BITS, or the first alone."""
+def unpack(
+    word: tl.tensor, PART: tl.constexpr, FORM: tl.constexpr, BITS: tl.constexpr, PLAIN: tl.constexpr
+) -> tl.tensor:
+    """The numbers at bits PART * BITS of each word, bf16; floats as they are."""
     if FORM == "float":
-        parts = code, code, code, code
-    elif FORM == "fp8":
-        x = _fp8(code, PLAIN)
-        parts = x, x, x, x
-    elif BITS == 8:
-        x = _int8(code, PLAIN)
-        parts = x, x, x, x
-    elif BITS == 4:
-        low, high = _int4(code, PLAIN)
-        parts = low, high, low, high
+        x = word
+    elif PLAIN:
+        x = _plain(word, PART, FORM, BITS)
     else:
-        parts = _int2(code, PLAIN)
-    return parts
-
-
-@triton.jit
-def _fp8(code: tl.tensor, PLAIN: tl.constexpr) -> tl.tensor:
-    if PLAIN:
-        wide = code.to(tl.uint32)
-        bits = ((wide & 0x7F) << 20) | ((wide & 0x80) << 24)
-        x = (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(tl.bfloat16)
-    else:
-        x = tl.inline_asm_elementwise(_FP8, "=r,=r,r", [code], dtype=tl.bfloat16, is_pure=True, pack=4)
+        x = tl.inline_asm_elementwise(
+            _instructions(PART, FORM, BITS), "=r,r", [word], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
     return x
 
 
 @triton.jit
-def _int8(code: tl.tensor, PLAIN: tl.constexpr) -> tl.tensor:
-    if PLAIN:
-        x = (code.to(tl.float32) - 128.0).to(tl.bfloat16)
+def _plain(word: tl.tensor, PART: tl.constexpr, FORM: tl.constexpr, BITS: tl.constexpr) -> tl.tensor:
+    code = (word.to(tl.int32) >> (PART * BITS)) & ((1 << BITS) - 1)
+    if FORM == "fp8":
+        bits = ((code & 0x7F) << 20) | ((code & 0x80) << 24)
+        x = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
     else:
-        x = tl.inline_asm_elementwise(_INT8, "=r,=r,r", [code], dtype=tl.bfloat16, is_pure=True, pack=4)
-    return x
-
-
-@triton.jit
-def _int4(code: tl.tensor, PLAIN: tl.constexpr) -> tl.tuple:
-    if PLAIN:
-        low, high = _lifted(code, 0, 15), _lifted(code, 4, 15)
-    else:
-        low, high = tl.inline_asm_elementwise(
-            _INT4, "=r,=r,=r,=r,r", [code], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
-        )
-    return low, high
-
-
-@triton.jit
-def _int2(code: tl.tensor, PLAIN: tl.constexpr) -> tl.tuple:
-    if PLAIN:
-        a, b, c, d = _lifted(code, 0, 3), _lifted(code, 2, 3), _lifted(code, 4, 3), _lifted(code, 6, 3)
-    else:
-        a, b, c, d = tl.inline_asm_elementwise(
-            _INT2,
-            "=r,=r,=r,=r,=r,=r,=r,=r,r",
-            [code],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=4,
-        )
-    return a, b, c, d
-
-
-@triton.jit
-def _lifted(code: tl.tensor, FROM: tl.constexpr, MASK: tl.constexpr) -> tl.tensor:
-    return (((code >> FROM) & MASK).to(tl.float32) + 128.0).to(tl.bfloat16)
+        x = code.to(tl.float32) + (128.0 if BITS < 8 else -128.0)
+    return x.to(tl.bfloat16)
