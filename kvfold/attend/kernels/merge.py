@@ -1,8 +1,9 @@
 """The second stage of a decode step: merge the tasks of a row with its open block, and append the new slots.
 
-One program per row and query, on plain arithmetic: what it reads is small. Parts merge exactly by their log-sum-exps; a
-row without tasks and with an empty open block sees its new token alone. New slots are attended to as they come, rounded
-to the cache's dtype, so no program waits for what another stores.
+One program per row and query, on plain arithmetic: what it reads is small, so its time is the latency of its loads, and
+they are sent off before any is used. Parts merge exactly by their log-sum-exps; a row without tasks and with an empty
+open block sees its new token alone. New slots are attended to as they come, rounded to the cache's dtype, so no program
+waits for what another stores.
 
     R rows (sequence, KV head)   X queries of a row, index g * T + t   T new tokens   D head dim   N slots of a tile
 """
@@ -18,7 +19,7 @@ from kvfold.attend.kernels.decode import LOG2E
 from kvfold.attend.kernels.formats import float_dtype
 
 _LOG2E, _LN2 = tl.constexpr(LOG2E), tl.constexpr(0.6931471805599453)
-_PARTS = 16  # tasks merged at a time
+_PARTS = 64  # tasks merged at a time
 _SLOTS = 32  # slots of the open block at a time
 
 
@@ -50,30 +51,32 @@ def merge_kernel(
     x = tl.program_id(1)
     lane = row // num_heads
     d = tl.arange(0, DP)
+    t = tl.arange(0, TP)
     fill = tl.load(fills + lane)
+    first, last = tl.load(task_range + row * 2), tl.load(task_range + row * 2 + 1)
+    at = (row * T + t)[:, None] * D + d[None, :]
+    is_new = (t < T)[:, None] & (d < D)[None, :]
+    k = tl.load(k_new + at, mask=is_new, other=0.0).to(memory.dtype.element_ty)
+    v = tl.load(v_new + at, mask=is_new, other=0.0).to(memory.dtype.element_ty)
+    query = tl.load(q + (row * X + x) * D + d, mask=d < D, other=0.0).to(tl.float32) * scale_log2
+    ITEM: tl.constexpr = memory.dtype.element_ty.primitive_bitwidth // 8
+    block = ((row % num_heads) * open_len) * D
+    k_open = memory + tl.load(open_address + lane * 2) // ITEM + block
+    v_open = memory + tl.load(open_address + lane * 2 + 1) // ITEM + block
     result += (row * X + x) * D + d
     lse += row * X + x
     if fill < 0:  # a lane without a sequence
         tl.store(result, tl.zeros([DP], result.dtype.element_ty), mask=d < D)
         tl.store(lse, float("-inf"))
         return
-    ITEM: tl.constexpr = memory.dtype.element_ty.primitive_bitwidth // 8
-    block = ((row % num_heads) * open_len) * D
-    k_open = memory + tl.load(open_address + lane * 2) // ITEM + block
-    v_open = memory + tl.load(open_address + lane * 2 + 1) // ITEM + block
+    part_score, part = _part(parts, part_lses, first, last, x, X, D, DP, PARTS)
+    k_old, v_old = _old(k_open, v_open, 0, fill, D, DP, SLOTS)
 
-    t = tl.arange(0, TP)
-    at = (row * T + t)[:, None] * D + d[None, :]
-    is_new = (t < T)[:, None] & (d < D)[None, :]
-    k = tl.load(k_new + at, mask=is_new, other=0.0).to(memory.dtype.element_ty)
-    v = tl.load(v_new + at, mask=is_new, other=0.0).to(memory.dtype.element_ty)
     # The queries of the first head store the new slots, one each; what pads a draft may lie past the block's end.
     own = is_new & ((t == x) & (fill + t < open_len))[:, None]
     to = (fill + t)[:, None] * D + d[None, :]
     tl.store(k_open + to, k, mask=own)
     tl.store(v_open + to, v, mask=own)
-
-    query = tl.load(q + (row * X + x) * D + d, mask=d < D, other=0.0).to(tl.float32) * scale_log2
     new_score = tl.where(t <= x % T, tl.sum(k.to(tl.float32) * query[None, :], 1), float("-inf"))
     top = tl.max(new_score, 0)
     weight = tl.exp2(new_score - top)
@@ -81,24 +84,57 @@ def merge_kernel(
     acc = tl.sum(weight[:, None] * v.to(tl.float32), 0)
 
     for start in range(0, fill, SLOTS):
-        n = start + tl.arange(0, SLOTS)
-        old = (n < fill)[:, None] & (d < D)[None, :]
-        there = n[:, None] * D + d[None, :]
-        k_old = tl.load(k_open + there, mask=old, other=0.0).to(tl.float32)
-        v_old = tl.load(v_open + there, mask=old, other=0.0).to(tl.float32)
-        old_score = tl.where(n < fill, tl.sum(k_old * query[None, :], 1), float("-inf"))
-        top, total, acc = _merged(top, total, acc, old_score, v_old)
+        next_k, next_v = _old(k_open, v_open, start + SLOTS, fill, D, DP, SLOTS)
+        score = tl.sum(k_old.to(tl.float32) * query[None, :], 1)
+        score = tl.where(start + tl.arange(0, SLOTS) < fill, score, float("-inf"))
+        top, total, acc = _merged(top, total, acc, score, v_old.to(tl.float32))
+        k_old, v_old = next_k, next_v
 
-    first, last = tl.load(task_range + row * 2), tl.load(task_range + row * 2 + 1)
     for start in range(first, last, PARTS):
-        i = start + tl.arange(0, PARTS)
-        part_score = tl.load(part_lses + i * X + x, mask=i < last, other=float("-inf")) * _LOG2E
-        part = (i.to(tl.int64) * X + x)[:, None] * D + d[None, :]
-        value = tl.load(parts + part, mask=(i < last)[:, None] & (d < D)[None, :], other=0.0)
-        top, total, acc = _merged(top, total, acc, part_score, value)
+        next_score, next_part = _part(parts, part_lses, start + PARTS, last, x, X, D, DP, PARTS)
+        top, total, acc = _merged(top, total, acc, part_score, part)
+        part_score, part = next_score, next_part
 
     tl.store(result, (acc / total).to(result.dtype.element_ty), mask=d < D)
     tl.store(lse, (top + tl.log2(total)) * _LN2)
+
+
+@triton.jit
+def _old(
+    k_open: tl.tensor,
+    v_open: tl.tensor,
+    start: tl.tensor,
+    fill: tl.tensor,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    SLOTS: tl.constexpr,
+) -> tl.tuple:
+    """Keys and values [N, DP] of the open block from slot `start` on."""
+    n = start + tl.arange(0, SLOTS)
+    d = tl.arange(0, DP)
+    inside = (n < fill)[:, None] & (d < D)[None, :]
+    at = n[:, None] * D + d[None, :]
+    return tl.load(k_open + at, mask=inside, other=0.0), tl.load(v_open + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def _part(
+    parts: tl.tensor,
+    part_lses: tl.tensor,
+    start: tl.tensor,
+    last: tl.tensor,
+    x: tl.tensor,
+    X: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    PARTS: tl.constexpr,
+) -> tl.tuple:
+    """Log-sum-exps in base 2 [N] and outputs [N, DP] of the tasks from `start` on."""
+    i = start + tl.arange(0, PARTS)
+    d = tl.arange(0, DP)
+    score = tl.load(part_lses + i * X + x, mask=i < last, other=float("-inf")) * _LOG2E
+    at = (i.to(tl.int64) * X + x)[:, None] * D + d[None, :]
+    return score, tl.load(parts + at, mask=(i < last)[:, None] & (d < D)[None, :], other=0.0)
 
 
 @triton.jit
@@ -151,6 +187,6 @@ def launch(
         DP=triton.next_power_of_2(head_dim),
         PARTS=_PARTS,
         SLOTS=_SLOTS,
-        num_warps=4,
+        num_warps=8,
     )
     return result, result_lse
