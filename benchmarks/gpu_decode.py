@@ -32,7 +32,8 @@ from benchmarks.gpu_common import (
     Row, copy_bandwidth, event_ms, floor_ms, graph_ms, llama, report, spread, weight_bytes,
 )  # fmt: skip
 from benchmarks.gpu_fill import Lengths, arena_bytes, describe, fill, head_lengths
-from kvfold.attend.kernels.step import Lanes, Step, layout_of
+from kvfold.attend.kernels.lanes import Lanes
+from kvfold.attend.kernels.step import Step, layout_of
 from kvfold.engine.graphs import graphs_of
 from kvfold.engine.runner import Runner
 from kvfold.models.attach import attach

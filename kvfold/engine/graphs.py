@@ -18,7 +18,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from kvfold.attend.kernels.step import Lanes, OutOfLanes, Step, layout_of
+from kvfold.attend.kernels.lanes import Lanes, OutOfLanes
+from kvfold.attend.kernels.step import Step, layout_of
 from kvfold.attend.kernels.tables import Layout
 from kvfold.core import Compile
 from kvfold.models.attach import layers_wrapped, maskless

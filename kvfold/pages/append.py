@@ -1,59 +1,85 @@
-"""Make room for a block of new slots behind every head and say where each goes: the host's part of a seal that evicts
-nothing. A kernel then encodes the slots of all layers, heads and sequences in one launch.
+"""Make room for blocks of new slots behind every head and say where each slot goes: the host's part of a seal that
+evicts nothing. A kernel then encodes the slots of all layers, heads and sequences in one launch.
 
+With hundreds of sequences, tens of thousands of heads append at once, so places are worked out on arrays.
+
+    O sequences   E extents of all of them   F address columns of pages/table.py
     N stretches: new slots of one head that go to adjacent places of one extent
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
-from kvfold.pages.layer import Extent, LayerPages
-from kvfold.pages.layout import POSITION
+import numpy as np
+
 from kvfold.pages.sequence import SequenceCache
-from kvfold.pages.table import columns, slot_strides
+from kvfold.pages.table import Ints, SegmentTable, remember, segment_table
 
 
-class Stretch(NamedTuple):
-    """`num_slots` new slots from the open block's slot `begin` on, and the byte addresses of their places."""
+class Stretches(NamedTuple):
+    """`count_N` new slots from the open block's slot `begin_N` on, and the byte addresses of their places."""
 
-    layer: int
-    head: int
-    begin: int
-    num_slots: int
-    addresses: tuple[int, ...]  # columns of pages/table.py, then positions
+    owner_N: Ints  # which of the sequences
+    layer_N: Ints
+    head_N: Ints
+    begin_N: Ints
+    count_N: Ints
+    address_NF: Ints
 
 
-def append_block(sequence: SequenceCache) -> list[Stretch]:
-    """Count the committed slots of the open block as sealed. OutOfPages leaves the sequence as it was.
-
-    The caller writes the slots; until then what the new places hold is undefined.
-    """
+def make_room(sequence: SequenceCache) -> None:
+    """Find pages for the committed slots of the open block. OutOfPages leaves the sequence as it was."""
     sequence.reclaim_tail()
     num_slots, tail = sequence.open.committed, sequence.tail
-    tail.reserve([[num_slots] * layer.num_heads for layer in tail.layers], growing=range(len(tail.layers)))
-    found = []
-    for index, layer in enumerate(tail.layers):
-        steps = (*slot_strides(layer.page_class), POSITION.bytes())
-        names = [None if item is None else item.name for item in columns(layer.page_class)] + [POSITION.name]
-        for head in range(layer.num_heads):
-            for begin, extent, at, count in _places(layer, head, num_slots):
-                slot = extent.first * layer.page_class.page_size + at
-                bases = (0 if name is None else extent.span.addresses[name] for name in names)
-                where = tuple(base + slot * step for base, step in zip(bases, steps, strict=True))
-                found.append(Stretch(index, head, begin, count, where))
-    sequence.sealed_len += num_slots
-    return found
+    if segment_table(tail).least_room < num_slots:
+        tail.reserve([[num_slots] * layer.num_heads for layer in tail.layers], growing=range(len(tail.layers)))
 
 
-def _places(layer: LayerPages, head: int, num_slots: int) -> list[tuple[int, Extent, int, int]]:
-    """(first new slot, extent, slot within it, how many) for each extent that takes some; their lengths rise."""
-    found, done = [], 0
-    for extent in layer.extents[head]:
-        take = min(extent.room, num_slots - done)
-        if take > 0:
-            found.append((done, extent, extent.length, take))
-            extent.length += take
-            done += take
-    layer.touch()
-    return found
+def append_blocks(sequences: Sequence[SequenceCache]) -> Stretches:
+    """Count the committed slots of the open blocks as sealed; there is room for them, a slot of their codecs needs no
+    neighbours. The caller writes the slots: until then what the new places hold is undefined."""
+    tables = [segment_table(sequence.tail) for sequence in sequences]
+    counts = [sequence.open.committed for sequence in sequences]
+    sizes = [len(table.extents) for table in tables]
+    owner_E = np.repeat(np.arange(len(tables)), sizes)
+    layer_E, head_E, row_E, capacity_E = (
+        np.concatenate([getattr(table.places, name) for table in tables])
+        for name in ("layer_E", "head_E", "row_E", "capacity_E")
+    )
+    length_E = np.concatenate([table.length_E for table in tables])
+    begin_E = _room_before(owner_E, row_E, capacity_E - length_E)
+    take_E = np.clip(np.array(counts)[owner_E] - begin_E, 0, capacity_E - length_E)
+    (at_N,) = take_E.nonzero()
+    stride_OLF = np.stack([table.places.stride_LF for table in tables])
+    address_EF = np.concatenate([table.places.address_EF for table in tables])
+    owner_N, layer_N, count_N = owner_E[at_N], layer_E[at_N], take_E[at_N]
+    address_NF = address_EF[at_N] + length_E[at_N, None] * stride_OLF[owner_N, layer_N]
+    _lengthen(tables, at_N, count_N)
+    lengths = np.split(length_E + take_E, np.cumsum(sizes)[:-1])
+    for sequence, table, count, after_E in zip(sequences, tables, counts, lengths, strict=True):
+        _settle(sequence, table, count, after_E)
+    return Stretches(owner_N, layer_N, head_E[at_N], begin_E[at_N], count_N, address_NF)
+
+
+def _room_before(owner_E: Ints, row_E: Ints, room_E: Ints) -> Ints:
+    """Room in older extents of the same head: new slots fill those first."""
+    before_E = np.cumsum(room_E) - room_E
+    is_first_E = np.ones(len(room_E), dtype=bool)
+    is_first_E[1:] = (np.diff(owner_E) != 0) | (np.diff(row_E) != 0)
+    return before_E - np.maximum.accumulate(np.where(is_first_E, before_E, 0))
+
+
+def _lengthen(tables: Sequence[SegmentTable], at_N: Ints, count_N: Ints) -> None:
+    extents = list(chain.from_iterable(table.extents for table in tables))
+    for at, count in zip(at_N.tolist(), count_N.tolist(), strict=True):
+        extents[at].length += count
+
+
+def _settle(sequence: SequenceCache, table: SegmentTable, count: int, length_E: Ints) -> None:
+    """The slots belong to the tail now; what is known of its places stays known."""
+    sequence.sealed_len += count
+    sequence.tail.changes.rise()
+    remember(sequence.tail, SegmentTable(table.places, table.extents, length_E))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count as numbers_from
 from itertools import pairwise
 
 import torch
@@ -26,14 +27,29 @@ from kvfold.pages.scatter import Place, write
 from kvfold.pages.summary import Touched, summarise
 from kvfold.pages.transfer import row_numbers
 
-__all__ = ["Codes", "Extent", "LayerPages", "Run"]
+__all__ = ["Changes", "Codes", "Extent", "LayerPages", "Run"]
+
+_numbers = numbers_from()
+
+
+class Changes:
+    """`number` rises whenever slots or pages change, to one that no state of any pages has had before."""
+
+    def __init__(self) -> None:
+        self.rise()
+
+    def rise(self) -> None:
+        self.number = next(_numbers)
+
+
+_classes: dict[PageClass, PageClass] = {}
 
 
 @dataclass
 class LayerPages:
     """Extents per head, and what the codecs learnt (State) when the first slot was sealed.
 
-    `below`: the layer below in the same segment, where a codec needs it.
+    `below`: the layer below in the same segment, where a codec needs it. Layers of a segment share `changes`.
     """
 
     page_class: PageClass
@@ -41,10 +57,12 @@ class LayerPages:
     state: dict[Side, State] = field(default_factory=dict)
     below: LayerPages | None = field(default=None, repr=False, compare=False)
     extents: list[list[Extent]] = field(init=False)
-    version: int = 0  # rises whenever slots or pages change
-    _runs: list[Run] | None = None
+    changes: Changes = field(default_factory=Changes, repr=False, compare=False)
+    _runs: list[Run] = field(default_factory=list, repr=False, compare=False)
+    _runs_at: int | None = field(default=None, repr=False, compare=False)  # the change they were made after
 
     def __post_init__(self) -> None:
+        self.page_class = _classes.setdefault(self.page_class, self.page_class)  # equal ones compare by identity then
         self.extents = [[] for _ in range(self.num_heads)]
 
     @property
@@ -57,9 +75,10 @@ class LayerPages:
 
     def runs(self) -> list[Run]:
         """Non-empty runs; the order of slots inside a head is that of the list."""
-        if self._runs is None:
+        if self._runs_at != self.changes.number:
             depth = max((len(extents) for extents in self.extents), default=0)
             self._runs = [run for level in range(depth) for run in self._runs_of(level)]
+            self._runs_at = self.changes.number
         return self._runs
 
     def _runs_of(self, level: int) -> Iterator[Run]:
@@ -168,9 +187,8 @@ class LayerPages:
         self.touch()
 
     def touch(self) -> None:
-        """Slots or pages have changed: forget what was derived from them."""
-        self._runs = None
-        self.version += 1
+        """Slots or pages have changed: what was derived from them no longer holds."""
+        self.changes.rise()
 
     def _rows(self, extent: Extent, name: str) -> Tensor:
         start = extent.first * self.page_class.page_size

@@ -39,7 +39,15 @@ class PageClass:
         if self.page_size < 1 or self.page_size % self.group:
             raise InputError(f"page size {self.page_size} is not a positive multiple of the codec's group {self.group}")
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Worked out once: tables are found by page class many times a step."""
+        return hash((self.k, self.v, self.head_dim, self.kv_dtype, self.page_size, self.has_positions, self.reader))
+
+    @cached_property
     def group(self) -> int:
         """Slots that share metadata (1: a slot can be moved alone)."""
         return max(self.k.group("k"), self.v.group("v"))

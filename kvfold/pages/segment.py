@@ -7,25 +7,26 @@ never on pages: a long prompt has hundreds of thousands of them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 from kvfold.errors import OutOfPages
 from kvfold.pages.arena import Arena, Span
-from kvfold.pages.layer import Codes, Extent, LayerPages, Run
+from kvfold.pages.layer import Changes, Codes, Extent, LayerPages, Run
 from kvfold.pages.layout import PageClass
 
 __all__ = ["Codes", "Extent", "LayerPages", "Run", "Segment"]
 
+GROWTH = 8  # a head that grows gets room for 1/8 of its length more
 _TABLE_BYTES = 24  # of an extent: address, pages, length
-_Wanted = dict[tuple[int, int], int]  # (layer, head) -> pages
+Wanted = dict[tuple[int, int], int]  # (layer, head) -> pages
 
 
 class Room(NamedTuple):
     """Pages a segment is going to take, and the spans that were lent for them; the segment is still as it was."""
 
-    wanted: _Wanted
+    wanted: Wanted
     lent: Mapping[PageClass, list[Span]]
 
     def cancel(self) -> None:
@@ -41,6 +42,9 @@ class Segment:
     def __init__(self, arena: Arena, layers: Sequence[LayerPages]) -> None:
         self.arena = arena
         self.layers = list(layers)
+        self.changes = Changes()
+        for layer in self.layers:
+            layer.changes = self.changes
         for lower, upper in pairwise(self.layers):
             upper.below = lower if upper.page_class.needs_below else None
         self.spans: dict[PageClass, list[Span]] = defaultdict(list)
@@ -78,39 +82,50 @@ class Segment:
         A head of a `growing` layer that needs pages gets an eighth of its length more, if there is memory for it, so
         that its extents stay few.
         """
-        wanted = self._wanted_pages(counts, growing)
+        return self.find_pages(self._wanted_pages(counts, growing), self._wanted_pages(counts, ()))
+
+    def find_pages(self, wanted: Wanted, least: Wanted) -> Room:
+        """Pages that are wanted or, where there is no memory for them, those needed at `least`. Raises OutOfPages."""
         try:
             return Room(wanted, self._lend(wanted))
         except OutOfPages:
-            wanted = self._wanted_pages(counts, ())
-            return Room(wanted, self._lend(wanted))
+            return Room(least, self._lend(least))
 
     def take(self, room: Room) -> None:
         """Give the pages to the heads that wanted them."""
         for page_class, spans in room.lent.items():
             self.spans[page_class] += spans
-        for (layer, head), num_pages in room.wanted.items():
-            self._give_pages(self.layers[layer], head, num_pages)
+        heads: dict[PageClass, list[tuple[LayerPages, int, int]]] = defaultdict(list)
+        for (index, head), num_pages in room.wanted.items():
+            layer = self.layers[index]
+            heads[layer.page_class].append((layer, head, num_pages))
+        for page_class, wanting in heads.items():
+            _give_pages(self.spans[page_class], wanting)
+        self.changes.rise()
 
     def reserve(self, counts: Sequence[Sequence[int]], *, growing: Collection[int] = ()) -> None:
         """Find room and take it. Raises OutOfPages before anything changes."""
         self.take(self.find_room(counts, growing=growing))
 
-    def _wanted_pages(self, counts: Sequence[Sequence[int]], growing: Collection[int]) -> _Wanted:
+    def _wanted_pages(self, counts: Sequence[Sequence[int]], growing: Collection[int]) -> Wanted:
         wanted = {}
         for i, layer in enumerate(self.layers):
             for head, (count, length) in enumerate(zip(counts[i], layer.lens, strict=True)):
                 missing = count - layer.room(head)
                 if missing > 0:
-                    spare = length // 8 if i in growing else 0
+                    spare = length // GROWTH if i in growing else 0
                     wanted[i, head] = layer.page_class.pages_for(missing + spare)
         return wanted
 
-    def _lend(self, wanted: _Wanted) -> Mapping[PageClass, list[Span]]:
+    def _lend(self, wanted: Wanted) -> Mapping[PageClass, list[Span]]:
         """Spans for what free pages do not cover, of all classes or of none."""
-        missing: dict[PageClass, int] = defaultdict(int)
+        of_layer = [0] * len(self.layers)
         for (layer, _), num_pages in wanted.items():
-            missing[self.layers[layer].page_class] += num_pages
+            of_layer[layer] += num_pages
+        missing: dict[PageClass, int] = defaultdict(int)
+        for pages, num_pages in zip(self.layers, of_layer, strict=True):
+            if num_pages:
+                missing[pages.page_class] += num_pages
         lent: dict[PageClass, list[Span]] = {}
         try:
             for page_class, num_pages in missing.items():
@@ -122,15 +137,6 @@ class Segment:
                 self.arena.take_back(span)
             raise
         return lent
-
-    def _give_pages(self, layer: LayerPages, head: int, num_pages: int) -> None:
-        for span in reversed(self.spans[layer.page_class]):  # the newest span is the one just lent
-            while num_pages:
-                run = span.take(num_pages)
-                if run is None:
-                    break
-                layer.grow(head, span, *run)
-                num_pages -= run[1]
 
     def trim(self) -> None:
         """Return spans of which no page is in use."""
@@ -152,3 +158,25 @@ class Segment:
                 for span in spans:
                     self.arena.take_back(span)
             self.spans.clear()
+
+
+def _give_pages(spans: Sequence[Span], heads: Sequence[tuple[LayerPages, int, int]]) -> None:
+    """(layer, head, pages it wants): heads that follow one another get adjacent pages, where there are enough."""
+    runs = _free_runs(spans, sum(num_pages for _, _, num_pages in heads))
+    span, first, left = next(runs)
+    for layer, head, num_pages in heads:
+        while num_pages:
+            if not left:
+                span, first, left = next(runs)
+            taken = min(num_pages, left)
+            layer.grow(head, span, first, taken)
+            first, left, num_pages = first + taken, left - taken, num_pages - taken
+
+
+def _free_runs(spans: Sequence[Span], num_pages: int) -> Iterator[tuple[Span, int, int]]:
+    """(span, first page, how many) of runs taken for so many pages in all; from the newest span first: it may have
+    just been lent for them."""
+    for span in reversed(spans):
+        while num_pages and (run := span.take(num_pages)):
+            yield span, *run
+            num_pages -= run[1]

@@ -1,13 +1,18 @@
-"""Where every slot of a segment lies, as arrays of byte addresses: what kernels are given instead of views.
+"""Where every slot of a segment lies, as arrays: what kernels are given instead of views, and what many appends at
+once are worked out on instead of extents.
 
-An extent is one dense array per field, so an address and a stride per field say where each of its slots is.
+An extent is one dense array per field, so an address and a stride per field say where each of its slots is. Slots that
+are appended change lengths only; `Places` stays the same object, which tells readers that nothing has moved.
 
-    E extents, layer by layer, then head by head, oldest first   F the fields a kernel reads (COLUMNS)
+    E extents, layer by layer, then head by head, oldest first   L layers   X heads of all layers
+    F the fields a kernel reads (COLUMNS), then positions
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -15,7 +20,8 @@ from numpy.typing import NDArray
 
 from kvfold.codec.base import Field
 from kvfold.pages.arena import Span
-from kvfold.pages.layout import PageClass
+from kvfold.pages.layer import Extent
+from kvfold.pages.layout import POSITION, PageClass
 from kvfold.pages.segment import Segment
 
 Ints = NDArray[np.int64]
@@ -24,58 +30,102 @@ Ints = NDArray[np.int64]
 COLUMNS = (("k.x", "k.code"), ("k.scale",), ("k.zero",), ("v.x", "v.code"), ("v.scale",), ("v.zero",))
 
 
-@dataclass(frozen=True)
-class SegmentTable:
-    """One row per used extent."""
+@dataclass(frozen=True, eq=False)
+class Places:
+    """The extents of a segment, used or not: the same object until a head gets or loses pages."""
 
     layer_E: Ints
     head_E: Ints
-    length_E: Ints
+    row_E: Ints  # which of the X heads
+    capacity_E: Ints
     address_EF: Ints  # bytes from the start of the arena
+    stride_LF: Ints  # bytes from slot to slot
+    num_rows: int  # X
 
 
+@dataclass(frozen=True, eq=False)
+class SegmentTable:
+    """A segment's extents at one moment: where they lie and how many slots of each are used."""
+
+    places: Places
+    extents: list[Extent]
+    length_E: Ints
+
+    @cached_property
+    def room_X(self) -> Ints:
+        """Slots that can be appended to each head without another page, where slots share nothing (group 1)."""
+        room_E = self.places.capacity_E - self.length_E
+        return np.bincount(self.places.row_E, room_E, self.places.num_rows).astype(np.int64)
+
+    @cached_property
+    def least_room(self) -> int:
+        return int(self.room_X.min())
+
+
+@cache
 def columns(page_class: PageClass) -> tuple[Field | None, ...]:
     """The field of a page class in each column."""
     by_name = {item.name: item for item in page_class.fields}
     return tuple(next((by_name[name] for name in names if name in by_name), None) for names in COLUMNS)
 
 
-def slot_strides(page_class: PageClass) -> list[int]:
+@cache
+def slot_strides(page_class: PageClass) -> tuple[int, ...]:
     """Bytes from slot to slot in each column (of a field that slots share: their part of it)."""
     found = []
     for item in columns(page_class):
         rows = 0 if item is None else page_class.rows_per_page(item)
         found.append(0 if item is None else rows * item.bytes() // page_class.page_size)
-    return found
+    return tuple(found)
+
+
+@cache
+def stride_table(classes: tuple[PageClass, ...]) -> Ints:
+    """[L, F] of the layers' page classes."""
+    return np.array([(*slot_strides(page_class), POSITION.bytes()) for page_class in classes], dtype=np.int64)
 
 
 _known: WeakKeyDictionary[Segment, tuple[int, SegmentTable]] = WeakKeyDictionary()
 
 
 def segment_table(segment: Segment) -> SegmentTable:
-    """The table of a segment; the same object until its pages change."""
-    version = sum(layer.version for layer in segment.layers)
+    """The table of a segment; the same object until its slots or pages change."""
     known = _known.get(segment)
-    if known is None or known[0] != version:
-        known = _known[segment] = (version, _build(segment))
+    if known is None or known[0] != segment.changes.number:
+        known = remember(segment, _build(segment))
     return known[1]
 
 
+def remember(segment: Segment, table: SegmentTable) -> tuple[int, SegmentTable]:
+    """This is the segment's table now."""
+    found = _known[segment] = (segment.changes.number, table)
+    return found
+
+
 def _build(segment: Segment) -> SegmentTable:
-    bases: dict[Span, list[int]] = {}
-    rows, addresses = [], []
-    for index, layer in enumerate(segment.layers):
-        strides = [stride * layer.page_class.page_size for stride in slot_strides(layer.page_class)]
-        for head, extents in enumerate(layer.extents):
-            for extent in extents:
-                if extent.length:
-                    base = bases.get(extent.span) or bases.setdefault(extent.span, _bases(extent.span))
-                    rows.append((index, head, extent.length))
-                    addresses.append([at + extent.first * step for at, step in zip(base, strides, strict=True)])
-    layer_E, head_E, length_E = np.array(rows, dtype=np.int64).reshape(-1, 3).T
-    return SegmentTable(layer_E, head_E, length_E, np.array(addresses, dtype=np.int64).reshape(-1, len(COLUMNS)))
+    owned = [(i, head, extent) for i, layer in enumerate(segment.layers)
+             for head, extents in enumerate(layer.extents) for extent in extents]  # fmt: skip
+    extents = [extent for _, _, extent in owned]
+    owner_E2 = np.array([(i, head) for i, head, _ in owned], dtype=np.int64).reshape(-1, 2)
+    places = make_places(segment, owner_E2[:, 0], owner_E2[:, 1], extents)
+    return SegmentTable(places, extents, np.array([extent.length for extent in extents], dtype=np.int64))
 
 
-def _bases(span: Span) -> list[int]:
+def make_places(segment: Segment, layer_E: Ints, head_E: Ints, extents: Sequence[Extent]) -> Places:
+    classes = tuple(layer.page_class for layer in segment.layers)
+    size_L = np.array([page_class.page_size for page_class in classes])
+    heads_L = np.array([layer.num_heads for layer in segment.layers])
+    stride_LF = stride_table(classes)
+    first_E, pages_E = np.array([(e.first, e.num_pages) for e in extents], dtype=np.int64).reshape(-1, 2).T
+    bases: dict[Span, tuple[int, ...]] = {}
+    base = [bases.get(e.span) or bases.setdefault(e.span, _bases(e.span)) for e in extents]
+    base_EF = np.array(base, dtype=np.int64).reshape(-1, stride_LF.shape[1])
+    address_EF = base_EF + (first_E * size_L[layer_E])[:, None] * stride_LF[layer_E]
+    row_E = (np.cumsum(heads_L) - heads_L)[layer_E] + head_E
+    return Places(layer_E, head_E, row_E, pages_E * size_L[layer_E], address_EF, stride_LF, int(heads_L.sum()))
+
+
+def _bases(span: Span) -> tuple[int, ...]:
     """Byte addresses of the first page's fields."""
-    return [0 if item is None else span.addresses[item.name] for item in columns(span.page_class)]
+    names = [None if item is None else item.name for item in columns(span.page_class)]
+    return tuple(0 if name is None else span.addresses[name] for name in (*names, POSITION.name))

@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Columns of an item: where the keys and values lie, how many, the first one's position, the row of its mean key,
-# then the addresses of the page fields (pages/table.py) and of the positions.
+# Columns of an item: where the keys and values lie, how many, the first one's position, how many floats its mean key
+# lies behind the rotation matrix (states of codecs are no part of the arena), then the addresses of the page fields
+# (pages/table.py) and of the positions.
 K_SOURCE, V_SOURCE, COUNT, POSITION, MEAN, ADDRESS = 0, 1, 2, 3, 4, 5
 NUM_COLUMNS = ADDRESS + 7
 
@@ -79,7 +80,6 @@ def _put_integers(
 @triton.jit
 def _seal(
     item: tl.tensor,
-    mean: tl.tensor,
     rotation: tl.tensor,
     bytes_: tl.tensor,
     halves: tl.tensor,
@@ -101,7 +101,7 @@ def _seal(
     k_BD = tl.load(floats + tl.load(item + 0) // WIDTH + tile_BD, mask=here_B[:, None], other=0.0)
     v_BD = tl.load(floats + tl.load(item + 1) // WIDTH + tile_BD, mask=here_B[:, None], other=0.0)
     if K_BITS:
-        mean_D = tl.load(mean + tl.load(item + 4) * D + tl.arange(0, D))
+        mean_D = tl.load(rotation + tl.load(item + 4) + tl.arange(0, D))
         x_BD = _finite(k_BD.to(tl.float32)) - mean_D[None, :]
         rotation_DD = tl.load(rotation + tl.arange(0, D)[:, None] * D + tl.arange(0, D)[None, :])
         x_BD = tl.dot(x_BD, rotation_DD, input_precision="tf32x3")  # tensor cores, near the accuracy of fp32
@@ -119,7 +119,6 @@ def _seal(
 
 def seal_items(
     item_N: Tensor,
-    mean_MD: Tensor,
     rotation_DD: Tensor,
     memory: Tensor,
     kv_dtype: torch.dtype,
@@ -131,7 +130,6 @@ def seal_items(
     head_dim = rotation_DD.shape[0]
     _seal[(len(item_N),)](
         item_N,
-        mean_MD,
         rotation_DD,
         memory,
         memory.view(torch.bfloat16),

@@ -1,16 +1,14 @@
 """Seal the full open blocks of many sequences at once: the host finds places, one launch per page class encodes.
 
-N stretches   D head dim
+N stretches   O sequences   L layers   D head dim
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from kvfold.attend.kernels.formats import has_triton
 from kvfold.attend.kernels.tables import sent
@@ -18,10 +16,11 @@ from kvfold.attend.track import Tracked
 from kvfold.codec import hadamard
 from kvfold.codec.integer import IntegerCodec
 from kvfold.codec.native import Native
-from kvfold.pages.append import Stretch, append_block
+from kvfold.pages.append import Stretches, append_blocks, make_room
 from kvfold.pages.layer import LayerPages
 from kvfold.pages.layout import PageClass
 from kvfold.pages.sequence import SequenceCache
+from kvfold.pages.table import Ints
 from kvfold.policy.registry import term_of
 
 
@@ -35,6 +34,7 @@ def can_seal(sequence: SequenceCache) -> bool:
     )
 
 
+@cache
 def _knows(page_class: PageClass) -> bool:
     """Floats as they are, and integers with one scale for the whole head, of a width that fills tiles."""
     codecs = page_class.k, page_class.v
@@ -49,61 +49,64 @@ def seal_blocks(sequences: Sequence[SequenceCache]) -> None:
 
     OutOfPages leaves the sequence that did not fit, and those after it, as they were.
     """
-    work = _Work()
+    fitting: list[SequenceCache] = []
     try:
         for sequence in sequences:
-            start = sequence.sealed_len
-            work.add(sequence, append_block(sequence), start)
+            make_room(sequence)
+            fitting.append(sequence)
     finally:
-        work.launch()
-        for sequence in work.sequences:
-            sequence.open.drop_committed()
+        if fitting:
+            _encode(fitting)
 
 
-class _Work:
-    """Items by page class, and the mean keys they refer to."""
+def _encode(sequences: Sequence[SequenceCache]) -> None:
+    start_O = np.array([sequence.sealed_len for sequence in sequences])  # positions of the open blocks' first slots
+    stretches = append_blocks(sequences)
+    numbers: dict[PageClass, int] = {}
+    number_OL = np.array([
+        [numbers.setdefault(layer.page_class, len(numbers)) for layer in sequence.tail.layers] for sequence in sequences
+    ])  # fmt: skip
+    item_N = _items(sequences, stretches, start_O)
+    number_N = number_OL[stretches.owner_N, stretches.layer_N]
+    for page_class, number in numbers.items():
+        _launch(sequences, page_class, item_N[number_N == number])
+    for sequence in sequences:
+        sequence.open.drop_committed()
 
-    def __init__(self) -> None:
-        self.sequences: list[SequenceCache] = []
-        self.items: dict[PageClass, list[tuple[int, ...]]] = defaultdict(list)
-        self.means: dict[PageClass, list[Tensor]] = defaultdict(list)
 
-    def add(self, sequence: SequenceCache, stretches: Sequence[Stretch], start: int) -> None:
-        """`start`: the position of the open block's first slot."""
-        self.sequences.append(sequence)
-        block, layers = sequence.open, sequence.tail.layers
-        first_row = [self._note_mean(layer) for layer in layers]
-        items = [self.items[layer.page_class] for layer in layers]
-        widths = [layer.page_class.head_dim * layer.page_class.kv_dtype.itemsize for layer in layers]
-        for layer, head, begin, count, places in stretches:
-            slot = (head * block.num_slots + begin) * widths[layer]
-            k, v = block.addresses[layer]
-            items[layer].append((k + slot, v + slot, count, start + begin, first_row[layer] + head, *places))
+def _items(sequences: Sequence[SequenceCache], stretches: Stretches, start_O: Ints) -> Ints:
+    """Rows of seal.py; mean keys by their address, for they lie outside the arena."""
+    owner_N, layer_N, head_N, begin_N, count_N, address_NF = stretches
+    source_OL2 = np.array([sequence.open.addresses for sequence in sequences])
+    mean_OL = np.array([[_mean_address(layer) for layer in sequence.tail.layers] for sequence in sequences])
+    width_OL = np.array([[layer.head_dim for layer in sequence.spec.layers] for sequence in sequences])
+    open_O = np.array([sequence.open.num_slots for sequence in sequences])
+    width_N = width_OL[owner_N, layer_N]
+    itemsize = sequences[0].spec.kv_dtype.itemsize
+    slot_N = (head_N * open_O[owner_N] + begin_N) * width_N * itemsize
+    mean_N = mean_OL[owner_N, layer_N] + head_N * width_N * 4
+    source_N2 = source_OL2[owner_N, layer_N] + slot_N[:, None]
+    return np.column_stack((source_N2, count_N, start_O[owner_N] + begin_N, mean_N, address_NF))
 
-    def _note_mean(self, layer: LayerPages) -> int:
-        """The row of the layer's first head among the mean keys of its class; of no use where none are stored."""
-        means = self.means[layer.page_class]
-        if "k" in layer.state and "mean" in layer.state["k"]:
-            means.append(layer.state["k"]["mean"])
-        return layer.num_heads * max(0, len(means) - 1)
 
-    def launch(self) -> None:
-        if not self.items:
-            return
-        from kvfold.attend.kernels.seal import seal_items  # the file needs triton
+def _mean_address(layer: LayerPages) -> int:
+    """Of the first head's mean key; of no use where none are stored."""
+    mean_HD = layer.state["k"].get("mean") if "k" in layer.state else None
+    return 0 if mean_HD is None else mean_HD.data_ptr()
 
-        arena = self.sequences[0].arena
-        open_len = max(sequence.open.num_slots for sequence in self.sequences)
-        for page_class, items in self.items.items():
-            rotation_DD = hadamard.matrix(page_class.head_dim, arena.device)
-            means = self.means[page_class]
-            seal_items(
-                sent(np.array(items, dtype=np.int64), arena.device),
-                torch.cat(means) if means else rotation_DD,
-                rotation_DD,
-                arena.memory,
-                page_class.kv_dtype,
-                term_of(page_class.k).name,
-                term_of(page_class.v).name,
-                open_len,
-            )
+
+def _launch(sequences: Sequence[SequenceCache], page_class: PageClass, item_N: Ints) -> None:
+    from kvfold.attend.kernels.seal import MEAN, seal_items  # the file needs triton
+
+    arena = sequences[0].arena
+    rotation_DD = hadamard.matrix(page_class.head_dim, arena.device)
+    item_N[:, MEAN] = (item_N[:, MEAN] - rotation_DD.data_ptr()) // rotation_DD.itemsize
+    seal_items(
+        sent(item_N, arena.device),
+        rotation_DD,
+        arena.memory,
+        page_class.kv_dtype,
+        term_of(page_class.k).name,
+        term_of(page_class.v).name,
+        max(sequence.open.num_slots for sequence in sequences),
+    )

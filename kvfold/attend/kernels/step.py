@@ -9,20 +9,19 @@ seal (tasks, open blocks, mean keys) is rewritten in place, so a captured graph 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from kvfold.attend.kernels import ops
 from kvfold.attend.kernels.formats import CODECS, FLOATS
-from kvfold.attend.kernels.tables import LaneTasks, Layout, Tables, choose_splits, lane_tasks, stored_tables
+from kvfold.attend.kernels.lanes import Lanes
+from kvfold.attend.kernels.tables import Layout
 from kvfold.attend.track import Tracked
 from kvfold.codec.base import Codec, Field
 from kvfold.pages.sequence import SequenceCache
-from kvfold.pages.table import SegmentTable, columns, slot_strides
+from kvfold.pages.table import columns, slot_strides
 from kvfold.policy.reader import All
 from kvfold.policy.registry import term_of
 
@@ -55,67 +54,6 @@ def _find_layout(sequence: SequenceCache) -> Layout | None:
         return None
     layout = Layout(spec, classes, sequence.config.open_len)
     return _same_layout.setdefault(layout, layout)
-
-
-class OutOfLanes(Exception):
-    """A sequence has outgrown its lane's table; new lanes are needed."""
-
-
-class _Held(NamedTuple):
-    """What a lane's table was made from. The sequence may be gone: graphs outlive sessions."""
-
-    sequence: ref[SequenceCache]
-    tables: tuple[SegmentTable, ...]
-
-
-class Lanes:
-    """Sequences in their places, and the tensors of every layer that kernels read for them."""
-
-    def __init__(self, layout: Layout, sequences: Sequence[SequenceCache], num_lanes: int) -> None:
-        spec, arena = layout.spec, sequences[0].arena
-        self.layout, self.num_lanes, self.memory = layout, num_lanes, arena.memory
-        parts = [stored_tables(sequence) for sequence in sequences]
-        every = [table for tables in parts for table in tables]
-        self.split_L = choose_splits(every, spec.num_layers, _num_processors(arena.device))
-        most = max(self._tasks(tables).most(spec.num_layers) for tables in parts)
-        self.tables = Tables(layout, num_lanes, _room_for(most, int(layout.heads_L.max())), arena.device)
-        self.open_LB2 = torch.zeros(spec.num_layers, num_lanes, 2, dtype=torch.int64, device=arena.device)
-        shapes = [(num_lanes, layer.num_kv_heads, layer.head_dim) for layer in spec.layers]
-        self.mean_LBHD = [torch.zeros(shape, device=arena.device) for shape in shapes]
-        self._held: list[_Held | None] = [None] * num_lanes
-
-    def place(self, sequences: Sequence[SequenceCache]) -> list[int]:
-        """The lane of each sequence; those that were here keep theirs, and only what changed is written."""
-        held = {item.sequence(): lane for lane, item in enumerate(self._held) if item is not None}
-        kept = {held[sequence] for sequence in sequences if sequence in held}
-        free = [lane for lane in range(self.num_lanes) if lane not in kept]
-        lanes = [held[sequence] if sequence in held else free.pop(0) for sequence in sequences]
-        for lane, sequence in zip(lanes, sequences, strict=True):
-            self._put(lane, sequence)
-        for lane in free:
-            if self._held[lane] is not None:
-                self.tables.clear(lane)
-                self._held[lane] = None
-        self.tables.flush()
-        return lanes
-
-    def _put(self, lane: int, sequence: SequenceCache) -> None:
-        tables, before = stored_tables(sequence), self._held[lane]
-        is_new = before is None or before.sequence() is not sequence
-        if before is not None and not is_new and _same(tables, before.tables):
-            return
-        tasks = self._tasks(tables)
-        if tasks.most(self.layout.spec.num_layers) > self.tables.capacity:
-            raise OutOfLanes
-        self.tables.put(lane, tasks)
-        if is_new:
-            self.open_LB2[:, lane] = torch.tensor(sequence.open.addresses).to(self.open_LB2.device)
-            for mean_BHD, layer in zip(self.mean_LBHD, sequence.tail.layers, strict=True):
-                mean_BHD[lane] = layer.state.get("k", {}).get("mean", 0.0)
-        self._held[lane] = _Held(ref(sequence), tables)
-
-    def _tasks(self, tables: Sequence[SegmentTable]) -> LaneTasks:
-        return lane_tasks(tables, self.layout, self.split_L)
 
 
 class Step:
@@ -178,16 +116,3 @@ def _codec_name(codec: Codec, kv_dtype: torch.dtype) -> str:
 def _num_groups(scale: Field | None) -> int:
     """Channel groups of a slot that have scales of their own; scales that slots share count as one."""
     return scale.width if scale is not None and scale.per == "slot" else 1
-
-
-def _same(tables: Sequence[SegmentTable], others: Sequence[SegmentTable]) -> bool:
-    return len(tables) == len(others) and all(a is b for a, b in zip(tables, others, strict=True))
-
-
-def _num_processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
-
-
-def _room_for(num_tasks: int, num_heads: int) -> int:
-    """Tasks a lane has room for: every head may grow by one, and a quarter more."""
-    return -(-(num_tasks + num_tasks // 4 + num_heads) // 32) * 32

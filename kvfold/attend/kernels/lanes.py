@@ -1,0 +1,159 @@
+"""Sequences in their places of the batch, and the tensors of every layer that kernels read for them.
+
+Most steps change nothing here, which costs a look at one number per sequence. A seal makes some tasks longer; new
+pages, or a length that passes a border between tasks, write the lane anew. Many lanes are written in one go.
+
+    L layers   B lanes   H KV heads   D head dim   E extents of the tail (of all tails)   N tasks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+from weakref import ref
+
+import numpy as np
+import torch
+
+from kvfold.attend.kernels.tables import Layout, Tables, sent
+from kvfold.attend.kernels.tasks import Part, choose_splits, cut, num_pieces, stored_tables
+from kvfold.pages.sequence import SequenceCache
+from kvfold.pages.table import Ints, Places, segment_table
+
+
+class OutOfLanes(Exception):
+    """A sequence has outgrown its lane's table; new lanes are needed."""
+
+
+class _Held(NamedTuple):
+    """What a lane was made from. The sequence may be gone: graphs outlive sessions.
+
+    Shared segments never change, and whoever takes one over gets a new tail, so the tail's number stands for all pages.
+    """
+
+    sequence: ref[SequenceCache]
+    number: int
+    places: Places
+    length_E: Ints
+    at_E: Ints  # the row of each extent's last task in the table
+
+
+class Lanes:
+    """B places for sequences of one layout."""
+
+    def __init__(self, layout: Layout, sequences: Sequence[SequenceCache], num_lanes: int) -> None:
+        spec, arena = layout.spec, sequences[0].arena
+        self.layout, self.num_lanes, self.memory = layout, num_lanes, arena.memory
+        parts = [Part(lane, stored_tables(sequence)) for lane, sequence in enumerate(sequences)]
+        every = [table for part in parts for table in part.tables]
+        self.split_L = choose_splits(every, spec.num_layers, _num_processors(arena.device))
+        capacity = _room_for(cut(parts, self.split_L).most, int(layout.heads_L.max()))
+        self.tables = Tables(layout, num_lanes, capacity, arena.device)
+        self.open_LB2 = torch.zeros(spec.num_layers, num_lanes, 2, dtype=torch.int64, device=arena.device)
+        shapes = [(num_lanes, layer.num_kv_heads, layer.head_dim) for layer in spec.layers]
+        self.mean_LBHD = [torch.zeros(shape, device=arena.device) for shape in shapes]
+        self._held: list[_Held | None] = [None] * num_lanes
+        self._last: tuple[list[ref[SequenceCache]], list[int]] = [], []
+
+    def place(self, sequences: Sequence[SequenceCache]) -> list[int]:
+        """The lane of each sequence; those that were here keep theirs, and only what changed is written."""
+        lanes = self._lanes_of(list(sequences))
+        held = [self._held[lane] for lane in lanes]
+        changed = [
+            (lane, sequence)
+            for lane, sequence, item in zip(lanes, sequences, held, strict=True)
+            if item is None or item.number != sequence.tail.changes.number
+        ]
+        if changed:
+            self._write(changed)
+        return lanes
+
+    def _lanes_of(self, sequences: list[SequenceCache]) -> list[int]:
+        if [known() for known in self._last[0]] != sequences:
+            self._last = [ref(sequence) for sequence in sequences], self._assign(sequences)
+        return self._last[1]
+
+    def _assign(self, sequences: list[SequenceCache]) -> list[int]:
+        held = {item.sequence(): lane for lane, item in enumerate(self._held) if item is not None}
+        kept = {held[sequence] for sequence in sequences if sequence in held}
+        free = [lane for lane in range(self.num_lanes) if lane not in kept]
+        given = iter(free)
+        lanes = [held[sequence] if sequence in held else next(given) for sequence in sequences]
+        left = [lane for lane in free if self._held[lane] is not None]
+        for lane in left:
+            self._held[lane] = None
+        if left:
+            self.tables.clear(left)
+        return lanes
+
+    def _write(self, changed: list[tuple[int, SequenceCache]]) -> None:
+        grown: list[tuple[int, SequenceCache]] = []
+        anew: list[tuple[int, SequenceCache]] = []
+        for lane, sequence in changed:
+            held = self._held[lane]
+            is_grown = held is not None and segment_table(sequence.tail).places is held.places
+            (grown if is_grown else anew).append((lane, sequence))
+        anew += self._lengthen(grown) if grown else []
+        if anew:
+            self._put(anew)
+
+    def _lengthen(self, grown: list[tuple[int, SequenceCache]]) -> list[tuple[int, SequenceCache]]:
+        """Make the last tasks of extents longer; returns the lanes where that is not enough."""
+        held = [item for lane, _ in grown if (item := self._held[lane]) is not None]
+        lengths = [segment_table(sequence.tail).length_E for _, sequence in grown]
+        before_E, after_E = np.concatenate([item.length_E for item in held]), np.concatenate(lengths)
+        split_E = self.split_L[np.concatenate([item.places.layer_E for item in held])]
+        pieces_E = num_pieces(after_E, split_E)
+        lane_E = np.repeat(np.array([lane for lane, _ in grown]), [len(length_E) for length_E in lengths])
+        is_full_B = np.zeros(self.num_lanes, dtype=bool)
+        is_full_B[lane_E[pieces_E != num_pieces(before_E, split_E)]] = True
+        (at,) = ((after_E != before_E) & ~is_full_B[lane_E]).nonzero()
+        at_E = np.concatenate([item.at_E for item in held])
+        if len(at):
+            self.tables.lengthen(at_E[at], after_E[at] - (pieces_E[at] - 1) * split_E[at])
+        for (lane, sequence), item, length_E in zip(grown, held, lengths, strict=True):
+            if not is_full_B[lane]:
+                self._held[lane] = item._replace(number=sequence.tail.changes.number, length_E=length_E)
+        return [(lane, sequence) for lane, sequence in grown if is_full_B[lane]]
+
+    def _put(self, anew: list[tuple[int, SequenceCache]]) -> None:
+        parts = [Part(lane, stored_tables(sequence)) for lane, sequence in anew]
+        tasks = cut(parts, self.split_L)
+        if tasks.most > self.tables.capacity:
+            raise OutOfLanes
+        at_N = self.tables.put([lane for lane, _ in anew], tasks)
+        at_E = np.append(at_N, 0)[tasks.last_E]  # where there is no task, -1 finds the 0
+        self._take_in([(lane, sequence) for lane, sequence in anew if self._is_new(lane)])
+        ends = accumulate(sum(len(table.length_E) for table in part.tables) for part in parts)
+        for (lane, sequence), part, end in zip(anew, parts, ends, strict=True):
+            tail = part.tables[-1]
+            mine_E = at_E[end - len(tail.length_E) : end]
+            self._held[lane] = _Held(ref(sequence), sequence.tail.changes.number, tail.places, tail.length_E, mine_E)
+
+    def _is_new(self, lane: int) -> bool:
+        """Codecs learn from the first slots that are sealed, so before them a lane knows no mean keys."""
+        held = self._held[lane]
+        return held is None or not len(held.length_E)
+
+    def _take_in(self, added: list[tuple[int, SequenceCache]]) -> None:
+        """What never changes of a sequence once it has stored slots: where its open block lies, and its mean keys."""
+        if not added:
+            return
+        lane_N = sent(np.array([lane for lane, _ in added]), self.open_LB2.device)
+        address_NL2 = np.array([sequence.open.addresses for _, sequence in added])
+        address_LN2 = np.ascontiguousarray(address_NL2.swapaxes(0, 1))
+        self.open_LB2.index_copy_(1, lane_N, sent(address_LN2, self.open_LB2.device))
+        for index, mean_BHD in enumerate(self.mean_LBHD):
+            means = [sequence.tail.layers[index].state.get("k", {}).get("mean") for _, sequence in added]
+            zero_HD = mean_BHD.new_zeros(mean_BHD.shape[1:])
+            mean_BHD.index_copy_(0, lane_N, torch.stack([zero_HD if mean is None else mean for mean in means]))
+
+
+def _num_processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
+
+
+def _room_for(num_tasks: int, num_heads: int) -> int:
+    """Tasks a lane has room for: every head may grow by one, and a quarter more."""
+    return -(-(num_tasks + num_tasks // 4 + num_heads) // 32) * 32
