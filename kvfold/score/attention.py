@@ -8,12 +8,15 @@ arXiv:2404.14469).
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
 
 from kvfold.score.base import View
 
 MAX_ENTRIES = 2**25  # 128 MiB of fp32
+HAS_TRITON = find_spec("triton") is not None
 
 
 def masked_softmax(logit: Tensor, visible: Tensor) -> Tensor:
@@ -31,6 +34,18 @@ def window_attention(view: View, q_RGWD: Tensor, q_position_RW: Tensor, rows: sl
     causal_RWS = view.position_RS[rows].unsqueeze(1) <= q_position_RW[rows].unsqueeze(-1)
     visible_RWS = causal_RWS & view.valid_RS[rows].unsqueeze(1)
     return masked_softmax(logit_RGWS, visible_RWS.unsqueeze(1))
+
+
+def window_sum(view: View, q_RGWD: Tensor, q_position_RW: Tensor) -> Tensor:
+    """fp32 [R, G, S]: the same summed over the window, on a GPU without forming it."""
+    if q_RGWD.is_cuda and HAS_TRITON:
+        from kvfold.score.kernels.votes import can_vote, window_votes
+
+        if can_vote(q_RGWD, view.k_RSD):
+            slots = view.position_RS, q_position_RW, view.valid_RS
+            return window_votes(q_RGWD, view.k_RSD, *slots, view.spec.scale)
+    blocks = row_blocks(q_RGWD.shape[0], q_RGWD[0, ..., 0].numel() * view.k_RSD.shape[1])
+    return torch.cat([window_attention(view, q_RGWD, q_position_RW, rows).sum(2) for rows in blocks])
 
 
 def _dots(q_RGWD: Tensor, k_RSD: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvfold.core import Rope
 from kvfold.errors import PolicyError
 from kvfold.policy.registry import register
-from kvfold.score.attention import masked_softmax, row_blocks
+from kvfold.score.attention import HAS_TRITON, masked_softmax, row_blocks
 from kvfold.score.base import Needs, QueryStats, Scorer, View
 from kvfold.score.checks import at_least, given
 
@@ -67,6 +67,11 @@ class Expected(Scorer):
         stats = given("expected", view.stats, "stats")
         if view.spec.rope is not None:
             stats = turn_ahead(stats, view.spec.rope, view.seen_R, self.future)
+        if self.covariance and view.k_RSD.is_cuda and HAS_TRITON:
+            from kvfold.score.kernels.quadratic import can_expect, expected_logits
+
+            if can_expect(view.k_RSD):
+                return expected_logits(view.k_RSD, stats.mean_RGD.float(), stats.cov_RGDD.float(), view.spec.scale)
         num_rows, num_slots, dim = view.k_RSD.shape
         blocks = row_blocks(num_rows, num_slots * dim)  # keys in fp32, of a few rows at a time
         return torch.cat([self._logits_of(view.k_RSD[rows].float(), stats, view.spec.scale, rows) for rows in blocks])

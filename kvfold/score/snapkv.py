@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from kvfold.errors import PolicyError
 from kvfold.policy.registry import register
-from kvfold.score.attention import row_blocks, window_attention
+from kvfold.score.attention import row_blocks, window_attention, window_sum
 from kvfold.score.base import Needs, Scorer, View
 from kvfold.score.checks import at_least, given, one_of
 
@@ -61,16 +61,18 @@ class SnapKV(Scorer):
         q_RGWD = given("snapkv", view.q_RGWD, "q_RGWD")
         q_position_RW = given("snapkv", view.q_position_RW, "q_position_RW")
         in_window_RS = view.position_RS >= window_start(q_position_RW).unsqueeze(-1)
-        blocks = row_blocks(q_RGWD.shape[0], q_RGWD[0, ..., 0].numel() * view.k_RSD.shape[1])
-        vote_RGS = torch.cat([self._vote(view, q_RGWD, q_position_RW, rows) for rows in blocks])
+        vote_RGS = self._votes(view, q_RGWD, q_position_RW)
         pooled_RGS = self._pool(vote_RGS.masked_fill(in_window_RS.unsqueeze(1), 0.0))
         score_RS = reduce(pooled_RGS, self.over_group, dim=1, count=pooled_RGS.shape[1])
         return view.masked(score_RS.masked_fill(in_window_RS, torch.inf))
 
-    def _vote(self, view: View, q_RGWD: Tensor, q_position_RW: Tensor, rows: slice) -> Tensor:
-        vote_RGWS = window_attention(view, q_RGWD, q_position_RW, rows)
-        count_R = (q_position_RW[rows] >= 0).sum(-1)
-        return reduce(vote_RGWS, self.over_window, dim=2, count=count_R[:, None, None])
+    def _votes(self, view: View, q_RGWD: Tensor, q_position_RW: Tensor) -> Tensor:
+        if self.over_window == "max":
+            blocks = row_blocks(q_RGWD.shape[0], q_RGWD[0, ..., 0].numel() * view.k_RSD.shape[1])
+            return torch.cat([window_attention(view, q_RGWD, q_position_RW, rows).amax(2) for rows in blocks])
+        total_RGS = window_sum(view, q_RGWD, q_position_RW)
+        count_R = (q_position_RW >= 0).sum(-1)
+        return total_RGS / count_R[:, None, None] if self.over_window == "mean" else total_RGS
 
     def _pool(self, vote_RGS: Tensor) -> Tensor:
         if self.pool == "avg":
@@ -85,7 +87,7 @@ def window_start(q_position_RW: Tensor) -> Tensor:
     return q_position_RW.masked_fill(q_position_RW < 0, torch.iinfo(torch.int64).max).amin(dim=-1)
 
 
-def reduce(x: Tensor, how: Reduction, dim: int, count: Tensor | int) -> Tensor:
+def reduce(x: Tensor, how: Reduction, dim: int, count: int) -> Tensor:
     """Sum, max, or sum over `count` (the entries that are real; the others are 0)."""
     if how == "max":
         return x.amax(dim=dim)
