@@ -10,12 +10,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 Compile = Literal["auto"] | bool  # whether decode steps on a GPU are compiled: at once, never, or once that pays
+
+
+@cache
+def _on_device(frequencies: tuple[float, ...], device: torch.device) -> Tensor:
+    """float64; copied once, for a copy to a GPU waits until the GPU has done all it was given."""
+    with torch.inference_mode(False):  # or nobody outside of it could compute with them later
+        return torch.tensor(frequencies, dtype=torch.float64, device=device)
 
 
 @dataclass(frozen=True)
@@ -37,9 +45,12 @@ class Rope:
 
     def angles(self, positions: Tensor) -> Tensor:
         """Angles [..., rotary_dim/2] of float64 precision, returned as fp32, for integer positions [...]."""
-        inv = torch.tensor(self.frequencies, dtype=torch.float64, device=positions.device)
-        turn = positions.to(torch.float64).unsqueeze(-1) * inv
+        turn = positions.to(torch.float64).unsqueeze(-1) * _on_device(self.frequencies, positions.device)
         return torch.remainder(turn, 2 * math.pi).float()
+
+    def inverse_periods(self, device: torch.device) -> Tensor:
+        """Whole turns per position, float64 [rotary_dim/2]."""
+        return _on_device(self.frequencies, device) / (2 * math.pi)
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Turn x [..., D] by integer positions [...] (negative turns back); no attention_scale."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvfold.attend.kernels.formats import has_triton
 from kvfold.attend.stored import read_parts
 from kvfold.core import LayerSpec
 from kvfold.pages.sequence import SequenceCache
@@ -66,10 +67,20 @@ def track_queries(sequence: SequenceCache, layer: int, q_QTD: Tensor, start: int
     if tracked.query_stats:
         skipped = min(max(_NUM_SINKS - start, 0), q_QTD.shape[1])
         before = side.moments or Moments.empty(spec, q_QTD.device)
-        side.moments = before.plus(_before_rope(spec, q_QTD[:, skipped:], start + skipped))
+        side.moments = _with_moments(before, spec, q_QTD[:, skipped:], start + skipped)
 
 
-def _before_rope(spec: LayerSpec, q_QTD: Tensor, start: int) -> Tensor:
+def _with_moments(before: Moments, spec: LayerSpec, q_QTD: Tensor, start: int) -> Moments:
+    if q_QTD.is_cuda and has_triton():
+        from kvfold.attend.kernels.moments import can_sum, summed
+
+        if spec.rope is not None and can_sum(q_QTD, spec.rope):
+            return before.plus_sums(q_QTD.shape[1], *summed(q_QTD, spec.rope, start))
+    return before.plus(before_rope(spec, q_QTD, start))
+
+
+def before_rope(spec: LayerSpec, q_QTD: Tensor, start: int) -> Tensor:
+    """Queries at positions start, start + 1, … turned back."""
     if spec.rope is None:
         return q_QTD
     positions = torch.arange(start, start + q_QTD.shape[1], device=q_QTD.device)

@@ -31,7 +31,10 @@ class Moments:
 
     def plus(self, q_QTD: Tensor) -> Moments:
         q = q_QTD.float()
-        return Moments(self.count + q.shape[1], self.sum_QD + q.sum(1), self.outer_QDD + q.transpose(1, 2) @ q)
+        return self.plus_sums(q.shape[1], q.sum(1), q.transpose(1, 2) @ q)
+
+    def plus_sums(self, count: int, sum_QD: Tensor, outer_QDD: Tensor) -> Moments:
+        return Moments(self.count + count, self.sum_QD + sum_QD, self.outer_QDD + outer_QDD)
 
     def mean_and_covariance(self) -> tuple[Tensor, Tensor]:
         """[Q, D] and [Q, D, D]; zeros before the first query."""

@@ -59,7 +59,7 @@ class Expected(Scorer):
         weight_RGS = masked_softmax(logit_RGS, (view.valid_RS & ~sink_RS).unsqueeze(1))
         score_RS = weight_RGS.mean(dim=1)
         if self.vnorm:
-            norm_RS = torch.stack([v_SD.float().norm(dim=-1) for v_SD in view.v_RSD])  # one fp32 row at a time
+            norm_RS = torch.linalg.vector_norm(view.v_RSD, dim=-1, dtype=torch.float32)
             score_RS = (score_RS + self.epsilon) * norm_RS
         return view.masked(score_RS.masked_fill(sink_RS, torch.inf))
 
