@@ -9,8 +9,10 @@ token is noted after the model has run, so that a rejected draft leaves nothing 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -24,7 +26,7 @@ from kvfold.attend.track import Tracked, new_mass, stored_mass, track_queries
 from kvfold.pages.compress import Compression, decode_target
 from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.view import NewSlots
-from kvfold.when import Counters
+from kvfold.when import Counters, Never
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,13 @@ class DecodePass:
         for sequence, length in lanes:
             warn_if_passing(sequence, length)
         self._base = [sequence.open.fill for sequence in self.sequences]
-        self._tracked = [Tracked.of([sequence.policy], decoding=True) for sequence in self.sequences]
-        self._seen: list[list[_Seen]] = [[] for _ in self.sequences]
-        self._num_observed = [0] * len(self.sequences)
+        self._seen: dict[int, list[_Seen]] = defaultdict(list)  # by sequence, as are the tokens observed
+        self._num_observed: dict[int, int] = defaultdict(int)
+
+    @cached_property
+    def _tracked(self) -> list[Tracked]:
+        """Not asked for by kernels, which observe nothing."""
+        return [Tracked.of([sequence.policy], decoding=True) for sequence in self.sequences]
 
     def attend(self, layer: int, index: int, q_QTD: Tensor, k_HTD: Tensor, v_HTD: Tensor) -> Tensor:
         sequence = self.sequences[index]
@@ -96,21 +102,27 @@ class DecodePass:
                 mass[:, :fill] += side.open_mass_HR[:, :fill]
             side.open_mass_HR = functional.pad(mass, (0, block.num_slots - mass.shape[1]))
 
+    def observe_all(self) -> None:
+        """Note what all tokens asked for."""
+        for index in self._seen:
+            self.observe(index, self.num_tokens[index])
+
     def finish(self) -> None:
         """All tokens stay. Observing may be interrupted, counting not, so it comes last."""
-        for index, length in enumerate(self.num_tokens):
-            self.observe(index, length)
+        self.observe_all()
         for sequence, length in zip(self.sequences, self.num_tokens, strict=True):
             sequence.open.advance(length)
 
 
 def seal_all(sequences: Sequence[SequenceCache]) -> None:
     """Seal many; those that evict nothing in one launch, where there are kernels for it."""
-    together = [sequence for sequence in sequences if can_seal(sequence) and not _due(sequence)]
-    seal_blocks(together)
+    together: list[SequenceCache] = []
+    alone: list[SequenceCache] = []
     for sequence in sequences:
-        if sequence not in together:
-            seal(sequence)
+        (together if can_seal(sequence) and not _due(sequence) else alone).append(sequence)
+    seal_blocks(together)
+    for sequence in alone:
+        seal(sequence)
 
 
 def seal(sequence: SequenceCache, *, compress: bool = True) -> None:
@@ -135,7 +147,7 @@ def seal(sequence: SequenceCache, *, compress: bool = True) -> None:
 def _due(sequence: SequenceCache) -> bool:
     """Ask the decode trigger, on host counters."""
     stage = sequence.policy.decode
-    if stage.size is None:
+    if stage.size is None or isinstance(stage.when, Never):
         return False
     lens = [length for i in sequence.spec.compressible_layers for length in sequence.stored_lens(i)]
     counters = Counters(

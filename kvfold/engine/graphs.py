@@ -15,12 +15,13 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from kvfold.attend.kernels.lanes import Lanes, OutOfLanes
 from kvfold.attend.kernels.step import Step, layout_of
-from kvfold.attend.kernels.tables import Layout
+from kvfold.attend.kernels.tables import Layout, sent
 from kvfold.core import Compile
 from kvfold.models.attach import layers_wrapped, maskless
 from kvfold.models.step_cache import StepCache
@@ -130,19 +131,28 @@ class _Captured:
         else:
             self.graph.replay()
         assert self.logits_BTV is not None
+        logits_MV = self.logits_BTV.flatten(0, 1)
+        if self._is_packed(lanes):
+            return logits_MV[: len(lanes)].clone()
         rows = [lane * self.num_tokens + t for lane, ids in zip(lanes, tokens, strict=True) for t in range(len(ids))]
-        return self.logits_BTV.flatten(0, 1).index_select(0, torch.tensor(rows, device=self.logits_BTV.device))
+        return logits_MV.index_select(0, sent(np.array(rows), logits_MV.device))
+
+    def _is_packed(self, lanes: list[int]) -> bool:
+        """Whether rows of logits are those of the tokens, in order, and need no index."""
+        return self.num_tokens == 1 and lanes == list(range(len(lanes)))
 
     def _send(
         self, lanes: Sequence[int], sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]
     ) -> None:
         """Lanes without a sequence get fill -1; a draft that is shorter than T is padded, and its padding not read."""
-        rows = [[0] * (2 * self.num_tokens) + [-1] for _ in range(self.lanes.num_lanes)]
-        for lane, sequence, ids in zip(lanes, sequences, tokens, strict=True):
-            padding, start = [0] * (self.num_tokens - len(ids)), sequence.logical_len
-            rows[lane] = [*ids, *padding, *range(start, start + self.num_tokens), sequence.open.fill]
-        sent = torch.tensor(rows)
-        self.inbox_BI.copy_(sent.pin_memory() if self.inbox_BI.is_cuda else sent, non_blocking=True)
+        num_tokens, fills = self.num_tokens, [sequence.open.fill for sequence in sequences]
+        sealed = [sequence.sealed_len for sequence in sequences]
+        inbox_BI = np.zeros(self.inbox_BI.shape, dtype=np.int64)
+        inbox_BI[:, -1] = -1
+        inbox_BI[lanes, -1] = fills
+        inbox_BI[lanes, num_tokens:-1] = np.add(sealed, fills)[:, None] + np.arange(num_tokens)
+        inbox_BI[lanes, :num_tokens] = [[*ids, *[0] * (num_tokens - len(ids))] for ids in tokens]
+        self.inbox_BI.copy_(sent(inbox_BI, self.inbox_BI.device), non_blocking=True)
 
     def _forward(self, hf: Any, compiled: Compiler | None) -> Tensor:
         ids_BT, position_BT, fill_B1 = self.inbox_BI.split((self.num_tokens, self.num_tokens, 1), dim=1)

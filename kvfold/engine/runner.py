@@ -72,7 +72,8 @@ class Runner:
 
         An interrupted pass leaves its sequences as they were; chunks that `between_chunks` finished before stay read.
         """
-        seen = self._check(sequences, tokens)
+        self._check(sequences, tokens)
+        seen = _seen_lens(sequences, tokens)
         for sequence in sequences:
             sequence.open.rollback()
         logits: list[Tensor | None] = [None] * len(sequences)
@@ -97,7 +98,8 @@ class Runner:
         """
         if any(sequence.logical_len for sequence in sequences) or not sequences:
             raise InputError("prefill_many fills one or more empty sequences; use prefill to continue one")
-        seen = self._check([sequences[0]], [tokens])
+        self._check([sequences[0]], [tokens])
+        seen = _seen_lens([sequences[0]], [tokens])
         alone = [i for i, s in enumerate(sequences) if isinstance(s.policy.prefill.when, BetweenChunks)]
         shared = [sequence for i, sequence in enumerate(sequences) if i not in alone]
         logits: dict[int, Tensor] = {i: self.prefill([sequences[i]], [tokens])[0] for i in alone}
@@ -113,7 +115,8 @@ class Runner:
         self, sequence: SequenceCache, tokens: Sequence[int], *, compress: bool = True, progress: Progress | None = None
     ) -> Tensor:
         """Read tokens and return log p(tokens[i + 1] | …tokens[i]), one fewer than tokens, fp32."""
-        seen = self._check([sequence], [tokens])
+        self._check([sequence], [tokens])
+        seen = _seen_lens([sequence], [tokens])
         sequence.open.rollback()
         head = output_head(self.hf)
         found, at = [], 0
@@ -141,13 +144,10 @@ class Runner:
         parts = [[token] for token in tokens]
         self._check(sequences, parts)
         step = DecodePass(sequences)
-        undo = Undo(sequences)
-        try:
-            logits = self._decode(step, parts)
-            step.finish()
-        except BaseException:
-            undo.restore()
-            raise
+        logits = self._captured(step, parts)
+        if logits is None:
+            logits = self._observed(step, parts)
+        step.finish()
         for sequence, commits in zip(sequences, commit or [True] * len(sequences), strict=True):
             commit_run(sequence, commits)
         return logits
@@ -164,14 +164,28 @@ class Runner:
             if len(ids) > sequence.open.next_room:
                 raise InputError(f"{len(ids)} tokens to verify; {sequence.open.next_room} fit before the block seals")
         step = DecodePass(sequences, [len(ids) for ids in tokens])
-        rows = self._decode(step, tokens).split(step.num_tokens)
+        rows_NV = self._captured(step, tokens)
+        if rows_NV is None:
+            rows_NV = self._plain(step, tokens)
+        rows = rows_NV.split(step.num_tokens)
         return [Verified(step, index, logits_TV) for index, logits_TV in enumerate(rows)]
 
-    def _decode(self, step: DecodePass, tokens: Sequence[Sequence[int]]) -> Tensor:
-        """Logits [packed tokens, vocab]: from a captured graph where there is one."""
-        captured = None if self.graphs is None else self.graphs.decode(self.hf, step.sequences, tokens)
-        if captured is not None:
-            return captured
+    def _captured(self, step: DecodePass, tokens: Sequence[Sequence[int]]) -> Tensor | None:
+        """Logits [packed tokens, vocab] from a captured graph, where there is one; nothing is observed."""
+        return None if self.graphs is None else self.graphs.decode(self.hf, step.sequences, tokens)
+
+    def _observed(self, step: DecodePass, tokens: Sequence[Sequence[int]]) -> Tensor:
+        """A plain pass that notes what it saw for the scorers, all of it or nothing."""
+        undo = Undo(step.sequences)
+        try:
+            logits = self._plain(step, tokens)
+            step.observe_all()
+        except BaseException:
+            undo.restore()
+            raise
+        return logits
+
+    def _plain(self, step: DecodePass, tokens: Sequence[Sequence[int]]) -> Tensor:
         ends = list(accumulate(step.num_tokens))
         pieces = [Piece(i, *span) for i, span in enumerate(pairwise([0, *ends]))]
         positions = [s.logical_len + t for s, ids in zip(step.sequences, tokens, strict=True) for t in range(len(ids))]
@@ -181,18 +195,15 @@ class Runner:
         logits: Tensor = out.logits[0].float()
         return logits
 
-    def _check(self, sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]) -> list[int]:
-        """Committed lengths at the end of the call."""
+    def _check(self, sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]) -> None:
         if len(sequences) != len(tokens) or not sequences:
             raise InputError(f"{len(tokens)} inputs for {len(sequences)} sequences; give one each, at least one")
-        for ids in tokens:
-            if not ids:
-                raise InputError("the input holds no tokens; give at least one")
-            low, high = min(ids), max(ids)
-            if low < 0 or high >= self.spec.vocab_size:
-                bad = low if low < 0 else high
-                raise InputError(f"token id {bad} is outside the vocabulary of {self.spec.vocab_size}")
-        return [sequence.committed_len + len(ids) for sequence, ids in zip(sequences, tokens, strict=True)]
+        if not all(tokens):
+            raise InputError("the input holds no tokens; give at least one")
+        low, high = min(map(min, tokens)), max(map(max, tokens))
+        if low < 0 or high >= self.spec.vocab_size:
+            bad = low if low < 0 else high
+            raise InputError(f"token id {bad} is outside the vocabulary of {self.spec.vocab_size}")
 
     def _passes(
         self, sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]], compress: bool
@@ -269,6 +280,11 @@ class Runner:
             past_key_values=cache,
             use_cache=True,
         )
+
+
+def _seen_lens(sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]) -> list[int]:
+    """Committed lengths once these tokens are read."""
+    return [sequence.committed_len + len(ids) for sequence, ids in zip(sequences, tokens, strict=True)]
 
 
 def default_chunk_len(spec: ModelSpec, device: torch.device) -> int:

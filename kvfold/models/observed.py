@@ -8,28 +8,28 @@ remembering them costs a few references.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from operator import attrgetter
 
 from kvfold.attend.track import Tracked
 from kvfold.pages.sequence import SequenceCache
-from kvfold.pages.sidecar import Sidecar
+from kvfold.pages.sidecar import LayerSidecar, Sidecar
+
+_noted = attrgetter("mass_HS", "open_mass_HR", "last_q_QWD", "moments")  # all that a LayerSidecar is made of
 
 
 class Undo:
     """The observations of some sequences now, to go back to."""
 
     def __init__(self, sequences: Sequence[SequenceCache]) -> None:
-        self._before = [(sequence, sequence.sealed_len, _noted(sequence.sidecar)) for sequence in sequences]
+        self._before = [
+            (sequence, sequence.sealed_len, list(map(_noted, sequence.sidecar.layers))) for sequence in sequences
+        ]
 
     def restore(self) -> None:
         """Sequences that sealed tokens since then are left alone: their mass has moved along with the slots."""
-        for sequence, sealed_len, sidecar in self._before:
+        for sequence, sealed_len, layers in self._before:
             if sequence.sealed_len == sealed_len:
-                sequence.sidecar = _noted(sidecar)
-
-
-def _noted(sidecar: Sidecar) -> Sidecar:
-    return Sidecar([replace(layer) for layer in sidecar.layers])
+                sequence.sidecar = Sidecar([LayerSidecar(*noted) for noted in layers])
 
 
 def forget_prompt(sequence: SequenceCache) -> None:

@@ -38,9 +38,10 @@ def layout_of(sequence: SequenceCache) -> Layout | None:
     They do if nothing is observed while decoding and every slot is read where it was. Sliding windows, moved positions
     and scorers that watch decoding go the way of `DecodePass`.
     """
-    if sequence not in _layouts:
-        _layouts[sequence] = _find_layout(sequence)
-    return _layouts[sequence]
+    try:
+        return _layouts[sequence]
+    except KeyError:
+        return _layouts.setdefault(sequence, _find_layout(sequence))
 
 
 def _find_layout(sequence: SequenceCache) -> Layout | None:

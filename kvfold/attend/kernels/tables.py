@@ -32,6 +32,14 @@ class Layout:
     classes: tuple[PageClass, ...]
     open_len: int
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Worked out once: every step finds its graph by it."""
+        return hash((self.spec, self.classes, self.open_len))
+
     @cached_property
     def heads_L(self) -> Ints:
         return np.array([layer.num_kv_heads for layer in self.spec.layers])
