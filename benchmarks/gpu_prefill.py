@@ -1,11 +1,13 @@
 """What does compressing add to a prefill on a GPU, in time and in peak memory?
 
-    python benchmarks/gpu_prefill.py [--lengths 8192,32768,131072] [--repeats 3] [--profile FOLDER] [--save]
+    python benchmarks/gpu_prefill.py [--lengths 8192,32768,131072] [--repeats 3] [--profile FOLDER] [--phases] [--save]
 
 One prompt of random tokens on a random model of the Llama-3.1-8B shape, bf16. Systems take turns: transformers' own
 prefill into a DynamicCache (sdpa), then kvfold's policies, each in an arena that just holds what it keeps. Peak memory
 counts weights, arena and everything in between. The floor is the arithmetic of the prompt (weights and causal
-attention) at the rate of a large matrix product measured here.
+attention) at the rate of a large matrix product measured here. `--phases` runs each policy once more and says how long
+attention, observing, scoring, choosing, writing and the rest of the model take, on the device and on the host;
+`--profile` writes the kernels, the host's calls and the stretches in which the device stood idle.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from transformers import DynamicCache
 
 from benchmarks.gpu_common import Row, event_ms, llama, random_tokens, report, spread, timed
 from benchmarks.gpu_fill import arena_bytes
+from benchmarks.gpu_phases import Phases, gaps, prefill_phases
 from kvfold.engine.runner import Runner
 from kvfold.models.attach import attach
 from kvfold.pages.arena import Arena
@@ -116,15 +119,32 @@ def matmul_rate(size: int = 8192) -> float:
 
 
 def profile(runs: dict[str, Callable[[], int]], folder: Path, length: int) -> None:
-    """A table of kernels and one of host time for each system, after the measurement."""
+    """For each system, after the measurement: where the device stood idle, its kernels, and the host's calls."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, run in runs.items():
         with torch.profiler.profile() as found:
             run()
             torch.cuda.synchronize()
+        idle = gaps(event for event in found.events() if event.device_type.name == "CUDA")
+        lines = [f"idle {sum(us for us, _, _ in idle) / 1e3:.2f} ms in {sum(count for _, count, _ in idle)} gaps"]
+        lines += [f"{us / 1e3:9.3f} ms  {count:5d} x  {names}" for us, count, names in idle[:40]]
         table = found.key_averages()
-        text = "\n".join(table.table(sort_by=key, row_limit=40) for key in ("cuda_time_total", "self_cpu_time_total"))
-        (folder / f"prefill_{length}_{name.replace(' ', '').replace('+', '_')}.txt").write_text(text, encoding="utf-8")
+        lines += [table.table(sort_by=key, row_limit=40) for key in ("cuda_time_total", "self_cpu_time_total")]
+        path = folder / f"prefill_{length}_{name.replace(' ', '').replace('+', '_')}.txt"
+        path.write_text("\n".join(lines), encoding="utf-8")
+
+
+def phase_rows(runs: dict[str, Callable[[], int]], length: int) -> list[Row]:
+    """One more run of each policy, phase by phase."""
+    rows: list[Row] = []
+    for name in POLICIES:
+        phases = Phases()
+        with phases.watching(prefill_phases(Policy.parse(name))):
+            runs[name]()
+        device, host = phases.device_ms(), phases.host_ms()
+        times = {f"{phase}_ms": ms for phase, ms in device.items()} | {f"{p}_host_ms": ms for p, ms in host.items()}
+        rows.append({"question": "phases", "system": name, "length": length, **times})
+    return rows
 
 
 def main() -> None:
@@ -134,6 +154,7 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, help="tokens a layer runs at a time (default: the runner's own)")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--profile", type=Path, metavar="FOLDER", help="also write profiler tables of the first length")
+    parser.add_argument("--phases", action="store_true", help="also time the phases of each policy")
     parser.add_argument("--save", action="store_true", help="append rows to benchmarks/results/gpu_prefill.jsonl")
     args = parser.parse_args()
     lengths = [int(length) for length in args.lengths.split(",")]
@@ -151,6 +172,7 @@ def main() -> None:
         is_long = length > 32768
         found = measure(runs, 1 if is_long else args.repeats, warm_up=0 if is_long else 1)
         rows += rows_of(found, length, prompt_flops(model.config, length) / rate)
+        rows += phase_rows(runs, length) if args.phases else []
         if args.profile and length == lengths[0]:
             profile(runs, args.profile, length)
     about = {"model": "Llama-3.1-8B shape", "layers": args.layers, "dtype": "bfloat16", "matmul_tflops": rate / 1e12}
