@@ -31,7 +31,7 @@ Compiler = Callable[[Callable[..., Any], int], Callable[..., Any]]  # (a layer's
 _COMPILE_AFTER = 512  # replayed steps that are worth the seconds of a compilation
 _MOST_GRAPHS = 8
 # One row: products become reductions, which fuse with what follows and reach the memory's bandwidth.
-_ONE_ROW = {"coordinate_descent_tuning": True}
+_ONE_ROW: dict[str, Any] = {"coordinate_descent_tuning": True}
 
 
 class Graphs:

@@ -66,7 +66,7 @@ class OpenBlock:
     def addresses(self) -> list[tuple[int, int]]:
         """Bytes from the start of the arena to the keys and to the values of every layer."""
         sides = zip(self.k, self.v, strict=True)
-        return [(k.storage_offset() * k.itemsize, v.storage_offset() * v.itemsize) for k, v in sides]
+        return [(int(k.storage_offset()) * k.itemsize, int(v.storage_offset()) * v.itemsize) for k, v in sides]
 
     @property
     def num_bytes(self) -> int:

@@ -24,8 +24,12 @@ def test_time_counts_for_the_innermost_phase() -> None:
     def work(seconds: float) -> None:
         clock.now += seconds
 
-    owner = SimpleNamespace(inner=lambda: work(2))
-    owner.outer = lambda: (work(1), owner.inner(), work(1))
+    def outer() -> None:
+        work(1)
+        owner.inner()
+        work(1)
+
+    owner = SimpleNamespace(inner=lambda: work(2), outer=outer)
     phases = Phases(device=False, clock=lambda: clock.now)
     with phases.watching([(owner, "inner", "in"), (owner, "outer", "out")]):
         work(5)

@@ -98,7 +98,7 @@ class Step:
             _NAMES[page_class.kv_dtype],
             spec.scale,
         )
-        out = out_RXD.view(lanes.num_lanes, spec.num_kv_heads, spec.group, self.num_tokens, spec.head_dim)
+        out: Tensor = out_RXD.view(lanes.num_lanes, spec.num_kv_heads, spec.group, self.num_tokens, spec.head_dim)
         return out.permute(0, 3, 1, 2, 4).reshape(-1, spec.num_query_heads, spec.head_dim)
 
     def _rows(self, x_AND: Tensor, num_heads: int) -> Tensor:
