@@ -170,7 +170,7 @@ def launch(
     k, v = format_of(k_codec), format_of(v_codec)
     out = torch.empty(len(task), num_queries, head_dim, dtype=torch.float32, device=q_RXD.device)
     lse = torch.empty(len(task), num_queries, dtype=torch.float32, device=q_RXD.device)
-    config = config or choose(head_dim, q_RXD.dtype, k, v)
+    config = config or choose(num_queries, head_dim, q_RXD.dtype, k, v)
     attend_kernel[(len(task),)](
         q_RXD.contiguous(),
         q_RXD if offset_RX is None else offset_RX.contiguous(),
@@ -220,12 +220,14 @@ def is_plain(memory: Tensor) -> bool:
     return not memory.is_cuda or torch.version.cuda is None
 
 
-def choose(head_dim: int, q_dtype: torch.dtype, k: Format, v: Format) -> Config:
+def choose(num_queries: int, head_dim: int, q_dtype: torch.dtype, k: Format, v: Format) -> Config:
     """The tuned configuration; dots in fp32 run without tensor cores and need small tiles, as do scales per channel,
-    which are loaded for every number of a tile."""
+    which are loaded for every number of a tile. Many queries (drafts) need the registers of four warps."""
     if q_dtype == torch.float32:
         return _CONFIG[32]
     if k.key_span > 1:
         return Config(32, 4, 2)
     config = _CONFIG[max(k.bits, v.bits)]
+    if num_queries > 8:
+        config = config._replace(num_warps=max(4, config.num_warps))
     return config if head_dim <= 128 else config._replace(block=max(16, config.block // 2))

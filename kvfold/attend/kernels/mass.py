@@ -118,7 +118,7 @@ def launch(
     """Add each slot's attention, summed over the queries of its row, to mass[task.MASS + slot]."""
     _, num_queries, head_dim = q_RXD.shape
     k = format_of(k_codec)
-    config = config or choose(head_dim, q_RXD.dtype, k, k)
+    config = config or choose(num_queries, head_dim, q_RXD.dtype, k, k)
     mass_kernel[(len(task),)](
         q_RXD.contiguous(),
         q_RXD if offset_RX is None else offset_RX.contiguous(),

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from kvfold.attend.kernels import reference
+from kvfold.attend.kernels.formats import format_of
 from kvfold.codec import Int2, Int4, Int8
+from kvfold.errors import InputError
 from tests.attend.kernels.common import CODECS, DEVICE, Stored, open_blocks, store
 
 decode = pytest.importorskip("kvfold.attend.kernels.decode", reason="triton is not installed")
@@ -70,6 +72,11 @@ def test_groups_of_channels_that_cut_across_the_parts_of_a_byte() -> None:
         stored = store(name, name, (35,), head_dim=96, codecs=(codec, codec), dtype=torch.float32)
         assert stored.groups[0] > 1
         assert_attends_alike(stored, TIGHT)
+
+
+def test_codes_that_end_within_a_word_are_refused() -> None:
+    with pytest.raises(InputError, match="multiples of 4"):
+        format_of("int4").num_words(66)
 
 
 def test_biases_and_splits() -> None:
