@@ -170,7 +170,7 @@ def with_table(page: str, path: Path) -> str:
         return written(page, BEGIN, END, "")
     rows = read_rows([path])
     found = means(rows.blocks)
-    return written(page, BEGIN, END, f"## Many streams\n\n{caption(rows, found)}\n\n{table(found)}")
+    return written(page, BEGIN, END, f"## Blocks of 10,000 tokens\n\n{caption(rows, found)}\n\n{table(found)}")
 
 
 def _line(cells: Iterable[str]) -> str:
