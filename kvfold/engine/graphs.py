@@ -30,6 +30,7 @@ from kvfold.pages.sequence import SequenceCache
 Compiler = Callable[[Callable[..., Any], int], Callable[..., Any]]  # (a layer's forward, rows) -> compiled forward
 _COMPILE_AFTER = 512  # replayed steps that are worth the seconds of a compilation
 _MOST_GRAPHS = 8
+_MOST_FP32_QUERIES = 16  # of one KV head: fp32 has no tensor cores, and larger tiles of it take minutes to build
 # One row: products become reductions, which fuse with what follows and reach the memory's bandwidth.
 _ONE_ROW: dict[str, Any] = {"coordinate_descent_tuning": True}
 
@@ -42,7 +43,7 @@ class Graphs:
         self.compile: Compile = "auto"
         self.setup_s = 0.0  # spent on capturing and compiling, in all
         self._steps = 0
-        self._captured: dict[tuple[Layout, int, int], _Captured] = {}
+        self._captured: dict[tuple[int, int, int], _Captured] = {}
         self._compiled: dict[tuple[type[nn.Module], bool], Callable[..., Any]] = {}
 
     def decode(self, hf: Any, sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]) -> Tensor | None:
@@ -55,17 +56,25 @@ class Graphs:
         if layout is None or any(layout_of(sequence) is not layout for sequence in sequences):
             return None
         shape = _bucket(len(sequences)), _bucket(max(len(ids) for ids in tokens))
-        captured = self._captured.pop((layout, *shape), None)
-        if captured is None or (self._wants_compiled and not captured.is_compiled):
+        if layout.spec.dtype == torch.float32 and layout.spec.layers[0].group * shape[1] > _MOST_FP32_QUERIES:
+            return None
+        key = id(layout), *shape  # one object for all layouts that are equal, kept for good
+        captured = self._captured.pop(key, None)
+        if captured is None or not self._serves(captured, sequences[0]):
             captured = self._capture(hf, layout, shape, sequences)
         try:
             logits = captured.run(hf, sequences, tokens)
         except OutOfLanes:
             captured = self._capture(hf, layout, shape, sequences)
             logits = captured.run(hf, sequences, tokens)
-        self._captured[layout, *shape] = captured
+        self._captured[key] = captured
         self._steps += 1
         return logits
+
+    def _serves(self, captured: _Captured, sequence: SequenceCache) -> bool:
+        """Whether it reads the right arena and is as fast as it could be by now."""
+        is_here = captured.lanes.memory is sequence.arena.memory
+        return is_here and (captured.is_compiled or not self._wants_compiled)
 
     def forget(self) -> None:
         """Drop all graphs and the memory they hold."""
