@@ -43,6 +43,13 @@ def test_uniform_is_the_apportionment_of_equal_weights(score_HS: Tensor, slots: 
     assert one_layer(Uniform(), score_HS, slots) == plain
 
 
+def test_uniform_gives_what_is_left_to_the_first_that_can_take_it() -> None:
+    """Also to one whose protected slots are as many as the others get."""
+    score_HS = ragged(4, 4, 1)
+    score_HS[0, :2] = torch.inf
+    assert one_layer(Uniform(), score_HS, 2) == [3, 2, 1]
+
+
 def test_uniform_passes_on_what_a_short_head_cannot_use() -> None:
     assert one_layer(Uniform(), ragged(2, 10, 10), 4) == [2, 5, 5]
 
