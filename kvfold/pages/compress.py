@@ -4,107 +4,26 @@ Layers arrive in order. An allocator of scope "layer" settles a layer at once; o
 shrink earlier layers as later ones arrive, so survivors stay staged in the model's dtype until the last layer, and are
 encoded then, once.
 
-    H KV heads   S slots of a head, stored then new   N new slots, head after head   D head dim
+    H KV heads   S slots of a head, stored then new
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from kvfold.budget.base import Budget
 from kvfold.budget.choose import choose
-from kvfold.evicted.base import Evicted, Split
 from kvfold.pages.rewrite import LayerChange, Rewrite
 from kvfold.pages.sequence import SequenceCache
-from kvfold.pages.transfer import Download, indices, upload
+from kvfold.pages.staged import Chosen, Staged, StagedLayer
 from kvfold.pages.view import NewSlots, build_view, size_facts
 from kvfold.policy.size import Floor, Size, check_floor
 from kvfold.policy.stage import Stage
 
 __all__ = ["Compression", "NewSlots", "check_decode_size", "decode_target", "finish_all"]
-
-
-@dataclass
-class _Staged:
-    """Survivors of one layer so far: a mask over its slots, and the new ones among them as flat tensors."""
-
-    score_HS: Tensor
-    keep_HS: Tensor
-    num_stored: list[int]
-    change: LayerChange
-
-    def __post_init__(self) -> None:
-        device = self.score_HS.device
-        slot_S = torch.arange(self.score_HS.shape[1], device=device)
-        self.is_new_HS = slot_S >= upload(self.num_stored, device).unsqueeze(-1)
-
-    def chosen(self, keep_HS: Tensor) -> _Chosen:
-        """Keep fewer: keep_HS is a subset of what is kept. The counts of new and stored slots start for the host."""
-        count_2H = torch.stack(((keep_HS & self.is_new_HS).sum(-1), (keep_HS & ~self.is_new_HS).sum(-1)))
-        return _Chosen(self, keep_HS, Download(count_2H))
-
-    def trim(self, keep_HS: Tensor, new: list[int], stored: list[int], evicted: Evicted) -> None:
-        """Drop what is not chosen; from here on the host knows every number and the device is asked for none."""
-        kept_stored = self.num_stored if self.change.keep is None else [len(index) for index in self.change.keep]
-        if new == self.change.counts and stored == kept_stored:
-            return
-        was_new_X = (self.keep_HS & self.is_new_HS).flatten()  # row-major, so head after head as in the change
-        stays_N = keep_HS.flatten()[indices(was_new_X, sum(self.change.counts))]
-        index_N = indices(stays_N, sum(new))
-        k_ND, v_ND = self._folded(stays_N, index_N, evicted)
-        self.change = LayerChange(k_ND, v_ND, self.change.position_N[index_N], new, self._stored(keep_HS, stored))
-        self.keep_HS = keep_HS
-
-    def _folded(self, stays_N: Tensor, index_N: Tensor, evicted: Evicted) -> tuple[Tensor, Tensor]:
-        change = self.change
-        if not evicted.changes:
-            return change.k_ND[index_N], change.v_ND[index_N]
-        columns = (change.k_ND, change.v_ND, change.position_N, stays_N)
-        heads = zip(*(column.split(change.counts) for column in columns), strict=True)
-        folded = [evicted.fold(Split(*head)) for head in heads]
-        return torch.cat([k for k, _ in folded]), torch.cat([v for _, v in folded])
-
-    def _stored(self, keep_HS: Tensor, counts: list[int]) -> list[Tensor] | None:
-        """Indices of the stored slots that stay, per head; None: all of them."""
-        if counts == self.num_stored:
-            return None
-        flat_N = indices((keep_HS & ~self.is_new_HS).flatten(), sum(counts))
-        return list((flat_N % keep_HS.shape[1]).split(counts))
-
-
-class _Chosen(NamedTuple):
-    """What stays of a layer, while the counts are on their way to the host."""
-
-    staged: _Staged
-    keep_HS: Tensor
-    count_2H: Download
-
-    def settle(self, evicted: Evicted) -> None:
-        new, stored = self.count_2H.wait().tolist()
-        self.staged.trim(self.keep_HS, new, stored, evicted)
-
-
-@dataclass
-class _Layer:
-    """One layer of the round: `staged` where slots compete; the attention mass of all its slots, if it is counted."""
-
-    change: LayerChange
-    mass_HS: Tensor | None = None
-    staged: _Staged | None = None
-
-    @property
-    def settled_mass_HS(self) -> Tensor | None:
-        """The mass of survivors, in their new row order."""
-        if self.mass_HS is None or self.staged is None:
-            return self.mass_HS
-        rows = [mass_S[keep_S] for mass_S, keep_S in zip(self.mass_HS, self.staged.keep_HS, strict=True)]
-        return pad_sequence(rows, batch_first=True)
 
 
 class Compression:
@@ -122,8 +41,8 @@ class Compression:
         self.stage = stage if stage is not None and stage.size is not None else None
         self.seen_len = seen_len
         self.decoding = decoding
-        self._layers: list[_Layer] = []
-        self._chosen: list[_Chosen] = []
+        self._layers: list[StagedLayer] = []
+        self._chosen: list[Chosen] = []
         self.budget = self._budget(self.stage) if self.stage is not None else None
 
     def _budget(self, stage: Stage) -> Budget | None:
@@ -146,9 +65,9 @@ class Compression:
     def look(self, index: int, new: NewSlots) -> None:
         """Score the slots of a layer, share out and choose."""
         if not self.sequence.spec.layers[index].compressible:
-            self._layers.append(_Layer(self._slide(index, new)))
+            self._layers.append(StagedLayer(self._slide(index, new)))
         elif self.budget is None:
-            self._layers.append(_Layer(new.all(), new.mass_HS))
+            self._layers.append(StagedLayer(new.all(), new.mass_HS))
         else:
             self._compress(index, new, self.budget)
 
@@ -161,13 +80,13 @@ class Compression:
         self._chosen = []
         last = self._layers[-1]
         if self.stage.budget.scope == "layer" and last.staged is not None and last.mass_HS is None:
-            self._layers[-1] = _Layer(last.staged.change)  # scores and masks of a long prompt are large
+            self._layers[-1] = StagedLayer(last.staged.change)  # scores and masks of a long prompt are large
 
     def _compress(self, index: int, new: NewSlots, budget: Budget) -> None:
         assert self.stage is not None
         score_HS, valid_HS = self._scores(index, new, self.stage)
-        added = _Staged(score_HS, valid_HS, self.sequence.stored_lens(index), new.all())
-        self._layers.append(_Layer(added.change, new.mass_HS, added))
+        added = Staged(score_HS, valid_HS, self.sequence.stored_lens(index), new.all())
+        self._layers.append(StagedLayer(added.change, new.mass_HS, added))
         allocator = self.stage.budget
         staged = [layer.staged for layer in self._layers if layer.staged is not None]
         competing = staged if allocator.scope == "model" else [added]

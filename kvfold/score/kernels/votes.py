@@ -126,9 +126,9 @@ def vote_kernel(
 
 
 def can_vote(q_RGWD: Tensor, k_RSD: Tensor) -> bool:
-    """Whether the kernels take these: 16-bit numbers of one kind, a head dim that is a power of two."""
-    dim, dtype = k_RSD.shape[-1], k_RSD.dtype
-    return dim >= 16 and dim & (dim - 1) == 0 and dtype == q_RGWD.dtype and dtype in (torch.float16, torch.bfloat16)
+    """Whether the kernels take these: 16-bit numbers of one kind, a head dim that is a power of two up to 128."""
+    dim, is_half = k_RSD.shape[-1], k_RSD.dtype in (torch.float16, torch.bfloat16)
+    return 16 <= dim <= 128 and dim & (dim - 1) == 0 and is_half and k_RSD.dtype == q_RGWD.dtype
 
 
 def window_votes(
