@@ -10,11 +10,13 @@ With hundreds of sequences, tens of thousands of heads append at once, so places
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import numpy as np
 
+from kvfold.errors import OutOfPages
+from kvfold.pages.segment import GROWTH, Segment, Wanted
 from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.table import Ints, SegmentTable, remember, segment_table
 
@@ -34,8 +36,22 @@ def make_room(sequence: SequenceCache) -> None:
     """Find pages for the committed slots of the open block. OutOfPages leaves the sequence as it was."""
     sequence.reclaim_tail()
     num_slots, tail = sequence.open.committed, sequence.tail
-    if segment_table(tail).least_room < num_slots:
-        tail.reserve([[num_slots] * layer.num_heads for layer in tail.layers], growing=range(len(tail.layers)))
+    table = segment_table(tail)
+    if table.least_room >= num_slots:
+        return
+    try:
+        room = tail.find_pages(_wanted_pages(tail, num_slots - table.room_X, table.length_X // GROWTH))
+    except OutOfPages:
+        room = tail.find_pages(_wanted_pages(tail, num_slots - table.room_X, np.zeros_like(table.room_X)))
+    tail.take(room)
+
+
+def _wanted_pages(tail: Segment, missing_X: Ints, spare_X: Ints) -> Wanted:
+    """What Segment.reserve asks for when every layer is growing, of all heads at once."""
+    heads = [(i, head) for i, layer in enumerate(tail.layers) for head in range(layer.num_heads)]
+    sizes = [layer.page_class.page_size for layer in tail.layers for _ in range(layer.num_heads)]
+    pages_X = np.where(missing_X > 0, -(-(missing_X + spare_X) // np.array(sizes)), 0)
+    return {head: num_pages for head, num_pages in zip(heads, pages_X.tolist(), strict=True) if num_pages}
 
 
 def append_blocks(sequences: Sequence[SequenceCache]) -> Stretches:
@@ -58,9 +74,9 @@ def append_blocks(sequences: Sequence[SequenceCache]) -> Stretches:
     owner_N, layer_N, count_N = owner_E[at_N], layer_E[at_N], take_E[at_N]
     address_NF = address_EF[at_N] + length_E[at_N, None] * stride_OLF[owner_N, layer_N]
     _lengthen(tables, at_N, count_N)
-    lengths = np.split(length_E + take_E, np.cumsum(sizes)[:-1])
-    for sequence, table, count, after_E in zip(sequences, tables, counts, lengths, strict=True):
-        _settle(sequence, table, count, after_E)
+    after_E = length_E + take_E
+    for sequence, table, count, end in zip(sequences, tables, counts, accumulate(sizes), strict=True):
+        _settle(sequence, table, count, after_E[end - len(table.extents) : end])
     return Stretches(owner_N, layer_N, head_E[at_N], begin_E[at_N], count_N, address_NF)
 
 

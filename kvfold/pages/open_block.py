@@ -103,9 +103,8 @@ class OpenBlock:
         """Committed slots were sealed; drafts behind them move to the front."""
         rest = slice(self.committed, self.fill)
         self.fill -= self.committed
-        for block in (*self.k, *self.v):
-            if self.fill:
-                block[:, : self.fill] = block[:, rest].clone()
+        for block in (*self.k, *self.v) if self.fill else ():
+            block[:, : self.fill] = block[:, rest].clone()
         self.committed = 0
 
     def clear(self) -> None:

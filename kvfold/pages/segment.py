@@ -82,14 +82,14 @@ class Segment:
         A head of a `growing` layer that needs pages gets an eighth of its length more, if there is memory for it, so
         that its extents stay few.
         """
-        return self.find_pages(self._wanted_pages(counts, growing), self._wanted_pages(counts, ()))
-
-    def find_pages(self, wanted: Wanted, least: Wanted) -> Room:
-        """Pages that are wanted or, where there is no memory for them, those needed at `least`. Raises OutOfPages."""
         try:
-            return Room(wanted, self._lend(wanted))
+            return self.find_pages(self._wanted_pages(counts, growing))
         except OutOfPages:
-            return Room(least, self._lend(least))
+            return self.find_pages(self._wanted_pages(counts, ()))
+
+    def find_pages(self, wanted: Wanted) -> Room:
+        """So many pages for each head, to be taken or cancelled. Raises OutOfPages."""
+        return Room(wanted, self._lend(wanted))
 
     def take(self, room: Room) -> None:
         """Give the pages to the heads that wanted them."""

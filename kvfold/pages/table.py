@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import chain
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -56,6 +57,11 @@ class SegmentTable:
         """Slots that can be appended to each head without another page, where slots share nothing (group 1)."""
         room_E = self.places.capacity_E - self.length_E
         return np.bincount(self.places.row_E, room_E, self.places.num_rows).astype(np.int64)
+
+    @cached_property
+    def length_X(self) -> Ints:
+        """Slots of each head."""
+        return np.bincount(self.places.row_E, self.length_E, self.places.num_rows).astype(np.int64)
 
     @cached_property
     def least_room(self) -> int:
@@ -103,29 +109,32 @@ def remember(segment: Segment, table: SegmentTable) -> tuple[int, SegmentTable]:
 
 
 def _build(segment: Segment) -> SegmentTable:
-    owned = [(i, head, extent) for i, layer in enumerate(segment.layers)
-             for head, extents in enumerate(layer.extents) for extent in extents]  # fmt: skip
-    extents = [extent for _, _, extent in owned]
-    owner_E2 = np.array([(i, head) for i, head, _ in owned], dtype=np.int64).reshape(-1, 2)
-    places = make_places(segment, owner_E2[:, 0], owner_E2[:, 1], extents)
-    return SegmentTable(places, extents, np.array([extent.length for extent in extents], dtype=np.int64))
-
-
-def make_places(segment: Segment, layer_E: Ints, head_E: Ints, extents: Sequence[Extent]) -> Places:
-    classes = tuple(layer.page_class for layer in segment.layers)
-    size_L = np.array([page_class.page_size for page_class in classes])
+    heads = [extents for layer in segment.layers for extents in layer.extents]
+    extents = list(chain.from_iterable(heads))
     heads_L = np.array([layer.num_heads for layer in segment.layers])
-    stride_LF = stride_table(classes)
-    first_E, pages_E = np.array([(e.first, e.num_pages) for e in extents], dtype=np.int64).reshape(-1, 2).T
-    bases: dict[Span, tuple[int, ...]] = {}
-    base = [bases.get(e.span) or bases.setdefault(e.span, _bases(e.span)) for e in extents]
-    base_EF = np.array(base, dtype=np.int64).reshape(-1, stride_LF.shape[1])
-    address_EF = base_EF + (first_E * size_L[layer_E])[:, None] * stride_LF[layer_E]
-    row_E = (np.cumsum(heads_L) - heads_L)[layer_E] + head_E
-    return Places(layer_E, head_E, row_E, pages_E * size_L[layer_E], address_EF, stride_LF, int(heads_L.sum()))
+    row_E = np.repeat(np.arange(len(heads)), [len(of_head) for of_head in heads])
+    layer_E = np.repeat(np.arange(len(heads_L)), heads_L)[row_E]
+    head_E = row_E - (np.cumsum(heads_L) - heads_L)[layer_E]
+    size_E = np.array([layer.page_class.page_size for layer in segment.layers])[layer_E]
+    first_E = size_E * _ints([extent.first for extent in extents])
+    stride_LF = stride_table(tuple(layer.page_class for layer in segment.layers))
+    address_EF = _bases(extents) + first_E[:, None] * stride_LF[layer_E]
+    capacity_E = size_E * _ints([extent.num_pages for extent in extents])
+    places = Places(layer_E, head_E, row_E, capacity_E, address_EF, stride_LF, len(heads))
+    return SegmentTable(places, extents, _ints([extent.length for extent in extents]))
 
 
-def _bases(span: Span) -> tuple[int, ...]:
-    """Byte addresses of the first page's fields."""
+def _ints(numbers: Sequence[int] | Sequence[list[int]]) -> Ints:
+    return np.array(numbers, dtype=np.int64)
+
+
+def _bases(extents: Sequence[Extent]) -> Ints:
+    """[E, F]: byte addresses of the first page's fields in each extent's span."""
+    number = {span: i for i, span in enumerate(dict.fromkeys(extent.span for extent in extents))}
+    base_SF = _ints([_base(span) for span in number]).reshape(-1, len(COLUMNS) + 1)
+    return base_SF[_ints([number[extent.span] for extent in extents])]
+
+
+def _base(span: Span) -> list[int]:
     names = [None if item is None else item.name for item in columns(span.page_class)]
-    return tuple(0 if name is None else span.addresses[name] for name in (*names, POSITION.name))
+    return [0 if name is None else span.addresses[name] for name in (*names, POSITION.name)]

@@ -5,10 +5,13 @@ N stretches   O sequences   L layers   D head dim
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvfold.attend.kernels.formats import has_triton
 from kvfold.attend.kernels.tables import sent
@@ -19,6 +22,7 @@ from kvfold.codec.native import Native
 from kvfold.pages.append import Stretches, append_blocks, make_room
 from kvfold.pages.layer import LayerPages
 from kvfold.pages.layout import PageClass
+from kvfold.pages.segment import Segment
 from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.table import Ints
 from kvfold.policy.registry import term_of
@@ -28,10 +32,30 @@ def can_seal(sequence: SequenceCache) -> bool:
     """Whether a kernel can do it: there is one for these codecs, and what they have to learn is learnt."""
     if not sequence.arena.memory.is_cuda or not has_triton() or Tracked.of([sequence.policy], decoding=True).mass:
         return False
-    return all(
-        _knows(layer.page_class) and bool(layer.state or not isinstance(layer.page_class.k, IntegerCodec))
-        for layer in sequence.tail.layers
-    )
+    return _learnt_by(sequence.tail) is not None
+
+
+class _Learnt(NamedTuple):
+    """What no seal of a tail changes once its codecs have learnt."""
+
+    classes: tuple[PageClass, ...]
+    mean_L: Ints  # address of the first head's mean key; 0 where none are stored
+
+
+_learnt: WeakKeyDictionary[Segment, _Learnt] = WeakKeyDictionary()
+
+
+def _learnt_by(tail: Segment) -> _Learnt | None:
+    """None while a kernel cannot seal it."""
+    found = _learnt.get(tail)
+    if found is None and all(_is_ready(layer) for layer in tail.layers):
+        classes = tuple(layer.page_class for layer in tail.layers)
+        found = _learnt[tail] = _Learnt(classes, np.array([_mean_address(layer) for layer in tail.layers]))
+    return found
+
+
+def _is_ready(layer: LayerPages) -> bool:
+    return _knows(layer.page_class) and bool(layer.state or not isinstance(layer.page_class.k, IntegerCodec))
 
 
 @cache
@@ -62,35 +86,39 @@ def seal_blocks(sequences: Sequence[SequenceCache]) -> None:
 def _encode(sequences: Sequence[SequenceCache]) -> None:
     start_O = np.array([sequence.sealed_len for sequence in sequences])  # positions of the open blocks' first slots
     stretches = append_blocks(sequences)
-    numbers: dict[PageClass, int] = {}
-    number_OL = np.array([
-        [numbers.setdefault(layer.page_class, len(numbers)) for layer in sequence.tail.layers] for sequence in sequences
-    ])  # fmt: skip
-    item_N = _items(sequences, stretches, start_O)
-    number_N = number_OL[stretches.owner_N, stretches.layer_N]
-    for page_class, number in numbers.items():
-        _launch(sequences, page_class, item_N[number_N == number])
+    learnt = [item for sequence in sequences if (item := _learnt_by(sequence.tail)) is not None]
+    item_N = _items(sequences, learnt, stretches, start_O)
+    for page_class, is_its_OL in _layers_of(learnt):
+        _launch(sequences, page_class, item_N[is_its_OL[stretches.owner_N, stretches.layer_N]])
     for sequence in sequences:
         sequence.open.drop_committed()
 
 
-def _items(sequences: Sequence[SequenceCache], stretches: Stretches, start_O: Ints) -> Ints:
+def _layers_of(learnt: Sequence[_Learnt]) -> Iterator[tuple[PageClass, NDArray[np.bool]]]:
+    """Each page class, and which layers of which sequences are of it."""
+    plans = {item.classes: None for item in learnt}  # sequences of one policy have one
+    for page_class in {page_class: None for classes in plans for page_class in classes}:
+        its = {classes: [other is page_class for other in classes] for classes in plans}
+        yield page_class, np.array([its[item.classes] for item in learnt])
+
+
+def _items(
+    sequences: Sequence[SequenceCache], learnt: Sequence[_Learnt], stretches: Stretches, start_O: Ints
+) -> Ints:
     """Rows of seal.py; mean keys by their address, for they lie outside the arena."""
     owner_N, layer_N, head_N, begin_N, count_N, address_NF = stretches
     source_OL2 = np.array([sequence.open.addresses for sequence in sequences])
-    mean_OL = np.array([[_mean_address(layer) for layer in sequence.tail.layers] for sequence in sequences])
-    width_OL = np.array([[layer.head_dim for layer in sequence.spec.layers] for sequence in sequences])
+    mean_OL = np.stack([item.mean_L for item in learnt])
     open_O = np.array([sequence.open.num_slots for sequence in sequences])
-    width_N = width_OL[owner_N, layer_N]
-    itemsize = sequences[0].spec.kv_dtype.itemsize
-    slot_N = (head_N * open_O[owner_N] + begin_N) * width_N * itemsize
+    spec = sequences[0].spec  # an arena serves one model
+    width_N = np.array([layer.head_dim for layer in spec.layers])[layer_N]
+    slot_N = (head_N * open_O[owner_N] + begin_N) * width_N * spec.kv_dtype.itemsize
     mean_N = mean_OL[owner_N, layer_N] + head_N * width_N * 4
     source_N2 = source_OL2[owner_N, layer_N] + slot_N[:, None]
     return np.column_stack((source_N2, count_N, start_O[owner_N] + begin_N, mean_N, address_NF))
 
 
 def _mean_address(layer: LayerPages) -> int:
-    """Of the first head's mean key; of no use where none are stored."""
     mean_HD = layer.state["k"].get("mean") if "k" in layer.state else None
     return 0 if mean_HD is None else mean_HD.data_ptr()
 

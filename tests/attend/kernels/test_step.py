@@ -138,6 +138,17 @@ def test_a_sequence_that_outgrows_its_lane_gets_a_larger_one(model: Model) -> No
         sequence.release()
 
 
+def test_mean_keys_that_are_learnt_at_the_first_seal_reach_the_lane(model: Model) -> None:
+    runner, graphs = make_runner(model), Graphs()
+    plain, fast = make(runner, "int4", 1), make(runner, "int4", 1)
+    for token in range(20):  # nothing is stored when the lane is taken
+        expected = runner.decode(plain, [token])
+        torch.testing.assert_close(step(graphs, model, fast, [[token]]), expected, atol=2e-4, rtol=1e-4)
+        same_block(fast[0], plain[0])
+    for sequence in (*plain, *fast):
+        sequence.release()
+
+
 @pytest.mark.parametrize("policy", ["h2o + 64tok", "snapkv(window=4) + 64tok", "streaming + 64tok + slot", "quest"])
 def test_what_kernels_do_not_serve_goes_the_plain_way(model: Model, policy: str) -> None:
     (sequence,) = make(make_runner(model), policy, 1)

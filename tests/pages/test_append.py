@@ -1,0 +1,96 @@
+"""Blocks appended on arrays go where slots belong: behind each head's own, across extents, in all sequences at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvfold.pages.append import append_blocks, make_room
+from kvfold.pages.arena import Arena
+from kvfold.pages.sequence import SequenceCache
+from kvfold.pages.table import SegmentTable, segment_table
+from tests.pages.tiny import SMALL_BLOCK, fill, new_sequence, stored_tokens, tiny_spec
+
+SPEC = tiny_spec(num_layers=3, num_heads=2)
+POSITION_COLUMN = 6
+
+
+def waiting(sequence: SequenceCache, num_tokens: int) -> None:
+    """Committed tokens in the open block; their numbers are of no interest here."""
+    sequence.open.advance(num_tokens)
+    sequence.open.commit(num_tokens)
+
+
+def append(sequences: Sequence[SequenceCache]) -> None:
+    """Seal as the kernel does, but positions only."""
+    starts = [sequence.sealed_len for sequence in sequences]
+    for sequence in sequences:
+        make_room(sequence)
+    words = sequences[0].arena.memory.view(torch.int32)
+    for owner, _, _, begin, count, address in zip(*append_blocks(sequences), strict=True):
+        at, first = int(address[POSITION_COLUMN]) // 4, starts[owner] + int(begin)
+        words[at : at + int(count)] = torch.arange(first, first + int(count), dtype=torch.int32)
+    for sequence in sequences:
+        sequence.open.drop_committed()
+
+
+def same_table(found: SegmentTable, expected: SegmentTable) -> None:
+    for name in ("layer_E", "head_E", "row_E", "capacity_E", "address_EF", "stride_LF"):
+        np.testing.assert_array_equal(getattr(found.places, name), getattr(expected.places, name))
+    np.testing.assert_array_equal(found.length_E, expected.length_E)
+    assert all(a is b for a, b in zip(found.extents, expected.extents, strict=True))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    prompts=st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    rounds=st.lists(st.integers(1, 8), min_size=1, max_size=6),
+    page_size=st.sampled_from((2, 4, 16)),
+)
+def test_every_head_gets_the_next_positions(prompts: list[int], rounds: list[int], page_size: int) -> None:
+    arena = Arena(4 << 20, superblock_bytes=SMALL_BLOCK)
+    sequences = [new_sequence("full", SPEC, arena=arena, page_size=page_size, open_len=8) for _ in prompts]
+    for sequence, length in zip(sequences, prompts, strict=True):
+        fill(sequence, length)
+    for num_tokens in rounds:
+        for i, sequence in enumerate(sequences):
+            waiting(sequence, min(num_tokens + i, 8))
+        append(sequences)
+    for sequence in sequences:
+        everything = list(range(sequence.sealed_len))
+        assert all(stored_tokens(sequence, i, head) == everything for i in range(3) for head in range(2))
+        known = segment_table(sequence.tail)
+        sequence.tail.changes.rise()  # forgets it
+        same_table(known, segment_table(sequence.tail))
+        sequence.release()
+    assert arena.lent_bytes == 0
+
+
+def test_heads_of_unequal_length_keep_their_own_ends() -> None:
+    sequence = new_sequence("random + ada + 24tok + protect(none)", SPEC, open_len=4)
+    fill(sequence, 60)
+    before = [sequence.stored_lens(i) for i in range(3)]
+    assert len({length for lens in before for length in lens}) > 1
+    waiting(sequence, 4)
+    append([sequence])
+    assert [sequence.stored_lens(i) for i in range(3)] == [[n + 4 for n in lens] for lens in before]
+    assert all(stored_tokens(sequence, i, head)[-4:] == [60, 61, 62, 63] for i in range(3) for head in range(2))
+    sequence.release()
+
+
+@pytest.mark.parametrize(("num_tokens", "moves"), [(4, False), (8, True)])
+def test_places_are_the_same_object_until_pages_are_added(num_tokens: int, moves: bool) -> None:
+    sequence = new_sequence("full", SPEC, page_size=16, open_len=8)
+    fill(sequence, 10)  # one page: room for 6 more
+    before = segment_table(sequence.tail)
+    waiting(sequence, num_tokens)
+    append([sequence])
+    after = segment_table(sequence.tail)
+    assert after is not before
+    assert (after.places is not before.places) == moves
+    sequence.release()
