@@ -1,0 +1,115 @@
+"""What a workload of the benchmark is: samples that can be built one by one, and the score of a reply.
+
+Sample i of a task is a function of seed, workload, task, i and setting alone, so that a run can be resumed or sharded.
+Its prompt is `context`, then `question`, then the `reply_prefix` that the reply is begun with; whitespace between them
+belongs to the strings. Whether the context is compressed before the question is known is the runner's choice.
+
+A new workload is one file with a class that says what its samples are and how replies are scored:
+
+    @workload
+    @dataclass(frozen=True)
+    class Passkey(Workload):
+        name: ClassVar[str] = "passkey"
+        ...
+        def build(self, setting: Setting, task: str, index: int, random: Random) -> Sample: ...
+        def score(self, sample: Sample, reply: str) -> float: ...
+
+Fields of the dataclass are the workload's options, such as the files it reads; each has a default.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from types import MappingProxyType
+from typing import ClassVar
+
+from kvfold.bench.haystack import Haystack, prose
+from kvfold.errors import InputError
+
+_BETWEEN = "\n\n"  # question and reply, where no chat template parts them
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt and what a right reply holds."""
+
+    task: str
+    index: int
+    context: str  # may be compressed without the question
+    question: str
+    answers: tuple[str, ...]
+    max_new_tokens: int
+    reply_prefix: str = ""
+    facts: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))  # what a table groups by
+
+    @property
+    def text(self) -> str:
+        """The whole prompt without a chat template; a setting's length counts these tokens."""
+        return self.context + self.question + (_BETWEEN + self.reply_prefix if self.reply_prefix else "")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all samples of a run have in common."""
+
+    length: int  # tokens of the whole prompt, chat template left out
+    seed: int
+    count_tokens: Callable[[str], int]
+    haystack: Haystack = prose
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise InputError(f"prompts of {self.length} tokens cannot be; give a length of 1 or more")
+
+
+class Workload(ABC):
+    """One benchmark: its tasks, their samples, and the score of a reply."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]  # one line: what it tests
+    source: ClassVar[str]  # paper or benchmark
+    metric: ClassVar[str]  # one line
+    differences: ClassVar[str]  # from the source, one line; "none" if there are none
+    tasks: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
+    def build(self, setting: Setting, task: str, index: int, random: Random) -> Sample:
+        """Sample `index` of a task; `random` is seeded for this sample and no other."""
+
+    @abstractmethod
+    def score(self, sample: Sample, reply: str) -> float:
+        """From 0 to 1; `reply` is what the model wrote after the reply prefix."""
+
+    def oracle(self, sample: Sample) -> str:
+        """A perfect reply."""
+        return ", ".join(sample.answers)
+
+    def lacks(self, task: str) -> str:
+        """What must be given before this task can run, as in "squad=FILE, …"; empty if nothing."""
+        return ""
+
+    @property
+    def ready(self) -> tuple[str, ...]:
+        """The tasks that can run with the options given."""
+        return tuple(task for task in self.tasks if not self.lacks(task))
+
+    def sample(self, setting: Setting, task: str, index: int) -> Sample:
+        """One sample by itself."""
+        self._check(task)
+        return self.build(setting, task, index, Random(f"{setting.seed}/{self.name}/{task}/{index}"))
+
+    def samples(self, setting: Setting, count: int, tasks: Sequence[str] = ()) -> Iterator[Sample]:
+        """`count` samples of each named task, or of each that is ready; tasks take turns, so any prefix is balanced."""
+        chosen = tuple(tasks) or self.ready or self.tasks  # the last: to be refused by name
+        for task in chosen:
+            self._check(task)
+        return (self.sample(setting, task, index) for index in range(count) for task in chosen)
+
+    def _check(self, task: str) -> None:
+        if task not in self.tasks:
+            raise InputError(f'workload {self.name} has no task "{task}"; tasks: {", ".join(self.tasks)}')
+        if missing := self.lacks(task):
+            raise InputError(f"task {task} of workload {self.name} needs {missing}")
