@@ -250,6 +250,16 @@ def clean() -> None:
     torch.cuda.empty_cache()
 
 
+def measured(args: argparse.Namespace, shapes: list[tuple[int, ...]], bandwidth: float) -> Iterator[Row]:
+    if "attention" in args.what:
+        for context, batch in shapes:
+            yield from attention_rows(context, batch, bandwidth)
+    if "step" in args.what:
+        model = llama()
+        for context, batch in shapes:
+            yield from step_rows(model, context, batch, bandwidth, args.steps)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", default=["attention", "step"], help="attention, step (default: both)")
@@ -261,13 +271,9 @@ def main() -> None:
     clean()
     shapes = [tuple(int(n) for n in shape.split("x")) for shape in args.context.split(",")]
     rows: list[Row] = []
-    if "attention" in args.what:
-        for context, batch in shapes:
-            rows += attention_rows(context, batch, bandwidth)
-    if "step" in args.what:
-        model = llama()
-        for context, batch in shapes:
-            rows += step_rows(model, context, batch, bandwidth, args.steps)
+    for row in measured(args, shapes, bandwidth):
+        print(row, flush=True)
+        rows.append(row)
     report("gpu_decode", rows, save=args.save, model="Llama-3.1-8B shape", copy_TB_s=bandwidth / 1e12)
 
 

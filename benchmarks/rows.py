@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 import time
@@ -29,7 +30,9 @@ def facts(**more: object) -> dict[str, object]:
 
 
 def commit() -> str:
-    """The short commit of the working tree, with + if it was changed."""
+    """The short commit of the working tree, with + if it was changed; KVFOLD_COMMIT names that of a copy without one."""
+    if "KVFOLD_COMMIT" in os.environ:
+        return os.environ["KVFOLD_COMMIT"]
     try:
         head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=_ROOT, capture_output=True, text=True)
         dirty = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=_ROOT, capture_output=True, text=True)
