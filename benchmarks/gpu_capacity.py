@@ -130,11 +130,11 @@ def folded_row(model: Any, args: argparse.Namespace, bandwidth: float) -> Row:
     policy = Policy.parse(POLICY)
     with attach(model) as attached:
         capacity = torch.cuda.mem_get_info()[0] - int(1e9 * args.spare)
-        runner = Runner(model, attached.spec, Arena(capacity, device=model.device))
+        runner = Runner(model, attached.spec, Arena(capacity, device=model.device), compile=True)
         sequences = add_sequences(runner, policy, args.length, range(args.batch), write=True)
         stats = [measure(sequence) for sequence in sequences]
         tokens = [5] * len(sequences)
-        times = steps_ms(lambda: runner.decode(sequences, tokens), args.steps)
+        times = steps_ms(lambda: runner.decode(sequences, tokens).argmax(-1).tolist(), args.steps)
         more = add_sequences(runner, policy, args.length, count(len(sequences)), write=False)
     held = statistics.mean(stat.resident_bytes for stat in stats)
     floor = floor_ms(weight_bytes(model) + sum(stat.bytes_per_step for stat in stats), bandwidth)
@@ -146,7 +146,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=32768)
     parser.add_argument("--batch", type=int, default=256, help="sequences that decode together")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--spare", type=float, default=6.0, metavar="GB", help="memory left out of the arena")
     parser.add_argument("--save", action="store_true", help="append rows to benchmarks/results/gpu_capacity.jsonl")

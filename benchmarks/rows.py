@@ -30,7 +30,7 @@ def facts(**more: object) -> dict[str, object]:
 
 
 def commit() -> str:
-    """The short commit of the working tree, with + if it was changed; KVFOLD_COMMIT names that of a copy without one."""
+    """The short commit of the working tree, with + if it was changed. KVFOLD_COMMIT names it in a copy without git."""
     if "KVFOLD_COMMIT" in os.environ:
         return os.environ["KVFOLD_COMMIT"]
     try:
