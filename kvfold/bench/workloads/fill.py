@@ -1,4 +1,4 @@
-"""Make a prompt as long as wanted: the number of units (sentences, lines, pairs) that comes nearest.
+"""Make a prompt as long as wanted: the number of units (words, lines, pairs) that comes nearest.
 
 Most sources take the largest number that stays below the length. The nearest one halves the distance, which matters at
 a thousand tokens when a unit has forty.
@@ -8,33 +8,67 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import islice
 from typing import Generic, TypeVar
 
 from kvfold.bench.workloads.base import Sample, Setting
 from kvfold.errors import InputError
 
-_MAX_UNITS = 1 << 24
+NUM_DEPTHS = 10
 _Unit = TypeVar("_Unit")
 
 
-def fit(setting: Setting, make: Callable[[int], Sample], *, least: int = 1) -> Sample:
-    """The sample of `least` units or more whose prompt comes nearest to the setting's length.
+def fit(setting: Setting, make: Callable[[int], Sample], *, least: int = 1, most: int | None = None) -> Sample:
+    """The sample whose prompt comes nearest to the setting's length, of `least` units or more.
 
-    `make(n)` builds the sample of n units; its prompt has to grow with n.
+    `make(n)` builds the sample of n units; its prompt has to grow with n. `most` says how many units there are.
     """
 
-    def tokens(count: int) -> int:
+    @cache
+    def size(count: int) -> int:
         return setting.count_tokens(make(count).text)
 
-    if (fewest := tokens(least)) > setting.length:
-        raise InputError(f"prompts of {setting.length} tokens are too short for {make(least).task}; give {fewest}")
-    above = least + 1
-    while tokens(above) < setting.length and above < _MAX_UNITS:
-        above *= 2
-    above = bisect_left(range(above), setting.length, lo=least, key=tokens)
-    candidates = [make(count) for count in (max(least, above - 1), above)]
-    return min(candidates, key=lambda sample: abs(setting.count_tokens(sample.text) - setting.length))
+    if size(least) > setting.length:
+        needed = f"give a length of at least {size(least)}"
+        raise InputError(f"prompts of {setting.length} tokens are too short for {make(least).task}; {needed}")
+    if most is not None and size(most) < setting.length:
+        found = f"what was given is enough for {size(most)}"
+        raise InputError(f"prompts of {setting.length} tokens are too long for {make(most).task}; {found}")
+    low, high = _nearest(size, setting.length, least, most)
+    return make(min(low, high, key=lambda count: abs(size(count) - setting.length)))
+
+
+def _nearest(size: Callable[[int], int], length: int, low: int, most: int | None) -> tuple[int, int]:
+    """Two neighbouring counts around the length. Sizes grow nearly evenly, so guessing beats halving."""
+    low, high = _around(size, length, low, most)
+    while high - low > 1:
+        guess = low + (length - size(low)) * (high - low) // max(1, size(high) - size(low))
+        margin = 1 + (high - low) // 64
+        for count in (guess - margin, guess + margin):
+            count = min(max(count, low + 1), high - 1)
+            if size(count) <= length:
+                low = max(low, count)
+            else:
+                high = min(high, count)
+            if high - low <= 1:
+                break
+    return low, high
+
+
+def _around(size: Callable[[int], int], length: int, least: int, most: int | None) -> tuple[int, int]:
+    """Counts below and above the length."""
+    low, high = least, least + 8 if most is None else min(most, least + 8)
+    while size(high) < length:
+        growth = max(2.0, 1.1 * (length - size(least)) / max(1, size(high) - size(least)))
+        low, high = high, least + round((high - least) * growth)
+        high = high if most is None else min(most, high)
+    return low, high
+
+
+def even_depth(index: int) -> float:
+    """The depth of sample `index`: the middles of ten equal parts of the document in turn."""
+    return (index % NUM_DEPTHS + 0.5) / NUM_DEPTHS
 
 
 class Supply(Generic[_Unit]):
@@ -47,3 +81,22 @@ class Supply(Generic[_Unit]):
     def take(self, count: int) -> list[_Unit]:
         self._taken += islice(self._source, max(0, count - len(self._taken)))
         return self._taken[:count]
+
+
+class Text:
+    """An endless run of sentences, cut after any number of words."""
+
+    def __init__(self, sentences: Iterator[str]) -> None:
+        self._source = sentences
+        self._sentences: list[str] = []
+        self._ends: list[int] = []  # words up to and including each sentence
+
+    def take(self, num_words: int) -> list[str]:
+        """The sentences of the first `num_words` words; the last may be cut short."""
+        while not self._ends or self._ends[-1] < num_words:
+            self._sentences.append(next(self._source))
+            self._ends.append((self._ends or [0])[-1] + len(self._sentences[-1].split()))
+        last = bisect_left(self._ends, num_words)
+        missing = self._ends[last] - num_words
+        words = self._sentences[last].split()
+        return [*self._sentences[:last], " ".join(words[: len(words) - missing])]
