@@ -39,10 +39,10 @@ class Config(NamedTuple):
 # By the bits of the wider side, for head dims up to 128; wider heads take half the slots.
 _CONFIG: dict[int, Config] = {
     32: Config(32, 4, 2),
-    16: Config(64, 4, 3),
+    16: Config(32, 1, 4),
     8: Config(64, 2, 3),
-    4: Config(64, 2, 4),
-    2: Config(64, 1, 4),
+    4: Config(64, 2, 3),
+    2: Config(64, 1, 3),
 }
 
 

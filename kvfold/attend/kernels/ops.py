@@ -3,8 +3,8 @@
 On CUDA they run the Triton kernels, elsewhere their torch twins. Addresses, lengths and fill counts are read on the
 device: a captured graph follows them.
 
-    attend_tasks  partial attention of each task        merge_rows  tasks + open block + new slots -> output
-    task_mass     attention mass of each stored slot
+    integer_query  queries as integer keys are stored   attend_tasks  partial attention of each task
+    merge_rows     tasks + open block + new slots       task_mass     attention mass of each stored slot
 
 Tables: a row of `task` (int64, columns in formats.py) is a stretch of adjacent slots; tasks past num_tasks (int32 [1];
 None: the whole table) and those of length 0 do not run. Codes, scales, zeros (bf16) and biases (fp32, natural log)
@@ -76,6 +76,20 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     shape = (task.shape[0], q.shape[1], q.shape[2])
     return q.new_empty(shape, dtype=torch.float32), q.new_empty(shape[:2], dtype=torch.float32)
+
+
+@torch.library.custom_op("kvfold::integer_query", mutates_args=())
+def integer_query(q: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries [R, X, D] in the basis of integer keys, in q's dtype, and q.mean (mean [R, D]), fp32 [R, X]."""
+    run = _kernel("query").launch if q.is_cuda else reference.integer_query
+    found: tuple[Tensor, Tensor] = run(q, mean)
+    return found
+
+
+@integer_query.register_fake
+def _(q: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+    rotated = torch.empty_like(q, memory_format=torch.contiguous_format)
+    return rotated, q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 @torch.library.custom_op("kvfold::merge_rows", mutates_args=("memory",))

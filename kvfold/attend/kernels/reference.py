@@ -23,6 +23,7 @@ from kvfold.attend.kernels.formats import (
     format_of,
 )
 from kvfold.codec.base import Side
+from kvfold.codec.integer import Int4
 
 
 def attend_tasks(
@@ -69,6 +70,13 @@ def task_mass(
         score_XS = _scores(q_RXD, offset_RX, memory, row, k_codec, k_groups, scale, has_bias)
         share_S = torch.exp(score_XS - lse_RX[row_of_task[i]].unsqueeze(-1)).sum(0)
         mass[row[MASS] : row[MASS] + row[LENGTH]] += share_S
+
+
+def integer_query(q_RXD: Tensor, mean_RD: Tensor) -> tuple[Tensor, Tensor]:
+    """As the integer codecs do it."""
+    rotated, offset = Int4().query(q_RXD, {"mean": mean_RD})
+    assert offset is not None
+    return rotated.contiguous(), offset
 
 
 def merge_rows(

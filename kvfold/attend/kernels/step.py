@@ -20,6 +20,7 @@ from kvfold.attend.kernels.lanes import Lanes
 from kvfold.attend.kernels.tables import Layout
 from kvfold.attend.track import Tracked
 from kvfold.codec.base import Codec, Field
+from kvfold.codec.integer import IntegerCodec
 from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.table import columns, slot_strides
 from kvfold.policy.reader import All
@@ -69,10 +70,11 @@ class Step:
         page_class = lanes.layout.classes[layer]
         _, k_scale, _, _, v_scale, _ = columns(page_class)
         q_RXD = self._rows(q_QND, spec.num_kv_heads)
-        state = {"mean": lanes.mean_LBHD[layer].flatten(0, 1)}
-        stored_q_RXD, offset_RX = page_class.k.query(q_RXD, state)
+        stored_q_RXD, offset_RX = q_RXD, None
+        if isinstance(page_class.k, IntegerCodec):
+            stored_q_RXD, offset_RX = ops.integer_query(q_RXD, lanes.mean_LBHD[layer].flatten(0, 1))
         part_NXD, part_lse_NX = ops.attend_tasks(
-            stored_q_RXD.contiguous(),
+            stored_q_RXD,
             offset_RX,
             lanes.memory,
             lanes.tables.task_LBC[layer].flatten(0, 1),

@@ -1,0 +1,76 @@
+"""Queries in the basis of integer keys, in one launch: Hadamard(q) and q.mean (kvfold/codec/integer.py).
+
+The rotation is a matrix of signs, which every float holds exactly, times one factor; so the product loses nothing on
+tensor cores.
+
+    R rows   X queries of a row   D head dim   M rows of the dot (X padded)   DP D padded to a power of two
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvfold.attend.kernels.decode import is_plain, padded
+from kvfold.codec import hadamard
+
+
+@triton.jit
+def query_kernel(
+    q: tl.tensor,
+    mean: tl.tensor,
+    signs: tl.tensor,
+    rotated: tl.tensor,
+    offset: tl.tensor,
+    factor: tl.tensor,
+    X: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    PLAIN: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    x = tl.arange(0, M)
+    d = tl.arange(0, DP)
+    at_XD = (row * X + x)[:, None] * D + d[None, :]
+    inside_XD = (x < X)[:, None] & (d < D)[None, :]
+    q_XD = tl.load(q + at_XD, mask=inside_XD, other=0.0)
+    signs_DD = tl.load(signs + d[:, None] * D + d[None, :], mask=(d < D)[:, None] & (d < D)[None, :], other=0.0)
+    mean_D = tl.load(mean + row * D + d, mask=d < D, other=0.0)
+    if PLAIN:
+        rotated_XD = tl.dot(q_XD.to(tl.float32), signs_DD.to(tl.float32), input_precision="ieee") * factor
+    else:
+        rotated_XD = tl.dot(q_XD, signs_DD, input_precision="tf32x3") * factor
+    tl.store(rotated + at_XD, rotated_XD.to(rotated.dtype.element_ty), mask=inside_XD)
+    tl.store(offset + row * X + x, tl.sum(q_XD.to(tl.float32) * mean_D[None, :], 1), mask=x < X)
+
+
+@cache
+def _signs(head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return hadamard.matrix(head_dim, device).sign().to(dtype).contiguous()
+
+
+def launch(q_RXD: Tensor, mean_RD: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotated queries in q's dtype, and q.mean, fp32 [R, X]."""
+    num_rows, num_queries, head_dim = q_RXD.shape
+    rotated = torch.empty_like(q_RXD, memory_format=torch.contiguous_format)
+    offset = torch.empty(num_rows, num_queries, dtype=torch.float32, device=q_RXD.device)
+    query_kernel[(num_rows,)](
+        q_RXD.contiguous(),
+        mean_RD.contiguous(),
+        _signs(head_dim, q_RXD.dtype, q_RXD.device),
+        rotated,
+        offset,
+        hadamard.block_size(head_dim) ** -0.5,
+        X=num_queries,
+        M=padded(num_queries, 16),
+        D=head_dim,
+        DP=padded(head_dim, 16),
+        PLAIN=is_plain(q_RXD),
+        num_warps=4,
+    )
+    return rotated, offset
