@@ -1,6 +1,6 @@
 """How replies are scored: the metrics of SQuAD and LongBench, each from 0 to 1.
 
-Normalisation and token F1 are SQuAD's (arXiv:1606.05250); the others follow LongBench's scorers (arXiv:2308.14508, MIT),
+Normalisation and token F1 are SQuAD's (arXiv:1606.05250); the others follow LongBench's scorers (arXiv:2308.14508),
 oddities included, since published numbers contain them:
 
     rouge_l         over sets of words, sentence by sentence, sentences ending at every full stop (the `rouge` package)
@@ -25,12 +25,11 @@ from kvfold.errors import MissingExtra
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-_PUNCTUATION_ZH = str.maketrans(
-    "",
-    "",
-    string.punctuation + "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】〔〕〖〗"
-    "〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏",
+_MARKS_ZH = (
+    "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》"
+    "「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏"
 )
+_PUNCTUATION_ZH = str.maketrans("", "", string.punctuation + _MARKS_ZH)
 _COMMENT_MARKS = ("`", "#", "//")
 _CHOICES = tuple(re.compile(f"The correct answer is {letter}") for letter in (r"\(([A-D])\)", "([A-D])"))
 
