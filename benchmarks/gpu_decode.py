@@ -153,7 +153,8 @@ def step_rows(model: Any, context: int, batch: int, bandwidth: float, steps: int
         graphs = graphs_of(model)
         for heads, codec, modes in CASES:
             policy = Policy.parse(codec)
-            arena = Arena(arena_bytes(attached.spec, policy, mean + 512, sequences=batch), device="cuda")
+            room = mean + mean // 4 + 1024  # heads that grow take an eighth more than they need
+            arena = Arena(arena_bytes(attached.spec, policy, room, sequences=batch), device="cuda")
             runner = Runner(model, attached.spec, arena)
             sequences = [filled(runner, policy, lengths(heads, mean, seed), context, seed) for seed in range(batch)]
             stored = slot_bytes(sequences) + open_bytes(sequences)
