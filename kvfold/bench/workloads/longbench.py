@@ -21,13 +21,14 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
 
 from kvfold.bench.workloads.base import Sample, Setting
 from kvfold.bench.workloads.files import FileWorkload, Row, read_rows, want
-from kvfold.bench.workloads.longbench_tasks import EVEN, TASKS, Task
+from kvfold.bench.workloads.longbench_tasks import CHINESE_WORDS, EVEN, TASKS, Task
 from kvfold.bench.workloads.metrics import classification
 from kvfold.bench.workloads.registry import workload
 from kvfold.errors import InputError, MissingExtra
@@ -59,6 +60,8 @@ class LongBench(FileWorkload):
             raise InputError(f"longbench has two sources, folder={self.folder} and hub={self.hub}; give one")
 
     def lacks(self, task: str) -> str:
+        if task in CHINESE_WORDS and find_spec("jieba") is None:
+            return 'jieba, which is not installed; pip install "kvfold[longbench]"'
         if self.hub or (self.folder and _file(Path(self.folder), task)):
             return ""
         return f"folder=FOLDER that holds {_names(task)[0]}, or hub=OWNER/NAME of a dataset with that task"

@@ -163,3 +163,4 @@ EVEN = (
     *("qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "gov_report", "multi_news", "trec", "triviaqa", "samsum"),
     *("passage_count", "passage_retrieval_en", "lcc", "repobench-p"),
 )  # the tasks of LongBench-E, whose lengths are spread evenly
+CHINESE_WORDS = ("multifieldqa_zh", "dureader", "vcsum")  # scored over words, which jieba has to find

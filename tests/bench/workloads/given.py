@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 from kvfold.bench.haystack import prose
+from tests.bench.workloads.given_rows import longbench, musique, passages
 
 
 def squad(path: Path, *, num_articles: int = 6, num_paragraphs: int = 12) -> Path:
@@ -49,4 +50,8 @@ def options(name: str, folder: Path) -> dict[str, Any]:
     """What makes every task of a workload ready."""
     if name == "ruler":
         return {"squad": squad(folder / "squad.json"), "hotpot": hotpot(folder / "hotpot.json")}
+    if name == "longbench":
+        return {"folder": longbench(folder)}
+    if name == "rag":
+        return {"musique": musique(folder / "musique.jsonl"), "passages": passages(folder / "passages.json")}
     return {}

@@ -13,11 +13,19 @@ from tests.bench.workloads.tokens import setting, smollm2, trained
 CASES = [(workload.name, task) for workload in workloads() for task in workload.tasks]
 LENGTH = 3072  # a hundred needles fit
 # Tokens of the longest unit a task is filled with, where half of one may be more than 2 % of a thousand tokens.
-UNITS = {"kv": 90, "kv_retrieval": 90, "niah_multikey_3": 110, "qa_1": 200, "qa_2": 200}
+UNITS = {
+    "kv": 90,
+    "kv_retrieval": 90,
+    "niah_multikey_3": 110,
+    "qa_1": 200,
+    "qa_2": 200,
+    "musique": 150,
+    "passages": 150,
+}
 SIZED = [
     (workload.name, task, length)
     for workload in workloads()
-    if workload.name in ("infinite", "kv", "lines", "needle", "passkey", "ruler")
+    if workload.name != "longbench"  # documents have the length they have; the setting's is the most
     for task in workload.tasks
     for length in (1024, 4096)
     if (task, length) != ("needles_100", 1024)
@@ -48,7 +56,8 @@ def test_samples_depend_on_seed_task_and_index_alone(name: str, task: str, tmp_p
     assert len({sample.text for sample in many}) == 3
     assert [(sample.task, sample.index) for sample in many] == [(task, 0), (task, 1), (task, 2)]
     others = workload.samples(setting(LENGTH, seed=1), 3, [task])
-    assert all(other.text != sample.text for other, sample in zip(others, many, strict=True))
+    differ = [other.text != sample.text for other, sample in zip(others, many, strict=True)]
+    assert any(differ) if name == "longbench" else all(differ)  # two orders of few rows may agree at an index
 
 
 @pytest.mark.parametrize(("name", "task"), CASES)
