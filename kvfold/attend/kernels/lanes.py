@@ -18,6 +18,7 @@ import torch
 
 from kvfold.attend.kernels.tables import Layout, Tables, sent
 from kvfold.attend.kernels.tasks import Part, choose_splits, cut, num_pieces, stored_tables
+from kvfold.pages.layout import PageClass
 from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.table import Ints, Places, segment_table
 
@@ -47,7 +48,8 @@ class Lanes:
         self.layout, self.num_lanes, self.memory = layout, num_lanes, arena.memory
         parts = [Part(lane, stored_tables(sequence)) for lane, sequence in enumerate(sequences)]
         every = [table for part in parts for table in part.tables]
-        self.split_L = choose_splits(every, spec.num_layers, _num_processors(arena.device))
+        tasks = [_num_processors(arena.device) * _tasks_per_processor(page_class) for page_class in layout.classes]
+        self.split_L = choose_splits(every, np.array(tasks))
         capacity = _room_for(cut(parts, self.split_L).most, int(layout.heads_L.max()))
         self.tables = Tables(layout, num_lanes, capacity, arena.device)
         self.open_LB2 = torch.zeros(spec.num_layers, num_lanes, 2, dtype=torch.int64, device=arena.device)
@@ -152,6 +154,11 @@ class Lanes:
 
 def _num_processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
+
+
+def _tasks_per_processor(page_class: PageClass) -> int:
+    """Codes of 4 bits and fewer (both sides: a byte a channel) are bound by unpacking, and want more of them at once."""
+    return 8 if page_class.bytes_per_slot < 1.5 * page_class.head_dim else 4
 
 
 def _room_for(num_tasks: int, num_heads: int) -> int:

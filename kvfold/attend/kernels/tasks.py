@@ -17,7 +17,6 @@ from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.table import Ints, SegmentTable, segment_table
 
 _ALIGNMENT = 128  # slots: tasks begin at multiples, so that tiles and groups of slots are whole
-_TASKS_PER_PROCESSOR = 4
 
 
 class Part(NamedTuple):
@@ -49,13 +48,19 @@ def stored_tables(sequence: SequenceCache) -> tuple[SegmentTable, ...]:
     return tuple(segment_table(segment) for segment in (*sequence.segments, sequence.tail))
 
 
-def choose_splits(tables: Sequence[SegmentTable], num_layers: int, num_processors: int) -> Ints:
-    """Slots per task of each layer, so that a layer has a few tasks for every processor."""
-    slots_L = np.zeros(num_layers)
+def choose_splits(tables: Sequence[SegmentTable], tasks_L: Ints) -> Ints:
+    """Slots per task of each layer, so that it has at most `tasks_L` tasks, or the least multiple that heads allow.
+
+    A processor with one task more than the others is waited for; so tasks that begin an extent are counted in.
+    """
+    slots_L, extents_L = np.zeros_like(tasks_L), np.zeros_like(tasks_L)
     for table in tables:
-        slots_L += np.bincount(table.places.layer_E, table.length_E, num_layers)
-    even_L = np.ceil(slots_L / (num_processors * _TASKS_PER_PROCESSOR * _ALIGNMENT)).astype(np.int64)
-    return np.asarray(np.maximum(even_L, 1) * _ALIGNMENT)
+        layer_E = table.places.layer_E
+        slots_L += np.bincount(layer_E, table.length_E, len(tasks_L)).astype(np.int64)
+        extents_L += np.bincount(layer_E, table.length_E > 0, len(tasks_L)).astype(np.int64)
+    rounds_L = np.maximum(1, -(-2 * extents_L // tasks_L))
+    pieces_L = rounds_L * tasks_L - extents_L
+    return np.asarray(np.maximum(1, -(-slots_L // (pieces_L * _ALIGNMENT))) * _ALIGNMENT)
 
 
 def num_pieces(length_E: Ints, split_E: Ints) -> Ints:
