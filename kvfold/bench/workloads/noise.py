@@ -9,7 +9,7 @@ LINE = " ".join(SENTENCES)
 
 
 def lines(hidden: Sequence[tuple[float, str]], count: int) -> str:
-    """`count` lines of noise with each hidden line at its depth; lines of one depth keep their order."""
+    """`count` lines of noise with each hidden line at its depth."""
     return insert(hidden, [LINE] * count, "\n")
 
 
