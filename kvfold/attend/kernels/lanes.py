@@ -157,7 +157,7 @@ def _num_processors(device: torch.device) -> int:
 
 
 def _tasks_per_processor(page_class: PageClass) -> int:
-    """Codes of 4 bits and fewer (both sides: a byte a channel) are bound by unpacking, and want more of them at once."""
+    """Codes of 4 bits and fewer (both sides: a byte a channel) are bound by unpacking, and want more at once."""
     return 8 if page_class.bytes_per_slot < 1.5 * page_class.head_dim else 4
 
 
