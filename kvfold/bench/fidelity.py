@@ -1,0 +1,86 @@
+"""How far a compressed cache moves a model, without a task: next-token distributions along a reference answer.
+
+Both caches are fed the same reference, whatever they would have said (teacher forcing), so errors do not pile up and
+rows stay comparable. With p of the full cache and q of the policy after each token:
+
+    KL(p || q) = sum p (log p - log q), in nats    bits lost = log2 p(next) - log2 q(next)    agreement: same argmax
+
+Bits lost may be negative: a policy can happen to like the reference better. KL cannot.
+
+    T tokens of the reference   V vocabulary
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvfold.engine.runner import Runner
+from kvfold.errors import InputError
+from kvfold.pages.sequence import SequenceCache
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """Means over the tokens that were predicted."""
+
+    num_tokens: int
+    kl_nats: float
+    agreement: float  # share of tokens with the same most likely one
+    bits_lost: float  # per token of the reference
+
+
+class _Rows(NamedTuple):
+    """One value for each token."""
+
+    kl_T: Tensor
+    agrees_T: Tensor
+    lost_T: Tensor  # nats
+
+    def summary(self) -> Fidelity:
+        kl, agreement, lost = (float(row_T.double().mean()) for row_T in self)
+        return Fidelity(len(self.kl_T), kl, agreement, lost / math.log(2))
+
+
+def compare(full_TV: Tensor, policy_TV: Tensor, next_ids: Sequence[int]) -> Fidelity:
+    """From logits of both caches; row t of each predicts next_ids[t]."""
+    if full_TV.ndim != 2 or full_TV.shape != policy_TV.shape or len(full_TV) != len(next_ids) or not next_ids:
+        raise InputError(
+            f"logits of shapes {tuple(full_TV.shape)} and {tuple(policy_TV.shape)} for {len(next_ids)} tokens; "
+            "give both as [tokens, vocabulary], with one row for each of one or more tokens"
+        )
+    return _rows(full_TV, policy_TV, next_ids).summary()
+
+
+def measure(runner: Runner, full: SequenceCache, compressed: SequenceCache, tokens: Sequence[int]) -> Fidelity:
+    """Feed all tokens but the last to both caches, which have read the same before; each predicts the one after it.
+
+    As the first token give the last one of the prompt, left out when it was read: it sees what compression left. Both
+    sequences grow; fork them first to keep them. Only one step's logits are held at a time.
+    """
+    if len(tokens) < 2:
+        raise InputError(f"the reference has {len(tokens)} tokens; give 2 or more, each predicts the one after it")
+    if full.logical_len != compressed.logical_len:
+        read = f"{full.logical_len} and {compressed.logical_len} tokens"
+        raise InputError(f"the caches have read {read}; compare caches that have read the same")
+    steps = []
+    for token, after in pairwise(tokens):
+        logits_2V = runner.decode([full, compressed], [token, token])
+        steps.append(_rows(logits_2V[:1], logits_2V[1:], [after]))
+    return _Rows(*(torch.cat(parts) for parts in zip(*steps, strict=True))).summary()
+
+
+def _rows(full_TV: Tensor, policy_TV: Tensor, next_ids: Sequence[int]) -> _Rows:
+    full_TV, policy_TV = full_TV.float(), policy_TV.float()
+    logp_TV, logq_TV = full_TV.log_softmax(-1), policy_TV.log_softmax(-1)
+    p_TV = logp_TV.exp()
+    terms_TV = (p_TV * (logp_TV - logq_TV)).masked_fill(p_TV == 0, 0.0)  # 0 log 0 = 0, where logits are -inf
+    next_T1 = torch.tensor(next_ids, device=full_TV.device).unsqueeze(-1)
+    lost_T1 = logp_TV.gather(-1, next_T1) - logq_TV.gather(-1, next_T1)
+    return _Rows(terms_TV.sum(-1), full_TV.argmax(-1) == policy_TV.argmax(-1), lost_T1.squeeze(-1))
