@@ -197,4 +197,4 @@ def launch(
 
 def _parts(lane_tasks: int) -> int:
     """Tasks at a time: those of a head that has half of its lane's."""
-    return min(_PARTS, max(16, triton.next_power_of_2(lane_tasks // 2)))
+    return min(_PARTS, max(16, 1 << (lane_tasks // 2).bit_length()))
