@@ -1,0 +1,180 @@
+"""Budgets matched in bytes: the size at which a policy's cache, as it is held after a prompt, fits a share of the full.
+
+`8x` compares slots, and slots differ in bytes: codes, scales, positions, padding of pages, mass that is kept. The size
+`12.5%mem` turns bytes into slots before anything is read. It reserves a page of padding for every head and a whole
+superblock, and knows neither codec states nor sliding layers nor the mass a first prompt will leave, so it lands under
+or over its share. Here the bytes of candidates are measured instead: one forward serves several (`prefill_many`), and
+bisection between one that fits and one that does not finds the largest that fits. Pages and superblocks are steps:
+what remains of a budget is at most a page per head, rounded up to superblocks.
+
+The answer is a ratio such as `7.4x`, which leaves decoded tokens alone; a number of tokens would bound them too.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from fractions import Fraction
+
+from kvfold.engine.runner import Runner
+from kvfold.errors import InputError, PolicyError, SizeError
+from kvfold.models.check import check_policy
+from kvfold.pages.compress import Compression
+from kvfold.pages.sequence import PageConfig
+from kvfold.policy.policy import Policy
+from kvfold.policy.size import number_text
+
+_REACH = 16  # slots to both sides of a guess: a page as a rule
+
+
+@dataclass(frozen=True)
+class Matched:
+    """A policy with its size, and what it really takes after the prompt beside what it was allowed."""
+
+    policy: str
+    achieved_bytes: int
+    target_bytes: int
+    full_bytes: int  # of the ordinary bf16 cache
+
+    @property
+    def share(self) -> float:
+        """Achieved, of the full cache."""
+        return self.achieved_bytes / self.full_bytes
+
+
+def match(
+    runner: Runner, policy: str, share: float, tokens: Sequence[int], *, config: PageConfig | None = None
+) -> Matched:
+    """The largest size of `policy`, given without one, whose cache of these tokens fits `share` of the full cache.
+
+    A policy that evicts nothing, such as int4, is returned as it is if it fits. SizeError names the smallest share
+    that can be had.
+    """
+    if not 0 < share <= 1:
+        raise InputError(f"the budget is {share} of the full cache; a share is above 0 and at most 1, such as 0.125")
+    search = _Search(runner, policy, math.floor(share * runner.spec.full_bytes(len(tokens))), tokens, config)
+    return search.whole() if evicts_nothing(policy) else search.sized()
+
+
+def resident_bytes(
+    runner: Runner, policies: Iterable[str], tokens: Sequence[int], *, config: PageConfig | None = None
+) -> list[int]:
+    """What the cache of each policy holds after one prompt; one forward serves all."""
+    with ExitStack() as held:
+        sequences = []
+        for text in policies:
+            sequences.append(runner.new_sequence(_checked(runner, text), config))
+            held.callback(sequences[-1].release)
+        runner.prefill_many(sequences, tokens)
+        return [sequence.resident_bytes for sequence in sequences]
+
+
+def evicts_nothing(policy: str) -> bool:
+    """Whether a policy stands without a size; one that already has a size is refused."""
+    try:
+        parsed = Policy.parse(policy)
+    except PolicyError:
+        Policy.parse(f"{policy} + 1x")  # what is wrong with more than the size is said here
+        return False
+    if parsed.prefill.evicts or parsed.decode.evicts:
+        raise PolicyError(f'policy "{policy}" has a size of its own; leave it out, it is what is looked for')
+    return True
+
+
+def ratio_text(slots: int, num_tokens: int) -> str:
+    """The shortest `…x` that keeps so many of N tokens: ceil(N / x) = slots for N/slots <= x < N/(slots - 1)."""
+    least, digits = Fraction(num_tokens, slots), 0
+    while True:
+        times = Fraction(math.ceil(least * 10**digits), 10**digits)
+        if math.ceil(num_tokens / times) == slots:
+            return f"{number_text(float(times))}x"
+        digits += 1
+
+
+@dataclass(frozen=True)
+class _Search:
+    """One policy, one budget, one prompt."""
+
+    runner: Runner
+    policy: str
+    target_bytes: int
+    tokens: Sequence[int]
+    config: PageConfig | None
+
+    def whole(self) -> Matched:
+        """All slots stay: it fits or it does not."""
+        (found,) = self._measured([self.policy])
+        return self._fitting(found, "keeps every slot")
+
+    def sized(self) -> Matched:
+        """Between the smallest size there is and one that keeps everything."""
+        low, high = self._least_slots(), len(self.tokens)
+        smallest, largest = self._sized([low, high])
+        self._fitting(smallest, "has the smallest possible size")
+        if largest.achieved_bytes <= self.target_bytes:
+            return largest
+        return self._between(low, smallest, high, largest)
+
+    def _between(self, low: int, fitting: Matched, high: int, above: Matched) -> Matched:
+        """Bytes are close to linear in slots but for steps of pages: candidates surround the straight line's guess."""
+        while high - low > 1:
+            slope = (above.achieved_bytes - fitting.achieved_bytes) / (high - low)
+            guess = low + math.floor((self.target_bytes - fitting.achieved_bytes) / slope)
+            slots = _candidates(guess, low, high)
+            for count, found in zip(slots, self._sized(slots), strict=True):
+                if found.achieved_bytes > self.target_bytes:
+                    high, above = count, found
+                    break
+                low, fitting = count, found
+        return fitting
+
+    def _sized(self, slots: Sequence[int]) -> list[Matched]:
+        return self._measured([self._with_size(count) for count in slots])
+
+    def _with_size(self, slots: int) -> str:
+        return f"{self.policy} + {ratio_text(slots, len(self.tokens))}"
+
+    def _measured(self, policies: Sequence[str]) -> list[Matched]:
+        found = resident_bytes(self.runner, policies, self.tokens, config=self.config)
+        full_bytes = self.runner.spec.full_bytes(len(self.tokens))
+        return [Matched(*pair, self.target_bytes, full_bytes) for pair in zip(policies, found, strict=True)]
+
+    def _least_slots(self) -> int:
+        """The smallest target that protected slots and the open block fit into."""
+        return 1 + bisect_left(range(1, len(self.tokens)), True, key=self._can_hold)
+
+    def _can_hold(self, slots: int) -> bool:
+        policy = _checked(self.runner, self._with_size(slots))
+        sequence = self.runner.new_sequence(policy, self.config)
+        try:  # the size alone is checked here: nothing is read
+            Compression(sequence, policy.prefill, len(self.tokens))
+        except SizeError:
+            return False
+        finally:
+            sequence.release()
+        return True
+
+    def _fitting(self, found: Matched, why: str) -> Matched:
+        if found.achieved_bytes <= self.target_bytes:
+            return found
+        least = math.ceil(1000 * found.share) / 1000  # rounded up, so that it does fit
+        raise SizeError(
+            f'policy "{found.policy}" {why} and takes {found.achieved_bytes} bytes for {len(self.tokens)} tokens, '
+            f"above the {self.target_bytes} of the budget; the smallest share of the full cache that it fits is {least}"
+        )
+
+
+def _candidates(guess: int, low: int, high: int) -> list[int]:
+    """Ascending numbers of slots strictly between low and high, the middle always among them."""
+    reach = min(_REACH, (high - low) // 4)
+    wanted = {guess - reach, guess, guess + reach, (low + high) // 2}
+    return sorted(count for count in wanted if low < count < high)
+
+
+def _checked(runner: Runner, text: str) -> Policy:
+    policy = Policy.parse(text)
+    check_policy(policy, runner.spec)
+    return policy
