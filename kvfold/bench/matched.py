@@ -4,7 +4,7 @@
 `12.5%mem` turns bytes into slots before anything is read. It reserves a page of padding for every head and a whole
 superblock, and knows neither codec states nor sliding layers nor the mass a first prompt will leave, so it lands under
 or over its share. Here the bytes of candidates are measured instead: one forward serves several (`prefill_many`), and
-bisection between one that fits and one that does not ends at two neighbours; four to seven forwards are usual. Bytes
+bisection between one that fits and one that does not ends at two neighbours; three to six forwards are usual. Bytes
 grow in steps: what remains of a budget is less than a page per head, rounded up to superblocks, and one superblock.
 
 The answer is a ratio such as `7.4x`, which leaves decoded tokens alone; a number of tokens would bound them too.
