@@ -9,15 +9,14 @@ call reads earlier chunks and the chunk itself; cuDNN's aligns at the top left, 
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from kvfold.attend.kernels.formats import has_triton
+
 # cuDNN builds a plan for each new shape, some 30 ms; a short query would not win that back.
 _FEWEST_QUERIES = 1024
-_HAS_TRITON = find_spec("triton") is not None
 
 
 def fused(q_QTD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -52,7 +51,7 @@ def _cudnn(q_QTD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float, causal: bo
 
 def blend(a_QTD: Tensor, a_lse_QT: Tensor, b_QTD: Tensor, b_lse_QT: Tensor) -> tuple[Tensor, Tensor]:
     """Two parts of attention as one, rounded once; the first part's memory is reused."""
-    if _HAS_TRITON:
+    if has_triton():
         from kvfold.attend.kernels import blend as kernel
 
         return kernel.blend(a_QTD, a_lse_QT, b_QTD, b_lse_QT)

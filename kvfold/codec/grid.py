@@ -21,7 +21,7 @@ from torch import Tensor
 
 META = torch.bfloat16
 LARGEST = 1e30  # magnitudes beyond are clamped: sums over channels (rotation) and slots (mean) stay within fp32
-_HALF = 0.5 + 2.0**-15  # a tie stays a tie although the step that divides it was rounded to fp32
+HALF = 0.5 + 2.0**-15  # a tie stays a tie although the step that divides it was rounded to fp32
 
 
 class Grid(NamedTuple):
@@ -63,7 +63,7 @@ def stored(grid: Grid, bits: int) -> Grid:
 def to_codes(x: Tensor, grid: Grid, bits: int) -> Tensor:
     """uint8 codes, one per element, rounded half up; a grid of scale 0 gives code 0."""
     steps = (x - grid.zero.float()) / divisor(grid.scale)
-    return (steps + _HALF).floor().clamp(0, levels(bits)).to(torch.uint8)
+    return (steps + HALF).floor().clamp(0, levels(bits)).to(torch.uint8)
 
 
 def levels(bits: int) -> int:

@@ -36,7 +36,7 @@ _ONE_ROW: dict[str, Any] = {"coordinate_descent_tuning": True}
 
 
 class Graphs:
-    """The captured steps of one model, least recently used last out."""
+    """The captured steps of one model; of too many, the least recently used goes."""
 
     def __init__(self) -> None:
         self.enabled = True

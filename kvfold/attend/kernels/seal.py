@@ -14,16 +14,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvfold.codec import grid
+from kvfold.codec.base import Codec
+from kvfold.codec.integer import IntegerCodec
+
 # Columns of an item: where the keys and values lie, how many, the first one's position, how many floats its mean key
 # lies behind the rotation matrix (states of codecs are no part of the arena), then the addresses of the page fields
 # (pages/table.py) and of the positions.
 K_SOURCE, V_SOURCE, COUNT, POSITION, MEAN, ADDRESS = 0, 1, 2, 3, 4, 5
 NUM_COLUMNS = ADDRESS + 7
 
-BITS = {"int8": 8, "int4": 4, "int2": 2}
-_CLIP = {"int8": 1.0, "int4": 1.0, "int2": 0.8}
-_HALF = tl.constexpr(0.5 + 2.0**-15)
-_LARGEST = tl.constexpr(1e30)
+_HALF = tl.constexpr(grid.HALF)
+_LARGEST = tl.constexpr(grid.LARGEST)
 
 
 @triton.jit
@@ -122,12 +124,13 @@ def seal_items(
     rotation_DD: Tensor,
     memory: Tensor,
     kv_dtype: torch.dtype,
-    k: str,
-    v: str,
+    k: Codec,
+    v: Codec,
     open_len: int,
 ) -> None:
-    """Encode every item; `k` and `v` are integer codecs or "native", `open_len` the most slots an item has."""
+    """Encode every item by integer codecs or as it is; `open_len`: the most slots an item has."""
     head_dim = rotation_DD.shape[0]
+    (k_bits, k_clip), (v_bits, v_clip) = _width(k), _width(v)
     _seal[(len(item_N),)](
         item_N,
         rotation_DD,
@@ -139,9 +142,14 @@ def seal_items(
         B=max(16, triton.next_power_of_2(open_len)),
         WIDTH=kv_dtype.itemsize,
         COLUMNS=NUM_COLUMNS,
-        K_BITS=BITS.get(k, 0),
-        V_BITS=BITS.get(v, 0),
-        K_CLIP=_CLIP.get(k, 1.0),
-        V_CLIP=_CLIP.get(v, 1.0),
+        K_BITS=k_bits,
+        V_BITS=v_bits,
+        K_CLIP=k_clip,
+        V_CLIP=v_clip,
         num_warps=4,
     )
+
+
+def _width(codec: Codec) -> tuple[int, float]:
+    """Bits of a code, 0 for floats, and how much of its span the grid covers."""
+    return (codec.bits, codec.clip) if isinstance(codec, IntegerCodec) else (0, 1.0)

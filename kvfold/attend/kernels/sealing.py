@@ -25,7 +25,6 @@ from kvfold.pages.layout import PageClass
 from kvfold.pages.segment import Segment
 from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.table import Ints
-from kvfold.policy.registry import term_of
 
 
 def can_seal(sequence: SequenceCache) -> bool:
@@ -134,7 +133,7 @@ def _launch(sequences: Sequence[SequenceCache], page_class: PageClass, item_N: I
         rotation_DD,
         arena.memory,
         page_class.kv_dtype,
-        term_of(page_class.k).name,
-        term_of(page_class.v).name,
+        page_class.k,
+        page_class.v,
         max(sequence.open.num_slots for sequence in sequences),
     )

@@ -27,8 +27,6 @@ from kvfold.policy.reader import All
 from kvfold.policy.registry import term_of
 
 _NAMES = {dtype: name for name, dtype in FLOATS.items()}
-
-
 _layouts: WeakKeyDictionary[SequenceCache, Layout | None] = WeakKeyDictionary()
 _same_layout: dict[Layout, Layout] = {}
 
@@ -78,13 +76,12 @@ class Step:
             offset_RX,
             lanes.memory,
             lanes.tables.task_LBC[layer].flatten(0, 1),
-            lanes.tables.num_tasks,
+            None,
             _codec_name(page_class.k, page_class.kv_dtype),
             _codec_name(page_class.v, page_class.kv_dtype),
             _num_groups(k_scale),
             _num_groups(v_scale),
             spec.scale,
-            False,
         )
         out_RXD, _ = ops.merge_rows(
             part_NXD,

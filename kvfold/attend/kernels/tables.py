@@ -32,14 +32,6 @@ class Layout:
     classes: tuple[PageClass, ...]
     open_len: int
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        """Worked out once: every step finds its graph by it."""
-        return hash((self.spec, self.classes, self.open_len))
-
     @cached_property
     def heads_L(self) -> Ints:
         return np.array([layer.num_kv_heads for layer in self.spec.layers])
@@ -54,7 +46,6 @@ class Tables:
         shape = (layout.spec.num_layers, num_lanes)
         self.task_LBC = torch.zeros(*shape, capacity, NUM_COLUMNS, dtype=torch.int64, device=device)
         self.rows_LBH = torch.zeros(*shape, self.most_heads, 2, dtype=torch.int32, device=device)
-        self.num_tasks = torch.tensor([num_lanes * capacity], dtype=torch.int32, device=device)
 
     def put(self, lanes: Sequence[int], tasks: Tasks) -> Ints:
         """Write these lanes anew; returns the row of each task in the table [L * B * C].
