@@ -1,0 +1,260 @@
+"""What a run of the benchmark leaves behind: a folder of plain JSON that can be resumed, merged and reported.
+
+    run.json            what was run: command, versions, model, settings
+    rows.jsonl          one row per sample, policy, memory and mode
+    prompts.jsonl       one row per sample: what was asked
+    diagnostics.jsonl   for a few samples: what was kept, against what was attended to later
+
+Files of rows grow by appending, so a run that was killed goes on where it stopped; a last line that was cut off is left
+out. Shards of one run are runs of the same configuration, and merge.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from kvfold.errors import InputError
+
+Mode = Literal["known", "unknown"]
+MODES: tuple[Mode, ...] = ("known", "unknown")
+RUN, ROWS, PROMPTS, DIAGNOSTICS = "run.json", "rows.jsonl", "prompts.jsonl", "diagnostics.jsonl"
+TOO_SMALL = "too small"  # the policy cannot be had in so few bytes
+OUT_OF_MEMORY = "out of memory"
+Key = tuple[str, str, int, int, str, str, str]  # workload, task, length, index, mode, policy, memory
+# What processes of one run may differ in.
+_CIRCUMSTANCES = ("command", "commit", "versions", "device", "started", "shard")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What all rows of a run share."""
+
+    command: str
+    commit: str
+    versions: Mapping[str, str]  # kvfold, torch, transformers, python, triton
+    device: str
+    started: str  # UTC, as in 2026-11-15T12:00:00Z
+    model: str
+    weights: str  # digest
+    dtype: str  # of weights and attention, then of the cache: "float32/bfloat16"
+    suite: str
+    seed: int
+    samples: int  # of each task
+    lengths: tuple[int, ...]
+    workloads: tuple[str, ...]  # "needle:needles_1"
+    modes: tuple[Mode, ...]
+    policies: tuple[str, ...]  # without sizes
+    memories: tuple[str, ...]  # "12.5%"
+    haystack: str
+    options: Mapping[str, str] = field(default_factory=dict)  # files that workloads read, with their digests
+    fidelity: int = 0  # samples of each task that are compared without a score
+    diagnostics: int = 0  # samples of each task
+    shard: str = "0/1"
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        """What rows depend on: runs with the same one belong together."""
+        return {name: value for name, value in asdict(self).items() if name not in _CIRCUMSTANCES}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One answer. Bytes are those after the compression, before an unknown question and the answer are read.
+
+    Without a score, `note` says why the policy could not run. The full cache is policy "full" at memory "100%"; a
+    policy that evicts has no rows there, and one that evicts nothing is the same in every memory that it fits.
+    """
+
+    workload: str
+    task: str
+    length: int  # as asked for
+    index: int
+    mode: Mode
+    policy: str  # as asked for, without a size
+    memory: str  # "12.5%" of the full cache's bytes
+    resolved: str  # the policy that was run, with its size
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    resident_bytes: int = 0
+    full_bytes: int = 0  # of an ordinary bf16 cache of the same tokens
+    bytes_per_step: int = 0  # stored bytes that one decode step reads
+    prefill_s: float = 0.0  # of the pass that read the prompt for all policies at once
+    first_token_s: float = 0.0  # from there to the first token of the answer
+    decode_ms: float | None = None  # a step of the whole batch, median; None for a single token
+    score: float | None = None  # from 0 to 1
+    answer: str = ""
+    note: str = ""
+    kl: float | None = None  # nats, to the full cache's next token, along its answer
+    agreement: float | None = None  # share of tokens with the same most likely one
+    bits_lost: float | None = None  # per token of the full cache's answer
+    facts: Mapping[str, Any] = field(default_factory=dict)  # of the sample, such as its depth
+
+    @property
+    def key(self) -> Key:
+        return self.workload, self.task, self.length, self.index, self.mode, self.policy, self.memory
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """What one sample asked."""
+
+    workload: str
+    task: str
+    length: int
+    index: int
+    question: str
+    answers: tuple[str, ...]
+    sha256: str  # of the context
+    begin: str  # the first 300 characters of the context
+    end: str  # the last 300
+
+    @property
+    def key(self) -> tuple[str, str, int, int]:
+        return self.workload, self.task, self.length, self.index
+
+
+@dataclass(frozen=True)
+class Diagnostic:
+    """What the layers of one cache kept: see `kvfold.bench.overlap`."""
+
+    workload: str
+    task: str
+    length: int
+    index: int
+    mode: Mode
+    policy: str
+    memory: str
+    resolved: str
+    layers: tuple[int, ...]  # those that choose: a sliding window does not
+    hit_rate: tuple[float, ...]  # by layer: share of the most attended slots that were kept
+    mass_kept: tuple[float, ...]  # by layer: share of the later attention that fell on kept slots
+    share_kept: tuple[float, ...]  # by layer: share of slots that were kept, the hit rate of chance
+    overlap: tuple[tuple[float, ...], ...]  # Jaccard index of every pair of layers
+
+    @property
+    def key(self) -> Key:
+        return self.workload, self.task, self.length, self.index, self.mode, self.policy, self.memory
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A run read back."""
+
+    run: Run
+    rows: tuple[Row, ...]
+    prompts: tuple[PromptRow, ...]
+    diagnostics: tuple[Diagnostic, ...]
+
+
+_Line = TypeVar("_Line", Row, PromptRow, Diagnostic)
+
+
+def read_run(folder: Path) -> Recorded:
+    """All that a run has written so far."""
+    run = read_description(folder)
+    rows = tuple(read_lines(Row, folder / ROWS))
+    return Recorded(
+        run, rows, tuple(read_lines(PromptRow, folder / PROMPTS)), tuple(read_lines(Diagnostic, folder / DIAGNOSTICS))
+    )
+
+
+def read_description(folder: Path) -> Run:
+    path = folder / RUN
+    try:
+        return _made(Run, json.loads(path.read_text(encoding="utf-8")), str(path))
+    except OSError:
+        raise InputError(f"{folder} is no run of the benchmark: it has no {RUN}; give a folder that it wrote") from None
+    except ValueError as error:
+        raise InputError(f"{path} is not JSON ({error}); give a folder that the benchmark wrote") from None
+
+
+def read_lines(kind: type[_Line], path: Path) -> Iterator[_Line]:
+    """The rows of a file, none if it does not exist; a last line that was cut off is left out."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", newline="\n") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith("\n"):
+                return
+            where = f"{path}, line {number},"
+            try:
+                found = json.loads(line)
+            except ValueError as error:
+                raise InputError(f"{where} is not JSON ({error}); take the line out") from None
+            yield _made(kind, found, where)
+
+
+_Kind = TypeVar("_Kind", Run, Row, PromptRow, Diagnostic)
+
+
+def _made(kind: type[_Kind], found: Any, where: str) -> _Kind:
+    names = {each.name for each in fields(kind)}
+    if not isinstance(found, dict) or not found.keys() <= names:
+        raise InputError(f"{where} is no {kind.__name__} of a run; it may hold {', '.join(sorted(names))}")
+    try:
+        return kind(**{name: _frozen(value) for name, value in found.items()})
+    except TypeError as error:
+        raise InputError(f"{where} is no {kind.__name__} of a run: {error}") from None
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def write_run(folder: Path, run: Run) -> None:
+    """Begin a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / RUN, json.dumps(asdict(run), ensure_ascii=False, indent=1) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """All of it or nothing: under a temporary name first."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def append_lines(path: Path, lines: Iterable[Row | PromptRow | Diagnostic]) -> None:
+    """In one write, so that a kill leaves whole lines and at most one that is cut off."""
+    text = "".join(json.dumps(asdict(line), ensure_ascii=False) + "\n" for line in lines)
+    with path.open("a", encoding="utf-8", newline="\n") as file:
+        file.write(text)
+
+
+def drop_cut_line(path: Path) -> None:
+    """A killed run may leave half a line, to which the next row would be glued."""
+    if path.exists():
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+
+
+def merge(runs: Sequence[Recorded]) -> list[Recorded]:
+    """Runs of one configuration as one, in the order they came; a row that several hold must be the same in all."""
+    groups: list[list[Recorded]] = []
+    for recorded in runs:
+        same = (group for group in groups if group[0].run.configuration == recorded.run.configuration)
+        group = next(same, None)
+        if group is None:
+            groups.append([recorded])
+        else:
+            group.append(recorded)
+    return [_merged(group) if len(group) > 1 else group[0] for group in groups]
+
+
+def _merged(group: Sequence[Recorded]) -> Recorded:
+    shards = ", ".join(sorted({recorded.run.shard for recorded in group}))
+    rows: dict[Key, Row] = {}
+    for row in (row for recorded in group for row in recorded.rows):
+        if rows.setdefault(row.key, row).answer != row.answer:
+            raise InputError(f"two answers of {' '.join(map(str, row.key))} differ; give each shard of a run once")
+    prompts = {row.key: row for recorded in group for row in recorded.prompts}
+    diagnostics = {row.key: row for recorded in group for row in recorded.diagnostics}
+    run = replace(group[0].run, shard=shards)
+    return Recorded(run, tuple(rows.values()), tuple(prompts.values()), tuple(diagnostics.values()))
