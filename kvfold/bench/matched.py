@@ -6,6 +6,7 @@ superblock, and knows neither codec states nor sliding layers nor the mass a fir
 or over its share. Here the bytes of candidates are measured instead: one forward serves several (`prefill_many`), and
 bisection between one that fits and one that does not ends at two neighbours; three to six forwards are usual. Bytes
 grow in steps: what remains of a budget is less than a page per head, rounded up to superblocks, and one superblock.
+Several policies and shares search side by side: what they ask for next is measured in the same forward.
 
 The answer is a ratio such as `7.4x`, which leaves decoded tokens alone; a number of tokens would bound them too.
 """
@@ -14,13 +15,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fractions import Fraction
 
 from kvfold.engine.runner import Runner
-from kvfold.errors import InputError, PolicyError, SizeError
+from kvfold.errors import InputError, OutOfPages, PolicyError, SizeError
 from kvfold.models.check import check_policy
 from kvfold.pages.compress import Compression
 from kvfold.pages.sequence import PageConfig
@@ -28,6 +29,7 @@ from kvfold.policy.policy import Policy
 from kvfold.policy.size import number_text
 
 _REACH = 16  # slots to both sides of a guess: a page as a rule
+_Steps = Generator[list[str], list[int], "Matched"]  # yields policies to be measured, is sent their bytes
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,40 @@ def match(
     A policy that evicts nothing, such as int4, is returned as it is if it fits. SizeError names the smallest share
     that can be had.
     """
-    if not 0 < share <= 1:
-        raise InputError(f"the budget is {share} of the full cache; a share is above 0 and at most 1, such as 0.125")
-    search = _Search(runner, policy, math.floor(share * runner.spec.full_bytes(len(tokens))), tokens, config)
-    return search.whole() if evicts_nothing(policy) else search.sized()
+    (found,) = match_many(runner, [(policy, share)], tokens, config=config)
+    if isinstance(found, SizeError):
+        raise found
+    return found
+
+
+def match_many(
+    runner: Runner,
+    wanted: Sequence[tuple[str, float]],
+    tokens: Sequence[int],
+    *,
+    slack: float = 0.0,
+    config: PageConfig | None = None,
+) -> list[Matched | SizeError]:
+    """`match` for several (policy, share) at once; the error takes the place of what cannot be had.
+
+    With slack a search is content with a size that leaves no more than that share of its budget unused.
+    """
+    searches = [_search(runner, policy, share, tokens, slack, config) for policy, share in wanted]
+    steps = [search.whole() if evicts_nothing(search.policy) else search.sized() for search in searches]
+    found: dict[int, Matched | SizeError] = {}
+    asked = {index: next(step) for index, step in enumerate(steps)}
+    while asked:
+        texts = list(dict.fromkeys(text for each in asked.values() for text in each))
+        num_bytes = dict(zip(texts, _resident_in_parts(runner, texts, tokens, config), strict=True))
+        answered, asked = asked, {}
+        for index, each in answered.items():
+            try:
+                asked[index] = steps[index].send([num_bytes[text] for text in each])
+            except StopIteration as end:
+                found[index] = end.value
+            except SizeError as error:
+                found[index] = error
+    return [found[index] for index in range(len(wanted))]
 
 
 def resident_bytes(
@@ -94,6 +126,30 @@ def ratio_text(slots: int, num_tokens: int) -> str:
         digits += 1
 
 
+def _resident_in_parts(
+    runner: Runner, policies: Sequence[str], tokens: Sequence[int], config: PageConfig | None
+) -> list[int]:
+    """As many in one forward as the arena holds."""
+    try:
+        return resident_bytes(runner, policies, tokens, config=config)
+    except OutOfPages:
+        if len(policies) == 1:
+            raise
+    half = len(policies) // 2
+    parts = (policies[:half], policies[half:])
+    return [count for part in parts for count in _resident_in_parts(runner, part, tokens, config)]
+
+
+def _search(
+    runner: Runner, policy: str, share: float, tokens: Sequence[int], slack: float, config: PageConfig | None
+) -> _Search:
+    if not 0 < share <= 1:
+        raise InputError(f"the budget is {share} of the full cache; a share is above 0 and at most 1, such as 0.125")
+    full_bytes = runner.spec.full_bytes(len(tokens))
+    target_bytes = math.floor(share * full_bytes)
+    return _Search(runner, policy, target_bytes, math.ceil((1 - slack) * target_bytes), full_bytes, tokens, config)
+
+
 @dataclass(frozen=True)
 class _Search:
     """One policy, one budget, one prompt."""
@@ -101,46 +157,48 @@ class _Search:
     runner: Runner
     policy: str
     target_bytes: int
+    enough_bytes: int
+    full_bytes: int
     tokens: Sequence[int]
     config: PageConfig | None
 
-    def whole(self) -> Matched:
+    def whole(self) -> _Steps:
         """All slots stay: it fits or it does not."""
-        (found,) = self._measured([self.policy])
+        (found,) = yield from self._measured([self.policy])
         return self._fitting(found, "keeps every slot")
 
-    def sized(self) -> Matched:
+    def sized(self) -> _Steps:
         """Between the smallest size there is and one that keeps everything."""
         low, high = self._least_slots(), len(self.tokens)
-        smallest, largest = self._sized([low, high])
+        smallest, largest = yield from self._sized([low, high])
         self._fitting(smallest, "has the smallest possible size")
         if largest.achieved_bytes <= self.target_bytes:
             return largest
-        return self._between(low, smallest, high, largest)
+        return (yield from self._between(low, smallest, high, largest))
 
-    def _between(self, low: int, fitting: Matched, high: int, above: Matched) -> Matched:
+    def _between(self, low: int, fitting: Matched, high: int, above: Matched) -> _Steps:
         """Bytes are close to linear in slots but for steps of pages: candidates surround the straight line's guess."""
-        while high - low > 1:
+        while high - low > 1 and fitting.achieved_bytes < self.enough_bytes:
             slope = (above.achieved_bytes - fitting.achieved_bytes) / (high - low)
             guess = low + math.floor((self.target_bytes - fitting.achieved_bytes) / slope)
             slots = _candidates(guess, low, high)
-            for count, found in zip(slots, self._sized(slots), strict=True):
+            measured = yield from self._sized(slots)
+            for count, found in zip(slots, measured, strict=True):
                 if found.achieved_bytes > self.target_bytes:
                     high, above = count, found
                     break
                 low, fitting = count, found
         return fitting
 
-    def _sized(self, slots: Sequence[int]) -> list[Matched]:
-        return self._measured([self._with_size(count) for count in slots])
+    def _sized(self, slots: Sequence[int]) -> Generator[list[str], list[int], list[Matched]]:
+        return (yield from self._measured([self._with_size(count) for count in slots]))
 
     def _with_size(self, slots: int) -> str:
         return f"{self.policy} + {ratio_text(slots, len(self.tokens))}"
 
-    def _measured(self, policies: Sequence[str]) -> list[Matched]:
-        found = resident_bytes(self.runner, policies, self.tokens, config=self.config)
-        full_bytes = self.runner.spec.full_bytes(len(self.tokens))
-        return [Matched(*pair, self.target_bytes, full_bytes) for pair in zip(policies, found, strict=True)]
+    def _measured(self, policies: list[str]) -> Generator[list[str], list[int], list[Matched]]:
+        found = yield policies
+        return [Matched(*pair, self.target_bytes, self.full_bytes) for pair in zip(policies, found, strict=True)]
 
     def _least_slots(self) -> int:
         """The smallest target that protected slots and the open block fit into."""
