@@ -1,0 +1,101 @@
+"""From rows to cells: one policy at one memory with the question known or unknown, over the samples of a scope.
+
+A scope is a workload, or all of them; in all of them every workload counts the same, however many samples it has. Means
+are compared on the same samples only. The samples of a comparison are those of the full cache (of the cell that has
+most, without it). A cell takes part if none of them failed and at most one in ten is missing, as in a run that was
+stopped: where a policy ran on the easy prompts alone, its mean says nothing beside the others.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from kvfold.bench.record import Mode, Row
+from kvfold.bench.report.merge import FULL, Sample, sample_of
+from kvfold.bench.statistics import Estimate, mean_interval
+
+_ENOUGH = 0.9  # of the samples of a comparison
+Place = tuple[Mode, str, str]  # mode, policy, memory
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The rows of one policy at one memory in one mode."""
+
+    mode: Mode
+    policy: str
+    memory: str
+    rows: tuple[Row, ...]
+
+    @cached_property
+    def scores(self) -> Mapping[Sample, float]:
+        return {sample_of(row): row.score for row in self.rows if row.score is not None}
+
+    @cached_property
+    def failures(self) -> Counter[str]:
+        """How many samples could not be run, by reason."""
+        return Counter(row.note or "no score" for row in self.rows if row.score is None)
+
+    @cached_property
+    def share(self) -> float:
+        """Resident bytes as a share of the full cache's, mean over samples that ran."""
+        return statistics.fmean(row.resident_bytes / row.full_bytes for row in self.rows if row.score is not None)
+
+
+@dataclass(frozen=True)
+class Scope:
+    """The cells of a workload or of all, and the samples that they are compared on, by mode."""
+
+    name: str
+    cells: tuple[Cell, ...]
+    samples: Mapping[Mode, tuple[Sample, ...]]
+
+    def full(self, mode: Mode) -> Cell | None:
+        found = (cell for cell in self.cells if cell.mode == mode and cell.policy == FULL and cell.scores)
+        return next(found, None)
+
+    def takes_part(self, cell: Cell) -> bool:
+        if cell.failures or not cell.scores:
+            return False
+        wanted = self.samples[cell.mode]
+        return sum(sample in cell.scores for sample in wanted) >= _ENOUGH * len(wanted)
+
+    def common(self, cells: Iterable[Cell]) -> tuple[Sample, ...]:
+        """Samples of the comparison that all the cells have; they are of one mode."""
+        listed = list(cells)
+        return tuple(s for s in self.samples[listed[0].mode] if all(s in cell.scores for cell in listed))
+
+
+def scope_of(name: str, rows: Iterable[Row]) -> Scope:
+    """Cells in the order of their first rows."""
+    places: dict[Place, list[Row]] = {}
+    for row in rows:
+        places.setdefault((row.mode, row.policy, row.memory), []).append(row)
+    cells = tuple(Cell(*place, tuple(found)) for place, found in places.items())
+    modes = dict.fromkeys(cell.mode for cell in cells)
+    return Scope(name, cells, {mode: _compared(cells, mode) for mode in modes})
+
+
+def _compared(cells: Sequence[Cell], mode: Mode) -> tuple[Sample, ...]:
+    of_mode = [cell for cell in cells if cell.mode == mode]
+    chosen = [cell for cell in of_mode if cell.policy == FULL and cell.scores] or of_mode
+    return tuple(max(chosen, key=lambda cell: len(cell.scores)).scores)
+
+
+def weighted(scores: Mapping[Sample, float], samples: Sequence[Sample]) -> list[float]:
+    """Scores in the order of samples, scaled so that their mean is the mean over workloads of means."""
+    counts = Counter(sample[0] for sample in samples)
+    scale = {workload: len(samples) / (len(counts) * count) for workload, count in counts.items()}
+    return [scores[sample] * scale[sample[0]] for sample in samples]
+
+
+def estimate(values: Sequence[float], low: float = 0.0, high: float = 1.0) -> Estimate:
+    """Mean and interval within the bounds of what is possible; a single value leaves everything possible."""
+    if len(values) < 2:
+        return Estimate(values[0], low, high, 1)
+    found = mean_interval(values)
+    return Estimate(found.mean, max(low, found.low), min(high, found.high), found.num_samples)

@@ -1,0 +1,80 @@
+"""Bytes and speed: what a policy holds, what a step reads and what it takes, beside the full cache of the same run.
+
+Bytes are means over samples, so that rows of equal bytes show them exactly; times are medians, which one slow step does
+not move. Lengths and devices stand apart: neither bytes nor times may be mixed over them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from kvfold.bench.record import MODES, Mode, Row
+from kvfold.bench.report.html import Html, table, tag, text
+from kvfold.bench.report.look import Look
+from kvfold.bench.report.merge import Section
+from kvfold.bench.report.words import bytes_text, named, percent_text
+
+_MISSING = "–"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The rows of one policy, memory, mode, length and device that ran."""
+
+    policy: str
+    memory: str
+    mode: Mode
+    length: int
+    device: str
+    rows: tuple[Row, ...]
+
+    def mean_bytes(self, name: str) -> float:
+        """Of resident_bytes, full_bytes or bytes_per_step."""
+        return statistics.fmean(getattr(row, name) for row in self.rows)
+
+    def median(self, name: str) -> float | None:
+        """Of prefill_s, first_token_s or decode_ms; None where none was measured."""
+        values = [value for row in self.rows if (value := getattr(row, name)) is not None]
+        return statistics.median(values) if values else None
+
+
+def costs(section: Section) -> list[Cost]:
+    """In the order of policies, memories, modes, lengths, devices."""
+    groups: dict[tuple[str, str, Mode, int, str], list[Row]] = {}
+    for row in section.rows:
+        if row.score is not None:
+            key = (row.policy, row.memory, row.mode, row.length, section.devices[row.key])
+            groups.setdefault(key, []).append(row)
+    lengths = sorted({row.length for row in section.rows})
+    devices = list(dict.fromkeys(run.device for run in section.runs))
+    order = product(section.policies, section.memories, MODES, lengths, devices)
+    return [Cost(*key, tuple(groups[key])) for key in order if key in groups]
+
+
+def cost_table(section: Section, looks: Mapping[str, Look]) -> Html:
+    """One line for each cost; the device is a column where there are several."""
+    found = costs(section)
+    several = len({cost.device for cost in found}) > 1
+    headings = ["policy", "memory", "question", *(["device"] if several else [])]
+    numbers = ["tokens asked", "resident", "of full", "read per step", "prefill s", "first token s", "decode ms"]
+    lines = [_line(cost, looks, several) for cost in found]
+    return table([*headings, *numbers], lines, words=len(headings))
+
+
+def _line(cost: Cost, looks: Mapping[str, Look], several: bool) -> Sequence[Html]:
+    words = [cost.memory, cost.mode, *([cost.device] if several else []), f"{cost.length:,}"]
+    resident, full = cost.mean_bytes("resident_bytes"), cost.mean_bytes("full_bytes")
+    read = cost.mean_bytes("bytes_per_step")
+    times = [cost.median(name) for name in ("prefill_s", "first_token_s", "decode_ms")]
+    shown = [_MISSING if seconds is None else f"{seconds:.3g}" for seconds in times]
+    sizes = [_bytes(resident), text(percent_text(resident / full)), _bytes(read)]
+    return [named(cost.policy, looks), *map(text, words), *sizes, *map(text, shown)]
+
+
+def _bytes(number: float) -> Html:
+    """Rounded for reading; exact in the attribute, and on hovering."""
+    exact = f"{number:.2f}".removesuffix(".00")
+    return tag("data", text(bytes_text(number)), value=exact, title=f"{exact} bytes")

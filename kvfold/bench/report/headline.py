@@ -1,0 +1,63 @@
+"""What was run and what came out, for someone who has never heard of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvfold.bench.record import MODES, Mode
+from kvfold.bench.report.cells import Scope, estimate, weighted
+from kvfold.bench.report.contest import Contest, contests
+from kvfold.bench.report.html import Html, join, table, tag, text
+from kvfold.bench.report.look import Look
+from kvfold.bench.report.merge import FULL, Section, percent, sample_of
+from kvfold.bench.report.words import counted, difference_text, listed, named, score_text
+
+
+def headline(section: Section, overall: Scope, looks: Mapping[str, Look]) -> Html:
+    """Two sentences, and who won at each memory."""
+    return join([tag("p", text(f"{_asked(section)} {_scored(overall)}"), class_="lead"), winners(overall, looks)])
+
+
+def _asked(section: Section) -> str:
+    samples = {sample_of(row) for row in section.rows}
+    tokens = [row.prompt_tokens for row in section.rows if row.prompt_tokens]
+    lengths = dict.fromkeys((min(tokens), max(tokens))) if tokens else {}
+    long = f"of {' to '.join(f'{length:,}' for length in lengths)} tokens " if lengths else ""
+    rivals = sum(policy != FULL for policy in section.policies)
+    ways = f"under {counted(rivals, 'way')} of making it smaller" if rivals else "and nothing else"
+    beside = "with its full key-value cache and " if FULL in section.policies else ""
+    prompts = f"{counted(len(samples), 'prompt')} {long}from {counted(len(section.workloads), 'workload')}"
+    return f"{section.runs[0].model} answered {prompts}, {beside}{ways}."
+
+
+def _scored(overall: Scope) -> str:
+    told = [_full_told(overall, mode) for mode in MODES if overall.full(mode)]
+    if not told:
+        return "The full cache was not run, so nothing here says what compression costs."
+    return f"With the full cache it scored {listed(told)} out of 100."
+
+
+def _full_told(overall: Scope, mode: Mode) -> str:
+    full = overall.full(mode)
+    assert full is not None
+    score = estimate(weighted(full.scores, overall.common([full])))
+    return f"{100 * score.mean:.1f} (question {mode})"
+
+
+def winners(overall: Scope, looks: Mapping[str, Look]) -> Html:
+    """The best policy in each memory, question known and unknown."""
+    found = [contest for mode in MODES if mode in overall.samples for contest in contests(overall, mode)]
+    found.sort(key=lambda contest: -percent(contest.memory))
+    lines = [_winner(contest, looks) for contest in found if contest.entries]
+    headings = ("memory", "question", "best policy", "score", "against full", "not told apart")
+    return table(headings, lines, words=3, class_="winners") if lines else tag("p", text(_NOBODY))
+
+
+def _winner(contest: Contest, looks: Mapping[str, Look]) -> list[Html]:
+    best = contest.entries[0]
+    difference = difference_text(best.beside.difference) if best.beside else text("–")
+    policy = named(best.cell.policy, looks)
+    return [text(contest.memory), text(contest.mode), policy, score_text(best.score), difference, text(len(best.tied))]
+
+
+_NOBODY = "No policy ran on all samples of the full cache, so none is called best."

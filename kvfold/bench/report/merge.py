@@ -1,0 +1,143 @@
+"""Several run folders as sections of one page: runs that asked the same model the same prompts stand together.
+
+A row that several runs hold must be the same in all, but for how long it took and what ran it: otherwise a page would
+show one of two results without saying so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvfold.bench.record import MODES, Diagnostic, Key, PromptRow, Recorded, Row, Run, read_run
+from kvfold.errors import InputError
+
+FULL = "full"
+Sample = tuple[str, str, int, int]  # workload, task, length, index
+_COUNTS = ("length", "index", "prompt_tokens", "new_tokens", "resident_bytes", "full_bytes", "bytes_per_step")
+_MEASURES = ("prefill_s", "first_token_s", "decode_ms", "score", "kl", "agreement", "bits_lost")
+_WORDS = ("workload", "task", "policy", "memory", "resolved", "answer", "note")
+
+
+@dataclass(frozen=True)
+class Section:
+    """Runs of one model on one set of prompts."""
+
+    runs: tuple[Run, ...]
+    rows: tuple[Row, ...]
+    prompts: Mapping[Sample, PromptRow]
+    diagnostics: tuple[Diagnostic, ...]
+    devices: Mapping[Key, str]
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """The full cache first, then as they were asked for."""
+        asked = [policy for run in self.runs for policy in run.policies] + [row.policy for row in self.rows]
+        present = {row.policy for row in self.rows}
+        return tuple(dict.fromkeys(policy for policy in (FULL, *asked) if policy in present))
+
+    @property
+    def memories(self) -> tuple[str, ...]:
+        """Largest first."""
+        return tuple(sorted({row.memory for row in self.rows}, key=percent, reverse=True))
+
+    @property
+    def workloads(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(row.workload for row in self.rows))
+
+
+def percent(memory: str) -> float:
+    """12.5 of "12.5%"."""
+    try:
+        value = float(memory.removesuffix("%"))
+    except ValueError:
+        value = math.nan
+    if not memory.endswith("%") or not 0 < value < math.inf:
+        raise InputError(f'memory "{memory}" of a row is no share of the full cache; write it as in 12.5%')
+    return value
+
+
+def sample_of(row: Row | PromptRow | Diagnostic) -> Sample:
+    return row.workload, row.task, row.length, row.index
+
+
+def read_sections(folders: Sequence[Path]) -> tuple[Section, ...]:
+    """The runs of folders, grouped, in the order they came."""
+    if not folders:
+        raise InputError("no runs to report; give one or more folders that kvfold bench wrote")
+    groups: dict[tuple[object, ...], list[tuple[Path, Recorded]]] = {}
+    for folder in dict.fromkeys(folder.resolve() for folder in folders):
+        recorded = read_run(folder)
+        if not recorded.rows:
+            raise InputError(f"{folder} holds no rows yet; finish the run first")
+        _check_rows(folder, recorded.rows)
+        run = recorded.run
+        groups.setdefault((run.model, run.weights, run.seed, run.haystack), []).append((folder, recorded))
+    return tuple(_section(group) for group in groups.values())
+
+
+def _section(group: Sequence[tuple[Path, Recorded]]) -> Section:
+    rows: dict[Key, tuple[Path, Row]] = {}
+    prompts: dict[Sample, tuple[Path, PromptRow]] = {}
+    devices: dict[Key, str] = {}
+    for folder, recorded in group:
+        for row in recorded.rows:
+            _agree(folder, row, *rows.setdefault(row.key, (folder, row)))
+            devices.setdefault(row.key, recorded.run.device)
+        for prompt in recorded.prompts:
+            _agree(folder, prompt, *prompts.setdefault(prompt.key, (folder, prompt)))
+    return Section(
+        runs=tuple(recorded.run for _, recorded in group),
+        rows=tuple(row for _, row in rows.values()),
+        prompts={key: prompt for key, (_, prompt) in prompts.items()},
+        diagnostics=tuple({d.key: d for _, recorded in group for d in recorded.diagnostics}.values()),
+        devices=devices,
+    )
+
+
+def _agree(folder: Path, one: Row | PromptRow, other_folder: Path, other: Row | PromptRow) -> None:
+    if one is other:
+        return
+    names = list(_differing(_untimed(one), _untimed(other)))
+    if names:
+        what = f"{', '.join(names)} of {' '.join(map(str, one.key))}"
+        raise InputError(f"{other_folder} and {folder} differ in {what}; report them apart, or give one of them")
+
+
+def _untimed(row: Row | PromptRow) -> Row | PromptRow:
+    return replace(row, prefill_s=0.0, first_token_s=0.0, decode_ms=None) if isinstance(row, Row) else row
+
+
+def _differing(one: Any, other: Any) -> Iterable[str]:
+    return (name for name, value in vars(one).items() if value != vars(other)[name])
+
+
+def _check_rows(folder: Path, rows: Iterable[Row]) -> None:
+    """A file may come from anywhere; a value of the wrong kind would surface as nonsense in the page."""
+    for row in rows:
+        wrong = _wrong_fields(row)
+        if wrong:
+            what = ", ".join(f"{name} {getattr(row, name)!r}" for name in wrong)
+            raise InputError(f"{folder} holds a row with {what[:200]}; give a folder that the benchmark wrote")
+
+
+def _wrong_fields(row: Row) -> list[str]:
+    wrong = [name for name in _WORDS if not isinstance(getattr(row, name), str)]
+    wrong += [name for name in _COUNTS if not _is_count(getattr(row, name))]
+    wrong += [name for name in _MEASURES if not _is_measure(getattr(row, name))]
+    if row.mode not in MODES:
+        wrong.append("mode")
+    if not wrong and row.score is not None and not (0 <= row.score <= 1 and row.full_bytes > 0):
+        wrong.append("score" if row.full_bytes else "full_bytes")
+    return wrong if isinstance(row.facts, Mapping) else [*wrong, "facts"]
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_measure(value: object) -> bool:
+    return value is None or (isinstance(value, (int, float)) and math.isfinite(value))

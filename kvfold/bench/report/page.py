@@ -1,0 +1,107 @@
+"""The page: sections in order, with style, script and data inline, so that one file opens without a network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.resources import files
+
+from kvfold.bench.report.cells import Scope, scope_of
+from kvfold.bench.report.costs import cost_table
+from kvfold.bench.report.fidelity import fidelity
+from kvfold.bench.report.headline import headline
+from kvfold.bench.report.heat import heat_maps
+from kvfold.bench.report.html import NOTHING, Html, buttons, embedded_json, join, tag, text, view
+from kvfold.bench.report.look import looks
+from kvfold.bench.report.merge import Section
+from kvfold.bench.report.origin import failures, origin
+from kvfold.bench.report.quality import quality
+from kvfold.bench.report.regressions import article, embedded, regressions, shown
+from kvfold.bench.report.words import counted, listed
+
+OVERALL = "all workloads"
+
+
+def page(sections: Sequence[Section]) -> str:
+    """The whole document."""
+    names = section_names(sections)
+    pairs = enumerate(zip(sections, names, strict=True))
+    bodies = [view("model", name, names[0], _section(s, i, name)) for i, (s, name) in pairs]
+    title = f"kvfold: {listed(names)}"
+    head = join(
+        [
+            tag("meta", charset="utf-8"),
+            tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+            tag("meta", name="color-scheme", content="light dark"),
+            tag("title", text(title)),
+            tag("style", _asset("style.css")),
+        ]
+    )
+    header = tag("header", tag("h1", text("What a smaller cache costs")), buttons("model", names, names[0]))
+    body = tag("body", tag("main", header, *bodies), tag("script", _asset("script.js")))
+    return f"<!doctype html>\n{tag('html', tag('head', head), body, lang='en')}\n"
+
+
+def section_names(sections: Sequence[Section]) -> list[str]:
+    """The model, with what tells its sections apart."""
+    models = [section.runs[0].model for section in sections]
+    runs = [section.runs[0] for section in sections]
+    longer = [f"{run.model}, seed {run.seed}, {run.haystack}, weights {run.weights[:8]}" for run in runs]
+    return [name if models.count(name) == 1 else long for name, long in zip(models, longer, strict=True)]
+
+
+def scopes_of(section: Section) -> list[Scope]:
+    """All workloads first, then each where there are several."""
+    each = [scope_of(name, (row for row in section.rows if row.workload == name)) for name in section.workloads]
+    return [scope_of(OVERALL, section.rows), *each] if len(each) > 1 else each
+
+
+def _section(section: Section, number: int, name: str) -> Html:
+    scopes, look = scopes_of(section), looks(section.policies)
+    parts = [
+        tag("h2", text(name)),
+        headline(section, scopes[0], look),
+        _part("Quality against memory", _QUALITY, quality(scopes, look, f"scope-{number}")),
+        _part("Where it forgets", _HEAT, heat_maps(section, look, f"heat-{number}")),
+        _part("Bytes and speed", _COSTS, cost_table(section, look)),
+        _part("Without a task", "", fidelity(section, look)),
+        _part("What was lost", "", _lost(section, number)),
+        _part("What could not run", "", failures(section, look)),
+        _part("Where this comes from", "", origin(section)),
+    ]
+    return join(parts)
+
+
+def _part(title: str, told: str, content: Html) -> Html:
+    """Nothing at all where there is nothing to show."""
+    intro = tag("p", text(told)) if told else NOTHING
+    return tag("section", tag("h3", text(title)), intro, content) if content else NOTHING
+
+
+def _lost(section: Section, number: int) -> Html:
+    found = regressions(section)
+    if not found:
+        return tag("p", text("No policy lost half a point or more on a sample that the full cache got right."))
+    told = f"{counted(len(found), 'answer')} scored less than the full cache's by half a point or more."
+    articles = tag("div", *map(article, shown(found)), class_="articles")
+    data = embedded_json(f"regressions-{number}", embedded(found))
+    return tag("div", tag("p", text(told)), articles, data, class_="lost", data_regressions=number)
+
+
+def _asset(name: str) -> Html:
+    return Html((files("kvfold.bench.report") / name).read_text(encoding="utf-8"))
+
+
+_QUALITY = (
+    "Score from 0 to 100 against the bytes that the cache really holds, as a share of an ordinary bf16 cache's. Bands "
+    "and small numbers are 95 % intervals; in all workloads each counts the same. Lost and gained count samples that "
+    "moved by half a point or more against the full cache; a difference in grey may be chance."
+)
+_HEAT = (
+    "Mean score by where in the prompt the answer stands (down, 0 % is the beginning) and by the length of the prompt "
+    "in tokens (across), for workloads that know the place."
+)
+_COSTS = (
+    "Resident is what the compressed prompt holds in memory, and read per step what one decode step reads of it. The "
+    "prefill serves all policies of a prompt at once, and a decode step all lanes of a batch: times compare runs, not "
+    "single policies."
+)

@@ -1,0 +1,29 @@
+"""`kvfold report`: runs of the benchmark as one page that opens from disk."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvfold.cli.show import bytes_text
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the command to the subcommands of `kvfold`."""
+    parser = subparsers.add_parser("report", help="one page of what benchmark runs found")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder that kvfold bench wrote")
+    parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="default: %(default)s")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the page and say where."""
+    from kvfold.bench.report import write_report  # here: help comes without it
+
+    write_report(args.runs, args.out)
+    print(f"{args.out}, {bytes_text(args.out.stat().st_size)}")
+    return 0
