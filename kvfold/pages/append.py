@@ -10,15 +10,16 @@ With hundreds of sequences, tens of thousands of heads append at once, so places
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
 from kvfold.errors import OutOfPages
-from kvfold.pages.segment import GROWTH, Segment, Wanted
+from kvfold.pages.grow import give_pages, put_off
+from kvfold.pages.segment import GROWTH, Segment
 from kvfold.pages.sequence import SequenceCache
-from kvfold.pages.table import Ints, SegmentTable, remember, segment_table
+from kvfold.pages.table import Ints, SegmentTable, segment_table
 
 
 class Stretches(NamedTuple):
@@ -39,19 +40,21 @@ def make_room(sequence: SequenceCache) -> None:
     table = segment_table(tail)
     if table.least_room >= num_slots:
         return
+    spare = int(table.length_E.sum()) // (table.places.num_rows * GROWTH)
     try:
-        room = tail.find_pages(_wanted_pages(tail, num_slots - table.room_X, table.length_X // GROWTH))
+        give_pages(tail, table, _wanted_pages(tail, table.room_X, num_slots, spare))
     except OutOfPages:
-        room = tail.find_pages(_wanted_pages(tail, num_slots - table.room_X, np.zeros_like(table.room_X)))
-    tail.take(room)
+        give_pages(tail, table, _wanted_pages(tail, table.room_X, num_slots, 0))
 
 
-def _wanted_pages(tail: Segment, missing_X: Ints, spare_X: Ints) -> Wanted:
-    """What Segment.reserve asks for when every layer is growing, of all heads at once."""
-    heads = [(i, head) for i, layer in enumerate(tail.layers) for head in range(layer.num_heads)]
-    sizes = [layer.page_class.page_size for layer in tail.layers for _ in range(layer.num_heads)]
-    pages_X = np.where(missing_X > 0, -(-(missing_X + spare_X) // np.array(sizes)), 0)
-    return {head: num_pages for head, num_pages in zip(heads, pages_X.tolist(), strict=True) if num_pages}
+def _wanted_pages(tail: Segment, room_X: Ints, num_slots: int, spare: int) -> Ints:
+    """As Segment.find_room counts them when all layers grow. Heads that would be next get theirs at the same time: one
+    seal of many then needs memory."""
+    size_L, num_heads = zip(*((layer.page_class.page_size, layer.num_heads) for layer in tail.layers), strict=True)
+    size_X = np.repeat(size_L, num_heads)
+    soon = min(num_slots, spare)
+    missing_X = np.where(room_X < num_slots + soon, num_slots + spare - room_X, 0)
+    return np.asarray(-(-missing_X // size_X))
 
 
 def append_blocks(sequences: Sequence[SequenceCache]) -> Stretches:
@@ -59,7 +62,7 @@ def append_blocks(sequences: Sequence[SequenceCache]) -> Stretches:
     neighbours. The caller writes the slots: until then what the new places hold is undefined."""
     tables = [segment_table(sequence.tail) for sequence in sequences]
     counts = [sequence.open.committed for sequence in sequences]
-    sizes = [len(table.extents) for table in tables]
+    sizes = [len(table.length_E) for table in tables]
     owner_E = np.repeat(np.arange(len(tables)), sizes)
     layer_E, head_E, row_E, capacity_E = (
         np.concatenate([getattr(table.places, name) for table in tables])
@@ -73,10 +76,11 @@ def append_blocks(sequences: Sequence[SequenceCache]) -> Stretches:
     address_EF = np.concatenate([table.places.address_EF for table in tables])
     owner_N, layer_N, count_N = owner_E[at_N], layer_E[at_N], take_E[at_N]
     address_NF = address_EF[at_N] + length_E[at_N, None] * stride_OLF[owner_N, layer_N]
-    _lengthen(tables, at_N, count_N)
     after_E = length_E + take_E
     for sequence, table, count, end in zip(sequences, tables, counts, accumulate(sizes), strict=True):
-        _settle(sequence, table, count, after_E[end - len(table.extents) : end])
+        sequence.sealed_len += count
+        mine_E = after_E[end - len(table.length_E) : end]
+        put_off(sequence.tail, SegmentTable(table.places, mine_E, table.least_room - count))
     return Stretches(owner_N, layer_N, head_E[at_N], begin_E[at_N], count_N, address_NF)
 
 
@@ -86,16 +90,3 @@ def _room_before(owner_E: Ints, row_E: Ints, room_E: Ints) -> Ints:
     is_first_E = np.ones(len(room_E), dtype=bool)
     is_first_E[1:] = (np.diff(owner_E) != 0) | (np.diff(row_E) != 0)
     return before_E - np.maximum.accumulate(np.where(is_first_E, before_E, 0))
-
-
-def _lengthen(tables: Sequence[SegmentTable], at_N: Ints, count_N: Ints) -> None:
-    extents = list(chain.from_iterable(table.extents for table in tables))
-    for at, count in zip(at_N.tolist(), count_N.tolist(), strict=True):
-        extents[at].length += count
-
-
-def _settle(sequence: SequenceCache, table: SegmentTable, count: int, length_E: Ints) -> None:
-    """The slots belong to the tail now; what is known of its places stays known."""
-    sequence.sealed_len += count
-    sequence.tail.changes.rise()
-    remember(sequence.tail, SegmentTable(table.places, table.extents, length_E))

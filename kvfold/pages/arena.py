@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -114,20 +115,29 @@ class Span:
     start: int
     num_superblocks: int
     num_pages: int
-    fields: dict[str, Tensor] = field(init=False)  # name -> [slots or groups of the whole span, width]
-    addresses: dict[str, int] = field(init=False)  # name -> bytes from the start of the arena
     _free: list[tuple[int, int]] = field(init=False)
 
     def __post_init__(self) -> None:
         self._free = [(0, self.num_pages)]
-        self.fields, self.addresses = {}, {}
-        offset = self.start * self.arena.superblock_bytes
+
+    @cached_property
+    def addresses(self) -> dict[str, int]:
+        """Name of a field -> bytes from the start of the arena."""
+        found, offset = {}, self.start * self.arena.superblock_bytes
         for item, num_rows in self.page_class.regions(self.num_pages):
-            num_bytes = num_rows * item.bytes()
-            raw = self.arena.memory[offset : offset + num_bytes]
-            self.fields[item.name] = raw.view(item.dtype).view(num_rows, item.width)
-            self.addresses[item.name] = offset
-            offset += self.page_class.aligned(num_bytes)
+            found[item.name] = offset
+            offset += self.page_class.aligned(num_rows * item.bytes())
+        return found
+
+    @cached_property
+    def fields(self) -> dict[str, Tensor]:
+        """Name -> [slots or groups of the whole span, width]; kernels go by addresses and never ask."""
+        found = {}
+        for item, num_rows in self.page_class.regions(self.num_pages):
+            offset = self.addresses[item.name]
+            raw = self.arena.memory[offset : offset + num_rows * item.bytes()]
+            found[item.name] = raw.view(item.dtype).view(num_rows, item.width)
+        return found
 
     @property
     def num_bytes(self) -> int:

@@ -10,7 +10,7 @@ readers see as one *run* (a single decode, and with equal lengths a single [H, s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count as numbers_from
 from itertools import pairwise
@@ -33,13 +33,24 @@ _numbers = numbers_from()
 
 
 class Changes:
-    """`number` rises whenever slots or pages change, to one that no state of any pages has had before."""
+    """`number` rises whenever slots or pages change, to one that no state of any pages has had before.
+
+    `unwritten`: changes that so far stand in arrays only (pages/table.py). Thousands of heads grow at a seal and nobody
+    looks at their extents until the next prompt, so extents are brought up to date when they are asked for.
+    """
 
     def __init__(self) -> None:
+        self.unwritten: Callable[[], None] | None = None
         self.rise()
 
     def rise(self) -> None:
         self.number = next(_numbers)
+
+    def settle(self) -> None:
+        """Bring extents up to date; slots and pages stay as they are."""
+        if self.unwritten is not None:
+            write, self.unwritten = self.unwritten, None
+            write()
 
 
 _classes: dict[PageClass, PageClass] = {}
@@ -56,14 +67,20 @@ class LayerPages:
     num_heads: int
     state: dict[Side, State] = field(default_factory=dict)
     below: LayerPages | None = field(default=None, repr=False, compare=False)
-    extents: list[list[Extent]] = field(init=False)
     changes: Changes = field(default_factory=Changes, repr=False, compare=False)
+    _extents: list[list[Extent]] = field(init=False)
     _runs: list[Run] = field(default_factory=list, repr=False, compare=False)
     _runs_at: int | None = field(default=None, repr=False, compare=False)  # the change they were made after
 
     def __post_init__(self) -> None:
         self.page_class = _classes.setdefault(self.page_class, self.page_class)  # equal ones compare by identity then
-        self.extents = [[] for _ in range(self.num_heads)]
+        self._extents = [[] for _ in range(self.num_heads)]
+
+    @property
+    def extents(self) -> list[list[Extent]]:
+        """Of each head, oldest first."""
+        self.changes.settle()
+        return self._extents
 
     @property
     def lens(self) -> list[int]:
@@ -179,11 +196,7 @@ class LayerPages:
 
     def grow(self, head: int, span: Span, first: int, num_pages: int) -> None:
         """Take over pages of a span for one head."""
-        extents = self.extents[head]
-        if extents and extents[-1].can_grow_by(span, first):
-            extents[-1].num_pages += num_pages
-        else:
-            extents.append(Extent(span, first, num_pages))
+        add_pages(self.extents[head], span, first, num_pages)
         self.touch()
 
     def touch(self) -> None:
@@ -197,6 +210,14 @@ class LayerPages:
     def _empty(self, name: str) -> Tensor:
         item = next(item for item in self.page_class.fields if item.name == name)
         return torch.empty(0, item.width, dtype=item.dtype)
+
+
+def add_pages(extents: list[Extent], span: Span, first: int, num_pages: int) -> None:
+    """Pages behind a head's others: its last extent becomes longer where they continue it."""
+    if extents and extents[-1].can_grow_by(span, first):
+        extents[-1].num_pages += num_pages
+    else:
+        extents.append(Extent(span, first, num_pages))
 
 
 def _up_to(count: int, group: int) -> int:

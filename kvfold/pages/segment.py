@@ -18,7 +18,7 @@ from kvfold.pages.layout import PageClass
 
 __all__ = ["Codes", "Extent", "LayerPages", "Run", "Segment"]
 
-GROWTH = 8  # a head that grows gets room for 1/8 of its length more
+GROWTH = 8  # a head that grows gets room for 1/8 of what heads hold on average
 _TABLE_BYTES = 24  # of an extent: address, pages, length
 Wanted = dict[tuple[int, int], int]  # (layer, head) -> pages
 
@@ -59,6 +59,8 @@ class Segment:
 
     @property
     def is_empty(self) -> bool:
+        if self.changes.unwritten is not None:  # slots were appended
+            return False
         return all(length == 0 for layer in self.layers for length in layer.lens)
 
     @property
@@ -79,17 +81,15 @@ class Segment:
     def find_room(self, counts: Sequence[Sequence[int]], *, growing: Collection[int] = ()) -> Room:
         """Room for counts[layer][head] more slots, to be taken or cancelled. Raises OutOfPages.
 
-        A head of a `growing` layer that needs pages gets an eighth of its length more, if there is memory for it, so
-        that its extents stay few.
+        A head of a `growing` layer that needs pages gets an eighth of these layers' mean length more, if there is
+        memory for it, so that its extents stay few: while decoding all heads grow at one speed, short ones too.
         """
         try:
-            return self.find_pages(self._wanted_pages(counts, growing))
+            wanted = self._wanted_pages(counts, growing)
+            return Room(wanted, self._lend(wanted))
         except OutOfPages:
-            return self.find_pages(self._wanted_pages(counts, ()))
-
-    def find_pages(self, wanted: Wanted) -> Room:
-        """So many pages for each head, to be taken or cancelled. Raises OutOfPages."""
-        return Room(wanted, self._lend(wanted))
+            wanted = self._wanted_pages(counts, ())
+            return Room(wanted, self._lend(wanted))
 
     def take(self, room: Room) -> None:
         """Give the pages to the heads that wanted them."""
@@ -109,29 +109,29 @@ class Segment:
 
     def _wanted_pages(self, counts: Sequence[Sequence[int]], growing: Collection[int]) -> Wanted:
         wanted = {}
+        lens = [length for i in growing for length in self.layers[i].lens]
+        spare = sum(lens) // max(1, len(lens) * GROWTH)
         for i, layer in enumerate(self.layers):
-            for head, (count, length) in enumerate(zip(counts[i], layer.lens, strict=True)):
+            for head, count in enumerate(counts[i]):
                 missing = count - layer.room(head)
                 if missing > 0:
-                    spare = length // GROWTH if i in growing else 0
-                    wanted[i, head] = layer.page_class.pages_for(missing + spare)
+                    wanted[i, head] = layer.page_class.pages_for(missing + (spare if i in growing else 0))
         return wanted
 
     def _lend(self, wanted: Wanted) -> Mapping[PageClass, list[Span]]:
-        """Spans for what free pages do not cover, of all classes or of none."""
-        of_layer = [0] * len(self.layers)
-        for (layer, _), num_pages in wanted.items():
-            of_layer[layer] += num_pages
-        missing: dict[PageClass, int] = defaultdict(int)
-        for pages, num_pages in zip(self.layers, of_layer, strict=True):
-            if num_pages:
-                missing[pages.page_class] += num_pages
+        num_pages: dict[PageClass, int] = defaultdict(int)
+        for (layer, _), count in wanted.items():
+            num_pages[self.layers[layer].page_class] += count
+        return self.lend(num_pages)
+
+    def lend(self, num_pages: Mapping[PageClass, int]) -> Mapping[PageClass, list[Span]]:
+        """Spans for what free pages do not cover, of all classes or of none; the caller makes them the segment's."""
         lent: dict[PageClass, list[Span]] = {}
         try:
-            for page_class, num_pages in missing.items():
+            for page_class, count in num_pages.items():
                 free = sum(span.num_free_pages for span in self.spans.get(page_class, ()))
-                if num_pages > free:
-                    lent[page_class] = self.arena.lend(page_class, num_pages - free)
+                if count > free:
+                    lent[page_class] = self.arena.lend(page_class, count - free)
         except OutOfPages:
             for span in (span for spans in lent.values() for span in spans):
                 self.arena.take_back(span)
@@ -162,7 +162,7 @@ class Segment:
 
 def _give_pages(spans: Sequence[Span], heads: Sequence[tuple[LayerPages, int, int]]) -> None:
     """(layer, head, pages it wants): heads that follow one another get adjacent pages, where there are enough."""
-    runs = _free_runs(spans, sum(num_pages for _, _, num_pages in heads))
+    runs = free_runs(spans, sum(num_pages for _, _, num_pages in heads))
     span, first, left = next(runs)
     for layer, head, num_pages in heads:
         while num_pages:
@@ -173,7 +173,7 @@ def _give_pages(spans: Sequence[Span], heads: Sequence[tuple[LayerPages, int, in
             first, left, num_pages = first + taken, left - taken, num_pages - taken
 
 
-def _free_runs(spans: Sequence[Span], num_pages: int) -> Iterator[tuple[Span, int, int]]:
+def free_runs(spans: Sequence[Span], num_pages: int) -> Iterator[tuple[Span, int, int]]:
     """(span, first page, how many) of runs taken for so many pages in all; from the newest span first: it may have
     just been lent for them."""
     for span in reversed(spans):

@@ -31,6 +31,16 @@ Ints = NDArray[np.int64]
 COLUMNS = (("k.x", "k.code"), ("k.scale",), ("k.zero",), ("v.x", "v.code"), ("v.scale",), ("v.zero",))
 
 
+Heads = tuple[Ints, Ints]  # the layer of each of the X heads, and its number there
+
+
+@cache
+def heads_of(num_heads: tuple[int, ...]) -> Heads:
+    """Of layers with so many heads."""
+    layer_X = np.repeat(np.arange(len(num_heads)), num_heads)
+    return layer_X, np.concatenate([np.arange(count) for count in num_heads])
+
+
 @dataclass(frozen=True, eq=False)
 class Places:
     """The extents of a segment, used or not: the same object until a head gets or loses pages."""
@@ -41,7 +51,17 @@ class Places:
     capacity_E: Ints
     address_EF: Ints  # bytes from the start of the arena
     stride_LF: Ints  # bytes from slot to slot
-    num_rows: int  # X
+    heads: Heads
+
+    @classmethod
+    def of(cls, row_E: Ints, capacity_E: Ints, address_EF: Ints, stride_LF: Ints, heads: Heads) -> Places:
+        layer_X, head_X = heads
+        return cls(layer_X[row_E], head_X[row_E], row_E, capacity_E, address_EF, stride_LF, heads)
+
+    @property
+    def num_rows(self) -> int:
+        """X"""
+        return len(self.heads[0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,23 +69,21 @@ class SegmentTable:
     """A segment's extents at one moment: where they lie and how many slots of each are used."""
 
     places: Places
-    extents: list[Extent]
     length_E: Ints
+    least_room: int  # slots that every head can take without another page, where slots share nothing (group 1)
+
+    @classmethod
+    def of(cls, places: Places, length_E: Ints) -> SegmentTable:
+        return cls(places, length_E, int(_room(places, length_E).min()))
 
     @cached_property
     def room_X(self) -> Ints:
-        """Slots that can be appended to each head without another page, where slots share nothing (group 1)."""
-        room_E = self.places.capacity_E - self.length_E
-        return np.bincount(self.places.row_E, room_E, self.places.num_rows).astype(np.int64)
+        """Slots that can be appended to each head without another page."""
+        return _room(self.places, self.length_E)
 
-    @cached_property
-    def length_X(self) -> Ints:
-        """Slots of each head."""
-        return np.bincount(self.places.row_E, self.length_E, self.places.num_rows).astype(np.int64)
 
-    @cached_property
-    def least_room(self) -> int:
-        return int(self.room_X.min())
+def _room(places: Places, length_E: Ints) -> Ints:
+    return np.bincount(places.row_E, places.capacity_E - length_E, places.num_rows).astype(np.int64)
 
 
 @cache
@@ -109,19 +127,18 @@ def remember(segment: Segment, table: SegmentTable) -> tuple[int, SegmentTable]:
 
 
 def _build(segment: Segment) -> SegmentTable:
-    heads = [extents for layer in segment.layers for extents in layer.extents]
-    extents = list(chain.from_iterable(heads))
-    heads_L = np.array([layer.num_heads for layer in segment.layers])
-    row_E = np.repeat(np.arange(len(heads)), [len(of_head) for of_head in heads])
-    layer_E = np.repeat(np.arange(len(heads_L)), heads_L)[row_E]
-    head_E = row_E - (np.cumsum(heads_L) - heads_L)[layer_E]
+    per_head = [extents for layer in segment.layers for extents in layer.extents]
+    extents = list(chain.from_iterable(per_head))
+    heads = heads_of(tuple(layer.num_heads for layer in segment.layers))
+    row_E = np.repeat(np.arange(len(per_head)), [len(of_head) for of_head in per_head])
+    layer_E = heads[0][row_E]
     size_E = np.array([layer.page_class.page_size for layer in segment.layers])[layer_E]
     first_E = size_E * _ints([extent.first for extent in extents])
     stride_LF = stride_table(tuple(layer.page_class for layer in segment.layers))
     address_EF = _bases(extents) + first_E[:, None] * stride_LF[layer_E]
     capacity_E = size_E * _ints([extent.num_pages for extent in extents])
-    places = Places(layer_E, head_E, row_E, capacity_E, address_EF, stride_LF, len(heads))
-    return SegmentTable(places, extents, _ints([extent.length for extent in extents]))
+    places = Places.of(row_E, capacity_E, address_EF, stride_LF, heads)
+    return SegmentTable.of(places, _ints([extent.length for extent in extents]))
 
 
 def _ints(numbers: Sequence[int] | Sequence[list[int]]) -> Ints:
@@ -131,10 +148,11 @@ def _ints(numbers: Sequence[int] | Sequence[list[int]]) -> Ints:
 def _bases(extents: Sequence[Extent]) -> Ints:
     """[E, F]: byte addresses of the first page's fields in each extent's span."""
     number = {span: i for i, span in enumerate(dict.fromkeys(extent.span for extent in extents))}
-    base_SF = _ints([_base(span) for span in number]).reshape(-1, len(COLUMNS) + 1)
+    base_SF = _ints([span_address(span) for span in number]).reshape(-1, len(COLUMNS) + 1)
     return base_SF[_ints([number[extent.span] for extent in extents])]
 
 
-def _base(span: Span) -> list[int]:
+def span_address(span: Span) -> list[int]:
+    """[F]: byte addresses of the first page's fields."""
     names = [None if item is None else item.name for item in columns(span.page_class)]
     return [0 if name is None else span.addresses[name] for name in (*names, POSITION.name)]

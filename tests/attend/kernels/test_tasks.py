@@ -15,8 +15,8 @@ def table(lens: list[list[int]]) -> SegmentTable:
     layer_E, head_E, length_E = (np.array(column) for column in zip(*flat, strict=True))
     row_E = np.arange(len(flat))
     address_EF, stride_LF = np.zeros((len(flat), 7), dtype=np.int64), np.ones((len(lens), 7), dtype=np.int64)
-    places = Places(layer_E, head_E, row_E, length_E, address_EF, stride_LF, len(flat))
-    return SegmentTable(places, [], length_E)
+    places = Places(layer_E, head_E, row_E, length_E, address_EF, stride_LF, (layer_E, head_E))
+    return SegmentTable.of(places, length_E)
 
 
 @pytest.mark.parametrize("num_tasks", [4, 128, 528])
