@@ -22,6 +22,8 @@ from kvfold.pages.staged import Chosen, Staged, StagedLayer
 from kvfold.pages.view import NewSlots, build_view, size_facts
 from kvfold.policy.size import Floor, Size, check_floor
 from kvfold.policy.stage import Stage
+from kvfold.score.base import Replay
+from kvfold.score.reuse import Reuse
 
 __all__ = ["Compression", "NewSlots", "check_decode_size", "decode_target", "finish_all"]
 
@@ -34,15 +36,14 @@ class Compression:
     must stay is refused when a call starts; while `decoding`, what must stay is the size then.
     """
 
-    def __init__(
-        self, sequence: SequenceCache, stage: Stage | None, seen_len: int, *, decoding: bool = False
-    ) -> None:
+    def __init__(self, sequence: SequenceCache, stage: Stage | None, seen_len: int, *, decoding: bool = False) -> None:
         self.sequence = sequence
         self.stage = stage if stage is not None and stage.size is not None else None
         self.seen_len = seen_len
         self.decoding = decoding
         self._layers: list[StagedLayer] = []
         self._chosen: list[Chosen] = []
+        self._reuse = Reuse(self.stage.score) if self.stage is not None else None
         self.budget = self._budget(self.stage) if self.stage is not None else None
 
     def _budget(self, stage: Stage) -> Budget | None:
@@ -55,7 +56,12 @@ class Compression:
         if self.seen_len <= max(target, floor.slots):
             return None
         num_layers = len(self.sequence.spec.compressible_layers)
-        return Budget(target - floor.open_len, num_layers, stage.score.needs.last_queries)
+        return Budget(target - floor.open_len, num_layers, stage.score.needs.window)
+
+    @property
+    def replay(self) -> Replay | None:
+        """The second reading that has to come before the first look, if anything is going to be evicted."""
+        return None if self.stage is None or self.budget is None else self.stage.score.needs.replay
 
     def layer(self, index: int, new: NewSlots) -> None:
         """Look at a layer and settle it at once."""
@@ -84,26 +90,28 @@ class Compression:
 
     def _compress(self, index: int, new: NewSlots, budget: Budget) -> None:
         assert self.stage is not None
-        score_HS, valid_HS = self._scores(index, new, self.stage)
+        place = self.sequence.spec.compressible_layers.index(index)
+        score_HS, valid_HS = self._scores(index, place, new, self.stage, budget)
         added = Staged(score_HS, valid_HS, self.sequence.stored_lens(index), new.all())
         self._layers.append(StagedLayer(added.change, new.mass_HS, added))
         allocator = self.stage.budget
         staged = [layer.staged for layer in self._layers if layer.staged is not None]
         competing = staged if allocator.scope == "model" else [added]
-        place = self.sequence.spec.compressible_layers.index(index)
         counts = allocator.allocate([item.score_HS for item in competing], budget, place)
         self._chosen = [
             item.chosen(choose(item.score_HS, count_H) & item.keep_HS)
             for item, count_H in zip(competing, counts, strict=True)
         ]
 
-    def _scores(self, index: int, new: NewSlots, stage: Stage) -> tuple[Tensor, Tensor]:
+    def _scores(self, index: int, place: int, new: NewSlots, stage: Stage, budget: Budget) -> tuple[Tensor, Tensor]:
         """Scores (-inf: no slot, +inf: must stay) and which slots exist."""
         view = build_view(self.sequence, index, new, stage.score.needs)
+        view.slots_per_head = budget.slots_per_head
         must_stay_HS = stage.protect.mask(view.position_RS, view.seen_R)
         for start, end in self.sequence.pinned:
             must_stay_HS = must_stay_HS | ((view.position_RS >= start) & (view.position_RS < end))
-        score_HS = view.masked(stage.score.score(view))
+        assert self._reuse is not None
+        score_HS = self._reuse.score(view, place)
         return score_HS.masked_fill(must_stay_HS & view.valid_RS, torch.inf), view.valid_RS
 
     def _slide(self, index: int, new: NewSlots) -> LayerChange:
@@ -164,7 +172,7 @@ def check_decode_size(sequence: SequenceCache, seen_len: int) -> None:
 def _target(sequence: SequenceCache, stage: Stage, seen_len: int) -> tuple[int, Floor]:
     """Slots per head that the size allows on average, and those that must fit into every head."""
     facts, protect = size_facts(sequence, seen_len), stage.protect
-    recent = max(protect.recent, stage.score.needs.last_queries)
+    recent = max(protect.recent, stage.score.needs.window)
     return _size(stage).slots_per_head(facts), Floor(protect.sinks, recent, facts.open_len)
 
 

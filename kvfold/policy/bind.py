@@ -1,7 +1,8 @@
 """From the nodes of an expression to variants: names are looked up, arguments matched to fields and their types.
 
 The fields of a variant's dataclass are its arguments; their annotations (int, float, bool, str, Literal, X | None) are
-the types that an expression may give.
+the types that an expression may give. A field annotated with the base class of an axis takes a term of that axis:
+`chunk(snapkv(window=16), size=10)`.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from kvfold.policy.codecs import CodecPlan, LayerSlice
 from kvfold.policy.defaults import NAMES, default
 from kvfold.policy.names import listing, noun, unknown_name
 from kvfold.policy.parse import Argument, Call, Value
-from kvfold.policy.registry import Term, find
-from kvfold.policy.size import number_text
+from kvfold.policy.registry import Term, find, terms
+from kvfold.policy.spell import literal
 
 _MISMATCH = object()
 _WORDS = {"true": True, "false": False}
@@ -39,7 +40,7 @@ def bind(call: Call) -> tuple[str, Any]:
 def _codec(call: Call) -> CodecPlan:
     """`int4(group=32, layers=2:-2)`: every codec takes `layers`."""
     rest = tuple(argument for argument in call.arguments if argument.keyword != "layers")
-    codec = _codec_side(Call(call.name, rest))
+    codec = _inner("codec", Call(call.name, rest))
     return CodecPlan(codec, codec, _layers(call))
 
 
@@ -49,17 +50,8 @@ def _codec_sides(call: Call) -> CodecPlan:
     if not sides or any(argument.keyword not in ("k", "v", "layers") for argument in call.arguments):
         raise PolicyError(f"{call}: codec takes k=, v= and layers=, such as codec(k=int8, v=int4, layers=2:-2)")
     _refuse_repeats(call)
-    k, v = (_codec_side(sides[side]) if side in sides else default("codec") for side in ("k", "v"))
+    k, v = (_inner("codec", sides[side]) if side in sides else default("codec") for side in ("k", "v"))
     return CodecPlan(k, v, _layers(call))
-
-
-def _codec_side(value: Value) -> Any:
-    if not isinstance(value, Call):
-        raise PolicyError(f"{_text(value)} is no codec; {listing('codec')}")
-    term = find(value.name)
-    if term is None or term.axis != "codec":
-        raise unknown_name(value.name, "codec")
-    return _variant(term, value.arguments)
 
 
 def _layers(call: Call) -> LayerSlice:
@@ -109,10 +101,30 @@ def missing_arguments(term: Term, given: Collection[str]) -> list[str]:
 
 
 def _checked(term: Term, name: str, value: Value, hint: Any) -> Any:
+    axis = axis_of(hint)
+    if axis is not None:
+        return _inner(axis, value)
     found = _coerce(value, hint)
     if found is _MISMATCH:
         raise PolicyError(f"{term.name}: {name} takes {_type_text(hint)}, not {_text(value)}")
     return found
+
+
+def axis_of(hint: Any) -> str | None:
+    """The axis whose terms an annotation takes: that of a base class, such as Scorer."""
+    if not isinstance(hint, type) or hint is object:
+        return None
+    return next((term.axis for term in terms() if issubclass(term.variant, hint)), None)
+
+
+def _inner(axis: str, value: Value) -> Any:
+    """A term in the place of an argument."""
+    if not isinstance(value, Call):
+        raise PolicyError(f"{_text(value)} is no {noun(axis)}; {listing(axis)}")
+    term = find(value.name)
+    if term is None or term.axis != axis:
+        raise unknown_name(value.name, axis)
+    return _variant(term, value.arguments)
 
 
 def _coerce(value: Value, hint: Any) -> Any:
@@ -164,13 +176,6 @@ def _argument_text(field: dataclasses.Field[Any]) -> str:
 
 def _default_of(field: dataclasses.Field[Any]) -> Any:
     return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
-
-
-def literal(value: Any) -> str:
-    """An argument's value in the words of the language."""
-    if value is None or isinstance(value, bool):
-        return str(value).lower()
-    return number_text(value) if isinstance(value, int | float) else str(value)
 
 
 def _text(value: Value) -> str:

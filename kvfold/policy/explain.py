@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvfold.policy.registry import term_of
+from kvfold.policy.spell import term_text
 from kvfold.policy.stage import Stage
-from kvfold.policy.write import plan_text, term_text
+from kvfold.policy.write import plan_text
 
 if TYPE_CHECKING:
     from kvfold.policy.policy import Policy

@@ -17,7 +17,7 @@ from kvfold.policy.codecs import CodecPlan
 from kvfold.policy.defaults import load_variants
 from kvfold.policy.parse import parse
 from kvfold.policy.reader import Reader
-from kvfold.policy.registry import term_of
+from kvfold.policy.registry import nested, term_of
 from kvfold.policy.resolve import resolve
 from kvfold.policy.stage import Stage
 from kvfold.policy.write import canonical, short
@@ -59,9 +59,10 @@ class Policy:
 
     @property
     def variants(self) -> tuple[Any, ...]:
-        """Every registered part of the policy, each once."""
+        """Every registered part of the policy, each once, also those that stand inside another."""
         staged = [part for _, stage in self.stages() for part in stage.variants]
-        return tuple(dict.fromkeys((*staged, self.position, *self.codec.codecs, self.attend)))
+        outer = (*staged, self.position, *self.codec.codecs, self.attend)
+        return tuple(dict.fromkeys(part for variant in outer for part in nested(variant)))
 
     def __str__(self) -> str:
         """The canonical form: all defaults written out, in the order of the axes."""

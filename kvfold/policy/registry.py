@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -85,3 +85,12 @@ def term_of(variant: object) -> Term:
         if term.variant is type(variant):
             return term
     raise PolicyError(f"{type(variant).__name__} is not registered; decorate it with @register(axis, name)")
+
+
+def nested(variant: Any) -> Iterator[Any]:
+    """An instance and the terms among its arguments: `chunk(snapkv)` is two."""
+    yield variant
+    for field in dataclasses.fields(variant):
+        value = getattr(variant, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from nested(value)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvfold.policy.bind import literal
 from kvfold.policy.codecs import CodecPlan
 from kvfold.policy.defaults import default, default_trigger
 from kvfold.policy.registry import term_of
 from kvfold.policy.size import Size
+from kvfold.policy.spell import call_text, given_arguments, term_text
 from kvfold.policy.stage import STAGE_AXES, Stage
 
 if TYPE_CHECKING:
@@ -27,18 +27,13 @@ def short(policy: Policy) -> str:
     return " + ".join(_phases(policy, False) + _common(policy, False)) or term_text(policy.prefill.score, False)
 
 
-def term_text(variant: Any, defaults: bool) -> str:
-    """`snapkv(window=32)`; with `defaults` all arguments, else those that differ."""
-    return _call(term_of(variant).name, _arguments(variant, defaults))
-
-
 def plan_text(plan: CodecPlan, defaults: bool) -> str:
     layers = [] if plan.layers.is_all else [f"layers={plan.layers}"]
     if plan.k == plan.v:
-        return _call(term_of(plan.k).name, _arguments(plan.k, defaults) + layers)
+        return call_text(term_of(plan.k).name, given_arguments(plan.k, defaults) + layers)
     sides = [("k", plan.k), ("v", plan.v)]
     written = [f"{side}={term_text(codec, defaults)}" for side, codec in sides if defaults or codec != default("codec")]
-    return _call("codec", written + layers)
+    return call_text("codec", written + layers)
 
 
 def _phases(policy: Policy, defaults: bool) -> list[str]:
@@ -84,15 +79,3 @@ def _trigger(phase: str, stage: Stage, defaults: bool) -> str:
 
 def _unless_default(variant: Any, axis: str, defaults: bool) -> str:
     return "" if variant == default(axis) and not defaults else term_text(variant, defaults)
-
-
-def _arguments(variant: Any, defaults: bool) -> list[str]:
-    fields = [field for field in term_of(variant).arguments if field.init]
-    values = [(field, getattr(variant, field.name)) for field in fields]
-    if not defaults and term_of(variant).name == "protect" and not any(value for _, value in values):
-        return ["none"]
-    return [f"{field.name}={literal(value)}" for field, value in values if defaults or value != field.default]
-
-
-def _call(name: str, arguments: list[str]) -> str:
-    return f"{name}({', '.join(arguments)})" if arguments else name

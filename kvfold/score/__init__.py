@@ -1,6 +1,7 @@
 """What is worth keeping? Importing this registers every scorer."""
 
 from kvfold.score.base import Needs, QueryStats, Scorer, View
+from kvfold.score.chunk import Chunk
 from kvfold.score.expected import Expected
 from kvfold.score.full import Full
 from kvfold.score.h2o import H2O
@@ -15,6 +16,7 @@ from kvfold.score.tova import TOVA
 __all__ = [
     "H2O",
     "TOVA",
+    "Chunk",
     "Expected",
     "Full",
     "KNorm",

@@ -4,7 +4,7 @@ A scorer is vectorised over rows (R = all (sequence, KV head) pairs of one layer
 batch. Rows are padded on the right; `valid_RS` tells which slots exist. Slots stand in order of position. What a
 scorer needs to look at is data on its class, and the runner provides exactly that.
 
-    R rows   S slots   D head dim   G query heads per KV head   W queries of the window
+    R rows   S slots   D head dim   G query heads per KV head   W queries of the window   T new queries
 """
 
 from __future__ import annotations
@@ -19,19 +19,45 @@ from kvfold.core import LayerSpec
 
 
 @dataclass(frozen=True)
+class Replay:
+    """How a prompt is read a second time: `chunk` tokens of it at a time, each behind a request to repeat them.
+
+    A query's softmax runs over what was stored before the prompt, the first `sinks` positions, its chunk and what was
+    repeated so far. With `by_hidden` its weights are divided by the norm of the hidden state that attention was given.
+    """
+
+    chunk: int = 2048
+    sinks: int = 4
+    by_hidden: bool = False
+
+
+@dataclass(frozen=True)
 class Needs:
     """What a scorer looks at besides keys, values and positions.
 
     last_queries   the last so many post-RoPE queries (0: none); they span chunk borders
+    keeps_window   whether the tokens of these queries always stay, and the budget has to hold them
+    new_queries    all post-RoPE queries of the tokens that a prefill pass adds; none of them while decoding
     mass           attention mass each slot received from all queries that could see it, and their number
     query_stats    mean and covariance of the pre-RoPE queries
+    replay         the largest weight any query of a second reading gave each slot (not while decoding)
+    output         the output projection of attention, head by head
     end_of_prompt  must not be asked before the end of the prompt is there (refused between chunks)
     """
 
     last_queries: int = 0
+    keeps_window: bool = True
+    new_queries: bool = False
     mass: bool = False
     query_stats: bool = False
+    replay: Replay | None = None
+    output: bool = False
     end_of_prompt: bool = False
+
+    @property
+    def window(self) -> int:
+        """Slots at the end that the scorer always keeps."""
+        return self.last_queries if self.keeps_window else 0
 
 
 @dataclass
@@ -56,11 +82,15 @@ class View:
     valid_RS: Tensor  # bool
     seen_R: Tensor  # int64: tokens committed at the end of this call, the logical length
     seed: int = 0
+    slots_per_head: int = 0  # what a head keeps on average, sealed slots only; 0 where nobody said
     q_RGWD: Tensor | None = None  # the last W queries; a shorter prompt pads on the left
     q_position_RW: Tensor | None = None  # int64; -1 where padded
+    new_q_RGTD: Tensor | None = None  # of positions seen - T .. seen - 1; a shorter prompt pads on the left
     mass_RS: Tensor | None = None  # fp32, summed over the group
     mass_count_RS: Tensor | None = None  # fp32: queries that could see the slot, summed over the group
     stats: QueryStats | None = None
+    replay_RGS: Tensor | None = None  # fp32: the largest weight of a second reading, by query head
+    wo_HGDM: Tensor | None = None  # the output projection; row r belongs to head r % num_heads
 
     @property
     def len_R(self) -> Tensor:
@@ -75,6 +105,11 @@ class Scorer(ABC):
     """One required method; class data says what it needs and whether it evicts at all."""
 
     keeps_all: bool = False  # `full`: no size, no eviction
+
+    @property
+    def reuse_layers(self) -> int:
+        """How many consecutive layers share the scores of the first of them."""
+        return 1
 
     @property
     def needs(self) -> Needs:

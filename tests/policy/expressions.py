@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from kvfold.errors import PolicyError
 from kvfold.policy import Policy
-from kvfold.policy.bind import bind, literal
+from kvfold.policy.bind import axis_of, bind
 from kvfold.policy.defaults import load_variants
 from kvfold.policy.parse import Call, parse
 from kvfold.policy.registry import Term, terms
+from kvfold.policy.spell import literal
 
 load_variants()
 _PHASES = ("prefill", "decode")
@@ -81,6 +82,9 @@ def _values(hint: Any) -> st.SearchStrategy[Any]:
         return st.sampled_from(get_args(hint))
     if get_origin(hint) in (Union, types.UnionType):
         return st.one_of([_values(option) for option in get_args(hint)])
+    axis = axis_of(hint)
+    if axis is not None:
+        return st.sampled_from([term for term in terms(axis) if not _takes_terms(term)]).flatmap(_call)
     known: dict[Any, st.SearchStrategy[Any]] = {
         int: st.integers(0, 300),
         float: st.floats(0, 1) | st.floats(1, 100),
@@ -89,6 +93,11 @@ def _values(hint: Any) -> st.SearchStrategy[Any]:
         types.NoneType: st.none(),
     }
     return known[hint]
+
+
+def _takes_terms(term: Term) -> bool:
+    hints = get_type_hints(term.variant)
+    return any(axis_of(hints[field.name]) for field in term.arguments)
 
 
 def _sizes() -> st.SearchStrategy[str]:
