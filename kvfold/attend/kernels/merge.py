@@ -1,9 +1,8 @@
 """The second stage of a decode step: merge the tasks of a row with its open block, and append the new slots.
 
 One program per row, query and stretch of channels, on plain arithmetic: what it reads is small, so its time is the
-latency of its loads. They are sent off before any is used, and many at once: the longest head has several times the
-tasks of the others. Every program of a row computes its scores anew, from all channels. Parts merge exactly by their
-log-sum-exps; a row without tasks and with an empty open block sees its new token alone. New slots are attended to as
+latency of its loads. Those of the first tiles, mostly the only ones, are sent off before any is used. Every program of
+a row computes its scores anew, from all channels. Parts merge exactly by their log-sum-exps; a row without tasks and with an empty open block sees its new token alone. New slots are attended to as
 they come, rounded to the cache's dtype, so no program waits for what another stores.
 
     R rows (sequence, KV head)   X queries of a row, index g * T + t   T new tokens   D head dim   N slots of a tile
@@ -11,6 +10,8 @@ they come, rounded to the cache's dtype, so no program waits for what another st
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -21,9 +22,16 @@ from kvfold.attend.kernels.decode import LOG2E
 from kvfold.attend.kernels.formats import float_dtype
 
 _LOG2E, _LN2 = tl.constexpr(LOG2E), tl.constexpr(0.6931471805599453)
-_PARTS = 256  # tasks merged at a time, at most
 _SLOTS = 32  # slots of the open block at a time
-_CHANNELS = 32  # of a program
+_MANY = 256  # (row, query) pairs that keep a chip busy without being cut
+
+
+class Shape(NamedTuple):
+    """How a merge is laid out on the chip."""
+
+    channels: int  # of a program
+    parts: int  # tasks merged at a time
+    warps: int
 
 
 @triton.jit
@@ -65,9 +73,10 @@ def merge_kernel(
     k, v = k.to(memory.dtype.element_ty), v.to(memory.dtype.element_ty)
     query = tl.load(q + (row * X + x) * D + d, mask=d < D, other=0.0).to(tl.float32) * scale_log2
     ITEM: tl.constexpr = memory.dtype.element_ty.primitive_bitwidth // 8
+    ALIGNED: tl.constexpr = 16 // ITEM if D * ITEM % 16 == 0 else 1  # said aloud, or loads go one by one
     block = ((row % num_heads) * open_len) * D
-    k_open = memory + tl.load(open_address + lane * 2) // ITEM + block
-    v_open = memory + tl.load(open_address + lane * 2 + 1) // ITEM + block
+    k_open = memory + tl.multiple_of(tl.load(open_address + lane * 2) // ITEM + block, ALIGNED)
+    v_open = memory + tl.multiple_of(tl.load(open_address + lane * 2 + 1) // ITEM + block, ALIGNED)
     result += (row * X + x) * D + e
     lse += row * X + x
     is_first = tl.program_id(2) == 0
@@ -77,8 +86,7 @@ def merge_kernel(
             tl.store(lse, float("-inf"))
         return
     part_score, part = _part(parts, part_lses, first, last, x, e, X, D, PARTS)
-    k_old = _old(k_open, 0, fill, d, D, SLOTS)
-    v_old = _old(v_open, 0, fill, e, D, SLOTS)
+    k_old, v_old = _old(k_open, 0, fill, d, D, SLOTS), _old(v_open, 0, fill, e, D, SLOTS)
 
     # The queries of the first head store the new slots, one each; what pads a draft may lie past the block's end.
     own = (t < T) & (t == x) & (fill + t < open_len)
@@ -92,18 +100,15 @@ def merge_kernel(
     total = tl.sum(weight, 0)
     acc = tl.sum(weight[:, None] * v.to(tl.float32), 0)
 
-    for start in range(0, fill, SLOTS):
-        next_k = _old(k_open, start + SLOTS, fill, d, D, SLOTS)
-        next_v = _old(v_open, start + SLOTS, fill, e, D, SLOTS)
-        score = tl.sum(k_old.to(tl.float32) * query[None, :], 1)
-        score = tl.where(start + tl.arange(0, SLOTS) < fill, score, float("-inf"))
-        top, total, acc = _merged(top, total, acc, score, v_old.to(tl.float32))
-        k_old, v_old = next_k, next_v
+    top, total, acc = _with_old(top, total, acc, query, k_old, v_old, 0, fill, SLOTS)
+    for start in range(SLOTS, fill, SLOTS):
+        k_old, v_old = _old(k_open, start, fill, d, D, SLOTS), _old(v_open, start, fill, e, D, SLOTS)
+        top, total, acc = _with_old(top, total, acc, query, k_old, v_old, start, fill, SLOTS)
 
-    for start in range(first, last, PARTS):
-        next_score, next_part = _part(parts, part_lses, start + PARTS, last, x, e, X, D, PARTS)
+    top, total, acc = _merged(top, total, acc, part_score, part)
+    for start in range(first + PARTS, last, PARTS):
+        part_score, part = _part(parts, part_lses, start, last, x, e, X, D, PARTS)
         top, total, acc = _merged(top, total, acc, part_score, part)
-        part_score, part = next_score, next_part
 
     tl.store(result, (acc / total).to(result.dtype.element_ty), mask=e < D)
     if is_first:
@@ -117,6 +122,24 @@ def _old(
     """Channels c of the open block's slots from `start` on."""
     n = start + tl.arange(0, SLOTS)
     return tl.load(side + n[:, None] * D + c[None, :], mask=(n < fill)[:, None] & (c < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _with_old(
+    top: tl.tensor,
+    total: tl.tensor,
+    acc: tl.tensor,
+    query: tl.tensor,
+    k_old: tl.tensor,
+    v_old: tl.tensor,
+    start: tl.tensor,
+    fill: tl.tensor,
+    SLOTS: tl.constexpr,
+) -> tl.tuple:
+    """Attend to a tile of the open block that begins at slot `start`."""
+    score = tl.sum(k_old.to(tl.float32) * query[None, :], 1)
+    score = tl.where(start + tl.arange(0, SLOTS) < fill, score, float("-inf"))
+    return _merged(top, total, acc, score, v_old.to(tl.float32))
 
 
 @triton.jit
@@ -160,14 +183,15 @@ def launch(
     open_len: int,
     kv_dtype: str,
     scale: float,
+    shape: Shape | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention [R, X, D] in q's dtype over everything a row stores, and its log-sum-exp fp32 [R, X]."""
     num_rows, num_queries, head_dim = q_RXD.shape
     num_new = k_new_RTD.shape[1]
     result = torch.empty_like(q_RXD, memory_format=torch.contiguous_format)
     result_lse = torch.empty(num_rows, num_queries, dtype=torch.float32, device=q_RXD.device)
-    channels = min(_CHANNELS, triton.next_power_of_2(head_dim))
-    merge_kernel[(num_rows, num_queries, triton.cdiv(head_dim, channels))](
+    shape = shape or choose_shape(num_rows * num_queries, len(out) // len(fill), triton.next_power_of_2(head_dim))
+    merge_kernel[(num_rows, num_queries, triton.cdiv(head_dim, shape.channels))](
         out,
         lse,
         task_range.contiguous(),
@@ -187,14 +211,17 @@ def launch(
         TP=triton.next_power_of_2(num_new),
         D=head_dim,
         DP=triton.next_power_of_2(head_dim),
-        E=channels,
-        PARTS=_parts(len(out) // len(fill)),
+        E=shape.channels,
+        PARTS=shape.parts,
         SLOTS=_SLOTS,
-        num_warps=4,
+        num_warps=shape.warps,
     )
     return result, result_lse
 
 
-def _parts(lane_tasks: int) -> int:
-    """Tasks at a time: those of a head that has half of its lane's."""
-    return min(_PARTS, max(16, 1 << (lane_tasks // 2).bit_length()))
+def choose_shape(num_outputs: int, lane_tasks: int, head_dim: int) -> Shape:
+    """Few outputs are cut by channels and take a head's tasks at once; many fill the chip as they are, at little work."""
+    if num_outputs >= _MANY:
+        return Shape(head_dim, 16, 4)
+    half = 1 << (lane_tasks // 2).bit_length()  # a head may have half of its lane's tasks
+    return Shape(min(32, head_dim), min(256, max(16, half)), 4)

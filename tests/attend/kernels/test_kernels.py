@@ -105,11 +105,12 @@ def test_merged_rows(num_new: int, fill: tuple[int, int], dtype: str, open_len: 
     before = stored.arena.memory.clone()
     want = reference.merge_rows(*parts, task_range, stored.q_RXD, *block.arguments)
     memory = stored.arena.memory.clone()
-    stored.arena.memory.copy_(before)
-    found = merge.launch(*parts, task_range, stored.q_RXD, *block.arguments)
-    for a, b in zip(found, want, strict=True):
-        torch.testing.assert_close(a, b, **TIGHT)
-    assert stored.arena.memory.equal(memory)
+    for shape in (merge.choose_shape(1, 64, 128), merge.choose_shape(1 << 20, 64, 128)):
+        stored.arena.memory.copy_(before)
+        found = merge.launch(*parts, task_range, stored.q_RXD, *block.arguments, shape)
+        for a, b in zip(found, want, strict=True):
+            torch.testing.assert_close(a, b, **TIGHT)
+        assert stored.arena.memory.equal(memory)
 
 
 @pytest.mark.parametrize("codec", ["bf16", "int4", "kivi2"])
