@@ -2,8 +2,9 @@
 
 One program per row, query and stretch of channels, on plain arithmetic: what it reads is small, so its time is the
 latency of its loads. Those of the first tiles, mostly the only ones, are sent off before any is used. Every program of
-a row computes its scores anew, from all channels. Parts merge exactly by their log-sum-exps; a row without tasks and with an empty open block sees its new token alone. New slots are attended to as
-they come, rounded to the cache's dtype, so no program waits for what another stores.
+a row computes its scores anew, from all channels. Parts merge exactly by their log-sum-exps; a row without tasks and
+with an empty open block sees its new token alone. New slots are attended to as they come, rounded to the cache's dtype,
+so no program waits for what another stores.
 
     R rows (sequence, KV head)   X queries of a row, index g * T + t   T new tokens   D head dim   N slots of a tile
     E channels of a program
@@ -220,7 +221,7 @@ def launch(
 
 
 def choose_shape(num_outputs: int, lane_tasks: int, head_dim: int) -> Shape:
-    """Few outputs are cut by channels and take a head's tasks at once; many fill the chip as they are, at little work."""
+    """Few outputs are cut by channels and take a head's tasks at once; many fill the chip as they are."""
     if num_outputs >= _MANY:
         return Shape(head_dim, 16, 4)
     half = 1 << (lane_tasks // 2).bit_length()  # a head may have half of its lane's tasks
