@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from itertools import product
 
 from kvfold.bench.record import MODES, Mode, Row
-from kvfold.bench.report.html import Html, table, tag, text
+from kvfold.bench.report.html import Html, join, table, tag, text
 from kvfold.bench.report.look import Look
 from kvfold.bench.report.merge import Section
 from kvfold.bench.report.words import bytes_text, named, percent_text
 
+_NUMBERS = ("resident", "of full", "read per step", "prefill s", "first token s", "decode ms")
 _MISSING = "–"
 
 
@@ -55,17 +56,25 @@ def costs(section: Section) -> list[Cost]:
 
 
 def cost_table(section: Section, looks: Mapping[str, Look]) -> Html:
-    """One line for each cost; the device is a column where there are several."""
+    """A fold for each length, the longest open; the device is a column where there are several."""
     found = costs(section)
+    lengths = sorted({cost.length for cost in found})
     several = len({cost.device for cost in found}) > 1
-    headings = ["policy", "memory", "question", *(["device"] if several else [])]
-    numbers = ["tokens asked", "resident", "of full", "read per step", "prefill s", "first token s", "decode ms"]
+    return join(
+        _fold([c for c in found if c.length == length], length == lengths[-1], looks, several) for length in lengths
+    )
+
+
+def _fold(found: Sequence[Cost], is_open: bool, looks: Mapping[str, Look], several: bool) -> Html:
+    headings = ["policy", "memory", "question", *(["device"] if several else []), *_NUMBERS]
+    summary = tag("summary", text(f"Prompts of {found[0].length:,} tokens"))
     lines = [_line(cost, looks, several) for cost in found]
-    return table([*headings, *numbers], lines, words=len(headings))
+    inner = table(headings, lines, words=len(headings) - len(_NUMBERS))
+    return tag("details", summary, inner, open=is_open, class_="fold")
 
 
 def _line(cost: Cost, looks: Mapping[str, Look], several: bool) -> Sequence[Html]:
-    words = [cost.memory, cost.mode, *([cost.device] if several else []), f"{cost.length:,}"]
+    words = [cost.memory, cost.mode, *([cost.device] if several else [])]
     resident, full = cost.mean_bytes("resident_bytes"), cost.mean_bytes("full_bytes")
     read = cost.mean_bytes("bytes_per_step")
     times = [cost.median(name) for name in ("prefill_s", "first_token_s", "decode_ms")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from kvfold.bench.record import MODES, Mode
 from kvfold.bench.report.cells import Scope, estimate, weighted
@@ -49,7 +49,7 @@ def winners(overall: Scope, looks: Mapping[str, Look]) -> Html:
     found = [contest for mode in MODES if mode in overall.samples for contest in contests(overall, mode)]
     found.sort(key=lambda contest: -percent(contest.memory))
     lines = [_winner(contest, looks) for contest in found if contest.entries]
-    headings = ("memory", "question", "best policy", "score", "against full", "not told apart")
+    headings = ("memory", "question", "best policy", "score", "against full", "not told apart from it")
     return table(headings, lines, words=3, class_="winners") if lines else tag("p", text(_NOBODY))
 
 
@@ -57,7 +57,21 @@ def _winner(contest: Contest, looks: Mapping[str, Look]) -> list[Html]:
     best = contest.entries[0]
     difference = difference_text(best.beside.difference) if best.beside else text("–")
     policy = named(best.cell.policy, looks)
-    return [text(contest.memory), text(contest.mode), policy, score_text(best.score), difference, text(len(best.tied))]
+    return [
+        text(contest.memory),
+        text(contest.mode),
+        policy,
+        score_text(best.score),
+        difference,
+        text(_tied(best.tied)),
+    ]
 
 
+def _tied(policies: Sequence[str]) -> str:
+    """The first two by name: on a phone a longer list would push the numbers out of sight."""
+    more = [f"{len(policies) - _MOST_NAMED} more"] if len(policies) > _MOST_NAMED else []
+    return listed([*policies[:_MOST_NAMED], *more]) or "–"
+
+
+_MOST_NAMED = 2
 _NOBODY = "No policy ran on all samples of the full cache, so none is called best."

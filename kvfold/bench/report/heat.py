@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 
 from kvfold.bench.record import MODES, Row
+from kvfold.bench.report.cells import Place
 from kvfold.bench.report.html import NOTHING, Html, buttons, join, tag, text, view
 from kvfold.bench.report.look import Look
 from kvfold.bench.report.merge import Section
@@ -45,7 +46,7 @@ def heat_svg(heat: Map, lengths: Sequence[int], title: str) -> Html:
     cells = [_cell(band, column, heat.get((band, length), [])) for band, (column, length) in places]
     below = _HIGH * NUM_BANDS + 13
     columns = [_label(_x(i) + _WIDE / 2, below, _thousands(n), "middle") for i, n in enumerate(lengths)]
-    depths = [_label(_LEFT - 5, _HIGH * band + 12, f"{100 * band // NUM_BANDS} %", "end") for band in (0, 5)]
+    depths = [_label(_LEFT - 5, _HIGH * band + 12, f"{100 * band // NUM_BANDS}%", "end") for band in (0, 5)]
     width, height = _x(len(lengths)), _HIGH * NUM_BANDS + _BELOW
     parts = [tag("title", text(title)), *cells, *columns, *depths]
     return tag("svg", *parts, viewBox=f"0 0 {width} {height}", width=width, height=height, role="img", class_="heat")
@@ -79,22 +80,24 @@ def _thousands(length: int) -> str:
 
 def heat_maps(section: Section, looks: Mapping[str, Look], group: str) -> Html:
     """For each memory the maps of all policies; nothing where no sample has a depth."""
-    rows = [row for row in section.rows if depth_of(row) is not None]
-    memories = [memory for memory in section.memories if any(row.memory == memory for row in rows)]
+    maps: dict[Place, list[Row]] = {}
+    for row in section.rows:
+        if depth_of(row) is not None:
+            maps.setdefault((row.mode, row.policy, row.memory), []).append(row)
+    memories = [memory for memory in section.memories if any(place[2] == memory for place in maps)]
     if not memories:
         return NOTHING
     shown = memories[len(memories) // 2]
-    views = [view(group, memory, shown, _maps(rows, memory, section, looks)) for memory in memories]
+    views = [view(group, memory, shown, _maps(maps, memory, looks)) for memory in memories]
     return join([buttons(group, memories, shown), *views])
 
 
-def _maps(rows: Sequence[Row], memory: str, section: Section, looks: Mapping[str, Look]) -> Html:
-    lengths = sorted({row.length for row in rows})
+def _maps(maps: Mapping[Place, Sequence[Row]], memory: str, looks: Mapping[str, Look]) -> Html:
+    lengths = sorted({row.length for rows in maps.values() for row in rows})
     made = []
-    for mode, policy in product(MODES, section.policies):
-        heat = heat_of(row for row in rows if (row.mode, row.policy, row.memory) == (mode, policy, memory))
-        if heat:
+    for mode, policy in product(MODES, looks):
+        if rows := maps.get((mode, policy, memory)):
             title = f"{policy} in {memory}, question {mode}: score by depth and length"
             caption = tag("figcaption", named(policy, looks), text(f" {mode}"))
-            made.append(tag("figure", caption, heat_svg(heat, lengths, title)))
+            made.append(tag("figure", caption, heat_svg(heat_of(rows), lengths, title)))
     return tag("div", *made, class_="maps")

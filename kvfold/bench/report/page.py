@@ -93,11 +93,11 @@ def _asset(name: str) -> Html:
 
 _QUALITY = (
     "Score from 0 to 100 against the bytes that the cache really holds, as a share of an ordinary bf16 cache's. Bands "
-    "and small numbers are 95 % intervals; in all workloads each counts the same. Lost and gained count samples that "
+    "and small numbers are 95% intervals; in all workloads each counts the same. Lost and gained count samples that "
     "moved by half a point or more against the full cache; a difference in grey may be chance."
 )
 _HEAT = (
-    "Mean score by where in the prompt the answer stands (down, 0 % is the beginning) and by the length of the prompt "
+    "Mean score by where in the prompt the answer stands (down, 0% is the beginning) and by the length of the prompt "
     "in tokens (across), for workloads that know the place."
 )
 _COSTS = (

@@ -19,18 +19,19 @@ WIDTH, HEIGHT = 440, 320
 LEFT, RIGHT, TOP, BASE = 34, 430, 12, 278
 _FEWEST_HALVINGS = 2  # even a run at one memory has an axis
 _MOST_LABELS = 8
+_MARGIN, _MARGIN_WIDTH = 0.1, 14  # halvings beyond the last tick that have room there, and that room
 
 
 class Axis:
     """From a share of bytes to x; the axis ends at powers of two, each with a tick."""
 
     def __init__(self, shares: Sequence[float]) -> None:
-        self.first = math.floor(math.log2(min([*shares, 2.0**-_FEWEST_HALVINGS])) + 1e-9)
-        self.last = math.ceil(math.log2(max([*shares, 1.0])) - 0.1)  # a full cache with a little overhead ends no axis
+        self.first = math.floor(math.log2(min([*shares, 2.0**-_FEWEST_HALVINGS])) + _MARGIN)
+        self.last = math.ceil(math.log2(max([*shares, 1.0])) - _MARGIN)
 
     def x(self, share: float) -> float:
         place = (math.log2(share) - self.first) / (self.last - self.first)
-        return LEFT + 14 + (RIGHT - LEFT - 28) * place
+        return LEFT + _MARGIN_WIDTH + (RIGHT - LEFT - 2 * _MARGIN_WIDTH) * place
 
     @property
     def ticks(self) -> list[float]:

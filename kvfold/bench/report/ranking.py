@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from kvfold.bench.record import MODES
 from kvfold.bench.report.cells import Cell, Scope, estimate, weighted
 from kvfold.bench.report.contest import Contest, Entry, contests
-from kvfold.bench.report.html import NOTHING, Html, table, tag, text
+from kvfold.bench.report.html import NOTHING, Html, join, table, tag, text
 from kvfold.bench.report.look import Look
-from kvfold.bench.report.words import counted, difference_text, named, percent_text, score_text
+from kvfold.bench.report.merge import percent
+from kvfold.bench.report.words import ASKED, counted, difference_text, named, percent_text, score_text
 
 _HEADINGS = ("", "policy", "score", "against full", "lost", "gained", "bytes")
 
 
 def rankings(scope: Scope, looks: Mapping[str, Look]) -> Html:
-    """One table for each mode and memory."""
-    found = [contest for mode in MODES if mode in scope.samples for contest in contests(scope, mode)]
-    return tag("div", *(_ranking(contest, scope, looks) for contest in found), class_="rankings")
+    """A fold for each memory, the middle one open; in it a table for each mode."""
+    by_memory: dict[str, list[Contest]] = {}
+    for contest in (contest for mode in MODES if mode in scope.samples for contest in contests(scope, mode)):
+        by_memory.setdefault(contest.memory, []).append(contest)
+    opened = sorted(by_memory, key=percent)[len(by_memory) // 2] if by_memory else None
+    return join(_fold(memory, memory == opened, found, scope, looks) for memory, found in by_memory.items())
+
+
+def _fold(memory: str, is_open: bool, found: Sequence[Contest], scope: Scope, looks: Mapping[str, Look]) -> Html:
+    summary = tag("summary", text(f"Ranking in {memory} of the bytes"))
+    return tag("details", summary, *(_ranking(contest, scope, looks) for contest in found), open=is_open, class_="fold")
 
 
 def _ranking(contest: Contest, scope: Scope, looks: Mapping[str, Look]) -> Html:
-    parts = [tag("h4", text(f"In {contest.memory} of the bytes, question {contest.mode}"))]
+    parts = [tag("h4", text(ASKED[contest.mode]))]
     if contest.entries:
         full = scope.full(contest.mode)
         lines = [_full_line(full, scope, looks)] if full else []

@@ -19,9 +19,15 @@ def score_text(score: Estimate) -> Html:
 
 def difference_text(difference: Estimate) -> Html:
     """A difference that zero lies within is set in grey: it may be chance."""
-    interval = f"{100 * difference.low:+.0f} to {100 * difference.high:+.0f}"
-    content = join([text(f"{100 * difference.mean:+.1f} "), tag("small", text(interval))])
+    interval = f"{_signed(difference.low, 0)} to {_signed(difference.high, 0)}"
+    content = join([text(f"{_signed(difference.mean, 1)} "), tag("small", text(interval))])
     return tag("span", content, class_=None if difference.excludes_zero else "chance")
+
+
+def _signed(difference: float, digits: int) -> str:
+    """Of 100, with a minus as wide as the plus; what rounds to zero has no sign."""
+    shown = f"{100 * difference:+.{digits}f}"
+    return shown[1:] if float(shown) == 0 else shown.replace("-", "−")
 
 
 def named(policy: str, looks: Mapping[str, Look]) -> Html:
@@ -30,8 +36,8 @@ def named(policy: str, looks: Mapping[str, Look]) -> Html:
 
 
 def percent_text(share: float) -> str:
-    """Three digits at most: 100 %, 12.5 %, 3.12 %."""
-    return f"{100 * share:.3g} %" if share < 0.9995 else f"{100 * share:.0f} %"
+    """Three digits: 102%, 12.5%, 3.12%."""
+    return f"{100 * share:.3g}%" if share < 0.9995 else f"{100 * share:.0f}%"
 
 
 def bytes_text(number: float) -> str:
