@@ -60,9 +60,8 @@ def cost_table(section: Section, looks: Mapping[str, Look]) -> Html:
     found = costs(section)
     lengths = sorted({cost.length for cost in found})
     several = len({cost.device for cost in found}) > 1
-    return join(
-        _fold([c for c in found if c.length == length], length == lengths[-1], looks, several) for length in lengths
-    )
+    by_length = [[cost for cost in found if cost.length == length] for length in lengths]
+    return join(_fold(costs_of, costs_of is by_length[-1], looks, several) for costs_of in by_length)
 
 
 def _fold(found: Sequence[Cost], is_open: bool, looks: Mapping[str, Look], several: bool) -> Html:

@@ -56,15 +56,8 @@ def winners(overall: Scope, looks: Mapping[str, Look]) -> Html:
 def _winner(contest: Contest, looks: Mapping[str, Look]) -> list[Html]:
     best = contest.entries[0]
     difference = difference_text(best.beside.difference) if best.beside else text("–")
-    policy = named(best.cell.policy, looks)
-    return [
-        text(contest.memory),
-        text(contest.mode),
-        policy,
-        score_text(best.score),
-        difference,
-        text(_tied(best.tied)),
-    ]
+    words = [text(contest.memory), text(contest.mode), named(best.cell.policy, looks)]
+    return [*words, score_text(best.score), difference, text(_tied(best.tied))]
 
 
 def _tied(policies: Sequence[str]) -> str:
