@@ -6,9 +6,10 @@ not import kvfold, so that other systems can be measured with it in environments
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -62,6 +63,12 @@ def llama(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, **changes: 
         else:
             parameter.data.normal_(0.0, 0.02, generator=generator)
     return model.eval().requires_grad_(False)
+
+
+def parse_shapes(text: str) -> list[tuple[int, int]]:
+    """"131072x1,32768x16": (tokens of context, sequences)."""
+    pairs = (shape.split("x") for shape in text.split(","))
+    return [(int(context), int(batch)) for context, batch in pairs]
 
 
 def random_tokens(count: int, vocab_size: int, seed: int = 0) -> list[int]:
@@ -141,11 +148,22 @@ def spread(values: Sequence[float], unit: str) -> Row:
     }
 
 
-def report(name: str, rows: Sequence[Row], *, save: bool, **about: object) -> None:
-    """Print rows for people and a last line of JSON; with `save`, append them to benchmarks/results/<name>.jsonl."""
-    known = facts(**about)
+def report(name: str, rows: Iterable[Row], *, save: bool, **about: object) -> None:
+    """Print rows for people as they come and a last line of JSON.
+
+    With `save`, each is appended to benchmarks/results/<name>.jsonl at once: what comes later may fail.
+    """
+    known, shown = facts(**about), []
     for row in rows:
-        print("  ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{value}" for key, value in row.items()))
+        line = (f"{key} {value:.4g}" if isinstance(value, float) else f"{value}" for key, value in row.items())
+        print("  ".join(line), flush=True)
+        shown.append(row)
         if save:
             append_row(name, {**row, **known})
-    print(json.dumps({"rows": list(rows), **known}))
+    print(json.dumps({"rows": shown, **known}))
+
+
+def clean() -> None:
+    """Give memory that nothing holds any more back to the driver."""
+    gc.collect()
+    torch.cuda.empty_cache()

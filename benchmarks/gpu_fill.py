@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from kvfold.budget.shares import apportion
 from kvfold.core import ModelSpec
+from kvfold.engine.runner import Runner
+from kvfold.errors import OutOfPages
 from kvfold.pages.layout import PageClass
 from kvfold.pages.sequence import LayerChange, SequenceCache
 from kvfold.policy.policy import Policy
@@ -75,6 +78,63 @@ def fill(sequence: SequenceCache, lengths: Lengths, seen_len: int, seed: int = 0
 def _positions(count: int, seen_len: int, device: torch.device) -> Tensor:
     """Ascending positions, spread evenly over what was read."""
     return torch.arange(count, device=device) * seen_len // max(count, 1)
+
+
+def filled(runner: Runner, policy: Policy, lengths: Lengths, seen_len: int, seed: int = 0) -> SequenceCache:
+    sequence = runner.new_sequence(policy)
+    fill(sequence, lengths, seen_len, seed)
+    return sequence
+
+
+def copied(source: SequenceCache) -> SequenceCache | None:
+    """A second sequence of the same slots in pages of its own; None where the arena has no room for it.
+
+    Nothing is encoded again: pages that are asked for in the same order lie the same way in their span, whose bytes are
+    copied whole.
+    """
+    arena, sealed = source.arena, source.tail
+    try:
+        sequence = SequenceCache(arena, source.spec, source.policy, source.config)
+    except OutOfPages:
+        return None
+    try:
+        sequence.tail.reserve([layer.lens for layer in sealed.layers])
+    except OutOfPages:
+        sequence.release()
+        return None
+    for page_class, spans in sealed.spans.items():
+        for theirs, mine in zip(spans, sequence.tail.spans[page_class], strict=True):
+            begin, end = (span.start * arena.superblock_bytes for span in (theirs, mine))
+            arena.memory[end : end + mine.num_bytes] = arena.memory[begin : begin + theirs.num_bytes]
+    _take_over(sequence, source)
+    return sequence
+
+
+def _take_over(sequence: SequenceCache, source: SequenceCache) -> None:
+    """Lengths of extents, which lie as those of the source do, and what its codecs learnt."""
+    for mine, theirs in zip(sequence.tail.layers, source.tail.layers, strict=True):
+        for own, other in zip(mine.extents, theirs.extents, strict=True):
+            assert [(e.first, e.num_pages) for e in own] == [(e.first, e.num_pages) for e in other], "another layout"
+            for extent, full in zip(own, other, strict=True):
+                extent.length = full.length
+        mine.state = {side: {n: t.clone() for n, t in state.items()} for side, state in theirs.state.items()}
+    sequence.tail.changes.rise()
+    sequence.sealed_len = source.sealed_len
+
+
+def slot_bytes(sequences: Sequence[SequenceCache]) -> float:
+    """Bytes of stored slots with their metadata, without the padding of pages."""
+    return sum(
+        sum(part.lens) * part.page_class.bytes_per_slot
+        for sequence in sequences
+        for layer in range(sequence.spec.num_layers)
+        for part in sequence.layer_parts(layer)
+    )
+
+
+def open_bytes(sequences: Sequence[SequenceCache]) -> float:
+    """Bytes of open slots a step reads, half full on average."""
+    return sum(sequence.open.num_bytes / 2 for sequence in sequences)
 
 
 def arena_bytes(spec: ModelSpec, policy: Policy, mean_len: int, sequences: int = 1, open_len: int = 32) -> int:

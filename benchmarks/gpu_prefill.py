@@ -1,6 +1,7 @@
 """What does compressing add to a prefill on a GPU, in time and in peak memory?
 
-    python benchmarks/gpu_prefill.py [--lengths 8192,32768,131072] [--repeats 3] [--profile FOLDER] [--phases] [--save]
+    python benchmarks/gpu_prefill.py [--lengths 8192,32768,131072] [--repeats 3] [--policies TEXT …] [--save]
+                                     [--profile FOLDER] [--phases]
 
 One prompt of random tokens on a random model of the Llama-3.1-8B shape, bf16. Systems take turns: transformers' own
 prefill into a DynamicCache (sdpa), then kvfold's policies, each in an arena that just holds what it keeps. Peak memory
@@ -16,7 +17,7 @@ import argparse
 import gc
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from transformers import DynamicCache
 
-from benchmarks.gpu_common import Row, event_ms, llama, random_tokens, report, spread, timed
+from benchmarks.gpu_common import Row, clean, event_ms, llama, random_tokens, report, spread, timed
 from benchmarks.gpu_fill import arena_bytes
 from benchmarks.gpu_phases import Phases, gaps, prefill_phases
 from kvfold.engine.runner import Runner
@@ -36,7 +37,9 @@ from kvfold.pages.arena import Arena
 from kvfold.policy.policy import Policy
 
 BASE = "DynamicCache"
+BASES = {"dynamic": BASE, "full": "full"}  # what added time is counted from
 POLICIES = {"full": 1, "snapkv + ada + 8x": 8, "expected + 8x": 8}  # policy: tokens per slot that stays
+Runs = dict[str, Callable[[], int]]  # system: its prefill, which returns the bytes it holds
 
 
 @dataclass
@@ -66,38 +69,47 @@ def folded(model: Any, policy: Policy, keep: int, tokens: list[int], chunk_len: 
         return sequence.resident_bytes
 
 
-def systems(model: Any, tokens: list[int], chunk_len: int | None) -> dict[str, Callable[[], int]]:
-    runs: dict[str, Callable[[], int]] = {BASE: lambda: dynamic(model, tokens)}
-    for text, keep in POLICIES.items():
-        policy = Policy.parse(text)
+def systems(model: Any, tokens: list[int], args: argparse.Namespace) -> Runs:
+    runs: Runs = {BASE: lambda: dynamic(model, tokens)}
+    chunk_len = args.chunk
+    for text in args.policies:
+        policy, keep = Policy.parse(text), POLICIES[text]
         runs[text] = lambda policy=policy, keep=keep: folded(model, policy, keep, tokens, chunk_len)  # type: ignore[misc]
     return runs
 
 
-def measure(runs: dict[str, Callable[[], int]], repeats: int, warm_up: int) -> dict[str, Measured]:
+def warm_up(lengths: Sequence[int], args: argparse.Namespace) -> None:
+    """Kernels and attention plans of every shape, at the price of one layer. Nothing of its model is left behind."""
+    model = llama(num_hidden_layers=1)
+    for length in lengths:
+        for run in systems(model, random_tokens(length, model.config.vocab_size), args).values():
+            run()
+
+
+def measure(runs: Runs, repeats: int, num_warm: int) -> dict[str, Measured]:
     """Seconds and peak bytes, the systems taking turns. A first round takes memory from the driver, which is slow."""
     found = {name: Measured([]) for name in runs}
     torch.cuda.empty_cache()
-    for round_ in range(warm_up + repeats):
+    for round_ in range(num_warm + repeats):
         for name, run in runs.items():
             gc.collect()
             torch.cuda.reset_peak_memory_stats()
             ms, found[name].held_bytes = timed(run)
-            found[name].seconds += [1e-3 * ms] if round_ >= warm_up else []
+            found[name].seconds += [1e-3 * ms] if round_ >= num_warm else []
             found[name].peak_bytes = max(found[name].peak_bytes, torch.cuda.max_memory_allocated())
     return found
 
 
 def rows_of(found: dict[str, Measured], length: int, floor_s: float) -> list[Row]:
-    base, full = (statistics.median(found[name].seconds) for name in (BASE, "full"))
+    medians = {name: statistics.median(item.seconds) for name, item in found.items()}
+    bases = {f"added_to_{key}_percent": medians[name] for key, name in BASES.items() if name in medians}
     rows: list[Row] = []
     for name, item in found.items():
-        median = statistics.median(item.seconds)
+        added = {key: 100 * (medians[name] / base - 1) for key, base in bases.items()}
         rows.append({
-            "question": "prefill", "system": name, "length": length, **spread(item.seconds, "s"),
-            "added_to_dynamic_percent": 100 * (median / base - 1), "added_to_full_percent": 100 * (median / full - 1),
+            "question": "prefill", "system": name, "length": length, **spread(item.seconds, "s"), **added,
             "peak_GB": item.peak_bytes / 1e9, "held_GB": item.held_bytes / 1e9,
-            "floor_s": floor_s, "times_floor": median / floor_s,
+            "floor_s": floor_s, "times_floor": medians[name] / floor_s,
         })  # fmt: skip
     return rows
 
@@ -118,7 +130,7 @@ def matmul_rate(size: int = 8192) -> float:
     return 2 * size**3 / (1e-3 * statistics.median(event_ms(lambda: a @ b, repeats=10)))
 
 
-def profile(runs: dict[str, Callable[[], int]], folder: Path, length: int) -> None:
+def profile(runs: Runs, folder: Path, length: int) -> None:
     """For each system, after the measurement: where the device stood idle, its kernels, and the host's calls."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, run in runs.items():
@@ -134,10 +146,10 @@ def profile(runs: dict[str, Callable[[], int]], folder: Path, length: int) -> No
         path.write_text("\n".join(lines), encoding="utf-8")
 
 
-def phase_rows(runs: dict[str, Callable[[], int]], length: int) -> list[Row]:
+def phase_rows(runs: Runs, length: int) -> list[Row]:
     """One more run of each policy, phase by phase."""
     rows: list[Row] = []
-    for name in POLICIES:
+    for name in (name for name in runs if name != BASE):
         phases = Phases()
         with phases.watching(prefill_phases(Policy.parse(name))):
             runs[name]()
@@ -147,10 +159,22 @@ def phase_rows(runs: dict[str, Callable[[], int]], length: int) -> list[Row]:
     return rows
 
 
+def measured(model: Any, length: int, args: argparse.Namespace, rate: float) -> Iterator[Row]:
+    runs = systems(model, random_tokens(length, model.config.vocab_size), args)
+    is_long = length > 32768
+    found = measure(runs, 1 if is_long else args.repeats, num_warm=0 if is_long else 1)
+    yield from rows_of(found, length, prompt_flops(model.config, length) / rate)
+    if args.phases:
+        yield from phase_rows(runs, length)
+    if args.profile and args.lengths.startswith(str(length)):
+        profile(runs, args.profile, length)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", default="8192,32768,131072")
     parser.add_argument("--repeats", type=int, default=3, help="of prompts up to 32768 tokens; longer ones run once")
+    parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES, metavar="TEXT")
     parser.add_argument("--chunk", type=int, help="tokens a layer runs at a time (default: the runner's own)")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--profile", type=Path, metavar="FOLDER", help="also write profiler tables of the first length")
@@ -159,23 +183,11 @@ def main() -> None:
     args = parser.parse_args()
     lengths = [int(length) for length in args.lengths.split(",")]
     rate = matmul_rate()
-    warm = llama(num_hidden_layers=1)
-    for length in lengths:  # kernels and attention plans of every shape, at the price of one layer
-        for run in systems(warm, random_tokens(length, warm.config.vocab_size), args.chunk).values():
-            run()
-    del warm
-    gc.collect()
+    warm_up(lengths, args)
+    clean()
     model = llama(num_hidden_layers=args.layers)
-    rows: list[Row] = []
-    for length in lengths:
-        runs = systems(model, random_tokens(length, model.config.vocab_size), args.chunk)
-        is_long = length > 32768
-        found = measure(runs, 1 if is_long else args.repeats, warm_up=0 if is_long else 1)
-        rows += rows_of(found, length, prompt_flops(model.config, length) / rate)
-        rows += phase_rows(runs, length) if args.phases else []
-        if args.profile and length == lengths[0]:
-            profile(runs, args.profile, length)
     about = {"model": "Llama-3.1-8B shape", "layers": args.layers, "dtype": "bfloat16", "matmul_tflops": rate / 1e12}
+    rows = (row for length in lengths for row in measured(model, length, args, rate))
     report("gpu_prefill", rows, save=args.save, chunk=args.chunk, **about)
 
 

@@ -24,8 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs where kvfol
 import kvfold
 from benchmarks.rows import append_row, facts, percentile
 from kvfold.bench.haystack import prose
+from kvfold.core import Compile
 from kvfold.models.loader import DTYPES
 
+COMPILE: dict[str, Compile] = {"auto": "auto", "now": True, "never": False}
 CODE = '''def total_price(items, discount):
     """Sum of prices after a discount, in cents."""
     total = 0
@@ -90,6 +92,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="float32", choices=DTYPES)
     parser.add_argument("--policy", action="append", help="may be repeated (default: full)")
+    parser.add_argument("--prompts", nargs="+", default=list(prompts()), choices=list(prompts()), help="default: all")
+    parser.add_argument("--compile", default="auto", choices=list(COMPILE), help="decoder layers, on a GPU")
     parser.add_argument("--draft", type=int, default=16, metavar="N", help="longest draft (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=96, help="longest reply (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="measured turns (default: %(default)s)")
@@ -99,14 +103,15 @@ def parse_options() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_options()
-    model = kvfold.load(args.model, dtype=args.dtype, device=args.device)
+    model = kvfold.load(args.model, dtype=args.dtype, device=args.device, compile=COMPILE[args.compile])
     about = facts(model=args.model, dtype=str(model.spec.dtype), kv_dtype=str(model.spec.kv_dtype), draft=args.draft)
     rows = []
     for policy in args.policy or ["full"]:
-        for name, text in prompts().items():
+        for name in args.prompts:
             with kvfold.Session(model, policy) as session:
-                session.extend(text)
-                row = {"prompt": name, "policy": policy, "prompt_len": len(session.token_ids), **compare(session, args)}
+                session.extend(prompts()[name])
+                what = {"question": "lookup", "prompt": name, "policy": policy, "prompt_len": len(session.token_ids)}
+                row = {**what, **compare(session, args)}
             print(
                 "  ".join(f"{key} {x:.3f}" if isinstance(x, float) else f"{key} {x}" for key, x in row.items()),
                 flush=True,

@@ -13,10 +13,11 @@ import torch
 import transformers
 
 _ROOT = Path(__file__).resolve().parents[1]
+RESULTS = _ROOT / "benchmarks" / "results"
 
 
 def facts(**more: object) -> dict[str, object]:
-    """Commit, device and versions of this run."""
+    """Commit, device and versions of this run; KVFOLD_RUN names it where several scripts are parts of one."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU"
     return {
         "commit": commit(),
@@ -25,6 +26,7 @@ def facts(**more: object) -> dict[str, object]:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        **({"run": os.environ["KVFOLD_RUN"]} if "KVFOLD_RUN" in os.environ else {}),
         **more,
     }
 
@@ -43,7 +45,7 @@ def commit() -> str:
 
 def append_row(name: str, row: dict[str, object]) -> None:
     """Append one JSON line to benchmarks/results/<name>.jsonl."""
-    path = _ROOT / "benchmarks" / "results" / f"{name}.jsonl"
+    path = RESULTS / f"{name}.jsonl"
     path.parent.mkdir(exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")

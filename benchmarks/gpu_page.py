@@ -1,0 +1,125 @@
+"""The measured part of docs/gpu.md, written from rows: the table of targets, then what every part measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.gpu_plot import draw
+from benchmarks.gpu_targets import Row, lines, shown, table
+from benchmarks.rows import RESULTS
+from kvfold.bench.page import written
+from kvfold.errors import InputError
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE, PLOT = ROOT / "docs" / "gpu.md", ROOT / "docs" / "gpu.svg"
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+FILES = {
+    "attention": "gpu_attention", "step": "gpu_decode", "prefill": "gpu_prefill", "capacity": "gpu_capacity",
+    "lookup": "lookup", "peers": "peers_gpu", "sweep": "gpu_sweep",
+}  # fmt: skip
+FACTS = ("device", "torch", "transformers", "commit", "date")
+
+Column = tuple[str, Callable[[Row], str]]
+
+
+def part_rows(part: str, run: str | None = None, folder: Path = RESULTS) -> list[Row]:
+    """Rows of a part that belong to a run of the table; by default to its last."""
+    path = folder / f"{FILES[part]}.jsonl"
+    found = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    rows = [row for row in map(json.loads, found) if "run" in row]
+    chosen = run or (rows[-1]["run"] if rows else None)
+    return [row for row in rows if row["run"] == chosen]
+
+
+def write_page() -> None:
+    rows = {part: part_rows(part) for part in FILES}
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), BEGIN, END, body(rows)), encoding="utf-8")
+    print(f"{PAGE.relative_to(ROOT)} written")
+    if rows["sweep"]:
+        draw(rows["sweep"], PLOT)
+        print(f"{PLOT.relative_to(ROOT)} drawn")
+
+
+def body(rows: Mapping[str, Sequence[Row]]) -> str:
+    """Everything between the markers."""
+    every = [row for part in rows.values() for row in part]
+    if not every:
+        raise InputError("no run of benchmarks/gpu_table.py has left rows in benchmarks/results; run it on a GPU first")
+    found = [f"{caption(every)}\n\n## Targets\n\n{table(lines(every))}"]
+    found += [section(title, rows[part], COLUMNS[part]) for part, title in TITLES.items() if rows[part]]
+    if rows["sweep"]:
+        found.append("## Over context lengths\n\n![bytes and tokens a second over context lengths](gpu.svg)")
+    return "\n\n".join(found)
+
+
+def caption(rows: Sequence[Row]) -> str:
+    values = {key: list(dict.fromkeys(str(row[key]) for row in rows if key in row)) for key in FACTS}
+    told = "; ".join(f"{key} {', '.join(found)}" for key, found in values.items())
+    rates = [row["copy_TB_s"] for row in rows if "copy_TB_s" in row]
+    copied = f"; copy bandwidth {min(rates):.2f} to {max(rates):.2f} TB/s" if rates else ""
+    return f"{told}{copied}."
+
+
+def section(title: str, rows: Iterable[Row], columns: Sequence[Column]) -> str:
+    head = [[name for name, _ in columns], ["---"] * len(columns)]
+    cells = [*head, *([value(row) for _, value in columns] for row in rows if row["question"] != "phases")]
+    return f"## {title}\n\n" + "\n".join(f"| {' | '.join(row)} |" for row in cells)
+
+
+def number(key: str, form: str = ".2f") -> Callable[[Row], str]:
+    return lambda row: "" if row.get(key) is None else format(row[key], form)
+
+
+def text(key: str) -> Callable[[Row], str]:
+    return lambda row: str(row.get(key, ""))
+
+
+def shape(row: Row) -> str:
+    return shown(row.get("context") or row["length"], row.get("batch", 1))
+
+
+def _mean(row: Row) -> str:
+    return number("mean_ms" if "mean_ms" in row else "ms")(row)
+
+
+TITLES = {
+    "attention": "Attention alone", "step": "A whole step", "prefill": "Prefill", "capacity": "Many sequences",
+    "peers": "kvpress", "lookup": "Prompt lookup",
+}  # fmt: skip
+_STEP: tuple[Column, ...] = (
+    ("ms", _mean),
+    ("tokens/s", number("tokens_per_s", ",.0f")),
+    ("floor, ms", number("floor_ms")),
+    ("times the floor", number("times_floor")),
+)
+COLUMNS: dict[str, tuple[Column, ...]] = {
+    "attention": (
+        ("context", shape), ("", text("system")), ("codec", text("codec")), ("ms", number("ms", ".3f")),
+        ("floor, ms", number("floor_ms", ".3f")), ("of bandwidth, %", number("bandwidth_percent", ".0f")),
+    ),
+    "step": (
+        ("context", shape), ("", text("system")), ("heads", text("heads")), ("codec", text("codec")), *_STEP,
+    ),
+    "prefill": (
+        ("tokens", number("length", ",")), ("", text("system")), ("s", number("s", ".3f")),
+        ("added to DynamicCache, %", number("added_to_dynamic_percent", "+.1f")),
+        ("added to full, %", number("added_to_full_percent", "+.1f")), ("times the floor", number("times_floor")),
+        ("peak GB", number("peak_GB", ".1f")),
+    ),
+    "capacity": (
+        ("", text("system")), ("fit", number("fits", ",")), ("MB each", number("MB_each", ",.0f")),
+        ("decoding", number("batch", ",")), *_STEP,
+    ),
+    "peers": (
+        ("context", shape), ("", text("system")), ("prefill s", number("prefill_s")),
+        ("peak GB", number("peak_GB", ".1f")), *_STEP,
+    ),
+    "lookup": (
+        ("", text("prompt")), ("dtype", text("dtype")), ("tokens", number("num_tokens", ",")),
+        ("first tokens that agree", number("same", ",")), ("a pass", number("tokens_per_pass")),
+        ("tokens/s without", number("plain_tokens_per_s", ",.0f")), ("with drafts", number("tokens_per_s", ",.0f")),
+        ("times", number("speedup")),
+    ),
+}  # fmt: skip
