@@ -7,8 +7,9 @@
 
 Every part is a process of its own with a time limit, so that its memory is free for the next; one that fails or runs
 out of time says so and the rest goes on. Rows are appended to benchmarks/results/ as they come, so what a part had
-measured before stays. All but `sweep`, whose rows are drawn as lines over context lengths, run if none are named, and end
-after `--limit-s`, less than ten minutes. `peers` needs a folder with kvpress (see peers_gpu.py), `lookup` a model that was pulled.
+measured before stays. If none are named, all but `sweep` run, whose rows are drawn as lines over context lengths;
+`--limit-s` ends them within ten minutes. `peers` needs a folder with kvpress (see peers_gpu.py), `lookup` a model that
+was pulled.
 """
 
 from __future__ import annotations

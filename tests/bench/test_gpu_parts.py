@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.gpu_common import floor_ms, kv_bytes, llama, random_tokens, weight_bytes
-from benchmarks.gpu_fill import arena_bytes, describe, fill, head_lengths
+from benchmarks.gpu_fill import arena_bytes, copied, describe, fill, filled, head_lengths, open_bytes, slot_bytes
 from benchmarks.gpu_prefill import prompt_flops
+from kvfold.engine.runner import Runner
 from kvfold.models.attach import attach
 from kvfold.pages.arena import Arena
 from kvfold.pages.sequence import SequenceCache
@@ -51,6 +52,44 @@ def test_a_filled_cache_has_these_lengths_and_fits_its_arena(text: str) -> None:
     assert [sequences[1].stored_lens(layer) for layer in range(2)] == lengths
     positions = sequences[1].positions(0, 1)
     assert sequences[1].sealed_len == 600 and positions.max() < 600 and (positions.diff() > 0).all()
+
+
+@pytest.mark.parametrize("text", ["bf16", "int4"])
+def test_a_copy_says_the_same_from_pages_of_its_own(text: str) -> None:
+    model, policy = llama("cpu", torch.float32, **SMALL), Policy.parse(text)
+    lengths = head_lengths(2, 2, 75, 600)
+    with attach(model) as attached:
+        runner = Runner(model, attached.spec, Arena(arena_bytes(attached.spec, policy, 75, sequences=2)))
+        source = filled(runner, policy, lengths, 600)
+        copy = copied(source)
+        assert copy is not None and slot_bytes([copy]) == slot_bytes([source]) > 0
+        assert copy.resident_bytes == source.resident_bytes and open_bytes([copy]) == copy.open.num_bytes / 2
+        assert runner.arena.lent_bytes == source.resident_bytes + copy.resident_bytes - _outside_the_arena(source) * 2
+        assert [copy.positions(1, head).tolist() for head in range(2)] == [
+            source.positions(1, head).tolist() for head in range(2)
+        ]
+        expected = runner.decode([source], [7])
+        source.release()
+        runner.arena.memory[: copy.open.spans[0].start * runner.arena.superblock_bytes] = 255  # what the source held
+        assert torch.equal(runner.decode([copy], [7]), expected)
+
+
+def _outside_the_arena(sequence: SequenceCache) -> int:
+    """Host tables and what codecs learnt."""
+    return sequence.tail.table_bytes + sequence.tail.state_bytes
+
+
+def test_there_is_no_copy_where_there_is_no_room() -> None:
+    model, policy = llama("cpu", torch.float32, **SMALL), Policy.parse("int4")
+    with attach(model) as attached:
+        runner = Runner(model, attached.spec, Arena(1 << 20))
+        source = filled(runner, policy, head_lengths(2, 2, 2000, 16000), 16000)
+        free = runner.arena.free_bytes
+        copies = []
+        while (copy := copied(source)) is not None:
+            copies.append(copy)
+        lent = free - runner.arena.free_bytes
+        assert copies and free < (len(copies) + 1) * lent / len(copies) and lent % len(copies) == 0
 
 
 def test_floors_by_hand() -> None:
