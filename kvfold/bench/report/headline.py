@@ -15,7 +15,9 @@ from kvfold.bench.report.words import counted, difference_text, listed, named, s
 
 def headline(section: Section, overall: Scope, looks: Mapping[str, Look]) -> Html:
     """Two sentences, and who won at each memory."""
-    return join([tag("p", text(f"{_asked(section)} {_scored(overall)}"), class_="lead"), winners(overall, looks)])
+    lead = tag("p", text(f"{_asked(section)} {_scored(overall)}"), class_="lead")
+    note = tag("p", text(_MODES_TOLD), class_="note")
+    return join([lead, winners(overall, looks), note])
 
 
 def _asked(section: Section) -> str:
@@ -24,8 +26,8 @@ def _asked(section: Section) -> str:
     lengths = dict.fromkeys((min(tokens), max(tokens))) if tokens else {}
     long = f"of {' to '.join(f'{length:,}' for length in lengths)} tokens " if lengths else ""
     rivals = sum(policy != FULL for policy in section.policies)
-    ways = f"under {counted(rivals, 'way')} of making it smaller" if rivals else "and nothing else"
-    beside = "with its full key-value cache and " if FULL in section.policies else ""
+    ways = f"under {counted(rivals, 'way')} of making that smaller" if rivals else "and nothing else"
+    beside = "with its full cache of what it has read and " if FULL in section.policies else ""
     prompts = f"{counted(len(samples), 'prompt')} {long}from {counted(len(section.workloads), 'workload')}"
     return f"{section.runs[0].model} answered {prompts}, {beside}{ways}."
 
@@ -67,4 +69,8 @@ def _tied(policies: Sequence[str]) -> str:
 
 
 _MOST_NAMED = 2
+_MODES_TOLD = (
+    "Known: the question was read before the cache was made smaller, so a policy could keep what it asks for. "
+    "Unknown: the context was made smaller first."
+)
 _NOBODY = "No policy ran on all samples of the full cache, so none is called best."

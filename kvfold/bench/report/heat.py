@@ -14,11 +14,12 @@ from kvfold.bench.report.cells import Place
 from kvfold.bench.report.html import NOTHING, Html, buttons, join, tag, text, view
 from kvfold.bench.report.look import Look
 from kvfold.bench.report.merge import Section
-from kvfold.bench.report.words import named
+from kvfold.bench.report.words import ASKED, named
 
 NUM_BANDS = 10
 _WIDE, _HIGH, _LEFT, _BELOW = 34, 17, 34, 18
-_INK_TURNS = 0.55  # opacity from which dark ink on the cell would be hard to read
+_NARROWEST = 150  # of a map: two stand side by side on a phone
+_INK_TURNS = 0.8  # opacity from which dark ink on the cell would be hard to read
 Map = Mapping[tuple[int, int], list[float]]  # (band, length) to scores
 
 
@@ -94,10 +95,18 @@ def heat_maps(section: Section, looks: Mapping[str, Look], group: str) -> Html:
 
 def _maps(maps: Mapping[Place, Sequence[Row]], memory: str, looks: Mapping[str, Look]) -> Html:
     lengths = sorted({row.length for rows in maps.values() for row in rows})
-    made = []
-    for mode, policy in product(MODES, looks):
-        if rows := maps.get((mode, policy, memory)):
-            title = f"{policy} in {memory}, question {mode}: score by depth and length"
-            caption = tag("figcaption", named(policy, looks), text(f" {mode}"))
-            made.append(tag("figure", caption, heat_svg(heat_of(rows), lengths, title)))
-    return tag("div", *made, class_="maps")
+    width = max(_x(len(lengths)), _NARROWEST)
+    columns = f"grid-template-columns: repeat(auto-fill, minmax(min(100%, {width}px), 1fr))"
+    parts = []
+    for mode in MODES:
+        made = [
+            _figure(policy, heat_svg(heat_of(rows), lengths, f"{policy} in {memory}, question {mode}"), looks)
+            for policy in looks
+            if (rows := maps.get((mode, policy, memory)))
+        ]
+        parts += [tag("h4", text(ASKED[mode])), tag("div", *made, class_="maps", style=columns)] if made else []
+    return join(parts)
+
+
+def _figure(policy: str, svg: Html, looks: Mapping[str, Look]) -> Html:
+    return tag("figure", tag("figcaption", named(policy, looks)), svg)

@@ -14,7 +14,8 @@ from typing import Any, NewType
 Html = NewType("Html", str)
 Attribute = str | int | float | bool | None
 NOTHING = Html("")
-_VOID = frozenset({"meta", "input"})
+_VOID = frozenset({"meta"})
+_TALL = 24  # rows from which a table scrolls up and down, too
 
 
 def text(content: object) -> Html:
@@ -48,9 +49,16 @@ def _number(value: float) -> str:
 def table(headings: Sequence[str], rows: Iterable[Sequence[Html]], *, words: int = 1, **attributes: Attribute) -> Html:
     """Scrolls inside itself; the first `words` columns are words, set to the left, and the others numbers."""
     head = tag("tr", *(tag("th", text(name), scope="col", class_=_side(i, words)) for i, name in enumerate(headings)))
-    body = join(tag("tr", *(tag("td", cell, class_=_side(i, words)) for i, cell in enumerate(row))) for row in rows)
-    inner = tag("table", tag("thead", head), tag("tbody", body), **attributes)
-    return tag("div", inner, class_="scroll", tabindex=0, role="region", aria_label="table")
+    body = [tag("tr", *(tag("td", cell, class_=_side(i, words)) for i, cell in enumerate(row))) for row in rows]
+    inner = tag("table", tag("thead", head), tag("tbody", *body), **attributes)
+    return tag(
+        "div",
+        inner,
+        class_="scroll tall" if len(body) > _TALL else "scroll",
+        tabindex=0,
+        role="region",
+        aria_label="table",
+    )
 
 
 def _side(column: int, words: int) -> str | None:
