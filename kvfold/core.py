@@ -4,6 +4,7 @@ Imports nothing of ours. Shape suffixes used all over the project:
 
     R rows ((sequence, KV head) pairs of one layer, sequence-major)   S slots of a row   D head dim
     H KV heads   Q query heads   G query heads per KV head   T tokens   L layers   W window of queries   N flat slots
+    M hidden dims   X = Q * D
 """
 
 from __future__ import annotations
@@ -80,6 +81,8 @@ class LayerSpec:
     scale: float  # factor on q.k
     sliding_window: int | None = None
     rope: Rope | None = None
+    # The projection of attention's output [M, Q * D], the model's own tensor, for scorers that look at it.
+    wo_MX: Tensor | None = field(default=None, compare=False, repr=False)
 
     @property
     def group(self) -> int:
@@ -88,6 +91,13 @@ class LayerSpec:
     @property
     def compressible(self) -> bool:
         return self.sliding_window is None
+
+    @property
+    def wo_HGDM(self) -> Tensor | None:
+        """The output projection by KV head and query head: what a value adds to M hidden dims is v @ wo[h, g]."""
+        if self.wo_MX is None:
+            return None
+        return self.wo_MX.detach().t().view(self.num_kv_heads, self.group, self.head_dim, -1)
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,15 @@ from kvfold.attend.reach import warn_if_passing
 from kvfold.attend.stored import add_stored
 from kvfold.attend.track import Tracked, new_mass, stored_mass, track_queries
 from kvfold.pages.compress import Compression, check_decode_size, finish_all
+from kvfold.pages.held import Held
 from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.sidecar import LayerSidecar
 from kvfold.pages.view import NewSlots
+from kvfold.score.base import Replay
 
 
 @dataclass
-class _LayerBuffer:
+class LayerBuffer:
     """Keys, values and mass of the layer that is running, for one sequence."""
 
     k_HTD: Tensor
@@ -35,6 +37,17 @@ class _LayerBuffer:
     filled: int = 0
     stored_mass_HS: Tensor | None = None
     new_mass_HT: Tensor | None = None
+
+    @classmethod
+    def empty(cls, num_tokens: int, k_HTD: Tensor, v_HTD: Tensor, dtype: torch.dtype) -> LayerBuffer:
+        """Room for so many tokens of this kind."""
+        k = torch.empty(k_HTD.shape[0], num_tokens, k_HTD.shape[2], dtype=dtype, device=k_HTD.device)
+        return cls(k, torch.empty_like(k[..., : v_HTD.shape[2]]))
+
+    def append(self, k_HTD: Tensor, v_HTD: Tensor) -> None:
+        offset, self.filled = self.filled, self.filled + k_HTD.shape[1]
+        self.k_HTD[:, offset : self.filled] = k_HTD
+        self.v_HTD[:, offset : self.filled] = v_HTD
 
 
 class PrefillPass:
@@ -68,35 +81,52 @@ class PrefillPass:
             Compression(sequence, sequence.policy.prefill if compress else None, length)
             for sequence, length in zip(sequences, seen, strict=True)
         ]
-        self._buffers: list[_LayerBuffer | None] = [None] * len(sequences)
+        self._buffers: list[LayerBuffer | None] = [None] * len(sequences)
+        self._dtype = torch.float32
+        self.held: dict[int, Held] = {}
+        self._hold()
+
+    def _hold(self) -> None:
+        """Room for the whole cache of every sequence whose compression waits for a second reading."""
+        try:
+            for index, sequence in enumerate(self.sequences):
+                if self.waiting(index):
+                    self.held[index] = Held(sequence, self.num_tokens[index])
+        except BaseException:
+            self.release()
+            raise
+
+    def waiting(self, index: int) -> list[Compression]:
+        """Rounds over this sequence's tokens that wait for a second reading."""
+        return [round_ for round_ in self._rounds_of(index) if round_.replay is not None]
+
+    def _rounds_of(self, index: int) -> list[Compression]:
+        """Rounds over what a sequence reads: its own, and those of its followers."""
+        return [*(compression for _, compression in self.followers if index == 0), self.rounds[index]]
 
     def attend(self, layer: int, index: int, q_QTD: Tensor, k_HTD: Tensor, v_HTD: Tensor) -> Tensor:
         """The next tokens of sequence `index` in this layer; returns the attention output [Q, T, D]."""
         sequence = self.sequences[index]
         spec = sequence.spec.layers[layer]
-        dtype = compute_dtype(q_QTD)
+        dtype = self._dtype = compute_dtype(q_QTD)
         buffer = self._buffer(index, k_HTD, v_HTD, dtype)
-        offset, end = buffer.filled, buffer.filled + k_HTD.shape[1]
+        offset = buffer.filled
         # What attention sees is what will be stored: rounded to the cache's dtype once, here.
-        buffer.k_HTD[:, offset:end] = k_HTD.to(sequence.spec.kv_dtype)
-        buffer.v_HTD[:, offset:end] = v_HTD.to(sequence.spec.kv_dtype)
-        buffer.filled = end
+        buffer.append(k_HTD.to(sequence.spec.kv_dtype), v_HTD.to(sequence.spec.kv_dtype))
         q_HGTD = q_QTD.to(dtype).unflatten(0, (spec.num_kv_heads, spec.group))
         start = sequence.sealed_len + offset
         merge = Merge(q_HGTD)
         add_stored(merge, sequence, layer, q_HGTD, start, whole=True)
-        _add_new(merge, q_HGTD, buffer, offset, spec.scale, spec.sliding_window)
+        add_new(merge, q_HGTD, buffer, offset, spec.scale, spec.sliding_window)
         self._track(index, layer, q_QTD, q_HGTD, merge, buffer, offset)
-        if end == self.num_tokens[index]:
+        if buffer.filled == self.num_tokens[index]:
             self._look(index, layer, buffer)
         return merge.result().flatten(0, 1).to(q_QTD.dtype)
 
-    def _buffer(self, index: int, k_HTD: Tensor, v_HTD: Tensor, dtype: torch.dtype) -> _LayerBuffer:
+    def _buffer(self, index: int, k_HTD: Tensor, v_HTD: Tensor, dtype: torch.dtype) -> LayerBuffer:
         found = self._buffers[index]
         if found is None:
-            total = self.num_tokens[index]
-            k = torch.empty(k_HTD.shape[0], total, k_HTD.shape[2], dtype=dtype, device=k_HTD.device)
-            found = self._buffers[index] = _LayerBuffer(k, torch.empty_like(k[..., : v_HTD.shape[2]]))
+            found = self._buffers[index] = LayerBuffer.empty(self.num_tokens[index], k_HTD, v_HTD, dtype)
         return found
 
     def _track(
@@ -106,7 +136,7 @@ class PrefillPass:
         q_QTD: Tensor,
         q_HGTD: Tensor,
         merge: Merge,
-        buffer: _LayerBuffer,
+        buffer: LayerBuffer,
         offset: int,
     ) -> None:
         tracked, sequence = self._tracked[index], self.sequences[index]
@@ -122,17 +152,35 @@ class PrefillPass:
             buffer.stored_mass_HS = old if buffer.stored_mass_HS is None else buffer.stored_mass_HS + old
             buffer.new_mass_HT = new if buffer.new_mass_HT is None else buffer.new_mass_HT + new
 
-    def _look(self, index: int, layer: int, buffer: _LayerBuffer) -> None:
+    def _look(self, index: int, layer: int, buffer: LayerBuffer) -> None:
         """The last token was here: score and choose. A GPU runs the rest of the layer while the host waits for that."""
         sequence = self.sequences[index]
         new = NewSlots(buffer.k_HTD, buffer.v_HTD, sequence.sealed_len)
         if buffer.new_mass_HT is not None:
             new.mass_HS = _joined_mass(sequence, layer, buffer)
-        for other, compression in self.followers:
+        for other, _ in self.followers:
             seen = sequence.sidecar.layers[layer]
             other.sidecar.layers[layer] = LayerSidecar(last_q_QWD=seen.last_q_QWD, moments=seen.moments)
-            compression.look(layer, _for_policy(new, other))
-        self.rounds[index].look(layer, _for_policy(new, sequence))
+        if index in self.held:
+            self.held[index].look(layer, new)
+        for compression in self._rounds_of(index):
+            if compression.replay is None:
+                compression.look(layer, _for_policy(new, compression.sequence))
+
+    def look_again(self, index: int, replay: Replay, maxima: Sequence[Tensor | None]) -> None:
+        """Score what was held, layer by layer, by the largest weights that a second reading observed."""
+        held = self.held[index]
+        for layer, replay_HGS in enumerate(maxima):
+            new = held.new_slots(layer, self._dtype, replay_HGS)
+            for compression in self.waiting(index):
+                if compression.replay == replay:
+                    compression.look(layer, _for_policy(new, compression.sequence))
+                    compression.settle()
+
+    def release(self) -> None:
+        """Give back what was held."""
+        for held in self.held.values():
+            held.release()
 
     def finish_layer(self, layer: int) -> None:
         """All tokens of all sequences have passed this layer: stage what was chosen."""
@@ -144,6 +192,7 @@ class PrefillPass:
 
     def finish(self) -> None:
         """Encode and write what stays. OutOfPages leaves all sequences as they were before the pass."""
+        self.release()
         followers = [(compression, self.num_tokens[0]) for _, compression in self.followers]
         finish_all([*zip(self.rounds, self.num_tokens, strict=True), *followers])
 
@@ -153,7 +202,7 @@ def _for_policy(new: NewSlots, sequence: SequenceCache) -> NewSlots:
     return new if Tracked.of([sequence.policy], decoding=False).mass else replace(new, mass_HS=None)
 
 
-def _add_new(merge: Merge, q_HGTD: Tensor, buffer: _LayerBuffer, offset: int, scale: float, window: int | None) -> None:
+def add_new(merge: Merge, q_HGTD: Tensor, buffer: LayerBuffer, offset: int, scale: float, window: int | None) -> None:
     """Attention to the tokens of this pass: earlier chunks whole, the chunk itself causally."""
     every, end = slice(0, q_HGTD.shape[0]), buffer.filled
     if window is not None and end > window:
@@ -173,7 +222,7 @@ def _add_new(merge: Merge, q_HGTD: Tensor, buffer: _LayerBuffer, offset: int, sc
     merge.add(every, *attend(q_HGTD, buffer.k_HTD[:, chunk], buffer.v_HTD[:, chunk], scale, causal=True))
 
 
-def _joined_mass(sequence: SequenceCache, layer: int, buffer: _LayerBuffer) -> Tensor:
+def _joined_mass(sequence: SequenceCache, layer: int, buffer: LayerBuffer) -> Tensor:
     """Mass of stored slots, earlier and from this pass, then of the new ones, in row order."""
     assert buffer.stored_mass_HS is not None and buffer.new_mass_HT is not None
     earlier = sequence.sidecar.layers[layer].mass_HS

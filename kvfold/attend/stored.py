@@ -88,18 +88,19 @@ def stretches(sequence: SequenceCache, layer: int, q_HGTD: Tensor, start: int) -
         pages = segment.layers[layer]
         if spec.sliding_window is not None:
             if segment is sequence.tail or segment.end_len > start + 1 - spec.sliding_window:
-                yield from _plain(pages, q_HGTD, first, (spec.sliding_window, start))
+                yield from plain(pages, q_HGTD, first, (spec.sliding_window, start))
         elif sequence.policy.position.shifts:
             yield from _shifted(sequence, layer, pages, q_HGTD, first)
         else:
-            yield from _plain(pages, q_HGTD, first)
+            yield from plain(pages, q_HGTD, first)
         first = [n + length for n, length in zip(first, pages.lens, strict=True)]
 
 
-def _plain(
+def plain(
     pages: LayerPages, q_HGTD: Tensor, first: list[int], window: tuple[int, int] | None = None
 ) -> Iterator[Stretch]:
-    """Keys where they were; `window`: its length and the position of the first query."""
+    """Pages of one layer with keys where they were; `first`: slots of each head that came before, `window`: its length
+    and the position of the first query."""
     if not pages.runs():
         return
     q, offset = in_basis(pages, q_HGTD)

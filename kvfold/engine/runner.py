@@ -11,6 +11,7 @@ that continues runs the shapes it would have run in one go. `between_chunks` pol
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -23,6 +24,7 @@ from kvfold.attend.prefill import PrefillPass
 from kvfold.core import Compile, ModelSpec
 from kvfold.engine.graphs import graphs_of
 from kvfold.engine.layer_major import LayerMajor, Progress
+from kvfold.engine.replay import Replays
 from kvfold.engine.verify import Verified, commit_run
 from kvfold.errors import InputError
 from kvfold.models.attach import layers_wrapped, maskless
@@ -235,7 +237,8 @@ class Runner:
         hidden: bool = False,
         followers: Sequence[SequenceCache] = (),
     ) -> Any:
-        """One layer-major pass; if it does not come to its end, the sequences are as they were."""
+        """One layer-major pass, and a second reading where a policy asks for it; if they do not come to their end, the
+        sequences are as they were."""
         lens = [len(ids) for ids in tokens]
         current = PrefillPass(sequences, lens, seen_lens, compress=compress, followers=followers)
         device, pieces = self.arena.device, list(self._pieces(sequences, tokens))
@@ -253,8 +256,12 @@ class Runner:
             undo.restore()
             raise
         return out
+            if current.held:
+                with maskless():
+                    Replays(self.hf, partial(self._call, hidden=True), self.chunk_len).run(current, tokens)
 
     def _pieces(self, sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]) -> Iterator[Piece]:
+            current.release()
         begin = 0
         for index, (sequence, ids) in enumerate(zip(sequences, tokens, strict=True)):
             end = begin + len(ids)

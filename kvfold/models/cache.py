@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache as HfCache
 
 from kvfold.attend.decode import DecodePass
 from kvfold.attend.prefill import PrefillPass
-from kvfold.errors import InputError, ModelError
+from kvfold.errors import InputError, ModelError, PolicyError
 from kvfold.models.attach import arena_of, is_attached
 from kvfold.models.check import check_policy
 from kvfold.models.observed import Undo, forget_prompt
@@ -41,6 +41,7 @@ class Cache(HfCache):  # type: ignore[misc]
         self.spec = read_spec(model)
         self.policy = Policy.parse(policy)
         check_policy(self.policy, self.spec)
+        _refuse_replay(self.policy)
         self.arena = arena_of(model)
         self.config = PageConfig(page_size, open_len)
         self.sequences: list[SequenceCache] = []
@@ -196,6 +197,14 @@ class _Handle:
     @torch.no_grad()
     def attend(self, query: Tensor, mask: Tensor | None) -> Tensor:
         return self.cache.attend(self.layer, query, self.k_BHTD, self.v_BHTD, mask)
+
+
+def _refuse_replay(policy: Policy) -> None:
+    if policy.prefill.size is not None and policy.prefill.score.needs.replay is not None:
+        raise PolicyError(
+            f'policy "{policy.short}": its score reads the prompt a second time, which a drop-in cache cannot: it '
+            "does not run the model; use kvfold.Session or kvfold.generate"
+        )
 
 
 def _left_padding(mask: Tensor | None, batch: int, num_tokens: int, seen_len: int) -> list[int]:

@@ -12,6 +12,7 @@ def check_policy(policy: Policy, spec: ModelSpec) -> None:
     evicts = policy.prefill.size is not None or policy.decode.size is not None
     if evicts and not spec.compressible_layers:
         raise PolicyError(f'policy "{policy.short}": every layer of {spec.name} is a sliding window; use "full"')
+    _check_output(policy, spec)
     _check_reader(policy, spec)
     _check_below(policy, spec)
     if not policy.position.shifts:
@@ -23,6 +24,15 @@ def check_policy(policy: Policy, spec: ModelSpec) -> None:
         raise PolicyError(
             f'policy "{policy.short}": slot needs fixed RoPE frequencies; those of {spec.name} depend on the length, '
             "so use keep"
+        )
+
+
+def _check_output(policy: Policy, spec: ModelSpec) -> None:
+    asks = any(stage.size is not None and stage.score.needs.output for _, stage in policy.stages())
+    if asks and any(spec.layers[i].wo_MX is None for i in spec.compressible_layers):
+        raise PolicyError(
+            f'policy "{policy.short}": its score looks at the output projection of attention, which kvfold cannot find '
+            f"in {spec.name} as a plain matrix; use a score that does not, such as kvzip or snapkv"
         )
 
 

@@ -21,6 +21,7 @@ from kvfold.errors import InputError, ModelError
 from kvfold.models.attach import arena_of, attach
 from kvfold.models.catalogue import DTYPE_NAMES
 from kvfold.models.download import resolve
+from kvfold.models.repeat import set_tokenizer
 from kvfold.models.spec import read_spec
 from kvfold.pages.arena import Arena
 from kvfold.policy.size import BYTE_UNITS
@@ -97,6 +98,7 @@ def wrap(
 ) -> Model:
     """A Model around a transformers module you loaded yourself; the module is attached."""
     attach(hf)
+    set_tokenizer(hf, tokenizer)
     spec = read_spec(hf, kv_dtype)
     bound = None if memory is None else parse_bytes(memory)
     return Model(name or spec.name, hf, tokenizer, spec, bound, compile)

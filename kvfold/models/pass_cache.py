@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache as HfCache
 
 from kvfold.attend.decode import DecodePass
 from kvfold.attend.prefill import PrefillPass
+from kvfold.attend.replay import ReplayPass
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Piece:
 class PassCache(HfCache):  # type: ignore[misc]
     """What the model is given as its cache during a pass: `update` hands the new keys to the pass."""
 
-    def __init__(self, current: PrefillPass | DecodePass, pieces: Sequence[Piece]) -> None:
+    def __init__(self, current: PrefillPass | DecodePass | ReplayPass, pieces: Sequence[Piece]) -> None:
         super().__init__(layers=[])
         self.current = current
         self.pieces = list(pieces)  # the part of the packed input that the next call of a layer covers

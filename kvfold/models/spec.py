@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kvfold.core import LayerSpec, ModelSpec, Rope
 from kvfold.errors import ModelError
@@ -14,6 +14,7 @@ from kvfold.errors import ModelError
 _INTERLEAVED = {"cohere", "cohere2", "glm", "glm4", "gptj", "ernie4_5", "helium"}
 _LENGTH_DEPENDENT = {"dynamic", "longrope"}
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+_OUTPUT_NAMES = ("o_proj", "out_proj", "dense", "wo")
 _LOGIT_CHANGES = ("logit_scale", "logits_scaling", "final_logit_softcapping")
 
 
@@ -106,14 +107,25 @@ def _foreign_attention(hf: Any, config: Any) -> Iterator[str]:
 def _layer(hf: Any, config: Any, index: int, module: nn.Module) -> LayerSpec:
     num_query_heads = int(config.num_attention_heads)
     head_dim = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
+    head_dim = int(head_dim or config.hidden_size // num_query_heads)
     return LayerSpec(
         num_kv_heads=int(getattr(config, "num_key_value_heads", None) or num_query_heads),
         num_query_heads=num_query_heads,
-        head_dim=int(head_dim or config.hidden_size // num_query_heads),
+        head_dim=head_dim,
         scale=float(module.scaling),  # type: ignore[arg-type]
         sliding_window=_sliding_window(config, index),
         rope=_rope(hf, config, index),
+        wo_MX=_output_weight(module, num_query_heads * head_dim),
     )
+
+
+def _output_weight(module: nn.Module, num_inputs: int) -> Tensor | None:
+    """The weight of the linear map behind attention, where the module has one by a usual name."""
+    for name in _OUTPUT_NAMES:
+        found = getattr(module, name, None)
+        if isinstance(found, nn.Linear) and found.weight.shape[1] == num_inputs and found.weight.is_floating_point():
+            return found.weight
+    return None
 
 
 def _sliding_window(config: Any, index: int) -> int | None:

@@ -5,6 +5,7 @@ N flat slots of a run, used or not   D head dim   H KV heads   G query heads per
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from kvfold.pages.decode import decode_run, restored_run
 from kvfold.pages.layer import LayerPages
 from kvfold.pages.sequence import SequenceCache
 
-__all__ = ["StoredSlots", "decode_run", "in_basis", "restored_run", "stored_slots"]
+__all__ = ["StoredSlots", "decode_run", "in_basis", "restored_run", "slots_of", "stored_slots"]
 
 
 @dataclass
@@ -39,11 +40,16 @@ def in_basis(pages: LayerPages, q_HGTD: Tensor) -> tuple[Tensor, Tensor | None]:
 
 def stored_slots(sequence: SequenceCache, layer: int, dtype: torch.dtype) -> StoredSlots:
     """What a scorer sees of the sealed slots."""
-    num_heads = sequence.spec.layers[layer].num_kv_heads
+    return slots_of(sequence.layer_parts(layer), dtype, sequence.arena.device)
+
+
+def slots_of(parts: Sequence[LayerPages], dtype: torch.dtype, device: torch.device) -> StoredSlots:
+    """The slots of a layer over some segments, oldest first; at least one."""
+    num_heads = parts[0].num_heads
     k: list[list[Tensor]] = [[] for _ in range(num_heads)]
     v: list[list[Tensor]] = [[] for _ in range(num_heads)]
     position: list[list[Tensor]] = [[] for _ in range(num_heads)]
-    for pages in sequence.layer_parts(layer):
+    for pages in parts:
         for run in pages.runs():
             k_ND, v_ND = restored_run(pages, run, "k", dtype), restored_run(pages, run, "v", dtype)
             for head, start, length in zip(run.heads, run.starts, run.lens, strict=True):
@@ -51,10 +57,10 @@ def stored_slots(sequence: SequenceCache, layer: int, dtype: torch.dtype) -> Sto
                 k[head].append(k_ND[mine])
                 v[head].append(v_ND[mine])
                 position[head].append(run.position_N[mine].to(torch.int64))
-    empty_D = torch.empty(0, sequence.spec.layers[layer].head_dim, dtype=dtype, device=sequence.arena.device)
-    empty = torch.empty(0, dtype=torch.int64, device=sequence.arena.device)
+    empty_D = torch.empty(0, parts[0].page_class.head_dim, dtype=dtype, device=device)
+    empty = torch.empty(0, dtype=torch.int64, device=device)
     return StoredSlots(
-        [torch.cat(parts) if parts else empty_D for parts in k],
-        [torch.cat(parts) if parts else empty_D for parts in v],
-        [torch.cat(parts) if parts else empty for parts in position],
+        [torch.cat(found) if found else empty_D for found in k],
+        [torch.cat(found) if found else empty_D for found in v],
+        [torch.cat(found) if found else empty for found in position],
     )

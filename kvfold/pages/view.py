@@ -29,6 +29,7 @@ class NewSlots:
     v_HTD: Tensor
     start: int  # position of the first
     mass_HS: Tensor | None = None  # attention mass of stored and new slots after this pass
+    replay_HGS: Tensor | None = None  # the largest weight that a second reading gave stored and new slots
 
     @property
     def num_tokens(self) -> int:
@@ -115,6 +116,10 @@ def _observe(view: View, side: LayerSidecar, new: NewSlots, needs: Needs) -> Non
     if needs.mass:
         view.mass_RS = new.mass_HS
         view.mass_count_RS = (new.end - view.position_RS).clamp(min=1).float() * view.spec.group
+    if needs.replay is not None:
+        view.replay_RGS = new.replay_HGS
+    if needs.output:
+        view.wo_HGDM = view.spec.wo_HGDM
     if needs.query_stats:
         assert side.moments is not None
         mean_QD, cov_QDD = side.moments.mean_and_covariance()

@@ -23,6 +23,7 @@ def check(policy: Policy) -> None:
         _check_size(phase, stage)
         _check_trigger(phase, stage)
     _check_between_chunks(policy.prefill)
+    _check_replay(policy)
     _check_idle_terms(policy)
     _check_codec(policy)
     _check_below(policy)
@@ -86,6 +87,18 @@ def _check_between_chunks(stage: Stage) -> None:
     raise PolicyError(
         f"score {_name(stage.score)} looks at the end of the prompt, which is not there yet between_chunks; "
         f"use after_prefill or a score that needs no end: {', '.join(_scores_without_end())}"
+    )
+
+
+def _check_replay(policy: Policy) -> None:
+    stage = policy.decode
+    if not stage.evicts or _name(stage.when) == "never" or stage.score.needs.replay is None:
+        return
+    name = _name(stage.score)
+    raise PolicyError(
+        f"score {name} reads the prompt a second time, and there is none while decoding, so {stage.size} cannot hold "
+        f"then; write prefill({name} + {stage.size}), alone or with a score for decoding, such as "
+        f"prefill({name} + {stage.size}) + decode(tova + {stage.size})"
     )
 
 

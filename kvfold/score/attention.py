@@ -30,7 +30,7 @@ def window_attention(view: View, q_RGWD: Tensor, q_position_RW: Tensor, rows: sl
 
     A padded query has position -1 and sees nothing.
     """
-    logit_RGWS = _dots(q_RGWD[rows], view.k_RSD[rows]) * view.spec.scale
+    logit_RGWS = dots(q_RGWD[rows], view.k_RSD[rows]) * view.spec.scale
     causal_RWS = view.position_RS[rows].unsqueeze(1) <= q_position_RW[rows].unsqueeze(-1)
     visible_RWS = causal_RWS & view.valid_RS[rows].unsqueeze(1)
     return masked_softmax(logit_RGWS, visible_RWS.unsqueeze(1))
@@ -48,7 +48,13 @@ def window_sum(view: View, q_RGWD: Tensor, q_position_RW: Tensor) -> Tensor:
     return torch.cat([window_attention(view, q_RGWD, q_position_RW, rows).sum(2) for rows in blocks])
 
 
-def _dots(q_RGWD: Tensor, k_RSD: Tensor) -> Tensor:
+def over_window(view: View, q_RGWD: Tensor, q_position_RW: Tensor, fold: Callable[[Tensor, slice], Tensor]) -> Tensor:
+    """`fold` of the window attention [r, G, W, S] and the rows it is of, for a few rows at a time, joined."""
+    blocks = row_blocks(q_RGWD.shape[0], q_RGWD[0, ..., 0].numel() * view.k_RSD.shape[1])
+    return torch.cat([fold(window_attention(view, q_RGWD, q_position_RW, rows), rows) for rows in blocks])
+
+
+def dots(q_RGWD: Tensor, k_RSD: Tensor) -> Tensor:
     """q.k in fp32 [R, G, W, S]. A GPU's matrix units multiply 16-bit numbers exactly and add in fp32, so nothing is
     widened in memory there."""
     if q_RGWD.is_cuda and q_RGWD.dtype == k_RSD.dtype and q_RGWD.dtype in (torch.float16, torch.bfloat16):

@@ -1,0 +1,73 @@
+"""Reading a prompt a second time, after its whole cache is there and before anything is evicted.
+
+Chunk after chunk the model is asked to repeat the text, and repeats it word for word (its tokens are given, not
+sampled); what it attends to meanwhile is what scorers that ask for a replay go by. Each repetition starts at the
+position after the prompt, and nothing of it stays. Policies over the same prompt share one replay.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor
+
+from kvfold.attend.prefill import PrefillPass
+from kvfold.attend.replay import ReplayPass
+from kvfold.models.hidden import hidden_norms
+from kvfold.models.pass_cache import PassCache, Piece
+from kvfold.models.repeat import repeat_request, rotary_kept
+from kvfold.pages.held import Held
+from kvfold.score.base import Replay
+
+Call = Callable[[Sequence[int], Sequence[int], PassCache], Any]  # token ids, positions, cache
+
+
+class Replays:
+    """The second readings of one model; `call` runs it, at most `piece_len` queries at a time attend."""
+
+    def __init__(self, hf: Any, call: Call, piece_len: int) -> None:
+        self.hf = hf
+        self.call = call
+        self.piece_len = piece_len
+
+    def run(self, current: PrefillPass, tokens: Sequence[Sequence[int]]) -> None:
+        """Read again what is held, and let the rounds that wait for it look."""
+        for index, held in current.held.items():
+            for kinds in _by_chunk(current, index):
+                again = self._read(held, tokens[index], kinds)
+                for kind in kinds:
+                    current.look_again(index, kind, again.maxima(kind))
+
+    def _read(self, held: Held, tokens: Sequence[int], kinds: Sequence[Replay]) -> ReplayPass:
+        again = ReplayPass(held, kinds)
+
+        def note(norm_T: Tensor) -> None:
+            again.hidden_norm_T = norm_T
+
+        with ExitStack() as stack:
+            stack.enter_context(rotary_kept(self.hf))
+            if again.watches_hidden:
+                stack.enter_context(hidden_norms(self.hf, note))
+            for begin in range(0, len(tokens), kinds[0].chunk):
+                self._repeat(again, tokens, slice(begin, min(begin + kinds[0].chunk, len(tokens))))
+        return again
+
+    def _repeat(self, again: ReplayPass, tokens: Sequence[int], chunk: slice) -> None:
+        ids = [*repeat_request(self.hf).before(tokens[: chunk.start]), *tokens[chunk]]
+        positions = range(again.held.end, again.held.end + len(ids))
+        begins = range(0, len(ids), self.piece_len)
+        pieces = [Piece(0, begin, min(begin + self.piece_len, len(ids))) for begin in begins]
+        again.begin(chunk, len(ids))
+        self.call(ids, positions, PassCache(again, pieces))
+
+
+def _by_chunk(current: PrefillPass, index: int) -> list[list[Replay]]:
+    """Kinds of replay that rounds wait for, those of one chunk length together: they share a reading."""
+    kinds = dict.fromkeys(round_.replay for round_ in current.waiting(index) if round_.replay is not None)
+    found: dict[int, list[Replay]] = defaultdict(list)
+    for kind in kinds:
+        found[kind.chunk].append(kind)
+    return list(found.values())

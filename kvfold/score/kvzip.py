@@ -1,0 +1,51 @@
+"""What a text can be rebuilt from (KVzip, arXiv:2505.23416): attention of the model while it repeats the text.
+
+A question asked later is answered from some part of the text; a cache that the whole text can be repeated from serves
+all of them. The prompt is read a second time for it, which about doubles the prefill.
+
+    R rows   S slots   G query heads per KV head
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvfold.policy.registry import register
+from kvfold.score.base import Needs, Replay, Scorer, View
+from kvfold.score.checks import at_least, given
+
+
+@register("score", "kvzip", paper="arXiv:2505.23416", cost="a second prefill, the whole cache held")
+@dataclass(frozen=True)
+class KVzip(Scorer):
+    """Keep what the model attends to while it repeats the text; no question needed, pair it with `global`.
+
+    score = maximum over group and queries of softmax(q k^T * scale), the queries being a request to repeat the text
+    and the text again, `chunk` tokens of it at a time (later chunks are asked for by the last 8 tokens before them),
+    the softmax over what was stored before the prompt, the first `sinks` tokens, the chunk and the repetition so far.
+    The sinks are +inf.
+
+    A second `extend` repeats only what is new; what was stored before is scored by the attention it receives then.
+
+    Against the authors' code: chunks of 2000 there, 2048 here as in kvpress; a system prompt is repeated like the rest,
+    not kept by rule (pin it). Against kvpress: the tokens before the user's text are scored, not dropped first;
+    evicted slots are gone, not masked.
+    """
+
+    chunk: int = 2048
+    sinks: int = 4
+
+    def __post_init__(self) -> None:
+        at_least("kvzip", "chunk", self.chunk, 1)
+        at_least("kvzip", "sinks", self.sinks, 0)
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(replay=Replay(self.chunk, self.sinks), end_of_prompt=True)
+
+    def score(self, view: View) -> Tensor:
+        largest_RS = given("kvzip", view.replay_RGS, "replay_RGS").amax(1)
+        return view.masked(largest_RS.masked_fill(view.position_RS < self.sinks, torch.inf))
