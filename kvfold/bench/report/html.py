@@ -51,14 +51,8 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[Html]], *, words: int
     head = tag("tr", *(tag("th", text(name), scope="col", class_=_side(i, words)) for i, name in enumerate(headings)))
     body = [tag("tr", *(tag("td", cell, class_=_side(i, words)) for i, cell in enumerate(row))) for row in rows]
     inner = tag("table", tag("thead", head), tag("tbody", *body), **attributes)
-    return tag(
-        "div",
-        inner,
-        class_="scroll tall" if len(body) > _TALL else "scroll",
-        tabindex=0,
-        role="region",
-        aria_label="table",
-    )
+    kind = "scroll tall" if len(body) > _TALL else "scroll"
+    return tag("div", inner, class_=kind, tabindex=0, role="region", aria_label="table")
 
 
 def _side(column: int, words: int) -> str | None:
