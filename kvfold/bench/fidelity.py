@@ -36,7 +36,7 @@ class Fidelity:
     bits_lost: float  # per token of the reference
 
 
-class _Rows(NamedTuple):
+class PerToken(NamedTuple):
     """One value for each token."""
 
     kl_T: Tensor
@@ -55,7 +55,7 @@ def compare(full_TV: Tensor, policy_TV: Tensor, next_ids: Sequence[int]) -> Fide
             f"logits of shapes {tuple(full_TV.shape)} and {tuple(policy_TV.shape)} for {len(next_ids)} tokens; "
             "give both as [tokens, vocabulary], with one row for each of one or more tokens"
         )
-    return _rows(full_TV, policy_TV, next_ids).summary()
+    return per_token(full_TV, policy_TV, next_ids).summary()
 
 
 def measure(runner: Runner, full: SequenceCache, compressed: SequenceCache, tokens: Sequence[int]) -> Fidelity:
@@ -72,15 +72,16 @@ def measure(runner: Runner, full: SequenceCache, compressed: SequenceCache, toke
     steps = []
     for token, after in pairwise(tokens):
         logits_2V = runner.decode([full, compressed], [token, token])
-        steps.append(_rows(logits_2V[:1], logits_2V[1:], [after]))
-    return _Rows(*(torch.cat(parts) for parts in zip(*steps, strict=True))).summary()
+        steps.append(per_token(logits_2V[:1], logits_2V[1:], [after]))
+    return PerToken(*(torch.cat(parts) for parts in zip(*steps, strict=True))).summary()
 
 
-def _rows(full_TV: Tensor, policy_TV: Tensor, next_ids: Sequence[int]) -> _Rows:
+def per_token(full_TV: Tensor, policy_TV: Tensor, next_ids: Sequence[int]) -> PerToken:
+    """Row t of both predicts next_ids[t]; the rows need not be of one sequence."""
     full_TV, policy_TV = full_TV.float(), policy_TV.float()
     logp_TV, logq_TV = full_TV.log_softmax(-1), policy_TV.log_softmax(-1)
     p_TV = logp_TV.exp()
     terms_TV = (p_TV * (logp_TV - logq_TV)).masked_fill(p_TV == 0, 0.0)  # 0 log 0 = 0, where logits are -inf
     next_T1 = torch.tensor(next_ids, device=full_TV.device).unsqueeze(-1)
     lost_T1 = logp_TV.gather(-1, next_T1) - logq_TV.gather(-1, next_T1)
-    return _Rows(terms_TV.sum(-1), full_TV.argmax(-1) == policy_TV.argmax(-1), lost_T1.squeeze(-1))
+    return PerToken(terms_TV.sum(-1), full_TV.argmax(-1) == policy_TV.argmax(-1), lost_T1.squeeze(-1))

@@ -19,14 +19,14 @@ _COMPILE: dict[str, Compile] = {"auto": "auto", "now": True, "never": False}
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """`--model`, `--device`, `--dtype`, `--memory`, `--compile`."""
+def add_model_options(parser: argparse.ArgumentParser, *, memory: str = "--memory") -> None:
+    """`--model`, `--device`, `--dtype`, `--memory` (or another name for it), `--compile`."""
     group = parser.add_argument_group("model")
     group.add_argument("--model", default=DEFAULT_MODEL, help="catalogue name, folder or hub id (default: %(default)s)")
     group.add_argument("--device", default="auto", type=_device, help="auto, cpu, cuda, cuda:1 (default: %(default)s)")
     group.add_argument("--dtype", default="auto", choices=DTYPE_NAMES, help=f"one of {', '.join(DTYPE_NAMES)}")
     group.add_argument(
-        "--memory", metavar="SIZE", help="most memory for caches, e.g. 512MB; default: half the machine's"
+        memory, dest="memory", metavar="SIZE", help="most memory for caches, e.g. 512MB; default: half the machine's"
     )
     group.add_argument(
         "--compile",

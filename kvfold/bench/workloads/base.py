@@ -91,6 +91,14 @@ class Workload(ABC):
         """What must be given before this task can run, as in "squad=FILE, …"; empty if nothing."""
         return ""
 
+    def num_samples(self, task: str, wanted: int) -> int:
+        """How many of the samples wanted a task has."""
+        return wanted
+
+    def num_sharing(self, task: str) -> int:
+        """How many samples in a row have the same context, to be read once where questions are unknown."""
+        return 1
+
     @property
     def ready(self) -> tuple[str, ...]:
         """The tasks that can run with the options given."""
@@ -98,17 +106,17 @@ class Workload(ABC):
 
     def sample(self, setting: Setting, task: str, index: int) -> Sample:
         """One sample by itself."""
-        self._check(task)
+        self.check(task)
         return self.build(setting, task, index, Random(f"{setting.seed}/{self.name}/{task}/{index}"))
 
     def samples(self, setting: Setting, count: int, tasks: Sequence[str] = ()) -> Iterator[Sample]:
         """`count` samples of each named task, or of each that is ready; tasks take turns, so any prefix is balanced."""
         chosen = tuple(tasks) or self.ready or self.tasks  # the last: to be refused by name
         for task in chosen:
-            self._check(task)
+            self.check(task)
         return (self.sample(setting, task, index) for index in range(count) for task in chosen)
 
-    def _check(self, task: str) -> None:
+    def check(self, task: str) -> None:
         if task not in self.tasks:
             raise InputError(f'workload {self.name} has no task "{task}"; tasks: {", ".join(self.tasks)}')
         if missing := self.lacks(task):

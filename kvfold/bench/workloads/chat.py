@@ -74,6 +74,9 @@ class Chat(Workload):
 
         return _ask(fit(setting, make), told[asked])
 
+    def num_sharing(self, task: str) -> int:
+        return NUM_FACTS if task == "requests" else 1
+
     def score(self, sample: Sample, reply: str) -> float:
         return float(re.findall(r"\d+", reply)[:1] == [sample.answers[0]])
 

@@ -27,6 +27,10 @@ class FileWorkload(Workload):
     def rows(self, task: str) -> Sequence[Row] | None:
         """The rows of a task in the order of their file; None for a task that makes its own samples, without end."""
 
+    def num_samples(self, task: str, wanted: int) -> int:
+        rows = self.rows(task)
+        return wanted if rows is None else min(wanted, len(rows))
+
     def row(self, setting: Setting, task: str, index: int) -> Row:
         """The row of a sample under the setting's seed."""
         rows = self.rows(task) or ()
@@ -41,8 +45,8 @@ class FileWorkload(Workload):
         """As in the base class, but a task with fewer rows than `count` ends with its last row."""
         chosen = tuple(tasks) or self.ready or self.tasks
         for task in chosen:
-            self._check(task)
-        limits = {task: count if (rows := self.rows(task)) is None else len(rows) for task in chosen}
+            self.check(task)
+        limits = {task: self.num_samples(task, count) for task in chosen}
         pairs = ((task, index) for index in range(count) for task in chosen if index < limits[task])
         return (self.sample(setting, task, index) for task, index in pairs)
 

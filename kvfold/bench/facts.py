@@ -1,0 +1,53 @@
+"""On what a run was measured: commit, versions, device."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+_PACKAGES = ("kvfold", "torch", "transformers", "triton")
+
+
+def commit() -> str:
+    """The short commit of the source tree, with + if it was changed. KVFOLD_COMMIT names it in a copy without git."""
+    if "KVFOLD_COMMIT" in os.environ:
+        return os.environ["KVFOLD_COMMIT"]
+    head = _git("rev-parse", "--short", "HEAD")
+    return "unknown" if head is None else head + ("+" if _git("status", "--porcelain", "-uno") else "")
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        folder = Path(__file__).resolve().parents[2]
+        found = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True)
+    except OSError:
+        return None
+    return found.stdout.strip() if found.returncode == 0 else None
+
+
+def versions() -> dict[str, str]:
+    """Of what computes; a package that is not installed is left out."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def now() -> str:
+    """UTC, to the second."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

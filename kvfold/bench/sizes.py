@@ -1,0 +1,166 @@
+"""The size of every policy in every memory, looked for once and remembered in the folder of a run.
+
+A size is looked for on sample 0 of each task, length and mode, whatever shard a process runs, so that all shards agree.
+What was found for one task is tried first for the next: it fits again as a rule, and one forward tells. A hundredth of
+the memory is left to samples that take more than the first did; rows say what they took.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from kvfold.bench.matched import Matched, evicts_nothing, match_many, resident_bytes
+from kvfold.bench.record import OUT_OF_MEMORY, TOO_SMALL, Mode, write_whole
+from kvfold.engine.runner import Runner
+from kvfold.errors import InputError, OutOfPages, SizeError
+
+FULL, WHOLE = "full", "100%"
+_HEADROOM = 0.01  # of the memory, for samples that take more than the first
+_SLACK = 0.02  # of it, that a search may leave
+_Tokens = Callable[[], Sequence[int]]
+
+
+class Place(NamedTuple):
+    """Where one size holds."""
+
+    workload: str
+    task: str
+    length: int
+    mode: Mode
+
+
+class Cell(NamedTuple):
+    """A column of the benchmark."""
+
+    policy: str
+    memory: str
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether there is but one size."""
+        return evicts_nothing(self.policy)
+
+
+@dataclass(frozen=True)
+class Sized:
+    """The policy to run, or why there is none; `share` is what it took of the full cache on sample 0."""
+
+    workload: str
+    task: str
+    length: int
+    mode: Mode
+    policy: str
+    memory: str
+    resolved: str
+    note: str
+    share: float
+
+
+def share_of(memory: str) -> float:
+    """ "12.5%" -> 0.125"""
+    try:
+        share = float(memory.removesuffix("%")) / 100 if memory.endswith("%") else 0.0
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise InputError(f'memory "{memory}" is no share of the full cache; write for example 12.5%, at most 100%')
+    return share
+
+
+def cells(policies: Sequence[str], memories: Sequence[str]) -> list[Cell]:
+    """The full cache once; policies that evict below 100 %, others in every memory."""
+    found = [Cell(FULL, WHOLE)]
+    for policy in policies:
+        if policy != FULL:
+            whole = evicts_nothing(policy)
+            found += [Cell(policy, memory) for memory in memories if whole or share_of(memory) < 1]
+    return found
+
+
+class Sizes:
+    """Sizes of one run, in RUN/sizes.json."""
+
+    def __init__(self, path: Path, runner: Runner, wanted: Sequence[Cell]) -> None:
+        self.path = path
+        self.runner = runner
+        self.wanted = [cell for cell in wanted if cell.policy != FULL]
+        self._found: dict[tuple[Place, Cell], Sized] = {}
+        for sized in _read(path):
+            self._add(sized)
+
+    def at(self, place: Place, tokens: _Tokens) -> dict[Cell, Sized]:
+        """Every cell at this place; `tokens`, those of sample 0, are asked for where something is not known yet."""
+        missing = [cell for cell in self.wanted if (place, cell) not in self._found]
+        if missing:
+            for sized in self._looked_for(place, missing, tokens()):
+                self._add(sized)
+            write_whole(self.path, json.dumps([asdict(sized) for sized in self._found.values()], indent=1) + "\n")
+        full = Sized(*place, FULL, WHOLE, FULL, "", 1.0)
+        return {Cell(FULL, WHOLE): full} | {cell: self._found[place, cell] for cell in self.wanted}
+
+    def _add(self, sized: Sized) -> None:
+        place = Place(sized.workload, sized.task, sized.length, sized.mode)
+        self._found[place, Cell(sized.policy, sized.memory)] = sized
+
+    def _looked_for(self, place: Place, missing: Sequence[Cell], tokens: Sequence[int]) -> list[Sized]:
+        found = self._tried(place, missing, tokens)
+        rest = [cell for cell in missing if cell not in found]
+        try:
+            wanted = [(cell.policy, _share(cell)) for cell in rest]
+            matches = match_many(self.runner, wanted, tokens, slack=_SLACK)
+            found |= {cell: _sized(place, cell, match) for cell, match in zip(rest, matches, strict=True)}
+        except OutOfPages:
+            found |= {cell: Sized(*place, *cell, "", OUT_OF_MEMORY, 0.0) for cell in rest}
+        return [found[cell] for cell in missing]
+
+    def _tried(self, place: Place, missing: Sequence[Cell], tokens: Sequence[int]) -> dict[Cell, Sized]:
+        """What was found last for the same length, where it fits here too and leaves little."""
+        guesses = {cell: guess for cell in missing if (guess := self._last(place.length, cell)) is not None}
+        texts = list(dict.fromkeys(guess.resolved for guess in guesses.values() if guess.resolved))
+        try:
+            taken = dict(zip(texts, resident_bytes(self.runner, texts, tokens), strict=True)) if texts else {}
+        except (OutOfPages, SizeError):
+            return {}
+        full_bytes = self.runner.spec.full_bytes(len(tokens))
+        found = {}
+        for cell, guess in guesses.items():
+            share = taken.get(guess.resolved, 0) / full_bytes
+            if guess.note == TOO_SMALL or _fits(cell, guess.resolved, share):
+                found[cell] = Sized(*place, *cell, guess.resolved, guess.note, round(share, 5))
+        return found
+
+    def _last(self, length: int, cell: Cell) -> Sized | None:
+        alike = (sized for (place, known), sized in self._found.items() if (place.length, known) == (length, cell))
+        return next(reversed(list(alike)), None)
+
+
+def _share(cell: Cell) -> float:
+    """Of a policy that evicts nothing there is but one size: it may fill its memory."""
+    share = share_of(cell.memory)
+    return share if cell.keeps_all else share * (1 - _HEADROOM)
+
+
+def _fits(cell: Cell, resolved: str, share: float) -> bool:
+    """Within the memory, and near it unless nothing more could be kept."""
+    keeps_all = cell.keeps_all or resolved.endswith(" + 1x")
+    least = 0.0 if keeps_all else _share(cell) * (1 - 2 * _SLACK)
+    return least <= share <= share_of(cell.memory) * (1 - _HEADROOM / 2)
+
+
+def _sized(place: Place, cell: Cell, found: Matched | SizeError) -> Sized:
+    if isinstance(found, SizeError):
+        return Sized(*place, *cell, "", TOO_SMALL, 0.0)
+    return Sized(*place, *cell, found.policy, "", round(found.share, 5))
+
+
+def _read(path: Path) -> list[Sized]:
+    if not path.exists():
+        return []
+    try:
+        return [Sized(**found) for found in json.loads(path.read_text(encoding="utf-8"))]
+    except (ValueError, TypeError) as error:
+        raise InputError(f"{path} holds no sizes of a run ({error}); remove it and run again") from None

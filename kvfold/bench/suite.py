@@ -1,0 +1,141 @@
+"""The benchmark's loop: batch after batch, rows written as they come, so that a run can be stopped and gone on with.
+
+All lanes of a batch run whenever one of its rows is missing, and only missing rows are written: a lane's numbers may
+depend on its company in the last bits, so a run that was resumed has the rows of one that was not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from kvfold.bench.answers import answer
+from kvfold.bench.countdown import Countdown
+from kvfold.bench.filled import filled, found_choice
+from kvfold.bench.haystack import Haystack, prose
+from kvfold.bench.lanes import Job
+from kvfold.bench.plan import Batch, Task, batches
+from kvfold.bench.prompts import Prompt, Prompter, prompt_row
+from kvfold.bench.record import Mode, Row, Run
+from kvfold.bench.shard import Shard
+from kvfold.bench.sizes import Place, Sized, Sizes, cells
+from kvfold.bench.workloads import Sample, Setting
+from kvfold.bench.writer import Writer
+from kvfold.engine.runner import Runner
+from kvfold.models.check import check_policy
+from kvfold.models.loader import Model
+from kvfold.policy.policy import Policy
+
+SIZES = "sizes.json"
+_GPU_LANES = 64  # so many keep the overhead of a decode step small
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One cell of one sample: a row to be filled in, and the job that does it unless the row says why there is none."""
+
+    sample: Sample
+    row: Row
+    job: Job | None
+
+
+class Bench:
+    """One run, or one shard of it, in its folder."""
+
+    def __init__(self, model: Model, run: Run, tasks: Sequence[Task], folder: Path, haystack: Haystack = prose) -> None:
+        self.model = model
+        self.about = run
+        self.cells = cells(run.policies, run.memories)
+        for cell in self.cells:  # what this model cannot run is told before anything is written
+            check_policy(Policy.parse(cell.policy if cell.keeps_all else f"{cell.policy} + 1x"), model.spec)
+        self.runner = Runner(model.hf, model.spec, model.arena, compile=model.compile)
+        self.prompter = Prompter(model.tokenizer)
+        self.haystack = haystack
+        self.batches = batches(tasks, run.lengths, run.samples, self._at_once, Shard.parse(run.shard))
+        self.writer = Writer(folder, run)
+        self.sizes = Sizes(folder / SIZES, self.runner, self.cells)
+
+    @property
+    def _at_once(self) -> int:
+        """Samples of a batch."""
+        if self.model.device.type != "cuda":
+            return 1
+        return max(1, _GPU_LANES // (len(self.cells) * len(self.about.modes)))
+
+    def run(self) -> None:
+        """All that is not there yet."""
+        left = [batch for batch in self.batches if self._lacks(batch)]
+        with Countdown(f"{self.about.model} {self.about.suite}", len(left)) as countdown:
+            for batch in left:
+                self._run(batch)
+                countdown.step()
+
+    def _lacks(self, batch: Batch) -> bool:
+        """Whether a row of it is missing."""
+        task = (batch.task.workload.name, batch.task.name, batch.length)
+        places = [(*task, index, mode) for index in batch.indices for mode in self.about.modes]
+        return any((*place, *cell) not in self.writer.done for place in places for cell in self.cells)
+
+    def _run(self, batch: Batch) -> None:
+        workload = batch.task.workload
+        samples = [self._sample(batch, index) for index in batch.indices]
+        self.writer.add_prompts(prompt_row(workload.name, batch.length, sample) for sample in samples)
+        asked = [each for sample in samples for each in self._asked(batch, sample)]
+        outcomes = answer(self.runner, list(dict.fromkeys(each.job for each in asked if each.job is not None)))
+        rows, choices = [], []
+        for each in asked:
+            row = each.row
+            if each.job is not None:
+                outcome = outcomes[each.job]
+                row = filled(row, outcome, workload, each.sample, self._text(outcome.token_ids))
+                choices += found_choice(row, outcome)
+            rows.append(row)
+        self.writer.add(rows, choices)
+
+    def _sample(self, batch: Batch, index: int) -> Sample:
+        setting = Setting(batch.length, self.about.seed, self.prompter.count_tokens, self.haystack)
+        return batch.task.workload.sample(setting, batch.task.name, index)
+
+    def _asked(self, batch: Batch, sample: Sample) -> Iterator[Asked]:
+        """Every cell in every mode; cells of the same policy and size have the same job."""
+        prompt = self.prompter.prompt(sample)
+        for mode in self.about.modes:
+            place = Place(batch.task.workload.name, batch.task.name, batch.length, mode)
+            for cell, sized in self.sizes.at(place, partial(self._first, batch, mode)).items():
+                row = Row(
+                    place.workload,
+                    place.task,
+                    place.length,
+                    sample.index,
+                    mode,
+                    *cell,
+                    sized.resolved,
+                    prompt_tokens=prompt.num_tokens,
+                    note=sized.note,
+                    facts=_plain(sample),
+                )
+                yield Asked(sample, row, None if sized.note else self._job(sample, prompt, mode, sized))
+
+    def _first(self, batch: Batch, mode: Mode) -> Sequence[int]:
+        """What sizes are looked for on."""
+        return self.prompter.prompt(self._sample(batch, 0)).compressed(mode)
+
+    def _job(self, sample: Sample, prompt: Prompt, mode: Mode, sized: Sized) -> Job:
+        return Job(
+            prompt,
+            mode,
+            sized.resolved,
+            sample.max_new_tokens,
+            compares=sample.index < self.about.fidelity,
+            diagnoses=sample.index < self.about.diagnostics,
+        )
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        return str(self.model.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+
+def _plain(sample: Sample) -> dict[str, object]:
+    """Facts that a table can group by: no lists, such as the ends of all turns."""
+    return {name: value for name, value in sample.facts.items() if isinstance(value, (str, int, float))}

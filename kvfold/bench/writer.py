@@ -1,0 +1,71 @@
+"""The folder of a run while it grows: begun once, refused to another configuration, appended to row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from kvfold.bench.record import (
+    DIAGNOSTICS,
+    PROMPTS,
+    ROWS,
+    RUN,
+    Diagnostic,
+    PromptRow,
+    Row,
+    Run,
+    append_lines,
+    drop_cut_line,
+    read_description,
+    read_lines,
+    write_run,
+)
+from kvfold.errors import InputError
+
+
+class Writer:
+    """Appends what is not there yet."""
+
+    def __init__(self, folder: Path, run: Run) -> None:
+        self.folder = folder
+        if (folder / RUN).exists():
+            _check_same(folder, read_description(folder), run)
+        elif folder.exists() and any(folder.iterdir()):
+            raise InputError(f"{folder} holds other files and no run; name another folder with --out")
+        else:
+            write_run(folder, run)
+        for name in (ROWS, PROMPTS, DIAGNOSTICS):
+            drop_cut_line(folder / name)
+        self.done = {row.key for row in read_lines(Row, folder / ROWS)}
+        self._prompts = {row.key for row in read_lines(PromptRow, folder / PROMPTS)}
+        self._diagnostics = {row.key for row in read_lines(Diagnostic, folder / DIAGNOSTICS)}
+
+    def add_prompts(self, rows: Iterable[PromptRow]) -> None:
+        new = [row for row in rows if row.key not in self._prompts]
+        append_lines(self.folder / PROMPTS, new)
+        self._prompts |= {row.key for row in new}
+
+    def add(self, rows: Iterable[Row], diagnostics: Iterable[Diagnostic]) -> None:
+        """Diagnostics first: rows tell that a batch is done."""
+        new = [row for row in diagnostics if row.key not in self._diagnostics]
+        append_lines(self.folder / DIAGNOSTICS, new)
+        self._diagnostics |= {row.key for row in new}
+        answers = [row for row in rows if row.key not in self.done]
+        append_lines(self.folder / ROWS, answers)
+        self.done |= {row.key for row in answers}
+
+
+def _check_same(folder: Path, there: Run, run: Run) -> None:
+    """Rows of other settings must not get in between."""
+    found = there.configuration | {"shard": there.shard}
+    wanted = run.configuration | {"shard": run.shard}
+    for name, value in wanted.items():
+        if found[name] != value:
+            raise InputError(
+                f"{folder} holds a run with {name} {_text(found[name])}, not {_text(value)}; name another folder with "
+                "--out, or give the options of that run"
+            )
+
+
+def _text(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)

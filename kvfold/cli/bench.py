@@ -1,0 +1,125 @@
+"""`kvfold bench`: policies compared at equal bytes, on tasks with a right answer, with intervals."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from kvfold.cli import bench_table
+from kvfold.cli.options import Subparsers, add_model_options, load_model
+from kvfold.cli.run import split_policies
+
+if TYPE_CHECKING:
+    from kvfold.bench.configure import Wanted
+
+REPORT = "report.html"
+INTERRUPTED = 130
+_EPILOG = """examples:
+  kvfold bench                                     the quick suite: a small model on a CPU, in minutes
+  kvfold bench --list                              what workloads there are
+  kvfold bench --workloads passkey,ruler:vt --policies "snapkv + ada, int4" --memory 50%,25% --samples 20
+  kvfold bench --suite standard --model qwen2.5-coder-1.5b --lengths 4k,8k --device cuda --shard 0/12
+
+A run that was stopped goes on with the same command. docs/benchmark.md tells what is matched and measured.
+"""
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the command to the subcommands of `kvfold`."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="compare policies at equal bytes on tasks with a right answer",
+        description="Run every policy in every memory over samples of every workload, with the question known and "
+        "unknown when the cache is compressed; end with a table and a report.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--list", action="store_true", help="list the workloads and end")
+    _add_choices(parser)
+    parser.add_argument("--shard", default="0/1", metavar="I/N", help="one of N processes that share the run")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/MODEL-SUITE-HASH")
+    add_model_options(parser, memory="--arena")
+    parser.set_defaults(run=run)
+
+
+def _add_choices(parser: argparse.ArgumentParser) -> None:
+    """What is run."""
+    parser.add_argument("--suite", default="quick", help="quick (default) or standard: what is not said otherwise")
+    parser.add_argument("--workloads", metavar="A,B:TASK", help="workloads, or single tasks of them")
+    parser.add_argument("--policies", metavar="A, B", help='without sizes, e.g. "snapkv + ada, int4"; full comes along')
+    parser.add_argument("--memory", dest="memories", metavar="P%,P%", help="shares of the full cache's bytes")
+    parser.add_argument("--lengths", metavar="N,N", help="tokens of a prompt, e.g. 1000,4k")
+    parser.add_argument("--samples", type=_count, metavar="N", help="of each task")
+    parser.add_argument("--modes", default="known,unknown", help="known, unknown, or both (default)")
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--fidelity", type=_count, metavar="N", help="samples of each task compared token by token")
+    parser.add_argument("--diagnostics", type=_count, metavar="N", help="samples of each task timed and looked into")
+    parser.add_argument("--haystack", type=Path, metavar="FILE", help="text to hide things in (default: own prose)")
+    parser.add_argument("--data", action="append", default=[], metavar="W.OPTION=FILE", help="a file workload W reads")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run what is missing, then tell. A bad option is told before the model is loaded."""
+    if args.list:
+        bench_table.print_workloads()
+        return 0
+    from kvfold.bench.configure import default_folder  # here: help comes without torch
+    from kvfold.bench.suite import Bench
+
+    wanted, model = _wanted(args), load_model(args)
+    command = shlex.join(["kvfold", *sys.argv[1:]])
+    about = wanted.describe(model, command)
+    folder = args.out or default_folder(about)
+    bench = Bench(model, about, wanted.tasks, folder, wanted.filler[0])
+    print(f"{len(bench.batches)} batches in {folder}", file=sys.stderr)
+    try:
+        bench.run()
+    except KeyboardInterrupt:
+        print(f"stopped; {command} goes on from {folder}", file=sys.stderr)
+        return INTERRUPTED
+    _tell(folder)
+    return 0
+
+
+def _tell(folder: Path) -> None:
+    from kvfold.bench.record import read_run
+    from kvfold.bench.report import write_report
+
+    bench_table.print_run(read_run(folder))
+    write_report([folder], folder / REPORT)
+    print(f"\nrows and {REPORT} are in {folder}")
+
+
+def _wanted(args: argparse.Namespace) -> Wanted:
+    from kvfold.bench.configure import Wanted, parse_length
+    from kvfold.bench.plan import workload_options
+    from kvfold.bench.shard import Shard
+
+    return Wanted(
+        suite=args.suite,
+        workloads=_split(args.workloads),
+        policies=None if args.policies is None else split_policies(args.policies),
+        memories=_split(args.memories),
+        lengths=None if args.lengths is None else [parse_length(text) for text in args.lengths.split(",")],
+        samples=args.samples,
+        modes=cast(Any, _split(args.modes)),  # checked there
+        seed=args.seed,
+        fidelity=args.fidelity,
+        diagnostics=args.diagnostics,
+        haystack=args.haystack,
+        options=workload_options(args.data),
+        shard=Shard.parse(args.shard),
+    )
+
+
+def _split(text: str | None) -> list[str] | None:
+    return None if text is None else [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f'"{text}" is no number of samples; write 0 or more')
+    return int(text)

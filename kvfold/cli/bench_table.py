@@ -1,0 +1,67 @@
+"""How `kvfold bench` looks: the list of workloads, and the table of a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+
+from kvfold.cli import show
+
+if TYPE_CHECKING:
+    from kvfold.bench.record import Recorded
+    from kvfold.bench.summary import Line
+
+_LEGEND = """
+score and difference to the full cache in percent, with 95 % intervals; * excludes zero
+bytes held after compression, of the full bf16 cache; ms of a decode step alone; KL in nats, to the full cache"""
+
+
+def print_workloads() -> None:
+    from kvfold.bench.workloads import workloads  # here: help comes at once
+
+    table = show.new_table("workload", "tasks", "tests", "source", "score")
+    for each in workloads():
+        tasks = [task if not each.lacks(task) else f"({task})" for task in each.tasks]
+        shown = tasks if len(tasks) <= 14 else [*tasks[:12], f"… {len(tasks) - 12} more"]
+        cells = (each.name, ", ".join(shown), each.summary, each.source, each.metric)
+        table.add_row(*map(escape, cells))
+    console = show.console()
+    console.print(table)
+    console.print("Tasks in brackets read files: --data WORKLOAD.OPTION=FILE, see docs/workloads.md", markup=False)
+
+
+def print_run(recorded: Recorded) -> None:
+    """A table for every task, length and mode, then what is worth a remark."""
+    from kvfold.bench.summary import above_memory, lines
+
+    groups: dict[tuple[str, str, int, str], list[Line]] = {}
+    for line in lines(recorded.rows):
+        groups.setdefault((line.workload, line.task, line.length, line.mode), []).append(line)
+    console = show.console()
+    for (workload, task, length, mode), members in groups.items():
+        console.print(f"\n{workload}:{task}, {length} tokens, question {mode}", style="bold", markup=False)
+        console.print(_table(members))
+    console.print(_LEGEND, markup=False)
+    above = above_memory(recorded.rows)
+    if above:
+        worst = max(row.resident_bytes / row.full_bytes for row in above)
+        share = f"{len(above)} of {len(recorded.rows)} rows"
+        console.print(f"{share} took over 1 % more than their memory, up to {worst:.1%} of the full cache")
+
+
+def _table(lines: list[Line]) -> object:
+    from kvfold.bench.summary import difference_text, score_text
+
+    table = show.new_table("policy", numbers=("memory", "score", "difference", "bytes", "ms", "KL", "n"))
+    for line in lines:
+        ran = line.score is not None
+        numbers = (
+            f"{line.bytes_percent:.1f}%" if ran else "",
+            "" if line.decode_ms is None else f"{line.decode_ms:.1f}",
+            "" if line.kl is None else f"{line.kl:.3f}",
+            str(line.num_samples) if ran else "",
+        )
+        cells = (line.policy, line.memory, score_text(line), difference_text(line), *numbers)
+        table.add_row(*map(escape, cells))
+    return table
