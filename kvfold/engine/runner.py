@@ -251,17 +251,17 @@ class Runner:
             with maskless(), layers_wrapped(self.hf, order.wrap):
                 ids = [token for part in tokens for token in part]
                 out = self._call(ids, positions, order.cache, hidden=hidden)
-            current.finish()
-        except BaseException:
-            undo.restore()
-            raise
-        return out
             if current.held:
                 with maskless():
                     Replays(self.hf, partial(self._call, hidden=True), self.chunk_len).run(current, tokens)
+            current.finish()
+        except BaseException:
+            current.release()
+            undo.restore()
+            raise
+        return out
 
     def _pieces(self, sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]) -> Iterator[Piece]:
-            current.release()
         begin = 0
         for index, (sequence, ids) in enumerate(zip(sequences, tokens, strict=True)):
             end = begin + len(ids)

@@ -8,6 +8,7 @@ arXiv:2404.14469).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 
 import torch
