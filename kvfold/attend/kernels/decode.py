@@ -77,6 +77,7 @@ def attend_kernel(
     HAS_COUNT: tl.constexpr,
     HAS_OFFSET: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_SKIP: tl.constexpr,
     BLOCK: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     PLAIN: tl.constexpr,
@@ -94,6 +95,7 @@ def attend_kernel(
     v_scale = meta + elements(tl.load(task + 6), meta.dtype.element_ty)
     v_zero = meta + elements(tl.load(task + 7), meta.dtype.element_ty)
     bias = biases + elements(tl.load(task + 8), biases.dtype.element_ty)
+    skip = tl.load(task + 10).to(tl.int32) if HAS_SKIP else 0
     if (pid >= end) | (length == 0):
         return
 
@@ -135,6 +137,8 @@ def attend_kernel(
                 score += load_each(bias, n, length, True)[:, None] * _LOG2E
             if MASKED:
                 score = tl.where((n < length)[:, None], score, float("-inf"))
+            if HAS_SKIP:
+                score = tl.where((n >= skip)[:, None], score, float("-inf"))
             before = top
             top = tl.maximum(top, tl.max(score, 0))
             keep = tl.exp2(before - top)
@@ -163,6 +167,7 @@ def launch(
     v_groups: int,
     scale: float,
     has_bias: bool = False,
+    has_skip: bool = False,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Outputs fp32 [capacity, X, D] and log-sum-exps [capacity, X]; rows of tasks that do not run stay as they were."""
@@ -201,6 +206,7 @@ def launch(
         HAS_COUNT=num_tasks is not None,
         HAS_OFFSET=offset_RX is not None,
         HAS_BIAS=has_bias,
+        HAS_SKIP=has_skip,
         BLOCK=config.block,
         NUM_STAGES=config.num_stages,
         PLAIN=is_plain(memory),

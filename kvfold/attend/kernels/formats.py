@@ -17,9 +17,10 @@ from kvfold.errors import InputError
 
 Form = Literal["float", "fp8", "int"]
 
-# Columns of a task. Addresses are byte offsets into the arena's memory; MASS is an element offset.
-QUERY, LENGTH, K_CODE, K_SCALE, K_ZERO, V_CODE, V_SCALE, V_ZERO, BIAS, MASS = range(10)
-NUM_COLUMNS = 10
+# Columns of a task. Addresses are byte offsets into the arena's memory; MASS is an element offset. Tiles are aligned in
+# memory, so a task may begin with slots that are not its own: SKIP of its LENGTH, fewer than a tile has.
+QUERY, LENGTH, K_CODE, K_SCALE, K_ZERO, V_CODE, V_SCALE, V_ZERO, BIAS, MASS, SKIP = range(11)
+NUM_COLUMNS = 11
 
 
 class Format(NamedTuple):

@@ -16,8 +16,10 @@ from weakref import ref
 import numpy as np
 import torch
 
+from kvfold.attend.kernels.moves import moves_of, stored_tables
 from kvfold.attend.kernels.tables import Layout, Tables, sent
-from kvfold.attend.kernels.tasks import Part, choose_splits, cut, num_pieces, stored_tables
+from kvfold.attend.kernels.tasks import Part, choose_splits, cut, num_pieces
+from kvfold.attend.kernels.turns import Turns
 from kvfold.pages.layout import PageClass
 from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.table import Ints, Places, segment_table
@@ -46,12 +48,14 @@ class Lanes:
     def __init__(self, layout: Layout, sequences: Sequence[SequenceCache], num_lanes: int) -> None:
         spec, arena = layout.spec, sequences[0].arena
         self.layout, self.num_lanes, self.memory = layout, num_lanes, arena.memory
-        parts = [Part(lane, stored_tables(sequence)) for lane, sequence in enumerate(sequences)]
+        self.turns = Turns(layout, sequences, num_lanes) if layout.shifts else None
+        parts = self._parts(list(enumerate(sequences)))
         every = [table for part in parts for table in part.tables]
         tasks = [_num_processors(arena.device) * _tasks_per_processor(page_class) for page_class in layout.classes]
         self.split_L = choose_splits(every, np.array(tasks))
         capacity = _room_for(cut(parts, self.split_L).most, int(layout.heads_L.max()))
-        self.tables = Tables(layout, num_lanes, capacity, arena.device)
+        num_turns = 1 if self.turns is None else self.turns.num_turns
+        self.tables = Tables(layout, num_lanes, capacity, arena.device, num_turns)
         self.open_LB2 = torch.zeros(spec.num_layers, num_lanes, 2, dtype=torch.int64, device=arena.device)
         shapes = [(num_lanes, layer.num_kv_heads, layer.head_dim) for layer in spec.layers]
         self.mean_LBHD = [torch.zeros(shape, device=arena.device) for shape in shapes]
@@ -94,7 +98,7 @@ class Lanes:
         anew: list[tuple[int, SequenceCache]] = []
         for lane, sequence in changed:
             held = self._held[lane]
-            is_grown = held is not None and segment_table(sequence.tail).places is held.places
+            is_grown = held is not None and segment_table(sequence.tail).places is held.places and self.turns is None
             (grown if is_grown else anew).append((lane, sequence))
         anew += self._lengthen(grown) if grown else []
         if anew:
@@ -120,9 +124,9 @@ class Lanes:
         return [(lane, sequence) for lane, sequence in grown if is_full_B[lane]]
 
     def _put(self, anew: list[tuple[int, SequenceCache]]) -> None:
-        parts = [Part(lane, stored_tables(sequence)) for lane, sequence in anew]
+        parts = self._parts(anew)
         tasks = cut(parts, self.split_L)
-        if tasks.most > self.tables.capacity:
+        if tasks.most > self.tables.capacity or (self.turns is not None and not self.turns.put(parts)):
             raise OutOfLanes
         at_N = self.tables.put([lane for lane, _ in anew], tasks)
         at_E = np.append(at_N, 0)[tasks.last_E]  # where there is no task, -1 finds the 0
@@ -132,6 +136,12 @@ class Lanes:
             tail = part.tables[-1]
             mine_E = at_E[end - len(tail.length_E) : end]
             self._held[lane] = _Held(ref(sequence), sequence.tail.changes.number, tail.places, tail.length_E, mine_E)
+
+    def _parts(self, placed: list[tuple[int, SequenceCache]]) -> list[Part]:
+        return [
+            Part(lane, stored_tables(sequence), None if self.turns is None else moves_of(sequence))
+            for lane, sequence in placed
+        ]
 
     def _is_new(self, lane: int) -> bool:
         """Codecs learn from the first slots that are sealed, so before them a lane knows no mean keys."""

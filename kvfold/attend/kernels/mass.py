@@ -47,6 +47,7 @@ def mass_kernel(
     HAS_COUNT: tl.constexpr,
     HAS_OFFSET: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_SKIP: tl.constexpr,
     BLOCK: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     PLAIN: tl.constexpr,
@@ -67,11 +68,13 @@ def mass_kernel(
     k_zero = meta + elements(tl.load(task + 4), meta.dtype.element_ty)
     bias = biases + elements(tl.load(task + 8), biases.dtype.element_ty)
     mass += tl.load(task + 9)
+    skip = tl.load(task + 10).to(tl.int32) if HAS_SKIP else 0
 
     x = tl.arange(0, M)
     parts, sum_q = query_parts(q + row * X * D, X, M, D, K_WORDS, K_PAD)
     seen = tl.load(row_of_task + pid).to(tl.int64) * X
     lift = -tl.load(lse + seen + x, mask=x < X, other=float("inf")) * _LOG2E  # padded rows: exp2(-inf) adds nothing
+    lift = tl.where(lift == float("inf"), float("-inf"), lift)  # nor does a lane without a sequence
     if HAS_OFFSET:
         lift += tl.load(offset + row * X + x, mask=x < X, other=0.0).to(tl.float32) * scale_log2
     # Metadata are fetched a tile ahead: the compiler does so for codes, whose loads feed dots, but not for these.
@@ -95,8 +98,9 @@ def mass_kernel(
             if HAS_BIAS:
                 score += load_each(bias, n, length, True)[:, None] * _LOG2E
             share = tl.sum(tl.exp2(score), 1)
+            own = (n >= skip) & (n < length)
             # A slot belongs to one task of a launch, so nobody else adds here.
-            tl.store(mass + n, tl.load(mass + n, mask=n < length, other=0.0) + share, mask=n < length)
+            tl.store(mass + n, tl.load(mass + n, mask=own, other=0.0) + share, mask=own)
             k_scale_n, k_zero_n = next_k_scale_n, next_k_zero_n
 
 
@@ -113,6 +117,7 @@ def launch(
     scale: float,
     mass: Tensor,
     has_bias: bool = False,
+    has_skip: bool = False,
     config: Config | None = None,
 ) -> None:
     """Add each slot's attention, summed over the queries of its row, to mass[task.MASS + slot]."""
@@ -144,6 +149,7 @@ def launch(
         HAS_COUNT=num_tasks is not None,
         HAS_OFFSET=offset_RX is not None,
         HAS_BIAS=has_bias,
+        HAS_SKIP=has_skip,
         BLOCK=config.block,
         NUM_STAGES=config.num_stages,
         PLAIN=is_plain(memory),

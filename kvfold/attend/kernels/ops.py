@@ -3,12 +3,14 @@
 On CUDA they run the Triton kernels, elsewhere their torch twins. Addresses, lengths and fill counts are read on the
 device: a captured graph follows them.
 
-    integer_query  queries as integer keys are stored   attend_tasks  partial attention of each task
-    merge_rows     tasks + open block + new slots       task_mass     attention mass of each stored slot
+    turned_query   queries moved away from old keys     integer_query  queries as integer keys are stored
+    attend_tasks   partial attention of each task       merge_rows     tasks + open block + new slots
+    task_mass      attention mass of each stored slot
 
 Tables: a row of `task` (int64, columns in formats.py) is a stretch of adjacent slots; tasks past num_tasks (int32 [1];
 None: the whole table) and those of length 0 do not run. Codes, scales, zeros (bf16) and biases (fp32, natural log)
-begin at multiples of 16 bytes. Output row r has the tasks task_range[r, 0] .. task_range[r, 1] - 1 (int32 [R, 2]).
+begin at multiples of 16 bytes. `has_skip`: tasks may begin with slots of others (column SKIP). Output row r has the
+tasks task_range[r, 0] .. task_range[r, 1] - 1 (int32 [R, 2]).
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ def attend_tasks(
     v_groups: int,
     scale: float,
     has_bias: bool = False,
+    has_skip: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Output fp32 [capacity, X, D] and log-sum-exp fp32 [capacity, X] of each task that runs.
 
@@ -55,7 +58,7 @@ def attend_tasks(
     """
     run = _kernel("decode").launch if q.is_cuda else reference.attend_tasks
     found: tuple[Tensor, Tensor] = run(
-        q, offset, memory, task, num_tasks, k_codec, v_codec, k_groups, v_groups, scale, has_bias
+        q, offset, memory, task, num_tasks, k_codec, v_codec, k_groups, v_groups, scale, has_bias, has_skip
     )
     return found
 
@@ -73,14 +76,34 @@ def _(
     v_groups: int,
     scale: float,
     has_bias: bool = False,
+    has_skip: bool = False,
 ) -> tuple[Tensor, Tensor]:
     shape = (task.shape[0], q.shape[1], q.shape[2])
     return q.new_empty(shape, dtype=torch.float32), q.new_empty(shape[:2], dtype=torch.float32)
 
 
+@torch.library.custom_op("kvfold::turned_query", mutates_args=())
+def turned_query(q: Tensor, shift: Tensor, period: Tensor, interleaved: bool) -> Tensor:
+    """Queries [R * V, X, D] turned back by shift [R, V] (int32) positions; period: turns per position, fp64.
+
+    Twice as many channels turn as there are periods; in pairs (2i, 2i + 1) if interleaved, else (i, i + half).
+    """
+    run = _kernel("turn").launch if q.is_cuda else reference.turned_query
+    found: Tensor = run(q, shift, period, interleaved)
+    return found
+
+
+@turned_query.register_fake
+def _(q: Tensor, shift: Tensor, period: Tensor, interleaved: bool) -> Tensor:
+    return q.new_empty(shift.numel(), q.shape[1], q.shape[2])
+
+
 @torch.library.custom_op("kvfold::integer_query", mutates_args=())
 def integer_query(q: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries [R, X, D] in the basis of integer keys, in q's dtype, and q.mean (mean [R, D]), fp32 [R, X]."""
+    """Queries [R, X, D] in the basis of integer keys, in q's dtype, and q.mean, fp32 [R, X].
+
+    mean [R / V, D]: V rows of queries that follow one another share one.
+    """
     run = _kernel("query").launch if q.is_cuda else reference.integer_query
     found: tuple[Tensor, Tensor] = run(q, mean)
     return found
@@ -153,10 +176,12 @@ def task_mass(
     scale: float,
     mass: Tensor,
     has_bias: bool = False,
+    has_skip: bool = False,
 ) -> None:
-    """Add sum over X of exp(score - lse[row_of_task]) to mass[task.MASS + slot] (fp32, in place)."""
+    """Add sum over X of exp(score - lse[row_of_task]) to mass[task.MASS + slot] (fp32, in place); a query whose lse is
+    -inf saw nothing and adds nothing."""
     run = _kernel("mass").launch if q.is_cuda else reference.task_mass
-    run(q, offset, memory, task, num_tasks, lse, row_of_task, k_codec, k_groups, scale, mass, has_bias)
+    run(q, offset, memory, task, num_tasks, lse, row_of_task, k_codec, k_groups, scale, mass, has_bias, has_skip)
 
 
 @task_mass.register_fake
@@ -173,5 +198,6 @@ def _(
     scale: float,
     mass: Tensor,
     has_bias: bool = False,
+    has_skip: bool = False,
 ) -> None:
     return None

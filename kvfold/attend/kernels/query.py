@@ -27,6 +27,7 @@ def query_kernel(
     rotated: tl.tensor,
     offset: tl.tensor,
     factor: tl.tensor,
+    num_sharing: tl.tensor,
     X: tl.constexpr,
     M: tl.constexpr,
     D: tl.constexpr,
@@ -40,7 +41,7 @@ def query_kernel(
     inside_XD = (x < X)[:, None] & (d < D)[None, :]
     q_XD = tl.load(q + at_XD, mask=inside_XD, other=0.0)
     signs_DD = tl.load(signs + d[:, None] * D + d[None, :], mask=(d < D)[:, None] & (d < D)[None, :], other=0.0)
-    mean_D = tl.load(mean + row * D + d, mask=d < D, other=0.0)
+    mean_D = tl.load(mean + row // num_sharing * D + d, mask=d < D, other=0.0)
     if PLAIN:
         rotated_XD = tl.dot(q_XD.to(tl.float32), signs_DD.to(tl.float32), input_precision="ieee") * factor
     else:
@@ -55,7 +56,7 @@ def _signs(head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def launch(q_RXD: Tensor, mean_RD: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotated queries in q's dtype, and q.mean, fp32 [R, X]."""
+    """Rotated queries in q's dtype, and q.mean, fp32 [R, X]; rows that follow one another may share a mean."""
     num_rows, num_queries, head_dim = q_RXD.shape
     rotated = torch.empty_like(q_RXD, memory_format=torch.contiguous_format)
     offset = torch.empty(num_rows, num_queries, dtype=torch.float32, device=q_RXD.device)
@@ -66,6 +67,7 @@ def launch(q_RXD: Tensor, mean_RD: Tensor) -> tuple[Tensor, Tensor]:
         rotated,
         offset,
         hadamard.block_size(head_dim) ** -0.5,
+        num_rows // len(mean_RD),
         X=num_queries,
         M=padded(num_queries, 16),
         D=head_dim,

@@ -3,10 +3,12 @@
 Fields are read at their byte addresses and decoded by the codecs themselves; everything is computed in fp32.
 
     R rows of queries   X queries of a row   T new tokens   D head dim   S slots of a task
+    V shifts of a row   F frequencies
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -18,12 +20,14 @@ from kvfold.attend.kernels.formats import (
     LENGTH,
     MASS,
     QUERY,
+    SKIP,
     V_CODE,
     float_dtype,
     format_of,
 )
 from kvfold.codec.base import Side
 from kvfold.codec.integer import Int4
+from kvfold.core import Rope
 
 
 def attend_tasks(
@@ -38,13 +42,14 @@ def attend_tasks(
     v_groups: int,
     scale: float,
     has_bias: bool = False,
+    has_skip: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Output fp32 [capacity, X, D] and log-sum-exp [capacity, X] of each task; 0 and -inf where there is none."""
     _, num_queries, head_dim = q_RXD.shape
     out = q_RXD.new_zeros(len(task), num_queries, head_dim, dtype=torch.float32)
     lse = q_RXD.new_full((len(task), num_queries), -torch.inf, dtype=torch.float32)
     for i, row in _running(task, num_tasks):
-        score_XS = _scores(q_RXD, offset_RX, memory, row, k_codec, k_groups, scale, has_bias)
+        score_XS = _scores(q_RXD, offset_RX, memory, row, k_codec, k_groups, scale, has_bias, has_skip)
         v_SD = _read(memory, row, "v", v_codec, v_groups, head_dim)
         lse[i] = score_XS.logsumexp(-1)
         out[i] = score_XS.softmax(-1) @ v_SD
@@ -64,17 +69,27 @@ def task_mass(
     scale: float,
     mass: Tensor,
     has_bias: bool = False,
+    has_skip: bool = False,
 ) -> None:
     """Add each slot's attention, summed over the queries of its row, to mass[task.MASS + slot]."""
     for i, row in _running(task, num_tasks):
-        score_XS = _scores(q_RXD, offset_RX, memory, row, k_codec, k_groups, scale, has_bias)
-        share_S = torch.exp(score_XS - lse_RX[row_of_task[i]].unsqueeze(-1)).sum(0)
-        mass[row[MASS] : row[MASS] + row[LENGTH]] += share_S
+        score_XS = _scores(q_RXD, offset_RX, memory, row, k_codec, k_groups, scale, has_bias, has_skip)
+        lse_X = lse_RX[row_of_task[i]]
+        share_XS = torch.exp(score_XS - lse_X.masked_fill(lse_X == -torch.inf, torch.inf).unsqueeze(-1))
+        mass[row[MASS] : row[MASS] + row[LENGTH]] += share_XS.sum(0)
+
+
+def turned_query(q_RXD: Tensor, shift_RV: Tensor, period_F: Tensor, interleaved: bool) -> Tensor:
+    """Row r * V + v has the queries of row r, turned back by shift[r, v] positions."""
+    rope = Rope(tuple((period_F * 2 * math.pi).tolist()), interleaved=interleaved)
+    q_RVXD = q_RXD.unsqueeze(1).expand(-1, shift_RV.shape[1], -1, -1)
+    turned_RVXD = rope.rotate(q_RVXD, -shift_RV.unsqueeze(-1))
+    return turned_RVXD.flatten(0, 1)
 
 
 def integer_query(q_RXD: Tensor, mean_RD: Tensor) -> tuple[Tensor, Tensor]:
     """As the integer codecs do it."""
-    rotated, offset = Int4().query(q_RXD, {"mean": mean_RD})
+    rotated, offset = Int4().query(q_RXD, {"mean": mean_RD.repeat_interleave(len(q_RXD) // len(mean_RD), dim=0)})
     assert offset is not None
     return rotated.contiguous(), offset
 
@@ -133,14 +148,19 @@ def _scores(
     k_groups: int,
     scale: float,
     has_bias: bool,
+    has_skip: bool,
 ) -> Tensor:
-    """Scaled scores fp32 [X, S] with offset and bias."""
+    """Scaled scores fp32 [X, S] with offset and bias; -inf for slots that are skipped."""
     k_SD = _read(memory, row, "k", k_codec, k_groups, q_RXD.shape[-1])
     score_XS = q_RXD[row[QUERY]].float() @ k_SD.T
     if offset_RX is not None:
         score_XS = score_XS + offset_RX[row[QUERY]].float().unsqueeze(-1)
     score_XS = score_XS * scale
-    return score_XS + _array(memory, row[BIAS], row[LENGTH], 1, torch.float32).T if has_bias else score_XS
+    if has_bias:
+        score_XS = score_XS + _array(memory, row[BIAS], row[LENGTH], 1, torch.float32).T
+    if has_skip:
+        score_XS[:, : row[SKIP]] = -torch.inf
+    return score_XS
 
 
 def _read(memory: Tensor, row: list[int], side: Side, codec: str, channel_groups: int, head_dim: int) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from kvfold.attend.kernels import ops
 from kvfold.attend.kernels.formats import CODECS, FLOATS
 from kvfold.attend.kernels.lanes import Lanes
+from kvfold.attend.kernels.moves import moves_of
 from kvfold.attend.kernels.tables import Layout
 from kvfold.attend.track import Tracked
 from kvfold.codec.base import Codec, Field
@@ -34,13 +35,14 @@ _same_layout: dict[Layout, Layout] = {}
 def layout_of(sequence: SequenceCache) -> Layout | None:
     """One object for all sequences whose lanes are alike; None where the kernels do not serve a sequence.
 
-    They do if nothing is observed while decoding and every slot is read where it was. Sliding windows, moved positions
-    and scorers that watch decoding go the way of `DecodePass`.
+    They do if nothing is observed while decoding, every slot is read, and keys appear moved by few distances. Sliding
+    windows and scorers that watch decoding go the way of `DecodePass`.
     """
     try:
-        return _layouts[sequence]
+        found = _layouts[sequence]
     except KeyError:
-        return _layouts.setdefault(sequence, _find_layout(sequence))
+        found = _layouts.setdefault(sequence, _find_layout(sequence))
+    return None if found is not None and found.shifts and moves_of(sequence) is None else found
 
 
 def _find_layout(sequence: SequenceCache) -> Layout | None:
@@ -48,11 +50,11 @@ def _find_layout(sequence: SequenceCache) -> Layout | None:
     classes = tuple(layer.page_class for layer in sequence.tail.layers)
     known = all(_codec_name(codec, c.kv_dtype) in CODECS for c in classes for codec in (c.k, c.v))
     aligned = all(stride * c.page_size % 16 == 0 for c in classes for stride in slot_strides(c))
-    plain = isinstance(policy.attend, All) and not policy.position.shifts
+    whole = isinstance(policy.attend, All)
     watched = Tracked.of([policy], decoding=True).anything
-    if not known or not aligned or not plain or watched or len(spec.compressible_layers) < spec.num_layers:
+    if not known or not aligned or not whole or watched or len(spec.compressible_layers) < spec.num_layers:
         return None
-    layout = Layout(spec, classes, sequence.config.open_len)
+    layout = Layout(spec, classes, sequence.config.open_len, policy.position.shifts)
     return _same_layout.setdefault(layout, layout)
 
 
@@ -68,9 +70,9 @@ class Step:
         page_class = lanes.layout.classes[layer]
         _, k_scale, _, _, v_scale, _ = columns(page_class)
         q_RXD = self._rows(q_QND, spec.num_kv_heads)
-        stored_q_RXD, offset_RX = q_RXD, None
+        stored_q_RXD, offset_RX = q_RXD if lanes.turns is None else lanes.turns.queries(layer, q_RXD), None
         if isinstance(page_class.k, IntegerCodec):
-            stored_q_RXD, offset_RX = ops.integer_query(q_RXD, lanes.mean_LBHD[layer].flatten(0, 1))
+            stored_q_RXD, offset_RX = ops.integer_query(stored_q_RXD, lanes.mean_LBHD[layer].flatten(0, 1))
         part_NXD, part_lse_NX = ops.attend_tasks(
             stored_q_RXD,
             offset_RX,
@@ -82,6 +84,7 @@ class Step:
             _num_groups(k_scale),
             _num_groups(v_scale),
             spec.scale,
+            has_skip=lanes.turns is not None,
         )
         out_RXD, _ = ops.merge_rows(
             part_NXD,

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvfold.attend.kernels.formats import K_CODE, LENGTH, NUM_COLUMNS, QUERY, V_ZERO
+from kvfold.attend.kernels.formats import K_CODE, LENGTH, NUM_COLUMNS, QUERY, SKIP, V_ZERO
 from kvfold.attend.kernels.tasks import Tasks
 from kvfold.core import ModelSpec
 from kvfold.pages.layout import PageClass
@@ -26,11 +26,12 @@ from kvfold.pages.table import COLUMNS, Ints
 
 @dataclass(frozen=True)
 class Layout:
-    """What lanes of one batch have in common: the page class of each layer."""
+    """What lanes of one batch have in common: the page class of each layer, and whether positions close up."""
 
     spec: ModelSpec
     classes: tuple[PageClass, ...]
     open_len: int
+    shifts: bool = False
 
     @cached_property
     def heads_L(self) -> Ints:
@@ -40,8 +41,8 @@ class Layout:
 class Tables:
     """Tables of B lanes on the device; nothing here waits for it."""
 
-    def __init__(self, layout: Layout, num_lanes: int, capacity: int, device: torch.device) -> None:
-        self.layout, self.num_lanes, self.capacity = layout, num_lanes, capacity
+    def __init__(self, layout: Layout, num_lanes: int, capacity: int, device: torch.device, num_turns: int = 1) -> None:
+        self.layout, self.num_lanes, self.capacity, self.num_turns = layout, num_lanes, capacity, num_turns
         self.most_heads = int(layout.heads_L.max())
         shape = (layout.spec.num_layers, num_lanes)
         self.task_LBC = torch.zeros(*shape, capacity, NUM_COLUMNS, dtype=torch.int64, device=device)
@@ -55,8 +56,9 @@ class Tables:
         lane_N, layer_N = tasks.lane_N, tasks.layer_N
         at_N = (layer_N * self.num_lanes + lane_N) * self.capacity + tasks.nth_N
         task_N = np.zeros((len(at_N), NUM_COLUMNS), dtype=np.int64)
-        task_N[:, QUERY] = lane_N * self.layout.heads_L[layer_N] + tasks.head_N
-        task_N[:, LENGTH] = tasks.length_N
+        row_N = lane_N * self.layout.heads_L[layer_N] + tasks.head_N
+        task_N[:, QUERY] = row_N * self.num_turns + tasks.turn_N
+        task_N[:, LENGTH], task_N[:, SKIP] = tasks.length_N, tasks.skip_N
         task_N[:, K_CODE : V_ZERO + 1] = tasks.address_NF[:, : len(COLUMNS)]
         self.clear(lanes)
         device = self.task_LBC.device

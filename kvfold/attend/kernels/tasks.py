@@ -13,17 +13,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvfold.pages.sequence import SequenceCache
-from kvfold.pages.table import Ints, SegmentTable, segment_table
+from kvfold.attend.kernels.moves import Moves
+from kvfold.attend.kernels.pieces import pieces_of
+from kvfold.pages.table import Ints, SegmentTable
 
 _ALIGNMENT = 128  # slots: tasks begin at multiples, so that tiles and groups of slots are whole
 
 
 class Part(NamedTuple):
-    """What is stored for one lane."""
+    """What is stored for one lane; `moves`: how far it appears moved, where positions close up."""
 
     lane: int
     tables: tuple[SegmentTable, ...]
+    moves: Moves | None = None
 
 
 class Tasks(NamedTuple):
@@ -33,7 +35,10 @@ class Tasks(NamedTuple):
     layer_N: Ints
     head_N: Ints
     nth_N: Ints  # among the tasks of its lane and layer
-    length_N: Ints
+    length_N: Ints  # with what is skipped
+    skip_N: Ints
+    turn_N: Ints
+    first_N: Ints  # the first slot, skipped or not, in the head's row of stored slots
     address_NF: Ints
     last_E: Ints  # the last task of each extent, in the order of the tables; of no use where an extent is empty
 
@@ -41,11 +46,6 @@ class Tasks(NamedTuple):
     def most(self) -> int:
         """Tasks of the fullest layer of any lane."""
         return int(self.nth_N.max(initial=-1)) + 1
-
-
-def stored_tables(sequence: SequenceCache) -> tuple[SegmentTable, ...]:
-    """What a lane is made of; the same objects until slots or pages change."""
-    return tuple(segment_table(segment) for segment in (*sequence.segments, sequence.tail))
 
 
 def choose_splits(tables: Sequence[SegmentTable], tasks_L: Ints) -> Ints:
@@ -69,37 +69,46 @@ def num_pieces(length_E: Ints, split_E: Ints) -> Ints:
 
 
 def cut(parts: Sequence[Part], split_L: Ints) -> Tasks:
-    """Cut every extent of every lane."""
-    tables = [table for part in parts for table in part.tables]
-    lanes = [part.lane for part in parts for _ in part.tables]
-    lane_E = np.repeat(np.array(lanes), [len(table.length_E) for table in tables])
-    layer_E, head_E, address_EF = (
-        np.concatenate([getattr(table.places, name) for table in tables])
-        for name in ("layer_E", "head_E", "address_EF")
+    """Cut what every lane stores."""
+    found = [pieces_of(part.tables, part.moves) for part in parts]
+    counts = [len(pieces.length_P) for pieces in found]
+    lane_P = np.repeat(np.array([part.lane for part in parts]), counts)
+    layer_P, head_P, length_P, skip_P, turn_P, address_PF, _ = (
+        np.concatenate(column) for column in zip(*found, strict=True)
     )
-    length_E = np.concatenate([table.length_E for table in tables])
-    row_E = (lane_E * len(split_L) + layer_E) * (head_E.max(initial=0) + 1) + head_E
-    order_E = np.argsort(row_E, kind="stable")  # a head's extents stay oldest first
-    pieces_E = num_pieces(length_E, split_L[layer_E])[order_E]
-    end_E = np.cumsum(pieces_E)
-    of_N = np.repeat(order_E, pieces_E)
-    layer_N, lane_N = layer_E[of_N], lane_E[of_N]
-    begin_N = (np.arange(len(of_N)) - np.repeat(end_E - pieces_E, pieces_E)) * split_L[layer_N]
-    last_E = np.empty_like(end_E)
-    last_E[order_E] = end_E - 1
+    row_P = (lane_P * len(split_L) + layer_P) * (head_P.max(initial=0) + 1) + head_P
+    order_P = np.argsort(row_P, kind="stable")  # a head's pieces stay oldest first
+    tasks_P = num_pieces(length_P, split_L[layer_P])[order_P]
+    end_P = np.cumsum(tasks_P)
+    of_N = np.repeat(order_P, tasks_P)
+    layer_N, lane_N = layer_P[of_N], lane_P[of_N]
+    begin_N = (np.arange(len(of_N)) - np.repeat(end_P - tasks_P, tasks_P)) * split_L[layer_N]
+    last_P = np.empty_like(end_P)
+    last_P[order_P] = end_P - 1
+    ends = np.split(last_P, np.cumsum(counts)[:-1])
+    length_N = np.minimum(length_P[of_N] - begin_N, split_L[layer_N])
+    skip_N = np.where(begin_N == 0, skip_P[of_N], 0)
     return Tasks(
         lane_N,
         layer_N,
-        head_E[of_N],
+        head_P[of_N],
         _place_in_group(lane_N * len(split_L) + layer_N),
-        np.minimum(length_E[of_N] - begin_N, split_L[layer_N]),
-        address_EF[of_N] + begin_N[:, None] * tables[0].places.stride_LF[layer_N],
-        last_E,
+        length_N,
+        skip_N,
+        turn_P[of_N],
+        _before_in_group(row_P[of_N], length_N - skip_N) - skip_N,
+        address_PF[of_N] + begin_N[:, None] * parts[0].tables[0].places.stride_LF[layer_N],
+        np.concatenate([np.append(mine_P, -1)[pieces.last_E] for pieces, mine_P in zip(found, ends, strict=True)]),
     )
+
+
+def _before_in_group(group_N: Ints, count_N: Ints) -> Ints:
+    """Sum of the counts before each entry in its stretch of equal numbers."""
+    before_N = np.cumsum(count_N) - count_N
+    is_first_N = np.diff(group_N, prepend=-1) != 0
+    return before_N - np.maximum.accumulate(np.where(is_first_N, before_N, 0))
 
 
 def _place_in_group(group_N: Ints) -> Ints:
     """0, 1, 2 … in each stretch of equal numbers."""
-    place_N = np.arange(len(group_N))
-    is_first_N = np.diff(group_N, prepend=-1) != 0
-    return place_N - np.maximum.accumulate(np.where(is_first_N, place_N, 0))
+    return _before_in_group(group_N, np.ones_like(group_N))

@@ -1,6 +1,6 @@
 """Real pages of every codec, the tasks that cover them, and what attention to them should give.
 
-    R rows (KV heads)   X queries of a row   S slots   D head dim
+R rows (KV heads)   X queries of a row   S slots   D head dim
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from kvfold.attend.kernels.formats import (
     MASS,
     NUM_COLUMNS,
     QUERY,
+    SKIP,
     V_CODE,
     V_SCALE,
     V_ZERO,
@@ -81,8 +82,11 @@ class Stored:
     def query(self) -> tuple[Tensor, Tensor | None]:
         return self.pages.page_class.k.query(self.q_RXD, self.pages.state.get("k", {}))
 
-    def tasks(self, split: int, spare: int = 3) -> tuple[Tensor, Tensor, Tensor]:
-        """The table with `spare` rows of noise behind it, the number of tasks, and the tasks of each head [R, 2]."""
+    def tasks(self, split: int, spare: int = 3, *, skip: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """The table with `spare` rows of noise behind it, the number of tasks, and the tasks of each head [R, 2].
+
+        Tasks leave out their first `skip` slots, where they have more.
+        """
         rows: list[list[int]] = []
         ranges = []
         mass = [0, *accumulate(self.pages.lens)]
@@ -94,6 +98,7 @@ class Stored:
                     row[QUERY], row[LENGTH] = head, min(split, extent.length - begin)
                     row[BIAS] = self.bias_address[head] + 4 * (done + begin) if self.bias else 0
                     row[MASS] = mass[head] + done + begin
+                    row[SKIP] = skip if row[LENGTH] > skip else 0
                     rows.append(row)
                 done += extent.length
             ranges.append((before, len(rows)))

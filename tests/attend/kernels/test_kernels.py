@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from kvfold.attend.kernels import reference
-from kvfold.attend.kernels.formats import format_of
-from kvfold.codec import Int2, Int4, Int8
+from kvfold.attend.kernels.formats import LENGTH, format_of
+from kvfold.codec import Int2, Int4, Int8, Side
 from kvfold.errors import InputError
 from tests.attend.kernels.common import CODECS, DEVICE, Stored, open_blocks, store
 
@@ -23,6 +23,7 @@ mass = pytest.importorskip("kvfold.attend.kernels.mass", reason="triton is not i
 merge = pytest.importorskip("kvfold.attend.kernels.merge", reason="triton is not installed")
 
 LENS = (100, 1, 0, 47)
+SIDES: tuple[Side, ...] = ("k", "v")
 TIGHT: dict[str, Any] = {"atol": 2e-4, "rtol": 1e-4}
 LOOSE: dict[str, Any] = {"atol": 8e-2, "rtol": 2e-2}
 CONFIG = decode.Config(32, 4, 2)  # small tiles: whole ones and a rest within a hundred slots
@@ -92,6 +93,23 @@ def test_a_task_of_no_slots_and_a_table_without_count() -> None:
     torch.testing.assert_close(found[0][:num_tasks], want[0][:num_tasks], **TIGHT)
 
 
+@pytest.mark.parametrize("codec", ["bf16", "fp8", "int4", "kivi4"])
+@pytest.mark.parametrize("skip", [0, 5, 15])
+def test_slots_of_others_at_the_front_are_skipped(codec: str, skip: int) -> None:
+    stored = store(codec, codec, LENS, dtype=torch.float32)
+    arguments, num_tasks, _ = attend_arguments(stored, 64)
+    task, *_ = stored.tasks(64, skip=skip)
+    arguments = (*arguments[:3], task, *arguments[4:], True)
+    found, want = decode.launch(*arguments, config=CONFIG), reference.attend_tasks(*arguments)
+    for a, b in zip(found, want, strict=True):
+        torch.testing.assert_close(a[:num_tasks], b[:num_tasks], **TIGHT)
+    q_RXD, offset_RX = stored.query()
+    k_SD, v_SD = (stored.decoded(side, 0)[skip : int(task[0, LENGTH])] for side in SIDES)
+    score_XS = q_RXD[0].float() @ k_SD.T
+    score_XS = (score_XS if offset_RX is None else score_XS + offset_RX[0].unsqueeze(-1)) * stored.scale
+    torch.testing.assert_close(found[0][0], score_XS.softmax(-1) @ v_SD, **TIGHT)
+
+
 @pytest.mark.parametrize(
     ("num_new", "fill", "dtype", "open_len"),
     [(1, (0, 7), "bf16", 8), (3, (40, -1), "fp32", 64), (5, (2, 0), "fp16", 8), (4, (6, -1), "bf16", 8)],
@@ -126,3 +144,17 @@ def test_mass(codec: str) -> None:
         run(q, offset, memory, task, num_tasks, *rest)
     assert totals[1].gt(1).all()
     torch.testing.assert_close(totals[0], totals[1], atol=1e-4, rtol=1e-3)
+
+
+def test_mass_leaves_skipped_slots_and_lanes_that_saw_nothing_alone() -> None:
+    stored = store("int8", "int8", (40, 40), dtype=torch.float32)
+    q, offset = stored.query()
+    task, num_tasks, _ = stored.tasks(64, skip=7)
+    lse_RX = torch.full((2, 4), 6.0, device=DEVICE)
+    lse_RX[1] = -torch.inf
+    totals = [torch.zeros(80, device=DEVICE) for _ in range(2)]
+    for run, total in zip((mass.launch, reference.task_mass), totals, strict=True):
+        rest = (lse_RX, task[:, 0].to(torch.int32), "int8", 1, stored.scale, total, False, True)
+        run(q, offset, stored.arena.memory, task, num_tasks, *rest)
+    torch.testing.assert_close(totals[0], totals[1], atol=1e-4, rtol=1e-3)
+    assert totals[0].gt(0).nonzero().squeeze(-1).tolist() == [*range(7, 40)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvfold.attend.kernels import reference
 from kvfold.codec import Int4
 from tests.attend.kernels.common import DEVICE
 
@@ -24,3 +25,11 @@ def test_queries_are_those_of_the_codec(head_dim: int, num_queries: int, dtype: 
     loose = 2e-2 if dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(rotated.float(), expected.float(), atol=loose, rtol=loose)
     torch.testing.assert_close(offset, expected_offset, atol=1e-4, rtol=1e-4)
+
+
+def test_rows_that_follow_one_another_share_a_mean() -> None:
+    q_RXD, mean_RD = torch.randn(6, 3, 64, device=DEVICE), torch.randn(2, 64, device=DEVICE)
+    for found, want in zip(query.launch(q_RXD, mean_RD), reference.integer_query(q_RXD, mean_RD), strict=True):
+        torch.testing.assert_close(found, want, atol=1e-4, rtol=1e-4)
+    mine = torch.einsum("vxd,d->vx", q_RXD[3:], mean_RD[1])
+    torch.testing.assert_close(query.launch(q_RXD, mean_RD)[1][3:], mine, atol=1e-4, rtol=1e-4)

@@ -30,6 +30,11 @@ POLICIES = (
     "snapkv(window=4) + ada + 4x + int4 + protect(sinks=2, recent=4)",
     "keydiff + 3x + protect(none)",
     "streaming + 64tok",
+    "streaming + 64tok + slot",
+    "streaming(sinks=3) + 64tok + slot + int4 + protect(sinks=3, recent=4)",
+    "full + slot",
+    "keydiff + 10x + slot + protect(none)",
+    "keydiff + 10x + slot + protect(none) + int8",
 )
 LENGTHS = (90, 200, 131)
 
@@ -149,11 +154,36 @@ def test_mean_keys_that_are_learnt_at_the_first_seal_reach_the_lane(model: Model
         sequence.release()
 
 
-@pytest.mark.parametrize("policy", ["h2o + 64tok", "snapkv(window=4) + 64tok", "streaming + 64tok + slot", "quest"])
+@pytest.mark.parametrize("policy", ["h2o + 64tok", "snapkv(window=4) + 64tok", "quest"])
 def test_what_kernels_do_not_serve_goes_the_plain_way(model: Model, policy: str) -> None:
     (sequence,) = make(make_runner(model), policy, 1)
     assert layout_of(sequence) is None
     sequence.release()
+
+
+def test_keys_that_appear_moved_by_many_distances_go_the_plain_way(model: Model) -> None:
+    """Also where they become so only later."""
+    runner, graphs = make_runner(model), Graphs()
+    plain, fast = (make(runner, "keydiff + 3x + slot + protect(none)", 1) for _ in range(2))
+    for sequences in (plain, fast):
+        runner.prefill(sequences, [prompt(40)])
+    torch.testing.assert_close(step(graphs, model, fast, [[1]]), runner.decode(plain, [1]), atol=2e-4, rtol=1e-4)
+    runner.prefill(fast, [prompt(400, seed=4)])
+    assert layout_of(fast[0]) is None
+    for sequence in (*plain, *fast):
+        sequence.release()
+
+
+def test_lanes_make_room_for_more_distances(model: Model) -> None:
+    runner, graphs = make_runner(model), Graphs()
+    plain, fast = (make(runner, "keydiff + 6x + slot + protect(none)", 1) for _ in range(2))
+    for seed, length in enumerate((50, 60, 60)):
+        for sequences in (plain, fast):
+            runner.prefill(sequences, [prompt(length, seed=seed)])
+        found = step(graphs, model, fast, [[seed]])
+        torch.testing.assert_close(found, runner.decode(plain, [seed]), atol=2e-4, rtol=1e-4)
+    for sequence in (*plain, *fast):
+        sequence.release()
 
 
 def test_pages_that_break_alignment_go_the_plain_way(model: Model) -> None:
