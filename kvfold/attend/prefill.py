@@ -10,7 +10,7 @@ memory of one layer. A pass over one chunk of a longer prompt is the token-major
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ class LayerBuffer:
     filled: int = 0
     stored_mass_HS: Tensor | None = None
     new_mass_HT: Tensor | None = None
+    queries: list[Tensor] = field(default_factory=list)  # [Q, T, D] of each chunk, if a scorer wants them all
 
     @classmethod
     def empty(cls, num_tokens: int, k_HTD: Tensor, v_HTD: Tensor, dtype: torch.dtype) -> LayerBuffer:
@@ -145,6 +146,8 @@ class PrefillPass:
             return
         start = sequence.sealed_len + offset
         track_queries(sequence, layer, q_QTD, start, tracked)
+        if tracked.new_queries:
+            buffer.queries.append(q_QTD)
         if tracked.mass:
             assert merge.lse_HGT is not None
             old = stored_mass(sequence, layer, q_HGTD, merge.lse_HGT, start, whole=True)
@@ -158,6 +161,8 @@ class PrefillPass:
         new = NewSlots(buffer.k_HTD, buffer.v_HTD, sequence.sealed_len)
         if buffer.new_mass_HT is not None:
             new.mass_HS = _joined_mass(sequence, layer, buffer)
+        if buffer.queries:
+            new.q_QTD = torch.cat(buffer.queries, dim=1)
         for other, _ in self.followers:
             seen = sequence.sidecar.layers[layer]
             other.sidecar.layers[layer] = LayerSidecar(last_q_QWD=seen.last_q_QWD, moments=seen.moments)

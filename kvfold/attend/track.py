@@ -34,6 +34,7 @@ class Tracked:
     last_queries: int
     mass: bool
     query_stats: bool
+    new_queries: bool
 
     @classmethod
     def of(cls, policies: Sequence[Policy], *, decoding: bool) -> Tracked:
@@ -44,11 +45,12 @@ class Tracked:
             last_queries=max((need.last_queries for need in needs), default=0),
             mass=any(stage.size is not None and stage.score.needs.mass for stage in stages),
             query_stats=any(need.query_stats for need in needs),
+            new_queries=not decoding and any(need.new_queries for need in needs),
         )
 
     @property
     def anything(self) -> bool:
-        return bool(self.last_queries) or self.mass or self.query_stats
+        return bool(self.last_queries) or self.mass or self.query_stats or self.new_queries
 
 
 def _stage_needs(policy: Policy, decoding: bool) -> list[Needs]:

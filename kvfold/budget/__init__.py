@@ -4,7 +4,8 @@ from kvfold.budget.ada import Ada
 from kvfold.budget.base import Allocator, Budget
 from kvfold.budget.choose import choose
 from kvfold.budget.global_ import Global
+from kvfold.budget.pages import Pages
 from kvfold.budget.pyramid import Pyramid
 from kvfold.budget.uniform import Uniform
 
-__all__ = ["Ada", "Allocator", "Budget", "Global", "Pyramid", "Uniform", "choose"]
+__all__ = ["Ada", "Allocator", "Budget", "Global", "Pages", "Pyramid", "Uniform", "choose"]

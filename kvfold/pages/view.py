@@ -29,6 +29,7 @@ class NewSlots:
     v_HTD: Tensor
     start: int  # position of the first
     mass_HS: Tensor | None = None  # attention mass of stored and new slots after this pass
+    q_QTD: Tensor | None = None  # their queries
     replay_HGS: Tensor | None = None  # the largest weight that a second reading gave stored and new slots
 
     @property
@@ -113,6 +114,9 @@ def _observe(view: View, side: LayerSidecar, new: NewSlots, needs: Needs) -> Non
         q_QWD = side.last_q_QWD[:, -needs.last_queries :]
         positions = torch.arange(new.end - q_QWD.shape[1], new.end, device=q_QWD.device)
         view.q_RGWD, view.q_position_RW = q_QWD.unflatten(0, shape), positions.expand(view.num_heads, -1)
+    if needs.new_queries:
+        q_QTD = new.k_HTD.new_empty(view.spec.num_query_heads, 0, view.spec.head_dim) if new.q_QTD is None else new.q_QTD
+        view.new_q_RGTD = q_QTD.unflatten(0, shape)
     if needs.mass:
         view.mass_RS = new.mass_HS
         view.mass_count_RS = (new.end - view.position_RS).clamp(min=1).float() * view.spec.group

@@ -10,7 +10,22 @@ import torch
 from kvfold.budget import choose
 from kvfold.errors import InputError
 from kvfold.policy.registry import terms
-from kvfold.score import H2O, Expected, Needs, Scorer, SnapKV, View
+from kvfold.score import (
+    H2O,
+    NACL,
+    RKV,
+    Chunk,
+    Compactor,
+    Expected,
+    KeyDiff,
+    LagKV,
+    Needs,
+    Scissorhands,
+    Scorer,
+    SnapKV,
+    Tree,
+    View,
+)
 from tests.score.views import HEADS, make_view, sequence
 
 VARIANTS: list[Scorer] = [
@@ -18,6 +33,14 @@ VARIANTS: list[Scorer] = [
     SnapKV(window=40, pool="none", over_window="sum", over_group="sum"),
     H2O(correction="mean"),
     Expected(sinks=0, future=7, covariance=False, epsilon=0.01),
+    Chunk(KeyDiff(), size=4, shared=False),
+    Compactor(sinks=0, recent=1, block=16, blend=0.5),
+    LagKV(sinks=2, lag=5),
+    LagKV(sinks=0, lag=4, cross=True),
+    NACL(proxies=5, share=0.5),
+    RKV(window=3, kernel=1, mix=0.5, threshold=0.1),
+    Scissorhands(history=6),
+    Tree(sinks=0, recent=0.0),
 ]
 SCORERS: list[Scorer] = [term.variant() for term in terms("score")] + VARIANTS
 
@@ -37,7 +60,10 @@ def view(scorer: Scorer) -> View:
 
 
 def test_the_scorers_are_registered() -> None:
-    names = "expected full h2o keydiff knorm random recent snapkv streaming tova"
+    names = (
+        "a2sf chunk compactor expected fastgen full h2o keydiff knorm kvcompress lagkv nacl random recent rkv"
+        " scissorhands snapkv streaming tova tree"
+    )
     assert set(names.split()) <= {term.name for term in terms("score")}
 
 

@@ -1,6 +1,6 @@
 """Small random views for scorer tests: ragged rows, gaps between positions, grouped query heads.
 
-R rows   S slots   D head dim   G query heads per KV head   W queries of the window
+R rows   S slots   D head dim   G query heads per KV head   W queries of the window   H KV heads   M hidden dims
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from torch import Tensor
 from kvfold.core import LayerSpec, Rope
 from kvfold.score import Needs, QueryStats, View
 
-HEAD_DIM, HEADS, GROUP = 8, 2, 3
+HEAD_DIM, HEADS, GROUP, HIDDEN = 8, 2, 3, 12
+KEPT = 14  # slots a head is to keep on average
 SPEC = LayerSpec(HEADS, HEADS * GROUP, HEAD_DIM, HEAD_DIM**-0.5, rope=Rope((1.0, 0.1, 0.01), attention_scale=1.1))
 
 
@@ -36,6 +37,7 @@ def make_view(seen: tuple[int, ...], lens: tuple[int, ...], needs: Needs, seed: 
         position_RS=position_RS,
         valid_RS=valid_RS,
         seen_R=seen_R,
+        slots_per_head=KEPT,
     )
     return with_needs(view, needs, g)
 
@@ -52,6 +54,9 @@ def with_needs(view: View, needs: Needs, g: torch.Generator) -> View:
         ago_W = torch.arange(window, 0, -1)
         q_RGWD = torch.randn(num_rows, GROUP, window, HEAD_DIM, generator=g)
         view = replace(view, q_RGWD=q_RGWD, q_position_RW=(view.seen_R.unsqueeze(-1) - ago_W).clamp(min=-1))
+    if needs.new_queries:
+        num_tokens = int(view.seen_R.max())
+        view = replace(view, new_q_RGTD=torch.randn(num_rows, GROUP, num_tokens, HEAD_DIM, generator=g))
     if needs.mass:
         count_RS = GROUP * (view.seen_R.unsqueeze(-1) - view.position_RS).float()
         mass_RS = torch.rand(num_rows, num_slots, generator=g) * count_RS
@@ -60,6 +65,10 @@ def with_needs(view: View, needs: Needs, g: torch.Generator) -> View:
         q_RGTD = torch.randn(num_rows, GROUP, 2 * HEAD_DIM, HEAD_DIM, generator=g)
         cov_RGDD = q_RGTD.transpose(-1, -2) @ q_RGTD / (2 * HEAD_DIM)
         view = replace(view, stats=QueryStats(q_RGTD.mean(dim=2), cov_RGDD))
+    if needs.replay is not None:
+        view = replace(view, replay_RGS=torch.rand(num_rows, GROUP, num_slots, generator=g))
+    if needs.output:
+        view = replace(view, wo_HGDM=torch.randn(HEADS, GROUP, HEAD_DIM, HIDDEN, generator=g))
     return view
 
 
@@ -68,8 +77,9 @@ def sequence(view: View, index: int) -> View:
     rows = slice(index * view.num_heads, (index + 1) * view.num_heads)
     num_slots = int(view.len_R[rows].max())
     parts = {field.name: getattr(view, field.name) for field in fields(view)}
-    cut = {name: part[rows] for name, part in parts.items() if isinstance(part, Tensor)}
+    cut = {name: part[rows] for name, part in parts.items() if isinstance(part, Tensor) and "_R" in name}
     cut = {name: part[:, :num_slots] if "_RS" in name else part for name, part in cut.items()}
+    cut = {name: part[..., :num_slots] if "_RGS" in name else part for name, part in cut.items()}
     if view.stats is not None:
         parts["stats"] = QueryStats(view.stats.mean_RGD[rows], view.stats.cov_RGDD[rows])
     return View(**(parts | cut))

@@ -1,0 +1,118 @@
+"""Keys that others cannot stand for, and tokens their surroundings look at (Compactor, arXiv:2507.08143); no question
+needed, one pass.
+
+R rows   S slots   D head dim   G query heads per KV head   T new queries   P positions   B sequences
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvfold.policy.registry import register
+from kvfold.score.attention import row_blocks
+from kvfold.score.base import Needs, Scorer, View
+from kvfold.score.block_votes import block_votes
+from kvfold.score.checks import at_least, given
+
+_UNKNOWN_BLEND = 0.35  # the authors' weight where no size is known
+_RIDGE = 1e-2
+_POOL = 3
+
+
+@register("score", "compactor", paper="arXiv:2507.08143", cost="block·L·d + L·d²")
+@dataclass(frozen=True)
+class Compactor(Scorer):
+    """Keep outlying keys, and tokens that their neighbourhood attends to from both sides.
+
+    score = blend * z(l) + z(a). Leverage l = x^T (X^T X + 0.01 I)^-1 x, X the row's keys before RoPE minus their mean.
+    a = avgpool3(c * |v|), c = column sums of softmax(q k^T) inside blocks of `block` tokens, without causal mask and
+    without scale, mean over the group. z = (. - mean) / std over all heads of the layer. blend is the share of slots
+    that goes, unless given. The first `sinks` and the last `recent` tokens are +inf and take part in nothing.
+
+    Against kvpress' CompactorPress: leverage is exact, in double precision, where it draws a Gaussian sketch of 48
+    dims. Slots stored by an earlier call, and all slots while decoding, have no queries left to vote: their z(a) is 0,
+    the mean.
+    """
+
+    sinks: int = 8
+    recent: int = 4
+    block: int = 256
+    blend: float | None = None
+
+    def __post_init__(self) -> None:
+        at_least("compactor", "sinks", self.sinks, 0)
+        at_least("compactor", "recent", self.recent, 0)
+        at_least("compactor", "block", self.block, 1)
+        if self.blend is not None:
+            at_least("compactor", "blend", self.blend, 0)
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(new_queries=True)
+
+    def score(self, view: View) -> Tensor:
+        q_RGTD = given("compactor", view.new_q_RGTD, "new_q_RGTD")
+        seen_R1 = view.seen_R.unsqueeze(-1)
+        stays_RS = (view.position_RS < self.sinks) | (view.position_RS >= seen_R1 - self.recent)
+        free_RS = view.valid_RS & ~stays_RS
+        voted_RS = free_RS & (view.position_RS >= seen_R1 - q_RGTD.shape[2])
+        vote_RS = block_votes(view, q_RGTD, voted_RS, self.sinks, self.block)
+        size_RS = torch.linalg.vector_norm(view.v_RSD, dim=-1, dtype=torch.float32)
+        pooled_RS = functional.avg_pool1d((vote_RS * size_RS).masked_fill(~voted_RS, 0.0), _POOL, 1, _POOL // 2)
+        unlike_RS = z_scores(leverage(view, free_RS), free_RS, view.num_heads)
+        score_RS = self._blend(view) * unlike_RS + z_scores(pooled_RS, voted_RS, view.num_heads)
+        return view.masked(score_RS.masked_fill(stays_RS, torch.inf))
+
+    def _blend(self, view: View) -> Tensor | float:
+        """One weight for all heads of a sequence."""
+        if self.blend is not None or not view.slots_per_head:
+            return _UNKNOWN_BLEND if self.blend is None else self.blend
+        mean_len_B = view.len_R.view(-1, view.num_heads).float().mean(1)
+        gone_B = (1 - view.slots_per_head / mean_len_B).clamp(min=0)
+        return gone_B.repeat_interleave(view.num_heads).unsqueeze(-1)
+
+
+def leverage(view: View, free_RS: Tensor) -> Tensor:
+    """How much of its own direction each free key brings to its row: fp32 [R, S], a few rows at a time."""
+    num_rows, num_slots, dim = view.k_RSD.shape
+    blocks = row_blocks(num_rows, 2 * num_slots * dim)
+    return torch.cat([_leverage(_before_rope(view, rows), free_RS[rows]) for rows in blocks])
+
+
+def _leverage(k_RSD: Tensor, free_RS: Tensor) -> Tensor:
+    free_RS1 = free_RS.unsqueeze(-1)
+    k_RSD = k_RSD.double().masked_fill(~free_RS1, 0.0)
+    mean_R1D = k_RSD.sum(1, keepdim=True) / free_RS1.sum(1, keepdim=True).clamp(min=1)
+    x_RSD = (k_RSD - mean_R1D).masked_fill(~free_RS1, 0.0)
+    ridge_DD = _RIDGE * torch.eye(x_RSD.shape[-1], dtype=torch.float64, device=x_RSD.device)
+    factor_RDD = torch.linalg.cholesky(x_RSD.transpose(1, 2) @ x_RSD + ridge_DD)
+    # |L^-1 x|^2 = x^T (L L^T)^-1 x
+    solved_RDS: Tensor = torch.linalg.solve_triangular(factor_RDD, x_RSD.transpose(1, 2), upper=False)
+    return solved_RDS.square().sum(1).float()
+
+
+def _before_rope(view: View, rows: slice) -> Tensor:
+    k_RSD, rope = view.k_RSD[rows].float(), view.spec.rope
+    if rope is None:
+        return k_RSD
+    turned_RSD = rope.rotate(k_RSD, -view.position_RS[rows])
+    turned_RSD[..., : rope.rotary_dim] /= rope.attention_scale
+    return turned_RSD
+
+
+def z_scores(x_RS: Tensor, among_RS: Tensor, num_heads: int) -> Tensor:
+    """Distance from the mean in standard deviations, both over the given slots of all heads of a sequence; 0 elsewhere.
+
+    Sums are taken in double precision, so that padding, which changes their order, does not change a choice.
+    """
+    by_sequence = (len(x_RS) // num_heads, -1)
+    among_BX = among_RS.reshape(by_sequence)
+    x_BX = x_RS.reshape(by_sequence).double().masked_fill(~among_BX, 0.0)
+    count_B1 = among_BX.sum(-1, keepdim=True)
+    away_BX = (x_BX - x_BX.sum(-1, keepdim=True) / count_B1.clamp(min=1)).masked_fill(~among_BX, 0.0)
+    std_B1 = (away_BX.square().sum(-1, keepdim=True) / (count_B1 - 1).clamp(min=1)).sqrt()
+    return (away_BX / std_B1.clamp(min=1e-6)).float().view_as(x_RS)

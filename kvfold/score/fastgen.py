@@ -1,0 +1,70 @@
+"""Heads of different kinds (FastGen, arXiv:2310.01801): some look at the first tokens, some at a few hitters, some at
+what is near, some everywhere; each keeps the cheapest kind of set that holds nearly all of its attention.
+
+R rows   S slots   K kinds
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvfold.budget.choose import choose
+from kvfold.errors import PolicyError
+from kvfold.policy.registry import register
+from kvfold.score.base import Needs, Scorer, View
+from kvfold.score.checks import at_least, given
+
+
+@register("score", "fastgen", paper="arXiv:2310.01801", cost="L²·d, L memory")
+@dataclass(frozen=True)
+class FastGen(Scorer):
+    """Tell by its attention what kind of set each head needs, and keep the slots of that set first.
+
+    Kinds, each holding the one before: the first `sinks` positions; the `frequent` share of slots with most attention;
+    the `local` share of latest slots; everything. A head's kind is the first whose slots received at least `recovery`
+    of the attention mass the head gave in all (of what it still holds). score = 1 + the slot's share of that mass
+    inside the head's set, that share alone outside. With `ada` or `global`, heads of the cheap kinds give their slots
+    to the others, which is the method's point; with `uniform` the set only decides the order.
+
+    Against the paper: there the size is what the kinds come to, here it is given; punctuation, a kind of its own there,
+    needs the text and is left out; mass is of the whole group. Shares are the paper's, recovery lies in its range of
+    0.91 to 0.98. Kinds are told anew at every eviction, where the paper tells them once, at the end of the prompt.
+    """
+
+    sinks: int = 4
+    frequent: float = 0.3
+    local: float = 0.3
+    recovery: float = 0.95
+
+    def __post_init__(self) -> None:
+        at_least("fastgen", "sinks", self.sinks, 0)
+        shares = (("frequent", self.frequent), ("local", self.local), ("recovery", self.recovery))
+        for name, value in shares:
+            if not 0 <= value <= 1:
+                raise PolicyError(f"fastgen({name}={value}): {name} is a share, from 0 to 1")
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(mass=True)
+
+    def score(self, view: View) -> Tensor:
+        mass_RS = given("fastgen", view.mass_RS, "mass_RS").masked_fill(~view.valid_RS, 0.0)
+        share_RS = mass_RS / mass_RS.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+        kinds_RKS = self._kinds(view, share_RS)
+        held_RK = torch.where(kinds_RKS, share_RS.unsqueeze(1), 0.0).sum(-1)
+        kind_R = (
+            (held_RK < self.recovery).sum(-1).clamp(max=kinds_RKS.shape[1] - 1)
+        )  # sets grow, so does what they hold
+        chosen_RS = kinds_RKS[torch.arange(len(kind_R), device=kind_R.device), kind_R]
+        return view.masked(chosen_RS + share_RS)
+
+    def _kinds(self, view: View, share_RS: Tensor) -> Tensor:
+        """bool [R, K, S]: the sets of the kinds, from the cheapest to everything."""
+        slot_S = torch.arange(share_RS.shape[1], device=share_RS.device)
+        first_RS = (view.position_RS < self.sinks) & view.valid_RS
+        hit_RS = first_RS | choose(view.masked(share_RS), (self.frequent * view.len_R).long())
+        latest_RS = hit_RS | (slot_S >= (view.len_R - (self.local * view.len_R).long()).unsqueeze(-1)) & view.valid_RS
+        return torch.stack((first_RS, hit_RS, latest_RS, view.valid_RS), dim=1)

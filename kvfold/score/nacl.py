@@ -1,0 +1,70 @@
+"""A few late queries vote, and chance keeps a part (NACL, arXiv:2408.03675).
+
+Proxies at the end of the prompt give every candidate the same number of votes; sampling a share of the budget hedges
+against their bias: what they do not look at now may be asked for later.
+
+    R rows   S slots   G query heads per KV head   W queries of the window
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvfold.budget.choose import choose_same
+from kvfold.errors import PolicyError
+from kvfold.policy.registry import register
+from kvfold.score.attention import window_sum
+from kvfold.score.base import Needs, Scorer, View
+from kvfold.score.checks import at_least, given
+from kvfold.score.random import Random
+from kvfold.score.snapkv import window_start
+
+_ABOVE_ALL_SAMPLES = 1e4  # votes are at most the number of proxies, noise at most 17
+_LEAST_DRAW = 2.0**-25  # half of the smallest draw above 0
+
+
+@register("score", "nacl", paper="arXiv:2408.03675", cost="proxies·L·d")
+@dataclass(frozen=True)
+class NACL(Scorer):
+    """Keep what the last `proxies` queries attend to, and a random `share` of the budget beside it.
+
+    s = sum over the proxies of softmax(q k^T * scale), mean over the group. Of the n slots that a head keeps beside the
+    proxies, (1 - share) * n are those of highest s; the others are drawn without replacement from softmax(s) of the
+    rest, each head for itself: s + Gumbel noise, whose top k are such a sample for every k. Proxies are +inf.
+
+    Against the authors' code: there 12 % of the prompt go by votes and 7 % by chance (share = 0.37, the default); the
+    paper's ablation likes 0.7 best. Proxies are 1 % of the prompt there and a number here, so that the window also
+    works while decoding; sinks and recent slots are `protect(...)`. Noise is a hash of seed, layer, head and position,
+    the same on every device.
+    """
+
+    proxies: int = 32
+    share: float = 0.37
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        at_least("nacl", "proxies", self.proxies, 1)
+        if not 0 <= self.share <= 1:
+            raise PolicyError(f"nacl(share={self.share}): share is the part left to chance, from 0 to 1")
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(last_queries=self.proxies, end_of_prompt=True)
+
+    def score(self, view: View) -> Tensor:
+        q_RGWD = given("nacl", view.q_RGWD, "q_RGWD")
+        q_position_RW = given("nacl", view.q_position_RW, "q_position_RW")
+        is_proxy_RS = view.position_RS >= window_start(q_position_RW).unsqueeze(-1)
+        vote_RS = view.masked(window_sum(view, q_RGWD, q_position_RW).mean(1)).masked_fill(is_proxy_RS, -torch.inf)
+        voted = round((1 - self.share) * max(view.slots_per_head - self.proxies, 0))
+        safe_RS = choose_same(vote_RS, voted)
+        score_RS = vote_RS + torch.where(safe_RS, _ABOVE_ALL_SAMPLES, self._noise(view))
+        return view.masked(score_RS.masked_fill(is_proxy_RS, torch.inf))
+
+    def _noise(self, view: View) -> Tensor:
+        """Standard Gumbel noise."""
+        draw_RS = Random(self.seed).score(view).clamp(min=_LEAST_DRAW)
+        return -(-draw_RS.log()).log()
