@@ -1,8 +1,8 @@
 """The size of every policy in every memory, looked for once and remembered in the folder of a run.
 
 A size is looked for on sample 0 of each task, length and mode, whatever shard a process runs, so that all shards agree.
-What was found for one task is tried first for the next: it fits again as a rule, and one forward tells. A hundredth of
-the memory is left to samples that take more than the first did; rows say what they took.
+What was found for one task is tried first for the next: one forward tells whether it fits again, and as a rule it does.
+A hundredth of the memory is left to samples that take more than the first did; rows say what they took.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from kvfold.errors import InputError, OutOfPages, SizeError
 FULL, WHOLE = "full", "100%"
 _HEADROOM = 0.01  # of the memory, for samples that take more than the first
 _SLACK = 0.02  # of it, that a search may leave
+_LEFT = 0.06  # of it, that a size found elsewhere may leave: at a thousand tokens a page per head is as much
 _Tokens = Callable[[], Sequence[int]]
 
 
@@ -119,23 +120,23 @@ class Sizes:
 
     def _tried(self, place: Place, missing: Sequence[Cell], tokens: Sequence[int]) -> dict[Cell, Sized]:
         """What was found last for the same length, where it fits here too and leaves little."""
-        guesses = {cell: guess for cell in missing if (guess := self._last(place.length, cell)) is not None}
-        texts = list(dict.fromkeys(guess.resolved for guess in guesses.values() if guess.resolved))
+        guesses = {cell: guess for cell in missing if (guess := self._last(place.length, cell))}
+        if not guesses:
+            return {}
         try:
-            taken = dict(zip(texts, resident_bytes(self.runner, texts, tokens), strict=True)) if texts else {}
+            texts = list(dict.fromkeys(guesses.values()))
+            taken = dict(zip(texts, resident_bytes(self.runner, texts, tokens), strict=True))
         except (OutOfPages, SizeError):
             return {}
         full_bytes = self.runner.spec.full_bytes(len(tokens))
-        found = {}
-        for cell, guess in guesses.items():
-            share = taken.get(guess.resolved, 0) / full_bytes
-            if guess.note == TOO_SMALL or _fits(cell, guess.resolved, share):
-                found[cell] = Sized(*place, *cell, guess.resolved, guess.note, round(share, 5))
-        return found
+        tried = {cell: Matched(text, taken[text], 0, full_bytes) for cell, text in guesses.items()}
+        settled = {cell: match for cell, match in tried.items() if cell.keeps_all or _fits(cell, match)}
+        return {cell: _sized(place, cell, match) for cell, match in settled.items()}
 
-    def _last(self, length: int, cell: Cell) -> Sized | None:
+    def _last(self, length: int, cell: Cell) -> str:
+        """The policy that was found; empty where none was."""
         alike = (sized for (place, known), sized in self._found.items() if (place.length, known) == (length, cell))
-        return next(reversed(list(alike)), None)
+        return next((sized.resolved for sized in reversed(list(alike))), "")
 
 
 def _share(cell: Cell) -> float:
@@ -144,17 +145,19 @@ def _share(cell: Cell) -> float:
     return share if cell.keeps_all else share * (1 - _HEADROOM)
 
 
-def _fits(cell: Cell, resolved: str, share: float) -> bool:
+def _fits(cell: Cell, tried: Matched) -> bool:
     """Within the memory, and near it unless nothing more could be kept."""
-    keeps_all = cell.keeps_all or resolved.endswith(" + 1x")
-    least = 0.0 if keeps_all else _share(cell) * (1 - 2 * _SLACK)
-    return least <= share <= share_of(cell.memory) * (1 - _HEADROOM / 2)
+    keeps_all = cell.keeps_all or tried.policy.endswith(" + 1x")
+    least = 0.0 if keeps_all else _share(cell) * (1 - _LEFT)
+    return least <= tried.share <= share_of(cell.memory)
 
 
 def _sized(place: Place, cell: Cell, found: Matched | SizeError) -> Sized:
+    """What cannot be made smaller is named all the same."""
     if isinstance(found, SizeError):
-        return Sized(*place, *cell, "", TOO_SMALL, 0.0)
-    return Sized(*place, *cell, found.policy, "", round(found.share, 5))
+        return Sized(*place, *cell, cell.policy if cell.keeps_all else "", TOO_SMALL, 0.0)
+    note = "" if found.share <= share_of(cell.memory) else TOO_SMALL
+    return Sized(*place, *cell, found.policy, note, round(found.share, 5))
 
 
 def _read(path: Path) -> list[Sized]:
