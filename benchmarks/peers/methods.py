@@ -1,0 +1,24 @@
+"""What is measured on both sides: a peer's method with its arguments, and the kvfold policy that claims to be the same.
+
+Presses stand at kvpress' defaults; kvfold's arguments follow them. `protect(none)` keeps kvfold from holding sinks and
+the latest tokens by rule, which kvpress has no counterpart of.
+"""
+
+from __future__ import annotations
+
+from benchmarks.peers.exchange import Method
+
+FULL = Method("transformers:full", "full", "full")
+PRESSES = (
+    Method("kvpress:snapkv", "snapkv(window=64) + protect(none)", "press", "SnapKVPress"),
+    Method("kvpress:expected", "expected + protect(none)", "press", "ExpectedAttentionPress"),
+    Method("kvpress:keydiff", "keydiff + protect(none)", "press", "KeyDiffPress"),
+    Method("kvpress:tova", "tova + protect(none)", "press", "TOVAPress"),
+)
+# No pair claims to be the same here: grouping, rotation and scales differ. The bits are.
+QUANTIZED = (
+    Method("transformers:quanto4", "full + int4", "quantized", "quanto", {"nbits": 4}),
+    Method("transformers:quanto2", "full + int2", "quantized", "quanto", {"nbits": 2}),
+    Method("transformers:hqq4", "full + kivi4", "quantized", "hqq", {"nbits": 4}),
+    Method("transformers:hqq2", "full + kivi2", "quantized", "hqq", {"nbits": 2}),
+)
