@@ -10,7 +10,7 @@ from kvfold.bench.report.costs import cost_table
 from kvfold.bench.report.fidelity import fidelity
 from kvfold.bench.report.headline import headline
 from kvfold.bench.report.heat import heat_maps
-from kvfold.bench.report.html import NOTHING, Html, buttons, embedded_json, join, tag, text, view
+from kvfold.bench.report.html import NOTHING, Html, buttons, embedded_json, join, tag, text
 from kvfold.bench.report.look import looks
 from kvfold.bench.report.merge import Section
 from kvfold.bench.report.origin import failures, origin
@@ -22,10 +22,10 @@ OVERALL = "all workloads"
 
 
 def page(sections: Sequence[Section]) -> str:
-    """The whole document."""
+    """The whole document. Without the script all sections stand below each other."""
     names = section_names(sections)
     pairs = enumerate(zip(sections, names, strict=True))
-    bodies = [view("model", name, names[0], _section(s, i, name)) for i, (s, name) in pairs]
+    bodies = [tag("div", _section(s, i, name), data_view="model", data_name=name) for i, (s, name) in pairs]
     title = f"kvfold: {listed(names)}"
     head = join(
         [

@@ -20,7 +20,7 @@ def rankings(scope: Scope, looks: Mapping[str, Look]) -> Html:
     by_memory: dict[str, list[Contest]] = {}
     for contest in (contest for mode in MODES if mode in scope.samples for contest in contests(scope, mode)):
         by_memory.setdefault(contest.memory, []).append(contest)
-    opened = sorted(by_memory, key=percent)[len(by_memory) // 2] if by_memory else None
+    opened = sorted(by_memory, key=percent)[(len(by_memory) - 1) // 2] if by_memory else None
     return join(_fold(memory, memory == opened, found, scope, looks) for memory, found in by_memory.items())
 
 

@@ -2,15 +2,19 @@
 // Buttons choose one of several views, legends hide policies, and lost answers are browsed. All content stands in the
 // page without this script; whatever a model wrote is set as text, never as markup.
 
+const choose = (group, button) => {
+  for (const other of group.children) other.setAttribute("aria-pressed", String(other === button));
+  for (const view of document.querySelectorAll(`[data-view="${group.dataset.group}"]`)) {
+    view.hidden = view.dataset.name !== button.dataset.choose;
+  }
+};
+
 for (const group of document.querySelectorAll(".buttons")) {
   group.hidden = false;
+  choose(group, group.querySelector('[aria-pressed="true"]'));
   group.addEventListener("click", (event) => {
     const button = event.target.closest("[data-choose]");
-    if (!button) return;
-    for (const other of group.children) other.setAttribute("aria-pressed", String(other === button));
-    for (const view of document.querySelectorAll(`[data-view="${group.dataset.group}"]`)) {
-      view.hidden = view.dataset.name !== button.dataset.choose;
-    }
+    if (button) choose(group, button);
   });
 }
 
