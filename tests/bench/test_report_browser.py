@@ -59,7 +59,7 @@ def _looked_at(page: Path, width: int) -> subprocess.CompletedProcess[str]:
 
 def _sound(tmp_path: Path, width: int) -> dict[str, Any]:
     """What the page does when its buttons are pressed; the console must stay silent."""
-    written = {"policy": LONG, "answer": "<b>no</b> " + "x" * 400}
+    written: dict[str, Any] = {"policy": LONG, "answer": "<b>no</b> " + "x" * 400}
     rows = [replace(row, **written) if row.policy == "keydiff" else row for row in read_run(EXAMPLE).rows]
     runs = [write(tmp_path / "run", rows), write(tmp_path / "other", rows, model="other")]
     out = tmp_path / "report.html"
