@@ -115,8 +115,8 @@ def _observe(view: View, side: LayerSidecar, new: NewSlots, needs: Needs) -> Non
         positions = torch.arange(new.end - q_QWD.shape[1], new.end, device=q_QWD.device)
         view.q_RGWD, view.q_position_RW = q_QWD.unflatten(0, shape), positions.expand(view.num_heads, -1)
     if needs.new_queries:
-        q_QTD = new.k_HTD.new_empty(view.spec.num_query_heads, 0, view.spec.head_dim) if new.q_QTD is None else new.q_QTD
-        view.new_q_RGTD = q_QTD.unflatten(0, shape)
+        none_QTD = new.k_HTD.new_empty(view.spec.num_query_heads, 0, view.spec.head_dim)
+        view.new_q_RGTD = (none_QTD if new.q_QTD is None else new.q_QTD).unflatten(0, shape)
     if needs.mass:
         view.mass_RS = new.mass_HS
         view.mass_count_RS = (new.end - view.position_RS).clamp(min=1).float() * view.spec.group
