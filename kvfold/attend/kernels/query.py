@@ -4,6 +4,7 @@ The rotation is a matrix of signs, which every float holds exactly, times one fa
 tensor cores.
 
     R rows   X queries of a row   D head dim   M rows of the dot (X padded)   DP D padded to a power of two
+    C channels of a program
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from kvfold.attend.kernels.decode import is_plain, padded
 from kvfold.codec import hadamard
+
+_CHANNELS = 32  # of a program: a whole matrix of 256 by 256 signs in fp32 fits into no shared memory
 
 
 @triton.jit
@@ -32,22 +35,25 @@ def query_kernel(
     M: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
+    C: tl.constexpr,
     PLAIN: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     x = tl.arange(0, M)
     d = tl.arange(0, DP)
-    at_XD = (row * X + x)[:, None] * D + d[None, :]
-    inside_XD = (x < X)[:, None] & (d < D)[None, :]
-    q_XD = tl.load(q + at_XD, mask=inside_XD, other=0.0)
-    signs_DD = tl.load(signs + d[:, None] * D + d[None, :], mask=(d < D)[:, None] & (d < D)[None, :], other=0.0)
+    c = tl.program_id(1) * C + tl.arange(0, C)
+    first_X = (row * X + x)[:, None] * D
+    q_XD = tl.load(q + first_X + d[None, :], mask=(x < X)[:, None] & (d < D)[None, :], other=0.0)
+    signs_DC = tl.load(signs + d[:, None] * D + c[None, :], mask=(d < D)[:, None] & (c < D)[None, :], other=0.0)
     mean_D = tl.load(mean + row // num_sharing * D + d, mask=d < D, other=0.0)
     if PLAIN:
-        rotated_XD = tl.dot(q_XD.to(tl.float32), signs_DD.to(tl.float32), input_precision="ieee") * factor
+        rotated_XC = tl.dot(q_XD.to(tl.float32), signs_DC.to(tl.float32), input_precision="ieee") * factor
     else:
-        rotated_XD = tl.dot(q_XD, signs_DD, input_precision="tf32x3") * factor
-    tl.store(rotated + at_XD, rotated_XD.to(rotated.dtype.element_ty), mask=inside_XD)
-    tl.store(offset + row * X + x, tl.sum(q_XD.to(tl.float32) * mean_D[None, :], 1), mask=x < X)
+        rotated_XC = tl.dot(q_XD, signs_DC, input_precision="tf32x3") * factor
+    inside_XC = (x < X)[:, None] & (c < D)[None, :]
+    tl.store(rotated + first_X + c[None, :], rotated_XC.to(rotated.dtype.element_ty), mask=inside_XC)
+    if tl.program_id(1) == 0:
+        tl.store(offset + row * X + x, tl.sum(q_XD.to(tl.float32) * mean_D[None, :], 1), mask=x < X)
 
 
 @cache
@@ -60,7 +66,9 @@ def launch(q_RXD: Tensor, mean_RD: Tensor) -> tuple[Tensor, Tensor]:
     num_rows, num_queries, head_dim = q_RXD.shape
     rotated = torch.empty_like(q_RXD, memory_format=torch.contiguous_format)
     offset = torch.empty(num_rows, num_queries, dtype=torch.float32, device=q_RXD.device)
-    query_kernel[(num_rows,)](
+    width = padded(head_dim, 16)
+    channels = min(width, _CHANNELS)
+    query_kernel[(num_rows, width // channels)](
         q_RXD.contiguous(),
         mean_RD.contiguous(),
         _signs(head_dim, q_RXD.dtype, q_RXD.device),
@@ -71,7 +79,8 @@ def launch(q_RXD: Tensor, mean_RD: Tensor) -> tuple[Tensor, Tensor]:
         X=num_queries,
         M=padded(num_queries, 16),
         D=head_dim,
-        DP=padded(head_dim, 16),
+        DP=width,
+        C=channels,
         PLAIN=is_plain(q_RXD),
         num_warps=4,
     )
