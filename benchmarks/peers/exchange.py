@@ -122,7 +122,7 @@ def num_kept(num_tokens: int, ratio: int) -> int:
 
 def write_jobs(work: Path, header: Header, prompts: Iterable[Prompt]) -> None:
     work.mkdir(parents=True, exist_ok=True)
-    text = "".join(json.dumps(asdict(line)) + "\n" for line in (header, *prompts))
+    text = "".join(json.dumps(line) + "\n" for line in (asdict(header), *map(asdict, prompts)))
     (work / JOBS).write_text(text, encoding="utf-8")
 
 
