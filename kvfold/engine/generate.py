@@ -6,6 +6,8 @@ before them. A token that holds both the end of the text and the start of the st
 
     | run and committed | run, may begin a stop string | sampled last | drafted |
 
+Where requests are greedy and steps captured, the device runs one step ahead of the host (ahead.py).
+
 With a drafter, a step runs the sampled token and a draft behind it. Sampling then goes on through the logits of that
 pass for as long as it says what was drafted; each such token enters the cache as if it had had a step of its own.
 """
@@ -21,6 +23,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from kvfold.engine.ahead import Ahead, Arriving, can_run_ahead, run_ahead
 from kvfold.engine.runner import Runner
 from kvfold.engine.sample import Sampler, Sampling
 from kvfold.engine.speculate import Drafter
@@ -73,17 +76,40 @@ class Request:
 def generate(runner: Runner, requests: Sequence[Request], tokenizer: Any) -> Iterator[tuple[Request, str]]:
     """Run until every request has ended; yields (request, piece of text) as text becomes final."""
     writers = [_Writer(request, tokenizer, runner.spec.eos_token_ids) for request in requests]
+    greedy = all(writer.is_greedy and can_run_ahead(runner, writer.request.sequence) for writer in writers)
+    ahead: Ahead | None = None
     while live := [writer for writer in writers if writer.request.reason is None]:
         for writer in live:
             piece = writer.write()
             if piece:
                 yield writer.request, piece
-        _step(runner, [writer for writer in live if writer.request.reason is None])
+        going = [writer for writer in live if writer.request.reason is None]
+        if going and greedy:
+            ahead = _step_greedily(runner, going, ahead)
+        elif going:
+            _step(runner, going)
+
+
+def _step_greedily(runner: Runner, writers: Sequence[_Writer], ahead: Ahead | None) -> Ahead | None:
+    """A step, and the next one queued behind it before the host waits for this one's tokens; `ahead`: this step, if it
+    was queued before."""
+    began, setup_s = time.perf_counter(), runner.setup_s
+    sequences = [writer.request.sequence for writer in writers]
+    if ahead is None:
+        rows_BV = runner.decode(sequences, [writer.request.token_ids[-1] for writer in writers])
+        rows, arriving = list(rows_BV), Arriving(sequences, rows_BV)
+    else:
+        rows, arriving = [ahead.keep(sequence) for sequence in sequences], ahead.arriving
+    more = [writer.request.sequence for writer in writers if writer.num_left > 1]
+    ahead = run_ahead(runner, more, arriving.on_device(more)) if more else None
+    likeliest = arriving.wait(sequences)
+    took = _Took(time.perf_counter() - began, runner.setup_s - setup_s)
+    for writer, logits_V, token in zip(writers, rows, likeliest, strict=True):
+        writer.ran(logits_V, token, took)
+    return ahead
 
 
 def _step(runner: Runner, writers: Sequence[_Writer]) -> None:
-    if not writers:
-        return
     began, setup_s = time.perf_counter(), runner.setup_s
     drafts = [writer.draft() for writer in writers]
     sequences = [writer.request.sequence for writer in writers]
@@ -193,8 +219,18 @@ class _Writer:
         request = self.request
         if request.drafter is None:
             return []
-        left = request.max_new_tokens - len(request.token_ids)
-        return request.drafter.draft(min(left, request.sequence.open.next_room) - 1)
+        return request.drafter.draft(min(self.num_left, request.sequence.open.next_room) - 1)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is always the next, and nothing that has run can turn out to belong to a stop."""
+        request = self.request
+        return request.sampling.temperature == 0 and request.drafter is None and not request.stop
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that may still be sampled."""
+        return self.request.max_new_tokens - len(self.request.token_ids)
 
     def ran(self, logits_V: Tensor, likeliest: int, took: _Took) -> None:
         """The last token went through the model."""

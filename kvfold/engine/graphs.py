@@ -21,12 +21,13 @@ from torch import Tensor, nn
 
 from kvfold.attend.kernels.lanes import Lanes, OutOfLanes
 from kvfold.attend.kernels.step import Step, layout_of
-from kvfold.attend.kernels.tables import Layout, sent
+from kvfold.attend.kernels.tables import Layout, sent, staged
 from kvfold.core import Compile
 from kvfold.models.attach import layers_wrapped, maskless
 from kvfold.models.step_cache import StepCache
 from kvfold.pages.sequence import SequenceCache
 
+Tokens = Sequence[Sequence[int]] | Tensor  # of each sequence; or one each, [sequences], on the device
 Compiler = Callable[[Callable[..., Any], int], Callable[..., Any]]  # (a layer's forward, rows) -> compiled forward
 _COMPILE_AFTER = 512  # replayed steps that are worth the seconds of a compilation
 _MOST_GRAPHS = 8
@@ -46,7 +47,7 @@ class Graphs:
         self._captured: dict[tuple[int, int, int], _Captured] = {}
         self._compiled: dict[tuple[type[nn.Module], bool], Callable[..., Any]] = {}
 
-    def decode(self, hf: Any, sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]) -> Tensor | None:
+    def decode(self, hf: Any, sequences: Sequence[SequenceCache], tokens: Tokens) -> Tensor | None:
         """Logits [packed tokens, V] after each token of every sequence, which go to its open block, uncounted.
 
         None where the kernels do not serve the batch. Sequences have room for their tokens. The result is the
@@ -55,7 +56,8 @@ class Graphs:
         layout = layout_of(sequences[0]) if self.enabled else None
         if layout is None or any(layout_of(sequence) is not layout for sequence in sequences):
             return None
-        shape = _bucket(len(sequences)), _bucket(max(len(ids) for ids in tokens))
+        most = 1 if isinstance(tokens, Tensor) else max(map(len, tokens))
+        shape = _bucket(len(sequences)), _bucket(most)
         if layout.spec.dtype == torch.float32 and layout.spec.layers[0].group * shape[1] > _MOST_FP32_QUERIES:
             return None
         key = id(layout), *shape  # one object for all layouts that are equal, kept for good
@@ -132,36 +134,40 @@ class _Captured:
         with torch.cuda.graph(self.graph):
             self.logits_BTV = self._forward(hf, compiled)
 
-    def run(self, hf: Any, sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]) -> Tensor:
+    def run(self, hf: Any, sequences: Sequence[SequenceCache], tokens: Tokens) -> Tensor:
         lanes = self.lanes.place(sequences)
-        self._send(lanes, sequences, tokens)
+        is_packed = self.num_tokens == 1 and lanes == list(range(len(lanes)))  # rows are the tokens', in their order
+        lens = [1] * len(lanes) if isinstance(tokens, Tensor) else [len(ids) for ids in tokens]
+        rows = [lane * self.num_tokens + t for lane, length in zip(lanes, lens, strict=True) for t in range(length)]
+        row_N = None if is_packed else sent(np.array(rows), self.inbox_BI.device)
+        if isinstance(tokens, Tensor):
+            self._send(lanes, sequences, [[0]] * len(lanes))
+            self._put(tokens, row_N)
+        else:
+            self._send(lanes, sequences, tokens)
         if self.graph is None:
             self.logits_BTV = self._forward(hf, None)
         else:
             self.graph.replay()
         assert self.logits_BTV is not None
         logits_MV = self.logits_BTV.flatten(0, 1)
-        if self._is_packed(lanes):
-            return logits_MV[: len(lanes)].clone()
-        rows = [lane * self.num_tokens + t for lane, ids in zip(lanes, tokens, strict=True) for t in range(len(ids))]
-        return logits_MV.index_select(0, sent(np.array(rows), logits_MV.device))
+        return logits_MV[: len(lanes)].clone() if row_N is None else logits_MV.index_select(0, row_N)
 
-    def _is_packed(self, lanes: list[int]) -> bool:
-        """Whether rows of logits are those of the tokens, in order, and need no index."""
-        return self.num_tokens == 1 and lanes == list(range(len(lanes)))
-
-    def _send(
-        self, lanes: Sequence[int], sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]
-    ) -> None:
+    def _send(self, lanes: Sequence[int], sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]) -> None:
         """Lanes without a sequence get fill -1; a draft that is shorter than T is padded, and its padding not read."""
-        num_tokens, fills = self.num_tokens, [sequence.open.fill for sequence in sequences]
-        sealed = [sequence.sealed_len for sequence in sequences]
-        inbox_BI = np.zeros(self.inbox_BI.shape, dtype=np.int64)
-        inbox_BI[:, -1] = -1
-        inbox_BI[lanes, -1] = fills
-        inbox_BI[lanes, num_tokens:-1] = np.add(sealed, fills)[:, None] + np.arange(num_tokens)
-        inbox_BI[lanes, :num_tokens] = [[*ids, *[0] * (num_tokens - len(ids))] for ids in tokens]
-        self.inbox_BI.copy_(sent(inbox_BI, self.inbox_BI.device), non_blocking=True)
+        rows = [[0] * (2 * self.num_tokens) + [-1]] * self.lanes.num_lanes
+        for lane, sequence, ids in zip(lanes, sequences, tokens, strict=True):
+            fill, padding = sequence.open.fill, [0] * (self.num_tokens - len(ids))
+            start = sequence.sealed_len + fill
+            rows[lane] = [*ids, *padding, *range(start, start + self.num_tokens), fill]
+        self.inbox_BI.copy_(staged(np.array(rows), self.inbox_BI.device), non_blocking=True)
+
+    def _put(self, token_B: Tensor, lane_B: Tensor | None) -> None:
+        """Tokens that the host has not seen, one a lane."""
+        if lane_B is None:
+            self.inbox_BI[: len(token_B), 0].copy_(token_B)
+        else:
+            self.inbox_BI[:, 0].index_copy_(0, lane_B, token_B)
 
     def _forward(self, hf: Any, compiled: Compiler | None) -> Tensor:
         ids_BT, position_BT, fill_B1 = self.inbox_BI.split((self.num_tokens, self.num_tokens, 1), dim=1)

@@ -155,24 +155,29 @@ class Runner:
         return logits
 
     @torch.inference_mode()
-    def verify(self, sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]) -> list[Verified]:
-        """Several tokens for each sequence, the last sampled one and a draft of what may follow, in one pass.
+    def verify(self, sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]] | Tensor) -> list[Verified]:
+        """Several tokens for each sequence, the last sampled one and a draft of what may follow, in one pass; or one
+        each, in a tensor [batch] of the device, which a captured step reads there: the host does not wait for it.
 
         None of them is in the cache until it is kept. A pass never crosses the point where the open block seals: what
         the tokens see is what they would have seen one by one.
         """
-        self._check(sequences, tokens)
-        for sequence, ids in zip(sequences, tokens, strict=True):
-            if len(ids) > sequence.open.next_room:
-                raise InputError(f"{len(ids)} tokens to verify; {sequence.open.next_room} fit before the block seals")
-        step = DecodePass(sequences, [len(ids) for ids in tokens])
+        if isinstance(tokens, Tensor):
+            lens = [1] * len(tokens)
+        else:
+            self._check(sequences, tokens)
+            lens = [len(ids) for ids in tokens]
+        for sequence, length in zip(sequences, lens, strict=True):
+            if length > sequence.open.next_room:
+                raise InputError(f"{length} tokens to verify; {sequence.open.next_room} fit before the block seals")
+        step = DecodePass(sequences, lens)
         rows_NV = self._captured(step, tokens)
         if rows_NV is None:
-            rows_NV = self._plain(step, tokens)
+            rows_NV = self._plain(step, tokens.unsqueeze(-1).tolist() if isinstance(tokens, Tensor) else tokens)
         rows = rows_NV.split(step.num_tokens)
         return [Verified(step, index, logits_TV) for index, logits_TV in enumerate(rows)]
 
-    def _captured(self, step: DecodePass, tokens: Sequence[Sequence[int]]) -> Tensor | None:
+    def _captured(self, step: DecodePass, tokens: Sequence[Sequence[int]] | Tensor) -> Tensor | None:
         """Logits [packed tokens, vocab] from a captured graph, where there is one; nothing is observed."""
         return None if self.graphs is None else self.graphs.decode(self.hf, step.sequences, tokens)
 

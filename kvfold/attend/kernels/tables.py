@@ -90,5 +90,10 @@ class Tables:
 
 def sent(array: NDArray[np.int64] | NDArray[np.int32], device: torch.device) -> Tensor:
     """On the device, without waiting for it."""
+    return staged(array, device).to(device, non_blocking=True)
+
+
+def staged(array: NDArray[np.int64] | NDArray[np.int32], device: torch.device) -> Tensor:
+    """Where the device fetches it from by itself: in pinned memory, which is not used again before it has."""
     found = torch.from_numpy(array)
-    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
+    return found.pin_memory() if device.type == "cuda" else found

@@ -1,0 +1,88 @@
+"""A decode step queued behind another whose tokens the host has not read yet.
+
+Greedy tokens are found on the device and fed to the next step there, so the device goes on while the host makes text
+of the last ones. A token that ends its request has been run in vain; it was never kept, so nothing of it is left.
+
+    device   | step 1 | step 2 | step 3 |
+    host              | text 1 | text 2 |
+
+    B sequences of the step   V vocabulary
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvfold.attend.kernels.step import layout_of
+from kvfold.attend.kernels.tables import sent
+from kvfold.attend.track import Tracked
+from kvfold.engine.runner import Runner
+from kvfold.engine.verify import Verified
+from kvfold.errors import OutOfPages
+from kvfold.pages.sequence import SequenceCache
+from kvfold.when import Never
+
+
+class Arriving:
+    """The likeliest token after each row of a step: on the device at once, on the host when it has arrived."""
+
+    def __init__(self, sequences: Sequence[SequenceCache], logits_BV: Tensor) -> None:
+        self._row = {sequence: row for row, sequence in enumerate(sequences)}
+        self._token_B = self._host_B = logits_BV.argmax(-1)
+        self._event = None
+        if logits_BV.is_cuda:  # sent before the next step is queued, or it would arrive after that step
+            self._host_B = torch.empty(len(logits_BV), dtype=torch.int64, pin_memory=True)
+            self._host_B.copy_(self._token_B, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def on_device(self, sequences: Sequence[SequenceCache]) -> Tensor:
+        rows = [self._row[sequence] for sequence in sequences]
+        if rows == list(range(len(self._row))):
+            return self._token_B
+        return self._token_B.index_select(0, sent(np.array(rows), self._token_B.device))
+
+    def wait(self, sequences: Sequence[SequenceCache]) -> list[int]:
+        if self._event is not None:
+            self._event.synchronize()
+        tokens = self._host_B.tolist()
+        return [tokens[self._row[sequence]] for sequence in sequences]
+
+
+class Ahead:
+    """A step that has been queued; its tokens enter the caches of those sequences that are kept."""
+
+    def __init__(self, sequences: Sequence[SequenceCache], found: Sequence[Verified]) -> None:
+        self._found = dict(zip(sequences, found, strict=True))
+        self.arriving = Arriving(sequences, torch.cat([verified.logits_TV for verified in found]))
+
+    def keep(self, sequence: SequenceCache) -> Tensor:
+        """Its token goes on; returns the logits after it."""
+        return self._found[sequence].keep()
+
+
+def can_run_ahead(runner: Runner, sequence: SequenceCache) -> bool:
+    """Where steps are captured and note nothing for scorers: a note could not be taken back."""
+    if runner.graphs is None or layout_of(sequence) is None or sequence.open.num_slots < 2:
+        return False
+    return not Tracked.of([sequence.policy], decoding=True).anything
+
+
+def run_ahead(runner: Runner, sequences: Sequence[SequenceCache], token_B: Tensor) -> Ahead | None:
+    """Queue a step on tokens of the device; None where there is no memory for it, which the next step will say, or
+    where it would evict, which must wait until the token is known to go on."""
+    if any(sequence.open.room == 0 and _may_evict(sequence) for sequence in sequences):
+        return None
+    try:
+        return Ahead(sequences, runner.verify(sequences, token_B))
+    except OutOfPages:
+        return None
+
+
+def _may_evict(sequence: SequenceCache) -> bool:
+    stage = sequence.policy.decode
+    return stage.size is not None and not isinstance(stage.when, Never)
