@@ -47,14 +47,18 @@ class Graphs:
         self._captured: dict[tuple[int, int, int], _Captured] = {}
         self._compiled: dict[tuple[type[nn.Module], bool], Callable[..., Any]] = {}
 
-    def decode(self, hf: Any, sequences: Sequence[SequenceCache], tokens: Tokens) -> Tensor | None:
+    def decode(
+        self, hf: Any, sequences: Sequence[SequenceCache], tokens: Tokens, *, stays: bool = True
+    ) -> Tensor | None:
         """Logits [packed tokens, V] after each token of every sequence, which go to its open block, uncounted.
 
         None where the kernels do not serve the batch. Sequences have room for their tokens. The result is the
-        caller's to keep.
+        caller's to keep. `stays`: every token is known to; what scorers observe of one cannot be taken back.
         """
         layout = layout_of(sequences[0]) if self.enabled else None
         if layout is None or any(layout_of(sequence) is not layout for sequence in sequences):
+            return None
+        if layout.watches and not stays:
             return None
         most = 1 if isinstance(tokens, Tensor) else max(map(len, tokens))
         shape = _bucket(len(sequences)), _bucket(most)

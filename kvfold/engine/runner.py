@@ -171,15 +171,17 @@ class Runner:
             if length > sequence.open.next_room:
                 raise InputError(f"{length} tokens to verify; {sequence.open.next_room} fit before the block seals")
         step = DecodePass(sequences, lens)
-        rows_NV = self._captured(step, tokens)
+        rows_NV = self._captured(step, tokens, stays=False)
         if rows_NV is None:
             rows_NV = self._plain(step, tokens.unsqueeze(-1).tolist() if isinstance(tokens, Tensor) else tokens)
         rows = rows_NV.split(step.num_tokens)
         return [Verified(step, index, logits_TV) for index, logits_TV in enumerate(rows)]
 
-    def _captured(self, step: DecodePass, tokens: Sequence[Sequence[int]] | Tensor) -> Tensor | None:
-        """Logits [packed tokens, vocab] from a captured graph, where there is one; nothing is observed."""
-        return None if self.graphs is None else self.graphs.decode(self.hf, step.sequences, tokens)
+    def _captured(
+        self, step: DecodePass, tokens: Sequence[Sequence[int]] | Tensor, *, stays: bool = True
+    ) -> Tensor | None:
+        """Logits [packed tokens, vocab] from a captured graph, where there is one; it observes what it runs."""
+        return None if self.graphs is None else self.graphs.decode(self.hf, step.sequences, tokens, stays=stays)
 
     def _observed(self, step: DecodePass, tokens: Sequence[Sequence[int]]) -> Tensor:
         """A plain pass that notes what it saw for the scorers, all of it or nothing."""

@@ -2,7 +2,7 @@
 
 New keys and values wait outside the pages until a pass finishes, but what scorers watch (last queries, query moments,
 attention mass) is noted layer by layer while the model runs. Those tensors are replaced, never written in place, so
-remembering them costs a few references.
+remembering them costs a few references; only captured steps write in place, and of what they wrote a copy is kept.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Undo:
 
     def __init__(self, sequences: Sequence[SequenceCache]) -> None:
         self._before = [
-            (sequence, sequence.sealed_len, list(map(_noted, sequence.sidecar.layers))) for sequence in sequences
+            (sequence, sequence.sealed_len, list(map(_noted, _kept(sequence.sidecar).layers))) for sequence in sequences
         ]
 
     def restore(self) -> None:
@@ -30,6 +30,10 @@ class Undo:
         for sequence, sealed_len, layers in self._before:
             if sequence.sealed_len == sealed_len:
                 sequence.sidecar = Sidecar([LayerSidecar(*noted) for noted in layers])
+
+
+def _kept(sidecar: Sidecar) -> Sidecar:
+    return sidecar.copy() if sidecar.is_live else sidecar
 
 
 def forget_prompt(sequence: SequenceCache) -> None:

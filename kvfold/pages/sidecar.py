@@ -77,7 +77,10 @@ class LayerSidecar:
 
 @dataclass
 class Sidecar:
+    """`is_live`: captured steps write its tensors in place, so whoever wants to come back to them copies them."""
+
     layers: list[LayerSidecar] = field(default_factory=list)
+    is_live: bool = False
 
     @property
     def num_bytes(self) -> int:

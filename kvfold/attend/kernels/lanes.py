@@ -20,6 +20,7 @@ from kvfold.attend.kernels.moves import moves_of, stored_tables
 from kvfold.attend.kernels.tables import Layout, Tables, sent
 from kvfold.attend.kernels.tasks import Part, choose_splits, cut, num_pieces
 from kvfold.attend.kernels.turns import Turns
+from kvfold.attend.kernels.watch import Watch
 from kvfold.pages.layout import PageClass
 from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.table import Ints, Places, segment_table
@@ -54,8 +55,15 @@ class Lanes:
         tasks = [_num_processors(arena.device) * _tasks_per_processor(page_class) for page_class in layout.classes]
         self.split_L = choose_splits(every, np.array(tasks))
         capacity = _room_for(cut(parts, self.split_L).most, int(layout.heads_L.max()))
-        num_turns = 1 if self.turns is None else self.turns.num_turns
-        self.tables = Tables(layout, num_lanes, capacity, arena.device, num_turns)
+        self.watch = Watch(layout, sequences, num_lanes) if layout.watches else None
+        self.tables = Tables(
+            layout,
+            num_lanes,
+            capacity,
+            arena.device,
+            num_turns=1 if self.turns is None else self.turns.num_turns,
+            mass_len=0 if self.watch is None else self.watch.row_len,
+        )
         self.open_LB2 = torch.zeros(spec.num_layers, num_lanes, 2, dtype=torch.int64, device=arena.device)
         shapes = [(num_lanes, layer.num_kv_heads, layer.head_dim) for layer in spec.layers]
         self.mean_LBHD = [torch.zeros(shape, device=arena.device) for shape in shapes]
@@ -73,6 +81,8 @@ class Lanes:
         ]
         if changed:
             self._write(changed)
+        if self.watch is not None and not self.watch.place(lanes, sequences):
+            raise OutOfLanes
         return lanes
 
     def _lanes_of(self, sequences: list[SequenceCache]) -> list[int]:

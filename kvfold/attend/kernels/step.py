@@ -18,7 +18,9 @@ from kvfold.attend.kernels import ops
 from kvfold.attend.kernels.formats import CODECS, FLOATS
 from kvfold.attend.kernels.lanes import Lanes
 from kvfold.attend.kernels.moves import moves_of
+from kvfold.attend.kernels.notes import Notes
 from kvfold.attend.kernels.tables import Layout
+from kvfold.attend.kernels.watch import has_queries
 from kvfold.attend.track import Tracked
 from kvfold.codec.base import Codec, Field
 from kvfold.codec.integer import IntegerCodec
@@ -35,14 +37,19 @@ _same_layout: dict[Layout, Layout] = {}
 def layout_of(sequence: SequenceCache) -> Layout | None:
     """One object for all sequences whose lanes are alike; None where the kernels do not serve a sequence.
 
-    They do if nothing is observed while decoding, every slot is read, and keys appear moved by few distances. Sliding
-    windows and scorers that watch decoding go the way of `DecodePass`.
+    They do if every slot is read, keys appear moved by few distances, and scorers observe of new tokens no more than
+    mass or a window of queries, once it is full. The others, and sliding windows, go the way of `DecodePass`.
     """
     try:
         found = _layouts[sequence]
     except KeyError:
         found = _layouts.setdefault(sequence, _find_layout(sequence))
-    return None if found is not None and found.shifts and moves_of(sequence) is None else found
+    return found if found is not None and _is_ready(sequence, found) else None
+
+
+def _is_ready(sequence: SequenceCache, layout: Layout) -> bool:
+    few = not layout.shifts or moves_of(sequence) is not None
+    return few and has_queries(sequence, layout.window)
 
 
 def _find_layout(sequence: SequenceCache) -> Layout | None:
@@ -51,10 +58,10 @@ def _find_layout(sequence: SequenceCache) -> Layout | None:
     known = all(_codec_name(codec, c.kv_dtype) in CODECS for c in classes for codec in (c.k, c.v))
     aligned = all(stride * c.page_size % 16 == 0 for c in classes for stride in slot_strides(c))
     whole = isinstance(policy.attend, All)
-    watched = Tracked.of([policy], decoding=True).anything
-    if not known or not aligned or not whole or watched or len(spec.compressible_layers) < spec.num_layers:
+    tracked = Tracked.of([policy], decoding=True)
+    if not known or not aligned or not whole or tracked.query_stats or len(spec.compressible_layers) < spec.num_layers:
         return None
-    layout = Layout(spec, classes, sequence.config.open_len, policy.position.shifts)
+    layout = Layout(spec, classes, sequence.config.open_len, policy.position.shifts, tracked.mass, tracked.last_queries)
     return _same_layout.setdefault(layout, layout)
 
 
@@ -63,12 +70,16 @@ class Step:
 
     def __init__(self, lanes: Lanes, fill_B: Tensor, num_tokens: int) -> None:
         self.lanes, self.fill_B, self.num_tokens = lanes, fill_B, num_tokens
+        self.notes: Notes | None = None
+        if lanes.watch is not None:
+            self.notes = Notes(lanes.watch, lanes.tables, lanes.open_LB2, lanes.memory, fill_B)
 
     def attend(self, layer: int, q_QND: Tensor, k_HND: Tensor, v_HND: Tensor) -> Tensor:
         """Attention output [N, Q, D] for the packed tokens N, lane by lane; new slots go to the open blocks."""
         lanes, spec = self.lanes, self.lanes.layout.spec.layers[layer]
         page_class = lanes.layout.classes[layer]
         _, k_scale, _, _, v_scale, _ = columns(page_class)
+        k_codec = _codec_name(page_class.k, page_class.kv_dtype)
         q_RXD = self._rows(q_QND, spec.num_kv_heads)
         stored_q_RXD, offset_RX = q_RXD if lanes.turns is None else lanes.turns.queries(layer, q_RXD), None
         if isinstance(page_class.k, IntegerCodec):
@@ -79,14 +90,14 @@ class Step:
             lanes.memory,
             lanes.tables.task_LBC[layer].flatten(0, 1),
             None,
-            _codec_name(page_class.k, page_class.kv_dtype),
+            k_codec,
             _codec_name(page_class.v, page_class.kv_dtype),
             _num_groups(k_scale),
             _num_groups(v_scale),
             spec.scale,
             has_skip=lanes.turns is not None,
         )
-        out_RXD, _ = ops.merge_rows(
+        out_RXD, lse_RX = ops.merge_rows(
             part_NXD,
             part_lse_NX,
             lanes.tables.rows_LBH[layer, :, : spec.num_kv_heads].flatten(0, 1),
@@ -100,6 +111,10 @@ class Step:
             _NAMES[page_class.kv_dtype],
             spec.scale,
         )
+        if self.notes is not None:
+            self.notes.queries(layer, q_QND)
+            self.notes.stored_mass(layer, stored_q_RXD, offset_RX, lse_RX, k_codec, _num_groups(k_scale))
+            self.notes.open_mass(layer, q_RXD, lse_RX, _NAMES[page_class.kv_dtype])
         out: Tensor = out_RXD.view(lanes.num_lanes, spec.num_kv_heads, spec.group, self.num_tokens, spec.head_dim)
         return out.permute(0, 3, 1, 2, 4).reshape(-1, spec.num_query_heads, spec.head_dim)
 

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvfold.attend.kernels.formats import K_CODE, LENGTH, NUM_COLUMNS, QUERY, SKIP, V_ZERO
+from kvfold.attend.kernels.formats import K_CODE, LENGTH, MASS, NUM_COLUMNS, QUERY, SKIP, V_ZERO
 from kvfold.attend.kernels.tasks import Tasks
 from kvfold.core import ModelSpec
 from kvfold.pages.layout import PageClass
@@ -26,12 +26,19 @@ from kvfold.pages.table import COLUMNS, Ints
 
 @dataclass(frozen=True)
 class Layout:
-    """What lanes of one batch have in common: the page class of each layer, and whether positions close up."""
+    """What lanes of one batch have in common: the page class of each layer, whether positions close up, and what their
+    scorers observe of decoded tokens (attention mass, the last `window` queries)."""
 
     spec: ModelSpec
     classes: tuple[PageClass, ...]
     open_len: int
     shifts: bool = False
+    mass: bool = False
+    window: int = 0
+
+    @property
+    def watches(self) -> bool:
+        return self.mass or self.window > 0
 
     @cached_property
     def heads_L(self) -> Ints:
@@ -41,8 +48,19 @@ class Layout:
 class Tables:
     """Tables of B lanes on the device; nothing here waits for it."""
 
-    def __init__(self, layout: Layout, num_lanes: int, capacity: int, device: torch.device, num_turns: int = 1) -> None:
-        self.layout, self.num_lanes, self.capacity, self.num_turns = layout, num_lanes, capacity, num_turns
+    def __init__(
+        self,
+        layout: Layout,
+        num_lanes: int,
+        capacity: int,
+        device: torch.device,
+        *,
+        num_turns: int = 1,
+        mass_len: int = 0,
+    ) -> None:
+        """`num_turns`: rows of queries for each head; `mass_len`: slots of a head in the table of attention mass."""
+        self.layout, self.num_lanes, self.capacity = layout, num_lanes, capacity
+        self.num_turns, self.mass_len = num_turns, mass_len
         self.most_heads = int(layout.heads_L.max())
         shape = (layout.spec.num_layers, num_lanes)
         self.task_LBC = torch.zeros(*shape, capacity, NUM_COLUMNS, dtype=torch.int64, device=device)
@@ -59,6 +77,7 @@ class Tables:
         row_N = lane_N * self.layout.heads_L[layer_N] + tasks.head_N
         task_N[:, QUERY] = row_N * self.num_turns + tasks.turn_N
         task_N[:, LENGTH], task_N[:, SKIP] = tasks.length_N, tasks.skip_N
+        task_N[:, MASS] = (lane_N * self.most_heads + tasks.head_N) * self.mass_len + tasks.first_N
         task_N[:, K_CODE : V_ZERO + 1] = tasks.address_NF[:, : len(COLUMNS)]
         self.clear(lanes)
         device = self.task_LBC.device

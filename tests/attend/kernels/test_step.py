@@ -35,6 +35,12 @@ POLICIES = (
     "full + slot",
     "keydiff + 10x + slot + protect(none)",
     "keydiff + 10x + slot + protect(none) + int8",
+    "h2o + 64tok + protect(sinks=2, recent=4)",
+    "h2o + ada + 64tok + int4 + protect(sinks=2, recent=4)",
+    "h2o + 4x + protect(none)",
+    "tova + 64tok",
+    "snapkv(window=4) + 64tok + int8 + protect(sinks=2, recent=4)",
+    "prefill(streaming + 64tok) + decode(h2o + 64tok + protect(recent=48)) + slot",
 )
 LENGTHS = (90, 200, 131)
 
@@ -68,6 +74,14 @@ def same_block(mine: SequenceCache, theirs: SequenceCache) -> None:
     mine.open.copy_from(theirs.open)
 
 
+def same_observations(mine: SequenceCache, theirs: SequenceCache) -> None:
+    fill = theirs.open.fill
+    for a, b in zip(mine.sidecar.layers, theirs.sidecar.layers, strict=True):
+        open_mass = tuple(None if side.open_mass_HR is None else side.open_mass_HR[:, :fill] for side in (a, b))
+        for found, want in ((a.mass_HS, b.mass_HS), open_mass, (a.last_q_QWD, b.last_q_QWD)):
+            torch.testing.assert_close(found, want, atol=2e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_steps_agree_with_the_plain_pass_across_seals(model: Model, policy: str) -> None:
     runner, graphs = make_runner(model), Graphs()
@@ -81,6 +95,7 @@ def test_steps_agree_with_the_plain_pass_across_seals(model: Model, policy: str)
         torch.testing.assert_close(step(graphs, model, fast, [[i] for i in ids]), expected, atol=2e-4, rtol=1e-4)
         for mine, theirs in zip(fast, plain, strict=True):
             same_block(mine, theirs)
+            same_observations(mine, theirs)
     for sequence in (*plain, *fast):
         sequence.release()
 
@@ -154,7 +169,7 @@ def test_mean_keys_that_are_learnt_at_the_first_seal_reach_the_lane(model: Model
         sequence.release()
 
 
-@pytest.mark.parametrize("policy", ["h2o + 64tok", "snapkv(window=4) + 64tok", "quest"])
+@pytest.mark.parametrize("policy", ["expected + 64tok", "snapkv(window=4) + 64tok", "quest"])
 def test_what_kernels_do_not_serve_goes_the_plain_way(model: Model, policy: str) -> None:
     (sequence,) = make(make_runner(model), policy, 1)
     assert layout_of(sequence) is None
