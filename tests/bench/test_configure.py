@@ -1,0 +1,66 @@
+"""What a user asks for becomes a run, or one clear sentence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvfold.bench.configure import Wanted, default_folder, parse_length
+from kvfold.bench.shard import Shard
+from kvfold.bench.suites import QUICK
+from kvfold.errors import InputError, PolicyError
+from kvfold.models.loader import Model
+
+
+def test_the_suite_fills_in_what_is_left_out(model: Model) -> None:
+    run = Wanted(samples=7, policies=["int4", "keydiff  +  ada", "full"]).describe(model, "kvfold bench --samples 7")
+    assert (run.samples, run.policies) == (7, ("full", "int4", "keydiff + ada"))
+    assert (run.memories, run.lengths, run.fidelity) == (QUICK.memories, QUICK.lengths, QUICK.fidelity)
+    assert run.weights == model.weights_digest and run.haystack == "own prose"
+    assert {"kvfold", "torch", "transformers", "python"} <= run.versions.keys()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"suite": "huge"}, 'no suite "huge"; suites: quick, standard'),
+        ({"memories": ["0%"]}, 'memory "0%" is no share'),
+        ({"memories": ["half"]}, 'memory "half" is no share'),
+        ({"memories": ["120%"]}, 'memory "120%" is no share'),
+        ({"memories": []}, "nothing to run"),
+        ({"modes": ["maybe"]}, 'no mode "maybe"'),
+        ({"workloads": []}, "no workload is named"),
+    ],
+)
+def test_nonsense_is_told_at_once(change: dict[str, Any], told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        Wanted(**change)
+
+
+@pytest.mark.parametrize("policy", ["keydiff + 8x", "nonsense", "snapkv + tova"])
+def test_policies_that_cannot_be_sized_are_told_at_once(policy: str) -> None:
+    with pytest.raises(PolicyError):
+        Wanted(policies=[policy])
+
+
+def test_folders_are_named_by_what_rows_depend_on(model: Model, tmp_path: Path) -> None:
+    run = Wanted().describe(model, "kvfold bench")
+    same = replace(run, command="another", commit="c0ffee", started="later", device="another")
+    assert default_folder(run) == default_folder(same)
+    assert default_folder(run).name.startswith("llama-quick-")
+    assert default_folder(Wanted(seed=1).describe(model, "")) != default_folder(run)
+    shard = Wanted(shard=Shard(3, 12)).describe(model, "")
+    assert default_folder(shard).name == default_folder(run).name + "-3of12"
+    haystack = tmp_path / "book.txt"
+    haystack.write_text("One sentence. Another sentence. " * 40)
+    assert default_folder(Wanted(haystack=haystack).describe(model, "")) != default_folder(run)
+
+
+def test_lengths() -> None:
+    assert [parse_length(text) for text in ("1000", "4k", " 8k")] == [1000, 4096, 8192]
+    for text in ("0", "k", "4K", "1.5k", "-1", ""):
+        with pytest.raises(InputError, match="is no length of a prompt"):
+            parse_length(text)

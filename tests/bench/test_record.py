@@ -1,0 +1,104 @@
+"""Folders of runs: read back as written, whole lines only, merged by configuration."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvfold.bench.record import (
+    DIAGNOSTICS,
+    PROMPTS,
+    ROWS,
+    RUN,
+    Recorded,
+    Row,
+    append_lines,
+    drop_cut_line,
+    merge,
+    read_lines,
+    read_run,
+    write_run,
+)
+from kvfold.errors import InputError
+
+EXAMPLE = Path(__file__).parent / "data" / "example_run"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(EXAMPLE, tmp_path / "run"))
+
+
+def test_the_example_is_whole() -> None:
+    found = read_run(EXAMPLE)
+    assert len(found.rows) == 2 * 3 * 2 * (1 + 1 + 2)  # tasks, samples, modes; full, keydiff, int4 in two memories
+    assert len({row.key for row in found.rows}) == len(found.rows)
+    assert {row.key for row in found.prompts} == {row.key[:4] for row in found.rows}
+    assert found.diagnostics and {row.key for row in found.diagnostics} <= {row.key for row in found.rows}
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    found = read_run(EXAMPLE)
+    write_run(tmp_path / "again", found.run)
+    append_lines(tmp_path / "again" / ROWS, found.rows[:3])
+    append_lines(tmp_path / "again" / ROWS, found.rows[3:])
+    append_lines(tmp_path / "again" / PROMPTS, found.prompts)
+    append_lines(tmp_path / "again" / DIAGNOSTICS, found.diagnostics)
+    assert read_run(tmp_path / "again") == found
+
+
+def test_a_torn_last_line_is_left_out_and_dropped(folder: Path) -> None:
+    rows = read_run(folder).rows
+    path = folder / ROWS
+    path.write_bytes(path.read_bytes()[:-20])
+    assert read_run(folder).rows == rows[:-1]
+    drop_cut_line(path)
+    append_lines(path, rows[-1:])
+    assert read_run(folder).rows == rows
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("{", "line 1, is not JSON"),
+        ('{"colour": 1}', "line 1, is no Row"),
+        ('{"task": "x"}', "is no Row"),
+        ("[]", "Row"),
+    ],
+)
+def test_foreign_lines_are_refused(tmp_path: Path, line: str, told: str) -> None:
+    (tmp_path / ROWS).write_text(line + "\n")
+    with pytest.raises(InputError, match=told):
+        list(read_lines(Row, tmp_path / ROWS))
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"is no run of the benchmark: it has no run\.json"):
+        read_run(tmp_path)
+    (tmp_path / RUN).write_text("nonsense")
+    with pytest.raises(InputError, match="is not JSON"):
+        read_run(tmp_path)
+
+
+def test_shards_merge_and_other_runs_stay_apart() -> None:
+    whole = read_run(EXAMPLE)
+    shards = [_shard(whole, index) for index in range(3)]
+    other = replace(whole, run=replace(whole.run, seed=7))
+    merged, apart = merge([*shards, other])
+    assert sorted(merged.rows, key=lambda row: row.key) == sorted(whole.rows, key=lambda row: row.key)
+    assert merged.run.shard == "0/3, 1/3, 2/3" and apart == other
+
+
+def _shard(whole: Recorded, index: int) -> Recorded:
+    run = replace(whole.run, shard=f"{index}/3", commit=f"c{index}", command=f"--shard {index}/3")
+    return replace(whole, run=run, rows=tuple(row for row in whole.rows if row.index % 3 == index))
+
+
+def test_answers_that_differ_do_not_merge() -> None:
+    whole = read_run(EXAMPLE)
+    changed = replace(whole, rows=(replace(whole.rows[0], answer="another"),))
+    with pytest.raises(InputError, match="two answers of passkey passkey 1000 0 known full 100% differ"):
+        merge([whole, changed])
