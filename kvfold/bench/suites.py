@@ -23,10 +23,10 @@ class Suite:
 QUICK = Suite(
     name="quick",
     summary="what a 135M model can do at all, in minutes on a CPU",
-    workloads=("passkey", "needle:needles_1", "ruler:niah_single_1", "lines", "stream"),
+    workloads=("needle:needles_1", "ruler:niah_multikey_1", "infinite:passkey", "infinite:number_string", "chat:turns"),
     policies=("streaming", "snapkv + ada", "keydiff", "int4", "keydiff + int4"),
     memories=("100%", "50%", "25%"),
-    lengths=(1000,),
+    lengths=(768,),
     samples=4,
     fidelity=1,
     diagnostics=1,
