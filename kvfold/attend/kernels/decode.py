@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvfold.attend.kernels.early import begins_early, launch_options, let_next_begin, wait_for_earlier
 from kvfold.attend.kernels.formats import NUM_COLUMNS, Format, format_of
 from kvfold.attend.kernels.keys import key_scores, query_parts
 from kvfold.attend.kernels.tile import elements, load_each
@@ -81,6 +82,7 @@ def attend_kernel(
     BLOCK: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     PLAIN: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     pid = tl.program_id(0)
     task = tasks + pid.to(tl.int64) * NUM_COLUMNS
@@ -96,6 +98,8 @@ def attend_kernel(
     v_zero = meta + elements(tl.load(task + 7), meta.dtype.element_ty)
     bias = biases + elements(tl.load(task + 8), biases.dtype.element_ty)
     skip = tl.load(task + 10).to(tl.int32) if HAS_SKIP else 0
+    wait_for_earlier(EARLY)
+    let_next_begin(EARLY)
     if (pid >= end) | (length == 0):
         return
 
@@ -175,6 +179,7 @@ def launch(
     k, v = format_of(k_codec), format_of(v_codec)
     out = torch.empty(len(task), num_queries, head_dim, dtype=torch.float32, device=q_RXD.device)
     lse = torch.empty(len(task), num_queries, dtype=torch.float32, device=q_RXD.device)
+    early = num_tasks is None and begins_early(memory)  # a count is made by the kernel before
     config = config or choose(num_queries, head_dim, q_RXD.dtype, k, v)
     attend_kernel[(len(task),)](
         q_RXD.contiguous(),
@@ -210,8 +215,10 @@ def launch(
         BLOCK=config.block,
         NUM_STAGES=config.num_stages,
         PLAIN=is_plain(memory),
+        EARLY=early,
         num_warps=config.num_warps,
         maxnreg=config.max_registers,
+        **launch_options(early),
     )
     return out, lse
 

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvfold.attend.kernels.decode import LOG2E
+from kvfold.attend.kernels.early import begins_early, launch_options, wait_for_earlier
 from kvfold.attend.kernels.formats import float_dtype
 
 _LOG2E, _LN2 = tl.constexpr(LOG2E), tl.constexpr(0.6931471805599453)
@@ -59,6 +60,7 @@ def merge_kernel(
     E: tl.constexpr,
     PARTS: tl.constexpr,
     SLOTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     x = tl.program_id(1)
@@ -68,16 +70,18 @@ def merge_kernel(
     t = tl.arange(0, TP)
     fill = tl.load(fills + lane)
     first, last = tl.load(task_range + row * 2), tl.load(task_range + row * 2 + 1)
-    new = (row * T + t)[:, None] * D
-    k = tl.load(k_new + new + d[None, :], mask=(t < T)[:, None] & (d < D)[None, :], other=0.0)
-    v = tl.load(v_new + new + e[None, :], mask=(t < T)[:, None] & (e < D)[None, :], other=0.0)
-    k, v = k.to(memory.dtype.element_ty), v.to(memory.dtype.element_ty)
-    query = tl.load(q + (row * X + x) * D + d, mask=d < D, other=0.0).to(tl.float32) * scale_log2
     ITEM: tl.constexpr = memory.dtype.element_ty.primitive_bitwidth // 8
     ALIGNED: tl.constexpr = 16 // ITEM if D * ITEM % 16 == 0 else 1  # said aloud, or loads go one by one
     block = ((row % num_heads) * open_len) * D
     k_open = memory + tl.multiple_of(tl.load(open_address + lane * 2) // ITEM + block, ALIGNED)
     v_open = memory + tl.multiple_of(tl.load(open_address + lane * 2 + 1) // ITEM + block, ALIGNED)
+    k_old, v_old = _old(k_open, 0, fill, d, D, SLOTS), _old(v_open, 0, fill, e, D, SLOTS)
+    wait_for_earlier(EARLY)
+    new = (row * T + t)[:, None] * D
+    k = tl.load(k_new + new + d[None, :], mask=(t < T)[:, None] & (d < D)[None, :], other=0.0)
+    v = tl.load(v_new + new + e[None, :], mask=(t < T)[:, None] & (e < D)[None, :], other=0.0)
+    k, v = k.to(memory.dtype.element_ty), v.to(memory.dtype.element_ty)
+    query = tl.load(q + (row * X + x) * D + d, mask=d < D, other=0.0).to(tl.float32) * scale_log2
     result += (row * X + x) * D + e
     lse += row * X + x
     is_first = tl.program_id(2) == 0
@@ -87,7 +91,6 @@ def merge_kernel(
             tl.store(lse, float("-inf"))
         return
     part_score, part = _part(parts, part_lses, first, last, x, e, X, D, PARTS)
-    k_old, v_old = _old(k_open, 0, fill, d, D, SLOTS), _old(v_open, 0, fill, e, D, SLOTS)
 
     # The queries of the first head store the new slots, one each; what pads a draft may lie past the block's end.
     own = (t < T) & (t == x) & (fill + t < open_len)
@@ -192,6 +195,7 @@ def launch(
     result = torch.empty_like(q_RXD, memory_format=torch.contiguous_format)
     result_lse = torch.empty(num_rows, num_queries, dtype=torch.float32, device=q_RXD.device)
     shape = shape or choose_shape(num_rows * num_queries, len(out) // len(fill), triton.next_power_of_2(head_dim))
+    early = begins_early(memory)
     merge_kernel[(num_rows, num_queries, triton.cdiv(head_dim, shape.channels))](
         out,
         lse,
@@ -215,7 +219,9 @@ def launch(
         E=shape.channels,
         PARTS=shape.parts,
         SLOTS=_SLOTS,
+        EARLY=early,
         num_warps=shape.warps,
+        **launch_options(early),
     )
     return result, result_lse
 

@@ -10,7 +10,8 @@ device: a captured graph follows them.
 Tables: a row of `task` (int64, columns in formats.py) is a stretch of adjacent slots; tasks past num_tasks (int32 [1];
 None: the whole table) and those of length 0 do not run. Codes, scales, zeros (bf16) and biases (fp32, natural log)
 begin at multiples of 16 bytes. `has_skip`: tasks may begin with slots of others (column SKIP). Output row r has the
-tasks task_range[r, 0] .. task_range[r, 1] - 1 (int32 [R, 2]).
+tasks task_range[r, 0] .. task_range[r, 1] - 1 (int32 [R, 2]). Tables and fill counts may be read while the operation
+right before still runs (early.py), so it is not the one that writes them.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvfold.attend.kernels.decode import is_plain, padded
+from kvfold.attend.kernels.early import begins_early, let_next_begin
 from kvfold.codec import hadamard
 
 _CHANNELS = 32  # of a program: a whole matrix of 256 by 256 signs in fp32 fits into no shared memory
@@ -37,7 +38,9 @@ def query_kernel(
     DP: tl.constexpr,
     C: tl.constexpr,
     PLAIN: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    let_next_begin(EARLY)  # this one did not begin early, so what came before has ended
     row = tl.program_id(0).to(tl.int64)
     x = tl.arange(0, M)
     d = tl.arange(0, DP)
@@ -82,6 +85,7 @@ def launch(q_RXD: Tensor, mean_RD: Tensor) -> tuple[Tensor, Tensor]:
         DP=width,
         C=channels,
         PLAIN=is_plain(q_RXD),
+        EARLY=begins_early(q_RXD),
         num_warps=4,
     )
     return rotated, offset
