@@ -78,8 +78,9 @@ def test_modes_are_apart() -> None:
 
 def test_a_policy_that_failed_somewhere_is_not_ranked() -> None:
     """Its mean over the prompts that it could run says nothing beside means over all of them."""
-    lucky = [*rows("lucky", "25%", [1.0, 1.0, 1.0]), row("lucky", "25%", None, 3, note="too small")]
-    (contest,) = contests(scope_of("all", FULL + lucky + rows("plain", "25%", [0.0] * 4)), "known")
+    lucky = [*rows("lucky", "25%", [1.0] * 19), row("lucky", "25%", None, 19, note="too small")]
+    listed = rows("full", "100%", [1.0] * 20) + lucky + rows("plain", "25%", [0.0] * 20)
+    (contest,) = contests(scope_of("all", listed), "known")
     assert [entry.cell.policy for entry in contest.entries] == ["plain"]
     assert [cell.policy for cell in contest.left_out] == ["lucky"] and contest.left_out[0].failures == {"too small": 1}
 

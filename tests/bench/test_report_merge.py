@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvfold.bench.record import ROWS, read_run
+from kvfold.bench.record import DIAGNOSTICS, PROMPTS, ROWS, read_run
 from kvfold.bench.report.merge import percent, read_sections
 from kvfold.bench.report.page import page, section_names
 from kvfold.errors import InputError
@@ -113,7 +113,24 @@ def test_unknown_fields_are_named(tmp_path: Path) -> None:
 )
 def test_values_of_the_wrong_kind_are_named(tmp_path: Path, changes: dict[str, Any]) -> None:
     folder = write(tmp_path / "run", [replace(row("full", "100%", 1.0), **changes)])
-    with pytest.raises(InputError, match=f"holds a row with {next(iter(changes))} "):
+    with pytest.raises(InputError, match=f"holds a Row with {next(iter(changes))} "):
+        read_sections([folder])
+
+
+@pytest.mark.parametrize(
+    "changes", [{"model": 7}, {"weights": None}, {"versions": {"torch": 2}}, {"lengths": 4000}, {"seed": True}]
+)
+def test_a_description_of_the_wrong_kind_is_named(tmp_path: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=f"holds a Run with {next(iter(changes))} "):
+        read_sections([write(tmp_path / "run", ALL, **changes)])
+
+
+@pytest.mark.parametrize(("name", "changes"), [(PROMPTS, {"question": 1}), (DIAGNOSTICS, {"hit_rate": [0.5]})])
+def test_other_lines_of_the_wrong_kind_are_named(tmp_path: Path, name: str, changes: dict[str, Any]) -> None:
+    folder = write(tmp_path / "run", ALL)
+    first = json.loads((EXAMPLE / name).read_text().splitlines()[0])
+    (folder / name).write_text(json.dumps(first | changes) + "\n")
+    with pytest.raises(InputError, match=f"with {next(iter(changes))} "):
         read_sections([folder])
 
 

@@ -12,14 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvfold.bench.record import MODES, Diagnostic, Key, PromptRow, Recorded, Row, Run, read_run
+from kvfold.bench.record import Diagnostic, Key, PromptRow, Recorded, Row, Run, read_run
+from kvfold.bench.report.check import check
 from kvfold.errors import InputError
 
 FULL = "full"
 Sample = tuple[str, str, int, int]  # workload, task, length, index
-_COUNTS = ("length", "index", "prompt_tokens", "new_tokens", "resident_bytes", "full_bytes", "bytes_per_step")
-_MEASURES = ("prefill_s", "first_token_s", "decode_ms", "score", "kl", "agreement", "bits_lost")
-_WORDS = ("workload", "task", "policy", "memory", "resolved", "answer", "note")
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ def read_sections(folders: Sequence[Path]) -> tuple[Section, ...]:
         recorded = read_run(folder)
         if not recorded.rows:
             raise InputError(f"{folder} holds no rows yet; finish the run first")
-        _check_rows(folder, recorded.rows)
+        check(folder, recorded)
         run = recorded.run
         groups.setdefault((run.model, run.weights, run.seed, run.haystack), []).append((folder, recorded))
     return tuple(_section(group) for group in groups.values())
@@ -113,31 +111,3 @@ def _untimed(row: Row | PromptRow) -> Row | PromptRow:
 
 def _differing(one: Any, other: Any) -> Iterable[str]:
     return (name for name, value in vars(one).items() if value != vars(other)[name])
-
-
-def _check_rows(folder: Path, rows: Iterable[Row]) -> None:
-    """A file may come from anywhere; a value of the wrong kind would surface as nonsense in the page."""
-    for row in rows:
-        wrong = _wrong_fields(row)
-        if wrong:
-            what = ", ".join(f"{name} {getattr(row, name)!r}" for name in wrong)
-            raise InputError(f"{folder} holds a row with {what[:200]}; give a folder that the benchmark wrote")
-
-
-def _wrong_fields(row: Row) -> list[str]:
-    wrong = [name for name in _WORDS if not isinstance(getattr(row, name), str)]
-    wrong += [name for name in _COUNTS if not _is_count(getattr(row, name))]
-    wrong += [name for name in _MEASURES if not _is_measure(getattr(row, name))]
-    if row.mode not in MODES:
-        wrong.append("mode")
-    if not wrong and row.score is not None and not (0 <= row.score <= 1 and row.full_bytes > 0):
-        wrong.append("score" if row.full_bytes else "full_bytes")
-    return wrong if isinstance(row.facts, Mapping) else [*wrong, "facts"]
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_measure(value: object) -> bool:
-    return value is None or (isinstance(value, (int, float)) and math.isfinite(value))
