@@ -50,7 +50,8 @@ def test_layer_major_is_one_shot_for_every_budget(shared: Shared, budget: str) -
 
 
 def test_ragged_batch_of_policies_is_single_runs(model: Model) -> None:
-    policies = [f"{score} + {size}" for score, size in zip(scorers(), ["3x", "70tok", "4x"] * 9, strict=False)]
+    sizes = ["3x", "70tok", "4x"]
+    policies = [f"prefill({score} + {sizes[i % 3]})" for i, score in enumerate(scorers())]
     prompts = [prompt(LENGTH + 7 * i, seed=i) for i in range(len(policies))]
     alone = [prefill_and_generate(model, [policy], [ids])[0] for policy, ids in zip(policies, prompts, strict=True)]
     assert prefill_and_generate(model, policies, prompts, chunk_len=64) == alone
