@@ -1,8 +1,8 @@
 """The size of every policy in every memory, looked for once and remembered in the folder of a run.
 
 A size is looked for on sample 0 of each task, length and mode, whatever shard a process runs, so that all shards agree.
-What was found for one task is tried first for the next: one forward tells whether it fits again, and as a rule it does.
-A hundredth of the memory is left to samples that take more than the first did; rows say what they took.
+What was found at one place, the anchor, is tried first at the others: one forward tells whether it fits again, and as a
+rule it does. A hundredth of the memory is left to samples that take more than the first did; rows say what they took.
 """
 
 from __future__ import annotations
@@ -93,11 +93,11 @@ class Sizes:
         for sized in _read(path):
             self._add(sized)
 
-    def at(self, place: Place, tokens: _Tokens) -> dict[Cell, Sized]:
+    def at(self, place: Place, tokens: _Tokens, anchor: Place | None = None) -> dict[Cell, Sized]:
         """Every cell at this place; `tokens`, those of sample 0, are asked for where something is not known yet."""
         missing = [cell for cell in self.wanted if (place, cell) not in self._found]
         if missing:
-            for sized in self._looked_for(place, missing, tokens()):
+            for sized in self._looked_for(place, missing, tokens(), anchor):
                 self._add(sized)
             write_whole(self.path, json.dumps([asdict(sized) for sized in self._found.values()], indent=1) + "\n")
         full = Sized(*place, FULL, WHOLE, FULL, "", 1.0)
@@ -107,8 +107,11 @@ class Sizes:
         place = Place(sized.workload, sized.task, sized.length, sized.mode)
         self._found[place, Cell(sized.policy, sized.memory)] = sized
 
-    def _looked_for(self, place: Place, missing: Sequence[Cell], tokens: Sequence[int]) -> list[Sized]:
-        found = self._tried(place, missing, tokens)
+    def _looked_for(
+        self, place: Place, missing: Sequence[Cell], tokens: Sequence[int], anchor: Place | None
+    ) -> list[Sized]:
+        guesses = {} if anchor is None else {cell: self._found[anchor, cell].resolved for cell in missing}
+        found = self._tried(place, {cell: guess for cell, guess in guesses.items() if guess}, tokens)
         rest = [cell for cell in missing if cell not in found]
         try:
             wanted = [(cell.policy, _share(cell)) for cell in rest]
@@ -118,9 +121,8 @@ class Sizes:
             found |= {cell: Sized(*place, *cell, "", OUT_OF_MEMORY, 0.0) for cell in rest}
         return [found[cell] for cell in missing]
 
-    def _tried(self, place: Place, missing: Sequence[Cell], tokens: Sequence[int]) -> dict[Cell, Sized]:
-        """What was found last for the same length, where it fits here too and leaves little."""
-        guesses = {cell: guess for cell in missing if (guess := self._last(place.length, cell))}
+    def _tried(self, place: Place, guesses: dict[Cell, str], tokens: Sequence[int]) -> dict[Cell, Sized]:
+        """What fits here too and leaves little."""
         if not guesses:
             return {}
         try:
@@ -132,11 +134,6 @@ class Sizes:
         tried = {cell: Matched(text, taken[text], 0, full_bytes) for cell, text in guesses.items()}
         settled = {cell: match for cell, match in tried.items() if cell.keeps_all or _fits(cell, match)}
         return {cell: _sized(place, cell, match) for cell, match in settled.items()}
-
-    def _last(self, length: int, cell: Cell) -> str:
-        """The policy that was found; empty where none was."""
-        alike = (sized for (place, known), sized in self._found.items() if (place.length, known) == (length, cell))
-        return next((sized.resolved for sized in reversed(list(alike))), "")
 
 
 def _share(cell: Cell) -> float:

@@ -47,6 +47,7 @@ class Bench:
     def __init__(self, model: Model, run: Run, tasks: Sequence[Task], folder: Path, haystack: Haystack = prose) -> None:
         self.model = model
         self.about = run
+        self.tasks = tasks
         self.cells = cells(run.policies, run.memories)
         for cell in self.cells:  # what this model cannot run is told before anything is written
             check_policy(Policy.parse(cell.policy if cell.keeps_all else f"{cell.policy} + 1x"), model.spec)
@@ -102,8 +103,8 @@ class Bench:
         """Every cell in every mode; cells of the same policy and size have the same job."""
         prompt = self.prompter.prompt(sample)
         for mode in self.about.modes:
-            place = Place(batch.task.workload.name, batch.task.name, batch.length, mode)
-            for cell, sized in self.sizes.at(place, partial(self._first, batch, mode)).items():
+            place = _place(batch, mode)
+            for cell, sized in self._sizes(batch, mode).items():
                 row = Row(
                     place.workload,
                     place.task,
@@ -117,6 +118,12 @@ class Bench:
                     facts=_plain(sample),
                 )
                 yield Asked(sample, row, None if sized.note else self._job(sample, prompt, mode, sized))
+
+    def _sizes(self, batch: Batch, mode: Mode) -> dict[Cell, Sized]:
+        """The first task of the run is where sizes of a length are looked for first, whatever this shard runs."""
+        anchor, first_mode = Batch(self.tasks[0], batch.length, (0,)), self.about.modes[0]
+        self.sizes.at(_place(anchor, first_mode), partial(self._first, anchor, first_mode))
+        return self.sizes.at(_place(batch, mode), partial(self._first, batch, mode), _place(anchor, first_mode))
 
     def _first(self, batch: Batch, mode: Mode) -> Sequence[int]:
         """What sizes are looked for on."""
@@ -134,6 +141,10 @@ class Bench:
 
     def _text(self, token_ids: Sequence[int]) -> str:
         return str(self.model.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+
+def _place(batch: Batch, mode: Mode) -> Place:
+    return Place(batch.task.workload.name, batch.task.name, batch.length, mode)
 
 
 def _plain(sample: Sample) -> dict[str, object]:

@@ -1,0 +1,73 @@
+"""Lanes of a batch: the same answers as alone, one prefill for what is shared, ends where it should."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kvfold.bench.answers import answer
+from kvfold.bench.lanes import Job, Lanes
+from kvfold.bench.prompts import Prompt
+from kvfold.bench.record import TOO_SMALL
+from kvfold.engine.runner import Runner
+from kvfold.models.loader import Model
+from tests.bench.runs import SMALL
+from tests.tiny import prompt
+
+CONTEXT = tuple(prompt(300))
+POLICIES = ("full", f"keydiff + {SMALL} + 5x", f"h2o + int4 + {SMALL} + 4x")
+PROMPTS = [Prompt(CONTEXT, tuple(prompt(10 + seed, seed=seed))) for seed in (2, 3, 4)]
+
+
+@pytest.fixture
+def runner(model: Model) -> Runner:
+    return Runner(model.hf, model.spec, model.arena)
+
+
+def _jobs(*prompts: Prompt) -> list[Job]:
+    return [Job(each, mode, policy, 8) for each in prompts for mode in ("known", "unknown") for policy in POLICIES]
+
+
+def test_a_batch_answers_like_each_job_alone(runner: Runner) -> None:
+    jobs = _jobs(*PROMPTS)
+    together = answer(runner, jobs)
+    for job in jobs:
+        alone = answer(runner, [job])[job]
+        assert together[job].token_ids == alone.token_ids, job.policy
+        assert together[job].stats == alone.stats
+    assert len({outcome.token_ids for outcome in together.values()}) > len(PROMPTS)  # policies do differ
+
+
+def test_a_shared_context_is_read_once_where_the_question_is_unknown(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[tuple[int, tuple[int, ...]]] = []
+    prefill_many = runner.prefill_many
+
+    def spy(sequences: Sequence[Any], tokens: Sequence[int]) -> object:
+        read.append((len(sequences), tuple(tokens)))
+        return prefill_many(sequences, tokens)
+
+    monkeypatch.setattr(runner, "prefill_many", spy)
+    answer(runner, _jobs(*PROMPTS))
+    assert (len(POLICIES), CONTEXT) in read
+    assert len(read) == 1 + len(PROMPTS)  # and each known question with its context
+
+
+def test_lanes_end_at_an_end_token_or_with_their_tokens(runner: Runner) -> None:
+    job = Job(PROMPTS[0], "known", "full", 8)
+    whole = answer(runner, [job])[job].token_ids
+    assert len(whole) == 8
+    with Lanes(runner, [job]) as lanes:
+        lanes.read()
+        lanes.decode(frozenset({whole[3]}))
+        assert tuple(lanes.all[0].token_ids) == whole[: whole.index(whole[3]) + 1]
+
+
+def test_a_size_that_cannot_be_is_a_note(runner: Runner) -> None:
+    jobs = [Job(PROMPTS[0], "known", policy, 4) for policy in ("full", "snapkv + 200x")]
+    found = answer(runner, jobs)
+    assert [found[job].note for job in jobs] == ["", TOO_SMALL]
+    assert found[jobs[1]].stats is None and found[jobs[0]].stats is not None

@@ -1,0 +1,81 @@
+"""Sizes of a run: within their memory, remembered, tried again before they are looked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from kvfold.bench import sizes as module
+from kvfold.bench.matched import match_many, resident_bytes
+from kvfold.bench.record import TOO_SMALL
+from kvfold.bench.sizes import Cell, Place, Sizes, cells, share_of
+from kvfold.engine.runner import Runner
+from kvfold.errors import InputError
+from kvfold.models.loader import Model
+from tests.bench.runs import SMALL
+from tests.tiny import prompt
+
+KEYDIFF, SNAPKV = f"keydiff + {SMALL}", f"snapkv(window=8) + ada + int4 + {SMALL}"
+WANTED = [Cell(KEYDIFF, "60%"), Cell(SNAPKV, "45%"), Cell("int4", "100%"), Cell("int4", "2%")]
+FIRST, SECOND = Place("kv", "kv", 500, "known"), Place("lines", "lines", 500, "known")
+TOKENS = prompt(500)
+
+
+@pytest.fixture
+def runner(model: Model) -> Runner:
+    return Runner(model.hf, model.spec, model.arena)
+
+
+def _unasked() -> NoReturn:
+    raise AssertionError("what is known is looked for again")
+
+
+def test_cells_are_the_full_cache_and_what_memories_ask_of_policies() -> None:
+    found = cells(["full", "int4", "keydiff"], ["100%", "25%"])
+    assert found == [("full", "100%"), ("int4", "100%"), ("int4", "25%"), ("keydiff", "25%")]
+
+
+def test_sizes_fit_and_are_remembered(runner: Runner, tmp_path: Path) -> None:
+    path = tmp_path / "sizes.json"
+    found = Sizes(path, runner, WANTED).at(FIRST, lambda: TOKENS)
+    assert found[Cell("full", "100%")].resolved == "full"
+    for cell in WANTED[:3]:
+        (taken,) = resident_bytes(runner, [found[cell].resolved], TOKENS)
+        share = taken / runner.spec.full_bytes(len(TOKENS))
+        assert found[cell].note == "" and found[cell].share == pytest.approx(share, abs=1e-4)
+        assert share <= share_of(cell.memory) * (1 if cell.keeps_all else 0.99)
+    assert found[WANTED[3]].note == TOO_SMALL
+    assert Sizes(path, runner, WANTED).at(FIRST, _unasked) == found
+
+
+def test_what_fits_again_is_not_looked_for(runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[list[tuple[str, float]]] = []
+
+    def spy(*arguments: object, **more: object) -> object:
+        searched.append(arguments[1])  # type: ignore[arg-type]
+        return match_many(*arguments, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "match_many", spy)
+    found = Sizes(tmp_path / "sizes.json", runner, WANTED)
+    first = found.at(FIRST, lambda: TOKENS)
+    second = found.at(SECOND, lambda: prompt(498, seed=5), FIRST)
+    assert len(searched[0]) == len(WANTED) and searched[1] == []
+    assert [second[cell].resolved for cell in WANTED] == [first[cell].resolved for cell in WANTED]
+    assert second[WANTED[3]].note == TOO_SMALL and second[WANTED[0]].workload == "lines"
+
+
+def test_what_does_not_fit_again_is_looked_for(runner: Runner, tmp_path: Path) -> None:
+    """A prompt of a third of the length, where the open block weighs more."""
+    short = prompt(170, seed=5)
+    found = Sizes(tmp_path / "sizes.json", runner, WANTED[:1])
+    first, second = found.at(FIRST, lambda: TOKENS)[WANTED[0]], found.at(SECOND, lambda: short, FIRST)[WANTED[0]]
+    assert second.resolved != first.resolved
+    assert second.note == TOO_SMALL or second.share <= 0.6
+
+
+def test_a_foreign_file_is_refused(runner: Runner, tmp_path: Path) -> None:
+    (tmp_path / "sizes.json").write_text('[{"colour": 1}]')
+    with pytest.raises(InputError, match="holds no sizes of a run"):
+        Sizes(tmp_path / "sizes.json", runner, WANTED)
