@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +43,7 @@ from benchmarks.gpu_common import (
 from benchmarks.gpu_fill import Lengths, arena_bytes, describe, filled, head_lengths, open_bytes, slot_bytes
 from kvfold.attend.kernels.step import Step
 from kvfold.core import ModelSpec
+from kvfold.engine.ahead import Arriving, run_ahead
 from kvfold.engine.graphs import Graphs, graphs_of
 from kvfold.engine.runner import Runner
 from kvfold.models.attach import attach
@@ -123,28 +125,43 @@ def lengths(heads: str, mean: int, longest: int, seed: int) -> Lengths:
 
 
 def mode_ms(runner: Runner, sequences: Sequence[SequenceCache], mode: str, steps: int) -> list[float]:
-    """Milliseconds of each step, host work and seals included; the tokens are sampled greedily on the device."""
+    """Milliseconds of each step, seals and all that the host does included; tokens are sampled greedily."""
     graphs = runner.graphs
     assert graphs is not None
     graphs.compile, graphs.enabled = mode.startswith("compiled"), mode != "eager"
+    if mode == "eager":
+        return _eager_ms(runner, sequences, warm_up=3, steps=5)
     if mode != WITHOUT:
-        return _steps_ms(runner, sequences, *((3, 5) if mode == "eager" else (WARM_UP, steps)))
+        return _queued_ms(runner, sequences, steps)
     forget(graphs)
     with no_attention():
-        found = _steps_ms(runner, sequences, WARM_UP, steps)
+        found = _queued_ms(runner, sequences, steps)
     forget(graphs)
     return found
 
 
-def _steps_ms(runner: Runner, sequences: Sequence[SequenceCache], warm_up: int, steps: int) -> list[float]:
-    tokens, found = [0] * len(sequences), []
-    for step in range(warm_up + steps):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
+def _eager_ms(runner: Runner, sequences: Sequence[SequenceCache], warm_up: int, steps: int) -> list[float]:
+    tokens, times = [0] * len(sequences), [time.perf_counter()]
+    for _ in range(warm_up + steps):
         tokens = runner.decode(sequences, tokens).argmax(-1).tolist()
-        if step >= warm_up:
-            found.append(1e3 * (time.perf_counter() - began))
-    return found
+        times.append(time.perf_counter())
+    return [1e3 * (end - begin) for begin, end in pairwise(times[warm_up:])]
+
+
+def _queued_ms(runner: Runner, sequences: Sequence[SequenceCache], steps: int) -> list[float]:
+    """As a reply is written: a step is queued before the host has the tokens of the last one."""
+    arriving = Arriving(sequences, runner.decode(sequences, [0] * len(sequences)))
+    times = [time.perf_counter()]
+    for _ in range(WARM_UP + steps):
+        ahead = run_ahead(runner, sequences, arriving.on_device(sequences))
+        if ahead is None:
+            raise SystemExit("error: the arena is full; give it more room")
+        arriving.wait(sequences)
+        for sequence in sequences:
+            ahead.keep(sequence)
+        arriving = ahead.arriving
+        times.append(time.perf_counter())
+    return [1e3 * (end - begin) for begin, end in pairwise(times[WARM_UP:])]
 
 
 def forget(graphs: Graphs) -> None:

@@ -55,7 +55,7 @@ def parts(site: Path | None, lookup_model: str) -> dict[str, Part]:
         Part("prefill", [[*prefill, "32768"], [*prefill, "131072", "--policies", POLICY]], 140),
         Part("capacity", [["gpu_capacity.py"]], 80),
         Part("lookup", [[*lookup, "--dtype", dtype, "--compile", when] for dtype, when in LOOKUPS], 130),
-        Part("peers", [["peers_gpu.py", "--site", str(site)]], 110),
+        Part("peers", [["peers_gpu.py", "--site", str(site), "--shapes", "32768x1,131072x1,32768x16"]], 110),
         Part("sweep", [["gpu_sweep.py"]], 200),
     )
     return {part.name: part for part in every}

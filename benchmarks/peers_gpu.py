@@ -99,14 +99,11 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help="append rows to benchmarks/results/peers_gpu.jsonl")
     args = parser.parse_args()
     use(args.site)
-    from benchmarks.gpu_common import copy_bandwidth, llama, report
+    from benchmarks.gpu_common import copy_bandwidth, llama, parse_shapes, report
 
     bandwidth = copy_bandwidth()
     model = llama()
-    rows = []
-    for shape in args.shapes.split(","):
-        length, batch = (int(part) for part in shape.split("x"))
-        rows.append(measure(model, length, batch, args.site, args.steps, bandwidth))
+    rows = (measure(model, *shape, args.site, args.steps, bandwidth) for shape in parse_shapes(args.shapes))
     report("peers_gpu", rows, save=args.save, model="Llama-3.1-8B shape", dtype="bfloat16", bandwidth=bandwidth)
 
 

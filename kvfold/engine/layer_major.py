@@ -36,15 +36,17 @@ class LayerMajor:
 
     def wrap(self, layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-            out = None
+            is_tuple = False
             for piece in self.pieces:
                 out = self._run_piece(piece, forward, hidden_states, args, kwargs)
-                hidden_states[:, piece.begin : piece.end] = out[0] if isinstance(out, tuple) else out
+                is_tuple = isinstance(out, tuple)
+                hidden_states[:, piece.begin : piece.end] = out[0] if is_tuple else out
+                del out  # or it would stand beside the next piece's
                 self._report(piece.end - piece.begin)
             self.current.finish_layer(layer)
             is_last = layer == self.num_layers - 1
             found = hidden_states[:, self.keep] if is_last and self.keep is not None else hidden_states
-            return (found,) if isinstance(out, tuple) else found
+            return (found,) if is_tuple else found
 
         return run
 
