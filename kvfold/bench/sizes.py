@@ -21,7 +21,7 @@ from kvfold.errors import InputError, OutOfPages, SizeError
 FULL, WHOLE = "full", "100%"
 _HEADROOM = 0.01  # of the memory, for samples that take more than the first
 _SLACK = 0.02  # of it, that a search may leave
-_LEFT = 0.06  # of it, that a size found elsewhere may leave: at a thousand tokens a page per head is as much
+_LEFT = 0.03  # of what a size took at the anchor, that it may take less elsewhere
 _Tokens = Callable[[], Sequence[int]]
 
 
@@ -110,8 +110,8 @@ class Sizes:
     def _looked_for(
         self, place: Place, missing: Sequence[Cell], tokens: Sequence[int], anchor: Place | None
     ) -> list[Sized]:
-        guesses = {} if anchor is None else {cell: self._found[anchor, cell].resolved for cell in missing}
-        found = self._tried(place, {cell: guess for cell, guess in guesses.items() if guess}, tokens)
+        guesses = {} if anchor is None else {cell: self._found[anchor, cell] for cell in missing}
+        found = self._tried(place, {cell: guess for cell, guess in guesses.items() if guess.resolved}, tokens)
         rest = [cell for cell in missing if cell not in found]
         try:
             wanted = [(cell.policy, _share(cell)) for cell in rest]
@@ -121,19 +121,23 @@ class Sizes:
             found |= {cell: Sized(*place, *cell, "", OUT_OF_MEMORY, 0.0) for cell in rest}
         return [found[cell] for cell in missing]
 
-    def _tried(self, place: Place, guesses: dict[Cell, str], tokens: Sequence[int]) -> dict[Cell, Sized]:
-        """What fits here too and leaves little."""
+    def _tried(self, place: Place, guesses: dict[Cell, Sized], tokens: Sequence[int]) -> dict[Cell, Sized]:
+        """What fits here too, and leaves little more than it did there."""
         if not guesses:
             return {}
         try:
-            texts = list(dict.fromkeys(guesses.values()))
+            texts = list(dict.fromkeys(guess.resolved for guess in guesses.values()))
             taken = dict(zip(texts, resident_bytes(self.runner, texts, tokens), strict=True))
         except (OutOfPages, SizeError):
             return {}
         full_bytes = self.runner.spec.full_bytes(len(tokens))
-        tried = {cell: Matched(text, taken[text], 0, full_bytes) for cell, text in guesses.items()}
-        settled = {cell: match for cell, match in tried.items() if cell.keeps_all or _fits(cell, match)}
-        return {cell: _sized(place, cell, match) for cell, match in settled.items()}
+        found = {}
+        for cell, guess in guesses.items():
+            share = taken[guess.resolved] / full_bytes
+            fits = share <= share_of(cell.memory)
+            if cell.keeps_all or (fits and share >= guess.share * (1 - _LEFT)):
+                found[cell] = Sized(*place, *cell, guess.resolved, "" if fits else TOO_SMALL, round(share, 5))
+        return found
 
 
 def _share(cell: Cell) -> float:
@@ -142,19 +146,11 @@ def _share(cell: Cell) -> float:
     return share if cell.keeps_all else share * (1 - _HEADROOM)
 
 
-def _fits(cell: Cell, tried: Matched) -> bool:
-    """Within the memory, and near it unless nothing more could be kept."""
-    keeps_all = cell.keeps_all or tried.policy.endswith(" + 1x")
-    least = 0.0 if keeps_all else _share(cell) * (1 - _LEFT)
-    return least <= tried.share <= share_of(cell.memory)
-
-
 def _sized(place: Place, cell: Cell, found: Matched | SizeError) -> Sized:
     """What cannot be made smaller is named all the same."""
     if isinstance(found, SizeError):
         return Sized(*place, *cell, cell.policy if cell.keeps_all else "", TOO_SMALL, 0.0)
-    note = "" if found.share <= share_of(cell.memory) else TOO_SMALL
-    return Sized(*place, *cell, found.policy, note, round(found.share, 5))
+    return Sized(*place, *cell, found.policy, "", round(found.share, 5))
 
 
 def _read(path: Path) -> list[Sized]:

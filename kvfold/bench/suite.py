@@ -20,7 +20,7 @@ from kvfold.bench.plan import Batch, Task, batches
 from kvfold.bench.prompts import Prompt, Prompter, prompt_row
 from kvfold.bench.record import Mode, Row, Run
 from kvfold.bench.shard import Shard
-from kvfold.bench.sizes import Place, Sized, Sizes, cells
+from kvfold.bench.sizes import Cell, Place, Sized, Sizes, cells
 from kvfold.bench.workloads import Sample, Setting
 from kvfold.bench.writer import Writer
 from kvfold.engine.runner import Runner
