@@ -51,17 +51,21 @@ def test_a_policy_that_is_the_same_in_two_memories_is_one_point() -> None:
 
 
 def test_rankings_by_hand() -> None:
-    listed = [*FULL, *rows("worse", "25%", [0.0, 0.0, 0.0, 1.0]), *rows("better", "25%", [1.0, 1.0, 0.0, 0.0])]
+    listed = [*FULL, *rows("worse", "25%", [0.0, 0.0, 0.0, 1.0]), *rows("better", "25%", [1.0, 1.0, 0.5, 0.0])]
     (contest,) = contests(scope_of("all", listed), "known")
     better, worse = contest.entries
     assert (better.cell.policy, better.score.mean, worse.cell.policy, worse.score.mean) == (
         "better",
-        0.5,
+        0.625,
         "worse",
         0.25,
     )
     assert better.beside and worse.beside
-    assert (better.beside.difference.mean, better.beside.lost, better.beside.gained) == (-0.25, 1, 0)
+    assert (better.beside.difference.mean, better.beside.lost, better.beside.gained) == (
+        -0.125,
+        1,
+        0,
+    )  # half a point counts
     assert (worse.beside.difference.mean, worse.beside.lost, worse.beside.gained) == (-0.5, 3, 1)
 
 
