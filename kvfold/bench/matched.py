@@ -20,6 +20,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from fractions import Fraction
 
+import torch
+
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError, OutOfPages, PolicyError, SizeError
 from kvfold.models.check import check_policy
@@ -129,10 +131,10 @@ def ratio_text(slots: int, num_tokens: int) -> str:
 def _resident_in_parts(
     runner: Runner, policies: Sequence[str], tokens: Sequence[int], config: PageConfig | None
 ) -> list[int]:
-    """As many in one forward as the arena holds."""
+    """As many in one forward as memory holds."""
     try:
         return resident_bytes(runner, policies, tokens, config=config)
-    except OutOfPages:
+    except (OutOfPages, torch.OutOfMemoryError):
         if len(policies) == 1:
             raise
     half = len(policies) // 2

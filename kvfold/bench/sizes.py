@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from kvfold.bench.matched import Matched, evicts_nothing, match_many, resident_bytes
 from kvfold.bench.record import OUT_OF_MEMORY, TOO_SMALL, Mode, write_whole
 from kvfold.engine.runner import Runner
@@ -117,7 +119,7 @@ class Sizes:
             wanted = [(cell.policy, _share(cell)) for cell in rest]
             matches = match_many(self.runner, wanted, tokens, slack=_SLACK)
             found |= {cell: _sized(place, cell, match) for cell, match in zip(rest, matches, strict=True)}
-        except OutOfPages:
+        except (OutOfPages, torch.OutOfMemoryError):
             found |= {cell: Sized(*place, *cell, "", OUT_OF_MEMORY, 0.0) for cell in rest}
         return [found[cell] for cell in missing]
 
@@ -128,7 +130,7 @@ class Sizes:
         try:
             texts = list(dict.fromkeys(guess.resolved for guess in guesses.values()))
             taken = dict(zip(texts, resident_bytes(self.runner, texts, tokens), strict=True))
-        except (OutOfPages, SizeError):
+        except (OutOfPages, torch.OutOfMemoryError, SizeError):
             return {}
         full_bytes = self.runner.spec.full_bytes(len(tokens))
         found = {}
