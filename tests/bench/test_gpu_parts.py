@@ -7,9 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import gpu_decode
 from benchmarks.gpu_common import floor_ms, kv_bytes, llama, random_tokens, weight_bytes
 from benchmarks.gpu_fill import arena_bytes, copied, describe, fill, filled, head_lengths, open_bytes, slot_bytes
 from benchmarks.gpu_prefill import prompt_flops
+from kvfold.engine.graphs import graphs_of
 from kvfold.engine.runner import Runner
 from kvfold.models.attach import attach
 from kvfold.pages.arena import Arena
@@ -90,6 +92,19 @@ def test_there_is_no_copy_where_there_is_no_room() -> None:
             copies.append(copy)
         lent = free - runner.arena.free_bytes
         assert copies and free < (len(copies) + 1) * lent / len(copies) and lent % len(copies) == 0
+
+
+@pytest.mark.parametrize(("mode", "num_tokens"), [("eager", 8), ("captured", 6), (gpu_decode.WITHOUT, 6)])
+def test_timed_steps_write_a_token_each(mode: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_decode, "WARM_UP", 2)
+    model, policy = llama("cpu", torch.float32, **SMALL), Policy.parse("bf16")
+    with attach(model) as attached:
+        runner = Runner(model, attached.spec, Arena(arena_bytes(attached.spec, policy, 200, sequences=2)))
+        runner.graphs = graphs_of(model)
+        sequences = [filled(runner, policy, head_lengths(2, 2, 40, 320, seed), 320, seed) for seed in range(2)]
+        times = gpu_decode.mode_ms(runner, sequences, mode, steps=3)
+    assert len(times) == (5 if mode == "eager" else 3) and min(times) > 0
+    assert [sequence.committed_len for sequence in sequences] == [320 + num_tokens] * 2
 
 
 def test_floors_by_hand() -> None:
