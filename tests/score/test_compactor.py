@@ -125,4 +125,4 @@ def test_chunks_of_a_prompt_do_not_matter() -> None:
 @pytest.mark.parametrize("name", ["sinks", "recent", "blend"])
 def test_numbers_are_not_negative(name: str) -> None:
     with pytest.raises(PolicyError, match=f"{name} must be at least 0"):
-        Compactor(**{name: -1})  # type: ignore[arg-type]
+        Compactor(**{name: -1})
