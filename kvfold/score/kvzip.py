@@ -1,7 +1,7 @@
 """What a text can be rebuilt from (KVzip, arXiv:2505.23416): attention of the model while it repeats the text.
 
 A question asked later is answered from some part of the text; a cache that the whole text can be repeated from serves
-all of them. The prompt is read a second time for it, which about doubles the prefill.
+all of them. The prompt is read a second time for it.
 
     R rows   S slots   G query heads per KV head
 """
