@@ -3,13 +3,14 @@ evicts nothing. A kernel then encodes the slots of all layers, heads and sequenc
 
 With hundreds of sequences, tens of thousands of heads append at once, so places are worked out on arrays.
 
-    O sequences   E extents of all of them   F address columns of pages/table.py
+    O sequences   E extents of all of them   R extents with room   F address columns of pages/table.py
     N stretches: new slots of one head that go to adjacent places of one extent
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from kvfold.errors import OutOfPages
 from kvfold.pages.grow import give_pages, put_off
 from kvfold.pages.segment import GROWTH, Segment
 from kvfold.pages.sequence import SequenceCache
-from kvfold.pages.table import Ints, SegmentTable, segment_table
+from kvfold.pages.table import Ints, Places, SegmentTable, segment_table
 
 
 class Stretches(NamedTuple):
@@ -62,31 +63,55 @@ def append_blocks(sequences: Sequence[SequenceCache]) -> Stretches:
     neighbours. The caller writes the slots: until then what the new places hold is undefined."""
     tables = [segment_table(sequence.tail) for sequence in sequences]
     counts = [sequence.open.committed for sequence in sequences]
-    sizes = [len(table.length_E) for table in tables]
-    owner_E = np.repeat(np.arange(len(tables)), sizes)
-    layer_E, head_E, row_E, capacity_E = (
-        np.concatenate([getattr(table.places, name) for table in tables])
-        for name in ("layer_E", "head_E", "row_E", "capacity_E")
-    )
+    every = _together(tuple(table.places for table in tables))
     length_E = np.concatenate([table.length_E for table in tables])
-    begin_E = _room_before(owner_E, row_E, capacity_E - length_E)
-    take_E = np.clip(np.array(counts)[owner_E] - begin_E, 0, capacity_E - length_E)
-    (at_N,) = take_E.nonzero()
-    stride_OLF = np.stack([table.places.stride_LF for table in tables])
-    address_EF = np.concatenate([table.places.address_EF for table in tables])
-    owner_N, layer_N, count_N = owner_E[at_N], layer_E[at_N], take_E[at_N]
-    address_NF = address_EF[at_N] + length_E[at_N, None] * stride_OLF[owner_N, layer_N]
-    after_E = length_E + take_E
-    for sequence, table, count, end in zip(sequences, tables, counts, accumulate(sizes), strict=True):
+    (at_R,) = (every.capacity_E > length_E).nonzero()
+    owner_R, room_R = every.owner_E[at_R], (every.capacity_E - length_E)[at_R]
+    begin_R = _room_before(every.row_E[at_R], room_R)
+    take_R = np.clip(np.array(counts)[owner_R] - begin_R, 0, room_R)
+    taking_R = take_R > 0
+    at_N, owner_N, count_N = at_R[taking_R], owner_R[taking_R], take_R[taking_R]
+    address_NF = every.address_EF[at_N] + every.stride_EF[at_N] * length_E[at_N][:, None]
+    length_E[at_N] += count_N
+    for sequence, table, count, end in zip(sequences, tables, counts, every.ends, strict=True):
         sequence.sealed_len += count
-        mine_E = after_E[end - len(table.length_E) : end]
+        mine_E = length_E[end - len(table.length_E) : end]
         put_off(sequence.tail, SegmentTable(table.places, mine_E, table.least_room - count))
-    return Stretches(owner_N, layer_N, head_E[at_N], begin_E[at_N], count_N, address_NF)
+    return Stretches(owner_N, every.layer_E[at_N], every.head_E[at_N], begin_R[taking_R], count_N, address_NF)
 
 
-def _room_before(owner_E: Ints, row_E: Ints, room_E: Ints) -> Ints:
+class _Places(NamedTuple):
+    """Places of several tails as one."""
+
+    owner_E: Ints
+    layer_E: Ints
+    head_E: Ints
+    row_E: Ints  # among the heads of all
+    capacity_E: Ints
+    address_EF: Ints
+    stride_EF: Ints
+    ends: list[int]
+
+
+@lru_cache(maxsize=2)
+def _together(places: tuple[Places, ...]) -> _Places:
+    """Kept, for most seals change lengths only."""
+    sizes = [len(item.row_E) for item in places]
+    rows_before = np.cumsum([0, *(item.num_rows for item in places[:-1])])
+    return _Places(
+        np.repeat(np.arange(len(places)), sizes),
+        np.concatenate([item.layer_E for item in places]),
+        np.concatenate([item.head_E for item in places]),
+        np.concatenate([item.row_E + before for item, before in zip(places, rows_before, strict=True)]),
+        np.concatenate([item.capacity_E for item in places]),
+        np.concatenate([item.address_EF for item in places]),
+        np.concatenate([item.stride_LF[item.layer_E] for item in places]),
+        list(accumulate(sizes)),
+    )
+
+
+def _room_before(row_R: Ints, room_R: Ints) -> Ints:
     """Room in older extents of the same head: new slots fill those first."""
-    before_E = np.cumsum(room_E) - room_E
-    is_first_E = np.ones(len(room_E), dtype=bool)
-    is_first_E[1:] = (np.diff(owner_E) != 0) | (np.diff(row_E) != 0)
-    return before_E - np.maximum.accumulate(np.where(is_first_E, before_E, 0))
+    before_R = np.cumsum(room_R) - room_R
+    is_first_R = np.diff(row_R, prepend=-1) != 0
+    return np.asarray(before_R - np.maximum.accumulate(np.where(is_first_R, before_R, 0)))

@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections import defaultdict
 from functools import cached_property
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvfold.codec.native import Native
@@ -63,10 +65,10 @@ class OpenBlock:
             self.v.append(fields["v.x"][start : start + count].view(shape))
 
     @cached_property
-    def addresses(self) -> list[tuple[int, int]]:
-        """Bytes from the start of the arena to the keys and to the values of every layer."""
+    def addresses(self) -> NDArray[np.int64]:
+        """[layers, 2]: bytes from the start of the arena to the keys and to the values of every layer."""
         sides = zip(self.k, self.v, strict=True)
-        return [(int(k.storage_offset()) * k.itemsize, int(v.storage_offset()) * v.itemsize) for k, v in sides]
+        return np.array([[x.storage_offset() * x.itemsize for x in pair] for pair in sides])
 
     @property
     def num_bytes(self) -> int:

@@ -37,7 +37,7 @@ def can_seal(sequence: SequenceCache) -> bool:
 class _Learnt(NamedTuple):
     """What no seal of a tail changes once its codecs have learnt."""
 
-    classes: tuple[PageClass, ...]
+    layers: dict[PageClass, NDArray[np.bool]]  # which layers are of a page class
     mean_L: Ints  # address of the first head's mean key; 0 where none are stored
 
 
@@ -48,8 +48,9 @@ def _learnt_by(tail: Segment) -> _Learnt | None:
     """None while a kernel cannot seal it."""
     found = _learnt.get(tail)
     if found is None and all(_is_ready(layer) for layer in tail.layers):
-        classes = tuple(layer.page_class for layer in tail.layers)
-        found = _learnt[tail] = _Learnt(classes, np.array([_mean_address(layer) for layer in tail.layers]))
+        classes = [layer.page_class for layer in tail.layers]
+        layers = {mine: np.array([other is mine for other in classes]) for mine in dict.fromkeys(classes)}
+        found = _learnt[tail] = _Learnt(layers, np.array([_mean_address(layer) for layer in tail.layers]))
     return found
 
 
@@ -95,18 +96,15 @@ def _encode(sequences: Sequence[SequenceCache]) -> None:
 
 def _layers_of(learnt: Sequence[_Learnt]) -> Iterator[tuple[PageClass, NDArray[np.bool]]]:
     """Each page class, and which layers of which sequences are of it."""
-    plans = {item.classes: None for item in learnt}  # sequences of one policy have one
-    for page_class in {page_class: None for classes in plans for page_class in classes}:
-        its = {classes: [other is page_class for other in classes] for classes in plans}
-        yield page_class, np.array([its[item.classes] for item in learnt])
+    none_L = np.zeros(len(learnt[0].mean_L), dtype=bool)
+    for page_class in dict.fromkeys(page_class for item in learnt for page_class in item.layers):
+        yield page_class, np.stack([item.layers.get(page_class, none_L) for item in learnt])
 
 
-def _items(
-    sequences: Sequence[SequenceCache], learnt: Sequence[_Learnt], stretches: Stretches, start_O: Ints
-) -> Ints:
+def _items(sequences: Sequence[SequenceCache], learnt: Sequence[_Learnt], stretches: Stretches, start_O: Ints) -> Ints:
     """Rows of seal.py; mean keys by their address, for they lie outside the arena."""
     owner_N, layer_N, head_N, begin_N, count_N, address_NF = stretches
-    source_OL2 = np.array([sequence.open.addresses for sequence in sequences])
+    source_OL2 = np.stack([sequence.open.addresses for sequence in sequences])
     mean_OL = np.stack([item.mean_L for item in learnt])
     open_O = np.array([sequence.open.num_slots for sequence in sequences])
     spec = sequences[0].spec  # an arena serves one model
