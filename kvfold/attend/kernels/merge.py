@@ -25,7 +25,6 @@ from kvfold.attend.kernels.formats import float_dtype
 
 _LOG2E, _LN2 = tl.constexpr(LOG2E), tl.constexpr(0.6931471805599453)
 _SLOTS = 32  # slots of the open block at a time
-_MANY = 256  # (row, query) pairs that keep a chip busy without being cut
 
 
 class Shape(NamedTuple):
@@ -227,8 +226,15 @@ def launch(
 
 
 def choose_shape(num_outputs: int, lane_tasks: int, head_dim: int) -> Shape:
-    """Few outputs are cut by channels and take a head's tasks at once; many fill the chip as they are."""
-    if num_outputs >= _MANY:
-        return Shape(head_dim, 16, 4)
+    """Few outputs are cut by channels and take a head's tasks at once; the more there are, the less each one works on.
+
+    The steps were measured on an H200 with 32, 128, 512 and 2048 outputs of 128 channels.
+    """
+    if num_outputs >= 1024:
+        return Shape(min(128, head_dim), 16, 1)
+    if num_outputs >= 256:
+        return Shape(min(64, head_dim), 32, 1)
+    if num_outputs >= 96:
+        return Shape(min(64, head_dim), 64, 2)
     half = 1 << (lane_tasks // 2).bit_length()  # a head may have half of its lane's tasks
     return Shape(min(32, head_dim), min(256, max(16, half)), 4)

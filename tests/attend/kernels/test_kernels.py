@@ -123,7 +123,7 @@ def test_merged_rows(num_new: int, fill: tuple[int, int], dtype: str, open_len: 
     before = stored.arena.memory.clone()
     want = reference.merge_rows(*parts, task_range, stored.q_RXD, *block.arguments)
     memory = stored.arena.memory.clone()
-    for shape in (merge.choose_shape(1, 64, 128), merge.choose_shape(1 << 20, 64, 128)):
+    for shape in (merge.choose_shape(num_outputs, 64, 128) for num_outputs in (32, 128, 512, 2048)):
         stored.arena.memory.copy_(before)
         found = merge.launch(*parts, task_range, stored.q_RXD, *block.arguments, shape)
         for a, b in zip(found, want, strict=True):
