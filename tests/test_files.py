@@ -39,6 +39,7 @@ POLICIES = [
     "expected + 70tok",
     "streaming + 70tok + slot",
     "knorm + global + 2x",
+    "kvzip + global + 2x + int4",
 ]
 
 

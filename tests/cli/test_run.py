@@ -37,6 +37,18 @@ def test_the_answer_is_that_of_a_session(call: Call, folder: Path, document: Pat
     assert (answer["full_bytes"], answer["bytes_per_step"]) == (stats.full_bytes, stats.bytes_per_step)
 
 
+def test_a_score_that_reads_twice(call: Call, folder: Path, document: Path) -> None:
+    policy = "kvzip + global + 2x"
+    question = ("--context", document, "--ask", ASK, "--max-new-tokens", 3)
+    said = _json(call, "--model", folder, *question, "--policy", policy)
+    with kvfold.Session(kvfold.load(str(folder)), policy) as session:
+        session.extend(document.read_text(encoding="utf-8"))
+        stats, reply = session.stats(), session.ask(ASK, max_new_tokens=3)
+    (answer,) = said["answers"]
+    assert (answer["answer"], answer["resident_bytes"]) == (reply.text, stats.resident_bytes)
+    assert len({length for layer in stats.slots for length in layer}) > 1
+
+
 def test_json_has_everything_the_table_has(call: Call, folder: Path, document: Path) -> None:
     options = ("--max-new-tokens", 3, "--policy", "int4", "--compare", "full, snapkv(8, 5) + 2x")
     said = _json(call, "--model", folder, "--context", document, "--ask", ASK, "--ask", "why?", *options)
