@@ -91,7 +91,8 @@ def _cut(runs: Sequence[tuple[Span, int, int]], row_X: Ints, pages_X: Ints) -> _
     """Heads take pages from runs in order; a piece ends where its head or its run does."""
     first_R, count_R = np.array([run[1:] for run in runs]).T
     end_X, end_R = np.cumsum(pages_X), np.cumsum(count_R)
-    begin_P = np.union1d(np.append(0, end_X[:-1]), end_R[:-1])
+    border_P = np.sort(np.concatenate(([0], end_X[:-1], end_R[:-1])))
+    begin_P = border_P[np.diff(border_P, prepend=-1) > 0]  # np.unique loads a module of masked arrays first
     run_P = np.searchsorted(end_R, begin_P, side="right")
     first_P = first_R[run_P] + begin_P - (end_R - count_R)[run_P]
     head_P = np.searchsorted(end_X, begin_P, side="right")

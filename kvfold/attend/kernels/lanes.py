@@ -182,5 +182,6 @@ def _tasks_per_processor(page_class: PageClass) -> int:
 
 
 def _room_for(num_tasks: int, num_heads: int) -> int:
-    """Tasks a lane has room for: every head may grow by one, and a quarter more."""
-    return -(-(num_tasks + num_tasks // 4 + num_heads) // 32) * 32
+    """Tasks a lane has room for: a quarter more, and three for every head, which gets an extent whenever pages are
+    added (after an eighth of what it holds). A table that is full costs a capture, an empty task next to nothing."""
+    return -(-(num_tasks + num_tasks // 4 + 3 * num_heads) // 32) * 32
