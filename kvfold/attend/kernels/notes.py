@@ -34,7 +34,7 @@ class Notes:
             watch.open_LBHR.masked_fill_(is_free_BR.unsqueeze(1), 0.0)
         if watch.layout.window:
             number_B = torch.arange(len(fill_B), device=fill_B.device)
-            self._lane_B = torch.where(is_used_B, number_B, len(fill_B))
+            self._lane_B = number_B.masked_fill(~is_used_B, len(fill_B))
             _move_up(watch.last_LBQWD[:, :-1], is_used_B)
 
     def queries(self, layer: int, q_QBD: Tensor) -> None:
