@@ -96,12 +96,9 @@ def _leverage(k_RSD: Tensor, free_RS: Tensor) -> Tensor:
 
 
 def _before_rope(view: View, rows: slice) -> Tensor:
+    """Keys turned back. YaRN's factor on them stays: leverage does not see what all keys share."""
     k_RSD, rope = view.k_RSD[rows].float(), view.spec.rope
-    if rope is None:
-        return k_RSD
-    turned_RSD = rope.rotate(k_RSD, -view.position_RS[rows])
-    turned_RSD[..., : rope.rotary_dim] /= rope.attention_scale
-    return turned_RSD
+    return k_RSD if rope is None else rope.rotate(k_RSD, -view.position_RS[rows])
 
 
 def z_scores(x_RS: Tensor, among_RS: Tensor, num_heads: int) -> Tensor:

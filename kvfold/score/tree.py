@@ -86,12 +86,13 @@ def thinned(mean_RS: Tensor, in_tree_RS: Tensor, capacity: int) -> Tensor:
 
 
 def _walk(slot_RX: Tensor, num_pairs_R: Tensor, mean_RS: Tensor) -> tuple[Tensor, Tensor]:
-    """Of 2N slots the N that stay, in order, and the N that go: one of each of the first pairs, then none."""
-    capacity, none = slot_RX.shape[1] // 2, mean_RS.shape[1] - 1
+    """Of N pairs the slots that stay, in order, and those that go, none behind the first `num_pairs`.
+
+    A row with fewer pairs has seen all its slots: what it takes to be its cache is not asked for again.
+    """
+    none = mean_RS.shape[1] - 1
     first_RN, second_RN = slot_RX[:, 0::2], slot_RX[:, 1::2]
     first_wins_RN = mean_RS.gather(1, first_RN) >= mean_RS.gather(1, second_RN)
-    place_N = torch.arange(capacity, device=slot_RX.device)
-    is_pair_RN = place_N < num_pairs_R.unsqueeze(-1)
-    rest_RN = slot_RX.gather(1, place_N + num_pairs_R.unsqueeze(-1))
-    stays_RN = torch.where(is_pair_RN, torch.where(first_wins_RN, first_RN, second_RN), rest_RN)
-    return stays_RN, torch.where(is_pair_RN, torch.where(first_wins_RN, second_RN, first_RN), none)
+    is_pair_RN = torch.arange(first_RN.shape[1], device=slot_RX.device) < num_pairs_R.unsqueeze(-1)
+    loser_RN = torch.where(first_wins_RN, second_RN, first_RN)
+    return torch.where(first_wins_RN, first_RN, second_RN), torch.where(is_pair_RN, loser_RN, none)
