@@ -248,16 +248,9 @@ class Runner:
         sequences are as they were."""
         lens = [len(ids) for ids in tokens]
         current = PrefillPass(sequences, lens, seen_lens, compress=compress, followers=followers)
-        device, pieces = self.arena.device, list(self._pieces(sequences, tokens))
-        ends = None if hidden else torch.tensor(lens, device=device).cumsum(0) - 1
-        order = LayerMajor(current, pieces, progress, self.spec.num_layers, ends)
-        starts = [sequence.sealed_len for sequence in sequences]
-        positions = torch.cat([torch.arange(s, s + n, device=device) for s, n in zip(starts, lens, strict=True)])
         undo = Undo([*sequences, *followers])
         try:
-            with maskless(), layers_wrapped(self.hf, order.wrap):
-                ids = [token for part in tokens for token in part]
-                out = self._call(ids, positions, order.cache, hidden=hidden)
+            out = self._layer_major(current, tokens, progress, hidden=hidden)
             if current.held:
                 with maskless():
                     Replays(self.hf, partial(self._call, hidden=True), self.chunk_len).run(current, tokens)
@@ -267,6 +260,20 @@ class Runner:
             undo.restore()
             raise
         return out
+
+    def _layer_major(
+        self, current: PrefillPass, tokens: Sequence[Sequence[int]], progress: Progress | None, *, hidden: bool
+    ) -> Any:
+        """The model over all tokens, each layer over all of them before the next."""
+        device, lens = self.arena.device, current.num_tokens
+        ends = None if hidden else torch.tensor(lens, device=device).cumsum(0) - 1
+        pieces = list(self._pieces(current.sequences, tokens))
+        order = LayerMajor(current, pieces, progress, self.spec.num_layers, ends)
+        starts = [sequence.sealed_len for sequence in current.sequences]
+        positions = torch.cat([torch.arange(s, s + n, device=device) for s, n in zip(starts, lens, strict=True)])
+        ids = [token for part in tokens for token in part]
+        with maskless(), layers_wrapped(self.hf, order.wrap):
+            return self._call(ids, positions, order.cache, hidden=hidden)
 
     def _pieces(self, sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]) -> Iterator[Piece]:
         begin = 0
