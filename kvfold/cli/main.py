@@ -29,6 +29,7 @@ _EPILOG = """examples:
   kvfold run --context notes.txt --ask "Who wrote this?" --policy "keydiff + 4x" --compare full,int4
   kvfold chat --policy "streaming + 1024tok + slot"
   kvfold policies "snapkv + ada + 8x + int4"       what this policy does
+  kvfold bench                                     policies compared at equal bytes, with a table and a report
   kvfold models pull smollm2-135m
 
 Models are kept under KVFOLD_HOME (default: the cache folder of the user).

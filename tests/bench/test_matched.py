@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from kvfold.bench.matched import Matched, evicts_nothing, match, ratio_text, resident_bytes
+from kvfold.bench.matched import Matched, evicts_nothing, match, match_many, ratio_text, resident_bytes
 from kvfold.engine.runner import Runner
-from kvfold.errors import InputError, PolicyError, SizeError
+from kvfold.errors import InputError, OutOfPages, PolicyError, SizeError
 from kvfold.models.loader import Model
-from kvfold.pages.sequence import PageConfig
+from kvfold.pages.sequence import PageConfig, SequenceCache
 from kvfold.policy.policy import Policy
 from kvfold.policy.size import SizeFacts
 from kvfold.session import Session
@@ -125,6 +126,44 @@ def test_sizes_are_refused_where_one_is_looked_for(model: Model) -> None:
 def test_budgets_are_shares(model: Model, share: float) -> None:
     with pytest.raises(InputError, match=f"the budget is {share} of the full cache"):
         match(_runner(model), "keydiff", share, TOKENS)
+
+
+def test_many_find_what_each_finds_alone_in_fewer_forwards(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, forwards = _runner(model), list[int]()
+    prefill_many = runner.prefill_many
+
+    def spy(sequences: Sequence[SequenceCache], tokens: Sequence[int]) -> Tensor:
+        forwards.append(len(sequences))
+        return prefill_many(sequences, tokens)
+
+    monkeypatch.setattr(runner, "prefill_many", spy)
+    wanted = [(f"keydiff + int4 + {SMALL}", 0.3), (f"keydiff + int4 + {SMALL}", 0.25), ("int4", 0.9), ("int4", 0.01)]
+    alone = [match(runner, *each, TOKENS, config=CONFIG) for each in wanted[:3]]
+    num_alone = len(forwards)
+    *found, refused = match_many(runner, wanted, TOKENS, config=CONFIG)
+    assert found == alone and isinstance(refused, SizeError)
+    assert len(forwards) - num_alone < num_alone
+
+
+def test_with_slack_a_search_ends_when_little_is_left(model: Model) -> None:
+    policy, share = f"keydiff + ada + int4 + {SMALL}", 0.3
+    (found,) = match_many(_runner(model), [(policy, share)], TOKENS, slack=0.2, config=CONFIG)
+    assert isinstance(found, Matched) and 0.8 * found.target_bytes <= found.achieved_bytes <= found.target_bytes
+
+
+def test_more_than_memory_holds_is_measured_in_parts(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = _runner(model)
+    policy = f"keydiff + {SMALL}"
+    expected = match(runner, policy, 0.5, TOKENS, config=CONFIG)
+    prefill_many = runner.prefill_many
+
+    def cramped(sequences: Sequence[SequenceCache], tokens: Sequence[int]) -> Tensor:
+        if len(sequences) > 1:
+            raise OutOfPages("no room for two")
+        return prefill_many(sequences, tokens)
+
+    monkeypatch.setattr(runner, "prefill_many", cramped)
+    assert match(runner, policy, 0.5, TOKENS, config=CONFIG) == expected
 
 
 def test_which_policies_evict_nothing() -> None:
