@@ -113,7 +113,7 @@ def caption(ours: Recorded, peer: Recorded) -> str:
 
 def write_docs(runs: Path) -> str:
     """Write the table of docs/peers.md that belongs to this folder."""
-    begin = f"<!-- {runs.name}: begin; written by `python -m benchmarks.peers docs {runs}` -->"
+    begin = f"<!-- {runs.name}: begin; written by `python -m benchmarks.peers docs benchmarks/results/{runs.name}` -->"
     page = PAGE.read_text(encoding="utf-8")
     PAGE.write_text(written(page, begin, f"<!-- {runs.name}: end -->", compare(runs)), encoding="utf-8")
     return f"docs/{PAGE.name} written from {runs}"
