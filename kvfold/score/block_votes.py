@@ -29,8 +29,9 @@ def block_votes(view: View, q_RGTD: Tensor, among_RS: Tensor, first: int, block:
     earliest, end = max(int(start_R1.min()), first), slot_RP.shape[1] - 1
     vote_RP = torch.zeros_like(slot_RP, dtype=torch.float32)
     for begin in range(earliest - (earliest - first) % block, end, block):
-        position_X = torch.arange(begin, min(begin + block, end), device=slot_RP.device)
-        vote_RP[:, position_X] = _votes(view, q_RGTD, slot_RP[:, position_X], position_X - start_R1)
+        span = slice(begin, min(begin + block, end))
+        position_X = torch.arange(span.start, span.stop, device=slot_RP.device)
+        vote_RP[:, span] = _votes(view, q_RGTD, slot_RP[:, span], position_X - start_R1)
     return vote_RP.gather(1, view.position_RS)
 
 
