@@ -31,9 +31,9 @@ class Noted(Graphs):
         super().__init__()
         self.on_device: list[bool] = []
 
-    def decode(self, hf: Any, sequences: Sequence[SequenceCache], tokens: Any) -> Tensor | None:
+    def decode(self, hf: Any, sequences: Sequence[SequenceCache], tokens: Any, **options: Any) -> Tensor | None:
         self.on_device.append(isinstance(tokens, Tensor))
-        return super().decode(hf, sequences, tokens)
+        return super().decode(hf, sequences, tokens, **options)
 
 
 @pytest.fixture(scope="module")
