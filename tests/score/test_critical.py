@@ -25,9 +25,9 @@ def view_of(slots_per_head: int) -> View:
 
 
 def test_the_second_stage_weighs_values() -> None:
-    """Weights .5, .3, .2, .6; norms |v W_o|_1, mean of the two heads: (2+0)/2, (0+.5)/2, (6+2)/2, (2+.5)/2."""
+    """Weights .5, .3, .2, .6; norms |v W_o|_1, mean of both heads: 2.8/2, .5/2, (8.4+2)/2, (2.8+.5)/2."""
     score_RS = replace(SCORER, first=0.0).score(view_of(2))
-    torch.testing.assert_close(score_RS, torch.tensor([[0.6, 0.4 * 0.25, 0.3 * 4, 0.7 * 1.25]]))
+    torch.testing.assert_close(score_RS, torch.tensor([[0.6 * 1.4, 0.4 * 0.25, 0.3 * 5.2, 0.7 * 1.65]]))
 
 
 def test_the_first_stage_goes_by_weight_alone() -> None:

@@ -17,8 +17,8 @@ from kvfold.score import KVzip, KVzipPlus, Replay, View
 
 MAXIMA = [[0.5, 0.1, 0.2, 0.0], [0.4, 0.3, 0.1, 0.6]]  # two query heads of one KV head, four slots
 VALUES = [[1.0, 0.0], [0.0, 1.0], [3.0, 4.0], [1.0, 1.0]]
-# Head 0 keeps the first channel twice, head 1 writes the second one to a hidden dim of its own, halved.
-WO = [[[2.0, 0.0], [0.0, 0.0]], [[0.0, 0.0], [0.0, 0.5]]]
+# Head 0 writes the first channel to both hidden dims, with norm 2; head 1 the second one to one of them, halved.
+WO = [[[1.2, 1.6], [0.0, 0.0]], [[0.0, 0.0], [0.0, 0.5]]]
 
 
 def replayed_view() -> View:
