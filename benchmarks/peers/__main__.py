@@ -14,6 +14,7 @@ All of them go on where they stopped. The exit code is 0 when all is done, 3 whe
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from benchmarks.peers.exchange import FORMAT, Header, write_jobs
 from benchmarks.peers.methods import FULL, PRESSES, QUANTIZED
 from benchmarks.peers.ours import answer_all
 from benchmarks.peers.prompts import Samples, end_tokens
+from kvfold.bench.facts import commit
 from kvfold.bench.record import MODES
 from kvfold.errors import KvfoldError
 from kvfold.models.download import resolve
@@ -79,6 +81,8 @@ def requested(options: argparse.Namespace) -> Header:
     folder = str(resolve(options.model))
     return Header(
         FORMAT,
+        shlex.join(["python", "-m", "benchmarks.peers", "jobs", "WORK", *sys.argv[3:]]),
+        commit(),
         options.model,
         folder,
         options.dtype,

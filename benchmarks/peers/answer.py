@@ -190,7 +190,7 @@ def main() -> int:
     parser.add_argument("--alone", action="store_true", help="a forward of its own for every method")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin no prompt after so many seconds")
     options = parser.parse_args()
-    began = time.monotonic()
+    began, started = time.monotonic(), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     header, prompts = read_jobs(options.work)
     model = AutoModelForCausalLM.from_pretrained(
         header.folder, dtype=getattr(torch, header.dtype), attn_implementation="sdpa"
@@ -198,7 +198,7 @@ def main() -> int:
     model.to(header.device).eval()
     device = torch.cuda.get_device_name() if header.device == "cuda" else "CPU"
     side = "peer_alone" if options.alone else "peer"
-    file = AnswerFile(options.work / f"{side}.jsonl", Origin(FORMAT, side, device, versions()))
+    file = AnswerFile(options.work / f"{side}.jsonl", Origin(FORMAT, side, header.commit, started, device, versions()))
     lanes = [(method.name, ratio) for method, ratio in header.lanes()]
     with torch.inference_mode():
         for number, prompt in enumerate(prompts, 1):

@@ -12,7 +12,6 @@ from pathlib import Path
 from benchmarks.peers.exchange import WHOLE, Answer, Header, Method, Origin, Prompt, read_answers, read_jobs
 from benchmarks.peers.ours import SIDE, policy_text
 from benchmarks.peers.prompts import Samples
-from kvfold.bench.facts import commit, now
 from kvfold.bench.haystack import prose
 from kvfold.bench.prompts import prompt_row
 from kvfold.bench.record import PROMPTS, ROWS, Row, Run, append_lines, write_run
@@ -52,13 +51,13 @@ def collect(work: Path, out: Path) -> int:
 
 def describe(header: Header, origin: Origin, model: Model) -> Run:
     ours = origin.side == SIDE
-    command = f"python -m benchmarks.peers answer {SIDE}" if ours else "benchmarks/peers/answer.py"
+    command = "python -m benchmarks.peers answer" if ours else "ENV/bin/python benchmarks/peers/answer.py"
     return Run(
-        command=command,
-        commit=commit(),
+        command=f"{header.command}; {command} WORK",
+        commit=origin.commit,
         versions=origin.versions,
         device=origin.device,
-        started=now(),
+        started=origin.started,
         model=header.model,
         weights=model.weights_digest,
         dtype=f"{header.dtype}/{header.dtype}",

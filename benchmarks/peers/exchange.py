@@ -43,6 +43,8 @@ class Header:
     """What all prompts share."""
 
     format: str
+    command: str  # that asked for these prompts
+    commit: str  # of the repository then
     model: str  # catalogue name
     folder: str  # of its weights
     dtype: str  # of weights, attention and cache
@@ -85,6 +87,8 @@ class Origin:
 
     format: str
     side: str
+    commit: str
+    started: str  # UTC
     device: str
     versions: Mapping[str, str]
 

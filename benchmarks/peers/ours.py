@@ -28,6 +28,7 @@ from benchmarks.peers.exchange import (
     read_jobs,
 )
 from kvfold import __version__
+from kvfold.bench.facts import commit, now
 from kvfold.engine.runner import Runner
 from kvfold.models.loader import Model, load
 from kvfold.pages.sequence import PageConfig, SequenceCache
@@ -118,7 +119,7 @@ def origin(model: Model) -> Origin:
         "transformers": transformers.__version__,
         "python": platform.python_version(),
     }
-    return Origin(FORMAT, SIDE, device, versions)
+    return Origin(FORMAT, SIDE, commit(), now(), device, versions)
 
 
 def answer_all(work: Path, limit_s: float) -> bool:

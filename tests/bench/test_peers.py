@@ -1,5 +1,8 @@
-"""The exchange with other libraries: prompts out, answers in, runs and a table. kvfold answers on a near-zero-size model;
-the other side's file is written by the test, for its library lives in an environment of its own."""
+"""The exchange with other libraries: prompts out, answers in, runs and a table.
+
+kvfold answers on a near-zero-size model; the other side's file is written by the test, for its library lives in an
+environment of its own.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ from kvfold.errors import InputError
 from tests.tiny import build, tokenizer
 
 KEYDIFF = PRESSES[2]
-ORIGIN = Origin(FORMAT, PEER, "CPU", {"kvpress": "0"})
+ORIGIN = Origin(FORMAT, PEER, "c0ffee", "2026-11-15T12:00:00Z", "CPU", {"kvpress": "0"})
 
 
 @pytest.fixture
@@ -42,8 +45,8 @@ def header(tmp_path: Path) -> Header:
     build().save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return Header(
-        FORMAT, "tiny-llama", str(folder), "float32", "cpu", (), 700, 0, 2, ("passkey:passkey",), ("known", "unknown"),
-        (2, 4), (FULL, KEYDIFF),
+        FORMAT, "jobs", "c0ffee", "tiny-llama", str(folder), "float32", "cpu", (), 700, 0, 2, ("passkey:passkey",),
+        ("known", "unknown"), (2, 4), (FULL, KEYDIFF),
     )  # fmt: skip
 
 
@@ -121,6 +124,7 @@ def test_runs_and_table_tell_which_answers_are_the_same(work: Path, tmp_path: Pa
     assert collect(work, tmp_path / "runs") == 0
     ours, peer = read_run(tmp_path / "runs" / SIDE), read_run(tmp_path / "runs" / PEER)
     assert ours.run.policies == ("full", KEYDIFF.ours)
+    assert peer.run.commit == "c0ffee"
     assert peer.run.policies == ("transformers:full", "kvpress:keydiff")
     assert {row.memory for row in ours.rows} == {"100%", "50%", "25%"}
     lines = {(line.peer, line.memory, line.mode): line for line in lines_of(ours, peer)}
