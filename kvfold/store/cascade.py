@@ -1,0 +1,97 @@
+"""Byte tiers one behind the other, fastest first: read through them, write back to all in the background.
+
+A reader gets the first copy there is; when it turned out good, faster tiers get one too, in the background. A copy that
+turned out bad goes from its tier to quarantine, and the next tier is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import BinaryIO, NamedTuple
+
+from kvfold.store.entry import Fault
+from kvfold.store.events import Event, Events
+from kvfold.store.key import Key
+from kvfold.store.ledger import Lease
+from kvfold.store.quarantine import Quarantine
+from kvfold.store.tier import ByteTier
+from kvfold.store.writer import Writer
+
+
+class Copy(NamedTuple):
+    """An entry as one tier has it, open to be read."""
+
+    key: Key
+    tier: ByteTier
+    file: BinaryIO
+
+
+class Cascade:
+    def __init__(
+        self, tiers: Sequence[ByteTier], events: Events, writer: Writer, quarantine: Quarantine | None = None
+    ) -> None:
+        self.tiers = list(tiers)
+        self._events = events
+        self._writer = writer
+        self._quarantine = quarantine
+
+    def get(self, key: Key, at: float) -> Copy | None:
+        for tier in self.tiers:
+            file = tier.get(key, at)
+            if file is not None:
+                return Copy(key, tier, file)
+        return None
+
+    def put_later(self, key: Key, num_bytes: int, encode: Callable[[], bytes], lease: Lease) -> bool:
+        """Encode and write to every tier, in the background; False if too much waits to be written already."""
+
+        def work() -> None:
+            data = encode()
+            for tier in self.tiers:
+                tier.put(key, data, lease)
+
+        if not self.tiers:
+            return False
+        is_taken = self._writer.submit(num_bytes, work)
+        if not is_taken:
+            self._events.emit(Event("failed", "", "queue_full", key, key.num_tokens, num_bytes))
+        return is_taken
+
+    def promote_later(self, key: Key, source: ByteTier, num_bytes: int, lease: Lease) -> None:
+        """Copy a good entry to all faster tiers, where there is time for it."""
+        faster = self.tiers[: self.tiers.index(source)]
+
+        def work() -> None:
+            file = source.get(key, lease.at)
+            if file is None:
+                return
+            with file:
+                data = file.read()
+            for tier in faster:
+                if tier.put(key, data, lease):
+                    tier.emit("promoted", key, len(data))
+
+        if faster:
+            self._writer.submit(num_bytes, work)
+
+    def slide_later(self, used: Sequence[Copy], keys: Sequence[Key], at: float) -> None:
+        """Copies that were not read live longer, too: nobody knows which tier is asked next."""
+        read = {(copy.tier.name, copy.key) for copy in used}
+
+        def work() -> None:
+            for tier in self.tiers:
+                for key in keys:
+                    if (tier.name, key) not in read:
+                        tier.slide(key, at)
+
+        self._writer.submit(0, work)
+
+    def set_aside(self, copy: Copy, fault: Fault) -> None:
+        """To quarantine, where there is one; in any case away."""
+        file = copy.tier.get(copy.key, 0.0)
+        if file is not None and self._quarantine is not None:
+            with file, suppress(OSError):
+                self._quarantine.keep(copy.key, file.read(self._quarantine.limit_bytes), str(fault))
+        copy.tier.delete(copy.key)
+        copy.tier.emit("quarantined", copy.key, 0, fault.reason)

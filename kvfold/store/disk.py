@@ -1,0 +1,164 @@
+"""Entries in a folder, bounded in bytes, that survive a restart and a kill at any moment.
+
+    entries/SCOPE/D0/START-END-DIGEST.kvp     D0: the first two digits of the digest
+    lock                                      held while a process owns the folder
+
+An entry is written to a temporary name, synced and renamed: a file that has its name is whole. Its modification time is
+when it expires, so that outlives a restart too. The ledger is rebuilt from names, sizes, those times and each entry's
+first bytes when the tier is first used.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from threading import Lock
+from typing import BinaryIO
+
+from kvfold.errors import InputError
+from kvfold.store.entry import PREAMBLE_BYTES, peek
+from kvfold.store.events import Events, Reason
+from kvfold.store.folder import TEMPORARY, own, set_expiry, write_whole
+from kvfold.store.key import Key
+from kvfold.store.ledger import Lease, Ledger
+from kvfold.store.tier import ByteTier, Clock
+
+_SUFFIX = ".kvp"
+
+
+class DiskTier(ByteTier):
+    """Holds at most `limit_bytes` in `folder`, what is being written included. One process owns a folder at a time."""
+
+    name = "disk"
+
+    def __init__(self, folder: str | Path, limit_bytes: int, *, clock: Clock = time.time) -> None:
+        if limit_bytes < 1:
+            raise InputError(f"the disk tier's limit is {limit_bytes} bytes; give at least 1, or leave the tier out")
+        self.events = Events()
+        self.folder = Path(folder)
+        self._clock = clock
+        self._writing = Lock()  # of the folder, held while an entry is written or deleted; taken before the other
+        self._lock = Lock()  # of the ledger, held for moments
+        self._ledger = Ledger(limit_bytes)
+        self._is_known = False
+        self._owned = own(self.folder)
+
+    @property
+    def num_bytes(self) -> int:
+        """Counted from the files."""
+        return sum(path.stat().st_size for path in self._entries.rglob("*") if path.is_file())
+
+    def put(self, key: Key, value: bytes, lease: Lease) -> bool:
+        if len(value) > self._ledger.limit_bytes:
+            self.emit("failed", key, len(value), "no_room")
+            return False
+        with self._writing:
+            try:
+                self._make_room(key, len(value))
+                with self._lock:
+                    self._ledger.add(key, len(value), lease)  # before it is there: it takes room from now on
+                write_whole(self._path(key), value, lease.expires_at)
+            except OSError:
+                self._forget(key)
+                self.emit("failed", key, len(value), "unavailable")
+                return False
+        self.emit("stored", key, len(value))
+        return True
+
+    def _make_room(self, key: Key, num_bytes: int) -> None:
+        with self._lock:
+            self._learn()
+            gone: list[tuple[Key, Reason | None]] = [(key, None)] if key in self._ledger else []
+            gone += [(other, "expired") for other in self._ledger.expired(self._clock()) if other != key]
+            sizes = [self._size(other) for other, _ in gone]
+            for other, _ in gone:
+                self._ledger.remove(other)
+            least = self._ledger.victims(num_bytes)
+            gone, sizes = [*gone, *((other, "space") for other in least)], [*sizes, *map(self._size, least)]
+            for other in least:
+                self._ledger.remove(other)
+        for (other, reason), size in zip(gone, sizes, strict=True):
+            self._path(other).unlink(missing_ok=True)
+            if reason is not None:
+                self.emit("evicted", other, size, reason)
+
+    def _size(self, key: Key) -> int:
+        record = self._ledger.get(key)
+        return 0 if record is None else record.num_bytes
+
+    def get(self, key: Key, at: float) -> BinaryIO | None:
+        with self._lock:
+            self._learn()
+            if key not in self._ledger:
+                return None
+            size, is_live = self._size(key), self._ledger.is_live(key, self._clock())
+            if not is_live:
+                self._ledger.remove(key)
+            expires_at = self._ledger.touch(key, at).expires_at if is_live else 0.0
+        if not is_live:
+            with suppress(OSError):
+                self._path(key).unlink(missing_ok=True)
+            self.emit("evicted", key, size, "expired")
+            return None
+        path = self._path(key)
+        try:
+            file = path.open("rb")
+        except OSError:
+            self._forget(key)
+            return None
+        with suppress(OSError):  # gone since, or not ours to touch: it is read all the same
+            set_expiry(path, expires_at)
+        return file
+
+    def delete(self, key: Key) -> None:
+        with self._writing:
+            self._forget(key)
+            with suppress(OSError):
+                self._path(key).unlink(missing_ok=True)
+
+    def keys(self) -> Iterator[Key]:
+        with self._lock:
+            self._learn()
+            return iter(list(self._ledger))
+
+    def close(self) -> None:
+        self._owned.close()
+
+    def _forget(self, key: Key) -> None:
+        with self._lock:
+            self._ledger.remove(key)
+
+    # What the folder holds
+
+    @property
+    def _entries(self) -> Path:
+        return self.folder / "entries"
+
+    def _path(self, key: Key) -> Path:
+        return self._entries / key.scope / key.digest[:2] / f"{key.start:x}-{key.end:x}-{key.digest}{_SUFFIX}"
+
+    def _learn(self) -> None:
+        """Once; under the lock."""
+        if self._is_known:
+            return
+        self._is_known = True
+        for path in self._entries.glob("*/*/*"):
+            with suppress(OSError):
+                self._find(path)
+
+    def _find(self, path: Path) -> None:
+        """Take a file into the ledger; what a kill left half-written goes, and what a lower limit has no room for."""
+        key, stat = Key.parse(f"{path.parent.parent.name}-{path.name.removesuffix(_SUFFIX)}"), path.stat()
+        too_much = self._ledger.total_bytes + stat.st_size > self._ledger.limit_bytes
+        if path.suffix == TEMPORARY or (key is not None and too_much):
+            path.unlink()
+            return
+        if key is None or path != self._path(key):
+            return
+        with path.open("rb") as file:
+            preamble = peek(file.read(PREAMBLE_BYTES))
+        # One that cannot be read is worth nothing, and lives until it is asked for and set aside.
+        ttl_s, saved_s = (0, 0.0) if preamble is None else (preamble.ttl_s, preamble.saved_s)
+        self._ledger.add(key, stat.st_size, Lease(stat.st_mtime - ttl_s, ttl_s, saved_s))

@@ -1,0 +1,65 @@
+"""A folder that one process owns, and files in it that are whole or not there.
+
+Owning is a lock the kernel drops with the process, however it ends. What is stored was read from somebody's prompts, so
+nobody else may read it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
+
+from kvfold.errors import FileError
+
+TEMPORARY = ".tmp"
+
+
+def own(folder: Path) -> TextIO:
+    """Make the folder, and own it until the file returned is closed."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file = (folder / "lock").open("a")
+    except OSError as error:
+        raise FileError(f"{folder} cannot be used as a store ({error}); choose another folder") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        raise FileError(f"{folder} is in use by another store; close that one, or choose another folder") from error
+    return file
+
+
+def write_whole(path: Path, data: bytes, expires_at: float) -> None:
+    """To a temporary name, synced, renamed, and the folder synced; OSError leaves nothing behind."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    temporary = path.with_suffix(TEMPORARY)
+    try:
+        with temporary.open("wb") as file:
+            os.fchmod(file.fileno(), 0o600)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        set_expiry(temporary, expires_at)
+        temporary.replace(path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def set_expiry(path: Path, expires_at: float) -> None:
+    """The time of modification says when an entry expires."""
+    os.utime(path, (expires_at, expires_at))
+
+
+def _sync_folder(folder: Path) -> None:
+    """A rename is on the disk once the folder is."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

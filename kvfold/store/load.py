@@ -1,0 +1,74 @@
+"""From copies of entries to slots in pages, checked block by block and layer by layer; a bad one is named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from kvfold.pages.sequence import SequenceCache
+from kvfold.store.cascade import Copy
+from kvfold.store.entry import EntryReader, Fault, Fields
+from kvfold.store.key import Binding
+from kvfold.store.slots import check_fields, fill
+from kvfold.store.snapshot import put_back
+
+
+class BadCopy(Exception):
+    """A copy that must not be used, and why; caught by the lookup that asked for it."""
+
+    def __init__(self, copy: Copy, fault: Fault) -> None:
+        super().__init__(str(fault))
+        self.copy = copy
+        self.fault = fault
+
+
+class Loader:
+    """Reads entries of one binding."""
+
+    def __init__(self, binding: Binding, secret: bytes, max_bytes: int) -> None:
+        self._binding = binding
+        self._secret = secret
+        self._max_bytes = max_bytes
+
+    def load_chunks(self, sequence: SequenceCache, copies: Sequence[Copy]) -> list[EntryReader]:
+        """Append consecutive chunks to a sequence that ends where they begin. Raises BadCopy or OutOfPages; the
+        sequence is then to be released."""
+        readers = [self._open(copy) for copy in copies]
+        fill(sequence, copies[-1].key.end, self._layers(sequence, copies, readers))
+        return readers
+
+    def load_snapshot(self, sequence: SequenceCache, copies: Sequence[Copy]) -> list[EntryReader]:
+        """Fill an empty sequence from the one copy given. Raises as above."""
+        (copy,) = copies
+        reader = self._open(copy)
+        with _blaming(copy):
+            put_back(sequence, copy.key.end, reader.blocks())
+        return [reader]
+
+    def _open(self, copy: Copy) -> EntryReader:
+        with _blaming(copy):
+            return EntryReader(copy.file, copy.key, self._binding, secret=self._secret, max_bytes=self._max_bytes)
+
+    def _layers(
+        self, sequence: SequenceCache, copies: Sequence[Copy], readers: Sequence[EntryReader]
+    ) -> Iterator[list[Fields]]:
+        """Of every layer, the fields of all chunks."""
+        streams = [reader.blocks() for reader in readers]
+        for index, pages in enumerate(sequence.tail.layers):
+            chunks = []
+            for copy, stream in zip(copies, streams, strict=True):
+                with _blaming(copy):
+                    name, fields = next(stream, ("", {}))
+                    if name != str(index):
+                        raise Fault("corrupt", f'its block {index} is called "{name}"')
+                    check_fields(pages, fields, copy.key.num_tokens)
+                chunks.append(fields)
+            yield chunks
+
+
+@contextmanager
+def _blaming(copy: Copy) -> Iterator[None]:
+    try:
+        yield
+    except Fault as fault:
+        raise BadCopy(copy, fault) from fault

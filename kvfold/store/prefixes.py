@@ -1,0 +1,203 @@
+"""The prefixes of one model under one policy, for one tenant: look up, save.
+
+At least one token is always left to run, for its logits. If an entry turns out bad half-way, it is set aside, what was
+filled so far is dropped, and the lookup starts again without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+from kvfold.errors import InputError, OutOfPages
+from kvfold.models.loader import Model
+from kvfold.pages.sequence import PageConfig, SequenceCache
+from kvfold.policy.policy import Policy
+from kvfold.store.entry import Fields, encode
+from kvfold.store.events import Event, Reason
+from kvfold.store.key import Binding, Key, chunk_keys, snapshot_keys
+from kvfold.store.ledger import Lease
+from kvfold.store.load import BadCopy, Loader
+from kvfold.store.reading import Reading
+from kvfold.store.slots import copy_prefix, read_slots
+from kvfold.store.snapshot import take
+
+if TYPE_CHECKING:
+    from kvfold.store.store import PrefixStore
+
+Ttl = Literal["5m", "1h"] | float
+_TTL_S = {"5m": 300.0, "1h": 3600.0}
+_MAX_TTL_S = 30 * 86400.0
+_FLOPS = 1e13  # nominal: entries are compared with each other
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A sequence of the caller's own that has read the first `matched_tokens`, and the slowest tier some came from; on
+    a miss the sequence is empty, and `miss` says why."""
+
+    sequence: SequenceCache
+    matched_tokens: int
+    tier: str | None
+    miss: Reason | None = None
+
+
+class Prefixes:
+    """Made by `PrefixStore.prefixes`; used by the thread that runs the model."""
+
+    def __init__(self, store: PrefixStore, model: Model, policy: Policy, config: PageConfig, binding: Binding) -> None:
+        self.binding = binding
+        self._store = store
+        self._new = partial(SequenceCache, model.arena, model.spec, policy, config)
+        self._loader = Loader(binding, store.secret, store.max_entry_bytes)
+        self._seconds_per_token = 2 * sum(p.numel() for p in model.hf.parameters()) / _FLOPS
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether any whole chunk can be reused, not only what was saved at exactly some length."""
+        return self.binding.kind == "chunks"
+
+    # Looking up
+
+    def lookup(self, tokens: Sequence[int], *, markers: Sequence[int] | None = None, at: float | None = None) -> Hit:
+        """The longest stored prefix, for a request that started `at` (now).
+
+        `markers` are lengths at which snapshots may lie (default: all that this process knows of); where chunks are
+        stored, reuse ends at the last one. OutOfPages only if there is no memory for an empty sequence.
+        """
+        at = self._store.clock() if at is None else at
+        keys = self._candidates(tokens, markers)
+        found = self._find(keys, at) if keys else "too_short"
+        if isinstance(found, Hit):
+            self._store.events.emit(Event("hit", found.tier or "", None, None, found.matched_tokens))
+            return found
+        self._store.events.emit(Event("missed", "", found, None, len(tokens)))
+        return Hit(self._new(), 0, None, found)
+
+    def _candidates(self, tokens: Sequence[int], markers: Sequence[int] | None) -> list[Key]:
+        """Keys of what may be stored, shortest first."""
+        scope, chunk_len, last = self.binding.scope, self.binding.chunk_len, max(len(tokens) - 1, 0)
+        if self.has_chunks:
+            bound = last if markers is None else min(last, max(markers, default=0))
+            return chunk_keys(scope, tokens[:bound], chunk_len)
+        lens = self._store.snapshots(scope) if markers is None else sorted(set(markers))
+        keys = snapshot_keys(scope, tokens, [length for length in lens if 0 < length <= last], chunk_len)
+        return [key for key in keys if markers is not None or key in self._store.known]
+
+    def _find(self, keys: Sequence[Key], at: float) -> Hit | Reason:
+        """Try until an attempt ends: each one that does not sets a bad copy aside, or frees memory."""
+        device = self._store.device
+        while True:
+            reading = Reading(self._store, self._loader, self._new, at)
+            try:
+                found = reading.read_chunks(keys) if self.has_chunks else reading.read_snapshot(keys)
+            except BadCopy as bad:
+                self._store.cascade.set_aside(bad.copy, bad.fault)
+            except OutOfPages:
+                if device is None or not device.shrink():
+                    return "no_memory"
+            else:
+                if reading.sequence is None:
+                    return self._store.known.why(keys[0] if self.has_chunks else keys[-1])
+                self._used(reading, found, at)
+                return Hit(reading.sequence, found[-1].end, reading.tier)
+
+    def _used(self, reading: Reading, keys: Sequence[Key], at: float) -> None:
+        """What was read goes to faster tiers, and all that was used lives longer."""
+        cascade, used = self._store.cascade, reading.used
+        for one in used:
+            self._store.known.lives(one.copy.key, one.lease.ttl_s)
+            cascade.promote_later(one.copy.key, one.copy.tier, one.num_bytes, one.lease)
+        cascade.slide_later([one.copy for one in used], keys, at)
+        if used and self._store.device is not None and reading.sequence is not None:
+            worth = sum(one.lease.saved_s for one in used)
+            lease = Lease(at, min(one.lease.ttl_s for one in used), worth)
+            if self._store.device.put_chunks(keys, reading.sequence, lease):
+                self._store.device.emit("promoted", keys[-1], 0)
+
+    # Saving
+
+    def save(
+        self,
+        sequence: SequenceCache,
+        tokens: Sequence[int],
+        *,
+        upto: int | None = None,
+        ttl: Ttl = "5m",
+        at: float | None = None,
+        prefill_s: float | None = None,
+    ) -> int:
+        """Keep what the sequence has read of `tokens`, up to `upto` of them, for a request that started `at` (now).
+
+        Returns how many tokens can be found again from now on. Where chunks are stored, whole ones that are sealed
+        are; a snapshot is kept at the sequence's own length only. `prefill_s`, the time these tokens took, tells what
+        they are worth; without it that is estimated from the model's size.
+        """
+        ttl_s, at = _ttl_s(ttl), self._store.clock() if at is None else at
+        end = min(len(tokens) if upto is None else upto, len(tokens))
+        if self.has_chunks:
+            end = min(end, sequence.sealed_len)
+            keys = chunk_keys(self.binding.scope, tokens[:end], self.binding.chunk_len)
+        else:
+            _check_length(end, sequence)
+            keys = snapshot_keys(self.binding.scope, tokens, [end] if end else [], self.binding.chunk_len)
+        if not keys:
+            return 0
+        per_token = self._seconds_per_token if prefill_s is None else prefill_s / end
+        self._hold(sequence, keys, Lease(at, ttl_s, per_token * keys[-1].end))
+        for key in keys:
+            if not self._is_stored(key, ttl_s):
+                self._write(sequence, key, Lease(at, ttl_s, per_token * key.num_tokens))
+        return keys[-1].end
+
+    def _hold(self, sequence: SequenceCache, keys: Sequence[Key], lease: Lease) -> None:
+        """On the device, by reference where the sequence ends with the last key, else as a copy."""
+        device = self._store.device
+        if device is None or device.serves(keys[-1], lease):
+            return
+        if sequence.committed_len == keys[-1].end:
+            device.put_chunks(keys, sequence, lease)
+            return
+        try:
+            copy = copy_prefix(sequence, keys[-1].end)
+        except OutOfPages:
+            device.emit("failed", keys[-1], 0, "no_room")
+            return
+        device.put_chunks(keys, copy, lease)
+        copy.release()
+
+    def _is_stored(self, key: Key, ttl_s: float) -> bool:
+        return self._store.known.has(key, ttl_s, [tier.name for tier in self._store.cascade.tiers])
+
+    def _write(self, sequence: SequenceCache, key: Key, lease: Lease) -> None:
+        blocks = self._chunk(sequence, key) if self.has_chunks else take(sequence)
+        num_bytes = sum(tensor.nbytes for fields in blocks.values() for tensor in fields.values())
+        job = partial(encode, key, self.binding, blocks, lease, self._store.secret)
+        if self._store.cascade.put_later(key, num_bytes, job, lease):
+            self._store.known.lives(key, lease.ttl_s)
+
+    @staticmethod
+    def _chunk(sequence: SequenceCache, key: Key) -> dict[str, Fields]:
+        """A copy on the host, layer by layer."""
+        blocks = {}
+        for i in range(sequence.spec.num_layers):
+            fields = read_slots(sequence, i, key.start, key.end)
+            blocks[str(i)] = {name: tensor.cpu() for name, tensor in fields.items()}
+        return blocks
+
+
+def _ttl_s(ttl: Ttl) -> float:
+    found = _TTL_S.get(ttl) if isinstance(ttl, str) else float(ttl)
+    if found is None or not 1 <= found <= _MAX_TTL_S:
+        raise InputError(f'a time to live is "5m", "1h" or 1 to {_MAX_TTL_S:.0f} seconds, not {ttl!r}')
+    return found
+
+
+def _check_length(end: int, sequence: SequenceCache) -> None:
+    if end != sequence.committed_len:
+        raise InputError(
+            f"the sequence has read {sequence.committed_len} tokens and {end} are to be saved; what was compressed "
+            "can be saved at its own length only: save it there"
+        )
