@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
 from kvfold.attend.kernels.formats import has_triton
@@ -31,6 +32,25 @@ def fused(q_QTD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float, causal: boo
     if not before:
         return own
     return blend(*_cudnn(q_QTD, k_HSD[:, :before], v_HSD[:, :before], scale, False), *own)
+
+
+def fused_with_bias(
+    q_QTD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float, bias_HS: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The same where slots have log-biases, which these kernels know nothing of: they become two more channels.
+
+    q' = [q, 1, 1] and k' = [k, b, r] with b the bias over the scale and r what rounding took from it, so that 16 bits
+    of the bias count; kernels want a multiple of 8 channels.
+    """
+    head_dim, wide = q_QTD.shape[-1], -(-(q_QTD.shape[-1] + 2) // 8) * 8
+    bias_HS = bias_HS.float() / scale
+    high_HS = bias_HS.to(k_HSD.dtype)
+    low_HS = (bias_HS - high_HS.float()).to(k_HSD.dtype)
+    q, k, v = (functional.pad(x, (0, wide - head_dim)) for x in (q_QTD, k_HSD, v_HSD))
+    q[..., head_dim : head_dim + 2] = 1.0
+    k[..., head_dim], k[..., head_dim + 1] = high_HS, low_HS
+    out, lse = fused(q, k, v, scale, False)
+    return out[..., :head_dim], lse
 
 
 def _prefers_cudnn(q_QTD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float) -> bool:

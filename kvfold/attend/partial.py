@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvfold.attend.fused import fused
+from kvfold.attend.fused import fused, fused_with_bias
 
 
 def compute_dtype(q: Tensor) -> torch.dtype:
@@ -20,19 +20,34 @@ def compute_dtype(q: Tensor) -> torch.dtype:
 
 
 def attend(
-    q_HGTD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float, *, causal: bool = False, mask_TS: Tensor | None = None
+    q_HGTD: Tensor,
+    k_HSD: Tensor,
+    v_HSD: Tensor,
+    scale: float,
+    *,
+    causal: bool = False,
+    mask_TS: Tensor | None = None,
+    bias_HS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output [H, G, T, D] and natural-log-sum-exp [H, G, T] of one part. `causal`: query t sees slots 0 .. S - T + t. A
-    mask may have heads in front, as [H, 1, T, S]."""
+    mask may have heads in front, as [H, 1, T, S]; biases, which go with neither, are added to scaled scores."""
+    assert bias_HS is None or (mask_TS is None and not causal)
     if mask_TS is None and q_HGTD.is_cuda and q_HGTD.dtype in (torch.float16, torch.bfloat16):
-        out_QTD, lse_QT = fused(q_HGTD.flatten(0, 1), k_HSD, v_HSD, scale, causal)
+        q_QTD = q_HGTD.flatten(0, 1)
+        if bias_HS is None:
+            out_QTD, lse_QT = fused(q_QTD, k_HSD, v_HSD, scale, causal)
+        else:
+            out_QTD, lse_QT = fused_with_bias(q_QTD, k_HSD, v_HSD, scale, bias_HS)
         return out_QTD.unflatten(0, q_HGTD.shape[:2]), lse_QT.unflatten(0, q_HGTD.shape[:2])
     if q_HGTD.device.type != "cpu":
-        return attend_reference(q_HGTD, k_HSD, v_HSD, scale, causal=causal, mask_TS=mask_TS)
+        return attend_reference(q_HGTD, k_HSD, v_HSD, scale, causal=causal, mask_TS=mask_TS, bias_HS=bias_HS)
     if causal and k_HSD.shape[1] > q_HGTD.shape[2]:  # this operator's mask is aligned at the top left
         causal, mask_TS = False, causal_mask(q_HGTD, k_HSD)
     shape = (k_HSD.shape[0], q_HGTD.shape[1], *k_HSD.shape[1:])
     k_HGSD, v_HGSD = k_HSD.unsqueeze(1).expand(shape), v_HSD.unsqueeze(1).expand(shape)
+    if bias_HS is not None:
+        bias_H1TS = bias_HS.to(q_HGTD.dtype)[:, None, None].expand(-1, 1, q_HGTD.shape[2], -1)
+        return _flash_cpu(q_HGTD, k_HGSD, v_HGSD, scale, False, bias_H1TS)
     return _attend_cpu(q_HGTD, k_HGSD, v_HGSD, scale, causal, mask_TS)
 
 
@@ -49,19 +64,35 @@ def _attend_cpu(
     bias_TS = None
     if mask_TS is not None:
         bias_TS = torch.zeros_like(mask_TS, dtype=q_HGTD.dtype).masked_fill_(~mask_TS, -torch.inf)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q_HGTD, k_HGSD, v_HGSD, 0.0, causal, attn_mask=bias_TS, scale=scale
-    )
+    out, lse = _flash_cpu(q_HGTD, k_HGSD, v_HGSD, scale, causal, bias_TS)
     if mask_TS is not None:  # the operator says 0 for a query that sees nothing
         lse = lse.masked_fill(~mask_TS.any(-1), -torch.inf)
     return out, lse
 
 
+def _flash_cpu(
+    q_HGTD: Tensor, k_HGSD: Tensor, v_HGSD: Tensor, scale: float, causal: bool, bias_TS: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q_HGTD, k_HGSD, v_HGSD, 0.0, causal, attn_mask=bias_TS, scale=scale
+    )
+    return out, lse
+
+
 def attend_reference(
-    q_HGTD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float, *, causal: bool = False, mask_TS: Tensor | None = None
+    q_HGTD: Tensor,
+    k_HSD: Tensor,
+    v_HSD: Tensor,
+    scale: float,
+    *,
+    causal: bool = False,
+    mask_TS: Tensor | None = None,
+    bias_HS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same in plain operations and fp32; what every fast path is compared with."""
     score = q_HGTD.float() @ k_HSD.float().unsqueeze(1).transpose(-1, -2) * scale
+    if bias_HS is not None:
+        score = score + bias_HS[:, None, None].float()
     if causal:
         mask_TS = causal_mask(q_HGTD, k_HSD)
     if mask_TS is not None:

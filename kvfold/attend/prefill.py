@@ -169,18 +169,19 @@ class PrefillPass:
         if index in self.held:
             self.held[index].look(layer, new)
         for compression in self._rounds_of(index):
-            if compression.replay is None:
+            if not compression.looks_late:
                 compression.look(layer, _for_policy(new, compression.sequence))
 
-    def look_again(self, index: int, replay: Replay, maxima: Sequence[Tensor | None]) -> None:
-        """Score what was held, layer by layer, by the largest weights that a second reading observed."""
+    def look_again(
+        self, index: int, replay: Replay, maxima: Sequence[Tensor | None], queries: Sequence[Tensor | None]
+    ) -> None:
+        """Look at what was held, layer by layer: the largest weights and some queries that a second reading saw."""
         held = self.held[index]
-        for layer, replay_HGS in enumerate(maxima):
-            new = held.new_slots(layer, self._dtype, replay_HGS)
+        for layer, (replay_HGS, q_HGTD) in enumerate(zip(maxima, queries, strict=True)):
+            new = replace(held.new_slots(layer, self._dtype, replay_HGS), replay_q_HGTD=q_HGTD)
             for compression in self.waiting(index):
                 if compression.replay == replay:
-                    compression.look(layer, _for_policy(new, compression.sequence))
-                    compression.settle()
+                    compression.look_again(layer, _for_policy(new, compression.sequence))
 
     def release(self) -> None:
         """Give back what was held."""

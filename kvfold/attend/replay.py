@@ -12,6 +12,7 @@ what a chunk's repetition is about: earlier slots, sinks, the chunk and the repe
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -24,6 +25,7 @@ from kvfold.attend.partial import Merge, compute_dtype
 from kvfold.attend.prefill import LayerBuffer, add_new
 from kvfold.attend.stored import Stretch, plain, stretches
 from kvfold.pages.held import Held
+from kvfold.pages.transfer import upload
 from kvfold.score.base import Replay
 from kvfold.score.columns import column_max
 
@@ -53,7 +55,9 @@ class ReplayPass:
         self.sequence = held.sequence
         self.kinds = list(kinds)
         self.hidden_norm_T: Tensor | None = None  # of what the attention of the running layer was given
+        self._watched = list(dict.fromkeys(map(_without_queries, kinds)))
         self._maxima: dict[tuple[int, Replay], _Maxima] = {}
+        self._queries: dict[tuple[int, int], list[Tensor]] = defaultdict(list)  # by layer and how many are kept
         self._chunk = slice(0, 0)
         self._num_tokens = 0
         self._buffer: LayerBuffer | None = None
@@ -78,6 +82,7 @@ class ReplayPass:
         near_HGT = merge.lse_HGT
         held = _added(merge, self._held(layer, q_HGTD, tokens.start), spec.scale)
         if spec.compressible:
+            self._keep_queries(layer, q_HGTD, tokens)
             assert near_HGT is not None and merge.lse_HGT is not None
             self._watch(layer, _Seen(q_HGTD, near_HGT, merge.lse_HGT, tokens), stored, held)
         return merge.result().flatten(0, 1).to(q_QTD.dtype)
@@ -99,7 +104,7 @@ class ReplayPass:
         """Raise the largest weights of what is stored and of the chunk."""
         scale = self.sequence.spec.layers[layer].scale
         chunk = _cut(held, self._chunk)
-        for kind in self.kinds:
+        for kind in self._watched:
             lse_HGT = self._lse(kind, seen, held, scale)
             if kind.by_hidden:
                 assert self.hidden_norm_T is not None
@@ -129,17 +134,41 @@ class ReplayPass:
             found = self._maxima[layer, kind] = _Maxima(stored_HGS, new_HGN)
         return found
 
+    def _keep_queries(self, layer: int, q_HGTD: Tensor, tokens: slice) -> None:
+        """Those of evenly spaced tokens of what is repeated, request and all."""
+        behind = self._num_tokens - self._chunk.stop  # from a token's place in what is held to that in the repetition
+        for count in {kind.queries for kind in self.kinds if kind.queries}:
+            spaced = (i * self.held.num_tokens // count for i in range(min(count, self.held.num_tokens)))
+            places = [place + behind - tokens.start for place in spaced if place in _range(self._chunk)]
+            mine = [place for place in places if 0 <= place < q_HGTD.shape[2]]
+            if mine:
+                self._queries[layer, count].append(q_HGTD[:, :, upload(mine, q_HGTD.device)])
+
+    def queries(self, kind: Replay) -> list[Tensor | None]:
+        """Of every layer [H, G, T, D], as many tokens as the kind says, fewer where the text is shorter."""
+        kept = [self._queries.get((layer, kind.queries)) for layer in range(self.sequence.spec.num_layers)]
+        return [None if parts is None else torch.cat(parts, dim=2) for parts in kept]
+
     def maxima(self, kind: Replay) -> list[Tensor | None]:
         """Of every layer [H, G, S], stored then new slots of each head; None where nothing competes."""
         return [self._joined(layer, kind) for layer in range(self.sequence.spec.num_layers)]
 
     def _joined(self, layer: int, kind: Replay) -> Tensor | None:
-        found = self._maxima.get((layer, kind))
+        found = self._maxima.get((layer, _without_queries(kind)))
         if found is None or found.stored_HGS.shape[-1] == 0:
             return None if found is None else found.new_HGN
         heads = zip(found.stored_HGS, found.new_HGN, self.sequence.stored_lens(layer), strict=True)
         rows = [torch.cat((old_GS[:, :length], new_GN), dim=1).t() for old_GS, new_GN, length in heads]
         return pad_sequence(rows, batch_first=True).transpose(1, 2)
+
+
+def _without_queries(kind: Replay) -> Replay:
+    """What tells which weights are observed."""
+    return replace(kind, queries=0)
+
+
+def _range(part: slice) -> range:
+    return range(part.start, part.stop)
 
 
 def _added(merge: Merge, parts: Iterable[Stretch], scale: float) -> list[Stretch]:
@@ -157,6 +186,7 @@ def _cut(parts: Iterable[Stretch], slots: slice) -> list[Stretch]:
         first = part.first[0]
         begin, end = max(slots.start - first, 0), min(slots.stop - first, part.k_hSD.shape[1])
         if begin < end:
+            assert part.bias_hS is None  # what is held is as the model made it
             k_hSD, v_hSD = part.k_hSD[:, begin:end], part.v_hSD[:, begin:end]
             found.append(replace(part, first=[first + begin] * len(part.first), k_hSD=k_hSD, v_hSD=v_hSD))
     return found
@@ -167,6 +197,8 @@ def _raise(total_HGS: Tensor, part: Stretch, lse_HGT: Tensor, scale: float) -> N
     if part.offset_hGT is not None:
         lse_hGT = lse_hGT - part.offset_hGT * scale
     found_hGS = column_max(part.q_hGTD, part.k_hSD, lse_hGT, scale)
+    if part.bias_hS is not None:
+        found_hGS = found_hGS * part.bias_hS.exp().unsqueeze(1)
     for row_GS, first, found_GS in zip(total_HGS[part.heads], part.first, found_hGS, strict=True):
         mine_GS = row_GS[:, first : first + found_GS.shape[1]]
         torch.maximum(mine_GS, found_GS, out=mine_GS)

@@ -37,9 +37,10 @@ class Stretch:
     v_hSD: Tensor
     offset_hGT: Tensor | None = None  # added to q.k before scaling
     mask_TS: Tensor | None = None
+    bias_hS: Tensor | None = None  # added to scaled scores
 
     def attend(self, scale: float) -> tuple[Tensor, Tensor]:
-        out, lse = attend(self.q_hGTD, self.k_hSD, self.v_hSD, scale, mask_TS=self.mask_TS)
+        out, lse = attend(self.q_hGTD, self.k_hSD, self.v_hSD, scale, mask_TS=self.mask_TS, bias_HS=self.bias_hS)
         return out, lse if self.offset_hGT is None else lse + self.offset_hGT * scale
 
     def add_mass(self, total_HS: Tensor, lse_HGT: Tensor, scale: float) -> None:
@@ -56,7 +57,8 @@ class Stretch:
             score += self.offset_hGT[:, :, tile].unsqueeze(-1)
         if self.mask_TS is not None:
             score = score.masked_fill(~self.mask_TS[tile], -torch.inf)
-        return torch.exp(score * scale - lse_HGT[self.heads, :, tile].unsqueeze(-1)).sum((1, 2))
+        mass_hS = torch.exp(score * scale - lse_HGT[self.heads, :, tile].unsqueeze(-1)).sum((1, 2))
+        return mass_hS if self.bias_hS is None else mass_hS * self.bias_hS.exp()
 
 
 def add_stored(
@@ -112,6 +114,8 @@ def plain(
             if window is not None:
                 position_S = run.position_N[begins[0] :][: k_hSD.shape[1]]  # heads of such a layer never differ
                 stretch.mask_TS = _window_mask(*window, q_HGTD.shape[2], position_S)
+            if run.bias_N is not None:
+                stretch.bias_hS = torch.stack([run.bias_N[begin : begin + k_hSD.shape[1]] for begin in begins])
             yield stretch
         _advance(done, run)
 

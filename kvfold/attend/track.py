@@ -56,7 +56,8 @@ class Tracked:
 def _stage_needs(policy: Policy, decoding: bool) -> list[Needs]:
     stages = [policy.decode] if decoding else [policy.prefill, policy.decode]
     idle = decoding and isinstance(policy.decode.when, Never)
-    return [stage.score.needs for stage in stages if stage.size is not None and not idle]
+    active = [stage for stage in stages if stage.size is not None and not idle]
+    return [needs for stage in active for needs in (stage.score.needs, stage.evicted.needs)]
 
 
 def track_queries(sequence: SequenceCache, layer: int, q_QTD: Tensor, start: int, tracked: Tracked) -> None:

@@ -39,7 +39,7 @@ class Replays:
             for kinds in _by_chunk(current, index):
                 again = self._read(held, tokens[index], kinds)
                 for kind in kinds:
-                    current.look_again(index, kind, again.maxima(kind))
+                    current.look_again(index, kind, again.maxima(kind), again.queries(kind))
 
     def _read(self, held: Held, tokens: Sequence[int], kinds: Sequence[Replay]) -> ReplayPass:
         again = ReplayPass(held, kinds)

@@ -1,7 +1,8 @@
 """What becomes of evicted slots. Importing this package registers every way."""
 
-from kvfold.evicted.base import Evicted, Split
+from kvfold.evicted.base import Asked, Evicted, Refit, Split, Survivors
 from kvfold.evicted.drop import Drop
+from kvfold.evicted.fit import Fit
 from kvfold.evicted.merge import Merge
 
-__all__ = ["Drop", "Evicted", "Merge", "Split"]
+__all__ = ["Asked", "Drop", "Evicted", "Fit", "Merge", "Refit", "Split", "Survivors"]

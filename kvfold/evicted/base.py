@@ -1,12 +1,17 @@
-"""What becomes of the rest? Called once per layer, after the choice and before anything is encoded."""
+"""What becomes of the rest? Called once per layer, after the choice and before anything is encoded.
+
+N queries   S slots that stay   D head dim
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
+
+from kvfold.score.base import Needs
 
 
 @dataclass
@@ -19,11 +24,50 @@ class Split:
     keep_N: Tensor  # bool
 
 
+@dataclass(frozen=True)
+class Asked:
+    """Queries and what one head answered while everything was there: outputs, and log-sum-exps of scaled scores."""
+
+    q_ND: Tensor
+    out_ND: Tensor  # fp32
+    lse_N: Tensor  # fp32
+    scale: float
+    position_N: Tensor | None = None  # where given, a query sees slots up to its own position
+
+
+@dataclass(frozen=True)
+class Survivors:
+    """One head's slots that stay: the first `num_sealed` as they are stored, the others to be encoded."""
+
+    k_SD: Tensor
+    v_SD: Tensor
+    bias_S: Tensor
+    position_S: Tensor
+    num_sealed: int = 0
+
+
+class Refit(NamedTuple):
+    """Values and log-biases of the slots to be encoded."""
+
+    v_SD: Tensor
+    bias_S: Tensor
+
+
 class Evicted(ABC):
     """Only slots that are not sealed yet can take something over: codes never change."""
 
     changes: ClassVar[bool] = True  # False: `fold` is the identity and need not be called
+    biased: ClassVar[bool] = False  # True: slots have log-biases, and `refit` is called once the choice is final
+
+    @property
+    def needs(self) -> Needs:
+        """What has to be observed for `refit`: last queries, or queries of a second reading."""
+        return Needs()
 
     @abstractmethod
     def fold(self, split: Split) -> tuple[Tensor, Tensor]:
         """Keys and values [n_kept, D] of the slots that stay."""
+
+    def refit(self, asked: Asked, slots: Survivors) -> Refit:
+        """Values and biases with which the slots that stay answer as everything did; as they were by default."""
+        return Refit(slots.v_SD[slots.num_sealed :], slots.bias_S[slots.num_sealed :])

@@ -200,11 +200,13 @@ class _Handle:
 
 
 def _refuse_replay(policy: Policy) -> None:
-    if policy.prefill.size is not None and policy.prefill.score.needs.replay is not None:
-        raise PolicyError(
-            f'policy "{policy.short}": its score reads the prompt a second time, which a drop-in cache cannot: it '
-            "does not run the model; use kvfold.Session or kvfold.generate"
-        )
+    stage = policy.prefill
+    for part, needs in (("its score", stage.score.needs), ("fit(queries=replay)", stage.evicted.needs)):
+        if stage.size is not None and needs.replay is not None:
+            raise PolicyError(
+                f'policy "{policy.short}": {part} reads the prompt a second time, which a drop-in cache cannot: it '
+                "does not run the model; use kvfold.Session or kvfold.generate"
+            )
 
 
 def _left_padding(mask: Tensor | None, batch: int, num_tokens: int, seen_len: int) -> list[int]:

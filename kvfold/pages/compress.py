@@ -10,19 +10,22 @@ encoded then, once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from kvfold.budget.base import Budget
 from kvfold.budget.choose import choose
+from kvfold.evicted.asked import ask
+from kvfold.pages.refit import refitted
 from kvfold.pages.rewrite import LayerChange, Rewrite
 from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.staged import Chosen, Staged, StagedLayer
 from kvfold.pages.view import NewSlots, build_view, size_facts
 from kvfold.policy.size import Floor, Size, check_floor
 from kvfold.policy.stage import Stage
-from kvfold.score.base import Replay
+from kvfold.score.base import Needs, Replay
 from kvfold.score.reuse import Reuse
 
 __all__ = ["Compression", "NewSlots", "check_decode_size", "decode_target", "finish_all"]
@@ -60,8 +63,16 @@ class Compression:
 
     @property
     def replay(self) -> Replay | None:
-        """The second reading that has to come before the first look, if anything is going to be evicted."""
-        return None if self.stage is None or self.budget is None else self.stage.score.needs.replay
+        """The second reading that has to come before the end, if anything is going to be evicted."""
+        if self.stage is None or self.budget is None:
+            return None
+        scored, fitted = self.stage.score.needs.replay, self.stage.evicted.needs.replay
+        return fitted if scored is None else replace(scored, queries=0 if fitted is None else fitted.queries)
+
+    @property
+    def looks_late(self) -> bool:
+        """Whether the second reading has to come before the first look."""
+        return self.replay is not None and self.stage is not None and self.stage.score.needs.replay is not None
 
     def layer(self, index: int, new: NewSlots) -> None:
         """Look at a layer and settle it at once."""
@@ -76,6 +87,8 @@ class Compression:
             self._layers.append(StagedLayer(new.all(), new.mass_HS))
         else:
             self._compress(index, new, self.budget)
+            if self.stage is not None and self.stage.evicted.needs.last_queries:
+                self._ask(index, new)
 
     def settle(self) -> None:
         """Drop what the last look did not choose."""
@@ -86,7 +99,15 @@ class Compression:
         self._chosen = []
         last = self._layers[-1]
         if self.stage.budget.scope == "layer" and last.staged is not None and last.mass_HS is None:
-            self._layers[-1] = StagedLayer(last.staged.change)  # scores and masks of a long prompt are large
+            # Scores and masks of a long prompt are large.
+            self._layers[-1] = StagedLayer(last.staged.change, asked=last.asked)
+
+    def look_again(self, index: int, new: NewSlots) -> None:
+        """A second reading has been: score the slots of a layer, if that waited for it, and ask its queries."""
+        if self.looks_late:
+            self.layer(index, new)
+        if new.replay_q_HGTD is not None:
+            self._ask(index, new)
 
     def _compress(self, index: int, new: NewSlots, budget: Budget) -> None:
         assert self.stage is not None
@@ -114,6 +135,19 @@ class Compression:
         score_HS = self._reuse.score(view, place)
         return score_HS.masked_fill(must_stay_HS & view.valid_RS, torch.inf), view.valid_RS
 
+    def _ask(self, index: int, new: NewSlots) -> None:
+        """Note what the heads of a layer answer to calibration queries while everything is there."""
+        assert self.stage is not None
+        if not self.sequence.spec.layers[index].compressible:
+            return
+        needs = Needs(last_queries=self.stage.evicted.needs.last_queries)
+        view = build_view(self.sequence, index, new, needs)
+        q_HGTD, position_T = new.replay_q_HGTD, None
+        if view.q_RGWD is not None and view.q_position_RW is not None:
+            q_HGTD, position_T = view.q_RGWD, view.q_position_RW[0]
+        assert q_HGTD is not None
+        self._layers[index].asked = ask(view, q_HGTD, position_T)
+
     def _slide(self, index: int, new: NewSlots) -> LayerChange:
         """A sliding-window layer keeps what the token after the new ones can see."""
         window = self.sequence.spec.layers[index].sliding_window
@@ -131,6 +165,10 @@ class Compression:
     def prepare(self) -> Rewrite:
         """Find the memory for what stays."""
         changes = [layer.change if layer.staged is None else layer.staged.change for layer in self._layers]
+        for index, layer in enumerate(self._layers):
+            if layer.asked is not None and self.stage is not None:
+                changes[index] = refitted(self.sequence, index, changes[index], layer.asked, self.stage.evicted)
+                layer.asked = None
         return Rewrite(self.sequence, changes, decoding=self.decoding)
 
     def write(self, rewrite: Rewrite, num_tokens: int) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from kvfold.codec.base import Side, Slots, State
 from kvfold.pages.arena import Span
 from kvfold.pages.decode import latest_below
-from kvfold.pages.layout import POSITION, PageClass
+from kvfold.pages.layout import BIAS, POSITION, PageClass
 from kvfold.pages.run import Codes, Extent, Run
 from kvfold.pages.scatter import Place, write
 from kvfold.pages.summary import Touched, summarise
@@ -119,8 +119,11 @@ class LayerPages:
         found = [self._rows(extent, POSITION.name).squeeze(-1) for extent in self.extents[head] if extent.length]
         return torch.cat(found) if found else torch.empty(0, dtype=torch.int32)
 
-    def encode(self, k_ND: Tensor, v_ND: Tensor, position_N: Tensor, counts: Sequence[int]) -> Codes:
+    def encode(
+        self, k_ND: Tensor, v_ND: Tensor, position_N: Tensor, counts: Sequence[int], bias_N: Tensor | None = None
+    ) -> Codes:
         """Codes of flat slots, head after head (counts per head); groups are filled by repeating a head's last slot.
+        Without biases, slots that have one get 0.
 
         A codec that needs the layer below finds the same slots there: layers are written from the bottom up.
         """
@@ -129,10 +132,14 @@ class LayerPages:
         if any(count % group for count in counts):
             index_N = _padded(counts, group).to(device)
             k_ND, v_ND, position_N = k_ND[index_N], v_ND[index_N], position_N[index_N]
+            bias_N = None if bias_N is None else bias_N[index_N]
             below = {side: None if x_ND is None else x_ND[index_N] for side, x_ND in below.items()}
             counts = [_up_to(count, group) for count in counts]
         row_N = row_numbers(counts, device)
         codes: Codes = {POSITION.name: position_N.to(torch.int32).unsqueeze(-1)}
+        if self.page_class.has_bias:
+            known_N = torch.zeros(len(k_ND), device=device) if bias_N is None else bias_N
+            codes[BIAS.name] = known_N.to(BIAS.dtype).unsqueeze(-1)
         sides: tuple[tuple[Side, Tensor], ...] = (("k", k_ND), ("v", v_ND))
         for side, x_ND in sides:
             slots = Slots(x_ND, row_N, below[side])

@@ -1,6 +1,7 @@
 """What a page holds: P slots of one KV head of one layer, as fields of fixed width.
 
 Every page has the codec's fields for keys ("k.*") and values ("v.*") and the original position of each slot (int32).
+Where slots stand for others that are gone (evicted/fit.py), each has a log-bias that is added to its scaled scores.
 A reader that chooses pages adds summaries of the whole page ("page.*"), computed from what the page holds whenever that
 changes: they are memory like the rest, but no part of a slot's code, so nothing moves or saves them.
 """
@@ -18,6 +19,7 @@ from kvfold.errors import InputError
 from kvfold.policy.reader import All, Reader
 
 POSITION = Field("position", torch.int32, 1)
+BIAS = Field("bias", torch.float32, 1)  # natural log
 SUMMARY = "page."  # prefix of the fields that a reader adds
 _ALIGNMENT = 64  # bytes: each region of a span starts on one
 _ENTRY_BYTES = 8  # what a reader that chooses pages keeps of each: its number and the slots used
@@ -34,6 +36,7 @@ class PageClass:
     page_size: int = 16  # slots
     has_positions: bool = True
     reader: Reader = field(default_factory=All)
+    has_bias: bool = False
 
     def __post_init__(self) -> None:
         if self.page_size < 1 or self.page_size % self.group:
@@ -45,7 +48,8 @@ class PageClass:
     @cached_property
     def _hash(self) -> int:
         """Worked out once: tables are found by page class many times a step."""
-        return hash((self.k, self.v, self.head_dim, self.kv_dtype, self.page_size, self.has_positions, self.reader))
+        shape = (self.head_dim, self.kv_dtype, self.page_size, self.has_positions, self.has_bias)
+        return hash((self.k, self.v, *shape, self.reader))
 
     @cached_property
     def group(self) -> int:
@@ -71,7 +75,8 @@ class PageClass:
             codec = self.codec(side)
             own = codec.fields(side, self.head_dim, self.kv_dtype)
             sides += [replace(item, name=f"{side}.{item.name}") for item in own]
-        return (*sides, POSITION) if self.has_positions else tuple(sides)
+        optional = ((POSITION, self.has_positions), (BIAS, self.has_bias))
+        return (*sides, *(item for item, is_there in optional if is_there))
 
     @cached_property
     def summaries(self) -> tuple[Field, ...]:

@@ -25,6 +25,7 @@ class StoredSlots:
     k: list[Tensor]  # [n, D]
     v: list[Tensor]
     position: list[Tensor]  # int64 [n]
+    bias: list[Tensor]  # fp32 [n]; 0 where slots have none
 
     @property
     def lens(self) -> list[int]:
@@ -49,6 +50,7 @@ def slots_of(parts: Sequence[LayerPages], dtype: torch.dtype, device: torch.devi
     k: list[list[Tensor]] = [[] for _ in range(num_heads)]
     v: list[list[Tensor]] = [[] for _ in range(num_heads)]
     position: list[list[Tensor]] = [[] for _ in range(num_heads)]
+    bias: list[list[Tensor]] = [[] for _ in range(num_heads)]
     for pages in parts:
         for run in pages.runs():
             k_ND, v_ND = restored_run(pages, run, "k", dtype), restored_run(pages, run, "v", dtype)
@@ -57,10 +59,13 @@ def slots_of(parts: Sequence[LayerPages], dtype: torch.dtype, device: torch.devi
                 k[head].append(k_ND[mine])
                 v[head].append(v_ND[mine])
                 position[head].append(run.position_N[mine].to(torch.int64))
+                none_n = torch.zeros(length, device=device)
+                bias[head].append(none_n if run.bias_N is None else run.bias_N[mine])
     empty_D = torch.empty(0, parts[0].page_class.head_dim, dtype=dtype, device=device)
     empty = torch.empty(0, dtype=torch.int64, device=device)
     return StoredSlots(
         [torch.cat(found) if found else empty_D for found in k],
         [torch.cat(found) if found else empty_D for found in v],
         [torch.cat(found) if found else empty for found in position],
+        [torch.cat(found) if found else empty.float() for found in bias],
     )

@@ -41,6 +41,7 @@ class LayerChange:
     counts: list[int]
     keep: list[Tensor] | None = None
     drop_first: int = 0
+    bias_N: Tensor | None = None  # of the new slots; None: 0
 
 
 class Rewrite:
@@ -64,7 +65,8 @@ class Rewrite:
         tail = self.sequence.tail
         for layer, change in zip(tail.layers, self.changes, strict=True):
             _prepare(layer, change)
-            layer.append(layer.encode(change.k_ND, change.v_ND, change.position_N, change.counts), change.counts)
+            codes = layer.encode(change.k_ND, change.v_ND, change.position_N, change.counts, change.bias_N)
+            layer.append(codes, change.counts)
             if not self.decoding:
                 layer.release_unused()
             elif change.keep is not None:  # budgets of heads come and go; room for one more block stays

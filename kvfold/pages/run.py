@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvfold.codec.base import Field, Side
 from kvfold.pages.arena import Span
-from kvfold.pages.layout import POSITION
+from kvfold.pages.layout import BIAS, POSITION
 
 Codes = dict[str, Tensor]  # field name -> flat rows, head after head
 
@@ -78,6 +78,12 @@ class Run:
     @cached_property
     def position_N(self) -> Tensor:
         return self._fields()[POSITION.name].squeeze(-1)
+
+    @cached_property
+    def bias_N(self) -> Tensor | None:
+        """fp32, where slots have one; undefined for those that are not used."""
+        found = self._fields().get(BIAS.name)
+        return None if found is None else found.squeeze(-1)
 
     @cached_property
     def num_pages(self) -> int:

@@ -67,7 +67,8 @@ class SequenceCache:
             group = max(k.group("k"), v.group("v"))
             page_size = -(-self.config.page_size // group) * group
             reader = self.policy.attend.at(index)
-            return PageClass(k, v, layer.head_dim, self.spec.kv_dtype, page_size, reader=reader)
+            biased = self.policy.prefill.evicted.biased
+            return PageClass(k, v, layer.head_dim, self.spec.kv_dtype, page_size, reader=reader, has_bias=biased)
         native = OpenBlock.page_class(layer.head_dim, self.spec.kv_dtype, 1)
         return PageClass(native.k, native.v, layer.head_dim, self.spec.kv_dtype, self.config.page_size)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvfold.evicted.base import Evicted, Split
+from kvfold.evicted.base import Asked, Evicted, Split
 from kvfold.pages.rewrite import LayerChange
 from kvfold.pages.transfer import Download, indices, upload
 
@@ -82,11 +82,13 @@ class Chosen(NamedTuple):
 
 @dataclass
 class StagedLayer:
-    """One layer of the round: `staged` where slots compete; the attention mass of all its slots, if it is counted."""
+    """One layer of the round: `staged` where slots compete; the attention mass of all its slots, if it is counted;
+    what its heads answered to calibration queries, if slots are to answer for others."""
 
     change: LayerChange
     mass_HS: Tensor | None = None
     staged: Staged | None = None
+    asked: list[Asked] | None = None
 
     @property
     def settled_mass_HS(self) -> Tensor | None:

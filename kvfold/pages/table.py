@@ -28,7 +28,7 @@ from kvfold.pages.segment import Segment
 Ints = NDArray[np.int64]
 
 # A codec has some of these; the address of a field it lacks is 0. Floats are stored under "x", codes under "code".
-COLUMNS = (("k.x", "k.code"), ("k.scale",), ("k.zero",), ("v.x", "v.code"), ("v.scale",), ("v.zero",))
+COLUMNS = (("k.x", "k.code"), ("k.scale",), ("k.zero",), ("v.x", "v.code"), ("v.scale",), ("v.zero",), ("bias",))
 
 
 Heads = tuple[Ints, Ints]  # the layer of each of the X heads, and its number there

@@ -31,6 +31,7 @@ class NewSlots:
     mass_HS: Tensor | None = None  # attention mass of stored and new slots after this pass
     q_QTD: Tensor | None = None  # their queries
     replay_HGS: Tensor | None = None  # the largest weight that a second reading gave stored and new slots
+    replay_q_HGTD: Tensor | None = None  # some of its queries
 
     @property
     def num_tokens(self) -> int:
@@ -96,6 +97,8 @@ def build_view(sequence: SequenceCache, index: int, new: NewSlots, needs: Needs)
         valid_RS=torch.arange(max(lens), device=device) < upload(lens, device).unsqueeze(-1),
         seen_R=torch.full((spec.num_kv_heads,), new.end, device=device),
     )
+    if sequence.page_class(index).has_bias:
+        view.bias_RS = _joined(stored.bias, torch.zeros(new.k_HTD.shape[:2], device=device))
     _observe(view, sequence.sidecar.layers[index], new, needs)
     return view
 

@@ -24,6 +24,7 @@ def check(policy: Policy) -> None:
         _check_trigger(phase, stage)
     _check_between_chunks(policy.prefill)
     _check_replay(policy)
+    _check_fit(policy)
     _check_idle_terms(policy)
     _check_codec(policy)
     _check_below(policy)
@@ -100,6 +101,31 @@ def _check_replay(policy: Policy) -> None:
         f"then; write prefill({name} + {stage.size}), alone or with a score for decoding, such as "
         f"prefill({name} + {stage.size}) + decode(tova + {stage.size})"
     )
+
+
+def _check_fit(policy: Policy) -> None:
+    """Fitting needs queries of a prompt that has ended, and readers that know of biases."""
+    prefill, decode = policy.prefill, policy.decode
+    fits = f"{_name(prefill.evicted)} answers for what is evicted by the queries of a whole prompt"
+    if decode.evicted.biased and decode.evicts and _name(decode.when) != "never":
+        name = _name(decode.evicted)
+        raise PolicyError(
+            f"{name} answers for what is evicted by the queries of a prompt, and there is none while decoding; write "
+            f"prefill(... + {name}), alone or with decode(...), which then drops or merges"
+        )
+    if not prefill.evicted.biased or not prefill.evicts:
+        return
+    if _name(prefill.when) == "between_chunks":
+        raise PolicyError(f"{fits}, which is not there yet between_chunks; use after_prefill")
+    if policy.position.shifts:
+        raise PolicyError(
+            f"{fits} at the positions keys had, and position {_name(policy.position)} moves them; use keep"
+        )
+    if policy.attend.chooses:
+        raise PolicyError(
+            f"{_name(prefill.evicted)} gives slots biases, and reader {_name(policy.attend)} judges pages by keys "
+            "alone; read everything with all"
+        )
 
 
 def _check_codec(policy: Policy) -> None:

@@ -29,6 +29,7 @@ class Replay:
     chunk: int = 2048
     sinks: int = 4
     by_hidden: bool = False
+    queries: int = 0  # tokens of the repetition whose queries are kept, evenly spaced
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class View:
     position_RS: Tensor  # int64; padding holds 0
     valid_RS: Tensor  # bool
     seen_R: Tensor  # int64: tokens committed at the end of this call, the logical length
+    bias_RS: Tensor | None = None  # fp32: log-biases, where slots stand for others that are gone
     seed: int = 0
     slots_per_head: int = 0  # what a head keeps on average, sealed slots only; 0 where nobody said
     q_RGWD: Tensor | None = None  # the last W queries; a shorter prompt pads on the left

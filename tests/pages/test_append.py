@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from kvfold.pages.append import append_blocks, make_room
 from kvfold.pages.arena import Arena
 from kvfold.pages.sequence import SequenceCache
-from kvfold.pages.table import SegmentTable, segment_table
+from kvfold.pages.table import COLUMNS, SegmentTable, segment_table
 from tests.pages.tiny import SMALL_BLOCK, fill, new_sequence, stored_tokens, tiny_spec
 
 SPEC = tiny_spec(num_layers=3, num_heads=2)
-POSITION_COLUMN = 6
+POSITION_COLUMN = len(COLUMNS)  # positions come after the columns that kernels read
 
 
 def waiting(sequence: SequenceCache, num_tokens: int) -> None:

@@ -60,6 +60,7 @@ class Notes:
                 groups,
                 self._layout.spec.layers[layer].scale,
                 self._watch.mass_LBHS[layer].view(-1),
+                has_bias=self._layout.classes[layer].has_bias,
                 has_skip=self._tables.num_turns > 1,
             )
 

@@ -20,9 +20,9 @@ from kvfold.codec.integer import IntegerCodec
 
 # Columns of an item: where the keys and values lie, how many, the first one's position, how many floats its mean key
 # lies behind the rotation matrix (states of codecs are no part of the arena), then the addresses of the page fields
-# (pages/table.py) and of the positions.
+# (pages/table.py), the last of them the biases, and of the positions.
 K_SOURCE, V_SOURCE, COUNT, POSITION, MEAN, ADDRESS = 0, 1, 2, 3, 4, 5
-NUM_COLUMNS = ADDRESS + 7
+NUM_COLUMNS = ADDRESS + 8
 
 _HALF = tl.constexpr(grid.HALF)
 _LARGEST = tl.constexpr(grid.LARGEST)
@@ -87,6 +87,7 @@ def _seal(
     halves: tl.tensor,
     floats: tl.tensor,
     words: tl.tensor,
+    biases: tl.tensor,
     D: tl.constexpr,
     B: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -95,6 +96,7 @@ def _seal(
     V_BITS: tl.constexpr,
     K_CLIP: tl.constexpr,
     V_CLIP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ) -> None:
     """`floats` is the arena in the cache's dtype of WIDTH bytes; bits 0: stored as it is."""
     item += tl.program_id(0) * COLUMNS
@@ -115,8 +117,10 @@ def _seal(
         _put_integers(y_BD, here_B, item + 8, bytes_, halves, B, D, V_BITS, V_CLIP)
     else:
         tl.store(floats + tl.load(item + 8) // WIDTH + tile_BD, v_BD, mask=here_B[:, None])
+    if HAS_BIAS:
+        tl.store(biases + tl.load(item + 11) // 4 + tl.arange(0, B), tl.zeros([B], tl.float32), mask=here_B)
     position_B = tl.load(item + 3) + tl.arange(0, B)
-    tl.store(words + tl.load(item + 11) // 4 + tl.arange(0, B), position_B.to(tl.int32), mask=here_B)
+    tl.store(words + tl.load(item + 12) // 4 + tl.arange(0, B), position_B.to(tl.int32), mask=here_B)
 
 
 def seal_items(
@@ -127,8 +131,9 @@ def seal_items(
     k: Codec,
     v: Codec,
     open_len: int,
+    has_bias: bool = False,
 ) -> None:
-    """Encode every item by integer codecs or as it is; `open_len`: the most slots an item has."""
+    """Encode every item by integer codecs or as it is; `open_len`: the most slots an item has. Biases become 0."""
     head_dim = rotation_DD.shape[0]
     (k_bits, k_clip), (v_bits, v_clip) = _width(k), _width(v)
     _seal[(len(item_N),)](
@@ -138,6 +143,7 @@ def seal_items(
         memory.view(torch.bfloat16),
         memory.view(kv_dtype),
         memory.view(torch.int32),
+        memory.view(torch.float32),
         D=head_dim,
         B=max(16, triton.next_power_of_2(open_len)),
         WIDTH=kv_dtype.itemsize,
@@ -146,6 +152,7 @@ def seal_items(
         V_BITS=v_bits,
         K_CLIP=k_clip,
         V_CLIP=v_clip,
+        HAS_BIAS=has_bias,
         num_warps=4,
     )
 

@@ -134,4 +134,5 @@ def _launch(sequences: Sequence[SequenceCache], page_class: PageClass, item_N: I
         page_class.k,
         page_class.v,
         max(sequence.open.num_slots for sequence in sequences),
+        page_class.has_bias,
     )

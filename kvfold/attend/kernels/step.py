@@ -78,7 +78,7 @@ class Step:
         """Attention output [N, Q, D] for the packed tokens N, lane by lane; new slots go to the open blocks."""
         lanes, spec = self.lanes, self.lanes.layout.spec.layers[layer]
         page_class = lanes.layout.classes[layer]
-        _, k_scale, _, _, v_scale, _ = columns(page_class)
+        _, k_scale, _, _, v_scale, *_ = columns(page_class)
         k_codec = _codec_name(page_class.k, page_class.kv_dtype)
         q_RXD = self._rows(q_QND, spec.num_kv_heads)
         stored_q_RXD, offset_RX = q_RXD if lanes.turns is None else lanes.turns.queries(layer, q_RXD), None
@@ -95,6 +95,7 @@ class Step:
             _num_groups(k_scale),
             _num_groups(v_scale),
             spec.scale,
+            has_bias=page_class.has_bias,
             has_skip=lanes.turns is not None,
         )
         out_RXD, lse_RX = ops.merge_rows(

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvfold.attend.kernels.formats import K_CODE, LENGTH, MASS, NUM_COLUMNS, QUERY, SKIP, V_ZERO
+from kvfold.attend.kernels.formats import BIAS, K_CODE, LENGTH, MASS, NUM_COLUMNS, QUERY, SKIP
 from kvfold.attend.kernels.tasks import Tasks
 from kvfold.core import ModelSpec
 from kvfold.pages.layout import PageClass
@@ -78,7 +78,7 @@ class Tables:
         task_N[:, QUERY] = row_N * self.num_turns + tasks.turn_N
         task_N[:, LENGTH], task_N[:, SKIP] = tasks.length_N, tasks.skip_N
         task_N[:, MASS] = (lane_N * self.most_heads + tasks.head_N) * self.mass_len + tasks.first_N
-        task_N[:, K_CODE : V_ZERO + 1] = tasks.address_NF[:, : len(COLUMNS)]
+        task_N[:, K_CODE : BIAS + 1] = tasks.address_NF[:, : len(COLUMNS)]
         self.clear(lanes)
         device = self.task_LBC.device
         self.task_LBC.view(-1, NUM_COLUMNS).index_copy_(0, sent(at_N, device), sent(task_N, device))

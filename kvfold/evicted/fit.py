@@ -1,0 +1,94 @@
+"""`fit`: what stays learns to answer for what goes, in closed form (Attention Matching, arXiv:2602.16284).
+
+Later tokens see a cache through two things: its output and its mass, by which it is weighed against what came after it.
+Both are matched per KV head on calibration queries q_i, for which the whole cache gave output y_i and log-sum-exp l_i.
+With s_ij = q_i.k_j * scale and x_ij = exp(s_ij - l_i), keys as they are:
+
+    mass      w  =  argmin |X w - 1|^2 + m |w - 1|^2      in [e^-limit, e^limit]; the log-bias of slot j is ln w_j
+    values    V' =  argmin |P V' - Y|^2 + m' |V' - V|^2   with P = softmax(s + ln w) over what stays
+
+m and m' are `ridge` times the mean square of the columns of X and P. Slots that were sealed before keep their codes and
+biases; the new ones make up for what they do not answer.
+
+    N queries   S slots that stay   F of them sealed before   D head dim
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvfold.evicted.asked import scores
+from kvfold.evicted.base import Asked, Evicted, Refit, Split, Survivors
+from kvfold.evicted.least_squares import boxed_ridge, ridge
+from kvfold.policy.registry import register
+from kvfold.score.base import Needs, Replay
+
+_LEAST_MASS = 1e-20  # of a query whose every slot went: its row is 0, not NaN
+
+
+@register("evicted", "fit", paper="arXiv:2602.16284", cost="n·K·(d + min(n, K)) per head; replay: a second prefill")
+@dataclass(frozen=True)
+class Fit(Evicted):
+    """Kept values and log-biases are solved for, so that queries get the outputs and the mass of the whole cache.
+
+    Calibration queries are those of `tokens` tokens, all query heads of the group: evenly spaced ones of a second
+    reading (`replay`), or the last of the prompt (`prompt`), each seeing slots up to its own position.
+
+    Against the authors' code: both steps are ridge regressions towards the original slots, not plain least squares, so
+    fewer queries than slots do no harm; keys are those the score has chosen.
+    """
+
+    queries: Literal["replay", "prompt"] = "replay"
+    tokens: int = 512
+    ridge: float = 0.01
+    limit: float = 3.0  # of a bias, either way
+
+    changes: ClassVar[bool] = False
+    biased: ClassVar[bool] = True
+
+    def validate(self) -> str | None:
+        if self.tokens < 1:
+            return f"tokens is at least 1, not {self.tokens}"
+        if not 0.0 < self.ridge < math.inf:
+            return f"ridge is a number above 0, not {self.ridge}; 0.01 is the default"
+        return None if 0.0 <= self.limit <= 30.0 else f"limit is a number from 0 to 30, not {self.limit}"
+
+    @property
+    def needs(self) -> Needs:
+        if self.queries == "replay":
+            return Needs(replay=Replay(queries=self.tokens), end_of_prompt=True)
+        return Needs(last_queries=self.tokens, keeps_window=False, end_of_prompt=True)
+
+    def fold(self, split: Split) -> tuple[Tensor, Tensor]:
+        """The choice may not be final yet."""
+        return split.k_ND[split.keep_N], split.v_ND[split.keep_N]
+
+    def refit(self, asked: Asked, slots: Survivors) -> Refit:
+        new = slice(slots.num_sealed, None)
+        if len(slots.k_SD) == slots.num_sealed:
+            return Refit(slots.v_SD[new], slots.bias_S[new])
+        weight_NS = _weights(asked, slots)
+        factor_S = self._factors(weight_NS, slots.num_sealed)
+        weight_NS[:, new] *= factor_S.to(weight_NS.dtype)
+        share_NS = weight_NS / weight_NS.sum(-1, keepdim=True).clamp(min=_LEAST_MASS)
+        v_SD = slots.v_SD.float()
+        missing_ND = asked.out_ND - share_NS @ v_SD
+        fitted_SD = v_SD[new] + ridge(share_NS[:, new], missing_ND, self.ridge).to(v_SD.dtype)
+        return Refit(fitted_SD.to(slots.v_SD.dtype), factor_S.log().to(slots.bias_S.dtype))
+
+    def _factors(self, weight_NS: Tensor, num_sealed: int) -> Tensor:
+        """By how much each new slot is to weigh more, fp64."""
+        missing_N = 1.0 - weight_NS[:, :num_sealed].sum(-1, dtype=torch.float64)
+        bounds = math.exp(-self.limit), math.exp(self.limit)
+        return boxed_ridge(weight_NS[:, num_sealed:], missing_N, self.ridge, *bounds)
+
+
+def _weights(asked: Asked, slots: Survivors) -> Tensor:
+    """fp32 [N, S]: the share of the whole cache's mass that each slot has. It is at most 1: they are part of it."""
+    score_NS = scores(asked.q_ND, slots.k_SD, slots.bias_S, asked.scale, asked.position_N, slots.position_S)
+    return score_NS.sub_(asked.lse_N.unsqueeze(-1)).exp_()
