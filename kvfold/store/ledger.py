@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 
 from kvfold.store.key import Key
 
@@ -30,7 +31,7 @@ class Lease:
 
 @dataclass
 class Record:
-    """An entry, and how often it changed: marks in the heaps that are older do not count."""
+    """An entry; marks in the heaps that have another version than it are old and do not count."""
 
     num_bytes: int
     ttl_s: float
@@ -56,6 +57,7 @@ class Ledger:
         self.total_bytes = 0
         self._records: dict[Key, Record] = {}
         self._keys: dict[str, Key] = {}
+        self._versions = count()
         self._by_expiry: list[_Mark] = []
         self._by_worth: list[_Mark] = []
 
@@ -92,7 +94,6 @@ class Ledger:
         record = self._records[key]
         record.used_at = max(record.used_at, at)
         record.expires_at = max(record.expires_at, at + record.ttl_s)
-        record.version += 1
         self._mark(key)
         return record
 
@@ -119,6 +120,7 @@ class Ledger:
 
     def _mark(self, key: Key) -> None:
         record = self._records[key]
+        record.version = next(self._versions)
         name = (-key.end, key.text, record.version)
         heapq.heappush(self._by_expiry, (record.expires_at, 0.0, *name))
         heapq.heappush(self._by_worth, (record.worth, record.used_at, *name))

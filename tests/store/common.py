@@ -1,0 +1,75 @@
+"""A clock to set, keys and entries to put, and a store over a tiny model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvfold.engine.runner import Runner
+from kvfold.models.loader import Model
+from kvfold.pages.sequence import PageConfig, SequenceCache
+from kvfold.policy.policy import Policy
+from kvfold.store.entry import encode
+from kvfold.store.key import Binding, Key
+from kvfold.store.ledger import Lease
+from kvfold.store.prefixes import Hit, Prefixes
+from kvfold.store.store import PrefixStore
+
+CHUNK = 16
+PAGES = PageConfig(page_size=4, open_len=8)
+BINDING = Binding("chunks", "w", "float32", "float32", "r", "t", "p", "", CHUNK, CHUNK, "")
+
+
+@dataclass
+class Clock:
+    now: float = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_key(number: int, *, binding: Binding = BINDING, end: int = CHUNK) -> Key:
+    return Key(binding.scope, end - CHUNK, end, hashlib.sha256(str(number).encode()).hexdigest())
+
+
+def make_entry(key: Key, lease: Lease, *, num_layers: int = 2, binding: Binding = BINDING) -> bytes:
+    """Blocks whose numbers tell the layer and the key."""
+    blocks = {str(i): {"k.x": torch.full((2, 3), float(i)), "v.x": torch.arange(5) + key.end} for i in range(num_layers)}
+    return encode(key, binding, blocks, lease)
+
+
+def make_prefixes(store: PrefixStore, model: Model, policy: str = "full", *, tenant: str = "") -> Prefixes:
+    return store.prefixes(model, policy, prefill_len=CHUNK, config=PAGES, tenant=tenant)
+
+
+def make_runner(model: Model) -> Runner:
+    return Runner(model.hf, model.spec, model.arena, chunk_len=CHUNK)
+
+
+def cold_logits(model: Model, tokens: Sequence[int]) -> Tensor:
+    """Of a run that knows no store."""
+    runner = make_runner(model)
+    sequence = runner.new_sequence(Policy.parse("full"), PAGES)
+    try:
+        return runner.prefill([sequence], [tokens])[0]
+    finally:
+        sequence.release()
+
+
+def finish(model: Model, hit: Hit, tokens: Sequence[int]) -> Tensor:
+    """Read what a lookup left; logits after the last token. The sequence is still open."""
+    return make_runner(model).prefill([hit.sequence], [tokens[hit.matched_tokens :]])[0]
+
+
+def entry_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("entries/*/*/*.kvp"))
+
+
+def positions(sequence: SequenceCache) -> list[list[list[int]]]:
+    heads = [range(layer.num_kv_heads) for layer in sequence.spec.layers]
+    return [[sequence.positions(i, head).tolist() for head in of] for i, of in enumerate(heads)]
