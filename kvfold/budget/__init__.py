@@ -3,9 +3,24 @@
 from kvfold.budget.ada import Ada
 from kvfold.budget.base import Allocator, Budget
 from kvfold.budget.choose import choose
+from kvfold.budget.dynamickv import DynamicKV
 from kvfold.budget.global_ import Global
+from kvfold.budget.lava import Lava
 from kvfold.budget.pages import Pages
 from kvfold.budget.pyramid import Pyramid
 from kvfold.budget.uniform import Uniform
+from kvfold.budget.xkv import Xkv
 
-__all__ = ["Ada", "Allocator", "Budget", "Global", "Pages", "Pyramid", "Uniform", "choose"]
+__all__ = [
+    "Ada",
+    "Allocator",
+    "Budget",
+    "DynamicKV",
+    "Global",
+    "Lava",
+    "Pages",
+    "Pyramid",
+    "Uniform",
+    "Xkv",
+    "choose",
+]

@@ -10,22 +10,23 @@ def apportion(total: int, weights: Sequence[float], low: Sequence[int], high: Se
 
     The shares add up to `total` exactly, or to sum(low) above it or sum(high) below it where the bounds force that.
     """
-    total = max(sum(low), min(total, sum(high)))
-    quotas = _quotas(total, weights, low, high)
-    counts = [min(int(quota), top) for quota, top in zip(quotas, high, strict=True)]
-    by_remainder = sorted(range(len(counts)), key=lambda i: counts[i] - quotas[i])
+    total = _possible(total, low, high)
+    exact = quotas(total, weights, low, high)
+    counts = [min(int(quota), top) for quota, top in zip(exact, high, strict=True)]
+    by_remainder = sorted(range(len(counts)), key=lambda i: counts[i] - exact[i])
     room = [i for i in by_remainder if counts[i] < high[i]]
     for i in room[: total - sum(counts)]:
         counts[i] += 1
     return counts
 
 
-def _quotas(total: int, weights: Sequence[float], low: Sequence[int], high: Sequence[int]) -> list[float]:
-    """weight * level clamped to the bounds, at the level where they add up to `total`.
+def quotas(total: int, weights: Sequence[float], low: Sequence[int], high: Sequence[int]) -> list[float]:
+    """weight * level clamped to the bounds, at the level where they add up to `total`, or as near as bounds allow.
 
     Whoever is out of bounds at the level of the moment is set to its bound and the rest shared anew. Only the side that
     weighs more is set: it pushes the level further its own way, while the other side may yet come back inside.
     """
+    total = _possible(total, low, high)
     fixed: dict[int, float] = {}
     while True:
         free = [i for i in range(len(weights)) if i not in fixed]
@@ -38,3 +39,7 @@ def _quotas(total: int, weights: Sequence[float], low: Sequence[int], high: Sequ
         if not bound:
             return [(fixed | wish)[i] for i in range(len(weights))]
         fixed |= bound
+
+
+def _possible(total: int, low: Sequence[int], high: Sequence[int]) -> int:
+    return max(sum(low), min(total, sum(high)))

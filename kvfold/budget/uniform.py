@@ -27,13 +27,18 @@ class Uniform(Allocator):
 
 
 def even(score_HS: Tensor, slots_per_head: int) -> Tensor:
-    """int64 [H]: equal counts, as far as protected and existing slots allow, that sum to H * slots_per_head.
+    """int64 [H]: equal counts, as far as protected and existing slots allow, that sum to H * slots_per_head."""
+    return even_total(score_HS, torch.full((), slots_per_head * score_HS.shape[0], device=score_HS.device))
+
+
+def even_total(score_HS: Tensor, total: Tensor) -> Tensor:
+    """int64 [H]: the same for a total that only the device knows.
 
     What `apportion` gives for equal weights, computed where the scores are: the highest level, cut to each head's
     bounds, that the total allows; what is left goes to the first heads that can take one more.
     """
     low_H, high_H = bounds(score_HS)
-    total = torch.clamp(low_H.sum(), min=slots_per_head * len(low_H)).minimum(high_H.sum())
+    total = low_H.sum().maximum(total).minimum(high_H.sum())
     level_L = torch.arange(score_HS.shape[1] + 1, device=score_HS.device)
     used_L = level_L.unsqueeze(-1).clamp(low_H, high_H).sum(-1)
     level = (used_L <= total).sum() - 1

@@ -1,0 +1,81 @@
+"""Layers share the model's slots by the entropy of their scores, heads by the scores (LAVa, arXiv:2509.09754).
+
+A layer whose attention is spread out loses more when slots go than one that looks at few; entropy measures the spread,
+and is known when the layer has been scored, so budgets shrink in a stream and nothing is kept until the end.
+
+    H heads   S slots
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvfold.budget.base import Allocator, Budget
+from kvfold.budget.bounds import bounds, check_floor, floor_slots, with_floor
+from kvfold.budget.choose import count_top
+from kvfold.budget.mass import mass
+from kvfold.budget.shares import apportion, quotas
+from kvfold.policy.registry import register
+
+_LEAST_WEIGHT = 1e-6  # a layer that looks at one slot only; shares want positive weights
+
+
+@register("budget", "lava", paper="arXiv:2509.09754", cost="sort n·H·L")
+@dataclass(frozen=True)
+class Lava(Allocator):
+    """Layers share slots by the entropy of their scores, heads of a layer compete; each is sure of `floor` of the mean.
+
+    e = -sum(p log p) / log N, where p are the scores of a layer's N unprotected slots, normalised over all its heads.
+    Of the F = layers * heads * slots_per_head - protected slots that are free, layer i of those seen gets
+    F * e_i / sum(e), at most what it has; the rest goes to the others. Until the last layer is there shares are rounded
+    up, then by largest remainders, so the sum is exact. A layer that arrives makes F smaller and sum(e) larger: the
+    shares of earlier layers only shrink. Inside a layer as `ada`, with a floor that is a share of the mean over the
+    model, as the authors' code in effect has it: a floor that followed the layer's share could make a head grow.
+
+    The paper scales scores by the largest |v| of the head first; that is a scorer's business and left to it. Scores
+    below 0 are shifted by the layer's lowest.
+    """
+
+    scope: ClassVar[Literal["layer", "model"]] = "model"
+    floor: float = 0.2
+
+    def __post_init__(self) -> None:
+        check_floor("lava", self.floor)
+
+    def allocate(self, scores: Sequence[Tensor], budget: Budget, layer: int) -> list[Tensor]:
+        floor_len = floor_slots(self.floor, budget)
+        totals = self._layer_slots(scores, budget, layer == budget.num_layers - 1)
+        return [
+            count_top([with_floor(score_HS, floor_len)], total)[0]
+            for score_HS, total in zip(scores, totals, strict=True)
+        ]
+
+    def _layer_slots(self, scores: Sequence[Tensor], budget: Budget, is_last: bool) -> list[int]:
+        """Slots of each layer seen so far, protected ones included."""
+        weights = [max(entropy, _LEAST_WEIGHT) for entropy in _on_host([entropy(s_HS) for s_HS in scores])]
+        protected, existing = ([int(n) for n in _on_host([b[i].sum() for b in map(bounds, scores)])] for i in (0, 1))
+        total = budget.num_layers * scores[0].shape[0] * budget.slots_per_head
+        free = max(0, total - sum(protected))
+        room = [has - stays for has, stays in zip(existing, protected, strict=True)]
+        none = [0] * len(scores)
+        share = apportion(free, weights, none, room) if is_last else map(ceil, quotas(free, weights, none, room))
+        return [stays + more for stays, more in zip(protected, share, strict=True)]
+
+
+def entropy(score_HS: Tensor) -> Tensor:
+    """Entropy of a layer's unprotected scores over that of equal ones: from 0 (one slot has all) to 1."""
+    mass_HS = mass(score_HS)
+    share_HS = mass_HS / mass_HS.sum().clamp(min=torch.finfo(mass_HS.dtype).tiny)
+    num_slots = score_HS.isfinite().sum().clamp(min=2)
+    return -share_HS.xlogy(share_HS).sum() / num_slots.log()
+
+
+def _on_host(numbers: Sequence[Tensor]) -> list[float]:
+    values: list[float] = torch.stack(list(numbers)).tolist()
+    return values
