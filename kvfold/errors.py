@@ -7,6 +7,7 @@ KvfoldError
 ├── InputError       bad text, token ids, positions or options of a call (also ValueError)
 ├── FileError        a saved session that is truncated, altered or foreign
 ├── OutOfPages       the arena is full; nothing was changed (also MemoryError)
+├── Overloaded       too many requests wait; try again later
 └── MissingExtra     an optional dependency is not installed (also ImportError)
 
 KvfoldWarning        something that works, but hardly as meant (a UserWarning)
@@ -43,6 +44,10 @@ class FileError(KvfoldError):
 
 class OutOfPages(KvfoldError, MemoryError):
     """The arena cannot lend the memory a step needs; raised before the step changes anything."""
+
+
+class Overloaded(KvfoldError):
+    """Too many requests wait already; nothing was queued."""
 
 
 class MissingExtra(KvfoldError, ImportError):

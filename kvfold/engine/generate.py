@@ -20,7 +20,7 @@ from kvfold.engine.request import Request, StopReason
 from kvfold.engine.runner import Runner
 from kvfold.engine.writer import Took, Writer
 
-__all__ = ["Request", "StopReason", "generate"]
+__all__ = ["Request", "StopReason", "generate", "step", "step_greedily"]
 
 
 def generate(runner: Runner, requests: Sequence[Request], tokenizer: Any) -> Iterator[tuple[Request, str]]:
@@ -35,12 +35,12 @@ def generate(runner: Runner, requests: Sequence[Request], tokenizer: Any) -> Ite
                 yield writer.request, piece
         going = [writer for writer in live if writer.request.reason is None]
         if going and greedy:
-            ahead = _step_greedily(runner, going, ahead)
+            ahead = step_greedily(runner, going, ahead)
         elif going:
-            _step(runner, going)
+            step(runner, going)
 
 
-def _step_greedily(runner: Runner, writers: Sequence[Writer], ahead: Ahead | None) -> Ahead | None:
+def step_greedily(runner: Runner, writers: Sequence[Writer], ahead: Ahead | None) -> Ahead | None:
     """A step, and the next one queued behind it before the host waits for this one's tokens; `ahead`: this step, if it
     was queued before."""
     began, setup_s = time.perf_counter(), runner.setup_s
@@ -59,7 +59,8 @@ def _step_greedily(runner: Runner, writers: Sequence[Writer], ahead: Ahead | Non
     return ahead
 
 
-def _step(runner: Runner, writers: Sequence[Writer]) -> None:
+def step(runner: Runner, writers: Sequence[Writer]) -> None:
+    """One pass over what was sampled last, and over drafts behind it where there are any."""
     began, setup_s = time.perf_counter(), runner.setup_s
     drafts = [writer.draft() for writer in writers]
     sequences = [writer.request.sequence for writer in writers]

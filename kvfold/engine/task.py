@@ -1,0 +1,150 @@
+"""A job that has a sequence: reads its prompt piece by piece, writes its reply, may be set aside on the host.
+
+    waiting -> reading -> writing -> ended
+                             |  ^
+                             v  |
+                           on the host
+
+A policy that keeps everything as it is reads in pieces that end at absolute multiples of the runner's chunk, between
+which others may step; the result is bitwise that of one go. One that compresses reads each stretch in one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from kvfold.engine.jobs import Began, Ended, EndReason, Job, Wrote
+from kvfold.engine.request import Request
+from kvfold.engine.runner import Runner
+from kvfold.engine.writer import Writer
+from kvfold.errors import SizeError
+from kvfold.pages.sequence import SequenceCache
+from kvfold.store.entry import Fields
+from kvfold.store.snapshot import put_back, take
+
+
+class Task:
+    """Made when its job is let in; owns the sequence from then on."""
+
+    def __init__(self, job: Job, runner: Runner, tokenizer: Any, *, in_pieces: bool) -> None:
+        begin = job.source.begin()
+        self.job = job
+        self.sequence: SequenceCache = begin.sequence
+        self.writer: Writer | None = None
+        self.num_reused = begin.num_read
+        self._cuts = [cut for cut in begin.cuts if begin.num_read < cut < len(job.tokens)]
+        self._has_cuts = bool(begin.cuts)
+        self._runner = runner
+        self._tokenizer = tokenizer
+        self._in_pieces = in_pieces
+        self._blocks: dict[str, Fields] | None = None
+        self.len_aside = 0  # tokens that the copy on the host holds
+
+    @property
+    def tenant(self) -> str:
+        return self.job.tenant
+
+    @property
+    def is_reading(self) -> bool:
+        return self.writer is None
+
+    @property
+    def running(self) -> Writer:
+        """The writer of a task that has read its prompt."""
+        assert self.writer is not None
+        return self.writer
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether a token has been sampled that has not run."""
+        return len(self.running.request.token_ids) > self.running.request.num_steps
+
+    # Reading
+
+    def read(self) -> None:
+        """The next piece of the prompt; after the last one the job has begun. OutOfPages changes nothing."""
+        start = self.sequence.committed_len
+        stretch = next((cut for cut in self._cuts if cut > start), len(self.job.tokens))
+        end = self._piece_end(start, stretch)
+        compress = not self._has_cuts or stretch in self._cuts
+        logits_BV = self._prefill(self.job.tokens[start:end], compress)
+        if end in self._cuts or end == len(self.job.tokens):
+            self.job.source.reached(self.sequence, end)
+        if end == len(self.job.tokens):
+            self._begin(logits_BV[0])
+
+    def _prefill(self, tokens: Sequence[int], compress: bool) -> Tensor:
+        """A prompt too short for the policy's size is kept whole: a server does not choose how long prompts are."""
+        try:
+            return self._runner.prefill([self.sequence], [tokens], compress=compress)
+        except SizeError:
+            return self._runner.prefill([self.sequence], [tokens], compress=False)
+
+    def _piece_end(self, start: int, stretch: int) -> int:
+        chunk = self._runner.chunk_len
+        return min(stretch, start - start % chunk + chunk) if self._in_pieces else stretch
+
+    def _begin(self, logits_V: Tensor) -> None:
+        job = self.job
+        job.source.began()
+        job.listener(Began(self.num_reused))
+        request = Request(self.sequence, logits_V, max(job.max_new_tokens, 1), job.sampling, job.stop)
+        self.writer = Writer(request, self._tokenizer, self._runner.spec.eos_token_ids)
+
+    # Writing
+
+    def write(self) -> bool:
+        """Sample, and tell what was written; False when the job has come to its end."""
+        if self.job.max_new_tokens == 0:
+            self.end("read")
+            return False
+        piece, request = self.running.write(), self.running.request
+        if piece:
+            self.job.listener(Wrote(piece))
+        if request.reason is not None:
+            self.end(request.reason)
+            return False
+        return True
+
+    @property
+    def _stop(self) -> str | None:
+        """The stop string that follows the text, where one ended it."""
+        if self.writer is None or self.writer.request.reason != "stop":
+            return None
+        rest = self.writer.stream.text[len(self.writer.request.text) :]
+        return next((stop for stop in self.job.stop if rest.startswith(stop)), None)
+
+    # Setting aside
+
+    @property
+    def can_leave(self) -> bool:
+        """Whether everything that has run is committed, which is what a copy holds."""
+        return self.writer is not None and self.sequence.open.fill == self.sequence.open.committed
+
+    def leave(self) -> None:
+        """Move to the host; the pages are free."""
+        self._blocks = take(self.sequence)
+        self.len_aside = self.sequence.committed_len
+        self.sequence.release()
+
+    def come_back(self) -> None:
+        """Move to the device; OutOfPages leaves the copy where it is."""
+        assert self._blocks is not None
+        sequence = self._runner.new_sequence(self.sequence.policy, self.sequence.config)
+        try:
+            put_back(sequence, self.len_aside, self._blocks.items())
+        except BaseException:
+            sequence.release()
+            raise
+        self.sequence = self.running.request.sequence = sequence
+        self._blocks = None
+
+    def end(self, reason: EndReason, error: Exception | None = None) -> None:
+        """Give the memory back and say so."""
+        self.sequence.release()
+        self._blocks = None
+        num_tokens = 0 if self.writer is None or reason == "read" else len(self.writer.request.token_ids)
+        self.job.listener(Ended(reason, num_tokens, self._stop, error))

@@ -1,0 +1,227 @@
+"""The scheduler: replies are those of single runs, whoever else runs; nobody starves; no page outlives its job."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from kvfold.engine.generate import Request, generate
+from kvfold.engine.jobs import Began, Ended
+from kvfold.engine.runner import Runner
+from kvfold.engine.sample import Sampling
+from kvfold.engine.scheduler import Scheduler
+from kvfold.errors import InputError, OutOfPages, Overloaded
+from kvfold.models.loader import Model
+from kvfold.policy.policy import Policy
+from tests import tiny
+from tests.engine.jobs import Fresh, job
+
+
+@contextmanager
+def scheduling(model: Model, policy: str = "full", *, chunk_len: int = 16, **options: Any) -> Iterator[Scheduler]:
+    """A scheduler whose model has all its pages back at the end."""
+    runner = Runner(model.hf, model.spec, model.arena, chunk_len=chunk_len)
+    scheduler = Scheduler(runner, Policy.parse(policy), model.tokenizer, **options)
+    try:
+        yield scheduler
+    finally:
+        scheduler.close()
+        gc.collect()
+        assert model.arena.lent_bytes == 0
+
+
+def alone(model: Model, tokens: list[int], policy: str, num_new: int, **options: Any) -> str:
+    """What a single run writes."""
+    runner = Runner(model.hf, model.spec, model.arena, chunk_len=16)
+    sequence = runner.new_sequence(Policy.parse(policy))
+    request = Request(sequence, runner.prefill([sequence], [tokens])[0], num_new, **options)
+    text = "".join(piece for _, piece in generate(runner, [request], model.tokenizer))
+    sequence.release()
+    return text
+
+
+PROMPTS = [tiny.prompt(length, seed=length) for length in (5, 70, 33, 120, 16)]
+
+
+@pytest.mark.parametrize("policy", ["full", "keydiff + 80tok", "int4"])
+def test_replies_are_those_of_single_runs(model: Model, policy: str) -> None:
+    options = [{"sampling": Sampling(temperature=0.8 * (i % 2), seed=i)} for i in range(len(PROMPTS))]
+    expected = [alone(model, ids, policy, 20 + 3 * i, **options[i]) for i, ids in enumerate(PROMPTS)]
+    with scheduling(model, policy) as scheduler:
+        made = [
+            job(scheduler.runner, ids, policy, max_new_tokens=20 + 3 * i, tenant=str(i % 2), **options[i])
+            for i, ids in enumerate(PROMPTS)
+        ]
+        for one, _ in made:
+            scheduler.submit(one)
+        ends = [heard.end() for _, heard in made]
+    assert [heard.text for _, heard in made] == expected
+    assert [(end.reason, end.num_tokens) for end in ends] == [("length", 20 + 3 * i) for i in range(len(PROMPTS))]
+
+
+def test_replies_that_move_to_the_host_are_the_same() -> None:
+    small = tiny.ready("llama", capacity=100 * 4096)
+    prompts = [tiny.prompt(40, seed=i) for i in range(4)]
+    expected = [alone(small, ids, "full", 150) for ids in prompts]
+    with scheduling(small) as scheduler:
+        made = [job(scheduler.runner, ids, max_new_tokens=150) for ids in prompts]
+        for one, _ in made:
+            scheduler.submit(one)
+        assert [heard.end().reason for _, heard in made] == ["length"] * 4
+        assert scheduler.num_demoted > 0
+    assert [heard.text for _, heard in made] == expected
+
+
+def test_a_prompt_is_read_in_pieces_between_steps_of_others(model: Model) -> None:
+    with scheduling(model) as scheduler:
+        first, writing = job(scheduler.runner, tiny.prompt(4), max_new_tokens=400)
+        scheduler.submit(first)
+        assert writing.has_written.wait(60)
+        second, reading = job(scheduler.runner, tiny.prompt(160), max_new_tokens=1)
+        before = len(writing.events)
+        scheduler.submit(second)
+        assert reading.has_begun.wait(60)
+        assert len(writing.events) - before >= 8, "160 tokens are ten pieces, and the other one writes between them"
+        scheduler.cancel(first)
+        assert writing.end().reason == "cancelled"
+
+
+def test_cuts_are_told_and_compress(model: Model) -> None:
+    tokens = tiny.prompt(100)
+    with scheduling(model, "keydiff + 4x") as scheduler:
+        one, heard = job(scheduler.runner, tokens, "keydiff + 4x", max_new_tokens=0, cuts=(40, 90))
+        scheduler.submit(one)
+        assert heard.end() == Ended("read")
+    assert isinstance(one.source, Fresh)
+    assert one.source.lens == [40, 90, 100, 0]
+    assert heard.events[0] == Began(0)
+
+
+def test_a_prompt_too_short_for_the_size_is_kept_whole(model: Model) -> None:
+    tokens = tiny.prompt(90)
+    with scheduling(model, "keydiff + 4x") as scheduler:
+        one, heard = job(scheduler.runner, tokens, "keydiff + 4x", max_new_tokens=12)
+        scheduler.submit(one)
+        assert heard.end().reason == "length"
+    assert heard.text == alone(model, tokens, "full", 12)
+
+
+def test_a_stop_string_is_named(model: Model) -> None:
+    tokens = tiny.prompt(30)
+    text = alone(model, tokens, "full", 40)
+    stop = text[10:13]
+    with scheduling(model) as scheduler:
+        one, heard = job(scheduler.runner, tokens, max_new_tokens=40, stop=["never seen", stop])
+        scheduler.submit(one)
+        assert (heard.end().reason, heard.end().stop) == ("stop", stop)
+    assert heard.text == text[: text.index(stop)]
+
+
+@pytest.mark.parametrize("when", ["waiting", "writing"])
+def test_late_and_cancelled_jobs_give_everything_back(model: Model, when: str) -> None:
+    now = [0.0]
+    with scheduling(model, clock=lambda: now[0], max_running=1 if when == "waiting" else 4) as scheduler:
+        first, busy = job(scheduler.runner, tiny.prompt(9), max_new_tokens=100_000)
+        scheduler.submit(first)
+        assert busy.has_written.wait(60)
+        late, heard_late = job(scheduler.runner, tiny.prompt(30), max_new_tokens=100_000, deadline=5.0)
+        gone, heard_gone = job(scheduler.runner, tiny.prompt(20), max_new_tokens=100_000)
+        scheduler.submit(late)
+        scheduler.submit(gone)
+        if when == "writing":
+            assert heard_late.has_written.wait(60) and heard_gone.has_written.wait(60)
+        scheduler.cancel(gone)
+        assert heard_gone.end().reason == "cancelled"
+        now[0] = 5.0
+        assert heard_late.end().reason == "late"
+        assert not busy.has_ended.is_set()
+    assert busy.end().reason == "cancelled"  # by the close
+
+
+def test_a_burst_of_one_tenant_does_not_hold_up_another(model: Model) -> None:
+    with scheduling(model, max_running=1) as scheduler:
+        first, busy = job(scheduler.runner, tiny.prompt(9), max_new_tokens=100_000, tenant="a")
+        scheduler.submit(first)
+        assert busy.has_written.wait(60)
+        order: list[str] = []
+        made = []
+        for tenant in ("a", "a", "a", "b"):
+            one, heard = job(scheduler.runner, tiny.prompt(5), max_new_tokens=1, tenant=tenant)
+            one.listener = _noting(order, tenant, heard)
+            made.append(heard)
+            scheduler.submit(one)
+        scheduler.cancel(first)
+        assert all(heard.end().reason == "length" for heard in made)
+    assert order.index("b") < 2
+
+
+def _noting(order: list[str], tenant: str, then: Callable[[Any], None]) -> Callable[[Any], None]:
+    def listen(event: Any) -> None:
+        if isinstance(event, Began):
+            order.append(tenant)
+        then(event)
+
+    return listen
+
+
+def test_too_many_are_refused_at_once(model: Model) -> None:
+    with scheduling(model, max_running=1, max_waiting=1) as scheduler:
+        first, busy = job(scheduler.runner, tiny.prompt(9), max_new_tokens=100_000)
+        scheduler.submit(first)
+        assert busy.has_written.wait(60)
+        scheduler.submit(job(scheduler.runner, tiny.prompt(9))[0])
+        with pytest.raises(Overloaded, match="1 requests wait already; try again later"):
+            scheduler.submit(job(scheduler.runner, tiny.prompt(9))[0])
+
+
+def test_a_prompt_that_never_fits_fails_alone() -> None:
+    small = tiny.ready("llama", capacity=60 * 4096)
+    with scheduling(small) as scheduler:
+        huge, refused = job(scheduler.runner, tiny.prompt(900))
+        fine, served = job(scheduler.runner, tiny.prompt(9), max_new_tokens=3)
+        scheduler.submit(huge)
+        scheduler.submit(fine)
+        assert isinstance(refused.end().error, OutOfPages)
+        assert served.end().reason == "length"
+
+
+def test_an_error_in_one_source_is_that_job_s_alone(model: Model) -> None:
+    with scheduling(model) as scheduler:
+        bad, heard = job(scheduler.runner, [tiny.VOCAB_SIZE + 7], max_new_tokens=3)
+        fine, served = job(scheduler.runner, tiny.prompt(9), max_new_tokens=3)
+        scheduler.submit(bad)
+        scheduler.submit(fine)
+        assert isinstance(heard.end().error, InputError)
+        assert served.end().reason == "length"
+
+
+def test_what_is_held_for_later_gives_way() -> None:
+    small = tiny.ready("llama", capacity=60 * 4096)
+    held = [Runner(small.hf, small.spec, small.arena).new_sequence(Policy.parse("full"))]
+    Runner(small.hf, small.spec, small.arena).prefill(held, [tiny.prompt(200)])
+
+    def make_room() -> bool:
+        if held:
+            held.pop().release()
+            return True
+        return False
+
+    with scheduling(small, make_room=make_room) as scheduler:
+        one, heard = job(scheduler.runner, tiny.prompt(200), max_new_tokens=3)
+        scheduler.submit(one)
+        assert heard.end().reason == "length"
+    assert not held
+
+
+def test_bad_bounds_are_refused(model: Model) -> None:
+    runner = Runner(model.hf, model.spec, model.arena)
+    with pytest.raises(InputError, match="max_running is 0"):
+        Scheduler(runner, Policy.parse("full"), model.tokenizer, max_running=0)
+    with pytest.raises(InputError, match="holds no tokens"):
+        job(runner, [])
+    assert torch.is_grad_enabled()
