@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from kvfold.attend.decode import seal
+from kvfold.attend.joined import prefix_of, room_behind
 from kvfold.attend.partial import Merge, attend, compute_dtype
 from kvfold.attend.reach import warn_if_passing
 from kvfold.attend.stored import add_stored
 from kvfold.attend.track import Tracked, new_mass, stored_mass, track_queries
 from kvfold.pages.compress import Compression, check_decode_size, finish_all
 from kvfold.pages.held import Held
+from kvfold.pages.read import StoredSlots
 from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.sidecar import LayerSidecar
 from kvfold.pages.view import NewSlots
@@ -30,10 +32,11 @@ from kvfold.score.base import Replay
 
 @dataclass
 class LayerBuffer:
-    """Keys, values and mass of the layer that is running, for one sequence."""
+    """Keys, values and mass of the layer that is running, for one sequence; behind a joined prefix, if there is one."""
 
-    k_HTD: Tensor
-    v_HTD: Tensor
+    joined_k_HSD: Tensor
+    joined_v_HSD: Tensor
+    num_joined: int = 0  # slots in front of the new ones
     filled: int = 0
     stored_mass_HS: Tensor | None = None
     new_mass_HT: Tensor | None = None
@@ -44,6 +47,19 @@ class LayerBuffer:
         """Room for so many tokens of this kind."""
         k = torch.empty(k_HTD.shape[0], num_tokens, k_HTD.shape[2], dtype=dtype, device=k_HTD.device)
         return cls(k, torch.empty_like(k[..., : v_HTD.shape[2]]))
+
+    @classmethod
+    def behind(cls, stored: StoredSlots, num_tokens: int) -> LayerBuffer:
+        """Room for so many tokens behind stored ones."""
+        return cls(room_behind(stored.k, num_tokens), room_behind(stored.v, num_tokens), stored.lens[0])
+
+    @property
+    def k_HTD(self) -> Tensor:
+        return self.joined_k_HSD[:, self.num_joined :]
+
+    @property
+    def v_HTD(self) -> Tensor:
+        return self.joined_v_HSD[:, self.num_joined :]
 
     def append(self, k_HTD: Tensor, v_HTD: Tensor) -> None:
         offset, self.filled = self.filled, self.filled + k_HTD.shape[1]
@@ -56,7 +72,7 @@ class PrefillPass:
     at the end of the call this pass belongs to; without, everything new is kept.
 
     `followers` are empty sequences of other policies that read what an (empty) first sequence reads: attention is
-    computed once, compression once for each.
+    computed once, compression once for each. `chunk_len`: positions at whose multiples chunks begin, if they do.
     """
 
     def __init__(
@@ -67,8 +83,10 @@ class PrefillPass:
         *,
         compress: bool = True,
         followers: Sequence[SequenceCache] = (),
+        chunk_len: int | None = None,
     ) -> None:
         self.sequences = list(sequences)
+        self._chunk_len = chunk_len
         self.num_tokens = list(num_tokens)
         seen = seen_lens or [s.committed_len + n for s, n in zip(sequences, num_tokens, strict=True)]
         for sequence, length, new in zip(sequences, seen, num_tokens, strict=True):
@@ -110,24 +128,30 @@ class PrefillPass:
         sequence = self.sequences[index]
         spec = sequence.spec.layers[layer]
         dtype = self._dtype = compute_dtype(q_QTD)
-        buffer = self._buffer(index, k_HTD, v_HTD, dtype)
+        buffer = self._buffer(index, layer, k_HTD, v_HTD, dtype)
         offset = buffer.filled
         # What attention sees is what will be stored: rounded to the cache's dtype once, here.
         buffer.append(k_HTD.to(sequence.spec.kv_dtype), v_HTD.to(sequence.spec.kv_dtype))
         q_HGTD = q_QTD.to(dtype).unflatten(0, (spec.num_kv_heads, spec.group))
         start = sequence.sealed_len + offset
         merge = Merge(q_HGTD)
-        add_stored(merge, sequence, layer, q_HGTD, start, whole=True)
+        if not buffer.num_joined:
+            add_stored(merge, sequence, layer, q_HGTD, start, whole=True)
         add_new(merge, q_HGTD, buffer, offset, spec.scale, spec.sliding_window)
         self._track(index, layer, q_QTD, q_HGTD, merge, buffer, offset)
         if buffer.filled == self.num_tokens[index]:
             self._look(index, layer, buffer)
         return merge.result().flatten(0, 1).to(q_QTD.dtype)
 
-    def _buffer(self, index: int, k_HTD: Tensor, v_HTD: Tensor, dtype: torch.dtype) -> LayerBuffer:
-        found = self._buffers[index]
+    def _buffer(self, index: int, layer: int, k_HTD: Tensor, v_HTD: Tensor, dtype: torch.dtype) -> LayerBuffer:
+        found, num_tokens = self._buffers[index], self.num_tokens[index]
         if found is None:
-            found = self._buffers[index] = LayerBuffer.empty(self.num_tokens[index], k_HTD, v_HTD, dtype)
+            stored = prefix_of(self.sequences[index], layer, dtype, self._chunk_len)
+            if stored is None:
+                found = LayerBuffer.empty(num_tokens, k_HTD, v_HTD, dtype)
+            else:
+                found = LayerBuffer.behind(stored, num_tokens)
+            self._buffers[index] = found
         return found
 
     def _track(
@@ -210,22 +234,20 @@ def _for_policy(new: NewSlots, sequence: SequenceCache) -> NewSlots:
 
 def add_new(merge: Merge, q_HGTD: Tensor, buffer: LayerBuffer, offset: int, scale: float, window: int | None) -> None:
     """Attention to the tokens of this pass: earlier chunks whole, the chunk itself causally."""
-    every, end = slice(0, q_HGTD.shape[0]), buffer.filled
+    every, k_HSD, v_HSD = slice(0, q_HGTD.shape[0]), buffer.joined_k_HSD, buffer.joined_v_HSD
+    offset, end = offset + buffer.num_joined, buffer.filled + buffer.num_joined
     if window is not None and end > window:
         begin = max(0, offset - window + 1)
         query = torch.arange(offset, end, device=q_HGTD.device).unsqueeze(-1)
         slot = torch.arange(begin, end, device=q_HGTD.device)
         mask_TS = (slot <= query) & (slot > query - window)
-        merge.add(
-            every,
-            *attend(q_HGTD, buffer.k_HTD[:, begin:end], buffer.v_HTD[:, begin:end], scale, mask_TS=mask_TS),
-        )
+        merge.add(every, *attend(q_HGTD, k_HSD[:, begin:end], v_HSD[:, begin:end], scale, mask_TS=mask_TS))
         return
     chunk = slice(0, end)
     if offset and not q_HGTD.is_cuda:  # a GPU's kernels read both at once; a CPU's would need a mask for it
-        merge.add(every, *attend(q_HGTD, buffer.k_HTD[:, :offset], buffer.v_HTD[:, :offset], scale))
+        merge.add(every, *attend(q_HGTD, k_HSD[:, :offset], v_HSD[:, :offset], scale))
         chunk = slice(offset, end)
-    merge.add(every, *attend(q_HGTD, buffer.k_HTD[:, chunk], buffer.v_HTD[:, chunk], scale, causal=True))
+    merge.add(every, *attend(q_HGTD, k_HSD[:, chunk], v_HSD[:, chunk], scale, causal=True))
 
 
 def _joined_mass(sequence: SequenceCache, layer: int, buffer: LayerBuffer) -> Tensor:

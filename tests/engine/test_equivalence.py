@@ -156,10 +156,11 @@ def _hit_and_miss(model: Model, num_stored: int) -> tuple[torch.Tensor, torch.Te
     return found, miss
 
 
+@pytest.mark.parametrize("num_stored", [CHUNK, 2 * CHUNK, 3 * CHUNK])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox", "yarn"])
-def test_prefix_hit_is_bitwise_the_cold_run(shared: Shared, family: str) -> None:
-    """One more chunk over a stored prefix runs the shapes of the cold run."""
-    found, miss = _hit_and_miss(shared(family), 3 * CHUNK)
+def test_prefix_hit_is_bitwise_the_cold_run(shared: Shared, family: str, num_stored: int) -> None:
+    """Chunks over a stored prefix that ends at a chunk's border run the shapes of the cold run."""
+    found, miss = _hit_and_miss(shared(family), num_stored)
     assert torch.equal(found, miss)
 
 
