@@ -10,8 +10,9 @@ Imports nothing of ours. Shape suffixes used all over the project:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from typing import Literal
 
 import torch
@@ -112,6 +113,13 @@ class ModelSpec:
     max_positions: int
     vocab_size: int
     eos_token_ids: frozenset[int] = field(default_factory=frozenset)
+    # Hashes the weights; called when somebody asks, for that takes a moment.
+    digest: Callable[[], str] = field(default=str, compare=False, repr=False)
+
+    @cached_property
+    def weights_digest(self) -> str:
+        """What tells these weights from all others; empty where nobody knows them."""
+        return self.digest()
 
     @property
     def num_layers(self) -> int:

@@ -19,7 +19,7 @@ ROOT = Path(kvfold.__file__).parent
 # Each level may import itself and every level below it.
 LEVELS = (
     ("__main__",),
-    ("cli", "serve", "bench"),
+    ("cli", "serve", "bench", "train"),
     ("__init__",),  # the public names
     ("session", "stats", "files"),
     ("engine",),

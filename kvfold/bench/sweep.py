@@ -67,10 +67,11 @@ class _Lane:
 
 
 def scorers() -> tuple[str, ...]:
-    """Every registered scorer that evicts and needs no argument."""
+    """Every registered scorer that evicts and needs neither an argument nor training for the model."""
     load_variants()
     evicting = [term for term in terms("score") if not term.variant.keeps_all]
-    return tuple(term.name for term in evicting if all(map(_is_optional, term.arguments)))
+    complete = [term for term in evicting if all(map(_is_optional, term.arguments))]
+    return tuple(term.name for term in complete if term.variant().needs.predictor is None)
 
 
 def _is_optional(argument: dataclasses.Field[Any]) -> bool:

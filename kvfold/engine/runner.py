@@ -252,15 +252,28 @@ class Runner:
         )
         undo = Undo([*sequences, *followers])
         try:
-            out = self._layer_major(current, tokens, progress, hidden=hidden)
-            if current.held:
-                with maskless():
-                    Replays(self.hf, partial(self._call, hidden=True), self.chunk_len).run(current, tokens)
+            out = self.read(current, tokens, progress, hidden=hidden)
             current.finish()
         except BaseException:
             current.release()
             undo.restore()
             raise
+        return out
+
+    def read(
+        self,
+        current: PrefillPass,
+        tokens: Sequence[Sequence[int]],
+        progress: Progress | None = None,
+        *,
+        hidden: bool = False,
+    ) -> Any:
+        """The model over the tokens of a pass, twice where one of its rounds waits for that; nothing is written yet.
+        `hidden` stops at the last hidden states, of all tokens."""
+        out = self._layer_major(current, tokens, progress, hidden=hidden)
+        if current.held:
+            with maskless():
+                Replays(self.hf, partial(self._call, hidden=True), self.chunk_len).run(current, tokens)
         return out
 
     def _layer_major(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvfold.core import ModelSpec
 from kvfold.errors import PolicyError
 from kvfold.policy.policy import Policy
+from kvfold.score.predictor import predictor_for
 
 
 def check_policy(policy: Policy, spec: ModelSpec) -> None:
@@ -13,6 +14,7 @@ def check_policy(policy: Policy, spec: ModelSpec) -> None:
     if evicts and not spec.compressible_layers:
         raise PolicyError(f'policy "{policy.short}": every layer of {spec.name} is a sliding window; use "full"')
     _check_output(policy, spec)
+    _check_predictor(policy, spec)
     _check_reader(policy, spec)
     _check_below(policy, spec)
     if not policy.position.shifts:
@@ -34,6 +36,13 @@ def _check_output(policy: Policy, spec: ModelSpec) -> None:
             f'policy "{policy.short}": its score looks at the output projection of attention, which kvfold cannot find '
             f"in {spec.name} as a plain matrix; use a score that does not, such as kvzip or snapkv"
         )
+
+
+def _check_predictor(policy: Policy, spec: ModelSpec) -> None:
+    """What a trained score predicts with is there, and was trained on these weights."""
+    for _, stage in policy.stages():
+        if stage.size is not None and stage.score.needs.predictor is not None:
+            predictor_for(spec, stage.score.needs.predictor)
 
 
 def _check_reader(policy: Policy, spec: ModelSpec) -> None:

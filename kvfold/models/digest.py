@@ -45,6 +45,18 @@ def weights_digest(folder: Path | str, report: Report = silent) -> str:
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
+def parameters_digest(hf: Any) -> str:
+    """sha256 over every parameter's name, shape and an even sample of up to 65,536 of its values, as fp32: the same in
+    every dtype that holds the weights exactly."""
+    sha = hashlib.sha256()
+    for name, parameter in sorted(hf.named_parameters()):
+        flat = parameter.detach().flatten()
+        sample = flat[:: max(1, flat.numel() // 65536)].float().cpu().contiguous()
+        sha.update(f"{name}{tuple(parameter.shape)}".encode())
+        sha.update(sample.numpy().tobytes())
+    return sha.hexdigest()
+
+
 def cached_digest(path: Path, report: Report = silent) -> str:
     """sha256 of one file, taken from the folder's cache where size and mtime are still those of the cached one."""
     known = _read_cache(path.parent).get(path.name)

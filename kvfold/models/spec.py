@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from kvfold.core import LayerSpec, ModelSpec, Rope
 from kvfold.errors import ModelError
+from kvfold.models.digest import parameters_digest
 
 _INTERLEAVED = {"cohere", "cohere2", "glm", "glm4", "gptj", "ernie4_5", "helium"}
 _LENGTH_DEPENDENT = {"dynamic", "longrope"}
@@ -35,6 +37,7 @@ def read_spec(hf: Any, kv_dtype: torch.dtype | None = None) -> ModelSpec:
         max_positions=int(getattr(config, "max_position_embeddings", 0) or 0),
         vocab_size=int(config.vocab_size),
         eos_token_ids=frozenset(int(i) for i in eos_ids if i is not None),
+        digest=partial(parameters_digest, hf),
     )
 
 

@@ -19,6 +19,7 @@ from kvfold.pages.sidecar import LayerSidecar
 from kvfold.pages.transfer import upload
 from kvfold.policy.size import SizeFacts
 from kvfold.score.base import Needs, QueryStats, View
+from kvfold.score.predictor import predictor_for
 
 
 @dataclass
@@ -100,6 +101,8 @@ def build_view(sequence: SequenceCache, index: int, new: NewSlots, needs: Needs)
     if sequence.page_class(index).has_bias:
         view.bias_RS = _joined(stored.bias, torch.zeros(new.k_HTD.shape[:2], device=device))
     _observe(view, sequence.sidecar.layers[index], new, needs)
+    if needs.predictor is not None:
+        view.predictor = predictor_for(sequence.spec, needs.predictor).at(index, device)
     return view
 
 

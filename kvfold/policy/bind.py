@@ -136,7 +136,7 @@ def _coerce(value: Value, hint: Any) -> Any:
         return _coerce_word(value.name, hint)
     if isinstance(value, int | float):
         return _coerce_number(value, hint)
-    return _MISMATCH
+    return value if hint is str and isinstance(value, str) else _MISMATCH
 
 
 def _coerce_word(word: str, hint: Any) -> Any:

@@ -1,8 +1,9 @@
-"""The words of a policy expression: numbers, sizes, names and marks.
+"""The words of a policy expression: numbers, sizes, names, quoted text and marks.
 
 NUMBER   64, 0.2, -2, 1e-05
 SIZE     a number and a unit: 8x, 2048tok, 12.5%mem, 512MB
 NAME     letters, digits and _
+TEXT     anything on one line between two ", such as a file's name
 mark     one of + ( ) , = :
 """
 
@@ -21,6 +22,7 @@ _TOKEN = re.compile(
     r"""\s*(?:
         (?P<number>-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?) (?P<unit>\s*%?\s*[A-Za-z_]\w*|\s*%)?
       | (?P<name>[A-Za-z_]\w*)
+      | (?P<text>"[^"\n]*")
       | (?P<mark>[+(),=:])
     )""",
     re.VERBOSE | re.ASCII,
@@ -28,7 +30,7 @@ _TOKEN = re.compile(
 
 
 class Token(NamedTuple):
-    kind: str  # "number", "size", "name", "mark" or "end"
+    kind: str  # "number", "size", "name", "text" (with its quotation marks), "mark" or "end"
     text: str
     value: int | float | Size | None = None
 
@@ -47,7 +49,7 @@ def tokens(text: str) -> list[Token]:
 
 def _token(match: re.Match[str]) -> Token:
     if match["number"] is None:
-        kind = "name" if match["name"] else "mark"
+        kind = next(kind for kind in ("name", "text", "mark") if match[kind] is not None)
         return Token(kind, match[kind])
     number, unit = _number(match["number"]), "".join((match["unit"] or "").split())
     if not unit:

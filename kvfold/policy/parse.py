@@ -3,7 +3,7 @@
     expression = term { "+" term }
     term       = SIZE | NAME [ "(" [ argument { "," argument } ] ")" ] | ( "prefill" | "decode" ) "(" expression ")"
     argument   = [ NAME "=" ] value
-    value      = NUMBER | SIZE | slice | NAME [ "(" arguments ")" ]
+    value      = NUMBER | SIZE | TEXT | slice | NAME [ "(" arguments ")" ]
     slice      = [ INT ] ":" [ INT ] [ ":" [ INT ] ]
     SIZE       = NUMBER unit | ( "min" | "max" ) "(" SIZE { "," SIZE } ")"
 
@@ -38,7 +38,7 @@ class Call:
         return f"{self.name}({', '.join(map(str, self.arguments))})" if self.arguments else self.name
 
 
-Value = int | float | Size | LayerSlice | Call
+Value = int | float | str | Size | LayerSlice | Call
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class Argument:
     value: Value
 
     def __str__(self) -> str:
-        text = number_text(self.value) if isinstance(self.value, int | float) else str(self.value)
+        text = f'"{self.value}"' if isinstance(self.value, str) else str(self.value)
+        text = number_text(self.value) if isinstance(self.value, int | float) else text
         return text if self.keyword is None else f"{self.keyword}={text}"
 
 
@@ -115,6 +116,8 @@ class _Parser:
         if isinstance(token.value, int | float):
             self._next()
             return token.value
+        if token.kind == "text":
+            return self._next().text[1:-1]
         if token.kind not in ("size", "name"):
             raise self._unexpected("a value")
         return self._size() if self._starts_size() else self._call()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 from kvfold.policy.registry import term_of
 from kvfold.policy.size import number_text
+
+_WORD = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
 def literal(value: Any, defaults: bool = False) -> str:
@@ -15,7 +18,9 @@ def literal(value: Any, defaults: bool = False) -> str:
         return str(value).lower()
     if dataclasses.is_dataclass(value):
         return term_text(value, defaults)
-    return number_text(value) if isinstance(value, int | float) else str(value)
+    if isinstance(value, int | float):
+        return number_text(value)
+    return value if _WORD.fullmatch(value) else f'"{value}"'
 
 
 def term_text(variant: Any, defaults: bool) -> str:

@@ -16,6 +16,7 @@ from kvfold.score.kvcompress import KVCompress
 from kvfold.score.kvzip import KVzip
 from kvfold.score.kvzip_plus import KVzipPlus
 from kvfold.score.lagkv import LagKV
+from kvfold.score.learned import Learned
 from kvfold.score.nacl import NACL
 from kvfold.score.random import Random
 from kvfold.score.recent import Recent
@@ -45,6 +46,7 @@ __all__ = [
     "KVzipPlus",
     "KeyDiff",
     "LagKV",
+    "Learned",
     "Needs",
     "QueryStats",
     "Random",

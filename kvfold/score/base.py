@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvfold.core import LayerSpec
+from kvfold.score.predictor import LayerPredictor
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Needs:
     query_stats    mean and covariance of the pre-RoPE queries
     replay         the largest weight any query of a second reading gave each slot (not while decoding)
     output         the output projection of attention, head by head
+    predictor      what was trained on this model to predict scores: a file, or "" for what comes with the package
     end_of_prompt  must not be asked before the end of the prompt is there (refused between chunks)
     """
 
@@ -53,6 +55,7 @@ class Needs:
     query_stats: bool = False
     replay: Replay | None = None
     output: bool = False
+    predictor: str | None = None
     end_of_prompt: bool = False
 
     @property
@@ -93,6 +96,7 @@ class View:
     stats: QueryStats | None = None
     replay_RGS: Tensor | None = None  # fp32: the largest weight of a second reading, by query head
     wo_HGDM: Tensor | None = None  # the output projection; row r belongs to head r % num_heads
+    predictor: LayerPredictor | None = None  # this layer's
 
     @property
     def len_R(self) -> Tensor:

@@ -39,8 +39,8 @@ def _short(prompt: Prompt) -> Prompt:
     return replace(prompt, max_new_tokens=6)
 
 
-def test_every_scorer_of_the_registry_takes_part() -> None:
-    assert {*scorers(), "full"} == {term.name for term in terms("score")}
+def test_every_scorer_of_the_registry_that_needs_no_training_takes_part() -> None:
+    assert {*scorers(), "full", "learned"} == {term.name for term in terms("score")}
     found = {job.policy for job in jobs()}
     assert found >= {*scorers(), "full", "snapkv + ada", "keydiff + ada", "expected + ada"}
     assert any("int4" in policy for policy in found)

@@ -67,7 +67,8 @@ def prefill_and_generate(
 
 
 def scorers(*, at_any_time: bool = False) -> list[str]:
-    """Names of all registered scores that evict and need no arguments."""
+    """Names of all registered scores that evict and need no arguments, nor a model that something was trained for."""
     Policy.parse("full")  # loads the variants
     complete = [term for term in terms("score") if not term.variant.keeps_all and not missing_arguments(term, ())]
+    complete = [term for term in complete if term.variant().needs.predictor is None]
     return [term.name for term in complete if not (at_any_time and term.variant().needs.end_of_prompt)]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvfold.core import LayerSpec, Rope
 from kvfold.score import Needs, QueryStats, View
+from kvfold.score.predictor import LayerPredictor
 
 HEAD_DIM, HEADS, GROUP, HIDDEN = 8, 2, 3, 12
 KEPT = 14  # slots a head is to keep on average
@@ -69,6 +70,9 @@ def with_needs(view: View, needs: Needs, g: torch.Generator) -> View:
         view = replace(view, replay_RGS=torch.rand(num_rows, GROUP, num_slots, generator=g))
     if needs.output:
         view = replace(view, wo_HGDM=torch.randn(HEADS, GROUP, HEAD_DIM, HIDDEN, generator=g))
+    if needs.predictor is not None:
+        shapes = ((HEADS, 2 * HEAD_DIM), (HEADS, 2 * HEAD_DIM, 5), (HEADS, 5), (HEADS, 6))
+        view = replace(view, predictor=LayerPredictor(*(torch.randn(shape, generator=g) for shape in shapes)))
     return view
 
 

@@ -1,0 +1,92 @@
+"""`kvfold train-scorer`: fit the score `learned` to a model, in minutes, and say how well it predicts."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvfold.cli import show
+from kvfold.cli.options import Subparsers, add_model_options, load_model
+
+if TYPE_CHECKING:
+    import kvfold
+    from kvfold.train.scorer import Trained
+
+_EPILOG = """examples:
+  kvfold train-scorer --model smollm2-135m --out smollm2.safetensors
+  kvfold train-scorer --model qwen2.5-coder-1.5b --texts 64 --length 2048 --out qwen.safetensors
+  kvfold run --context notes.txt --ask "Who wrote this?" --policy 'learned(file="smollm2.safetensors") + global + 4x'
+"""
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the command to the subcommands of `kvfold`."""
+    parser = subparsers.add_parser(
+        "train-scorer",
+        help="fit the score `learned` to a model",
+        description="Read texts twice, as kvzip_plus does, and fit small networks that tell from a slot's key and "
+        "value what the second reading would find; judge them on texts kept out of the fit.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="where the networks are written")
+    parser.add_argument(
+        "--text", type=Path, action="append", metavar="FILE", help="text to train on; may be repeated (default: own)"
+    )
+    parser.add_argument("--texts", type=_positive, default=20, metavar="N", help="texts read (default: %(default)s)")
+    parser.add_argument("--length", type=_positive, default=512, metavar="N", help="tokens of each (default: 512)")
+    parser.add_argument("--steps", type=_positive, default=400, metavar="N", help="of the fit (default: %(default)s)")
+    parser.add_argument("--hidden", type=_positive, default=64, metavar="N", help="units of a head's network")
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_model_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, write, tell."""
+    from kvfold.models.progress import reporting  # here and below: help comes without torch
+    from kvfold.score.predictor import save_predictor
+    from kvfold.train.fit import Fitting
+    from kvfold.train.scorer import train_scorer
+
+    model = load_model(args)
+    texts = _texts(args, model)
+    fitting = Fitting(steps=args.steps, hidden=args.hidden, seed=args.seed)
+    with reporting(True) as report:
+        trained = train_scorer(model, texts, fitting, report)
+    save_predictor(trained.predictor, args.out)
+    _tell(args, model, trained)
+    return 0
+
+
+def _texts(args: argparse.Namespace, model: kvfold.Model) -> list[list[int]]:
+    from kvfold.train.texts import file_texts, own_texts
+
+    if args.text:
+        return list(file_texts(model.tokenizer, args.text, args.texts, args.length))
+    return list(own_texts(model.tokenizer, args.texts, args.length, args.seed))
+
+
+def _tell(args: argparse.Namespace, model: kvfold.Model, trained: Trained) -> None:
+    rows, num_bytes = trained.qualities, args.out.stat().st_size
+    if args.json:
+        found = {"file": str(args.out), "bytes": num_bytes, "weights": trained.predictor.weights}
+        show.print_json(found | {"layers": [asdict(row) for row in rows]})
+        return
+    table = show.new_table(numbers=("layer", "R² of the log", "rank correlation"))
+    for row in rows:
+        table.add_row(str(row.layer), f"{row.explained:.2f}", f"{row.rank:.2f}")
+    count = len(rows)
+    means = sum(row.explained for row in rows) / count, sum(row.rank for row in rows) / count
+    table.add_row("mean", *(f"{mean:.2f}" for mean in means))
+    show.console().print(table)
+    print(f"\n{args.out}, {show.bytes_text(num_bytes)}, for {model.name}; on texts kept out of the fit")
+
+
+def _positive(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f'"{text}" is no count; write a whole number from 1 on')
+    return int(text)

@@ -1,0 +1,48 @@
+"""A network's guess of what a second reading would find (KVzap, arXiv:2601.07891): the worth of a slot in one pass.
+
+R rows   S slots
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvfold.errors import PolicyError
+from kvfold.policy.registry import register
+from kvfold.score.base import Needs, Scorer, View
+from kvfold.score.checks import at_least, given
+
+
+@register("score", "learned", paper="arXiv:2601.07891", cost="L·d·64; trained once for a model")
+@dataclass(frozen=True)
+class Learned(Scorer):
+    """Keep what a small network, trained on this model, takes for worth repeating; pair it with `global`.
+
+    score = what the network of the slot's KV head says of its key before RoPE and its value: an estimate of the log of
+    `kvzip_plus`' score. The first `sinks` positions are +inf. `file` is what `kvfold train-scorer` wrote; without it,
+    the one that comes with the package for the model's weights.
+
+    Against KVzap: predicted from keys and values instead of hidden states, so that stored slots can be scored again at
+    any time; the budget decides how many stay, where KVzap drops below a threshold. Two files of one name are one to
+    a policy's fingerprint.
+    """
+
+    file: str = ""
+    sinks: int = 4
+
+    def __post_init__(self) -> None:
+        at_least("learned", "sinks", self.sinks, 0)
+        if '"' in self.file or "\n" in self.file:
+            raise PolicyError("learned: file cannot hold quotation marks or line breaks; rename the file")
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(predictor=self.file)
+
+    def score(self, view: View) -> Tensor:
+        predictor = given("learned", view.predictor, "predictor")
+        log_RS = predictor.rows(view.k_RSD, view.v_RSD, view.position_RS, view.spec.rope)
+        return view.masked(log_RS.masked_fill(view.position_RS < self.sinks, torch.inf))

@@ -1,0 +1,1 @@
+"""What is learned about a model before it serves: the networks of the score `learned`."""

@@ -1,0 +1,52 @@
+"""Texts that predictors are trained on: prompts of the benchmark's workloads under seeds of their own, or files.
+
+The kinds take turns, so that any number of texts is a mixture: prose with things hidden in it, records, conversations,
+documents and lists. A benchmark asks with small seeds; `OWN_SEEDS` keeps these prompts apart from those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvfold.bench.haystack import read_text
+from kvfold.bench.prompts import Prompter
+from kvfold.bench.workloads import Setting, find
+from kvfold.errors import InputError
+from kvfold.train.traces import MIN_LEN
+
+OWN_SEEDS = 1_000_003
+KINDS = (
+    ("needle", "needles_3"),
+    ("rag", "planted"),
+    ("chat", "turns"),
+    ("ruler", "niah_multikey_1"),
+    ("kv", "kv"),
+    ("rewrite", "rename"),
+    ("ruler", "vt"),
+    ("lines", "lines"),
+)
+
+
+def own_texts(tokenizer: Any, count: int, length: int, seed: int) -> Iterator[list[int]]:
+    """So many prompts of about `length` tokens, without their questions."""
+    prompter = Prompter(tokenizer)
+    setting = Setting(length, OWN_SEEDS + seed, prompter.count_tokens)
+    for index in range(count):
+        name, task = KINDS[index % len(KINDS)]
+        sample = find(name).sample(setting, task, index // len(KINDS))
+        yield list(prompter.prompt(sample).context_ids)
+
+
+def file_texts(tokenizer: Any, paths: Sequence[Path], count: int, length: int) -> Iterator[list[int]]:
+    """Pieces of `length` tokens of the files, evenly spaced, `count` in all or as many as there are."""
+    ids = [token for path in paths for token in tokenizer(read_text(path), add_special_tokens=False)["input_ids"]]
+    begins = range(0, len(ids) - length + 1, length)
+    if len(begins) < 2 or length < MIN_LEN:
+        raise InputError(
+            f"the texts have {len(ids)} tokens, {len(begins)} pieces of {length}; give at least 2 pieces of at least "
+            f"{MIN_LEN} tokens"
+        )
+    step = max(1, len(begins) // count)
+    return (list(ids[begin : begin + length]) for begin in begins[::step][:count])

@@ -1,0 +1,78 @@
+"""What a second reading finds in a model's own cache: the examples that predictors are trained on.
+
+H KV heads   N examples (slots)   F features
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvfold.attend.prefill import PrefillPass
+from kvfold.engine.runner import Runner
+from kvfold.errors import InputError
+from kvfold.pages.view import build_view
+from kvfold.policy.policy import Policy
+from kvfold.score.base import Replay, View
+from kvfold.score.kvzip_plus import KVzipPlus
+from kvfold.score.predictor import features
+
+TEACHER = KVzipPlus()
+MIN_LEN = 128  # tokens; shorter texts are kept whole, so nobody asks what they are worth
+_POLICY = "kvzip_plus + 2x"
+_LEAST = 1e-8  # weights below are rounding
+
+
+class Examples(NamedTuple):
+    """Of one layer."""
+
+    x_HNF: Tensor  # fp16
+    y_HN: Tensor  # fp32: log of the teacher's score
+
+
+class _Watched(PrefillPass):
+    """A pass that compresses nothing and keeps what a second reading saw."""
+
+    examples: dict[int, Examples]
+
+    def look_again(
+        self, index: int, replay: Replay, maxima: Sequence[Tensor | None], queries: Sequence[Tensor | None]
+    ) -> None:
+        sequence, held = self.sequences[index], self.held[index]
+        self.examples = {}
+        for layer in sequence.spec.compressible_layers:
+            new = held.new_slots(layer, torch.float32, maxima[layer])
+            self.examples[layer] = _examples(build_view(sequence, layer, new, TEACHER.needs))
+
+
+def trace(runner: Runner, ids: Sequence[int]) -> dict[int, Examples]:
+    """Read a text twice; examples by layer, of all its tokens but the sinks."""
+    if len(ids) < MIN_LEN:
+        raise InputError(f"a text of {len(ids)} tokens teaches nothing; give texts of at least {MIN_LEN}")
+    sequence = runner.new_sequence(Policy.parse(_POLICY))
+    try:
+        with torch.inference_mode():
+            current = _Watched([sequence], [len(ids)])
+            try:
+                runner.read(current, [ids], hidden=True)
+            finally:
+                current.release()
+        return current.examples
+    finally:
+        sequence.release()
+
+
+def _examples(view: View) -> Examples:
+    score_HN = TEACHER.score(view)
+    judged = score_HN[0].isfinite()  # the same slots for every head: nothing is stored yet
+    x_HNF = features(view.k_RSD, view.v_RSD, view.position_RS, view.spec.rope)[:, judged]
+    return Examples(x_HNF.half(), score_HN[:, judged].clamp(min=_LEAST).log())
+
+
+def joined(texts: Sequence[dict[int, Examples]], layer: int) -> Examples:
+    """The examples of one layer from several texts."""
+    found = [text[layer] for text in texts]
+    return Examples(torch.cat([each.x_HNF for each in found], 1), torch.cat([each.y_HN for each in found], 1))
