@@ -40,6 +40,8 @@ POLICIES = [
     "streaming + 70tok + slot",
     "knorm + global + 2x",
     "kvzip + global + 2x + int4",
+    "kvzip + global + 2x + fit(tokens=20) + int4",
+    "prefill(keydiff + 70tok + fit(prompt, tokens=20)) + decode(tova + 70tok)",
 ]
 
 

@@ -138,7 +138,8 @@ class ReplayPass:
         """Those of evenly spaced tokens of what is repeated, request and all."""
         behind = self._num_tokens - self._chunk.stop  # from a token's place in what is held to that in the repetition
         for count in {kind.queries for kind in self.kinds if kind.queries}:
-            spaced = (i * self.held.num_tokens // count for i in range(min(count, self.held.num_tokens)))
+            number = min(count, self.held.num_tokens)
+            spaced = (i * self.held.num_tokens // number for i in range(number))
             places = [place + behind - tokens.start for place in spaced if place in _range(self._chunk)]
             mine = [place for place in places if 0 <= place < q_HGTD.shape[2]]
             if mine:

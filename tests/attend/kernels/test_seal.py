@@ -51,7 +51,18 @@ def fields(layer: LayerPages, name: str) -> list[torch.Tensor]:
     ]
 
 
-@pytest.mark.parametrize("policy", ["full", "int8", "int4", "int2", "int4(layers=1:)", "knorm + ada + 64tok"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "full",
+        "int8",
+        "int4",
+        "int2",
+        "int4(layers=1:)",
+        "knorm + ada + 64tok",
+        "prefill(knorm + ada + 48tok + fit(prompt)) + int4 + protect(none)",
+    ],
+)
 def test_one_launch_writes_what_the_plain_seal_writes(policy: str) -> None:
     arena = Arena(1 << 24, device=DEVICE, superblock_bytes=4096)
     lengths = (40, 77, 100)

@@ -29,6 +29,8 @@ POLICIES = (
     "int4(layers=1:)",
     "snapkv(window=4) + ada + 4x + int4 + protect(sinks=2, recent=4)",
     "keydiff + 3x + protect(none)",
+    "kvzip + global + 4x + fit(tokens=30) + protect(sinks=2, recent=4)",
+    "prefill(keydiff + ada + 64tok + fit(prompt, tokens=30)) + decode(h2o + 64tok) + int4",
     "streaming + 64tok",
     "streaming + 64tok + slot",
     "streaming(sinks=3) + 64tok + slot + int4 + protect(sinks=3, recent=4)",

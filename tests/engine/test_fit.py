@@ -1,0 +1,233 @@
+"""Fitted caches through whole prompts: the queries asked, biases in every reader, batches, further reading, bytes.
+
+H KV heads   G query heads per KV head   N queries of a head   T tokens   D head dim
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from kvfold.attend.partial import Merge
+from kvfold.attend.stored import add_stored
+from kvfold.errors import PolicyError
+from kvfold.evicted import Asked, Fit, Refit, Survivors
+from kvfold.models.cache import Cache
+from kvfold.models.loader import Model
+from kvfold.models.repeat import repeat_request
+from kvfold.pages.read import stored_slots
+from kvfold.pages.sequence import SequenceCache
+from tests.engine.runs import Shared, make_runner, make_sequence, prefill_and_generate
+from tests.tiny import build, prompt
+
+LENGTH = 150
+FITTED = "kvzip(chunk=64) + global + 3x + fit(tokens=50)"
+
+
+@contextmanager
+def fits() -> Iterator[list[tuple[Asked, Survivors, Refit]]]:
+    """What was fitted, head by head."""
+    seen: list[tuple[Asked, Survivors, Refit]] = []
+    refit = Fit.refit
+
+    def watching(self: Fit, asked: Asked, slots: Survivors) -> Refit:
+        found = refit(self, asked, slots)
+        seen.append((asked, slots, found))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Fit, "refit", watching)
+        yield seen
+
+
+def read(model: Model, policy: str, *prompts: Sequence[int], chunk_len: int = 40) -> SequenceCache:
+    runner = make_runner(model, chunk_len)
+    sequence = make_sequence(runner, policy)
+    for ids in prompts:
+        runner.prefill([sequence], [ids])
+    return sequence
+
+
+def biases(sequence: SequenceCache) -> list[Tensor]:
+    layers = range(sequence.spec.num_layers)
+    return [bias for layer in layers for bias in stored_slots(sequence, layer, torch.float32).bias]
+
+
+def values(sequence: SequenceCache) -> list[Tensor]:
+    layers = range(sequence.spec.num_layers)
+    return [v_SD for layer in layers for v_SD in stored_slots(sequence, layer, torch.float32).v]
+
+
+@torch.inference_mode()
+def first_layer_queries(ids: Sequence[int], start: int) -> Tensor:
+    """[Q, T, D] of the unmodified model's layer 0, for tokens at positions start, start + 1, …"""
+    hf = build("llama").model
+    hidden = hf.embed_tokens(torch.tensor([list(ids)]))
+    cos, sin = hf.rotary_emb(hidden, torch.arange(start, start + len(ids)).unsqueeze(0))
+    q_QTD = (
+        hf.layers[0].self_attn.q_proj(hf.layers[0].input_layernorm(hidden))[0].unflatten(-1, (4, 16)).transpose(0, 1)
+    )
+    turned: Tensor = apply_rotary_pos_emb(q_QTD.unsqueeze(0), q_QTD.unsqueeze(0), cos, sin)[0][0]
+    return turned
+
+
+@pytest.mark.parametrize("tokens", [50, LENGTH, 1000])
+def test_replay_queries_are_those_of_evenly_spaced_tokens(model: Model, tokens: int) -> None:
+    ids = prompt(LENGTH)
+    with fits() as seen:
+        read(model, f"kvzip(chunk=64) + 3x + fit(tokens={tokens})", ids).release()
+    count = min(tokens, LENGTH)
+    wanted = [i * LENGTH // count for i in range(count)]
+    expected = []
+    for begin in range(0, LENGTH, 64):
+        request = repeat_request(model.hf).before(ids[:begin])
+        q_QTD = first_layer_queries([*request, *ids[begin : begin + 64]], LENGTH)
+        expected.append(q_QTD[:, [i - begin + len(request) for i in wanted if begin <= i < begin + 64]])
+    expected_HND = torch.cat(expected, dim=1).unflatten(0, (2, 2)).flatten(1, 2)
+    assert len(seen) == 6
+    for head in range(2):
+        torch.testing.assert_close(seen[head][0].q_ND, expected_HND[head], atol=1e-4, rtol=1e-4)
+
+
+def test_prompt_queries_are_the_last_and_see_what_was_before_them(model: Model) -> None:
+    ids = prompt(LENGTH)
+    with fits() as seen:
+        read(model, "knorm + 3x + fit(prompt, tokens=30)", ids).release()
+    expected_QTD = first_layer_queries(ids[-30:], LENGTH - 30)
+    asked = seen[0][0]
+    torch.testing.assert_close(asked.q_ND, expected_QTD[:2].flatten(0, 1), atol=1e-4, rtol=1e-4)
+    assert asked.position_N is not None and asked.position_N.tolist() == [*range(120, 150)] * 2
+
+
+@pytest.mark.parametrize("policy", [FITTED, "knorm + 3x + fit(prompt, tokens=60)", f"{FITTED} + int8"])
+def test_what_is_stored_answers_as_it_was_fitted(model: Model, policy: str) -> None:
+    """The reader honours biases: over the pages, queries get the fitted outputs and log-sum-exps."""
+    with fits() as seen:
+        sequence = read(model, policy, prompt(LENGTH))
+    assert len(seen) == 6
+    for index, (asked, slots, found) in enumerate(seen):
+        layer, head = divmod(index, 2)
+        score_NS = asked.q_ND @ slots.k_SD.T * asked.scale + found.bias_S
+        merge = Merge(asked.q_ND.expand(2, 1, -1, -1))
+        add_stored(merge, sequence, layer, asked.q_ND.expand(2, 1, -1, -1), LENGTH)
+        assert merge.lse_HGT is not None
+        near = 0.05 if "int8" in policy else 1e-4
+        torch.testing.assert_close(merge.lse_HGT[head, 0], score_NS.logsumexp(-1), atol=near, rtol=near)
+        torch.testing.assert_close(merge.result()[head, 0], score_NS.softmax(-1) @ found.v_SD, atol=near, rtol=near)
+    assert any(bias.abs().max() > 0.1 for bias in biases(sequence))
+    sequence.release()
+
+
+def test_fitted_heads_are_nearer_to_the_whole_cache(model: Model) -> None:
+    with fits() as seen:
+        read(model, FITTED, prompt(LENGTH)).release()
+    for asked, slots, found in seen:
+        score_NS = asked.q_ND @ slots.k_SD.T * asked.scale
+        dropped, fitted = score_NS.softmax(-1) @ slots.v_SD, (score_NS + found.bias_S).softmax(-1) @ found.v_SD
+        assert (fitted - asked.out_ND).norm() < (dropped - asked.out_ND).norm()
+        mass_N, fitted_N = score_NS.logsumexp(-1), (score_NS + found.bias_S).logsumexp(-1)
+        assert (fitted_N - asked.lse_N).exp().sub(1).norm() < (mass_N - asked.lse_N).exp().sub(1).norm()
+
+
+def test_keys_and_choice_are_those_of_dropping(model: Model) -> None:
+    dropped, fitted = (
+        read(model, "kvzip + global + 3x", prompt(LENGTH)),
+        read(model, FITTED.replace("(chunk=64)", ""), prompt(LENGTH)),
+    )
+    for layer in range(3):
+        a, b = (stored_slots(sequence, layer, torch.float32) for sequence in (dropped, fitted))
+        for mine, theirs in zip((*a.k, *a.position), (*b.k, *b.position), strict=True):
+            assert mine.equal(theirs)
+    dropped.release()
+    fitted.release()
+
+
+@pytest.mark.parametrize("policy", [FITTED, "keydiff + ada + 3x + fit(prompt, tokens=40)", f"{FITTED} + int4"])
+def test_reading_on_leaves_what_is_sealed(model: Model, policy: str) -> None:
+    """Slots that survive a second prompt keep values and biases; new ones get theirs."""
+    runner = make_runner(model)
+    sequence = make_sequence(runner, policy)
+    runner.prefill([sequence], [prompt(LENGTH)])
+    before = [stored_slots(sequence, layer, torch.float32) for layer in range(3)]
+    runner.prefill([sequence], [prompt(LENGTH, seed=2)])
+    for layer, old in enumerate(before):
+        now = stored_slots(sequence, layer, torch.float32)
+        for head in range(2):
+            slot_of = {position: slot for slot, position in enumerate(old.position[head].tolist())}
+            survived = [(slot_of[p], slot) for slot, p in enumerate(now.position[head].tolist()) if p < LENGTH]
+            was, is_now = map(list, zip(*survived, strict=True))
+            assert now.v[head][is_now].equal(old.v[head][was]) and now.bias[head][is_now].equal(old.bias[head][was])
+            assert now.bias[head][len(survived) :].abs().max() > 0
+    sequence.release()
+
+
+def test_one_prefill_serves_fitted_and_other_policies(model: Model) -> None:
+    policies = [
+        FITTED,
+        "kvzip(chunk=64) + global + 3x",
+        "kvzip(chunk=64) + global + 3x + fit(tokens=20)",
+        "keydiff + 3x + fit(tokens=50)",
+        "keydiff + 3x + fit(prompt, tokens=50) + int4",
+        "tova + 3x",
+    ]
+    runner, ids = make_runner(model, 40), prompt(LENGTH)
+    together = [make_sequence(runner, policy) for policy in policies]
+    alone = [make_sequence(runner, policy) for policy in policies]
+    runner.prefill_many(together, ids)
+    for mine, theirs in zip(together, alone, strict=True):
+        runner.prefill([theirs], [ids])
+        torch.testing.assert_close(biases(mine), biases(theirs))
+        torch.testing.assert_close(values(mine), values(theirs))
+    for sequence in (*together, *alone):
+        sequence.release()
+
+
+def test_a_ragged_batch_is_single_runs(model: Model) -> None:
+    policies = [FITTED, "keydiff + ada + 2x + fit + int4", "full", "prefill(knorm + 60tok + fit(prompt))"]
+    prompts = [prompt(140 + 9 * i, seed=i) for i in range(4)]
+    alone = [prefill_and_generate(model, [policy], [ids])[0] for policy, ids in zip(policies, prompts, strict=True)]
+    assert prefill_and_generate(model, policies, prompts, chunk_len=48) == alone
+
+
+def test_forks_share_biases(model: Model) -> None:
+    sequence = read(model, FITTED, prompt(LENGTH))
+    branch = sequence.fork()
+    assert all(map(torch.equal, biases(branch), biases(sequence)))
+    for one in (branch, sequence):
+        one.release()
+
+
+def test_biases_are_counted(model: Model) -> None:
+    """Four bytes a slot, in the page and in what sizes by bytes allow."""
+    runner = make_runner(model)
+    plain, fitted = make_sequence(runner, "kvzip + 3x + int4"), make_sequence(runner, "kvzip + 3x + int4 + fit")
+    assert fitted.page_class(0).bytes_per_slot == plain.page_class(0).bytes_per_slot + 4
+    for one in (plain, fitted):
+        one.release()
+
+
+def test_a_layer_with_a_sliding_window_has_no_biases(shared: Shared) -> None:
+    model = shared("gemma3")
+    with fits() as seen:
+        sequence = read(model, FITTED, prompt(LENGTH))
+    assert len(seen) == 2  # one layer of three sees everything
+    assert [sequence.page_class(i).has_bias for i in range(3)] == [False, True, False]
+    sequence.release()
+
+
+def test_a_drop_in_cache_fits_to_the_prompt_alone(model: Model) -> None:
+    with pytest.raises(PolicyError, match=r"fit\(queries=replay\) reads the prompt a second time"):
+        Cache(model.hf, "keydiff + 3x + fit")
+    cache = Cache(model.hf, "keydiff + 3x + fit(prompt, tokens=40)", page_size=4, open_len=8)
+    ids = prompt(LENGTH)
+    with torch.inference_mode():
+        model.hf(torch.tensor([ids]), past_key_values=cache)
+    session = read(model, "keydiff + 3x + fit(prompt, tokens=40)", ids)
+    torch.testing.assert_close(biases(cache.sequences[0]), biases(session), atol=1e-4, rtol=1e-3)
+    session.release()
+    cache.reset()
