@@ -26,7 +26,7 @@ class Fitting:
 
     steps: int = 400
     hidden: int = 64
-    batch: int = 1024
+    batch: int = 512
     rate: float = 3e-3
     decay: float = 1e-2
     seed: int = 0

@@ -1,0 +1,106 @@
+"""Training on a near-zero-size model: examples are the teacher's, and what was trained scores in sessions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvfold.engine.runner import Runner
+from kvfold.errors import FileError, InputError
+from kvfold.models.loader import Model
+from kvfold.score import KVzipPlus
+from kvfold.score.predictor import save_predictor
+from kvfold.session import Session
+from kvfold.train.fit import Fitting
+from kvfold.train.scorer import train_scorer
+from kvfold.train.texts import KINDS, file_texts, own_texts
+from kvfold.train.traces import trace
+from tests.engine.test_replay import read, watched
+from tests.tiny import prompt, ready, tokenizer
+
+FAST = Fitting(steps=20, hidden=4, batch=64)
+TEXTS = [prompt(140, seed=seed) for seed in range(6)]
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return ready("gemma3")  # two of its three layers are sliding windows
+
+
+@pytest.fixture(scope="module")
+def file(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("scorer") / "gemma.safetensors"
+    save_predictor(train_scorer(model, TEXTS, FAST).predictor, path)
+    return path
+
+
+def test_examples_are_what_the_teacher_sees(model: Model) -> None:
+    """The same keys, values and scores as in a run of kvzip_plus, but for the sinks; and the model is as before."""
+    with watched(KVzipPlus) as seen:
+        read(model, "kvzip_plus + 2x", TEXTS[0], chunk_len=512).release()
+    free = model.arena.free_bytes
+    found = trace(Runner(model.hf, model.spec, model.arena), TEXTS[0])
+    assert model.arena.free_bytes == free
+    assert list(found) == list(model.spec.compressible_layers) == [1]
+    view = seen.views[1]
+    torch.testing.assert_close(found[1].y_HN, KVzipPlus().score(view)[:, 4:].log(), rtol=1e-4, atol=1e-4)
+    assert view.spec.rope is not None
+    k_HND = view.spec.rope.rotate(view.k_RSD, -view.position_RS)
+    expected = torch.cat((k_HND, view.v_RSD), -1)[:, 4:]
+    torch.testing.assert_close(found[1].x_HNF.float(), expected, rtol=2e-3, atol=2e-3)
+
+
+def test_training_is_told_step_by_step_and_repeats_itself(model: Model) -> None:
+    told: list[tuple[str, int, int | None]] = []
+    first = train_scorer(model, TEXTS, FAST, lambda *stage: told.append(stage))
+    assert told == [*(("read texts twice", n, 6) for n in range(1, 7)), ("fit layers", 1, 1)]
+    second = train_scorer(model, TEXTS, FAST)
+    assert first.qualities == second.qualities and [row.layer for row in first.qualities] == [1]
+    assert first.predictor.layers[1].inner_HFE.equal(second.predictor.layers[1].inner_HFE)
+
+
+@pytest.mark.parametrize("rest", ["global + 2x", "ada + 70tok + int4", "80tok + between_chunks(chunk=64)"])
+def test_a_session_scores_with_the_file(model: Model, file: Path, rest: str) -> None:
+    with Session(model, f'learned(file="{file}") + {rest}', template=None) as session:
+        session.extend(prompt(200))
+        session.generate(max_new_tokens=40)
+        assert session.stats().mean_slots < 200
+
+
+def test_the_bound_holds_while_decoding(model: Model, file: Path) -> None:
+    with Session(model, f'learned(file="{file}") + 80tok', template=None) as session:
+        session.extend(prompt(200))
+        session.generate(max_new_tokens=100)
+        assert max(len(session.kept(1, head)) for head in range(2)) <= 80
+
+
+def test_other_weights_are_refused_before_anything_is_read(file: Path) -> None:
+    with pytest.raises(FileError, match="trained on other weights than those of"):
+        Session(ready("gemma3", seed=1), f'learned(file="{file}") + 2x')
+
+
+def test_too_little_is_refused(model: Model) -> None:
+    with pytest.raises(InputError, match="1 texts cannot be fitted and judged"):
+        train_scorer(model, TEXTS[:1])
+    with pytest.raises(InputError, match="a text of 100 tokens teaches nothing"):
+        train_scorer(model, [prompt(100), prompt(200)])
+
+
+def test_own_texts_are_of_every_kind_and_follow_the_seed() -> None:
+    found = list(own_texts(tokenizer(), len(KINDS), 4000, 0))
+    assert len({tuple(ids) for ids in found}) == len(KINDS)
+    assert all(2000 < len(ids) < 4200 for ids in found)
+    assert list(own_texts(tokenizer(), 1, 4000, 0)) == found[:1]
+    assert list(own_texts(tokenizer(), 1, 4000, 1)) != found[:1]
+
+
+def test_files_are_cut_into_even_pieces(tmp_path: Path) -> None:
+    path, words = tmp_path / "a.txt", tokenizer()
+    path.write_text("".join(chr(65 + number % 26) for number in range(2000)), encoding="utf-8")
+    pieces = list(file_texts(words, [path, path], 3, 200))
+    assert [len(piece) for piece in pieces] == [200] * 3
+    assert words.decode(pieces[1]) == (path.read_text() * 2)[1200:1400]
+    with pytest.raises(InputError, match="0 pieces of 3000; give at least 2"):
+        file_texts(words, [path], 3, 3000)
