@@ -57,7 +57,8 @@ def _stage_needs(policy: Policy, decoding: bool) -> list[Needs]:
     stages = [policy.decode] if decoding else [policy.prefill, policy.decode]
     idle = decoding and isinstance(policy.decode.when, Never)
     active = [stage for stage in stages if stage.size is not None and not idle]
-    return [needs for stage in active for needs in (stage.score.needs, stage.evicted.needs)]
+    budgets = [Needs(last_queries=stage.budget.last_queries) for stage in active]
+    return [needs for stage in active for needs in (stage.score.needs, stage.evicted.needs)] + budgets
 
 
 def track_queries(sequence: SequenceCache, layer: int, q_QTD: Tensor, start: int, tracked: Tracked) -> None:

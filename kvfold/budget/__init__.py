@@ -1,6 +1,7 @@
 """How much, and where? Allocators, and the one place that chooses slots. Importing this registers every budget."""
 
 from kvfold.budget.ada import Ada
+from kvfold.budget.adaptive import Adaptive
 from kvfold.budget.base import Allocator, Budget
 from kvfold.budget.choose import choose
 from kvfold.budget.dynamickv import DynamicKV
@@ -13,6 +14,7 @@ from kvfold.budget.xkv import Xkv
 
 __all__ = [
     "Ada",
+    "Adaptive",
     "Allocator",
     "Budget",
     "DynamicKV",

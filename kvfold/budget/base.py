@@ -10,9 +10,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from kvfold.score.base import View
 
 
 @dataclass(frozen=True)
@@ -27,9 +30,22 @@ class Budget:
 class Allocator(ABC):
     """`scope` "layer": `scores` is a list of the one layer in question, whose index among the compressible layers is
     `layer`. `scope` "model": `scores` are all layers up to and with `layer`; counts of earlier layers may only shrink
-    from call to call, which is what lets the runner drop slots while it streams through the layers."""
+    from call to call, which is what lets the runner drop slots while it streams through the layers.
+
+    With `may_leave`, an allocator may keep fewer slots than the budget has: the size is then an upper bound, and a
+    policy without one means 1x."""
 
     scope: ClassVar[Literal["layer", "model"]] = "layer"
+    may_leave: ClassVar[bool] = False
+
+    @property
+    def last_queries(self) -> int:
+        """How many of the last queries `weigh` looks at; 0: it is not called, and `allocate` is given scores."""
+        return 0
+
+    def weigh(self, score_HS: Tensor, view: View) -> Tensor:
+        """What `allocate` is given of a layer in place of its scores: as many -inf and +inf in each head."""
+        return score_HS
 
     @abstractmethod
     def allocate(self, scores: Sequence[Tensor], budget: Budget, layer: int) -> list[Tensor]:

@@ -56,10 +56,12 @@ class Compression:
             target = max(target, floor.slots)
         else:
             check_floor(target, floor, _size(stage), self.seen_len)
-        if self.seen_len <= max(target, floor.slots):
+        has_room = self.seen_len <= target
+        if self.seen_len <= floor.slots or (has_room and not stage.budget.may_leave):
             return None
         num_layers = len(self.sequence.spec.compressible_layers)
-        return Budget(target - floor.open_len, num_layers, stage.score.needs.window)
+        slots = self.seen_len if has_room else target - floor.open_len
+        return Budget(slots, num_layers, stage.score.needs.window)
 
     @property
     def replay(self) -> Replay | None:
@@ -113,12 +115,13 @@ class Compression:
         assert self.stage is not None
         place = self.sequence.spec.compressible_layers.index(index)
         score_HS, valid_HS = self._scores(index, place, new, self.stage, budget)
-        added = Staged(score_HS, valid_HS, self.sequence.stored_lens(index), new.all())
+        weight_HS = self._weights(index, new, self.stage, score_HS)
+        added = Staged(score_HS, valid_HS, self.sequence.stored_lens(index), new.all(), weight_HS)
         self._layers.append(StagedLayer(added.change, new.mass_HS, added))
         allocator = self.stage.budget
         staged = [layer.staged for layer in self._layers if layer.staged is not None]
         competing = staged if allocator.scope == "model" else [added]
-        counts = allocator.allocate([item.score_HS for item in competing], budget, place)
+        counts = allocator.allocate([item.weight_HS for item in competing], budget, place)
         self._chosen = [
             item.chosen(choose(item.score_HS, count_H) & item.keep_HS)
             for item, count_H in zip(competing, counts, strict=True)
@@ -134,6 +137,13 @@ class Compression:
         assert self._reuse is not None
         score_HS = self._reuse.score(view, place)
         return score_HS.masked_fill(must_stay_HS & view.valid_RS, torch.inf), view.valid_RS
+
+    def _weights(self, index: int, new: NewSlots, stage: Stage, score_HS: Tensor) -> Tensor:
+        """What the budget is shared out by."""
+        if not stage.budget.last_queries:
+            return score_HS
+        needs = Needs(last_queries=stage.budget.last_queries)
+        return stage.budget.weigh(score_HS, build_view(self.sequence, index, new, needs))
 
     def _ask(self, index: int, new: NewSlots) -> None:
         """Note what the heads of a layer answer to calibration queries while everything is there."""

@@ -28,6 +28,7 @@ class Staged:
     keep_HS: Tensor
     num_stored: list[int]
     change: LayerChange
+    weight_HS: Tensor  # what the budget is shared out by: the scores, or what the budget made of them
 
     def __post_init__(self) -> None:
         device = self.score_HS.device

@@ -16,7 +16,7 @@ from kvfold.policy.defaults import PHASES, default, default_trigger
 from kvfold.policy.names import listing, noun, nouns
 from kvfold.policy.parse import Call, Phase
 from kvfold.policy.reader import Reader
-from kvfold.policy.size import Size
+from kvfold.policy.size import Ratio, Size
 from kvfold.policy.stage import STAGE_AXES, Stage
 
 if TYPE_CHECKING:
@@ -99,13 +99,15 @@ def _two_terms(axis: str, first: str, second: str) -> PolicyError:
 
 
 def _stage(phase: str, chosen: _Level) -> Stage:
-    size: Size | None = chosen.get("size")
+    budget = chosen.get("budget", default("budget"))
+    unsaid = Ratio(1.0) if budget.may_leave and "score" in chosen else None
+    size: Size | None = chosen.get("size", unsaid)
     if size is not None and "score" not in chosen:
         raise PolicyError(f"{phase} has size {size} but no score that says what to keep; {listing('score')}")
     score = chosen.get("score", default("score"))
     return Stage(
         score=score,
-        budget=chosen.get("budget", default("budget")),
+        budget=budget,
         size=size,
         when=chosen.get(phase, default_trigger(phase, score, size)),
         protect=chosen.get("protect", default("protect")),
