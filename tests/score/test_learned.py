@@ -138,7 +138,7 @@ def test_what_is_no_scorer_is_refused(tmp_path: Path) -> None:
 
 def test_a_model_nothing_was_trained_for_is_refused() -> None:
     for weights in ("", "0" * 64):
-        with pytest.raises(PolicyError, match="no predictor for the weights of toy; train one with kvfold train-scorer"):
+        with pytest.raises(PolicyError, match="no predictor for the weights of toy; train one with kvfold"):
             predictor_for(model_spec(weights), "")
 
 
