@@ -59,6 +59,15 @@ class Prefixes:
         """Whether any whole chunk can be reused, not only what was saved at exactly some length."""
         return self.binding.kind == "chunks"
 
+    def stops(self, num_tokens: int, markers: Sequence[int] | None = None) -> list[int]:
+        """Lengths at which a prompt of so many tokens is to be saved, ascending: at least one token is left to run."""
+        last = max(num_tokens - 1, 0)
+        if self.has_chunks:
+            bound = last if markers is None else min(last, max(markers, default=0))
+            whole = bound // self.binding.chunk_len * self.binding.chunk_len
+            return [whole] if whole else []
+        return sorted({marker for marker in markers or () if 0 < marker <= last})
+
     # Looking up
 
     def lookup(self, tokens: Sequence[int], *, markers: Sequence[int] | None = None, at: float | None = None) -> Hit:
@@ -78,12 +87,12 @@ class Prefixes:
 
     def _candidates(self, tokens: Sequence[int], markers: Sequence[int] | None) -> list[Key]:
         """Keys of what may be stored, shortest first."""
-        scope, chunk_len, last = self.binding.scope, self.binding.chunk_len, max(len(tokens) - 1, 0)
+        scope, chunk_len = self.binding.scope, self.binding.chunk_len
         if self.has_chunks:
-            bound = last if markers is None else min(last, max(markers, default=0))
-            return chunk_keys(scope, tokens[:bound], chunk_len)
-        lens = self._store.snapshots(scope) if markers is None else sorted(set(markers))
-        keys = snapshot_keys(scope, tokens, [length for length in lens if 0 < length <= last], chunk_len)
+            (end,) = self.stops(len(tokens), markers) or [0]
+            return chunk_keys(scope, tokens[:end], chunk_len)
+        lens = self.stops(len(tokens), self._store.snapshots(scope) if markers is None else markers)
+        keys = snapshot_keys(scope, tokens, lens, chunk_len)
         return [key for key in keys if markers is not None or key in self._store.known]
 
     def _find(self, keys: Sequence[Key], at: float) -> Hit | Reason:

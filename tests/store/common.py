@@ -39,7 +39,8 @@ def make_key(number: int, *, binding: Binding = BINDING, end: int = CHUNK) -> Ke
 
 def make_entry(key: Key, lease: Lease, *, num_layers: int = 2, binding: Binding = BINDING) -> bytes:
     """Blocks whose numbers tell the layer and the key."""
-    blocks = {str(i): {"k.x": torch.full((2, 3), float(i)), "v.x": torch.arange(5) + key.end} for i in range(num_layers)}
+    v = torch.arange(5) + key.end
+    blocks = {str(i): {"k.x": torch.full((2, 3), float(i)), "v.x": v} for i in range(num_layers)}
     return encode(key, binding, blocks, lease)
 
 

@@ -64,6 +64,5 @@ def test_keys_are_the_same_in_every_process() -> None:
     found = set()
     for seed in ("0", "1", "random"):
         environment = {**os.environ, "PYTHONHASHSEED": seed}
-        run = subprocess.run([sys.executable, "-c", program], env=environment, check=True, capture_output=True, text=True)
-        found.add(run.stdout)
+        found.add(subprocess.check_output([sys.executable, "-c", program], env=environment, text=True))
     assert found == {f"{chunk_keys(SCOPE, range(99), 16)[-1].text} {snapshot_keys(SCOPE, range(99), [99], 16)}\n"}

@@ -35,7 +35,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.plain: dict[Key, Plain] = {}
         self.now = 0.0
 
-    @rule(number=numbers, size=st.integers(1, 70), ttl=st.integers(1, 9), saved=st.integers(0, 3), ago=st.integers(0, 3))
+    @rule(number=numbers, size=st.integers(1, 70), ttl=st.integers(1, 9), saved=numbers, ago=st.integers(0, 3))
     def put(self, number: int, size: int, ttl: int, saved: int, ago: int) -> None:
         key = make_key(number, end=CHUNK * (1 + number % 3))
         self._sweep()
