@@ -4,5 +4,6 @@ Importing this registers every reader that chooses what a step reads.
 """
 
 from kvfold.attend.quest import Quest
+from kvfold.attend.rocket import Rocket
 
-__all__ = ["Quest"]
+__all__ = ["Quest", "Rocket"]
