@@ -24,7 +24,6 @@ KINDS = (
     ("ruler", "niah_multikey_1"),
     ("kv", "kv"),
     ("rewrite", "rename"),
-    ("ruler", "vt"),
     ("lines", "lines"),
 )
 
