@@ -1,0 +1,271 @@
+"""Routes: who asks, which format they speak, and what becomes of errors. Works on any ASGI server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from functools import partial
+from typing import Any, Protocol
+
+from kvfold import __version__
+from kvfold.errors import MissingExtra
+from kvfold.serve.anthropic import read_count, read_messages
+from kvfold.serve.anthropic_out import MessageWriter
+from kvfold.serve.api_error import ApiError, bad_request
+from kvfold.serve.ask import Ask
+from kvfold.serve.chat import ChatWriter, read_chat
+from kvfold.serve.completions import CompletionWriter, read_completion
+from kvfold.serve.keys import tenant_of
+from kvfold.serve.metrics import CONTENT_TYPE
+from kvfold.serve.openai import OpenAIBody, has_explicit
+from kvfold.serve.plan import anthropic_plan
+from kvfold.serve.responses import ResponseWriter, read_input_tokens, read_response
+from kvfold.serve.service import Service, Start
+
+try:
+    from starlette.applications import Starlette
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+    from starlette.routing import Route
+except ImportError as error:
+    raise MissingExtra("the server needs Starlette and uvicorn; run: pip install 'kvfold[serve]'") from error
+
+_log = logging.getLogger("kvfold.serve")
+Handler = Callable[[Request], Awaitable[Response]]
+Json = dict[str, Any]
+
+
+class Writer(Protocol):
+    """A reply in one format."""
+
+    async def whole(self) -> Json: ...
+    def events(self) -> AsyncIterator[Json]: ...
+
+
+class App:
+    """Endpoints over one service."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self._created = int(time.time())
+
+    def asgi(self) -> Starlette:
+        post: dict[str, Handler] = {
+            "/v1/messages": self._messages,
+            "/v1/messages/count_tokens": self._count_tokens,
+            "/v1/chat/completions": partial(self._openai, read_chat, ChatWriter),
+            "/v1/completions": partial(self._openai, read_completion, CompletionWriter),
+            "/v1/responses": partial(self._openai, read_response, ResponseWriter),
+            "/v1/responses/input_tokens": self._input_tokens,
+        }
+        get: dict[str, Handler] = {
+            "/v1/models": self._models,
+            "/v1/models/{name:path}": self._model,
+            "/health": self._health,
+            "/metrics": self._metrics,
+        }
+        routes = [Route(path, self._guarded(handler), methods=["POST"]) for path, handler in post.items()]
+        routes += [Route(path, self._guarded(handler), methods=["GET"]) for path, handler in get.items()]
+        missing = self._guarded(_not_found)
+        return Starlette(routes=[*routes, Route("/{path:path}", missing, methods=["GET", "POST", "PUT", "DELETE"])])
+
+    # Around every request
+
+    def _guarded(self, handler: Handler) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Errors in the client's format, an id, a line in the log, a count."""
+
+        async def guarded(request: Request) -> Response:
+            began, request_id = time.perf_counter(), f"req_{secrets.token_hex(12)}"
+            request.state.at = self.service.clock()
+            try:
+                response = await handler(request)
+            except ApiError as error:
+                response = _error(request, error, request_id)
+            except ClientDisconnect:
+                response = Response(status_code=499)
+            except Exception:
+                _log.exception("request failed", extra={"request": request_id})
+                response = _error(request, ApiError(500, "the server failed; its log says why"), request_id)
+            response.headers["request-id"] = response.headers["x-request-id"] = request_id
+            self._note(request, response, request_id, time.perf_counter() - began)
+            return response
+
+        return guarded
+
+    def _note(self, request: Request, response: Response, request_id: str, seconds: float) -> None:
+        path = request.url.path if request.url.path.startswith(("/v1/", "/health", "/metrics")) else "other"
+        known = path if response.status_code != 404 else "other"
+        self.service.metrics.add("kvfold_requests_total", path=known, status=str(response.status_code))
+        facts = {"request": request_id, "path": known, "status": response.status_code, "ms": round(1e3 * seconds, 1)}
+        _log.info("answered", extra={**facts, "tenant": getattr(request.state, "tenant", None)})
+
+    def _tenant(self, request: Request) -> str:
+        request.state.tenant = tenant_of(request.headers, self.service.settings.tenants)
+        return str(request.state.tenant)
+
+    async def _body(self, request: Request) -> object:
+        """JSON of a bounded size."""
+        limit, found = self.service.settings.limits.body_bytes, bytearray()
+        async for piece in request.stream():
+            found += piece
+            if len(found) > limit:
+                raise ApiError(413, f"the body is longer than {limit} bytes; shorten the request")
+        try:
+            return json.loads(found)
+        except (ValueError, RecursionError):
+            raise bad_request("the body is no valid JSON") from None
+
+    async def _answer(
+        self, request: Request, start: Start, ask: Ask, make: Callable[..., Writer], body: Any
+    ) -> Response:
+        """A reply, whole or as a stream; when the client goes away, so does the job."""
+        reply = await _unless_gone(request, self.service.start(ask, start))
+        try:
+            writer = make(self.service, body, reply)
+            if not body.is_streamed:
+                return JSONResponse(await _unless_gone(request, writer.whole()))
+        except BaseException:
+            reply.close()
+            raise
+        is_named = make is not ChatWriter and make is not CompletionWriter
+        lines = _named(writer.events()) if is_named else _unnamed(writer.events())
+        return _Stream(lines, reply.close)
+
+    # Anthropic
+
+    async def _messages(self, request: Request) -> Response:
+        tenant = self._tenant(request)
+        body = read_messages(await self._body(request), self.service.settings)
+        self._check_markers(body.ask)
+        start = Start(tenant, request.state.at, anthropic_plan)
+        return await self._answer(request, start, body.ask, MessageWriter, body)
+
+    def _check_markers(self, ask: Ask) -> None:
+        if self.service.no_reuse is not None and has_explicit(ask):
+            raise bad_request(f"cache markers cannot be honoured: {self.service.no_reuse}")
+
+    async def _count_tokens(self, request: Request) -> Response:
+        self._tenant(request)
+        prompt = await self.service.prompt(read_count(await self._body(request)))
+        return JSONResponse({"input_tokens": len(prompt.tokens)})
+
+    # OpenAI
+
+    async def _openai(self, read: Callable[..., OpenAIBody], make: Callable[..., Writer], request: Request) -> Response:
+        tenant = self._tenant(request)
+        body = read(await self._body(request), self.service.settings)
+        self._check_markers(body.ask)
+        caching = body.caching
+        plan_with = None if caching is None else caching.plan
+        start = Start(tenant, request.state.at, plan_with, "" if caching is None else caching.key)
+        return await self._answer(request, start, body.ask, make, body)
+
+    async def _input_tokens(self, request: Request) -> Response:
+        self._tenant(request)
+        prompt = await self.service.prompt(read_input_tokens(await self._body(request)))
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
+
+    # Looking
+
+    async def _models(self, request: Request) -> Response:
+        self._tenant(request)
+        found = [self._card(name) for name in self.service.settings.names]
+        ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"], "has_more": False}
+        return JSONResponse({"object": "list", "data": found, **ends})
+
+    async def _model(self, request: Request) -> Response:
+        self._tenant(request)
+        name = request.path_params["name"]
+        self.service.check_model(name)
+        return JSONResponse(self._card(name))
+
+    def _card(self, name: str) -> Json:
+        """One object with the fields of both formats."""
+        created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._created))
+        anthropic = {"type": "model", "display_name": name, "created_at": created, "lifecycle": "active"}
+        limits = {"max_input_tokens": self.service.model.spec.max_positions}
+        return {"id": name, "object": "model", "created": self._created, "owned_by": "kvfold", **anthropic, **limits}
+
+    async def _health(self, request: Request) -> Response:
+        scheduler = self.service.scheduler
+        facts = {"model": self.service.settings.names[0], "policy": self.service.policy.short, "version": __version__}
+        return JSONResponse(
+            {"status": "ok", **facts, "running": scheduler.num_running, "waiting": scheduler.num_waiting}
+        )
+
+    async def _metrics(self, request: Request) -> Response:
+        store = self.service.store
+        more = {} if store is None else {"kvfold_store_events_total": store.counters()}
+        return PlainTextResponse(self.service.metrics.text(more), media_type=CONTENT_TYPE)
+
+
+class _Stream(StreamingResponse):
+    """Server-sent events; closes its reply however it ends, even if nothing of it was ever read."""
+
+    def __init__(self, lines: AsyncIterator[str], close: Callable[[], None]) -> None:
+        super().__init__(lines, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self._close = close
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._close()
+
+
+async def _named(events: AsyncIterator[Json]) -> AsyncIterator[str]:
+    async for event in events:
+        yield f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n"
+
+
+async def _unnamed(events: AsyncIterator[Json]) -> AsyncIterator[str]:
+    async for event in events:
+        yield f"data: {json.dumps(event, ensure_ascii=False)}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
+    """What the work returns, unless the client disconnects before; the work is then cancelled."""
+    task, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _not_found(request: Request) -> Response:
+    raise ApiError(404, f"there is no {request.method} {request.url.path[:200]} here; see docs/serving.md")
+
+
+def _error(request: Request, error: ApiError, request_id: str) -> JSONResponse:
+    """Anthropic's shape under /v1/messages and for its clients, else OpenAI's."""
+    path = request.url.path
+    if path.startswith("/v1/messages") or "anthropic-version" in request.headers:
+        inside = {"type": error.kind, "message": str(error)}
+        return JSONResponse(
+            {"type": "error", "error": inside, "request_id": request_id}, error.status, headers=error.headers
+        )
+    status = 503 if error.status == 529 else error.status
+    code = {401: "invalid_api_key", 404: "model_not_found" if "model" in str(error) else "not_found"}.get(status)
+    shape: Json = {"message": str(error), "type": error.kind, "param": _param(error), "code": code}
+    return JSONResponse({"error": shape}, status, headers=error.headers)
+
+
+def _param(error: ApiError) -> str | None:
+    """The field that is to blame: messages begin with its path."""
+    field, colon, _ = str(error).partition(": ")
+    return field if colon and " " not in field and error.status in (400, 404) else None

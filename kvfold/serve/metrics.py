@@ -1,0 +1,80 @@
+"""Counters and gauges in Prometheus' text format (version 0.0.4)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from threading import Lock
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+_HELP = {
+    "kvfold_requests_total": "Answered requests, by path and status.",
+    "kvfold_prompt_tokens_total": "Tokens of prompts, by how they are billed.",
+    "kvfold_reused_tokens_total": "Tokens of prompts that were not computed.",
+    "kvfold_output_tokens_total": "Tokens written.",
+    "kvfold_cache_lookups_total": "Requests by what the prompt cache had for them.",
+    "kvfold_first_token_seconds": "From a request's start to the start of its reply.",
+    "kvfold_store_events_total": "Events of the prefix store.",
+}
+Labels = tuple[tuple[str, str], ...]
+
+
+class Metrics:
+    """Written by any thread."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._counts: dict[str, Counter[Labels]] = {}
+        self._gauges: dict[str, tuple[str, Callable[[], float]]] = {}
+
+    def add(self, name: str, amount: float = 1, **labels: str) -> None:
+        with self._lock:
+            self._counts.setdefault(name, Counter())[tuple(sorted(labels.items()))] += amount  # type: ignore[assignment]
+
+    def observe(self, name: str, seconds: float) -> None:
+        """Into a histogram."""
+        for bound in BUCKETS_S:
+            if seconds <= bound:
+                self.add(f"{name}_bucket", le=f"{bound:g}")
+        self.add(f"{name}_bucket", le="+Inf")
+        self.add(f"{name}_sum", seconds)
+        self.add(f"{name}_count")
+
+    def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
+        """A value that is asked for when it is shown."""
+        self._gauges[name] = text, read
+
+    def text(self, more: Mapping[str, Mapping[str, int]] | None = None) -> str:
+        """Everything; `more` are counters kept elsewhere: name -> event -> count."""
+        with self._lock:
+            counts = {name: dict(found) for name, found in self._counts.items()}
+        for name, found in (more or {}).items():
+            counts[name] = {(("event", event),): count for event, count in found.items()}
+        lines: list[str] = []
+        for name in sorted(counts):
+            lines += [*_head(name), *(f"{name}{_labels(key)} {value:g}" for key, value in sorted(counts[name].items()))]
+        for name, (text, read) in sorted(self._gauges.items()):
+            lines += [f"# HELP {name} {text}", f"# TYPE {name} gauge", f"{name} {read():.17g}"]
+        return "\n".join(lines) + "\n"
+
+
+def _head(name: str) -> list[str]:
+    """HELP and TYPE, once for all lines of a histogram."""
+    base = name.rsplit("_", 1)[0]
+    is_histogram = base in _HELP and name.endswith(("_bucket", "_sum", "_count"))
+    if is_histogram and not name.endswith("_bucket"):
+        return []
+    shown = base if is_histogram else name
+    return [f"# HELP {shown} {_HELP.get(shown, shown)}", f"# TYPE {shown} {'histogram' if is_histogram else 'counter'}"]
+
+
+def _labels(labels: Labels) -> str:
+    if not labels:
+        return ""
+    texts = [f'{name}="{_escaped(value)}"' for name, value in labels]
+    return "{" + ",".join(texts) + "}"
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

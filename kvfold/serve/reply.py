@@ -1,0 +1,121 @@
+"""A reply on its way: begins, is iterated over, and ends exactly once, also when the client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+from kvfold.engine.jobs import Began, Ended, Event, Job, Wrote
+from kvfold.errors import KvfoldError
+from kvfold.serve.api_error import ApiError, bad_request
+from kvfold.serve.ask import Ask
+from kvfold.serve.bill import Bill
+from kvfold.serve.calls import Call, CallReader
+from kvfold.serve.plan import Plan
+from kvfold.serve.source import CachedSource, PlainSource
+
+if TYPE_CHECKING:
+    from kvfold.serve.service import Service, Start
+
+_log = logging.getLogger("kvfold.serve")
+
+
+class Reply:
+    """`parts` yields texts and calls of tools; after it, `end` says how it ended."""
+
+    def __init__(
+        self,
+        service: Service,
+        ask: Ask,
+        start: Start,
+        job: Job,
+        events: asyncio.Queue[Event],
+        source: CachedSource | PlainSource,
+        plan: Plan,
+        *,
+        is_cut: bool,
+    ) -> None:
+        self.ask, self.start, self.plan, self.is_cut = ask, start, plan, is_cut
+        self.id = secrets.token_hex(12)
+        self.end: Ended | None = None
+        self.has_calls = False
+        self._service, self._job, self._events, self._source = service, job, events, source
+        self._is_closed = False
+
+    @property
+    def bill(self) -> Bill:
+        return self._source.bill
+
+    @property
+    def num_output(self) -> int:
+        return 0 if self.end is None else self.end.num_tokens
+
+    async def begin(self) -> None:
+        """Wait until the prompt has been read."""
+        try:
+            event = await self._events.get()
+            if isinstance(event, Ended):
+                self._fail(event)
+            assert isinstance(event, Began)
+            self._note_start(event)
+        except BaseException:
+            self.close()
+            raise
+
+    async def parts(self) -> AsyncIterator[str | Call]:
+        """Texts and calls as they come; ApiError if the reply is broken off."""
+        reader = CallReader(self.ask.calls_tools)
+        try:
+            while self.end is None:
+                event = await self._events.get()
+                for part in self._taken(event, reader):
+                    self.has_calls = self.has_calls or isinstance(part, Call)
+                    yield part
+        finally:
+            self.close()
+
+    def _taken(self, event: Event, reader: CallReader) -> list[str | Call]:
+        if isinstance(event, Wrote):
+            return reader.add(event.text)
+        assert isinstance(event, Ended)
+        if event.reason in ("late", "failed", "cancelled"):
+            self._fail(event)
+        self.end = event
+        self._service.metrics.add("kvfold_output_tokens_total", event.num_tokens)
+        return reader.finish()
+
+    def _fail(self, event: Ended) -> None:
+        if event.reason == "late":
+            raise ApiError(504, f"the request took longer than {self._service.settings.limits.request_s:g} s")
+        if event.reason == "cancelled":
+            raise ApiError(529, "the server is shutting down; send the request again", retry_after_s=1)
+        _log.error("request failed", exc_info=event.error, extra={"request": self.id})
+        raise api_error(event.error)
+
+    def close(self) -> None:
+        """Also called when nobody reads on: the job ends and gives its memory back."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._service.scheduler.cancel(self._job)
+        self._service.ended(self)
+
+    def _note_start(self, event: Began) -> None:
+        metrics, paid = self._service.metrics, self.bill
+        metrics.add("kvfold_reused_tokens_total", event.num_reused)
+        for name, count in (("read", paid.num_read), ("written", paid.num_written), ("plain", paid.num_plain)):
+            metrics.add("kvfold_prompt_tokens_total", count, billed=name)
+        metrics.add("kvfold_cache_lookups_total", result=self._source.miss or "hit")
+        metrics.observe("kvfold_first_token_seconds", max(self._service.clock() - self.start.at, 0.0))
+
+
+def api_error(error: Exception | None) -> ApiError:
+    """What a client is told of a failed job: what we raised on purpose, else nothing of the inside."""
+    if isinstance(error, MemoryError):
+        return ApiError(529, str(error), retry_after_s=5)
+    if isinstance(error, KvfoldError):
+        return bad_request(str(error))
+    return ApiError(500, "the request failed inside the server; its log says why")

@@ -1,0 +1,242 @@
+"""OpenAI's Responses, without anything kept between two of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from itertools import count
+from typing import Any
+
+from kvfold.serve.anthropic import arguments_text
+from kvfold.serve.api_error import ApiError, bad_request
+from kvfold.serve.ask import Ask, Block
+from kvfold.serve.calls import Call
+from kvfold.serve.chat import ROLES, parse_arguments
+from kvfold.serve.fields import Fields
+from kvfold.serve.openai import (
+    Json,
+    OpenAIBody,
+    numbered,
+    read_caching,
+    read_neutral,
+    read_sampling,
+    read_tool_choice,
+    read_tools,
+    text_blocks,
+    text_parts,
+)
+from kvfold.serve.reply import Reply
+from kvfold.serve.service import Service
+from kvfold.serve.settings import Settings
+
+_PARTS = ("input_text", "output_text")
+
+
+def read_response(data: object, settings: Settings) -> OpenAIBody:
+    """POST /v1/responses."""
+    body = Fields(data)
+    is_streamed, most = body.flag("stream", False), settings.limits.output_tokens
+    max_tokens = body.integer("max_output_tokens", most, 1, most)
+    sampling = read_sampling(body, settings)
+    read_neutral(body)
+    body.choice("truncation", ("disabled",), "disabled")
+    ask_of = _read_prompt(body)
+    caching = read_caching(body, ("30m", "12h"))
+    body.end()
+    model, blocks, tool_choice = ask_of
+    return OpenAIBody(Ask(model, blocks, max_tokens, sampling, (), tool_choice), caching, is_streamed)
+
+
+def read_input_tokens(data: object) -> Ask:
+    """POST /v1/responses/input_tokens."""
+    body = Fields(data)
+    model, blocks, tool_choice = _read_prompt(body)
+    body.end()
+    return Ask(model, blocks, 0, tool_choice=tool_choice)
+
+
+def _read_prompt(body: Fields) -> tuple[str, list[Block], str]:
+    model, instructions = body.text("model"), body.optional_text("instructions")
+    given = body.require("input")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if not isinstance(items, list) or not items:
+        body.refuse("input", "a string or a list of items is required")
+    fields = [Fields(item, f"input.{i}") for i, item in enumerate(items)]
+    blocks = read_tools(body, is_nested=False)
+    if instructions:
+        blocks.append(Block("system", "system", instructions))
+    return model, [*blocks, *_items(fields)], read_tool_choice(body)
+
+
+def _items(items: list[Fields]) -> list[Block]:
+    kinds = [item.choice("type", ("message", "function_call", "function_call_output"), "message") for item in items]
+    roles = [_role(item, kind) for item, kind in zip(items, kinds, strict=True)]
+    if roles[-1] == "assistant":
+        raise bad_request("input: the last item must not be the assistant's")
+    found: list[Block] = []
+    for item, kind, role, number in zip(items, kinds, roles, numbered(roles), strict=True):
+        item.optional_text("id")
+        item.optional_text("status")
+        found += _item(item, kind, role, number)
+        item.end()
+    return found
+
+
+def _role(item: Fields, kind: str) -> str:
+    if kind == "message":
+        return ROLES[item.choice("role", [role for role in ROLES if role != "tool"])]
+    return "assistant" if kind == "function_call" else "tool"
+
+
+def _item(item: Fields, kind: str, role: Any, number: int) -> list[Block]:
+    if kind == "message":
+        return text_blocks(text_parts(item.require("content"), item.where, _PARTS), role, number)
+    call_id = item.text("call_id")
+    if kind == "function_call":
+        data = {"id": call_id, "name": item.text("name"), "arguments": parse_arguments(item)}
+        return [Block("tool_use", "assistant", message=number, data=data)]
+    return text_blocks([(item.text("output"), False)], "tool", number)
+
+
+class ResponseWriter:
+    """One reply as a response; the output is one message, and the calls of tools between its texts."""
+
+    def __init__(self, service: Service, body: OpenAIBody, reply: Reply) -> None:
+        self._service, self._body, self._reply = service, body, reply
+        self._created = int(time.time())
+        self._numbers = count()
+        self._output: list[Json] = []
+
+    def _response(self, status: str) -> Json:
+        ask, is_done = self._reply.ask, self._reply.end is not None
+        details = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {
+            "id": f"resp_{self._reply.id}",
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "model": ask.model,
+            "output": list(self._output),
+            "error": None,
+            "incomplete_details": details,
+            "instructions": None,
+            "parallel_tool_calls": True,
+            "tool_choice": ask.tool_choice,
+            "tools": [{"type": "function", "strict": False, **block.data} for block in ask.tools],
+            "temperature": ask.sampling.temperature,
+            "top_p": ask.sampling.top_p,
+            "max_output_tokens": ask.max_tokens,
+            "store": False,
+            "usage": self._usage() if is_done else None,
+        }
+
+    def _usage(self) -> Json:
+        paid, num_output = self._reply.bill, self._reply.num_output
+        found: Json = {
+            "input_tokens": paid.num_tokens,
+            "input_tokens_details": {"cached_tokens": paid.num_read, "cache_write_tokens": paid.num_written},
+            "output_tokens": num_output,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": paid.num_tokens + num_output,
+        }
+        price = self._service.settings.price
+        return found if price is None else {**found, "cost_usd": price.cost(paid, num_output)}
+
+    @property
+    def _status(self) -> str:
+        return "incomplete" if self._reply.end is not None and self._reply.end.reason == "length" else "completed"
+
+    async def whole(self) -> Json:
+        async for part in self._reply.parts():
+            if isinstance(part, Call):
+                self._output.append(_call_item(part, "completed"))
+            elif self._output and self._output[-1]["type"] == "message":
+                self._output[-1]["content"][0]["text"] += part
+            else:
+                self._output.append(self._message(part, "completed"))
+        return self._response(self._status)
+
+    def _message(self, text: str | None, status: str) -> Json:
+        content = [] if text is None else [_text_part(text)]
+        item_id = f"msg_{self._reply.id}_{len(self._output)}"
+        return {"id": item_id, "type": "message", "role": "assistant", "status": status, "content": content}
+
+    # Streaming
+
+    def _event(self, kind: str, **more: Any) -> Json:
+        return {"type": f"response.{kind}", "sequence_number": next(self._numbers), **more}
+
+    async def events(self) -> AsyncIterator[Json]:
+        """Each with its name under "type", and a number."""
+        yield self._event("created", response=self._response("in_progress"))
+        yield self._event("in_progress", response=self._response("in_progress"))
+        text: str | None = None  # of the message that is open
+        try:
+            async for part in self._reply.parts():
+                if isinstance(part, Call):
+                    for event in (*self._close(text), *self._called(part)):
+                        yield event
+                    text = None
+                    continue
+                if text is None:
+                    for event in self._open():
+                        yield event
+                yield self._text_event("delta", delta=part)
+                text = (text or "") + part
+        except ApiError as error:
+            failed = {**self._response("failed"), "error": {"code": "server_error", "message": str(error)}}
+            yield self._event("failed", response=failed)
+            return
+        for event in self._close(text):
+            yield event
+        yield self._event(self._status, response=self._response(self._status))
+
+    @property
+    def _where(self) -> Json:
+        index = len(self._output)
+        return {"item_id": f"msg_{self._reply.id}_{index}", "output_index": index, "content_index": 0}
+
+    def _text_event(self, kind: str, **more: Any) -> Json:
+        return self._event(f"output_text.{kind}", **self._where, logprobs=[], **more)
+
+    def _open(self) -> list[Json]:
+        index, item = len(self._output), self._message(None, "in_progress")
+        return [
+            self._event("output_item.added", output_index=index, item=item),
+            self._event("content_part.added", **self._where, part=_text_part("")),
+        ]
+
+    def _close(self, text: str | None) -> list[Json]:
+        """The message that is open, if one is, becomes part of the output."""
+        if text is None:
+            return []
+        index, item = len(self._output), self._message(text, "completed")
+        found = [
+            self._text_event("done", text=text),
+            self._event("content_part.done", **self._where, part=_text_part(text)),
+            self._event("output_item.done", output_index=index, item=item),
+        ]
+        self._output.append(item)
+        return found
+
+    def _called(self, call: Call) -> list[Json]:
+        index, item = len(self._output), _call_item(call, "completed")
+        where = {"item_id": item["id"], "output_index": index}
+        started = {**item, "arguments": "", "status": "in_progress"}
+        self._output.append(item)
+        return [
+            self._event("output_item.added", output_index=index, item=started),
+            self._event("function_call_arguments.delta", **where, delta=item["arguments"]),
+            self._event("function_call_arguments.done", **where, name=call.name, arguments=item["arguments"]),
+            self._event("output_item.done", output_index=index, item=item),
+        ]
+
+
+def _text_part(text: str) -> Json:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _call_item(call: Call, status: str) -> Json:
+    arguments = arguments_text(call.arguments)
+    names = {"id": f"fc_{call.id}", "call_id": f"call_{call.id}", "name": call.name}
+    return {"type": "function_call", **names, "arguments": arguments, "status": status}

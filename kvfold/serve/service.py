@@ -1,0 +1,185 @@
+"""One model served to many: prompts, the prompt cache, the scheduler, and who may have how much of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from kvfold.engine.jobs import Event, Job
+from kvfold.engine.runner import Runner
+from kvfold.engine.scheduler import Scheduler
+from kvfold.errors import ModelError, Overloaded, PolicyError
+from kvfold.models.check import check_policy
+from kvfold.models.loader import Model
+from kvfold.policy.policy import Policy
+from kvfold.serve.api_error import ApiError, bad_request
+from kvfold.serve.ask import Ask
+from kvfold.serve.diagnose import Diagnoses
+from kvfold.serve.entries import Entries, Miss
+from kvfold.serve.metrics import Metrics
+from kvfold.serve.plan import Plan, places_of
+from kvfold.serve.prompt import Prompt, Prompter
+from kvfold.serve.reply import Reply
+from kvfold.serve.settings import Settings
+from kvfold.serve.source import CachedSource, PlainSource, Shelf
+from kvfold.store.store import PrefixStore
+
+Planner = Callable[[Any, int], Plan]  # places and the least length -> plan
+
+
+@dataclass(frozen=True)
+class Start:
+    """Who asks, since when; `plan_with` decides what is cached, None: nothing."""
+
+    tenant: str
+    at: float
+    plan_with: Planner | None = None
+    scope: str = ""  # what splits the cache further
+
+
+class Service:
+    """Owns the scheduler; the store is the caller's to close."""
+
+    def __init__(self, model: Model, policy: str | Policy, settings: Settings, store: PrefixStore | None) -> None:
+        self.model = model
+        self.policy = Policy.parse(policy)
+        check_policy(self.policy, model.spec)
+        self.settings = settings
+        self.store = store
+        self.metrics = Metrics()
+        self.diagnoses = Diagnoses()
+        self.prompter = Prompter(model.tokenizer)
+        self.clock = settings.clock or time.time
+        self.no_reuse: str | None = None if store is not None else "this server was started without a prefix store"
+        self._runner = Runner(model.hf, model.spec, model.arena, compile=model.compile)
+        self._shelves: dict[str, Shelf] = {}
+        self._running: Counter[str] = Counter()
+        self._find_out_reuse()
+        limits = settings.limits
+        self.scheduler = Scheduler(
+            self._runner,
+            self.policy,
+            model.tokenizer,
+            max_running=limits.running,
+            max_waiting=limits.waiting,
+            make_room=self._make_room,
+        )
+        self._add_gauges()
+
+    def _find_out_reuse(self) -> None:
+        """Policies that judge by the question cannot serve cached prefixes; that is said to whoever asks for one."""
+        if self.store is None:
+            return
+        try:
+            self._shelf("")
+        except (PolicyError, ModelError) as error:
+            self.no_reuse = str(error)
+
+    def _make_room(self) -> bool:
+        return self.store is not None and self.store.device is not None and self.store.device.shrink()
+
+    def _add_gauges(self) -> None:
+        arena, scheduler, gauge = self.model.arena, self.scheduler, self.metrics.gauge
+        gauge("kvfold_requests_running", "Requests that have memory.", lambda: scheduler.num_running)
+        gauge("kvfold_requests_waiting", "Requests that wait for memory.", lambda: scheduler.num_waiting)
+        gauge("kvfold_replies_demoted", "Replies that have moved to the host so far.", lambda: scheduler.num_demoted)
+        gauge("kvfold_arena_bytes", "Size of the arena.", lambda: arena.capacity_bytes)
+        gauge("kvfold_arena_free_bytes", "Bytes of the arena that nobody holds.", lambda: arena.free_bytes)
+
+    # Asking
+
+    def check_model(self, name: str) -> None:
+        if name not in self.settings.names:
+            raise ApiError(404, f'model: "{name[:80]}" is not served here; served: {", ".join(self.settings.names)}')
+
+    async def prompt(self, ask: Ask) -> Prompt:
+        self.check_model(ask.model)
+        return await asyncio.to_thread(self.prompter.prompt, ask)
+
+    async def start(self, ask: Ask, start: Start) -> Reply:
+        """A reply that has begun; ApiError if that does not come to be."""
+        prompt = await self.prompt(ask)
+        num_left = self.model.spec.max_positions - len(prompt.tokens)
+        if num_left < 1:
+            most = self.model.spec.max_positions - 1
+            raise bad_request(f"prompt is too long: {len(prompt.tokens)} tokens > {most} maximum")
+        self._enter(start.tenant)
+        try:
+            reply = self._submit(ask, start, prompt, num_left)
+        except BaseException:
+            self._leave(start.tenant)
+            raise
+        await reply.begin()
+        return reply
+
+    def _submit(self, ask: Ask, start: Start, prompt: Prompt, num_left: int) -> Reply:
+        source, plan = self._source(ask, start, prompt)
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        limits, loop = self.settings.limits, asyncio.get_running_loop()
+        job = Job(
+            prompt.tokens,
+            source,
+            partial(_tell, loop, events),
+            max_new_tokens=min(ask.max_tokens, num_left),
+            sampling=ask.sampling,
+            stop=ask.stop,
+            tenant=start.tenant,
+            deadline=time.monotonic() + limits.request_s,
+        )
+        try:
+            self.scheduler.submit(job)
+        except Overloaded as error:
+            raise ApiError(529, str(error), retry_after_s=1) from error
+        return Reply(self, ask, start, job, events, source, plan, is_cut=num_left < ask.max_tokens)
+
+    def _source(self, ask: Ask, start: Start, prompt: Prompt) -> tuple[CachedSource | PlainSource, Plan]:
+        places = places_of(ask, prompt, f"{start.scope}|{ask.model}")
+        if start.plan_with is None or self.no_reuse is not None:
+            plan = Plan(places)
+        else:
+            plan = start.plan_with(places, self.settings.min_tokens(ask.model))
+        if not plan.marks and not plan.candidates:
+            miss: Miss = "unmarked" if self.no_reuse is None else "refused"
+            return PlainSource(self._new_sequence, len(prompt.tokens), miss), plan
+        return CachedSource(self._shelf(start.tenant), prompt.tokens, plan, start.at, self.clock), plan
+
+    def _new_sequence(self) -> Any:
+        return self._runner.new_sequence(self.policy)
+
+    def _shelf(self, tenant: str) -> Shelf:
+        assert self.store is not None
+        if tenant not in self._shelves:
+            facts = {"prefill_len": self._runner.chunk_len, "tenant": tenant}
+            prefixes = self.store.prefixes(self.model, self.policy, **facts)  # type: ignore[arg-type]
+            self._shelves[tenant] = Shelf(Entries(), prefixes, self._new_sequence)
+        return self._shelves[tenant]
+
+    # Limits
+
+    def _enter(self, tenant: str) -> None:
+        if self._running[tenant] >= self.settings.limits.per_tenant:
+            most = self.settings.limits.per_tenant
+            raise ApiError(429, f"{most} requests of yours are being answered already; wait for one", retry_after_s=1)
+        self._running[tenant] += 1
+
+    def _leave(self, tenant: str) -> None:
+        self._running[tenant] -= 1
+
+    def ended(self, reply: Reply) -> None:
+        """Told once by every reply, however it ends."""
+        self._leave(reply.start.tenant)
+
+    def close(self) -> None:
+        self.scheduler.close()
+
+
+def _tell(loop: asyncio.AbstractEventLoop, events: asyncio.Queue[Event], event: Event) -> None:
+    """From the scheduler's thread; a loop that is closed has nobody who would hear."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(events.put_nowait, event)

@@ -1,0 +1,42 @@
+"""What an operator decides: sizes, limits, prices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from kvfold.errors import InputError
+from kvfold.serve.bill import Price, min_tokens_of
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request, one tenant, and all of them together may take."""
+
+    body_bytes: int = 32 << 20
+    output_tokens: int = 32_768
+    per_tenant: int = 64  # requests at a time
+    running: int = 16
+    waiting: int = 256
+    request_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        low = [name for name, value in vars(self).items() if value <= 0]
+        if low:
+            raise InputError(f"the limit {low[0]} is {vars(self)[low[0]]}; it must be above 0")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`names`: what clients may call the model, the first one is its own. `cache_min_tokens` None: by name."""
+
+    names: tuple[str, ...]
+    limits: Limits = field(default_factory=Limits)
+    tenants: Mapping[str, str] | None = None  # digest of a key -> tenant; None: no key is asked for
+    price: Price | None = None
+    cache_min_tokens: int | None = None
+    temperature: float = 1.0  # where a request names none
+    clock: Callable[[], float] | None = None  # seconds since 1970; None: the system's
+
+    def min_tokens(self, model: str) -> int:
+        return min_tokens_of(model) if self.cache_min_tokens is None else self.cache_min_tokens

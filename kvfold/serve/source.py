@@ -1,0 +1,91 @@
+"""Where a request's sequence begins: with the longest prefix that was cached, if there is one and its tensors are.
+
+Works in the scheduler's thread. What the contract counts as read ends at a marker; tensors may be stored in whole
+chunks, and then the tokens behind the last one are computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvfold.engine.jobs import Begin
+from kvfold.pages.sequence import SequenceCache
+from kvfold.serve.bill import Bill, bill
+from kvfold.serve.entries import Entries, Miss
+from kvfold.serve.plan import Place, Plan
+from kvfold.store.prefixes import Prefixes
+
+NewSequence = Callable[[], SequenceCache]
+
+
+class PlainSource:
+    """Begins with nothing and caches nothing."""
+
+    def __init__(self, new_sequence: NewSequence, num_tokens: int, miss: Miss = "unmarked") -> None:
+        self._new_sequence = new_sequence
+        self.bill = Bill(0, 0, 0, num_tokens)
+        self.miss: Miss | None = miss
+
+    def begin(self) -> Begin:
+        return Begin(self._new_sequence())
+
+    def reached(self, sequence: SequenceCache, num_read: int) -> None:
+        """Nothing is kept."""
+
+    def began(self) -> None:
+        """Nothing is written."""
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """What one tenant's requests share: entries of the contract, and the stored tensors."""
+
+    entries: Entries
+    prefixes: Prefixes
+    new_sequence: NewSequence
+
+
+class CachedSource:
+    """Begins where the plan finds something, for a request that started `at`."""
+
+    def __init__(self, shelf: Shelf, tokens: Sequence[int], plan: Plan, at: float, clock: Callable[[], float]) -> None:
+        self._shelf, self._tokens, self._plan, self._at, self._clock = shelf, tokens, plan, at, clock
+        self._num_hit = 0
+        self.miss: Miss | None = None
+        self.bill = Bill(0, 0, 0, len(tokens))
+
+    def begin(self) -> Begin:
+        self._num_hit, self.miss = 0, "absent"
+        found = next(filter(None, map(self._open, self._plan.candidates)), None) or Begin(self._shelf.new_sequence())
+        self.bill = bill(len(self._tokens), self._num_hit, self._plan.marks)
+        return Begin(found.sequence, found.num_read, [mark.place.end for mark in self._plan.marks])
+
+    def _open(self, place: Place) -> Begin | None:
+        """The sequence that an entry stands for; an entry whose tensors are gone is forgotten."""
+        entries, prefixes = self._shelf.entries, self._shelf.prefixes
+        missed = entries.look(place.digest, self._clock())
+        if missed is not None:
+            self.miss = "expired" if "expired" in (missed, self.miss) else self.miss
+            return None
+        hit = prefixes.lookup(self._tokens, markers=[place.end], at=self._at)
+        chunk_len = prefixes.binding.chunk_len if prefixes.has_chunks else 1
+        if hit.matched_tokens < place.end - place.end % chunk_len:
+            hit.sequence.release()
+            entries.forget(place.digest)
+            self.miss = "lost"
+            return None
+        entries.use(place.digest, self._at)
+        self._num_hit, self.miss = place.end, None
+        return Begin(hit.sequence, hit.matched_tokens)
+
+    def reached(self, sequence: SequenceCache, num_read: int) -> None:
+        for mark in self._plan.marks:
+            if mark.place.end == num_read:
+                self._shelf.prefixes.save(sequence, self._tokens, upto=num_read, ttl=mark.ttl_s, at=self._at)
+
+    def began(self) -> None:
+        """From now on others can read what this request wrote."""
+        for mark in self._plan.marks:
+            if mark.place.end > self._num_hit:
+                self._shelf.entries.write(mark.place.digest, mark.ttl_s, self._at)

@@ -1,0 +1,94 @@
+"""A server that runs, on the tiny Llama and a free port, with a clock of the test's own."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Thread
+from typing import Any
+
+import anthropic
+import openai
+import uvicorn
+
+from kvfold.models.loader import Model
+from kvfold.serve.app import App
+from kvfold.serve.run import service_of
+from kvfold.serve.service import Service
+from kvfold.serve.settings import Limits, Settings
+from kvfold.store import DeviceTier, HostTier, PrefixStore
+from tests import tiny
+
+CHUNK_LEN = 16
+TOOL_TEMPLATE = (
+    "{% if tools %}<tools>{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}\n</tools>"
+    "Reply with <tool_call>{json}</tool_call> to call one.{% endif %}"
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "<end>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+class Clock:
+    """Stands still until it is set."""
+
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Running:
+    """A running server and clients for it."""
+
+    def __init__(self, service: Service, port: int, clock: Clock, key: str) -> None:
+        self.service, self.clock, self.port = service, clock, port
+        self.url = f"http://127.0.0.1:{port}"
+        self.anthropic = self.anthropic_as(key)
+        self.openai = self.openai_as(key)
+
+    def anthropic_as(self, key: str, **options: Any) -> anthropic.Anthropic:
+        return anthropic.Anthropic(base_url=self.url, api_key=key, max_retries=0, timeout=120, **options)
+
+    def openai_as(self, key: str) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120)
+
+    @property
+    def lent_bytes(self) -> int:
+        return self.service.model.arena.lent_bytes
+
+
+def tool_model() -> Model:
+    """A tiny Llama whose template has tools."""
+    model = tiny.ready("llama")
+    model.tokenizer.chat_template = TOOL_TEMPLATE
+    return model
+
+
+@contextmanager
+def running(
+    model: Model, policy: str = "full", *, limits: Limits | None = None, key: str = "any", **settings: Any
+) -> Iterator[Running]:
+    """Everything is closed at the end, and every page is back."""
+    clock = Clock()
+    store = PrefixStore(
+        [HostTier(64 << 20, clock=clock)], device=DeviceTier(8 << 20, clock=clock), chunk_len=CHUNK_LEN, clock=clock
+    )
+    settings = {"cache_min_tokens": 32, "temperature": 0.0, "clock": clock, **settings}
+    chosen = Settings(("tiny", "tiny-too"), limits or Limits(), **settings)
+    with service_of(model, policy, chosen, store) as service:
+        config = uvicorn.Config(App(service).asgi(), port=0, log_level="warning", timeout_graceful_shutdown=5)
+        server = uvicorn.Server(config)
+        thread = Thread(target=server.run, daemon=True)
+        thread.start()
+        while not server.started:
+            assert thread.is_alive()
+        try:
+            yield Running(service, server.servers[0].sockets[0].getsockname()[1], clock, key)
+        finally:
+            server.should_exit = True
+            thread.join()
+    gc.collect()
+    assert model.arena.lent_bytes == 0
