@@ -1,8 +1,10 @@
 """What becomes of evicted slots. Importing this package registers every way."""
 
 from kvfold.evicted.base import Asked, Evicted, Refit, Split, Survivors
+from kvfold.evicted.cam import Cam
+from kvfold.evicted.d2o import D2o
 from kvfold.evicted.drop import Drop
 from kvfold.evicted.fit import Fit
 from kvfold.evicted.merge import Merge
 
-__all__ = ["Asked", "Drop", "Evicted", "Fit", "Merge", "Refit", "Split", "Survivors"]
+__all__ = ["Asked", "Cam", "D2o", "Drop", "Evicted", "Fit", "Merge", "Refit", "Split", "Survivors"]

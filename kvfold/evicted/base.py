@@ -22,6 +22,7 @@ class Split:
     v_ND: Tensor
     position_N: Tensor
     keep_N: Tensor  # bool
+    score_N: Tensor | None = None  # fp32: what the policy's score gave them; +inf: had to stay
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Evicted(ABC):
     """Only slots that are not sealed yet can take something over: codes never change."""
 
     changes: ClassVar[bool] = True  # False: `fold` is the identity and need not be called
+    weighs_attention: ClassVar[bool] = False  # True: scores must be attention that slots received
     biased: ClassVar[bool] = False  # True: slots have log-biases, and `refit` is called once the choice is final
 
     @property

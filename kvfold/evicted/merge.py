@@ -43,7 +43,7 @@ class Merge(Evicted):
         if k_KD.shape[0] == 0:
             return k_KD, v_KD
         v_ED = split.v_ND[evicted_N].float()
-        cos_E, nearest_E = _nearest(split.k_ND[evicted_N], k_KD)
+        cos_E, nearest_E = nearest(split.k_ND[evicted_N], k_KD)
         weight_E = self._weights(cos_E, v_ED.norm(dim=-1), v_KD.float().norm(dim=-1)[nearest_E])
         total_KD = v_KD.float().index_add(0, nearest_E, weight_E.unsqueeze(-1) * v_ED)
         share_K = torch.ones_like(total_KD[:, 0]).index_add(0, nearest_E, weight_E)
@@ -55,7 +55,7 @@ class Merge(Evicted):
         return torch.where(cos_E >= self.threshold, cos_E.clamp(min=0) * share_E, 0.0)
 
 
-def _nearest(k_ED: Tensor, k_KD: Tensor) -> tuple[Tensor, Tensor]:
+def nearest(k_ED: Tensor, k_KD: Tensor) -> tuple[Tensor, Tensor]:
     """Cosine and index [E] of the kept key nearest to each evicted one, a few megabytes of cosines at a time."""
     # A kept key with NaN compares as the zero vector instead of being everybody's nearest.
     kept_DK = normalize(k_KD.float(), dim=-1).nan_to_num(nan=0.0).mT

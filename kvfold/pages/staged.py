@@ -46,17 +46,18 @@ class Staged:
         if new == self.change.counts and stored == kept_stored:
             return
         was_new_X = (self.keep_HS & self.is_new_HS).flatten()  # row-major, so head after head as in the change
-        stays_N = keep_HS.flatten()[indices(was_new_X, sum(self.change.counts))]
+        slot_N = indices(was_new_X, sum(self.change.counts))
+        stays_N = keep_HS.flatten()[slot_N]
         index_N = indices(stays_N, sum(new))
-        k_ND, v_ND = self._folded(stays_N, index_N, evicted)
+        k_ND, v_ND = self._folded(stays_N, index_N, slot_N, evicted)
         self.change = LayerChange(k_ND, v_ND, self.change.position_N[index_N], new, self._stored(keep_HS, stored))
         self.keep_HS = keep_HS
 
-    def _folded(self, stays_N: Tensor, index_N: Tensor, evicted: Evicted) -> tuple[Tensor, Tensor]:
+    def _folded(self, stays_N: Tensor, index_N: Tensor, slot_N: Tensor, evicted: Evicted) -> tuple[Tensor, Tensor]:
         change = self.change
         if not evicted.changes:
             return change.k_ND[index_N], change.v_ND[index_N]
-        columns = (change.k_ND, change.v_ND, change.position_N, stays_N)
+        columns = (change.k_ND, change.v_ND, change.position_N, stays_N, self.score_HS.flatten()[slot_N])
         heads = zip(*(column.split(change.counts) for column in columns), strict=True)
         folded = [evicted.fold(Split(*head)) for head in heads]
         return torch.cat([k for k, _ in folded]), torch.cat([v for _, v in folded])

@@ -25,6 +25,7 @@ def check(policy: Policy) -> None:
     _check_between_chunks(policy.prefill)
     _check_replay(policy)
     _check_fit(policy)
+    _check_attention(policy)
     _check_idle_terms(policy)
     _check_codec(policy)
     _check_below(policy)
@@ -126,6 +127,16 @@ def _check_fit(policy: Policy) -> None:
             f"{_name(prefill.evicted)} gives slots biases, and reader {_name(policy.attend)} judges pages by keys "
             "alone; read everything with all"
         )
+
+
+def _check_attention(policy: Policy) -> None:
+    for phase, stage in policy.stages():
+        needs = stage.score.needs
+        if stage.evicts and stage.evicted.weighs_attention and not (needs.mass or needs.last_queries or needs.replay):
+            raise PolicyError(
+                f"{_name(stage.evicted)} compares the attention that slots received, and score {_name(stage.score)} of "
+                f"{phase} measures none; use a score that does, such as h2o or snapkv"
+            )
 
 
 def _check_codec(policy: Policy) -> None:
