@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic
 import pytest
 
 from kvfold.serve.settings import Limits
@@ -13,6 +14,7 @@ from tests.engine.test_scheduler import alone
 from tests.serve.running import Running, running, tool_model
 
 HELLO: Any = [{"role": "user", "content": "the cat sat on the mat"}]
+TOOL: Any = {"name": "look", "description": "look it up", "input_schema": {"type": "object", "properties": {}}}
 
 
 @pytest.fixture(scope="module")
@@ -54,3 +56,58 @@ def test_a_stop_sequence_is_named(server: Running) -> None:
     found = create(server, stop_sequences=[text[4:6]])
     assert (found.stop_reason, found.stop_sequence) == ("stop_sequence", text[4:6])
     assert found.content[0].text == text[: text.index(text[4:6])]
+
+
+def test_tokens_are_counted_as_they_are_billed(server: Running) -> None:
+    options: Any = {"model": "tiny", "messages": HELLO, "system": "be kind", "tools": [TOOL]}
+    counted = server.anthropic.messages.count_tokens(**options, cache_control={"type": "ephemeral"})
+    assert counted.input_tokens == create(server, **options).usage.input_tokens
+    assert counted.input_tokens > create(server).usage.input_tokens
+
+
+def test_models_are_listed(server: Running) -> None:
+    assert [model.id for model in server.anthropic.models.list()] == ["tiny", "tiny-too"]
+    assert server.anthropic.models.retrieve("tiny").max_input_tokens == 1024
+
+
+def test_old_headers_are_taken_too(server: Running) -> None:
+    old = server.anthropic_as("any", default_headers={"anthropic-version": "2023-06-01", "x-api-key": "any"})
+    assert old.messages.create(model="tiny", max_tokens=2, messages=HELLO).usage.output_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens": 257}, "max_tokens: a whole number from 0 to 256 is required, not 257"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, 'thinking.type: "enabled" is not supported'),
+        (
+            {"tool_choice": {"type": "any"}, "tools": [TOOL]},
+            'tool_choice.type: "any" is not supported; supported: auto',
+        ),
+        ({"output_config": {"effort": "low"}}, "output_config: the field is not supported here"),
+        ({"messages": []}, "messages: at least one message is required, and the first must be the user's"),
+        ({"messages": [*HELLO, {"role": "assistant", "content": "x"}]}, "messages: the last one must not be the assi"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 'messages.0.content.0.type: "image" is not'),
+        ({"messages": [{"role": "user", "content": "the " * 900}]}, "prompt is too long: "),
+        ({"stop_sequences": [""]}, "stop_sequences: up to 16 non-empty strings are required"),
+        ({"system": [{"type": "text", "text": "a", "x": 1}]}, "system.0.x: the field is not supported here"),
+    ],
+)
+def test_what_is_not_offered_is_refused_by_name(server: Running, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        create(server, **{"extra_body": {}, **options})
+    body: Any = caught.value.body
+    assert body["error"]["type"] == "invalid_request_error"
+    assert body["error"]["message"].startswith(message)
+    assert body["request_id"].startswith("req_")
+
+
+def test_an_unknown_model_is_not_found(server: Running) -> None:
+    with pytest.raises(anthropic.NotFoundError, match='"claude" is not served here'):
+        create(server, model="claude")
+
+
+def test_the_window_of_the_model_ends_a_reply(server: Running) -> None:
+    found = create(server, max_tokens=200, messages=[{"role": "user", "content": "the " * 330}])
+    assert found.stop_reason == "model_context_window_exceeded"
+    assert found.usage.input_tokens + found.usage.output_tokens == 1024
