@@ -8,6 +8,7 @@ from kvfold.budget.dynamickv import DynamicKV
 from kvfold.budget.global_ import Global
 from kvfold.budget.lava import Lava
 from kvfold.budget.pages import Pages
+from kvfold.budget.profile import Profile
 from kvfold.budget.pyramid import Pyramid
 from kvfold.budget.uniform import Uniform
 from kvfold.budget.xkv import Xkv
@@ -21,6 +22,7 @@ __all__ = [
     "Global",
     "Lava",
     "Pages",
+    "Profile",
     "Pyramid",
     "Uniform",
     "Xkv",

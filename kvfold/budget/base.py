@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from kvfold.core import ModelSpec
     from kvfold.score.base import View
 
 
@@ -46,6 +47,9 @@ class Allocator(ABC):
     def weigh(self, score_HS: Tensor, view: View) -> Tensor:
         """What `allocate` is given of a layer in place of its scores: as many -inf and +inf in each head."""
         return score_HS
+
+    def check(self, spec: ModelSpec) -> None:  # noqa: B027 - most allocators fit every model
+        """PolicyError if it does not fit this model."""
 
     @abstractmethod
     def allocate(self, scores: Sequence[Tensor], budget: Budget, layer: int) -> list[Tensor]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
 from typing import ClassVar, Literal
 
 import torch
@@ -20,7 +19,7 @@ from kvfold.budget.base import Allocator, Budget
 from kvfold.budget.bounds import bounds, check_floor, floor_slots, with_floor
 from kvfold.budget.choose import count_top
 from kvfold.budget.mass import mass
-from kvfold.budget.shares import apportion, quotas
+from kvfold.budget.shares import share_free
 from kvfold.policy.registry import register
 
 _LEAST_WEIGHT = 1e-6  # a layer that looks at one slot only; shares want positive weights
@@ -61,11 +60,7 @@ class Lava(Allocator):
         weights = [max(entropy, _LEAST_WEIGHT) for entropy in _on_host([entropy(s_HS) for s_HS in scores])]
         protected, existing = ([int(n) for n in _on_host([b[i].sum() for b in map(bounds, scores)])] for i in (0, 1))
         total = budget.num_layers * scores[0].shape[0] * budget.slots_per_head
-        free = max(0, total - sum(protected))
-        room = [has - stays for has, stays in zip(existing, protected, strict=True)]
-        none = [0] * len(scores)
-        share = apportion(free, weights, none, room) if is_last else map(ceil, quotas(free, weights, none, room))
-        return [stays + more for stays, more in zip(protected, share, strict=True)]
+        return share_free(total, weights, protected, existing, exact=is_last)
 
 
 def entropy(score_HS: Tensor) -> Tensor:

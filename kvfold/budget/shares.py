@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
 
 
 def apportion(total: int, weights: Sequence[float], low: Sequence[int], high: Sequence[int]) -> list[int]:
@@ -11,7 +12,7 @@ def apportion(total: int, weights: Sequence[float], low: Sequence[int], high: Se
     The shares add up to `total` exactly, or to sum(low) above it or sum(high) below it where the bounds force that.
     """
     total = _possible(total, low, high)
-    exact = quotas(total, weights, low, high)
+    exact = _quotas(total, weights, low, high)
     counts = [min(int(quota), top) for quota, top in zip(exact, high, strict=True)]
     by_remainder = sorted(range(len(counts)), key=lambda i: counts[i] - exact[i])
     room = [i for i in by_remainder if counts[i] < high[i]]
@@ -20,7 +21,21 @@ def apportion(total: int, weights: Sequence[float], low: Sequence[int], high: Se
     return counts
 
 
-def quotas(total: int, weights: Sequence[float], low: Sequence[int], high: Sequence[int]) -> list[float]:
+def share_free(
+    total: int, weights: Sequence[float], low: Sequence[int], high: Sequence[int], *, exact: bool
+) -> list[int]:
+    """`low` for each and a share, in proportion to weight, of what `total` leaves; none above `high`.
+
+    Without `exact` shares are rounded up. One more with a low of its own makes less free and the level lower, so the
+    shares of the others, rounded up or in the end exact, only shrink: what a stream of layers needs.
+    """
+    room = [top - least for least, top in zip(low, high, strict=True)]
+    free, none = max(0, total - sum(low)), [0] * len(room)
+    more = apportion(free, weights, none, room) if exact else map(ceil, _quotas(free, weights, none, room))
+    return [least + extra for least, extra in zip(low, more, strict=True)]
+
+
+def _quotas(total: int, weights: Sequence[float], low: Sequence[int], high: Sequence[int]) -> list[float]:
     """weight * level clamped to the bounds, at the level where they add up to `total`, or as near as bounds allow.
 
     Whoever is out of bounds at the level of the moment is set to its bound and the rest shared anew. Only the side that

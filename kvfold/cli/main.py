@@ -20,10 +20,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvfold import __version__
-from kvfold.cli import bench, chat, demo, models, policies, report, run, train_scorer
+from kvfold.cli import bench, chat, demo, models, policies, profile, report, run, train_scorer
 from kvfold.errors import KvfoldError, KvfoldWarning, OutOfPages
 
-COMMANDS = (run, chat, demo, bench, report, models, policies, train_scorer)
+COMMANDS = (run, chat, demo, bench, report, models, policies, train_scorer, profile)
 _EPILOG = """examples:
   kvfold demo                                      what compression does to a small model, in minutes on any CPU
   kvfold run --context notes.txt --ask "Who wrote this?" --policy "keydiff + 4x" --compare full,int4

@@ -13,6 +13,8 @@ def check_policy(policy: Policy, spec: ModelSpec) -> None:
     evicts = policy.prefill.size is not None or policy.decode.size is not None
     if evicts and not spec.compressible_layers:
         raise PolicyError(f'policy "{policy.short}": every layer of {spec.name} is a sliding window; use "full"')
+    for _, stage in policy.stages():
+        stage.budget.check(spec)
     _check_output(policy, spec)
     _check_predictor(policy, spec)
     _check_reader(policy, spec)

@@ -19,6 +19,7 @@ from kvfold.policy.parse import parse
 from kvfold.policy.reader import Reader
 from kvfold.policy.registry import nested, term_of
 from kvfold.policy.resolve import resolve
+from kvfold.policy.spell import term_text
 from kvfold.policy.stage import Stage
 from kvfold.policy.write import canonical, short
 
@@ -77,7 +78,16 @@ class Policy:
     def fingerprint(self) -> str:
         """SHA-256 over the canonical form and the revision of every term; the first 16 digits are enough to show."""
         revisions = sorted(f"{term.name}@{term.revision}" for term in map(term_of, self.variants))
-        return hashlib.sha256("\n".join((str(self), *revisions)).encode()).hexdigest()
+        return hashlib.sha256("\n".join((self._identity, *revisions)).encode()).hexdigest()
+
+    @property
+    def _identity(self) -> str:
+        """The canonical form, in which variants that read a file stand for what is in it, not for where it lies."""
+        text = str(self)
+        for variant in self.variants:
+            if hasattr(variant, "identity"):
+                text = text.replace(term_text(variant, True), variant.identity)
+        return text
 
 
 def _one_line(text: str, limit: int = 200) -> str:

@@ -1,0 +1,98 @@
+"""Heads share the model's slots by what each was measured to need, once for the model (`kvfold profile`).
+
+H heads   S slots
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvfold.budget.base import Allocator, Budget
+from kvfold.budget.bounds import bounds, check_floor
+from kvfold.budget.heads import HeadProfile
+from kvfold.budget.shares import share_free
+from kvfold.errors import FileError, PolicyError
+from kvfold.policy.registry import register
+
+if TYPE_CHECKING:
+    from kvfold.core import ModelSpec
+
+_LEAST_NEED = 1e-6  # shares want positive weights
+_SHOWN_DIGITS = 16
+
+
+@register("budget", "profile", cost="measured once for a model")
+@dataclass(frozen=True)
+class Profile(Allocator):
+    """Heads share slots by what `kvfold profile` measured that each needs; each is sure of `floor` of the mean need.
+
+    weight = max(need, floor * mean need). Of the layers * heads * slots_per_head - protected slots that are free, a
+    head gets its weight's share, at most what it has; the rest goes to the others. The scores choose which. Until the
+    last layer is there its share is that among the heads seen, rounded up; heads that arrive only take away. In the end
+    shares are rounded by largest remainders, so the sum is exact.
+
+    The file holds numbers for the weights it was measured on and is refused with others. `digest` is filled in from its
+    content; where a policy states it, as a saved session does, another content is refused. Fingerprints depend on the
+    content, not on the file's name.
+    """
+
+    scope: ClassVar[Literal["layer", "model"]] = "model"
+    file: str
+    floor: float = 0.2
+    digest: str = ""
+
+    def __post_init__(self) -> None:
+        check_floor("profile", self.floor)
+        if '"' in self.file or "\n" in self.file:
+            raise PolicyError("profile: file cannot hold quotation marks or line breaks; rename the file")
+        found = f"sha_{self.measured.digest[:_SHOWN_DIGITS]}"
+        if self.digest not in ("", found):
+            raise PolicyError(
+                f'profile(file="{self.file}"): its content is {found}, not {self.digest}; measure it anew'
+            )
+        object.__setattr__(self, "digest", found)
+
+    @cached_property
+    def measured(self) -> HeadProfile:
+        """Read once, so that what the policy means does not change with the file."""
+        try:
+            return HeadProfile.read(Path(self.file))
+        except FileError as error:
+            raise PolicyError(f"profile: {error}; measure one with kvfold profile --model MODEL --out FILE") from None
+
+    @property
+    def identity(self) -> str:
+        """What a fingerprint knows of it."""
+        return f"profile(floor={self.floor}, content={self.measured.digest})"
+
+    @cached_property
+    def _weights(self) -> list[list[float]]:
+        needs = [need for layer in self.measured.needs for need in layer]
+        least = max(self.floor * sum(needs) / max(len(needs), 1), _LEAST_NEED)
+        return [[max(need, least) for need in layer] for layer in self.measured.needs]
+
+    def check(self, spec: ModelSpec) -> None:
+        heads = [spec.layers[i].num_kv_heads for i in spec.compressible_layers]
+        if [len(layer) for layer in self.measured.needs] != heads or self.measured.weights != spec.weights_digest:
+            raise PolicyError(
+                f'profile(file="{self.file}") was measured on {self.measured.model}, other weights than those of '
+                f"{spec.name}; measure these with kvfold profile"
+            )
+
+    def allocate(self, scores: Sequence[Tensor], budget: Budget, layer: int) -> list[Tensor]:
+        weights = self._weights[: len(scores)]
+        if [len(row) for row in weights] != [len(score_HS) for score_HS in scores]:
+            raise PolicyError(f'profile(file="{self.file}") has other heads than the model; measure it anew')
+        low_X, high_X = (torch.cat(parts).tolist() for parts in zip(*map(bounds, scores), strict=True))
+        flat = [weight for row in weights for weight in row]
+        total = budget.num_layers * scores[0].shape[0] * budget.slots_per_head
+        counts = share_free(total, flat, low_X, high_X, exact=layer == budget.num_layers - 1)
+        shared = torch.tensor(counts, device=scores[0].device)
+        return list(shared.split([len(row) for row in weights]))

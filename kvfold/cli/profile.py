@@ -1,0 +1,83 @@
+"""`kvfold profile`: measure what each head of a model needs, for the budget `profile`."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvfold.cli import show
+from kvfold.cli.options import Subparsers, add_model_options, load_model
+
+if TYPE_CHECKING:
+    import kvfold
+    from kvfold.budget.heads import HeadProfile
+
+_EPILOG = """examples:
+  kvfold profile --model smollm2-135m --out heads.json
+  kvfold profile --model smollm2-135m --text notes.txt --length 2048 --out heads.json
+  kvfold run --context notes.txt --ask "Who wrote this?" --policy 'keydiff + profile(file="heads.json") + 4x'
+"""
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the command to the subcommands of `kvfold`."""
+    parser = subparsers.add_parser(
+        "profile",
+        help="measure what each head of a model needs",
+        description="Read texts and measure, for each KV head, the share of slots that hold nearly all of its "
+        "attention; the budget profile(file=...) shares slots by it.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="where the profile is written")
+    parser.add_argument(
+        "--text", type=Path, action="append", metavar="FILE", help="text to read; may be repeated (default: own)"
+    )
+    parser.add_argument("--texts", type=_positive, default=14, metavar="N", help="texts read (default: %(default)s)")
+    parser.add_argument("--length", type=_positive, default=1024, metavar="N", help="tokens of each (default: 1024)")
+    parser.add_argument("--loss", type=float, default=0.05, help="of a head's attention (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_model_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, write, tell."""
+    from kvfold.models.progress import reporting  # here and below: help comes without torch
+    from kvfold.train.profile import measure_heads
+
+    model = load_model(args)
+    texts = _texts(args, model)
+    with reporting(True) as report:
+        measured = measure_heads(model, texts, args.loss, report)
+    measured.write(args.out)
+    _tell(args, measured)
+    return 0
+
+
+def _texts(args: argparse.Namespace, model: kvfold.Model) -> list[list[int]]:
+    from kvfold.train.texts import file_texts, own_texts
+
+    if args.text:
+        return list(file_texts(model.tokenizer, args.text, args.texts, args.length))
+    return list(own_texts(model.tokenizer, args.texts, args.length, args.seed))
+
+
+def _tell(args: argparse.Namespace, measured: HeadProfile) -> None:
+    if args.json:
+        show.print_json({"file": str(args.out), "digest": measured.digest, **vars(measured)})
+        return
+    table = show.new_table(numbers=("layer", "least", "mean", "most"))
+    for place, layer in enumerate(measured.needs):
+        table.add_row(str(place), *(f"{100 * need:.1f} %" for need in (min(layer), statistics.mean(layer), max(layer))))
+    show.console().print(table)
+    print(f"\n{args.out}: what heads of {measured.model} need of {measured.measured}")
+
+
+def _positive(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f'"{text}" is no count; write a whole number from 1 on')
+    return int(text)
