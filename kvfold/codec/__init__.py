@@ -4,6 +4,7 @@ from kvfold.codec.base import Codec, Field, Fields, Side, Slots, State
 from kvfold.codec.fp8 import Fp8
 from kvfold.codec.integer import Int2, Int4, Int8
 from kvfold.codec.kivi import Kivi2, Kivi4
+from kvfold.codec.minicache import MiniCache
 from kvfold.codec.native import Bf16, Native
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Int8",
     "Kivi2",
     "Kivi4",
+    "MiniCache",
     "Native",
     "Side",
     "Slots",

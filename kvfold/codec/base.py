@@ -79,6 +79,16 @@ class Codec(ABC):
     def decode(self, side: Side, fields: Fields, dtype: torch.dtype, below_ND: Tensor | None = None) -> Tensor:
         """Slots [N, D] in `dtype`; keys in the stored basis."""
 
+    def bend(self, side: Side, below_ND: Tensor, x_ND: Tensor) -> Tensor:
+        """What the layer below is to store instead of below_ND, where both layers' new slots x share something; whole
+        groups, before either is encoded. Default: what it has."""
+        return below_ND
+
+    @property
+    def bends(self) -> bool:
+        """Whether it changes the layer below at all."""
+        return type(self).bend is not Codec.bend
+
     def restore(self, side: Side, x_ND: Tensor, state: State, row_N: Tensor) -> Tensor:
         """Decoded slots back in the model's own basis, for scorers and shifted positions."""
         return x_ND

@@ -10,7 +10,7 @@ survivors of all segments are copied to a new tail, which is new memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -63,7 +63,7 @@ class Rewrite:
         """Move what survives, then encode what is new: num_tokens tokens are sealed."""
         self._survivors.settle()
         tail = self.sequence.tail
-        for layer, change in zip(tail.layers, self.changes, strict=True):
+        for layer, change in zip(tail.layers, _bent(tail.layers, self.changes), strict=True):
             _prepare(layer, change)
             codes = layer.encode(change.k_ND, change.v_ND, change.position_N, change.counts, change.bias_N)
             layer.append(codes, change.counts)
@@ -162,6 +162,18 @@ def _kept_of_all(sequence: SequenceCache, index: int, change: LayerChange) -> li
 
 def _lost(lens: Sequence[int], keep: Sequence[Tensor]) -> list[int]:
     return [length - len(index) for length, index in zip(lens, keep, strict=True)]
+
+
+def _bent(layers: Sequence[LayerPages], changes: Sequence[LayerChange]) -> list[LayerChange]:
+    """The changes, where a codec wants the layer below to store something between the two layers."""
+    found = list(changes)
+    for i in reversed(range(1, len(layers))):
+        upper, lower, counts = found[i], found[i - 1], found[i].counts
+        if layers[i].page_class.needs_below and any(counts):
+            k_ND = layers[i].bend("k", lower.k_ND, upper.k_ND, counts)
+            v_ND = layers[i].bend("v", lower.v_ND, upper.v_ND, counts)
+            found[i - 1] = replace(lower, k_ND=k_ND, v_ND=v_ND)
+    return found
 
 
 def _prepare(layer: LayerPages, change: LayerChange) -> None:
