@@ -1,0 +1,45 @@
+"""Keep a run of `kvfold bench`, or all of its shards, as one folder of results.
+
+    python benchmarks/keep_run.py SHARD [SHARD …] --out benchmarks/results/NAME
+
+Rows are those of the shards in the order of their keys; where they were written is left out of the command. The same
+command with `--out` of the new folder goes on with it: rows that are there are not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from kvfold.bench.record import append_lines, merge, read_run, write_run, write_whole
+from kvfold.bench.suite import SIZES
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="SHARD")
+    parser.add_argument("--out", required=True, type=Path, help="a folder that is not there yet")
+    args = parser.parse_args()
+    if args.out.exists():
+        parser.error(f"{args.out} exists; name a new folder")
+    merged = merge([read_run(folder) for folder in args.runs])
+    if len(merged) > 1:
+        parser.error(f"these are {len(merged)} different runs; give the shards of one")
+    (recorded,) = merged
+    command = re.sub(r" --(out|shard) \S+", "", recorded.run.command)
+    write_run(args.out, replace(recorded.run, command=command, shard="0/1"))
+    for name, rows in (("rows", recorded.rows), ("prompts", recorded.prompts), ("diagnostics", recorded.diagnostics)):
+        append_lines(args.out / f"{name}.jsonl", sorted(rows, key=lambda row: row.key))
+    sizes = {json.dumps(item): item for folder in args.runs for item in json.loads((folder / SIZES).read_text())}
+    write_whole(args.out / SIZES, json.dumps([sizes[key] for key in sorted(sizes)], indent=1) + "\n")
+    print(f"{len(recorded.rows)} rows of {len(recorded.prompts)} prompts in {args.out}")
+
+
+if __name__ == "__main__":
+    main()
