@@ -26,7 +26,7 @@ HELP = """\
 /stats      tokens seen, slots kept, memory held
 /save FILE  write the conversation to a file
 /load FILE  continue a saved conversation, under the policy it was saved with
-/reset      forget everything
+/reset      forget everything but the prefix
 /help       this text
 /quit       end; so does Ctrl-D
 Ctrl-C stops a reply."""
@@ -41,7 +41,14 @@ def add_parser(subparsers: Subparsers) -> None:
         epilog=f"commands in the chat:\n{HELP}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--policy", default=DEFAULT_POLICY, help="default: %(default)s")
+    start = parser.add_mutually_exclusive_group()
+    start.add_argument("--policy", default=DEFAULT_POLICY, help="default: %(default)s")
+    start.add_argument(
+        "--prefix",
+        type=Path,
+        metavar="SESSION",
+        help="begin with a saved session (see fit-prompt), keep the talk whole",
+    )
     add_sampling_options(parser, max_new_tokens=256)
     add_model_options(parser)
     parser.set_defaults(run=run)
@@ -50,12 +57,12 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Talk until the input ends. Errors end a piped chat; on a terminal they are told and the chat goes on."""
     policy = Policy.parse(args.policy)
-    chat = Chat(load_model(args), policy, sampling(args))
+    chat = Chat(load_model(args), policy, sampling(args), args.prefix)
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         with suppress(ImportError):
             import readline  # noqa: F401 - gives input() a history
-        print(f"{chat.model.name}, {policy.short}; /help shows the commands")
+        print(f"{chat.model.name}, {chat.session.policy.short}; /help shows the commands")
     with closing(chat):
         for line in _lines("> " if is_terminal else ""):
             try:
@@ -69,13 +76,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Chat:
-    """A session and the commands on it."""
+    """A session and the commands on it. It begins empty, or with a prefix, which was compressed for good: what is said
+    behind it is kept whole."""
 
-    def __init__(self, model: kvfold.Model, policy: Policy, options: dict[str, Any]) -> None:
+    def __init__(
+        self, model: kvfold.Model, policy: Policy, options: dict[str, Any], prefix: Path | None = None
+    ) -> None:
         self.model = model
         self.policy = policy
         self.options = options
-        self.session = kvfold.Session(model, policy)
+        self.prefix = prefix
+        self.session = self._new_session()
         self._commands: dict[str, Callable[[str], None]] = {
             "/stats": self._stats,
             "/save": self._save,
@@ -103,7 +114,7 @@ class Chat:
 
     def _answer(self, line: str) -> None:
         with deferred_interrupt() as is_interrupted:
-            self.session.extend(line)
+            self.session.extend(line, compress=self.prefix is None)
             pieces = self.session.generate(stream=True, **self.options)
             assert isinstance(pieces, Generator)
             with closing(pieces):
@@ -132,7 +143,12 @@ class Chat:
         print(f"{len(self.session.token_ids)} tokens under {self.session.policy.short}")
 
     def _reset(self, _: str) -> None:
-        self._replace(kvfold.Session(self.model, self.policy))
+        self._replace(self._new_session())
+
+    def _new_session(self) -> kvfold.Session:
+        if self.prefix is not None:
+            return kvfold.Session.load(self.model, self.prefix)
+        return kvfold.Session(self.model, self.policy)
 
     def _replace(self, session: kvfold.Session) -> None:
         self.session.close()

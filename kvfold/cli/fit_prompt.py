@@ -1,0 +1,128 @@
+"""`kvfold fit-prompt`: compress a system prompt once, for every session that starts with it.
+
+The prompt is read as a system message (as plain text where the model has no chat template), what stays of its cache is
+fitted to answer for the rest (docs/fit.md), and the session is written to a file that `kvfold.Session.load` and
+`kvfold chat --prefix` begin with. What that costs is measured on questions the prompt was not compressed for.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import kvfold
+from kvfold.cli import show
+from kvfold.cli.options import Subparsers, add_model_options, load_model
+from kvfold.cli.run import read_document
+from kvfold.errors import FileError, InputError
+from kvfold.policy import Policy
+
+if TYPE_CHECKING:
+    from kvfold.bench.self_study import Studied
+
+DEFAULT_POLICY = "kvzip + global + fit"
+_EPILOG = """examples:
+  kvfold fit-prompt rules.txt --ratio 8 --out rules.kvfold
+  kvfold fit-prompt rules.txt --ratio 20 --policy "kvzip + global + fit + int4" --out rules.kvfold
+  kvfold chat --prefix rules.kvfold
+"""
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the command to the subcommands of `kvfold`."""
+    parser = subparsers.add_parser(
+        "fit-prompt",
+        help="compress a system prompt once, for every session that starts with it",
+        description="Compress a system prompt, write it as a session file, and measure what that costs.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("file", metavar="FILE", help="the prompt, UTF-8 text; - is stdin")
+    parser.add_argument("--out", required=True, type=Path, metavar="SESSION", help="the file to write")
+    parser.add_argument("--ratio", type=float, default=20.0, metavar="R", help="one slot in R stays (default: 20)")
+    parser.add_argument("--policy", default=DEFAULT_POLICY, help="without a size (default: %(default)s)")
+    parser.add_argument("--ask", action="append", metavar="QUESTION", help="measure on this; may be repeated")
+    parser.add_argument("--answer-tokens", type=int, default=48, metavar="N", help="of a reference (default: 48)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_model_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Fit, save, measure, tell."""
+    if not args.ratio > 1:
+        raise InputError(f"--ratio {args.ratio:g} compresses nothing; give a number above 1")
+    if args.answer_tokens < 1:
+        raise InputError(f"--answer-tokens is {args.answer_tokens}; give 1 or more")
+    if not args.out.parent.is_dir():
+        raise FileError(f"the folder {args.out.parent} does not exist; name one that does")
+    policy, text = Policy.parse(f"{args.policy} + {args.ratio:g}x"), read_document(args.file)
+    model = load_model(args)
+    from kvfold.bench.self_study import QUESTIONS, study
+
+    with kvfold.Session(model, policy) as fitted:
+        _read(fitted, text)
+        fitted.save(args.out)
+        with kvfold.Session(model) as full:
+            _read(full, text)
+            studied = study(full, fitted, args.ask or QUESTIONS, args.answer_tokens)
+        report = _report(args.out, fitted, studied)
+    if args.json:
+        show.print_json(report)
+    else:
+        _print(report)
+    return 0
+
+
+def _read(session: kvfold.Session, text: str) -> None:
+    with show.prefill_bar(session.policy.short, len(session.model.tokenizer(text)["input_ids"])) as progress:
+        if session.template is None:
+            session.extend(text, progress=progress)
+        else:
+            session.extend(messages=[{"role": "system", "content": text}], progress=progress)
+
+
+def _report(path: Path, fitted: kvfold.Session, studied: list[Studied]) -> dict[str, Any]:
+    from kvfold.bench.self_study import mean
+
+    stats, overall = fitted.stats(), mean(studied)
+    return {
+        "file": str(path),
+        "file_bytes": path.stat().st_size,
+        "policy": fitted.policy.short,
+        "num_tokens": stats.logical_len,
+        "slots_per_head": stats.mean_slots,
+        "full_bytes": stats.full_bytes,
+        "resident_bytes": stats.resident_bytes,
+        "ratio": stats.ratio,
+        "prefill_s": stats.prefill_s,
+        "reference_tokens": overall.num_tokens,
+        "kl_nats": overall.kl_nats,
+        "agreement": overall.agreement,
+        "bits_lost": overall.bits_lost,
+        "questions": [
+            {
+                "question": item.question,
+                "answer": item.answer,
+                "kl_nats": item.fidelity.kl_nats,
+                "agreement": item.fidelity.agreement,
+            }
+            for item in studied
+        ],
+    }
+
+
+def _print(report: dict[str, Any]) -> None:
+    held, full = show.bytes_text(report["resident_bytes"]), show.bytes_text(report["full_bytes"])
+    print(
+        f"{report['file']}: {report['num_tokens']} tokens under {report['policy']}, "
+        f"{report['slots_per_head']:.0f} slots per head, in {report['prefill_s']:.1f} s\n"
+        f"cache {full} before, {held} after ({report['ratio']:.1f}x); file {show.bytes_text(report['file_bytes'])}\n"
+        f"along {report['reference_tokens']} tokens of the whole cache's answers: same next token "
+        f"{report['agreement']:.0%}, KL {report['kl_nats']:.3f} nats\n"
+    )
+    table = show.new_table("question", numbers=("same next token", "KL nats"))
+    for row in report["questions"]:
+        table.add_row(row["question"], f"{row['agreement']:.0%}", f"{row['kl_nats']:.3f}")
+    show.console().print(table, markup=False)
