@@ -26,7 +26,7 @@ LEVELS = (
     ("models", "store"),
     ("attend",),
     ("pages",),
-    ("score", "budget", "codec", "evicted", "when", "protect", "position"),
+    ("score", "budget", "codec", "evicted", "when", "protect", "position", "prefill"),
     ("policy",),
     ("core", "errors"),
 )

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvfold.attend.decode import seal
 from kvfold.attend.joined import prefix_of, room_behind
+from kvfold.attend.left_behind import LeftBehind
 from kvfold.attend.partial import Merge, attend, compute_dtype
 from kvfold.attend.reach import warn_if_passing
 from kvfold.attend.stored import add_stored
@@ -101,6 +102,7 @@ class PrefillPass:
             for sequence, length in zip(sequences, seen, strict=True)
         ]
         self._buffers: list[LayerBuffer | None] = [None] * len(sequences)
+        self.left = LeftBehind(self.sequences, self.num_tokens, whole=not compress or bool(followers))
         self._dtype = torch.float32
         self.held: dict[int, Held] = {}
         self._hold()
@@ -139,12 +141,12 @@ class PrefillPass:
             add_stored(merge, sequence, layer, q_HGTD, start, whole=True)
         add_new(merge, q_HGTD, buffer, offset, spec.scale, spec.sliding_window)
         self._track(index, layer, q_QTD, q_HGTD, merge, buffer, offset)
-        if buffer.filled == self.num_tokens[index]:
+        if buffer.filled == self.left.num_running[index]:
             self._look(index, layer, buffer)
         return merge.result().flatten(0, 1).to(q_QTD.dtype)
 
     def _buffer(self, index: int, layer: int, k_HTD: Tensor, v_HTD: Tensor, dtype: torch.dtype) -> LayerBuffer:
-        found, num_tokens = self._buffers[index], self.num_tokens[index]
+        found, num_tokens = self._buffers[index], self.left.num_running[index]
         if found is None:
             stored = prefix_of(self.sequences[index], layer, dtype, self._chunk_len)
             if stored is None:
@@ -183,6 +185,7 @@ class PrefillPass:
         """The last token was here: score and choose. A GPU runs the rest of the layer while the host waits for that."""
         sequence = self.sequences[index]
         new = NewSlots(buffer.k_HTD, buffer.v_HTD, sequence.sealed_len)
+        new.going_T, new.num_left = self.left.going[index], self.num_tokens[index] - new.num_tokens
         if buffer.new_mass_HT is not None:
             new.mass_HS = _joined_mass(sequence, layer, buffer)
         if buffer.queries:
@@ -195,6 +198,7 @@ class PrefillPass:
         for compression in self._rounds_of(index):
             if not compression.looks_late:
                 compression.look(layer, _for_policy(new, compression.sequence))
+        self.left.look(index, layer, new, self._tracked[index].last_queries)
 
     def look_again(
         self, index: int, replay: Replay, maxima: Sequence[Tensor | None], queries: Sequence[Tensor | None]
@@ -214,7 +218,7 @@ class PrefillPass:
 
     def finish_layer(self, layer: int) -> None:
         """All tokens of all sequences have passed this layer: stage what was chosen."""
-        for index, (buffer, total) in enumerate(zip(self._buffers, self.num_tokens, strict=True)):
+        for index, (buffer, total) in enumerate(zip(self._buffers, self.left.num_running, strict=True)):
             assert buffer is not None and buffer.filled == total, f"sequence {index} is not through layer {layer}"
         for compression in (*self.rounds, *(follower for _, follower in self.followers)):
             compression.settle()

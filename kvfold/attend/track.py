@@ -58,7 +58,8 @@ def _stage_needs(policy: Policy, decoding: bool) -> list[Needs]:
     idle = decoding and isinstance(policy.decode.when, Never)
     active = [stage for stage in stages if stage.size is not None and not idle]
     budgets = [Needs(last_queries=stage.budget.last_queries) for stage in active]
-    return [needs for stage in active for needs in (stage.score.needs, stage.evicted.needs)] + budgets
+    going = [] if decoding else [policy.propagate.needs]
+    return [needs for stage in active for needs in (stage.score.needs, stage.evicted.needs)] + budgets + going
 
 
 def track_queries(sequence: SequenceCache, layer: int, q_QTD: Tensor, start: int, tracked: Tracked) -> None:

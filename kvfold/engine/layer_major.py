@@ -2,16 +2,19 @@
 
 The model is called once over the whole packed input; each decoder layer's forward is wrapped so that it sees one piece
 at a time. When a layer is through, the pass scores and drops, so only one layer's keys and values ever exist whole.
-Hidden states of all tokens stand once: a layer writes over what it has read. The last layer hands on only the rows that
-are asked for, or the final norm would hold every token in fp32.
+Hidden states of all tokens stand once: a layer writes over what it has read. Where a policy leaves tokens behind, the
+states of the others go on, with what belongs to their positions. The last layer hands on only the rows that are asked
+for, or the final norm would hold every token in fp32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvfold.attend.prefill import PrefillPass
@@ -30,9 +33,12 @@ class LayerMajor:
     num_layers: int
     keep: Tensor | None = None  # tokens of the packed input whose hidden states are wanted; None: all
     _work: int = 0  # tokens times layers
+    _going: Tensor | None = None  # tokens of the packed input that are still running; None: all
+    _num_packed: int = 0  # tokens of the packed input
 
     def __post_init__(self) -> None:
         self.cache = PassCache(self.current, self.pieces)
+        self._num_packed = self.pieces[-1].end
 
     def wrap(self, layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -44,6 +50,7 @@ class LayerMajor:
                 del out  # or it would stand beside the next piece's
                 self._report(piece.end - piece.begin)
             self.current.finish_layer(layer)
+            hidden_states = self._leave_behind(layer, hidden_states)
             is_last = layer == self.num_layers - 1
             found = hidden_states[:, self.keep] if is_last and self.keep is not None else hidden_states
             return (found,) if is_tuple else found
@@ -54,9 +61,24 @@ class LayerMajor:
         self, piece: Piece, forward: Callable[..., Any], hidden_states: Tensor, args: Any, kwargs: dict[str, Any]
     ) -> Any:
         self.cache.pieces = [piece]
-        mine, length = slice(piece.begin, piece.end), hidden_states.shape[1]
+        span, length = slice(piece.begin, piece.end), self._num_packed
+        mine = span if self._going is None else self._going[span]
         cut_args = [_cut(value, mine, length) for value in args]
-        return forward(hidden_states[:, mine], *cut_args, **{k: _cut(v, mine, length) for k, v in kwargs.items()})
+        return forward(hidden_states[:, span], *cut_args, **{k: _cut(v, mine, length) for k, v in kwargs.items()})
+
+    def _leave_behind(self, layer: int, hidden_states: Tensor) -> Tensor:
+        """Hidden states of the tokens that go on, where some of them do not."""
+        going = self.current.left.leave()
+        if going is None:
+            return hidden_states
+        self._report((hidden_states.shape[1] - len(going)) * (self.num_layers - 1 - layer))
+        hidden_states = hidden_states[:, going]
+        self._going = going if self._going is None else self._going[going]
+        lens = self.current.left.num_running
+        self.pieces = _pieces(lens, max(piece.end - piece.begin for piece in self.pieces))
+        if self.keep is not None:  # the last token of each sequence, which always goes on
+            self.keep = torch.tensor(lens, device=self.keep.device).cumsum(0) - 1
+        return hidden_states
 
     def _report(self, num_tokens: int) -> None:
         """A token counts as done when its share of all layers is."""
@@ -66,7 +88,17 @@ class LayerMajor:
             self.progress(self._work // self.num_layers - before)
 
 
-def _cut(value: Any, mine: slice, length: int) -> Any:
+def _pieces(lens: Sequence[int], most: int) -> list[Piece]:
+    """Sequences of so many tokens, one behind the other, in pieces of at most so many."""
+    starts = [0, *accumulate(lens)]
+    return [
+        Piece(index, start + begin, start + min(begin + most, length))
+        for index, (start, length) in enumerate(zip(starts, lens, strict=False))
+        for begin in range(0, length, most)
+    ]
+
+
+def _cut(value: Any, mine: slice | Tensor, length: int) -> Any:
     """The tokens `mine` of whatever a decoder layer is given per token."""
     if isinstance(value, tuple):
         return tuple(_cut(item, mine, length) for item in value)

@@ -96,13 +96,14 @@ class Runner:
     ) -> Tensor:
         """Read the same tokens into several empty sequences of different policies: one forward serves all.
 
-        Logits [sequences, vocab] after the last token. Sequences that compress between chunks run on their own.
+        Logits [sequences, vocab] after the last token. Sequences that compress between chunks, or leave tokens behind
+        between layers, run on their own.
         """
         if any(sequence.logical_len for sequence in sequences) or not sequences:
             raise InputError("prefill_many fills one or more empty sequences; use prefill to continue one")
         self._check([sequences[0]], [tokens])
         seen = _seen_lens([sequences[0]], [tokens])
-        alone = [i for i, s in enumerate(sequences) if isinstance(s.policy.prefill.when, BetweenChunks)]
+        alone = [i for i, s in enumerate(sequences) if _runs_alone(s.policy)]
         shared = [sequence for i, sequence in enumerate(sequences) if i not in alone]
         logits: dict[int, Tensor] = {i: self.prefill([sequences[i]], [tokens])[0] for i in alone}
         if shared:
@@ -120,6 +121,10 @@ class Runner:
         self._check([sequence], [tokens])
         seen = _seen_lens([sequence], [tokens])
         sequence.open.rollback()
+        if compress and sequence.policy.propagate.shortens:
+            raise InputError(
+                f'policy "{sequence.policy.short}" leaves tokens behind, which have no probabilities then; use dense'
+            )
         head = output_head(self.hf)
         found, at = [], 0
         for _, (part,) in self._passes([sequence], [tokens], compress):
@@ -316,6 +321,10 @@ class Runner:
             past_key_values=cache,
             use_cache=True,
         )
+
+
+def _runs_alone(policy: Policy) -> bool:
+    return isinstance(policy.prefill.when, BetweenChunks) or policy.propagate.shortens
 
 
 def _seen_lens(sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]) -> list[int]:

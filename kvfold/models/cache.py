@@ -42,6 +42,7 @@ class Cache(HfCache):  # type: ignore[misc]
         self.policy = Policy.parse(policy)
         check_policy(self.policy, self.spec)
         _refuse_replay(self.policy)
+        _refuse_propagation(self.policy)
         self.arena = arena_of(model)
         self.config = PageConfig(page_size, open_len)
         self.sequences: list[SequenceCache] = []
@@ -197,6 +198,14 @@ class _Handle:
     @torch.no_grad()
     def attend(self, query: Tensor, mask: Tensor | None) -> Tensor:
         return self.cache.attend(self.layer, query, self.k_BHTD, self.v_BHTD, mask)
+
+
+def _refuse_propagation(policy: Policy) -> None:
+    if policy.propagate.shortens:
+        raise PolicyError(
+            f'policy "{policy.short}" leaves tokens behind between layers, which only a runner can; use '
+            "kvfold.Session, or leave that term out"
+        )
 
 
 def _refuse_replay(policy: Policy) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvfold.core import ModelSpec
 from kvfold.errors import PolicyError
 from kvfold.policy.policy import Policy
+from kvfold.policy.registry import term_of
 from kvfold.score.predictor import predictor_for
 
 
@@ -18,6 +19,7 @@ def check_policy(policy: Policy, spec: ModelSpec) -> None:
     _check_output(policy, spec)
     _check_predictor(policy, spec)
     _check_reader(policy, spec)
+    _check_propagation(policy, spec)
     _check_below(policy, spec)
     if not policy.position.shifts:
         return
@@ -53,6 +55,16 @@ def _check_reader(policy: Policy, spec: ModelSpec) -> None:
             f'policy "{policy.short}": every layer of {spec.name} would read everything; let the reader skip fewer '
             f"layers than {spec.num_layers}, or leave it out"
         )
+
+
+def _check_propagation(policy: Policy, spec: ModelSpec) -> None:
+    if not policy.propagate.shortens:
+        return
+    name = f'policy "{policy.short}": {term_of(policy.propagate).name}'
+    if len(spec.compressible_layers) < spec.num_layers:
+        raise PolicyError(f"{name} leaves tokens behind that sliding windows of {spec.name} count; use dense")
+    if not 0 <= policy.propagate.last_whole(spec.num_layers) < spec.num_layers - 1:
+        raise PolicyError(f"{name} needs a layer before the last of {spec.num_layers}; give layer=, or use dense")
 
 
 def _check_below(policy: Policy, spec: ModelSpec) -> None:

@@ -24,7 +24,7 @@ from kvfold.score.predictor import predictor_for
 
 @dataclass
 class NewSlots:
-    """The slots a pass adds to one layer of one sequence, at consecutive positions, and what was observed of them."""
+    """The slots a pass adds to one layer of one sequence, usually at consecutive positions, and what was observed."""
 
     k_HTD: Tensor
     v_HTD: Tensor
@@ -33,6 +33,8 @@ class NewSlots:
     q_QTD: Tensor | None = None  # their queries
     replay_HGS: Tensor | None = None  # the largest weight that a second reading gave stored and new slots
     replay_q_HGTD: Tensor | None = None  # some of its queries
+    going_T: Tensor | None = None  # which tokens of the pass they are, where others were left behind; not the last
+    num_left: int = 0  # tokens left behind
 
     @property
     def num_tokens(self) -> int:
@@ -41,10 +43,12 @@ class NewSlots:
     @property
     def end(self) -> int:
         """Position after the last."""
-        return self.start + self.num_tokens
+        return self.start + self.num_tokens + self.num_left
 
     @property
     def position_T(self) -> Tensor:
+        if self.going_T is not None:
+            return self.start + self.going_T
         return torch.arange(self.start, self.end, device=self.k_HTD.device)
 
     def since(self, position: int) -> NewSlots:

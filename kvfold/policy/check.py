@@ -30,6 +30,7 @@ def check(policy: Policy) -> None:
     _check_codec(policy)
     _check_below(policy)
     _check_reader(policy)
+    _check_propagation(policy)
 
 
 def _check_arguments(variant: Any) -> None:
@@ -176,6 +177,29 @@ def _check_reader(policy: Policy) -> None:
             f"reader {_name(policy.attend)} judges pages by keys as they are stored, and position "
             f"{_name(policy.position)} moves them when they are read; use keep, or read everything with all"
         )
+
+
+def _check_propagation(policy: Policy) -> None:
+    """Layers that do not run on every token see no consecutive positions, and store no slot of some tokens."""
+    if not policy.propagate.shortens:
+        return
+    name, stage = _name(policy.propagate), policy.prefill
+    needs = [part.needs for part in (stage.score, stage.evicted) if stage.evicts]
+    if any(need.replay or need.query_stats or need.new_queries for need in needs):
+        raise PolicyError(
+            f"{name} leaves tokens behind, and score {_name(stage.score)} with {_name(stage.evicted)} looks at queries "
+            "of all of them in every layer; use a score that looks at the end alone, such as snapkv, and drop"
+        )
+    if _name(stage.when) == "between_chunks":
+        raise PolicyError(
+            f"{name} looks at the end of the prompt, which is not there yet between_chunks; use after_prefill"
+        )
+    if policy.position.shifts:
+        raise PolicyError(
+            f"{name} leaves gaps in later layers alone, which {_name(policy.position)} would close; use keep"
+        )
+    if any(codec.needs_below for codec in policy.codec.codecs):
+        raise PolicyError(f"{name} stores fewer slots in later layers, and the codec needs the same in the layer below")
 
 
 def _evicting_scores() -> list[str]:

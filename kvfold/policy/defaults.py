@@ -27,6 +27,7 @@ NAMES = {
     "position": "keep",
     "codec": "native",
     "attend": "all",
+    "prefill": "dense",
 }
 PHASES = ("prefill", "decode")
 

@@ -25,17 +25,19 @@ from kvfold.policy.write import canonical, short
 
 if TYPE_CHECKING:
     from kvfold.position import Position
+    from kvfold.prefill import Propagation
 
 
 @dataclass(frozen=True)
 class Policy:
-    """`prefill` and `decode` say what is kept in each phase; codec, position and reader are common to both."""
+    """`prefill` and `decode` say what is kept in each phase; codec, position, reader and way to prefill are common."""
 
     prefill: Stage
     decode: Stage
     codec: CodecPlan
     position: Position
     attend: Reader
+    propagate: Propagation
 
     def __post_init__(self) -> None:
         check(self)
@@ -62,7 +64,7 @@ class Policy:
     def variants(self) -> tuple[Any, ...]:
         """Every registered part of the policy, each once, also those that stand inside another."""
         staged = [part for _, stage in self.stages() for part in stage.variants]
-        outer = (*staged, self.position, *self.codec.codecs, self.attend)
+        outer = (*staged, self.position, *self.codec.codecs, self.attend, self.propagate)
         return tuple(dict.fromkeys(part for variant in outer for part in nested(variant)))
 
     def __str__(self) -> str:

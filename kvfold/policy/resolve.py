@@ -21,8 +21,9 @@ from kvfold.policy.stage import STAGE_AXES, Stage
 
 if TYPE_CHECKING:
     from kvfold.position import Position
+    from kvfold.prefill import Propagation
 
-_Level = dict[str, Any]  # axis (for triggers: phase) -> value
+_Level = dict[str, Any]  # axis (for triggers: phase; for the axis named like a phase: "propagate") -> value
 
 
 class Parts(NamedTuple):
@@ -31,6 +32,7 @@ class Parts(NamedTuple):
     codec: CodecPlan
     position: Position
     attend: Reader
+    propagate: Propagation
 
 
 def resolve(terms: Iterable[Call | Size | Phase]) -> Parts:
@@ -46,6 +48,7 @@ def resolve(terms: Iterable[Call | Size | Phase]) -> Parts:
         codec=outer.get("codec", CodecPlan(native, native)),
         position=outer.get("position", default("position")),
         attend=outer.get("attend", default("attend")),
+        propagate=outer.get("propagate", default("prefill")),
     )
 
 
@@ -61,7 +64,7 @@ def _level(terms: Iterable[Call | Size], phase: str | None = None) -> _Level:
     texts: dict[str, str] = {}
     for term in terms:
         axis, value = _bound(term)
-        key = value.phase if axis == "when" else axis
+        key = value.phase if axis == "when" else "propagate" if axis == "prefill" else axis
         if phase is not None:
             _refuse_in_phase(phase, axis, key, str(term))
         if key in level:

@@ -39,7 +39,7 @@ def bind(model: Model, policy: Policy, config: PageConfig, *, prefill_len: int, 
 
 def kind_of(policy: Policy, spec: ModelSpec) -> Kind:
     """Sliding windows forget what a shorter prefix would need, so they are kept as they are at one length."""
-    evicts = policy.prefill.evicts or policy.decode.evicts
+    evicts = policy.prefill.evicts or policy.decode.evicts or policy.propagate.shortens
     has_windows = len(spec.compressible_layers) < spec.num_layers
     is_lossless = all(codec.lossless for codec in policy.codec.codecs)
     return "chunks" if is_lossless and not evicts and not has_windows else "snapshots"
@@ -53,6 +53,11 @@ def check_reuse(policy: Policy, spec: ModelSpec) -> None:
             f'policy "{policy.short}": score {term_of(stage.score).name} judges by the end of the prompt, and a stored '
             "prefix is compressed before its question is known; use a score that needs no end, such as kvzip or "
             "keydiff, or do not reuse prefixes"
+        )
+    if policy.propagate.shortens:
+        raise PolicyError(
+            f'policy "{policy.short}": {term_of(policy.propagate).name} judges by the end of the prompt, and a stored '
+            "prefix is read before its question is known; use dense, or do not reuse prefixes"
         )
     if any(layer.rope is not None and layer.rope.depends_on_length for layer in spec.layers):
         raise ModelError(

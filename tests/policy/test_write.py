@@ -64,27 +64,27 @@ def _outer_terms(text: str) -> list[str]:
     [
         (
             "full",
-            "full + uniform + after_prefill + never + protect(sinks=4, recent=32) + drop + keep + native + all",
+            "full + uniform + after_prefill + never + protect(sinks=4, recent=32) + drop + keep + native + all + dense",
         ),
         (
             "int8(layers=1:-1) + protect(none) + 4 x + knorm + every(64)",
             "knorm + uniform + 4x + after_prefill + every(tokens=64) + protect(sinks=0, recent=0) + drop + keep"
-            " + int8(group_size=none, layers=1:-1) + all",
+            " + int8(group_size=none, layers=1:-1) + all + dense",
         ),
         (
             "decode(2048tok + keydiff) + prefill(knorm + 8x + ada)",
             "prefill(knorm + ada(floor=0.2) + 8x) + decode(keydiff + uniform + 2048tok) + after_prefill + on_overflow"
-            " + protect(sinks=4, recent=32) + drop + keep + native + all",
+            " + protect(sinks=4, recent=32) + drop + keep + native + all + dense",
         ),
         (
             "prefill(knorm + 8x)",
             "prefill(knorm + 8x) + decode(full) + uniform + after_prefill + never"
-            " + protect(sinks=4, recent=32) + drop + keep + native + all",
+            " + protect(sinks=4, recent=32) + drop + keep + native + all + dense",
         ),
         (
             "codec(v=int4, layers=2:)",
             "full + uniform + after_prefill + never + protect(sinks=4, recent=32) + drop + keep"
-            " + codec(k=native, v=int4(group_size=none), layers=2:) + all",
+            " + codec(k=native, v=int4(group_size=none), layers=2:) + all + dense",
         ),
     ],
 )

@@ -1,0 +1,71 @@
+"""Tokens that a prefill pass leaves behind between two layers, where its policies say so (kvfold/prefill.py).
+
+After the last layer that runs on all tokens, the layer's keys and the prompt's last queries decide who goes on. Later
+layers are shorter: what they store has gaps, at the positions of those who stayed behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from kvfold.pages.sequence import SequenceCache
+from kvfold.pages.view import NewSlots, build_view
+from kvfold.prefill import going_on
+from kvfold.score.base import View
+
+
+class LeftBehind:
+    """`going[i]`: the tokens of sequence i that still run, ascending, None for all; `num_running[i]`: how many.
+
+    `whole`: every policy is to be run as if it left nobody behind.
+    """
+
+    def __init__(self, sequences: Sequence[SequenceCache], num_tokens: Sequence[int], *, whole: bool) -> None:
+        self.sequences = list(sequences)
+        self.num_running = list(num_tokens)
+        self.going: list[Tensor | None] = [None] * len(self.sequences)
+        ways = [sequence.policy.propagate for sequence in sequences]
+        self._last_whole = [
+            way.last_whole(sequence.spec.num_layers) if way.shortens and not whole else None
+            for way, sequence in zip(ways, sequences, strict=True)
+        ]
+        self._chosen: dict[int, Tensor] = {}  # for after the layer that is running
+
+    def look(self, index: int, layer: int, new: NewSlots, num_last: int) -> None:
+        """All tokens of a sequence were in this layer: choose, if it is the one to do so. The last `num_last` stay."""
+        sequence = self.sequences[index]
+        way = sequence.policy.propagate
+        num_going = way.num_going(new.num_tokens) if layer == self._last_whole[index] else new.num_tokens
+        if num_going < new.num_tokens:
+            view = build_view(sequence, layer, new, way.needs)
+            must_RS = _must_go_on(sequence, view, num_last)
+            self._chosen[index] = going_on(way.importance(view), view, new.num_tokens, num_going, must_RS)
+
+    def leave(self) -> Tensor | None:
+        """After a layer: which of the tokens that ran go on, packed over all sequences; None where all do."""
+        if not self._chosen:
+            return None
+        starts = [0, *accumulate(self.num_running)]
+        parts = []
+        for index, (start, length) in enumerate(zip(starts, self.num_running, strict=False)):
+            chosen_K = self._chosen.get(index)
+            if chosen_K is None:
+                chosen_K = torch.arange(length, device=self.sequences[index].arena.device)
+            else:
+                self.going[index], self.num_running[index] = chosen_K, len(chosen_K)
+            parts.append(start + chosen_K)
+        self._chosen = {}
+        return torch.cat(parts)
+
+
+def _must_go_on(sequence: SequenceCache, view: View, num_last: int) -> Tensor:
+    """bool [R, S]: what the policy protects, pinned spans, and the last tokens, whose queries later layers look at."""
+    must_RS = sequence.policy.prefill.protect.mask(view.position_RS, view.seen_R)
+    must_RS = must_RS | (view.position_RS >= view.seen_R.unsqueeze(-1) - max(num_last, 1))
+    for start, end in sequence.pinned:
+        must_RS = must_RS | ((view.position_RS >= start) & (view.position_RS < end))
+    return must_RS

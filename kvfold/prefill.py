@@ -1,0 +1,103 @@
+"""How is the prompt run? `dense`: every token through every layer. `fastkv`: later layers run on what matters by then.
+
+Prompts run layer by layer, the hidden states of all tokens held in between, so tokens can be left behind between two
+layers. From there on their states are not computed and later layers store nothing of them; the others keep their
+positions.
+
+    R rows (the KV heads of one sequence)   S slots, stored then new   T new tokens   K tokens that go on
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvfold.policy.registry import register
+from kvfold.score.base import Needs, View
+from kvfold.score.snapkv import SnapKV
+
+
+class Propagation:
+    """A choice of the `prefill` axis. Without `shortens` no other method is called."""
+
+    shortens: ClassVar[bool] = False
+
+    @property
+    def needs(self) -> Needs:
+        """What `importance` looks at."""
+        return Needs()
+
+    def last_whole(self, num_layers: int) -> int:
+        """The last layer that runs on all tokens, counted from the bottom."""
+        raise NotImplementedError
+
+    def num_going(self, num_tokens: int) -> int:
+        """How many of so many new tokens go on, if no more must."""
+        raise NotImplementedError
+
+    def importance(self, view: View) -> Tensor:
+        """[R, S] of that layer; their sum over rows decides."""
+        raise NotImplementedError
+
+
+@register("prefill", "dense")
+@dataclass(frozen=True)
+class Dense(Propagation):
+    """Every token runs through every layer."""
+
+
+@register("prefill", "fastkv", paper="arXiv:2502.01068", cost="w·L·d once; later layers run on `rate` of the prompt")
+@dataclass(frozen=True)
+class FastKV(Propagation):
+    """From the middle of the model on, only the `rate` of a prompt's tokens that its end looks at run through layers.
+
+    After layer `layer` (default: half of them have run) a token's importance is the attention of the last `window`
+    queries, pooled over `kernel` neighbours, summed over all heads. The most important ceil(rate * T) go on; the
+    window, protected and pinned tokens, and as many of the last as the policy's score needs queries of, always do. The
+    last token is among them. What each layer stores is the size's business, as ever: the published method is
+    `snapkv(window=8, kernel=7, over_group=sum) + 10x + fastkv`.
+
+    Differences from the reference: the window counts within the rate; the layer is named for three models there, half
+    of the layers in each; a question that is read later (`ask`) runs whole.
+    """
+
+    rate: float = 0.2
+    layer: int | None = None
+    window: int = 8
+    kernel: int = 7
+
+    shortens: ClassVar[bool] = True
+
+    def validate(self) -> str | None:
+        if not 0.0 < self.rate <= 1.0:
+            return f"rate is the share of tokens that go on, above 0 and at most 1, not {self.rate}"
+        if self.window < 1:
+            return f"window is at least 1, not {self.window}"
+        return None if self.kernel % 2 else f"kernel must be odd, so that a slot is its own centre, not {self.kernel}"
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(last_queries=self.window)
+
+    def last_whole(self, num_layers: int) -> int:
+        return num_layers // 2 - 1 if self.layer is None else self.layer
+
+    def num_going(self, num_tokens: int) -> int:
+        return math.ceil(self.rate * num_tokens)
+
+    def importance(self, view: View) -> Tensor:
+        return SnapKV(self.window, self.kernel, over_group="sum").score(view)
+
+
+def going_on(importance_RS: Tensor, view: View, num_tokens: int, num_going: int, must_RS: Tensor) -> Tensor:
+    """The new tokens that go on, ascending [K]: those that must, and the most important of the others."""
+    new_T = torch.arange(num_tokens, device=must_RS.device)
+    slot_RT = view.len_R.unsqueeze(-1) - num_tokens + new_T
+    total_T = importance_RS.gather(1, slot_RT).sum(0)
+    total_T = total_T.masked_fill(must_RS.gather(1, slot_RT).any(0), torch.inf)
+    count = max(num_going, int(total_T.isinf().sum()))
+    return total_T.topk(min(count, num_tokens)).indices.sort().values
