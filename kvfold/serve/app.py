@@ -8,6 +8,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -53,7 +54,14 @@ class App:
         self.service = service
         self._created = int(time.time())
 
-    def asgi(self) -> Starlette:
+    def asgi(self, on_start: Callable[[], None] = lambda: None) -> Starlette:
+        """The application; `on_start` is called when it begins to take requests."""
+
+        @asynccontextmanager
+        async def lifespan(_: Starlette) -> AsyncIterator[None]:
+            on_start()
+            yield
+
         post: dict[str, Handler] = {
             "/v1/messages": self._messages,
             "/v1/messages/count_tokens": self._count_tokens,
@@ -71,7 +79,8 @@ class App:
         routes = [Route(path, self._guarded(handler), methods=["POST"]) for path, handler in post.items()]
         routes += [Route(path, self._guarded(handler), methods=["GET"]) for path, handler in get.items()]
         missing = self._guarded(_not_found)
-        return Starlette(routes=[*routes, Route("/{path:path}", missing, methods=["GET", "POST", "PUT", "DELETE"])])
+        rest = Route("/{path:path}", missing, methods=["GET", "POST", "PUT", "DELETE"])
+        return Starlette(routes=[*routes, rest], lifespan=lifespan)
 
     # Around every request
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from threading import Lock
 
@@ -25,12 +25,12 @@ class Metrics:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._counts: dict[str, Counter[Labels]] = {}
+        self._counts: dict[str, defaultdict[Labels, float]] = {}
         self._gauges: dict[str, tuple[str, Callable[[], float]]] = {}
 
     def add(self, name: str, amount: float = 1, **labels: str) -> None:
         with self._lock:
-            self._counts.setdefault(name, Counter())[tuple(sorted(labels.items()))] += amount  # type: ignore[assignment]
+            self._counts.setdefault(name, defaultdict(float))[tuple(sorted(labels.items()))] += amount
 
     def observe(self, name: str, seconds: float) -> None:
         """Into a histogram."""
@@ -53,10 +53,15 @@ class Metrics:
             counts[name] = {(("event", event),): count for event, count in found.items()}
         lines: list[str] = []
         for name in sorted(counts):
-            lines += [*_head(name), *(f"{name}{_labels(key)} {value:g}" for key, value in sorted(counts[name].items()))]
+            lines += [*_head(name), *(f"{name}{_labels(key)} {value:g}" for key, value in _ordered(counts[name]))]
         for name, (text, read) in sorted(self._gauges.items()):
             lines += [f"# HELP {name} {text}", f"# TYPE {name} gauge", f"{name} {read():.17g}"]
         return "\n".join(lines) + "\n"
+
+
+def _ordered(found: Mapping[Labels, float]) -> list[tuple[Labels, float]]:
+    """By labels; the buckets of a histogram rise."""
+    return sorted(found.items(), key=lambda item: [(name, float(x) if name == "le" else x) for name, x in item[0]])
 
 
 def _head(name: str) -> list[str]:

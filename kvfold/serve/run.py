@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvfold.errors import MissingExtra
+from kvfold.errors import InputError, MissingExtra
 from kvfold.models.loader import Model
 from kvfold.policy.policy import Policy
 from kvfold.serve.app import App
@@ -72,10 +73,17 @@ def service_of(model: Model, policy: str | Policy, settings: Settings, store: Pr
         store.close()
 
 
-def serve(service: Service, host: str, port: int) -> None:
-    """Until it is interrupted."""
+def serve(service: Service, host: str, port: int, started: Callable[[int], None]) -> None:
+    """Until it is interrupted; `started` is told the port once requests are taken."""
     try:
         import uvicorn
     except ImportError as error:
         raise MissingExtra("the server needs Starlette and uvicorn; run: pip install 'kvfold[serve]'") from error
-    uvicorn.run(App(service).asgi(), host=host, port=port, log_level="warning", access_log=False)
+    try:
+        listening = socket.create_server((host, port), backlog=2048)
+    except OSError as error:
+        raise InputError(f"nothing can listen at {host}:{port} ({error.strerror}); choose another --port") from error
+    app = App(service).asgi(on_start=lambda: started(listening.getsockname()[1]))
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=10)
+    with listening:
+        uvicorn.Server(config).run(sockets=[listening])

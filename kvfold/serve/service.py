@@ -157,7 +157,7 @@ class Service:
         if tenant not in self._shelves:
             facts = {"prefill_len": self._runner.chunk_len, "tenant": tenant}
             prefixes = self.store.prefixes(self.model, self.policy, **facts)  # type: ignore[arg-type]
-            self._shelves[tenant] = Shelf(Entries(), prefixes, self._new_sequence)
+            self._shelves[tenant] = Shelf(Entries(), prefixes)
         return self._shelves[tenant]
 
     # Limits

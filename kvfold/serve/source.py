@@ -43,7 +43,6 @@ class Shelf:
 
     entries: Entries
     prefixes: Prefixes
-    new_sequence: NewSequence
 
 
 class CachedSource:
@@ -57,7 +56,7 @@ class CachedSource:
 
     def begin(self) -> Begin:
         self._num_hit, self.miss = 0, "absent"
-        found = next(filter(None, map(self._open, self._plan.candidates)), None) or Begin(self._shelf.new_sequence())
+        found = next(filter(None, map(self._open, self._plan.candidates)), None) or self._stored()
         self.bill = bill(len(self._tokens), self._num_hit, self._plan.marks)
         return Begin(found.sequence, found.num_read, [mark.place.end for mark in self._plan.marks])
 
@@ -77,6 +76,13 @@ class CachedSource:
             return None
         entries.use(place.digest, self._at)
         self._num_hit, self.miss = place.end, None
+        return Begin(hit.sequence, hit.matched_tokens)
+
+    def _stored(self) -> Begin:
+        """Tensors that happen to be there, of requests whose reply has not begun, or of before a restart: they save
+        work, and this request pays for its entries all the same."""
+        ends = [mark.place.end for mark in self._plan.marks]
+        hit = self._shelf.prefixes.lookup(self._tokens, markers=ends, at=self._at)
         return Begin(hit.sequence, hit.matched_tokens)
 
     def reached(self, sequence: SequenceCache, num_read: int) -> None:

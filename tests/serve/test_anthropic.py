@@ -43,7 +43,7 @@ def test_a_stream_adds_up_to_the_message(server: Running) -> None:
     whole = create(server)
     with server.anthropic.messages.stream(model="tiny", max_tokens=12, messages=HELLO) as stream:
         kinds = [event.type for event in stream]
-        final = stream.get_final_message()
+        final: Any = stream.get_final_message()
     assert final.content[0].text == whole.content[0].text
     assert (final.stop_reason, final.usage.output_tokens) == ("max_tokens", 12)
     assert kinds[0] == "message_start"

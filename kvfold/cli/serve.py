@@ -1,0 +1,113 @@
+"""`kvfold serve`: one model over HTTP, for Anthropic's and OpenAI's clients, with a prompt cache.
+
+kvfold serve --model smollm2-135m --policy "keydiff + 4x" --disk prefixes --disk-size 20GB
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from kvfold.cli.options import Subparsers, add_model_options, load_model
+from kvfold.errors import InputError
+from kvfold.policy import Policy
+
+if TYPE_CHECKING:
+    from kvfold.serve.settings import Settings
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the command to the subcommands of `kvfold`."""
+    parser = subparsers.add_parser(
+        "serve",
+        help="serve a model over HTTP",
+        description="Serve a model to Anthropic's and OpenAI's clients; prompts that begin alike share work.",
+    )
+    parser.add_argument("--policy", default="full", help="default: %(default)s")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8080, help="default: %(default)s")
+    parser.add_argument("--alias", action="append", default=[], metavar="NAME", help="another name for the model")
+    parser.add_argument("--keys", metavar="FILE", help="API keys: a key and its tenant on each line; default: none")
+    _add_cache_options(parser)
+    _add_limits(parser)
+    add_model_options(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_cache_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("prompt cache")
+    group.add_argument("--host-memory", default="4GB", metavar="SIZE", help="of the host, for it; default: %(default)s")
+    group.add_argument("--disk", metavar="DIR", help="folder for prefixes that survive a restart")
+    group.add_argument("--disk-size", default="20GB", metavar="SIZE", help="most that it holds; default: %(default)s")
+    group.add_argument("--redis", metavar="URL", help="share prefixes with other servers, e.g. redis://host:6379/0")
+    group.add_argument("--cache-min-tokens", type=int, metavar="N", help="least length cached; default: by model name")
+    group.add_argument("--price", type=float, nargs=2, metavar=("IN", "OUT"), help="dollars for a million tokens")
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("limits")
+    group.add_argument("--max-running", type=int, default=16, metavar="N", help="replies at a time (%(default)s)")
+    group.add_argument("--max-waiting", type=int, default=256, metavar="N", help="requests in line (%(default)s)")
+    group.add_argument("--max-per-tenant", type=int, default=64, metavar="N", help="requests of one (%(default)s)")
+    group.add_argument("--max-output", type=int, default=32_768, metavar="N", help="tokens of a reply (%(default)s)")
+    group.add_argument("--max-body", default="32MB", metavar="SIZE", help="bytes of a request (%(default)s)")
+    group.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds for a request (%(default)s)")
+    group.add_argument("--temperature", type=float, default=1.0, metavar="T", help="where a request names none")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load, and serve until Ctrl-C."""
+    policy = Policy.parse(args.policy)
+    if not 0 <= args.port < 1 << 16:
+        raise InputError(f"port {args.port} does not exist; give 0 (any free one) to 65535")
+    from kvfold.serve.run import log_to_stderr, open_store, serve, service_of
+
+    settings = make_settings(args)
+    model, size = load_model(args), _bytes
+    store = open_store(
+        model,
+        host_bytes=size(args.host_memory),
+        disk=args.disk,
+        disk_bytes=size(args.disk_size),
+        redis=args.redis,
+    )
+    log_to_stderr()
+    with service_of(model, policy, settings, store) as service:
+        if service.no_reuse is not None:
+            print(f"prompts are not cached: {service.no_reuse}")
+        serve(service, args.host, args.port, lambda port: _say(args, policy, port))
+    return 0
+
+
+def make_settings(args: argparse.Namespace) -> Settings:
+    """What the options say of limits, keys and prices."""
+    from kvfold.serve.bill import Price, read_factor_of
+    from kvfold.serve.keys import read_keys
+    from kvfold.serve.settings import Limits, Settings
+
+    names = (args.model, *args.alias)
+    return Settings(
+        names=names,
+        limits=Limits(
+            body_bytes=_bytes(args.max_body),
+            output_tokens=args.max_output,
+            per_tenant=args.max_per_tenant,
+            running=args.max_running,
+            waiting=args.max_waiting,
+            request_s=args.timeout,
+        ),
+        tenants=None if args.keys is None else read_keys(args.keys),
+        price=None if args.price is None else Price(args.price[0], args.price[1], read_factor_of(names[-1])),
+        cache_min_tokens=args.cache_min_tokens,
+        temperature=args.temperature,
+    )
+
+
+def _bytes(text: str) -> int:
+    from kvfold.models.loader import parse_bytes
+
+    return parse_bytes(text)
+
+
+def _say(args: argparse.Namespace, policy: Policy, port: int) -> None:
+    print(f"{args.model}, {policy.short}: http://{args.host}:{port} (Ctrl-C ends it)", flush=True)
