@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -19,7 +20,15 @@ from kvfold.core import ModelSpec, Rope
 from kvfold.errors import FileError, KvfoldError, PolicyError
 from kvfold.policy import Policy
 from kvfold.score import Learned, Needs
-from kvfold.score.predictor import FORMAT, LayerPredictor, Predictor, features, predictor_for, save_predictor
+from kvfold.score.predictor import (
+    FORMAT,
+    LayerPredictor,
+    Predictor,
+    features,
+    predictor_for,
+    save_predictor,
+    shipped_path,
+)
 from tests.score.views import HEAD_DIM, HEADS, SPEC, make_view
 
 SEEN, LENS = (50, 40), (30, 25, 40, 12)
@@ -140,6 +149,17 @@ def test_a_model_nothing_was_trained_for_is_refused() -> None:
     for weights in ("", "0" * 64):
         with pytest.raises(PolicyError, match="no predictor for the weights of toy; train one with kvfold"):
             predictor_for(model_spec(weights), "")
+
+
+def test_what_the_package_has_is_small_and_named_by_the_weights() -> None:
+    paths = sorted(shipped_path("").parent.glob("scorer-*.safetensors"))
+    assert paths
+    for path in paths:
+        with safe_open(path, framework="pt") as file:
+            weights = json.loads(file.metadata()["kvfold"])["weights"]
+        assert shipped_path(weights) == path and path.stat().st_size < 2_000_000
+        layers = predictor_for(model_spec(weights), "").layers
+        assert all(part.isfinite().all() for layer in layers.values() for part in vars(layer).values())
 
 
 @pytest.mark.parametrize("file", ["", "a.safetensors", "some where/b-c.safetensors", "a,b(c)+8x.safetensors", "word"])
