@@ -43,7 +43,7 @@ class DiskTier(ByteTier):
         self._lock = Lock()  # of the ledger, held for moments
         self._ledger = Ledger(limit_bytes)
         self._is_known = False
-        self._owned = own(self.folder)
+        self._owned = own(self.folder, self._entries)
 
     @property
     def num_bytes(self) -> int:

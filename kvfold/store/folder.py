@@ -17,10 +17,11 @@ from kvfold.errors import FileError
 TEMPORARY = ".tmp"
 
 
-def own(folder: Path) -> TextIO:
-    """Make the folder, and own it until the file returned is closed."""
+def own(folder: Path, private: Path) -> TextIO:
+    """Make the folder, and in it one that nobody else may look into; own both until the file returned is closed."""
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.mkdir(parents=True, exist_ok=True)
+        private.mkdir(exist_ok=True, mode=0o700)
         file = (folder / "lock").open("a")
     except OSError as error:
         raise FileError(f"{folder} cannot be used as a store ({error}); choose another folder") from error

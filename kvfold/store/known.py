@@ -54,6 +54,12 @@ class Known:
         if len(self._gone) > _MAX_KEYS:
             self._gone.popitem(last=False)
 
+    def lost(self, keys: Iterable[Key]) -> None:
+        """Nobody has these (any more), or nobody can reach them."""
+        with self._lock:
+            for key in keys:
+                self._tiers.pop(key, None)
+
     def found(self, tier: str, keys: Iterable[Key]) -> None:
         """A tier said that it holds these."""
         with self._lock:

@@ -52,6 +52,7 @@ class Reading:
         while copies := self._open_all(keys[done : done + _OPEN_FILES]):
             self._fill(copies, self._loader.load_chunks)
             done += len(copies)
+        self._store.known.lost(keys[done:])
         return list(keys[:done])
 
     def read_snapshot(self, keys: Sequence[Key]) -> list[Key]:
@@ -63,6 +64,7 @@ class Reading:
                 self.release()  # what the device shares is shorter
                 self._fill(copies, self._loader.load_snapshot)
                 return [key]
+            self._store.known.lost([key])
         return list(keys[shared : shared + 1]) if self.sequence is not None else []
 
     def _share(self, keys: Sequence[Key]) -> int:

@@ -6,6 +6,7 @@ import io
 import json
 import struct
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -71,7 +72,8 @@ def test_another_entry_under_this_key_is_swapped() -> None:
 
 @pytest.mark.parametrize("name", ["weights", "dtype", "kv_dtype", "rope", "tokenizer", "policy", "tenant"])
 def test_an_entry_of_another_binding_is_foreign(name: str) -> None:
-    other = replace(BINDING, **{name: "another"})
+    changed: dict[str, Any] = {name: "another"}
+    other = replace(BINDING, **changed)
     assert fault(make_entry(KEY, LEASE, binding=other)) == "foreign"
 
 

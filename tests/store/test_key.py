@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -48,8 +49,8 @@ def test_text_and_back() -> None:
 @pytest.mark.parametrize("name", [field.name for field in fields(Binding)])
 def test_every_fact_of_a_binding_changes_the_scope(name: str) -> None:
     value = getattr(BINDING, name)
-    other = value + 1 if isinstance(value, int) else value + "x"
-    assert replace(BINDING, **{name: other}).scope != SCOPE
+    other: dict[str, Any] = {name: value + 1 if isinstance(value, int) else value + "x"}
+    assert replace(BINDING, **other).scope != SCOPE
 
 
 def test_a_tenant_is_not_readable_in_a_header() -> None:

@@ -1,0 +1,131 @@
+"""The folder: found again after a restart, whole after a kill, and no harm where the disk is full."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvfold.errors import FileError
+from kvfold.store.disk import DiskTier
+from kvfold.store.entry import EntryReader
+from kvfold.store.events import Event
+from kvfold.store.ledger import Lease
+from tests.store.common import BINDING, Clock, entry_files, make_entry, make_key
+
+LIMIT = 1 << 20
+KILLS = 100
+
+
+def put(tier: DiskTier, number: int, lease: Lease) -> None:
+    assert tier.put(make_key(number), make_entry(make_key(number), lease), lease)
+
+
+def read_whole(tier: DiskTier, number: int, at: float) -> list[str]:
+    """Names of the blocks, each checked."""
+    file = tier.get(make_key(number), at)
+    assert file is not None
+    with file:
+        return [name for name, _ in EntryReader(file, make_key(number), BINDING).blocks()]
+
+
+def test_a_restart_finds_entries_with_their_lives_and_worth(tmp_path: Path) -> None:
+    clock = Clock()
+    tier = DiskTier(tmp_path, LIMIT, clock=clock)
+    for number, saved_s in enumerate((3.0, 1.0, 2.0)):
+        put(tier, number, Lease(clock.now, 300, saved_s))
+    clock.now += 200
+    tier.slide(make_key(0), clock.now)
+    tier.close()
+    again = DiskTier(tmp_path, LIMIT, clock=clock)
+    assert {make_key(number) for number in range(3)} == set(again.keys())
+    assert again._ledger.least() == make_key(1)
+    clock.now += 150  # the first one was used; the others have expired
+    assert read_whole(again, 0, clock.now) == ["0", "1"]
+    assert again.get(make_key(1), clock.now) is None and again.get(make_key(2), clock.now) is None
+    again.close()
+
+
+def test_a_lower_limit_holds_from_the_start(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, LIMIT)
+    for number in range(20):
+        put(tier, number, Lease(time.time(), 300, 1.0))
+    size = tier.num_bytes
+    tier.close()
+    again = DiskTier(tmp_path, size // 3)
+    assert 0 < len(list(again.keys())) < 20 and again.num_bytes <= size // 3
+    again.close()
+
+
+def test_a_folder_has_one_owner(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, LIMIT)
+    with pytest.raises(FileError, match="is in use by another store"):
+        DiskTier(tmp_path, LIMIT)
+    tier.close()
+    DiskTier(tmp_path, LIMIT).close()
+
+
+def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(FileError, match="cannot be used as a store"):
+        DiskTier(tmp_path / "file" / "store", LIMIT)
+
+
+def test_nobody_else_can_read_what_is_stored(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path / "store", LIMIT)
+    put(tier, 1, Lease(time.time(), 300, 1.0))
+    (file,) = entry_files(tmp_path / "store")
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "store" / "entries").stat().st_mode & 0o777 == 0o700
+    tier.close()
+
+
+def test_files_that_vanish_are_not_there(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, LIMIT)
+    put(tier, 1, Lease(time.time(), 300, 1.0))
+    entry_files(tmp_path)[0].unlink()
+    assert tier.get(make_key(1), time.time()) is None and list(tier.keys()) == []
+    put(tier, 1, Lease(time.time(), 300, 1.0))
+    assert read_whole(tier, 1, time.time()) == ["0", "1"]
+    tier.close()
+
+
+def test_strange_files_are_left_alone(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, LIMIT)
+    put(tier, 1, Lease(time.time(), 300, 1.0))
+    tier.close()
+    strange = entry_files(tmp_path)[0].with_name("notes.txt")
+    strange.write_text("mine")
+    again = DiskTier(tmp_path, LIMIT)
+    assert list(again.keys()) == [make_key(1)] and strange.read_text() == "mine"
+    again.close()
+
+
+def test_a_full_disk_costs_the_entry_and_nothing_else(tmp_path: Path) -> None:
+    """The kernel refuses to write more than so many bytes to a file, half-way through."""
+    tier, events = DiskTier(tmp_path, LIMIT), list[Event]()
+    tier.events.subscribe(events.append)
+    put(tier, 1, Lease(time.time(), 300, 1.0))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))
+    try:
+        assert not tier.put(make_key(2), make_entry(make_key(2), Lease(0, 1, 1)), Lease(time.time(), 300, 1.0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [(event.kind, event.reason) for event in events] == [("stored", None), ("failed", "unavailable")]
+    assert tier.get(make_key(2), time.time()) is None and read_whole(tier, 1, time.time()) == ["0", "1"]
+    assert len([path for path in tmp_path.rglob("*.*") if path.is_file()]) == 1
+    put(tier, 2, Lease(time.time(), 300, 1.0))
+    tier.close()
+
+
+def test_a_kill_loses_at_most_the_entry_being_written(tmp_path: Path) -> None:
+    """In a process of its own, which forks one writer after the other and kills each while it writes."""
+    command = [sys.executable, "-m", "tests.store.kills", str(tmp_path), str(KILLS)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert found.returncode == 0, found.stderr
+    assert int(found.stdout) >= KILLS
