@@ -17,6 +17,7 @@ from kvfold.errors import KvfoldError, KvfoldWarning
 
 if TYPE_CHECKING:
     from kvfold import budget, codec, evicted, score
+    from kvfold.episodes import Episodes
     from kvfold.models.attach import attach
     from kvfold.models.cache import Cache
     from kvfold.models.loader import Model, load, wrap
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Cache",
+    "Episodes",
     "KvfoldError",
     "KvfoldWarning",
     "Model",
@@ -48,6 +50,7 @@ __all__ = [
 # Where a name comes from: a module and what it is called there; without the latter the module itself.
 _SOURCES = {
     "Cache": ("kvfold.models.cache", "Cache"),
+    "Episodes": ("kvfold.episodes", "Episodes"),
     "Model": ("kvfold.models.loader", "Model"),
     "Policy": ("kvfold.policy", "Policy"),
     "Reply": ("kvfold.session", "Reply"),

@@ -1,0 +1,156 @@
+"""A long conversation as a few episodes, each with a small cache of its own (EpiCache, arXiv:2509.17396).
+
+    with Episodes(model, turns, num_episodes=4, slots=512) as episodes:
+        print(episodes.ask("What was the name of the hotel?").text)
+
+Turns are clustered by what they are about. For every cluster the whole history is read once, block by block, and after
+each block a cache keeps the slots that the cluster's most typical turns attend to: no block is ever compressed by its
+own end, and memory is bounded by `slots` and one block. A question goes to the cache of the cluster it is nearest to.
+
+Differences from the reference: turns are compared by their words (TF-IDF), not by an embedding model; layers and heads
+share slots by a budget of the policy language (`ada`: heads; `global`: layers too), not by how much the keys of a layer
+change under eviction; the typical turns are read as they are, without an instruction in front; all caches stay on the
+device. Reading costs one prefill per episode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from kvfold.engine.runner import Progress
+from kvfold.errors import InputError
+from kvfold.models.loader import Model
+from kvfold.models.observed import forget_prompt
+from kvfold.pages.sequence import LayerChange, PageConfig, SequenceCache
+from kvfold.session import Reply, Session
+from kvfold.stats import Stats
+from kvfold.topics import Topics
+
+_Kept = list[list[torch.Tensor]]  # positions, by layer and head
+
+
+class Episodes:
+    """Caches over one history, one for each of at most `num_episodes` clusters of `window` turns.
+
+    `slots`: what a head of each cache keeps on average of the history. `block_len`: tokens that are read before the
+    next eviction, in whole turns. `num_typical`: windows nearest to a cluster's centre that say what it needs. `terms`:
+    more of the policy, such as "ada + int8".
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        turns: Sequence[str],
+        *,
+        num_episodes: int = 4,
+        slots: int = 1024,
+        window: int = 4,
+        block_len: int = 2048,
+        num_typical: int = 4,
+        terms: str = "ada",
+        progress: Progress | None = None,
+    ) -> None:
+        counts = {"num_episodes": num_episodes, "slots": slots, "window": window}
+        for name, value in (counts | {"block_len": block_len, "num_typical": num_typical}).items():
+            if value < 1:
+                raise InputError(f"{name} is {value}; it must be at least 1")
+        if isinstance(turns, str) or not any(turn.strip() for turn in turns):
+            raise InputError("turns is a list of texts, at least one of them not empty")
+        self.model = model
+        self.windows = ["\n".join(turns[i : i + window]) for i in range(0, len(turns), window)]
+        self.topics = Topics.of(self.windows, num_episodes)
+        self.sessions: list[Session] = []
+        try:
+            for episode in range(self.topics.count):
+                patch = self._patch(episode, num_typical)
+                self.sessions.append(self._start(len(patch), slots, terms))
+                for block in self._blocks(turns, block_len):
+                    self.sessions[-1].extend(block, compress=False, progress=progress)
+                    _keep_for(self.sessions[-1], patch)
+        except BaseException:
+            self.close()
+            raise
+
+    def _patch(self, episode: int, num_typical: int) -> list[int]:
+        """Tokens of the windows that are typical of an episode."""
+        typical = [self.windows[i] for i in self.topics.medoids(episode, num_typical)]
+        return self._ids("\n" + "\n".join(typical))
+
+    def _start(self, patch_len: int, slots: int, terms: str) -> Session:
+        """The patch votes as the end of the prompt would: the largest weight of any query and head of a group."""
+        vote = f"snapkv(window={patch_len}, kernel=1, pool=none, over_window=max, over_group=max)"
+        size = slots + patch_len + PageConfig.open_len
+        return Session(self.model, f"prefill({vote} + {size}tok) + {terms}")
+
+    def _blocks(self, turns: Sequence[str], block_len: int) -> Iterator[str]:
+        """The history in pieces of whole turns; each but the last reaches `block_len` tokens."""
+        block, length = "", 0
+        for turn in turns:
+            block, length = f"{block}{turn}\n", length + len(self._ids(f"{turn}\n"))
+            if length >= block_len:
+                yield block
+                block, length = "", 0
+        if block:
+            yield block
+
+    def _ids(self, text: str) -> list[int]:
+        found: list[int] = self.model.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return found
+
+    def route(self, question: str) -> int:
+        """The number of the episode that a question belongs to."""
+        return self.topics.nearest(question)
+
+    def ask(self, question: str, **options: Any) -> Reply:
+        """Ask the episode that the question belongs to, changing nothing; options as for `Session.ask`."""
+        if not self.sessions:
+            raise InputError("the episodes are closed; make new ones")
+        return self.sessions[self.route(question)].ask(question, **options)
+
+    def stats(self) -> list[Stats]:
+        """Sizes of every episode's cache."""
+        return [session.stats() for session in self.sessions]
+
+    def close(self) -> None:
+        """Give the memory back. Closing twice is fine."""
+        for session in self.sessions:
+            session.close()
+        self.sessions = []
+
+    def __enter__(self) -> Episodes:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@torch.inference_mode()
+def _keep_for(session: Session, patch: Sequence[int]) -> None:
+    """Drop what does not survive when the patch is read next; of the patch itself nothing stays."""
+    cache = session.cache
+    heads = [range(layer.num_kv_heads) for layer in cache.spec.layers]
+    with session.fork() as branch:
+        branch.extend(patch)
+        kept: _Kept = [[branch.cache.positions(i, head) for head in of] for i, of in enumerate(heads)]
+    forget_prompt(cache)
+    changes = [_without(cache, layer, kept[layer]) for layer in range(cache.spec.num_layers)]
+    if any(change.keep is not None for change in changes):
+        cache.rewrite(changes, 0)
+
+
+def _without(cache: SequenceCache, layer: int, kept: Sequence[torch.Tensor]) -> LayerChange:
+    """The change that leaves a layer with the slots at these positions."""
+    spec, device = cache.spec.layers[layer], cache.arena.device
+    none_ND = torch.empty(0, spec.head_dim, dtype=cache.spec.kv_dtype, device=device)
+    none_N = torch.empty(0, dtype=torch.int64, device=device)
+    change = LayerChange(none_ND, none_ND, none_N, [0] * spec.num_kv_heads)
+    stays = [torch.isin(cache.positions(layer, head), positions) for head, positions in enumerate(kept)]
+    if spec.compressible and not all(stay_S.all() for stay_S in stays):
+        change.keep = [stay_S.nonzero().flatten().to(device) for stay_S in stays]
+    return change
