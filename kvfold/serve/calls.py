@@ -46,7 +46,8 @@ class CallReader:
         while True:
             begin = self._held.find(TOOL_CALL)
             text = self._held[: begin if begin >= 0 else len(self._held) - _overlap(self._held)]
-            if text.strip():
+            text = text.rstrip()  # white space waits: before a call it belongs to nobody
+            if text:
                 found.append(text)
                 self._held = self._held[len(text) :]
             end = self._held.find(TOOL_CALL_END)
@@ -59,7 +60,7 @@ class CallReader:
 
 
 def _overlap(text: str) -> int:
-    """The longest end of the text that begins a call; white space before one belongs to it."""
+    """The longest end of the text that begins a call."""
     for length in range(min(len(TOOL_CALL) - 1, len(text)), 0, -1):
         if text.endswith(TOOL_CALL[:length]):
             return length

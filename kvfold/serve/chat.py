@@ -23,6 +23,7 @@ from kvfold.serve.openai import (
     read_tools,
     text_blocks,
     text_parts,
+    with_cost,
 )
 from kvfold.serve.reply import Reply
 from kvfold.serve.service import Service
@@ -121,8 +122,7 @@ def usage(service: Service, reply: Reply) -> Json:
         "total_tokens": paid.num_tokens + num_output,
         "prompt_tokens_details": {"cached_tokens": paid.num_read, "cache_write_tokens": paid.num_written},
     }
-    price = service.settings.price
-    return found if price is None else {**found, "cost_usd": price.cost(paid, num_output)}
+    return with_cost(found, service.settings, paid, num_output)
 
 
 def finish_reason(reply: Reply) -> str | None:

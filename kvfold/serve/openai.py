@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvfold.engine.sample import Sampling
 from kvfold.serve.ask import Ask, Block, Role
+from kvfold.serve.bill import WRITE_SHORT, Bill
 from kvfold.serve.fields import Fields
 from kvfold.serve.plan import Place, Plan, openai_plan
 from kvfold.serve.settings import Settings
@@ -130,6 +131,14 @@ def numbered(roles: Sequence[str]) -> list[int]:
         found.append(-1 if is_leading else number)
         before = role
     return found
+
+
+def with_cost(usage: Json, settings: Settings, paid: Bill, num_output: int) -> Json:
+    """OpenAI has one price for writing, whatever the lifetime."""
+    if settings.price is None:
+        return usage
+    price = replace(settings.price, long_factor=WRITE_SHORT)
+    return {**usage, "cost_usd": price.cost(paid, num_output)}
 
 
 def has_explicit(ask: Ask) -> bool:

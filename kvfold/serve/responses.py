@@ -24,6 +24,7 @@ from kvfold.serve.openai import (
     read_tools,
     text_blocks,
     text_parts,
+    with_cost,
 )
 from kvfold.serve.reply import Reply
 from kvfold.serve.service import Service
@@ -139,8 +140,7 @@ class ResponseWriter:
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": paid.num_tokens + num_output,
         }
-        price = self._service.settings.price
-        return found if price is None else {**found, "cost_usd": price.cost(paid, num_output)}
+        return with_cost(found, self._service.settings, paid, num_output)
 
     @property
     def _status(self) -> str:

@@ -270,6 +270,14 @@ def test_openai_prompts_are_cached_unasked(server: Running) -> None:
     assert chat(server, *turns).cached_tokens == 0
 
 
+def test_openai_has_one_price_for_writing(server: Running) -> None:
+    ask: Any = {"model": "tiny", "max_tokens": 3, "messages": [{"role": "user", "content": "21 " + LONG}]}
+    usage: Any = server.openai.chat.completions.create(**ask).usage
+    written = usage.prompt_tokens_details.cache_write_tokens
+    expected = (1.25 * written + usage.prompt_tokens - written) * 5e-6 + 3 * 25e-6
+    assert usage.cost_usd == pytest.approx(expected)
+
+
 def test_an_openai_key_separates_prompts(server: Running) -> None:
     turns: Any = [{"role": "user", "content": "17 " + LONG}]
     chat(server, *turns, prompt_cache_key="one")

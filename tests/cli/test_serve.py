@@ -1,0 +1,69 @@
+"""`kvfold serve`: options become settings, and the command serves until it is interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+
+from kvfold.cli.main import build_parser, main
+from kvfold.cli.serve import make_settings
+from kvfold.serve.keys import key_digest
+from tests import tiny
+
+pytest.importorskip("uvicorn")
+
+
+def test_options_become_settings(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("secret red\n", encoding="utf-8")
+    words = ["serve", "--model", "m", "--alias", "claude-fable-5-1", "--keys", str(keys), "--price", "5", "25"]
+    found = make_settings(build_parser().parse_args([*words, "--max-body", "1MB", "--timeout", "9"]))
+    assert found.names == ("m", "claude-fable-5-1")
+    assert found.tenants == {key_digest("secret"): "red"}
+    assert found.price is not None
+    assert (found.price.input, found.price.output, found.price.read_factor) == (5.0, 25.0, 0.025)
+    assert (found.limits.body_bytes, found.limits.request_s) == (1_000_000, 9.0)
+    assert (found.min_tokens("m"), found.min_tokens("claude-fable-5-1")) == (1024, 512)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--port", "70000"], "port 70000 does not exist"),
+        (["--max-running", "0"], "the limit running is 0; it must be above 0"),
+        (["--keys", "nowhere"], "the keys in nowhere cannot be read"),
+        (["--policy", "snapkv + int3"], "int3"),
+    ],
+)
+def test_bad_options_are_told_before_a_model_is_loaded(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "--model", "does-not-exist", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
+    folder = tmp_path / "tiny"
+    tiny.build("llama").save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    words = ["serve", "--model", str(folder), "--port", "0", "--memory", "64MB", "--host-memory", "16MB"]
+    command = [sys.executable, "-m", "kvfold", *words, "--disk", str(tmp_path / "disk"), "--disk-size", "16MB"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert server.stdout is not None
+        url = server.stdout.readline().split("full: ")[1].split()[0]
+        with urlopen(f"{url}/health", timeout=60) as answer:
+            assert json.load(answer)["status"] == "ok"
+    finally:
+        server.send_signal(signal.SIGINT)
+        _, errors = server.communicate(timeout=60)
+    assert server.returncode in (0, 130), errors
+    assert json.loads(errors.splitlines()[0])["path"] == "/health"

@@ -1,0 +1,181 @@
+"""Keys, limits, overload, clients that go away, and what the server says of itself."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from http.client import HTTPConnection
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from kvfold.serve.keys import key_digest
+from kvfold.serve.settings import Limits
+from tests.serve.running import Running, running, tool_model
+
+HELLO: Any = [{"role": "user", "content": "the cat sat"}]
+ENDLESS: Any = {"model": "tiny", "max_tokens": 900, "messages": HELLO}
+TENANTS = {key_digest("key-a"): "a", key_digest("key-b"): "b"}
+
+
+@pytest.fixture
+def server() -> Iterator[Running]:
+    """Room for one reply, one that waits, and two requests a tenant."""
+    limits = Limits(running=1, waiting=1, per_tenant=2, body_bytes=5000)
+    with running(tool_model(), limits=limits, tenants=TENANTS, key="key-a") as found:
+        yield found
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def get(server: Running, path: str, body: str | None = None, **headers: str) -> tuple[int, str, Any]:
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.request("GET" if body is None else "POST", path, body, headers)
+    answer = connection.getresponse()
+    found = answer.status, answer.read().decode(), answer.headers
+    connection.close()
+    return found
+
+
+def test_a_key_is_asked_for_in_both_formats(server: Running) -> None:
+    with pytest.raises(anthropic.AuthenticationError, match="not known"):
+        server.anthropic_as("wrong").messages.create(**ENDLESS)
+    with pytest.raises(openai.AuthenticationError) as caught:
+        server.openai_as("wrong").models.list()
+    assert caught.value.code == "invalid_api_key"
+    assert get(server, "/v1/models")[0] == 401
+    assert get(server, "/v1/models", **{"x-api-key": "key-b"})[0] == 200
+    assert get(server, "/v1/models", authorization="Bearer key-b")[0] == 200
+    assert get(server, "/health")[0] == 200
+
+
+def test_bodies_are_bounded_and_must_be_json(server: Running) -> None:
+    key = {"x-api-key": "key-a"}
+    status, text, headers = get(server, "/v1/messages", "x" * 6000, **key)
+    assert (status, json.loads(text)["error"]["type"]) == (413, "request_too_large")
+    assert headers["request-id"] == json.loads(text)["request_id"]
+    for body in ("{", "[" * 4000, "[]", "7"):
+        status, text, _ = get(server, "/v1/messages", body, **key)
+        assert (status, json.loads(text)["error"]["type"]) == (400, "invalid_request_error"), body
+
+
+def test_overload_is_told_with_a_time_to_come_back(server: Running) -> None:
+    with ExitStack() as open_streams:
+        first = server.anthropic_as("key-a").messages.create(**ENDLESS, stream=True)
+        open_streams.callback(first.close)
+        next(iter(first))
+        waiting = _waiting(server, "key-b")
+        open_streams.callback(waiting.close)
+        until(lambda: server.service.scheduler.num_waiting == 1)
+        with pytest.raises(anthropic.APIStatusError) as caught:
+            server.anthropic_as("key-b").messages.create(**ENDLESS)
+        assert caught.value.status_code == 529
+        assert caught.value.response.headers["retry-after"] == "1"
+        error: Any = caught.value.body
+        assert error["error"]["type"] == "overloaded_error"
+        with pytest.raises(openai.InternalServerError) as caught_too:
+            server.openai_as("key-b").chat.completions.create(model="tiny", messages=HELLO)
+        assert caught_too.value.status_code == 503
+
+
+def _waiting(server: Running, key: str) -> HTTPConnection:
+    """A request that is sent and not answered yet."""
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.request("POST", "/v1/messages", json.dumps(ENDLESS), {"x-api-key": key})
+    return connection
+
+
+def test_one_tenant_has_so_many_requests_at_a_time() -> None:
+    with running(tool_model(), limits=Limits(per_tenant=1), tenants=TENANTS, key="key-a") as server:
+        stream = server.anthropic.messages.create(**ENDLESS, stream=True)
+        next(iter(stream))
+        with pytest.raises(anthropic.RateLimitError) as caught:
+            server.anthropic.messages.create(**ENDLESS)
+        assert caught.value.response.headers["retry-after"] == "1"
+        other = server.anthropic_as("key-b").messages.create(model="tiny", max_tokens=2, messages=HELLO)
+        assert other.usage.output_tokens == 2
+        stream.close()
+        until(lambda: server.service.scheduler.num_running == 0)
+        assert server.anthropic.messages.create(model="tiny", max_tokens=2, messages=HELLO).usage.output_tokens == 2
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_a_client_that_goes_away_gives_its_memory_back(server: Running, is_streamed: bool) -> None:
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
+    body = json.dumps({**ENDLESS, "stream": is_streamed})
+    connection.request("POST", "/v1/messages", body, {"x-api-key": "key-a"})
+    until(lambda: server.service.scheduler.num_running == 1)
+    if is_streamed:
+        connection.getresponse().read(20)
+    connection.close()
+    until(lambda: server.service.scheduler.num_running == 0)
+    until(lambda: server.lent_bytes == 0)
+
+
+def test_one_that_waits_and_goes_away_is_forgotten(server: Running) -> None:
+    stream = server.anthropic.messages.create(**ENDLESS, stream=True)
+    next(iter(stream))
+    waiting = _waiting(server, "key-b")
+    until(lambda: server.service.scheduler.num_waiting == 1)
+    waiting.close()
+    until(lambda: server.service.scheduler.num_waiting == 0)
+    stream.close()
+
+
+def test_a_request_that_takes_too_long_is_broken_off() -> None:
+    with running(tool_model(), limits=Limits(request_s=0.2)) as server:
+        with pytest.raises(anthropic.APIStatusError) as caught:
+            server.anthropic.messages.create(**ENDLESS)
+        assert (caught.value.status_code, caught.value.type) == (504, "timeout_error")
+        with pytest.raises(anthropic.APIStatusError, match=r"took longer than 0\.2 s"):
+            list(server.anthropic.messages.create(**ENDLESS, stream=True))
+        with pytest.raises(openai.APIError, match=r"took longer than 0\.2 s"):
+            list(server.openai.chat.completions.create(model="tiny", messages=HELLO, max_tokens=900, stream=True))
+
+
+def test_many_at_once_get_what_each_gets_alone() -> None:
+    with running(tool_model()) as server:
+
+        def ask(number: int) -> Any:
+            messages: Any = [{"role": "user", "content": f"{number} cats sat on {number} mats"}]
+            return server.anthropic.messages.create(model="tiny", max_tokens=20, messages=messages).content
+
+        alone = [ask(number) for number in range(6)]
+        with ThreadPoolExecutor(6) as pool:
+            assert list(pool.map(ask, range(6))) == alone
+
+
+def test_health_and_metrics_tell_the_state(server: Running) -> None:
+    server.anthropic.messages.create(model="tiny", max_tokens=3, messages=HELLO)
+    health = json.loads(get(server, "/health")[1])
+    assert (health["status"], health["model"], health["policy"], health["running"]) == ("ok", "tiny", "full", 0)
+    status, text, headers = get(server, "/metrics")
+    assert status == 200
+    assert headers["content-type"].startswith("text/plain; version=0.0.4")
+    lines = text.splitlines()
+    assert 'kvfold_requests_total{path="/v1/messages",status="200"} 1' in lines
+    assert "kvfold_output_tokens_total 3" in lines
+    assert f"kvfold_arena_bytes {server.service.model.arena.capacity_bytes}" in lines
+    buckets = [line for line in lines if line.startswith("kvfold_first_token_seconds_bucket")]
+    assert buckets[-1] == 'kvfold_first_token_seconds_bucket{le="+Inf"} 1'
+    assert lines.count("# TYPE kvfold_first_token_seconds histogram") == 1
+
+
+def test_failures_inside_are_told_without_details(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr(server.service.prompter, "prompt", broken)
+    with pytest.raises(anthropic.InternalServerError) as caught:
+        server.anthropic.messages.create(**ENDLESS)
+    assert "secret" not in str(caught.value)

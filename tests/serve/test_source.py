@@ -1,0 +1,41 @@
+"""Requests that start together: all write, and the later ones do not compute again what the first has stored."""
+
+from __future__ import annotations
+
+from kvfold.engine.runner import Runner
+from kvfold.models.loader import Model
+from kvfold.serve.bill import Bill
+from kvfold.serve.entries import Entries
+from kvfold.serve.plan import Mark, Place, Plan
+from kvfold.serve.source import CachedSource, Shelf
+from kvfold.store import HostTier, PrefixStore
+from tests import tiny
+
+
+def now() -> float:
+    return 1.0
+
+
+def test_an_entry_can_be_read_once_the_reply_that_writes_it_begins(model: Model) -> None:
+    runner = Runner(model.hf, model.spec, model.arena, chunk_len=16)
+    tokens, place = tiny.prompt(60), Place(48, b"digest", "messages")
+    plan = Plan([place], [place], [Mark(place, 300.0)])
+    with PrefixStore([HostTier(1 << 20, clock=now)], chunk_len=16, clock=now) as store:
+        shelf = Shelf(Entries(), store.prefixes(model, "full", prefill_len=16))
+        first, second, third = (CachedSource(shelf, tokens, plan, 0.0, now) for _ in range(3))
+        begun = [source.begin() for source in (first, second)]
+        assert [(one.num_read, list(one.cuts)) for one in begun] == [(0, [48]), (0, [48])]
+        assert first.bill == second.bill == Bill(0, 0, 48, 12)
+        for source, one in zip((first, second), begun, strict=True):
+            runner.prefill([one.sequence], [tokens[:48]])
+            source.reached(one.sequence, 48)
+            one.sequence.release()
+        store.flush()
+        third_begun = third.begin()
+        assert (third.bill, third.miss) == (Bill(0, 0, 48, 12), "absent")
+        assert third_begun.num_read == 48, "tensors that are stored already save the work"
+        third_begun.sequence.release()
+        first.began()
+        last = third.begin()
+        assert (third.bill, third.miss, last.num_read) == (Bill(48, 0, 0, 12), None, 48)
+        last.sequence.release()

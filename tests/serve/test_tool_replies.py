@@ -1,0 +1,86 @@
+"""Replies that call tools, in every format: real replies and writers over a scheduler's events as they would come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvfold.engine.jobs import Began, Ended, Event, Job, Wrote
+from kvfold.serve.anthropic import MessagesBody
+from kvfold.serve.anthropic_out import MessageWriter
+from kvfold.serve.ask import Ask, Block
+from kvfold.serve.chat import ChatWriter
+from kvfold.serve.openai import OpenAIBody
+from kvfold.serve.plan import Plan
+from kvfold.serve.reply import Reply
+from kvfold.serve.responses import ResponseWriter
+from kvfold.serve.service import Service, Start
+from kvfold.serve.settings import Settings
+from kvfold.serve.source import PlainSource
+from tests import tiny
+
+TEXT = 'I look.\n<tool_call>{"name": "look", "arguments": {"at": "é"}}</tool_call>'
+ASK = Ask("tiny", [Block("tool", data={"name": "look", "description": "", "parameters": {}})], 50)
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    found = Service(tiny.ready("llama"), "full", Settings(("tiny",)), None)
+    yield found
+    found.close()
+
+
+async def _collected(service: Service, make: Callable[..., Any], body: Any, is_streamed: bool) -> Any:
+    events: asyncio.Queue[Event] = asyncio.Queue()
+    written: list[Event] = [Wrote(TEXT[i : i + 5]) for i in range(0, len(TEXT), 5)]
+    for event in (Began(0), *written, Ended("eos", 9)):
+        events.put_nowait(event)
+    source = PlainSource(service._new_sequence, 7)
+    job = Job([1], source, lambda event: None)
+    reply = Reply(service, ASK, Start("t", 0.0), job, events, source, Plan(), is_cut=False)
+    await reply.begin()
+    writer = make(service, body, reply)
+    return [event async for event in writer.events()] if is_streamed else await writer.whole()
+
+
+def test_a_message(service: Service) -> None:
+    found = asyncio.run(_collected(service, MessageWriter, MessagesBody(ASK), False))
+    text, call = found["content"]
+    assert text == {"type": "text", "text": "I look."}
+    assert (call["type"], call["name"], call["input"]) == ("tool_use", "look", {"at": "é"})
+    assert found["stop_reason"] == "tool_use"
+    assert (found["usage"]["input_tokens"], found["usage"]["output_tokens"]) == (7, 9)
+
+
+def test_a_stream_of_a_message(service: Service) -> None:
+    found = asyncio.run(_collected(service, MessageWriter, MessagesBody(ASK, True), True))
+    indices = [(event["type"], event["index"]) for event in found if "index" in event]
+    starts = [index for kind, index in indices if kind == "content_block_start"]
+    stops = [index for kind, index in indices if kind == "content_block_stop"]
+    assert starts == stops == [0, 1]
+    (partial,) = (event["delta"]["partial_json"] for event in found if "partial_json" in event.get("delta", {}))
+    assert partial == '{"at": "é"}'
+    assert found[-2]["delta"]["stop_reason"] == "tool_use"
+
+
+def test_a_chat_completion(service: Service) -> None:
+    found = asyncio.run(_collected(service, ChatWriter, OpenAIBody(ASK, None), False))["choices"][0]
+    assert (found["finish_reason"], found["message"]["content"]) == ("tool_calls", "I look.")
+    assert found["message"]["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"at": "é"}'}
+    chunks = asyncio.run(_collected(service, ChatWriter, OpenAIBody(ASK, None, True), True))
+    calls = [chunk["choices"][0]["delta"].get("tool_calls") for chunk in chunks]
+    assert [call[0]["index"] for call in calls if call] == [0]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_a_response(service: Service) -> None:
+    found = asyncio.run(_collected(service, ResponseWriter, OpenAIBody(ASK, None), False))
+    assert [item["type"] for item in found["output"]] == ["message", "function_call"]
+    assert (found["output"][1]["name"], found["output"][1]["arguments"]) == ("look", '{"at": "é"}')
+    events = asyncio.run(_collected(service, ResponseWriter, OpenAIBody(ASK, None, True), True))
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert [item["type"] for item in events[-1]["response"]["output"]] == ["message", "function_call"]
+    assert events[-1]["type"] == "response.completed"
