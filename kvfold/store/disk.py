@@ -11,11 +11,11 @@ first bytes when the tier is first used.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from kvfold.errors import InputError
 from kvfold.store.entry import PREAMBLE_BYTES, peek
@@ -26,6 +26,14 @@ from kvfold.store.ledger import Lease, Ledger
 from kvfold.store.tier import ByteTier, Clock
 
 _SUFFIX = ".kvp"
+
+
+class _Gone(NamedTuple):
+    """An entry that is no longer counted; without a reason, it is being replaced."""
+
+    key: Key
+    num_bytes: int
+    reason: Reason | None
 
 
 class DiskTier(ByteTier):
@@ -68,40 +76,40 @@ class DiskTier(ByteTier):
         return True
 
     def _make_room(self, key: Key, num_bytes: int) -> None:
+        """Delete an older entry of this key, what has expired, and what has to go."""
         with self._lock:
             self._learn()
-            gone: list[tuple[Key, Reason | None]] = [(key, None)] if key in self._ledger else []
-            gone += [(other, "expired") for other in self._ledger.expired(self._clock()) if other != key]
-            sizes = [self._size(other) for other, _ in gone]
-            for other, _ in gone:
-                self._ledger.remove(other)
-            least = self._ledger.victims(num_bytes)
-            gone, sizes = [*gone, *((other, "space") for other in least)], [*sizes, *map(self._size, least)]
-            for other in least:
-                self._ledger.remove(other)
-        for (other, reason), size in zip(gone, sizes, strict=True):
-            self._path(other).unlink(missing_ok=True)
-            if reason is not None:
-                self.emit("evicted", other, size, reason)
+            gone = self._take_out([key], None)
+            gone += self._take_out(self._ledger.expired(self._clock()), "expired")
+            gone += self._take_out(self._ledger.victims(num_bytes), "space")
+        for one in gone:
+            self._path(one.key).unlink(missing_ok=True)
+            if one.reason is not None:
+                self.emit("evicted", one.key, one.num_bytes, one.reason)
 
-    def _size(self, key: Key) -> int:
-        record = self._ledger.get(key)
-        return 0 if record is None else record.num_bytes
+    def _take_out(self, keys: Sequence[Key], reason: Reason | None) -> list[_Gone]:
+        """Of the ledger; under the lock. The files are still there."""
+        records = [(key, self._ledger.get(key)) for key in keys]
+        found = [_Gone(key, record.num_bytes, reason) for key, record in records if record is not None]
+        for one in found:
+            self._ledger.remove(one.key)
+        return found
 
     def get(self, key: Key, at: float) -> BinaryIO | None:
         with self._lock:
             self._learn()
-            if key not in self._ledger:
-                return None
-            size, is_live = self._size(key), self._ledger.is_live(key, self._clock())
-            if not is_live:
-                self._ledger.remove(key)
+            is_live = self._ledger.is_live(key, self._clock())
             expires_at = self._ledger.touch(key, at).expires_at if is_live else 0.0
-        if not is_live:
+            gone = [] if is_live else self._take_out([key], "expired")
+        if is_live:
+            return self._open(key, expires_at)
+        for one in gone:
             with suppress(OSError):
                 self._path(key).unlink(missing_ok=True)
-            self.emit("evicted", key, size, "expired")
-            return None
+            self.emit("evicted", key, one.num_bytes, "expired")
+        return None
+
+    def _open(self, key: Key, expires_at: float) -> BinaryIO | None:
         path = self._path(key)
         try:
             file = path.open("rb")

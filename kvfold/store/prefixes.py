@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 Ttl = Literal["5m", "1h"] | float
 _TTL_S = {"5m": 300.0, "1h": 3600.0}
 _MAX_TTL_S = 30 * 86400.0
+_COPIED_CHUNKS = 16  # at a time
 _FLOPS = 1e13  # nominal: entries are compared with each other
 
 
@@ -58,6 +59,11 @@ class Prefixes:
     def has_chunks(self) -> bool:
         """Whether any whole chunk can be reused, not only what was saved at exactly some length."""
         return self.binding.kind == "chunks"
+
+    @property
+    def is_bitwise(self) -> bool:
+        """Whether a run over a hit rounds exactly as one without: hits then end where the run's chunks do."""
+        return self.has_chunks and self.binding.chunk_len % self.binding.prefill_len == 0
 
     def stops(self, num_tokens: int, markers: Sequence[int] | None = None) -> list[int]:
         """Lengths at which a prompt of so many tokens is to be saved, ascending: at least one token is left to run."""
@@ -156,9 +162,11 @@ class Prefixes:
             return 0
         per_token = self._seconds_per_token if prefill_s is None else prefill_s / end
         self._hold(sequence, keys, Lease(at, ttl_s, per_token * keys[-1].end))
-        for key in keys:
-            if not self._is_stored(key, ttl_s):
-                self._write(sequence, key, Lease(at, ttl_s, per_token * key.num_tokens))
+        missing = [key for key in keys if not self._is_stored(key, ttl_s)]
+        for begin in range(0, len(missing), _COPIED_CHUNKS):
+            group = missing[begin : begin + _COPIED_CHUNKS]
+            for key, blocks in zip(group, self._blocks(sequence, group), strict=True):
+                self._write(key, blocks, Lease(at, ttl_s, per_token * key.num_tokens))
         return keys[-1].end
 
     def _hold(self, sequence: SequenceCache, keys: Sequence[Key], lease: Lease) -> None:
@@ -180,21 +188,24 @@ class Prefixes:
     def _is_stored(self, key: Key, ttl_s: float) -> bool:
         return self._store.known.has(key, ttl_s, [tier.name for tier in self._store.cascade.tiers])
 
-    def _write(self, sequence: SequenceCache, key: Key, lease: Lease) -> None:
-        blocks = self._chunk(sequence, key) if self.has_chunks else take(sequence)
+    def _blocks(self, sequence: SequenceCache, keys: Sequence[Key]) -> list[dict[str, Fields]]:
+        """Of each key, copied to the host: of a device, a copy per layer is quicker than one per chunk."""
+        if not self.has_chunks:
+            return [take(sequence)]
+        found: list[dict[str, Fields]] = [{} for _ in keys]
+        start = keys[0].start
+        for i in range(sequence.spec.num_layers):
+            fields = {name: x.cpu() for name, x in read_slots(sequence, i, start, keys[-1].end).items()}
+            for key, blocks in zip(keys, found, strict=True):
+                mine = slice(key.start - start, key.end - start)
+                blocks[str(i)] = {name: x_HNW[:, mine] for name, x_HNW in fields.items()}
+        return found
+
+    def _write(self, key: Key, blocks: dict[str, Fields], lease: Lease) -> None:
         num_bytes = sum(tensor.nbytes for fields in blocks.values() for tensor in fields.values())
         job = partial(encode, key, self.binding, blocks, lease, self._store.secret)
         if self._store.cascade.put_later(key, num_bytes, job, lease):
             self._store.known.lives(key, lease.ttl_s)
-
-    @staticmethod
-    def _chunk(sequence: SequenceCache, key: Key) -> dict[str, Fields]:
-        """A copy on the host, layer by layer."""
-        blocks = {}
-        for i in range(sequence.spec.num_layers):
-            fields = read_slots(sequence, i, key.start, key.end)
-            blocks[str(i)] = {name: tensor.cpu() for name, tensor in fields.items()}
-        return blocks
 
 
 def _ttl_s(ttl: Ttl) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -321,3 +322,28 @@ def test_a_subscriber_that_fails_is_dropped(model: Model, store: PrefixStore) ->
     end()
     matched(store, model)
     assert len(events) == 2
+
+
+def test_hits_are_bitwise_where_chunks_of_store_and_run_end_together(model: Model) -> None:
+    for chunk_len, prefill_len, policy, expected in (
+        (32, 16, "full", True),
+        (32, 32, "full", True),
+        (16, 32, "full", False),
+        (32, 32, "full + int8", False),
+    ):
+        with PrefixStore([HostTier(1 << 24)], chunk_len=chunk_len) as store:
+            assert store.prefixes(model, policy, prefill_len=prefill_len).is_bitwise == expected
+
+
+def test_what_is_not_in_the_queue_in_time_is_dropped_and_counted(model: Model) -> None:
+    with PrefixStore([HostTier(1 << 24)], chunk_len=CHUNK, queue_bytes=1) as store:
+        gate = threading.Event()
+
+        def wait() -> None:
+            gate.wait()
+
+        store._writer.submit(1, wait)
+        read(make_prefixes(store, model), model).sequence.release()
+        gate.set()
+        store.flush()
+        assert store.counters()["failed.queue_full"] == 5 and matched(store, model) == 0
