@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import secrets
@@ -26,18 +25,18 @@ from kvfold.serve.openai import OpenAIBody, has_explicit
 from kvfold.serve.plan import anthropic_plan
 from kvfold.serve.responses import ResponseWriter, read_input_tokens, read_response
 from kvfold.serve.service import Service, Start
+from kvfold.serve.wire import EventStream, Json, error_response, named, unless_gone, unnamed
 
 try:
     from starlette.applications import Starlette
     from starlette.requests import ClientDisconnect, Request
-    from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+    from starlette.responses import JSONResponse, PlainTextResponse, Response
     from starlette.routing import Route
 except ImportError as error:
     raise MissingExtra("the server needs Starlette and uvicorn; run: pip install 'kvfold[serve]'") from error
 
 _log = logging.getLogger("kvfold.serve")
 Handler = Callable[[Request], Awaitable[Response]]
-Json = dict[str, Any]
 
 
 class Writer(Protocol):
@@ -93,12 +92,12 @@ class App:
             try:
                 response = await handler(request)
             except ApiError as error:
-                response = _error(request, error, request_id)
+                response = error_response(request, error, request_id)
             except ClientDisconnect:
                 response = Response(status_code=499)
             except Exception:
                 _log.exception("request failed", extra={"request": request_id})
-                response = _error(request, ApiError(500, "the server failed; its log says why"), request_id)
+                response = error_response(request, ApiError(500, "the server failed; its log says why"), request_id)
             response.headers["request-id"] = response.headers["x-request-id"] = request_id
             self._note(request, response, request_id, time.perf_counter() - began)
             return response
@@ -132,17 +131,17 @@ class App:
         self, request: Request, start: Start, ask: Ask, make: Callable[..., Writer], body: Any
     ) -> Response:
         """A reply, whole or as a stream; when the client goes away, so does the job."""
-        reply = await _unless_gone(request, self.service.start(ask, start))
+        reply = await unless_gone(request, self.service.start(ask, start))
         try:
             writer = make(self.service, body, reply)
             if not body.is_streamed:
-                return JSONResponse(await _unless_gone(request, writer.whole()))
+                return JSONResponse(await unless_gone(request, writer.whole()))
         except BaseException:
             reply.close()
             raise
         is_named = make is not ChatWriter and make is not CompletionWriter
-        lines = _named(writer.events()) if is_named else _unnamed(writer.events())
-        return _Stream(lines, reply.close)
+        lines = named(writer.events()) if is_named else unnamed(writer.events())
+        return EventStream(lines, reply.close)
 
     # Anthropic
 
@@ -212,69 +211,5 @@ class App:
         return PlainTextResponse(self.service.metrics.text(more), media_type=CONTENT_TYPE)
 
 
-class _Stream(StreamingResponse):
-    """Server-sent events; closes its reply however it ends, even if nothing of it was ever read."""
-
-    def __init__(self, lines: AsyncIterator[str], close: Callable[[], None]) -> None:
-        super().__init__(lines, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        self._close = close
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._close()
-
-
-async def _named(events: AsyncIterator[Json]) -> AsyncIterator[str]:
-    async for event in events:
-        yield f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n"
-
-
-async def _unnamed(events: AsyncIterator[Json]) -> AsyncIterator[str]:
-    async for event in events:
-        yield f"data: {json.dumps(event, ensure_ascii=False)}\n\n"
-    yield "data: [DONE]\n\n"
-
-
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
-    """What the work returns, unless the client disconnects before; the work is then cancelled."""
-    task, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(request))
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
-    finally:
-        for one in (task, gone):
-            one.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
 async def _not_found(request: Request) -> Response:
     raise ApiError(404, f"there is no {request.method} {request.url.path[:200]} here; see docs/serving.md")
-
-
-def _error(request: Request, error: ApiError, request_id: str) -> JSONResponse:
-    """Anthropic's shape under /v1/messages and for its clients, else OpenAI's."""
-    path = request.url.path
-    if path.startswith("/v1/messages") or "anthropic-version" in request.headers:
-        inside = {"type": error.kind, "message": str(error)}
-        return JSONResponse(
-            {"type": "error", "error": inside, "request_id": request_id}, error.status, headers=error.headers
-        )
-    status = 503 if error.status == 529 else error.status
-    code = {401: "invalid_api_key", 404: "model_not_found" if "model" in str(error) else "not_found"}.get(status)
-    shape: Json = {"message": str(error), "type": error.kind, "param": _param(error), "code": code}
-    return JSONResponse({"error": shape}, status, headers=error.headers)
-
-
-def _param(error: ApiError) -> str | None:
-    """The field that is to blame: messages begin with its path."""
-    field, colon, _ = str(error).partition(": ")
-    return field if colon and " " not in field and error.status in (400, 404) else None

@@ -1,0 +1,84 @@
+"""Answers as they go over the wire: server-sent events, errors in the client's format, and clients that go away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
+
+from kvfold.errors import MissingExtra
+from kvfold.serve.api_error import ApiError
+
+try:
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import JSONResponse, StreamingResponse
+except ImportError as error:
+    raise MissingExtra("the server needs Starlette and uvicorn; run: pip install 'kvfold[serve]'") from error
+
+Json = dict[str, Any]
+T = TypeVar("T")
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events; closes its reply however it ends, even if nothing of it was ever read."""
+
+    def __init__(self, lines: AsyncIterator[str], close: Callable[[], None]) -> None:
+        super().__init__(lines, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self._close = close
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._close()
+
+
+async def named(events: AsyncIterator[Json]) -> AsyncIterator[str]:
+    async for event in events:
+        yield f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n"
+
+
+async def unnamed(events: AsyncIterator[Json]) -> AsyncIterator[str]:
+    async for event in events:
+        yield f"data: {json.dumps(event, ensure_ascii=False)}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What the work returns, unless the client disconnects before; the work is then cancelled."""
+    task, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def error_response(request: Request, error: ApiError, request_id: str) -> JSONResponse:
+    """Anthropic's shape under /v1/messages and for its clients, else OpenAI's."""
+    path = request.url.path
+    if path.startswith("/v1/messages") or "anthropic-version" in request.headers:
+        inside = {"type": error.kind, "message": str(error)}
+        return JSONResponse(
+            {"type": "error", "error": inside, "request_id": request_id}, error.status, headers=error.headers
+        )
+    status = 503 if error.status == 529 else error.status
+    code = {401: "invalid_api_key", 404: "model_not_found" if "model" in str(error) else "not_found"}.get(status)
+    shape: Json = {"message": str(error), "type": error.kind, "param": _param(error), "code": code}
+    return JSONResponse({"error": shape}, status, headers=error.headers)
+
+
+def _param(error: ApiError) -> str | None:
+    """The field that is to blame: messages begin with its path."""
+    field, colon, _ = str(error).partition(": ")
+    return field if colon and " " not in field and error.status in (400, 404) else None
