@@ -20,14 +20,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvfold import __version__
-from kvfold.cli import bench, chat, demo, fit_prompt, models, policies, profile, report, run, train_scorer
+from kvfold.cli import bench, chat, demo, fit_prompt, models, policies, profile, report, run, serve, train_scorer
 from kvfold.errors import KvfoldError, KvfoldWarning, OutOfPages
 
-COMMANDS = (run, chat, demo, bench, report, models, policies, fit_prompt, train_scorer, profile)
+COMMANDS = (run, chat, serve, demo, bench, report, models, policies, fit_prompt, train_scorer, profile)
 _EPILOG = """examples:
   kvfold demo                                      what compression does to a small model, in minutes on any CPU
   kvfold run --context notes.txt --ask "Who wrote this?" --policy "keydiff + 4x" --compare full,int4
   kvfold chat --policy "streaming + 1024tok + slot"
+  kvfold serve --policy "keydiff + 4x"             for clients of Anthropic's and OpenAI's APIs
   kvfold policies "snapkv + ada + 8x + int4"       what this policy does
   kvfold bench                                     policies compared at equal bytes, with a table and a report
   kvfold models pull smollm2-135m
