@@ -2,9 +2,11 @@
 
 The paper finds that keys, and values, of one token point nearly the same way in adjacent layers of a model's upper
 half. That is so in some models only: in SmolLM2-135M they are as good as orthogonal (mean cosine -0.04 and -0.01), and
-merged layers cannot answer; try it on yours before you use it. The layer below stores its own norm along a direction between both; this layer stores a norm, and finds the direction there. In every
-group of slots, those in which the two layers agree least are kept as they are, in both layers. RoPE turns both layers
-of a token alike, so keys are merged as they are cached.
+merged layers cannot answer; try it on yours before you use it.
+
+The layer below stores its own norm along a direction between both; this layer stores a norm, and finds the direction
+there. In every group of slots, those in which the two layers agree least are kept as they are, in both layers. RoPE
+turns both layers of a token alike, so keys are merged as they are cached.
 
     N flat slots   D head dim   B groups   K kept slots of a group
 """
