@@ -45,6 +45,7 @@ class Scheduler:
         self.max_running = max_running
         self.max_waiting = max_waiting
         self.num_demoted = 0
+        self.num_cancelled = 0  # before their end
         self._tokenizer = tokenizer
         self._make_room = make_room
         self._clock = clock
@@ -131,6 +132,7 @@ class Scheduler:
         for job in gone:
             job.listener(Ended("cancelled" if job.is_cancelled else "late"))
         over = [task for task in self._tasks() if _is_over(task.job, now)]
+        self.num_cancelled += sum(job.is_cancelled for job in (*gone, *(task.job for task in over)))
         for task in over:
             self._end(task, "cancelled" if task.job.is_cancelled else "late")
 

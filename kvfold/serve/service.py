@@ -89,6 +89,7 @@ class Service:
         gauge("kvfold_requests_running", "Requests that have memory.", lambda: scheduler.num_running)
         gauge("kvfold_requests_waiting", "Requests that wait for memory.", lambda: scheduler.num_waiting)
         gauge("kvfold_replies_demoted", "Replies that have moved to the host so far.", lambda: scheduler.num_demoted)
+        gauge("kvfold_requests_cancelled", "Requests whose client went away so far.", lambda: scheduler.num_cancelled)
         gauge("kvfold_arena_bytes", "Size of the arena.", lambda: arena.capacity_bytes)
         gauge("kvfold_arena_free_bytes", "Bytes of the arena that nobody holds.", lambda: arena.free_bytes)
 

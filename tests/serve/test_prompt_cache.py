@@ -94,6 +94,16 @@ def test_an_entry_lives_five_minutes_from_the_start_of_its_last_use(server: Runn
     assert counts(create(server, asked))[:2] == (0, written)
 
 
+def test_the_life_of_an_entry_begins_with_the_request_that_writes_it(server: Running) -> None:
+    asked = user(text("22 " + LONG, MARK), text("x"))
+    stream = create(server, asked, stream=True)
+    next(iter(stream))
+    server.clock.now += 240.0  # a slow reply
+    list(stream)
+    server.clock.now += 60.0
+    assert counts(create(server, asked))[0] == 0
+
+
 def test_an_entry_may_live_an_hour(server: Running) -> None:
     asked = user(text("6 " + LONG, HOUR), text("x"))
     first = create(server, asked)

@@ -120,6 +120,7 @@ def test_a_client_that_goes_away_gives_its_memory_back(server: Running, is_strea
     connection.close()
     until(lambda: server.service.scheduler.num_running == 0)
     until(lambda: server.lent_bytes == 0)
+    assert server.service.scheduler.num_cancelled == 1, "it did not just come to its end"
 
 
 def test_one_that_waits_and_goes_away_is_forgotten(server: Running) -> None:
@@ -129,6 +130,7 @@ def test_one_that_waits_and_goes_away_is_forgotten(server: Running) -> None:
     until(lambda: server.service.scheduler.num_waiting == 1)
     waiting.close()
     until(lambda: server.service.scheduler.num_waiting == 0)
+    assert server.service.scheduler.num_cancelled == 1
     stream.close()
 
 
