@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import kvfold
 from kvfold.cli.main import COMMANDS, build_parser
 from tests.cli.conftest import Call, Start
 
+NAMES = [command.__name__.rpartition(".")[2].replace("_", "-") for command in COMMANDS]
+
 
 def test_version_and_help(start: Start) -> None:
     assert start("--version").communicate()[0] == f"kvfold {kvfold.__version__}\n"
@@ -20,12 +23,12 @@ def test_version_and_help(start: Start) -> None:
 def test_help_names_every_command_and_gives_examples(call: Call) -> None:
     done = call("--help")
     assert done.code == 0
-    for command in COMMANDS:
-        assert f"\n    {command.__name__.rpartition('.')[2]} " in done.out
+    for name in NAMES:
+        assert re.search(rf"\n    {name}\s", done.out)
     assert "\nexamples:\n" in done.out
 
 
-@pytest.mark.parametrize("name", [command.__name__.rpartition(".")[2] for command in COMMANDS])
+@pytest.mark.parametrize("name", NAMES)
 def test_every_command_has_help(call: Call, name: str) -> None:
     done = call(name, "--help")
     assert (done.code, done.err) == (0, "")
