@@ -5,7 +5,9 @@ R rows   S slots
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -26,8 +28,8 @@ class Learned(Scorer):
     the one that comes with the package for the model's weights.
 
     Against KVzap: predicted from keys and values instead of hidden states, so that stored slots can be scored again at
-    any time; the budget decides how many stay, where KVzap drops below a threshold. Two files of one name are one to
-    a policy's fingerprint.
+    any time; the budget decides how many stay, where KVzap drops below a threshold. Fingerprints depend on the content
+    of `file`, not on its name.
     """
 
     file: str = ""
@@ -41,6 +43,24 @@ class Learned(Scorer):
     @property
     def needs(self) -> Needs:
         return Needs(predictor=self.file)
+
+    @property
+    def identity(self) -> str:
+        """What a fingerprint knows of it."""
+        return f"learned(sinks={self.sinks}, content={self._content})"
+
+    @cached_property
+    def _content(self) -> str:
+        """The file's digest, taken once."""
+        if not self.file:
+            return "shipped"
+        try:
+            with open(self.file, "rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise PolicyError(
+                f"learned: {self.file} cannot be read ({error.strerror}); write one with kvfold train-scorer --out FILE"
+            ) from None
 
     def score(self, view: View) -> Tensor:
         predictor = given("learned", view.predictor, "predictor")

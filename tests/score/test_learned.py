@@ -169,6 +169,16 @@ def test_a_file_is_named_in_quotation_marks(file: str) -> None:
     assert Policy.parse(str(policy)) == Policy.parse(policy.short) == policy
 
 
+def test_fingerprints_know_the_content_of_a_file_not_its_name(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("one", "same", "other")]
+    for file, content in zip(files, (b"1", b"1", b"2"), strict=True):
+        file.write_bytes(content)
+    one, same, other = (Policy.parse(f'learned(file="{file}") + 8x').fingerprint for file in files)
+    assert one == same != other
+    with pytest.raises(PolicyError, match="cannot be read"):
+        _ = Policy.parse(f'learned(file="{tmp_path / "none"}") + 8x').fingerprint
+
+
 def test_a_file_name_that_no_expression_could_hold_is_refused() -> None:
     for file in ('a"b', "a\nb"):
         with pytest.raises(PolicyError, match="quotation marks or line breaks"):
