@@ -62,8 +62,8 @@ def step_greedily(runner: Runner, writers: Sequence[Writer], ahead: Ahead | None
 def step(runner: Runner, writers: Sequence[Writer]) -> None:
     """One pass over what was sampled last, and over drafts behind it where there are any."""
     began, setup_s = time.perf_counter(), runner.setup_s
-    drafts = [writer.draft() for writer in writers]
     sequences = [writer.request.sequence for writer in writers]
+    drafts = [writer.draft(runner.most_verified(writer.request.sequence)) for writer in writers]
     last = [writer.request.token_ids[-1] for writer in writers]
     if not any(drafts):
         rows_BV = runner.decode(sequences, last, commit=[not writer.request.stop for writer in writers])

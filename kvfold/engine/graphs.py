@@ -9,6 +9,7 @@ After some hundred steps the decoder layers are compiled as well, which fuses wh
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -62,7 +63,7 @@ class Graphs:
             return None
         most = 1 if isinstance(tokens, Tensor) else max(map(len, tokens))
         shape = _bucket(len(sequences)), _bucket(most)
-        if layout.spec.dtype == torch.float32 and layout.spec.layers[0].group * shape[1] > _MOST_FP32_QUERIES:
+        if shape[1] > self.most_tokens(sequences[0]):
             return None
         key = id(layout), *shape  # one object for all layouts that are equal, kept for good
         captured = self._captured.pop(key, None)
@@ -76,6 +77,15 @@ class Graphs:
         self._captured[key] = captured
         self._steps += 1
         return logits
+
+    def most_tokens(self, sequence: SequenceCache) -> int:
+        """Tokens of a sequence in one pass, beyond which the pass would be slower than captured steps one by one."""
+        layout = layout_of(sequence) if self.enabled else None
+        if layout is not None and layout.watches:
+            return 1
+        if layout is not None and layout.spec.dtype == torch.float32:
+            return 1 << (_MOST_FP32_QUERIES // layout.spec.layers[0].group).bit_length() >> 1  # as buckets are
+        return sys.maxsize
 
     def _serves(self, captured: _Captured, sequence: SequenceCache) -> bool:
         """Whether it reads the right arena and is as fast as it could be by now."""

@@ -10,6 +10,7 @@ that continues runs the shapes it would have run in one go. `between_chunks` pol
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
@@ -158,6 +159,10 @@ class Runner:
         for sequence, commits in zip(sequences, commit or [True] * len(sequences), strict=True):
             commit_run(sequence, commits)
         return logits
+
+    def most_verified(self, sequence: SequenceCache) -> int:
+        """Tokens that are worth verifying in one pass."""
+        return sys.maxsize if self.graphs is None else self.graphs.most_tokens(sequence)
 
     @torch.inference_mode()
     def verify(self, sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]] | Tensor) -> list[Verified]:

@@ -106,12 +106,13 @@ class Writer:
         """Characters at the end that may begin a stop string."""
         return max((_overlap(self.stream.text, stop) for stop in self.request.stop), default=0)
 
-    def draft(self) -> list[int]:
-        """What may follow the last token: no more than may still be sampled, nor past the end of the open block."""
+    def draft(self, most: int) -> list[int]:
+        """What may follow the last token, at most so many tokens with it: no more than may still be sampled, nor past
+        the end of the open block."""
         request = self.request
         if request.drafter is None:
             return []
-        return request.drafter.draft(min(self.num_left, request.sequence.open.next_room) - 1)
+        return request.drafter.draft(min(most, self.num_left, request.sequence.open.next_room) - 1)
 
     @property
     def is_greedy(self) -> bool:

@@ -3,6 +3,7 @@ steps."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from kvfold.engine.generate import Request, generate
 from kvfold.engine.graphs import Graphs
 from kvfold.engine.runner import Runner
+from kvfold.engine.speculate import Drafter
 from kvfold.errors import OutOfPages
 from kvfold.models.loader import Model
 from kvfold.pages.sequence import SequenceCache
@@ -25,14 +27,16 @@ NUM_NEW = (30, 9, 30)  # blocks of 8 seal several times; one request ends before
 
 
 class Noted(Graphs):
-    """Captured steps, and whether the host knew the tokens of each."""
+    """Captured steps, whether the host knew the tokens of each, and how many they were."""
 
     def __init__(self) -> None:
         super().__init__()
         self.on_device: list[bool] = []
+        self.lengths: list[int] = []  # of the longest input of each
 
     def decode(self, hf: Any, sequences: Sequence[SequenceCache], tokens: Any, **options: Any) -> Tensor | None:
         self.on_device.append(isinstance(tokens, Tensor))
+        self.lengths.append(1 if isinstance(tokens, Tensor) else max(map(len, tokens)))
         return super().decode(hf, sequences, tokens, **options)
 
 
@@ -143,3 +147,21 @@ def test_scorers_that_watch_are_not_run_ahead(model: Model, policy: str) -> None
     list(generate(runner, found, model.tokenizer))
     assert isinstance(runner.graphs, Noted) and not any(runner.graphs.on_device)
     release(found)
+
+
+@pytest.mark.parametrize(("policy", "most"), [("full", 4), ("h2o + 64tok", 1), ("quest(tokens=64)", sys.maxsize)])
+def test_drafts_are_no_longer_than_a_captured_step_takes(
+    model: Model, policy: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fp32, two queries a KV head, nine at a time: four tokens. A scorer that watches: no draft; the plain way: any."""
+    monkeypatch.setattr("kvfold.engine.graphs._MOST_FP32_QUERIES", 9)
+    (plain, expected), (fast, found) = both(model, policy)
+    list(generate(plain, expected, model.tokenizer))
+    assert fast.most_verified(found[0].sequence) == most
+    for request, known in zip(found, expected, strict=True):
+        request.drafter = Drafter(known.token_ids[:1], earlier=[known.token_ids])
+    list(generate(fast, found, model.tokenizer))
+    assert isinstance(fast.graphs, Noted) and max(fast.graphs.lengths) == min(most, 8)  # blocks have 8 slots
+    for mine, theirs in zip(found, expected, strict=True):
+        same_state(mine, theirs)
+    release(expected, found)
