@@ -19,6 +19,7 @@ from kvfold.policy.spell import literal
 load_variants()
 _PHASES = ("prefill", "decode")
 _STAGE_AXES = ("budget", "protect", "evicted")
+FILES = ("alpha", "beta")  # all strings that terms take are names of files
 _BYTE_UNITS = ("B", "KB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB")
 _slices = st.builds("{}:{}".format, st.integers(-3, 3) | st.just(""), st.integers(-3, 9) | st.just(""))
 
@@ -89,7 +90,7 @@ def _values(hint: Any) -> st.SearchStrategy[Any]:
         int: st.integers(0, 300),
         float: st.floats(0, 1) | st.floats(1, 100),
         bool: st.booleans(),
-        str: st.sampled_from(["alpha", "beta"]),
+        str: st.sampled_from(FILES),
         types.NoneType: st.none(),
     }
     return known[hint]

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import chdir
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 
 from kvfold.errors import PolicyError
 from kvfold.policy import Policy
-from tests.policy.expressions import expressions, policies
+from tests.policy.expressions import FILES, expressions, policies
 
 many = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fingerprints read the files that terms name."""
+    folder = tmp_path_factory.mktemp("files")
+    for name in FILES:
+        (folder / name).write_text(name)
+    with chdir(folder):
+        yield
 
 
 @many
