@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -12,11 +11,11 @@ from tests.store.servers import RedisServer
 
 
 @pytest.fixture
-def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
+def redis_server() -> Iterator[RedisServer]:
     if shutil.which("redis-server") is None:
         pytest.skip("redis-server is not installed")
     pytest.importorskip("redis", reason="redis-py is not installed")
-    server = RedisServer(tmp_path / "redis")
+    server = RedisServer()
     server.start()
     yield server
     server.kill()

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
 
 class RedisServer:
-    """Keeps nothing on disk; `url` is that of a socket in a short path, as sockets need."""
+    """Keeps nothing on disk; `url` is that of a socket in a folder of its own, whose path is short, as sockets need."""
 
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._socket = Path(os.path.relpath(folder / "s"))
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="redis")
+        self._socket = Path(self._folder.name) / "s"
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
