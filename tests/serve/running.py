@@ -55,6 +55,11 @@ class Running:
     def openai_as(self, key: str) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120)
 
+    def settle(self) -> None:
+        """Wait until what was cached has been written: a hit on a busy machine may come before that."""
+        assert self.service.store is not None
+        self.service.store.flush()
+
     @property
     def lent_bytes(self) -> int:
         return self.service.model.arena.lent_bytes

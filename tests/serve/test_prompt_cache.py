@@ -34,7 +34,9 @@ def user(*blocks: dict[str, Any]) -> dict[str, Any]:
 
 def create(server: Running, *messages: dict[str, Any], client: Any = None, **options: Any) -> Any:
     options = {"model": "tiny", "max_tokens": 4, "messages": list(messages), **options}
-    return (client or server.anthropic).messages.create(**options)
+    found = (client or server.anthropic).messages.create(**options)
+    server.settle()
+    return found
 
 
 def counts(found: Any) -> tuple[int, int, int]:
@@ -341,7 +343,6 @@ def test_an_entry_whose_tensors_are_gone_is_a_miss(server: Running) -> None:
     store, lost_before = server.service.store, _num_lost(server)
     assert store is not None
     assert store.device is not None
-    store.flush()
     for tier in store.cascade.tiers:
         for key in list(tier.keys()):
             tier.delete(key)
