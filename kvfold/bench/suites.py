@@ -23,11 +23,11 @@ class Suite:
 QUICK = Suite(
     name="quick",
     summary="what a 135M model can do at all, in minutes on a CPU",
-    workloads=("needle:needles_1", "ruler:niah_multikey_1", "infinite:number_string", "chat:turns"),
+    workloads=("needle:needles_1", "ruler:niah_multikey_1", "chat:turns"),
     policies=("streaming", "snapkv + ada", "keydiff", "int4", "keydiff + int4"),
     memories=("100%", "50%", "25%"),
     lengths=(768,),
-    samples=4,
+    samples=2,
     fidelity=1,
     diagnostics=1,
 )
