@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from kvfold.cli import show
 from kvfold.cli.options import Subparsers, add_model_options, load_model
+from kvfold.cli.texts import add_text_options, read_texts
 
 if TYPE_CHECKING:
-    import kvfold
     from kvfold.budget.heads import HeadProfile
 
 _EPILOG = """examples:
@@ -32,13 +32,8 @@ def add_parser(subparsers: Subparsers) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="where the profile is written")
-    parser.add_argument(
-        "--text", type=Path, action="append", metavar="FILE", help="text to read; may be repeated (default: own)"
-    )
-    parser.add_argument("--texts", type=_positive, default=14, metavar="N", help="texts read (default: %(default)s)")
-    parser.add_argument("--length", type=_positive, default=1024, metavar="N", help="tokens of each (default: 1024)")
+    add_text_options(parser, texts=14, length=1024)
     parser.add_argument("--loss", type=float, default=0.05, help="of a head's attention (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_model_options(parser)
     parser.set_defaults(run=run)
@@ -50,20 +45,12 @@ def run(args: argparse.Namespace) -> int:
     from kvfold.train.profile import measure_heads
 
     model = load_model(args)
-    texts = _texts(args, model)
+    texts = read_texts(args, model)
     with reporting(True) as report:
         measured = measure_heads(model, texts, args.loss, report)
     measured.write(args.out)
     _tell(args, measured)
     return 0
-
-
-def _texts(args: argparse.Namespace, model: kvfold.Model) -> list[list[int]]:
-    from kvfold.train.texts import file_texts, own_texts
-
-    if args.text:
-        return list(file_texts(model.tokenizer, args.text, args.texts, args.length))
-    return list(own_texts(model.tokenizer, args.texts, args.length, args.seed))
 
 
 def _tell(args: argparse.Namespace, measured: HeadProfile) -> None:
@@ -75,9 +62,3 @@ def _tell(args: argparse.Namespace, measured: HeadProfile) -> None:
         table.add_row(str(place), *(f"{100 * need:.1f} %" for need in (min(layer), statistics.mean(layer), max(layer))))
     show.console().print(table)
     print(f"\n{args.out}: what heads of {measured.model} need of {measured.measured}")
-
-
-def _positive(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f'"{text}" is no count; write a whole number from 1 on')
-    return int(text)

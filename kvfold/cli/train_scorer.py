@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvfold.cli import show
 from kvfold.cli.options import Subparsers, add_model_options, load_model
+from kvfold.cli.texts import add_text_options, positive, read_texts
 
 if TYPE_CHECKING:
     import kvfold
@@ -32,14 +33,9 @@ def add_parser(subparsers: Subparsers) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="where the networks are written")
-    parser.add_argument(
-        "--text", type=Path, action="append", metavar="FILE", help="text to train on; may be repeated (default: own)"
-    )
-    parser.add_argument("--texts", type=_positive, default=20, metavar="N", help="texts read (default: %(default)s)")
-    parser.add_argument("--length", type=_positive, default=512, metavar="N", help="tokens of each (default: 512)")
-    parser.add_argument("--steps", type=_positive, default=400, metavar="N", help="of the fit (default: %(default)s)")
-    parser.add_argument("--hidden", type=_positive, default=64, metavar="N", help="units of a head's network")
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    add_text_options(parser, texts=20, length=512)
+    parser.add_argument("--steps", type=positive, default=400, metavar="N", help="of the fit (default: %(default)s)")
+    parser.add_argument("--hidden", type=positive, default=64, metavar="N", help="units of a head's network")
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_model_options(parser)
     parser.set_defaults(run=run)
@@ -53,21 +49,13 @@ def run(args: argparse.Namespace) -> int:
     from kvfold.train.scorer import train_scorer
 
     model = load_model(args)
-    texts = _texts(args, model)
+    texts = read_texts(args, model)
     fitting = Fitting(steps=args.steps, hidden=args.hidden, seed=args.seed)
     with reporting(True) as report:
         trained = train_scorer(model, texts, fitting, report)
     save_predictor(trained.predictor, args.out)
     _tell(args, model, trained)
     return 0
-
-
-def _texts(args: argparse.Namespace, model: kvfold.Model) -> list[list[int]]:
-    from kvfold.train.texts import file_texts, own_texts
-
-    if args.text:
-        return list(file_texts(model.tokenizer, args.text, args.texts, args.length))
-    return list(own_texts(model.tokenizer, args.texts, args.length, args.seed))
 
 
 def _tell(args: argparse.Namespace, model: kvfold.Model, trained: Trained) -> None:
@@ -84,9 +72,3 @@ def _tell(args: argparse.Namespace, model: kvfold.Model, trained: Trained) -> No
     table.add_row("mean", *(f"{mean:.2f}" for mean in means))
     show.console().print(table)
     print(f"\n{args.out}, {show.bytes_text(num_bytes)}, for {model.name}; on texts kept out of the fit")
-
-
-def _positive(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f'"{text}" is no count; write a whole number from 1 on')
-    return int(text)
