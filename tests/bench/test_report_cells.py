@@ -69,6 +69,15 @@ def test_rankings_by_hand() -> None:
     assert (worse.beside.difference.mean, worse.beside.lost, worse.beside.gained) == (-0.5, 3, 1)
 
 
+def test_no_ranked_interval_passes_what_a_score_can_be() -> None:
+    """One of two workloads has one sample in seven, and a resample may draw it more than once."""
+    other = [*rows("full", "100%", [1.0] * 6), *rows("int4", "25%", [1.0] * 6)]
+    needle = [*rows("full", "100%", [1.0], workload="needle"), *rows("int4", "25%", [1.0], workload="needle")]
+    (contest,) = contests(scope_of("all", other + needle), "known")
+    (entry,) = contest.entries
+    assert (entry.score.mean, entry.score.high) == (pytest.approx(1.0), 1.0)
+
+
 def test_the_full_cache_does_not_compete() -> None:
     (contest,) = contests(scope_of("all", FULL + rows("int4", "100%", [1.0, 1.0, 1.0, 0.0])), "known")
     assert [entry.cell.policy for entry in contest.entries] == ["int4"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from kvfold.bench.record import Mode, Row
@@ -97,5 +97,9 @@ def estimate(values: Sequence[float], low: float = 0.0, high: float = 1.0) -> Es
     """Mean and interval within the bounds of what is possible; a single value leaves everything possible."""
     if len(values) < 2:
         return Estimate(values[0], low, high, 1)
-    found = mean_interval(values)
-    return Estimate(found.mean, max(low, found.low), min(high, found.high), found.num_samples)
+    return bounded(mean_interval(values), low, high)
+
+
+def bounded(found: Estimate, low: float = 0.0, high: float = 1.0) -> Estimate:
+    """Weights of workloads let a resample's mean pass what any score can be."""
+    return replace(found, low=max(low, found.low), high=min(high, found.high))

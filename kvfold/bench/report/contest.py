@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvfold.bench.record import Mode
-from kvfold.bench.report.cells import Cell, Scope, estimate, weighted
+from kvfold.bench.report.cells import Cell, Scope, bounded, estimate, weighted
 from kvfold.bench.report.merge import FULL, Sample, percent
 from kvfold.bench.statistics import Estimate, Standing, ranked
 
@@ -77,7 +77,7 @@ def _standings(cells: Sequence[Cell], samples: Sequence[Sample]) -> Sequence[Sta
 
 
 def _entry(scope: Scope, cell: Cell, place: int, standing: Standing) -> Entry:
-    return Entry(cell, place, standing.estimate, standing.tied, beside(scope, cell))
+    return Entry(cell, place, bounded(standing.estimate), standing.tied, beside(scope, cell))
 
 
 def beside(scope: Scope, cell: Cell) -> Beside | None:
