@@ -11,41 +11,23 @@ import pytest
 import torch
 
 from kvfold.budget import Budget, Uniform, choose
-from kvfold.core import LayerSpec
 from kvfold.errors import PolicyError
 from kvfold.score import SnapKV, View, attention
 from tests.score.views import make_view
+from tests.score.votes import votes_view
 
 VOTES = [0.1, 0.4, 0.5, 0.3, 0, 0.1, 0.8, 0.7, 0.6, 0.2, 0, 0, 0.1, 0.3, 0.4, 0.2, 0, 0.5, 0.6, 0]
 WINDOW = 4
 
 
-def votes_view() -> View:
-    position_RS = torch.arange(20).unsqueeze(0)
-    k_RSD = (torch.tensor(VOTES) + 1e-12).log().view(1, 20, 1)
-    return View(
-        layer=0,
-        num_layers=1,
-        spec=LayerSpec(num_kv_heads=1, num_query_heads=1, head_dim=1, scale=1.0),
-        num_heads=1,
-        k_RSD=k_RSD,
-        v_RSD=k_RSD,
-        position_RS=position_RS,
-        valid_RS=torch.ones_like(position_RS, dtype=torch.bool),
-        seen_R=torch.tensor([20]),
-        q_RGWD=torch.ones(1, 1, WINDOW, 1),
-        q_position_RW=position_RS[:, -WINDOW:],
-    )
-
-
 def kept(scorer: SnapKV, slots: int) -> list[int]:
-    score_RS = scorer.score(votes_view())
+    score_RS = scorer.score(votes_view(VOTES, WINDOW))
     (count_H,) = Uniform().allocate([score_RS], Budget(slots, 1), 0)
     return choose(score_RS, count_H)[0].nonzero().flatten().tolist()
 
 
 def test_pooled_votes() -> None:
-    score_S = SnapKV(window=WINDOW, kernel=3, pool="max").score(votes_view())[0]
+    score_S = SnapKV(window=WINDOW, kernel=3, pool="max").score(votes_view(VOTES, WINDOW))[0]
     pooled = [0.4, 0.5, 0.5, 0.5, 0.3, 0.8, 0.8, 0.8, 0.7, 0.6, 0.2, 0.1, 0.3, 0.4, 0.4, 0.4]
     torch.testing.assert_close(score_S[:16] / score_S[5] * 0.8, torch.tensor(pooled), rtol=0, atol=1e-5)
     assert (score_S[16:] == torch.inf).all()
@@ -68,8 +50,8 @@ def test_four_voted_slots_and_the_window(pool: Literal["avg", "max", "none"], ke
 
 
 def test_mean_and_sum_over_the_window_rank_alike() -> None:
-    mean, total = SnapKV(window=WINDOW), SnapKV(window=WINDOW, over_window="sum")
-    torch.testing.assert_close(mean.score(votes_view())[0, :16] * WINDOW, total.score(votes_view())[0, :16])
+    view, mean, total = votes_view(VOTES, WINDOW), SnapKV(window=WINDOW), SnapKV(window=WINDOW, over_window="sum")
+    torch.testing.assert_close(mean.score(view)[0, :16] * WINDOW, total.score(view)[0, :16])
 
 
 def test_max_over_the_group_hears_the_loudest_head() -> None:
