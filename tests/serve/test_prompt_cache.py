@@ -340,6 +340,7 @@ def test_a_policy_that_knows_the_question_refuses_markers_and_serves_the_rest() 
 def test_an_entry_whose_tensors_are_gone_is_a_miss(server: Running) -> None:
     asked = user(text("20 " + LONG, MARK), text("x"))
     written = counts(create(server, asked))[1]
+    server.settle()
     store, lost_before = server.service.store, _num_lost(server)
     assert store is not None
     assert store.device is not None
