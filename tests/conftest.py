@@ -1,9 +1,10 @@
-"""Tiny models, built once for the whole run; every test must leave their arenas empty."""
+"""Tiny models, built once for the whole run; every test must leave their arenas empty. A Redis server for who asks."""
 
 from __future__ import annotations
 
 import gc
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from functools import cache
 
@@ -14,6 +15,7 @@ if not torch.cuda.is_available():  # kernels run in triton's interpreter; it is 
     os.environ["TRITON_INTERPRET"] = "1"
 
 from kvfold.models.loader import Model
+from tests.store.servers import RedisServer
 from tests.tiny import ready
 
 
@@ -40,3 +42,15 @@ def shared() -> Iterator[Callable[[str], Model]]:
 def model(shared: Callable[[str], Model]) -> Model:
     """The tiny Llama."""
     return shared("llama")
+
+
+@pytest.fixture
+def redis_server() -> Iterator[RedisServer]:
+    """One of its own, on a socket; skipped where there is none."""
+    if shutil.which("redis-server") is None:
+        pytest.skip("redis-server is not installed")
+    pytest.importorskip("redis", reason="redis-py is not installed")
+    server = RedisServer()
+    server.start()
+    yield server
+    server.kill()

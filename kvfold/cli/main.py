@@ -1,7 +1,7 @@
 """The command `kvfold`: its subcommands, and what becomes of errors.
 
     0    done
-    1    the arena is out of pages, or nobody reads the output any more
+    1    the arena is out of pages, nobody reads the output any more, or `cache verify` found damage
     2    bad input: arguments, policy, model, file
     130  interrupted with Ctrl-C
 
@@ -20,15 +20,16 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvfold import __version__
-from kvfold.cli import bench, chat, demo, fit_prompt, models, policies, profile, report, run, serve, train_scorer
+from kvfold.cli import bench, cache, chat, demo, fit_prompt, models, policies, profile, report, run, serve, train_scorer
 from kvfold.errors import KvfoldError, KvfoldWarning, OutOfPages
 
-COMMANDS = (run, chat, serve, demo, bench, report, models, policies, fit_prompt, train_scorer, profile)
+COMMANDS = (run, chat, serve, cache, demo, bench, report, models, policies, fit_prompt, train_scorer, profile)
 _EPILOG = """examples:
   kvfold demo                                      what compression does to a small model, in minutes on any CPU
   kvfold run --context notes.txt --ask "Who wrote this?" --policy "keydiff + 4x" --compare full,int4
   kvfold chat --policy "streaming + 1024tok + slot"
   kvfold serve --policy "keydiff + 4x"             for clients of Anthropic's and OpenAI's APIs
+  kvfold cache stats --disk prefixes               what a server's prompt cache holds; also when it runs
   kvfold policies "snapkv + ada + 8x + int4"       what this policy does
   kvfold bench                                     policies compared at equal bytes, with a table and a report
   kvfold models pull smollm2-135m

@@ -45,14 +45,21 @@ def bytes_text(number: float) -> str:
 
 @contextmanager
 def prefill_bar(label: str, num_tokens: int) -> Iterator[Callable[[int], None] | None]:
-    """A bar over the tokens of a prompt, gone when done; None where stderr is no terminal."""
+    """A bar over the tokens of a prompt."""
+    with bar(f"read, {label}", num_tokens) as advance:
+        yield advance
+
+
+@contextmanager
+def bar(label: str, total: int) -> Iterator[Callable[[int], None] | None]:
+    """Gone when done; None where stderr is no terminal."""
     if not sys.stderr.isatty():
         yield None
         return
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     bars = Progress(*columns, console=Console(file=sys.stderr), transient=True, redirect_stdout=False)
     with bars:
-        task = bars.add_task(f"read, {label}", total=num_tokens)
+        task = bars.add_task(label, total=total)
         yield lambda done: bars.advance(task, done)
 
 

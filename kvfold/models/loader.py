@@ -7,6 +7,8 @@ bf16 arithmetic emulate it at a fiftieth of the speed, so there the weights beco
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,12 +98,26 @@ def wrap(
     return Model(name or spec.name, hf, tokenizer, spec, bound, compile)
 
 
+def load_tokenizer(name: str) -> Any:
+    """That of a model that `load` would find, without its weights."""
+    source = str(resolve(name))
+    with _loading(name, source):
+        return AutoTokenizer.from_pretrained(source)
+
+
 def _from_pretrained(name: str, source: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    with _loading(name, source):
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation="sdpa"), tokenizer
+
+
+@contextmanager
+def _loading(name: str, source: str) -> Iterator[None]:
+    """No bars of transformers', and its errors as ours."""
     bars = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation="sdpa"), tokenizer
+        yield
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f'model "{name}" could not be loaded from {source}: {reason}') from error

@@ -25,7 +25,17 @@ from kvfold.store.key import Key
 from kvfold.store.ledger import Lease, Ledger
 from kvfold.store.tier import ByteTier, Clock
 
-_SUFFIX = ".kvp"
+SUFFIX = ".kvp"
+
+
+def path_of(folder: Path, key: Key) -> Path:
+    return folder / "entries" / key.scope / key.digest[:2] / f"{key.start:x}-{key.end:x}-{key.digest}{SUFFIX}"
+
+
+def key_of(path: Path) -> Key | None:
+    """The key of an entry's file; None if it is none, or lies in a place of another."""
+    key = Key.parse(f"{path.parent.parent.name}-{path.name.removesuffix(SUFFIX)}")
+    return key if key is not None and path.name.endswith(SUFFIX) and path.parent.name == key.digest[:2] else None
 
 
 class _Gone(NamedTuple):
@@ -145,7 +155,7 @@ class DiskTier(ByteTier):
         return self.folder / "entries"
 
     def _path(self, key: Key) -> Path:
-        return self._entries / key.scope / key.digest[:2] / f"{key.start:x}-{key.end:x}-{key.digest}{_SUFFIX}"
+        return path_of(self.folder, key)
 
     def _learn(self) -> None:
         """Once; under the lock."""
@@ -158,12 +168,12 @@ class DiskTier(ByteTier):
 
     def _find(self, path: Path) -> None:
         """Take a file into the ledger; what a kill left half-written goes, and what a lower limit has no room for."""
-        key, stat = Key.parse(f"{path.parent.parent.name}-{path.name.removesuffix(_SUFFIX)}"), path.stat()
+        key, stat = key_of(path), path.stat()
         too_much = self._ledger.total_bytes + stat.st_size > self._ledger.limit_bytes
         if path.suffix == TEMPORARY or (key is not None and too_much):
             path.unlink()
             return
-        if key is None or path != self._path(key):
+        if key is None:
             return
         with path.open("rb") as file:
             preamble = peek(file.read(PREAMBLE_BYTES))

@@ -25,7 +25,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from kvfold.errors import FileError
-from kvfold.store.key import FORMAT_REVISION, Binding, Key
+from kvfold.store.key import FORMAT_REVISION, Binding, Key, scope_of
 from kvfold.store.ledger import Lease
 
 MAGIC = b"KVFOLD\x00P"
@@ -81,13 +81,14 @@ def peek(data: bytes) -> Preamble | None:
 
 
 class EntryReader:
-    """One entry, block by block. Raises Fault where it is not what was asked for."""
+    """One entry, block by block. Raises Fault where it is not what was asked for; without a `binding`, where it is not
+    what its name says. `facts`: what it is bound to."""
 
     def __init__(
         self,
         file: BinaryIO,
         key: Key,
-        binding: Binding,
+        binding: Binding | None,
         *,
         secret: bytes = b"",
         max_bytes: int = MAX_ENTRY_BYTES,
@@ -98,6 +99,7 @@ class EntryReader:
         file.seek(0)
         self.preamble, header = self._read_header()
         _check_header(header, key, binding)
+        self.facts: dict[str, Any] = header["binding"]
         self._blocks = _listed(header)
         self._check_sizes(max_bytes)
 
@@ -153,10 +155,11 @@ class EntryReader:
         self._file.close()
 
 
-def _check_header(header: dict[str, Any], key: Key, binding: Binding) -> None:
+def _check_header(header: dict[str, Any], key: Key, binding: Binding | None) -> None:
     if header.get("key") != key.text:
         raise Fault("swapped", "it is another entry than the one that was asked for")
-    if header.get("binding") != binding.facts():
+    facts = header.get("binding")
+    if not isinstance(facts, dict) or (scope_of(facts) != key.scope if binding is None else facts != binding.facts()):
         raise Fault("foreign", "it belongs to another model, policy or tenant")
 
 

@@ -33,6 +33,18 @@ def own(folder: Path, private: Path) -> TextIO:
     return file
 
 
+def is_owned(folder: Path) -> bool:
+    """Whether a process owns the folder now."""
+    try:
+        with (folder / "lock").open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def write_whole(path: Path, data: bytes, expires_at: float) -> None:
     """To a temporary name, synced, renamed, and the folder synced; OSError leaves nothing behind."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -80,7 +80,12 @@ class Binding:
 
     @property
     def scope(self) -> str:
-        return digest_text(json.dumps(self.facts(), sort_keys=True))
+        return scope_of(self.facts())
+
+
+def scope_of(facts: object) -> str:
+    """The scope of what a header says an entry is bound to."""
+    return digest_text(json.dumps(facts, sort_keys=True))
 
 
 def digest_text(text: str) -> str:

@@ -75,6 +75,16 @@ class RedisTier(ByteTier):
         keys = (Key.parse(name.decode(errors="replace").removeprefix(_PREFIX)) for name in names)
         return iter([key for key in keys if key is not None])
 
+    def answers(self) -> bool:
+        return bool(self._try(self._redis.ping))
+
+    def look(self, key: Key) -> tuple[int, float, bytes] | None:
+        """Bytes of an entry, the seconds it has left, and how it begins; it does not live longer for that."""
+        num_bytes = self._try(lambda: self._redis.strlen(_name(key)))
+        left_ms = self._try(lambda: self._redis.pttl(_name(key)))
+        begins = self._try(lambda: self._redis.getrange(_name(key), 0, PREAMBLE_BYTES - 1))
+        return (num_bytes, left_ms / 1e3, begins) if num_bytes and left_ms and begins else None
+
     def close(self) -> None:
         self._redis.close()
 

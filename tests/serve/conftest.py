@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 _NEEDED = ("starlette", "uvicorn", "anthropic", "openai")
-_TALKING = ["test_anthropic.py", "test_openai.py", "test_prompt.py", "test_prompt_cache.py", "test_server.py"]
+_TALKING = [
+    f"test_{name}.py" for name in ("anthropic", "explain", "openai", "prompt", "prompt_cache", "restart", "server")
+]
 
 collect_ignore = [] if all(map(find_spec, _NEEDED)) else _TALKING

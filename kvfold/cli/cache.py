@@ -1,0 +1,223 @@
+"""`kvfold cache`: what a prefix store holds, whether it is whole, and what it would save; also beside a running server.
+
+kvfold cache stats --disk prefixes
+kvfold cache verify --disk prefixes --quarantine
+kvfold cache warm requests.jsonl --url http://localhost:8080
+kvfold cache explain first.json second.json --model smollm2-135m
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvfold.cli import cache_explain, cache_warm
+from kvfold.cli.options import Subparsers
+from kvfold.cli.show import bar, bytes_text, console, new_table, print_json
+from kvfold.errors import InputError
+
+if TYPE_CHECKING:
+    from kvfold.store.view import Found, View
+
+_EPILOG = """ls, stats and verify only read, so they work while a server owns the folder; clear and verify --quarantine
+change it, so they need it for themselves. Entries are shown by their scope: one for each model with its weights, policy
+and tenant."""
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add `cache` and its verbs."""
+    parser = subparsers.add_parser(
+        "cache",
+        help="look at, check, warm and clear stored prefixes",
+        description="Look at, check, warm and clear what servers keep of prompts.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verbs = parser.add_subparsers(metavar="VERB", required=True)
+    listed = _add_verb(verbs, "ls", "one line for each entry: range of tokens, size, life", _list)
+    listed.add_argument("--limit", type=int, default=50, metavar="N", help="most lines (default: %(default)s; 0: all)")
+    _add_verb(verbs, "stats", "entries, tokens and bytes by scope, and what the scopes are", _stats)
+    verify = _add_verb(verbs, "verify", "check every entry's digests; exit code 1 if any is bad", _verify)
+    verify.add_argument("--quarantine", action="store_true", help="move bad entries to DIR/quarantine, with the reason")
+    clear = _add_verb(verbs, "clear", "delete entries; nothing is asked", _clear)
+    clear.add_argument("--expired", action="store_true", help="only entries whose time is over")
+    clear.add_argument("--scope", metavar="PREFIX", help="only entries whose scope begins so, as ls shows it")
+    cache_warm.add_parser(verbs)
+    cache_explain.add_parser(verbs)
+
+
+def _add_verb(verbs: Subparsers, name: str, text: str, run: Any) -> argparse.ArgumentParser:
+    parser = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    parser.add_argument("--disk", metavar="DIR", help="folder of a server's --disk")
+    parser.add_argument("--redis", metavar="URL", help="a Redis server that servers share, e.g. redis://host:6379/0")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+    return parser
+
+
+@contextmanager
+def _views(args: argparse.Namespace) -> Iterator[list[View]]:
+    """The places that the options name."""
+    from kvfold.store.view import FolderView, RedisView
+
+    if args.disk is None and args.redis is None:
+        raise InputError("no store is named; give --disk DIR, --redis URL, or both")
+    with ExitStack() as stack:
+        views: list[View] = [] if args.disk is None else [FolderView(args.disk)]
+        views += [] if args.redis is None else [RedisView(args.redis)]
+        for view in views:
+            stack.callback(view.close)
+        yield views
+
+
+def _found(views: Sequence[View]) -> list[Found]:
+    """By scope, then along prompts as far as names tell."""
+    found = [one for view in views for one in view.find()]
+    return sorted(found, key=lambda one: (one.place, one.key.scope, one.key.start, one.key.digest))
+
+
+# ls
+
+
+def _list(args: argparse.Namespace) -> int:
+    with _views(args) as views:
+        found = _found(views)
+    rows = [_row(one) for one in found]
+    shown = rows[: args.limit or None]
+    if args.json:
+        print_json(shown)
+        return 0
+    table = new_table("place", "scope", "digest", numbers=("tokens", "size", "lives", "ttl"))
+    for row in shown:
+        span, size = f"{row['start']}-{row['end']}", bytes_text(row["bytes"])
+        life = seconds_text(row["lives_s"])
+        table.add_row(row["place"], row["scope"][:8], row["digest"][:12], span, size, life, seconds_text(row["ttl_s"]))
+    console().print(table)
+    more = f", {len(shown)} shown; --limit 0 shows all" if len(shown) < len(rows) else ""
+    print(f"{len(rows)} entries, {bytes_text(sum(row['bytes'] for row in rows))}{more}")
+    return 0
+
+
+def _row(one: Found) -> dict[str, Any]:
+    key = one.key
+    facts = {"scope": key.scope, "digest": key.digest, "start": key.start, "end": key.end}
+    life = {"lives_s": round(one.expires_at - time.time(), 1), "ttl_s": one.ttl_s, "saved_s": one.saved_s}
+    return {"place": one.place, **facts, "bytes": one.num_bytes, **life}
+
+
+def seconds_text(seconds: float) -> str:
+    """-3 -> expired, 75 -> 75 s, 5000 -> 83 min, 30000 -> 8.3 h."""
+    if seconds <= 0:
+        return "expired"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+# stats
+
+
+def _stats(args: argparse.Namespace) -> int:
+    with _views(args) as views:
+        scopes = [_scope(view, of) for view in views for of in _by_scope(view)]
+        in_use = [view.name for view in views if view.is_in_use]
+    content = {"scopes": scopes, "in_use": in_use, "quarantined": _quarantined(args.disk)}
+    if args.json:
+        print_json(content)
+        return 0
+    numbers = ("entries", "tokens", "size", "expired")
+    table = new_table("place", "scope", "kind", "policy", "weights", "cache", numbers=numbers)
+    for one in scopes:
+        facts = [str(one["bound_to"].get(name, "?"))[:10] for name in ("kind", "policy", "weights", "kv_dtype")]
+        counts = [f"{one['entries']:,}", f"{one['tokens']:,}", bytes_text(one["bytes"]), f"{one['expired']:,}"]
+        table.add_row(one["place"], one["scope"][:8], *facts, *counts)
+    console().print(table)
+    owner = "; a server owns the folder now" if in_use else ""
+    print(f"{sum(one['entries'] for one in scopes)} entries, {content['quarantined']} in quarantine{owner}")
+    return 0
+
+
+def _by_scope(view: View) -> list[list[Found]]:
+    found: dict[str, list[Found]] = defaultdict(list)
+    for one in _found([view]):
+        found[one.key.scope].append(one)
+    return list(found.values())
+
+
+def _scope(view: View, entries: list[Found]) -> dict[str, Any]:
+    facts = next(filter(None, (view.facts(one.key) for one in entries)), {})
+    bound = {name: str(value).removeprefix("torch.") for name, value in facts.items()}
+    now = time.time()
+    return {
+        "place": view.name,
+        "scope": entries[0].key.scope,
+        "entries": len(entries),
+        "tokens": sum(one.key.num_tokens for one in entries),
+        "bytes": sum(one.num_bytes for one in entries),
+        "expired": sum(one.expires_at <= now for one in entries),
+        "saved_s": sum(one.saved_s for one in entries),
+        "bound_to": bound,
+    }
+
+
+def _quarantined(disk: str | None) -> int:
+    return 0 if disk is None else len(list(Path(disk, "quarantine").glob("*.txt")))
+
+
+# verify, clear
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from kvfold.store.quarantine import Quarantine
+
+    if args.quarantine and args.disk is None:
+        raise InputError("--quarantine moves bad entries into the folder of --disk; name one")
+    bad: list[dict[str, str]] = []
+    with _views(args) as views:
+        if args.quarantine:
+            views[0].take()
+        found = [(view, one) for view in views for one in _found([view])]
+        with bar("verify", len(found)) as advance:
+            for view, one in found:
+                fault = view.check(one.key)
+                if fault is not None:
+                    bad.append({"place": view.name, "key": one.key.text, "reason": fault.reason, "detail": str(fault)})
+                    if args.quarantine:
+                        view.set_aside(one.key, Quarantine(Path(args.disk) / "quarantine"), fault)
+                if advance is not None:
+                    advance(1)
+    if args.json:
+        print_json({"checked": len(found), "bad": bad, "moved": bool(bad) and args.quarantine})
+    else:
+        _say_bad(bad, len(found), args.quarantine)
+    return 1 if bad else 0
+
+
+def _say_bad(bad: Sequence[dict[str, str]], num_checked: int, is_moved: bool) -> None:
+    for one in bad:
+        print(f"{one['reason']:<9}  {one['place']}  {one['key']}")
+    moved = " and moved to quarantine" if bad and is_moved else ""
+    print(f"{num_checked} entries checked, {len(bad)} bad{moved}")
+
+
+def _clear(args: argparse.Namespace) -> int:
+    now = time.time()
+    num_bytes = num_entries = 0
+    with _views(args) as views:
+        for view in views:
+            view.take()
+            for one in _found([view]):
+                is_kept = args.expired and one.expires_at > now
+                if not is_kept and one.key.scope.startswith(args.scope or ""):
+                    view.delete(one.key)
+                    num_entries, num_bytes = num_entries + 1, num_bytes + one.num_bytes
+    if args.json:
+        print_json({"deleted": num_entries, "bytes": num_bytes})
+    else:
+        print(f"{num_entries} entries deleted, {bytes_text(num_bytes)}")
+    return 0

@@ -1,0 +1,128 @@
+"""`kvfold cache explain`: what a request leaves in the prompt cache, why the next one finds it or not, and the price.
+
+kvfold cache explain first.json second.json --model smollm2-135m
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from kvfold.cli.options import Subparsers
+from kvfold.cli.show import console, new_table, print_json
+from kvfold.errors import FileError, InputError
+from kvfold.models.catalogue import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from kvfold.serve.bill import Bill
+    from kvfold.serve.explain import Compared, Explained
+
+_SHOWN_COUNTS = (1, 2, 3, 5, 10, 100)
+_EPILOG = """A file holds the JSON body of a request to /v1/messages. Its "model" decides the least length of a cached
+prefix and the price of reading, as it does with `kvfold serve --alias`; the tokens are those of --model. Prices are
+multiples of plain input: writing for five minutes 1.25, for an hour 2, reading 0.1."""
+_STATUS = {
+    "written": "entry",
+    "below_minimum": "marker, below the least length",
+    "looked_at": "looked at",
+    "not_looked_at": "",
+}
+
+
+def add_parser(verbs: Subparsers) -> None:
+    parser = verbs.add_parser(
+        "explain",
+        help="tell what requests would cache and read, offline",
+        description="Tell what requests would cache and read, why one misses what another wrote, and when it pays.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("first", metavar="FIRST", help="file with the body of a request")
+    parser.add_argument("second", metavar="SECOND", nargs="?", help="file with the body of the request after it")
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="whose tokenizer to use (default: %(default)s)")
+    parser.add_argument("--cache-min-tokens", type=int, metavar="N", help="least length cached; default: by model name")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    bodies = [_read(path) for path in (args.first, args.second) if path is not None]
+    from kvfold.models.loader import load_tokenizer
+    from kvfold.serve.explain import compare
+    from kvfold.serve.prompt import Prompter
+    from kvfold.serve.settings import Settings
+
+    prompter = Prompter(load_tokenizer(args.model))
+    settings = Settings((args.model,), cache_min_tokens=args.cache_min_tokens)
+    found = [_explain(body, path, prompter, settings) for body, path in bodies]
+    after = compare(*found) if len(found) == 2 else None
+    if args.json:
+        requests = [_facts(one) for one in found]
+        print_json({"requests": requests, "second_after_first": None if after is None else asdict(after)})
+        return 0
+    for (_, path), one in zip(bodies, found, strict=True):
+        _show(path, one)
+    if after is not None:
+        _show_after(after)
+    return 0
+
+
+def _read(path: str) -> tuple[object, str]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return json.load(file), path
+    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise FileError(f"{path} cannot be read as JSON ({error}); it holds the body of one request") from error
+
+
+def _explain(body: object, path: str, prompter: Any, settings: Any) -> Explained:
+    from kvfold.serve.api_error import ApiError
+    from kvfold.serve.explain import explain
+
+    try:
+        return explain(body, prompter, settings)
+    except ApiError as error:
+        raise InputError(f"{path} would be refused: {error}") from error
+
+
+def _facts(one: Explained) -> dict[str, Any]:
+    return {
+        "model": one.ask.model,
+        "tokens": one.num_tokens,
+        "min_tokens": one.min_tokens,
+        "places": [asdict(step) for step in one.steps],
+        "first_time": asdict(one.cold),
+        "again": asdict(one.warm),
+        "price": {str(count): round(one.factor(count), 4) for count in _SHOWN_COUNTS},
+        "break_even": one.break_even,
+    }
+
+
+def _show(path: str, one: Explained) -> None:
+    from kvfold.serve.explain import nothing_cached
+
+    print(f"{path}: {one.num_tokens} tokens for {one.ask.model}, cached from {one.min_tokens} on")
+    table = new_table("place", "section", "begins", "marker", "cache", numbers=("tokens",))
+    for step in one.steps:
+        ttl = "" if step.ttl_s is None else "1h" if step.ttl_s > 300 else "5m"
+        table.add_row(str(step.number), step.section, step.begins, ttl, _STATUS[step.status], f"{step.end:,}")
+    console().print(table)
+    if not one.plan.marks:
+        print(f"nothing is cached: {nothing_cached(one)}\n")
+        return
+    prices = ", ".join(f"{one.factor(count):.2f}x for {count}" for count in _SHOWN_COUNTS)
+    print(f"first time {_bill_text(one.cold)}; again {_bill_text(one.warm)}")
+    pays = "never" if one.break_even is None else f"from request {one.break_even} on"
+    print(f"caching pays {pays}; the prompt's price beside no caching: {prices} requests\n")
+
+
+def _show_after(after: Compared) -> None:
+    reason = "" if after.reason is None else f" ({after.reason['type']})"
+    print(f"the second after the first: {_bill_text(after.paid)}\n{after.why}{reason}")
+
+
+def _bill_text(paid: Bill) -> str:
+    hour = f" ({paid.num_long} for an hour)" if paid.num_long else ""
+    return f"{paid.num_read} read, {paid.num_written} written{hour}, {paid.num_plain} plain"
