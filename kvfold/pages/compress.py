@@ -2,7 +2,7 @@
 
 Layers arrive in order. An allocator of scope "layer" settles a layer at once; one of scope "model" (global top-k) may
 shrink earlier layers as later ones arrive, so survivors stay staged in the model's dtype until the last layer, and are
-encoded then, once.
+encoded then, once. They are chosen anew whenever twice as many are staged as may stay, and at the end.
 
     H KV heads   S slots of a head, stored then new
 """
@@ -120,6 +120,8 @@ class Compression:
         self._layers.append(StagedLayer(added.change, new.mass_HS, added))
         allocator = self.stage.budget
         staged = [layer.staged for layer in self._layers if layer.staged is not None]
+        if allocator.scope == "model" and _can_wait(staged, budget):
+            return
         competing = staged if allocator.scope == "model" else [added]
         counts = allocator.allocate([item.weight_HS for item in competing], budget, place)
         self._chosen = [
@@ -129,14 +131,18 @@ class Compression:
 
     def _scores(self, index: int, place: int, new: NewSlots, stage: Stage, budget: Budget) -> tuple[Tensor, Tensor]:
         """Scores (-inf: no slot, +inf: must stay) and which slots exist."""
-        view = build_view(self.sequence, index, new, stage.score.needs)
-        view.slots_per_head = budget.slots_per_head
+        needs = stage.score.needs
+        slots_per_head = budget.slots_per_head if needs.size else 0
+        same = (stage.score, slots_per_head)
+        view = build_view(self.sequence, index, new, Needs() if same in new.scored else needs)
+        view.slots_per_head = slots_per_head
         must_stay_HS = stage.protect.mask(view.position_RS, view.seen_R)
         for start, end in self.sequence.pinned:
             must_stay_HS = must_stay_HS | ((view.position_RS >= start) & (view.position_RS < end))
         assert self._reuse is not None
-        score_HS = self._reuse.score(view, place)
-        return score_HS.masked_fill(must_stay_HS & view.valid_RS, torch.inf), view.valid_RS
+        if same not in new.scored:
+            new.scored[same] = self._reuse.score(view, place)
+        return new.scored[same].masked_fill(must_stay_HS & view.valid_RS, torch.inf), view.valid_RS
 
     def _weights(self, index: int, new: NewSlots, stage: Stage, score_HS: Tensor) -> Tensor:
         """What the budget is shared out by."""
@@ -202,6 +208,13 @@ def finish_all(rounds: Sequence[tuple[Compression, int]]) -> None:
         raise
     for (compression, num_tokens), rewrite in zip(rounds, found, strict=True):
         compression.write(rewrite, num_tokens)
+
+
+def _can_wait(staged: Sequence[Staged], budget: Budget) -> bool:
+    """Whether more layers come before slots have to go: each choice is among all of them."""
+    num_slots = sum(sum(layer.change.counts) for layer in staged)
+    most = 2 * budget.num_layers * budget.slots_per_head * staged[0].score_HS.shape[0]
+    return len(staged) < budget.num_layers and num_slots <= most
 
 
 def decode_target(sequence: SequenceCache) -> int:

@@ -7,7 +7,7 @@ Q query heads   W window of queries
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ class NewSlots:
     replay_q_HGTD: Tensor | None = None  # some of its queries
     going_T: Tensor | None = None  # which tokens of the pass they are, where others were left behind; not the last
     num_left: int = 0  # tokens left behind
+    scored: dict[object, Tensor] = field(default_factory=dict)  # what policies of one pass have found, for each other
 
     @property
     def num_tokens(self) -> int:

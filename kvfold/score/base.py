@@ -45,6 +45,7 @@ class Needs:
     replay         the largest weight any query of a second reading gave each slot (not while decoding)
     output         the output projection of attention, head by head
     predictor      what was trained on this model to predict scores: a file, or "" for what comes with the package
+    size           how many slots a head keeps on average; without it scores of one prompt serve policies of all sizes
     end_of_prompt  must not be asked before the end of the prompt is there (refused between chunks)
     """
 
@@ -56,6 +57,7 @@ class Needs:
     replay: Replay | None = None
     output: bool = False
     predictor: str | None = None
+    size: bool = False
     end_of_prompt: bool = False
 
     @property
@@ -87,7 +89,7 @@ class View:
     seen_R: Tensor  # int64: tokens committed at the end of this call, the logical length
     bias_RS: Tensor | None = None  # fp32: log-biases, where slots stand for others that are gone
     seed: int = 0
-    slots_per_head: int = 0  # what a head keeps on average, sealed slots only; 0 where nobody said
+    slots_per_head: int = 0  # what a head keeps on average, sealed slots only; 0 where it is not asked for
     q_RGWD: Tensor | None = None  # the last W queries; a shorter prompt pads on the left
     q_position_RW: Tensor | None = None  # int64; -1 where padded
     new_q_RGTD: Tensor | None = None  # of positions seen - T .. seen - 1; a shorter prompt pads on the left

@@ -51,7 +51,7 @@ class Critical(Scorer):
 
     @property
     def needs(self) -> Needs:
-        return replace(self.scorer.needs, output=True)
+        return replace(self.scorer.needs, output=True, size=True)
 
     @property
     def default_prefill_trigger(self) -> str:

@@ -54,7 +54,7 @@ class Defensive(Scorer):
 
     @property
     def needs(self) -> Needs:
-        return Needs(last_queries=self.window, output=True, end_of_prompt=True)
+        return Needs(last_queries=self.window, output=True, size=True, end_of_prompt=True)
 
     def score(self, view: View) -> Tensor:
         q_position_RW = given("defensive", view.q_position_RW, "q_position_RW")

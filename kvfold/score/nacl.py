@@ -52,7 +52,7 @@ class NACL(Scorer):
 
     @property
     def needs(self) -> Needs:
-        return Needs(last_queries=self.proxies, end_of_prompt=True)
+        return Needs(last_queries=self.proxies, size=True, end_of_prompt=True)
 
     def score(self, view: View) -> Tensor:
         q_RGWD = given("nacl", view.q_RGWD, "q_RGWD")

@@ -16,6 +16,7 @@ from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.bind import missing_arguments
 from kvfold.policy.policy import Policy
 from kvfold.policy.registry import terms
+from kvfold.score import SnapKV, View
 from tests.engine.runs import Shared, kept, make_runner, make_sequence, prefill_and_generate, scorers
 from tests.tiny import prompt
 
@@ -83,6 +84,28 @@ def test_prefill_many_is_single_prefills(model: Model) -> None:
     finally:
         for sequence in (*together, *alone):
             sequence.release()
+
+
+def test_prefill_many_scores_once_for_all_sizes(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    score, calls = SnapKV.score, []
+
+    def counted(self: SnapKV, view: View) -> torch.Tensor:
+        calls.append(view.layer)
+        return score(self, view)
+
+    monkeypatch.setattr(SnapKV, "score", counted)
+    sizes = ["2x", "ada + 4x + int4", "global + 4x", "3x + protect(sinks=9)", "4x + merge"]
+    policies = [f"{score} + {size}" for score in ("snapkv", "chunk(snapkv, reuse=2)", "tree") for size in sizes]
+    runner, ids = make_runner(model, chunk_len=32), prompt(LENGTH)
+    together, alone = ([make_sequence(runner, policy) for policy in policies] for _ in range(2))
+    runner.prefill_many(together, ids)
+    layers = range(model.spec.num_layers)
+    assert calls == [layer for layer in layers for _ in range(1 if layer % 2 else 2)]
+    for sequence in alone:
+        runner.prefill([sequence], [ids])
+    assert [kept(sequence) for sequence in together] == [kept(sequence) for sequence in alone]
+    for sequence in (*together, *alone):
+        sequence.release()
 
 
 def test_prefill_many_followers_decode_apart(model: Model) -> None:

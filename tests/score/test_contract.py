@@ -60,6 +60,12 @@ def scorer(request: pytest.FixtureRequest) -> Scorer:
     return found
 
 
+def test_scores_depend_on_the_size_only_where_that_is_said(scorer: Scorer) -> None:
+    view = make_view(SEEN, LENS, scorer.needs)
+    few, many = (scorer.score(replace(view, slots_per_head=slots)) for slots in (6, 16))
+    assert scorer.needs.size or torch.equal(view.masked(few), view.masked(many))
+
+
 @pytest.fixture
 def view(scorer: Scorer) -> View:
     return make_view(SEEN, LENS, scorer.needs)

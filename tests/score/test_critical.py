@@ -53,7 +53,7 @@ def test_what_the_inner_score_always_keeps_stays() -> None:
 
 
 def test_it_needs_what_the_inner_score_needs_and_the_projection() -> None:
-    assert Critical().needs == replace(SnapKV().needs, output=True)
+    assert Critical().needs == replace(SnapKV().needs, output=True, size=True)
     assert Critical(KVzip()).needs.replay == KVzip().needs.replay
 
 
