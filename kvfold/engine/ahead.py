@@ -23,6 +23,7 @@ from kvfold.attend.track import Tracked
 from kvfold.engine.runner import Runner
 from kvfold.engine.verify import Verified
 from kvfold.errors import OutOfPages
+from kvfold.models.sentences import needs_sentences
 from kvfold.pages.sequence import SequenceCache
 from kvfold.when import Never
 
@@ -69,7 +70,7 @@ def can_run_ahead(runner: Runner, sequence: SequenceCache) -> bool:
     """Where steps are captured and note nothing for scorers: a note could not be taken back."""
     if runner.graphs is None or layout_of(sequence) is None or sequence.open.num_slots < 2:
         return False
-    return not Tracked.of([sequence.policy], decoding=True).anything
+    return not (Tracked.of([sequence.policy], decoding=True).anything or needs_sentences(sequence.policy))
 
 
 def run_ahead(runner: Runner, sequences: Sequence[SequenceCache], token_B: Tensor) -> Ahead | None:

@@ -31,6 +31,7 @@ from kvfold.errors import InputError
 from kvfold.models.attach import layers_wrapped, maskless
 from kvfold.models.observed import Undo, forget_prompt
 from kvfold.models.pass_cache import PassCache, Piece
+from kvfold.models.sentences import check_sentences, note_sentences
 from kvfold.models.spec import output_head
 from kvfold.pages.arena import Arena
 from kvfold.pages.sequence import PageConfig, SequenceCache
@@ -60,6 +61,7 @@ class Runner:
         return 0.0 if self.graphs is None else self.graphs.setup_s
 
     def new_sequence(self, policy: Policy, config: PageConfig | None = None) -> SequenceCache:
+        check_sentences(self.hf, policy)
         return SequenceCache(self.arena, self.spec, policy, config or PageConfig())
 
     @torch.inference_mode()
@@ -152,6 +154,7 @@ class Runner:
         parts = [[token] for token in tokens]
         self._check(sequences, parts)
         step = DecodePass(sequences)
+        note_sentences(self.hf, sequences, parts)
         logits = self._captured(step, parts)
         if logits is None:
             logits = self._observed(step, parts)
@@ -181,6 +184,8 @@ class Runner:
             if length > sequence.open.next_room:
                 raise InputError(f"{length} tokens to verify; {sequence.open.next_room} fit before the block seals")
         step = DecodePass(sequences, lens)
+        if not isinstance(tokens, Tensor):  # those of a device are of sequences that need no note
+            note_sentences(self.hf, sequences, tokens)
         rows_NV = self._captured(step, tokens, stays=False)
         if rows_NV is None:
             rows_NV = self._plain(step, tokens.unsqueeze(-1).tolist() if isinstance(tokens, Tensor) else tokens)
@@ -280,6 +285,8 @@ class Runner:
     ) -> Any:
         """The model over the tokens of a pass, twice where one of its rounds waits for that; nothing is written yet.
         `hidden` stops at the last hidden states, of all tokens."""
+        followers = [follower for follower, _ in current.followers]
+        note_sentences(self.hf, [*current.sequences, *followers], [*tokens, *([tokens[0]] * len(followers))])
         out = self._layer_major(current, tokens, progress, hidden=hidden)
         if current.held:
             with maskless():

@@ -26,6 +26,7 @@ from kvfold.errors import InputError, ModelError, PolicyError
 from kvfold.models.attach import arena_of, is_attached
 from kvfold.models.check import check_policy
 from kvfold.models.observed import Undo, forget_prompt
+from kvfold.models.sentences import needs_sentences
 from kvfold.models.spec import read_spec
 from kvfold.pages.sequence import PageConfig, SequenceCache
 from kvfold.policy.policy import Policy
@@ -43,6 +44,7 @@ class Cache(HfCache):  # type: ignore[misc]
         check_policy(self.policy, self.spec)
         _refuse_replay(self.policy)
         _refuse_propagation(self.policy)
+        _refuse_sentences(self.policy)
         self.arena = arena_of(model)
         self.config = PageConfig(page_size, open_len)
         self.sequences: list[SequenceCache] = []
@@ -205,6 +207,14 @@ def _refuse_propagation(policy: Policy) -> None:
         raise PolicyError(
             f'policy "{policy.short}" leaves tokens behind between layers, which only a runner can; use '
             "kvfold.Session, or leave that term out"
+        )
+
+
+def _refuse_sentences(policy: Policy) -> None:
+    if needs_sentences(policy):
+        raise PolicyError(
+            f'policy "{policy.short}" tells sentences by token ids, which a drop-in cache is not shown; use '
+            "kvfold.Session or kvfold.generate, or runs of tokens, as chunk takes them"
         )
 
 

@@ -61,6 +61,11 @@ def set_tokenizer(hf: nn.Module, tokenizer: Any) -> None:
     _requests.pop(hf, None)
 
 
+def tokenizer_of(hf: nn.Module) -> Any:
+    """The model's tokenizer, or None."""
+    return _tokenizers.get(hf)
+
+
 def repeat_request(hf: nn.Module) -> RepeatRequest:
     """The model's request, made when it is first needed."""
     if hf not in _requests:

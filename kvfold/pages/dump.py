@@ -24,6 +24,7 @@ from kvfold.codec.base import Field
 from kvfold.errors import InputError
 from kvfold.pages.layer import Codes, Extent, LayerPages
 from kvfold.pages.layout import PageClass
+from kvfold.pages.sentences import Sentences
 from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.sidecar import LayerSidecar, Moments
 
@@ -36,6 +37,8 @@ def dump(sequence: SequenceCache) -> dict[str, Tensor]:
         "pinned": torch.tensor(sequence.pinned, dtype=torch.int64).view(-1, 2),
         "lens": torch.tensor([sequence.sealed_len, sequence.last_compressed_len]),
     }
+    if sequence.sentences.ends:
+        found["sentences"] = torch.tensor(sequence.sentences.ends)
     for i in range(sequence.spec.num_layers):
         parts = {**_codes(sequence.layer_parts(i)), **_observed(sequence.sidecar.layers[i])}
         for side, state in sequence.tail.layers[i].state.items():
@@ -59,6 +62,15 @@ def restore(sequence: SequenceCache, tensors: Tensors) -> None:
     sequence.sidecar.layers = [_sidecar(_under(mine, "side.")) for mine in layers]
     sequence.pinned = [(start, end) for start, end in tensors["pinned"].tolist()]
     sequence.sealed_len, sequence.last_compressed_len = tensors["lens"].tolist()
+    sequence.sentences = _sentences(tensors.get("sentences"))
+
+
+def _sentences(end_E: Tensor | None) -> Sentences:
+    if end_E is None:
+        return Sentences()
+    if end_E.dtype != torch.int64 or end_E.ndim != 1 or bool((end_E.diff(prepend=end_E.new_tensor([-1])) < 1).any()):
+        raise InputError(f"ends of sentences are {end_E.dtype} {tuple(end_E.shape)}, not ascending positions")
+    return Sentences(end_E.tolist())
 
 
 def _codes(parts: Sequence[LayerPages]) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ from kvfold.pages.open_block import OpenBlock
 from kvfold.pages.pick import PageList
 from kvfold.pages.rewrite import LayerChange, Rewrite
 from kvfold.pages.segment import LayerPages, Segment
+from kvfold.pages.sentences import Sentences
 from kvfold.pages.shifts import Shifts
 from kvfold.pages.sidecar import LayerSidecar, Sidecar
 from kvfold.policy.policy import Policy
@@ -50,6 +51,7 @@ class SequenceCache:
     open: OpenBlock = field(init=False)
     sidecar: Sidecar = field(init=False)
     shifts: Shifts = field(init=False, default_factory=Shifts)
+    sentences: Sentences = field(init=False, default_factory=Sentences)
     _lists: dict[int, PageList] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -106,7 +108,8 @@ class SequenceCache:
     def resident_bytes(self) -> int:
         """All that is held for this sequence: spans with their padding, open block, sidecar, codec states, tables."""
         held = sum(segment.num_bytes + segment.table_bytes for segment in (*self.segments, self.tail))
-        listed = sum(pages.num_bytes for pages in self._lists.values()) + self.shifts.num_bytes
+        listed = sum(pages.num_bytes for pages in self._lists.values())
+        listed += self.shifts.num_bytes + self.sentences.num_bytes
         return held + listed + self.tail.state_bytes + self.open.num_bytes + self.sidecar.num_bytes
 
     # Changes
@@ -129,7 +132,7 @@ class SequenceCache:
             self._freeze_tail()
         branch.segments = [segment.share() for segment in self.segments]
         branch.tail = Segment.like(self.tail)
-        branch.sidecar = self.sidecar.copy()
+        branch.sidecar, branch.sentences = self.sidecar.copy(), self.sentences.copy()
         branch.sealed_len, branch.last_compressed_len = self.sealed_len, self.last_compressed_len
         branch.pinned = list(self.pinned)
         return branch
@@ -149,7 +152,7 @@ class SequenceCache:
             segment.release()
         self.segments, self.tail = [], Segment.like(self.tail)
         self._lists.clear()
-        self.shifts = Shifts()
+        self.shifts, self.sentences = Shifts(), Sentences()
         self.open.release()
         self.open.clear()
         self.sidecar = Sidecar([LayerSidecar() for _ in self.spec.layers])

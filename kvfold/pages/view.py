@@ -106,6 +106,8 @@ def build_view(sequence: SequenceCache, index: int, new: NewSlots, needs: Needs)
     if sequence.page_class(index).has_bias:
         view.bias_RS = _joined(stored.bias, torch.zeros(new.k_HTD.shape[:2], device=device))
     _observe(view, sequence.sidecar.layers[index], new, needs)
+    if needs.sentence_len:
+        view.sentence_RS = sequence.sentences.numbers(view.position_RS, needs.sentence_len)
     if needs.predictor is not None:
         view.predictor = predictor_for(sequence.spec, needs.predictor).at(index, device)
     return view

@@ -22,6 +22,7 @@ from kvfold.score.random import Random
 from kvfold.score.recent import Recent
 from kvfold.score.rkv import RKV
 from kvfold.score.scissorhands import Scissorhands
+from kvfold.score.sentence import Sentence
 from kvfold.score.snapkv import SnapKV
 from kvfold.score.streaming import Streaming
 from kvfold.score.tova import TOVA
@@ -54,6 +55,7 @@ __all__ = [
     "Replay",
     "Scissorhands",
     "Scorer",
+    "Sentence",
     "SnapKV",
     "Streaming",
     "Tree",

@@ -46,6 +46,7 @@ class Needs:
     output         the output projection of attention, head by head
     predictor      what was trained on this model to predict scores: a file, or "" for what comes with the package
     size           how many slots a head keeps on average; without it scores of one prompt serve policies of all sizes
+    sentence_len   which sentence each slot is of, longer ones cut into pieces of so many tokens (0: not asked for)
     end_of_prompt  must not be asked before the end of the prompt is there (refused between chunks)
     """
 
@@ -58,6 +59,7 @@ class Needs:
     output: bool = False
     predictor: str | None = None
     size: bool = False
+    sentence_len: int = 0
     end_of_prompt: bool = False
 
     @property
@@ -99,6 +101,7 @@ class View:
     replay_RGS: Tensor | None = None  # fp32: the largest weight of a second reading, by query head
     wo_HGDM: Tensor | None = None  # the output projection; row r belongs to head r % num_heads
     predictor: LayerPredictor | None = None  # this layer's
+    sentence_RS: Tensor | None = None  # int64: the number of the slot's sentence, from 0 on; padding holds 0
 
     @property
     def len_R(self) -> Tensor:

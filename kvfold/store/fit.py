@@ -35,6 +35,7 @@ class Form(NamedTuple):
 def check_fit(sequence: SequenceCache, tensors: Mapping[str, Tensor]) -> None:
     """InputError or KeyError for the first tensor that an empty sequence cannot take."""
     expected = {"pinned": Form((torch.int64,), (None, 2)), "lens": Form((torch.int64,), (2,))}
+    expected["sentences"] = Form((torch.int64,), (None,))
     for layer in range(sequence.spec.num_layers):
         stored_len = _stored_len(tensors[f"{layer}.lens"])
         expected |= {f"{layer}.{name}": form for name, form in _layer_forms(sequence, layer, stored_len).items()}

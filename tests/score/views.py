@@ -70,6 +70,9 @@ def with_needs(view: View, needs: Needs, g: torch.Generator) -> View:
         view = replace(view, replay_RGS=torch.rand(num_rows, GROUP, num_slots, generator=g))
     if needs.output:
         view = replace(view, wo_HGDM=torch.randn(HEADS, GROUP, HEAD_DIM, HIDDEN, generator=g))
+    if needs.sentence_len:
+        number_P = (torch.rand(int(view.seen_R.max()), generator=g) < 0.1).cumsum(0)
+        view = replace(view, sentence_RS=number_P[view.position_RS])
     if needs.predictor is not None:
         shapes = ((HEADS, 2 * HEAD_DIM), (HEADS, 2 * HEAD_DIM, 5), (HEADS, 5), (HEADS, 6))
         view = replace(view, predictor=LayerPredictor(*(torch.randn(shape, generator=g) for shape in shapes)))
