@@ -1,6 +1,6 @@
-"""What a head answers to some queries while its whole cache is there: the targets that `fit` reproduces.
+"""What the heads of a layer answer to some queries while the whole cache is there: the targets that `fit` reproduces.
 
-Per head and in tiles of queries, so that no more than a few hundred megabytes of scores exist at once.
+In tiles of queries, so that no more than a few hundred megabytes of scores exist at once.
 
     H KV heads   G query heads per KV head   T tokens whose queries are asked   N = G * T   S slots   D head dim
 """
@@ -13,39 +13,32 @@ from torch import Tensor
 from kvfold.evicted.base import Asked
 from kvfold.score.base import View
 
-_MOST_SCORES = 1 << 25  # of a tile, 128 MiB
+MOST_SCORES = 1 << 25  # at once, 128 MiB
 
 
-def ask(view: View, q_HGTD: Tensor, position_T: Tensor | None = None) -> list[Asked]:
+def ask(view: View, q_HGTD: Tensor, position_T: Tensor | None = None) -> Asked:
     """Every head's answers; with positions, a query sees slots up to its own."""
-    group = q_HGTD.shape[1]
-    position_N = None if position_T is None else position_T.repeat(group)
-    return [_ask_head(view, head, q_GTD.flatten(0, 1), position_N) for head, q_GTD in enumerate(q_HGTD)]
-
-
-def _ask_head(view: View, head: int, q_ND: Tensor, position_N: Tensor | None) -> Asked:
-    hidden_S = ~view.valid_RS[head]
-    k_SD, v_SD = (
-        x_SD.masked_fill(hidden_S.unsqueeze(-1), 0.0).float() for x_SD in (view.k_RSD[head], view.v_RSD[head])
-    )
-    bias_S = torch.zeros(len(k_SD), device=k_SD.device) if view.bias_RS is None else view.bias_RS[head]
-    bias_S = bias_S.masked_fill(hidden_S, -torch.inf)
-    step = max(1, _MOST_SCORES // max(len(k_SD), 1))
-    positions = [None] * -(-len(q_ND) // step) if position_N is None else position_N.split(step)
+    position_N = None if position_T is None else position_T.repeat(q_HGTD.shape[1])
+    q_HND, hidden_HS = q_HGTD.flatten(1, 2), ~view.valid_RS
+    k_HSD, v_HSD = (x_HSD.masked_fill(hidden_HS.unsqueeze(-1), 0.0).float() for x_HSD in (view.k_RSD, view.v_RSD))
+    bias_HS = torch.zeros_like(hidden_HS, dtype=torch.float32) if view.bias_RS is None else view.bias_RS
+    bias_HS = bias_HS.masked_fill(hidden_HS, -torch.inf)
+    step = max(1, MOST_SCORES // max(hidden_HS.numel(), 1))
+    positions = [None] * -(-q_HND.shape[1] // step) if position_N is None else position_N.split(step)
     parts = []
-    for q_nD, position_n in zip(q_ND.split(step), positions, strict=True):
-        score_nS = scores(q_nD, k_SD, bias_S, view.spec.scale, position_n, view.position_RS[head])
-        lse_n = score_nS.logsumexp(-1)
-        parts.append((torch.exp(score_nS - lse_n.unsqueeze(-1)) @ v_SD, lse_n))
-    out_ND, lse_N = (torch.cat(column) for column in zip(*parts, strict=True))
-    return Asked(q_ND, out_ND, lse_N, view.spec.scale, position_N)
+    for q_HnD, position_n in zip(q_HND.split(step, dim=1), positions, strict=True):
+        score_HnS = scores(q_HnD, k_HSD, bias_HS, view.spec.scale, position_n, view.position_RS)
+        lse_Hn = score_HnS.logsumexp(-1)
+        parts.append((score_HnS.sub_(lse_Hn.unsqueeze(-1)).exp_() @ v_HSD, lse_Hn))
+    out_HND, lse_HN = (torch.cat(column, dim=1) for column in zip(*parts, strict=True))
+    return Asked(q_HND, out_HND, lse_HN, view.spec.scale, position_N)
 
 
 def scores(
-    q_ND: Tensor, k_SD: Tensor, bias_S: Tensor, scale: float, position_N: Tensor | None, position_S: Tensor
+    q_HND: Tensor, k_HSD: Tensor, bias_HS: Tensor, scale: float, position_N: Tensor | None, position_HS: Tensor
 ) -> Tensor:
-    """Scaled scores with biases, fp32 [N, S]; -inf where a query does not see a slot."""
-    score_NS = (q_ND.float() @ k_SD.float().mT).mul_(scale).add_(bias_S)
+    """Scaled scores with biases, fp32 [H, N, S]; -inf where a query does not see a slot."""
+    score_HNS = (q_HND.float() @ k_HSD.float().mT).mul_(scale).add_(bias_HS.unsqueeze(1))
     if position_N is not None:
-        score_NS.masked_fill_(position_S > position_N.unsqueeze(-1), -torch.inf)
-    return score_NS
+        score_HNS.masked_fill_(position_HS.unsqueeze(1) > position_N.unsqueeze(-1), -torch.inf)
+    return score_HNS

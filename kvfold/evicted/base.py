@@ -1,12 +1,13 @@
 """What becomes of the rest? Called once per layer, after the choice and before anything is encoded.
 
-N queries   S slots that stay   D head dim
+H KV heads   N queries   S slots that stay   D head dim
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 from torch import Tensor
@@ -27,13 +28,17 @@ class Split:
 
 @dataclass(frozen=True)
 class Asked:
-    """Queries and what one head answered while everything was there: outputs, and log-sum-exps of scaled scores."""
+    """Queries and what a layer's heads answered while everything was there: outputs, log-sum-exps of scaled scores."""
 
-    q_ND: Tensor
-    out_ND: Tensor  # fp32
-    lse_N: Tensor  # fp32
+    q_HND: Tensor
+    out_HND: Tensor  # fp32
+    lse_HN: Tensor  # fp32
     scale: float
     position_N: Tensor | None = None  # where given, a query sees slots up to its own position
+
+    def of(self, heads: list[int]) -> Asked:
+        """Of some heads."""
+        return replace(self, q_HND=self.q_HND[heads], out_HND=self.out_HND[heads], lse_HN=self.lse_HN[heads])
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,6 @@ class Evicted(ABC):
     def fold(self, split: Split) -> tuple[Tensor, Tensor]:
         """Keys and values [n_kept, D] of the slots that stay."""
 
-    def refit(self, asked: Asked, slots: Survivors) -> Refit:
-        """Values and biases with which the slots that stay answer as everything did; as they were by default."""
-        return Refit(slots.v_SD[slots.num_sealed :], slots.bias_S[slots.num_sealed :])
+    def refit(self, asked: Asked, heads: Sequence[Survivors]) -> list[Refit]:
+        """Values and biases with which what stays of each head answers as everything did; as they were by default."""
+        return [Refit(slots.v_SD[slots.num_sealed :], slots.bias_S[slots.num_sealed :]) for slots in heads]

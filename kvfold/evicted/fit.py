@@ -10,21 +10,25 @@ With s_ij = q_i.k_j * scale and x_ij = exp(s_ij - l_i), keys as they are:
 m and m' are `ridge` times the mean square of the columns of X and P. Slots that were sealed before keep their codes and
 biases; the new ones make up for what they do not answer.
 
-    N queries   S slots that stay   F of them sealed before   D head dim
+Heads of a layer are solved in batches of similar length.
+
+    B heads   N queries   S slots that stay, new ones first   M new ones   D head dim
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from kvfold.evicted.asked import scores
+from kvfold.evicted.asked import MOST_SCORES, scores
 from kvfold.evicted.base import Asked, Evicted, Refit, Split, Survivors
 from kvfold.evicted.least_squares import boxed_ridge, ridge
+from kvfold.evicted.padded import Padded, batches, num_new
 from kvfold.policy.registry import register
 from kvfold.score.base import Needs, Replay
 
@@ -68,27 +72,34 @@ class Fit(Evicted):
         """The choice may not be final yet."""
         return split.k_ND[split.keep_N], split.v_ND[split.keep_N]
 
-    def refit(self, asked: Asked, slots: Survivors) -> Refit:
-        new = slice(slots.num_sealed, None)
-        if len(slots.k_SD) == slots.num_sealed:
-            return Refit(slots.v_SD[new], slots.bias_S[new])
-        weight_NS = _weights(asked, slots)
-        factor_S = self._factors(weight_NS, slots.num_sealed)
-        weight_NS[:, new] *= factor_S.to(weight_NS.dtype)
-        share_NS = weight_NS / weight_NS.sum(-1, keepdim=True).clamp(min=_LEAST_MASS)
-        v_SD = slots.v_SD.float()
-        missing_ND = asked.out_ND - share_NS @ v_SD
-        fitted_SD = v_SD[new] + ridge(share_NS[:, new], missing_ND, self.ridge).to(v_SD.dtype)
-        return Refit(fitted_SD.to(slots.v_SD.dtype), factor_S.log().to(slots.bias_S.dtype))
+    def refit(self, asked: Asked, heads: Sequence[Survivors]) -> list[Refit]:
+        found = super().refit(asked, heads)
+        for batch in batches(heads, MOST_SCORES // max(asked.q_HND.shape[1], 1)):
+            for head, fitted in zip(batch, self._fitted(asked.of(batch), [heads[i] for i in batch]), strict=True):
+                found[head] = fitted
+        return found
 
-    def _factors(self, weight_NS: Tensor, num_sealed: int) -> Tensor:
+    def _fitted(self, asked: Asked, heads: Sequence[Survivors]) -> Iterator[Refit]:
+        slots = Padded.of(heads)
+        new, count_B = slice(slots.num_new), torch.tensor([num_new(head) for head in heads], device=slots.k_BSD.device)
+        weight_BNS = _weights(asked, slots)
+        factor_BM = self._factors(weight_BNS[..., new], weight_BNS[..., slots.num_new :], count_B)
+        weight_BNS[..., new] *= factor_BM.unsqueeze(1).to(weight_BNS.dtype)
+        share_BNS = weight_BNS / weight_BNS.sum(-1, keepdim=True).clamp(min=_LEAST_MASS)
+        v_BSD = slots.v_BSD.float()
+        missing_BND = asked.out_HND - share_BNS @ v_BSD
+        fitted_BMD = v_BSD[:, new] + ridge(share_BNS[..., new], missing_BND, self.ridge, count_B).to(v_BSD.dtype)
+        bias_BM = factor_BM.log().to(slots.bias_BS.dtype)
+        for head, v_MD, bias_M in zip(heads, fitted_BMD.to(slots.v_BSD.dtype), bias_BM, strict=True):
+            yield Refit(v_MD[: num_new(head)], bias_M[: num_new(head)])
+
+    def _factors(self, new_BNM: Tensor, sealed_BNF: Tensor, count_B: Tensor) -> Tensor:
         """By how much each new slot is to weigh more, fp64."""
-        missing_N = 1.0 - weight_NS[:, :num_sealed].sum(-1, dtype=torch.float64)
-        bounds = math.exp(-self.limit), math.exp(self.limit)
-        return boxed_ridge(weight_NS[:, num_sealed:], missing_N, self.ridge, *bounds)
+        missing_BN = 1.0 - sealed_BNF.sum(-1, dtype=torch.float64)
+        return boxed_ridge(new_BNM, missing_BN, self.ridge, count_B, math.exp(-self.limit), math.exp(self.limit))
 
 
-def _weights(asked: Asked, slots: Survivors) -> Tensor:
-    """fp32 [N, S]: the share of the whole cache's mass that each slot has. It is at most 1: they are part of it."""
-    score_NS = scores(asked.q_ND, slots.k_SD, slots.bias_S, asked.scale, asked.position_N, slots.position_S)
-    return score_NS.sub_(asked.lse_N.unsqueeze(-1)).exp_()
+def _weights(asked: Asked, slots: Padded) -> Tensor:
+    """fp32 [B, N, S]: the share of the whole cache's mass that each slot has. It is at most 1: they are part of it."""
+    score_BNS = scores(asked.q_HND, slots.k_BSD, slots.bias_BS, asked.scale, asked.position_N, slots.position_BS)
+    return score_BNS.sub_(asked.lse_HN.unsqueeze(-1)).exp_()

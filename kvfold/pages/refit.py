@@ -5,7 +5,6 @@ S slots of a head that stay: sealed ones, then new ones   N new slots, head afte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -17,17 +16,13 @@ from kvfold.pages.rewrite import LayerChange
 from kvfold.pages.sequence import SequenceCache
 
 
-def refitted(
-    sequence: SequenceCache, layer: int, change: LayerChange, asked: Sequence[Asked], evicted: Evicted
-) -> LayerChange:
+def refitted(sequence: SequenceCache, layer: int, change: LayerChange, asked: Asked, evicted: Evicted) -> LayerChange:
     """The change with values and biases that reproduce what each head answered."""
     stored = stored_slots(sequence, layer, change.k_ND.dtype)
     columns = (change.k_ND, change.v_ND, change.position_N)
-    heads = zip(*(column.split(change.counts) for column in columns), strict=True)
-    found = []
-    for head, (of_head, new) in enumerate(zip(asked, heads, strict=True)):
-        kept_S = None if change.keep is None else change.keep[head]
-        found.append(evicted.refit(of_head, _survivors(stored, head, kept_S, *new)))
+    new = zip(*(column.split(change.counts) for column in columns), strict=True)
+    kept = [None] * len(change.counts) if change.keep is None else change.keep
+    found = evicted.refit(asked, [_survivors(stored, head, kept[head], *slots) for head, slots in enumerate(new)])
     return replace(change, v_ND=torch.cat([fit.v_SD for fit in found]), bias_N=torch.cat([fit.bias_S for fit in found]))
 
 

@@ -90,7 +90,7 @@ class StagedLayer:
     change: LayerChange
     mass_HS: Tensor | None = None
     staged: Staged | None = None
-    asked: list[Asked] | None = None
+    asked: Asked | None = None
 
     @property
     def settled_mass_HS(self) -> Tensor | None:

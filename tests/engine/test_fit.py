@@ -35,9 +35,9 @@ def fits() -> Iterator[list[tuple[Asked, Survivors, Refit]]]:
     seen: list[tuple[Asked, Survivors, Refit]] = []
     refit = Fit.refit
 
-    def watching(self: Fit, asked: Asked, slots: Survivors) -> Refit:
-        found = refit(self, asked, slots)
-        seen.append((asked, slots, found))
+    def watching(self: Fit, asked: Asked, heads: Sequence[Survivors]) -> list[Refit]:
+        found = refit(self, asked, heads)
+        seen.extend((asked.of([i]), heads[i], found[i]) for i in range(len(heads)))
         return found
 
     with pytest.MonkeyPatch.context() as patch:
@@ -91,7 +91,7 @@ def test_replay_queries_are_those_of_evenly_spaced_tokens(model: Model, tokens: 
     expected_HND = torch.cat(expected, dim=1).unflatten(0, (2, 2)).flatten(1, 2)
     assert len(seen) == 6
     for head in range(2):
-        torch.testing.assert_close(seen[head][0].q_ND, expected_HND[head], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(seen[head][0].q_HND[0], expected_HND[head], atol=1e-4, rtol=1e-4)
 
 
 def test_prompt_queries_are_the_last_and_see_what_was_before_them(model: Model) -> None:
@@ -100,7 +100,7 @@ def test_prompt_queries_are_the_last_and_see_what_was_before_them(model: Model) 
         read(model, "knorm + 3x + fit(prompt, tokens=30)", ids).release()
     expected_QTD = first_layer_queries(ids[-30:], LENGTH - 30)
     asked = seen[0][0]
-    torch.testing.assert_close(asked.q_ND, expected_QTD[:2].flatten(0, 1), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(asked.q_HND[0], expected_QTD[:2].flatten(0, 1), atol=1e-4, rtol=1e-4)
     assert asked.position_N is not None and asked.position_N.tolist() == [*range(120, 150)] * 2
 
 
@@ -112,9 +112,9 @@ def test_what_is_stored_answers_as_it_was_fitted(model: Model, policy: str) -> N
     assert len(seen) == 6
     for index, (asked, slots, found) in enumerate(seen):
         layer, head = divmod(index, 2)
-        score_NS = asked.q_ND @ slots.k_SD.T * asked.scale + found.bias_S
-        merge = Merge(asked.q_ND.expand(2, 1, -1, -1))
-        add_stored(merge, sequence, layer, asked.q_ND.expand(2, 1, -1, -1), LENGTH)
+        score_NS = asked.q_HND[0] @ slots.k_SD.T * asked.scale + found.bias_S
+        merge = Merge(asked.q_HND[0].expand(2, 1, -1, -1))
+        add_stored(merge, sequence, layer, asked.q_HND[0].expand(2, 1, -1, -1), LENGTH)
         assert merge.lse_HGT is not None
         near = 0.05 if "int8" in policy else 1e-4
         torch.testing.assert_close(merge.lse_HGT[head, 0], score_NS.logsumexp(-1), atol=near, rtol=near)
@@ -127,11 +127,11 @@ def test_fitted_heads_are_nearer_to_the_whole_cache(model: Model) -> None:
     with fits() as seen:
         read(model, FITTED, prompt(LENGTH)).release()
     for asked, slots, found in seen:
-        score_NS = asked.q_ND @ slots.k_SD.T * asked.scale
+        score_NS = asked.q_HND[0] @ slots.k_SD.T * asked.scale
         dropped, fitted = score_NS.softmax(-1) @ slots.v_SD, (score_NS + found.bias_S).softmax(-1) @ found.v_SD
-        assert (fitted - asked.out_ND).norm() < (dropped - asked.out_ND).norm()
+        assert (fitted - asked.out_HND[0]).norm() < (dropped - asked.out_HND[0]).norm()
         mass_N, fitted_N = score_NS.logsumexp(-1), (score_NS + found.bias_S).logsumexp(-1)
-        assert (fitted_N - asked.lse_N).exp().sub(1).norm() < (mass_N - asked.lse_N).exp().sub(1).norm()
+        assert (fitted_N - asked.lse_HN[0]).exp().sub(1).norm() < (mass_N - asked.lse_HN[0]).exp().sub(1).norm()
 
 
 def test_keys_and_choice_are_those_of_dropping(model: Model) -> None:

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from kvfold.core import LayerSpec
 from kvfold.errors import PolicyError
-from kvfold.evicted import Asked, Fit, Survivors, asked, least_squares
+from kvfold.evicted import Asked, Fit, Survivors, asked, fit, least_squares
 from kvfold.evicted.asked import ask
 from kvfold.evicted.least_squares import boxed_ridge, ridge
+from kvfold.evicted.padded import batches
 from kvfold.policy import Policy
 from kvfold.score.base import Replay, View
 
@@ -32,7 +33,8 @@ def answers(q_ND: Tensor, k_SD: Tensor, v_SD: Tensor, bias_S: Tensor | float = 0
 
 
 def asked_of(q_ND: Tensor, k_SD: Tensor, v_SD: Tensor, bias_S: Tensor | float = 0.0) -> Asked:
-    return Asked(q_ND, *answers(q_ND, k_SD, v_SD, bias_S), SCALE)
+    out_ND, lse_N = answers(q_ND, k_SD, v_SD, bias_S)
+    return Asked(q_ND.unsqueeze(0), out_ND.unsqueeze(0), lse_N.unsqueeze(0), SCALE)
 
 
 def kept(k_SD: Tensor, v_SD: Tensor, num_sealed: int = 0) -> Survivors:
@@ -44,14 +46,14 @@ def test_of_equal_keys_one_stands_for_all() -> None:
     k_KD, v_KD, other_KD = draw(5, DIM), draw(5, DIM, seed=1), draw(5, DIM, seed=2)
     q_ND = draw(400, DIM, seed=3)
     target = asked_of(q_ND, torch.cat((k_KD, k_KD)), torch.cat((v_KD, other_KD)))
-    found = Fit(ridge=1e-9).refit(target, kept(k_KD, v_KD))
+    [found] = Fit(ridge=1e-9).refit(target, [kept(k_KD, v_KD)])
     torch.testing.assert_close(found.bias_S, torch.full((5,), 2.0).log(), atol=1e-4, rtol=0)
     torch.testing.assert_close(found.v_SD, (v_KD + other_KD) / 2, atol=1e-3, rtol=1e-3)
 
 
 def test_nothing_evicted_changes_nothing() -> None:
     k_SD, v_SD = draw(12, DIM), draw(12, DIM, seed=1)
-    found = Fit().refit(asked_of(draw(50, DIM, seed=2), k_SD, v_SD), kept(k_SD, v_SD))
+    [found] = Fit().refit(asked_of(draw(50, DIM, seed=2), k_SD, v_SD), [kept(k_SD, v_SD)])
     torch.testing.assert_close(found.bias_S, torch.zeros(12), atol=1e-5, rtol=0)
     torch.testing.assert_close(found.v_SD, v_SD, atol=1e-4, rtol=0)
 
@@ -66,8 +68,8 @@ def test_is_the_two_ridge_regressions(num_queries: int) -> None:
     p_NK = (q_ND @ k_KD.T * SCALE + weight_K.log()).softmax(-1)
     expected_KD = v_KD + _plain_ridge(p_NK, out_ND - p_NK @ v_KD, strength)
     assert weight_K.log().abs().max() < 20  # the box cuts nothing
-    single = Asked(q_ND.float(), out_ND.float(), lse_N.float(), SCALE)
-    found = Fit(ridge=strength, limit=20.0).refit(single, kept(k_KD.float(), v_KD.float()))
+    single = Asked(q_ND.float().unsqueeze(0), out_ND.float().unsqueeze(0), lse_N.float().unsqueeze(0), SCALE)
+    [found] = Fit(ridge=strength, limit=20.0).refit(single, [kept(k_KD.float(), v_KD.float())])
     torch.testing.assert_close(found.bias_S, weight_K.log().float(), atol=1e-3, rtol=1e-3)
     torch.testing.assert_close(found.v_SD, expected_KD.float(), atol=1e-3, rtol=1e-3)
 
@@ -89,7 +91,7 @@ def test_answers_queries_it_was_not_shown(seed: int, num_queries: int) -> None:
     held_out_ND = draw(500, DIM, seed=seed + 40)
     out_ND, lse_N = answers(held_out_ND, k_SD, v_SD)
     k_KD, v_KD = k_SD[:24], v_SD[:24]
-    found = Fit().refit(asked_of(q_ND, k_SD, v_SD), kept(k_KD, v_KD))
+    [found] = Fit().refit(asked_of(q_ND, k_SD, v_SD), [kept(k_KD, v_KD)])
     fitted, dropped = answers(held_out_ND, k_KD, found.v_SD, found.bias_S), answers(held_out_ND, k_KD, v_KD)
     assert (fitted[0] - out_ND).norm() < 0.7 * (dropped[0] - out_ND).norm()
     assert (fitted[1] - lse_N).abs().mean() < 0.3 * (dropped[1] - lse_N).abs().mean()
@@ -101,7 +103,7 @@ def test_sealed_slots_stay_and_new_ones_answer_for_the_rest() -> None:
     v_3KD = draw(3, 4, DIM, seed=2)
     target = asked_of(q_ND, k_KD.repeat(3, 1), v_3KD.flatten(0, 1))
     slots = kept(torch.cat((k_KD, k_KD)), torch.cat((v_3KD[0], v_3KD[1])), num_sealed=4)
-    found = Fit(ridge=1e-9).refit(target, slots)
+    [found] = Fit(ridge=1e-9).refit(target, [slots])
     torch.testing.assert_close(found.bias_S, torch.full((4,), 2.0).log(), atol=1e-4, rtol=0)
     torch.testing.assert_close(found.v_SD, v_3KD[1:].mean(0), atol=1e-3, rtol=1e-3)
 
@@ -113,14 +115,14 @@ def test_biases_of_sealed_slots_count() -> None:
     target = asked_of(q_ND, k_KD.repeat(3, 1), v_3KD.flatten(0, 1))
     slots = kept(torch.cat((k_KD, k_KD)), torch.cat((v_3KD[:2].mean(0), v_3KD[2])), num_sealed=4)
     twice_S = torch.cat((torch.full((4,), 2.0).log(), torch.zeros(4)))
-    found = Fit(ridge=1e-6).refit(target, replace(slots, bias_S=twice_S))
+    [found] = Fit(ridge=1e-6).refit(target, [replace(slots, bias_S=twice_S)])
     torch.testing.assert_close(found.bias_S, torch.zeros(4), atol=1e-4, rtol=0)
     torch.testing.assert_close(found.v_SD, v_3KD[2], atol=1e-3, rtol=1e-3)
 
 
 def test_a_head_without_new_slots_has_nothing_to_fit() -> None:
     k_KD = draw(3, DIM)
-    found = Fit().refit(asked_of(draw(9, DIM, seed=1), k_KD, k_KD), kept(k_KD, k_KD, num_sealed=3))
+    [found] = Fit().refit(asked_of(draw(9, DIM, seed=1), k_KD, k_KD), [kept(k_KD, k_KD, num_sealed=3)])
     assert (found.v_SD.shape, found.bias_S.shape) == ((0, DIM), (0,))
 
 
@@ -131,7 +133,7 @@ def test_queries_see_slots_up_to_their_own_position() -> None:
     for position, expected in ((2, 1.0), (3, 2.0)):
         seen = slice(0, position + 1)
         target = replace(asked_of(q_ND, k_SD[seen], v_SD[seen]), position_N=torch.full((200,), position))
-        found = Fit(ridge=1e-9).refit(target, kept(k_KD, v_KD))
+        [found] = Fit(ridge=1e-9).refit(target, [kept(k_KD, v_KD)])
         assert float(found.bias_S[0].exp()) == pytest.approx(expected, abs=1e-3)
 
 
@@ -139,9 +141,13 @@ def test_biases_stay_within_the_limit() -> None:
     k_SD, v_SD, q_ND = draw(300, DIM), draw(300, DIM, seed=1), draw(500, DIM, seed=2)
     target = asked_of(q_ND, k_SD, v_SD)
     for limit in (0.0, 0.5, 3.0):
-        found = Fit(limit=limit).refit(target, kept(k_SD[:4], v_SD[:4]))
+        [found] = Fit(limit=limit).refit(target, [kept(k_SD[:4], v_SD[:4])])
         assert float(found.bias_S.abs().max()) <= limit + 1e-5
     assert float(found.bias_S.max()) > 1.0
+
+
+def solved(a_NS: Tensor, target_NX: Tensor, strength: float) -> Tensor:
+    return ridge(a_NS.unsqueeze(0), target_NX.unsqueeze(0), strength, torch.tensor([a_NS.shape[1]])).squeeze(0)
 
 
 def test_a_box_that_cuts_is_made_up_for() -> None:
@@ -152,19 +158,47 @@ def test_a_box_that_cuts_is_made_up_for() -> None:
     def objective(x_S: Tensor) -> float:
         return float((a_NS @ x_S - target_N).square().sum() + penalty * (x_S - 1).square().sum())
 
-    whole_S = (1 + ridge(a_NS, (target_N - a_NS.sum(-1)).unsqueeze(-1), strength).squeeze(-1)).float()
+    whole_S = (1 + solved(a_NS, (target_N - a_NS.sum(-1)).unsqueeze(-1), strength).squeeze(-1)).float()
     assert whole_S.min() < 0.5
-    found_S = boxed_ridge(a_NS, target_N, strength, 0.5, 2.0).float()
+    problem = a_NS.unsqueeze(0), target_N.unsqueeze(0), strength, torch.tensor([20])
+    found_S = boxed_ridge(*problem, 0.5, 2.0).squeeze(0).float()
     assert found_S.min() >= 0.5 and found_S.max() <= 2.0
     assert objective(found_S) < objective(whole_S.clamp(0.5, 2.0))
 
 
 def test_tiles_give_what_the_whole_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     tall_NS, wide_NS = draw(50, 9), draw(9, 50)
-    whole = [ridge(a, draw(len(a), 3, seed=1), 0.01) for a in (tall_NS, wide_NS)]
+    whole = [solved(a, draw(len(a), 3, seed=1), 0.01) for a in (tall_NS, wide_NS)]
     monkeypatch.setattr(least_squares, "_TILE", 7)
     for before, a in zip(whole, (tall_NS, wide_NS), strict=True):
-        torch.testing.assert_close(ridge(a, draw(len(a), 3, seed=1), 0.01), before)
+        torch.testing.assert_close(solved(a, draw(len(a), 3, seed=1), 0.01), before)
+
+
+@pytest.mark.parametrize("num_queries", [30, 300], ids=["fewer queries than slots", "more"])
+@pytest.mark.parametrize("most_scores", [1 << 25, 20_000], ids=["large batches", "small ones"])
+def test_heads_together_are_fitted_as_each_alone(
+    num_queries: int, most_scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unequal lengths, sealed slots and none, a head with nothing new, one whose biases the box cuts."""
+    monkeypatch.setattr(fit, "MOST_SCORES", most_scores)
+    lens, sealed = (60, 40, 45, 9, 4, 0, 64), (0, 0, 20, 9, 0, 0, 31)
+    k_HSD, v_HSD, q_HND = draw(7, 90, DIM), draw(7, 90, DIM, seed=1), draw(7, num_queries, DIM, seed=2)
+    alone = [asked_of(q_HND[i], k_HSD[i], v_HSD[i]) for i in range(7)]
+    out_HND, lse_HN = torch.cat([one.out_HND for one in alone]), torch.cat([one.lse_HN for one in alone])
+    together = Asked(q_HND, out_HND, lse_HN, SCALE)
+    heads = [kept(k_HSD[i, :length], v_HSD[i, :length], sealed[i]) for i, length in enumerate(lens)]
+    found = Fit().refit(together, heads)
+    assert any(float(one.bias_S.max()) > 2.99 for one in found if len(one.bias_S))
+    for one, slots, head in zip(found, heads, alone, strict=True):
+        [expected] = Fit().refit(head, [slots])
+        torch.testing.assert_close((one.v_SD, one.bias_S), (expected.v_SD, expected.bias_S), atol=1e-4, rtol=1e-4)
+
+
+def test_batches_hold_heads_of_similar_length() -> None:
+    k_SD = draw(100, DIM)
+    heads = [kept(k_SD[:length], k_SD[:length]) for length in (100, 10, 80, 12, 0, 70)]
+    assert list(batches(heads, 10_000)) == [[1, 3], [5, 2, 0]]
+    assert list(batches(heads, 200)) == [[1, 3], [5, 2], [0]]
 
 
 def test_asking_is_attention_to_every_slot_that_exists(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,15 +212,17 @@ def test_asking_is_attention_to_every_slot_that_exists(monkeypatch: pytest.Monke
     positions = torch.arange(7).expand(2, -1)
     view = View(0, 1, spec, 2, k_RSD, v_RSD, positions, valid_RS, torch.tensor([7, 7]), bias_RS=bias_RS)
     for most_scores in (1 << 25, 30):
-        monkeypatch.setattr(asked, "_MOST_SCORES", most_scores)
-        for head, (found, length) in enumerate(zip(ask(view, q_RGTD), lens, strict=True)):
+        monkeypatch.setattr(asked, "MOST_SCORES", most_scores)
+        found = ask(view, q_RGTD)
+        for head, length in enumerate(lens):
             mine = slice(0, length)
             q_ND = q_RGTD[head].flatten(0, 1)
             out_ND, lse_N = answers(q_ND, k_RSD[head, mine], v_RSD[head, mine], bias_RS[head, mine])
-            torch.testing.assert_close((found.q_ND, found.out_ND, found.lse_N), (q_ND, out_ND, lse_N))
-    early = ask(view, q_RGTD, torch.tensor([2] * 11))[0]
-    out_ND, _ = answers(early.q_ND, k_RSD[0, :3], v_RSD[0, :3], bias_RS[0, :3])
-    torch.testing.assert_close(early.out_ND, out_ND)
+            of_head = found.q_HND[head], found.out_HND[head], found.lse_HN[head]
+            torch.testing.assert_close(of_head, (q_ND, out_ND, lse_N))
+    early = ask(view, q_RGTD, torch.tensor([2] * 11))
+    out_ND, _ = answers(early.q_HND[0], k_RSD[0, :3], v_RSD[0, :3], bias_RS[0, :3])
+    torch.testing.assert_close(early.out_HND[0], out_ND)
 
 
 def test_says_what_it_needs() -> None:
