@@ -1,16 +1,24 @@
 """sha256 of files and of a checkpoint's weights.
 
 A saved session holds keys and values of certain weights and means nothing under others, so it is bound to
-`weights_digest`. Hashing gigabytes takes seconds; the result is kept beside the weights, keyed by size and mtime.
+`weights_digest`. Hashing gigabytes takes seconds; the result is kept beside the weights, keyed by size and mtime. Of a
+module in memory there are two: of samples, in no time and whatever the dtype, and of every value.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from kvfold.errors import ModelError
 from kvfold.models.progress import Report, silent
@@ -55,6 +63,20 @@ def parameters_digest(hf: Any) -> str:
         sha.update(f"{name}{tuple(parameter.shape)}".encode())
         sha.update(sample.numpy().tobytes())
     return sha.hexdigest()
+
+
+def values_digest(hf: Any) -> str:
+    """Over every value of every parameter and buffer as it lies in memory, with names, dtypes and shapes; each core
+    hashes a tensor at a time, by blake2b: processors without instructions for sha256 are twice as fast with it."""
+    tensors = sorted(chain(hf.named_parameters(), hf.named_buffers()), key=itemgetter(0))
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        return hashlib.sha256("".join(threads.map(_value_line, tensors)).encode()).hexdigest()
+
+
+def _value_line(named: tuple[str, Tensor]) -> str:
+    name, tensor = named
+    content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+    return f"{name} {tensor.dtype} {tuple(tensor.shape)} {hashlib.blake2b(content).hexdigest()}\n"
 
 
 def cached_digest(path: Path, report: Report = silent) -> str:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from kvfold.core import Compile, ModelSpec
 from kvfold.errors import InputError, ModelError
 from kvfold.models.attach import arena_of, attach
 from kvfold.models.catalogue import DTYPE_NAMES
+from kvfold.models.digest import values_digest
 from kvfold.models.download import resolve
 from kvfold.models.repeat import set_tokenizer
 from kvfold.models.spec import read_spec
@@ -52,8 +54,13 @@ class Model:
 
     @property
     def weights_digest(self) -> str:
-        """What a saved session, a store and a trained scorer are bound to."""
+        """What a saved session and a trained scorer are bound to: it samples, and is the same in every dtype."""
         return self.spec.weights_digest
+
+    @cached_property
+    def values_digest(self) -> str:
+        """What a store is bound to: every value of the weights as they are when it is first asked for."""
+        return values_digest(self.hf)
 
 
 def load(

@@ -21,13 +21,15 @@ from kvfold.policy.policy import Policy
 from kvfold.serve.api_error import ApiError, bad_request
 from kvfold.serve.ask import Ask
 from kvfold.serve.diagnose import Diagnoses
-from kvfold.serve.entries import Entries, Miss
+from kvfold.serve.entries import Miss
 from kvfold.serve.metrics import Metrics
 from kvfold.serve.plan import Plan, places_of
 from kvfold.serve.prompt import Prompt, Prompter
 from kvfold.serve.reply import Reply
 from kvfold.serve.settings import Settings
-from kvfold.serve.source import CachedSource, PlainSource, Shelf
+from kvfold.serve.shelf import Shelf
+from kvfold.serve.source import CachedSource, PlainSource
+from kvfold.store.marks import Marks
 from kvfold.store.store import PrefixStore
 
 Planner = Callable[[Any, int], Plan]  # places and the least length -> plan
@@ -158,7 +160,7 @@ class Service:
         if tenant not in self._shelves:
             facts = {"prefill_len": self._runner.chunk_len, "tenant": tenant}
             prefixes = self.store.prefixes(self.model, self.policy, **facts)  # type: ignore[arg-type]
-            self._shelves[tenant] = Shelf(Entries(), prefixes)
+            self._shelves[tenant] = Shelf(prefixes, Marks(self.store, prefixes.binding))
         return self._shelves[tenant]
 
     # Limits

@@ -7,14 +7,13 @@ chunks, and then the tokens behind the last one are computed again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from kvfold.engine.jobs import Begin
 from kvfold.pages.sequence import SequenceCache
 from kvfold.serve.bill import Bill, bill
-from kvfold.serve.entries import Entries, Miss
+from kvfold.serve.entries import Miss
 from kvfold.serve.plan import Place, Plan
-from kvfold.store.prefixes import Prefixes
+from kvfold.serve.shelf import Shelf
 
 NewSequence = Callable[[], SequenceCache]
 
@@ -37,14 +36,6 @@ class PlainSource:
         """Nothing is written."""
 
 
-@dataclass(frozen=True)
-class Shelf:
-    """What one tenant's requests share: entries of the contract, and the stored tensors."""
-
-    entries: Entries
-    prefixes: Prefixes
-
-
 class CachedSource:
     """Begins where the plan finds something, for a request that started `at`."""
 
@@ -62,8 +53,8 @@ class CachedSource:
 
     def _open(self, place: Place) -> Begin | None:
         """The sequence that an entry stands for; an entry whose tensors are gone is forgotten."""
-        entries, prefixes = self._shelf.entries, self._shelf.prefixes
-        missed = entries.look(place.digest, self._clock())
+        shelf, prefixes = self._shelf, self._shelf.prefixes
+        missed = shelf.look(place, self._at, self._clock())
         if missed is not None:
             self.miss = "expired" if "expired" in (missed, self.miss) else self.miss
             return None
@@ -71,16 +62,16 @@ class CachedSource:
         chunk_len = prefixes.binding.chunk_len if prefixes.has_chunks else 1
         if hit.matched_tokens < place.end - place.end % chunk_len:
             hit.sequence.release()
-            entries.forget(place.digest)
+            shelf.forget(place)
             self.miss = "lost"
             return None
-        entries.use(place.digest, self._at)
+        shelf.use(place, self._at)
         self._num_hit, self.miss = place.end, None
         return Begin(hit.sequence, hit.matched_tokens)
 
     def _stored(self) -> Begin:
-        """Tensors that happen to be there, of requests whose reply has not begun, or of before a restart: they save
-        work, and this request pays for its entries all the same."""
+        """Tensors that happen to be there, of requests whose reply has not begun: they save work, and this request pays
+        for its entries all the same."""
         ends = [mark.place.end for mark in self._plan.marks]
         hit = self._shelf.prefixes.lookup(self._tokens, markers=ends, at=self._at)
         return Begin(hit.sequence, hit.matched_tokens)
@@ -94,4 +85,4 @@ class CachedSource:
         """From now on others can read what this request wrote."""
         for mark in self._plan.marks:
             if mark.place.end > self._num_hit:
-                self._shelf.entries.write(mark.place.digest, mark.ttl_s, self._at)
+                self._shelf.write(mark, self._at)

@@ -24,7 +24,7 @@ def bind(model: Model, policy: Policy, config: PageConfig, *, prefill_len: int, 
     kind = kind_of(policy, model.spec)
     return Binding(
         kind=kind,
-        weights=model.weights_digest,
+        weights=model.values_digest,
         dtype=str(model.spec.dtype),
         kv_dtype=str(model.spec.kv_dtype),
         rope=_rope_digest(model.spec),

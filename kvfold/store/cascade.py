@@ -1,13 +1,14 @@
 """Byte tiers one behind the other, fastest first: read through them, write back to all in the background.
 
-A reader gets the first copy there is; when it turned out good, faster tiers get one too, in the background. A copy that
-turned out bad goes from its tier to quarantine, and the next tier is asked.
+A reader gets the first copy there is, also of what still waits to be written; when it turned out good, faster tiers get
+one too, in the background. A copy that turned out bad goes from its tier to quarantine, and the next tier is asked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from io import BytesIO
 from typing import BinaryIO, NamedTuple
 
 from kvfold.store.entry import Fault
@@ -20,11 +21,12 @@ from kvfold.store.writer import Writer
 
 
 class Copy(NamedTuple):
-    """An entry as one tier has it, open to be read."""
+    """An entry as one tier has it, or, where it `is_pending`, will have it; open to be read."""
 
     key: Key
     tier: ByteTier
     file: BinaryIO
+    is_pending: bool = False
 
 
 class Cascade:
@@ -35,26 +37,35 @@ class Cascade:
         self._events = events
         self._writer = writer
         self._quarantine = quarantine
+        self._pending: dict[Key, tuple[Callable[[], bytes], Lease]] = {}  # what waits to be written
 
     def get(self, key: Key, at: float) -> Copy | None:
+        encode, lease = self._pending.get(key, (None, None))  # before the tiers: it goes when they have it
         for tier in self.tiers:
             file = tier.get(key, at)
             if file is not None:
                 return Copy(key, tier, file)
-        return None
+        if encode is None or lease is None or lease.expires_at <= at:
+            return None
+        return Copy(key, self.tiers[0], BytesIO(encode()), is_pending=True)
 
     def put_later(self, key: Key, num_bytes: int, encode: Callable[[], bytes], lease: Lease) -> bool:
         """Encode and write to every tier, in the background; False if too much waits to be written already."""
 
         def work() -> None:
-            data = encode()
-            for tier in self.tiers:
-                tier.put(key, data, lease)
+            try:
+                data = encode()
+                for tier in self.tiers:
+                    tier.put(key, data, lease)
+            finally:
+                self._pending.pop(key, None)
 
         if not self.tiers:
             return False
+        self._pending[key] = encode, lease
         is_taken = self._writer.submit(num_bytes, work)
         if not is_taken:
+            self._pending.pop(key, None)
             self._events.emit(Event("failed", "", "queue_full", key, key.num_tokens, num_bytes))
         return is_taken
 
@@ -77,7 +88,7 @@ class Cascade:
 
     def slide_later(self, used: Sequence[Copy], keys: Sequence[Key], at: float) -> None:
         """Copies that were not read live longer, too: nobody knows which tier is asked next."""
-        read = {(copy.tier.name, copy.key) for copy in used}
+        read = {(copy.tier.name, copy.key) for copy in used if not copy.is_pending}
 
         def work() -> None:
             for tier in self.tiers:
@@ -87,11 +98,19 @@ class Cascade:
 
         self._writer.submit(0, work)
 
+    def delete_later(self, key: Key) -> None:
+        def work() -> None:
+            for tier in self.tiers:
+                tier.delete(key)
+
+        self._writer.submit(0, work)
+
     def set_aside(self, copy: Copy, fault: Fault) -> None:
         """To quarantine, where there is one; in any case away."""
         file = copy.tier.get(copy.key, 0.0)
         if file is not None and self._quarantine is not None:
             with file, suppress(OSError):
                 self._quarantine.keep(copy.key, file.read(self._quarantine.limit_bytes), str(fault))
+        self._pending.pop(copy.key, None)
         copy.tier.delete(copy.key)
         copy.tier.emit("quarantined", copy.key, 0, fault.reason)

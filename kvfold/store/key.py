@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 FORMAT_REVISION = 1
 CHUNK_LEN = 256  # tokens
 
-Kind = Literal["chunks", "snapshots"]
+Kind = Literal["chunks", "snapshots", "marks"]
 _TEXT = re.compile(r"([0-9a-f]{32})-([0-9a-f]{1,8})-([0-9a-f]{1,8})-([0-9a-f]{64})")
 
 

@@ -7,9 +7,12 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from kvfold.errors import ModelError
-from kvfold.models.digest import CACHE_NAME, weights_digest
+from kvfold.models.digest import CACHE_NAME, parameters_digest, values_digest, weights_digest
+from tests import tiny
 
 
 def sha(content: bytes) -> str:
@@ -53,3 +56,31 @@ def test_a_broken_cache_is_written_anew(tmp_path: Path, cache: str) -> None:
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no \*\.safetensors"):
         weights_digest(tmp_path)
+
+
+def test_every_single_value_counts() -> None:
+    hf = tiny.build("llama")
+    known = {values_digest(hf)}
+    tensors = [*hf.parameters(), *hf.buffers()]
+    for tensor in tensors:
+        flat = tensor.detach().view(-1)
+        at = int(torch.randint(flat.numel(), ()))
+        before = flat[at].item()
+        flat[at] += 1.0
+        known.add(values_digest(hf))
+        flat[at] = before
+    assert len(known) == len(tensors) + 1
+    assert values_digest(hf) in known and values_digest(tiny.build("llama")) in known
+
+
+def test_a_value_between_samples_is_seen() -> None:
+    """Of a large tensor the digest that samples sees some values, the other one all."""
+    hf = nn.Linear(1024, 256, bias=False)
+    sampled, whole = parameters_digest(hf), values_digest(hf)
+    hf.weight.data[0, 1] += 1.0
+    assert parameters_digest(hf) == sampled
+    assert values_digest(hf) != whole
+
+
+def test_the_dtype_counts() -> None:
+    assert len({values_digest(tiny.build("llama").to(dtype)) for dtype in (torch.float32, torch.bfloat16)}) == 2

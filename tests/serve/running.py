@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -17,7 +18,8 @@ from kvfold.serve.app import App
 from kvfold.serve.run import service_of
 from kvfold.serve.service import Service
 from kvfold.serve.settings import Limits, Settings
-from kvfold.store import DeviceTier, HostTier, PrefixStore
+from kvfold.store import DeviceTier, DiskTier, HostTier, PrefixStore
+from kvfold.store.tier import ByteTier
 from tests import tiny
 
 CHUNK_LEN = 16
@@ -74,13 +76,20 @@ def tool_model() -> Model:
 
 @contextmanager
 def running(
-    model: Model, policy: str = "full", *, limits: Limits | None = None, key: str = "any", **settings: Any
+    model: Model,
+    policy: str = "full",
+    *,
+    limits: Limits | None = None,
+    key: str = "any",
+    disk: Path | None = None,
+    clock: Clock | None = None,
+    **settings: Any,
 ) -> Iterator[Running]:
     """Everything is closed at the end, and every page is back."""
-    clock = Clock()
-    store = PrefixStore(
-        [HostTier(64 << 20, clock=clock)], device=DeviceTier(8 << 20, clock=clock), chunk_len=CHUNK_LEN, clock=clock
-    )
+    clock = clock or Clock()
+    tiers: list[ByteTier] = [HostTier(64 << 20, clock=clock)]
+    tiers += [] if disk is None else [DiskTier(disk, 64 << 20, clock=clock)]
+    store = PrefixStore(tiers, device=DeviceTier(8 << 20, clock=clock), chunk_len=CHUNK_LEN, clock=clock)
     settings = {"cache_min_tokens": 32, "temperature": 0.0, "clock": clock, **settings}
     chosen = Settings(("tiny", "tiny-too"), limits or Limits(), **settings)
     with service_of(model, policy, chosen, store) as service:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from kvfold.engine.runner import Runner
 from kvfold.models.loader import Model
 from kvfold.serve.bill import Bill
-from kvfold.serve.entries import Entries
 from kvfold.serve.plan import Mark, Place, Plan
-from kvfold.serve.source import CachedSource, Shelf
+from kvfold.serve.shelf import Shelf
+from kvfold.serve.source import CachedSource
 from kvfold.store import HostTier, PrefixStore
+from kvfold.store.marks import Marks
 from tests import tiny
 
 
@@ -18,10 +19,11 @@ def now() -> float:
 
 def test_an_entry_can_be_read_once_the_reply_that_writes_it_begins(model: Model) -> None:
     runner = Runner(model.hf, model.spec, model.arena, chunk_len=16)
-    tokens, place = tiny.prompt(60), Place(48, b"digest", "messages")
+    tokens, place = tiny.prompt(60), Place(48, bytes(32), "messages")
     plan = Plan([place], [place], [Mark(place, 300.0)])
     with PrefixStore([HostTier(1 << 20, clock=now)], chunk_len=16, clock=now) as store:
-        shelf = Shelf(Entries(), store.prefixes(model, "full", prefill_len=16))
+        prefixes = store.prefixes(model, "full", prefill_len=16)
+        shelf = Shelf(prefixes, Marks(store, prefixes.binding))
         first, second, third = (CachedSource(shelf, tokens, plan, 0.0, now) for _ in range(3))
         begun = [source.begin() for source in (first, second)]
         assert [(one.num_read, list(one.cuts)) for one in begun] == [(0, [48]), (0, [48])]
