@@ -28,6 +28,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--port", type=int, default=8080, help="default: %(default)s")
     parser.add_argument("--alias", action="append", default=[], metavar="NAME", help="another name for the model")
     parser.add_argument("--keys", metavar="FILE", help="API keys: a key and its tenant on each line; default: none")
+    parser.add_argument("--log", choices=("text", "json"), default="text", help="lines on stderr (%(default)s)")
     _add_cache_options(parser)
     _add_limits(parser)
     add_model_options(parser)
@@ -60,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
     policy = Policy.parse(args.policy)
     if not 0 <= args.port < 1 << 16:
         raise InputError(f"port {args.port} does not exist; give 0 (any free one) to 65535")
-    from kvfold.serve.run import log_to_stderr, open_store, serve, service_of
+    from kvfold.serve.log import log_to_stderr
+    from kvfold.serve.run import open_store, serve, service_of
 
     settings = make_settings(args)
     model, size = load_model(args), _bytes
@@ -71,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         disk_bytes=size(args.disk_size),
         redis=args.redis,
     )
-    log_to_stderr()
+    log_to_stderr(args.log)
     with service_of(model, policy, settings, store) as service:
         if service.no_reuse is not None:
             print(f"prompts are not cached: {service.no_reuse}")

@@ -1,12 +1,10 @@
-"""Routes: who asks, which format they speak, and what becomes of errors. Works on any ASGI server."""
+"""Routes: what is asked, and in which format. Works on any ASGI server."""
 
 from __future__ import annotations
 
 import json
-import logging
-import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -19,24 +17,21 @@ from kvfold.serve.api_error import ApiError, bad_request
 from kvfold.serve.ask import Ask
 from kvfold.serve.chat import ChatWriter, read_chat
 from kvfold.serve.completions import CompletionWriter, read_completion
-from kvfold.serve.keys import tenant_of
+from kvfold.serve.dashboard import Dashboard
+from kvfold.serve.guard import Guard, Handler, OnDone
 from kvfold.serve.metrics import CONTENT_TYPE
 from kvfold.serve.openai import OpenAIBody, has_explicit
 from kvfold.serve.plan import anthropic_plan
 from kvfold.serve.responses import ResponseWriter, read_input_tokens, read_response
 from kvfold.serve.service import Service, Start
-from kvfold.serve.wire import EventStream, Json, error_response, named, unless_gone, unnamed
+from kvfold.serve.wire import EventStream, Json, named, unless_gone, unnamed
 
 try:
     from starlette.applications import Starlette
-    from starlette.requests import ClientDisconnect, Request
+    from starlette.requests import Request
     from starlette.responses import JSONResponse, PlainTextResponse, Response
-    from starlette.routing import Route
 except ImportError as error:
     raise MissingExtra("the server needs Starlette and uvicorn; run: pip install 'kvfold[serve]'") from error
-
-_log = logging.getLogger("kvfold.serve")
-Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Writer(Protocol):
@@ -47,10 +42,11 @@ class Writer(Protocol):
 
 
 class App:
-    """Endpoints over one service."""
+    """Endpoints over one service; `on_done` is told of requests to the API that are over."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, on_done: OnDone = lambda trail: None) -> None:
         self.service = service
+        self._guard = Guard(service, on_done)
         self._created = int(time.time())
 
     def asgi(self, on_start: Callable[[], None] = lambda: None) -> Starlette:
@@ -74,46 +70,13 @@ class App:
             "/v1/models/{name:path}": self._model,
             "/health": self._health,
             "/metrics": self._metrics,
+            **Dashboard(self.service, self._guard).handlers,
         }
-        routes = [Route(path, self._guarded(handler), methods=["POST"]) for path, handler in post.items()]
-        routes += [Route(path, self._guarded(handler), methods=["GET"]) for path, handler in get.items()]
-        missing = self._guarded(_not_found)
-        rest = Route("/{path:path}", missing, methods=["GET", "POST", "PUT", "DELETE"])
+        route = self._guard.route
+        routes = [route(path, handler, ["POST"]) for path, handler in post.items()]
+        routes += [route(path, handler) for path, handler in get.items()]
+        rest = route("/{path:path}", _not_found, ["GET", "POST", "PUT", "DELETE"], "other")
         return Starlette(routes=[*routes, rest], lifespan=lifespan)
-
-    # Around every request
-
-    def _guarded(self, handler: Handler) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Errors in the client's format, an id, a line in the log, a count."""
-
-        async def guarded(request: Request) -> Response:
-            began, request_id = time.perf_counter(), f"req_{secrets.token_hex(12)}"
-            request.state.at = self.service.clock()
-            try:
-                response = await handler(request)
-            except ApiError as error:
-                response = error_response(request, error, request_id)
-            except ClientDisconnect:
-                response = Response(status_code=499)
-            except Exception:
-                _log.exception("request failed", extra={"request": request_id})
-                response = error_response(request, ApiError(500, "the server failed; its log says why"), request_id)
-            response.headers["request-id"] = response.headers["x-request-id"] = request_id
-            self._note(request, response, request_id, time.perf_counter() - began)
-            return response
-
-        return guarded
-
-    def _note(self, request: Request, response: Response, request_id: str, seconds: float) -> None:
-        path = request.url.path if request.url.path.startswith(("/v1/", "/health", "/metrics")) else "other"
-        known = path if response.status_code != 404 else "other"
-        self.service.metrics.add("kvfold_requests_total", path=known, status=str(response.status_code))
-        facts = {"request": request_id, "path": known, "status": response.status_code, "ms": round(1e3 * seconds, 1)}
-        _log.info("answered", extra={**facts, "tenant": getattr(request.state, "tenant", None)})
-
-    def _tenant(self, request: Request) -> str:
-        request.state.tenant = tenant_of(request.headers, self.service.settings.tenants)
-        return str(request.state.tenant)
 
     async def _body(self, request: Request) -> object:
         """JSON of a bounded size."""
@@ -146,10 +109,10 @@ class App:
     # Anthropic
 
     async def _messages(self, request: Request) -> Response:
-        tenant = self._tenant(request)
+        tenant = self._guard.tenant(request, is_listed=True)
         body = read_messages(await self._body(request), self.service.settings)
         self._check_markers(body.ask)
-        start = Start(tenant, request.state.at, anthropic_plan)
+        start = Start(tenant, request.state.at, anthropic_plan, trail=request.state.trail)
         return await self._answer(request, start, body.ask, MessageWriter, body)
 
     def _check_markers(self, ask: Ask) -> None:
@@ -157,36 +120,37 @@ class App:
             raise bad_request(f"cache markers cannot be honoured: {self.service.no_reuse}")
 
     async def _count_tokens(self, request: Request) -> Response:
-        self._tenant(request)
+        self._guard.tenant(request)
         prompt = await self.service.prompt(read_count(await self._body(request)))
         return JSONResponse({"input_tokens": len(prompt.tokens)})
 
     # OpenAI
 
     async def _openai(self, read: Callable[..., OpenAIBody], make: Callable[..., Writer], request: Request) -> Response:
-        tenant = self._tenant(request)
+        tenant = self._guard.tenant(request, is_listed=True)
         body = read(await self._body(request), self.service.settings)
         self._check_markers(body.ask)
         caching = body.caching
         plan_with = None if caching is None else caching.plan
-        start = Start(tenant, request.state.at, plan_with, "" if caching is None else caching.key)
+        scope, trail = "" if caching is None else caching.key, request.state.trail
+        start = Start(tenant, request.state.at, plan_with, scope, trail)
         return await self._answer(request, start, body.ask, make, body)
 
     async def _input_tokens(self, request: Request) -> Response:
-        self._tenant(request)
+        self._guard.tenant(request)
         prompt = await self.service.prompt(read_input_tokens(await self._body(request)))
         return JSONResponse({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
 
     # Looking
 
     async def _models(self, request: Request) -> Response:
-        self._tenant(request)
+        self._guard.tenant(request)
         found = [self._card(name) for name in self.service.settings.names]
         ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"], "has_more": False}
         return JSONResponse({"object": "list", "data": found, **ends})
 
     async def _model(self, request: Request) -> Response:
-        self._tenant(request)
+        self._guard.tenant(request)
         name = request.path_params["name"]
         self.service.check_model(name)
         return JSONResponse(self._card(name))

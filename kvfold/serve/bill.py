@@ -80,3 +80,7 @@ class Price:
         read = paid.num_read * self.read_factor
         written = paid.num_short * WRITE_SHORT + paid.num_long * self.long_factor
         return ((read + written + paid.num_plain) * self.input + num_output * self.output) / 1e6
+
+    def saved(self, paid: Bill) -> float:
+        """Against the same prompt without a cache; below 0 while what was written has not been read."""
+        return paid.num_tokens * self.input / 1e6 - self.cost(paid, 0)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from threading import Lock
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 _HELP = {
     "kvfold_requests_total": "Answered requests, by path and status.",
     "kvfold_prompt_tokens_total": "Tokens of prompts, by how they are billed.",
@@ -15,6 +15,7 @@ _HELP = {
     "kvfold_output_tokens_total": "Tokens written.",
     "kvfold_cache_lookups_total": "Requests by what the prompt cache had for them.",
     "kvfold_first_token_seconds": "From a request's start to the start of its reply.",
+    "kvfold_token_seconds": "Between two tokens of a reply, on average over the reply.",
     "kvfold_store_events_total": "Events of the prefix store.",
 }
 Labels = tuple[tuple[str, str], ...]

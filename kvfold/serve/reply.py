@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
@@ -84,7 +85,10 @@ class Reply:
         if event.reason in ("late", "failed", "cancelled"):
             self._fail(event)
         self.end = event
-        self._service.metrics.add("kvfold_output_tokens_total", event.num_tokens)
+        metrics, token_ms = self._service.metrics, self.start.trail.token_ms
+        metrics.add("kvfold_output_tokens_total", event.num_tokens)
+        if token_ms is not None:
+            metrics.observe("kvfold_token_seconds", token_ms / 1e3)
         return reader.finish()
 
     def _fail(self, event: Ended) -> None:
@@ -92,7 +96,7 @@ class Reply:
             raise ApiError(504, f"the request took longer than {self._service.settings.limits.request_s:g} s")
         if event.reason == "cancelled":
             raise ApiError(529, "the server is shutting down; send the request again", retry_after_s=1)
-        _log.error("request failed", exc_info=event.error, extra={"request": self.id})
+        _log.error("request failed", exc_info=event.error, extra={"facts": {"request": self.start.trail.id}})
         raise api_error(event.error)
 
     def close(self) -> None:
@@ -109,7 +113,7 @@ class Reply:
         for name, count in (("read", paid.num_read), ("written", paid.num_written), ("plain", paid.num_plain)):
             metrics.add("kvfold_prompt_tokens_total", count, billed=name)
         metrics.add("kvfold_cache_lookups_total", result=self._source.miss or "hit")
-        metrics.observe("kvfold_first_token_seconds", max(self._service.clock() - self.start.at, 0.0))
+        metrics.observe("kvfold_first_token_seconds", time.perf_counter() - self.start.trail.came)
 
 
 def api_error(error: Exception | None) -> ApiError:

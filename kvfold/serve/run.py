@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,27 +15,6 @@ from kvfold.serve.service import Service
 from kvfold.serve.settings import Settings
 from kvfold.store import DeviceTier, DiskTier, HostTier, PrefixStore, Quarantine, RedisTier
 from kvfold.store.tier import ByteTier
-
-_FACTS = ("request", "tenant", "path", "status", "ms")
-
-
-class JsonLines(logging.Formatter):
-    """A log line as one JSON object."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        facts = {name: getattr(record, name) for name in _FACTS if getattr(record, name, None) is not None}
-        line = {"time": self.formatTime(record), "level": record.levelname.lower(), "event": record.getMessage()}
-        error = {"error": self.formatException(record.exc_info)} if record.exc_info and record.exc_info[0] else {}
-        return json.dumps({**line, **facts, **error}, ensure_ascii=False)
-
-
-def log_to_stderr() -> None:
-    """What the server says goes to stderr, a JSON object a line."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines())
-    logger = logging.getLogger("kvfold.serve")
-    logger.handlers, logger.propagate = [handler], False
-    logger.setLevel(logging.INFO)
 
 
 def open_store(

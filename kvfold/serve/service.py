@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,10 +25,12 @@ from kvfold.serve.entries import Miss
 from kvfold.serve.metrics import Metrics
 from kvfold.serve.plan import Plan, places_of
 from kvfold.serve.prompt import Prompt, Prompter
+from kvfold.serve.recent import Recent
 from kvfold.serve.reply import Reply
 from kvfold.serve.settings import Settings
 from kvfold.serve.shelf import Shelf
 from kvfold.serve.source import CachedSource, PlainSource
+from kvfold.serve.trail import Trail, Watched
 from kvfold.store.marks import Marks
 from kvfold.store.store import PrefixStore
 
@@ -43,6 +45,7 @@ class Start:
     at: float
     plan_with: Planner | None = None
     scope: str = ""  # what splits the cache further
+    trail: Trail = field(default_factory=Trail)
 
 
 class Service:
@@ -62,6 +65,7 @@ class Service:
         self._runner = Runner(model.hf, model.spec, model.arena, compile=model.compile)
         self._shelves: dict[str, Shelf] = {}
         self._running: Counter[str] = Counter()
+        self._recent: dict[str, Recent] = {}  # by tenant
         self._find_out_reuse()
         limits = settings.limits
         self.scheduler = Scheduler(
@@ -125,16 +129,18 @@ class Service:
         source, plan = self._source(ask, start, prompt)
         events: asyncio.Queue[Event] = asyncio.Queue()
         limits, loop = self.settings.limits, asyncio.get_running_loop()
+        watched = Watched(source, partial(_tell, loop, events), start.trail)
         job = Job(
             prompt.tokens,
-            source,
-            partial(_tell, loop, events),
+            watched,
+            watched.listen,
             max_new_tokens=min(ask.max_tokens, num_left),
             sampling=ask.sampling,
             stop=ask.stop,
             tenant=start.tenant,
             deadline=time.monotonic() + limits.request_s,
         )
+        start.trail.queue(ask.model, len(prompt.tokens))
         try:
             self.scheduler.submit(job)
         except Overloaded as error:
@@ -162,6 +168,12 @@ class Service:
             prefixes = self.store.prefixes(self.model, self.policy, **facts)  # type: ignore[arg-type]
             self._shelves[tenant] = Shelf(prefixes, Marks(self.store, prefixes.binding))
         return self._shelves[tenant]
+
+    def recent(self, tenant: str) -> Recent:
+        """Requests of a tenant that has a key, or of anybody where no keys are asked for."""
+        if tenant not in self._recent:
+            self._recent[tenant] = Recent(self.settings.price)
+        return self._recent[tenant]
 
     # Limits
 

@@ -25,13 +25,18 @@ class EventStream(StreamingResponse):
 
     def __init__(self, lines: AsyncIterator[str], close: Callable[[], None]) -> None:
         super().__init__(lines, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        self._close = close
+        self._on_close = [close]
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Call it too when it has ended."""
+        self._on_close.append(call)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._close()
+            for call in self._on_close:
+                call()
 
 
 async def named(events: AsyncIterator[Json]) -> AsyncIterator[str]:

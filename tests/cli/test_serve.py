@@ -54,7 +54,8 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
     tiny.build("llama").save_pretrained(folder)
     tiny.tokenizer().save_pretrained(folder)
     words = ["serve", "--model", str(folder), "--port", "0", "--memory", "64MB", "--host-memory", "16MB"]
-    command = [sys.executable, "-m", "kvfold", *words, "--disk", str(tmp_path / "disk"), "--disk-size", "16MB"]
+    words += ["--disk", str(tmp_path / "disk"), "--disk-size", "16MB", "--log", "json"]
+    command = [sys.executable, "-m", "kvfold", *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     try:

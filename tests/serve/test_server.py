@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from http.client import HTTPConnection
@@ -16,6 +15,7 @@ import pytest
 
 from kvfold.serve.keys import key_digest
 from kvfold.serve.settings import Limits
+from tests.serve.asking import get, until
 from tests.serve.running import Running, running, tool_model
 
 HELLO: Any = [{"role": "user", "content": "the cat sat"}]
@@ -29,22 +29,6 @@ def server() -> Iterator[Running]:
     limits = Limits(running=1, waiting=1, per_tenant=2, body_bytes=5000)
     with running(tool_model(), limits=limits, tenants=TENANTS, key="key-a") as found:
         yield found
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def get(server: Running, path: str, body: str | None = None, **headers: str) -> tuple[int, str, Any]:
-    connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
-    connection.request("GET" if body is None else "POST", path, body, headers)
-    answer = connection.getresponse()
-    found = answer.status, answer.read().decode(), answer.headers
-    connection.close()
-    return found
 
 
 def test_a_key_is_asked_for_in_both_formats(server: Running) -> None:
