@@ -15,6 +15,7 @@ class Stats:
     full_bytes: int  # what the ordinary bf16 cache would hold
     bytes_per_step: int  # stored bytes one decode step reads
     slots: list[list[int]] = field(repr=False)  # by layer and head, open block included
+    host_bytes: int = 0  # evicted slots that may be recalled; not in resident_bytes
     prefill_s: float = 0.0
     decode_ms: float | None = None
     setup_s: float = 0.0  # spent on capturing and compiling decode steps for this reply; not in decode_ms
@@ -41,6 +42,8 @@ def measure(sequence: SequenceCache) -> Stats:
         sealed = sequence.stored_lens(index)
         slots.append([count + sequence.open.fill for count in sealed])
         read += stored_bytes_read(sequence, index)
+        if sequence.demoted is not None and index in sequence.demoted.layers:
+            read += sequence.demoted.layers[index].read_bytes
         read += sequence.open.fill * layer.num_kv_heads * layer.head_dim * 2 * sequence.spec.kv_dtype.itemsize
     return Stats(
         logical_len=sequence.logical_len,
@@ -48,4 +51,5 @@ def measure(sequence: SequenceCache) -> Stats:
         full_bytes=sequence.spec.full_bytes(sequence.logical_len),
         bytes_per_step=int(read),
         slots=slots,
+        host_bytes=0 if sequence.demoted is None else sequence.demoted.host_bytes,
     )

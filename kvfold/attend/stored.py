@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvfold.attend.chosen import Chosen, choose
 from kvfold.attend.partial import Merge, attend
+from kvfold.attend.recalled import add_recalled
 from kvfold.core import Rope
 from kvfold.pages.layer import LayerPages, Run
 from kvfold.pages.read import decode_run, in_basis, restored_run
@@ -64,10 +65,11 @@ class Stretch:
 def add_stored(
     merge: Merge, sequence: SequenceCache, layer: int, q_HGTD: Tensor, start: int, *, whole: bool = False
 ) -> None:
-    """Merge attention to sealed slots of one layer, for queries at positions start, start + 1, …"""
+    """Merge attention to sealed and recalled slots of one layer, for queries at positions start, start + 1, …"""
     scale = sequence.spec.layers[layer].scale
     for part in read_parts(sequence, layer, q_HGTD, start, whole=whole):
         merge.add(part.heads, *part.attend(scale))
+    add_recalled(merge, sequence, layer, q_HGTD, together=whole)
 
 
 def read_parts(

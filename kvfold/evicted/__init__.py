@@ -6,5 +6,6 @@ from kvfold.evicted.d2o import D2o
 from kvfold.evicted.drop import Drop
 from kvfold.evicted.fit import Fit
 from kvfold.evicted.merge import Merge
+from kvfold.evicted.recall import Recall
 
-__all__ = ["Asked", "Cam", "D2o", "Drop", "Evicted", "Fit", "Merge", "Refit", "Split", "Survivors"]
+__all__ = ["Asked", "Cam", "D2o", "Drop", "Evicted", "Fit", "Merge", "Recall", "Refit", "Split", "Survivors"]

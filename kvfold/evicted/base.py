@@ -64,6 +64,7 @@ class Evicted(ABC):
 
     changes: ClassVar[bool] = True  # False: `fold` is the identity and need not be called
     weighs_attention: ClassVar[bool] = False  # True: scores must be attention that slots received
+    demotes: ClassVar[bool] = False  # True: what goes is written to the host, where reads find it
     biased: ClassVar[bool] = False  # True: slots have log-biases, and `refit` is called once the choice is final
 
     @property

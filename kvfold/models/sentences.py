@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from kvfold.errors import PolicyError
+from kvfold.evicted.recall import recall_of
 from kvfold.models.repeat import tokenizer_of
 from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy
@@ -20,7 +21,9 @@ _found: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
 
 def needs_sentences(policy: Policy) -> bool:
     """Whether any of its terms has to know where sentences end."""
-    return any(stage.evicts and stage.score.needs.sentence_len for _, stage in policy.stages())
+    recall = recall_of(policy)
+    by_sentence = recall is not None and recall.unit == "sentence"
+    return by_sentence or any(stage.evicts and stage.score.needs.sentence_len for _, stage in policy.stages())
 
 
 def check_sentences(hf: nn.Module, policy: Policy) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from kvfold.budget.base import Budget
 from kvfold.budget.choose import choose
 from kvfold.evicted.asked import ask
+from kvfold.pages.demote import Leaving, demote, leaving
 from kvfold.pages.refit import refitted
 from kvfold.pages.rewrite import LayerChange, Rewrite
 from kvfold.pages.sequence import SequenceCache
@@ -188,12 +189,21 @@ class Compression:
         return Rewrite(self.sequence, changes, decoding=self.decoding)
 
     def write(self, rewrite: Rewrite, num_tokens: int) -> None:
+        going = self._going(rewrite.changes)
         rewrite.write(num_tokens)
+        for index, heads in going.items():
+            demote(self.sequence, index, heads)
         for side, layer in zip(self.sequence.sidecar.layers, self._layers, strict=True):
             if layer.mass_HS is not None:
                 side.mass_HS = layer.settled_mass_HS
         if self.budget is not None:
             self.sequence.last_compressed_len = self.sequence.sealed_len
+
+    def _going(self, changes: Sequence[LayerChange]) -> dict[int, list[Leaving]]:
+        """What leaves for the host, by layer."""
+        if self.stage is None or not self.stage.evicted.demotes:
+            return {}
+        return {i: leaving(self.sequence, i, changes[i]) for i in self.sequence.spec.compressible_layers}
 
 
 def finish_all(rounds: Sequence[tuple[Compression, int]]) -> None:

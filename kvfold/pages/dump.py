@@ -45,6 +45,8 @@ def dump(sequence: SequenceCache) -> dict[str, Tensor]:
             parts |= {f"state.{side}.{name}": tensor for name, tensor in state.items()}
         for side, block in (("k", sequence.open.k[i]), ("v", sequence.open.v[i])):
             parts[f"open.{side}"] = block[:, : sequence.open.committed]
+        if sequence.demoted is not None and i in sequence.demoted.layers:
+            parts |= {f"demoted.{name}": rows for name, rows in sequence.demoted.layers[i].tensors().items()}
         found |= {f"{i}.{name}": tensor.cpu().contiguous() for name, tensor in parts.items()}
     return found
 
@@ -60,6 +62,9 @@ def restore(sequence: SequenceCache, tensors: Tensors) -> None:
     _write(sequence, layers)
     _fill_open(sequence, layers)
     sequence.sidecar.layers = [_sidecar(_under(mine, "side.")) for mine in layers]
+    if sequence.demoted is not None:
+        for i, demoted in sequence.demoted.layers.items():
+            demoted.restore(_under(tensors, f"{i}.demoted."))
     sequence.pinned = [(start, end) for start, end in tensors["pinned"].tolist()]
     sequence.sealed_len, sequence.last_compressed_len = tensors["lens"].tolist()
     sequence.sentences = _sentences(tensors.get("sentences"))

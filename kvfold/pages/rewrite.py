@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +25,15 @@ from kvfold.pages.transfer import upload
 
 if TYPE_CHECKING:
     from kvfold.pages.sequence import SequenceCache
+
+
+class Gone(NamedTuple):
+    """New slots that were dropped, head after head, where they are to be demoted; on the host."""
+
+    k_ND: Tensor
+    v_ND: Tensor
+    position_N: Tensor
+    counts: list[int]
 
 
 @dataclass
@@ -42,6 +51,7 @@ class LayerChange:
     keep: list[Tensor] | None = None
     drop_first: int = 0
     bias_N: Tensor | None = None  # of the new slots; None: 0
+    gone: tuple[Gone, ...] = ()
 
 
 class Rewrite:

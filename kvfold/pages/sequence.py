@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from kvfold.core import ModelSpec
+from kvfold.evicted.recall import recall_of
 from kvfold.pages.arena import Arena
+from kvfold.pages.demoted import Demoted
 from kvfold.pages.layout import PageClass
 from kvfold.pages.open_block import OpenBlock
 from kvfold.pages.pick import PageList
@@ -52,12 +54,18 @@ class SequenceCache:
     sidecar: Sidecar = field(init=False)
     shifts: Shifts = field(init=False, default_factory=Shifts)
     sentences: Sentences = field(init=False, default_factory=Sentences)
+    demoted: Demoted | None = field(init=False)  # what was evicted, where the policy recalls
     _lists: dict[int, PageList] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.tail = Segment(self.arena, [self._layer_pages(i) for i in range(self.spec.num_layers)])
         self.open = OpenBlock(self.arena, self.spec, self.config.open_len)
         self.sidecar = Sidecar([LayerSidecar() for _ in self.spec.layers])
+        self.demoted = self._nothing_demoted()
+
+    def _nothing_demoted(self) -> Demoted | None:
+        recall = recall_of(self.policy)
+        return None if recall is None else Demoted(recall, self.spec, self.arena.device, self.policy.position.shifts)
 
     def _layer_pages(self, index: int) -> LayerPages:
         return LayerPages(self.page_class(index), self.spec.layers[index].num_kv_heads)
@@ -110,6 +118,7 @@ class SequenceCache:
         held = sum(segment.num_bytes + segment.table_bytes for segment in (*self.segments, self.tail))
         listed = sum(pages.num_bytes for pages in self._lists.values())
         listed += self.shifts.num_bytes + self.sentences.num_bytes
+        listed += 0 if self.demoted is None else self.demoted.resident_bytes
         return held + listed + self.tail.state_bytes + self.open.num_bytes + self.sidecar.num_bytes
 
     # Changes
@@ -135,6 +144,7 @@ class SequenceCache:
         branch.sidecar, branch.sentences = self.sidecar.copy(), self.sentences.copy()
         branch.sealed_len, branch.last_compressed_len = self.sealed_len, self.last_compressed_len
         branch.pinned = list(self.pinned)
+        branch.demoted = None if self.demoted is None else self.demoted.copy()
         return branch
 
     def _freeze_tail(self) -> None:
@@ -152,7 +162,7 @@ class SequenceCache:
             segment.release()
         self.segments, self.tail = [], Segment.like(self.tail)
         self._lists.clear()
-        self.shifts, self.sentences = Shifts(), Sentences()
+        self.shifts, self.sentences, self.demoted = Shifts(), Sentences(), self._nothing_demoted()
         self.open.release()
         self.open.clear()
         self.sidecar = Sidecar([LayerSidecar() for _ in self.spec.layers])

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from kvfold.evicted.base import Asked, Evicted, Split
-from kvfold.pages.rewrite import LayerChange
+from kvfold.pages.rewrite import Gone, LayerChange
 from kvfold.pages.transfer import Download, indices, upload
 
 
@@ -49,9 +49,19 @@ class Staged:
         slot_N = indices(was_new_X, sum(self.change.counts))
         stays_N = keep_HS.flatten()[slot_N]
         index_N = indices(stays_N, sum(new))
+        gone = (*self.change.gone, self._gone(stays_N, new)) if evicted.demotes else ()
         k_ND, v_ND = self._folded(stays_N, index_N, slot_N, evicted)
-        self.change = LayerChange(k_ND, v_ND, self.change.position_N[index_N], new, self._stored(keep_HS, stored))
+        position_N, keep = self.change.position_N[index_N], self._stored(keep_HS, stored)
+        self.change = LayerChange(k_ND, v_ND, position_N, new, keep, gone=gone)
         self.keep_HS = keep_HS
+
+    def _gone(self, stays_N: Tensor, new: list[int]) -> Gone:
+        """New slots that do not stay, on their way to the host."""
+        change = self.change
+        counts = [before - after for before, after in zip(change.counts, new, strict=True)]
+        index_N = indices(~stays_N, sum(counts))
+        k_ND, v_ND, position_N = (x[index_N].to("cpu") for x in (change.k_ND, change.v_ND, change.position_N))
+        return Gone(k_ND, v_ND, position_N, counts)
 
     def _folded(self, stays_N: Tensor, index_N: Tensor, slot_N: Tensor, evicted: Evicted) -> tuple[Tensor, Tensor]:
         change = self.change

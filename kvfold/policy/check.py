@@ -26,6 +26,7 @@ def check(policy: Policy) -> None:
     _check_replay(policy)
     _check_fit(policy)
     _check_attention(policy)
+    _check_recall(policy)
     _check_idle_terms(policy)
     _check_codec(policy)
     _check_below(policy)
@@ -138,6 +139,20 @@ def _check_attention(policy: Policy) -> None:
                 f"{_name(stage.evicted)} compares the attention that slots received, and score {_name(stage.score)} of "
                 f"{phase} measures none; use a score that does, such as h2o or snapkv"
             )
+
+
+def _check_recall(policy: Policy) -> None:
+    recalling = [stage for _, stage in policy.stages() if stage.evicts and stage.evicted.demotes]
+    for stage in recalling:
+        if stage.size is not None and stage.size.counts_bytes:
+            raise PolicyError(
+                f"recall keeps a summary of all that went, which grows with the text, so {stage.size} cannot hold; "
+                "give a number of slots, such as 2048tok or 8x"
+            )
+    if len({stage.evicted for stage in recalling}) > 1:
+        raise PolicyError(
+            "prefill and decode recall in two ways from one host store; write recall once, outside both, or in one"
+        )
 
 
 def _check_codec(policy: Policy) -> None:

@@ -46,6 +46,11 @@ class Size(ABC):
     def is_absolute(self) -> bool:
         """Whether tokens or bytes occur anywhere in it: a bound that does not grow with the sequence."""
 
+    @property
+    def counts_bytes(self) -> bool:
+        """Whether bytes occur anywhere in it, absolute or as a share."""
+        return False
+
     @abstractmethod
     def slots_per_head(self, facts: SizeFacts) -> int:
         """The target, averaged over heads, protected slots and open block included."""
@@ -93,6 +98,7 @@ class Share(Size):
 
     percent: float
     is_absolute = False
+    counts_bytes = True
 
     def __post_init__(self) -> None:
         _require(0 < self.percent <= 100, self, "a share is above 0%mem and at most 100%mem")
@@ -110,6 +116,7 @@ class Bytes(Size):
 
     count: int
     is_absolute = True
+    counts_bytes = True
 
     def __post_init__(self) -> None:
         _require(1 <= self.count < 10**18, self, "a size in bytes is at least 1B and below an exabyte")
@@ -140,6 +147,10 @@ class _Several(Size):
     @property
     def is_absolute(self) -> bool:
         return any(part.is_absolute for part in self.parts)
+
+    @property
+    def counts_bytes(self) -> bool:
+        return any(part.counts_bytes for part in self.parts)
 
     def _inner(self) -> str:
         return ", ".join(str(part) for part in self.parts)

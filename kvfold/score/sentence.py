@@ -29,7 +29,7 @@ class Sentence(Grouped):
     more than `longest` tokens is cut into pieces of that many: code and tables have few full stops.
 
     Against SentenceKV: sentences are found as it finds them, by the ids of punctuation tokens, but here they are what
-    is kept for good, where it chooses sentences anew at every step from a larger pool.
+    is kept for good; its choice of sentences at every step among those on the host is `recall(unit=sentence)`.
     """
 
     scorer: Scorer = _SNAPKV

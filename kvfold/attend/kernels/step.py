@@ -24,6 +24,7 @@ from kvfold.attend.kernels.watch import has_queries
 from kvfold.attend.track import Tracked
 from kvfold.codec.base import Codec, Field
 from kvfold.codec.integer import IntegerCodec
+from kvfold.evicted.recall import recall_of
 from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.table import columns, slot_strides
 from kvfold.policy.reader import All
@@ -57,7 +58,7 @@ def _find_layout(sequence: SequenceCache) -> Layout | None:
     classes = tuple(layer.page_class for layer in sequence.tail.layers)
     known = all(_codec_name(codec, c.kv_dtype) in CODECS for c in classes for codec in (c.k, c.v))
     aligned = all(stride * c.page_size % 16 == 0 for c in classes for stride in slot_strides(c))
-    whole = isinstance(policy.attend, All)
+    whole = isinstance(policy.attend, All) and recall_of(policy) is None
     tracked = Tracked.of([policy], decoding=True)
     if not known or not aligned or not whole or tracked.query_stats or len(spec.compressible_layers) < spec.num_layers:
         return None

@@ -1,0 +1,42 @@
+"""`benchmarks/recall_long.py` from end to end on a saved tiny model: rows, table, page."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import recall_long
+from tests.tiny import build, tokenizer
+
+
+def test_rows_table_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    build().save_pretrained(tmp_path / "tiny-llama")
+    tokenizer().save_pretrained(tmp_path / "tiny-llama")
+    kept, page = tmp_path / "recall.jsonl", tmp_path / "recall.md"
+    monkeypatch.setattr(recall_long, "KEPT", kept)
+    monkeypatch.setattr(recall_long, "PAGE", page)
+    run = ["--model", str(tmp_path / "tiny-llama"), "--device", "cpu", "--memory", "64MB", "--length", "900"]
+    more = ["--samples", "1", "--slots", "160", "--recall", "recall(tokens=32)", "--full", "--out", str(kept)]
+    monkeypatch.setattr(sys, "argv", ["recall_long.py", *run, *more])
+    assert recall_long.main() == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])
+    recalling, same, full = rows
+    assert recalling["policy"] == "streaming + 160tok + keep + recall(tokens=32)"
+    assert recalling["host_bytes"] > 0 == same["host_bytes"]
+    assert same["device_bytes"] <= recalling["device_bytes"] < full["device_bytes"]
+    page.write_text(f"before\n{recall_long.BEGIN}\nold\n{recall_long.END}\n")
+    monkeypatch.setattr(sys, "argv", ["recall_long.py", "--docs"])
+    assert recall_long.main() == 0
+    text = page.read_text()
+    assert "old" not in text
+    assert text.count("| 900 |") == 3
+    assert f"{recalling['hits']} of 1" in text
+
+
+def test_errors_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["recall_long.py", "--model", "no-such-model"])
+    assert recall_long.main() == 1
+    assert capsys.readouterr().err.startswith("error: ")
