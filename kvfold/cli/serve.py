@@ -41,6 +41,13 @@ def _add_cache_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--disk", metavar="DIR", help="folder for prefixes that survive a restart")
     group.add_argument("--disk-size", default="20GB", metavar="SIZE", help="most that it holds; default: %(default)s")
     group.add_argument("--redis", metavar="URL", help="share prefixes with other servers, e.g. redis://host:6379/0")
+    group.add_argument(
+        "--store-form",
+        default="exact",
+        metavar="FORM",
+        help="of prefixes in memory, on disk and in Redis: exact, packed (smaller, nothing lost), cachegen (smallest, "
+        "lossy); default: %(default)s",
+    )
     group.add_argument("--cache-min-tokens", type=int, metavar="N", help="least length cached; default: by model name")
     group.add_argument("--price", type=float, nargs=2, metavar=("IN", "OUT"), help="dollars for a million tokens")
 
@@ -72,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
         disk=args.disk,
         disk_bytes=size(args.disk_size),
         redis=args.redis,
+        form=args.store_form,
     )
     log_to_stderr(args.log)
     with service_of(model, policy, settings, store) as service:

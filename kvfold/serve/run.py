@@ -24,6 +24,7 @@ def open_store(
     disk: str | Path | None = None,
     disk_bytes: int = 0,
     redis: str | None = None,
+    form: str = "exact",
 ) -> PrefixStore:
     """Tiers, fastest first; up to half of the arena holds prefixes, which give way to requests."""
     tiers: list[ByteTier] = [HostTier(host_bytes)]
@@ -34,7 +35,7 @@ def open_store(
     if redis is not None:
         tiers.append(RedisTier(redis))
     device = DeviceTier(max(model.arena.capacity_bytes // 2, 1))
-    return PrefixStore(tiers, device=device, quarantine=quarantine)
+    return PrefixStore(tiers, device=device, quarantine=quarantine, form=form)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvfold.core import ModelSpec
-from kvfold.errors import ModelError, PolicyError
+from kvfold.errors import InputError, ModelError, PolicyError
 from kvfold.models.loader import Model
 from kvfold.pages.sequence import PageConfig
 from kvfold.policy.policy import Policy
@@ -18,10 +18,24 @@ from kvfold.policy.registry import term_of
 from kvfold.store.key import Binding, Kind, digest_text
 
 
-def bind(model: Model, policy: Policy, config: PageConfig, *, prefill_len: int, chunk_len: int, tenant: str) -> Binding:
-    """PolicyError or ModelError, with the reason, if prefixes cannot be reused."""
+def bind(
+    model: Model,
+    policy: Policy,
+    config: PageConfig,
+    *,
+    prefill_len: int,
+    chunk_len: int,
+    tenant: str,
+    form: str = "exact",
+) -> Binding:
+    """PolicyError or ModelError, with the reason, if prefixes cannot be reused; InputError if not in this form."""
     check_reuse(policy, model.spec)
     kind = kind_of(policy, model.spec)
+    if kind == "snapshots" and form != "exact":
+        raise InputError(
+            f'prefixes of {model.spec.name} under "{policy.short}" are snapshots, which are stored in the form exact '
+            f"alone, not {form}; other forms are for policies that keep everything, such as full"
+        )
     return Binding(
         kind=kind,
         weights=model.values_digest,
@@ -34,6 +48,7 @@ def bind(model: Model, policy: Policy, config: PageConfig, *, prefill_len: int, 
         prefill_len=prefill_len,
         chunk_len=chunk_len,
         tenant=tenant,
+        form=form,
     )
 
 

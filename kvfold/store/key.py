@@ -58,7 +58,8 @@ class Binding:
     """What stored slots depend on besides their tokens; a digest each, where the thing itself is large.
 
     `pages` is empty where page sizes change nothing of what is stored. `prefill_len` are the tokens a layer ran at a
-    time: other shapes round differently, and a hit has to be bitwise what would have been computed.
+    time: other shapes round differently, and a hit has to be bitwise what would have been computed. `form` is that of
+    `kvfold.store.form`: what lost something in it is served to nobody who asked for another.
     """
 
     kind: Kind
@@ -72,6 +73,7 @@ class Binding:
     prefill_len: int
     chunk_len: int
     tenant: str
+    form: str = "exact"
     revision: int = FORMAT_REVISION
 
     def facts(self) -> dict[str, str | int]:

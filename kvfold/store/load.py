@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from kvfold.pages.sequence import SequenceCache
 from kvfold.store.cascade import Copy
 from kvfold.store.entry import EntryReader, Fault, Fields
+from kvfold.store.form import FORMS, Likes
 from kvfold.store.key import Binding
-from kvfold.store.slots import check_fields, fill
+from kvfold.store.slots import fill, likes_of
 from kvfold.store.snapshot import put_back
 
 
@@ -27,6 +28,7 @@ class Loader:
 
     def __init__(self, binding: Binding, secret: bytes, max_bytes: int) -> None:
         self._binding = binding
+        self._form = FORMS[binding.form]
         self._secret = secret
         self._max_bytes = max_bytes
 
@@ -55,15 +57,24 @@ class Loader:
         """Of every layer, the fields of all chunks."""
         streams = [reader.blocks() for reader in readers]
         for index, pages in enumerate(sequence.tail.layers):
-            chunks = []
+            packed = []
             for copy, stream in zip(copies, streams, strict=True):
                 with _blaming(copy):
                     name, fields = next(stream, ("", {}))
                     if name != str(index):
                         raise Fault("corrupt", f'its block {index} is called "{name}"')
-                    check_fields(pages, fields, copy.key.num_tokens)
-                chunks.append(fields)
-            yield chunks
+                packed.append(fields)
+            yield self._unpack(copies, packed, likes_of(pages, copies[0].key.num_tokens))
+
+    def _unpack(self, copies: Sequence[Copy], packed: Sequence[Fields], likes: Likes) -> list[Fields]:
+        """Of one layer, all chunks at once, which are equally long; each on its own to find the one that is bad."""
+        try:
+            return self._form.unpack(packed, likes)
+        except Fault:
+            for copy, fields in zip(copies, packed, strict=True):
+                with _blaming(copy):
+                    self._form.unpack([fields], likes)
+            raise
 
 
 @contextmanager

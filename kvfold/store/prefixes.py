@@ -17,6 +17,7 @@ from kvfold.pages.sequence import PageConfig, SequenceCache
 from kvfold.policy.policy import Policy
 from kvfold.store.entry import Fields, encode
 from kvfold.store.events import Event, Reason
+from kvfold.store.form import FORMS
 from kvfold.store.key import Binding, Key, chunk_keys, snapshot_keys
 from kvfold.store.ledger import Lease
 from kvfold.store.load import BadCopy, Loader
@@ -52,6 +53,7 @@ class Prefixes:
         self.binding = binding
         self._store = store
         self._new = partial(SequenceCache, model.arena, model.spec, policy, config)
+        self._form = FORMS[binding.form]
         self._loader = Loader(binding, store.secret, store.max_entry_bytes)
         self._seconds_per_token = 2 * sum(p.numel() for p in model.hf.parameters()) / _FLOPS
 
@@ -63,7 +65,8 @@ class Prefixes:
     @property
     def is_bitwise(self) -> bool:
         """Whether a run over a hit rounds exactly as one without: hits then end where the run's chunks do."""
-        return self.has_chunks and self.binding.chunk_len % self.binding.prefill_len == 0
+        ends_agree = self.binding.chunk_len % self.binding.prefill_len == 0
+        return self.has_chunks and self._form.is_exact and ends_agree
 
     def stops(self, num_tokens: int, markers: Sequence[int] | None = None) -> list[int]:
         """Lengths at which a prompt of so many tokens is to be saved, ascending: at least one token is left to run."""
@@ -203,9 +206,14 @@ class Prefixes:
 
     def _write(self, key: Key, blocks: dict[str, Fields], lease: Lease) -> None:
         num_bytes = sum(tensor.nbytes for fields in blocks.values() for tensor in fields.values())
-        job = partial(encode, key, self.binding, blocks, lease, self._store.secret)
+        job = partial(self._encode, key, blocks, lease)
         if self._store.cascade.put_later(key, num_bytes, job, lease):
             self._store.known.lives(key, lease.ttl_s)
+
+    def _encode(self, key: Key, blocks: dict[str, Fields], lease: Lease) -> bytes:
+        if self.has_chunks:
+            blocks = {name: self._form.pack(x, int(name) / len(blocks)) for name, x in blocks.items()}
+        return encode(key, self.binding, blocks, lease, self._store.secret)
 
 
 def _ttl_s(ttl: Ttl) -> float:

@@ -17,7 +17,8 @@ from kvfold.codec.base import Field
 from kvfold.pages.layer import LayerPages
 from kvfold.pages.layout import POSITION, PageClass
 from kvfold.pages.sequence import SequenceCache
-from kvfold.store.entry import Fault, Fields
+from kvfold.store.entry import Fields
+from kvfold.store.form import Like
 
 
 def read_slots(sequence: SequenceCache, layer: int, start: int, end: int) -> Fields:
@@ -62,13 +63,10 @@ def _append(pages: LayerPages, chunks: Sequence[Fields], start: int, end: int) -
     pages.append(codes, [end - start] * pages.num_heads)
 
 
-def check_fields(pages: LayerPages, fields: Fields, num_tokens: int) -> None:
-    """Shapes and dtypes of a chunk; raises Fault."""
-    heads = pages.num_heads
-    expected = {item.name: (item.dtype, (heads, num_tokens, item.width)) for item in _stored(pages.page_class)}
-    came = {name: (x.dtype, tuple(x.shape)) for name, x in fields.items()}
-    if came != expected:
-        raise Fault("corrupt", f"its tensors are {came}, not {expected}")
+def likes_of(pages: LayerPages, num_tokens: int) -> dict[str, Like]:
+    """What the fields of a chunk have to be."""
+    fields = _stored(pages.page_class)
+    return {item.name: Like(item.dtype, (pages.num_heads, num_tokens, item.width)) for item in fields}
 
 
 def _stored(page_class: PageClass) -> list[Field]:

@@ -24,6 +24,7 @@ from kvfold.store.cascade import Cascade
 from kvfold.store.device import DeviceTier
 from kvfold.store.entry import MAX_ENTRY_BYTES
 from kvfold.store.events import Events, Subscriber
+from kvfold.store.form import FORMS
 from kvfold.store.key import CHUNK_LEN
 from kvfold.store.known import Known
 from kvfold.store.prefixes import Prefixes
@@ -38,6 +39,7 @@ class PrefixStore:
     """Byte tiers, fastest first, behind an optional device tier; one store per process, for any number of models.
 
     `secret` keys every digest: whoever can write to a shared tier without knowing it can spoil entries, not forge them.
+    `form` is how the byte tiers hold prefixes (`kvfold.store.form`); stores of different forms share nothing.
     """
 
     def __init__(
@@ -50,13 +52,17 @@ class PrefixStore:
         queue_bytes: int = QUEUE_BYTES,
         max_entry_bytes: int = MAX_ENTRY_BYTES,
         secret: bytes = b"",
+        form: str = "exact",
         clock: Clock = time.time,
     ) -> None:
         if chunk_len < 1:
             raise InputError(f"chunk_len is {chunk_len}; it must be at least 1")
         if len(secret) > 64:
             raise InputError(f"the secret has {len(secret)} bytes; it may have at most 64")
+        if form not in FORMS:
+            raise InputError(f'no form "{form}"; forms: {", ".join(FORMS)}')
         self.events = Events()
+        self.form = form
         self.device = device
         self.chunk_len = chunk_len
         self.max_entry_bytes = max_entry_bytes
@@ -83,11 +89,19 @@ class PrefixStore:
     ) -> Prefixes:
         """Those of one model under one policy, for one tenant; `prefill_len` is the runner's `chunk_len`.
 
-        PolicyError or ModelError if they cannot be reused at all.
+        PolicyError or ModelError if they cannot be reused at all, InputError if not in the store's form.
         """
         policy, config = Policy.parse(policy), config or PageConfig()
-        facts = {"prefill_len": prefill_len, "chunk_len": self.chunk_len}
-        return Prefixes(self, model, policy, config, bind(model, policy, config, **facts, tenant=tenant))
+        binding = bind(
+            model,
+            policy,
+            config,
+            prefill_len=prefill_len,
+            chunk_len=self.chunk_len,
+            tenant=tenant,
+            form=self.form,
+        )
+        return Prefixes(self, model, policy, config, binding)
 
     def snapshots(self, scope: str) -> list[int]:
         """Lengths at which local tiers may hold snapshots; what they held before this process is found out once."""

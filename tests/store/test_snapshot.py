@@ -12,7 +12,8 @@ from kvfold.models.loader import Model
 from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy
 from kvfold.store.entry import Fault, Fields
-from kvfold.store.slots import check_fields, copy_prefix, read_slots
+from kvfold.store.form.base import check_likes
+from kvfold.store.slots import copy_prefix, likes_of, read_slots
 from kvfold.store.snapshot import put_back, take
 from tests.engine.runs import Shared
 from tests.store.common import CHUNK, PAGES, make_runner, positions
@@ -90,12 +91,13 @@ def test_another_length_than_the_keys_is_refused(model: Model) -> None:
 def test_chunks_that_do_not_fit_are_refused(model: Model, spoil: str) -> None:
     sequence = filled(model, "full", 0)
     pages, fields = sequence.tail.layers[0], read_slots(sequence, 0, 0, CHUNK)
-    check_fields(pages, fields, CHUNK)
+    likes = likes_of(pages, CHUNK)
+    check_likes(fields, likes)
     for name, tensor in fields.items():
         with pytest.raises(Fault, match="its tensors are"):
-            check_fields(pages, {**fields, name: SPOILS[spoil](tensor)}, CHUNK)
+            check_likes({**fields, name: SPOILS[spoil](tensor)}, likes)
         with pytest.raises(Fault, match="its tensors are"):
-            check_fields(pages, {other: x for other, x in fields.items() if other != name}, CHUNK)
+            check_likes({other: x for other, x in fields.items() if other != name}, likes)
     sequence.release()
 
 

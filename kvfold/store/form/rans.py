@@ -1,0 +1,127 @@
+"""Entropy coding by range asymmetric numeral systems (Duda, arXiv:1311.2540), many lanes side by side in numpy.
+
+A lane is a state of 32 bits that codes one symbol a step; all lanes share one stream of 16-bit words, which a decoder
+reads in the order of steps and, within one, of lanes. Several streams are decoded side by side: numpy is quick where
+lanes are many.
+
+    T steps   L lanes   R rows of a plan   K tables   S symbols of a table   B streams
+
+A decoder trusts nothing: it takes no word that is not there, and at the end every lane has to be back where coding
+began and every word used, else the stream is not what was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+PRECISION = 14  # bits: the frequencies of a table add up to 1 << PRECISION
+_SLOT_MASK = np.uint32((1 << PRECISION) - 1)
+_LOW = 1 << 16  # states are at least this
+_WORD_BITS = 16
+
+Words = NDArray[np.uint16]
+States = NDArray[np.uint32]
+Symbols = NDArray[np.uint8]
+
+
+class BadStream(ValueError):
+    """Words and states that no encoder wrote."""
+
+
+class Coded(NamedTuple):
+    states_L: States
+    words: Words
+
+
+class Plan(NamedTuple):
+    """Which table codes what: step t of lane l goes by table_RL[row_T[t], l]."""
+
+    table_RL: NDArray[np.uint8]
+    row_T: NDArray[np.intp]
+
+
+class Tables:
+    """Frequencies of symbols 0 … S-1, at most 256; all above 0, every row adds up to 1 << PRECISION."""
+
+    def __init__(self, frequency_KS: NDArray[np.uint32]) -> None:
+        self.num_tables, self.num_symbols = frequency_KS.shape
+        self.frequency = np.ascontiguousarray(frequency_KS, dtype=np.uint32).reshape(-1)
+        before_KS = np.cumsum(frequency_KS, 1, dtype=np.uint32) - frequency_KS
+        self.start = before_KS.astype(np.uint32).reshape(-1)
+
+    @cached_property
+    def symbol(self) -> Symbols:
+        """Of every slot of every table, one after the other."""
+        frequency_KS = self.frequency.reshape(-1, self.num_symbols)
+        symbols = np.arange(self.num_symbols, dtype=np.uint8)
+        return np.concatenate([np.repeat(symbols, row) for row in frequency_KS])
+
+    def bits_KS(self) -> NDArray[np.float64]:
+        """What coding a symbol costs."""
+        frequency_KS = self.frequency.reshape(-1, self.num_symbols)
+        return PRECISION - np.log2(frequency_KS)
+
+
+def encode(symbols_TL: Symbols, plan: Plan, tables: Tables) -> Coded:
+    """The last step is coded first, so that a decoder begins with the first."""
+    state_L = np.full(symbols_TL.shape[1], _LOW, dtype=np.uint32)
+    base_RL = plan.table_RL.astype(np.intp) * tables.num_symbols
+    written: list[Words] = []
+    for symbol_L, row in zip(symbols_TL[::-1], plan.row_T[::-1], strict=True):
+        at_L = base_RL[row] + symbol_L
+        frequency_L, start_L = tables.frequency.take(at_L), tables.start.take(at_L)
+        full = np.flatnonzero(state_L >> (2 * _WORD_BITS - PRECISION) >= frequency_L)
+        written.append(state_L[full].astype(np.uint16))
+        state_L[full] >>= _WORD_BITS
+        quotient_L = state_L // frequency_L
+        state_L = (quotient_L << PRECISION) + (state_L - quotient_L * frequency_L) + start_L
+    return Coded(state_L, np.concatenate(written[::-1]))
+
+
+def decode(streams: Sequence[Coded], plan: Plan, tables: Tables) -> Symbols:
+    """Symbols [T, L] of streams of equally many lanes, side by side; BadStream where one is not what was written."""
+    state_L = np.concatenate([stream.states_L for stream in streams])
+    source = _Words([stream.words for stream in streams])
+    slot_base_RL = plan.table_RL.astype(np.intp) << PRECISION
+    symbol_base_RL = plan.table_RL.astype(np.intp) * tables.num_symbols
+    found_TL = np.empty((len(plan.row_T), len(state_L)), dtype=np.uint8)
+    for row, found_L in zip(plan.row_T, found_TL, strict=True):
+        slot_L = state_L & _SLOT_MASK
+        tables.symbol.take(slot_base_RL[row] + slot_L, out=found_L)
+        at_L = symbol_base_RL[row] + found_L
+        state_L >>= PRECISION
+        state_L *= tables.frequency.take(at_L)
+        state_L += slot_L - tables.start.take(at_L)
+        low = np.flatnonzero(state_L < _LOW)
+        state_L[low] = (state_L[low] << _WORD_BITS) | source.take(low // (len(state_L) // len(streams)))
+    if not source.is_used_up or np.any(state_L != _LOW):
+        raise BadStream("a stream does not end where coding began")
+    return found_TL
+
+
+class _Words:
+    """Words of streams, one stream after the other, each read from its beginning."""
+
+    def __init__(self, streams: Sequence[Words]) -> None:
+        lens_B = np.array([len(words) for words in streams], dtype=np.intp)
+        self._words = np.concatenate(streams)
+        self._end_B = np.cumsum(lens_B)
+        self._next_B = self._end_B - lens_B
+
+    def take(self, stream_N: NDArray[np.intp]) -> Words:
+        """The next word of each of these streams, which come in ascending order."""
+        count_B = np.bincount(stream_N, minlength=len(self._end_B))
+        first_B = self._next_B - np.cumsum(count_B) + count_B
+        self._next_B = self._next_B + count_B
+        if np.any(self._next_B > self._end_B):
+            raise BadStream("a stream of words ends early")
+        return self._words.take(np.repeat(first_B, count_B) + np.arange(len(stream_N)))
+
+    @property
+    def is_used_up(self) -> bool:
+        return bool(np.all(self._next_B == self._end_B))
