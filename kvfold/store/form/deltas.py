@@ -70,7 +70,7 @@ def _spread(anchor_AC: Floats, num_tokens: int) -> Floats:
 def _means(x_TC: Floats) -> Floats:
     """Of all tokens but the anchors, as fp16 has them: the first token of a prompt is often like no other."""
     others_NC = np.delete(x_TC, np.s_[::GROUP], 0)
-    mean_C = others_NC.sum(0) / np.float32(max(len(others_NC), 1))
+    mean_C: Floats = others_NC.sum(0) / np.float32(max(len(others_NC), 1))
     return mean_C.clip(-_MOST_FP16, _MOST_FP16).astype(np.float16).astype(np.float32)
 
 
