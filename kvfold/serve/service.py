@@ -98,6 +98,9 @@ class Service:
         gauge("kvfold_requests_cancelled", "Requests whose client went away so far.", lambda: scheduler.num_cancelled)
         gauge("kvfold_arena_bytes", "Size of the arena.", lambda: arena.capacity_bytes)
         gauge("kvfold_arena_free_bytes", "Bytes of the arena that nobody holds.", lambda: arena.free_bytes)
+        device = None if self.store is None else self.store.device
+        if device is not None:
+            gauge("kvfold_arena_prefix_bytes", "Bytes of the arena that prefixes hold.", lambda: device.arena_bytes)
 
     # Asking
 

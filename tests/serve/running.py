@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,6 +66,20 @@ class Running:
     @property
     def lent_bytes(self) -> int:
         return self.service.model.arena.lent_bytes
+
+
+def typed(method: Any, **options: Any) -> Any:
+    """Call a method of a client: what its version has no argument for goes into the body as it is."""
+    known = inspect.signature(method).parameters
+    more = {name: value for name, value in options.items() if name not in known}
+    body = {**options.get("extra_body", {}), **more}
+    given = {name: value for name, value in options.items() if name in known and name != "extra_body"}
+    return method(**given, extra_body=body or None)
+
+
+def diagnostics(message: Any) -> Any:
+    """As JSON; None if there are none."""
+    return message.to_dict().get("diagnostics")
 
 
 def tool_model() -> Model:

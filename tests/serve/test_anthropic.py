@@ -11,7 +11,7 @@ import pytest
 from kvfold.serve.settings import Limits
 from tests import tiny
 from tests.engine.test_scheduler import alone
-from tests.serve.running import Running, running, tool_model
+from tests.serve.running import Running, running, tool_model, typed
 
 HELLO: Any = [{"role": "user", "content": "the cat sat on the mat"}]
 TOOL: Any = {"name": "look", "description": "look it up", "input_schema": {"type": "object", "properties": {}}}
@@ -25,7 +25,7 @@ def server() -> Iterator[Running]:
 
 def create(server: Running, **options: Any) -> Any:
     options = {"model": "tiny", "max_tokens": 12, "messages": HELLO, **options}
-    return server.anthropic.messages.create(**options)
+    return typed(server.anthropic.messages.create, **options)
 
 
 def test_a_message_is_what_a_single_run_writes(server: Running) -> None:
@@ -60,7 +60,7 @@ def test_a_stop_sequence_is_named(server: Running) -> None:
 
 def test_tokens_are_counted_as_they_are_billed(server: Running) -> None:
     options: Any = {"model": "tiny", "messages": HELLO, "system": "be kind", "tools": [TOOL]}
-    counted = server.anthropic.messages.count_tokens(**options, cache_control={"type": "ephemeral"})
+    counted = typed(server.anthropic.messages.count_tokens, **options, cache_control={"type": "ephemeral"})
     assert counted.input_tokens == create(server, **options).usage.input_tokens
     assert counted.input_tokens > create(server).usage.input_tokens
 

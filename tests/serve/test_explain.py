@@ -11,7 +11,7 @@ import pytest
 from kvfold.serve.explain import Explained, compare, explain
 from kvfold.serve.prompt import Prompter
 from kvfold.serve.settings import Settings
-from tests.serve.running import TOOL_TEMPLATE, Running, running, tool_model
+from tests.serve.running import TOOL_TEMPLATE, Running, diagnostics, running, tool_model, typed
 from tests.tiny import tokenizer
 
 MARK: Any = {"type": "ephemeral"}
@@ -105,12 +105,11 @@ def test_a_running_server_bills_and_diagnoses_the_same(server: Running, explaine
     server.clock.now += 10_000.0
     first, second, _, _ = CASES[name]
     found = compare(explained(first), explained(second))
-    before = server.anthropic.messages.create(**first, diagnostics={"previous_message_id": None})
+    create = server.anthropic.messages.create
+    before = typed(create, **first, diagnostics={"previous_message_id": None})
     server.settle()
-    after = server.anthropic.messages.create(**second, diagnostics={"previous_message_id": before.id})
+    after = typed(create, **second, diagnostics={"previous_message_id": before.id})
     usage = after.usage
     paid = usage.cache_read_input_tokens, usage.cache_creation_input_tokens, usage.input_tokens
     assert paid == (found.paid.num_read, found.paid.num_written, found.paid.num_plain)
-    assert after.diagnostics is not None
-    told = after.diagnostics.cache_miss_reason
-    assert (None if told is None else told.to_dict()) == found.reason
+    assert diagnostics(after)["cache_miss_reason"] == found.reason

@@ -158,6 +158,17 @@ def test_health_and_metrics_tell_the_state(server: Running) -> None:
     assert lines.count("# TYPE kvfold_first_token_seconds histogram") == 1
 
 
+def test_when_nothing_runs_only_prefixes_hold_memory(server: Running) -> None:
+    marker: Any = {"type": "ephemeral"}
+    texts = ["the cat sat on the mat " * 4, "and looked " * 8]
+    for length in (1, 2, 2):  # the second one shares pages with the first
+        blocks: Any = [{"type": "text", "text": text, "cache_control": marker} for text in texts[:length]]
+        server.anthropic.messages.create(model="tiny", max_tokens=3, messages=[{"role": "user", "content": blocks}])
+    until(lambda: server.service.scheduler.num_running == 0)
+    until(lambda: f"kvfold_arena_prefix_bytes {server.lent_bytes}\n" in server.service.metrics.text())
+    assert server.lent_bytes > 0
+
+
 def test_failures_inside_are_told_without_details(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
         raise RuntimeError("secret")
