@@ -29,6 +29,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--alias", action="append", default=[], metavar="NAME", help="another name for the model")
     parser.add_argument("--keys", metavar="FILE", help="API keys: a key and its tenant on each line; default: none")
     parser.add_argument("--log", choices=("text", "json"), default="text", help="lines on stderr (%(default)s)")
+    parser.add_argument("--otel", metavar="URL", help="send traces to this collector, e.g. http://localhost:4318")
     _add_cache_options(parser)
     _add_limits(parser)
     add_model_options(parser)
@@ -70,22 +71,24 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"port {args.port} does not exist; give 0 (any free one) to 65535")
     from kvfold.serve.log import log_to_stderr
     from kvfold.serve.run import open_store, serve, service_of
+    from kvfold.serve.traces import open_traces
 
     settings = make_settings(args)
-    model, size = load_model(args), _bytes
-    store = open_store(
-        model,
-        host_bytes=size(args.host_memory),
-        disk=args.disk,
-        disk_bytes=size(args.disk_size),
-        redis=args.redis,
-        form=args.store_form,
-    )
-    log_to_stderr(args.log)
-    with service_of(model, policy, settings, store) as service:
-        if service.no_reuse is not None:
-            print(f"prompts are not cached: {service.no_reuse}")
-        serve(service, args.host, args.port, lambda port: _say(args, policy, port))
+    with open_traces(args.otel) as on_done:
+        model, size = load_model(args), _bytes
+        store = open_store(
+            model,
+            host_bytes=size(args.host_memory),
+            disk=args.disk,
+            disk_bytes=size(args.disk_size),
+            redis=args.redis,
+            form=args.store_form,
+        )
+        log_to_stderr(args.log)
+        with service_of(model, policy, settings, store) as service:
+            if service.no_reuse is not None:
+                print(f"prompts are not cached: {service.no_reuse}")
+            serve(service, args.host, args.port, lambda port: _say(args, policy, port), on_done)
     return 0
 
 

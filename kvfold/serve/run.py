@@ -11,6 +11,7 @@ from kvfold.errors import InputError, MissingExtra
 from kvfold.models.loader import Model
 from kvfold.policy.policy import Policy
 from kvfold.serve.app import App
+from kvfold.serve.guard import OnDone
 from kvfold.serve.service import Service
 from kvfold.serve.settings import Settings
 from kvfold.store import DeviceTier, DiskTier, HostTier, PrefixStore, Quarantine, RedisTier
@@ -51,8 +52,8 @@ def service_of(model: Model, policy: str | Policy, settings: Settings, store: Pr
         store.close()
 
 
-def serve(service: Service, host: str, port: int, started: Callable[[int], None]) -> None:
-    """Until it is interrupted; `started` is told the port once requests are taken."""
+def serve(service: Service, host: str, port: int, started: Callable[[int], None], on_done: OnDone) -> None:
+    """Until it is interrupted; `started` is told the port once requests are taken, `on_done` each that is over."""
     try:
         import uvicorn
     except ImportError as error:
@@ -61,7 +62,7 @@ def serve(service: Service, host: str, port: int, started: Callable[[int], None]
         listening = socket.create_server((host, port), backlog=2048)
     except OSError as error:
         raise InputError(f"nothing can listen at {host}:{port} ({error.strerror}); choose another --port") from error
-    app = App(service).asgi(on_start=lambda: started(listening.getsockname()[1]))
+    app = App(service, on_done).asgi(on_start=lambda: started(listening.getsockname()[1]))
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=10)
     with listening:
         uvicorn.Server(config).run(sockets=[listening])

@@ -38,6 +38,7 @@ def test_options_become_settings(tmp_path: Path) -> None:
     [
         (["--port", "70000"], "port 70000 does not exist"),
         (["--max-running", "0"], "the limit running is 0; it must be above 0"),
+        (["--otel", "localhost:4318"], "is no address of a collector"),
         (["--keys", "nowhere"], "the keys in nowhere cannot be read"),
         (["--policy", "snapkv + int3"], "int3"),
     ],

@@ -16,6 +16,7 @@ import uvicorn
 
 from kvfold.models.loader import Model
 from kvfold.serve.app import App
+from kvfold.serve.guard import OnDone
 from kvfold.serve.run import service_of
 from kvfold.serve.service import Service
 from kvfold.serve.settings import Limits, Settings
@@ -98,6 +99,7 @@ def running(
     key: str = "any",
     disk: Path | None = None,
     clock: Clock | None = None,
+    on_done: OnDone = lambda trail: None,
     **settings: Any,
 ) -> Iterator[Running]:
     """Everything is closed at the end, and every page is back."""
@@ -108,7 +110,7 @@ def running(
     settings = {"cache_min_tokens": 32, "temperature": 0.0, "clock": clock, **settings}
     chosen = Settings(("tiny", "tiny-too"), limits or Limits(), **settings)
     with service_of(model, policy, chosen, store) as service:
-        config = uvicorn.Config(App(service).asgi(), port=0, log_level="warning", timeout_graceful_shutdown=5)
+        config = uvicorn.Config(App(service, on_done).asgi(), port=0, log_level="warning", timeout_graceful_shutdown=5)
         server = uvicorn.Server(config)
         thread = Thread(target=server.run, daemon=True)
         thread.start()
