@@ -32,6 +32,7 @@ from kvfold.evicted.padded import Padded, batches, num_new
 from kvfold.policy.registry import register
 from kvfold.score.base import Needs, Replay
 
+_CACHED_SCORES = 1 << 18  # a CPU solves large heads one by one: a batch of them does not stay in its caches
 _LEAST_MASS = 1e-20  # of a query whose every slot went: its row is 0, not NaN
 
 
@@ -74,7 +75,8 @@ class Fit(Evicted):
 
     def refit(self, asked: Asked, heads: Sequence[Survivors]) -> list[Refit]:
         found = super().refit(asked, heads)
-        for batch in batches(heads, MOST_SCORES // max(asked.q_HND.shape[1], 1)):
+        most_scores = MOST_SCORES if asked.q_HND.is_cuda else _CACHED_SCORES
+        for batch in batches(heads, most_scores // max(asked.q_HND.shape[1], 1)):
             for head, fitted in zip(batch, self._fitted(asked.of(batch), [heads[i] for i in batch]), strict=True):
                 found[head] = fitted
         return found

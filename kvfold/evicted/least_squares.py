@@ -38,7 +38,7 @@ def boxed_ridge(a_BNS: Tensor, target_BN: Tensor, strength: float, count_B: Tens
     x_BS = x_BS.clamp(low, high)
     if not bool(is_cut_B1.any()):
         return x_BS
-    return torch.where(is_cut_B1, _descend(a_BNS, target_BN, strength, count_B, x_BS, low, high), x_BS)
+    return _descend(a_BNS, target_BN, strength, count_B, x_BS, low, high).where(is_cut_B1, x_BS)
 
 
 def _descend(
@@ -56,7 +56,12 @@ def _descend(
 
 def _gram(a_BXY: Tensor) -> Tensor:
     """A A' in fp64."""
-    return _product(a_BXY, a_BXY.mT)
+    shape = (len(a_BXY), a_BXY.shape[1], a_BXY.shape[1])
+    total_BXX = torch.zeros(shape, dtype=torch.float64, device=a_BXY.device)
+    for part_BXy in a_BXY.split(_TILE, dim=2):
+        wide_BXy = part_BXy.double()
+        total_BXX.baddbmm_(wide_BXy, wide_BXy.mT)
+    return total_BXX
 
 
 def _product(a_BXY: Tensor, b_BYZ: Tensor) -> Tensor:

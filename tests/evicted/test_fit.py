@@ -180,7 +180,7 @@ def test_heads_together_are_fitted_as_each_alone(
     num_queries: int, most_scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unequal lengths, sealed slots and none, a head with nothing new, one whose biases the box cuts."""
-    monkeypatch.setattr(fit, "MOST_SCORES", most_scores)
+    monkeypatch.setattr(fit, "_CACHED_SCORES", most_scores)
     lens, sealed = (60, 40, 45, 9, 4, 0, 64), (0, 0, 20, 9, 0, 0, 31)
     k_HSD, v_HSD, q_HND = draw(7, 90, DIM), draw(7, 90, DIM, seed=1), draw(7, num_queries, DIM, seed=2)
     alone = [asked_of(q_HND[i], k_HSD[i], v_HSD[i]) for i in range(7)]
