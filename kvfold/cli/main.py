@@ -20,10 +20,25 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvfold import __version__
-from kvfold.cli import bench, cache, chat, demo, fit_prompt, models, policies, profile, report, run, serve, train_scorer
+from kvfold.cli import (
+    bench,
+    cache,
+    calibrate,
+    chat,
+    demo,
+    fit_prompt,
+    models,
+    policies,
+    profile,
+    report,
+    run,
+    serve,
+    train_scorer,
+)
 from kvfold.errors import KvfoldError, KvfoldWarning, OutOfPages
 
-COMMANDS = (run, chat, serve, cache, demo, bench, report, models, policies, fit_prompt, train_scorer, profile)
+_FITTING = (fit_prompt, train_scorer, profile, calibrate)
+COMMANDS = (run, chat, serve, cache, demo, bench, report, models, policies, *_FITTING)
 _EPILOG = """examples:
   kvfold demo                                      what compression does to a small model, in minutes on any CPU
   kvfold run --context notes.txt --ask "Who wrote this?" --policy "keydiff + 4x" --compare full,int4

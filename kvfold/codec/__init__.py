@@ -6,6 +6,7 @@ from kvfold.codec.integer import Int2, Int4, Int8
 from kvfold.codec.kivi import Kivi2, Kivi4
 from kvfold.codec.minicache import MiniCache
 from kvfold.codec.native import Bf16, Native
+from kvfold.codec.palu import Palu
 
 __all__ = [
     "Bf16",
@@ -20,6 +21,7 @@ __all__ = [
     "Kivi4",
     "MiniCache",
     "Native",
+    "Palu",
     "Side",
     "Slots",
     "State",

@@ -16,10 +16,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from kvfold.codec.basis import Basis
+    from kvfold.core import ModelSpec
 
 Side = Literal["k", "v"]
 Fields = Mapping[str, Tensor]  # field name -> [N, width] (per slot) or [N / group, width] (per group)
@@ -52,7 +56,13 @@ class Codec(ABC):
 
     relocatable: ClassVar[bool] = True
     needs_below: ClassVar[bool] = False  # encode and decode need the same slots of the layer below
+    needs_basis: ClassVar[bool] = False  # encode and decode see latents (codec/basis.py), which pages make of slots
     lossless: ClassVar[bool] = False
+
+    @property
+    def heads_together(self) -> int:
+        """Heads that are read together, so that they have to hold the same slots; 1 for codecs without a basis."""
+        return 1
 
     def group(self, side: Side) -> int:
         """Slots that share metadata; 1 for relocatable codecs."""
@@ -61,6 +71,13 @@ class Codec(ABC):
     @abstractmethod
     def fields(self, side: Side, head_dim: int, kv_dtype: torch.dtype) -> tuple[Field, ...]:
         """The arrays one side needs; their bytes are exactly what a page allocates."""
+
+    def basis(self, side: Side, spec: ModelSpec, layer: int, device: torch.device) -> Basis | None:
+        """What it knows of a layer of a model, where it stores latents; shared by all sequences. Default: nothing."""
+        return None
+
+    def check(self, spec: ModelSpec) -> None:  # noqa: B027 - most codecs store slots of any model
+        """PolicyError if it cannot store slots of this model. Default: it can."""
 
     @property
     def learns(self) -> bool:

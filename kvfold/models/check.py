@@ -16,6 +16,8 @@ def check_policy(policy: Policy, spec: ModelSpec) -> None:
         raise PolicyError(f'policy "{policy.short}": every layer of {spec.name} is a sliding window; use "full"')
     for _, stage in policy.stages():
         stage.budget.check(spec)
+    for codec in policy.codec.codecs:
+        codec.check(spec)
     _check_output(policy, spec)
     _check_predictor(policy, spec)
     _check_reader(policy, spec)

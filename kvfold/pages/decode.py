@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kvfold.codec.base import Side
+from kvfold.pages.latents import rebuilt_run
 from kvfold.pages.run import Run
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 def decode_run(pages: LayerPages, run: Run, side: Side, dtype: torch.dtype) -> Tensor:
     """All slots of a run [N, D]; keys in the codec's basis. A view where the codec stores `dtype` itself."""
     codec = pages.page_class.codec(side)
+    if side in pages.bases:
+        return rebuilt_run(pages, run, side).to(dtype)
     if not codec.needs_below:
         return codec.decode(side, run.side(side), dtype)
     return codec.decode(side, run.side(side), dtype, _below_run(pages, run, side))
@@ -55,8 +58,7 @@ def _below_run(pages: LayerPages, run: Run, side: Side) -> Tensor | None:
     rows = _rows(pages.below, side)
     below_ND = rows[0].new_zeros(sum(extent.capacity for extent in run.extents), rows[0].shape[1])
     for head, extent, start in zip(run.heads, run.extents, run.starts, strict=True):
-        level = next(i for i, mine in enumerate(pages.extents[head]) if mine is extent)
-        first = sum(mine.length for mine in pages.extents[head][:level])
+        first = pages.place(head, extent)
         below_ND[start : start + extent.length] = rows[head][first : first + extent.length]
     return below_ND
 

@@ -10,7 +10,7 @@ readers see as one *run* (a single decode, and with equal lengths a single [H, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count as numbers_from
 from itertools import pairwise
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kvfold.codec.base import Side, Slots, State
+from kvfold.codec.basis import Basis
 from kvfold.pages.arena import Span
 from kvfold.pages.decode import latest_below
 from kvfold.pages.layout import BIAS, POSITION, PageClass
@@ -60,12 +61,14 @@ _classes: dict[PageClass, PageClass] = {}
 class LayerPages:
     """Extents per head, and what the codecs learnt (State) when the first slot was sealed.
 
-    `below`: the layer below in the same segment, where a codec needs it. Layers of a segment share `changes`.
+    `bases`: of sides that are stored as latents; the model's, not the sequence's. `below`: the layer below in the same
+    segment, where a codec needs it. Layers of a segment share `changes`.
     """
 
     page_class: PageClass
     num_heads: int
     state: dict[Side, State] = field(default_factory=dict)
+    bases: Mapping[Side, Basis] = field(default_factory=dict, repr=False, compare=False)
     below: LayerPages | None = field(default=None, repr=False, compare=False)
     changes: Changes = field(default_factory=Changes, repr=False, compare=False)
     _extents: list[list[Extent]] = field(init=False)
@@ -89,6 +92,11 @@ class LayerPages:
     def room(self, head: int) -> int:
         """Slots that can be appended without another page."""
         return sum(extent.room for extent in self.extents[head])
+
+    def place(self, head: int, extent: Extent) -> int:
+        """Slots of the head that lie before those of one of its extents."""
+        level = next(i for i, mine in enumerate(self.extents[head]) if mine is extent)
+        return sum(mine.length for mine in self.extents[head][:level])
 
     def runs(self) -> list[Run]:
         """Non-empty runs; the order of slots inside a head is that of the list."""
@@ -142,6 +150,8 @@ class LayerPages:
             codes[BIAS.name] = known_N.to(BIAS.dtype).unsqueeze(-1)
         sides: tuple[tuple[Side, Tensor], ...] = (("k", k_ND), ("v", v_ND))
         for side, x_ND in sides:
+            if side in self.bases:
+                x_ND = self.bases[side].latents(x_ND, position_N, counts)
             slots = Slots(x_ND, row_N, below[side])
             fields = self.page_class.codec(side).encode(side, slots, self.state.get(side, {}))
             codes |= {f"{side}.{name}": rows for name, rows in fields.items()}

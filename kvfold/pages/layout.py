@@ -37,6 +37,8 @@ class PageClass:
     has_positions: bool = True
     reader: Reader = field(default_factory=All)
     has_bias: bool = False
+    k_width: int | None = None  # channels a codec sees of a slot, where these are latents; None: the head dim
+    v_width: int | None = None
 
     def __post_init__(self) -> None:
         if self.page_size < 1 or self.page_size % self.group:
@@ -49,7 +51,7 @@ class PageClass:
     def _hash(self) -> int:
         """Worked out once: tables are found by page class many times a step."""
         shape = (self.head_dim, self.kv_dtype, self.page_size, self.has_positions, self.has_bias)
-        return hash((self.k, self.v, *shape, self.reader))
+        return hash((self.k, self.v, *shape, self.reader, self.k_width, self.v_width))
 
     @cached_property
     def group(self) -> int:
@@ -68,12 +70,17 @@ class PageClass:
     def codec(self, side: Side) -> Codec:
         return self.k if side == "k" else self.v
 
+    def width(self, side: Side) -> int:
+        """Channels that the codec of a side sees of a slot."""
+        width = self.k_width if side == "k" else self.v_width
+        return self.head_dim if width is None else width
+
     @cached_property
     def fields(self) -> tuple[Field, ...]:
         sides: list[Field] = []
         for side in ("k", "v"):
             codec = self.codec(side)
-            own = codec.fields(side, self.head_dim, self.kv_dtype)
+            own = codec.fields(side, self.width(side), self.kv_dtype)
             sides += [replace(item, name=f"{side}.{item.name}") for item in own]
         optional = ((POSITION, self.has_positions), (BIAS, self.has_bias))
         return (*sides, *(item for item, is_there in optional if is_there))

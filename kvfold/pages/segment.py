@@ -54,7 +54,9 @@ class Segment:
     @classmethod
     def like(cls, other: Segment) -> Segment:
         """An empty segment with the same page classes and codec states."""
-        layers = [LayerPages(layer.page_class, layer.num_heads, dict(layer.state)) for layer in other.layers]
+        layers = [
+            LayerPages(layer.page_class, layer.num_heads, dict(layer.state), layer.bases) for layer in other.layers
+        ]
         return cls(other.arena, layers)
 
     @property

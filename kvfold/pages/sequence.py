@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kvfold.codec.base import Codec, Side
+from kvfold.codec.basis import Basis
 from kvfold.core import ModelSpec
 from kvfold.evicted.recall import recall_of
 from kvfold.pages.arena import Arena
@@ -68,7 +70,16 @@ class SequenceCache:
         return None if recall is None else Demoted(recall, self.spec, self.arena.device, self.policy.position.shifts)
 
     def _layer_pages(self, index: int) -> LayerPages:
-        return LayerPages(self.page_class(index), self.spec.layers[index].num_kv_heads)
+        return LayerPages(self.page_class(index), self.spec.layers[index].num_kv_heads, bases=self._bases(index))
+
+    def _bases(self, index: int) -> dict[Side, Basis]:
+        """Of the sides that a layer stores as latents."""
+        if not self.spec.layers[index].compressible:
+            return {}
+        k, v = self.policy.codec.sides(index, self.spec.num_layers)
+        sides: tuple[tuple[Side, Codec], ...] = (("k", k), ("v", v))
+        found = {side: codec.basis(side, self.spec, index, self.arena.device) for side, codec in sides}
+        return {side: basis for side, basis in found.items() if basis is not None}
 
     def page_class(self, index: int) -> PageClass:
         layer = self.spec.layers[index]
@@ -78,7 +89,18 @@ class SequenceCache:
             page_size = -(-self.config.page_size // group) * group
             reader = self.policy.attend.at(index)
             biased = self.policy.prefill.evicted.biased
-            return PageClass(k, v, layer.head_dim, self.spec.kv_dtype, page_size, reader=reader, has_bias=biased)
+            widths = {side: basis.width for side, basis in self._bases(index).items()}
+            return PageClass(
+                k,
+                v,
+                layer.head_dim,
+                self.spec.kv_dtype,
+                page_size,
+                reader=reader,
+                has_bias=biased,
+                k_width=widths.get("k"),
+                v_width=widths.get("v"),
+            )
         native = OpenBlock.page_class(layer.head_dim, self.spec.kv_dtype, 1)
         return PageClass(native.k, native.v, layer.head_dim, self.spec.kv_dtype, self.config.page_size)
 

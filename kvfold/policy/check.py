@@ -30,6 +30,7 @@ def check(policy: Policy) -> None:
     _check_idle_terms(policy)
     _check_codec(policy)
     _check_below(policy)
+    _check_basis(policy)
     _check_reader(policy)
     _check_propagation(policy)
 
@@ -184,6 +185,20 @@ def _check_below(policy: Policy) -> None:
             f"codec {_name(stacked[0])} decodes a layer together with the one below, so reader {_name(policy.attend)} "
             "cannot read some of its pages alone; read everything with all"
         )
+
+
+def _check_basis(policy: Policy) -> None:
+    for codec in (codec for codec in policy.codec.codecs if codec.needs_basis):
+        if policy.attend.chooses:
+            raise PolicyError(
+                f"codec {_name(codec)} stores keys before RoPE, and reader {_name(policy.attend)} judges pages by keys "
+                "as they are stored; read everything with all"
+            )
+        if codec.heads_together > 1 and (policy.prefill.evicts or policy.decode.evicts):
+            raise PolicyError(
+                f"codec {_name(codec)} with this file stores {codec.heads_together} heads together, and each head may "
+                "evict other slots; keep everything with full, or write a file with kvfold calibrate --heads 1"
+            )
 
 
 def _check_reader(policy: Policy) -> None:

@@ -88,7 +88,8 @@ class Policy:
         text = str(self)
         for variant in self.variants:
             if hasattr(variant, "identity"):
-                text = text.replace(term_text(variant, True), variant.identity)
+                written, said = term_text(variant, True), variant.identity
+                text = text.replace(written.removesuffix(")"), said.removesuffix(")"))  # a codec's layers may follow
         return text
 
 

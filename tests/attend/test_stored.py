@@ -15,7 +15,7 @@ from tests.attend.reference import Layers, part, read_attention, seal_some
 from tests.pages.tiny import decode, new_sequence, prefill, random_layers, tiny_spec
 
 CODECS = [
-    *(term.name for term in terms("codec") if not term.variant.needs_below),
+    *(term.name for term in terms("codec") if not (term.variant.needs_below or term.variant.needs_basis)),
     "codec(k=int8, v=int2)",
     "int4(layers=1:)",
     "codec(k=kivi4, v=bf16)",

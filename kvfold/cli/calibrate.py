@@ -1,0 +1,79 @@
+"""`kvfold calibrate`: find what a model's keys and values keep to, for the codec `palu`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvfold.cli import show
+from kvfold.cli.options import Subparsers, add_model_options, load_model
+from kvfold.cli.texts import add_text_options, positive, read_texts
+
+if TYPE_CHECKING:
+    from kvfold.codec.bases import Bases
+
+_EPILOG = """examples:
+  kvfold calibrate --model smollm2-135m --out bases.safetensors
+  kvfold calibrate --model smollm2-135m --heads 1 --out single.safetensors
+  kvfold run --context notes.txt --ask "Who wrote this?" --policy 'palu("bases.safetensors", int8, rank=0.8)'
+  kvfold run --context notes.txt --ask "Who wrote this?" --policy 'keydiff + 2x + palu("single.safetensors")'
+"""
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the command to the subcommands of `kvfold`."""
+    parser = subparsers.add_parser(
+        "calibrate",
+        help="find the directions of keys and values that matter",
+        description="Read texts with gradients and find, for each layer and group of heads, the directions that keys "
+        "and values keep to and what each is worth; the codec palu(FILE) stores the best of them.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="where the bases are written")
+    add_text_options(parser, texts=14, length=512)
+    parser.add_argument(
+        "--heads",
+        type=positive,
+        default=4,
+        metavar="N",
+        help="KV heads stored together, at most; 1 for policies that evict (default: %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_model_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, write, tell."""
+    from kvfold.models.progress import reporting  # here and below: help comes without torch
+    from kvfold.train.bases import measure_bases
+
+    model = load_model(args)
+    texts = read_texts(args, model)
+    with reporting(True) as report:
+        measured = measure_bases(model, texts, args.heads, report)
+    measured.write(args.out)
+    _tell(args, measured)
+    return 0
+
+
+def _tell(args: argparse.Namespace, measured: Bases) -> None:
+    from kvfold.codec.palu import Palu
+
+    num_bytes, kept = args.out.stat().st_size, Palu(str(args.out))
+    rows = [(layer, kept.widths[layer, "k"], kept.widths[layer, "v"]) for layer in measured.layers]
+    if args.json:
+        found = {"file": str(args.out), "bytes": num_bytes, "digest": measured.digest, "heads": measured.num_heads}
+        layers = [{"layer": layer, "k": k, "v": v} for layer, k, v in rows]
+        show.print_json(found | {"measured": measured.measured, "rank": kept.rank, "layers": layers})
+        return
+    table = show.new_table(numbers=("layer", "keys", "values"))
+    for row in rows:
+        table.add_row(*map(str, row))
+    show.console().print(table)
+    print(
+        f"\n{args.out}, {show.bytes_text(num_bytes)}: {measured.model}, {measured.num_heads} heads together; the table "
+        f"shows how many channels of a head palu keeps at rank={kept.rank}"
+    )
