@@ -33,9 +33,7 @@ from kvfold.policy.registry import terms
 
 SIDES: tuple[Side, ...] = ("k", "v")
 CODECS: dict[str, Codec] = {
-    term.name: term.variant()
-    for term in terms("codec")
-    if not (term.variant.needs_below or term.variant.needs_basis)
+    term.name: term.variant() for term in terms("codec") if not (term.variant.needs_below or term.variant.needs_basis)
 }
 Recode = Callable[[Side, Tensor], Tensor]  # a side's slots [R, S, D] as they come back, in the model's basis
 

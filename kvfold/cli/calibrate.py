@@ -74,6 +74,6 @@ def _tell(args: argparse.Namespace, measured: Bases) -> None:
         table.add_row(*map(str, row))
     show.console().print(table)
     print(
-        f"\n{args.out}, {show.bytes_text(num_bytes)}: {measured.model}, {measured.num_heads} heads together; the table "
-        f"shows how many channels of a head palu keeps at rank={kept.rank}"
+        f"\n{args.out}, {show.bytes_text(num_bytes)}: {measured.model}, heads stored by {measured.num_heads}; the "
+        f"table shows how many channels of a head palu keeps at rank={kept.rank}"
     )

@@ -31,7 +31,7 @@ _SHOWN_DIGITS = 16
 _AS_THEY_ARE = Native()
 
 
-@register("codec", "palu", paper="arXiv:2407.21118")
+@register("codec", "palu", paper="arXiv:2407.21118", cost="L·d·r a step; measured once for a model")
 @dataclass(frozen=True)
 class Palu(Codec):
     """Groups of heads as latents of low rank, keys before RoPE; `rank` of the channels stay, coded by `latents`.

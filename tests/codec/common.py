@@ -14,9 +14,7 @@ from kvfold.codec import Codec, Side, Slots, State
 from kvfold.policy.registry import terms
 
 CODECS: dict[str, Codec] = {
-    term.name: term.variant()
-    for term in terms("codec")
-    if not (term.variant.needs_below or term.variant.needs_basis)
+    term.name: term.variant() for term in terms("codec") if not (term.variant.needs_below or term.variant.needs_basis)
 }
 HEAD_DIMS = (48, 64, 80, 96, 128, 256)
 SIDES: tuple[Side, ...] = ("k", "v")

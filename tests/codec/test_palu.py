@@ -144,7 +144,8 @@ def _dynamic() -> ModelSpec:
 
 
 def broken(path: Path, kind: str) -> None:
-    tensors, header = load_file(path), {"format": "kvfold-bases-1", "model": "", "weights": "", "measured": "", "heads": 2}
+    tensors = load_file(path)
+    header = {"format": "kvfold-bases-1", "model": "", "weights": "", "measured": "", "heads": 2}
     if kind == "cut":
         path.write_bytes(path.read_bytes()[:-10])
         return
@@ -164,7 +165,7 @@ def broken(path: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["cut", "format", "skew", "nan", "narrow", "missing"])
 def test_broken_files_are_refused(file: Path, kind: str) -> None:
     broken(file, kind)
-    with pytest.raises(FileError, match="truncated or holds no bases|this version reads"):
+    with pytest.raises(FileError, match=r"truncated or holds no bases|this version reads"):
         Bases.read(file)
     with pytest.raises(PolicyError, match="write one with kvfold calibrate"):
         Policy.parse(f'palu("{file}")')

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from kvfold.attend.kernels.step import layout_of
 from kvfold.codec import Palu
 from kvfold.pages.dump import dump, restore
-from kvfold.pages.read import stored_slots
+from kvfold.pages.read import decode_run, stored_slots
 from kvfold.pages.sequence import SequenceCache
 from kvfold.stats import measure
 from tests.attend.reference import Layers, part, read_attention
@@ -48,7 +49,7 @@ def low_rank(file: Path, rank: float, num_tokens: int) -> Layers:
 
 
 def filled(policy: str, layers: Layers, num_tokens: int = 77) -> SequenceCache:
-    """A prompt, a shared segment, and decoded tokens in the tail, in pages that are scattered."""
+    """A prompt, a shared segment, and decoded tokens in the tail."""
     sequence = new_sequence(policy, SPEC)
     prefill(sequence, part(layers, 0, 50))
     sequence.fork()  # not released: its segment stays shared
@@ -83,25 +84,34 @@ def test_a_step_reads_what_is_stored(file: Path, codec: str) -> None:
         torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-4)
 
 
-def test_heads_whose_pages_lie_apart_are_read_together(file: Path) -> None:
-    """Another sequence takes pages between each block, so that no two extents of a head are adjacent."""
-    layers = low_rank(file, 0.6, 120)
-    first = new_sequence(f'palu("{file}", rank=0.6)', SPEC)
-    second = new_sequence("full", SPEC, arena=first.arena)
-    for at in range(120):
-        decode(first, layers, at)
-        decode(second, layers, at)
-    for layer in first.tail.layers:
-        for head, extents in enumerate(layer.extents):  # as if memory had been given out in other pieces
-            last = extents[-1]
-            cut = 1 + head % 2
-            if last.num_pages > cut and last.length > cut * 4:
-                rest = type(last)(last.span, last.first + cut, last.num_pages - cut, last.length - cut * 4)
-                last.num_pages, last.length = cut, cut * 4
-                extents.append(rest)
-        layer.touch()
-    assert len({tuple(extent.length for extent in extents) for extents in first.tail.layers[0].extents}) > 1
-    assert worst(first, layers) < 1e-4
+@pytest.mark.parametrize(
+    "given",
+    [
+        [(0, 0, 1), (1, 2, 2), (0, 5, 1), (1, 6, 1), (0, 8, 1)],  # pages 5 and 6 are adjacent, and of other slots
+        [(1, 0, 1), (0, 2, 3), (1, 6, 2)],
+        [(0, 0, 3), (1, 3, 3)],
+    ],
+    ids=["adjacent", "apart", "together"],
+)
+def test_heads_are_read_together_wherever_their_pages_lie(tmp_path: Path, given: list[tuple[int, int, int]]) -> None:
+    """Two heads of 12 slots in pages of 4, in stretches (head, first page, pages)."""
+    path, spec = tmp_path / "pair.safetensors", tiny_spec(num_layers=1, num_heads=2)
+    random_bases(spec, 2).write(path)
+    sequence = new_sequence(f'palu("{path}", rank=1.0)', spec)
+    pages = sequence.tail.layers[0]
+    (span,) = sequence.arena.lend(pages.page_class, 9)
+    for head, first, count in given:
+        pages.grow(head, span, first, count)
+    ((_, k, v),) = random_layers(spec, 12)
+    counts, position_N = [12, 12], torch.arange(12).repeat(2)
+    pages.append(pages.encode(k.flatten(0, 1), v.flatten(0, 1), position_N, counts), counts)
+    for side, exact in (("k", k), ("v", v)):
+        found: list[list[Tensor]] = [[], []]
+        for run in pages.runs():
+            x_ND = decode_run(pages, run, side, torch.float32)  # type: ignore[arg-type]
+            for head, start, length in zip(run.heads, run.starts, run.lens, strict=True):
+                found[head].append(x_ND[start : start + length])
+        torch.testing.assert_close(torch.stack([torch.cat(parts) for parts in found]), exact, atol=1e-4, rtol=0)
 
 
 def test_a_file_and_a_fork_give_the_same_slots(file: Path) -> None:
@@ -134,16 +144,14 @@ def test_bytes_are_those_of_the_latents(file: Path) -> None:
     assert whole.resident_bytes > read[""] > read["int8, "] > read["int4, "]
 
 
-@pytest.mark.parametrize(
-    "policy", ["knorm + 2x + protect(recent=4)", "keydiff + ada + 40tok + protect(recent=4)", "streaming + 24tok + slot + protect(recent=4)"]
-)
+@pytest.mark.parametrize("policy", ["knorm + 2x", "keydiff + ada + 40tok", "streaming + 24tok + slot"])
 def test_single_heads_can_evict(tmp_path: Path, policy: str) -> None:
     path = tmp_path / "single.safetensors"
     random_bases(SPEC, 1).write(path)
     layers = low_rank(path, 0.6, 80)
     kept = []
     for codec in ("native", f'palu("{path}", rank=0.6)'):
-        sequence = new_sequence(f"{policy} + {codec}", SPEC)
+        sequence = new_sequence(f"{policy} + protect(recent=4) + {codec}", SPEC)
         prefill(sequence, part(layers, 0, 60))
         outs = [decode(sequence, layers, at) for at in range(60, 80)]
         kept.append((outs, [sequence.positions(i, head).tolist() for i in range(3) for head in range(4)]))
