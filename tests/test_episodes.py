@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import kvfold
+from kvfold.budget.heads import HeadProfile
 from kvfold.episodes import Episodes
 from kvfold.errors import InputError
 from kvfold.models.loader import Model
@@ -29,6 +32,19 @@ def test_caches_are_bounded_and_hold_the_history_alone(model: Model, terms: str)
             assert length > 800 and stats.logical_len == session.cache.sealed_len == length
             assert 90 <= stats.mean_slots <= 100
             assert max(session.kept(0, 0)) < length and session.kept(0, 0)[:4] == [0, 1, 2, 3]
+
+
+def test_layers_share_slots_by_what_was_measured(model: Model, tmp_path: Path) -> None:
+    """Three times the need, more slots; the mean over the model stays `slots`."""
+    heads = [model.spec.layers[i].num_kv_heads for i in model.spec.compressible_layers]
+    needs = tuple((0.6 if place == 1 else 0.2,) * count for place, count in enumerate(heads))
+    file = tmp_path / "heads.json"
+    HeadProfile(model.name, model.weights_digest, "by hand", needs).write(file)
+    with made(model, terms=f'profile(file="{file}")') as episodes:
+        for session in episodes.sessions:
+            lens = [sum(session.cache.stored_lens(i)) / heads[0] for i in model.spec.compressible_layers]
+            assert lens[1] > 1.5 * max(lens[0], *lens[2:])
+            assert 90 <= session.stats().mean_slots <= 100
 
 
 def test_episodes_keep_different_slots(model: Model) -> None:
