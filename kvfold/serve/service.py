@@ -144,6 +144,8 @@ class Service:
             deadline=time.monotonic() + limits.request_s,
         )
         start.trail.queue(ask.model, len(prompt.tokens))
+        if self._running.total() > 1:
+            source.prefetch()  # it waits for others, and its prefix can travel meanwhile
         try:
             self.scheduler.submit(job)
         except Overloaded as error:

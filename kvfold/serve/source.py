@@ -26,6 +26,9 @@ class PlainSource:
         self.bill = Bill(0, 0, 0, num_tokens)
         self.miss: Miss | None = miss
 
+    def prefetch(self) -> None:
+        """Nothing is asked for."""
+
     def begin(self) -> Begin:
         return Begin(self._new_sequence())
 
@@ -44,6 +47,11 @@ class CachedSource:
         self._num_hit = 0
         self.miss: Miss | None = None
         self.bill = Bill(0, 0, 0, len(tokens))
+
+    def prefetch(self) -> None:
+        """Have what `begin` may ask for on its way to the host; called before that, by whoever puts this in line."""
+        ends = [place.end for place in (*self._plan.candidates, *(mark.place for mark in self._plan.marks))]
+        self._shelf.prefixes.prefetch(self._tokens, markers=ends, at=self._at)
 
     def begin(self) -> Begin:
         self._num_hit, self.miss = 0, "absent"

@@ -11,7 +11,7 @@ from contextlib import suppress
 from io import BytesIO
 from typing import BinaryIO, NamedTuple
 
-from kvfold.store.entry import Fault
+from kvfold.store.entry import Fault, peek
 from kvfold.store.events import Event, Events
 from kvfold.store.key import Key
 from kvfold.store.ledger import Lease
@@ -79,12 +79,28 @@ class Cascade:
                 return
             with file:
                 data = file.read()
-            for tier in faster:
-                if tier.put(key, data, lease):
-                    tier.emit("promoted", key, len(data))
+            self._copy(key, data, faster, lease)
 
         if faster:
             self._writer.submit(num_bytes, work)
+
+    def bring(self, key: Key, at: float, max_bytes: int) -> bool:
+        """Have a copy in the fastest tier, unchecked; False if nobody has one, or one that cannot be an entry."""
+        copy = self.get(key, at)
+        if copy is None:
+            return False
+        index = self.tiers.index(copy.tier)
+        with copy.file as file:
+            data = file.read(max_bytes + 1) if index else b""
+        preamble = peek(data) if len(data) <= max_bytes else None
+        if preamble is not None:
+            self._copy(key, data, self.tiers[:index], Lease(at, preamble.ttl_s, preamble.saved_s))
+        return preamble is not None or not index
+
+    def _copy(self, key: Key, data: bytes, tiers: Sequence[ByteTier], lease: Lease) -> None:
+        for tier in tiers:
+            if tier.put(key, data, lease):
+                tier.emit("promoted", key, len(data))
 
     def slide_later(self, used: Sequence[Copy], keys: Sequence[Key], at: float) -> None:
         """Copies that were not read live longer, too: nobody knows which tier is asked next."""

@@ -15,6 +15,7 @@ from kvfold.errors import InputError, OutOfPages
 from kvfold.models.loader import Model
 from kvfold.pages.sequence import PageConfig, SequenceCache
 from kvfold.policy.policy import Policy
+from kvfold.store.device import DeviceTier
 from kvfold.store.entry import Fields, encode
 from kvfold.store.events import Event, Reason
 from kvfold.store.form import FORMS
@@ -93,6 +94,24 @@ class Prefixes:
             return found
         self._store.events.emit(Event("missed", "", found, None, len(tokens)))
         return Hit(self._new(), 0, None, found)
+
+    def prefetch(self, tokens: Sequence[int], *, markers: Sequence[int], at: float) -> None:
+        """Bring what such a lookup will ask for to the fastest tier, in the background; any thread may call this.
+
+        Copies are checked when they are looked up, as all are.
+        """
+        if len(self._store.cascade.tiers) > 1:
+            self._store.fetch_later(partial(self._fetch, tokens, markers, at))
+
+    def _fetch(self, tokens: Sequence[int], markers: Sequence[int], at: float) -> None:
+        """Chunks up to one that nobody has, or the longest snapshot there is; nothing if the device holds it all."""
+        keys = self._candidates(tokens, markers)
+        if not keys or self._store.known.has(keys[-1], 0.0, [DeviceTier.name]):
+            return
+        for key in keys if self.has_chunks else reversed(keys):
+            is_there = self._store.cascade.bring(key, at, self._store.max_entry_bytes)
+            if is_there != self.has_chunks:
+                return
 
     def _candidates(self, tokens: Sequence[int], markers: Sequence[int] | None) -> list[Key]:
         """Keys of what may be stored, shortest first."""

@@ -30,9 +30,10 @@ from kvfold.store.known import Known
 from kvfold.store.prefixes import Prefixes
 from kvfold.store.quarantine import Quarantine
 from kvfold.store.tier import ByteTier, Clock
-from kvfold.store.writer import Writer
+from kvfold.store.writer import Job, Writer
 
 QUEUE_BYTES = 1 << 30
+_MAX_FETCHES = 64  # prompts whose prefixes are on their way to the host, or wait for it
 
 
 class PrefixStore:
@@ -69,6 +70,7 @@ class PrefixStore:
         self.secret = secret
         self.clock = clock
         self._writer = Writer(queue_bytes)
+        self._fetcher = Writer(_MAX_FETCHES)
         self.cascade = Cascade(tiers, self.events, self._writer, quarantine)
         self.known = Known()
         self.subscribe(self.known.note)
@@ -119,11 +121,16 @@ class PrefixStore:
         return self.events.counters()
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until what was saved has been written; False if that took longer."""
-        return self._writer.flush(timeout_s)
+        """Wait until what was saved has been written, and what was asked for fetched; False if either took longer."""
+        return self._writer.flush(timeout_s) and self._fetcher.flush(timeout_s)
+
+    def fetch_later(self, job: Job) -> None:
+        """In a thread of its own: what is to be read soon does not stand in line behind what is written."""
+        self._fetcher.submit(1, job)
 
     def close(self) -> None:
         """Write what waits, and let go of memory, folders and connections."""
+        self._fetcher.close()
         self._writer.close()
         for tier in self.cascade.tiers:
             tier.close()

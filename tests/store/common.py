@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,13 @@ def finish(model: Model, hit: Hit, tokens: Sequence[int]) -> Tensor:
 
 def entry_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("entries/*/*/*.kvp"))
+
+
+def overwrite(path: Path, data: bytes) -> None:
+    """As a failing disk would: the times stay, or the entry would count as expired."""
+    stat = path.stat()
+    path.write_bytes(data)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
 def positions(sequence: SequenceCache) -> list[list[list[int]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator
 from itertools import pairwise
@@ -16,7 +15,7 @@ from kvfold.engine.reuse import prefill_reusing
 from kvfold.models.loader import Model
 from kvfold.store import DiskTier, HostTier, PrefixStore, Quarantine
 from tests.engine.runs import Shared
-from tests.store.common import CHUNK, cold_logits, entry_files, make_key, make_prefixes, make_runner
+from tests.store.common import CHUNK, cold_logits, entry_files, make_key, make_prefixes, make_runner, overwrite
 from tests.tiny import prompt, ready
 
 TOKENS = prompt(4 * CHUNK + 3)
@@ -52,13 +51,6 @@ def run(model: Model, folder: Path) -> tuple[int, Tensor, dict[str, int]]:
         found = prefill_reusing(make_runner(model), make_prefixes(store, model), TOKENS)
         found.sequence.release()
         return found.matched_tokens, found.logits_V, store.counters()
-
-
-def overwrite(path: Path, data: bytes) -> None:
-    """As a failing disk would: the times stay, or the entry would count as expired."""
-    stat = path.stat()
-    path.write_bytes(data)
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
 def flipped(data: bytes, position: int, generator: random.Random) -> bytes:
