@@ -15,13 +15,13 @@ from contextlib import suppress
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from kvfold.errors import ModelError
 from kvfold.models.progress import Report, silent
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CHUNK_BYTES = 1 << 20
 CACHE_NAME = ".kvfold-digests.json"
@@ -74,6 +74,8 @@ def values_digest(hf: Any) -> str:
 
 
 def _value_line(named: tuple[str, Tensor]) -> str:
+    import torch  # here: commands that hash files alone come without it
+
     name, tensor = named
     content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
     return f"{name} {tensor.dtype} {tuple(tensor.shape)} {hashlib.blake2b(content).hexdigest()}\n"
