@@ -150,8 +150,8 @@ def _row(name: str, caching: str, one: Callable[[int], Any], count: int, clients
         parts = list(threads.map(one, range(count)))
     seconds = time.perf_counter() - began
     asked = [timed for part in parts for timed in (part if isinstance(part, list) else [part])]
-    if any(timed.status != 200 for timed in asked):
-        raise SystemExit(f"{name}: statuses {sorted({timed.status for timed in asked})}")
+    if any(timed.status != 200 or timed.error for timed in asked):
+        raise SystemExit(f"{name}: answers {sorted({timed.error or str(timed.status) for timed in asked})}")
     firsts = [timed.first_s for timed in asked if timed.first_s is not None]
     return {
         "traffic": name,

@@ -4,10 +4,10 @@
 
 Clients send one request after another: a short question, a question about one of a few documents (whose beginning is
 marked to be cached), or the next round of a conversation; some hang up in the middle of a reply. What is counted:
-answers by status, seconds to the first text and between texts, and, over time, the memory of the process and of the
-arena. When all are done and nothing runs, every page of the arena is free or belongs to a stored prefix; what is not
-has leaked, and the run fails. The result goes to FILE (default: benchmarks/results/serve_load.json), and
-`--page FILE` makes a section for docs/serving.md of such a file.
+answers by status, or by what broke them off; seconds to the first text and between texts; and, over time, the memory of
+the process and of the arena. When all are done and nothing runs, every page of the arena is free or belongs to a stored
+prefix; what is not has leaked, and the run fails. The result goes to FILE (benchmarks/results/serve_load.json),
+and `--page FILE` makes a section for docs/serving.md of such a file.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Log:
 
     def note(self, found: Timed) -> None:
         with self._lock:
-            self.statuses["hung up" if found.is_cut else str(found.status or "no answer")] += 1
+            self.statuses["hung up" if found.is_cut else found.error or str(found.status or "no answer")] += 1
             self.gaps_s += found.gaps_s
             if found.first_s is not None:
                 self.first_s.append(found.first_s)
@@ -89,7 +89,7 @@ class Client:
 
     def _go_on(self, found: Timed) -> None:
         """A conversation begins anew after a few rounds, or when a reply failed."""
-        if found.status != 200 or found.is_cut or len(self._turns) > 10:
+        if found.status != 200 or found.error or found.is_cut or len(self._turns) > 10:
             self._turns = []
         else:
             self._turns.append({"role": "assistant", "content": found.text or "-"})

@@ -31,6 +31,7 @@ class Timed:
     text: str = ""
     usage: dict[str, Any] = field(default_factory=dict)
     is_cut: bool = False  # by the client
+    error: str | None = None  # with which the server broke off the stream
 
     @property
     def num_read(self) -> int:
@@ -109,7 +110,7 @@ def _read(answer: http.client.HTTPResponse, found: Timed, began: float, hang_up_
         elif event["type"] == "message_delta":
             found.usage = event["usage"]
         elif event["type"] == "error":
-            found.status = 500
+            found.error = event["error"]["type"]
 
 
 @contextmanager
