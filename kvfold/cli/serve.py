@@ -72,7 +72,9 @@ def run(args: argparse.Namespace) -> int:
     from kvfold.serve.log import log_to_stderr
     from kvfold.serve.run import open_store, serve, service_of
     from kvfold.serve.traces import open_traces
+    from kvfold.store.form import check_form
 
+    check_form(args.store_form)
     settings = make_settings(args)
     with open_traces(args.otel) as on_done:
         model, size = load_model(args), _bytes

@@ -24,7 +24,7 @@ from kvfold.store.cascade import Cascade
 from kvfold.store.device import DeviceTier
 from kvfold.store.entry import MAX_ENTRY_BYTES
 from kvfold.store.events import Events, Subscriber
-from kvfold.store.form import FORMS
+from kvfold.store.form import check_form
 from kvfold.store.key import CHUNK_LEN
 from kvfold.store.known import Known
 from kvfold.store.prefixes import Prefixes
@@ -60,8 +60,7 @@ class PrefixStore:
             raise InputError(f"chunk_len is {chunk_len}; it must be at least 1")
         if len(secret) > 64:
             raise InputError(f"the secret has {len(secret)} bytes; it may have at most 64")
-        if form not in FORMS:
-            raise InputError(f'no form "{form}"; forms: {", ".join(FORMS)}')
+        check_form(form)
         self.events = Events()
         self.form = form
         self.device = device

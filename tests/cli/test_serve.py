@@ -39,6 +39,7 @@ def test_options_become_settings(tmp_path: Path) -> None:
         (["--port", "70000"], "port 70000 does not exist"),
         (["--max-running", "0"], "the limit running is 0; it must be above 0"),
         (["--otel", "localhost:4318"], "is no address of a collector"),
+        (["--store-form", "zip"], 'no form "zip"; forms: exact, packed, cachegen'),
         (["--keys", "nowhere"], "the keys in nowhere cannot be read"),
         (["--policy", "snapkv + int3"], "int3"),
     ],
@@ -56,6 +57,7 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
     tiny.tokenizer().save_pretrained(folder)
     words = ["serve", "--model", str(folder), "--port", "0", "--memory", "64MB", "--host-memory", "16MB"]
     words += ["--disk", str(tmp_path / "disk"), "--disk-size", "16MB", "--log", "json"]
+    words += ["--store-form", "packed"]
     command = [sys.executable, "-m", "kvfold", *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
