@@ -50,13 +50,15 @@ class Sampler:
             yield from map(self.pick, logits_TV.float().cpu())
 
     def _cut(self, logits_V: Tensor) -> Tensor:
-        if self.sampling.top_k:
-            least = logits_V.topk(min(self.sampling.top_k, len(logits_V))).values[-1]
-            logits_V = logits_V.masked_fill(logits_V < least, -torch.inf)
-        if self.sampling.top_p < 1:
-            ordered, index = logits_V.sort(descending=True)
-            mass = torch.softmax(ordered, dim=-1).cumsum(0)
-            beyond = mass - torch.softmax(ordered, dim=-1) >= self.sampling.top_p  # mass before the token
-            logits_V = logits_V.clone()
-            logits_V[index[beyond]] = -torch.inf
-        return logits_V
+        """Without the tokens beyond top_k and top_p; of equally likely ones the first stay, as with argmax."""
+        most, share = self.sampling.top_k or len(logits_V), self.sampling.top_p
+        if most >= len(logits_V) and share == 1:
+            return logits_V
+        ordered_V, index_V = logits_V.sort(descending=True, stable=True)
+        ordered_V[most:] = -torch.inf
+        probs_V = torch.softmax(ordered_V, dim=-1)
+        before_V = probs_V.cumsum(0) - probs_V
+        is_out_V = ordered_V == -torch.inf
+        if share < 1:
+            is_out_V |= before_V >= share
+        return logits_V.index_fill(0, index_V[is_out_V], -torch.inf)

@@ -143,8 +143,14 @@ def _dtypes(dtype: str | torch.dtype, device: torch.device) -> tuple[torch.dtype
         chosen = dtype
     if chosen is not None:
         return chosen, chosen
-    fast = device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    fast = device.type != "cpu" or _cpu_has_bf16()
     return (torch.bfloat16 if fast else torch.float32), torch.bfloat16
+
+
+def _cpu_has_bf16() -> bool:
+    """Whether it multiplies in bf16; oneDNN also says yes to AVX-512 without it, where it emulates."""
+    is_bare = torch.cpu._is_avx512_supported() and not torch.cpu._is_avx512_bf16_supported()
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported() and (not is_bare or torch.cpu._is_amx_tile_supported())
 
 
 def parse_bytes(text: str | int) -> int:

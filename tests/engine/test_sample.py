@@ -30,6 +30,14 @@ def test_cut_offs_keep_the_likeliest() -> None:
     assert drawn(temperature=1.0, top_k=3, top_p=0.5) == {1, 3}
 
 
+def test_of_equally_likely_tokens_the_first_stay() -> None:
+    logits_V = torch.zeros(512).index_fill(0, torch.arange(100, 512), 1.0)
+    for options in (Sampling(1.0, top_k=1), Sampling(1.0, top_p=1e-6), Sampling(1.0, top_k=1, top_p=0.5)):
+        assert Sampler(options).pick(logits_V) == Sampler(Sampling()).pick(logits_V) == 100
+    sampler = Sampler(Sampling(1.0, top_k=3))
+    assert {sampler.pick(logits_V) for _ in range(100)} == {100, 101, 102}
+
+
 def test_frequencies_follow_the_temperature() -> None:
     sampler = Sampler(Sampling(temperature=0.5, seed=3))
     count = torch.bincount(torch.tensor([sampler.pick(LOGITS) for _ in range(4000)]), minlength=5) / 4000
