@@ -29,7 +29,15 @@ def write(model: kvfold.Model, policy: str, speculate: bool) -> kvfold.Reply:
         return reply
 
 
-@pytest.mark.parametrize("policy", ["full", "int4", "streaming + 96tok", "h2o + 96tok"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "full",
+        "h2o + 96tok",
+        pytest.param("int4", marks=pytest.mark.slow),
+        pytest.param("streaming + 96tok", marks=pytest.mark.slow),
+    ],
+)
 def test_greedy_tokens_are_the_same(smollm2: kvfold.Model, policy: str) -> None:
     plain, fast = write(smollm2, policy, False), write(smollm2, policy, True)
     assert fast.token_ids == plain.token_ids and fast.text == plain.text

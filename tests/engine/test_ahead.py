@@ -47,7 +47,7 @@ def model() -> Model:
 
 def requests(runner: Runner, policy: str) -> list[Request]:
     sequences = [make_sequence(runner, policy, page_size=16, open_len=8) for _ in LENGTHS]
-    logits = runner.prefill(sequences, [prompt(length, seed=length) for length in LENGTHS])
+    logits = runner.prefill(sequences, [prompt(length, seed=1) for length in LENGTHS])
     return [Request(s, row, count) for s, row, count in zip(sequences, logits, NUM_NEW, strict=True)]
 
 

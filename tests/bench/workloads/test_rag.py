@@ -106,9 +106,10 @@ def test_passages_all_stay_and_the_answer_alone_is_scored(tmp_path: Path) -> Non
 
 def test_needed_places_are_spread(tmp_path: Path) -> None:
     """No half of the documents is favoured."""
+    by_words = Setting(700, 0, lambda text: len(text.split()))
     for task, samples in (
-        ("planted", Rag().samples(setting(900), 60, ["planted"])),
-        ("musique", Rag(musique=musique(tmp_path / "m", num_rows=60)).samples(setting(900), 60, ["musique"])),
+        ("planted", Rag().samples(by_words, 60, ["planted"])),
+        ("musique", Rag(musique=musique(tmp_path / "m", num_rows=60)).samples(by_words, 60, ["musique"])),
     ):
         places = [(number - 0.5) / len(documents(sample)) for sample in samples for number in needed(sample)]
         assert 0.42 < sum(places) / len(places) < 0.58, task
