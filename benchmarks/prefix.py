@@ -6,9 +6,9 @@
 from the disk (whose blocks the kernel may still hold); what does not fit elsewhere is the point of the small sizes.
 
     cold      another beginning each time, nothing is cached
-    device    the cached beginning, another question each time
+    arena     the cached beginning in the memory of the device, another question each time
     restart   the first request after a restart on the same folder: a hit, or the run fails
-    host      as device, with an arena whose half is too small for the beginning
+    host      as arena, with an arena whose half is too small for the beginning
     disk      as host, with no room in the host's memory either
 
 Then traffic that shares beginnings, with markers and without: questions about documents, and conversations of several
@@ -86,7 +86,7 @@ def measure(args: argparse.Namespace, disk: Path) -> dict[str, Any]:
         asked = [first_token(server, text, 0) for text in texts]
         found["cold"], prefix = [one.first_s for one in asked], texts[-1]
         found["prefix_tokens"] = asked[-1].usage["cache_creation_input_tokens"]
-        found["device"] = hits(server, prefix, args.repeats, 1)
+        found["arena"] = hits(server, prefix, args.repeats, 1)
         found["traffic"] = [*documents(server, args), *chats(server, args)]
     num_bytes = int(found["prefix_tokens"]) * args.slot_bytes
     small = ("--memory", str(int(1.6 * num_bytes)))  # half of it is less than the prefix
@@ -177,7 +177,7 @@ def show(found: dict[str, Any]) -> dict[str, float]:
     """Print a table; ratios to cold."""
     cold = statistics.median(found["cold"])
     ratios = {}
-    for name in ("cold", "device", "restart", "host", "disk"):
+    for name in ("cold", "arena", "restart", "host", "disk"):
         median = statistics.median(found[name])
         ratios[name] = median / cold
         line = f"{name:<8} {median:8.3f} s  {ratios[name]:6.3f} of cold"
