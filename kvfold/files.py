@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ from torch import Tensor
 from kvfold.errors import FileError, PolicyError
 from kvfold.models.loader import Model
 from kvfold.pages.dump import dump, restore
+from kvfold.whole import replacing
 
 if TYPE_CHECKING:
     from kvfold.session import Session
@@ -32,21 +32,12 @@ FORMAT = "kvfold-session-2"
 
 
 def save_session(session: Session, path: Path) -> None:
-    """Write to a temporary name, sync, rename."""
     tensors = {**dump(session.cache), "token_ids": torch.tensor(session.token_ids, dtype=torch.int64)}
     if session._logits_V is not None:
         tensors["logits"] = session._logits_V.cpu()
     text = json.dumps(_header(session), sort_keys=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with replacing(path) as temporary:
         save_file(tensors, temporary, metadata={"kvfold": text, "sha256": _checksum(text, tensors)})
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except (OSError, SafetensorError) as error:
-        raise FileError(f"{path} cannot be written ({error}); choose another place") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _header(session: Session) -> dict[str, Any]:

@@ -12,12 +12,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvfold.errors import FileError
+from kvfold.whole import replacing
 
 FORMAT = "kvfold-profile-1"
 MAX_BYTES = 16 << 20
@@ -44,15 +44,8 @@ class HeadProfile:
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     def write(self, path: Path) -> None:
-        """Write to a temporary name, rename."""
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
+        with replacing(path) as temporary:
             temporary.write_text(self.text, encoding="utf-8")
-            temporary.replace(path)
-        except OSError as error:
-            raise FileError(f"{path} cannot be written ({error.strerror}); choose another place") from None
-        finally:
-            temporary.unlink(missing_ok=True)
 
     @classmethod
     def read(cls, path: Path) -> HeadProfile:

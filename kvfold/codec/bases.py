@@ -13,20 +13,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from kvfold.codec.base import Side
 from kvfold.core import LayerSpec, ModelSpec
 from kvfold.errors import FileError
+from kvfold.whole import read_tensors, replacing
 
 FORMAT = "kvfold-bases-1"
 MAX_BYTES = 1 << 30
@@ -78,15 +78,8 @@ class Bases:
         }
 
     def write(self, path: Path) -> None:
-        """Write to a temporary name, rename."""
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
+        with replacing(path) as temporary:
             save_file(self._tensors, temporary, metadata={"kvfold": self._header})
-            temporary.replace(path)
-        except (OSError, SafetensorError) as error:
-            raise FileError(f"{path} cannot be written ({error}); choose another place") from error
-        finally:
-            temporary.unlink(missing_ok=True)
 
     @classmethod
     def read(cls, path: Path) -> Bases:
@@ -98,11 +91,7 @@ class Bases:
         if num_bytes > MAX_BYTES:
             raise FileError(f"{path} has {num_bytes} bytes; bases have at most {MAX_BYTES}")
         try:
-            with safe_open(path, framework="pt") as file:
-                header = json.loads((file.metadata() or {})["kvfold"])
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-            if header["format"] != FORMAT:
-                raise FileError(f'{path} has format "{header["format"]}"; this version reads {FORMAT}')
+            header, tensors = read_tensors(path, FORMAT)
             model, weights, measured = (str(header[name]) for name in ("model", "weights", "measured"))
             return cls(model, weights, measured, int(header["heads"]), _layers(tensors))
         except (SafetensorError, LookupError, ValueError, TypeError, OSError) as error:

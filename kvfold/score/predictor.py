@@ -13,7 +13,6 @@ are enough, so stored slots can be scored at any time, also while decoding.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -21,13 +20,14 @@ from importlib.resources import files
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
 from kvfold.core import LayerSpec, ModelSpec, Rope
 from kvfold.errors import FileError, PolicyError
+from kvfold.whole import read_tensors, replacing
 
 FORMAT = "kvfold-scorer-1"
 MAX_BYTES = 256 << 20
@@ -106,7 +106,6 @@ def predictor_for(spec: ModelSpec, file: str) -> Predictor:
 
 
 def save_predictor(predictor: Predictor, path: Path) -> None:
-    """Write to a temporary name, rename."""
     parts = {index: vars(layer).values() for index, layer in predictor.layers.items()}
     tensors = {
         f"{index}.{name}": (part.half() if name == "inner" else part.float()).cpu().contiguous()
@@ -114,14 +113,8 @@ def save_predictor(predictor: Predictor, path: Path) -> None:
         for name, part in zip(_PARTS, values, strict=True)
     }
     header = json.dumps({"format": FORMAT, "weights": predictor.weights}, sort_keys=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with replacing(path) as temporary:
         save_file(tensors, temporary, metadata={"kvfold": header})
-        temporary.replace(path)
-    except (OSError, SafetensorError) as error:
-        raise FileError(f"{path} cannot be written ({error}); choose another place") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def shipped_path(weights: str) -> Path:
@@ -146,11 +139,7 @@ def _read(path: Path, num_bytes: int, version: tuple[int, ...]) -> Predictor:
     if num_bytes > MAX_BYTES:
         raise FileError(f"{path} has {num_bytes} bytes; a scorer has at most {MAX_BYTES}")
     try:
-        with safe_open(path, framework="pt") as file:
-            header = json.loads((file.metadata() or {})["kvfold"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-        if header["format"] != FORMAT:
-            raise FileError(f'{path} has format "{header["format"]}"; this version reads {FORMAT}')
+        header, tensors = read_tensors(path, FORMAT)
         indices = sorted({int(name.partition(".")[0]) for name in tensors})
         layers = {i: LayerPredictor(*(tensors[f"{i}.{part}"] for part in _PARTS)) for i in indices}
         return Predictor(str(header["weights"]), layers)

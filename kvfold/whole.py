@@ -1,0 +1,49 @@
+"""Files that are whole or not there, and tensors whose header says what they are.
+
+A tensor file is safetensors with JSON in its metadata, under "kvfold", that names its format.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from kvfold.errors import FileError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary name to write to, synced and renamed at the end; FileError, with nothing left, where that fails."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise FileError(f"{path} cannot be written ({error}); choose another place") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_tensors(path: Path, wanted: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Header and tensors of a file of the `wanted` format; FileError if it has another one.
+
+    A file that is no such thing raises what its parts raise: SafetensorError, OSError, LookupError, ValueError,
+    TypeError. Its size is the caller's to check.
+    """
+    with safe_open(path, framework="pt") as file:
+        header: dict[str, Any] = json.loads((file.metadata() or {})["kvfold"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+    if header["format"] != wanted:
+        raise FileError(f'{path} has format "{header["format"]}"; this version reads {wanted}')
+    return header, tensors
