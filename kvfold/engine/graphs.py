@@ -25,6 +25,7 @@ from kvfold.attend.kernels.step import Step, layout_of
 from kvfold.attend.kernels.tables import Layout, sent, staged
 from kvfold.core import Compile
 from kvfold.models.attach import layers_wrapped, maskless
+from kvfold.models.fused import fused
 from kvfold.models.step_cache import StepCache
 from kvfold.pages.sequence import SequenceCache
 
@@ -196,7 +197,7 @@ class _Captured:
 
             return turn
 
-        with maskless(), layers_wrapped(hf, wrap):
+        with maskless(), fused(hf), layers_wrapped(hf, wrap):
             out = hf(
                 input_ids=ids_BT.reshape(1, -1),
                 position_ids=position_BT.reshape(1, -1),

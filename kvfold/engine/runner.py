@@ -29,6 +29,7 @@ from kvfold.engine.replay import Replays
 from kvfold.engine.verify import Verified, commit_run
 from kvfold.errors import InputError
 from kvfold.models.attach import layers_wrapped, maskless
+from kvfold.models.fused import fused
 from kvfold.models.observed import Undo, forget_prompt
 from kvfold.models.pass_cache import PassCache, Piece
 from kvfold.models.sentences import check_sentences, note_sentences
@@ -327,12 +328,13 @@ class Runner:
     ) -> Any:
         device = self.arena.device
         model = self.hf.base_model if hidden else self.hf
-        return model(
-            input_ids=torch.tensor([list(ids)], device=device),
-            position_ids=torch.as_tensor(positions, device=device).unsqueeze(0),
-            past_key_values=cache,
-            use_cache=True,
-        )
+        with fused(self.hf):
+            return model(
+                input_ids=torch.tensor([list(ids)], device=device),
+                position_ids=torch.as_tensor(positions, device=device).unsqueeze(0),
+                past_key_values=cache,
+                use_cache=True,
+            )
 
 
 def _runs_alone(policy: Policy) -> bool:

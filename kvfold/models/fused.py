@@ -1,0 +1,217 @@
+"""A model's own arithmetic in fewer and larger kernels, on a GPU and while kvfold runs it.
+
+Between two attentions transformers launches some forty kernels, most of which read and write what the one before wrote.
+Here linear layers of one input become one product (their weights move into one tensor, of which each is a view), and
+RMS norms and gated MLPs one kernel each. Modules are exchanged while a context lasts; nothing else of the model
+changes, and what looks unlike what is known, or was wrapped by somebody, is left alone. A compiled layer gets the plain
+norms and gates, which the compiler fuses with their neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kvfold.attend.kernels.formats import has_triton
+
+_MOST_ROWS = 256  # of a joint product: with more, separate ones are as fast, and their outputs can be freed apart
+_TOLERANCE = 0.02  # relative, of a kernel against the module it stands for, tried once for each class
+
+
+class Joint(nn.Module):
+    """Linear layers of the same input as one product."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        super().__init__()
+        self.sizes = [linear.out_features for linear in linears]
+        self.held: tuple[Tensor, tuple[Tensor, ...]] | None = None
+        self.register_buffer("weight", _moved([linear.weight for linear in linears]), persistent=False)
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        self.register_buffer("bias", _moved(biases) if biases else None, persistent=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The output of each layer, as views of one tensor."""
+        return functional.linear(x, self.weight, self.bias).split(self.sizes, dim=-1)
+
+
+class Part(nn.Module):
+    """Stands for one linear layer of several that are called with the same input, one after another."""
+
+    def __init__(self, plain: nn.Linear, joint: Joint, index: int) -> None:
+        super().__init__()
+        self.plain, self.joint, self.index = plain, joint, index
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not _pays(x):
+            out: Tensor = self.plain(x)
+            return out
+        held = self.joint.held
+        if held is None or held[0] is not x:
+            held = self.joint.held = x, self.joint(x)
+        if self.index == len(held[1]) - 1:
+            self.joint.held = None
+        return held[1][self.index]
+
+
+class Gated(nn.Module):
+    """Stands for an MLP of the form down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, plain: Any) -> None:
+        super().__init__()
+        self.plain, self.joint = plain, Joint([plain.gate_proj, plain.up_proj])
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.joint(x) if _pays(x) else (self.plain.gate_proj(x), self.plain.up_proj(x))
+        if torch.compiler.is_compiling():
+            product = functional.silu(gate) * up
+        else:
+            from kvfold.models.kernels.gate import gated
+
+            product = gated(gate, up)
+        out: Tensor = self.plain.down_proj(product)
+        return out
+
+
+class Norm(nn.Module):
+    """Stands for a root-mean-square norm."""
+
+    def __init__(self, plain: Any) -> None:
+        super().__init__()
+        self.plain = plain
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            out: Tensor = self.plain(x)
+            return out
+        from kvfold.models.kernels.norm import rms_norm
+
+        return rms_norm(x, self.plain.weight, self.plain.variance_epsilon)
+
+
+class Exchange(NamedTuple):
+    """One module of the model, and what stands in its place."""
+
+    parent: nn.Module
+    name: str
+    plain: nn.Module
+    fused: nn.Module
+
+    @property
+    def is_valid(self) -> bool:
+        """Weights may have been moved to another place since."""
+        joint = getattr(self.fused, "joint", None)
+        if joint is None:
+            return True
+        linear = self.plain if isinstance(self.plain, nn.Linear) else self.plain.gate_proj
+        inside: Tensor = linear.weight
+        return inside.untyped_storage().data_ptr() == joint.weight.untyped_storage().data_ptr()
+
+
+_known: WeakKeyDictionary[nn.Module, list[Exchange]] = WeakKeyDictionary()
+
+
+@contextmanager
+def fused(hf: Any) -> Iterator[None]:
+    """Run the model with fewer kernels while the context lasts; without a GPU or triton, as it is."""
+    if hf.device.type != "cuda" or not has_triton():
+        yield
+        return
+    found = _known.get(hf)
+    if found is None or not all(exchange.is_valid for exchange in found):
+        found = _known[hf] = exchanges(hf)
+    with exchanged(found):
+        yield
+
+
+@contextmanager
+def exchanged(found: Sequence[Exchange]) -> Iterator[None]:
+    try:
+        for exchange in found:
+            exchange.parent._modules[exchange.name] = exchange.fused
+        yield
+    finally:
+        for exchange in found:
+            exchange.parent._modules[exchange.name] = exchange.plain
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def exchanges(hf: nn.Module) -> list[Exchange]:
+    """What can be exchanged in a model. Weights move here, once."""
+    found: list[Exchange] = []
+    tried: dict[type[nn.Module], bool] = {}
+    for parent in list(hf.modules()):
+        found += _projections(parent)
+        for name, module in parent.named_children():
+            kind = type(module)
+            stand_in = _stand_in(module) if tried.get(kind, True) else None
+            if stand_in is not None and tried.setdefault(kind, _agree(module, stand_in)):
+                found.append(Exchange(parent, name, module, stand_in))
+    return found
+
+
+def _projections(attention: Any) -> list[Exchange]:
+    names = ("q_proj", "k_proj", "v_proj")
+    linears = [getattr(attention, name, None) for name in names]
+    if not _can_join(linears):
+        return []
+    joint = Joint(linears)
+    return [
+        Exchange(attention, name, linear, Part(linear, joint, index))
+        for index, (name, linear) in enumerate(zip(names, linears, strict=True))
+    ]
+
+
+def _stand_in(module: Any) -> nn.Module | None:
+    if not _is_bare(module):
+        return None
+    if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+        return Norm(module)
+    linears = [getattr(module, name, None) for name in ("gate_proj", "up_proj")]
+    if _can_join(linears) and isinstance(getattr(module, "down_proj", None), nn.Linear):
+        return Gated(module)
+    return None
+
+
+def _can_join(linears: Sequence[Any]) -> bool:
+    """Plain linear layers of one kind, none of which somebody else has changed."""
+    if not all(type(linear) is nn.Linear and _is_bare(linear) for linear in linears):
+        return False
+    kinds = {(linear.in_features, linear.weight.dtype, linear.weight.device, linear.bias is None) for linear in linears}
+    return len(kinds) == 1
+
+
+def _is_bare(module: nn.Module) -> bool:
+    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+
+
+def _moved(tensors: Sequence[nn.Parameter]) -> Tensor:
+    """All of them in one tensor, whose parts they become."""
+    joined = torch.cat([tensor.data for tensor in tensors])
+    for tensor, part in zip(tensors, joined.split([len(tensor) for tensor in tensors]), strict=True):
+        tensor.data = part
+    return joined
+
+
+def _agree(plain: nn.Module, stand_in: nn.Module) -> bool:
+    """Whether both give the same for some numbers."""
+    weight = next(plain.parameters())
+    generator = torch.Generator(weight.device).manual_seed(0)
+    x = torch.randn(2, weight.shape[-1], generator=generator, device=weight.device).to(weight.dtype)
+    expected, found = plain(x).float(), stand_in(x).float()
+    return bool((found - expected).norm() <= _TOLERANCE * expected.norm())
+
+
+def _pays(x: Tensor) -> bool:
+    """Few rows. A compiled product of one row is a reduction, which fuses with what follows, best without a joint."""
+    num_rows = x.numel() // x.shape[-1]
+    return num_rows <= _MOST_ROWS and not (num_rows == 1 and torch.compiler.is_compiling())
