@@ -76,7 +76,7 @@ class Layer:
     def merge(self, parts: tuple[Tensor, Tensor]) -> None:
         """With an open block half full, which lies over codes of the first copy: what it holds takes no time."""
         merge.launch(
-            *parts, self.task_range, self.q_RXD, self.q_RXD[:, :1], self.q_RXD[:, :1], self.memory,
+            *parts, self.task_range, self.q_RXD, self.q_RXD[None, :, :1], self.q_RXD[None, :, :1], self.memory,
             self.open_address, self.fill, OPEN_LEN, "bf16", SCALE,
         )  # fmt: skip
 

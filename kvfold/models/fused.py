@@ -4,7 +4,8 @@ Between two attentions transformers launches some forty kernels, most of which r
 Here linear layers of one input become one product (their weights move into one tensor, of which each is a view), and
 RMS norms and gated MLPs one kernel each. Modules are exchanged while a context lasts; nothing else of the model
 changes, and what looks unlike what is known, or was wrapped by somebody, is left alone. A compiled layer gets the plain
-norms and gates, which the compiler fuses with their neighbours.
+norms and gates, which the compiler fuses with their neighbours; of its products of one row, those of the MLP are kept
+from becoming reductions, since they are large enough to be faster as they are.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ class Joint(nn.Module):
         self.sizes = [linear.out_features for linear in linears]
         self.held: tuple[Tensor, tuple[Tensor, ...]] | None = None
         self.register_buffer("weight", _moved([linear.weight for linear in linears]), persistent=False)
-        biases = [linear.bias for linear in linears if linear.bias is not None]
-        self.register_buffer("bias", _moved(biases) if biases else None, persistent=False)
+        bias = None if linears[0].bias is None else _moved([linear.bias for linear in linears])
+        self.register_buffer("bias", bias, persistent=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """The output of each layer, as views of one tensor."""
-        return functional.linear(x, self.weight, self.bias).split(self.sizes, dim=-1)
+        parts: tuple[Tensor, ...] = product(x, self.weight, self.bias).split(self.sizes, dim=-1)
+        return parts
 
 
 class Part(nn.Module):
@@ -51,7 +53,7 @@ class Part(nn.Module):
         self.plain, self.joint, self.index = plain, joint, index
 
     def forward(self, x: Tensor) -> Tensor:
-        if not _pays(x):
+        if num_rows(x) > _MOST_ROWS or _is_reduced(x):
             out: Tensor = self.plain(x)
             return out
         held = self.joint.held
@@ -70,15 +72,15 @@ class Gated(nn.Module):
         self.plain, self.joint = plain, Joint([plain.gate_proj, plain.up_proj])
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.joint(x) if _pays(x) else (self.plain.gate_proj(x), self.plain.up_proj(x))
+        plain = self.plain
+        gate, up = (plain.gate_proj(x), plain.up_proj(x)) if num_rows(x) > _MOST_ROWS else self.joint(x)
         if torch.compiler.is_compiling():
-            product = functional.silu(gate) * up
+            x = functional.silu(gate) * up
         else:
             from kvfold.models.kernels.gate import gated
 
-            product = gated(gate, up)
-        out: Tensor = self.plain.down_proj(product)
-        return out
+            x = gated(gate, up)
+        return product(x, plain.down_proj.weight, plain.down_proj.bias)
 
 
 class Norm(nn.Module):
@@ -97,6 +99,31 @@ class Norm(nn.Module):
         return rms_norm(x, self.plain.weight, self.plain.variance_epsilon)
 
 
+@torch.library.custom_op("kvfold::linear", mutates_args=())
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`functional.linear`, which a compiler calls and does not look into."""
+    return functional.linear(x, weight, bias)
+
+
+@_linear.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out: Tensor = (_linear if _is_reduced(x) else functional.linear)(x, weight, bias)
+    return out
+
+
+def num_rows(x: Tensor) -> int:
+    return x.numel() // x.shape[-1]
+
+
+def _is_reduced(x: Tensor) -> bool:
+    """A compiler makes a reduction of a product of one row. It fuses with what follows, and small ones gain by it."""
+    return num_rows(x) == 1 and torch.compiler.is_compiling()
+
+
 class Exchange(NamedTuple):
     """One module of the model, and what stands in its place."""
 
@@ -111,9 +138,8 @@ class Exchange(NamedTuple):
         joint = getattr(self.fused, "joint", None)
         if joint is None:
             return True
-        linear = self.plain if isinstance(self.plain, nn.Linear) else self.plain.gate_proj
-        inside: Tensor = linear.weight
-        return inside.untyped_storage().data_ptr() == joint.weight.untyped_storage().data_ptr()
+        inside, whole = next(self.plain.parameters()), joint.weight
+        return bool(inside.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr())
 
 
 _known: WeakKeyDictionary[nn.Module, list[Exchange]] = WeakKeyDictionary()
@@ -159,9 +185,9 @@ def exchanges(hf: nn.Module) -> list[Exchange]:
     return found
 
 
-def _projections(attention: Any) -> list[Exchange]:
+def _projections(attention: nn.Module) -> list[Exchange]:
     names = ("q_proj", "k_proj", "v_proj")
-    linears = [getattr(attention, name, None) for name in names]
+    linears: list[Any] = [getattr(attention, name, None) for name in names]
     if not _can_join(linears):
         return []
     joint = Joint(linears)
@@ -194,7 +220,7 @@ def _is_bare(module: nn.Module) -> bool:
     return not (module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
 
 
-def _moved(tensors: Sequence[nn.Parameter]) -> Tensor:
+def _moved(tensors: Sequence[Tensor]) -> Tensor:
     """All of them in one tensor, whose parts they become."""
     joined = torch.cat([tensor.data for tensor in tensors])
     for tensor, part in zip(tensors, joined.split([len(tensor) for tensor in tensors]), strict=True):
@@ -209,9 +235,3 @@ def _agree(plain: nn.Module, stand_in: nn.Module) -> bool:
     x = torch.randn(2, weight.shape[-1], generator=generator, device=weight.device).to(weight.dtype)
     expected, found = plain(x).float(), stand_in(x).float()
     return bool((found - expected).norm() <= _TOLERANCE * expected.norm())
-
-
-def _pays(x: Tensor) -> bool:
-    """Few rows. A compiled product of one row is a reduction, which fuses with what follows, best without a joint."""
-    num_rows = x.numel() // x.shape[-1]
-    return num_rows <= _MOST_ROWS and not (num_rows == 1 and torch.compiler.is_compiling())

@@ -51,7 +51,7 @@ def test_weights_keep_their_names_and_values_and_follow_changes() -> None:
     with exchanged(found):
         first = hidden(model, 5)
     with torch.no_grad():
-        for layer in decoder_layers(model):
+        for layer in model.model.layers:
             layer.mlp.up_proj.weight.mul_(2.0)
     expected = hidden(model, 5)
     assert all(item.is_valid for item in found) and not torch.allclose(first, expected)
@@ -77,15 +77,16 @@ def test_undone_after_an_error() -> None:
 def test_what_is_unlike_or_watched_stays() -> None:
     assert kinds(exchanges(build("gemma3")))[Gated] == 0  # gates by gelu
     model = build()
-    decoder_layers(model)[0].mlp.register_forward_hook(lambda *_: None)
-    decoder_layers(model)[1].self_attn.k_proj.register_forward_pre_hook(lambda *_: None)
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+    model.model.layers[1].self_attn.k_proj.register_forward_pre_hook(lambda *_: None)
     assert kinds(exchanges(model)) == {Part: 6, Gated: 2, Norm: 7}
 
 
-def test_one_compilation_serves_all_layers() -> None:
+@pytest.mark.parametrize("length", [1, 4])
+def test_one_compilation_serves_all_layers(length: int) -> None:
     model = build()
-    x = torch.randn(1, 4, model.config.hidden_size)
-    position = model.model.rotary_emb(x, torch.arange(4).unsqueeze(0))
+    x = torch.randn(1, length, model.config.hidden_size)
+    position = model.model.rotary_emb(x, torch.arange(length).unsqueeze(0))
     layers = decoder_layers(model)
     torch.compiler.reset()
     run = torch.compile(type(layers[0]).forward, backend="eager", dynamic=False, fullgraph=True)

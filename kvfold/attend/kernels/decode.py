@@ -37,12 +37,13 @@ class Config(NamedTuple):
     max_registers: int | None = None
 
 
-# By the bits of the wider side, for head dims up to 128; wider heads take half the slots.
+# By the bits of the wider side, for head dims up to 128; wider heads take half the slots. The limits let as many tasks
+# run at once as there are for a processor (lanes.py): one task more than that is waited for as long as all the others.
 _CONFIG: dict[int, Config] = {
     32: Config(32, 4, 2),
     16: Config(32, 1, 4),
-    8: Config(64, 2, 3),
-    4: Config(64, 2, 3),
+    8: Config(64, 4, 3, 128),
+    4: Config(64, 2, 3, 128),
     2: Config(64, 1, 3),
 }
 

@@ -6,7 +6,7 @@ a row computes its scores anew, from all channels. Parts merge exactly by their 
 with an empty open block sees its new token alone. New slots are attended to as they come, rounded to the cache's dtype,
 so no program waits for what another stores.
 
-    R rows (sequence, KV head)   X queries of a row, index g * T + t   T new tokens   D head dim   N slots of a tile
+    R rows (lane B, KV head H)   X queries of a row, index g * T + t   T new tokens   D head dim   N slots of a tile
     E channels of a program
 """
 
@@ -42,7 +42,13 @@ def merge_kernel(
     task_range: tl.tensor,
     q: tl.tensor,
     k_new: tl.tensor,
+    k_lane: tl.tensor,
+    k_head: tl.tensor,
+    k_token: tl.tensor,
     v_new: tl.tensor,
+    v_lane: tl.tensor,
+    v_head: tl.tensor,
+    v_token: tl.tensor,
     memory: tl.tensor,
     open_address: tl.tensor,
     fills: tl.tensor,
@@ -63,7 +69,7 @@ def merge_kernel(
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     x = tl.program_id(1)
-    lane = row // num_heads
+    lane, head = row // num_heads, row % num_heads
     d = tl.arange(0, DP)
     e = tl.program_id(2) * E + tl.arange(0, E)  # the channels whose values this program adds up
     t = tl.arange(0, TP)
@@ -71,14 +77,15 @@ def merge_kernel(
     first, last = tl.load(task_range + row * 2), tl.load(task_range + row * 2 + 1)
     ITEM: tl.constexpr = memory.dtype.element_ty.primitive_bitwidth // 8
     ALIGNED: tl.constexpr = 16 // ITEM if D * ITEM % 16 == 0 else 1  # said aloud, or loads go one by one
-    block = ((row % num_heads) * open_len) * D
+    block = head * open_len * D
     k_open = memory + tl.multiple_of(tl.load(open_address + lane * 2) // ITEM + block, ALIGNED)
     v_open = memory + tl.multiple_of(tl.load(open_address + lane * 2 + 1) // ITEM + block, ALIGNED)
     k_old, v_old = _old(k_open, 0, fill, d, D, SLOTS), _old(v_open, 0, fill, e, D, SLOTS)
     wait_for_earlier(EARLY)
-    new = (row * T + t)[:, None] * D
-    k = tl.load(k_new + new + d[None, :], mask=(t < T)[:, None] & (d < D)[None, :], other=0.0)
-    v = tl.load(v_new + new + e[None, :], mask=(t < T)[:, None] & (e < D)[None, :], other=0.0)
+    k_new += lane * k_lane + head * k_head + t[:, None] * k_token
+    v_new += lane * v_lane + head * v_head + t[:, None] * v_token
+    k = tl.load(k_new + d[None, :], mask=(t < T)[:, None] & (d < D)[None, :], other=0.0)
+    v = tl.load(v_new + e[None, :], mask=(t < T)[:, None] & (e < D)[None, :], other=0.0)
     k, v = k.to(memory.dtype.element_ty), v.to(memory.dtype.element_ty)
     query = tl.load(q + (row * X + x) * D + d, mask=d < D, other=0.0).to(tl.float32) * scale_log2
     result += (row * X + x) * D + e
@@ -178,8 +185,8 @@ def launch(
     lse: Tensor,
     task_range: Tensor,
     q_RXD: Tensor,
-    k_new_RTD: Tensor,
-    v_new_RTD: Tensor,
+    k_new_BHTD: Tensor,
+    v_new_BHTD: Tensor,
     memory: Tensor,
     open_address: Tensor,
     fill: Tensor,
@@ -190,7 +197,8 @@ def launch(
 ) -> tuple[Tensor, Tensor]:
     """Attention [R, X, D] in q's dtype over everything a row stores, and its log-sum-exp fp32 [R, X]."""
     num_rows, num_queries, head_dim = q_RXD.shape
-    num_new = k_new_RTD.shape[1]
+    num_new = k_new_BHTD.shape[2]
+    k_new_BHTD, v_new_BHTD = _with_dense_channels(k_new_BHTD), _with_dense_channels(v_new_BHTD)
     result = torch.empty_like(q_RXD, memory_format=torch.contiguous_format)
     result_lse = torch.empty(num_rows, num_queries, dtype=torch.float32, device=q_RXD.device)
     shape = shape or choose_shape(num_rows * num_queries, len(out) // len(fill), triton.next_power_of_2(head_dim))
@@ -200,8 +208,10 @@ def launch(
         lse,
         task_range.contiguous(),
         q_RXD.contiguous(),
-        k_new_RTD.contiguous(),
-        v_new_RTD.contiguous(),
+        k_new_BHTD,
+        *k_new_BHTD.stride()[:3],
+        v_new_BHTD,
+        *v_new_BHTD.stride()[:3],
         memory.view(float_dtype(kv_dtype)),
         open_address,
         fill,
@@ -223,6 +233,11 @@ def launch(
         **launch_options(early),
     )
     return result, result_lse
+
+
+def _with_dense_channels(x_BHTD: Tensor) -> Tensor:
+    """Rows may lie apart, as views of a larger product do."""
+    return x_BHTD if x_BHTD.stride(3) == 1 else x_BHTD.contiguous()
 
 
 def choose_shape(num_outputs: int, lane_tasks: int, head_dim: int) -> Shape:

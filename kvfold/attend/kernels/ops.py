@@ -133,7 +133,7 @@ def merge_rows(
 ) -> tuple[Tensor, Tensor]:
     """Attention [R, X, D] in q's dtype over tasks, open block and new slots, and its log-sum-exp fp32 [R, X].
 
-    The new slots [R, T, D] are stored at fill .. fill + T - 1 of the open blocks, whose keys and values
+    The new slots [B, H, T, D] are stored at fill .. fill + T - 1 of the open blocks, whose keys and values
     [H, open_len, D] begin at open_address [B, 2]; query g * T + t sees new slots up to t. New slots past the block's
     end are not stored. A lane with fill < 0 gets zeros, stores nothing.
     """

@@ -99,8 +99,8 @@ def merge_rows(
     lse: Tensor,
     task_range: Tensor,
     q_RXD: Tensor,
-    k_new_RTD: Tensor,
-    v_new_RTD: Tensor,
+    k_new_BHTD: Tensor,
+    v_new_BHTD: Tensor,
     memory: Tensor,
     open_address: Tensor,
     fill: Tensor,
@@ -110,7 +110,7 @@ def merge_rows(
 ) -> tuple[Tensor, Tensor]:
     """Store the new slots, attend to the open block, merge with the tasks of each row; 0 and -inf in empty lanes."""
     num_rows, num_queries, head_dim = q_RXD.shape
-    num_new, num_heads = k_new_RTD.shape[1], num_rows // len(fill)
+    _, num_heads, num_new, _ = k_new_BHTD.shape
     result, result_lse = torch.zeros_like(q_RXD), lse.new_full((num_rows, num_queries), -torch.inf)
     query_t = torch.arange(num_queries, device=q_RXD.device) % num_new
     ranges, dtype = task_range.tolist(), float_dtype(kv_dtype)
@@ -119,7 +119,7 @@ def merge_rows(
         if used < 0:
             continue
         k_SD, v_SD = (_open(memory, int(at), head, open_len, head_dim, dtype) for at in open_address[lane])
-        k_TD, v_TD = k_new_RTD[row].to(dtype), v_new_RTD[row].to(dtype)
+        k_TD, v_TD = k_new_BHTD[lane, head].to(dtype), v_new_BHTD[lane, head].to(dtype)
         room = open_len - used
         k_SD[used : used + num_new], v_SD[used : used + num_new] = k_TD[:room], v_TD[:room]
         k, v = torch.cat((k_SD[:used], k_TD)).float(), torch.cat((v_SD[:used], v_TD)).float()

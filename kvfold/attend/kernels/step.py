@@ -104,8 +104,8 @@ class Step:
             part_lse_NX,
             lanes.tables.rows_LBH[layer, :, : spec.num_kv_heads].flatten(0, 1),
             q_RXD,
-            self._rows(k_HND, spec.num_kv_heads),
-            self._rows(v_HND, spec.num_kv_heads),
+            self._by_lane(k_HND),
+            self._by_lane(v_HND),
             lanes.memory,
             lanes.open_LB2[layer],
             self.fill_B,
@@ -125,6 +125,11 @@ class Step:
         num_lanes, head_dim = self.lanes.num_lanes, x_AND.shape[-1]
         x = x_AND.view(num_heads, -1, num_lanes, self.num_tokens, head_dim)
         return x.permute(2, 0, 1, 3, 4).reshape(num_lanes * num_heads, -1, head_dim).contiguous()
+
+    def _by_lane(self, x_HND: Tensor) -> Tensor:
+        """[H, packed tokens, D] as [B, H, T, D], wherever they lie."""
+        num_heads, _, head_dim = x_HND.shape
+        return x_HND.view(num_heads, self.lanes.num_lanes, self.num_tokens, head_dim).transpose(0, 1)
 
 
 def _codec_name(codec: Codec, kv_dtype: torch.dtype) -> str:

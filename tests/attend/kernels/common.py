@@ -198,7 +198,7 @@ class OpenBlocks:
 
     k: Tensor  # [B, H, open_len, D], views of the arena
     v: Tensor
-    k_new: Tensor  # [R, T, D]
+    k_new: Tensor  # [B, H, T, D], rows apart
     v_new: Tensor
     arguments: tuple[Any, ...]  # of merge_rows, from k_new on
 
@@ -219,7 +219,8 @@ def open_blocks(
     memory.copy_(numbers.flatten().view(torch.uint8))
     k, v = memory.view(kv_dtype).view(shape)
     address = torch.tensor([[at + i * k[0].nbytes, at + (num_lanes + i) * k[0].nbytes] for i in range(num_lanes)])
-    k_new, v_new = torch.randn(2, num_rows, num_new, head_dim).to(DEVICE, kv_dtype)
+    new = torch.randn(num_new, num_lanes, 2, num_rows // num_lanes, head_dim).to(DEVICE, kv_dtype)
+    k_new, v_new = new.permute(2, 1, 3, 0, 4)
     fills = torch.tensor(fill, dtype=torch.int32, device=DEVICE)
     arguments = (k_new, v_new, stored.arena.memory, address.to(DEVICE), fills, open_len, dtype, stored.scale)
     return OpenBlocks(k, v, k_new, v_new, arguments)

@@ -82,8 +82,8 @@ def test_merged_rows_equal_attention_to_everything(num_new: int, fill: int) -> N
     found, found_lse = reference.merge_rows(out, lse, task_range, stored.q_RXD.float(), *block.arguments)
     for head, length in enumerate(LENS):
         open_k, open_v = block.k_before[0, head, :fill], block.v_before[0, head, :fill]
-        k_SD = torch.cat((stored.decoded("k", head), open_k.float(), block.k_new[head].float()))
-        v_SD = torch.cat((stored.decoded("v", head), open_v.float(), block.v_new[head].float()))
+        k_SD = torch.cat((stored.decoded("k", head), open_k.float(), block.k_new[0, head].float()))
+        v_SD = torch.cat((stored.decoded("v", head), open_v.float(), block.v_new[0, head].float()))
         slot, token = torch.arange(len(k_SD), device=DEVICE), torch.arange(num_new, device=DEVICE)
         mask_TS = slot <= length + fill + token.unsqueeze(-1)
         q_GTD = stored.q_RXD[head].float().unflatten(0, (2, num_new))
@@ -100,7 +100,7 @@ def test_new_slots_are_stored_behind_the_fill_and_empty_lanes_touch_nothing() ->
     nothing = torch.zeros(1, 2, 64, device=DEVICE), torch.zeros(1, 2, device=DEVICE)
     task_range = torch.zeros(4, 2, dtype=torch.int32, device=DEVICE)
     found, lse = reference.merge_rows(*nothing, task_range, stored.q_RXD, *block.arguments)
-    assert block.k[0, :, 3:5].eq(block.k_new[:2]).all() and block.v[0, :, 3:5].eq(block.v_new[:2]).all()
+    assert block.k[0, :, 3:5].eq(block.k_new[0]).all() and block.v[0, :, 3:5].eq(block.v_new[0]).all()
     assert block.k[0, :, :3].eq(block.k_before[0, :, :3]).all() and block.k[0, :, 5:].eq(block.k_before[0, :, 5:]).all()
     assert block.k[1].eq(block.k_before[1]).all() and block.v[1].eq(block.v_before[1]).all()
     assert found[2:].eq(0).all() and lse[2:].eq(-torch.inf).all() and lse[:2].isfinite().all()
