@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
@@ -15,6 +16,8 @@ from typing import TextIO
 from kvfold.errors import FileError
 
 TEMPORARY = ".tmp"
+_PATIENCE_S = 0.5  # somebody who only asks whether a folder is owned holds its lock for a moment
+_PAUSE_S = 0.02
 
 
 def own(folder: Path, private: Path) -> TextIO:
@@ -26,11 +29,24 @@ def own(folder: Path, private: Path) -> TextIO:
     except OSError as error:
         raise FileError(f"{folder} cannot be used as a store ({error}); choose another folder") from error
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(file)
     except OSError as error:
         file.close()
         raise FileError(f"{folder} is in use by another store; close that one, or choose another folder") from error
     return file
+
+
+def _lock(file: TextIO) -> None:
+    """For this process alone; OSError if another one does not let go of it soon."""
+    until = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise
+        time.sleep(_PAUSE_S)
 
 
 def is_owned(folder: Path) -> bool:

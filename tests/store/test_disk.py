@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import resource
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -67,6 +69,16 @@ def test_a_folder_has_one_owner(tmp_path: Path) -> None:
         DiskTier(tmp_path, LIMIT)
     tier.close()
     DiskTier(tmp_path, LIMIT).close()
+
+
+def test_whoever_only_asks_for_the_owner_refuses_nobody(tmp_path: Path) -> None:
+    """`kvfold cache stats` holds the lock while it asks; whoever is to own the folder outlasts that."""
+    DiskTier(tmp_path, LIMIT).close()
+    asking = (tmp_path / "lock").open()
+    fcntl.flock(asking, fcntl.LOCK_SH)
+    threading.Timer(0.05, asking.close).start()
+    DiskTier(tmp_path, LIMIT).close()
+    assert asking.closed
 
 
 def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
