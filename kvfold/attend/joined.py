@@ -1,10 +1,10 @@
 """A stored prefix in one piece with what is read behind it, so that a hit rounds as the cold run did.
 
-Attention in parts is exact but for rounding, and rounding depends on where the parts end. A cold run attends to all
-earlier chunks at once; a run that continues at a chunk's border over slots that are stored as they were computed does
-the same when these stand in front of the new ones.
+Attention in parts is exact but for rounding, and rounding depends on where the parts end: at the borders of what was
+stored together. A run that stops and goes on over slots that are stored as they were computed attends to all of them at
+once, wherever they came from, when they stand in front of the new ones.
 
-    H KV heads   S stored slots   T new tokens   D head dim
+    H KV heads   S stored slots   T new tokens   N flat slots of a run   D head dim
 """
 
 from __future__ import annotations
@@ -12,26 +12,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvfold.pages.read import StoredSlots, stored_slots
+from kvfold.codec.base import Side
+from kvfold.pages.read import decode_run
 from kvfold.pages.sequence import SequenceCache
 
 
-def prefix_of(sequence: SequenceCache, layer: int, dtype: torch.dtype, chunk_len: int | None) -> StoredSlots | None:
-    """The stored slots of a layer, if joining them makes a difference; chunks begin at multiples of `chunk_len`."""
+def can_join(sequence: SequenceCache, layer: int) -> bool:
+    """Whether the layer holds every token of the sequence as it was computed, and in its place."""
     length = sequence.sealed_len
-    if not length or chunk_len is None or length % chunk_len or sequence.policy.position.shifts:
-        return None
+    if not length or sequence.policy.position.shifts:
+        return False
     pages = sequence.tail.layers[layer].page_class
     is_exact = sequence.spec.layers[layer].compressible and pages.k.lossless and pages.v.lossless
-    if not is_exact or pages.has_bias or set(sequence.stored_lens(layer)) != {length}:
-        return None
-    return stored_slots(sequence, layer, dtype)
+    return is_exact and not pages.has_bias and set(sequence.stored_lens(layer)) == {length}
 
 
-def room_behind(stored_HSD: list[Tensor], num_tokens: int) -> Tensor:
+def room_behind(sequence: SequenceCache, layer: int, side: Side, num_tokens: int, dtype: torch.dtype) -> Tensor:
     """[H, S + T, D], of which the stored slots are written."""
-    shape = (len(stored_HSD), len(stored_HSD[0]) + num_tokens, stored_HSD[0].shape[1])
-    joined = torch.empty(shape, dtype=stored_HSD[0].dtype, device=stored_HSD[0].device)
-    for row_SD, mine_SD in zip(joined, stored_HSD, strict=True):
-        row_SD[: len(mine_SD)] = mine_SD
-    return joined
+    spec = sequence.spec.layers[layer]
+    shape = (spec.num_kv_heads, sequence.sealed_len + num_tokens, spec.head_dim)
+    joined_HSD = torch.empty(shape, dtype=dtype, device=sequence.arena.device)
+    done = [0] * spec.num_kv_heads
+    for pages in sequence.layer_parts(layer):
+        for run in pages.runs():
+            x_ND = decode_run(pages, run, side, sequence.spec.kv_dtype)  # a view: these are the model's own bytes
+            for head, start, length in zip(run.heads, run.starts, run.lens, strict=True):
+                joined_HSD[head, done[head] : done[head] + length] = x_ND[start : start + length]
+                done[head] += length
+    return joined_HSD

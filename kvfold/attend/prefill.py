@@ -16,19 +16,21 @@ import torch
 from torch import Tensor
 
 from kvfold.attend.decode import seal
-from kvfold.attend.joined import prefix_of, room_behind
+from kvfold.attend.joined import can_join, room_behind
 from kvfold.attend.left_behind import LeftBehind
 from kvfold.attend.partial import Merge, attend, compute_dtype
 from kvfold.attend.reach import warn_if_passing
 from kvfold.attend.stored import add_stored
 from kvfold.attend.track import Tracked, new_mass, stored_mass, track_queries
+from kvfold.codec.base import Side
 from kvfold.pages.compress import Compression, check_decode_size, finish_all
 from kvfold.pages.held import Held
-from kvfold.pages.read import StoredSlots
 from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.sidecar import LayerSidecar
 from kvfold.pages.view import NewSlots
 from kvfold.score.base import Replay
+
+_SIDES: tuple[Side, Side] = ("k", "v")
 
 
 @dataclass
@@ -50,9 +52,10 @@ class LayerBuffer:
         return cls(k, torch.empty_like(k[..., : v_HTD.shape[2]]))
 
     @classmethod
-    def behind(cls, stored: StoredSlots, num_tokens: int) -> LayerBuffer:
+    def behind(cls, sequence: SequenceCache, layer: int, num_tokens: int, dtype: torch.dtype) -> LayerBuffer:
         """Room for so many tokens behind stored ones."""
-        return cls(room_behind(stored.k, num_tokens), room_behind(stored.v, num_tokens), stored.lens[0])
+        k_HSD, v_HSD = (room_behind(sequence, layer, side, num_tokens, dtype) for side in _SIDES)
+        return cls(k_HSD, v_HSD, sequence.sealed_len)
 
     @property
     def k_HTD(self) -> Tensor:
@@ -73,7 +76,7 @@ class PrefillPass:
     at the end of the call this pass belongs to; without, everything new is kept.
 
     `followers` are empty sequences of other policies that read what an (empty) first sequence reads: attention is
-    computed once, compression once for each. `chunk_len`: positions at whose multiples chunks begin, if they do.
+    computed once, compression once for each.
     """
 
     def __init__(
@@ -84,10 +87,8 @@ class PrefillPass:
         *,
         compress: bool = True,
         followers: Sequence[SequenceCache] = (),
-        chunk_len: int | None = None,
     ) -> None:
         self.sequences = list(sequences)
-        self._chunk_len = chunk_len
         self.num_tokens = list(num_tokens)
         seen = seen_lens or [s.committed_len + n for s, n in zip(sequences, num_tokens, strict=True)]
         for sequence, length, new in zip(sequences, seen, num_tokens, strict=True):
@@ -148,11 +149,10 @@ class PrefillPass:
     def _buffer(self, index: int, layer: int, k_HTD: Tensor, v_HTD: Tensor, dtype: torch.dtype) -> LayerBuffer:
         found, num_tokens = self._buffers[index], self.left.num_running[index]
         if found is None:
-            stored = prefix_of(self.sequences[index], layer, dtype, self._chunk_len)
-            if stored is None:
-                found = LayerBuffer.empty(num_tokens, k_HTD, v_HTD, dtype)
+            if can_join(self.sequences[index], layer):
+                found = LayerBuffer.behind(self.sequences[index], layer, num_tokens, dtype)
             else:
-                found = LayerBuffer.behind(stored, num_tokens)
+                found = LayerBuffer.empty(num_tokens, k_HTD, v_HTD, dtype)
             self._buffers[index] = found
         return found
 

@@ -41,7 +41,7 @@ def prefill_reusing(
     progress: Progress | None = None,
 ) -> Read:
     """`markers` are the lengths whose prefixes other prompts may share; where chunks are stored every whole chunk up to
-    the last marker (without markers: of the prompt) is. Raises what a prefill raises, with nothing held."""
+    the last marker (without markers: of the prompt) is, too. Raises what a prefill raises, with nothing held."""
     hit = prefixes.lookup(tokens, markers=markers, at=at)
     sequence, saved = hit.sequence, hit.matched_tokens
     stops = [stop for stop in prefixes.stops(len(tokens), markers) if stop > hit.matched_tokens]

@@ -263,9 +263,7 @@ class Runner:
         """One layer-major pass, and a second reading where a policy asks for it; if they do not come to their end, the
         sequences are as they were."""
         lens = [len(ids) for ids in tokens]
-        current = PrefillPass(
-            sequences, lens, seen_lens, compress=compress, followers=followers, chunk_len=self.chunk_len
-        )
+        current = PrefillPass(sequences, lens, seen_lens, compress=compress, followers=followers)
         undo = Undo([*sequences, *followers])
         try:
             out = self.read(current, tokens, progress, hidden=hidden)

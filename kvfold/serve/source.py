@@ -1,7 +1,7 @@
 """Where a request's sequence begins: with the longest prefix that was cached, if there is one and its tensors are.
 
-Works in the scheduler's thread. What the contract counts as read ends at a marker; tensors may be stored in whole
-chunks, and then the tokens behind the last one are computed again.
+Works in the scheduler's thread. What the contract counts as read ends at a marker; where tensors are stored in chunks,
+the part behind the last whole one may be lost alone, and is then computed and stored again.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ _TEXT = re.compile(r"([0-9a-f]{32})-([0-9a-f]{1,8})-([0-9a-f]{1,8})-([0-9a-f]{64
 
 
 class Key(NamedTuple):
-    """Slots of the tokens start … end of one prefix: of a chunk, or of all from 0 on in a snapshot."""
+    """Slots of the tokens start … end of one prefix: of a chunk, of a part of one that ends at a marker, or of all from
+    0 on in a snapshot."""
 
     scope: str
     start: int
@@ -94,10 +95,14 @@ def digest_text(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def chunk_keys(scope: str, tokens: Sequence[int], chunk_len: int) -> list[Key]:
-    """A key for every whole chunk, in order."""
-    digests = enumerate(_links(scope, tokens, chunk_len))
-    return [Key(scope, i * chunk_len, (i + 1) * chunk_len, digest.hex()) for i, digest in digests]
+def chunk_keys(scope: str, tokens: Sequence[int], chunk_len: int, *, with_rest: bool = False) -> list[Key]:
+    """A key for every whole chunk, in order; `with_rest`, one also for the tokens behind them."""
+    digests = [_root(scope), *_links(scope, tokens, chunk_len)]
+    found = [Key(scope, i * chunk_len, (i + 1) * chunk_len, digest.hex()) for i, digest in enumerate(digests[1:])]
+    whole = len(found) * chunk_len
+    if with_rest and whole < len(tokens):
+        found.append(Key(scope, whole, len(tokens), _next(digests[-1], tokens[whole:]).hex()))
+    return found
 
 
 def snapshot_keys(scope: str, tokens: Sequence[int], lens: Iterable[int], chunk_len: int) -> list[Key]:

@@ -1,12 +1,14 @@
 """Which entries a bounded tier holds, and which go when room is needed: plain bookkeeping, no I/O, no locks.
 
 Expired entries go first, then those that save the least prefill time per byte, then those that were used longest ago;
-of one prompt's chunks, used at the same time, the last goes first: without its parents a chunk cannot be reached.
+of one prompt's chunks, used at the same time, the last goes first: without its parents a chunk cannot be reached. Worth
+is compared in powers of two: a short entry, of which more is header, does not give way to a long one nobody uses.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -42,8 +44,8 @@ class Record:
 
     @property
     def worth(self) -> float:
-        """Seconds saved per byte."""
-        return self.saved_s / max(1, self.num_bytes)
+        """Seconds saved per byte, as the nearest power of two."""
+        return float(round(math.log2(self.saved_s / max(1, self.num_bytes)))) if self.saved_s > 0 else -math.inf
 
 
 _Mark = tuple[float, float, int, str, int]

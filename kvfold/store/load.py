@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 
+from kvfold.pages.layer import LayerPages
 from kvfold.pages.sequence import SequenceCache
 from kvfold.store.cascade import Copy
 from kvfold.store.entry import EntryReader, Fault, Fields
@@ -64,10 +66,18 @@ class Loader:
                     if name != str(index):
                         raise Fault("corrupt", f'its block {index} is called "{name}"')
                 packed.append(fields)
-            yield self._unpack(copies, packed, likes_of(pages, copies[0].key.num_tokens))
+            yield self._unpack_all(copies, packed, pages)
+
+    def _unpack_all(self, copies: Sequence[Copy], packed: Sequence[Fields], pages: LayerPages) -> list[Fields]:
+        """Of one layer, chunks that are equally long at once: all but a last one that ends at a marker."""
+        found: list[Fields] = []
+        for num_tokens, group in groupby(copies, lambda copy: copy.key.num_tokens):
+            mine, begin = list(group), len(found)
+            found += self._unpack(mine, packed[begin : begin + len(mine)], likes_of(pages, num_tokens))
+        return found
 
     def _unpack(self, copies: Sequence[Copy], packed: Sequence[Fields], likes: Likes) -> list[Fields]:
-        """Of one layer, all chunks at once, which are equally long; each on its own to find the one that is bad."""
+        """All at once; each on its own to find the one that is bad."""
         try:
             return self._form.unpack(packed, likes)
         except Fault:

@@ -60,23 +60,23 @@ class Prefixes:
 
     @property
     def has_chunks(self) -> bool:
-        """Whether any whole chunk can be reused, not only what was saved at exactly some length."""
+        """Whether any whole chunk can be reused, not only what was saved at exactly some marker."""
         return self.binding.kind == "chunks"
 
     @property
     def is_bitwise(self) -> bool:
-        """Whether a run over a hit rounds exactly as one without: hits then end where the run's chunks do."""
+        """Whether a run over a hit rounds exactly as one without: hits then end where the run's chunks do, or at a
+        marker, where the run stops too."""
         ends_agree = self.binding.chunk_len % self.binding.prefill_len == 0
         return self.has_chunks and self._form.is_exact and ends_agree
 
     def stops(self, num_tokens: int, markers: Sequence[int] | None = None) -> list[int]:
         """Lengths at which a prompt of so many tokens is to be saved, ascending: at least one token is left to run."""
         last = max(num_tokens - 1, 0)
-        if self.has_chunks:
-            bound = last if markers is None else min(last, max(markers, default=0))
-            whole = bound // self.binding.chunk_len * self.binding.chunk_len
-            return [whole] if whole else []
-        return sorted({marker for marker in markers or () if 0 < marker <= last})
+        found = {marker for marker in markers or () if 0 < marker <= last}
+        if self.has_chunks and (markers is None or max(markers, default=0) > last):
+            found.add(last // self.binding.chunk_len * self.binding.chunk_len)
+        return sorted(found - {0})
 
     # Looking up
 
@@ -84,7 +84,8 @@ class Prefixes:
         """The longest stored prefix, for a request that started `at` (now).
 
         `markers` are lengths at which snapshots may lie (default: all that this process knows of); where chunks are
-        stored, reuse ends at the last one. OutOfPages only if there is no memory for an empty sequence.
+        stored, reuse ends at the last one, or without markers with the last whole chunk. OutOfPages only if there is no
+        memory for an empty sequence.
         """
         at = self._store.clock() if at is None else at
         keys = self._candidates(tokens, markers)
@@ -117,8 +118,8 @@ class Prefixes:
         """Keys of what may be stored, shortest first."""
         scope, chunk_len = self.binding.scope, self.binding.chunk_len
         if self.has_chunks:
-            (end,) = self.stops(len(tokens), markers) or [0]
-            return chunk_keys(scope, tokens[:end], chunk_len)
+            end = max(self.stops(len(tokens), markers), default=0)
+            return chunk_keys(scope, tokens[:end], chunk_len, with_rest=True)
         lens = self.stops(len(tokens), self._store.snapshots(scope) if markers is None else markers)
         keys = snapshot_keys(scope, tokens, lens, chunk_len)
         return [key for key in keys if markers is not None or key in self._store.known]
@@ -169,14 +170,15 @@ class Prefixes:
         """Keep what the sequence has read of `tokens`, up to `upto` of them, for a request that started `at` (now).
 
         Returns how many tokens can be found again from now on. Where chunks are stored, whole ones that are sealed
-        are; a snapshot is kept at the sequence's own length only. `prefill_s`, the time these tokens took, tells what
-        they are worth; without it that is estimated from the model's size.
+        are, and the tokens behind the last one if `upto` names their end; a snapshot is kept at the sequence's own
+        length only. `prefill_s`, the time these tokens took, tells what they are worth; without it that is estimated
+        from the model's size.
         """
         ttl_s, at = _ttl_s(ttl), self._store.clock() if at is None else at
         end = min(len(tokens) if upto is None else upto, len(tokens))
         if self.has_chunks:
             end = min(end, sequence.sealed_len)
-            keys = chunk_keys(self.binding.scope, tokens[:end], self.binding.chunk_len)
+            keys = chunk_keys(self.binding.scope, tokens[:end], self.binding.chunk_len, with_rest=end == upto)
         else:
             _check_length(end, sequence)
             keys = snapshot_keys(self.binding.scope, tokens, [end] if end else [], self.binding.chunk_len)

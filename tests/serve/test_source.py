@@ -41,3 +41,27 @@ def test_an_entry_can_be_read_once_the_reply_that_writes_it_begins(model: Model)
         last = third.begin()
         assert (third.bill, third.miss, last.num_read) == (Bill(48, 0, 0, 12), None, 48)
         last.sequence.release()
+
+
+def test_a_part_that_is_lost_alone_is_computed_and_stored_again(model: Model) -> None:
+    """The request reads its marker all the same: whole chunks are there."""
+    runner = Runner(model.hf, model.spec, model.arena, chunk_len=16)
+    tokens, place = tiny.prompt(60), Place(53, bytes(32), "messages")
+    plan, host = Plan([place], [place], [Mark(place, 300.0)]), HostTier(1 << 20, clock=now)
+    with PrefixStore([host], chunk_len=16, clock=now) as store:
+        prefixes = store.prefixes(model, "full", prefill_len=16)
+        shelf, found = Shelf(prefixes, Marks(store, prefixes.binding)), list[tuple[int, int]]()
+        for _ in range(3):
+            source = CachedSource(shelf, tokens, plan, 0.0, now)
+            begun = source.begin()
+            found.append((begun.num_read, source.bill.num_read))
+            if begun.num_read < 53:
+                runner.prefill([begun.sequence], [tokens[begun.num_read : 53]])
+                source.reached(begun.sequence, 53)
+            source.began()
+            begun.sequence.release()
+            assert store.flush()
+            if len(found) == 1:
+                (part,) = filter(lambda key: (key.start, key.end) == (48, 53), host.keys())
+                host.delete(part)
+        assert found == [(0, 0), (48, 53), (53, 53)]

@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -53,12 +54,13 @@ def make_runner(model: Model) -> Runner:
     return Runner(model.hf, model.spec, model.arena, chunk_len=CHUNK)
 
 
-def cold_logits(model: Model, tokens: Sequence[int]) -> Tensor:
-    """Of a run that knows no store."""
+def cold_logits(model: Model, tokens: Sequence[int], stops: Sequence[int] = ()) -> Tensor:
+    """Of a run that knows no store, and stops where one with markers does."""
     runner = make_runner(model)
     sequence = runner.new_sequence(Policy.parse("full"), PAGES)
     try:
-        return runner.prefill([sequence], [tokens])[0]
+        parts = [tokens[begin:end] for begin, end in pairwise((0, *stops, len(tokens)))]
+        return [runner.prefill([sequence], [part]) for part in parts][-1][0]
     finally:
         sequence.release()
 

@@ -18,7 +18,7 @@ from tests.engine.runs import Shared
 from tests.store.common import CHUNK, cold_logits, entry_files, make_key, make_prefixes, make_runner, overwrite
 from tests.tiny import prompt, ready
 
-TOKENS = prompt(4 * CHUNK + 3)
+TOKENS, END = prompt(4 * CHUNK + 3), 4 * CHUNK + 2
 SNAPSHOT, MARKER = prompt(150, seed=3), 100
 POLICY = "knorm + 2x + int8"
 
@@ -30,10 +30,10 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def written(model: Model, folder: Path) -> Path:
-    """Four chunks of a prompt on the disk."""
+    """Four chunks of a prompt on the disk, and the part behind them up to a marker."""
     with open_store(folder) as store:
-        prefill_reusing(make_runner(model), make_prefixes(store, model), TOKENS).sequence.release()
-    assert len(entry_files(folder)) == 4
+        prefill_reusing(make_runner(model), make_prefixes(store, model), TOKENS, markers=[END]).sequence.release()
+    assert len(entry_files(folder)) == 5
     return folder
 
 
@@ -48,7 +48,7 @@ def file_of(folder: Path, start: int) -> Path:
 
 def run(model: Model, folder: Path) -> tuple[int, Tensor, dict[str, int]]:
     with open_store(folder) as store:
-        found = prefill_reusing(make_runner(model), make_prefixes(store, model), TOKENS)
+        found = prefill_reusing(make_runner(model), make_prefixes(store, model), TOKENS, markers=[END])
         found.sequence.release()
         return found.matched_tokens, found.logits_V, store.counters()
 
@@ -65,37 +65,40 @@ def positions_by_kind(data: bytes, generator: random.Random) -> Iterator[int]:
         yield from (generator.randrange(begin, end) for _ in range(3))
 
 
-def test_flipped_bytes_of_every_kind_are_a_miss(model: Model, written: Path) -> None:
+@pytest.mark.parametrize("start", [2 * CHUNK, 4 * CHUNK])
+def test_flipped_bytes_of_every_kind_are_a_miss(model: Model, written: Path, start: int) -> None:
     """Chunks before the bad one are used; the bad one is set aside and written again."""
-    generator, cold = random.Random(0), cold_logits(model, TOKENS)
-    good = file_of(written, 2 * CHUNK).read_bytes()
+    generator, cold = random.Random(0), cold_logits(model, TOKENS, [END])
+    good = file_of(written, start).read_bytes()
     for position in positions_by_kind(good, generator):
-        overwrite(file_of(written, 2 * CHUNK), flipped(good, position, generator))
+        overwrite(file_of(written, start), flipped(good, position, generator))
         matched, logits, counters = run(model, written)
-        assert matched == 2 * CHUNK and torch.equal(logits, cold), position
+        assert matched == start and torch.equal(logits, cold), position
         assert sum(count for name, count in counters.items() if name.startswith("quarantined.disk")) == 1
-        assert file_of(written, 2 * CHUNK).read_bytes() == good
+        assert file_of(written, start).read_bytes() == good
     assert len(list((written / "quarantine").glob("*.kvp"))) == 1
 
 
 @pytest.mark.parametrize("length", [0, 1, 27, 28, 300, -1])
-def test_truncated_files_are_a_miss(model: Model, written: Path, length: int) -> None:
-    path = file_of(written, CHUNK)
+@pytest.mark.parametrize("start", [CHUNK, 4 * CHUNK])
+def test_truncated_files_are_a_miss(model: Model, written: Path, length: int, start: int) -> None:
+    path = file_of(written, start)
     overwrite(path, path.read_bytes()[:length])
     matched, logits, counters = run(model, written)
-    assert matched == CHUNK and torch.equal(logits, cold_logits(model, TOKENS))
+    assert matched == start and torch.equal(logits, cold_logits(model, TOKENS, [END]))
     assert counters.get("quarantined.disk.truncated", 0) + counters.get("quarantined.disk.foreign", 0) == 1
     (note,) = (written / "quarantine").glob("*.txt")
     assert "a stored prefix is" in note.read_text()
 
 
-def test_swapped_entries_are_a_miss(model: Model, written: Path) -> None:
-    first, second = file_of(written, CHUNK), file_of(written, 2 * CHUNK)
+@pytest.mark.parametrize("start", [2 * CHUNK, 4 * CHUNK])
+def test_swapped_entries_are_a_miss(model: Model, written: Path, start: int) -> None:
+    first, second = file_of(written, CHUNK), file_of(written, start)
     a, b = first.read_bytes(), second.read_bytes()
     overwrite(first, b)
     overwrite(second, a)
     matched, logits, counters = run(model, written)
-    assert matched == CHUNK and torch.equal(logits, cold_logits(model, TOKENS))
+    assert matched == CHUNK and torch.equal(logits, cold_logits(model, TOKENS, [END]))
     assert counters["quarantined.disk.swapped"] == 1
 
 
@@ -103,24 +106,25 @@ def test_files_of_another_model_under_this_ones_names_are_a_miss(model: Model, w
     """Somebody copied the folder of another model over this one's."""
     other, theirs = ready("llama", seed=5), tmp_path / "theirs"
     with open_store(theirs) as store:
-        prefill_reusing(make_runner(other), make_prefixes(store, other), TOKENS).sequence.release()
-    for start in range(0, 4 * CHUNK, CHUNK):
+        prefill_reusing(make_runner(other), make_prefixes(store, other), TOKENS, markers=[END]).sequence.release()
+    for start in range(0, END, CHUNK):
         overwrite(file_of(written, start), file_of(theirs, start).read_bytes())
     matched, logits, counters = run(model, written)
-    assert matched == 0 and torch.equal(logits, cold_logits(model, TOKENS))
+    assert matched == 0 and torch.equal(logits, cold_logits(model, TOKENS, [END]))
     assert counters["quarantined.disk.swapped"] == 1
 
 
-def test_a_bad_copy_is_replaced_by_a_good_one_of_a_slower_tier(model: Model, folder: Path, written: Path) -> None:
-    path = file_of(written, CHUNK)
+@pytest.mark.parametrize("start", [CHUNK, 4 * CHUNK])
+def test_a_bad_copy_is_replaced_by_one_of_a_slower_tier(model: Model, folder: Path, written: Path, start: int) -> None:
+    path = file_of(written, start)
     good = path.read_bytes()
     host = HostTier(1 << 24)
     with PrefixStore([host, DiskTier(folder, 1 << 24)], chunk_len=CHUNK) as store:
         prefixes = make_prefixes(store, model)
         for copied in range(2):
-            hit = prefixes.lookup(TOKENS)
+            hit = prefixes.lookup(TOKENS, markers=[END])
             hit.sequence.release()
-            assert hit.matched_tokens == 4 * CHUNK
+            assert hit.matched_tokens == END
             assert store.flush()
             if not copied:
                 _spoil(host, good)

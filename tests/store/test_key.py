@@ -27,6 +27,9 @@ def test_prompts_share_keys_exactly_as_far_as_they_agree(a: list[int], b: list[i
     same = [x == y for x, y in zip(left, right, strict=False)]
     assert same == [(i + 1) * chunk_len <= agree for i in range(len(same))]
     assert [key.end for key in left] == list(range(chunk_len, len(a) + 1, chunk_len))
+    whole = [chunk_keys(SCOPE, tokens, chunk_len, with_rest=True) for tokens in (a, b)]
+    assert whole[0][: len(left)] == left and sum(key.num_tokens for key in whole[0]) == len(a)
+    assert (whole[0] == whole[1]) == (a == b) and (not a or not b or (whole[0][-1] == whole[1][-1]) == (a == b))
 
 
 @given(big_ids, st.integers(1, 5))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import log2
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -25,7 +26,8 @@ class Plain:
     used_at: float
 
     def rank(self, key: Key) -> tuple[float, float, int, str]:
-        return self.saved_s / self.num_bytes, self.used_at, -key.end, key.text
+        worth = round(log2(self.saved_s / self.num_bytes)) if self.saved_s else -1000
+        return worth, self.used_at, -key.end, key.text
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -104,6 +106,14 @@ def test_heaps_do_not_grow_with_use() -> None:
         ledger.touch(key, float(at))
     assert len(ledger._by_worth) + len(ledger._by_expiry) < 300
     assert ledger.expired(10_000.0) == [key]
+
+
+def test_a_short_entry_in_use_stays_before_a_long_one_nobody_uses() -> None:
+    """Seconds per byte differ a little: every entry has a header."""
+    ledger, short, long = Ledger(200), make_key(0), make_key(1)
+    ledger.add(long, 101, Lease(0.0, 9.0, 100.0))
+    ledger.add(short, 11, Lease(1.0, 9.0, 10.0))
+    assert ledger.least() == long
 
 
 def test_of_one_prompt_the_last_chunk_goes_first() -> None:

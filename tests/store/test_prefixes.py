@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from kvfold.engine.reuse import Read, prefill_reusing
+from kvfold.engine.runner import Runner
 from kvfold.errors import InputError, ModelError, PolicyError
 from kvfold.models.loader import Model, wrap
 from kvfold.store import DeviceTier, DiskTier, Event, HostTier, Prefixes, PrefixStore
@@ -71,6 +72,53 @@ def test_hit_and_miss_are_bitwise_one_run(shared: Shared, store: PrefixStore, fa
     assert generated(model, first) == generated(model, second)
 
 
+@pytest.mark.parametrize("prefill_len", [CHUNK, 3 * CHUNK])
+@pytest.mark.parametrize("with_device", [False, True])
+def test_a_hit_at_a_marker_is_bitwise_a_run_that_stops_there(model: Model, prefill_len: int, with_device: bool) -> None:
+    """Up to the marker, which ends no chunk; however long the chunks of the run are."""
+    markers, device = [CHUNK + 3, 4 * CHUNK + 5], DeviceTier(1 << 24) if with_device else None
+    runner = Runner(model.hf, model.spec, model.arena, chunk_len=prefill_len)
+    with PrefixStore([HostTier(1 << 24)], device=device, chunk_len=CHUNK) as store:
+        prefixes = store.prefixes(model, prefill_len=prefill_len)
+        found = []
+        for _ in range(2):
+            found.append(prefill_reusing(runner, prefixes, TOKENS, markers=markers))
+            assert store.flush()
+        first, second = found
+        assert (first.matched_tokens, first.saved_tokens) == (0, markers[1])
+        assert (second.matched_tokens, second.tier) == (markers[1], "device" if with_device else "host")
+        assert torch.equal(first.logits_V, second.logits_V)
+        assert generated(model, first) == generated(model, second)
+        for marker, expected in ((markers[0], markers[0]), (3 * CHUNK, 3 * CHUNK), (4 * CHUNK + 4, 4 * CHUNK)):
+            hit = prefixes.lookup(TOKENS, markers=[marker])
+            hit.sequence.release()
+            assert hit.matched_tokens == expected
+        other = [*TOKENS[: markers[1] - 1], TOKENS[markers[1] - 1] + 1, *TOKENS[markers[1] :]]
+        hit = prefixes.lookup(other, markers=markers)
+        hit.sequence.release()
+        assert hit.matched_tokens == 4 * CHUNK
+
+
+def test_markers_that_move_on_stay_within_the_limit(model: Model) -> None:
+    """A conversation: every turn is found at the end of the one before, and old ends give way."""
+    host = HostTier(1 << 18)
+    with PrefixStore([host], chunk_len=CHUNK) as store:
+        prefixes, before = make_prefixes(store, model), 0
+        for marker in range(5, len(LONG), 5):
+            found = read(prefixes, model, LONG[: marker + 2], [before, marker])
+            found.sequence.release()
+            assert found.matched_tokens in (before, before // CHUNK * CHUNK) and store.flush()
+            assert matched_at(prefixes, marker) == marker and host.num_bytes <= 1 << 18
+            before = marker
+        assert store.counters()["evicted.host.space"] > 0
+
+
+def matched_at(prefixes: Prefixes, marker: int) -> int:
+    hit = prefixes.lookup(LONG, markers=[marker])
+    hit.sequence.release()
+    return hit.matched_tokens
+
+
 @pytest.mark.parametrize("num_same", [CHUNK - 1, CHUNK, 3 * CHUNK + 5, 5 * CHUNK])
 @pytest.mark.parametrize("with_device", [False, True])
 def test_any_whole_chunk_that_agrees_is_reused(model: Model, num_same: int, with_device: bool) -> None:
@@ -92,7 +140,7 @@ def test_markers_bound_the_reuse_of_chunks(model: Model, store: PrefixStore) -> 
     prefixes = make_prefixes(store, model)
     found = read(prefixes, model, markers=[3 * CHUNK + 2])
     found.sequence.release()
-    assert found.saved_tokens == 3 * CHUNK and store.flush()
+    assert found.saved_tokens == 3 * CHUNK + 2 and store.flush()
     for markers, expected in ((None, 3 * CHUNK), ([2 * CHUNK], 2 * CHUNK), ([], 0), ([5, 7], 0)):
         hit = prefixes.lookup(TOKENS, markers=markers)
         hit.sequence.release()
@@ -109,8 +157,7 @@ def test_a_snapshot_is_the_sequence_that_was_saved(shared: Shared, family: str, 
         first = read(prefixes, model, LONG, [MARKER])
         store.flush()
         second = read(prefixes, model, LONG, [MARKER])
-        expected = 8 * CHUNK if prefixes.has_chunks else MARKER
-        assert second.matched_tokens == second.saved_tokens == expected
+        assert second.matched_tokens == second.saved_tokens == MARKER
         assert second.tier == ("device" if with_device else "host")
         assert positions(first.sequence) == positions(second.sequence)
         torch.testing.assert_close(first.logits_V, second.logits_V, atol=1e-4, rtol=1e-4)

@@ -19,7 +19,7 @@ from kvfold.store.form import FORMS, Form, Like
 from tests.store.common import CHUNK, cold_logits, entry_files, make_prefixes, make_runner
 from tests.tiny import prompt
 
-TOKENS = prompt(4 * CHUNK + 3)
+TOKENS, MARKER = prompt(4 * CHUNK + 3), 4 * CHUNK + 2
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 forms = pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
 
@@ -120,7 +120,7 @@ def test_other_tensors_are_a_fault(form: Form) -> None:
 
 
 def read(store: PrefixStore, model: Model) -> tuple[int, Tensor]:
-    found = prefill_reusing(make_runner(model), make_prefixes(store, model), TOKENS)
+    found = prefill_reusing(make_runner(model), make_prefixes(store, model), TOKENS, markers=[MARKER])
     found.sequence.release()
     assert store.flush()
     return found.matched_tokens, found.logits_V
@@ -128,10 +128,10 @@ def read(store: PrefixStore, model: Model) -> tuple[int, Tensor]:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_hit_is_the_same_run_or_near_it(model: Model, tmp_path: Path, form: str) -> None:
-    for matched in (0, 4 * CHUNK):
+    for matched in (0, MARKER):
         with PrefixStore([DiskTier(tmp_path, 1 << 24)], chunk_len=CHUNK, form=form) as store:
             found, logits_V = read(store, model)
-            exact_V = cold_logits(model, TOKENS)
+            exact_V = cold_logits(model, TOKENS, [MARKER])
             is_bitwise = make_prefixes(store, model).is_bitwise
         assert found == matched and is_bitwise == FORMS[form].is_exact
         if is_bitwise or not matched:
@@ -147,11 +147,11 @@ def test_nobody_is_served_a_form_that_was_not_asked_for(model: Model) -> None:
     for form in (*FORMS, *FORMS):
         with PrefixStore([host], chunk_len=CHUNK, form=form) as store:
             found.setdefault(form, []).append(read(store, model)[0])
-    assert found == {form: [0, 4 * CHUNK] for form in FORMS}
+    assert found == {form: [0, MARKER] for form in FORMS}
 
 
 def test_a_bad_stream_is_set_aside(model: Model, tmp_path: Path) -> None:
-    """Its digest is right, so the decoder finds it; of four chunks it is the one that goes."""
+    """Its digest is right, so the decoder finds it; of five entries it is the one that goes."""
 
     def open_store() -> PrefixStore:
         quarantine = Quarantine(tmp_path / "quarantine")
@@ -168,7 +168,7 @@ def test_a_bad_stream_is_set_aside(model: Model, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch, open_store() as store:
         patch.setattr(FORMS["cachegen"], "pack", spoilt)
         read(store, model)
-    assert len(calls) == 4 * model.spec.num_layers and len(entry_files(tmp_path)) == 4
+    assert len(calls) == 5 * model.spec.num_layers and len(entry_files(tmp_path)) == 5
     bad = 5 // model.spec.num_layers
     with open_store() as store:
         assert read(store, model)[0] == bad * CHUNK
