@@ -16,18 +16,21 @@ import json
 import statistics
 import sys
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs where kvfold is not installed
 
 from benchmarks.rows import facts
-from kvfold.bench.needle import Needles, Prompt
+from kvfold.bench.prompts import Prompter
+from kvfold.bench.workloads import Sample, Setting, find
 from kvfold.engine.runner import Runner
 from kvfold.models.check import check_policy
 from kvfold.models.loader import Model, load
 from kvfold.policy.policy import Policy
 
+TASKS = ("niah_single_2", "niah_multikey_1", "niah_multivalue")  # of RULER; they take turns
 BUDGETS = ("uniform", "ada", "global", "lava", "xkv", "dynamickv", "adaptive")
 
 
@@ -45,28 +48,30 @@ def main() -> None:
     policies = [Policy.parse(text) for text in ("full", *sized)]
     for policy in policies:
         check_policy(policy, model.spec)
-    needles = Needles(model.tokenizer, options.tokens, options.seed)
+    setting = Setting(options.tokens, options.seed, Prompter(model.tokenizer).count_tokens)
+    samples = islice(find("ruler").samples(setting, options.samples, TASKS), options.samples)
     found: list[list[Found]] = []
     with suppress(KeyboardInterrupt):
-        for index in range(options.samples):
-            found.append(ask(model, policies, needles.prompt(index)))
-            print(f"prompt {index + 1}/{options.samples}", file=sys.stderr, flush=True)
+        for number, sample in enumerate(samples, 1):
+            found.append(ask(model, policies, sample))
+            print(f"prompt {number}/{options.samples}", file=sys.stderr, flush=True)
     if found:
         tell(["full", *sized], found, options)
 
 
-def ask(model: Model, policies: list[Policy], prompt: Prompt) -> list[Found]:
+def ask(model: Model, policies: list[Policy], sample: Sample) -> list[Found]:
     """One prefill for all policies, then question and answer for each."""
     runner = Runner(model.hf, model.spec, model.arena)
     sequences = [runner.new_sequence(policy) for policy in policies]
-    answer = model.tokenizer(", ".join(prompt.expected), add_special_tokens=False)["input_ids"]
+    prompt = Prompter(model.tokenizer).prompt(sample)
+    answer = model.tokenizer(", ".join(sample.answers), add_special_tokens=False)["input_ids"]
     asked = [*prompt.question_ids, *answer]
     found = []
     try:
-        runner.prefill_many(sequences, prompt.document_ids)
+        runner.prefill_many(sequences, prompt.context_ids)
         for sequence in sequences:
             lens = [length for i in model.spec.compressible_layers for length in sequence.stored_lens(i)]
-            kept = statistics.mean(lens) / len(prompt.document_ids)
+            kept = statistics.mean(lens) / len(prompt.context_ids)
             logprobs = runner.logprobs(sequence, asked, compress=False)[-len(answer) :]
             found.append(Found(float(logprobs.mean()), kept))
         return found

@@ -4,7 +4,7 @@
     python benchmarks/recall_long.py --docs            rewrite docs/recall.md from benchmarks/results/recall.jsonl
 
 One number is hidden in filler text, anywhere in it; the text is read in chunks of 512 under a bound of a few hundred
-slots, and then asked for the number (the task `single` of kvfold/bench/needle.py, the question unknown). `streaming`
+slots, and then asked for the number (task needles_1 of workload needle, the question unknown). `streaming`
 gets as many bytes as `streaming + recall` holds on the device with its summaries and its staging area. `--full` adds
 the full cache. A row for each policy is appended to the file of results; the last line of output is the rows as JSON.
 """
@@ -23,8 +23,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs where kvfold is not installed
 
 from kvfold.bench.facts import commit, device_name
-from kvfold.bench.needle import TASKS, Needles, Prompt
 from kvfold.bench.page import written
+from kvfold.bench.prompts import Prompter
+from kvfold.bench.workloads import Sample, Setting, find
 from kvfold.errors import KvfoldError
 from kvfold.models.loader import Model, load
 from kvfold.session import Session
@@ -75,31 +76,32 @@ def parse_options() -> argparse.Namespace:
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     model = load(options.model, device=options.device, memory=options.memory)
-    needles = Needles(model.tokenizer, options.length, options.seed)
+    setting = Setting(options.length, options.seed, Prompter(model.tokenizer).count_tokens)
     recalling = f"streaming + {options.slots}tok + {options.positions} + {options.recall}"
     found: dict[str, list[dict[str, float]]] = defaultdict(list)
-    for index in range(options.samples):
-        prompt = needles.prompt(index * len(TASKS))  # tasks take turns, `single` first
-        recalled = answer(model, recalling, prompt)
+    for sample in find("needle").samples(setting, options.samples, ["needles_1"]):
+        recalled = answer(model, recalling, sample)
         found[recalling].append(recalled)
         same = f"streaming + {int(recalled['device_bytes'])}B + {options.positions}"
-        found[f"streaming + {options.positions}, in these bytes"].append(answer(model, same, prompt))
+        found[f"streaming + {options.positions}, in these bytes"].append(answer(model, same, sample))
         if options.full:
-            found["full"].append(answer(model, "full", prompt))
-        print(index + 1, {name: sum(each["hit"] for each in rows) for name, rows in found.items()}, file=sys.stderr)
+            found["full"].append(answer(model, "full", sample))
+        hits = {name: sum(each["hit"] for each in rows) for name, rows in found.items()}
+        print(sample.index + 1, hits, file=sys.stderr)
     return [row(options, model, name, rows) for name, rows in found.items()]
 
 
-def answer(model: Model, policy: str, prompt: Prompt) -> dict[str, float]:
+def answer(model: Model, policy: str, sample: Sample) -> dict[str, float]:
     """Read the document, and what a branch replies to the question."""
+    prompt = Prompter(model.tokenizer).prompt(sample)
     began = time.perf_counter()
     with Session(model, policy, template=None) as session:
-        session.extend(prompt.document_ids)
+        session.extend(prompt.context_ids)
         read_s, stats = time.perf_counter() - began, session.stats()
         session.extend(prompt.question_ids, compress=False)
-        reply = session.generate(max_new_tokens=prompt.max_new_tokens)
+        reply = session.generate(max_new_tokens=sample.max_new_tokens)
     return {
-        "hit": float(prompt.expected[0] in reply.text),
+        "hit": float(sample.answers[0] in reply.text),
         "device_bytes": stats.resident_bytes,
         "host_bytes": stats.host_bytes,
         "read_s": read_s,

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import platform
-import subprocess
 import time
 from pathlib import Path
 
 import torch
 import transformers
+
+from kvfold.bench.facts import commit
 
 _ROOT = Path(__file__).resolve().parents[1]
 RESULTS = _ROOT / "benchmarks" / "results"
@@ -29,18 +30,6 @@ def facts(**more: object) -> dict[str, object]:
         **({"run": os.environ["KVFOLD_RUN"]} if "KVFOLD_RUN" in os.environ else {}),
         **more,
     }
-
-
-def commit() -> str:
-    """The short commit of the working tree, with + if it was changed. KVFOLD_COMMIT names it in a copy without git."""
-    if "KVFOLD_COMMIT" in os.environ:
-        return os.environ["KVFOLD_COMMIT"]
-    try:
-        head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=_ROOT, capture_output=True, text=True)
-        dirty = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=_ROOT, capture_output=True, text=True)
-    except OSError:
-        return "unknown"
-    return head.stdout.strip() + ("+" if dirty.stdout.strip() else "") if head.returncode == 0 else "unknown"
 
 
 def append_row(name: str, row: dict[str, object]) -> None:

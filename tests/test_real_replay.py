@@ -1,17 +1,19 @@
-"""A real model: what the repetition of a text keeps at an eighth of the slots, nobody knowing the question."""
+"""A real model: what the repetition of a text keeps in a quarter of the slots, nobody knowing the question."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvfold.bench.needle import Needles
-from kvfold.bench.rows import Facts
-from kvfold.bench.sweep import Job, Sweep
+from kvfold.bench.answers import answer
+from kvfold.bench.lanes import Job
+from kvfold.bench.prompts import Prompter
+from kvfold.bench.workloads import Setting, find
+from kvfold.engine.runner import Runner
 from kvfold.models.loader import Model
 from tests.test_real_models import load
 
 pytestmark = pytest.mark.model
-FACTS = Facts("smollm2-135m", 800, 0, "own prose", "float32", "cpu", "", "", "")
+LENGTH = 400
 
 
 @pytest.fixture(scope="module")
@@ -22,8 +24,11 @@ def smollm2() -> Model:
 def test_a_needle_is_kept_without_the_question(smollm2: Model) -> None:
     """Scores of the repetition with a budget over all heads keep a number of seven digits; the same scores, shared
     evenly by heads, and those of the end of the prompt lose it."""
-    keep, lose = ("kvzip + global", "kvzip_plus + global"), ("kvzip", "snapkv", "snapkv + global")
-    jobs = [Job(policy, "8x", "unknown") for policy in (*keep, *lose)]
-    needles = Needles(smollm2.tokenizer, 800)
-    rows = Sweep(smollm2, FACTS, jobs).run(needles.prompt(0), jobs)
-    assert {row.policy for row in rows if row.score == 1.0} == set(keep)
+    keep, lose = ("kvzip + global", "kvzip_plus + global"), ("kvzip", "snapkv + global")
+    needle, prompter = find("needle"), Prompter(smollm2.tokenizer)
+    sample = needle.sample(Setting(LENGTH, 0, prompter.count_tokens), "needles_1", 3)
+    prompt = prompter.prompt(sample)
+    jobs = {Job(prompt, "unknown", f"{policy} + 4x", sample.max_new_tokens): policy for policy in (*keep, *lose)}
+    found = answer(Runner(smollm2.hf, smollm2.spec, smollm2.arena), list(jobs))
+    replies = {jobs[job]: smollm2.tokenizer.decode(outcome.token_ids) for job, outcome in found.items()}
+    assert {policy for policy, reply in replies.items() if needle.score(sample, reply)} == set(keep)

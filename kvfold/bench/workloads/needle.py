@@ -1,8 +1,7 @@
 """Needles in a haystack over depth and length: one, three, ten or a hundred numbers of one key, all asked for.
 
 Several needles part the document into as many equal stretches; each lies at the same depth of its stretch, so needles
-are even over one document, and over the samples every depth is tried. Needles, wording and score are those of
-`kvfold.bench.needle`, which measures the fixed tasks of `benchmarks/needle.py`.
+are even over one document, and over the samples every depth is tried. Needles and wording are RULER's.
 """
 
 from __future__ import annotations
@@ -13,10 +12,11 @@ from itertools import islice
 from random import Random
 from typing import ClassVar
 
-from kvfold.bench.needle import Needle, hide, score
 from kvfold.bench.workloads.base import Sample, Setting, Workload
 from kvfold.bench.workloads.fill import Text, even_depth, fit
 from kvfold.bench.workloads.magic import Magic
+from kvfold.bench.workloads.matching import match_all
+from kvfold.bench.workloads.plant import Planted, scatter
 from kvfold.bench.workloads.registry import workload
 from kvfold.bench.workloads.words import numbers, pairs
 
@@ -36,27 +36,23 @@ class NeedleGrid(Workload):
     tasks: ClassVar[tuple[str, ...]] = tuple(_COUNTS)
 
     def build(self, setting: Setting, task: str, index: int, random: Random) -> Sample:
-        needles = _draw(_COUNTS[task], even_depth(index), random)
-        values, text = tuple(needle.value for needle in needles), Text(setting.haystack(random))
-        magic = Magic("numbers", (needles[0].key,), len(values))
+        depth, count = even_depth(index), _COUNTS[task]
+        key, values = next(pairs(random)), tuple(islice(numbers(random), count))
+        magic, text = Magic("numbers", (key,), count), Text(setting.haystack(random))
+        needles = [
+            Planted((stretch + depth) / count, magic.sentence(key, value)) for stretch, value in enumerate(values)
+        ]
         max_new_tokens = 8 + setting.count_tokens(_longest(values))
-        facts = {"depth": even_depth(index), "needles": len(values)}
+        facts = {"depth": depth, "needles": count}
 
         def make(num_words: int) -> Sample:
-            context = magic.instruction + " ".join(hide(needles, text.take(num_words)))
+            context = magic.instruction + " ".join(scatter(needles, text.take(num_words)))
             return Sample(task, index, context, magic.question, values, max_new_tokens, magic.begun, facts)
 
         return fit(setting, make)
 
     def score(self, sample: Sample, reply: str) -> float:
-        return score(reply, sample.answers)
-
-
-def _draw(count: int, depth: float, random: Random) -> list[Needle]:
-    """Needles of one key; `depth` is that of each within its stretch."""
-    key = next(pairs(random))
-    values = islice(numbers(random), count)
-    return [Needle(key, value, (stretch + depth) / count) for stretch, value in enumerate(values)]
+        return match_all(sample.answers, reply)
 
 
 def _longest(values: Sequence[str]) -> str:
