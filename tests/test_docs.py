@@ -38,13 +38,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if _blocks(page, "python")], ids=lambda page: page.name)
-def test_the_python_of_a_page_runs(page: Path, folder: Path, tmp_path: Path) -> None:
-    """All blocks of a page are one program, run in a process of its own: what it registers stays there."""
-    program = tmp_path / "page.py"
-    program.write_text("\n".join(_blocks(page, "python")).replace("smollm2-135m", str(folder)), encoding="utf-8")
+def test_the_python_of_pages_runs(folder: Path, tmp_path: Path) -> None:
+    """All blocks of a page are one program. One process runs them all, and keeps what they register."""
+    programs = []
+    for page in PAGES:
+        if blocks := _blocks(page, "python"):
+            programs.append(tmp_path / f"{page.stem}.py")
+            programs[-1].write_text("\n".join(blocks).replace("smollm2-135m", str(folder)), encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, program], cwd=ROOT, env=environment, capture_output=True, text=True)
+    run_all = "import runpy, sys; [runpy.run_path(path, run_name='__main__') for path in sys.argv[1:]]"
+    command = [sys.executable, "-c", run_all, *map(str, programs)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

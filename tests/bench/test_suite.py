@@ -75,12 +75,6 @@ def test_fidelity_and_diagnostics_are_those_of_the_first_sample(done: Path) -> N
     assert all(0 < share < 0.9 for row in looked for share in row.share_kept)
 
 
-def test_a_second_run_has_the_same_rows(done: Path, model: Model, tmp_path: Path) -> None:
-    bench(model, tmp_path / "again").run()
-    assert rows(tmp_path / "again") == rows(done)
-    assert (tmp_path / "again" / suite.SIZES).read_text() == (done / suite.SIZES).read_text()
-
-
 class _Stopped(Bench):
     """Stops like Ctrl-C when the third batch begins."""
 
@@ -111,7 +105,7 @@ def test_a_run_goes_on_where_it_stopped(
     assert len(ran) == len(first.batches) - 1 and rows(folder) == rows(done)
 
 
-def test_shards_make_up_the_run(done: Path, model: Model, tmp_path: Path) -> None:
+def test_shards_make_up_the_run_row_by_row(done: Path, model: Model, tmp_path: Path) -> None:
     from kvfold.bench.shard import Shard
 
     found: list[Row] = []
