@@ -1,4 +1,4 @@
-"""Tiny models, built once for the whole run; every test must leave their arenas empty. A Redis server for who asks."""
+"""Models, built or read once for the whole run; every test must leave their arenas empty. Redis for who asks."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ if not torch.cuda.is_available():  # kernels run in triton's interpreter; it is 
     os.environ["TRITON_INTERPRET"] = "1"
 
 from kvfold.models.loader import Model
+from tests.real import load
 from tests.store.servers import RedisServer
 from tests.tiny import ready
 
@@ -42,6 +43,12 @@ def shared() -> Iterator[Callable[[str], Model]]:
 def model(shared: Callable[[str], Model]) -> Model:
     """The tiny Llama."""
     return shared("llama")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Model:
+    """A real one, in fp32: read once for all tests of a process."""
+    return load("smollm2-135m", dtype="float32", device="cpu", memory="1GB")
 
 
 @pytest.fixture

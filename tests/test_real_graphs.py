@@ -22,7 +22,7 @@ from kvfold.bench.haystack import prose
 from kvfold.engine.runner import Runner
 from kvfold.pages.sequence import SequenceCache
 from kvfold.policy import Policy
-from tests.test_real_models import load
+from tests.real import load
 
 pytestmark = [
     pytest.mark.model,
@@ -30,7 +30,16 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="captured steps need a GPU"),
 ]
 NUM_TOKENS = 256
-POLICIES = ("full", "snapkv + ada + 4x", "int4", "keydiff + 4x + int8", "streaming + 512tok")
+POLICIES = (
+    "full",
+    "snapkv + ada + 4x",
+    "int4",
+    "keydiff + 4x + int8",
+    "streaming + 512tok",
+    "streaming + 512tok + slot",
+    "h2o + 512tok",
+    "tova + 512tok",
+)
 EXACT = ("full", "snapkv + ada + 4x")  # in fp32; codes of others turn rounding into whole steps of a grid
 COMPILED = {"float32": ("full",), "bfloat16": ("full", "int4")}  # a compilation takes up to half a minute
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 import kvfold
-from tests.test_real_models import load
 
 pytestmark = pytest.mark.model
 
@@ -14,11 +13,6 @@ TEXT = (
     "and the southern one to nobody. Every morning at six the ferry leaves for the islands with mail, milk and guests. "
 )
 OPENING = TEXT[: TEXT.index(" belongs")]
-
-
-@pytest.fixture(scope="module")
-def smollm2() -> kvfold.Model:
-    return load("smollm2-135m", dtype="float32", device="cpu")
 
 
 def write(model: kvfold.Model, policy: str, speculate: bool) -> kvfold.Reply:

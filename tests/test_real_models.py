@@ -1,33 +1,19 @@
-"""Real pretrained models: the identities and the bytes that everything else rests on.
-
-The model is pulled once and kept under KVFOLD_HOME. Without a network these tests skip, except in CI.
-"""
+"""Real pretrained models: the identities and the bytes that everything else rests on."""
 
 from __future__ import annotations
 
-import os
 from itertools import islice
 from random import Random
-from typing import Any
 
 import pytest
 import torch
 
 import kvfold
 from kvfold.bench.haystack import prose
-from kvfold.errors import ModelError
 from kvfold.policy import Policy
+from tests.real import load
 
 pytestmark = pytest.mark.model
-
-
-def load(name: str, **options: Any) -> kvfold.Model:
-    try:
-        return kvfold.load(name, progress=False, **options)
-    except ModelError as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(str(error))
 
 
 def greedy(model: kvfold.Model, ids: list[int], num_tokens: int) -> list[int]:
@@ -42,11 +28,6 @@ def greedy(model: kvfold.Model, ids: list[int], num_tokens: int) -> list[int]:
         model.hf.set_attn_implementation("kvfold")
     found: list[int] = out[0, len(ids) :].tolist()
     return found
-
-
-@pytest.fixture(scope="module")
-def smollm2() -> kvfold.Model:
-    return load("smollm2-135m", dtype="float32", device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -81,18 +62,18 @@ def test_full_is_the_unmodified_model_on_a_chat_prompt_of_a_larger_model(text: s
     assert reply.token_ids == expected
 
 
-def test_bytes_after_a_prompt_of_4000_tokens(text: str) -> None:
+def test_bytes_after_a_prompt_of_2000_tokens(text: str) -> None:
     model = load("smollm2-135m", device="cpu")  # auto: the cache is bf16
-    ids = model.tokenizer(text)["input_ids"][:4000]
-    assert len(ids) == 4000
+    ids = model.tokenizer(text)["input_ids"][:2000]
+    assert len(ids) == 2000
     policies = ("snapkv + ada + 8x", "snapkv + ada + 8x + int4")
     sessions = [kvfold.Session(model, policy) for policy in policies]
     sessions[0].runner.prefill_many([session.cache for session in sessions], ids)
     plain, quantised = (session.stats() for session in sessions)
-    assert plain.full_bytes == 4000 * 23_040
+    assert plain.full_bytes == 2000 * 23_040
     assert plain.resident_bytes <= 0.135 * plain.full_bytes
     assert quantised.resident_bytes <= 0.052 * plain.full_bytes
-    assert plain.mean_slots == 4000 / 8 - 32  # the open block is inside the target
+    assert plain.mean_slots == 2000 / 8 - 32  # the open block is inside the target
     assert any(len(set(layer)) > 1 for layer in plain.slots)  # heads really differ in length
     for session in sessions:
         session.close()

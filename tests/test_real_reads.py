@@ -6,7 +6,6 @@ import pytest
 
 import kvfold
 from kvfold.models.loader import Model
-from tests.test_real_models import load
 
 pytestmark = pytest.mark.model
 
@@ -25,11 +24,6 @@ ASKED = {
     "What is the pass key of the boat? The pass key of the boat is": "48213",
     "What is the pass key of the oven? The pass key of the oven is": "90657",
 }
-
-
-@pytest.fixture(scope="module")
-def smollm2() -> Model:
-    return load("smollm2-135m", dtype="float32", device="cpu")
 
 
 def answers(model: Model, policy: str) -> list[str]:

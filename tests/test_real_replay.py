@@ -10,15 +10,9 @@ from kvfold.bench.prompts import Prompter
 from kvfold.bench.workloads import Setting, find
 from kvfold.engine.runner import Runner
 from kvfold.models.loader import Model
-from tests.test_real_models import load
 
 pytestmark = pytest.mark.model
 LENGTH = 400
-
-
-@pytest.fixture(scope="module")
-def smollm2() -> Model:
-    return load("smollm2-135m", dtype="float32", device="cpu")
 
 
 def test_a_needle_is_kept_without_the_question(smollm2: Model) -> None:

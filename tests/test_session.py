@@ -31,20 +31,22 @@ def snapshot(session: Session) -> tuple[Any, ...]:
 # Asking and forking
 
 
-@pytest.mark.parametrize("policy", ["full", "snapkv(window=8) + 2x + int4", "h2o + 60tok", "tova + 60tok"])
-@pytest.mark.parametrize("template", ["auto", None])
+@pytest.mark.parametrize(
+    ("policy", "template"),
+    [("full", None), *((p, "auto") for p in ("full", "snapkv(window=8) + 2x + int4", "h2o + 60tok", "tova + 60tok"))],
+)
 def test_ask_leaves_the_session_unchanged(model: Model, policy: str, template: Any) -> None:
     options: dict[str, Any] = {"template": template, "page_size": 4, "open_len": 8}
     with Session(model, policy, **options) as session, Session(model, policy, **options) as untouched:
         for one in (session, untouched):
             one.extend(TEXT * 2)
         before = snapshot(session)
-        first = session.ask("What?", max_new_tokens=30)
-        assert session.ask("What?", max_new_tokens=30).token_ids == first.token_ids
+        first = session.ask("What?", max_new_tokens=12)
+        assert session.ask("What?", max_new_tokens=12).token_ids == first.token_ids
         after = snapshot(session)
         assert after[1:] == before[1:] and after[0].slots == before[0].slots
         assert after[0].resident_bytes == before[0].resident_bytes
-        assert session.generate(max_new_tokens=40).token_ids == untouched.generate(max_new_tokens=40).token_ids
+        assert session.generate(max_new_tokens=12).token_ids == untouched.generate(max_new_tokens=12).token_ids
         assert kept(session.cache) == kept(untouched.cache)
 
 
@@ -170,7 +172,7 @@ def test_a_stream_that_is_never_read_generates_nothing(model: Model) -> None:
 
 
 @pytest.mark.parametrize("policy", ["full", "snapkv(window=8) + 60tok", "h2o + 60tok", "expected + 60tok"])
-@pytest.mark.parametrize("after", [1, 70, 129])
+@pytest.mark.parametrize("after", [1, 129])
 def test_interrupted_extend_leaves_the_session_unchanged(model: Model, policy: str, after: int) -> None:
     done = 0
 
@@ -187,7 +189,7 @@ def test_interrupted_extend_leaves_the_session_unchanged(model: Model, policy: s
             session.extend(prompt(130, seed=2), pin=True, progress=stop)
         assert session.token_ids == untouched.token_ids and session.cache.pinned == []
         for one in (session, untouched):
-            one.extend(prompt(130, seed=3)).generate(max_new_tokens=30)
+            one.extend(prompt(130, seed=3)).generate(max_new_tokens=10)
         assert session.token_ids == untouched.token_ids and kept(session.cache) == kept(untouched.cache)
 
 

@@ -13,7 +13,7 @@ from kvfold.bench.record import ROWS, read_run
 from tests.bench.runs import rows
 from tests.cli.conftest import Call, Start
 
-CHOICES = ("--workloads", "passkey,kv", "--lengths", "700", "--samples", "3", "--modes", "known", "--device", "cpu")
+CHOICES = ("--workloads", "passkey,kv", "--lengths", "700", "--samples", "2", "--modes", "known", "--device", "cpu")
 POLICIES = ("--policies", "keydiff, int4", "--memory", "100%,75%", "--fidelity", "1", "--diagnostics", "0")
 
 
@@ -33,7 +33,7 @@ def test_table_report_and_going_on_after_a_kill(folder: Path, tmp_path: Path, ca
     assert "passkey:passkey, 700 tokens, question known" in done.out and "keydiff" in done.out
     assert "<html" in (tmp_path / "whole" / "report.html").read_text(encoding="utf-8")
     whole = rows(tmp_path / "whole")
-    assert len(whole) == 2 * 3 * (1 + 1 + 2)
+    assert len(whole) == 2 * 2 * (1 + 1 + 2)
 
     killed = start(*_arguments(folder, tmp_path / "killed"))
     _wait_for_rows(killed, tmp_path / "killed" / ROWS)

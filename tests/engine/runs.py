@@ -15,7 +15,7 @@ from kvfold.policy.registry import terms
 from kvfold.session import Session
 from tests.tiny import build, greedy, prompt
 
-NUM_NEW = 24
+NUM_NEW = 16
 Shared = Callable[[str], Model]
 
 

@@ -47,7 +47,7 @@ def run(model: Model, policy: str, capacity: int) -> tuple[list[int], int]:
     set_arena(model.hf, Arena(capacity, superblock_bytes=SUPERBLOCK))
     with Session(model, policy, template=None, page_size=4, open_len=8) as session:
         session.extend(prompt(150)).extend(prompt(40, seed=2))
-        return session.generate(max_new_tokens=60).token_ids, model.arena.peak_bytes
+        return session.generate(max_new_tokens=28).token_ids, model.arena.peak_bytes
 
 
 @pytest.mark.parametrize("policy", POLICIES)

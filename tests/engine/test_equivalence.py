@@ -37,8 +37,8 @@ def codecs() -> list[str]:
 @pytest.mark.parametrize("score", scorers())
 def test_layer_major_is_one_shot(model: Model, score: str) -> None:
     policy = f"{score} + 3x"
-    whole = prefill_and_generate(model, [policy], [prompt(LENGTH)])
-    assert prefill_and_generate(model, [policy], [prompt(LENGTH)], chunk_len=17) == whole
+    whole = prefill_and_generate(model, [policy], [prompt(LENGTH)], num_new=4)
+    assert prefill_and_generate(model, [policy], [prompt(LENGTH)], chunk_len=33, num_new=4) == whole
     positions = whole[0][1]
     assert 0 < len(positions[0][0]) < LENGTH
 
@@ -47,8 +47,8 @@ def test_layer_major_is_one_shot(model: Model, score: str) -> None:
 def test_layer_major_is_one_shot_for_every_budget(shared: Shared, budget: str) -> None:
     policies, prompts = [f"snapkv(window=8) + {budget} + 3x"], [prompt(LENGTH)]
     for model in (shared("llama"), shared("gemma3")):
-        whole = prefill_and_generate(model, policies, prompts)
-        assert prefill_and_generate(model, policies, prompts, chunk_len=40) == whole
+        whole = prefill_and_generate(model, policies, prompts, num_new=4)
+        assert prefill_and_generate(model, policies, prompts, chunk_len=40, num_new=4) == whole
 
 
 def test_ragged_batch_of_policies_is_single_runs(model: Model) -> None:
@@ -63,10 +63,10 @@ def test_decode_triggers_fire_alike_in_batch_and_alone(model: Model) -> None:
     policies = ["h2o + 60tok", "prefill(knorm + 2x) + decode(tova + 60tok)", "streaming + 60tok + slot", "full"]
     prompts = [prompt(100 + i, seed=i) for i in range(4)]
     alone = [
-        prefill_and_generate(model, [policy], [ids], num_new=60)[0]
+        prefill_and_generate(model, [policy], [ids], num_new=24)[0]
         for policy, ids in zip(policies, prompts, strict=True)
     ]
-    assert prefill_and_generate(model, policies, prompts, num_new=60) == alone
+    assert prefill_and_generate(model, policies, prompts, num_new=24) == alone
 
 
 def test_prefill_many_is_single_prefills(model: Model) -> None:
@@ -117,7 +117,7 @@ def test_prefill_many_followers_decode_apart(model: Model) -> None:
     try:
         logits = runner.prefill_many(together, ids)
         single = torch.cat([runner.prefill([sequence], [ids]) for sequence in alone])
-        assert _continue(model, runner, together, logits, 60) == _continue(model, runner, alone, single, 60)
+        assert _continue(model, runner, together, logits, 24) == _continue(model, runner, alone, single, 24)
         assert [kept(sequence) for sequence in together] == [kept(sequence) for sequence in alone]
         assert [_num_queries(sequence) for sequence in together] == [_num_queries(sequence) for sequence in alone]
     finally:

@@ -19,8 +19,9 @@ def assert_all_stored(model: Model, stored_lens: list[list[int]]) -> None:
         assert all(length >= least for length in lens)
 
 
-@pytest.mark.parametrize("chunk_len", [1, 7, 32, 512])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "chunk_len"), [*((f, 7) for f in FAMILIES), *((f, n) for f in MIXED for n in (1, 32, 512))]
+)
 def test_any_chunk_length(shared: Shared, family: str, chunk_len: int) -> None:
     model = shared(family)
     with full_session(model, chunk_len=chunk_len) as session:
@@ -30,7 +31,7 @@ def test_any_chunk_length(shared: Shared, family: str, chunk_len: int) -> None:
 
 
 @pytest.mark.parametrize(("page_size", "open_len"), [(1, 1), (4, 3), (16, 5), (64, 40)])
-@pytest.mark.parametrize("family", MIXED)
+@pytest.mark.parametrize("family", ["gemma3", "gpt_neox"])
 def test_any_page_and_block(shared: Shared, family: str, page_size: int, open_len: int) -> None:
     with full_session(shared(family), page_size=page_size, open_len=open_len, chunk_len=20) as session:
         session.extend(prompt(LENGTH))
@@ -47,7 +48,7 @@ def test_pages_are_what_is_read(shared: Shared, family: str) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, WINDOW, 40, LENGTH - 1])
-@pytest.mark.parametrize("family", MIXED)
+@pytest.mark.parametrize("family", ["gemma3", "gpt_neox"])
 def test_two_extends_are_one(shared: Shared, family: str, cut: int) -> None:
     ids = prompt(LENGTH)
     with full_session(shared(family), open_len=4, chunk_len=16) as session:
@@ -59,7 +60,7 @@ def test_two_extends_are_one(shared: Shared, family: str, cut: int) -> None:
 def test_generating_in_parts(shared: Shared, family: str) -> None:
     with full_session(shared(family), open_len=4) as session:
         session.extend(prompt(LENGTH))
-        found = [token for count in (1, 5, 18) for token in session.generate(max_new_tokens=count).token_ids]
+        found = [token for count in (1, 5, 10) for token in session.generate(max_new_tokens=count).token_ids]
         assert found == reference(family, LENGTH)
 
 
@@ -72,10 +73,10 @@ def test_forks_at_every_stage(shared: Shared, family: str) -> None:
             other.extend(prompt(9, seed=7)).generate(max_new_tokens=7)
             session.extend(ids[30:])
         with session.fork() as second:
-            first_part = second.generate(max_new_tokens=10).token_ids
+            first_part = second.generate(max_new_tokens=6).token_ids
             with second.fork() as third:
-                assert first_part + third.generate(max_new_tokens=14).token_ids == reference(family, LENGTH)
-            assert first_part + second.generate(max_new_tokens=14).token_ids == reference(family, LENGTH)
+                assert first_part + third.generate(max_new_tokens=10).token_ids == reference(family, LENGTH)
+            assert first_part + second.generate(max_new_tokens=10).token_ids == reference(family, LENGTH)
         assert session.generate(max_new_tokens=NUM_NEW).token_ids == reference(family, LENGTH)
 
 

@@ -27,7 +27,7 @@ from kvfold.session import Reply, Session
 from tests.engine.runs import Shared, kept, make_runner, make_sequence
 from tests.tiny import VOCAB_SIZE, prompt
 
-LENGTH, NUM_NEW = 61, 40
+LENGTH, NUM_NEW = 61, 28
 POLICIES = (
     "full", "full + int4", "full + kivi4", "snapkv(window=4) + 4x + protect(recent=4)", "streaming + 64tok",
     "streaming + 64tok + slot", "h2o + 64tok", "h2o + ada + 64tok + int4", "tova + 64tok", "expected + 64tok",

@@ -16,7 +16,7 @@ from kvfold.models.attach import arena_of, attach, set_arena
 from kvfold.pages.arena import Arena
 from tests.tiny import FAMILIES, VOCAB_SIZE, build, prompt, tokenizer
 
-NUM_NEW = 20
+NUM_NEW = 12
 PAGES = {"page_size": 4, "open_len": 5}
 
 
