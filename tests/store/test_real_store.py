@@ -25,7 +25,7 @@ TEXT = (
 @pytest.mark.parametrize("policy", ["full", "keydiff + 2x + int8"])
 def test_every_tier_gives_the_same_tokens(smollm2: kvfold.Model, policy: str, tmp_path: Path) -> None:
     runner = Runner(smollm2.hf, smollm2.spec, smollm2.arena, chunk_len=CHUNK)
-    tokens = smollm2.tokenizer(TEXT * 2 + "The southern pier belongs to")["input_ids"]
+    tokens = smollm2.tokenizer(TEXT * 3 + "The southern pier belongs to")["input_ids"]
     marker, found = len(tokens) - 8, []
     for device, tiers in ((None, [None, "host"]), (DeviceTier(1 << 28), ["disk", "device"])):
         with PrefixStore([HostTier(1 << 28), DiskTier(tmp_path, 1 << 28)], device=device, chunk_len=CHUNK) as store:
