@@ -2,6 +2,7 @@
 
     python benchmarks/needle.py --model smollm2-135m --tokens 1000         run; go on where the file of rows ends
     python benchmarks/needle.py --model smollm2-135m --shard 0/4           every fourth prompt: one of four processes
+    python benchmarks/needle.py --model smollm2-135m --plan methods        other policies and sizes: bench/plans.py
     python benchmarks/needle.py --table ROWS.jsonl [ROWS.jsonl …]          the table of a run, or of all its shards
     python benchmarks/needle.py --condense ROWS.jsonl [ROWS.jsonl …]       keep a run under benchmarks/results/
     python benchmarks/needle.py --docs                                     rewrite docs/needle.md from what is kept
@@ -31,9 +32,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs where kvfol
 from benchmarks.rows import commit
 from kvfold.bench.haystack import Haystack, from_text, prose, read_text
 from kvfold.bench.needle import Needles
-from kvfold.bench.rows import MODES, OWN_PROSE, Cell, Facts, RowFile, read_cells, to_json
+from kvfold.bench.plans import PLANS, find_plan
+from kvfold.bench.rows import MODES, OWN_POLICIES, OWN_PROSE, Cell, Facts, RowFile, read_cells, to_json
 from kvfold.bench.shard import Shard
-from kvfold.bench.sweep import SIZES, Sweep, jobs, run_all
+from kvfold.bench.sweep import Sweep, jobs, run_all
 from kvfold.bench.table import Result, caption, heading, results, table, with_sections
 from kvfold.errors import KvfoldError
 from kvfold.models.loader import DTYPES, Model, load
@@ -71,12 +73,15 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda (default: auto)")
     parser.add_argument("--dtype", default="auto", choices=DTYPES, help="of weights and cache (default: auto)")
     parser.add_argument("--memory", metavar="BYTES", help="of the arena, e.g. 2GB (default: most of what is free)")
-    parser.add_argument("--tokens", type=int, default=1000, help="length of a prompt (default: 1000)")
-    parser.add_argument("--samples", type=int, default=100, help="prompts, taking turns over tasks (default: 100)")
+    parser.add_argument("--compile", action="store_true", help="compile decode steps on a GPU (default: capture them)")
+    parser.add_argument("--plan", default=OWN_POLICIES, help=f"{', '.join(PLANS)} (default: %(default)s); it says what")
+    parser.add_argument("--tokens", type=int, help="a prompt is long (scorers: 1000)")
+    parser.add_argument("--samples", type=int, help="how many prompts there are, taking turns over tasks (100)")
+    parser.add_argument("--policy", action="append", help="which policies, without sizes; repeat")
+    parser.add_argument("--also", action="append", default=[], metavar="POLICY", help="and one more; repeat")
+    parser.add_argument("--sizes", nargs="+", metavar="SIZE", help="at which sizes (2x 4x 8x)")
+    parser.add_argument("--modes", nargs="+", choices=MODES, help="with the question known or not (both)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--policy", action="append", help="a policy without its size; repeat (default: all scorers)")
-    parser.add_argument("--sizes", nargs="+", default=list(SIZES), metavar="SIZE", help="default: 2x 4x 8x")
-    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES, help="default: both")
     parser.add_argument("--shard", default="0/1", metavar="I/N", help="only prompts whose index modulo N is I")
     parser.add_argument(
         "--haystack", type=Path, metavar="FILE", help="text, or JSON of essays, to hide needles in (default: own prose)"
@@ -87,15 +92,25 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def fill_in(options: argparse.Namespace) -> None:
+    """What was not said, from the plan."""
+    plan = find_plan(options.plan)
+    for name in ("tokens", "samples", "sizes", "modes"):
+        if getattr(options, name) is None:
+            setattr(options, name, getattr(plan, name))
+    options.policy = [*(options.policy or plan.policies()), *options.also]
+
+
 def run(options: argparse.Namespace, began: float) -> int:
-    todo = jobs(options.policy, options.sizes, options.modes)
-    for job in todo:
-        job.parse()  # a bad expression is told before minutes of loading
+    fill_in(options)
+    todo = jobs(options.policy, options.sizes, options.modes)  # a bad expression is told before minutes of loading
     shard = Shard.parse(options.shard)
     haystack, haystack_name = read_haystack(options.haystack)
-    model = load(options.model, device=options.device, dtype=options.dtype, memory=options.memory)
+    model = load(
+        options.model, device=options.device, dtype=options.dtype, memory=options.memory, compile=options.compile
+    )
     facts = gather_facts(options, model, haystack_name)
-    path = options.out or default_path(facts.model, shard)
+    path = options.out or default_path(facts, shard)
     file = RowFile(path, facts)
     needles = Needles(model.tokenizer, options.tokens, options.seed, haystack)
     try:
@@ -109,10 +124,11 @@ def run(options: argparse.Namespace, began: float) -> int:
     return show(read_cells(path)) or code if file.done else code
 
 
-def default_path(model: str, shard: Shard) -> Path:
+def default_path(facts: Facts, shard: Shard) -> Path:
     """Processes that share a run must not share a file."""
+    plan = "" if facts.plan == OWN_POLICIES else f"_{facts.plan}"
     part = f".{shard.index}of{shard.num_shards}" if shard.num_shards > 1 else ""
-    return Path(f"needle_{model}.rows{part}.jsonl")
+    return Path(f"needle_{facts.model}{plan}.rows{part}.jsonl")
 
 
 def read_haystack(path: Path | None) -> tuple[Haystack, str]:
@@ -136,6 +152,7 @@ def gather_facts(options: argparse.Namespace, model: Model, haystack: str) -> Fa
         commit=options.commit or commit(),
         versions=f"torch {torch.__version__}, transformers {transformers.__version__}",
         date=datetime.now(UTC).strftime("%Y-%m-%d"),
+        plan=options.plan,
     )
 
 
@@ -152,7 +169,7 @@ def _rounded(value: object) -> object:
 
 
 def keep(rows: list[Path]) -> int:
-    """One file per model and haystack."""
+    """One file per model, haystack and plan."""
     cells = read_cells(*rows)
     path = RESULTS / f"needle_{heading(cells[0].facts).replace(', ', '_')}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -21,6 +21,7 @@ from kvfold.errors import InputError
 Mode = Literal["known", "unknown"]
 Key = tuple[int, str, str, str]  # prompt, policy, size, mode
 MODES: tuple[Mode, ...] = ("known", "unknown")
+OWN_POLICIES = "scorers"  # the plan of runs that name none
 OWN_PROSE = "own prose"  # the name of the haystack that the project brings along
 
 
@@ -37,10 +38,12 @@ class Facts:
     commit: str
     versions: str
     date: str
+    plan: str = OWN_POLICIES  # of what was compared; rows from before there were plans do not name theirs
 
     @property
     def workload(self) -> dict[str, str | int]:
-        return {"model": self.model, "tokens": self.tokens, "seed": self.seed, "haystack": self.haystack}
+        names = ("model", "tokens", "seed", "haystack", "plan")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,8 @@ def to_json(line: Row | Cell) -> str:
 
 
 def _from_json(kind: type[_Line], found: dict[str, Any]) -> _Line:
-    facts = Facts(**{field.name: found.pop(field.name) for field in fields(Facts)})
+    shared = {field.name: found.pop(field.name) for field in fields(Facts) if field.name != "plan"}
+    facts = Facts(**shared, plan=found.pop("plan", OWN_POLICIES))
     values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
     return kind(facts, **values)
 

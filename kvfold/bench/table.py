@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from kvfold.bench.page import written
-from kvfold.bench.rows import MODES, OWN_PROSE, Cell, Facts, Mode, read_cells
+from kvfold.bench.rows import MODES, OWN_POLICIES, OWN_PROSE, Cell, Facts, Mode, read_cells
 
 BEGIN = "<!-- needle: begin; written by `python benchmarks/needle.py --docs` -->"
 END = "<!-- needle: end -->"
@@ -76,11 +76,12 @@ def _result(policy: str, size: str, mode: Mode, cells: list[Cell]) -> Result:
 def table(cells: Sequence[Cell]) -> str:
     """Markdown: policies down, question known and unknown by size across, then the bytes at each size."""
     found = {(result.policy, result.size, result.mode): result for result in results(cells)}
+    modes = [mode for mode in MODES if any(mode == each for _, _, each in found)]
     sizes = list(dict.fromkeys(size for _, size, _ in found if size != NO_SIZE)) or [NO_SIZE]
-    headings = ["policy", *(f"{mode} {size}".strip() for mode in MODES for size in sizes), "bytes, % of full"]
+    headings = ["policy", *(f"{mode} {size}".strip() for mode in modes for size in sizes), "bytes, % of full"]
     lines = [_line(headings), _line(["---"] * len(headings))]
     for policy in dict.fromkeys(policy for policy, _, _ in found):
-        row = [[_place(found, policy, size, mode) for size in sizes] for mode in MODES]
+        row = [[_place(found, policy, size, mode) for size in sizes] for mode in modes]
         texts = [place.text if place else "-" for places in row for place in places]
         lines.append(_line([f"`{policy}`", *texts, _bytes(row, policy, found)]))
     return "\n".join(lines)
@@ -122,11 +123,12 @@ def section(path: Path) -> str:
 
 
 def heading(facts: Facts) -> str:
-    """The model; results in another haystack than the project's own stand on their own."""
-    if facts.haystack == OWN_PROSE:
-        return facts.model
-    file_name, _digest = facts.haystack.rsplit(" ", 1)
-    return f"{facts.model}, {Path(file_name).stem}"
+    """The model; results in another haystack than the project's own, or of another plan, stand on their own."""
+    parts = [facts.model]
+    if facts.haystack != OWN_PROSE:
+        file_name, _digest = facts.haystack.rsplit(" ", 1)
+        parts.append(Path(file_name).stem)
+    return ", ".join(parts if facts.plan == OWN_POLICIES else [*parts, facts.plan])
 
 
 def with_sections(page: str, paths: Sequence[Path]) -> str:

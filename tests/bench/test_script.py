@@ -79,17 +79,17 @@ def test_run_go_on_table_keep_page(
     assert "## tiny-llama" in (tmp_path / "needle.md").read_text()
 
 
-def test_shards_in_essays_make_one_table_beside_the_other(
+def test_shards_of_a_plan_in_essays_make_one_table_beside_the_others(
     main: Main, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sentences = " ".join(f"Sentence {word} is about {word}." for word in ("tea", "rain", "stone", "milk", "sand"))
     (tmp_path / "essays.json").write_text(json.dumps([{"text": sentences}] * 3))
     run = ("--model", str(folder), "--device", "cpu", "--tokens", "900", "--policy", "keydiff", "--sizes", "4x")
-    command = (*run, "--modes", "unknown", "--samples", "3", "--haystack", "essays.json", "--memory", "64MB")
+    command = (*run, "--plan", "few", "--samples", "3", "--haystack", "essays.json", "--memory", "64MB")
     shards = []
     for index, prompts in enumerate(([0, 2], [1])):
         assert main(*command, "--shard", f"{index}/2") == 0
-        shards.append(f"needle_tiny-llama.rows.{index}of2.jsonl")
+        shards.append(f"needle_tiny-llama_few.rows.{index}of2.jsonl")
         assert [row.prompt for row in read_rows(tmp_path / shards[-1])] == [i for i in prompts for _ in range(2)]
         assert main(*command, "--shard", f"{index}/2") == 0  # nothing is left to do
         assert len(read_rows(tmp_path / shards[-1])) == 2 * len(prompts)
@@ -98,7 +98,7 @@ def test_shards_in_essays_make_one_table_beside_the_other(
     assert main("--table", *shards) == 0
     assert capsys.readouterr().out.startswith("3 prompts of 900 tokens (seed 0, haystack essays.json ")
     assert main("--condense", *shards) == 0
-    assert read_cells(tmp_path / "results" / "needle_tiny-llama_essays.jsonl") == read_cells(
+    assert read_cells(tmp_path / "results" / "needle_tiny-llama_essays_few.jsonl") == read_cells(
         *(tmp_path / shard for shard in shards)
     )
 
@@ -126,6 +126,8 @@ def test_interrupt_ends_with_its_own_code(
         (("--model", "x", "--policy", "nonsense"), "nonsense"),
         (("--model", "x", "--haystack", "none.txt"), "none.txt cannot be read"),
         (("--model", "x", "--shard", "4/4"), "shard 4/4 does not exist"),
+        (("--model", "x", "--plan", "nonsense"), 'no plan "nonsense"'),
+        (("--model", "x", "--plan", "few", "--also", "nonsense"), "nonsense"),
     ),
 )
 def test_errors_are_one_line(

@@ -9,16 +9,18 @@ from pathlib import Path
 import pytest
 
 from kvfold.bench.needle import Needles, Prompt
+from kvfold.bench.record import TOO_SMALL
 from kvfold.bench.rows import MODES, Row, RowFile, read_rows
-from kvfold.bench.sweep import TOO_SMALL, Job, Sweep, jobs, run_all, scorers
+from kvfold.bench.sweep import Job, Sweep, jobs, run_all
 from kvfold.errors import PolicyError
 from kvfold.models.loader import Model
-from kvfold.policy.registry import terms
+from kvfold.policy.policy import Policy
 from tests.bench.examples import FACTS
 from tests.tiny import build, greedy, ready
 
 POLICIES = ("snapkv", "keydiff + ada + int4", "h2o")
 NUM_TOKENS = 900
+FULL_ONLY = jobs([], [])
 
 
 @pytest.fixture(scope="module")
@@ -39,18 +41,16 @@ def _short(prompt: Prompt) -> Prompt:
     return replace(prompt, max_new_tokens=6)
 
 
-def test_every_scorer_of_the_registry_that_needs_no_training_takes_part() -> None:
-    assert {*scorers(), "full", "learned"} == {term.name for term in terms("score")}
-    found = {job.policy for job in jobs()}
-    assert found >= {*scorers(), "full", "snapkv + ada", "keydiff + ada", "expected + ada"}
-    assert any("int4" in policy for policy in found)
-
-
 def test_jobs_are_the_full_cache_and_policies_by_size_and_mode() -> None:
     found = jobs(["tova", "h2o + ada"], ["2x", "8x"])
     assert len(found) == len(set(found)) == (1 + 2 * 2) * 2
     assert found[0] == Job("full", "", "known")
-    assert {str(job.parse().prefill.size) for job in found if job.size == "8x"} == {"8x"}
+    assert {str(Policy.parse(job.text).prefill.size) for job in found if job.size == "8x"} == {"8x"}
+
+
+def test_policies_that_are_complete_run_once() -> None:
+    found = jobs(["int4", "streaming + 8x + recall", "tova", "int4"], ["2x", "4x"], ["known"])
+    assert [job.text for job in found] == ["full", "int4", "streaming + 8x + recall", "tova + 2x", "tova + 4x"]
 
 
 def test_bad_policies_are_refused_at_once(model: Model) -> None:
@@ -61,14 +61,14 @@ def test_bad_policies_are_refused_at_once(model: Model) -> None:
 def test_full_cache_answers_like_the_model_itself(model: Model, needles: Needles) -> None:
     prompt = _short(needles.prompt(0))
     expected = greedy(build(), prompt.document_ids + prompt.question_ids, prompt.max_new_tokens)
-    rows = Sweep(model, FACTS, jobs([])).run(prompt, jobs([]))
+    rows = Sweep(model, FACTS, FULL_ONLY).run(prompt, FULL_ONLY)
     assert [row.answer for row in rows] == [model.tokenizer.decode(expected, skip_special_tokens=True).strip()] * 2
 
 
 def test_a_batch_of_policies_answers_like_each_alone(model: Model, needles: Needles) -> None:
     sweep, prompt = _sweep(model), _short(needles.prompt(1))
-    together = {row.key: row for row in sweep.run(prompt, list(sweep.policies))}
-    alone = [row for job in sweep.policies for row in sweep.run(prompt, [job])]
+    together = {row.key: row for row in sweep.run(prompt, sweep.jobs)}
+    alone = [row for job in sweep.jobs for row in sweep.run(prompt, [job])]
     assert together == {row.key: row for row in alone}
     assert len({row.answer for row in alone}) > 2  # policies do differ
 
@@ -76,7 +76,7 @@ def test_a_batch_of_policies_answers_like_each_alone(model: Model, needles: Need
 def test_bytes_and_slots_are_those_after_compression(model: Model, needles: Needles) -> None:
     prompt = _short(needles.prompt(0))
     sweep = _sweep(model, ["keydiff"], ["8x"])
-    rows = {(row.policy, row.mode): row for row in sweep.run(prompt, list(sweep.policies))}
+    rows = {(row.policy, row.mode): row for row in sweep.run(prompt, sweep.jobs)}
     compressed = {"known": prompt.num_tokens - 1, "unknown": len(prompt.document_ids)}
     for mode in MODES:
         full, small = rows["full", mode], rows["keydiff", mode]
@@ -106,25 +106,16 @@ def test_the_question_is_evicted_from_only_when_known(model: Model, needles: Nee
 
 def test_too_small_a_size_is_a_note(model: Model, needles: Needles) -> None:
     sweep = _sweep(model, ["snapkv"], ["2x", "100x"])
-    rows = sweep.run(_short(needles.prompt(0)), list(sweep.policies))
+    rows = sweep.run(_short(needles.prompt(0)), sweep.jobs)
     noted = {row.size: row.note for row in rows}
     assert noted == {"": "", "2x": "", "100x": TOO_SMALL}
     assert all((row.score is None) == (row.size == "100x") for row in rows)
 
 
-def test_a_lane_ends_when_all_is_found(model: Model, needles: Needles) -> None:
-    """With the model's own continuation as the needle, the answer is right and stops there."""
-    prompt = _short(needles.prompt(0))
-    (row, _) = Sweep(model, FACTS, jobs([])).run(prompt, jobs([]))
-    wanted = replace(prompt, expected=(row.answer[:2],))
-    (found, _) = Sweep(model, FACTS, jobs([])).run(wanted, jobs([]))
-    assert found.score == 1.0 and row.answer.startswith(found.answer) and len(found.answer) < len(row.answer)
-
-
 def test_memory_is_given_back(model: Model, needles: Needles, monkeypatch: pytest.MonkeyPatch) -> None:
     free = model.arena.free_bytes
     sweep = _sweep(model, ["snapkv"], ["2x", "100x"])
-    sweep.run(_short(needles.prompt(0)), list(sweep.policies))
+    sweep.run(_short(needles.prompt(0)), sweep.jobs)
     assert model.arena.free_bytes == free
 
     def interrupted(*_: object) -> None:
@@ -132,7 +123,7 @@ def test_memory_is_given_back(model: Model, needles: Needles, monkeypatch: pytes
 
     monkeypatch.setattr(sweep.runner, "decode", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        sweep.run(needles.prompt(0), list(sweep.policies))
+        sweep.run(needles.prompt(0), sweep.jobs)
     assert model.arena.free_bytes == free
 
 
@@ -173,7 +164,17 @@ def test_a_run_goes_on_where_it_stopped(model: Model, needles: Needles, tmp_path
     assert not hasattr(again, "ran") and read_rows(path) == rows
 
 
+def test_many_jobs_run_some_at_a_time(
+    model: Model, needles: Needles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvfold.bench.sweep._LANES", 4)
+    sweep = _Counting(model, FACTS, jobs(["keydiff", "knorm"], ["4x"]))
+    file = RowFile(tmp_path / "rows.jsonl", FACTS)
+    assert run_all(sweep, needles, file, 1)
+    assert sweep.ran == [(0, 4), (0, 2)] and len(read_rows(file.path)) == 6
+
+
 def test_a_deadline_ends_before_the_next_prompt(model: Model, needles: Needles, tmp_path: Path) -> None:
     file = RowFile(tmp_path / "rows.jsonl", FACTS)
-    assert not run_all(_Counting(model, FACTS, jobs([])), needles, file, 2, deadline=0.0)
+    assert not run_all(_Counting(model, FACTS, FULL_ONLY), needles, file, 2, deadline=0.0)
     assert read_rows(file.path) == []
