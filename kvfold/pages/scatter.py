@@ -1,7 +1,8 @@
 """Write codes to their places in pages: few launches, however many heads and fields there are.
 
 Codes lie head after head; their places do too, but for the unused end of each head's last page. Places that meet end to
-end take one copy per field (heads of full pages); others one indexed copy per field.
+end take one copy per field (heads of full pages); others one indexed copy per field, or on a CPU, where launches are
+cheap and indices are not, one copy each.
 
     N rows of a field
 """
@@ -29,13 +30,14 @@ class Place(NamedTuple):
     num_slots: int
 
 
-def write(page_class: PageClass, codes: Codes, places: Sequence[Place]) -> None:
-    """Codes in order to places in order; together they are as long."""
+def write(page_class: PageClass, codes: Codes, places: Sequence[Place], *, indexed: bool | None = None) -> None:
+    """Codes in order to places in order; together they are as long. `indexed` copies: by default, on a GPU."""
     source = 0
     for _, mine in groupby(_joined(places), key=lambda place: id(place.span)):
         here = list(mine)
         num_slots = sum(place.num_slots for place in here)
-        _write(page_class, codes, source, here)
+        on_gpu = here[0].span.arena.device.type == "cuda"
+        _write(page_class, codes, source, here, on_gpu if indexed is None else indexed)
         source += num_slots
 
 
@@ -53,19 +55,27 @@ def _joined(places: Sequence[Place]) -> Iterator[Place]:
         yield last
 
 
-def _write(page_class: PageClass, codes: Codes, source: int, places: Sequence[Place]) -> None:
+def _write(page_class: PageClass, codes: Codes, source: int, places: Sequence[Place], indexed: bool) -> None:
     """One span's share: the codes from slot `source` on."""
     span, num_slots = places[0].span, sum(place.num_slots for place in places)
     rows: dict[int, Tensor] = {}  # slots that share a row of a field -> where the rows go
     for item in page_class.fields:
         per = page_class.page_size // page_class.rows_per_page(item)
         target, new = span.fields[item.name], codes[item.name][source // per : (source + num_slots) // per]
-        if len(places) == 1:
-            target[places[0].slot // per :][: len(new)] = new
+        if len(places) == 1 or not indexed:
+            _copy(target, new, places, per)
             continue
         if per not in rows:
             rows[per] = _rows(places, per, target.device)
         target.index_copy_(0, rows[per], new.to(target.dtype))
+
+
+def _copy(target: Tensor, new: Tensor, places: Sequence[Place], per: int) -> None:
+    done = 0
+    for place in places:
+        count = place.num_slots // per
+        target[place.slot // per :][:count] = new[done : done + count]
+        done += count
 
 
 def _rows(places: Sequence[Place], per: int, device: torch.device) -> Tensor:

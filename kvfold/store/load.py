@@ -1,10 +1,15 @@
-"""From copies of entries to slots in pages, checked block by block and layer by layer; a bad one is named."""
+"""From copies of entries to slots in pages, checked block by block and layer by layer; a bad one is named.
+
+Reading and checking blocks takes most of the time, and needs no interpreter: threads do it for a layer while the layer
+before it is written to its pages.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from itertools import groupby
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from itertools import groupby, repeat
 
 from kvfold.pages.layer import LayerPages
 from kvfold.pages.sequence import SequenceCache
@@ -14,6 +19,8 @@ from kvfold.store.form import FORMS, Likes
 from kvfold.store.key import Binding
 from kvfold.store.slots import fill, likes_of
 from kvfold.store.snapshot import put_back
+
+_READERS = 4  # threads
 
 
 class BadCopy(Exception):
@@ -38,7 +45,8 @@ class Loader:
         """Append consecutive chunks to a sequence that ends where they begin. Raises BadCopy or OutOfPages; the
         sequence is then to be released."""
         readers = [self._open(copy) for copy in copies]
-        fill(sequence, copies[-1].key.end, self._layers(sequence, copies, readers))
+        with closing(self._layers(sequence, copies, readers)) as layers:
+            fill(sequence, copies[-1].key.end, layers)
         return readers
 
     def load_snapshot(self, sequence: SequenceCache, copies: Sequence[Copy]) -> list[EntryReader]:
@@ -55,18 +63,16 @@ class Loader:
 
     def _layers(
         self, sequence: SequenceCache, copies: Sequence[Copy], readers: Sequence[EntryReader]
-    ) -> Iterator[list[Fields]]:
+    ) -> Generator[list[Fields]]:
         """Of every layer, the fields of all chunks."""
         streams = [reader.blocks() for reader in readers]
-        for index, pages in enumerate(sequence.tail.layers):
-            packed = []
-            for copy, stream in zip(copies, streams, strict=True):
-                with _blaming(copy):
-                    name, fields = next(stream, ("", {}))
-                    if name != str(index):
-                        raise Fault("corrupt", f'its block {index} is called "{name}"')
-                packed.append(fields)
-            yield self._unpack_all(copies, packed, pages)
+        with ThreadPoolExecutor(_READERS, "kvfold-read") as threads:
+            read = threads.map(_next_block, copies, streams, repeat(0))
+            for index, pages in enumerate(sequence.tail.layers, start=1):
+                packed = list(read)
+                if index < len(sequence.tail.layers):
+                    read = threads.map(_next_block, copies, streams, repeat(index))
+                yield self._unpack_all(copies, packed, pages)
 
     def _unpack_all(self, copies: Sequence[Copy], packed: Sequence[Fields], pages: LayerPages) -> list[Fields]:
         """Of one layer, chunks that are equally long at once: all but a last one that ends at a marker."""
@@ -85,6 +91,15 @@ class Loader:
                 with _blaming(copy):
                     self._form.unpack([fields], likes)
             raise
+
+
+def _next_block(copy: Copy, stream: Iterator[tuple[str, Fields]], index: int) -> Fields:
+    """The fields of a layer, of one copy."""
+    with _blaming(copy):
+        name, fields = next(stream, ("", {}))
+        if name != str(index):
+            raise Fault("corrupt", f'its block {index} is called "{name}"')
+    return fields
 
 
 @contextmanager

@@ -25,7 +25,7 @@ def draw_codes(page_class: PageClass, num_slots: int) -> Codes:
     return found
 
 
-def check(codec: Codec, drawn: Drawn) -> None:
+def check(codec: Codec, drawn: Drawn, indexed: bool) -> None:
     page_class = PageClass(codec, codec, 32, torch.float32, page_size=32)
     arena = Arena(1 << 22, superblock_bytes=4096)
     spans = [arena.lend(page_class, 60, whole=True)[0] for _ in range(2)]
@@ -36,7 +36,7 @@ def check(codec: Codec, drawn: Drawn) -> None:
         places.append(Place(spans[which], begin, num_slots * page_class.group))
         ends[which] = begin + num_slots * page_class.group
     codes = draw_codes(page_class, sum(place.num_slots for place in places))
-    write(page_class, codes, places)
+    write(page_class, codes, places, indexed=indexed)
     for item in page_class.fields:
         per = page_class.page_size // page_class.rows_per_page(item)
         for span in spans:
@@ -58,15 +58,15 @@ DRAWS = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 3), st.integers(1, 
 
 
 @settings(deadline=None)
-@given(DRAWS)
-def test_single_slots_find_their_places(drawn: Drawn) -> None:
-    check(Native(), drawn)
+@given(DRAWS, st.booleans())
+def test_single_slots_find_their_places(drawn: Drawn, indexed: bool) -> None:
+    check(Native(), drawn, indexed)
 
 
 @settings(deadline=None)
-@given(DRAWS)
-def test_groups_that_share_a_row_find_their_places(drawn: Drawn) -> None:
-    check(Kivi4(), drawn)
+@given(DRAWS, st.booleans())
+def test_groups_that_share_a_row_find_their_places(drawn: Drawn, indexed: bool) -> None:
+    check(Kivi4(), drawn, indexed)
 
 
 def test_nothing_is_written_for_no_places() -> None:
