@@ -17,8 +17,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from kvfold.bench.record import append_lines, merge, read_run, write_run, write_whole
+from kvfold.bench.record import append_lines, merge, read_run, write_run
 from kvfold.bench.suite import SIZES
+from kvfold.whole import write_whole
 
 
 def main() -> None:

@@ -2,8 +2,8 @@
 
     python benchmarks/results_page.py
 
-Each run of the standard suite gets one table a mode: score out of 100 with half its 95 % interval, by policy and
-memory, each workload counting the same; and one by workload in an eighth of the bytes.
+Each run gets one table a mode: score out of 100 with half its 95 % interval, by policy and memory, each workload
+counting the same; and, where one memory is worth a closer look, one by workload in that.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from kvfold.bench.report.merge import FULL, Section, read_sections
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "results.md"
-RUNS = ("standard_qwen2.5-coder-1.5b",)
-SPLIT = "12.5%"  # the memory whose scores are told by workload
+# Runs, and the memory whose scores are told by workload. Two samples a workload tell nothing by themselves.
+RUNS = {"standard_qwen2.5-coder-1.5b": "12.5%", "quick_smollm2-135m": None}
 BEGIN = "<!-- results: begin; written by `python benchmarks/results_page.py` -->"
 END = "<!-- results: end -->"
 TITLES = {"known": "Question known", "unknown": "Question unknown"}
@@ -42,7 +42,7 @@ def memory_of(policy: str, memory: str) -> str:
     return "100%" if policy == FULL else memory
 
 
-def tables(section: Section) -> Iterator[str]:
+def tables(section: Section, split: str | None) -> Iterator[str]:
     everything = scope_of("all", section.rows)
     memories = [memory for memory in section.memories if memory != "100%"]
     for mode in MODES:
@@ -50,12 +50,14 @@ def tables(section: Section) -> Iterator[str]:
             [TITLES[mode], *memories],
             [[f"`{p}`", *(scores(everything, mode, p, memory_of(p, m)) for m in memories)] for p in section.policies],
         )
+    if split is None:
+        return
     names = sorted(section.workloads)
     scopes = [scope_of(name, [row for row in section.rows if row.workload == name]) for name in names]
     for mode in MODES:
         yield table(
-            [f"{TITLES[mode]}, {SPLIT}", *names],
-            [[f"`{p}`", *(scores(s, mode, p, memory_of(p, SPLIT)) for s in scopes)] for p in section.policies],
+            [f"{TITLES[mode]}, {split}", *names],
+            [[f"`{p}`", *(scores(s, mode, p, memory_of(p, split)) for s in scopes)] for p in section.policies],
         )
 
 
@@ -64,7 +66,7 @@ def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *lines))
 
 
-def about(section: Section) -> str:
+def about(section: Section, name: str) -> str:
     run = section.runs[0]
     samples = {row.workload: set[int]() for row in section.rows}
     for row in section.rows:
@@ -72,19 +74,22 @@ def about(section: Section) -> str:
     told = ", ".join(f"{name} {len(found)}" for name, found in sorted(samples.items()))
     lengths = " and ".join(map(str, run.lengths))
     return (
-        f"{run.model}, {run.dtype.split('/')[0]}, {run.device}; prompts of {lengths} tokens, seed {run.seed}; samples: "
-        f"{told}; commit {run.commit}, {run.started[:10]}.\n\n```\n{run.command}\n```"
+        f"## {run.model}, {run.suite} suite\n\n[Report](reports/{name}.html). {run.dtype.split('/')[0]}, {run.device}; "
+        f"prompts of {lengths} tokens, seed {run.seed}; samples: {told}; "
+        f"commit {run.commit}, {run.started[:10]}.\n\n```\n{run.command}\n```"
     )
 
 
-def body(sections: Sequence[Section]) -> str:
-    parts = [part for section in sections for part in (about(section), *tables(section))]
+def body() -> str:
+    parts: list[str] = []
+    for name, split in RUNS.items():
+        (section,) = read_sections([ROOT / "benchmarks" / "results" / name])
+        parts += [about(section, name), *tables(section, split)]
     return "\n\n".join(parts)
 
 
 def main() -> None:
-    sections = read_sections([ROOT / "benchmarks" / "results" / name for name in RUNS])
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), BEGIN, END, body(sections)), encoding="utf-8")
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), BEGIN, END, body()), encoding="utf-8")
     print(f"{PAGE.relative_to(ROOT)} written")
 
 

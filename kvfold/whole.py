@@ -19,11 +19,13 @@ from kvfold.errors import FileError
 if TYPE_CHECKING:
     from torch import Tensor
 
+TEMPORARY = ".tmp"  # how the name of a file ends that is being written
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary name to write to, synced and renamed at the end; FileError, with nothing left, where that fails."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY}")
     try:
         yield temporary
         with temporary.open("rb") as file:
@@ -33,6 +35,11 @@ def replacing(path: Path) -> Iterator[Path]:
         raise FileError(f"{path} cannot be written ({error}); choose another place") from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def read_tensors(path: Path, wanted: str) -> tuple[dict[str, Any], dict[str, Tensor]]:

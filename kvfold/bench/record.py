@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from kvfold.errors import InputError
+from kvfold.whole import write_whole
 
 Mode = Literal["known", "unknown"]
 MODES: tuple[Mode, ...] = ("known", "unknown")
@@ -210,16 +211,6 @@ def write_run(folder: Path, run: Run) -> None:
     """Begin a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / RUN, json.dumps(asdict(run), ensure_ascii=False, indent=1) + "\n")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """All of it or nothing: under a temporary name first."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def append_lines(path: Path, lines: Iterable[Row | PromptRow | Diagnostic]) -> None:

@@ -16,9 +16,10 @@ from typing import NamedTuple
 import torch
 
 from kvfold.bench.matched import Matched, evicts_nothing, match_many, resident_bytes
-from kvfold.bench.record import OUT_OF_MEMORY, TOO_SMALL, Mode, write_whole
+from kvfold.bench.record import OUT_OF_MEMORY, TOO_SMALL, Mode
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError, OutOfPages, SizeError
+from kvfold.whole import write_whole
 
 FULL, WHOLE = "full", "100%"
 _HEADROOM = 0.01  # of the memory, for samples that take more than the first

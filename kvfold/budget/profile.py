@@ -19,13 +19,13 @@ from kvfold.budget.bounds import bounds, check_floor
 from kvfold.budget.heads import HeadProfile
 from kvfold.budget.shares import share_free
 from kvfold.errors import FileError, PolicyError
+from kvfold.policy.content import check_file_name, stated_content
 from kvfold.policy.registry import register
 
 if TYPE_CHECKING:
     from kvfold.core import ModelSpec
 
 _LEAST_NEED = 1e-6  # shares want positive weights
-_SHOWN_DIGITS = 16
 
 
 @register("budget", "profile", cost="measured once for a model")
@@ -50,14 +50,8 @@ class Profile(Allocator):
 
     def __post_init__(self) -> None:
         check_floor("profile", self.floor)
-        if '"' in self.file or "\n" in self.file:
-            raise PolicyError("profile: file cannot hold quotation marks or line breaks; rename the file")
-        found = f"sha_{self.measured.digest[:_SHOWN_DIGITS]}"
-        if self.digest not in ("", found):
-            raise PolicyError(
-                f'profile(file="{self.file}"): its content is {found}, not {self.digest}; measure it anew'
-            )
-        object.__setattr__(self, "digest", found)
+        check_file_name("profile", self.file)
+        object.__setattr__(self, "digest", stated_content("profile", self.file, self.digest, self.measured.digest))
 
     @cached_property
     def measured(self) -> HeadProfile:

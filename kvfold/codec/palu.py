@@ -20,6 +20,7 @@ from kvfold.codec.bases import SIDES, Bases
 from kvfold.codec.basis import Basis, mixing
 from kvfold.codec.native import Native
 from kvfold.errors import FileError, PolicyError
+from kvfold.policy.content import check_file_name, stated_content
 from kvfold.policy.registry import register
 from kvfold.policy.spell import literal
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from kvfold.core import ModelSpec, Rope
 
 STEP = 4  # a head's latents are a multiple of it: packed codes then fill bytes
-_SHOWN_DIGITS = 16
 _AS_THEY_ARE = Native()
 
 
@@ -62,12 +62,8 @@ class Palu(Codec):
             raise PolicyError(
                 f"palu: latents cannot be coded by {literal(self.latents)}; use native, bf16, fp8, int8, int4 or int2"
             )
-        if '"' in self.file or "\n" in self.file:
-            raise PolicyError("palu: file cannot hold quotation marks or line breaks; rename the file")
-        found = f"sha_{self.measured.digest[:_SHOWN_DIGITS]}"
-        if self.digest not in ("", found):
-            raise PolicyError(f'palu(file="{self.file}"): its content is {found}, not {self.digest}; measure it anew')
-        object.__setattr__(self, "digest", found)
+        check_file_name("palu", self.file)
+        object.__setattr__(self, "digest", stated_content("palu", self.file, self.digest, self.measured.digest))
 
     @cached_property
     def measured(self) -> Bases:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvfold.errors import PolicyError
+from kvfold.policy.content import check_file_name
 from kvfold.policy.registry import register
 from kvfold.score.base import Needs, Scorer, View
 from kvfold.score.checks import at_least, given
@@ -37,8 +38,7 @@ class Learned(Scorer):
 
     def __post_init__(self) -> None:
         at_least("learned", "sinks", self.sinks, 0)
-        if '"' in self.file or "\n" in self.file:
-            raise PolicyError("learned: file cannot hold quotation marks or line breaks; rename the file")
+        check_file_name("learned", self.file)
 
     @property
     def needs(self) -> Needs:

@@ -17,13 +17,14 @@ from pathlib import Path
 from threading import Lock
 from typing import BinaryIO, NamedTuple
 
-from kvfold.errors import InputError
+from kvfold.errors import FileError, InputError
 from kvfold.store.entry import PREAMBLE_BYTES, peek
 from kvfold.store.events import Events, Reason
-from kvfold.store.folder import TEMPORARY, own, set_expiry, write_whole
+from kvfold.store.folder import own, set_expiry, write_whole
 from kvfold.store.key import Key
 from kvfold.store.ledger import Lease, Ledger
 from kvfold.store.tier import ByteTier, Clock
+from kvfold.whole import TEMPORARY
 
 SUFFIX = ".kvp"
 
@@ -78,7 +79,7 @@ class DiskTier(ByteTier):
                 with self._lock:
                     self._ledger.add(key, len(value), lease)  # before it is there: it takes room from now on
                 write_whole(self._path(key), value, lease.expires_at)
-            except OSError:
+            except (OSError, FileError):
                 self._forget(key)
                 self.emit("failed", key, len(value), "unavailable")
                 return False

@@ -9,13 +9,12 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
 from kvfold.errors import FileError
+from kvfold.whole import replacing
 
-TEMPORARY = ".tmp"
 _PATIENCE_S = 0.5  # somebody who only asks whether a folder is owned holds its lock for a moment
 _PAUSE_S = 0.02
 
@@ -62,21 +61,13 @@ def is_owned(folder: Path) -> bool:
 
 
 def write_whole(path: Path, data: bytes, expires_at: float) -> None:
-    """To a temporary name, synced, renamed, and the folder synced; OSError leaves nothing behind."""
+    """Under its name or not at all, and the folder synced; FileError or OSError where that fails."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    temporary = path.with_suffix(TEMPORARY)
-    try:
+    with replacing(path) as temporary:
         with temporary.open("wb") as file:
             os.fchmod(file.fileno(), 0o600)
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
         set_expiry(temporary, expires_at)
-        temporary.replace(path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
     _sync_folder(path.parent)
 
 

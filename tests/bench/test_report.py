@@ -12,7 +12,7 @@ import pytest
 from kvfold.bench.record import read_run
 from kvfold.bench.report import write_report
 from kvfold.cli.main import main
-from kvfold.errors import InputError
+from kvfold.errors import FileError, InputError
 from tests.bench.report_runs import EXAMPLE, Elements, row, rows, write
 
 HOSTILE = "</script><script>alert(1)</script><!-- <b>bold</b> &amp; ]]>"
@@ -104,7 +104,7 @@ def test_the_page_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"missing.*cannot be written.*choose another place"):
+    with pytest.raises(FileError, match=r"missing.*cannot be written.*choose another place"):
         write_report([EXAMPLE], tmp_path / "missing" / "report.html")
 
 
