@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvfold.cli import show
-from kvfold.cli.options import Subparsers, add_model_options, load_model
-from kvfold.cli.texts import add_text_options, positive, read_texts
+from kvfold.cli.options import Subparsers
+from kvfold.cli.texts import add_reading_parser, positive, reading
 
 if TYPE_CHECKING:
     from kvfold.codec.bases import Bases
@@ -23,16 +22,18 @@ _EPILOG = """examples:
 
 def add_parser(subparsers: Subparsers) -> None:
     """Add the command to the subcommands of `kvfold`."""
-    parser = subparsers.add_parser(
+    parser = add_reading_parser(
+        subparsers,
         "calibrate",
+        run,
+        writes="the bases are",
+        texts=14,
+        length=512,
         help="find the directions of keys and values that matter",
         description="Read texts with gradients and find, for each layer and group of heads, the directions that keys "
         "and values keep to and what each is worth; the codec palu(FILE) stores the best of them.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="where the bases are written")
-    add_text_options(parser, texts=14, length=512)
     parser.add_argument(
         "--heads",
         type=positive,
@@ -40,19 +41,13 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="N",
         help="KV heads stored together, at most; 1 for policies that evict (default: %(default)s)",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    add_model_options(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, write, tell."""
-    from kvfold.models.progress import reporting  # here and below: help comes without torch
-    from kvfold.train.bases import measure_bases
+    from kvfold.train.bases import measure_bases  # here and below: help comes without torch
 
-    model = load_model(args)
-    texts = read_texts(args, model)
-    with reporting(True) as report:
+    with reading(args) as (model, texts, report):
         measured = measure_bases(model, texts, args.heads, report)
     measured.write(args.out)
     _tell(args, measured)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvfold.cli import show
-from kvfold.cli.options import Subparsers, add_model_options, load_model
-from kvfold.cli.texts import add_text_options, read_texts
+from kvfold.cli.options import Subparsers
+from kvfold.cli.texts import add_reading_parser, reading
 
 if TYPE_CHECKING:
     from kvfold.budget.heads import HeadProfile
@@ -23,30 +22,26 @@ _EPILOG = """examples:
 
 def add_parser(subparsers: Subparsers) -> None:
     """Add the command to the subcommands of `kvfold`."""
-    parser = subparsers.add_parser(
+    parser = add_reading_parser(
+        subparsers,
         "profile",
+        run,
+        writes="the profile is",
+        texts=14,
+        length=1024,
         help="measure what each head of a model needs",
         description="Read texts and measure, for each KV head, the share of slots that hold nearly all of its "
         "attention; the budget profile(file=...) shares slots by it.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="where the profile is written")
-    add_text_options(parser, texts=14, length=1024)
     parser.add_argument("--loss", type=float, default=0.05, help="of a head's attention (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    add_model_options(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, write, tell."""
-    from kvfold.models.progress import reporting  # here and below: help comes without torch
-    from kvfold.train.profile import measure_heads
+    from kvfold.train.profile import measure_heads  # here: help comes without torch
 
-    model = load_model(args)
-    texts = read_texts(args, model)
-    with reporting(True) as report:
+    with reading(args) as (model, texts, report):
         measured = measure_heads(model, texts, args.loss, report)
     measured.write(args.out)
     _tell(args, measured)

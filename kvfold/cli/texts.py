@@ -1,17 +1,40 @@
-"""Options of commands that read texts to measure a model or to train on, and the texts they name."""
+"""Commands that read texts to measure a model or to train on, and write what they found to a file."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvfold.cli.options import Subparsers, add_model_options, load_model
 
 if TYPE_CHECKING:
     import kvfold
+    from kvfold.models.progress import Report
 
 
-def add_text_options(parser: argparse.ArgumentParser, *, texts: int, length: int) -> None:
-    """`texts` and `length` are the defaults."""
+class Reading(NamedTuple):
+    model: kvfold.Model
+    texts: list[list[int]]  # token ids
+    report: Report
+
+
+def add_reading_parser(
+    subparsers: Subparsers,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    *,
+    writes: str,
+    texts: int,
+    length: int,
+    **about: Any,
+) -> argparse.ArgumentParser:
+    """The options that such commands have in common; `texts` and `length` are defaults."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = subparsers.add_parser(name, formatter_class=form, **about)
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help=f"where {writes} written")
     parser.add_argument(
         "--text", type=Path, action="append", metavar="FILE", help="text to read; may be repeated (default: own)"
     )
@@ -20,9 +43,24 @@ def add_text_options(parser: argparse.ArgumentParser, *, texts: int, length: int
         "--length", type=positive, default=length, metavar="N", help="tokens of each (default: %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_model_options(parser)
+    parser.set_defaults(run=run)
+    return parser
 
 
-def read_texts(args: argparse.Namespace, model: kvfold.Model) -> list[list[int]]:
+@contextmanager
+def reading(args: argparse.Namespace) -> Iterator[Reading]:
+    """What the options name, and somebody to tell of progress."""
+    from kvfold.models.progress import reporting  # here: help comes without torch
+
+    model = load_model(args)
+    texts = _read_texts(args, model)
+    with reporting(True) as report:
+        yield Reading(model, texts, report)
+
+
+def _read_texts(args: argparse.Namespace, model: kvfold.Model) -> list[list[int]]:
     """Token ids of the files, or of text of the project's own."""
     from kvfold.train.texts import file_texts, own_texts  # here: help comes without torch
 

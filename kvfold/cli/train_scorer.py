@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvfold.cli import show
-from kvfold.cli.options import Subparsers, add_model_options, load_model
-from kvfold.cli.texts import add_text_options, positive, read_texts
+from kvfold.cli.options import Subparsers
+from kvfold.cli.texts import add_reading_parser, positive, reading
 
 if TYPE_CHECKING:
     import kvfold
@@ -24,34 +23,30 @@ _EPILOG = """examples:
 
 def add_parser(subparsers: Subparsers) -> None:
     """Add the command to the subcommands of `kvfold`."""
-    parser = subparsers.add_parser(
+    parser = add_reading_parser(
+        subparsers,
         "train-scorer",
+        run,
+        writes="the networks are",
+        texts=20,
+        length=512,
         help="fit the score `learned` to a model",
         description="Read texts twice, as kvzip_plus does, and fit small networks that tell from a slot's key and "
         "value what the second reading would find; judge them on texts kept out of the fit.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="where the networks are written")
-    add_text_options(parser, texts=20, length=512)
     parser.add_argument("--steps", type=positive, default=400, metavar="N", help="of the fit (default: %(default)s)")
     parser.add_argument("--hidden", type=positive, default=64, metavar="N", help="units of a head's network")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    add_model_options(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Train, write, tell."""
-    from kvfold.models.progress import reporting  # here and below: help comes without torch
-    from kvfold.score.predictor import save_predictor
+    from kvfold.score.predictor import save_predictor  # here and below: help comes without torch
     from kvfold.train.fit import Fitting
     from kvfold.train.scorer import train_scorer
 
-    model = load_model(args)
-    texts = read_texts(args, model)
     fitting = Fitting(steps=args.steps, hidden=args.hidden, seed=args.seed)
-    with reporting(True) as report:
+    with reading(args) as (model, texts, report):
         trained = train_scorer(model, texts, fitting, report)
     save_predictor(trained.predictor, args.out)
     _tell(args, model, trained)
