@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
+
+from kvfold.engine.jobs import Job
 from kvfold.engine.runner import Runner
+from kvfold.engine.task import Task
 from kvfold.models.loader import Model
 from kvfold.serve.bill import Bill
 from kvfold.serve.plan import Mark, Place, Plan
@@ -65,3 +70,32 @@ def test_a_part_that_is_lost_alone_is_computed_and_stored_again(model: Model) ->
                 (part,) = filter(lambda key: (key.start, key.end) == (48, 53), host.keys())
                 host.delete(part)
         assert found == [(0, 0), (48, 53), (53, 53)]
+
+
+@pytest.mark.parametrize(("prefill_len", "loses"), [(16, None), (32, None), (48, None), (16, 64), (16, 32)])
+def test_a_hit_is_bitwise_the_cold_request(model: Model, prefill_len: int, loses: int | None) -> None:
+    """However long the pieces are in which a prompt is read; what is lost of it is read in the pieces of the cold one,
+    where these end with stored chunks."""
+    runner, tokens = Runner(model.hf, model.spec, model.arena, chunk_len=prefill_len), tiny.prompt(100)
+    places = [Place(37, bytes(32), "system"), Place(75, bytes([1] * 32), "messages")]
+    plan, host = Plan(places, places[::-1], [Mark(place, 300.0) for place in places]), HostTier(1 << 20, clock=now)
+    with PrefixStore([host], chunk_len=16, clock=now) as store:
+        prefixes = store.prefixes(model, "full", prefill_len=prefill_len)
+        shelf, found = Shelf(prefixes, Marks(store, prefixes.binding)), []
+        for _ in range(2):
+            task = Task(
+                Job(tokens, CachedSource(shelf, tokens, plan, 0.0, now), lambda event: None),
+                runner,
+                model.tokenizer,
+                in_pieces=True,
+            )
+            while task.is_reading:
+                task.read()
+            found.append((task.num_reused, task.running.request.logits_V))
+            task.end("cancelled")
+            assert store.flush()
+            for key in filter(lambda key: key.start == loses, host.keys()):
+                host.delete(key)
+        (_, cold_V), (num_reused, warm_V) = found
+        assert num_reused == (75 if loses is None else loses)
+        assert torch.equal(warm_V, cold_V)
