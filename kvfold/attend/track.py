@@ -43,7 +43,7 @@ class Tracked:
         stages = [stage for policy in policies for _, stage in policy.stages()]
         return cls(
             last_queries=max((need.last_queries for need in needs), default=0),
-            mass=any(stage.size is not None and stage.score.needs.mass for stage in stages),
+            mass=any(stage.watches_mass for stage in stages),
             query_stats=any(need.query_stats for need in needs),
             new_queries=not decoding and any(need.new_queries for need in needs),
         )

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from kvfold.core import LayerSpec
 
+MASS_BYTES = 4  # of one slot: fp32
+
 
 @dataclass(frozen=True)
 class Moments:
@@ -23,6 +25,10 @@ class Moments:
     count: int
     sum_QD: Tensor
     outer_QDD: Tensor
+
+    @staticmethod
+    def num_bytes(spec: LayerSpec) -> int:
+        return 4 * spec.num_query_heads * spec.head_dim * (1 + spec.head_dim)
 
     @classmethod
     def empty(cls, spec: LayerSpec, device: torch.device) -> Moments:

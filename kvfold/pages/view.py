@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from kvfold.core import LayerSpec
 from kvfold.pages.read import stored_slots
 from kvfold.pages.sequence import LayerChange, SequenceCache
-from kvfold.pages.sidecar import LayerSidecar
+from kvfold.pages.sidecar import MASS_BYTES, LayerSidecar, Moments
 from kvfold.pages.transfer import upload
 from kvfold.policy.size import SizeFacts
 from kvfold.score.base import Needs, QueryStats, View
 from kvfold.score.predictor import predictor_for
+from kvfold.when import Never
 
 
 @dataclass
@@ -73,18 +75,31 @@ def size_facts(sequence: SequenceCache, seen_len: int) -> SizeFacts:
     classes = [(sequence.page_class(i), layer.num_kv_heads) for i, layer in layers]
     slot_bytes = sum(page_class.bytes_per_slot * heads for page_class, heads in classes)
     padding = sum(page_class.bytes_per_page * heads for page_class, heads in classes)
+    mass_bytes = MASS_BYTES if any(stage.watches_mass for _, stage in sequence.policy.stages()) else 0
     return SizeFacts(
         num_tokens=seen_len,
         num_heads=num_heads,
-        bytes_per_slot=slot_bytes / max(num_heads, 1),
+        bytes_per_slot=slot_bytes / max(num_heads, 1) + mass_bytes,
         overhead_bytes=sequence.open.num_bytes
-        + sum(side.mass_HS.nbytes for side in sequence.sidecar.layers if side.mass_HS is not None)
+        + sum(_watched_bytes(sequence, layer) for _, layer in layers)
+        + mass_bytes * sequence.config.open_len * num_heads
         + padding
         + sequence.arena.superblock_bytes
         + 24 * num_heads,
         open_len=sequence.config.open_len,
         full_bytes=sum(seen_len * layer.num_kv_heads * layer.head_dim * 4 for _, layer in layers),
     )
+
+
+def _watched_bytes(sequence: SequenceCache, layer: LayerSpec) -> int:
+    """What a layer remembers of queries while a trigger may fire."""
+    stage = sequence.policy.decode
+    if not stage.evicts or isinstance(stage.when, Never):
+        return 0
+    needs = stage.score.needs
+    window = max(needs.last_queries, stage.evicted.needs.last_queries, stage.budget.last_queries)
+    queries = window * layer.num_query_heads * layer.head_dim * sequence.spec.dtype.itemsize
+    return queries + (Moments.num_bytes(layer) if needs.query_stats else 0)
 
 
 def build_view(sequence: SequenceCache, index: int, new: NewSlots, needs: Needs) -> View:

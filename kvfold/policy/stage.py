@@ -32,6 +32,11 @@ class Stage:
         return self.size is not None
 
     @property
+    def watches_mass(self) -> bool:
+        """Whether attention mass is kept for each slot."""
+        return self.evicts and self.score.needs.mass
+
+    @property
     def variants(self) -> tuple[Any, ...]:
         """The registered parts: everything but the size."""
         return self.score, self.budget, self.when, self.protect, self.evicted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -74,6 +75,19 @@ def test_resident_bytes_are_what_the_arena_lent(roomy: Model) -> None:
             segment.table_bytes + segment.state_bytes for segment in (*cache.segments, cache.tail)
         )
         assert session.stats().resident_bytes == roomy.arena.lent_bytes + outside
+
+
+@pytest.mark.parametrize("policy", ["knorm", "h2o", "h2o + int4", "h2o + ada + int2", "tova + int4", "expected + int8"])
+def test_sizes_in_bytes_hold_what_is_observed_too(model: Model, policy: str) -> None:
+    """Attention mass is four bytes a slot: half of what a slot of int2 takes here."""
+    pages: dict[str, Any] = {"template": None, "page_size": 4, "open_len": 8}
+    small = "protect(sinks=2, recent=4)"
+    with Session(model, f"{policy} + 30%mem + {small}", **pages) as session:
+        stats = session.extend(prompt(600)).stats()
+        assert 0.26 < stats.resident_bytes / stats.full_bytes <= 0.3
+    with Session(model, f"{policy} + 60KB + {small}", **pages) as session:
+        session.extend(prompt(600)).generate(max_new_tokens=40)
+        assert session.stats().resident_bytes <= 60_000
 
 
 def test_full_arena_leaves_the_session_as_it_was(roomy: Model) -> None:
