@@ -4,15 +4,17 @@ The open block is sealed at the start of the step that would not fit, so an aren
 has changed anything. New slots are written behind the fill and count once they are kept; what scorers observe of a
 token is noted after the model has run, so that a rejected draft leaves nothing behind.
 
-    H KV heads   G query heads per KV head   Q query heads   T tokens   D head dim   R open block
+    H KV heads   G query heads per KV head   Q query heads   T tokens   N packed tokens   B rows of a call
+    D head dim   R open block
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from kvfold.attend.kernels.sealing import can_seal, seal_blocks
 from kvfold.attend.partial import Merge, attend, compute_dtype
 from kvfold.attend.reach import warn_if_passing
 from kvfold.attend.stored import add_stored
+from kvfold.attend.together import Row, Together, row_of
 from kvfold.attend.track import Tracked, new_mass, stored_mass, track_queries
 from kvfold.pages.compress import Compression, decode_target
 from kvfold.pages.sequence import SequenceCache
@@ -50,6 +53,7 @@ class DecodePass:
         for sequence, length in lanes:
             warn_if_passing(sequence, length)
         self._base = [sequence.open.fill for sequence in self.sequences]
+        self._together = Together(self.sequences)
         self._seen: dict[int, list[_Seen]] = defaultdict(list)  # by sequence, as are the tokens observed
         self._num_observed: dict[int, int] = defaultdict(int)
 
@@ -57,6 +61,53 @@ class DecodePass:
     def _tracked(self) -> list[Tracked]:
         """Not asked for by kernels, which observe nothing."""
         return [Tracked.of([sequence.policy], decoding=True) for sequence in self.sequences]
+
+    def attend_packed(self, layer: int, q_QND: Tensor, k_HND: Tensor, v_HND: Tensor) -> Tensor:
+        """The tokens of all sequences, one behind the other; returns the attention output [N, Q, D]."""
+        out_NQD = torch.empty_like(q_QND.transpose(0, 1))
+        rows = self._rows(layer) if q_QND.device.type == "cpu" else {}
+        for index, begin in enumerate(accumulate(self.num_tokens, initial=0)):
+            if index < len(self.sequences) and index not in rows:
+                mine = slice(begin, begin + self.num_tokens[index])
+                new = q_QND[:, mine], k_HND[:, mine], v_HND[:, mine]
+                out_NQD[mine] = self.attend(layer, index, *new).transpose(0, 1)
+        if rows:
+            self._attend_together(layer, rows, q_QND, (k_HND, v_HND), out_NQD)
+        return out_NQD
+
+    def _rows(self, layer: int) -> dict[int, Row]:
+        """Sequences whose only new token can be read together with those of others, by their index."""
+        if max(self.num_tokens) > 1:
+            return {}
+        found = {index: row_of(sequence, layer) for index, sequence in enumerate(self.sequences)}
+        return {index: row for index, row in found.items() if row is not None}
+
+    def _attend_together(
+        self, layer: int, rows: dict[int, Row], q_QND: Tensor, new: tuple[Tensor, Tensor], out_NQD: Tensor
+    ) -> None:
+        spec = self.sequences[0].spec.layers[layer]
+        k_HTD, v_HTD = (x_HND.unsqueeze(2).unbind(1) for x_HND in new)
+        for index in rows:
+            self.sequences[index].open.write(layer, k_HTD[index], v_HTD[index])
+        q_NHGD = q_QND.transpose(0, 1).to(compute_dtype(q_QND)).unflatten(1, (spec.num_kv_heads, spec.group))
+        for call in self._together.calls(layer, rows):
+            call.fill([x for index in call.rows for x in self._slots(layer, index, rows[index])])
+            q_BHGD = q_NHGD[call.index_B]
+            out_BHGD, lse_BHG = call.attend(q_BHGD, spec.scale)
+            out_NQD[call.index_B] = out_BHGD.flatten(1, 2).to(out_NQD.dtype)
+            for at, index in enumerate(call.rows):
+                if self._tracked[index].anything and spec.compressible:
+                    q_HGTD, lse_HGT = q_BHGD[at].unsqueeze(2), lse_BHG[at].unsqueeze(2)
+                    self._seen[index].append(_Seen(layer, q_QND[:, index : index + 1], q_HGTD, lse_HGT))
+
+    def _slots(self, layer: int, index: int, row: Row) -> Iterator[Tensor]:
+        """What a call copies of a sequence: its open block with the new token, then its parts."""
+        block = self.sequences[index].open
+        yield block.k[layer].narrow(1, 0, block.fill + 1)
+        yield block.v[layer].narrow(1, 0, block.fill + 1)
+        for part in row.parts:
+            yield part.k_hSD
+            yield part.v_hSD
 
     def attend(self, layer: int, index: int, q_QTD: Tensor, k_HTD: Tensor, v_HTD: Tensor) -> Tensor:
         sequence = self.sequences[index]

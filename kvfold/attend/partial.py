@@ -41,6 +41,9 @@ def attend(
         return out_QTD.unflatten(0, q_HGTD.shape[:2]), lse_QT.unflatten(0, q_HGTD.shape[:2])
     if q_HGTD.device.type != "cpu":
         return attend_reference(q_HGTD, k_HSD, v_HSD, scale, causal=causal, mask_TS=mask_TS, bias_HS=bias_HS)
+    if q_HGTD.shape[2] == 1 < q_HGTD.shape[1]:  # as tokens, the queries of a group read their keys at once
+        out, lse = attend(q_HGTD.transpose(1, 2), k_HSD, v_HSD, scale, mask_TS=mask_TS, bias_HS=bias_HS)
+        return out.transpose(1, 2), lse.transpose(1, 2)
     if causal and k_HSD.shape[1] > q_HGTD.shape[2]:  # this operator's mask is aligned at the top left
         causal, mask_TS = False, causal_mask(q_HGTD, k_HSD)
     shape = (k_HSD.shape[0], q_HGTD.shape[1], *k_HSD.shape[1:])
@@ -64,6 +67,7 @@ def _attend_cpu(
     bias_TS = None
     if mask_TS is not None:
         bias_TS = torch.zeros_like(mask_TS, dtype=q_HGTD.dtype).masked_fill_(~mask_TS, -torch.inf)
+        bias_TS = bias_TS.expand(*mask_TS.shape[:-2], q_HGTD.shape[2], -1)
     out, lse = _flash_cpu(q_HGTD, k_HGSD, v_HGSD, scale, causal, bias_TS)
     if mask_TS is not None:  # the operator says 0 for a query that sees nothing
         lse = lse.masked_fill(~mask_TS.any(-1), -torch.inf)

@@ -123,15 +123,9 @@ def plain(
 
 
 def _views(run: Run, k_ND: Tensor, v_ND: Tensor) -> Iterator[tuple[slice, Sequence[int], Tensor, Tensor]]:
-    """Heads, where they start in the run, and their [h, S, D] views: all at once if uniform; never a copy."""
-    if run.is_uniform:
-        shape = (len(run.heads), -1, k_ND.shape[-1])
-        heads, used = slice(run.heads[0], run.heads[-1] + 1), slice(0, run.lens[0])
-        yield heads, run.starts, k_ND.view(shape)[:, used], v_ND.view(shape)[:, used]
-        return
-    for head, start, length in zip(run.heads, run.starts, run.lens, strict=True):
-        mine = slice(start, start + length)
-        yield slice(head, head + 1), (start,), k_ND[mine].unsqueeze(0), v_ND[mine].unsqueeze(0)
+    """Heads, where they start in the run, and their keys and values [h, S, D]."""
+    for (heads, starts, k_hSD), (_, _, v_hSD) in zip(run.views(k_ND), run.views(v_ND), strict=True):
+        yield heads, starts, k_hSD, v_hSD
 
 
 def _advance(done: list[int], run: Run) -> None:

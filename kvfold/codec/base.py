@@ -58,6 +58,7 @@ class Codec(ABC):
     needs_below: ClassVar[bool] = False  # encode and decode need the same slots of the layer below
     needs_basis: ClassVar[bool] = False  # encode and decode see latents (codec/basis.py), which pages make of slots
     lossless: ClassVar[bool] = False
+    as_floats: ClassVar[bool] = False  # a slot is one row of floats, field "x", in the model's own basis
 
     @property
     def heads_together(self) -> int:

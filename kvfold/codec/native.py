@@ -23,6 +23,7 @@ class Native(Codec):
     """The model's own cache dtype, nothing lost. Slots are expected in that dtype."""
 
     lossless: ClassVar[bool] = True
+    as_floats: ClassVar[bool] = True
 
     def fields(self, side: Side, head_dim: int, kv_dtype: torch.dtype) -> tuple[Field, ...]:
         return (Field("x", kv_dtype, head_dim),)
@@ -38,6 +39,8 @@ class Native(Codec):
 @dataclass(frozen=True)
 class Bf16(Codec):
     """Rounded to bf16, 2 bytes per channel; nothing is lost where the model computes in bf16."""
+
+    as_floats: ClassVar[bool] = True
 
     def fields(self, side: Side, head_dim: int, kv_dtype: torch.dtype) -> tuple[Field, ...]:
         return (Field("x", torch.bfloat16, head_dim),)

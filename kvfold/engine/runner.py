@@ -13,7 +13,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from kvfold.errors import InputError
 from kvfold.models.attach import layers_wrapped, maskless
 from kvfold.models.fused import fused
 from kvfold.models.observed import Undo, forget_prompt
-from kvfold.models.pass_cache import PassCache, Piece
+from kvfold.models.pass_cache import DecodeCache, PassCache, Piece
 from kvfold.models.sentences import check_sentences, note_sentences
 from kvfold.models.spec import output_head
 from kvfold.pages.arena import Arena
@@ -211,12 +210,10 @@ class Runner:
         return logits
 
     def _plain(self, step: DecodePass, tokens: Sequence[Sequence[int]]) -> Tensor:
-        ends = list(accumulate(step.num_tokens))
-        pieces = [Piece(i, *span) for i, span in enumerate(pairwise([0, *ends]))]
         positions = [s.logical_len + t for s, ids in zip(step.sequences, tokens, strict=True) for t in range(len(ids))]
         packed = [token for ids in tokens for token in ids]
         with maskless():
-            out = self._call(packed, positions, PassCache(step, pieces))
+            out = self._call(packed, positions, DecodeCache(step))
         logits: Tensor = out.logits[0].float()
         return logits
 
@@ -320,7 +317,7 @@ class Runner:
         self,
         ids: Sequence[int],
         positions: Sequence[int] | Tensor,
-        cache: PassCache,
+        cache: PassCache | DecodeCache,
         *,
         hidden: bool = False,
     ) -> Any:

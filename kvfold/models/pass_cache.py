@@ -28,9 +28,9 @@ class Piece:
 
 
 class PassCache(HfCache):  # type: ignore[misc]
-    """What the model is given as its cache during a pass: `update` hands the new keys to the pass."""
+    """For a pass that reads piece after piece."""
 
-    def __init__(self, current: PrefillPass | DecodePass | ReplayPass, pieces: Sequence[Piece]) -> None:
+    def __init__(self, current: PrefillPass | ReplayPass, pieces: Sequence[Piece]) -> None:
         super().__init__(layers=[])
         self.current = current
         self.pieces = list(pieces)  # the part of the packed input that the next call of a layer covers
@@ -58,3 +58,28 @@ class PassHandle:
             outs.append(self.cache.current.attend(self.layer, piece.index, *new))
         out_QND = outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
         return out_QND.transpose(0, 1).unsqueeze(0)
+
+
+class DecodeCache(HfCache):  # type: ignore[misc]
+    """For a decode step, which takes the tokens of all sequences at once."""
+
+    def __init__(self, step: DecodePass) -> None:
+        super().__init__(layers=[])
+        self.step = step
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        return DecodeHandle(self.step, layer_idx, key_states[0], value_states[0]), None
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
+
+
+@dataclass
+class DecodeHandle:
+    step: DecodePass
+    layer: int
+    k_HND: Tensor
+    v_HND: Tensor
+
+    def attend(self, query: Tensor, mask: Tensor | None) -> Tensor:
+        return self.step.attend_packed(self.layer, query[0], self.k_HND, self.v_HND).unsqueeze(0)

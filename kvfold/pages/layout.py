@@ -67,6 +67,11 @@ class PageClass:
         """Whether a side is coded against the layer below."""
         return self.k.needs_below or self.v.needs_below
 
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether keys and values are rows of floats, all of which are read, and nothing else bears on attention."""
+        return self.k.as_floats and self.v.as_floats and not self.has_bias and not self.reader.chooses
+
     def codec(self, side: Side) -> Codec:
         return self.k if side == "k" else self.v
 

@@ -5,6 +5,7 @@ N flat slots, head after head   D head dim
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -63,6 +64,21 @@ class Run:
         """The first slot of each head within the run."""
         page_size = self.extents[0].span.page_class.page_size
         return tuple((extent.first - self.extents[0].first) * page_size for extent in self.extents)
+
+    def views(self, x_ND: Tensor) -> Iterator[tuple[slice, tuple[int, ...], Tensor]]:
+        """Heads, where they start in the run, and their [h, S, D] views: all at once if uniform; never a copy."""
+        if self.is_uniform:
+            heads = slice(self.heads[0], self.heads[-1] + 1)
+            yield heads, self.starts, x_ND.view(len(self.heads), -1, x_ND.shape[-1])[:, : self.lens[0]]
+            return
+        for head, start, length in zip(self.heads, self.starts, self.lens, strict=True):
+            yield slice(head, head + 1), (start,), x_ND[start : start + length].unsqueeze(0)
+
+    @cached_property
+    def floats(self) -> tuple[tuple[slice, Tensor, Tensor], ...]:
+        """Heads with their keys and values [h, S, D] as they are stored, for codecs that store floats."""
+        both = zip(self.views(self.side("k")["x"]), self.views(self.side("v")["x"]), strict=True)
+        return tuple((heads, k_hSD, v_hSD) for (heads, _, k_hSD), (_, _, v_hSD) in both)
 
     def side(self, side: Side) -> Codes:
         """The codec's fields of one side, for every slot of the run, used or not."""
