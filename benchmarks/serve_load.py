@@ -192,7 +192,10 @@ def page(found: dict[str, Any]) -> str:
         f"{found['clients']} streaming clients for {found['seconds'] / 60:.0f} minutes, {found['model']}, "
         f"{found['device']}, {found['threads']} threads, commit {found['commit']}, {found['date']}:"
     )
-    command = f"python benchmarks/serve_load.py --clients {found['clients']} --minutes {found['minutes']:g}"
+    names = ("model", "clients", "minutes", "documents", "document", "reply")
+    given = [f"--{name} {found[name]}".removesuffix(".0") for name in names]
+    options = ["--", *found["options"]] if found["options"] else []
+    command = " ".join(["python benchmarks/serve_load.py", *given, *options])
     return "\n".join([about, "", f"```sh\n{command}\n```", "", "| | |", "|---|---|", *lines, ""])
 
 

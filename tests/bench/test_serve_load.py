@@ -26,7 +26,9 @@ def test_a_short_load_leaves_nothing_behind(tmp_path: Path) -> None:
     assert set(found["statuses"]) <= {"200", "hung up"} and found["statuses"]["200"] >= 3
     assert found["leaked_bytes"] == 0 and found["after"]["running"] == 0
     assert 0 < found["first_s"]["p50"] <= found["first_s"]["p99"]
-    about = {"clients": 3, "minutes": 0.03, "model": "tiny", "device": "CPU", "threads": 1, "commit": "c", "date": "d"}
-    text = page({**found, **about})
+    about = {"model": "tiny", "options": ["--memory", "64MB"], "device": "CPU", "threads": 1}
+    text = page({**found, **about, **vars(args), "commit": "c", "date": "d"})
+    asked = "--model tiny --clients 3 --minutes 0.03 --documents 2 --document 100 --reply 8 -- --memory 64MB"
+    assert f"\npython benchmarks/serve_load.py {asked}\n" in text
     assert f"| answers by status | {found['statuses']['200']} x 200" in text
     assert "| bytes of the arena that leaked | 0 |" in text
