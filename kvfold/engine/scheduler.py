@@ -1,8 +1,10 @@
 """Many requests on one runner: continuous batching in one thread, which alone touches the model and its arena.
 
-In each turn the thread lets jobs in, reads one piece of one prompt, and runs one step of all replies. Tenants take
-turns. A job is let in when the arena has room for its whole prompt beside what the others may need next; until then it
-waits. When a step finds no page, the newest reply moves to the host and comes back, bit for bit, when there is room.
+In each turn the thread lets jobs in, reads pieces of prompts, a chunk of tokens in all, and runs one step of all
+replies. So a step waits for no more than a chunk, and short prompts do not wait for each other's steps. Few prompts are
+read at a time, in turns: what waits holds no memory yet, and finds prefixes that those before it have stored. Tenants
+take turns. A job is let in when the arena has room for its whole prompt beside what the others may need next. When a
+step finds no page, the newest reply moves to the host and comes back, bit for bit, when there is room.
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ from kvfold.errors import InputError, OutOfPages, Overloaded
 from kvfold.policy.policy import Policy
 from kvfold.store.binding import kind_of
 
+_MOST_READING = 4  # prompts: few, but no long one holds up all short ones
+_SHORTEST = 8  # pieces in a chunk: few tokens take as long as the weights take to pass by
+
 
 class Scheduler:
     """`make_room` gives up something held in the arena for later and returns whether there was anything."""
@@ -34,7 +39,7 @@ class Scheduler:
         policy: Policy,
         tokenizer: Any,
         *,
-        max_running: int = 16,
+        max_running: int = 64,
         max_waiting: int = 256,
         make_room: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
@@ -104,8 +109,7 @@ class Scheduler:
             self._sweep()
             self._come_back()
             self._let_in()
-            if self._reading:
-                self._read(self._reading.popleft())
+            self._read()
             self._write()
         for task in self._tasks():
             task.end("cancelled")
@@ -149,7 +153,7 @@ class Scheduler:
 
     def _let_in(self) -> None:
         """Jobs in turn while there is room. One that is alone is tried in any case: a bound is not a need."""
-        while not self._aside and self.num_running < self.max_running:
+        while not self._aside and self.num_running < self.max_running and len(self._reading) < _MOST_READING:
             with self._changed:
                 job = self._lines.first()
                 if job is None or not self._has_room(len(job.tokens)):
@@ -198,18 +202,22 @@ class Scheduler:
 
     # Running
 
-    def _read(self, task: Task) -> None:
-        try:
-            task.read()
-        except OutOfPages as error:
-            self._wait_or_fail(task, error)
-        except Exception as error:
-            self._end(task, "failed", error)
-        else:
-            if task.is_reading:
-                self._reading.append(task)
+    def _read(self) -> None:
+        """Pieces of prompts in turn, a chunk of tokens in all, but for a first piece that is longer."""
+        chunk, num_read = self.runner.chunk_len, 0
+        while self._reading and (num_read == 0 or num_read + self._reading[0].piece_len <= chunk):
+            task = self._reading.popleft()
+            num_read += max(task.piece_len, chunk // _SHORTEST)
+            try:
+                task.read()
+            except OutOfPages as error:
+                self._wait_or_fail(task, error)
+                return
+            except Exception as error:
+                self._end(task, "failed", error)
             else:
-                self._writing.append(task)
+                (self._reading if task.is_reading else self._writing).append(task)
+            self._let_in()
 
     def _wait_or_fail(self, task: Task, error: OutOfPages) -> None:
         """Room was found, or will be when others end; a task that is alone has failed."""

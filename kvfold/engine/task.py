@@ -64,13 +64,16 @@ class Task:
 
     # Reading
 
+    @property
+    def piece_len(self) -> int:
+        """Tokens that are read next."""
+        return self._piece_end - self.sequence.committed_len
+
     def read(self) -> None:
         """The next piece of the prompt; after the last one the job has begun. OutOfPages changes nothing."""
-        start = self.sequence.committed_len
-        stretch = next((cut for cut in self._cuts if cut > start), len(self.job.tokens))
-        end = self._piece_end(start, stretch)
-        compress = not self._has_cuts or stretch in self._cuts
-        logits_BV = self._prefill(self.job.tokens[start:end], compress)
+        end = self._piece_end
+        compress = not self._has_cuts or self._stretch_end in self._cuts
+        logits_BV = self._prefill(self.job.tokens[self.sequence.committed_len : end], compress)
         if end in self._cuts or end == len(self.job.tokens):
             self.job.source.reached(self.sequence, end)
         if end == len(self.job.tokens):
@@ -83,9 +86,15 @@ class Task:
         except SizeError:
             return self._runner.prefill([self.sequence], [tokens], compress=False)
 
-    def _piece_end(self, start: int, stretch: int) -> int:
-        chunk = self._runner.chunk_len
-        return min(stretch, start - start % chunk + chunk) if self._in_pieces else stretch
+    @property
+    def _stretch_end(self) -> int:
+        """Where the prompt is compressed next, or ends."""
+        return next((cut for cut in self._cuts if cut > self.sequence.committed_len), len(self.job.tokens))
+
+    @property
+    def _piece_end(self) -> int:
+        chunk, start = self._runner.chunk_len, self.sequence.committed_len
+        return min(self._stretch_end, start - start % chunk + chunk) if self._in_pieces else self._stretch_end
 
     def _begin(self, logits_V: Tensor) -> None:
         job = self.job

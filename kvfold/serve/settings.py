@@ -16,7 +16,7 @@ class Limits:
     body_bytes: int = 32 << 20
     output_tokens: int = 32_768
     per_tenant: int = 64  # requests at a time
-    running: int = 16
+    running: int = 64
     waiting: int = 256
     request_s: float = 600.0
 

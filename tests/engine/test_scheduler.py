@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
 from kvfold.engine.generate import Request, generate
-from kvfold.engine.jobs import Began, Ended
+from kvfold.engine.jobs import Began, Ended, Event, Job, Wrote
 from kvfold.engine.runner import Runner
 from kvfold.engine.sample import Sampling
 from kvfold.engine.scheduler import Scheduler
@@ -19,7 +21,7 @@ from kvfold.errors import InputError, OutOfPages, Overloaded
 from kvfold.models.loader import Model
 from kvfold.policy.policy import Policy
 from tests import tiny
-from tests.engine.jobs import Fresh, job
+from tests.engine.jobs import Fresh, Heard, job
 
 
 @contextmanager
@@ -91,6 +93,35 @@ def test_a_prompt_is_read_in_pieces_between_steps_of_others(model: Model) -> Non
         assert writing.end().reason == "cancelled"
 
 
+@pytest.mark.parametrize(("length", "between"), [(2, [0, 0, 0]), (10, [1, 1, 1])])
+def test_a_step_waits_for_no_more_than_a_chunk(model: Model, length: int, between: list[int]) -> None:
+    """Chunks have 16 tokens: prompts of two are read in one turn, of those of ten one in each."""
+    with scheduling(model) as scheduler:
+        first, writing = job(scheduler.runner, tiny.prompt(4), max_new_tokens=400)
+        made = [job(scheduler.runner, tiny.prompt(length, seed=i), max_new_tokens=1) for i in range(4)]
+        written: list[int] = []  # by the first, when each of the others begins
+        for one, heard in made:
+            one.listener = _on(Began, lambda: written.append(len(writing.events)), heard)
+        first.listener = _on(Wrote, _asking(scheduler, made), writing)  # between two turns, so all come at once
+        scheduler.submit(first)
+        assert [heard.end().reason for _, heard in made] == ["length"] * 4
+    assert [later - earlier for earlier, later in pairwise(written)] == between
+
+
+def test_few_prompts_are_read_at_a_time(model: Model) -> None:
+    """The others hold nothing yet and may find what these leave in a store."""
+    waiting: list[int] = []
+    with scheduling(model) as scheduler:
+        made = [job(scheduler.runner, tiny.prompt(60, seed=i), max_new_tokens=1) for i in range(7)]
+        first, heard_first = job(scheduler.runner, tiny.prompt(4), max_new_tokens=400)
+        for one, heard in made:
+            one.listener = _on(Began, lambda: waiting.append(scheduler.num_waiting), heard)
+        first.listener = _on(Wrote, _asking(scheduler, made), heard_first)
+        scheduler.submit(first)
+        assert [heard.end().reason for _, heard in made] == ["length"] * 7
+    assert waiting[0] == 3
+
+
 def test_cuts_are_told_and_compress(model: Model) -> None:
     tokens = tiny.prompt(100)
     with scheduling(model, "keydiff + 4x") as scheduler:
@@ -152,7 +183,7 @@ def test_a_burst_of_one_tenant_does_not_hold_up_another(model: Model) -> None:
         made = []
         for tenant in ("a", "a", "a", "b"):
             one, heard = job(scheduler.runner, tiny.prompt(5), max_new_tokens=1, tenant=tenant)
-            one.listener = _noting(order, tenant, heard)
+            one.listener = _on(Began, partial(order.append, tenant), heard)
             made.append(heard)
             scheduler.submit(one)
         scheduler.cancel(first)
@@ -160,10 +191,23 @@ def test_a_burst_of_one_tenant_does_not_hold_up_another(model: Model) -> None:
     assert order.index("b") < 2
 
 
-def _noting(order: list[str], tenant: str, then: Callable[[Any], None]) -> Callable[[Any], None]:
-    def listen(event: Any) -> None:
-        if isinstance(event, Began):
-            order.append(tenant)
+def _asking(scheduler: Scheduler, made: Sequence[tuple[Job, Heard]]) -> Callable[[], None]:
+    """Submits all jobs when it is called first."""
+    left = [one for one, _ in made]
+
+    def ask() -> None:
+        while left:
+            scheduler.submit(left.pop(0))
+
+    return ask
+
+
+def _on(kind: type[Event], act: Callable[[], object], then: Callable[[Event], None]) -> Callable[[Event], None]:
+    """A listener that acts before another one hears of events of a kind."""
+
+    def listen(event: Event) -> None:
+        if isinstance(event, kind):
+            act()
         then(event)
 
     return listen
