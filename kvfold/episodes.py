@@ -8,8 +8,8 @@ each block a cache keeps the slots that the cluster's most typical turns attend 
 own end, and memory is bounded by `slots` and one block. A question goes to the cache of the cluster it is nearest to.
 
 Differences from the reference: turns are compared by their words (TF-IDF), not by an embedding model; layers and heads
-share slots by a budget of the policy language (`ada`: heads; `global`: layers too; `profile`: by what was measured once
-for the model), not by how much the keys of a layer change under eviction; the typical turns are read as they are,
+share slots by a budget of the policy language (`ada`: heads; `global`: layers too), and only with a profile that was
+measured `--by keys` by how much the keys of a layer change when the past is cut; typical turns are read as they are,
 without an instruction in front; all caches stay on the device. Reading costs one prefill per episode.
 """
 

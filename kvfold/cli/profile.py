@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING
 from kvfold.cli import show
 from kvfold.cli.options import Subparsers
 from kvfold.cli.texts import add_reading_parser, reading
+from kvfold.errors import InputError
 
 if TYPE_CHECKING:
     from kvfold.budget.heads import HeadProfile
 
+LOSS = 0.05
 _EPILOG = """examples:
   kvfold profile --model smollm2-135m --out heads.json
   kvfold profile --model smollm2-135m --text notes.txt --length 2048 --out heads.json
+  kvfold profile --model smollm2-135m --by keys --out layers.json
   kvfold run --context notes.txt --ask "Who wrote this?" --policy 'keydiff + profile(file="heads.json") + 4x'
 """
 
@@ -31,18 +34,31 @@ def add_parser(subparsers: Subparsers) -> None:
         length=1024,
         help="measure what each head of a model needs",
         description="Read texts and measure, for each KV head, the share of slots that hold nearly all of its "
-        "attention; the budget profile(file=...) shares slots by it.",
+        "attention, or for each layer how much its keys change when the past is cut; the budget profile(file=...) "
+        "shares slots by it.",
         epilog=_EPILOG,
     )
-    parser.add_argument("--loss", type=float, default=0.05, help="of a head's attention (default: %(default)s)")
+    parser.add_argument(
+        "--by",
+        choices=("attention", "keys"),
+        default="attention",
+        help="what heads look at (default), or how much a layer's keys change when the past is cut, as in EpiCache",
+    )
+    parser.add_argument("--loss", type=float, help=f"by attention: of a head's attention (default: {LOSS})")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, write, tell."""
-    from kvfold.train.profile import measure_heads  # here: help comes without torch
+    from kvfold.train.key_shift import measure_layers  # here and below: help comes without torch
+    from kvfold.train.profile import measure_heads
 
+    if args.by == "keys" and args.loss is not None:
+        raise InputError("--loss is a share of attention; leave it out with --by keys")
     with reading(args) as (model, texts, report):
-        measured = measure_heads(model, texts, args.loss, report)
+        if args.by == "keys":
+            measured = measure_layers(model, texts, report)
+        else:
+            measured = measure_heads(model, texts, LOSS if args.loss is None else args.loss, report)
     measured.write(args.out)
     _tell(args, measured)
     return 0
