@@ -66,9 +66,9 @@ class DecodePass:
         """The tokens of all sequences, one behind the other; returns the attention output [N, Q, D]."""
         out_NQD = torch.empty_like(q_QND.transpose(0, 1))
         rows = self._rows(layer) if q_QND.device.type == "cpu" else {}
-        for index, begin in enumerate(accumulate(self.num_tokens, initial=0)):
-            if index < len(self.sequences) and index not in rows:
-                mine = slice(begin, begin + self.num_tokens[index])
+        starts = [0, *accumulate(self.num_tokens)]
+        for index, mine in enumerate(map(slice, starts, starts[1:])):
+            if index not in rows:
                 new = q_QND[:, mine], k_HND[:, mine], v_HND[:, mine]
                 out_NQD[mine] = self.attend(layer, index, *new).transpose(0, 1)
         if rows:
