@@ -14,6 +14,7 @@ import numpy as np
 
 from kvfold.bench.page import written
 from kvfold.bench.rows import MODES, OWN_POLICIES, OWN_PROSE, Cell, Facts, Mode, read_cells
+from kvfold.bench.sizes import FULL
 
 BEGIN = "<!-- needle: begin; written by `python benchmarks/needle.py --docs` -->"
 END = "<!-- needle: end -->"
@@ -37,6 +38,9 @@ class Result:
     @property
     def text(self) -> str:
         return self.note or "-" if self.mean is None else f"{self.mean:.0f} ±{self.half_width:.0f}"
+
+
+Found = dict[tuple[str, str, Mode], Result]  # by policy, size and mode
 
 
 def interval(scores_by_task: Sequence[Sequence[float]], *, seed: int = 0) -> tuple[float, float]:
@@ -74,8 +78,17 @@ def _result(policy: str, size: str, mode: Mode, cells: list[Cell]) -> Result:
 
 
 def table(cells: Sequence[Cell]) -> str:
-    """Markdown: policies down, question known and unknown by size across, then the bytes at each size."""
+    """Markdown: policies down, question known and unknown by size across, then the bytes at each size.
+
+    Policies that are complete without a size follow in a table of their own.
+    """
     found = {(result.policy, result.size, result.mode): result for result in results(cells)}
+    sized = {key: result for key, result in found.items() if key[1] != NO_SIZE or key[0] == FULL}
+    others = {key: result for key, result in found.items() if key not in sized}
+    return "\n\n".join(_table(part) for part in (sized, others) if part)
+
+
+def _table(found: Found) -> str:
     modes = [mode for mode in MODES if any(mode == each for _, _, each in found)]
     sizes = list(dict.fromkeys(size for _, size, _ in found if size != NO_SIZE)) or [NO_SIZE]
     headings = ["policy", *(f"{mode} {size}".strip() for mode in modes for size in sizes), "bytes, % of full"]
@@ -87,14 +100,12 @@ def table(cells: Sequence[Cell]) -> str:
     return "\n".join(lines)
 
 
-def _place(
-    found: dict[tuple[str, str, Mode], Result], policy: str, size: str, mode: Mode
-) -> Result | None:
-    """A policy without a size is the same at all of them."""
+def _place(found: Found, policy: str, size: str, mode: Mode) -> Result | None:
+    """The full cache is the same at all sizes."""
     return found.get((policy, size, mode)) or found.get((policy, NO_SIZE, mode))
 
 
-def _bytes(row: list[list[Result | None]], policy: str, found: dict[tuple[str, str, Mode], Result]) -> str:
+def _bytes(row: list[list[Result | None]], policy: str, found: Found) -> str:
     """By size, the mean of both modes; a policy without a size has one figure."""
     columns = list(zip(*row, strict=True))
     if any((policy, NO_SIZE, mode) in found for mode in MODES):

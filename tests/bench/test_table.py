@@ -76,6 +76,18 @@ def test_table_by_hand() -> None:
     ]
 
 
+def test_complete_policies_stand_on_their_own() -> None:
+    cells = [
+        cell("full", "", "known", "single", (1.0,)),
+        cell("tova", "8x", "known", "single", (1.0,)),
+        cell("tova + int4 + 6.25%mem", "", "known", "single", (0.0,), bytes_ratio=0.06),
+    ]
+    first, second = table(cells).split("\n\n")
+    assert [line[0] for line in _lines(first)[2:]] == ["`full`", "`tova`"]
+    assert _lines(second)[0] == ["policy", "known", "bytes, % of full"]
+    assert _lines(second)[2] == ["`tova + int4 + 6.25%mem`", "0 ±0", "6"]
+
+
 def test_full_cache_alone_is_a_table() -> None:
     found = _lines(table([cell("full", "", "known", "single", (1.0, 0.0, 1.0, 0.0))]))
     assert found[0] == ["policy", "known", "bytes, % of full"]
