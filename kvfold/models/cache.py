@@ -86,14 +86,21 @@ class Cache(HfCache):  # type: ignore[misc]
             self._begin(k_BHTD, mask)
         current = self._pass
         assert current is not None
+        if isinstance(current, PrefillPass):
+            out_BTQD = self._read(current, layer, query, k_BHTD, v_BHTD)
+        else:  # no row is padded
+            packed = (x.transpose(0, 1).flatten(1, 2) for x in (query, k_BHTD, v_BHTD))
+            out_BTQD = current.attend_packed(layer, *packed).unflatten(0, (len(query), -1))
+        if layer == self.spec.num_layers - 1:
+            self._end(current, query.shape[2])
+        return out_BTQD
+
+    def _read(self, current: PrefillPass, layer: int, query: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
         out = torch.zeros_like(query)
         for row, start in enumerate(self._starts):
             new = query[row, :, start:], k_BHTD[row, :, start:], v_BHTD[row, :, start:]
             out[row, :, start:] = current.attend(layer, row, *new)
-        if isinstance(current, PrefillPass):
-            current.finish_layer(layer)
-        if layer == self.spec.num_layers - 1:
-            self._end(current, query.shape[2])
+        current.finish_layer(layer)
         return out.transpose(1, 2)
 
     def _end(self, current: PrefillPass | DecodePass, num_tokens: int) -> None:
