@@ -20,7 +20,7 @@ from kvfold.store.ledger import Lease
 from tests.store.common import BINDING, Clock, entry_files, make_entry, make_key
 
 LIMIT = 1 << 20
-KILLS = 34  # twice at each of the moments
+KILLS = 102  # six times at each of the moments
 
 
 def put(tier: DiskTier, number: int, lease: Lease) -> None:
