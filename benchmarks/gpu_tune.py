@@ -77,7 +77,7 @@ class Layer:
         """With an open block half full, which lies over codes of the first copy: what it holds takes no time."""
         merge.launch(
             *parts, self.task_range, self.q_RXD, self.q_RXD[None, :, :1], self.q_RXD[None, :, :1], self.memory,
-            self.open_address, self.fill, OPEN_LEN, "bf16", SCALE,
+            self.open_address, self.fill, OPEN_LEN, self.open_address, self.fill, 0, "bf16", SCALE,
         )  # fmt: skip
 
     def step(self, table: Tensor, config: Config) -> None:

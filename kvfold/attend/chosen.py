@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvfold.attend.partial import attend
+from kvfold.pages.exact import num_exact
 from kvfold.pages.pick import PageList
 from kvfold.pages.read import in_basis
 from kvfold.pages.sequence import SequenceCache
@@ -63,10 +64,13 @@ def choose(sequence: SequenceCache, layer: int, q_HGTD: Tensor) -> Chosen | None
         return None
     q, offset = in_basis(sequence.tail.layers[layer], q_HGTD)  # segments of a sequence share what codecs learnt
     index_HTW = reader.select(PageView(q, offset, pages.summaries(), pages.used_HM, num_pages))
-    return _gathered(pages, q, offset, index_HTW.sort(-1).values)
+    return _gathered(pages, q, offset, index_HTW.sort(-1).values, num_exact(sequence, layer))
 
 
-def _gathered(pages: PageList, q_HGTD: Tensor, offset_HGT: Tensor | None, index_HTW: Tensor) -> Chosen:
+def _gathered(
+    pages: PageList, q_HGTD: Tensor, offset_HGT: Tensor | None, index_HTW: Tensor, num_exact: int
+) -> Chosen:
+    """The first `num_exact` slots are read elsewhere, as they came."""
     page_class, rows = pages.page_class, index_HTW.shape[0] * index_HTW.shape[1]
     index_HN = index_HTW.flatten(1)
     codes = pages.codes(pages.number_HM.gather(1, index_HN).flatten())
@@ -82,7 +86,7 @@ def _gathered(pages: PageList, q_HGTD: Tensor, offset_HGT: Tensor | None, index_
         _unused_cleared(k_ND, valid_HNP).view(rows, -1, k_ND.shape[-1]),
         _unused_cleared(v_ND, valid_HNP).view(rows, -1, v_ND.shape[-1]),
         offset_HGT,
-        valid_HNP.view(rows, -1),
+        (valid_HNP & (slot_HNP >= num_exact)).view(rows, -1),
         slot_HNP.view(rows, -1),
     )
 

@@ -19,6 +19,7 @@ from kvfold.attend.chosen import Chosen, choose
 from kvfold.attend.partial import Merge, attend
 from kvfold.attend.recalled import add_recalled
 from kvfold.core import Rope
+from kvfold.pages.exact import num_exact
 from kvfold.pages.layer import LayerPages, Run
 from kvfold.pages.read import decode_run, in_basis, restored_run
 from kvfold.pages.sequence import SequenceCache
@@ -79,6 +80,8 @@ def read_parts(
     if not whole and sequence.tail.layers[layer].page_class.reader.chooses:
         chosen = choose(sequence, layer, q_HGTD)
         if chosen is not None:
+            if num_exact(sequence, layer):
+                yield _exact(sequence, layer, q_HGTD)
             yield chosen
             return
     yield from stretches(sequence, layer, q_HGTD, start)
@@ -88,6 +91,9 @@ def stretches(sequence: SequenceCache, layer: int, q_HGTD: Tensor, start: int) -
     """Every sealed slot of one layer that a query can see, in as few pieces as storage allows."""
     spec = sequence.spec.layers[layer]
     first = [0] * spec.num_kv_heads
+    skip = num_exact(sequence, layer)
+    if skip:
+        yield _exact(sequence, layer, q_HGTD)
     for segment in (*sequence.segments, sequence.tail):
         pages = segment.layers[layer]
         if spec.sliding_window is not None:
@@ -96,15 +102,27 @@ def stretches(sequence: SequenceCache, layer: int, q_HGTD: Tensor, start: int) -
         elif sequence.policy.position.shifts:
             yield from _shifted(sequence, layer, pages, q_HGTD, first)
         else:
-            yield from plain(pages, q_HGTD, first)
+            yield from plain(pages, q_HGTD, first, skip=skip)
         first = [n + length for n, length in zip(first, pages.lens, strict=True)]
 
 
+def _exact(sequence: SequenceCache, layer: int, q_HGTD: Tensor) -> Stretch:
+    """The first slots as they came; their codes are skipped."""
+    assert sequence.exact is not None
+    k_HSD, v_HSD = (side[layer].to(q_HGTD.dtype) for side in (sequence.exact.k, sequence.exact.v))
+    return Stretch(slice(0, len(k_HSD)), [0] * len(k_HSD), q_HGTD, k_HSD, v_HSD)
+
+
 def plain(
-    pages: LayerPages, q_HGTD: Tensor, first: list[int], window: tuple[int, int] | None = None
+    pages: LayerPages,
+    q_HGTD: Tensor,
+    first: list[int],
+    window: tuple[int, int] | None = None,
+    *,
+    skip: int = 0,
 ) -> Iterator[Stretch]:
     """Pages of one layer with keys where they were; `first`: slots of each head that came before, `window`: its length
-    and the position of the first query."""
+    and the position of the first query, `skip`: first slots of the sequence that are left out."""
     if not pages.runs():
         return
     q, offset = in_basis(pages, q_HGTD)
@@ -112,7 +130,12 @@ def plain(
     for run in pages.runs():
         k_ND, v_ND = decode_run(pages, run, "k", q_HGTD.dtype), decode_run(pages, run, "v", q_HGTD.dtype)
         for heads, begins, k_hSD, v_hSD in _views(run, k_ND, v_ND):
-            stretch = Stretch(heads, done[heads], q[heads], k_hSD, v_hSD, None if offset is None else offset[heads])
+            out = skip if skip and not any(done[heads]) else 0  # heads of a view are in the same extent of theirs
+            if out == k_hSD.shape[1]:
+                continue
+            places = [place + out for place in done[heads]]
+            turned = None if offset is None else offset[heads]
+            stretch = Stretch(heads, places, q[heads], k_hSD[:, out:], v_hSD[:, out:], turned)
             if window is not None:
                 position_S = run.position_N[begins[0] :][: k_hSD.shape[1]]  # heads of such a layer never differ
                 stretch.mask_TS = _window_mask(*window, q_HGTD.shape[2], position_S)

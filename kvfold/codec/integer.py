@@ -93,22 +93,24 @@ class Int8(IntegerCodec):
     bits: ClassVar[int] = 8
 
 
-@register("codec", "int4", paper="arXiv:2404.00456")
+@register("codec", "int4", revision=2, paper="arXiv:2404.00456")
 @dataclass(frozen=True)
 class Int4(IntegerCodec):
-    """4-bit codes, two per byte, one scale and zero per slot; keys minus their mean and rotated."""
+    """4-bit codes, two per byte, one scale and zero per slot; keys minus their mean and rotated; sinks exact."""
 
     bits: ClassVar[int] = 4
+    exact: ClassVar[int] = 4
 
 
-@register("codec", "int2", paper="arXiv:2404.00456")
+@register("codec", "int2", revision=2, paper="arXiv:2404.00456")
 @dataclass(frozen=True)
 class Int2(IntegerCodec):
-    """2-bit codes, four per byte, one scale and zero per slot; keys minus their mean and rotated.
+    """2-bit codes, four per byte, one scale and zero per slot; keys minus their mean and rotated; sinks exact.
 
     The grid covers the middle 80 % of the span: with four levels a finer step for most channels is worth more than
     the outermost ones (measured, dev/LOG.md). With 16 levels it is not.
     """
 
     bits: ClassVar[int] = 2
+    exact: ClassVar[int] = 4
     clip: ClassVar[float] = 0.8

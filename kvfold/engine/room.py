@@ -21,13 +21,13 @@ class Room:
         self._heads = [layer.num_kv_heads for layer in runner.spec.layers]
         sample = runner.new_sequence(policy)
         self._classes = [sample.page_class(i) for i in range(runner.spec.num_layers)]
-        self._open_bytes = sample.open.num_bytes
+        self._block_bytes = sample.block_bytes
         self._open_len = sample.config.open_len
         sample.release()
 
     def bound(self, num_tokens: int) -> int:
         """Bytes that so many tokens take if all are kept, in superblocks of each layer's own."""
-        total, unit = self._open_bytes, self._arena.superblock_bytes
+        total, unit = self._block_bytes, self._arena.superblock_bytes
         for page_class, heads in zip(self._classes, self._heads, strict=True):
             num_bytes = page_class.span_bytes(heads * page_class.pages_for(num_tokens))
             total += -(-num_bytes // unit) * unit

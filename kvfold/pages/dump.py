@@ -4,6 +4,7 @@
     {layer}.{field}           rows of a field, piece after piece, in each head after head
     {layer}.state.{side}.*    what the codecs learnt
     {layer}.open.k, .v        the committed slots of the open block [H, n, D]
+    {layer}.exact.k, .v       the first slots as they came, where they are kept so
     {layer}.side.*            what scorers observed (moments: their count is an int64 [1])
     pinned                    int64 [spans, 2]
     lens                      int64 [2]: sealed length, length at the last compression
@@ -45,6 +46,8 @@ def dump(sequence: SequenceCache) -> dict[str, Tensor]:
             parts |= {f"state.{side}.{name}": tensor for name, tensor in state.items()}
         for side, block in (("k", sequence.open.k[i]), ("v", sequence.open.v[i])):
             parts[f"open.{side}"] = block[:, : sequence.open.committed]
+        if sequence.exact is not None and sequence.exact.fill:
+            parts |= {"exact.k": sequence.exact.k[i], "exact.v": sequence.exact.v[i]}
         if sequence.demoted is not None and i in sequence.demoted.layers:
             parts |= {f"demoted.{name}": rows for name, rows in sequence.demoted.layers[i].tensors().items()}
         found |= {f"{i}.{name}": tensor.cpu().contiguous() for name, tensor in parts.items()}
@@ -61,6 +64,7 @@ def restore(sequence: SequenceCache, tensors: Tensors) -> None:
             pages.state[side] = _under(mine, f"state.{side}.")
     _write(sequence, layers)
     _fill_open(sequence, layers)
+    _fill_exact(sequence, layers)
     sequence.sidecar.layers = [_sidecar(_under(mine, "side.")) for mine in layers]
     if sequence.demoted is not None:
         for i, demoted in sequence.demoted.layers.items():
@@ -152,6 +156,18 @@ def _fill_open(sequence: SequenceCache, layers: Sequence[Tensors]) -> None:
     for i, mine in enumerate(layers):
         block.k[i][:, : block.fill] = mine["open.k"]
         block.v[i][:, : block.fill] = mine["open.v"]
+
+
+def _fill_exact(sequence: SequenceCache, layers: Sequence[Tensors]) -> None:
+    block = sequence.exact
+    if block is None or not all("exact.k" in mine for mine in layers):
+        return
+    for k_HnD, v_HnD, mine in zip(block.k, block.v, layers, strict=True):
+        if mine["exact.k"].shape != k_HnD.shape or mine["exact.v"].shape != v_HnD.shape:
+            raise InputError(f"exact slots are {tuple(mine['exact.k'].shape)}, not {tuple(k_HnD.shape)}")
+        k_HnD.copy_(mine["exact.k"])
+        v_HnD.copy_(mine["exact.v"])
+    block.fill = block.committed = block.num_slots
 
 
 def _observed(side: LayerSidecar) -> dict[str, Tensor]:

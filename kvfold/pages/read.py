@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvfold.pages.decode import decode_run, restored_run
+from kvfold.pages.exact import num_exact
 from kvfold.pages.layer import LayerPages
 from kvfold.pages.sequence import SequenceCache
 
@@ -40,8 +41,13 @@ def in_basis(pages: LayerPages, q_HGTD: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def stored_slots(sequence: SequenceCache, layer: int, dtype: torch.dtype) -> StoredSlots:
-    """What a scorer sees of the sealed slots."""
-    return slots_of(sequence.layer_parts(layer), dtype, sequence.arena.device)
+    """What a scorer sees of the sealed slots: what attention reads."""
+    found = slots_of(sequence.layer_parts(layer), dtype, sequence.arena.device)
+    if (count := num_exact(sequence, layer)) and sequence.exact is not None:
+        for head, (k_nD, v_nD) in enumerate(zip(found.k, found.v, strict=True)):
+            k_nD[:count] = sequence.exact.k[layer][head]
+            v_nD[:count] = sequence.exact.v[layer][head]
+    return found
 
 
 def slots_of(parts: Sequence[LayerPages], dtype: torch.dtype, device: torch.device) -> StoredSlots:

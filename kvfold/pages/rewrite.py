@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kvfold.codec.base import Side
 from kvfold.errors import PolicyError
+from kvfold.pages.exact import keep_exact
 from kvfold.pages.layer import LayerPages
 from kvfold.pages.segment import Segment
 from kvfold.pages.transfer import upload
@@ -72,6 +73,7 @@ class Rewrite:
     def write(self, num_tokens: int) -> None:
         """Move what survives, then encode what is new: num_tokens tokens are sealed."""
         self._survivors.settle()
+        keep_exact(self.sequence, self.changes)
         tail = self.sequence.tail
         for layer, change in zip(tail.layers, _bent(tail.layers, self.changes), strict=True):
             _prepare(layer, change)

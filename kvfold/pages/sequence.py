@@ -20,6 +20,7 @@ from kvfold.core import ModelSpec
 from kvfold.evicted.recall import recall_of
 from kvfold.pages.arena import Arena
 from kvfold.pages.demoted import Demoted
+from kvfold.pages.exact import exact_len
 from kvfold.pages.layout import PageClass
 from kvfold.pages.open_block import OpenBlock
 from kvfold.pages.pick import PageList
@@ -53,6 +54,7 @@ class SequenceCache:
     pinned: list[tuple[int, int]] = field(default_factory=list)
     tail: Segment = field(init=False)
     open: OpenBlock = field(init=False)
+    exact: OpenBlock | None = field(init=False, default=None)  # the first slots, where codes are coarse
     sidecar: Sidecar = field(init=False)
     shifts: Shifts = field(init=False, default_factory=Shifts)
     sentences: Sentences = field(init=False, default_factory=Sentences)
@@ -62,6 +64,8 @@ class SequenceCache:
     def __post_init__(self) -> None:
         self.tail = Segment(self.arena, [self._layer_pages(i) for i in range(self.spec.num_layers)])
         self.open = OpenBlock(self.arena, self.spec, self.config.open_len)
+        if length := exact_len(self.policy, self.spec):
+            self.exact = OpenBlock(self.arena, self.spec, length)
         self.sidecar = Sidecar([LayerSidecar() for _ in self.spec.layers])
         self.demoted = self._nothing_demoted()
 
@@ -141,7 +145,12 @@ class SequenceCache:
         listed = sum(pages.num_bytes for pages in self._lists.values())
         listed += self.shifts.num_bytes + self.sentences.num_bytes
         listed += 0 if self.demoted is None else self.demoted.resident_bytes
-        return held + listed + self.tail.state_bytes + self.open.num_bytes + self.sidecar.num_bytes
+        return held + listed + self.tail.state_bytes + self.block_bytes + self.sidecar.num_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """The open block and the slots that are kept exact."""
+        return self.open.num_bytes + (0 if self.exact is None else self.exact.num_bytes)
 
     # Changes
 
@@ -159,6 +168,8 @@ class SequenceCache:
         """A second sequence over the same slots: sealed pages are shared, the open block and sidecar copied."""
         branch = SequenceCache(self.arena, self.spec, self.policy, self.config)
         branch.open.copy_from(self.open)
+        if branch.exact is not None and self.exact is not None:
+            branch.exact.copy_from(self.exact)
         if not self.tail.is_empty:
             self._freeze_tail()
         branch.segments = [segment.share() for segment in self.segments]
@@ -185,7 +196,9 @@ class SequenceCache:
         self.segments, self.tail = [], Segment.like(self.tail)
         self._lists.clear()
         self.shifts, self.sentences, self.demoted = Shifts(), Sentences(), self._nothing_demoted()
-        self.open.release()
-        self.open.clear()
+        for block in (self.open, self.exact):
+            if block is not None:
+                block.release()
+                block.clear()
         self.sidecar = Sidecar([LayerSidecar() for _ in self.spec.layers])
         self.sealed_len = self.last_compressed_len = 0

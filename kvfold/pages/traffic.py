@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from kvfold.pages.exact import num_exact
 from kvfold.pages.sequence import SequenceCache
 
 
 def stored_bytes_read(sequence: SequenceCache, layer: int) -> float:
     """Summaries are read only where there are more pages than the reader takes; a layer below that a codec needs is
-    read again."""
+    read again, and slots that are kept exact beside their codes."""
     page_class, parts = sequence.page_class(layer), sequence.layer_parts(layer)
     every = sum(sequence.stored_lens(layer)) * page_class.code_bytes / page_class.page_size
+    spec, exact = sequence.spec.layers[layer], num_exact(sequence, layer)
+    exact_bytes = exact * spec.num_kv_heads * spec.head_dim * 2 * sequence.spec.kv_dtype.itemsize
+    every += exact_bytes
     if page_class.needs_below:  # which may need its own
         every += stored_bytes_read(sequence, layer - 1)
     if not page_class.reader.chooses:
@@ -20,4 +24,4 @@ def stored_bytes_read(sequence: SequenceCache, layer: int) -> float:
     if max(pages) <= most:
         return every
     kept_bytes = page_class.summary_bytes + page_class.entry_bytes
-    return sum(min(count, most) * page_class.code_bytes + count * kept_bytes for count in pages)
+    return exact_bytes + sum(min(count, most) * page_class.code_bytes + count * kept_bytes for count in pages)

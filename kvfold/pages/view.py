@@ -80,7 +80,7 @@ def size_facts(sequence: SequenceCache, seen_len: int) -> SizeFacts:
         num_tokens=seen_len,
         num_heads=num_heads,
         bytes_per_slot=slot_bytes / max(num_heads, 1) + mass_bytes,
-        overhead_bytes=sequence.open.num_bytes
+        overhead_bytes=sequence.block_bytes
         + sum(_watched_bytes(sequence, layer) for _, layer in layers)
         + mass_bytes * sequence.config.open_len * num_heads
         + padding

@@ -42,7 +42,7 @@ class DeviceTier(Tier[SequenceCache, SequenceCache]):
         """What is held, every byte once however many prefixes share it; from any thread."""
         held = list(self._held.values())
         segments = {id(one): one for sequence in held for one in (*sequence.segments, sequence.tail)}
-        return sum(one.num_bytes for one in segments.values()) + sum(sequence.open.num_bytes for sequence in held)
+        return sum(one.num_bytes for one in segments.values()) + sum(sequence.block_bytes for sequence in held)
 
     def put(self, key: Key, value: SequenceCache, lease: Lease) -> bool:
         return self.put_chunks([key], value, lease)

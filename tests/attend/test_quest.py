@@ -15,6 +15,7 @@ from kvfold.core import ModelSpec
 from kvfold.errors import PolicyError
 from kvfold.models.check import check_policy
 from kvfold.pages.dump import dump, restore
+from kvfold.pages.exact import num_exact
 from kvfold.pages.read import decode_run, stored_slots
 from kvfold.pages.sequence import SequenceCache
 from kvfold.policy import Policy
@@ -81,14 +82,15 @@ def best_pages(sequence: SequenceCache, layer: int, head: int, q_GD: Tensor, cou
 
 
 def expected_step(sequence: SequenceCache, layer: int, q: Tensor, k: Tensor, v: Tensor, count: int) -> Tensor:
-    """[Q, T, D]: each new token over its best pages, the open block and the new tokens up to itself."""
+    """[Q, T, D]: each new token over its best pages, exact slots, the open block and the new tokens up to itself."""
     spec, stored, fill = sequence.spec.layers[layer], stored_slots(sequence, layer, torch.float32), sequence.open.fill
     out = torch.empty_like(q)
     for head in range(spec.num_kv_heads):
         mine = slice(head * spec.group, (head + 1) * spec.group)
         for t in range(q.shape[1]):
             best, pages = best_pages(sequence, layer, head, q[mine, t], count), pages_of(sequence, layer, head)
-            index = torch.tensor([slot for page in best for slot in pages[page]])
+            chosen = {slot for page in best for slot in pages[page]}
+            index = torch.tensor(sorted(chosen.union(range(num_exact(sequence, layer)))))
             k_SD = torch.cat((stored.k[head][index], sequence.open.k[layer][head, :fill].float(), k[head, : t + 1]))
             v_SD = torch.cat((stored.v[head][index], sequence.open.v[layer][head, :fill].float(), v[head, : t + 1]))
             out[mine, t] = (weights(q[mine, t], k_SD, spec.scale) @ v_SD.double()).float()

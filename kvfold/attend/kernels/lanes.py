@@ -15,6 +15,7 @@ from weakref import ref
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kvfold.attend.kernels.moves import moves_of, stored_tables
 from kvfold.attend.kernels.tables import Layout, Tables, sent
@@ -22,6 +23,7 @@ from kvfold.attend.kernels.tasks import Part, choose_splits, cut, num_pieces
 from kvfold.attend.kernels.turns import Turns
 from kvfold.attend.kernels.watch import Watch
 from kvfold.pages.layout import PageClass
+from kvfold.pages.open_block import OpenBlock
 from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.table import Ints, Places, segment_table
 
@@ -66,6 +68,8 @@ class Lanes:
             mass_len=0 if self.watch is None else self.watch.row_len,
         )
         self.open_LB2 = torch.zeros(spec.num_layers, num_lanes, 2, dtype=torch.int64, device=arena.device)
+        self.exact_LB2 = torch.zeros_like(self.open_LB2)
+        self.exact_LB = torch.zeros(spec.num_layers, num_lanes, dtype=torch.int64, device=arena.device)
         shapes = [(num_lanes, layer.num_kv_heads, layer.head_dim) for layer in spec.layers]
         self.mean_LBHD = [torch.zeros(shape, device=arena.device) for shape in shapes]
         self._held: list[_Held | None] = [None] * num_lanes
@@ -125,6 +129,7 @@ class Lanes:
         lane_E = np.repeat(np.array([lane for lane, _ in grown]), [len(length_E) for length_E in lengths])
         is_full_B = np.zeros(self.num_lanes, dtype=bool)
         is_full_B[lane_E[pieces_E != num_pieces(before_E, split_E)]] = True
+        is_full_B[lane_E[(before_E <= self.layout.exact_len) & (after_E != before_E)]] = True  # they may have no task
         (at,) = ((after_E != before_E) & ~is_full_B[lane_E]).nonzero()
         at_E = np.concatenate([item.at_E for item in held])
         if len(at):
@@ -150,7 +155,12 @@ class Lanes:
 
     def _parts(self, placed: list[tuple[int, SequenceCache]]) -> list[Part]:
         return [
-            Part(lane, stored_tables(sequence), None if self.turns is None else moves_of(sequence))
+            Part(
+                lane,
+                stored_tables(sequence),
+                None if self.turns is None else moves_of(sequence),
+                self.layout.exact_L if sequence.exact is not None and sequence.exact.fill else None,
+            )
             for lane, sequence in placed
         ]
 
@@ -160,17 +170,29 @@ class Lanes:
         return held is None or not len(held.length_E)
 
     def _take_in(self, added: list[tuple[int, SequenceCache]]) -> None:
-        """What never changes of a sequence once it has stored slots: where its open block lies, and its mean keys."""
+        """What never changes of a sequence once it has stored slots: where its open block and its exact slots lie, and
+        its mean keys."""
         if not added:
             return
         lane_N = sent(np.array([lane for lane, _ in added]), self.open_LB2.device)
         address_NL2 = np.array([sequence.open.addresses for _, sequence in added])
         address_LN2 = np.ascontiguousarray(address_NL2.swapaxes(0, 1))
         self.open_LB2.index_copy_(1, lane_N, sent(address_LN2, self.open_LB2.device))
+        if self.layout.exact_len:
+            self._take_in_exact(lane_N, [sequence.exact for _, sequence in added])
         for index, mean_BHD in enumerate(self.mean_LBHD):
             means = [sequence.tail.layers[index].state.get("k", {}).get("mean") for _, sequence in added]
             zero_HD = mean_BHD.new_zeros(mean_BHD.shape[1:])
             mean_BHD.index_copy_(0, lane_N, torch.stack([zero_HD if mean is None else mean for mean in means]))
+
+
+    def _take_in_exact(self, lane_N: Tensor, blocks: Sequence[OpenBlock | None]) -> None:
+        known = [block for block in blocks if block is not None]  # all: lanes of one layout have them
+        address_LN2 = np.ascontiguousarray(np.array([block.addresses for block in known]).swapaxes(0, 1))
+        self.exact_LB2.index_copy_(1, lane_N, sent(address_LN2, lane_N.device))
+        filled_N = np.array([bool(block.fill) for block in known])
+        count_LN = np.ascontiguousarray(self.layout.exact_L[:, None] * filled_N)
+        self.exact_LB.index_copy_(1, lane_N, sent(count_LN, lane_N.device))
 
 
 def _num_processors(device: torch.device) -> int:

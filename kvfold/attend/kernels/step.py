@@ -62,7 +62,15 @@ def _find_layout(sequence: SequenceCache) -> Layout | None:
     tracked = Tracked.of([policy], decoding=True)
     if not known or not aligned or not whole or tracked.query_stats or len(spec.compressible_layers) < spec.num_layers:
         return None
-    layout = Layout(spec, classes, sequence.config.open_len, policy.position.shifts, tracked.mass, tracked.last_queries)
+    layout = Layout(
+        spec,
+        classes,
+        sequence.config.open_len,
+        policy.position.shifts,
+        tracked.mass,
+        tracked.last_queries,
+        0 if sequence.exact is None else sequence.exact.num_slots,
+    )
     return _same_layout.setdefault(layout, layout)
 
 
@@ -97,7 +105,7 @@ class Step:
             _num_groups(v_scale),
             spec.scale,
             has_bias=page_class.has_bias,
-            has_skip=lanes.turns is not None,
+            has_skip=lanes.turns is not None or bool(lanes.layout.exact_L[layer]),
         )
         out_RXD, lse_RX = ops.merge_rows(
             part_NXD,
@@ -110,6 +118,9 @@ class Step:
             lanes.open_LB2[layer],
             self.fill_B,
             lanes.layout.open_len,
+            lanes.exact_LB2[layer],
+            lanes.exact_LB[layer],
+            int(lanes.layout.exact_L[layer]),
             _NAMES[page_class.kv_dtype],
             spec.scale,
         )

@@ -35,6 +35,7 @@ class Layout:
     shifts: bool = False
     mass: bool = False
     window: int = 0
+    exact_len: int = 0  # slots that are kept as they came, where codecs ask for it
 
     @property
     def watches(self) -> bool:
@@ -43,6 +44,12 @@ class Layout:
     @cached_property
     def heads_L(self) -> Ints:
         return np.array([layer.num_kv_heads for layer in self.spec.layers])
+
+    @cached_property
+    def exact_L(self) -> Ints:
+        """Slots of each layer that are read as they came, once a sequence has stored them."""
+        asks_L = np.array([max(page_class.k.exact, page_class.v.exact) > 0 for page_class in self.classes])
+        return np.where(asks_L, self.exact_len, 0)
 
 
 class Tables:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvfold.attend.kernels.moves import Moves
 from kvfold.attend.kernels.pieces import pieces_of
@@ -26,6 +27,7 @@ class Part(NamedTuple):
     lane: int
     tables: tuple[SegmentTable, ...]
     moves: Moves | None = None
+    exact_L: Ints | None = None  # first slots of every head that are read elsewhere
 
 
 class Tasks(NamedTuple):
@@ -78,6 +80,10 @@ def cut(parts: Sequence[Part], split_L: Ints) -> Tasks:
     )
     row_P = (lane_P * len(split_L) + layer_P) * (head_P.max(initial=0) + 1) + head_P
     order_P = np.argsort(row_P, kind="stable")  # a head's pieces stay oldest first
+    wanted = [np.zeros_like(split_L) if part.exact_L is None else part.exact_L for part in parts]
+    wanted_P = np.stack(wanted)[np.repeat(np.arange(len(parts)), counts), layer_P]
+    exact_P = np.where(_is_first(row_P, order_P[length_P[order_P] > 0]), wanted_P, 0)
+    length_P = np.where(length_P > exact_P, length_P, 0)
     tasks_P = num_pieces(length_P, split_L[layer_P])[order_P]
     end_P = np.cumsum(tasks_P)
     of_N = np.repeat(order_P, tasks_P)
@@ -88,18 +94,26 @@ def cut(parts: Sequence[Part], split_L: Ints) -> Tasks:
     ends = np.split(last_P, np.cumsum(counts)[:-1])
     length_N = np.minimum(length_P[of_N] - begin_N, split_L[layer_N])
     skip_N = np.where(begin_N == 0, skip_P[of_N], 0)
+    exact_N = np.where(begin_N == 0, exact_P[of_N], 0)
     return Tasks(
         lane_N,
         layer_N,
         head_P[of_N],
         _place_in_group(lane_N * len(split_L) + layer_N),
         length_N,
-        skip_N,
+        skip_N + exact_N,
         turn_P[of_N],
         _before_in_group(row_P[of_N], length_N - skip_N) - skip_N,
         address_PF[of_N] + begin_N[:, None] * parts[0].tables[0].places.stride_LF[layer_N],
         np.concatenate([np.append(mine_P, -1)[pieces.last_E] for pieces, mine_P in zip(found, ends, strict=True)]),
     )
+
+
+def _is_first(row_P: Ints, used_P: Ints) -> NDArray[np.bool_]:
+    """Whether a piece is the first of its head among those that hold slots, which are given head by head."""
+    found_P = np.zeros(len(row_P), dtype=bool)
+    found_P[used_P[np.diff(row_P[used_P], prepend=-1) != 0]] = True
+    return found_P
 
 
 def _before_in_group(group_N: Ints, count_N: Ints) -> Ints:

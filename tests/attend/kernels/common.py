@@ -200,6 +200,8 @@ class OpenBlocks:
     v: Tensor
     k_new: Tensor  # [B, H, T, D], rows apart
     v_new: Tensor
+    k_exact: Tensor  # [B, H, exact_len, D]; all of them are there in the first lane, none in others
+    v_exact: Tensor
     arguments: tuple[Any, ...]  # of merge_rows, from k_new on
 
     def __post_init__(self) -> None:
@@ -207,20 +209,30 @@ class OpenBlocks:
 
 
 def open_blocks(
-    stored: Stored, fill: Sequence[int], num_new: int, *, open_len: int = 8, dtype: str = "bf16"
+    stored: Stored, fill: Sequence[int], num_new: int, *, open_len: int = 8, exact_len: int = 0, dtype: str = "bf16"
 ) -> OpenBlocks:
     """Random blocks behind everything that was lent; `stored` has the rows of all lanes."""
     num_lanes, (num_rows, _, head_dim) = len(fill), stored.q_RXD.shape
     kv_dtype = DTYPES[dtype]
-    shape = (2, num_lanes, num_rows // num_lanes, open_len, head_dim)
-    numbers = torch.randn(shape).to(DEVICE, kv_dtype)
+    shape = (num_lanes, num_rows // num_lanes, open_len, head_dim)
     at = stored.arena.capacity_bytes // 2
-    memory = stored.arena.memory[at : at + numbers.nbytes]
-    memory.copy_(numbers.flatten().view(torch.uint8))
-    k, v = memory.view(kv_dtype).view(shape)
-    address = torch.tensor([[at + i * k[0].nbytes, at + (num_lanes + i) * k[0].nbytes] for i in range(num_lanes)])
+    k, v, address = _blocks(stored, at, shape, kv_dtype)
+    exact_shape = (*shape[:2], exact_len, head_dim)
+    k_exact, v_exact, exact_address = _blocks(stored, at + k.nbytes + v.nbytes, exact_shape, kv_dtype)
+    exact_fill = torch.tensor([exact_len] + [0] * (num_lanes - 1), device=DEVICE)
     new = torch.randn(num_new, num_lanes, 2, num_rows // num_lanes, head_dim).to(DEVICE, kv_dtype)
     k_new, v_new = new.permute(2, 1, 3, 0, 4)
     fills = torch.tensor(fill, dtype=torch.int32, device=DEVICE)
-    arguments = (k_new, v_new, stored.arena.memory, address.to(DEVICE), fills, open_len, dtype, stored.scale)
-    return OpenBlocks(k, v, k_new, v_new, arguments)
+    blocks = (address, fills, open_len, exact_address, exact_fill, exact_len)
+    arguments = (k_new, v_new, stored.arena.memory, *blocks, dtype, stored.scale)
+    return OpenBlocks(k, v, k_new, v_new, k_exact, v_exact, arguments)
+
+
+def _blocks(stored: Stored, at: int, shape: tuple[int, ...], kv_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Random keys and values [B, H, slots, D] from a byte of the arena on, and the addresses [B, 2] of each lane's."""
+    numbers = torch.randn(2, *shape).to(DEVICE, kv_dtype)
+    memory = stored.arena.memory[at : at + numbers.nbytes]
+    memory.copy_(numbers.flatten().view(torch.uint8))
+    k, v = memory.view(kv_dtype).view(2, *shape)
+    address = [[at + i * k[0].nbytes, at + (len(k) + i) * k[0].nbytes] for i in range(len(k))]
+    return k, v, torch.tensor(address, device=DEVICE)

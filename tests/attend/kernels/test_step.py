@@ -28,6 +28,7 @@ POLICIES = (
     "kivi2",
     "int4(layers=1:)",
     "snapkv(window=4) + ada + 4x + int4 + protect(sinks=2, recent=4)",
+    "keydiff + global + 8x + int4 + protect(recent=0)",
     "keydiff + 3x + protect(none)",
     "kvzip + global + 4x + fit(tokens=30) + protect(sinks=2, recent=4)",
     "prefill(keydiff + ada + 64tok + fit(prompt, tokens=30)) + decode(h2o + 64tok) + int4",

@@ -39,3 +39,17 @@ def test_lanes_share_the_tasks_of_a_layer() -> None:
     tasks = cut(parts, split_L)
     assert 32 < len(tasks.lane_N) <= 64
     assert tasks.length_N.sum() == 74_100
+
+
+def test_slots_that_are_read_elsewhere_are_skipped_once_and_need_no_task_of_their_own() -> None:
+    tables = (table([[4, 4, 300], [9, 4, 1]]), table([[7, 0, 5], [0, 6, 2]]))
+    tasks = cut([Part(0, tables, exact_L=np.array([4, 0]))], np.array([128, 128]))
+    columns = (tasks.layer_N, tasks.head_N, tasks.length_N, tasks.skip_N)
+    found = list(zip(*(column.tolist() for column in columns), strict=True))
+    assert found == [
+        (0, 0, 7, 0),
+        (0, 2, 128, 4), (0, 2, 128, 0), (0, 2, 44, 0), (0, 2, 5, 0),
+        (1, 0, 9, 0),
+        (1, 1, 4, 0), (1, 1, 6, 0),
+        (1, 2, 1, 0), (1, 2, 2, 0),
+    ]  # fmt: skip

@@ -1,0 +1,56 @@
+"""The first slots of a sequence as they came, beside their codes: attention rests on them, and few bits blur them.
+
+A sink's key differs from the mean key more than others do, so its grid is coarse, and every error of it moves the mass
+of nearly every query: with the first four slots exact, int4 and int2 lose a third as much (dev/LOG.md). The slots stay
+in pages too, for whoever moves, scores or saves slots; attention reads the copy in their place.
+
+    H KV heads   n exact slots   D head dim
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from kvfold.core import ModelSpec
+from kvfold.pages.transfer import upload
+from kvfold.policy.policy import Policy
+
+if TYPE_CHECKING:
+    from kvfold.pages.rewrite import LayerChange
+    from kvfold.pages.sequence import SequenceCache
+
+
+def exact_len(policy: Policy, spec: ModelSpec) -> int:
+    """Slots that a policy keeps exact: those that its codecs ask for and that are never evicted; none where what is
+    read is more than codes (biases, turned keys) or where attention to slots is noted while decoding."""
+    wanted = max((codec_exact(policy, spec, layer) for layer in spec.compressible_layers), default=0)
+    notes_mass = policy.decode.evicts and policy.decode.score.needs.mass
+    if policy.prefill.evicted.biased or policy.position.shifts or notes_mass:
+        return 0
+    return min([wanted, *(stage.protect.sinks for _, stage in policy.stages() if stage.evicts)])
+
+
+def codec_exact(policy: Policy, spec: ModelSpec, layer: int) -> int:
+    """Slots that the codecs of a layer ask for."""
+    return max(codec.exact for codec in policy.codec.sides(layer, spec.num_layers))
+
+
+def num_exact(sequence: SequenceCache, layer: int) -> int:
+    """Slots of each head of a layer that are read exact."""
+    wants = sequence.spec.layers[layer].compressible and codec_exact(sequence.policy, sequence.spec, layer)
+    return sequence.exact.fill if sequence.exact is not None and wants else 0
+
+
+def keep_exact(sequence: SequenceCache, changes: Sequence[LayerChange]) -> None:
+    """Of the first slots that a sequence seals, unless a head has fewer."""
+    block = sequence.exact
+    if block is None or sequence.sealed_len or min(min(change.counts) for change in changes) < block.num_slots:
+        return
+    for change, k_HnD, v_HnD in zip(changes, block.k, block.v, strict=True):
+        begins = accumulate(change.counts[:-1], initial=0)
+        place_N = upload([begin + i for begin in begins for i in range(block.num_slots)], change.k_ND.device)
+        k_HnD.copy_(change.k_ND[place_N].view(k_HnD.shape))
+        v_HnD.copy_(change.v_ND[place_N].view(v_HnD.shape))
+    block.fill = block.committed = block.num_slots
