@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -63,10 +64,18 @@ def row_of(sequence: SequenceCache, layer: int) -> Row | None:
             for heads, k_hSD, v_hSD in run.floats:
                 if k_hSD.dtype == torch.float32 and k_hSD.nbytes > _MOST_COPIED:
                     return None
-                parts.append(Part(heads, lens[heads.start], k_hSD, v_hSD))
-                for head in range(heads.start, heads.stop):
-                    lens[head] += k_hSD.shape[1]
+                for mine in _alike(heads, lens):
+                    own = slice(mine.start - heads.start, mine.stop - heads.start)
+                    parts.append(Part(mine, lens[mine.start], k_hSD[own], v_hSD[own]))
+                    lens[mine] = [lens[mine.start] + k_hSD.shape[1]] * (mine.stop - mine.start)
     return Row(tuple(parts), tuple(lens))
+
+
+def _alike(heads: slice, lens: Sequence[int]) -> Iterator[slice]:
+    """Neighbours that have as many slots so far, so that what follows goes to the same places."""
+    for _, group in groupby(range(heads.start, heads.stop), lens.__getitem__):
+        first, *more = group
+        yield slice(first, first + 1 + len(more))
 
 
 @dataclass

@@ -17,6 +17,7 @@ from torch import Tensor
 from kvfold.codec.base import Codec, Side
 from kvfold.codec.basis import Basis
 from kvfold.core import ModelSpec
+from kvfold.errors import OutOfPages
 from kvfold.evicted.recall import recall_of
 from kvfold.pages.arena import Arena
 from kvfold.pages.demoted import Demoted
@@ -65,7 +66,11 @@ class SequenceCache:
         self.tail = Segment(self.arena, [self._layer_pages(i) for i in range(self.spec.num_layers)])
         self.open = OpenBlock(self.arena, self.spec, self.config.open_len)
         if length := exact_len(self.policy, self.spec):
-            self.exact = OpenBlock(self.arena, self.spec, length)
+            try:
+                self.exact = OpenBlock(self.arena, self.spec, length)
+            except OutOfPages:
+                self.open.release()
+                raise
         self.sidecar = Sidecar([LayerSidecar() for _ in self.spec.layers])
         self.demoted = self._nothing_demoted()
 

@@ -12,9 +12,9 @@ from tests.attend.reference import part
 from tests.pages.tiny import decode, new_sequence, prefill, random_layers, tiny_spec
 
 SMALL = "20tok + protect(sinks=1, recent=2)"
-JOINED = ("full", "full + bf16", f"h2o + ada + {SMALL}")
+JOINED = ("full", "full + bf16", f"h2o + ada + {SMALL}", "knorm + global + 2x + protect(sinks=1, recent=2)")
 APART = ("full + int8", f"streaming + slot + {SMALL}", "full + quest(tokens=4, skip_layers=0)")
-LENGTHS = (61, 5, 40, 23, 44, 58, 13)
+LENGTHS = (61, 5, 40, 52, 23, 44, 58, 13)
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
@@ -26,11 +26,12 @@ def test_packed_rows_are_read_as_alone(kv_dtype: torch.dtype) -> None:
     def read(index: int) -> SequenceCache:
         sequence = new_sequence(policies[index], spec)
         prefill(sequence, part(layers, 0, LENGTHS[index]))
+        sequence.fork()  # what follows goes to another segment, with heads that have unequal lengths already
         return sequence
 
     alone = [read(index) for index in range(len(policies))]
     batch = [read(index) for index in range(len(policies))]
-    assert [row_of(sequence, 0) is not None for sequence in batch] == [True] * 3 + [False] * 3 + [True]
+    assert [row_of(sequence, 0) is not None for sequence in batch] == [True] * 4 + [False] * 3 + [True]
     assert [row_of(sequence, 2) is not None for sequence in batch] == [length < 30 for length in LENGTHS]
     for at in range(70, 76):  # open blocks of four seal between, not all at once
         step = DecodePass(batch)
