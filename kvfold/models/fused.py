@@ -5,7 +5,7 @@ Here linear layers of one input become one product (their weights move into one 
 RMS norms and gated MLPs one kernel each. Modules are exchanged while a context lasts; nothing else of the model
 changes, and what looks unlike what is known, or was wrapped by somebody, is left alone. A compiled layer gets the plain
 norms and gates, which the compiler fuses with their neighbours; of its products of one row, those of the MLP are kept
-from becoming reductions, since they are large enough to be faster as they are.
+from becoming reductions, which run no faster and take twice as long to compile.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def _stand_in(module: Any) -> nn.Module | None:
     if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
         return Norm(module)
     linears = [getattr(module, name, None) for name in ("gate_proj", "up_proj")]
-    if _can_join(linears) and isinstance(getattr(module, "down_proj", None), nn.Linear):
+    if _can_join(linears) and _can_join([getattr(module, "down_proj", None)]):
         return Gated(module)
     return None
 
