@@ -36,7 +36,7 @@ class Run:
     """What all rows of a run share."""
 
     command: str
-    commit: str
+    commit: str  # or several, where a run was resumed on another: "a1b2c3d, e4f5a6b"
     versions: Mapping[str, str]  # kvfold, torch, transformers, python, triton
     device: str
     started: str  # UTC, as in 2026-11-15T12:00:00Z
@@ -213,6 +213,11 @@ def write_run(folder: Path, run: Run) -> None:
     write_whole(folder / RUN, json.dumps(asdict(run), ensure_ascii=False, indent=1) + "\n")
 
 
+def commits_of(runs: Iterable[Run]) -> str:
+    """All that rows of these runs were made on, in order."""
+    return ", ".join(dict.fromkeys(commit for run in runs for commit in run.commit.split(", ")))
+
+
 def append_lines(path: Path, lines: Iterable[Row | PromptRow | Diagnostic]) -> None:
     """In one write, so that a kill leaves whole lines and at most one that is cut off."""
     text = "".join(json.dumps(asdict(line), ensure_ascii=False) + "\n" for line in lines)
@@ -247,5 +252,5 @@ def _merged(group: Sequence[Recorded]) -> Recorded:
             raise InputError(f"two answers of {' '.join(map(str, row.key))} differ; give each shard of a run once")
     prompts = {row.key: row for recorded in group for row in recorded.prompts}
     diagnostics = {row.key: row for recorded in group for row in recorded.diagnostics}
-    run = replace(group[0].run, shard=shards)
+    run = replace(group[0].run, shard=shards, commit=commits_of(recorded.run for recorded in group))
     return Recorded(run, tuple(rows.values()), tuple(prompts.values()), tuple(diagnostics.values()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from kvfold.bench.record import (
@@ -15,6 +16,7 @@ from kvfold.bench.record import (
     Row,
     Run,
     append_lines,
+    commits_of,
     drop_cut_line,
     read_description,
     read_lines,
@@ -29,7 +31,10 @@ class Writer:
     def __init__(self, folder: Path, run: Run) -> None:
         self.folder = folder
         if (folder / RUN).exists():
-            _check_same(folder, read_description(folder), run)
+            there = read_description(folder)
+            _check_same(folder, there, run)
+            if (commits := commits_of((there, run))) != there.commit:
+                write_run(folder, replace(there, commit=commits))
         elif folder.exists() and any(folder.iterdir()):
             raise InputError(f"{folder} holds other files and no run; name another folder with --out")
         else:

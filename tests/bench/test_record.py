@@ -22,6 +22,7 @@ from kvfold.bench.record import (
     read_run,
     write_run,
 )
+from kvfold.bench.writer import Writer
 from kvfold.errors import InputError
 
 EXAMPLE = Path(__file__).parent / "data" / "example_run"
@@ -89,7 +90,14 @@ def test_shards_merge_and_other_runs_stay_apart() -> None:
     other = replace(whole, run=replace(whole.run, seed=7))
     merged, apart = merge([*shards, other])
     assert sorted(merged.rows, key=lambda row: row.key) == sorted(whole.rows, key=lambda row: row.key)
-    assert merged.run.shard == "0/3, 1/3, 2/3" and apart == other
+    assert merged.run.shard == "0/3, 1/3, 2/3" and merged.run.commit == "c0, c1, c2" and apart == other
+
+
+def test_a_run_that_goes_on_names_every_commit_once(folder: Path) -> None:
+    run = read_run(folder).run
+    for commit in ("abc1234", "abc1234", run.commit):
+        Writer(folder, replace(run, commit=commit))
+    assert read_run(folder).run == replace(run, commit=f"{run.commit}, abc1234")
 
 
 def _shard(whole: Recorded, index: int) -> Recorded:
