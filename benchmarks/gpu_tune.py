@@ -37,7 +37,7 @@ NUM_HEADS, HEAD_DIM, NUM_QUERIES = 8, 128, 4
 SCALE = HEAD_DIM**-0.5
 CACHE_BYTES = 256 << 20  # what the copies of a layer come to at least: several times the L2 of an H200
 ALIGNMENT = 128  # slots
-TASKS_PER_PROCESSOR = (4, 8, 16)
+TASKS_PER_PROCESSOR = (4, 8, 16, 24)
 OPEN_LEN = 32
 
 CONFIGS: dict[str, list[Config]] = {
@@ -45,10 +45,10 @@ CONFIGS: dict[str, list[Config]] = {
         Config(64, 4, 3), Config(64, 4, 4), Config(32, 2, 4), Config(32, 2, 5), Config(64, 2, 3), Config(32, 1, 4),
         Config(128, 4, 3),
     ],
-    "fp8": [Config(64, 2, 3), Config(64, 2, 4), Config(64, 4, 4), Config(32, 1, 4), Config(128, 4, 3)],
-    "int8": [Config(64, 2, 3), Config(64, 2, 4), Config(64, 2, 4, 128), Config(32, 1, 4), Config(128, 4, 3)],
+    "fp8": [Config(64, 4, 3, 128), Config(64, 2, 3), Config(64, 4, 4), Config(32, 1, 4), Config(128, 4, 3)],
+    "int8": [Config(64, 4, 3, 128), Config(64, 4, 3), Config(64, 2, 3), Config(64, 2, 4, 128), Config(32, 1, 4)],
     "int4": [
-        Config(64, 2, 3), Config(64, 2, 4), Config(64, 2, 5), Config(32, 1, 4), Config(32, 1, 6), Config(64, 1, 4),
+        Config(64, 2, 3, 128), Config(64, 2, 3), Config(64, 2, 4), Config(64, 1, 3), Config(32, 1, 4), Config(64, 1, 4),
         Config(128, 4, 3),
     ],
     "int2": [Config(64, 1, 3), Config(64, 1, 5), Config(32, 1, 4), Config(32, 1, 6), Config(128, 2, 4)],

@@ -180,7 +180,11 @@ def exchanges(hf: nn.Module) -> list[Exchange]:
         for name, module in parent.named_children():
             kind = type(module)
             stand_in = _stand_in(module) if tried.get(kind, True) else None
-            if stand_in is not None and tried.setdefault(kind, _agree(module, stand_in)):
+            if stand_in is None:
+                continue
+            if kind not in tried:
+                tried[kind] = _agree(module, stand_in)
+            if tried[kind]:
                 found.append(Exchange(parent, name, module, stand_in))
     return found
 

@@ -185,7 +185,6 @@ class Lanes:
             zero_HD = mean_BHD.new_zeros(mean_BHD.shape[1:])
             mean_BHD.index_copy_(0, lane_N, torch.stack([zero_HD if mean is None else mean for mean in means]))
 
-
     def _take_in_exact(self, lane_N: Tensor, blocks: Sequence[OpenBlock | None]) -> None:
         known = [block for block in blocks if block is not None]  # all: lanes of one layout have them
         address_LN2 = np.ascontiguousarray(np.array([block.addresses for block in known]).swapaxes(0, 1))
