@@ -3,7 +3,8 @@
 A *job* is a prompt, a mode and a policy; a *lane* is its way through the model. Samples that share their context share
 its compressed cache too where the question is unknown: it is read once, and forked. On a GPU lanes decode through
 captured graphs, one for each number of lanes and layout of pages, so lanes are grouped by layout, and those that ended
-stay in their group: a smaller batch would be another graph.
+stay in their group: a smaller batch would be another graph. Questions are read through such graphs too, a few tokens of
+all lanes at a time: one by one, lanes would launch a thousand times as many kernels.
 
     B lanes   V vocabulary
 """
@@ -26,6 +27,8 @@ from kvfold.pages.compress import Compression
 from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy
 from kvfold.stats import Stats, measure
+
+_AT_ONCE = 8  # tokens of a question in a captured pass; what remains goes one by one: two graphs serve all lengths
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,11 @@ class Lane:
     first_token_s: float = 0.0
     token_ids: list[int] = field(default_factory=list)
     is_over: bool = False
+
+    @property
+    def rest(self) -> tuple[int, ...]:
+        """What is read over the compressed cache before the last token."""
+        return self.job.prompt.rest(self.job.mode)
 
     @property
     def next_id(self) -> int:
@@ -96,10 +104,27 @@ class Lanes:
         """All of every prompt but its last token; `look` sees each lane right after its compression."""
         for lanes in grouped(self.able, lambda lane: lane.job.compressed):
             self._compress(lanes, look)
-        rest = [lane for lane in self.able if lane.job.prompt.rest(lane.job.mode)]
-        for lanes in grouped(rest, lambda lane: lane.job.prompt):
-            parts = [lane.job.prompt.rest(lane.job.mode) for lane in lanes]
-            self.runner.prefill([lane.sequence for lane in lanes], parts, compress=False)
+        rest = [lane for lane in self.able if lane.rest]
+        captured = [lane for lane in rest if self.runner.graphs is not None and layout_of(lane.sequence) is not None]
+        for lanes in self._batches(captured):
+            self._step_on(lanes)
+        plain = [lane for lane in rest if lane not in captured]
+        for lanes in grouped(plain, lambda lane: lane.job.prompt):
+            self.runner.prefill([lane.sequence for lane in lanes], [lane.rest for lane in lanes], compress=False)
+
+    def _step_on(self, lanes: list[Lane]) -> None:
+        """Read what is left of the prompts as if it had been decoded."""
+        left = [(lane.sequence, lane.rest) for lane in lanes]
+        while left:
+            most = _AT_ONCE if max(len(rest) for _, rest in left) >= _AT_ONCE else 1
+            takes = [min(most, len(rest), sequence.open.next_room) for sequence, rest in left]
+            parts = [rest[:take] for (_, rest), take in zip(left, takes, strict=True)]
+            for verified, take in zip(self.runner.verify([s for s, _ in left], parts), takes, strict=True):
+                for _ in range(take):
+                    verified.keep()
+                verified.observe()
+            after = [(sequence, rest[take:]) for (sequence, rest), take in zip(left, takes, strict=True)]
+            left = [(sequence, rest) for sequence, rest in after if rest]
 
     def _compress(self, lanes: list[Lane], look: Callable[[Lane], None] | None) -> None:
         """One pass for all policies; lanes of the same policy ask different questions about one cache."""

@@ -11,6 +11,7 @@ from kvfold.bench.answers import answer
 from kvfold.bench.lanes import Job, Lanes
 from kvfold.bench.prompts import Prompt
 from kvfold.bench.record import TOO_SMALL
+from kvfold.engine.graphs import Graphs
 from kvfold.engine.runner import Runner
 from kvfold.models.loader import Model
 from tests.bench.runs import SMALL
@@ -54,6 +55,17 @@ def test_a_shared_context_is_read_once_where_the_question_is_unknown(
     answer(runner, _jobs(*PROMPTS))
     assert (len(POLICIES), CONTEXT) in read
     assert len(read) == 1 + len(PROMPTS)  # and each known question with its context
+
+
+def test_questions_read_by_steps_are_answered_as_those_read_at_once(runner: Runner) -> None:
+    pytest.importorskip("triton")
+    prompts = [Prompt(CONTEXT[:60], tuple(prompt(length, seed=length))) for length in (4, 38)]  # past an open block
+    jobs = [Job(each, "unknown", policy, 3) for each in prompts for policy in ("full", f"keydiff + {SMALL} + 2x")]
+    at_once = answer(runner, jobs)
+    runner.graphs = Graphs()
+    by_steps = answer(runner, jobs)
+    assert [by_steps[job].token_ids for job in jobs] == [at_once[job].token_ids for job in jobs]
+    assert runner.graphs._steps == 4 + 5 + 3  # of eight tokens, of one, and of those that answer
 
 
 def test_lanes_end_at_an_end_token_or_with_their_tokens(runner: Runner) -> None:
