@@ -13,11 +13,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from importlib.util import find_spec
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+HAS_TRITON = find_spec("triton") is not None  # kernel files are imported where it is
 Compile = Literal["auto"] | bool  # whether decode steps on a GPU are compiled: at once, never, or once that pays
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
-from kvfold.attend.kernels.formats import has_triton
+from kvfold.core import HAS_TRITON
 
 # cuDNN builds a plan for each new shape, some 30 ms; a short query would not win that back.
 _FEWEST_QUERIES = 1024
@@ -71,7 +71,7 @@ def _cudnn(q_QTD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float, causal: bo
 
 def blend(a_QTD: Tensor, a_lse_QT: Tensor, b_QTD: Tensor, b_lse_QT: Tensor) -> tuple[Tensor, Tensor]:
     """Two parts of attention as one, rounded once; the first part's memory is reused."""
-    if has_triton():
+    if HAS_TRITON:
         from kvfold.attend.kernels import blend as kernel
 
         return kernel.blend(a_QTD, a_lse_QT, b_QTD, b_lse_QT)

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.attend.kernels.formats import has_triton
 from kvfold.attend.stored import read_parts
-from kvfold.core import LayerSpec
+from kvfold.core import HAS_TRITON, LayerSpec
 from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.sidecar import Moments
 from kvfold.policy.policy import Policy
@@ -76,7 +75,7 @@ def track_queries(sequence: SequenceCache, layer: int, q_QTD: Tensor, start: int
 
 
 def _with_moments(before: Moments, spec: LayerSpec, q_QTD: Tensor, start: int) -> Moments:
-    if q_QTD.is_cuda and has_triton():
+    if q_QTD.is_cuda and HAS_TRITON:
         from kvfold.attend.kernels.moments import can_sum, summed
 
         if spec.rope is not None and can_sum(q_QTD, spec.rope):

@@ -81,8 +81,7 @@ class Codec(ABC):
     def check(self, spec: ModelSpec) -> None:  # noqa: B027 - most codecs store slots of any model
         """PolicyError if it cannot store slots of this model. Default: it can."""
 
-    @property
-    def learns(self) -> bool:
+    def learns(self, side: Side) -> bool:
         """Whether `prepare` looks at the slots at all."""
         return type(self).prepare is not Codec.prepare
 

@@ -43,6 +43,9 @@ class IntegerCodec(Codec):
             Field("zero", grid.META, num_groups),
         )
 
+    def learns(self, side: Side) -> bool:
+        return side == "k"
+
     def prepare(self, side: Side, x_RSD: Tensor, valid_RS: Tensor) -> State:
         """Keys: the mean of each row's valid slots, fp32 [R, D] (0 for a row without slots)."""
         if side == "v":

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from kvfold.attend.kernels.step import layout_of
-from kvfold.attend.kernels.tables import sent
 from kvfold.attend.track import Tracked
 from kvfold.engine.runner import Runner
 from kvfold.engine.verify import Verified
 from kvfold.errors import OutOfPages
 from kvfold.models.sentences import needs_sentences
 from kvfold.pages.sequence import SequenceCache
+from kvfold.pages.transfer import sent
 from kvfold.when import Never
 
 

@@ -22,12 +22,13 @@ from torch import Tensor, nn
 
 from kvfold.attend.kernels.lanes import Lanes, OutOfLanes
 from kvfold.attend.kernels.step import Step, layout_of
-from kvfold.attend.kernels.tables import Layout, sent, staged
+from kvfold.attend.kernels.tables import Layout
 from kvfold.core import Compile
 from kvfold.models.attach import layers_wrapped, maskless
 from kvfold.models.fused import fused
 from kvfold.models.step_cache import StepCache
 from kvfold.pages.sequence import SequenceCache
+from kvfold.pages.transfer import sent, staged
 
 Tokens = Sequence[Sequence[int]] | Tensor  # of each sequence; or one each, [sequences], on the device
 Compiler = Callable[[Callable[..., Any], int], Callable[..., Any]]  # (a layer's forward, rows) -> compiled forward

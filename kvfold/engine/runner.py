@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from kvfold.attend.decode import DecodePass
-from kvfold.attend.kernels.formats import has_triton
 from kvfold.attend.prefill import PrefillPass
-from kvfold.core import Compile, ModelSpec
+from kvfold.core import HAS_TRITON, Compile, ModelSpec
 from kvfold.engine.graphs import graphs_of
 from kvfold.engine.layer_major import LayerMajor, Progress
 from kvfold.engine.replay import Replays
@@ -53,7 +52,7 @@ class Runner:
         self.spec = spec
         self.arena = arena
         self.chunk_len = default_chunk_len(spec, arena.device) if chunk_len is None else chunk_len
-        self.graphs = graphs_of(hf, compile) if arena.device.type == "cuda" and has_triton() else None
+        self.graphs = graphs_of(hf, compile) if arena.device.type == "cuda" and HAS_TRITON else None
 
     @property
     def setup_s(self) -> float:

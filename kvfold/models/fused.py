@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kvfold.attend.kernels.formats import has_triton
+from kvfold.core import HAS_TRITON
 
 _MOST_ROWS = 256  # of a joint product: with more, separate ones are as fast, and their outputs can be freed apart
 _TOLERANCE = 0.02  # relative, of a kernel against the module it stands for, tried once for each class
@@ -148,7 +148,7 @@ _known: WeakKeyDictionary[nn.Module, list[Exchange]] = WeakKeyDictionary()
 @contextmanager
 def fused(hf: Any) -> Iterator[None]:
     """Run the model with fewer kernels while the context lasts; without a GPU or triton, as it is."""
-    if hf.device.type != "cuda" or not has_triton():
+    if hf.device.type != "cuda" or not HAS_TRITON:
         yield
         return
     found = _known.get(hf)

@@ -20,7 +20,7 @@ from kvfold.errors import OutOfPages
 from kvfold.pages.grow import give_pages, put_off
 from kvfold.pages.segment import GROWTH, Segment
 from kvfold.pages.sequence import SequenceCache
-from kvfold.pages.table import Ints, Places, SegmentTable, segment_table
+from kvfold.pages.table import Ints, Places, SegmentTable, room_before, segment_table
 
 
 class Stretches(NamedTuple):
@@ -67,7 +67,7 @@ def append_blocks(sequences: Sequence[SequenceCache]) -> Stretches:
     length_E = np.concatenate([table.length_E for table in tables])
     (at_R,) = (every.capacity_E > length_E).nonzero()
     owner_R, room_R = every.owner_E[at_R], (every.capacity_E - length_E)[at_R]
-    begin_R = _room_before(every.row_E[at_R], room_R)
+    begin_R = room_before(every.row_E[at_R], room_R)
     take_R = np.clip(np.array(counts)[owner_R] - begin_R, 0, room_R)
     taking_R = take_R > 0
     at_N, owner_N, count_N = at_R[taking_R], owner_R[taking_R], take_R[taking_R]
@@ -108,10 +108,3 @@ def _together(places: tuple[Places, ...]) -> _Places:
         np.concatenate([item.stride_LF[item.layer_E] for item in places]),
         list(accumulate(sizes)),
     )
-
-
-def _room_before(row_R: Ints, room_R: Ints) -> Ints:
-    """Room in older extents of the same head: new slots fill those first."""
-    before_R = np.cumsum(room_R) - room_R
-    is_first_R = np.diff(row_R, prepend=-1) != 0
-    return np.asarray(before_R - np.maximum.accumulate(np.where(is_first_R, before_R, 0)))

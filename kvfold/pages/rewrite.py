@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from kvfold.codec.base import Side
 from kvfold.errors import PolicyError
 from kvfold.pages.exact import keep_exact
+from kvfold.pages.kernels.writing import can_write, write_new
 from kvfold.pages.layer import LayerPages
 from kvfold.pages.segment import Segment
 from kvfold.pages.transfer import upload
@@ -75,10 +76,8 @@ class Rewrite:
         self._survivors.settle()
         keep_exact(self.sequence, self.changes)
         tail = self.sequence.tail
-        for layer, change in zip(tail.layers, _bent(tail.layers, self.changes), strict=True):
-            _prepare(layer, change)
-            codes = layer.encode(change.k_ND, change.v_ND, change.position_N, change.counts, change.bias_N)
-            layer.append(codes, change.counts)
+        _write_new(tail, _bent(tail.layers, self.changes))
+        for layer, change in zip(tail.layers, self.changes, strict=True):
             if not self.decoding:
                 layer.release_unused()
             elif change.keep is not None:  # budgets of heads come and go; room for one more block stays
@@ -188,6 +187,18 @@ def _bent(layers: Sequence[LayerPages], changes: Sequence[LayerChange]) -> list[
     return found
 
 
+def _write_new(tail: Segment, changes: Sequence[LayerChange]) -> None:
+    """New slots of every layer, behind the stored ones."""
+    at_once = can_write(tail, changes)
+    for layer, change in zip(tail.layers, changes, strict=True):
+        _prepare(layer, change)
+        if not at_once:
+            codes = layer.encode(change.k_ND, change.v_ND, change.position_N, change.counts, change.bias_N)
+            layer.append(codes, change.counts)
+    if at_once:
+        write_new(tail, changes)
+
+
 def _prepare(layer: LayerPages, change: LayerChange) -> None:
     """Let codecs learn from the first slots that are ever sealed."""
     if layer.state or not any(change.counts):
@@ -195,7 +206,7 @@ def _prepare(layer: LayerPages, change: LayerChange) -> None:
     sides: tuple[tuple[Side, Tensor], ...] = (("k", change.k_ND), ("v", change.v_ND))
     for side, x_ND in sides:
         codec = layer.page_class.codec(side)
-        layer.state[side] = codec.prepare(side, *_by_row(x_ND, change.counts)) if codec.learns else {}
+        layer.state[side] = codec.prepare(side, *_by_row(x_ND, change.counts)) if codec.learns(side) else {}
 
 
 def _by_row(x_ND: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:

@@ -86,6 +86,13 @@ def _room(places: Places, length_E: Ints) -> Ints:
     return np.bincount(places.row_E, places.capacity_E - length_E, places.num_rows).astype(np.int64)
 
 
+def room_before(row_E: Ints, room_E: Ints) -> Ints:
+    """Room in older extents of the same head: new slots fill those first."""
+    before_E = np.cumsum(room_E) - room_E
+    is_first_E = np.diff(row_E, prepend=-1) != 0
+    return np.asarray(before_E - np.maximum.accumulate(np.where(is_first_E, before_E, 0)))
+
+
 @cache
 def columns(page_class: PageClass) -> tuple[Field | None, ...]:
     """The field of a page class in each column."""

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -19,6 +21,17 @@ def upload(values: Sequence[int], device: torch.device) -> Tensor:
     """int64 [len(values)] on the device."""
     host = torch.tensor(values, dtype=torch.int64)
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
+def sent(array: NDArray[np.int64] | NDArray[np.int32], device: torch.device) -> Tensor:
+    """On the device, without waiting for it."""
+    return staged(array, device).to(device, non_blocking=True)
+
+
+def staged(array: NDArray[np.int64] | NDArray[np.int32], device: torch.device) -> Tensor:
+    """Where the device fetches it from by itself: in pinned memory, which is not used again before it has."""
+    found = torch.from_numpy(array)
+    return found.pin_memory() if device.type == "cuda" else found
 
 
 class Download:

@@ -9,15 +9,14 @@ arXiv:2404.14469).
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
+from kvfold.core import HAS_TRITON
 from kvfold.score.base import View
 
 MAX_ENTRIES = 2**25  # 128 MiB of fp32
-HAS_TRITON = find_spec("triton") is not None
 
 
 def masked_softmax(logit: Tensor, visible: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvfold.score.attention import HAS_TRITON, MAX_ENTRIES, dots
+from kvfold.core import HAS_TRITON
+from kvfold.score.attention import MAX_ENTRIES, dots
 
 
 def column_max(q_RGTD: Tensor, k_RSD: Tensor, lse_RGT: Tensor, scale: float) -> Tensor:

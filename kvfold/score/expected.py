@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.core import Rope
+from kvfold.core import HAS_TRITON, Rope
 from kvfold.errors import PolicyError
 from kvfold.policy.registry import register
-from kvfold.score.attention import HAS_TRITON, masked_softmax, row_blocks
+from kvfold.score.attention import masked_softmax, row_blocks
 from kvfold.score.base import Needs, QueryStats, Scorer, View
 from kvfold.score.checks import at_least, given
 

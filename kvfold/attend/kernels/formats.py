@@ -5,8 +5,6 @@ Facts of the codecs in kvfold/codec, under the names that the operators take. No
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.util import find_spec
 from typing import Literal, NamedTuple
 
 import torch
@@ -68,11 +66,6 @@ _FORMATS: dict[str, Format] = {
     "kivi2": Format(Kivi2(), "int", torch.uint8, 2, GROUP),
 }
 CODECS = frozenset(_FORMATS)
-
-
-@cache
-def has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 def format_of(codec: str) -> Format:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvfold.attend.kernels.moves import moves_of, stored_tables
-from kvfold.attend.kernels.tables import Layout, Tables, sent
+from kvfold.attend.kernels.tables import Layout, Tables
 from kvfold.attend.kernels.tasks import Part, choose_splits, cut, num_pieces
 from kvfold.attend.kernels.turns import Turns
 from kvfold.attend.kernels.watch import Watch
@@ -26,6 +26,7 @@ from kvfold.pages.layout import PageClass
 from kvfold.pages.open_block import OpenBlock
 from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.table import Ints, Places, segment_table
+from kvfold.pages.transfer import sent
 
 
 class OutOfLanes(Exception):

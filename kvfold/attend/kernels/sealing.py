@@ -13,23 +13,23 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from kvfold.attend.kernels.formats import has_triton
-from kvfold.attend.kernels.tables import sent
 from kvfold.attend.track import Tracked
 from kvfold.codec import hadamard
 from kvfold.codec.integer import IntegerCodec
 from kvfold.codec.native import Native
+from kvfold.core import HAS_TRITON
 from kvfold.pages.append import Stretches, append_blocks, make_room
 from kvfold.pages.layer import LayerPages
 from kvfold.pages.layout import PageClass
 from kvfold.pages.segment import Segment
 from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.table import Ints
+from kvfold.pages.transfer import sent
 
 
 def can_seal(sequence: SequenceCache) -> bool:
     """Whether a kernel can do it: there is one for these codecs, and what they have to learn is learnt."""
-    if not sequence.arena.memory.is_cuda or not has_triton() or Tracked.of([sequence.policy], decoding=True).mass:
+    if not sequence.arena.memory.is_cuda or not HAS_TRITON or Tracked.of([sequence.policy], decoding=True).mass:
         return False
     return _learnt_by(sequence.tail) is not None
 

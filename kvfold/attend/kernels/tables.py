@@ -15,13 +15,13 @@ from functools import cached_property
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from kvfold.attend.kernels.formats import BIAS, K_CODE, LENGTH, MASS, NUM_COLUMNS, QUERY, SKIP
 from kvfold.attend.kernels.tasks import Tasks
 from kvfold.core import ModelSpec
 from kvfold.pages.layout import PageClass
 from kvfold.pages.table import COLUMNS, Ints
+from kvfold.pages.transfer import sent
 
 
 @dataclass(frozen=True)
@@ -112,14 +112,3 @@ class Tables:
         lane_N = sent(np.array(lanes), self.task_LBC.device)
         self.task_LBC.index_fill_(1, lane_N, 0)
         self.rows_LBH.index_fill_(1, lane_N, 0)
-
-
-def sent(array: NDArray[np.int64] | NDArray[np.int32], device: torch.device) -> Tensor:
-    """On the device, without waiting for it."""
-    return staged(array, device).to(device, non_blocking=True)
-
-
-def staged(array: NDArray[np.int64] | NDArray[np.int32], device: torch.device) -> Tensor:
-    """Where the device fetches it from by itself: in pinned memory, which is not used again before it has."""
-    found = torch.from_numpy(array)
-    return found.pin_memory() if device.type == "cuda" else found

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from kvfold.attend.kernels import ops
 from kvfold.attend.kernels.moves import moves_of
-from kvfold.attend.kernels.tables import Layout, sent
+from kvfold.attend.kernels.tables import Layout
 from kvfold.attend.kernels.tasks import Part
 from kvfold.core import Rope
 from kvfold.pages.sequence import SequenceCache
+from kvfold.pages.transfer import sent
 
 _FEWEST = 2  # sinks and a window
 

@@ -1,0 +1,75 @@
+"""Integer codes on a GPU, by the arithmetic of codec/integer.py, step by step.
+
+Rotations are one product with the Hadamard matrix instead of butterflies, so a code may differ by one where a number
+lies within fp32 rounding of the border between two.
+
+    B slots   D head dim (a power of two)   W bytes of a code
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvfold.codec import grid
+from kvfold.codec.base import Codec
+from kvfold.codec.integer import IntegerCodec
+
+_HALF = tl.constexpr(grid.HALF)
+_LARGEST = tl.constexpr(grid.LARGEST)
+
+
+def width(codec: Codec) -> tuple[int, float]:
+    """Bits of a code, 0 for floats, and how much of its span the grid covers."""
+    return (codec.bits, codec.clip) if isinstance(codec, IntegerCodec) else (0, 1.0)
+
+
+@triton.jit
+def finite(x_BD: tl.tensor) -> tl.tensor:
+    """NaN becomes 0, infinity the slot's largest finite magnitude."""
+    x = tl.where(x_BD != x_BD, 0.0, x_BD)
+    size = tl.abs(x)
+    reach_B1 = tl.minimum(tl.max(tl.where(size == float("inf"), 0.0, size), axis=1), _LARGEST)[:, None]
+    return tl.minimum(tl.maximum(x, -reach_B1), reach_B1)
+
+
+@triton.jit
+def _up_to_bf16(x: tl.tensor) -> tl.tensor:
+    """The smallest bf16 number that is not below x, in fp32: cut the lower half, carrying for positive numbers."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = tl.where(x > 0, bits + 0xFFFF, bits) & -65536
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def put_integers(
+    x_BD: tl.tensor,
+    here_B: tl.tensor,
+    slot_B: tl.tensor,
+    places: tl.tensor,
+    bytes_: tl.tensor,
+    halves: tl.tensor,
+    B: tl.constexpr,
+    D: tl.constexpr,
+    BITS: tl.constexpr,
+    CLIP: tl.constexpr,
+) -> None:
+    """Codes, scales and zeros of one side; `places` points at their three addresses."""
+    PARTS: tl.constexpr = 8 // BITS
+    W: tl.constexpr = D // PARTS
+    TOP: tl.constexpr = (1 << BITS) - 1
+    low_B, high_B = tl.min(x_BD, axis=1), tl.max(x_BD, axis=1)
+    cut_B = (high_B - low_B) * ((1.0 - CLIP) / 2)
+    step_B, start_B = (high_B - low_B - 2 * cut_B) / TOP, low_B + cut_B
+    zero_B = -_up_to_bf16(-start_B)
+    scale_B = _up_to_bf16((start_B + step_B * TOP - zero_B) / TOP)
+    divisor_B = tl.where(scale_B > 0, scale_B, 1.0)
+    code_BD = tl.floor((x_BD - zero_B[:, None]) / divisor_B[:, None] + _HALF)
+    code_BD = tl.minimum(tl.maximum(code_BD, 0.0), TOP).to(tl.int32)
+    if PARTS > 1:  # channels b, b + W, .. share byte b, from its low bits up
+        part = tl.arange(0, PARTS)[None, :, None]
+        code_BD = tl.sum(tl.reshape(code_BD, [B, PARTS, W]) << (part * BITS), axis=1)
+    at_BW = tl.load(places) + slot_B[:, None] * W + tl.arange(0, W)[None, :]
+    tl.store(bytes_ + at_BW, code_BD.to(tl.uint8), mask=here_B[:, None])
+    tl.store(halves + tl.load(places + 1) // 2 + slot_B, scale_B.to(tl.bfloat16), mask=here_B)
+    tl.store(halves + tl.load(places + 2) // 2 + slot_B, zero_B.to(tl.bfloat16), mask=here_B)

@@ -1,0 +1,103 @@
+"""New slots of all layers and heads of a sequence, encoded where they will lie.
+
+N stretches   B slots of a program   D head dim (a power of two)
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvfold.codec.base import Codec
+from kvfold.pages.kernels.encode import finite, put_integers, width
+
+# Columns of a stretch: how many slots; where their keys, values, positions (int64) and biases lie; the mean key of
+# their head; and where they go: the addresses of page fields, then of positions (pages/table.py). Addresses count bytes
+# from the start of the arena, whether they lie in it or not; that of the mean key counts from the rotation matrix.
+COUNT, K_SOURCE, V_SOURCE, POSITION, BIAS, MEAN, ADDRESS = range(7)
+_SLOTS = 32  # of a program
+
+
+@triton.jit
+def _write(
+    stretch: tl.tensor,
+    rotation: tl.tensor,
+    bytes_: tl.tensor,
+    halves: tl.tensor,
+    floats: tl.tensor,
+    words: tl.tensor,
+    longs: tl.tensor,
+    biases: tl.tensor,
+    D: tl.constexpr,
+    B: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    K_BITS: tl.constexpr,
+    V_BITS: tl.constexpr,
+    K_CLIP: tl.constexpr,
+    V_CLIP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+) -> None:
+    """`floats` is the arena in the cache's dtype of WIDTH bytes; bits 0: stored as it is."""
+    stretch += tl.program_id(0) * COLUMNS
+    count, begin = tl.load(stretch), tl.program_id(1) * B
+    if begin < count:
+        slot_B = begin + tl.arange(0, B)
+        here_B = slot_B < count
+        tile_BD = slot_B[:, None] * D + tl.arange(0, D)[None, :]
+        k_BD = tl.load(floats + tl.load(stretch + 1) // WIDTH + tile_BD, mask=here_B[:, None], other=0.0)
+        v_BD = tl.load(floats + tl.load(stretch + 2) // WIDTH + tile_BD, mask=here_B[:, None], other=0.0)
+        if K_BITS:
+            mean_D = tl.load(rotation + tl.load(stretch + 5) // 4 + tl.arange(0, D))
+            x_BD = finite(k_BD.to(tl.float32)) - mean_D[None, :]
+            rotation_DD = tl.load(rotation + tl.arange(0, D)[:, None] * D + tl.arange(0, D)[None, :])
+            x_BD = tl.dot(x_BD, rotation_DD, input_precision="tf32x3")  # tensor cores, near the accuracy of fp32
+            put_integers(x_BD, here_B, slot_B, stretch + 6, bytes_, halves, B, D, K_BITS, K_CLIP)
+        else:
+            tl.store(floats + tl.load(stretch + 6) // WIDTH + tile_BD, k_BD, mask=here_B[:, None])
+        if V_BITS:
+            y_BD = finite(v_BD.to(tl.float32))
+            put_integers(y_BD, here_B, slot_B, stretch + 9, bytes_, halves, B, D, V_BITS, V_CLIP)
+        else:
+            tl.store(floats + tl.load(stretch + 9) // WIDTH + tile_BD, v_BD, mask=here_B[:, None])
+        if HAS_BIAS:
+            bias_B = tl.load(biases + tl.load(stretch + 4) // 4 + slot_B, mask=here_B, other=0.0)
+            tl.store(biases + tl.load(stretch + 12) // 4 + slot_B, bias_B, mask=here_B)
+        position_B = tl.load(longs + tl.load(stretch + 3) // 8 + slot_B, mask=here_B, other=0)
+        tl.store(words + tl.load(stretch + 13) // 4 + slot_B, position_B.to(tl.int32), mask=here_B)
+
+
+def write_stretches(
+    stretch_N: Tensor,
+    most_slots: int,
+    rotation_DD: Tensor,
+    memory: Tensor,
+    kv_dtype: torch.dtype,
+    k: Codec,
+    v: Codec,
+    has_bias: bool,
+) -> None:
+    """Encode every stretch, of at most so many slots, by integer codecs or as it is."""
+    (k_bits, k_clip), (v_bits, v_clip) = width(k), width(v)
+    _write[(len(stretch_N), triton.cdiv(most_slots, _SLOTS))](
+        stretch_N,
+        rotation_DD,
+        memory,
+        memory.view(torch.bfloat16),
+        memory.view(kv_dtype),
+        memory.view(torch.int32),
+        memory.view(torch.int64),
+        memory.view(torch.float32),
+        D=rotation_DD.shape[0],
+        B=_SLOTS,
+        WIDTH=kv_dtype.itemsize,
+        COLUMNS=stretch_N.shape[1],
+        K_BITS=k_bits,
+        V_BITS=v_bits,
+        K_CLIP=k_clip,
+        V_CLIP=v_clip,
+        HAS_BIAS=has_bias,
+        num_warps=4,
+    )

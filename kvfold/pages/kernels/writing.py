@@ -1,0 +1,131 @@
+"""Write what survives a compression, of all layers and heads of a sequence: one launch for each page class.
+
+By plain operations a layer would take some thirty of them in floats, and hundreds in integers.
+
+    L layers   X heads of all layers   E extents   F address columns of pages/table.py
+    N stretches: new slots of one head that go to adjacent places of one extent
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvfold.codec import hadamard
+from kvfold.codec.integer import IntegerCodec
+from kvfold.codec.native import Native
+from kvfold.core import HAS_TRITON
+from kvfold.pages.grow import put_off
+from kvfold.pages.layer import LayerPages
+from kvfold.pages.layout import BIAS, PageClass
+from kvfold.pages.segment import Segment
+from kvfold.pages.table import Ints, SegmentTable, room_before, segment_table
+from kvfold.pages.transfer import sent
+
+if TYPE_CHECKING:
+    from kvfold.pages.rewrite import LayerChange
+
+
+@cache
+def knows(page_class: PageClass) -> bool:
+    """Whether kernels encode it: floats as they are, and integers with one scale for the whole head, of a width that
+    fills tiles."""
+    whole = all(
+        isinstance(codec, Native) or (isinstance(codec, IntegerCodec) and codec.group_size is None)
+        for codec in (page_class.k, page_class.v)
+    )
+    return whole and not page_class.summaries and page_class.head_dim & (page_class.head_dim - 1) == 0
+
+
+def mean_address(layer: LayerPages) -> int:
+    """Of the first head's mean key; 0 where none are stored."""
+    mean_HD = layer.state["k"].get("mean") if "k" in layer.state else None
+    return 0 if mean_HD is None else mean_HD.data_ptr()
+
+
+def can_write(tail: Segment, changes: Sequence[LayerChange]) -> bool:
+    """Whether there is a kernel for it: it knows the codecs, and slots lie as it reads them."""
+    return tail.arena.memory.is_cuda and HAS_TRITON and all(map(_serves, tail.layers, changes))
+
+
+def _serves(layer: LayerPages, change: LayerChange) -> bool:
+    page_class, sides = layer.page_class, (change.k_ND, change.v_ND)
+    is_flat = all(x_ND.is_contiguous() and x_ND.dtype == page_class.kv_dtype for x_ND in sides)
+    return knows(page_class) and not layer.bases and is_flat and change.position_N.dtype == torch.int64
+
+
+def write_new(tail: Segment, changes: Sequence[LayerChange]) -> None:
+    """Encode the new slots of every layer behind the stored ones. There is room for them, and what codecs learn from
+    their first slots is learnt."""
+    table = segment_table(tail)
+    places, length_E = table.places, table.length_E.copy()
+    extent_N, begin_N, count_N = _stretches(table, np.array([n for change in changes for n in change.counts]))
+    layer_N, head_N = places.layer_E[extent_N], places.head_E[extent_N]
+    first_X = np.concatenate([np.cumsum(change.counts) - change.counts for change in changes])  # in its layer
+    slot_N = first_X[places.row_E[extent_N]] + begin_N
+    address_NF = places.address_EF[extent_N] + places.stride_LF[layer_N] * length_E[extent_N, None]
+    for page_class in dict.fromkeys(layer.page_class for layer in tail.layers):
+        mine = [i for i, layer in enumerate(tail.layers) if layer.page_class is page_class]
+        its = np.isin(layer_N, mine).nonzero()[0]
+        if len(its):
+            sources = _Sources(tail, changes, page_class)
+            source_N5 = sources.at(layer_N[its], head_N[its], slot_N[its])
+            _launch(tail, page_class, np.column_stack((count_N[its], source_N5, address_NF[its])))
+    length_E[extent_N] += count_N
+    put_off(tail, SegmentTable.of(places, length_E))
+
+
+def _stretches(table: SegmentTable, count_X: Ints) -> tuple[Ints, Ints, Ints]:
+    """So many new slots of each head: the extents they go to, which of them is the first there, and how many."""
+    row_E, room_E = table.places.row_E, table.places.capacity_E - table.length_E
+    begin_E = room_before(row_E, room_E)
+    take_E = np.clip(count_X[row_E] - begin_E, 0, room_E)
+    (extent_N,) = take_E.nonzero()
+    return extent_N, begin_E[extent_N], take_E[extent_N]
+
+
+class _Sources:
+    """Where new slots lie: keys, values, positions, biases, and the mean key of their head."""
+
+    def __init__(self, tail: Segment, changes: Sequence[LayerChange], page_class: PageClass) -> None:
+        device = tail.arena.device
+        self._kept: list[Tensor] = []  # until the kernel is queued
+        zero_N = torch.zeros(max(sum(change.counts) for change in changes), device=device)
+        start, rotation = tail.arena.memory.data_ptr(), hadamard.matrix(page_class.head_dim, device).data_ptr()
+        rows = []
+        for layer, change in zip(tail.layers, changes, strict=True):
+            bias_N = zero_N if change.bias_N is None else change.bias_N.to(BIAS.dtype).contiguous()
+            position_N = change.position_N.contiguous()
+            self._kept += [bias_N, position_N]
+            lie = [x.data_ptr() - start for x in (change.k_ND, change.v_ND, position_N, bias_N)]
+            rows.append([*lie, mean_address(layer) - rotation])
+        self._address_L5 = np.array(rows)
+        width = page_class.head_dim * page_class.kv_dtype.itemsize
+        self._slot_bytes = np.array([width, width, position_N.itemsize, BIAS.dtype.itemsize, 0])
+        self._head_bytes = np.array([0, 0, 0, 0, page_class.head_dim * 4])
+
+    def at(self, layer_N: Ints, head_N: Ints, slot_N: Ints) -> Ints:
+        """[N, 5]: addresses of slots, which are counted in their layer."""
+        moved_N5 = slot_N[:, None] * self._slot_bytes + head_N[:, None] * self._head_bytes
+        return np.asarray(self._address_L5[layer_N] + moved_N5)
+
+
+def _launch(tail: Segment, page_class: PageClass, stretch_N: Ints) -> None:
+    from kvfold.pages.kernels.write import COUNT, write_stretches  # the file needs triton
+
+    arena = tail.arena
+    write_stretches(
+        sent(stretch_N, arena.device),
+        int(stretch_N[:, COUNT].max()),
+        hadamard.matrix(page_class.head_dim, arena.device),
+        arena.memory,
+        page_class.kv_dtype,
+        page_class.k,
+        page_class.v,
+        page_class.has_bias,
+    )
