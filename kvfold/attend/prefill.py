@@ -122,6 +122,12 @@ class PrefillPass:
         """Rounds over this sequence's tokens that wait for a second reading."""
         return [round_ for round_ in self._rounds_of(index) if round_.replay is not None]
 
+    @property
+    def asks_surprise(self) -> bool:
+        """Whether a second reading goes by what the first one thought of each token."""
+        replays = (round_.replay for index in self.held for round_ in self.waiting(index))
+        return any(replay is not None and replay.surprise for replay in replays)
+
     def _rounds_of(self, index: int) -> list[Compression]:
         """Rounds over what a sequence reads: its own, and those of its followers."""
         return [*(compression for _, compression in self.followers if index == 0), self.rounds[index]]

@@ -7,6 +7,9 @@ what a chunk's repetition is about: earlier slots, sinks, the chunk and the repe
     | stored | held: … chunk … |  request, chunk again  |
                    begin  end     position `held.end` on
 
+A query may count by how surprising the token is that it is about to repeat; one of the request, which repeats nothing
+yet, and one before a token whose surprise nobody knows count in full.
+
     H KV heads   G query heads per KV head   Q query heads   T queries   S slots   N new slots   D head dim
 """
 
@@ -19,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from kvfold.attend.partial import Merge, compute_dtype
@@ -28,6 +32,8 @@ from kvfold.pages.held import Held
 from kvfold.pages.transfer import upload
 from kvfold.score.base import Replay
 from kvfold.score.columns import column_max
+
+_LEAST = 1e-6  # of what a query counts: slots that only foreseen tokens ask for keep their order
 
 
 class _Seen(NamedTuple):
@@ -50,8 +56,9 @@ class _Maxima:
 class ReplayPass:
     """Reads chunks of what is held again, for `kinds` of one chunk length. `begin` each, then run the model over it."""
 
-    def __init__(self, held: Held, kinds: Sequence[Replay]) -> None:
+    def __init__(self, held: Held, kinds: Sequence[Replay], surprise_N: Tensor | None = None) -> None:
         self.held = held
+        self.surprise_N = surprise_N  # -ln p of what is held, in the first reading
         self.sequence = held.sequence
         self.kinds = list(kinds)
         self.hidden_norm_T: Tensor | None = None  # of what the attention of the running layer was given
@@ -109,10 +116,20 @@ class ReplayPass:
             if kind.by_hidden:
                 assert self.hidden_norm_T is not None
                 lse_HGT = lse_HGT + self.hidden_norm_T[seen.tokens].log()
+            if kind.surprise:
+                lse_HGT = lse_HGT - self._counts(kind.surprise)[seen.tokens].log()
             maxima = self._maxima_of(layer, kind, seen.q_HGTD)
             for total_HGS, parts in ((maxima.stored_HGS, stored), (maxima.new_HGN, chunk)):
                 for part in parts:
                     _raise(total_HGS, part, lse_HGT, scale)
+
+    def _counts(self, surprise: float) -> Tensor:
+        """How much each query of the repetition counts, [T]."""
+        assert self.surprise_N is not None
+        known_N = self.surprise_N[self._chunk.start : self._chunk.stop + 1]
+        num_asked = self._num_tokens - len(_range(self._chunk))
+        next_T = pad(known_N, (num_asked, 1), value=torch.inf)[1 : self._num_tokens + 1]
+        return (next_T / surprise).clamp(_LEAST, 1.0)
 
     def _lse(self, kind: Replay, seen: _Seen, held: list[Stretch], scale: float) -> Tensor:
         """Log-sum-exp over what is stored, the sinks, the chunk and the repetition."""

@@ -87,7 +87,7 @@ def _methods() -> Sequence[str]:
 
 def _few() -> Sequence[str]:
     """What keeps most in few slots, or in their bytes, when no question is known yet."""
-    kvzip, open_end = "kvzip + global", "protect(recent=0)"
+    kvzip, surprised, open_end = "kvzip + global", "kvzip(surprise=2) + global", "protect(recent=0)"
     return (
         "kvzip",
         kvzip,
@@ -95,6 +95,9 @@ def _few() -> Sequence[str]:
         f"{kvzip} + {open_end}",
         f"{kvzip} + {open_end} + fit",
         f"{kvzip} + {open_end} + fit(tokens=2048)",
+        surprised,
+        f"{surprised} + {open_end}",
+        f"{surprised} + {open_end} + fit(tokens=2048)",
         "kvzip_plus + global",
         f"kvzip_plus + global + {open_end} + fit",
         "keydiff",

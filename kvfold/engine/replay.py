@@ -19,7 +19,6 @@ from kvfold.attend.replay import ReplayPass
 from kvfold.models.hidden import hidden_norms
 from kvfold.models.pass_cache import PassCache, Piece
 from kvfold.models.repeat import repeat_request, rotary_kept
-from kvfold.pages.held import Held
 from kvfold.score.base import Replay
 
 Call = Callable[[Sequence[int], Sequence[int], PassCache], Any]  # token ids, positions, cache
@@ -33,16 +32,20 @@ class Replays:
         self.call = call
         self.piece_len = piece_len
 
-    def run(self, current: PrefillPass, tokens: Sequence[Sequence[int]]) -> None:
-        """Read again what is held, and let the rounds that wait for it look."""
+    def run(
+        self, current: PrefillPass, tokens: Sequence[Sequence[int]], surprises: Sequence[Tensor] | None = None
+    ) -> None:
+        """Read again what is held, and let the rounds that wait for it look; `surprises` of each sequence's tokens,
+        where a round asks for them."""
         for index, held in current.held.items():
             for kinds in _by_chunk(current, index):
-                again = self._read(held, tokens[index], kinds)
+                again = ReplayPass(held, kinds, None if surprises is None else surprises[index])
+                self._read(again, tokens[index])
                 for kind in kinds:
                     current.look_again(index, kind, again.maxima(kind), again.queries(kind))
 
-    def _read(self, held: Held, tokens: Sequence[int], kinds: Sequence[Replay]) -> ReplayPass:
-        again = ReplayPass(held, kinds)
+    def _read(self, again: ReplayPass, tokens: Sequence[int]) -> None:
+        chunk_len = again.kinds[0].chunk
 
         def note(norm_T: Tensor) -> None:
             again.hidden_norm_T = norm_T
@@ -51,9 +54,8 @@ class Replays:
             stack.enter_context(rotary_kept(self.hf))
             if again.watches_hidden:
                 stack.enter_context(hidden_norms(self.hf, note))
-            for begin in range(0, len(tokens), kinds[0].chunk):
-                self._repeat(again, tokens, slice(begin, min(begin + kinds[0].chunk, len(tokens))))
-        return again
+            for begin in range(0, len(tokens), chunk_len):
+                self._repeat(again, tokens, slice(begin, min(begin + chunk_len, len(tokens))))
 
     def _repeat(self, again: ReplayPass, tokens: Sequence[int], chunk: slice) -> None:
         ids = [*repeat_request(self.hf).before(tokens[: chunk.start]), *tokens[chunk]]

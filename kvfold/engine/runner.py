@@ -23,6 +23,7 @@ from kvfold.attend.prefill import PrefillPass
 from kvfold.core import HAS_TRITON, Compile, ModelSpec
 from kvfold.engine.graphs import graphs_of
 from kvfold.engine.layer_major import LayerMajor, Progress
+from kvfold.engine.logprobs import next_logprobs, surprise
 from kvfold.engine.replay import Replays
 from kvfold.engine.verify import Verified, commit_run
 from kvfold.errors import InputError
@@ -85,7 +86,7 @@ class Runner:
             out = self._forward(
                 [sequences[i] for i in batch], parts, [seen[i] for i in batch], compress=compress, progress=progress
             )
-            for i, row in zip(batch, out.logits[0], strict=True):
+            for i, row in zip(batch, out, strict=True):
                 logits[i] = row
         if compress:
             for sequence in sequences:
@@ -112,7 +113,7 @@ class Runner:
             out = self._forward(shared[:1], [tokens], seen, compress=True, progress=progress, followers=shared[1:])
             for i, sequence in enumerate(sequences):
                 forget_prompt(sequence)
-                logits.setdefault(i, out.logits[0, 0].float())
+                logits.setdefault(i, out[0].float())
         return torch.stack([logits[i] for i in range(len(sequences))])
 
     @torch.inference_mode()
@@ -130,16 +131,12 @@ class Runner:
         head = output_head(self.hf)
         found, at = [], 0
         for _, (part,) in self._passes([sequence], [tokens], compress):
-            out = self._forward([sequence], [part], seen, compress=compress, progress=progress, hidden=True)
-            targets = torch.tensor(list(tokens[at + 1 : at + 1 + len(part)]), device=self.arena.device)
-            hidden = out.last_hidden_state[0, : len(targets)]
-            for begin in range(0, len(targets), 256):
-                rows = torch.log_softmax(head(hidden[begin : begin + 256]).float(), dim=-1)
-                found.append(rows.gather(-1, targets[begin : begin + 256].unsqueeze(-1)).squeeze(-1))
+            hidden_TM = self._forward([sequence], [part], seen, compress=compress, progress=progress, hidden=True)
+            found.append(next_logprobs(head, hidden_TM, tokens[at + 1 : at + 1 + len(part)]))
             at += len(part)
         if compress:
             forget_prompt(sequence)
-        return torch.cat(found) if found else torch.empty(0)
+        return torch.cat(found)
 
     @torch.inference_mode()
     def decode(
@@ -255,7 +252,7 @@ class Runner:
         progress: Progress | None,
         hidden: bool = False,
         followers: Sequence[SequenceCache] = (),
-    ) -> Any:
+    ) -> Tensor:
         """One layer-major pass, and a second reading where a policy asks for it; if they do not come to their end, the
         sequences are as they were."""
         lens = [len(ids) for ids in tokens]
@@ -277,20 +274,28 @@ class Runner:
         progress: Progress | None = None,
         *,
         hidden: bool = False,
-    ) -> Any:
+    ) -> Tensor:
         """The model over the tokens of a pass, twice where one of its rounds waits for that; nothing is written yet.
-        `hidden` stops at the last hidden states, of all tokens."""
+
+        Logits [batch, vocab] after the last tokens; `hidden` stops at the last hidden states, [packed tokens, M].
+        """
         followers = [follower for follower, _ in current.followers]
         note_sentences(self.hf, [*current.sequences, *followers], [*tokens, *([tokens[0]] * len(followers))])
-        out = self._layer_major(current, tokens, progress, hidden=hidden)
+        head = output_head(self.hf) if current.asks_surprise else None
+        out = self._layer_major(current, tokens, progress, hidden=hidden or head is not None)
+        surprises = None
+        if head is not None:
+            parts = out.split(current.num_tokens)
+            surprises = [surprise(head, part_TM, ids) for part_TM, ids in zip(parts, tokens, strict=True)]
+            out = out if hidden else head(torch.stack([part_TM[-1] for part_TM in parts]))
         if current.held:
             with maskless():
-                Replays(self.hf, partial(self._call, hidden=True), self.chunk_len).run(current, tokens)
+                Replays(self.hf, partial(self._call, hidden=True), self.chunk_len).run(current, tokens, surprises)
         return out
 
     def _layer_major(
         self, current: PrefillPass, tokens: Sequence[Sequence[int]], progress: Progress | None, *, hidden: bool
-    ) -> Any:
+    ) -> Tensor:
         """The model over all tokens, each layer over all of them before the next."""
         device, lens = self.arena.device, current.num_tokens
         ends = None if hidden else torch.tensor(lens, device=device).cumsum(0) - 1
@@ -300,7 +305,9 @@ class Runner:
         positions = torch.cat([torch.arange(s, s + n, device=device) for s, n in zip(starts, lens, strict=True)])
         ids = [token for part in tokens for token in part]
         with maskless(), layers_wrapped(self.hf, order.wrap):
-            return self._call(ids, positions, order.cache, hidden=hidden)
+            out = self._call(ids, positions, order.cache, hidden=hidden)
+        found: Tensor = (out.last_hidden_state if hidden else out.logits)[0]
+        return found
 
     def _pieces(self, sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]) -> Iterator[Piece]:
         begin = 0

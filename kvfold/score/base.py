@@ -25,11 +25,14 @@ class Replay:
 
     A query's softmax runs over what was stored before the prompt, the first `sinks` positions, its chunk and what was
     repeated so far. With `by_hidden` its weights are divided by the norm of the hidden state that attention was given.
+    With `surprise` they are multiplied by min(1, s / surprise), s = -ln p of the token that it is about to repeat, as
+    the model saw it in the first reading.
     """
 
     chunk: int = 2048
     sinks: int = 4
     by_hidden: bool = False
+    surprise: float = 0.0  # nats; 0: all queries count the same
     queries: int = 0  # tokens of the repetition whose queries are kept, evenly spaced
 
 

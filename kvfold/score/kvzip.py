@@ -28,6 +28,9 @@ class KVzip(Scorer):
     the softmax over what was stored before the prompt, the first `sinks` tokens, the chunk and the repetition so far.
     The sinks are +inf.
 
+    With `surprise` a query counts by what it is about to repeat: its weights are multiplied by min(1, s / surprise),
+    s = -ln p of that token in the first reading. What the model would have said anyway needs no slots.
+
     A second `extend` repeats only what is new; what was stored before is scored by the attention it receives then.
 
     Against the authors' code: chunks of 2000 there, 2048 here as in kvpress; a system prompt is repeated like the rest,
@@ -37,14 +40,16 @@ class KVzip(Scorer):
 
     chunk: int = 2048
     sinks: int = 4
+    surprise: float = 0.0  # nats from which on a query counts in full; 0: every one does
 
     def __post_init__(self) -> None:
         at_least("kvzip", "chunk", self.chunk, 1)
         at_least("kvzip", "sinks", self.sinks, 0)
+        at_least("kvzip", "surprise", self.surprise, 0.0)
 
     @property
     def needs(self) -> Needs:
-        return Needs(replay=Replay(self.chunk, self.sinks), end_of_prompt=True)
+        return Needs(replay=Replay(self.chunk, self.sinks, surprise=self.surprise), end_of_prompt=True)
 
     def score(self, view: View) -> Tensor:
         largest_RS = given("kvzip", view.replay_RGS, "replay_RGS").amax(1)

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from kvfold.attend.replay import ReplayPass
 from kvfold.engine.replay import Replays
 from kvfold.engine.runner import Runner
-from kvfold.errors import OutOfPages, PolicyError
+from kvfold.errors import ModelError, OutOfPages, PolicyError
 from kvfold.models.cache import Cache
 from kvfold.models.check import check_policy
 from kvfold.models.hidden import hidden_norms
@@ -60,11 +61,14 @@ def watched(scorer: type[KVzip] | type[KVzipPlus]) -> Iterator[Seen]:
 
 
 @torch.inference_mode()
-def naive(model: Model, ids: Sequence[int], *, num_stored: int = 0, by_hidden: bool = False) -> dict[int, Tensor]:
+def naive(
+    model: Model, ids: Sequence[int], *, num_stored: int = 0, by_hidden: bool = False, surprise: float = 0.0
+) -> dict[int, Tensor]:
     """[H, G, S] by layer, from whole maps of the unmodified model; `num_stored` tokens were read, and kept, before."""
     hf, request = build(model.name), repeat_request(model.hf)
     hf.set_attn_implementation("eager")
     found: dict[int, list[Tensor]] = {layer: [] for layer in model.spec.compressible_layers}
+    logprob_TV = hf(torch.tensor([list(ids)])).logits[0].log_softmax(-1)
     for begin in range(num_stored, len(ids), CHUNK):
         chunk = slice(begin, begin + CHUNK)
         again = [*request.before(ids[num_stored:begin]), *ids[chunk]]
@@ -76,8 +80,13 @@ def naive(model: Model, ids: Sequence[int], *, num_stored: int = 0, by_hidden: b
             slice(len(ids), None),
         ):
             about[part] = True
+        counts = torch.ones(len(again), 1)  # of queries: the one at i stands before again[i + 1]
+        for token in range(max(begin, num_stored + 1), min(begin + CHUNK + 1, len(ids))) if surprise else ():
+            place = token - begin + len(again) - len(ids[chunk]) - 1
+            counts[place] = min(1.0, -logprob_TV[token - 1, ids[token]].item() / surprise) if place >= 0 else 1.0
         for layer, largest in found.items():
-            largest.append(_largest(maps[layer], about, norms[layer] if by_hidden else 1.0)[:, : len(ids)])
+            by = norms[layer] if by_hidden else 1.0 / counts
+            largest.append(_largest(maps[layer], about, by)[:, : len(ids)])
     shape = model.spec.layers[0].num_kv_heads, model.spec.layers[0].group
     return {layer: torch.stack(largest).amax(0).unflatten(0, shape) for layer, largest in found.items()}
 
@@ -92,10 +101,10 @@ def _maps(hf: Any, ids: list[int], again: list[int]) -> tuple[list[Tensor], list
     return [attention[0] for attention in out.attentions], [norm.unsqueeze(-1) for norm in norms]
 
 
-def _largest(map_QTS: Tensor, about: Tensor, norm: Tensor | float) -> Tensor:
+def _largest(map_QTS: Tensor, about: Tensor, by_T1: Tensor) -> Tensor:
     """A softmax over some keys is the one over all, divided by their share of it."""
     some_QTS = map_QTS.masked_fill(~about, 0.0)
-    return (some_QTS / some_QTS.sum(-1, keepdim=True) / norm).amax(1)
+    return (some_QTS / some_QTS.sum(-1, keepdim=True) / by_T1).amax(1)
 
 
 def close(found: Tensor, expected: Tensor) -> None:
@@ -131,6 +140,40 @@ def test_weights_are_divided_by_hidden_norms(shared: Shared, family: str) -> Non
         close(seen.maxima(layer), expected[layer])
         weight_MX = model.hf.get_submodule(_output_name(family, layer)).weight
         torch.testing.assert_close(view.wo_HGDM, weight_MX.t().reshape(view.spec.num_kv_heads, -1, 16, 64))
+
+
+@pytest.mark.parametrize(("family", "num_stored"), [("llama", 0), ("gemma3", 0), ("gpt_neox", 40)])
+def test_queries_count_by_the_surprise_of_what_they_repeat(shared: Shared, family: str, num_stored: int) -> None:
+    """Of the token after them, as the first reading saw it; what was stored before tells nothing of the first one."""
+    model, ids, surprise = shared(family), prompt(LENGTH), 4.0
+    runner = make_runner(model, chunk_len=40)
+    sequence = make_sequence(runner, f"kvzip(chunk={CHUNK}, sinks={SINKS}, surprise={surprise}) + global + 2x")
+    if num_stored:
+        runner.prefill([sequence], [ids[:num_stored]], compress=False)
+    with watched(KVzip) as seen:
+        logits_V = runner.prefill([sequence], [ids[num_stored:]])[0]
+    torch.testing.assert_close(logits_V, last_logits(model, ids), atol=2e-4, rtol=2e-3)
+    expected, plain = (naive(model, ids, num_stored=num_stored, surprise=s) for s in (surprise, 0.0))
+    for layer in seen.views:
+        close(seen.maxima(layer), expected[layer])
+        assert (seen.maxima(layer) < 0.9 * plain[layer]).any()
+    sequence.release()
+
+
+@torch.inference_mode()
+def last_logits(model: Model, ids: list[int]) -> Tensor:
+    logits_V: Tensor = build(model.name)(torch.tensor([ids])).logits[0, -1]
+    return logits_V
+
+
+def test_logits_that_are_changed_after_the_head_tell_no_surprise(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model.hf.config, "logits_scaling", 2.0, raising=False)
+    runner = make_runner(model)
+    sequence = make_sequence(runner, "kvzip(surprise=2) + 2x")
+    with pytest.raises(ModelError, match="applies logits_scaling to its logits"):
+        runner.prefill([sequence], [prompt(LENGTH)])
+    assert sequence.logical_len == 0
+    sequence.release()
 
 
 def _output_name(family: str, layer: int) -> str:
@@ -201,29 +244,28 @@ def test_logits_are_those_of_one_reading(model: Model) -> None:
 def test_one_replay_serves_all_policies(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     read_again, readings = Replays._read, []
 
-    def counted(self: Replays, held: Any, tokens: Any, kinds: Any) -> Any:
-        readings.append(len(kinds))
-        return read_again(self, held, tokens, kinds)
+    def counted(self: Replays, again: ReplayPass, tokens: Any) -> None:
+        readings.append(len(again.kinds))
+        read_again(self, again, tokens)
 
     monkeypatch.setattr(Replays, "_read", counted)
-    policies = [
-        f"{score} + {rest}" for score in ("kvzip", "kvzip_plus", "tova") for rest in ("2x", "global + 3x + int4")
-    ]
+    scores = ("kvzip", "kvzip(surprise=3)", "kvzip_plus", "tova")
+    policies = [f"{score} + {rest}" for score in scores for rest in ("2x", "global + 3x + int4")]
     runner, ids = make_runner(model, chunk_len=40), prompt(LENGTH)
     together = [make_sequence(runner, policy) for policy in policies]
     alone = [make_sequence(runner, policy) for policy in policies]
     runner.prefill_many(together, ids)
-    assert readings == [2]
+    assert readings == [3]
     for sequence in alone:
         runner.prefill([sequence], [ids])
     assert [kept(sequence) for sequence in together] == [kept(sequence) for sequence in alone]
-    assert readings == [2, 1, 1, 1, 1]
+    assert readings == [3, *[1] * 6]
     for sequence in (*together, *alone):
         sequence.release()
 
 
 def test_a_ragged_batch_is_single_runs(model: Model) -> None:
-    policies = [POLICY, "kvzip_plus + ada + 2x + int4", "full", "prefill(kvzip + 60tok) + decode(h2o + 60tok)"]
+    policies = [POLICY, "kvzip(surprise=3) + ada + 2x + int4", "full", "prefill(kvzip + 60tok) + decode(h2o + 60tok)"]
     prompts = [prompt(120 + 9 * i, seed=i) for i in range(4)]
     alone = [prefill_and_generate(model, [policy], [ids])[0] for policy, ids in zip(policies, prompts, strict=True)]
     assert prefill_and_generate(model, policies, prompts, chunk_len=48) == alone

@@ -58,6 +58,7 @@ def test_sinks_always_stay(scorer: KVzip | KVzipPlus) -> None:
 
 def test_they_say_which_reading_they_need() -> None:
     assert KVzip(chunk=100).needs.replay == Replay(100, 4)
+    assert KVzip(surprise=1.5).needs.replay == Replay(surprise=1.5)
     assert KVzipPlus(sinks=1).needs.replay == Replay(2048, 1, by_hidden=True)
     assert not KVzip().needs.output and KVzipPlus().needs.output
 
@@ -66,6 +67,7 @@ def test_they_say_which_reading_they_need() -> None:
     ("policy", "message"),
     [
         ("kvzip(chunk=0) + 8x", r"chunk must be at least 1"),
+        ("kvzip(surprise=-1) + 8x", r"surprise must be at least 0"),
         ("kvzip + 64tok", r"kvzip reads the prompt a second time, .* write prefill\(kvzip \+ 64tok\)"),
         ("prefill(kvzip + 8x) + decode(kvzip_plus + 64tok)", r"kvzip_plus reads the prompt a second time"),
         ("chunk(kvzip) + 64tok", r"chunk reads the prompt a second time"),
