@@ -99,5 +99,5 @@ def write_stretches(
         K_CLIP=k_clip,
         V_CLIP=v_clip,
         HAS_BIAS=has_bias,
-        num_warps=4,
+        num_warps=8,  # with four, the rotation would not fit into registers
     )
