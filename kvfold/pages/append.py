@@ -3,13 +3,14 @@ evicts nothing. A kernel then encodes the slots of all layers, heads and sequenc
 
 With hundreds of sequences, tens of thousands of heads append at once, so places are worked out on arrays.
 
-    O sequences   E extents of all of them   R extents with room   F address columns of pages/table.py
+    O sequences   E extents of all of them   R extents with room
     N stretches: new slots of one head that go to adjacent places of one extent
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -24,14 +25,13 @@ from kvfold.pages.table import Ints, Places, SegmentTable, room_before, segment_
 
 
 class Stretches(NamedTuple):
-    """`count_N` new slots from the open block's slot `begin_N` on, and the byte addresses of their places."""
+    """`count_N` new slots from the open block's slot `begin_N` on go behind the first `filled_N` of an extent."""
 
-    owner_N: Ints  # which of the sequences
-    layer_N: Ints
-    head_N: Ints
+    places: AllPlaces
+    extent_N: Ints  # which of `places`
     begin_N: Ints
     count_N: Ints
-    address_NF: Ints
+    filled_N: Ints
 
 
 def make_room(sequence: SequenceCache) -> None:
@@ -65,46 +65,46 @@ def append_blocks(sequences: Sequence[SequenceCache]) -> Stretches:
     counts = [sequence.open.committed for sequence in sequences]
     every = _together(tuple(table.places for table in tables))
     length_E = np.concatenate([table.length_E for table in tables])
-    (at_R,) = (every.capacity_E > length_E).nonzero()
-    owner_R, room_R = every.owner_E[at_R], (every.capacity_E - length_E)[at_R]
+    room_E = every.capacity_E - length_E
+    (at_R,) = room_E.nonzero()
+    room_R = room_E[at_R]
     begin_R = room_before(every.row_E[at_R], room_R)
-    take_R = np.clip(np.array(counts)[owner_R] - begin_R, 0, room_R)
-    taking_R = take_R > 0
-    at_N, owner_N, count_N = at_R[taking_R], owner_R[taking_R], take_R[taking_R]
-    address_NF = every.address_EF[at_N] + every.stride_EF[at_N] * length_E[at_N][:, None]
-    length_E[at_N] += count_N
+    take_R = np.clip(np.array(counts)[every.owner_E[at_R]] - begin_R, 0, room_R)
+    (taking,) = take_R.nonzero()
+    at_N, count_N = at_R[taking], take_R[taking]
+    filled_N = length_E[at_N]
+    length_E[at_N] = filled_N + count_N
     for sequence, table, count, end in zip(sequences, tables, counts, every.ends, strict=True):
         sequence.sealed_len += count
         mine_E = length_E[end - len(table.length_E) : end]
         put_off(sequence.tail, SegmentTable(table.places, mine_E, table.least_room - count))
-    return Stretches(owner_N, every.layer_E[at_N], every.head_E[at_N], begin_R[taking_R], count_N, address_NF)
+    return Stretches(every, at_N, begin_R[taking], count_N, filled_N)
 
 
-class _Places(NamedTuple):
-    """Places of several tails as one."""
+@dataclass(frozen=True, eq=False)
+class AllPlaces:
+    """Places of several tails as one; the same object as long as theirs are."""
 
-    owner_E: Ints
+    each: tuple[Places, ...]
+    owner_E: Ints  # which of the tails
     layer_E: Ints
     head_E: Ints
     row_E: Ints  # among the heads of all
     capacity_E: Ints
-    address_EF: Ints
-    stride_EF: Ints
     ends: list[int]
 
 
 @lru_cache(maxsize=2)
-def _together(places: tuple[Places, ...]) -> _Places:
+def _together(places: tuple[Places, ...]) -> AllPlaces:
     """Kept, for most seals change lengths only."""
     sizes = [len(item.row_E) for item in places]
     rows_before = np.cumsum([0, *(item.num_rows for item in places[:-1])])
-    return _Places(
+    return AllPlaces(
+        places,
         np.repeat(np.arange(len(places)), sizes),
         np.concatenate([item.layer_E for item in places]),
         np.concatenate([item.head_E for item in places]),
-        np.concatenate([item.row_E + before for item, before in zip(places, rows_before, strict=True)]),
+        np.concatenate([item.row_E for item in places]) + np.repeat(rows_before, sizes),
         np.concatenate([item.capacity_E for item in places]),
-        np.concatenate([item.address_EF for item in places]),
-        np.concatenate([item.stride_LF[item.layer_E] for item in places]),
         list(accumulate(sizes)),
     )

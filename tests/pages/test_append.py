@@ -32,9 +32,11 @@ def append(sequences: Sequence[SequenceCache]) -> None:
     for sequence in sequences:
         make_room(sequence)
     words = sequences[0].arena.memory.view(torch.int32)
-    for owner, _, _, begin, count, address in zip(*append_blocks(sequences), strict=True):
-        at, first = int(address[POSITION_COLUMN]) // 4, starts[owner] + int(begin)
-        words[at : at + int(count)] = torch.arange(first, first + int(count), dtype=torch.int32)
+    places, *stretches = append_blocks(sequences)
+    address_E = np.concatenate([item.address_EF[:, POSITION_COLUMN] for item in places.each])
+    for extent, begin, count, filled in zip(*(column.tolist() for column in stretches), strict=True):
+        at, first = int(address_E[extent]) // 4 + filled, starts[places.owner_E[extent]] + begin
+        words[at : at + count] = torch.arange(first, first + count, dtype=torch.int32)
     for sequence in sequences:
         sequence.open.drop_committed()
 

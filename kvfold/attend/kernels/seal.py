@@ -4,7 +4,7 @@ The arithmetic is that of codec/native.py, codec/fp8.py and codec/integer.py, st
 with the Hadamard matrix instead of butterflies, so a code may differ by one where a number lies within fp32 rounding
 of the border between two.
 
-    N stretches (program each)   B slots of an open block   D head dim (a power of two)   W bytes of a code
+    N stretches (program each)   E extents   B slots of an open block   D head dim (a power of two)   W bytes of a code
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from kvfold.codec import grid
 from kvfold.codec.base import Codec
 from kvfold.codec.integer import IntegerCodec
 
-# Columns of an item: where the keys and values lie, how many, the first one's position, how many floats its mean key
-# lies behind the rotation matrix (states of codecs are no part of the arena), then the addresses of the page fields
+# Rows of items: the extent, the open block's first slot, how many, the first one's position, and how many slots of the
+# extent are used already.
+# Columns of an extent: where the open block's keys and values of its head lie, how many floats the mean key lies behind
+# the rotation matrix (states of codecs are no part of the arena), then the addresses of the page fields
 # (pages/table.py), the last of them the biases, and of the positions.
-K_SOURCE, V_SOURCE, COUNT, POSITION, MEAN, ADDRESS = 0, 1, 2, 3, 4, 5
-NUM_COLUMNS = ADDRESS + 8
+NUM_COLUMNS = 3 + 8
 
 _HALF = tl.constexpr(grid.HALF)
 _LARGEST = tl.constexpr(grid.LARGEST)
@@ -49,6 +50,7 @@ def _up_to_bf16(x: tl.tensor) -> tl.tensor:
 def _put_integers(
     x_BD: tl.tensor,
     here_B: tl.tensor,
+    slot_B: tl.tensor,
     places: tl.tensor,
     bytes_: tl.tensor,
     halves: tl.tensor,
@@ -57,7 +59,7 @@ def _put_integers(
     BITS: tl.constexpr,
     CLIP: tl.constexpr,
 ) -> None:
-    """Codes, scales and zeros of one side; `places` points at their three addresses."""
+    """Codes, scales and zeros of one side for slots of an extent; `places` points at their three addresses."""
     PARTS: tl.constexpr = 8 // BITS
     W: tl.constexpr = D // PARTS
     TOP: tl.constexpr = (1 << BITS) - 1
@@ -69,7 +71,6 @@ def _put_integers(
     divisor_B = tl.where(scale_B > 0, scale_B, 1.0)
     code_BD = tl.floor((x_BD - zero_B[:, None]) / divisor_B[:, None] + _HALF)
     code_BD = tl.minimum(tl.maximum(code_BD, 0.0), TOP).to(tl.int32)
-    slot_B = tl.arange(0, B)
     if PARTS > 1:  # channels b, b + W, .. share byte b, from its low bits up
         part = tl.arange(0, PARTS)[None, :, None]
         code_BD = tl.sum(tl.reshape(code_BD, [B, PARTS, W]) << (part * BITS), axis=1)
@@ -82,6 +83,7 @@ def _put_integers(
 @triton.jit
 def _seal(
     item: tl.tensor,
+    extent: tl.tensor,
     rotation: tl.tensor,
     bytes_: tl.tensor,
     halves: tl.tensor,
@@ -99,32 +101,39 @@ def _seal(
     HAS_BIAS: tl.constexpr,
 ) -> None:
     """`floats` is the arena in the cache's dtype of WIDTH bytes; bits 0: stored as it is."""
-    item += tl.program_id(0) * COLUMNS
-    here_B = tl.arange(0, B) < tl.load(item + 2)
-    tile_BD = tl.arange(0, B)[:, None] * D + tl.arange(0, D)[None, :]
-    k_BD = tl.load(floats + tl.load(item + 0) // WIDTH + tile_BD, mask=here_B[:, None], other=0.0)
-    v_BD = tl.load(floats + tl.load(item + 1) // WIDTH + tile_BD, mask=here_B[:, None], other=0.0)
+    item += tl.program_id(0)
+    N = tl.num_programs(0)
+    extent += tl.load(item).to(tl.int64) * COLUMNS
+    begin, count = tl.load(item + N), tl.load(item + 2 * N)
+    position, filled = tl.load(item + 3 * N), tl.load(item + 4 * N)
+    here_B = tl.arange(0, B) < count
+    slot_B = filled + tl.arange(0, B)
+    source_BD = (begin + tl.arange(0, B)[:, None]) * D + tl.arange(0, D)[None, :]
+    place_BD = slot_B[:, None] * D + tl.arange(0, D)[None, :]
+    k_BD = tl.load(floats + tl.load(extent + 0) // WIDTH + source_BD, mask=here_B[:, None], other=0.0)
+    v_BD = tl.load(floats + tl.load(extent + 1) // WIDTH + source_BD, mask=here_B[:, None], other=0.0)
     if K_BITS:
-        mean_D = tl.load(rotation + tl.load(item + 4) + tl.arange(0, D))
+        mean_D = tl.load(rotation + tl.load(extent + 2) + tl.arange(0, D))
         x_BD = _finite(k_BD.to(tl.float32)) - mean_D[None, :]
         rotation_DD = tl.load(rotation + tl.arange(0, D)[:, None] * D + tl.arange(0, D)[None, :])
         x_BD = tl.dot(x_BD, rotation_DD, input_precision="tf32x3")  # tensor cores, near the accuracy of fp32
-        _put_integers(x_BD, here_B, item + 5, bytes_, halves, B, D, K_BITS, K_CLIP)
+        _put_integers(x_BD, here_B, slot_B, extent + 3, bytes_, halves, B, D, K_BITS, K_CLIP)
     else:
-        tl.store(floats + tl.load(item + 5) // WIDTH + tile_BD, k_BD, mask=here_B[:, None])
+        tl.store(floats + tl.load(extent + 3) // WIDTH + place_BD, k_BD, mask=here_B[:, None])
     if V_BITS:
         y_BD = _finite(v_BD.to(tl.float32))
-        _put_integers(y_BD, here_B, item + 8, bytes_, halves, B, D, V_BITS, V_CLIP)
+        _put_integers(y_BD, here_B, slot_B, extent + 6, bytes_, halves, B, D, V_BITS, V_CLIP)
     else:
-        tl.store(floats + tl.load(item + 8) // WIDTH + tile_BD, v_BD, mask=here_B[:, None])
+        tl.store(floats + tl.load(extent + 6) // WIDTH + place_BD, v_BD, mask=here_B[:, None])
     if HAS_BIAS:
-        tl.store(biases + tl.load(item + 11) // 4 + tl.arange(0, B), tl.zeros([B], tl.float32), mask=here_B)
-    position_B = tl.load(item + 3) + tl.arange(0, B)
-    tl.store(words + tl.load(item + 12) // 4 + tl.arange(0, B), position_B.to(tl.int32), mask=here_B)
+        tl.store(biases + tl.load(extent + 9) // 4 + slot_B, tl.zeros([B], tl.float32), mask=here_B)
+    position_B = position + tl.arange(0, B)
+    tl.store(words + tl.load(extent + 10) // 4 + slot_B, position_B.to(tl.int32), mask=here_B)
 
 
 def seal_items(
-    item_N: Tensor,
+    item_5N: Tensor,
+    extent_E: Tensor,
     rotation_DD: Tensor,
     memory: Tensor,
     kv_dtype: torch.dtype,
@@ -133,11 +142,12 @@ def seal_items(
     open_len: int,
     has_bias: bool = False,
 ) -> None:
-    """Encode every item by integer codecs or as it is; `open_len`: the most slots an item has. Biases become 0."""
+    """Encode every item, int32, by integer codecs or as it is; `open_len`: the most slots one has. Biases become 0."""
     head_dim = rotation_DD.shape[0]
     (k_bits, k_clip), (v_bits, v_clip) = _width(k), _width(v)
-    _seal[(len(item_N),)](
-        item_N,
+    _seal[(item_5N.shape[1],)](
+        item_5N,
+        extent_E,
         rotation_DD,
         memory,
         memory.view(torch.bfloat16),

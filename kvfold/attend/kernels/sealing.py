@@ -1,6 +1,6 @@
 """Seal the full open blocks of many sequences at once: the host finds places, one launch per page class encodes.
 
-N stretches   O sequences   L layers   D head dim
+N stretches   E extents   O sequences   L layers   D head dim
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from kvfold.attend.track import Tracked
 from kvfold.codec import hadamard
 from kvfold.codec.integer import IntegerCodec
 from kvfold.codec.native import Native
 from kvfold.core import HAS_TRITON
-from kvfold.pages.append import Stretches, append_blocks, make_room
+from kvfold.pages.append import AllPlaces, append_blocks, make_room
 from kvfold.pages.layer import LayerPages
 from kvfold.pages.layout import PageClass
 from kvfold.pages.segment import Segment
@@ -85,34 +86,56 @@ def seal_blocks(sequences: Sequence[SequenceCache]) -> None:
 
 def _encode(sequences: Sequence[SequenceCache]) -> None:
     start_O = np.array([sequence.sealed_len for sequence in sequences])  # positions of the open blocks' first slots
-    stretches = append_blocks(sequences)
-    learnt = [item for sequence in sequences if (item := _learnt_by(sequence.tail)) is not None]
-    item_N = _items(sequences, learnt, stretches, start_O)
-    for page_class, is_its_OL in _layers_of(learnt):
-        _launch(sequences, page_class, item_N[is_its_OL[stretches.owner_N, stretches.layer_N]])
+    places, extent_N, begin_N, count_N, filled_N = append_blocks(sequences)
+    position_N = start_O[places.owner_E[extent_N]] + begin_N
+    item_5N = np.stack((extent_N, begin_N, count_N, position_N, filled_N)).astype(np.int32)  # rows of seal.py
+    extents = _extents_of(sequences, places)
+    for page_class, is_its_E in extents.classes:
+        mine_5N = item_5N if is_its_E is None else item_5N.compress(is_its_E[extent_N], axis=1)
+        _launch(sequences, page_class, mine_5N, extents.row_E)
     for sequence in sequences:
         sequence.open.drop_committed()
 
 
-def _layers_of(learnt: Sequence[_Learnt]) -> Iterator[tuple[PageClass, NDArray[np.bool]]]:
-    """Each page class, and which layers of which sequences are of it."""
+class _Extents(NamedTuple):
+    """What no seal changes of the extents of many tails."""
+
+    classes: list[tuple[PageClass, NDArray[np.bool] | None]]  # which extents are of a page class; None: all
+    row_E: Tensor  # of seal.py, on the device
+
+
+_extents: WeakKeyDictionary[AllPlaces, _Extents] = WeakKeyDictionary()
+
+
+def _extents_of(sequences: Sequence[SequenceCache], places: AllPlaces) -> _Extents:
+    """Kept as long as the places are: a tail that another sequence takes over was shared, which gave it new ones."""
+    found = _extents.get(places)
+    if found is None:
+        found = _extents[places] = _describe(sequences, places)
+    return found
+
+
+def _describe(sequences: Sequence[SequenceCache], places: AllPlaces) -> _Extents:
+    learnt = [item for sequence in sequences if (item := _learnt_by(sequence.tail)) is not None]
+    owner_E, layer_E, head_E = places.owner_E, places.layer_E, places.head_E
+    spec, arena = sequences[0].spec, sequences[0].arena  # an arena serves one model
+    width_E = np.array([layer.head_dim for layer in spec.layers])[layer_E]
+    open_E = np.array([sequence.open.num_slots for sequence in sequences])[owner_E]
+    source_OL2 = np.stack([sequence.open.addresses for sequence in sequences])
+    source_E2 = source_OL2[owner_E, layer_E] + (head_E * open_E * width_E * spec.kv_dtype.itemsize)[:, None]
+    mean_OL = np.stack([item.mean_L for item in learnt])
+    origin_L = np.array([hadamard.matrix(layer.head_dim, arena.device).data_ptr() for layer in spec.layers])
+    mean_E = (mean_OL - origin_L)[owner_E, layer_E] // 4 + head_E * width_E
+    address_EF = np.concatenate([item.address_EF for item in places.each])
+    row_E = np.column_stack((source_E2, mean_E, address_EF))
+    return _Extents(list(_classes_of(learnt, places)), sent(row_E, arena.device))
+
+
+def _classes_of(learnt: Sequence[_Learnt], places: AllPlaces) -> Iterator[tuple[PageClass, NDArray[np.bool] | None]]:
     none_L = np.zeros(len(learnt[0].mean_L), dtype=bool)
     for page_class in dict.fromkeys(page_class for item in learnt for page_class in item.layers):
-        yield page_class, np.stack([item.layers.get(page_class, none_L) for item in learnt])
-
-
-def _items(sequences: Sequence[SequenceCache], learnt: Sequence[_Learnt], stretches: Stretches, start_O: Ints) -> Ints:
-    """Rows of seal.py; mean keys by their address, for they lie outside the arena."""
-    owner_N, layer_N, head_N, begin_N, count_N, address_NF = stretches
-    source_OL2 = np.stack([sequence.open.addresses for sequence in sequences])
-    mean_OL = np.stack([item.mean_L for item in learnt])
-    open_O = np.array([sequence.open.num_slots for sequence in sequences])
-    spec = sequences[0].spec  # an arena serves one model
-    width_N = np.array([layer.head_dim for layer in spec.layers])[layer_N]
-    slot_N = (head_N * open_O[owner_N] + begin_N) * width_N * spec.kv_dtype.itemsize
-    mean_N = mean_OL[owner_N, layer_N] + head_N * width_N * 4
-    source_N2 = source_OL2[owner_N, layer_N] + slot_N[:, None]
-    return np.column_stack((source_N2, count_N, start_O[owner_N] + begin_N, mean_N, address_NF))
+        is_its_OL = np.stack([item.layers.get(page_class, none_L) for item in learnt])
+        yield page_class, None if is_its_OL.all() else is_its_OL[places.owner_E, places.layer_E]
 
 
 def _mean_address(layer: LayerPages) -> int:
@@ -120,15 +143,16 @@ def _mean_address(layer: LayerPages) -> int:
     return 0 if mean_HD is None else mean_HD.data_ptr()
 
 
-def _launch(sequences: Sequence[SequenceCache], page_class: PageClass, item_N: Ints) -> None:
-    from kvfold.attend.kernels.seal import MEAN, seal_items  # the file needs triton
+def _launch(
+    sequences: Sequence[SequenceCache], page_class: PageClass, item_5N: NDArray[np.int32], row_E: Tensor
+) -> None:
+    from kvfold.attend.kernels.seal import seal_items  # the file needs triton
 
     arena = sequences[0].arena
-    rotation_DD = hadamard.matrix(page_class.head_dim, arena.device)
-    item_N[:, MEAN] = (item_N[:, MEAN] - rotation_DD.data_ptr()) // rotation_DD.itemsize
     seal_items(
-        sent(item_N, arena.device),
-        rotation_DD,
+        sent(item_5N, arena.device),
+        row_E,
+        hadamard.matrix(page_class.head_dim, arena.device),
         arena.memory,
         page_class.kv_dtype,
         page_class.k,

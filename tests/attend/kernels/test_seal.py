@@ -22,9 +22,9 @@ OPEN = 16
 SPEC = tiny_spec(num_layers=2, num_heads=3, head_dim=64)
 
 
-def sequence(policy: str, arena: Arena, prompt_len: int, seed: int) -> SequenceCache:
+def sequence(policy: str, arena: Arena, prompt_len: int, seed: int, page_size: int = 16) -> SequenceCache:
     """Some stored slots, then `OPEN` committed ones in the open block."""
-    found = SequenceCache(arena, SPEC, Policy.parse(policy), PageConfig(16, OPEN))
+    found = SequenceCache(arena, SPEC, Policy.parse(policy), PageConfig(page_size, OPEN))
     generator = torch.Generator(DEVICE).manual_seed(seed)
 
     def draw(heads: int, count: int) -> torch.Tensor:
@@ -99,3 +99,20 @@ def test_an_arena_that_is_full_is_told_and_the_sequence_stays() -> None:
         arena.take_back(span)
     seal_blocks([first, second])
     assert second.sealed_len == 48 + OPEN
+
+
+def test_pages_that_another_sequence_took_over_get_its_own_slots() -> None:
+    arena = Arena(1 << 24, device=DEVICE, superblock_bytes=4096)
+    first = sequence("full", arena, 8 * OPEN, 0, page_size=16 * OPEN)  # a page has room for all that follows
+    seal_blocks([first])
+    second = first.fork()
+    first.release()
+    for layer, side in enumerate(second.open.k):
+        second.open.write(layer, torch.full_like(side, 1 + layer), torch.full_like(side, 3 + layer))
+    second.open.advance(OPEN)
+    second.open.commit(OPEN)
+    seal_blocks([second])
+    for index, pages in enumerate(second.tail.layers):
+        for name, value in (("k.x", 1 + index), ("v.x", 3 + index)):
+            assert all((rows[-OPEN:] == value).all() for rows in fields(pages, name))
+    second.release()
