@@ -39,10 +39,9 @@ class Tracked:
     def of(cls, policies: Sequence[Policy], *, decoding: bool) -> Tracked:
         """While decoding, the last queries and moments matter only if a trigger may fire; mass always adds up."""
         needs = [need for policy in policies for need in _stage_needs(policy, decoding)]
-        stages = [stage for policy in policies for _, stage in policy.stages()]
         return cls(
             last_queries=max((need.last_queries for need in needs), default=0),
-            mass=any(stage.watches_mass for stage in stages),
+            mass=any(policy.watches_mass for policy in policies),
             query_stats=any(need.query_stats for need in needs),
             new_queries=not decoding and any(need.new_queries for need in needs),
         )

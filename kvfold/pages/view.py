@@ -75,7 +75,7 @@ def size_facts(sequence: SequenceCache, seen_len: int) -> SizeFacts:
     classes = [(sequence.page_class(i), layer.num_kv_heads) for i, layer in layers]
     slot_bytes = sum(page_class.bytes_per_slot * heads for page_class, heads in classes)
     padding = sum(page_class.bytes_per_page * heads for page_class, heads in classes)
-    mass_bytes = MASS_BYTES if any(stage.watches_mass for _, stage in sequence.policy.stages()) else 0
+    mass_bytes = MASS_BYTES if sequence.policy.watches_mass else 0
     return SizeFacts(
         num_tokens=seen_len,
         num_heads=num_heads,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from kvfold.errors import PolicyError
@@ -59,6 +60,11 @@ class Policy:
         """Both phases with their names."""
         yield "prefill", self.prefill
         yield "decode", self.decode
+
+    @cached_property
+    def watches_mass(self) -> bool:
+        """Whether attention mass is kept for each slot in a phase."""
+        return any(stage.watches_mass for _, stage in self.stages())
 
     @property
     def variants(self) -> tuple[Any, ...]:

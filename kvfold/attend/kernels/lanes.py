@@ -9,8 +9,8 @@ pages, or a length that passes a border between tasks, write the lane anew. Many
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
 from weakref import ref
 
 import numpy as np
@@ -25,7 +25,7 @@ from kvfold.attend.kernels.watch import Watch
 from kvfold.pages.layout import PageClass
 from kvfold.pages.open_block import OpenBlock
 from kvfold.pages.sequence import SequenceCache
-from kvfold.pages.table import Ints, Places, segment_table
+from kvfold.pages.table import Ints, Places, SegmentTable, segment_table
 from kvfold.pages.transfer import sent
 
 
@@ -33,7 +33,8 @@ class OutOfLanes(Exception):
     """A sequence has outgrown its lane's table; new lanes are needed."""
 
 
-class _Held(NamedTuple):
+@dataclass
+class _Held:
     """What a lane was made from. The sequence may be gone: graphs outlive sessions.
 
     Shared segments never change, and whoever takes one over gets a new tail, so the tail's number stands for all pages.
@@ -44,6 +45,8 @@ class _Held(NamedTuple):
     places: Places
     length_E: Ints
     at_E: Ints  # the row of each extent's last task in the table
+    begin_E: Ints  # slots of the extent before that task
+    end_E: Ints  # how long the extent may become before that task is not enough
 
 
 class Lanes:
@@ -124,20 +127,18 @@ class Lanes:
         """Make the last tasks of extents longer; returns the lanes where that is not enough."""
         held = [item for lane, _ in grown if (item := self._held[lane]) is not None]
         lengths = [segment_table(sequence.tail).length_E for _, sequence in grown]
-        before_E, after_E = np.concatenate([item.length_E for item in held]), np.concatenate(lengths)
-        split_E = self.split_L[np.concatenate([item.places.layer_E for item in held])]
-        pieces_E = num_pieces(after_E, split_E)
+        after_E = np.concatenate(lengths)
         lane_E = np.repeat(np.array([lane for lane, _ in grown]), [len(length_E) for length_E in lengths])
         is_full_B = np.zeros(self.num_lanes, dtype=bool)
-        is_full_B[lane_E[pieces_E != num_pieces(before_E, split_E)]] = True
-        is_full_B[lane_E[(before_E <= self.layout.exact_len) & (after_E != before_E)]] = True  # they may have no task
-        (at,) = ((after_E != before_E) & ~is_full_B[lane_E]).nonzero()
-        at_E = np.concatenate([item.at_E for item in held])
+        is_full_B[lane_E[after_E > np.concatenate([item.end_E for item in held])]] = True
+        is_longer_E = after_E != np.concatenate([item.length_E for item in held])
+        (at,) = (is_longer_E & ~is_full_B[lane_E]).nonzero()
         if len(at):
-            self.tables.lengthen(at_E[at], after_E[at] - (pieces_E[at] - 1) * split_E[at])
+            at_E, begin_E = (np.concatenate(x) for x in ([i.at_E for i in held], [i.begin_E for i in held]))
+            self.tables.lengthen(at_E[at], after_E[at] - begin_E[at])
         for (lane, sequence), item, length_E in zip(grown, held, lengths, strict=True):
             if not is_full_B[lane]:
-                self._held[lane] = item._replace(number=sequence.tail.changes.number, length_E=length_E)
+                item.number, item.length_E = sequence.tail.changes.number, length_E
         return [(lane, sequence) for lane, sequence in grown if is_full_B[lane]]
 
     def _put(self, anew: list[tuple[int, SequenceCache]]) -> None:
@@ -152,7 +153,15 @@ class Lanes:
         for (lane, sequence), part, end in zip(anew, parts, ends, strict=True):
             tail = part.tables[-1]
             mine_E = at_E[end - len(tail.length_E) : end]
-            self._held[lane] = _Held(ref(sequence), sequence.tail.changes.number, tail.places, tail.length_E, mine_E)
+            number = sequence.tail.changes.number
+            self._held[lane] = _Held(ref(sequence), number, tail.places, tail.length_E, mine_E, *self._last_tasks(tail))
+
+    def _last_tasks(self, tail: SegmentTable) -> tuple[Ints, Ints]:
+        """Where the last task of each extent begins, and where it ends at the latest."""
+        split_E = self.split_L[tail.places.layer_E]
+        end_E = num_pieces(tail.length_E, split_E) * split_E
+        has_none_E = tail.length_E <= self.layout.exact_len  # or may have none
+        return end_E - split_E, np.where(has_none_E, tail.length_E, end_E)
 
     def _parts(self, placed: list[tuple[int, SequenceCache]]) -> list[Part]:
         return [

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvfold.attend.track import Tracked
 from kvfold.codec import hadamard
 from kvfold.codec.integer import IntegerCodec
 from kvfold.codec.native import Native
@@ -30,7 +29,7 @@ from kvfold.pages.transfer import sent
 
 def can_seal(sequence: SequenceCache) -> bool:
     """Whether a kernel can do it: there is one for these codecs, and what they have to learn is learnt."""
-    if not sequence.arena.memory.is_cuda or not HAS_TRITON or Tracked.of([sequence.policy], decoding=True).mass:
+    if not sequence.arena.memory.is_cuda or not HAS_TRITON or sequence.policy.watches_mass:
         return False
     return _learnt_by(sequence.tail) is not None
 
