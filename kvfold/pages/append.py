@@ -65,12 +65,11 @@ def append_blocks(sequences: Sequence[SequenceCache]) -> Stretches:
     counts = [sequence.open.committed for sequence in sequences]
     every = _together(tuple(table.places for table in tables))
     length_E = np.concatenate([table.length_E for table in tables])
-    room_E = every.capacity_E - length_E
-    (at_R,) = room_E.nonzero()
-    room_R = room_E[at_R]
+    at_R = np.flatnonzero(every.capacity_E > length_E)
+    room_R = every.capacity_E[at_R] - length_E[at_R]
     begin_R = room_before(every.row_E[at_R], room_R)
-    take_R = np.clip(np.array(counts)[every.owner_E[at_R]] - begin_R, 0, room_R)
-    (taking,) = take_R.nonzero()
+    take_R = np.minimum(np.array(counts)[every.owner_E[at_R]] - begin_R, room_R)
+    taking = np.flatnonzero(take_R > 0)
     at_N, count_N = at_R[taking], take_R[taking]
     filled_N = length_E[at_N]
     length_E[at_N] = filled_N + count_N

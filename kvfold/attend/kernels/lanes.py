@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 from weakref import ref
 
 import numpy as np
@@ -33,7 +34,7 @@ class OutOfLanes(Exception):
     """A sequence has outgrown its lane's table; new lanes are needed."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Held:
     """What a lane was made from. The sequence may be gone: graphs outlive sessions.
 
@@ -47,6 +48,22 @@ class _Held:
     at_E: Ints  # the row of each extent's last task in the table
     begin_E: Ints  # slots of the extent before that task
     end_E: Ints  # how long the extent may become before that task is not enough
+
+
+class _Joined(NamedTuple):
+    """Several lanes as one, in the order in which they grew last: usually they grow together again."""
+
+    held: list[_Held]
+    lane_E: Ints
+    at_E: Ints
+    begin_E: Ints
+    end_E: Ints
+
+    @classmethod
+    def of(cls, lanes: list[int], held: list[_Held]) -> _Joined:
+        columns = zip(*((item.at_E, item.begin_E, item.end_E) for item in held), strict=True)
+        lane_E = np.repeat(np.array(lanes), [len(item.at_E) for item in held])
+        return cls(held, lane_E, *(np.concatenate(column) for column in columns))
 
 
 class Lanes:
@@ -77,6 +94,7 @@ class Lanes:
         shapes = [(num_lanes, layer.num_kv_heads, layer.head_dim) for layer in spec.layers]
         self.mean_LBHD = [torch.zeros(shape, device=arena.device) for shape in shapes]
         self._held: list[_Held | None] = [None] * num_lanes
+        self._joined: _Joined | None = None
         self._last: tuple[list[ref[SequenceCache]], list[int]] = [], []
 
     def place(self, sequences: Sequence[SequenceCache]) -> list[int]:
@@ -126,16 +144,17 @@ class Lanes:
     def _lengthen(self, grown: list[tuple[int, SequenceCache]]) -> list[tuple[int, SequenceCache]]:
         """Make the last tasks of extents longer; returns the lanes where that is not enough."""
         held = [item for lane, _ in grown if (item := self._held[lane]) is not None]
+        if self._joined is None or self._joined.held != held:
+            self._joined = _Joined.of([lane for lane, _ in grown], held)
+        _, lane_E, at_E, begin_E, end_E = self._joined
         lengths = [segment_table(sequence.tail).length_E for _, sequence in grown]
-        after_E = np.concatenate(lengths)
-        lane_E = np.repeat(np.array([lane for lane, _ in grown]), [len(length_E) for length_E in lengths])
+        before_E, after_E = np.concatenate([item.length_E for item in held]), np.concatenate(lengths)
         is_full_B = np.zeros(self.num_lanes, dtype=bool)
-        is_full_B[lane_E[after_E > np.concatenate([item.end_E for item in held])]] = True
-        is_longer_E = after_E != np.concatenate([item.length_E for item in held])
-        (at,) = (is_longer_E & ~is_full_B[lane_E]).nonzero()
-        if len(at):
-            at_E, begin_E = (np.concatenate(x) for x in ([i.at_E for i in held], [i.begin_E for i in held]))
-            self.tables.lengthen(at_E[at], after_E[at] - begin_E[at])
+        is_full_B[lane_E[after_E > end_E]] = True
+        at = np.flatnonzero(after_E != before_E)
+        if is_full_B.any():
+            at = at[~is_full_B[lane_E[at]]]
+        self.tables.lengthen(at_E[at], after_E[at] - begin_E[at])
         for (lane, sequence), item, length_E in zip(grown, held, lengths, strict=True):
             if not is_full_B[lane]:
                 item.number, item.length_E = sequence.tail.changes.number, length_E

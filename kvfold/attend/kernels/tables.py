@@ -104,6 +104,8 @@ class Tables:
 
     def lengthen(self, at_N: Ints, length_N: Ints) -> None:
         """Tasks in these rows are so long now."""
+        if not len(at_N):
+            return
         device = self.task_LBC.device
         self.task_LBC.view(-1).index_copy_(0, sent(at_N * NUM_COLUMNS + LENGTH, device), sent(length_N, device))
 
