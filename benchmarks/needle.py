@@ -171,7 +171,7 @@ def _rounded(value: object) -> object:
 def keep(rows: list[Path]) -> int:
     """One file per model, haystack and plan."""
     cells = read_cells(*rows)
-    path = RESULTS / f"needle_{heading(cells[0].facts).replace(', ', '_')}.jsonl"
+    path = RESULTS / f"needle_{heading(cells[0].facts).replace(', ', '_').replace(' ', '_')}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(to_json(cell) + "\n" for cell in cells), encoding="utf-8")
     print(f"{len(cells)} results in {path.relative_to(ROOT)}")

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from kvfold.bench.page import written
+from kvfold.bench.plans import PLANS
 from kvfold.bench.rows import MODES, OWN_POLICIES, OWN_PROSE, Cell, Facts, Mode, read_cells
 from kvfold.bench.sizes import FULL
 
@@ -134,12 +135,17 @@ def section(path: Path) -> str:
 
 
 def heading(facts: Facts) -> str:
-    """The model; results in another haystack than the project's own, or of another plan, stand on their own."""
+    """The model; results in another haystack than the project's own, of another plan, or of prompts of another length
+    than the plan's, stand on their own."""
     parts = [facts.model]
     if facts.haystack != OWN_PROSE:
         file_name, _digest = facts.haystack.rsplit(" ", 1)
         parts.append(Path(file_name).stem)
-    return ", ".join(parts if facts.plan == OWN_POLICIES else [*parts, facts.plan])
+    if facts.plan != OWN_POLICIES:
+        parts.append(facts.plan)
+        if facts.plan in PLANS and facts.tokens != PLANS[facts.plan].tokens:
+            parts.append(f"{facts.tokens} tokens")
+    return ", ".join(parts)
 
 
 def with_sections(page: str, paths: Sequence[Path]) -> str:
