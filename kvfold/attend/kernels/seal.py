@@ -1,10 +1,8 @@
 """Sealing as one launch: every block of new slots, of all layers, heads and sequences, is encoded where it will lie.
 
-The arithmetic is that of codec/native.py, codec/fp8.py and codec/integer.py, step by step. Rotations are one product
-with the Hadamard matrix instead of butterflies, so a code may differ by one where a number lies within fp32 rounding
-of the border between two.
+Floats are stored as they are, integers by pages/kernels/encode.py.
 
-    N stretches (program each)   E extents   B slots of an open block   D head dim (a power of two)   W bytes of a code
+    N stretches (program each)   E extents   B slots of an open block   D head dim (a power of two)
 """
 
 from __future__ import annotations
@@ -14,9 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvfold.codec import grid
 from kvfold.codec.base import Codec
-from kvfold.codec.integer import IntegerCodec
+from kvfold.pages.kernels.encode import finite, put_integers, width
 
 # Rows of items: the extent, the open block's first slot, how many, the first one's position, and how many slots of the
 # extent are used already.
@@ -24,60 +21,6 @@ from kvfold.codec.integer import IntegerCodec
 # the rotation matrix (states of codecs are no part of the arena), then the addresses of the page fields
 # (pages/table.py), the last of them the biases, and of the positions.
 NUM_COLUMNS = 3 + 8
-
-_HALF = tl.constexpr(grid.HALF)
-_LARGEST = tl.constexpr(grid.LARGEST)
-
-
-@triton.jit
-def _finite(x_BD: tl.tensor) -> tl.tensor:
-    """NaN becomes 0, infinity the slot's largest finite magnitude."""
-    x = tl.where(x_BD != x_BD, 0.0, x_BD)
-    size = tl.abs(x)
-    reach_B1 = tl.minimum(tl.max(tl.where(size == float("inf"), 0.0, size), axis=1), _LARGEST)[:, None]
-    return tl.minimum(tl.maximum(x, -reach_B1), reach_B1)
-
-
-@triton.jit
-def _up_to_bf16(x: tl.tensor) -> tl.tensor:
-    """The smallest bf16 number that is not below x, in fp32: cut the lower half, carrying for positive numbers."""
-    bits = x.to(tl.int32, bitcast=True)
-    bits = tl.where(x > 0, bits + 0xFFFF, bits) & -65536
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _put_integers(
-    x_BD: tl.tensor,
-    here_B: tl.tensor,
-    slot_B: tl.tensor,
-    places: tl.tensor,
-    bytes_: tl.tensor,
-    halves: tl.tensor,
-    B: tl.constexpr,
-    D: tl.constexpr,
-    BITS: tl.constexpr,
-    CLIP: tl.constexpr,
-) -> None:
-    """Codes, scales and zeros of one side for slots of an extent; `places` points at their three addresses."""
-    PARTS: tl.constexpr = 8 // BITS
-    W: tl.constexpr = D // PARTS
-    TOP: tl.constexpr = (1 << BITS) - 1
-    low_B, high_B = tl.min(x_BD, axis=1), tl.max(x_BD, axis=1)
-    cut_B = (high_B - low_B) * ((1.0 - CLIP) / 2)
-    step_B, start_B = (high_B - low_B - 2 * cut_B) / TOP, low_B + cut_B
-    zero_B = -_up_to_bf16(-start_B)
-    scale_B = _up_to_bf16((start_B + step_B * TOP - zero_B) / TOP)
-    divisor_B = tl.where(scale_B > 0, scale_B, 1.0)
-    code_BD = tl.floor((x_BD - zero_B[:, None]) / divisor_B[:, None] + _HALF)
-    code_BD = tl.minimum(tl.maximum(code_BD, 0.0), TOP).to(tl.int32)
-    if PARTS > 1:  # channels b, b + W, .. share byte b, from its low bits up
-        part = tl.arange(0, PARTS)[None, :, None]
-        code_BD = tl.sum(tl.reshape(code_BD, [B, PARTS, W]) << (part * BITS), axis=1)
-    at_BW = tl.load(places) + slot_B[:, None] * W + tl.arange(0, W)[None, :]
-    tl.store(bytes_ + at_BW, code_BD.to(tl.uint8), mask=here_B[:, None])
-    tl.store(halves + tl.load(places + 1) // 2 + slot_B, scale_B.to(tl.bfloat16), mask=here_B)
-    tl.store(halves + tl.load(places + 2) // 2 + slot_B, zero_B.to(tl.bfloat16), mask=here_B)
 
 
 @triton.jit
@@ -114,15 +57,15 @@ def _seal(
     v_BD = tl.load(floats + tl.load(extent + 1) // WIDTH + source_BD, mask=here_B[:, None], other=0.0)
     if K_BITS:
         mean_D = tl.load(rotation + tl.load(extent + 2) + tl.arange(0, D))
-        x_BD = _finite(k_BD.to(tl.float32)) - mean_D[None, :]
+        x_BD = finite(k_BD.to(tl.float32)) - mean_D[None, :]
         rotation_DD = tl.load(rotation + tl.arange(0, D)[:, None] * D + tl.arange(0, D)[None, :])
         x_BD = tl.dot(x_BD, rotation_DD, input_precision="tf32x3")  # tensor cores, near the accuracy of fp32
-        _put_integers(x_BD, here_B, slot_B, extent + 3, bytes_, halves, B, D, K_BITS, K_CLIP)
+        put_integers(x_BD, here_B, slot_B, extent + 3, bytes_, halves, B, D, K_BITS, K_CLIP)
     else:
         tl.store(floats + tl.load(extent + 3) // WIDTH + place_BD, k_BD, mask=here_B[:, None])
     if V_BITS:
-        y_BD = _finite(v_BD.to(tl.float32))
-        _put_integers(y_BD, here_B, slot_B, extent + 6, bytes_, halves, B, D, V_BITS, V_CLIP)
+        y_BD = finite(v_BD.to(tl.float32))
+        put_integers(y_BD, here_B, slot_B, extent + 6, bytes_, halves, B, D, V_BITS, V_CLIP)
     else:
         tl.store(floats + tl.load(extent + 6) // WIDTH + place_BD, v_BD, mask=here_B[:, None])
     if HAS_BIAS:
@@ -144,7 +87,7 @@ def seal_items(
 ) -> None:
     """Encode every item, int32, by integer codecs or as it is; `open_len`: the most slots one has. Biases become 0."""
     head_dim = rotation_DD.shape[0]
-    (k_bits, k_clip), (v_bits, v_clip) = _width(k), _width(v)
+    (k_bits, k_clip), (v_bits, v_clip) = width(k), width(v)
     _seal[(item_5N.shape[1],)](
         item_5N,
         extent_E,
@@ -163,10 +106,5 @@ def seal_items(
         K_CLIP=k_clip,
         V_CLIP=v_clip,
         HAS_BIAS=has_bias,
-        num_warps=4,
+        num_warps=8,  # with four, the rotation would not fit into registers
     )
-
-
-def _width(codec: Codec) -> tuple[int, float]:
-    """Bits of a code, 0 for floats, and how much of its span the grid covers."""
-    return (codec.bits, codec.clip) if isinstance(codec, IntegerCodec) else (0, 1.0)

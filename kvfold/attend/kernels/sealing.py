@@ -6,7 +6,6 @@ N stretches   E extents   O sequences   L layers   D head dim
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -16,9 +15,9 @@ from torch import Tensor
 
 from kvfold.codec import hadamard
 from kvfold.codec.integer import IntegerCodec
-from kvfold.codec.native import Native
 from kvfold.core import HAS_TRITON
 from kvfold.pages.append import AllPlaces, append_blocks, make_room
+from kvfold.pages.kernels.writing import knows, mean_address
 from kvfold.pages.layer import LayerPages
 from kvfold.pages.layout import PageClass
 from kvfold.pages.segment import Segment
@@ -50,22 +49,12 @@ def _learnt_by(tail: Segment) -> _Learnt | None:
     if found is None and all(_is_ready(layer) for layer in tail.layers):
         classes = [layer.page_class for layer in tail.layers]
         layers = {mine: np.array([other is mine for other in classes]) for mine in dict.fromkeys(classes)}
-        found = _learnt[tail] = _Learnt(layers, np.array([_mean_address(layer) for layer in tail.layers]))
+        found = _learnt[tail] = _Learnt(layers, np.array([mean_address(layer) for layer in tail.layers]))
     return found
 
 
 def _is_ready(layer: LayerPages) -> bool:
-    return _knows(layer.page_class) and bool(layer.state or not isinstance(layer.page_class.k, IntegerCodec))
-
-
-@cache
-def _knows(page_class: PageClass) -> bool:
-    """Floats as they are, and integers with one scale for the whole head, of a width that fills tiles."""
-    codecs = page_class.k, page_class.v
-    whole = all(
-        isinstance(codec, Native) or (isinstance(codec, IntegerCodec) and codec.group_size is None) for codec in codecs
-    )
-    return whole and not page_class.summaries and page_class.head_dim & (page_class.head_dim - 1) == 0
+    return knows(layer.page_class) and bool(layer.state or not isinstance(layer.page_class.k, IntegerCodec))
 
 
 def seal_blocks(sequences: Sequence[SequenceCache]) -> None:
@@ -135,11 +124,6 @@ def _classes_of(learnt: Sequence[_Learnt], places: AllPlaces) -> Iterator[tuple[
     for page_class in dict.fromkeys(page_class for item in learnt for page_class in item.layers):
         is_its_OL = np.stack([item.layers.get(page_class, none_L) for item in learnt])
         yield page_class, None if is_its_OL.all() else is_its_OL[places.owner_E, places.layer_E]
-
-
-def _mean_address(layer: LayerPages) -> int:
-    mean_HD = layer.state["k"].get("mean") if "k" in layer.state else None
-    return 0 if mean_HD is None else mean_HD.data_ptr()
 
 
 def _launch(
