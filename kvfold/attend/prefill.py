@@ -239,7 +239,7 @@ class PrefillPass:
 
 def _for_policy(new: NewSlots, sequence: SequenceCache) -> NewSlots:
     """Without the mass that only another policy of the pass asked for."""
-    return new if Tracked.of([sequence.policy], decoding=False).mass else replace(new, mass_HS=None)
+    return new if Tracked.of([sequence.policy], decoding=False).mass else new.without_mass
 
 
 def add_new(merge: Merge, q_HGTD: Tensor, buffer: LayerBuffer, offset: int, scale: float, window: int | None) -> None:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvfold.budget.base import Allocator, Budget
-from kvfold.budget.bounds import check_floor, floor_slots, with_floor
+from kvfold.budget.bounds import check_floor, floor_slots
 from kvfold.budget.choose import count_top
+from kvfold.budget.scores import Scores
 from kvfold.policy.registry import register
 
 
@@ -38,9 +39,6 @@ class Ada(Allocator):
     def __post_init__(self) -> None:
         check_floor("ada", self.floor)
 
-    def allocate(self, scores: Sequence[Tensor], budget: Budget, layer: int) -> list[Tensor]:
-        return [self._layer(score_HS, budget) for score_HS in scores]
-
-    def _layer(self, score_HS: Tensor, budget: Budget) -> Tensor:
-        total = score_HS.shape[0] * budget.slots_per_head
-        return count_top([with_floor(score_HS, floor_slots(self.floor, budget))], total)[0]
+    def allocate(self, scores: Sequence[Scores], budget: Budget, layer: int) -> list[Tensor]:
+        floor_len = floor_slots(self.floor, budget)
+        return [count_top([s.with_floor(floor_len)], len(s.score_HS) * budget.slots_per_head)[0] for s in scores]

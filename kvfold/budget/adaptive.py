@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvfold.budget.base import Allocator, Budget
 from kvfold.budget.choose import count_top
+from kvfold.budget.scores import Scores
 from kvfold.errors import PolicyError
 from kvfold.policy.registry import register
 from kvfold.score.attention import window_sum
@@ -64,9 +65,13 @@ class Adaptive(Allocator):
         sum_HGS = window_sum(view, view.q_RGWD, view.q_position_RW)
         return lost_from(score_HS, sum_HGS.mean(1) / view.q_RGWD.shape[2])
 
-    def allocate(self, scores: Sequence[Tensor], budget: Budget, layer: int) -> list[Tensor]:
-        total = budget.num_layers * scores[0].shape[0] * budget.slots_per_head
-        return count_top([lost_HS.where(lost_HS > self.loss, -torch.inf) for lost_HS in scores], total)
+    def allocate(self, scores: Sequence[Scores], budget: Budget, layer: int) -> list[Tensor]:
+        total = budget.num_layers * len(scores[0].score_HS) * budget.slots_per_head
+        return count_top([_above(lost.score_HS, self.loss) for lost in scores], total)
+
+
+def _above(lost_HS: Tensor, loss: float) -> Tensor:
+    return lost_HS.where(lost_HS > loss, -torch.inf)
 
 
 def lost_from(score_HS: Tensor, attention_HS: Tensor) -> Tensor:

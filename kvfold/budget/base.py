@@ -1,6 +1,6 @@
 """How much, and where? An allocator turns scores into the number of slots each head keeps.
 
-It works on one sequence: `scores` holds one [H, S] tensor per compressible layer seen so far (padding and missing
+It works on one sequence: `scores` holds the [H, S] scores of each compressible layer seen so far (padding and missing
 slots are -inf, protected slots +inf), `budget` the slots that all compressible layers may keep together. The core
 chooses the top slots per head afterwards, once.
 """
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from kvfold.budget.scores import Scores
     from kvfold.core import ModelSpec
     from kvfold.score.base import View
 
@@ -52,6 +53,6 @@ class Allocator(ABC):
         """PolicyError if it does not fit this model."""
 
     @abstractmethod
-    def allocate(self, scores: Sequence[Tensor], budget: Budget, layer: int) -> list[Tensor]:
-        """Slots to keep, int64 [H] for each tensor of `scores`; never more than the slots that exist (score > -inf),
+    def allocate(self, scores: Sequence[Scores], budget: Budget, layer: int) -> list[Tensor]:
+        """Slots to keep, int64 [H] for each layer of `scores`; never more than the slots that exist (score > -inf),
         never fewer than the protected ones (+inf) of that head."""

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from kvfold.budget.base import Budget
-from kvfold.budget.choose import choose_same
 from kvfold.errors import PolicyError
 
 
@@ -27,12 +26,6 @@ def bounds(score_HS: Tensor) -> Bounds:
 def floor_slots(floor: float, budget: Budget) -> int:
     """Slots that `floor` of a head's mean budget makes safe; a floor above 0 is at least one slot."""
     return max(1, int(floor * budget.slots_per_head)) if floor > 0 else 0
-
-
-def with_floor(score_HS: Tensor, floor_len: int) -> Tensor:
-    """Scores in which the top `floor_len` slots of each head beat every other slot, though not a protected one."""
-    safe_HS = choose_same(score_HS, floor_len) & (score_HS < torch.inf)
-    return score_HS.masked_fill(safe_HS, torch.finfo(score_HS.dtype).max)
 
 
 def check_floor(term: str, floor: float) -> None:

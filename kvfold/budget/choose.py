@@ -12,14 +12,22 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 def choose(score_HS: Tensor, count_H: Tensor) -> Tensor:
     """bool [H, S]: the count_H[h] highest scores of each head, or all its slots (score > -inf) where fewer exist."""
-    order_HS = score_HS.sort(dim=-1, descending=True, stable=True).indices
-    rank_S = torch.arange(score_HS.shape[-1], device=score_HS.device)
-    top_HS = rank_S < count_H.to(score_HS.device).unsqueeze(-1)
-    return torch.zeros_like(top_HS).scatter(-1, order_HS, top_HS) & (score_HS > -torch.inf)
+    return ranks(score_HS) < count_H.unsqueeze(-1)
+
+
+def ranks(score_HS: Tensor) -> Tensor:
+    """int32 [H, S]: a slot's place among those of its head, the highest score first; the last of all numbers where
+    there is no slot, or its score is no number."""
+    known_HS = score_HS.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    order_HS = known_HS.sort(dim=-1, descending=True, stable=True).indices
+    place_S = torch.arange(score_HS.shape[-1], dtype=torch.int32, device=score_HS.device)
+    rank_HS = torch.empty_like(order_HS, dtype=torch.int32).scatter_(-1, order_HS, place_S.expand_as(order_HS))
+    return rank_HS.masked_fill_(known_HS == -torch.inf, torch.iinfo(torch.int32).max)
 
 
 def choose_same(score_HS: Tensor, count: int) -> Tensor:
@@ -37,8 +45,18 @@ def choose_same(score_HS: Tensor, count: int) -> Tensor:
 def count_top(scores: Sequence[Tensor], total: int) -> list[Tensor]:
     """How many of the `total` highest scores of all heads of all layers each head holds: int64 [H] per layer. Slots
     that must stay (+inf) count even beyond the total, so nobody has to ask a device how many there are."""
-    flat = torch.cat([score_HS.flatten() for score_HS in scores])
-    # Equal scores stand in line by layer, head and slot; the first of them fill what is left.
-    kept = choose_same(flat.unsqueeze(0), total).squeeze(0) | (flat == torch.inf)
-    parts = torch.split(kept, [score_HS.numel() for score_HS in scores])
-    return [part.view(score_HS.shape).sum(-1) for part, score_HS in zip(parts, scores, strict=True)]
+    row_RS = torch.cat(_equally_long(scores))
+    last = row_RS.flatten().topk(min(max(total, 1), row_RS.numel()), sorted=False).values.amin()
+    last = last.nan_to_num(nan=torch.finfo(last.dtype).max)  # finite, so that +inf is above it and -inf never level
+    above_R, level_R = (row_RS > last).sum(-1), (row_RS == last).sum(-1)
+    # Equal scores stand in line by layer and head; the first of them fill what is left.
+    room_R = total - above_R.sum() - (level_R.cumsum(0) - level_R)
+    count_R = above_R + room_R.clamp(min=0).minimum(level_R)
+    return list(count_R.split([len(score_HS) for score_HS in scores]))
+
+
+def _equally_long(scores: Sequence[Tensor]) -> list[Tensor]:
+    """Rows of all layers padded on the right, where they differ, by slots that do not exist."""
+    most = max(score_HS.shape[1] for score_HS in scores)
+    more = [most - score_HS.shape[1] for score_HS in scores]
+    return [pad(s, (0, n), value=-torch.inf) if n else s for s, n in zip(scores, more, strict=True)]

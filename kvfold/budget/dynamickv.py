@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvfold.budget.base import Allocator, Budget
 from kvfold.budget.choose import choose_same, count_top
+from kvfold.budget.scores import Scores
 from kvfold.budget.uniform import even_total
 from kvfold.errors import PolicyError
 from kvfold.policy.registry import register
@@ -40,11 +41,11 @@ class DynamicKV(Allocator):
         if not self.most >= 1:
             raise PolicyError(f"dynamickv(most={self.most}): a layer gets at most so many times the mean, 1 or more")
 
-    def allocate(self, scores: Sequence[Tensor], budget: Budget, layer: int) -> list[Tensor]:
-        layer_slots = scores[0].shape[0] * budget.slots_per_head
-        competing = [_top(score_HS, int(self.most * layer_slots)) for score_HS in scores]
+    def allocate(self, scores: Sequence[Scores], budget: Budget, layer: int) -> list[Tensor]:
+        layer_slots = len(scores[0].score_HS) * budget.slots_per_head
+        competing = [_top(layer_scores.score_HS, int(self.most * layer_slots)) for layer_scores in scores]
         counts = count_top(competing, budget.num_layers * layer_slots)
-        return [even_total(score_HS, count_H.sum()) for score_HS, count_H in zip(scores, counts, strict=True)]
+        return [even_total(mine, count_H.sum()) for mine, count_H in zip(scores, counts, strict=True)]
 
 
 def _top(score_HS: Tensor, count: int) -> Tensor:

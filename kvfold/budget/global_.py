@@ -15,8 +15,9 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from kvfold.budget.base import Allocator, Budget
-from kvfold.budget.bounds import check_floor, floor_slots, with_floor
+from kvfold.budget.bounds import check_floor, floor_slots
 from kvfold.budget.choose import count_top
+from kvfold.budget.scores import Scores
 from kvfold.policy.registry import register
 
 
@@ -40,7 +41,7 @@ class Global(Allocator):
     def __post_init__(self) -> None:
         check_floor("global", self.floor)
 
-    def allocate(self, scores: Sequence[Tensor], budget: Budget, layer: int) -> list[Tensor]:
-        total = budget.num_layers * scores[0].shape[0] * budget.slots_per_head
+    def allocate(self, scores: Sequence[Scores], budget: Budget, layer: int) -> list[Tensor]:
+        total = budget.num_layers * len(scores[0].score_HS) * budget.slots_per_head
         floor_len = floor_slots(self.floor, budget)
-        return count_top([with_floor(score_HS, floor_len) for score_HS in scores], total)
+        return count_top([layer_scores.with_floor(floor_len) for layer_scores in scores], total)

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from kvfold.budget.base import Allocator, Budget
-from kvfold.budget.bounds import bounds, check_floor, floor_slots, with_floor
+from kvfold.budget.bounds import check_floor, floor_slots
 from kvfold.budget.choose import count_top
 from kvfold.budget.mass import mass
+from kvfold.budget.scores import Scores
 from kvfold.budget.shares import share_free
 from kvfold.policy.registry import register
 
@@ -47,19 +48,19 @@ class Lava(Allocator):
     def __post_init__(self) -> None:
         check_floor("lava", self.floor)
 
-    def allocate(self, scores: Sequence[Tensor], budget: Budget, layer: int) -> list[Tensor]:
+    def allocate(self, scores: Sequence[Scores], budget: Budget, layer: int) -> list[Tensor]:
         floor_len = floor_slots(self.floor, budget)
         totals = self._layer_slots(scores, budget, layer == budget.num_layers - 1)
         return [
-            count_top([with_floor(score_HS, floor_len)], total)[0]
-            for score_HS, total in zip(scores, totals, strict=True)
+            count_top([layer_scores.with_floor(floor_len)], total)[0]
+            for layer_scores, total in zip(scores, totals, strict=True)
         ]
 
-    def _layer_slots(self, scores: Sequence[Tensor], budget: Budget, is_last: bool) -> list[int]:
+    def _layer_slots(self, scores: Sequence[Scores], budget: Budget, is_last: bool) -> list[int]:
         """Slots of each layer seen so far, protected ones included."""
-        weights = [max(entropy, _LEAST_WEIGHT) for entropy in _on_host([entropy(s_HS) for s_HS in scores])]
-        protected, existing = ([int(n) for n in _on_host([b[i].sum() for b in map(bounds, scores)])] for i in (0, 1))
-        total = budget.num_layers * scores[0].shape[0] * budget.slots_per_head
+        weights = [max(entropy, _LEAST_WEIGHT) for entropy in _on_host([entropy(s.score_HS) for s in scores])]
+        protected, existing = ([int(n) for n in _on_host([s.bounds[i].sum() for s in scores])] for i in (0, 1))
+        total = budget.num_layers * len(scores[0].score_HS) * budget.slots_per_head
         return share_free(total, weights, protected, existing, exact=is_last)
 
 

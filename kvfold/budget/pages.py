@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvfold.budget.base import Allocator, Budget
 from kvfold.budget.choose import count_top
+from kvfold.budget.scores import Scores
 from kvfold.errors import PolicyError
 from kvfold.policy.registry import register
 
@@ -41,9 +42,9 @@ class Pages(Allocator):
         if self.size < 1:
             raise PolicyError(f"pages(size={self.size}): a page has at least 1 slot")
 
-    def allocate(self, scores: Sequence[Tensor], budget: Budget, layer: int) -> list[Tensor]:
-        total = budget.num_layers * scores[0].shape[0] * budget.slots_per_head
-        return count_top([self._prices(score_HS) for score_HS in scores], total)
+    def allocate(self, scores: Sequence[Scores], budget: Budget, layer: int) -> list[Tensor]:
+        total = budget.num_layers * len(scores[0].score_HS) * budget.slots_per_head
+        return count_top([self._prices(layer_scores.score_HS) for layer_scores in scores], total)
 
     def _prices(self, score_HS: Tensor) -> Tensor:
         """For each slot, best first, the price of its page; protected slots stay +inf, missing ones -inf."""

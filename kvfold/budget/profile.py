@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from kvfold.budget.base import Allocator, Budget
-from kvfold.budget.bounds import bounds, check_floor
+from kvfold.budget.bounds import check_floor
 from kvfold.budget.heads import HeadProfile
+from kvfold.budget.scores import Scores
 from kvfold.budget.shares import share_free
 from kvfold.errors import FileError, PolicyError
 from kvfold.policy.content import check_file_name, stated_content
@@ -80,13 +81,13 @@ class Profile(Allocator):
                 f"{spec.name}; measure these with kvfold profile"
             )
 
-    def allocate(self, scores: Sequence[Tensor], budget: Budget, layer: int) -> list[Tensor]:
+    def allocate(self, scores: Sequence[Scores], budget: Budget, layer: int) -> list[Tensor]:
         weights = self._weights[: len(scores)]
-        if [len(row) for row in weights] != [len(score_HS) for score_HS in scores]:
+        if [len(row) for row in weights] != [len(layer_scores.score_HS) for layer_scores in scores]:
             raise PolicyError(f'profile(file="{self.file}") has other heads than the model; measure it anew')
-        low_X, high_X = (torch.cat(parts).tolist() for parts in zip(*map(bounds, scores), strict=True))
+        low_X, high_X = (torch.cat(parts).tolist() for parts in zip(*(s.bounds for s in scores), strict=True))
         flat = [weight for row in weights for weight in row]
-        total = budget.num_layers * scores[0].shape[0] * budget.slots_per_head
+        total = budget.num_layers * len(scores[0].score_HS) * budget.slots_per_head
         counts = share_free(total, flat, low_X, high_X, exact=layer == budget.num_layers - 1)
-        shared = torch.tensor(counts, device=scores[0].device)
+        shared = torch.tensor(counts, device=scores[0].score_HS.device)
         return list(shared.split([len(row) for row in weights]))

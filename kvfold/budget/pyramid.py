@@ -12,7 +12,7 @@ from fractions import Fraction
 from torch import Tensor
 
 from kvfold.budget.base import Allocator, Budget
-from kvfold.budget.bounds import bounds
+from kvfold.budget.scores import Scores
 from kvfold.budget.uniform import even
 from kvfold.errors import PolicyError
 from kvfold.policy.registry import register
@@ -40,10 +40,10 @@ class Pyramid(Allocator):
         if self.beta < 1:
             raise PolicyError(f"pyramid(beta={self.beta}): beta must be at least 1 (1 is flat, 20 the paper's)")
 
-    def allocate(self, scores: Sequence[Tensor], budget: Budget, layer: int) -> list[Tensor]:
-        stored_lens = [int(bounds(score_HS).existing_H.max()) for score_HS in scores]
+    def allocate(self, scores: Sequence[Scores], budget: Budget, layer: int) -> list[Tensor]:
+        stored_lens = [int(layer_scores.bounds.existing_H.max()) for layer_scores in scores]
         counts = [self.layer_slots(stored_len, budget, layer) for stored_len in stored_lens]
-        return [even(score_HS, count) for score_HS, count in zip(scores, counts, strict=True)]
+        return [even(layer_scores, count) for layer_scores, count in zip(scores, counts, strict=True)]
 
     def layer_slots(self, stored_len: int, budget: Budget, layer: int) -> int:
         """Slots per head of one layer."""

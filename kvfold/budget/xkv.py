@@ -18,6 +18,7 @@ from torch import Tensor
 from kvfold.budget.base import Allocator, Budget
 from kvfold.budget.choose import count_top
 from kvfold.budget.mass import mass, ranked
+from kvfold.budget.scores import Scores
 from kvfold.budget.uniform import even_total
 from kvfold.policy.registry import register
 
@@ -39,10 +40,10 @@ class Xkv(Allocator):
 
     scope: ClassVar[Literal["layer", "model"]] = "model"
 
-    def allocate(self, scores: Sequence[Tensor], budget: Budget, layer: int) -> list[Tensor]:
-        total = budget.num_layers * scores[0].shape[0] * budget.slots_per_head
-        counts = count_top([ranked(gains(score_HS), score_HS) for score_HS in scores], total)
-        return [even_total(score_HS, count_H.sum()) for score_HS, count_H in zip(scores, counts, strict=True)]
+    def allocate(self, scores: Sequence[Scores], budget: Budget, layer: int) -> list[Tensor]:
+        total = budget.num_layers * len(scores[0].score_HS) * budget.slots_per_head
+        counts = count_top([ranked(gains(mine.score_HS), mine.score_HS) for mine in scores], total)
+        return [even_total(mine, count_H.sum()) for mine, count_H in zip(scores, counts, strict=True)]
 
 
 def gains(score_HS: Tensor) -> Tensor:

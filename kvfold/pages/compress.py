@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from kvfold.budget.base import Budget
-from kvfold.budget.choose import choose
+from kvfold.budget.scores import Scores
 from kvfold.evicted.asked import ask
 from kvfold.pages.demote import Leaving, demote, leaving
 from kvfold.pages.refit import refitted
@@ -46,7 +45,7 @@ class Compression:
         self.seen_len = seen_len
         self.decoding = decoding
         self._layers: list[StagedLayer] = []
-        self._chosen: list[Chosen] = []
+        self._chosen: Chosen | None = None
         self._reuse = Reuse(self.stage.score) if self.stage is not None else None
         self.budget = self._budget(self.stage) if self.stage is not None else None
 
@@ -87,7 +86,7 @@ class Compression:
         if not self.sequence.spec.layers[index].compressible:
             self._layers.append(StagedLayer(self._slide(index, new)))
         elif self.budget is None:
-            self._layers.append(StagedLayer(new.all(), new.mass_HS))
+            self._layers.append(StagedLayer(new.whole, new.mass_HS))
         else:
             self._compress(index, new, self.budget)
             if self.stage is not None and self.stage.evicted.needs.last_queries:
@@ -95,11 +94,10 @@ class Compression:
 
     def settle(self) -> None:
         """Drop what the last look did not choose."""
-        if self.stage is None or not self._chosen:
+        if self.stage is None or self._chosen is None:
             return
-        for chosen in self._chosen:
-            chosen.settle(self.stage.evicted)
-        self._chosen = []
+        self._chosen.settle(self.stage.evicted)
+        self._chosen = None
         last = self._layers[-1]
         if self.stage.budget.scope == "layer" and last.staged is not None and last.mass_HS is None:
             # Scores and masks of a long prompt are large.
@@ -115,42 +113,42 @@ class Compression:
     def _compress(self, index: int, new: NewSlots, budget: Budget) -> None:
         assert self.stage is not None
         place = self.sequence.spec.compressible_layers.index(index)
-        score_HS, valid_HS = self._scores(index, place, new, self.stage, budget)
-        weight_HS = self._weights(index, new, self.stage, score_HS)
-        added = Staged(score_HS, valid_HS, self.sequence.stored_lens(index), new.all(), weight_HS)
+        scores = self._scores(index, place, new, self.stage, budget)
+        weights = self._weights(index, new, self.stage, scores)
+        added = Staged(scores, self.sequence.stored_lens(index), new.whole, weights)
         self._layers.append(StagedLayer(added.change, new.mass_HS, added))
         allocator = self.stage.budget
         staged = [layer.staged for layer in self._layers if layer.staged is not None]
         if allocator.scope == "model" and _can_wait(staged, budget):
             return
         competing = staged if allocator.scope == "model" else [added]
-        counts = allocator.allocate([item.weight_HS for item in competing], budget, place)
-        self._chosen = [
-            item.chosen(choose(item.score_HS, count_H) & item.keep_HS)
-            for item, count_H in zip(competing, counts, strict=True)
-        ]
+        self._chosen = Chosen(competing, allocator.allocate([item.weights for item in competing], budget, place))
 
-    def _scores(self, index: int, place: int, new: NewSlots, stage: Stage, budget: Budget) -> tuple[Tensor, Tensor]:
-        """Scores (-inf: no slot, +inf: must stay) and which slots exist."""
+    def _scores(self, index: int, place: int, new: NewSlots, stage: Stage, budget: Budget) -> Scores:
+        """Scores, also of what must stay, found once for all policies that agree on both."""
         needs = stage.score.needs
         slots_per_head = budget.slots_per_head if needs.size else 0
-        same = (stage.score, slots_per_head)
-        view = build_view(self.sequence, index, new, Needs() if same in new.scored else needs)
+        plain = (stage.score, slots_per_head)
+        marked = (*plain, stage.protect, *self.sequence.pinned)
+        if marked in new.scored:
+            return new.scored[marked]
+        view = build_view(self.sequence, index, new, Needs() if plain in new.scored else needs)
         view.slots_per_head = slots_per_head
+        assert self._reuse is not None
+        if plain not in new.scored:
+            new.scored[plain] = Scores(self._reuse.score(view, place))
         must_stay_HS = stage.protect.mask(view.position_RS, view.seen_R)
         for start, end in self.sequence.pinned:
             must_stay_HS = must_stay_HS | ((view.position_RS >= start) & (view.position_RS < end))
-        assert self._reuse is not None
-        if same not in new.scored:
-            new.scored[same] = self._reuse.score(view, place)
-        return new.scored[same].masked_fill(must_stay_HS & view.valid_RS, torch.inf), view.valid_RS
+        score_HS = new.scored[plain].score_HS.masked_fill(must_stay_HS & view.valid_RS, torch.inf)
+        return new.scored.setdefault(marked, Scores(score_HS))
 
-    def _weights(self, index: int, new: NewSlots, stage: Stage, score_HS: Tensor) -> Tensor:
+    def _weights(self, index: int, new: NewSlots, stage: Stage, scores: Scores) -> Scores:
         """What the budget is shared out by."""
         if not stage.budget.last_queries:
-            return score_HS
+            return scores
         needs = Needs(last_queries=stage.budget.last_queries)
-        return stage.budget.weigh(score_HS, build_view(self.sequence, index, new, needs))
+        return Scores(stage.budget.weigh(scores.score_HS, build_view(self.sequence, index, new, needs)))
 
     def _ask(self, index: int, new: NewSlots) -> None:
         """Note what the heads of a layer answer to calibration queries while everything is there."""
@@ -170,10 +168,9 @@ class Compression:
         window = self.sequence.spec.layers[index].sliding_window
         assert window is not None
         oldest = new.end - window + 1
-        change = new.since(oldest).all()
         stored_len = self.sequence.stored_lens(index)[0]  # heads of such a layer never differ
-        change.drop_first = min(stored_len, max(0, stored_len - (new.start - oldest)))
-        return change
+        gone = min(stored_len, max(0, stored_len - (new.start - oldest)))
+        return replace(new.since(oldest).whole, drop_first=gone)
 
     def finish(self, num_tokens: int) -> None:
         """Encode and write; OutOfPages leaves the sequence as it was."""
@@ -223,7 +220,7 @@ def finish_all(rounds: Sequence[tuple[Compression, int]]) -> None:
 def _can_wait(staged: Sequence[Staged], budget: Budget) -> bool:
     """Whether more layers come before slots have to go: each choice is among all of them."""
     num_slots = sum(sum(layer.change.counts) for layer in staged)
-    most = 2 * budget.num_layers * budget.slots_per_head * staged[0].score_HS.shape[0]
+    most = 2 * budget.num_layers * budget.slots_per_head * len(staged[0].change.counts)
     return len(staged) < budget.num_layers and num_slots <= most
 
 

@@ -58,7 +58,7 @@ class Held:
 
     def look(self, layer: int, new: NewSlots) -> None:
         """Write the new slots of a layer."""
-        change = new.since(self._first(layer)).all()
+        change = new.since(self._first(layer)).whole
         pages = self.segment.layers[layer]
         pages.append(pages.encode(change.k_ND, change.v_ND, change.position_N, change.counts), change.counts)
         self._mass[layer] = new.mass_HS

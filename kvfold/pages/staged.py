@@ -8,13 +8,15 @@ what stays; the host learns how many, and from then on every index has a known l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from kvfold.budget.scores import Scores
 from kvfold.evicted.base import Asked, Evicted, Split
 from kvfold.pages.rewrite import Gone, LayerChange
 from kvfold.pages.transfer import Download, indices, upload
@@ -24,36 +26,42 @@ from kvfold.pages.transfer import Download, indices, upload
 class Staged:
     """Survivors of one layer so far: a mask over its slots, and the new ones among them as flat tensors."""
 
-    score_HS: Tensor
-    keep_HS: Tensor
+    scores: Scores
     num_stored: list[int]
     change: LayerChange
-    weight_HS: Tensor  # what the budget is shared out by: the scores, or what the budget made of them
+    weights: Scores  # what the budget is shared out by: the scores, or what the budget made of them
 
     def __post_init__(self) -> None:
-        device = self.score_HS.device
-        slot_S = torch.arange(self.score_HS.shape[1], device=device)
-        self.is_new_HS = slot_S >= upload(self.num_stored, device).unsqueeze(-1)
+        self.keep_HS = self.scores.exists_HS
+        self._slot_N: Tensor | None = None  # which of X the new ones are, head after head; None: all of them
+        if any(self.num_stored):
+            self._slot_N = indices((self.keep_HS & ~self._is_stored_HS).flatten(), sum(self.change.counts))
 
-    def chosen(self, keep_HS: Tensor) -> Chosen:
-        """Keep fewer: keep_HS is a subset of what is kept. The counts of new and stored slots start for the host."""
-        count_2H = torch.stack(((keep_HS & self.is_new_HS).sum(-1), (keep_HS & ~self.is_new_HS).sum(-1)))
-        return Chosen(self, keep_HS, Download(count_2H))
+    @cached_property
+    def _is_stored_HS(self) -> Tensor:
+        device = self.keep_HS.device
+        slot_S = torch.arange(self.keep_HS.shape[1], device=device)
+        return slot_S < upload(self.num_stored, device).unsqueeze(-1)
 
-    def trim(self, keep_HS: Tensor, new: list[int], stored: list[int], evicted: Evicted) -> None:
-        """Drop what is not chosen; from here on the host knows every number and the device is asked for none."""
+    def stored_among(self, count_H: Tensor) -> Tensor:
+        """int64 [H]: how many of the best slots of each head are stored ones."""
+        return (self.scores.choose(count_H) & self._is_stored_HS).sum(-1)
+
+    def trim(self, count_H: Tensor, counts: list[int], stored: list[int], evicted: Evicted) -> None:
+        """Drop all but the best, whose number, and the stored ones' among them, the host knows too: from here on the
+        device is asked for none."""
+        new = [count - old for count, old in zip(counts, stored, strict=True)]
         kept_stored = self.num_stored if self.change.keep is None else [len(index) for index in self.change.keep]
         if new == self.change.counts and stored == kept_stored:
             return
-        was_new_X = (self.keep_HS & self.is_new_HS).flatten()  # row-major, so head after head as in the change
-        slot_N = indices(was_new_X, sum(self.change.counts))
-        stays_N = keep_HS.flatten()[slot_N]
+        keep_HS, slot_N = self.scores.choose(count_H), self._slot_N
+        stays_N = keep_HS.flatten() if slot_N is None else keep_HS.flatten()[slot_N]
         index_N = indices(stays_N, sum(new))
         gone = (*self.change.gone, self._gone(stays_N, new)) if evicted.demotes else ()
-        k_ND, v_ND = self._folded(stays_N, index_N, slot_N, evicted)
+        k_ND, v_ND = self._folded(stays_N, index_N, evicted)
         position_N, keep = self.change.position_N[index_N], self._stored(keep_HS, stored)
         self.change = LayerChange(k_ND, v_ND, position_N, new, keep, gone=gone)
-        self.keep_HS = keep_HS
+        self.keep_HS, self._slot_N = keep_HS, index_N if slot_N is None else slot_N[index_N]
 
     def _gone(self, stays_N: Tensor, new: list[int]) -> Gone:
         """New slots that do not stay, on their way to the host."""
@@ -63,11 +71,13 @@ class Staged:
         k_ND, v_ND, position_N = (x[index_N].to("cpu") for x in (change.k_ND, change.v_ND, change.position_N))
         return Gone(k_ND, v_ND, position_N, counts)
 
-    def _folded(self, stays_N: Tensor, index_N: Tensor, slot_N: Tensor, evicted: Evicted) -> tuple[Tensor, Tensor]:
+    def _folded(self, stays_N: Tensor, index_N: Tensor, evicted: Evicted) -> tuple[Tensor, Tensor]:
         change = self.change
         if not evicted.changes:
             return change.k_ND[index_N], change.v_ND[index_N]
-        columns = (change.k_ND, change.v_ND, change.position_N, stays_N, self.score_HS.flatten()[slot_N])
+        score_X, slot_N = self.scores.score_HS.flatten(), self._slot_N
+        score_N = score_X if slot_N is None else score_X[slot_N]
+        columns = (change.k_ND, change.v_ND, change.position_N, stays_N, score_N)
         heads = zip(*(column.split(change.counts) for column in columns), strict=True)
         folded = [evicted.fold(Split(*head)) for head in heads]
         return torch.cat([k for k, _ in folded]), torch.cat([v for _, v in folded])
@@ -76,20 +86,26 @@ class Staged:
         """Indices of the stored slots that stay, per head; None: all of them."""
         if counts == self.num_stored:
             return None
-        flat_N = indices((keep_HS & ~self.is_new_HS).flatten(), sum(counts))
+        flat_N = indices((keep_HS & self._is_stored_HS).flatten(), sum(counts))
         return list((flat_N % keep_HS.shape[1]).split(counts))
 
 
-class Chosen(NamedTuple):
-    """What stays of a layer, while the counts are on their way to the host."""
+class Chosen:
+    """How many slots of each head stay in some layers, while the numbers are on their way to the host."""
 
-    staged: Staged
-    keep_HS: Tensor
-    count_2H: Download
+    def __init__(self, layers: Sequence[Staged], counts: Sequence[Tensor]) -> None:
+        self._layers, self._counts = layers, counts
+        self._count_LH = Download(torch.stack(list(counts)))
+        self._stored_LH: Download | None = None
+        if any(any(layer.num_stored) for layer in layers):
+            stored = [layer.stored_among(count_H) for layer, count_H in zip(layers, counts, strict=True)]
+            self._stored_LH = Download(torch.stack(stored))
 
     def settle(self, evicted: Evicted) -> None:
-        new, stored = self.count_2H.wait().tolist()
-        self.staged.trim(self.keep_HS, new, stored, evicted)
+        counts = self._count_LH.wait().tolist()
+        stored = [[0] * len(row) for row in counts] if self._stored_LH is None else self._stored_LH.wait().tolist()
+        for layer, count_H, count, old in zip(self._layers, self._counts, counts, stored, strict=True):
+            layer.trim(count_H, count, old, evicted)
 
 
 @dataclass

@@ -51,9 +51,7 @@ class Download:
 
 def indices(mask_X: Tensor, count: int) -> Tensor:
     """Where a mask is true, ascending, for a caller who knows at how many places that is."""
-    place_X = torch.where(mask_X, mask_X.cumsum(0) - 1, count)  # all others meet in one place behind the end
-    found = torch.empty(count + 1, dtype=torch.int64, device=mask_X.device)
-    return found.scatter_(0, place_X, torch.arange(len(mask_X), device=mask_X.device))[:count]
+    return mask_X.nonzero_static(size=count).flatten()
 
 
 def row_numbers(counts: Sequence[int], device: torch.device) -> Tensor:

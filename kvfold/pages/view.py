@@ -7,12 +7,14 @@ Q query heads   W window of queries
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from kvfold.budget.scores import Scores
 from kvfold.core import LayerSpec
 from kvfold.pages.read import stored_slots
 from kvfold.pages.sequence import LayerChange, SequenceCache
@@ -37,7 +39,7 @@ class NewSlots:
     replay_q_HGTD: Tensor | None = None  # some of its queries
     going_T: Tensor | None = None  # which tokens of the pass they are, where others were left behind; not the last
     num_left: int = 0  # tokens left behind
-    scored: dict[object, Tensor] = field(default_factory=dict)  # what policies of one pass have found, for each other
+    scored: dict[object, Scores] = field(default_factory=dict)  # what policies of one pass have found, for each other
 
     @property
     def num_tokens(self) -> int:
@@ -59,7 +61,13 @@ class NewSlots:
         skipped = min(max(position - self.start, 0), self.num_tokens)
         return NewSlots(self.k_HTD[:, skipped:], self.v_HTD[:, skipped:], self.start + skipped)
 
-    def all(self) -> LayerChange:
+    @cached_property
+    def without_mass(self) -> NewSlots:
+        """For policies that do not count it."""
+        return self if self.mass_HS is None else replace(self, mass_HS=None)
+
+    @cached_property
+    def whole(self) -> LayerChange:
         """Everything stays."""
         num_heads = self.k_HTD.shape[0]
         position_N = self.position_T.repeat(num_heads)

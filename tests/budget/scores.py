@@ -5,11 +5,20 @@ H heads   S slots
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kvfold.budget import Allocator, Budget
+from kvfold.budget.scores import Scores
+
 VALUES = [0.0, 0.25, 0.25, 0.5, 1.0, -1.0, torch.inf, -torch.inf]
+
+
+def allocated(allocator: Allocator, scores: Sequence[Tensor], budget: Budget, layer: int) -> list[Tensor]:
+    return allocator.allocate([Scores(score_HS) for score_HS in scores], budget, layer)
 
 
 @st.composite

@@ -18,7 +18,7 @@ from kvfold.budget.adaptive import lost_from
 from kvfold.errors import PolicyError
 from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy
-from tests.budget.scores import layers_of_scores
+from tests.budget.scores import allocated, layers_of_scores
 from tests.pages.tiny import decode, new_sequence, prefill, random_layers, stored_tokens, tiny_spec
 
 INF = torch.inf
@@ -28,7 +28,7 @@ WINDOW = 8
 
 
 def counts_of(allocator: Adaptive, lost: list[Tensor], slots: int) -> list[list[int]]:
-    counts = allocator.allocate(lost, Budget(slots, len(lost)), len(lost) - 1)
+    counts = allocated(allocator, lost, Budget(slots, len(lost)), len(lost) - 1)
     return [count_H.tolist() for count_H in counts]
 
 
@@ -57,7 +57,7 @@ def test_a_size_is_the_upper_bound_and_spent_on_the_largest_losses() -> None:
 @given(layers_of_scores(), st.integers(0, 6))
 def test_earlier_layers_only_shrink(lost: list[Tensor], slots: int) -> None:
     budget = Budget(slots, len(lost))
-    history = [Adaptive().allocate(lost[: layer + 1], budget, layer) for layer in range(len(lost))]
+    history = [allocated(Adaptive(), lost[: layer + 1], budget, layer) for layer in range(len(lost))]
     for before, after in pairwise(history):
         assert all((now_H <= then_H).all() for then_H, now_H in zip(before, after, strict=False))
 

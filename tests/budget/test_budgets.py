@@ -14,11 +14,11 @@ from torch import Tensor
 from kvfold.budget import Ada, Budget, Global, Pyramid, Uniform
 from kvfold.budget.shares import apportion
 from kvfold.errors import PolicyError
-from tests.budget.scores import scores
+from tests.budget.scores import allocated, scores
 
 
 def one_layer(allocator: Ada | Uniform, score_HS: Tensor, slots: int) -> list[int]:
-    (count_H,) = allocator.allocate([score_HS], Budget(slots, 1), 0)
+    (count_H,) = allocated(allocator, [score_HS], Budget(slots, 1), 0)
     counts: list[int] = count_H.tolist()
     return counts
 

@@ -55,6 +55,12 @@ def test_padding_is_never_chosen() -> None:
     assert choose(score_HS, torch.tensor([3])).tolist() == [[True, False, True]]
 
 
+def test_a_score_that_is_no_number_is_never_chosen() -> None:
+    score_HS = torch.tensor([[torch.nan, 1.0, torch.inf, 0.0]])
+    assert choose(score_HS, torch.tensor([2])).tolist() == [[False, True, True, False]]
+    assert count_top([score_HS], 2)[0].tolist() == [1]  # what must stay, whatever a threshold may mean then
+
+
 def test_the_top_of_an_additive_score_is_the_best_of_all_subsets() -> None:
     weight_S = torch.rand(9, generator=torch.Generator().manual_seed(0))
     for count in range(10):

@@ -17,7 +17,7 @@ from kvfold.budget import Ada, Adaptive, Allocator, Budget, DynamicKV, Global, L
 from kvfold.budget.bounds import bounds
 from kvfold.policy.bind import missing_arguments
 from kvfold.policy.registry import terms
-from tests.budget.scores import layers_of_scores
+from tests.budget.scores import allocated, layers_of_scores
 
 VARIANTS: list[Allocator] = [
     *(Ada(floor=0.0), Ada(floor=1.0), Global(floor=0.5), Pyramid(beta=3)),
@@ -31,8 +31,8 @@ each = pytest.mark.parametrize("allocator", ALLOCATORS, ids=str)
 def allocate_all(allocator: Allocator, scores: list[Tensor], budget: Budget) -> list[Tensor]:
     """Counts of all layers, by scope: layer by layer, or all at once."""
     if allocator.scope == "model":
-        return allocator.allocate(scores, budget, len(scores) - 1)
-    return [allocator.allocate([score_HS], budget, layer)[0] for layer, score_HS in enumerate(scores)]
+        return allocated(allocator, scores, budget, len(scores) - 1)
+    return [allocated(allocator, [score_HS], budget, layer)[0] for layer, score_HS in enumerate(scores)]
 
 
 def test_the_budgets_are_registered() -> None:

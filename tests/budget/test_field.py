@@ -17,13 +17,13 @@ from kvfold.budget import Allocator, Budget, DynamicKV, Lava, Xkv
 from kvfold.budget.lava import entropy
 from kvfold.budget.mass import mass
 from kvfold.errors import PolicyError
-from tests.budget.scores import layers_of_scores
+from tests.budget.scores import allocated, layers_of_scores
 
 INF = torch.inf
 
 
 def counts_of(allocator: Allocator, scores: list[Tensor], slots: int) -> list[list[int]]:
-    counts = allocator.allocate(scores, Budget(slots, len(scores)), len(scores) - 1)
+    counts = allocated(allocator, scores, Budget(slots, len(scores)), len(scores) - 1)
     return [count_H.tolist() for count_H in counts]
 
 
@@ -42,7 +42,7 @@ def test_entropy_runs_from_one_slot_to_all() -> None:
 def test_lava_shares_by_entropy() -> None:
     """e = 1 (8 equal), 1/3 (2 equal of 8): of 2 layers * 1 head * 4 slots 6 and 2; until layer 1 is there, all 8."""
     flat, narrow = torch.ones(1, 8), torch.tensor([[0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]])
-    (first_H,) = Lava().allocate([flat], Budget(4, 2), 0)
+    (first_H,) = allocated(Lava(), [flat], Budget(4, 2), 0)
     assert first_H.tolist() == [8]
     assert counts_of(Lava(), [flat, narrow], 4) == [[6], [2]]
 
@@ -73,8 +73,8 @@ def test_xkv_adds_up_heads_rank_by_rank() -> None:
     first = torch.tensor([[6.0, 2.0, 0.0], [0.0, 1.0, 1.0]])
     second = torch.tensor([[2.0, 2.0, 1.0], [1.0, 2.0, 2.0]])
     assert counts_of(Xkv(), [first, second], 1) == [[1, 1], [1, 1]]
-    assert Xkv().allocate([first, second], Budget(3, 2), 1)[1].tolist() == [3, 3]
-    counts = Xkv().allocate([first, second], Budget(3, 1), 1)  # six slots over the two layers
+    assert allocated(Xkv(), [first, second], Budget(3, 2), 1)[1].tolist() == [3, 3]
+    counts = allocated(Xkv(), [first, second], Budget(3, 1), 1)  # six slots over the two layers
     assert [count_H.tolist() for count_H in counts] == [[1, 1], [2, 2]]
 
 
@@ -89,7 +89,7 @@ def test_dynamickv_counts_the_best_of_the_model() -> None:
     """Six slots: 9 8 7 6 of layer 0 and 5 5 of layer 1; in layer 0 the heads share four, though one has three."""
     first = torch.tensor([[9.0, 8.0, 7.0, 0.0], [6.0, 0.0, 0.0, 0.0]])
     second = torch.tensor([[5.0, 5.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
-    counts = DynamicKV().allocate([first, second], Budget(3, 1), 1)
+    counts = allocated(DynamicKV(), [first, second], Budget(3, 1), 1)
     assert [count_H.tolist() for count_H in counts] == [[2, 2], [1, 1]]
 
 
@@ -111,6 +111,6 @@ def test_bad_arguments() -> None:
 @given(layers_of_scores(), st.integers(0, 6))
 def test_earlier_layers_only_shrink(allocator: Allocator, scores: list[Tensor], slots: int) -> None:
     budget = Budget(slots, len(scores))
-    history = [allocator.allocate(scores[: layer + 1], budget, layer) for layer in range(len(scores))]
+    history = [allocated(allocator, scores[: layer + 1], budget, layer) for layer in range(len(scores))]
     for before, after in pairwise(history):
         assert all((now_H <= then_H).all() for then_H, now_H in zip(before, after, strict=False))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvfold.budget import Budget, Global, choose
 from kvfold.budget.choose import count_top
-from tests.budget.scores import layers_of_scores
+from tests.budget.scores import allocated, layers_of_scores
 
 FLOORS = st.sampled_from([0.0, 0.2, 0.5, 1.0])
 
@@ -24,7 +24,7 @@ def stream(allocator: Global, scores: list[Tensor], budget: Budget) -> list[list
     held: list[Tensor] = []
     history = []
     for layer, score_HS in enumerate(scores):
-        counts = allocator.allocate([*held, score_HS], budget, layer)
+        counts = allocated(allocator, [*held, score_HS], budget, layer)
         held = [
             s.masked_fill(~choose(s, count_H), -torch.inf) for s, count_H in zip([*held, score_HS], counts, strict=True)
         ]
@@ -36,7 +36,7 @@ def stream(allocator: Global, scores: list[Tensor], budget: Budget) -> list[list
 @given(layers_of_scores(), st.integers(0, 6), FLOORS)
 def test_streamed_equals_offline(scores: list[Tensor], slots: int, floor: float) -> None:
     budget = Budget(slots, len(scores))
-    offline = Global(floor).allocate(scores, budget, len(scores) - 1)
+    offline = allocated(Global(floor), scores, budget, len(scores) - 1)
     streamed = stream(Global(floor), scores, budget)[-1]
     assert [count_H.tolist() for count_H in streamed] == [count_H.tolist() for count_H in offline]
 
@@ -54,23 +54,23 @@ def test_earlier_layers_only_shrink(scores: list[Tensor], slots: int, floor: flo
 def test_without_protection_it_is_one_top_k(scores: list[Tensor], slots: int) -> None:
     plain = [score_HS.clamp(max=2.0) for score_HS in scores]
     total = slots * len(scores) * scores[0].shape[0]
-    counts = Global().allocate(plain, Budget(slots, len(scores)), len(scores) - 1)
+    counts = allocated(Global(), plain, Budget(slots, len(scores)), len(scores) - 1)
     assert [c.tolist() for c in counts] == [c.tolist() for c in count_top(plain, total)]
 
 
 def test_layers_compete() -> None:
     low, high = torch.linspace(0, 0.5, 8).view(2, 4), torch.linspace(0.6, 1, 8).view(2, 4)
-    counts = Global().allocate([low, high], Budget(2, 2), 1)
+    counts = allocated(Global(), [low, high], Budget(2, 2), 1)
     assert [count_H.tolist() for count_H in counts] == [[0, 0], [4, 4]]
-    with_floor = Global(floor=0.5).allocate([low, high], Budget(2, 2), 1)
+    with_floor = allocated(Global(floor=0.5), [low, high], Budget(2, 2), 1)
     assert [count_H.tolist() for count_H in with_floor] == [[1, 1], [2, 4]]
 
 
 def test_the_first_layer_may_hold_the_whole_budget_until_others_come() -> None:
-    (count_H,) = Global().allocate([torch.rand(2, 100)], Budget(10, 4), 0)
+    (count_H,) = allocated(Global(), [torch.rand(2, 100)], Budget(10, 4), 0)
     assert int(count_H.sum()) == 80
 
 
 def test_ties_go_to_the_earlier_layer() -> None:
-    counts = Global().allocate([torch.zeros(1, 4), torch.zeros(1, 4)], Budget(3, 2), 1)
+    counts = allocated(Global(), [torch.zeros(1, 4), torch.zeros(1, 4)], Budget(3, 2), 1)
     assert [count_H.tolist() for count_H in counts] == [[4], [2]]

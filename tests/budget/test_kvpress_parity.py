@@ -6,6 +6,7 @@ import pytest
 
 from kvfold.budget import Ada, Budget, Pyramid, choose
 from kvfold.score import KNorm, Scorer, SnapKV
+from tests.budget.scores import allocated
 from tests.data.compare import assert_same_kept
 from tests.data.vectors import Case, cases, tensors
 
@@ -24,7 +25,7 @@ def test_pyramid_layer_counts(row: int) -> None:
 def test_pyramid_slots(case: Case) -> None:
     for layer in range(case.num_layers):
         score_HS = SNAPKV.score(case.view(layer, window=8))
-        (count_H,) = Pyramid().allocate([score_HS], Budget(case.kept, case.num_layers, window=8), layer)
+        (count_H,) = allocated(Pyramid(), [score_HS], Budget(case.kept, case.num_layers, window=8), layer)
         assert_same_kept(choose(score_HS, count_H), case.kept_LHT("pyramid")[layer], score_HS, case.ties)
 
 
@@ -35,7 +36,7 @@ def test_pyramid_slots(case: Case) -> None:
 def test_ada_slots(case: Case, method: str, scorer: Scorer, ada: Ada) -> None:
     for layer in range(case.num_layers):
         score_HS = scorer.score(case.view(layer, window=8))
-        (count_H,) = ada.allocate([score_HS], Budget(case.kept, case.num_layers), layer)
+        (count_H,) = allocated(ada, [score_HS], Budget(case.kept, case.num_layers), layer)
         kept_HS, reference_HS = choose(score_HS, count_H), case.kept_LHT(method)[layer]
         # Heads compete, so with ties the border is one for the whole layer.
         shape = (1, -1) if case.ties else score_HS.shape

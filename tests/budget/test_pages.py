@@ -7,18 +7,19 @@ import torch
 
 from kvfold.budget import Budget, Global, Pages
 from kvfold.errors import PolicyError
+from tests.budget.scores import allocated
 
 INF = torch.inf
 SCORES = torch.tensor([[9.0, 1, 8, 2], [7.0, 6, 5, 0]])  # best first: 9 8 | 2 1 and 7 6 | 5 0
 
 
 def counts(size: int, slots: int, score_HS: torch.Tensor = SCORES) -> list[int]:
-    return Pages(size).allocate([score_HS], Budget(slots, 1), 0)[0].tolist()
+    return allocated(Pages(size), [score_HS], Budget(slots, 1), 0)[0].tolist()
 
 
 def test_the_dearest_pages_are_kept() -> None:
     assert counts(2, 3) == [2, 4]
-    assert Global().allocate([SCORES], Budget(3, 1), 0)[0].tolist() == [3, 3]
+    assert allocated(Global(), [SCORES], Budget(3, 1), 0)[0].tolist() == [3, 3]
 
 
 def test_a_page_is_cut_where_the_budget_ends() -> None:
@@ -38,7 +39,7 @@ def test_protected_slots_stay_and_their_page_comes_next() -> None:
 
 def test_layers_compete() -> None:
     low, high = torch.tensor([[1.0, 0, 3, 2]]), torch.tensor([[9.0, 8, 7, 6]])
-    found = Pages(2).allocate([low, high], Budget(2, 2), 1)
+    found = allocated(Pages(2), [low, high], Budget(2, 2), 1)
     assert [count_H.tolist() for count_H in found] == [[0], [4]]
 
 

@@ -21,7 +21,7 @@ from kvfold.budget.bounds import bounds
 from kvfold.budget.heads import FORMAT, MAX_BYTES, HeadProfile
 from kvfold.errors import PolicyError
 from kvfold.policy.policy import Policy
-from tests.budget.scores import layers_of_scores
+from tests.budget.scores import allocated, layers_of_scores
 from tests.pages.tiny import new_sequence, prefill, random_layers, tiny_spec
 
 INF = torch.inf
@@ -34,7 +34,7 @@ def written(path: Path, needs: tuple[tuple[float, ...], ...] = NEEDS, weights: s
 
 
 def counts_of(profile: Profile, scores: list[Tensor], slots: int) -> list[list[int]]:
-    counts = profile.allocate(scores, Budget(slots, len(scores)), len(scores) - 1)
+    counts = allocated(profile, scores, Budget(slots, len(scores)), len(scores) - 1)
     return [count_H.tolist() for count_H in counts]
 
 
@@ -63,7 +63,7 @@ def test_counts_keep_bounds_and_total_and_only_shrink(
     needs = tuple(tuple(row) for row in (draw > 0.2).mul(draw).tolist())
     profile = Profile(str(written(tmp_path / "heads.json", needs)))
     budget = Budget(slots, len(scores))
-    history = [profile.allocate(scores[: layer + 1], budget, layer) for layer in range(len(scores))]
+    history = [allocated(profile, scores[: layer + 1], budget, layer) for layer in range(len(scores))]
     for before, after in pairwise(history):
         assert all((now_H <= then_H).all() for then_H, now_H in zip(before, after, strict=False))
     low, high = (int(sum(part.sum() for part in parts)) for parts in zip(*map(bounds, scores), strict=True))

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from kvfold.budget.choose import ranks
 from kvfold.engine.generate import Request, generate
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError
@@ -105,6 +106,24 @@ def test_prefill_many_scores_once_for_all_sizes(model: Model, monkeypatch: pytes
         runner.prefill([sequence], [ids])
     assert [kept(sequence) for sequence in together] == [kept(sequence) for sequence in alone]
     for sequence in (*together, *alone):
+        sequence.release()
+
+
+def test_prefill_many_ranks_once_for_all_sizes(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes and budgets share the order of scores; another protection has an order of its own."""
+    calls = []
+
+    def counted(score_HS: torch.Tensor) -> torch.Tensor:
+        calls.append(score_HS)
+        return ranks(score_HS)
+
+    monkeypatch.setattr("kvfold.budget.scores.ranks", counted)
+    sizes = ["2x", "ada + 3x + int4", "ada(floor=0.5) + 4x", "global + 4x", "3x + protect(sinks=9)"]
+    runner = make_runner(model)
+    sequences = [make_sequence(runner, f"keydiff + {size}") for size in sizes]
+    runner.prefill_many(sequences, prompt(LENGTH))
+    assert len(calls) == 2 * model.spec.num_layers
+    for sequence in sequences:
         sequence.release()
 
 

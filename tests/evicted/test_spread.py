@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvfold.budget.scores import Scores
 from kvfold.errors import PolicyError
 from kvfold.evicted import Cam, D2o, Drop, Split
 from kvfold.pages.read import stored_slots
@@ -115,8 +116,8 @@ def test_scores_reach_the_fold() -> None:
     score_HS = torch.tensor([[0.1, 0.2, 0.3, 0.4, 0.5], [0.6, 0.7, 0.8, -torch.inf, -torch.inf]])
     x_ND = torch.arange(6.0).unsqueeze(-1)
     change = LayerChange(x_ND, x_ND, torch.arange(6), [3, 3])
-    staged, way = Staged(score_HS, score_HS.isfinite(), [2, 0], change, score_HS), Noting()
-    staged.trim(score_HS > 0.35, [2, 3], [0, 0], way)
+    scores, way = Scores(score_HS), Noting()
+    Staged(scores, [2, 0], change, scores).trim(torch.tensor([2, 3]), [2, 3], [0, 0], way)
     first, second = (split.score_N for split in way.splits)
     assert first is not None and second is not None
     assert (first.tolist(), second.tolist()) == (score_HS[0, 2:].tolist(), score_HS[1, :3].tolist())

@@ -161,7 +161,7 @@ class SequenceMachine(RuleBasedStateMachine):
         changes = []
         for i, layer in enumerate(self.spec.layers):
             k = readable(self.spec, i, expected.sealed_len, count)
-            change = NewSlots(k, -k, expected.sealed_len).all()
+            change = NewSlots(k, -k, expected.sealed_len).whole
             if layer.compressible:
                 heads = [expected.sealed[i, h] + list(change.position_N[:count].tolist()) for h in (0, 1)]
                 stay = [sorted(rng.sample(range(len(head)), int(share * len(head)))) for head in heads]

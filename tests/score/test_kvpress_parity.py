@@ -6,6 +6,7 @@ import pytest
 
 from kvfold.budget import Budget, Uniform, choose
 from kvfold.score import TOVA, Expected, KeyDiff, KNorm, Scorer, SnapKV
+from tests.budget.scores import allocated
 from tests.data.compare import assert_same_kept
 from tests.data.vectors import Case, cases, metadata
 
@@ -25,7 +26,7 @@ def test_same_slots_as_kvpress(case: Case, method: str) -> None:
     scorer = SCORERS[method]
     for layer in range(case.num_layers):
         score_HS = scorer.score(case.view(layer, max(1, scorer.needs.last_queries)))
-        (count_H,) = Uniform().allocate([score_HS], Budget(case.kept, case.num_layers), layer)
+        (count_H,) = allocated(Uniform(), [score_HS], Budget(case.kept, case.num_layers), layer)
         assert_same_kept(choose(score_HS, count_H), case.kept_LHT(method)[layer], score_HS, case.ties)
 
 

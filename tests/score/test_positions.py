@@ -11,6 +11,7 @@ from torch import Tensor
 from kvfold.budget import Budget, Uniform, choose
 from kvfold.errors import PolicyError
 from kvfold.score import Full, Needs, Random, Recent, Scorer, Streaming, View
+from tests.budget.scores import allocated
 from tests.score.views import make_view
 
 
@@ -26,7 +27,7 @@ def positions_view(position_S: Tensor, seen: int) -> View:
 def step(scorer: Scorer, position_S: Tensor, seen: int, slots: int) -> Tensor:
     """Positions that stay when the cache is cut to `slots` after `seen` tokens."""
     score_RS = scorer.score(positions_view(position_S, seen))
-    (count_H,) = Uniform().allocate([score_RS], Budget(slots, 1), 0)
+    (count_H,) = allocated(Uniform(), [score_RS], Budget(slots, 1), 0)
     return position_S[choose(score_RS, count_H)[0]]
 
 

@@ -13,6 +13,7 @@ import torch
 from kvfold.budget import Budget, Uniform, choose
 from kvfold.errors import PolicyError
 from kvfold.score import SnapKV, View, attention
+from tests.budget.scores import allocated
 from tests.score.views import make_view
 from tests.score.votes import votes_view
 
@@ -22,7 +23,7 @@ WINDOW = 4
 
 def kept(scorer: SnapKV, slots: int) -> list[int]:
     score_RS = scorer.score(votes_view(VOTES, WINDOW))
-    (count_H,) = Uniform().allocate([score_RS], Budget(slots, 1), 0)
+    (count_H,) = allocated(Uniform(), [score_RS], Budget(slots, 1), 0)
     return choose(score_RS, count_H)[0].nonzero().flatten().tolist()
 
 
