@@ -6,6 +6,7 @@ KvfoldError
 ├── ModelError       a model that cannot be had, or that kvfold does not support
 ├── InputError       bad text, token ids, positions or options of a call (also ValueError)
 ├── FileError        a saved session that is truncated, altered or foreign
+├── PrefixLost       a stored prefix turned out bad while it was read; it is set aside: look up again
 ├── OutOfPages       the arena is full; nothing was changed (also MemoryError)
 ├── Overloaded       too many requests wait; try again later
 └── MissingExtra     an optional dependency is not installed (also ImportError)
@@ -40,6 +41,10 @@ class InputError(KvfoldError, ValueError):
 
 class FileError(KvfoldError):
     """A saved file that is truncated, altered or foreign."""
+
+
+class PrefixLost(KvfoldError):
+    """A layer of a stored prefix turned out bad on its way, and was set aside; look the prefix up again."""
 
 
 class OutOfPages(KvfoldError, MemoryError):

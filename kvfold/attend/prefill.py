@@ -155,6 +155,7 @@ class PrefillPass:
     def _buffer(self, index: int, layer: int, k_HTD: Tensor, v_HTD: Tensor, dtype: torch.dtype) -> LayerBuffer:
         found, num_tokens = self._buffers[index], self.left.num_running[index]
         if found is None:
+            self.sequences[index].arrive(layer)
             if can_join(self.sequences[index], layer):
                 found = LayerBuffer.behind(self.sequences[index], layer, num_tokens, dtype)
             else:

@@ -48,7 +48,8 @@ Listener = Callable[[Event], None]
 
 @dataclass(frozen=True)
 class Begin:
-    """A sequence that has read the first `num_read` tokens, and the lengths at which reading makes a stop.
+    """A sequence that has read the first `num_read` tokens, and the lengths at which reading makes a stop. Layers of
+    what it has read may still be on their way; if one is lost, the job begins again.
 
     A policy compresses at each of the `cuts`, and what follows the last one is kept whole; without cuts it compresses
     at the end of the prompt.

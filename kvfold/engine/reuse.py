@@ -8,14 +8,16 @@ marker, and what follows the last marker (the question) is kept whole, whether t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from kvfold.engine.runner import Progress, Runner
+from kvfold.errors import PrefixLost
 from kvfold.pages.sequence import SequenceCache
 from kvfold.store.events import Reason
-from kvfold.store.prefixes import Prefixes, Ttl
+from kvfold.store.prefixes import Hit, Prefixes, Ttl
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,23 @@ def prefill_reusing(
 ) -> Read:
     """`markers` are the lengths whose prefixes other prompts may share; where chunks are stored every whole chunk up to
     the last marker (without markers: of the prompt) is, too. Raises what a prefill raises, with nothing held."""
-    hit = prefixes.lookup(tokens, markers=markers, at=at)
+    while True:
+        hit = prefixes.lookup(tokens, markers=markers, at=at, wait=False)
+        with suppress(PrefixLost):
+            return _read_behind(hit, runner, prefixes, tokens, markers, ttl, at, progress)
+
+
+def _read_behind(
+    hit: Hit,
+    runner: Runner,
+    prefixes: Prefixes,
+    tokens: Sequence[int],
+    markers: Sequence[int] | None,
+    ttl: Ttl,
+    at: float | None,
+    progress: Progress | None,
+) -> Read:
+    """What was not found; PrefixLost, with nothing held, if not all that was found can be read."""
     sequence, saved = hit.sequence, hit.matched_tokens
     stops = [stop for stop in prefixes.stops(len(tokens), markers) if stop > hit.matched_tokens]
     try:

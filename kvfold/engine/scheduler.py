@@ -22,7 +22,7 @@ from kvfold.engine.lines import Lines
 from kvfold.engine.room import Room
 from kvfold.engine.runner import Runner
 from kvfold.engine.task import Task
-from kvfold.errors import InputError, OutOfPages, Overloaded
+from kvfold.errors import InputError, OutOfPages, Overloaded, PrefixLost
 from kvfold.policy.policy import Policy
 from kvfold.store.binding import kind_of
 
@@ -213,6 +213,8 @@ class Scheduler:
             except OutOfPages as error:
                 self._wait_or_fail(task, error)
                 return
+            except PrefixLost:
+                self._start_anew(task)
             except Exception as error:
                 self._end(task, "failed", error)
             else:
@@ -224,12 +226,15 @@ class Scheduler:
         if self._make_room() or self._writing:
             self._reading.appendleft(task)
         elif self._reading:
-            # Nobody writes, and prompts block each other: this one starts anew when there is room.
-            task.sequence.release()
-            with self._changed:
-                self._lines.rejoin(task.job)
+            self._start_anew(task)  # nobody writes, and prompts block each other
         else:
             task.end("failed", error)
+
+    def _start_anew(self, task: Task) -> None:
+        """From the beginning, when there is room."""
+        task.sequence.release()
+        with self._changed:
+            self._lines.rejoin(task.job)
 
     def _write(self) -> None:
         """One step of all replies."""

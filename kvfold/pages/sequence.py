@@ -20,6 +20,7 @@ from kvfold.core import ModelSpec
 from kvfold.errors import OutOfPages
 from kvfold.evicted.recall import recall_of
 from kvfold.pages.arena import Arena
+from kvfold.pages.arriving import Arriving
 from kvfold.pages.demoted import Demoted
 from kvfold.pages.exact import exact_len
 from kvfold.pages.layout import PageClass
@@ -60,6 +61,7 @@ class SequenceCache:
     shifts: Shifts = field(init=False, default_factory=Shifts)
     sentences: Sentences = field(init=False, default_factory=Sentences)
     demoted: Demoted | None = field(init=False)  # what was evicted, where the policy recalls
+    arriving: Arriving | None = field(init=False, default=None)  # a stored prefix whose layers are not all there
     _lists: dict[int, PageList] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -159,6 +161,12 @@ class SequenceCache:
 
     # Changes
 
+    def arrive(self, layer: int) -> None:
+        """Wait for the slots of a layer, and of those below it, where they are still on their way. PrefixLost if they
+        cannot come: the sequence is then to be released."""
+        if self.arriving is not None:
+            self.arriving.upto(layer)
+
     def rewrite(self, changes: Sequence[LayerChange], num_tokens: int, *, decoding: bool = False) -> None:
         """Seal num_tokens tokens. Memory is found first: OutOfPages leaves the sequence as it was."""
         Rewrite(self, changes, decoding=decoding).write(num_tokens)
@@ -196,6 +204,8 @@ class SequenceCache:
 
     def release(self) -> None:
         """Give everything back; the sequence is over."""
+        if self.arriving is not None:
+            self.arriving.close()
         for segment in (*self.segments, self.tail):
             segment.release()
         self.segments, self.tail = [], Segment.like(self.tail)

@@ -66,7 +66,7 @@ class CachedSource:
         if missed is not None:
             self.miss = "expired" if "expired" in (missed, self.miss) else self.miss
             return None
-        hit = prefixes.lookup(self._tokens, markers=[place.end], at=self._at)
+        hit = prefixes.lookup(self._tokens, markers=[place.end], at=self._at, wait=False)
         chunk_len = prefixes.binding.chunk_len if prefixes.has_chunks else 1
         if hit.matched_tokens < place.end - place.end % chunk_len:
             hit.sequence.release()
@@ -81,7 +81,7 @@ class CachedSource:
         """Tensors that happen to be there, of requests whose reply has not begun: they save work, and this request pays
         for its entries all the same."""
         ends = [mark.place.end for mark in self._plan.marks]
-        hit = self._shelf.prefixes.lookup(self._tokens, markers=ends, at=self._at)
+        hit = self._shelf.prefixes.lookup(self._tokens, markers=ends, at=self._at, wait=False)
         return Begin(hit.sequence, hit.matched_tokens)
 
     def reached(self, sequence: SequenceCache, num_read: int) -> None:

@@ -1,7 +1,8 @@
 """The prefixes of one model under one policy, for one tenant: look up, save.
 
 At least one token is always left to run, for its logits. If an entry turns out bad half-way, it is set aside, what was
-filled so far is dropped, and the lookup starts again without it.
+filled so far is dropped, and the lookup starts again without it. Where the caller does not `wait`, this may come out in
+the pass over the tokens behind the prefix, and the caller starts again.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from kvfold.errors import InputError, OutOfPages
+from kvfold.errors import InputError, OutOfPages, PrefixLost
 from kvfold.models.loader import Model
 from kvfold.pages.sequence import PageConfig, SequenceCache
 from kvfold.policy.policy import Policy
@@ -21,7 +22,7 @@ from kvfold.store.events import Event, Reason
 from kvfold.store.form import FORMS
 from kvfold.store.key import Binding, Key, chunk_keys, snapshot_keys
 from kvfold.store.ledger import Lease
-from kvfold.store.load import BadCopy, Loader
+from kvfold.store.load import Loader
 from kvfold.store.reading import Reading
 from kvfold.store.slots import copy_prefix, read_slots
 from kvfold.store.snapshot import take
@@ -55,7 +56,7 @@ class Prefixes:
         self._store = store
         self._new = partial(SequenceCache, model.arena, model.spec, policy, config)
         self._form = FORMS[binding.form]
-        self._loader = Loader(binding, store.secret, store.max_entry_bytes)
+        self._loader = Loader(binding, store.secret, store.max_entry_bytes, store.cascade.set_aside)
         self._seconds_per_token = 2 * sum(p.numel() for p in model.hf.parameters()) / _FLOPS
 
     @property
@@ -80,18 +81,28 @@ class Prefixes:
 
     # Looking up
 
-    def lookup(self, tokens: Sequence[int], *, markers: Sequence[int] | None = None, at: float | None = None) -> Hit:
+    def lookup(
+        self,
+        tokens: Sequence[int],
+        *,
+        markers: Sequence[int] | None = None,
+        at: float | None = None,
+        wait: bool = True,
+    ) -> Hit:
         """The longest stored prefix, for a request that started `at` (now).
 
         `markers` are lengths at which snapshots may lie (default: all that this process knows of); where chunks are
         stored, reuse ends at the last one, or without markers with the last whole chunk. OutOfPages only if there is no
         memory for an empty sequence.
+
+        Without `wait` the layers of chunks may still be on their way. The tokens that are left are to be read with
+        `Runner.prefill`, which waits for each layer where it needs it; on PrefixLost release the sequence and look up
+        again. The hit counts as one when all layers are there.
         """
         at = self._store.clock() if at is None else at
         keys = self._candidates(tokens, markers)
-        found = self._find(keys, at) if keys else "too_short"
+        found = self._find(keys, at, wait) if keys else "too_short"
         if isinstance(found, Hit):
-            self._store.events.emit(Event("hit", found.tier or "", None, None, found.matched_tokens))
             return found
         self._store.events.emit(Event("missed", "", found, None, len(tokens)))
         return Hit(self._new(), 0, None, found)
@@ -124,27 +135,34 @@ class Prefixes:
         keys = snapshot_keys(scope, tokens, lens, chunk_len)
         return [key for key in keys if markers is not None or key in self._store.known]
 
-    def _find(self, keys: Sequence[Key], at: float) -> Hit | Reason:
+    def _find(self, keys: Sequence[Key], at: float, wait: bool) -> Hit | Reason:
         """Try until an attempt ends: each one that does not sets a bad copy aside, or frees memory."""
         device = self._store.device
         while True:
             reading = Reading(self._store, self._loader, self._new, at)
             try:
                 found = reading.read_chunks(keys) if self.has_chunks else reading.read_snapshot(keys)
-            except BadCopy as bad:
-                self._store.cascade.set_aside(bad.copy, bad.fault)
+                if wait:
+                    reading.wait()
+            except PrefixLost:
+                continue
             except OutOfPages:
                 if device is None or not device.shrink():
                     return "no_memory"
             else:
                 if reading.sequence is None:
                     return self._store.known.why(keys[0] if self.has_chunks else keys[-1])
-                self._used(reading, found, at)
-                return Hit(reading.sequence, found[-1].end, reading.tier)
+                hit = Hit(reading.sequence, found[-1].end, reading.tier)
+                if hit.sequence.arriving is None:
+                    self._used(reading, found, at)
+                else:
+                    hit.sequence.arriving.then = partial(self._used, reading, found, at)
+                return hit
 
     def _used(self, reading: Reading, keys: Sequence[Key], at: float) -> None:
         """What was read goes to faster tiers, and all that was used lives longer."""
         cascade, used = self._store.cascade, reading.used
+        self._store.events.emit(Event("hit", reading.tier, None, None, keys[-1].end))
         for one in used:
             self._store.known.lives(one.copy.key, one.lease.ttl_s)
             cascade.promote_later(one.copy.key, one.copy.tier, one.num_bytes, one.lease)

@@ -1,11 +1,13 @@
 """One attempt to find a prefix: what the device holds is shared, what follows is read from the byte tiers.
 
-An attempt that fails (a bad copy, no memory) leaves nothing behind; its caller decides whether to try again.
+An attempt that fails (a bad copy, no memory) leaves nothing behind; its caller decides whether to try again. Chunks
+that were opened last may still be on their way when it ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvfold.pages.sequence import SequenceCache
@@ -22,7 +24,7 @@ _OPEN_FILES = 64  # entries read side by side
 
 
 class Used(NamedTuple):
-    """A copy that was read to its end and found good."""
+    """A copy whose header was found good; so is the rest, once everything is there."""
 
     copy: Copy
     lease: Lease
@@ -47,7 +49,7 @@ class Reading:
         return max((one.copy.tier for one in self.used), key=order.index).name if self.used else "device"
 
     def read_chunks(self, keys: Sequence[Key]) -> list[Key]:
-        """As many of the consecutive chunks as there are. Raises BadCopy or OutOfPages."""
+        """As many of the consecutive chunks as there are. Raises PrefixLost or OutOfPages."""
         done = 1 + self._share(keys)
         while copies := self._open_all(keys[done : done + _OPEN_FILES]):
             self._fill(copies, self._loader.load_chunks)
@@ -56,7 +58,7 @@ class Reading:
         return list(keys[:done])
 
     def read_snapshot(self, keys: Sequence[Key]) -> list[Key]:
-        """The longest snapshot there is. Raises BadCopy or OutOfPages."""
+        """The longest snapshot there is. Raises PrefixLost or OutOfPages."""
         shared = self._share(keys)
         for key in reversed(keys[shared + 1 :]):
             copies = self._open_all([key])
@@ -89,21 +91,36 @@ class Reading:
     def _fill(
         self, copies: Sequence[Copy], load: Callable[[SequenceCache, Sequence[Copy]], Sequence[EntryReader]]
     ) -> None:
-        try:
+        with self._or_nothing(copies):
             if self.sequence is None:
                 self.sequence = self._new()
+            _arrive(self.sequence)  # those opened before
             readers = load(self.sequence, copies)
-        except BaseException:
-            self.release()
-            raise
-        finally:
-            for copy in copies:
-                copy.file.close()
         for copy, reader in zip(copies, readers, strict=True):
             lease = Lease(self._at, reader.preamble.ttl_s, reader.preamble.saved_s)
             self.used.append(Used(copy, lease, reader.num_bytes))
+
+    def wait(self) -> None:
+        """Until everything is there. Raises PrefixLost."""
+        if self.sequence is not None:
+            with self._or_nothing():
+                _arrive(self.sequence)
+
+    @contextmanager
+    def _or_nothing(self, copies: Sequence[Copy] = ()) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.release()
+            for copy in copies:
+                copy.file.close()
+            raise
 
     def release(self) -> None:
         if self.sequence is not None:
             self.sequence.release()
             self.sequence = None
+
+
+def _arrive(sequence: SequenceCache) -> None:
+    sequence.arrive(sequence.spec.num_layers - 1)

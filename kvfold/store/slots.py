@@ -8,7 +8,7 @@ of several entries then join to one prefix, layer by layer. Positions are not st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -42,14 +42,21 @@ def _gather(part: LayerPages, begin: int, stop: int) -> Fields:
     return {item.name: codes[item.name].unflatten(0, (part.num_heads, -1)) for item in _stored(part.page_class)}
 
 
-def fill(sequence: SequenceCache, end: int, layers: Iterable[Sequence[Fields]]) -> None:
-    """Append the tokens from the sequence's end (nothing is open) up to `end`: of every layer in turn, the fields of
-    its chunks, which were checked. Memory for all is found first: OutOfPages."""
-    start, tail = sequence.sealed_len, sequence.tail
-    tail.reserve([[end - start] * layer.num_heads for layer in tail.layers])
-    for pages, chunks in zip(tail.layers, layers, strict=True):
-        _append(pages, chunks, start, end)
-    sequence.sealed_len = end
+class Filling:
+    """The tokens from a sequence's end (nothing is open) up to `end`, which the sequence counts as its own from now on.
+    Memory for all is found first: OutOfPages. `num_filled`: layers that hold them already."""
+
+    def __init__(self, sequence: SequenceCache, end: int) -> None:
+        self.num_filled = 0
+        self.layers = sequence.tail.layers
+        self._start, self._end = sequence.sealed_len, end
+        sequence.tail.reserve([[end - sequence.sealed_len] * layer.num_heads for layer in self.layers])
+        sequence.sealed_len = end
+
+    def fill(self, chunks: Sequence[Fields]) -> None:
+        """The next layer, with the fields of its chunks, which were checked."""
+        _append(self.layers[self.num_filled], chunks, self._start, self._end)
+        self.num_filled += 1
 
 
 def _append(pages: LayerPages, chunks: Sequence[Fields], start: int, end: int) -> None:
@@ -77,7 +84,9 @@ def copy_prefix(sequence: SequenceCache, num_tokens: int) -> SequenceCache:
     """The first tokens of a sequence that keeps everything, as a sequence of its own; raises OutOfPages."""
     found = SequenceCache(sequence.arena, sequence.spec, sequence.policy, sequence.config)
     try:
-        fill(found, num_tokens, ([read_slots(sequence, i, 0, num_tokens)] for i in range(sequence.spec.num_layers)))
+        filling = Filling(found, num_tokens)
+        for layer in range(sequence.spec.num_layers):
+            filling.fill([read_slots(sequence, layer, 0, num_tokens)])
     except BaseException:
         found.release()
         raise

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from kvfold.engine.jobs import Job
+from kvfold.engine.jobs import Began, Job
 from kvfold.engine.runner import Runner
+from kvfold.engine.scheduler import Scheduler
 from kvfold.engine.task import Task
 from kvfold.models.loader import Model
+from kvfold.policy.policy import Policy
 from kvfold.serve.bill import Bill
 from kvfold.serve.plan import Mark, Place, Plan
 from kvfold.serve.shelf import Shelf
 from kvfold.serve.source import CachedSource
-from kvfold.store import HostTier, PrefixStore
+from kvfold.store import DiskTier, HostTier, PrefixStore
 from kvfold.store.marks import Marks
 from tests import tiny
+from tests.engine.jobs import Heard
+from tests.store.common import overwrite
 
 
 def now() -> float:
@@ -99,3 +105,30 @@ def test_a_hit_is_bitwise_the_cold_request(model: Model, prefill_len: int, loses
         (_, cold_V), (num_reused, warm_V) = found
         assert num_reused == (75 if loses is None else loses)
         assert torch.equal(warm_V, cold_V)
+
+
+@pytest.mark.parametrize("start", [0, 32])
+def test_a_prefix_that_is_lost_while_the_model_runs_is_a_miss(model: Model, tmp_path: Path, start: int) -> None:
+    """The last byte of an entry is of its last layer. The reply is the cold one, and nobody is told of an error."""
+    tokens, place, found = tiny.prompt(60), Place(53, bytes(32), "messages"), list[tuple[str, int, str | None]]()
+    plan = Plan([place], [place], [Mark(place, 300.0)])
+    runner = Runner(model.hf, model.spec, model.arena, chunk_len=16)
+    with PrefixStore([DiskTier(tmp_path, 1 << 24, clock=now)], chunk_len=16, clock=now) as store:
+        prefixes = store.prefixes(model, "full", prefill_len=16)
+        shelf = Shelf(prefixes, Marks(store, prefixes.binding))
+        scheduler = Scheduler(runner, Policy.parse("full"), model.tokenizer)
+        for _ in range(3):
+            source, heard = CachedSource(shelf, tokens, plan, 0.0, now), Heard()
+            scheduler.submit(Job(tokens, source, heard, max_new_tokens=12))
+            assert heard.end().reason == "length" and store.flush()
+            (began,) = (event for event in heard.events if isinstance(event, Began))
+            found.append((heard.text, began.num_reused, source.miss))
+            if len(found) == 2:
+                (path,) = tmp_path.glob(f"entries/{prefixes.binding.scope}/*/{start:x}-*")
+                data = path.read_bytes()
+                overwrite(path, data[:-1] + bytes([data[-1] ^ 1]))
+        scheduler.close()
+        assert store.counters()["quarantined.disk.corrupt"] == 1
+    (text, *cold), (again, *warm), (last, *lost) = found
+    assert (cold, warm, lost) == ([0, "absent"], [53, None], [start, "lost"])
+    assert text == again == last
