@@ -1,6 +1,6 @@
 """What does the prompt cache of a running server save? The first token of a prompt whose long beginning is cached.
 
-    python benchmarks/prefix.py [--model smollm2-135m] [--tokens 4096] [--repeats 3] [--save]
+    python benchmarks/prefix.py [--model smollm2-135m] [--tokens 4096] [--repeats 3] [--save] [-- SERVE OPTIONS]
 
 `kvfold serve` runs three times on one folder, so that what is read comes from the arena, from the host's memory, and
 from the disk (whose blocks the kernel may still hold); what does not fit elsewhere is the point of the small sizes.
@@ -80,7 +80,7 @@ def hits(server: Served, prefix: str, repeats: int, start: int) -> list[float]:
 def measure(args: argparse.Namespace, disk: Path) -> dict[str, Any]:
     store = ("--disk", str(disk), "--disk-size", "20GB")
     found: dict[str, Any] = {}
-    with served(args.model, *store, "--memory", "2GB") as server:
+    with served(args.model, *store, "--memory", "2GB", *args.options) as server:
         first_token(server, "warm up", 0)
         texts = [text_of(args.tokens, f"Copy {i}", server) for i in range(args.repeats)]
         asked = [first_token(server, text, 0) for text in texts]
@@ -89,7 +89,7 @@ def measure(args: argparse.Namespace, disk: Path) -> dict[str, Any]:
         found["arena"] = hits(server, prefix, args.repeats, 1)
         found["traffic"] = [*documents(server, args), *chats(server, args)]
     num_bytes = int(found["prefix_tokens"]) * args.slot_bytes
-    small = ("--memory", str(int(1.6 * num_bytes)))  # half of it is less than the prefix
+    small = (*args.options, "--memory", str(int(1.6 * num_bytes)))  # half of it is less than the prefix
     with served(args.model, *store, *small) as server:
         again = first_token(server, prefix, 100)
         found["restart"], found["restart_read_tokens"] = [again.first_s], again.num_read
@@ -169,7 +169,7 @@ def _row(name: str, caching: str, one: Callable[[int], Any], count: int, clients
 
 def slot_bytes(model: str) -> int:
     """Of a token, in a cache that keeps everything."""
-    spec = kvfold.load(model).spec
+    spec = kvfold.load(model, device="cpu").spec  # a GPU is the server's alone
     return sum(2 * layer.num_kv_heads * layer.head_dim for layer in spec.layers) * spec.kv_dtype.itemsize
 
 
@@ -205,6 +205,7 @@ def main() -> None:
     parser.add_argument("--reply", type=int, default=16, help="tokens of each reply, at most")
     parser.add_argument("--clients", type=int, default=4, help="requests at a time")
     parser.add_argument("--save", action="store_true", help="append the result to benchmarks/results/prefix.jsonl")
+    parser.add_argument("options", nargs="*", metavar="SERVE OPTIONS", help="of `kvfold serve`, behind --")
     args = parser.parse_args()
     args.slot_bytes = slot_bytes(args.model)
     with tempfile.TemporaryDirectory() as folder:
