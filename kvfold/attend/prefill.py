@@ -240,7 +240,7 @@ class PrefillPass:
 
 def _for_policy(new: NewSlots, sequence: SequenceCache) -> NewSlots:
     """Without the mass that only another policy of the pass asked for."""
-    return new if Tracked.of([sequence.policy], decoding=False).mass else new.without_mass
+    return new if new.mass_HS is None or sequence.policy.watches_mass else new.without_mass
 
 
 def add_new(merge: Merge, q_HGTD: Tensor, buffer: LayerBuffer, offset: int, scale: float, window: int | None) -> None:

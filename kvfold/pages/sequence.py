@@ -81,7 +81,7 @@ class SequenceCache:
         return None if recall is None else Demoted(recall, self.spec, self.arena.device, self.policy.position.shifts)
 
     def _layer_pages(self, index: int) -> LayerPages:
-        return LayerPages(self.page_class(index), self.spec.layers[index].num_kv_heads, bases=self._bases(index))
+        return LayerPages(self._page_class(index), self.spec.layers[index].num_kv_heads, bases=self._bases(index))
 
     def _bases(self, index: int) -> dict[Side, Basis]:
         """Of the sides that a layer stores as latents."""
@@ -92,7 +92,7 @@ class SequenceCache:
         found = {side: codec.basis(side, self.spec, index, self.arena.device) for side, codec in sides}
         return {side: basis for side, basis in found.items() if basis is not None}
 
-    def page_class(self, index: int) -> PageClass:
+    def _page_class(self, index: int) -> PageClass:
         layer = self.spec.layers[index]
         if layer.compressible:
             k, v = self.policy.codec.sides(index, self.spec.num_layers)
@@ -114,6 +114,9 @@ class SequenceCache:
             )
         native = OpenBlock.page_class(layer.head_dim, self.spec.kv_dtype, 1)
         return PageClass(native.k, native.v, layer.head_dim, self.spec.kv_dtype, self.config.page_size)
+
+    def page_class(self, layer: int) -> PageClass:
+        return self.tail.layers[layer].page_class
 
     # Lengths
 

@@ -64,7 +64,7 @@ class NewSlots:
     @cached_property
     def without_mass(self) -> NewSlots:
         """For policies that do not count it."""
-        return self if self.mass_HS is None else replace(self, mass_HS=None)
+        return replace(self, mass_HS=None)
 
     @cached_property
     def whole(self) -> LayerChange:
