@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from kvfold.attend.kernels.lanes import Lanes, OutOfLanes
@@ -153,14 +154,10 @@ class _Captured:
     def run(self, hf: Any, sequences: Sequence[SequenceCache], tokens: Tokens) -> Tensor:
         lanes = self.lanes.place(sequences)
         is_packed = self.num_tokens == 1 and lanes == list(range(len(lanes)))  # rows are the tokens', in their order
-        lens = [1] * len(lanes) if isinstance(tokens, Tensor) else [len(ids) for ids in tokens]
-        rows = [lane * self.num_tokens + t for lane, length in zip(lanes, lens, strict=True) for t in range(length)]
-        row_N = None if is_packed else sent(np.array(rows), self.inbox_BI.device)
+        row_N = None if is_packed else sent(self._rows(lanes, tokens), self.inbox_BI.device)
+        self._send(lanes, sequences, [] if isinstance(tokens, Tensor) else tokens)
         if isinstance(tokens, Tensor):
-            self._send(lanes, sequences, [[0]] * len(lanes))
             self._put(tokens, row_N)
-        else:
-            self._send(lanes, sequences, tokens)
         if self.graph is None:
             self.logits_BTV = self._forward(hf, None)
         else:
@@ -169,14 +166,23 @@ class _Captured:
         logits_MV = self.logits_BTV.flatten(0, 1)
         return logits_MV[: len(lanes)].clone() if row_N is None else logits_MV.index_select(0, row_N)
 
+    def _rows(self, lanes: Sequence[int], tokens: Tokens) -> NDArray[np.int64]:
+        """Where each of the packed tokens stands among those of all lanes."""
+        lens = [1] * len(lanes) if isinstance(tokens, Tensor) else [len(ids) for ids in tokens]
+        return np.concatenate([lane * self.num_tokens + np.arange(n) for lane, n in zip(lanes, lens, strict=True)])
+
     def _send(self, lanes: Sequence[int], sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]) -> None:
-        """Lanes without a sequence get fill -1; a draft that is shorter than T is padded, and its padding not read."""
-        rows = [[0] * (2 * self.num_tokens) + [-1]] * self.lanes.num_lanes
-        for lane, sequence, ids in zip(lanes, sequences, tokens, strict=True):
-            fill, padding = sequence.open.fill, [0] * (self.num_tokens - len(ids))
-            start = sequence.sealed_len + fill
-            rows[lane] = [*ids, *padding, *range(start, start + self.num_tokens), fill]
-        self.inbox_BI.copy_(staged(np.array(rows), self.inbox_BI.device), non_blocking=True)
+        """Lanes without a sequence get fill -1; a draft that is shorter than T is padded, and its padding not read.
+        Tokens of the device come later."""
+        inbox_BI = np.zeros(self.inbox_BI.shape, dtype=np.int64)
+        inbox_BI[:, -1] = -1
+        fill_N = np.array([sequence.open.fill for sequence in sequences])
+        start_N = np.array([sequence.sealed_len for sequence in sequences]) + fill_N
+        inbox_BI[lanes, self.num_tokens : -1] = start_N[:, None] + np.arange(self.num_tokens)
+        inbox_BI[lanes, -1] = fill_N
+        if tokens:
+            inbox_BI[lanes, : self.num_tokens] = [[*ids, *[0] * (self.num_tokens - len(ids))] for ids in tokens]
+        self.inbox_BI.copy_(staged(inbox_BI, self.inbox_BI.device), non_blocking=True)
 
     def _put(self, token_B: Tensor, lane_B: Tensor | None) -> None:
         """Tokens that the host has not seen, one a lane."""

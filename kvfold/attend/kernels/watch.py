@@ -115,8 +115,10 @@ class Watch:
 
 def has_queries(sequence: SequenceCache, window: int) -> bool:
     """Whether as many queries as the window holds have been seen; layers see the same ones."""
+    if not window:
+        return True
     last_q_QWD = sequence.sidecar.layers[0].last_q_QWD
-    return not window or (last_q_QWD is not None and last_q_QWD.shape[1] >= window)
+    return last_q_QWD is not None and last_q_QWD.shape[1] >= window
 
 
 def _observed(side: LayerSidecar) -> list[Tensor | None]:
