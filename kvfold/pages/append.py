@@ -21,7 +21,7 @@ from kvfold.errors import OutOfPages
 from kvfold.pages.grow import give_pages, put_off
 from kvfold.pages.segment import GROWTH, Segment
 from kvfold.pages.sequence import SequenceCache
-from kvfold.pages.table import Ints, Places, SegmentTable, room_before, segment_table
+from kvfold.pages.table import Ints, Places, SegmentTable, before_in_group, segment_table
 
 
 class Stretches(NamedTuple):
@@ -67,7 +67,7 @@ def append_blocks(sequences: Sequence[SequenceCache]) -> Stretches:
     length_E = np.concatenate([table.length_E for table in tables])
     at_R = np.flatnonzero(every.capacity_E > length_E)
     room_R = every.capacity_E[at_R] - length_E[at_R]
-    begin_R = room_before(every.row_E[at_R], room_R)
+    begin_R = before_in_group(every.row_E[at_R], room_R)  # older extents are filled first
     take_R = np.minimum(np.array(counts)[every.owner_E[at_R]] - begin_R, room_R)
     taking = np.flatnonzero(take_R > 0)
     at_N, count_N = at_R[taking], take_R[taking]

@@ -21,7 +21,7 @@ from kvfold.pages.arena import Span
 from kvfold.pages.layer import LayerPages, add_pages
 from kvfold.pages.layout import PageClass
 from kvfold.pages.segment import Segment, free_runs
-from kvfold.pages.table import Ints, Places, SegmentTable, heads_of, remember, span_address
+from kvfold.pages.table import Ints, Places, SegmentTable, heads_of, is_first, remember, span_address
 
 
 class _Pieces(NamedTuple):
@@ -92,11 +92,11 @@ def _cut(runs: Sequence[tuple[Span, int, int]], row_X: Ints, pages_X: Ints) -> _
     first_R, count_R = np.array([run[1:] for run in runs]).T
     end_X, end_R = np.cumsum(pages_X), np.cumsum(count_R)
     border_P = np.sort(np.concatenate(([0], end_X[:-1], end_R[:-1])))
-    begin_P = border_P[np.diff(border_P, prepend=-1) > 0]  # np.unique loads a module of masked arrays first
+    begin_P = border_P[is_first(border_P)]  # np.unique loads a module of masked arrays first
     run_P = np.searchsorted(end_R, begin_P, side="right")
     first_P = first_R[run_P] + begin_P - (end_R - count_R)[run_P]
     head_P = np.searchsorted(end_X, begin_P, side="right")
-    return _Pieces([run[0] for run in runs], row_X[head_P], run_P, first_P, np.diff(begin_P, append=end_X[-1]))
+    return _Pieces([run[0] for run in runs], row_X[head_P], run_P, first_P, np.append(begin_P[1:], end_X[-1]) - begin_P)
 
 
 def _extended(table: SegmentTable, pieces: _Pieces, page_class: PageClass) -> SegmentTable:
@@ -111,7 +111,7 @@ def _extended(table: SegmentTable, pieces: _Pieces, page_class: PageClass) -> Se
     end_E = old.address_EF[:, 0] + old.capacity_E * old.stride_LF[old.layer_E, 0]
     continues_P = np.zeros(len(row_P), dtype=bool)
     if len(end_E):
-        is_last_P = (np.diff(row_P, prepend=-1) != 0) & (old.row_E[last_P] == row_P)  # no other piece lies between
+        is_last_P = is_first(row_P) & (old.row_E[last_P] == row_P)  # no other piece lies between
         continues_P = is_last_P & (end_E[last_P] == address_PF[:, 0])
     capacity_E = old.capacity_E.copy()
     capacity_E[last_P[continues_P]] += added_P[continues_P]

@@ -86,11 +86,17 @@ def _room(places: Places, length_E: Ints) -> Ints:
     return np.bincount(places.row_E, places.capacity_E - length_E, places.num_rows).astype(np.int64)
 
 
-def room_before(row_E: Ints, room_E: Ints) -> Ints:
-    """Room in older extents of the same head: new slots fill those first."""
-    before_E = np.cumsum(room_E) - room_E
-    is_first_E = np.diff(row_E, prepend=-1) != 0
-    return np.asarray(before_E - np.maximum.accumulate(np.where(is_first_E, before_E, 0)))
+def is_first(row_E: Ints) -> NDArray[np.bool]:
+    """Whether an entry begins a stretch of equal numbers."""
+    found_E = np.ones(len(row_E), dtype=bool)
+    np.not_equal(row_E[1:], row_E[:-1], out=found_E[1:])
+    return found_E
+
+
+def before_in_group(row_E: Ints, count_E: Ints) -> Ints:
+    """Sum of the counts before each entry in its stretch of equal numbers."""
+    before_E = np.cumsum(count_E) - count_E
+    return np.asarray(before_E - np.maximum.accumulate(np.where(is_first(row_E), before_E, 0)))
 
 
 @cache

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvfold.attend.kernels.moves import Moves
 from kvfold.attend.kernels.pieces import pieces_of
-from kvfold.pages.table import Ints, SegmentTable
+from kvfold.pages.table import Ints, SegmentTable, before_in_group, is_first
 
 _ALIGNMENT = 128  # slots: tasks begin at multiples, so that tiles and groups of slots are whole
 
@@ -95,6 +95,8 @@ def cut(parts: Sequence[Part], split_L: Ints) -> Tasks:
     length_N = np.minimum(length_P[of_N] - begin_N, split_L[layer_N])
     skip_N = np.where(begin_N == 0, skip_P[of_N], 0)
     exact_N = np.where(begin_N == 0, exact_P[of_N], 0)
+    address_NF, further = address_PF[of_N], np.flatnonzero(begin_N)
+    address_NF[further] += begin_N[further, None] * parts[0].tables[0].places.stride_LF[layer_N[further]]
     return Tasks(
         lane_N,
         layer_N,
@@ -103,8 +105,8 @@ def cut(parts: Sequence[Part], split_L: Ints) -> Tasks:
         length_N,
         skip_N + exact_N,
         turn_P[of_N],
-        _before_in_group(row_P[of_N], length_N - skip_N) - skip_N,
-        address_PF[of_N] + begin_N[:, None] * parts[0].tables[0].places.stride_LF[layer_N],
+        before_in_group(row_P[of_N], length_N - skip_N) - skip_N,
+        address_NF,
         np.concatenate([np.append(mine_P, -1)[pieces.last_E] for pieces, mine_P in zip(found, ends, strict=True)]),
     )
 
@@ -112,17 +114,10 @@ def cut(parts: Sequence[Part], split_L: Ints) -> Tasks:
 def _is_first(row_P: Ints, used_P: Ints) -> NDArray[np.bool_]:
     """Whether a piece is the first of its head among those that hold slots, which are given head by head."""
     found_P = np.zeros(len(row_P), dtype=bool)
-    found_P[used_P[np.diff(row_P[used_P], prepend=-1) != 0]] = True
+    found_P[used_P[is_first(row_P[used_P])]] = True
     return found_P
-
-
-def _before_in_group(group_N: Ints, count_N: Ints) -> Ints:
-    """Sum of the counts before each entry in its stretch of equal numbers."""
-    before_N = np.cumsum(count_N) - count_N
-    is_first_N = np.diff(group_N, prepend=-1) != 0
-    return before_N - np.maximum.accumulate(np.where(is_first_N, before_N, 0))
 
 
 def _place_in_group(group_N: Ints) -> Ints:
     """0, 1, 2 … in each stretch of equal numbers."""
-    return _before_in_group(group_N, np.ones_like(group_N))
+    return before_in_group(group_N, np.ones_like(group_N))

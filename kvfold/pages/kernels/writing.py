@@ -24,7 +24,7 @@ from kvfold.pages.grow import put_off
 from kvfold.pages.layer import LayerPages
 from kvfold.pages.layout import BIAS, PageClass
 from kvfold.pages.segment import Segment
-from kvfold.pages.table import Ints, SegmentTable, room_before, segment_table
+from kvfold.pages.table import Ints, SegmentTable, before_in_group, segment_table
 from kvfold.pages.transfer import sent
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def write_new(tail: Segment, changes: Sequence[LayerChange]) -> None:
 def _stretches(table: SegmentTable, count_X: Ints) -> tuple[Ints, Ints, Ints]:
     """So many new slots of each head: the extents they go to, which of them is the first there, and how many."""
     row_E, room_E = table.places.row_E, table.places.capacity_E - table.length_E
-    begin_E = room_before(row_E, room_E)
+    begin_E = before_in_group(row_E, room_E)  # older extents are filled first
     take_E = np.clip(count_X[row_E] - begin_E, 0, room_E)
     (extent_N,) = take_E.nonzero()
     return extent_N, begin_E[extent_N], take_E[extent_N]
