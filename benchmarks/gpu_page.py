@@ -25,10 +25,15 @@ Column = tuple[str, Callable[[Row], str]]
 
 
 def part_rows(part: str, run: str | None = None, folder: Path = RESULTS) -> list[Row]:
-    """Rows of a part that belong to a run of the table; by default to its last."""
+    """Rows of a part that belong to a run of the table; by default to its last. Prompt lookup is run for each dtype, so
+    its last rows are those of each."""
     path = folder / f"{FILES[part]}.jsonl"
     found = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    rows = [row for row in map(json.loads, found) if "run" in row]
+    every = list(map(json.loads, found))
+    if part == "lookup" and run is None:
+        on_gpu = [row for row in every if "cpu" not in row["device"].lower()]
+        return list({(row["prompt"], row["policy"], row["dtype"]): row for row in on_gpu}.values())
+    rows = [row for row in every if "run" in row]
     chosen = run or (rows[-1]["run"] if rows else None)
     return [row for row in rows if row["run"] == chosen]
 

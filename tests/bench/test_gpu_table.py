@@ -156,6 +156,16 @@ def test_rows_of_a_part_are_those_of_its_last_run(tmp_path: Path) -> None:
     assert part_rows("sweep", folder=tmp_path) == []
 
 
+def test_rows_of_prompt_lookup_are_the_last_of_each_dtype_on_a_gpu(tmp_path: Path) -> None:
+    runs = [("a GPU", "fp32"), ("a GPU", "fp32"), ("a GPU", "bf16"), ("x CPU", "fp32")]
+    rows = [
+        {"prompt": "edit", "policy": "full", "device": device, "dtype": dtype, "s": s}
+        for s, (device, dtype) in enumerate(runs)
+    ]
+    (tmp_path / "lookup.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert [row["s"] for row in part_rows("lookup", folder=tmp_path)] == [1, 2]
+
+
 def test_the_page_has_a_table_of_every_part_that_was_measured() -> None:
     facts = {"device": "a GPU", "torch": "2", "transformers": "5", "commit": "abc", "date": "today", "copy_TB_s": 4.25}
     rows: dict[str, list[Row]] = {part: [] for part in FILES}
