@@ -86,15 +86,19 @@ def cells(policies: Sequence[str], memories: Sequence[str]) -> list[Cell]:
 
 
 class Sizes:
-    """Sizes of one run, in RUN/sizes.json."""
+    """Sizes of one run, in RUN/sizes.json; `known`: such a file of another shard or run, to begin with."""
 
-    def __init__(self, path: Path, runner: Runner, wanted: Sequence[Cell]) -> None:
+    def __init__(self, path: Path, runner: Runner, wanted: Sequence[Cell], known: Path | None = None) -> None:
         self.path = path
         self.runner = runner
         self.wanted = [cell for cell in wanted if cell.policy != FULL]
         self._found: dict[tuple[Place, Cell], Sized] = {}
-        for sized in _read(path):
+        if known is not None and not known.is_file():
+            raise InputError(f"{known} is no file of sizes; name the sizes.json of a run")
+        for sized in [*(_read(known) if known is not None else []), *_read(path)]:
             self._add(sized)
+        if known is not None:
+            self._write()
 
     def at(self, place: Place, tokens: _Tokens, anchor: Place | None = None) -> dict[Cell, Sized]:
         """Every cell at this place; `tokens`, those of sample 0, are asked for where something is not known yet."""
@@ -102,9 +106,12 @@ class Sizes:
         if missing:
             for sized in self._looked_for(place, missing, tokens(), anchor):
                 self._add(sized)
-            write_whole(self.path, json.dumps([asdict(sized) for sized in self._found.values()], indent=1) + "\n")
+            self._write()
         full = Sized(*place, FULL, WHOLE, FULL, "", 1.0)
         return {Cell(FULL, WHOLE): full} | {cell: self._found[place, cell] for cell in self.wanted}
+
+    def _write(self) -> None:
+        write_whole(self.path, json.dumps([asdict(sized) for sized in self._found.values()], indent=1) + "\n")
 
     def _add(self, sized: Sized) -> None:
         place = Place(sized.workload, sized.task, sized.length, sized.mode)

@@ -44,7 +44,15 @@ class Asked:
 class Bench:
     """One run, or one shard of it, in its folder."""
 
-    def __init__(self, model: Model, run: Run, tasks: Sequence[Task], folder: Path, haystack: Haystack = prose) -> None:
+    def __init__(
+        self,
+        model: Model,
+        run: Run,
+        tasks: Sequence[Task],
+        folder: Path,
+        haystack: Haystack = prose,
+        known_sizes: Path | None = None,
+    ) -> None:
         self.model = model
         self.about = run
         self.tasks = tasks
@@ -56,7 +64,7 @@ class Bench:
         self.haystack = haystack
         self.batches = batches(tasks, run.lengths, run.samples, self._at_once, Shard.parse(run.shard))
         self.writer = Writer(folder, run)
-        self.sizes = Sizes(folder / SIZES, self.runner, self.cells)
+        self.sizes = Sizes(folder / SIZES, self.runner, self.cells, known_sizes)
 
     @property
     def _at_once(self) -> int:

@@ -40,6 +40,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--list", action="store_true", help="list the workloads and end")
     _add_choices(parser)
     parser.add_argument("--shard", default="0/1", metavar="I/N", help="one of N processes that share the run")
+    parser.add_argument("--sizes", type=Path, metavar="FILE", help="sizes.json of a run that found them already")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/MODEL-SUITE-HASH")
     add_model_options(parser, memory="--arena")
     parser.set_defaults(run=run)
@@ -73,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     command = shlex.join(["kvfold", *sys.argv[1:]])
     about = wanted.describe(model, command)
     folder = args.out or default_folder(about)
-    bench = Bench(model, about, wanted.tasks, folder, wanted.filler[0])
+    bench = Bench(model, about, wanted.tasks, folder, wanted.filler[0], args.sizes)
     print(f"{len(bench.batches)} batches in {folder}", file=sys.stderr)
     try:
         bench.run()

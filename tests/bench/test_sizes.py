@@ -48,6 +48,11 @@ def test_sizes_fit_and_are_remembered(runner: Runner, tmp_path: Path) -> None:
         assert share <= share_of(cell.memory) * (1 if cell.keeps_all else 0.99)
     assert found[WANTED[3]].note == TOO_SMALL
     assert Sizes(path, runner, WANTED).at(FIRST, _unasked) == found
+    other = tmp_path / "other.json"
+    assert Sizes(other, runner, WANTED, known=path).at(FIRST, _unasked) == found
+    assert other.read_text() == path.read_text()
+    with pytest.raises(InputError, match="no file of sizes"):
+        Sizes(other, runner, WANTED, known=tmp_path / "nothing.json")
 
 
 def test_what_fits_again_is_not_looked_for(runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
