@@ -12,6 +12,7 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from kvfold.bench.record import append_lines, merge, read_run, write_run
 from kvfold.bench.suite import SIZES
+from kvfold.errors import InputError, KvfoldError
 from kvfold.whole import write_whole
 
 
@@ -29,17 +31,29 @@ def main() -> None:
     args = parser.parse_args()
     if args.out.exists():
         parser.error(f"{args.out} exists; name a new folder")
-    merged = merge([read_run(folder) for folder in args.runs])
+    try:
+        keep(args.runs, args.out)
+    except KvfoldError as error:
+        parser.error(str(error))
+
+
+def keep(runs: Sequence[Path], out: Path) -> None:
+    """Write the shards of one run to a new folder."""
+    merged = merge([read_run(folder) for folder in runs])
     if len(merged) > 1:
-        parser.error(f"these are {len(merged)} different runs; give the shards of one")
+        raise InputError(f"these are {len(merged)} different runs; give the shards of one")
     (recorded,) = merged
-    command = re.sub(r" --(out|shard) \S+", "", recorded.run.command)
-    write_run(args.out, replace(recorded.run, command=command, shard="0/1"))
+    command = re.sub(r" --(out|shard|sizes) \S+", "", recorded.run.command)
+    write_run(out, replace(recorded.run, command=command, shard="0/1"))
     for name, rows in (("rows", recorded.rows), ("prompts", recorded.prompts), ("diagnostics", recorded.diagnostics)):
-        append_lines(args.out / f"{name}.jsonl", sorted(rows, key=lambda row: row.key))
-    sizes = {json.dumps(item): item for folder in args.runs for item in json.loads((folder / SIZES).read_text())}
-    write_whole(args.out / SIZES, json.dumps([sizes[key] for key in sorted(sizes)], indent=1) + "\n")
-    print(f"{len(recorded.rows)} rows of {len(recorded.prompts)} prompts in {args.out}")
+        append_lines(out / f"{name}.jsonl", sorted(rows, key=lambda row: row.key))
+    join_sizes([folder / SIZES for folder in runs], out / SIZES)
+    print(f"{len(recorded.rows)} rows of {len(recorded.prompts)} prompts in {out}")
+
+
+def join_sizes(files: Sequence[Path], out: Path) -> None:
+    sizes = {json.dumps(item): item for path in files for item in json.loads(path.read_text(encoding="utf-8"))}
+    write_whole(out, json.dumps([sizes[key] for key in sorted(sizes)], indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     from kvfold.bench.configure import default_folder  # here: help comes without torch
     from kvfold.bench.suite import Bench
 
-    wanted, model = _wanted(args), load_model(args)
+    wanted, model = wanted_of(args), load_model(args)
     command = shlex.join(["kvfold", *sys.argv[1:]])
     about = wanted.describe(model, command)
     folder = args.out or default_folder(about)
@@ -94,7 +94,7 @@ def _tell(folder: Path) -> None:
     print(f"\nrows and {REPORT} are in {folder}")
 
 
-def _wanted(args: argparse.Namespace) -> Wanted:
+def wanted_of(args: argparse.Namespace) -> Wanted:
     from kvfold.bench.configure import Wanted, parse_length
     from kvfold.bench.plan import workload_options
     from kvfold.bench.shard import Shard

@@ -1,0 +1,160 @@
+"""Run `kvfold bench` in many processes on one machine, and keep the result as one run.
+
+    python benchmarks/shards.py --processes 12 --out RUN [--limit-s 540] -- --suite standard --model M --device cuda …
+
+What stands behind -- are options of `kvfold bench`. First sizes are looked for, in a process for each task and mode;
+then shards run with them. A run is bound by the host, so on a GPU as many processes pay as the processor has cores and
+the memory has room for (`--arena`); NVIDIA's MPS (`nvidia-cuda-mps-control -d`) lets them run at once.
+
+Every process has a folder with its log under RUN.parts; the first that fails ends all, and the end of its log is shown.
+At the time limit, or after Ctrl-C, processes finish what they write, and RUN holds what there is. The same command
+goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs where kvfold is not installed
+
+from benchmarks.keep_run import join_sizes, keep
+from kvfold.bench.record import ROWS
+from kvfold.bench.suite import SIZES
+from kvfold.cli.bench import wanted_of
+from kvfold.cli.main import build_parser
+from kvfold.errors import KvfoldError
+
+ROOT = Path(__file__).resolve().parents[1]
+OUT_OF_TIME, INTERRUPTED = 3, 130
+_GRACE_S = 60.0  # for a process that is told to stop: it ends with its batch
+_LOG_CHARACTERS = 1500
+_TOLD_EVERY_S = 20.0
+
+Commands = Mapping[Path, Sequence[str]]  # by the folder of their process
+
+
+class Failed(Exception):
+    """A process ended with an error; what it said."""
+
+
+def main() -> int:
+    began = time.monotonic()
+    args = _options()
+    parts = args.out.with_name(f"{args.out.name}.parts")
+    shards = [parts / str(index) for index in range(args.processes)]
+    code = 0
+    try:
+        sizes = _sizes(args.bench, parts, began + args.limit_s)
+        more = [["--sizes", str(sizes), "--shard", f"{index}/{len(shards)}"] for index in range(len(shards))]
+        _run({folder: [*args.bench, *each] for folder, each in zip(shards, more, strict=True)}, began + args.limit_s)
+    except (Failed, KvfoldError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except TimeoutError:
+        code = OUT_OF_TIME
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    if ran := [folder for folder in shards if (folder / ROWS).exists()]:
+        shutil.rmtree(args.out, ignore_errors=True)
+        keep(ran, args.out)
+    if code:
+        print(f"not all of it is done; the same command goes on from {parts}", file=sys.stderr)
+    return code
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, required=True, metavar="N", help="shards that run at once")
+    parser.add_argument("--out", type=Path, required=True, metavar="RUN", help="folder of the run; it is written anew")
+    parser.add_argument("--limit-s", type=float, default=float("inf"), metavar="S", help="end after so many seconds")
+    parser.add_argument("bench", nargs="+", metavar="OPTION", help="of `kvfold bench`, behind --")
+    args = parser.parse_args()
+    if args.processes < 1:
+        parser.error(f"--processes is {args.processes}; it must be at least 1")
+    return args
+
+
+def _sizes(bench: Sequence[str], parts: Path, deadline: float) -> Path:
+    """The file of all sizes; a run over one sample of each task finds them."""
+    found = parts / SIZES
+    if not found.exists():
+        wanted = wanted_of(build_parser().parse_args(["bench", *bench]))
+        once = ["--samples", "1", "--fidelity", "0", "--diagnostics", "0"]
+        commands = {
+            parts / f"sizes-{index}-{mode}": [*bench, "--workloads", task.label, "--modes", mode, *once]
+            for index, task in enumerate(wanted.tasks)
+            for mode in wanted.modes
+        }
+        _run(commands, deadline)
+        join_sizes([folder / SIZES for folder in commands], found)
+    return found
+
+
+def _run(commands: Commands, deadline: float) -> None:
+    """All at once, to their end. Failed if one of them fails, TimeoutError at the deadline; none is left then."""
+    with ExitStack() as held:
+        running = {folder: _started(folder, options, held) for folder, options in commands.items()}
+        held.callback(_stop, running.values())
+        told = time.monotonic()
+        while True:
+            codes = {folder: process.poll() for folder, process in running.items()}
+            for folder, code in codes.items():
+                if code:
+                    raise Failed(f"{folder.name} ended with {code}: {_end_of(_log(folder))}")
+            left = [folder for folder, code in codes.items() if code is None]
+            if not left:
+                return
+            if time.monotonic() > deadline:
+                raise TimeoutError
+            if time.monotonic() > told + _TOLD_EVERY_S:
+                told = time.monotonic()
+                print(f"{sum(map(_num_rows, running))} rows, {len(left)} processes left", file=sys.stderr)
+            time.sleep(0.2)
+
+
+def _started(folder: Path, options: Sequence[str], held: ExitStack) -> subprocess.Popen[bytes]:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    log = held.enter_context(_log(folder).open("ab"))
+    command = [sys.executable, "-m", "kvfold", "bench", *options, "--out", str(folder)]
+    one_thread = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
+    return subprocess.Popen(command, stdout=log, stderr=log, env=one_thread, start_new_session=True)
+
+
+def _stop(processes: Iterable[subprocess.Popen[bytes]]) -> None:
+    """As Ctrl-C does; what does not listen is killed."""
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+    ends = time.monotonic() + _GRACE_S
+    for process in processes:
+        try:
+            process.wait(max(0.0, ends - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _log(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.log")
+
+
+def _end_of(log: Path) -> str:
+    return log.read_text(encoding="utf-8", errors="replace")[-_LOG_CHARACTERS:].strip()
+
+
+def _num_rows(folder: Path) -> int:
+    path = folder / ROWS
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

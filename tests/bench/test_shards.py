@@ -1,0 +1,56 @@
+"""Shards of a run in processes of their own become one run; a process that fails is told, and a limit kept."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import shards
+from kvfold.bench.record import ROWS, read_run
+from kvfold.cli.main import main
+from tests.bench.runs import rows
+from tests.tiny import build, tokenizer
+
+OPTIONS = ("--workloads", "passkey", "--modes", "unknown", "--lengths", "300", "--samples", "2", "--fidelity", "0")
+MORE = ("--diagnostics", "0", "--policies", "keydiff", "--memory", "75%", "--device", "cpu", "--arena", "64MB")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    build().save_pretrained(tmp_path / "tiny-llama")
+    tokenizer().save_pretrained(tmp_path / "tiny-llama")
+    return tmp_path / "tiny-llama"
+
+
+def call(monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["shards.py", "--processes", "2", "--out", str(out), *arguments])
+    return shards.main()
+
+
+def test_shards_give_the_rows_of_one_process(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = ("--model", str(folder), *OPTIONS, *MORE)
+    assert call(monkeypatch, tmp_path / "run", "--", *bench) == 0
+    found = read_run(tmp_path / "run")
+    assert found.run.shard == "0/1" and "--sizes" not in found.run.command
+    assert main(["bench", *bench, "--out", str(tmp_path / "alone")]) == 0
+    assert sorted(map(str, rows(tmp_path / "run"))) == sorted(map(str, rows(tmp_path / "alone")))
+
+
+def test_a_process_that_fails_ends_all_and_is_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench = ("--model", str(tmp_path / "nowhere"), *OPTIONS, *MORE)
+    assert call(monkeypatch, tmp_path / "run", "--", *bench) == 1
+    assert "sizes-0-unknown ended with" in (told := capsys.readouterr().err) and "nowhere" in told
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_limit_leaves_no_process_and_says_how_to_go_on(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench = ("--model", str(folder), *OPTIONS, *MORE)
+    assert call(monkeypatch, tmp_path / "run", "--limit-s", "0", "--", *bench) == shards.OUT_OF_TIME
+    assert "the same command goes on from" in capsys.readouterr().err
+    assert not (tmp_path / "run" / ROWS).exists()
