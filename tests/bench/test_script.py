@@ -98,7 +98,7 @@ def test_shards_of_a_plan_in_essays_make_one_table_beside_the_others(
     assert main("--table", *shards) == 0
     assert capsys.readouterr().out.startswith("3 prompts of 900 tokens (seed 0, haystack essays.json ")
     assert main("--condense", *shards) == 0
-    assert read_cells(tmp_path / "results" / "needle_tiny-llama_essays_few.jsonl") == read_cells(
+    assert read_cells(tmp_path / "results" / "needle_tiny-llama_essays_few_900_tokens.jsonl") == read_cells(
         *(tmp_path / shard for shard in shards)
     )
 
