@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvfold.codec.base import Codec
-from kvfold.pages.kernels.encode import finite, put_integers, width
+from kvfold.pages.kernels.encode import put_slots, width
 
 # Rows of items: the extent, the open block's first slot, how many, the first one's position, and how many slots of the
 # extent are used already.
@@ -43,7 +43,7 @@ def _seal(
     V_CLIP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ) -> None:
-    """`floats` is the arena in the cache's dtype of WIDTH bytes; bits 0: stored as it is."""
+    """As `put_slots` takes it."""
     item += tl.program_id(0)
     N = tl.num_programs(0)
     extent += tl.load(item).to(tl.int64) * COLUMNS
@@ -52,22 +52,13 @@ def _seal(
     here_B = tl.arange(0, B) < count
     slot_B = filled + tl.arange(0, B)
     source_BD = (begin + tl.arange(0, B)[:, None]) * D + tl.arange(0, D)[None, :]
-    place_BD = slot_B[:, None] * D + tl.arange(0, D)[None, :]
     k_BD = tl.load(floats + tl.load(extent + 0) // WIDTH + source_BD, mask=here_B[:, None], other=0.0)
     v_BD = tl.load(floats + tl.load(extent + 1) // WIDTH + source_BD, mask=here_B[:, None], other=0.0)
-    if K_BITS:
-        mean_D = tl.load(rotation + tl.load(extent + 2) + tl.arange(0, D))
-        x_BD = finite(k_BD.to(tl.float32)) - mean_D[None, :]
-        rotation_DD = tl.load(rotation + tl.arange(0, D)[:, None] * D + tl.arange(0, D)[None, :])
-        x_BD = tl.dot(x_BD, rotation_DD, input_precision="tf32x3")  # tensor cores, near the accuracy of fp32
-        put_integers(x_BD, here_B, slot_B, extent + 3, bytes_, halves, B, D, K_BITS, K_CLIP)
-    else:
-        tl.store(floats + tl.load(extent + 3) // WIDTH + place_BD, k_BD, mask=here_B[:, None])
-    if V_BITS:
-        y_BD = finite(v_BD.to(tl.float32))
-        put_integers(y_BD, here_B, slot_B, extent + 6, bytes_, halves, B, D, V_BITS, V_CLIP)
-    else:
-        tl.store(floats + tl.load(extent + 6) // WIDTH + place_BD, v_BD, mask=here_B[:, None])
+    mean = rotation + tl.load(extent + 2)
+    put_slots(
+        k_BD, v_BD, here_B, slot_B, extent + 3, mean, rotation, bytes_, halves, floats,
+        B, D, WIDTH, K_BITS, V_BITS, K_CLIP, V_CLIP,
+    )  # fmt: skip
     if HAS_BIAS:
         tl.store(biases + tl.load(extent + 9) // 4 + slot_B, tl.zeros([B], tl.float32), mask=here_B)
     position_B = position + tl.arange(0, B)

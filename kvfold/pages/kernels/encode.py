@@ -1,4 +1,4 @@
-"""Integer codes on a GPU, by the arithmetic of codec/integer.py, step by step.
+"""Slots as pages hold them, on a GPU: floats as they are, integers by the arithmetic of codec/integer.py, step by step.
 
 Rotations are one product with the Hadamard matrix instead of butterflies, so a code may differ by one where a number
 lies within fp32 rounding of the border between two.
@@ -25,7 +25,7 @@ def width(codec: Codec) -> tuple[int, float]:
 
 
 @triton.jit
-def finite(x_BD: tl.tensor) -> tl.tensor:
+def _finite(x_BD: tl.tensor) -> tl.tensor:
     """NaN becomes 0, infinity the slot's largest finite magnitude."""
     x = tl.where(x_BD != x_BD, 0.0, x_BD)
     size = tl.abs(x)
@@ -42,7 +42,7 @@ def _up_to_bf16(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def put_integers(
+def _put_integers(
     x_BD: tl.tensor,
     here_B: tl.tensor,
     slot_B: tl.tensor,
@@ -73,3 +73,41 @@ def put_integers(
     tl.store(bytes_ + at_BW, code_BD.to(tl.uint8), mask=here_B[:, None])
     tl.store(halves + tl.load(places + 1) // 2 + slot_B, scale_B.to(tl.bfloat16), mask=here_B)
     tl.store(halves + tl.load(places + 2) // 2 + slot_B, zero_B.to(tl.bfloat16), mask=here_B)
+
+
+@triton.jit
+def put_slots(
+    k_BD: tl.tensor,
+    v_BD: tl.tensor,
+    here_B: tl.tensor,
+    slot_B: tl.tensor,
+    places: tl.tensor,
+    mean: tl.tensor,
+    rotation: tl.tensor,
+    bytes_: tl.tensor,
+    halves: tl.tensor,
+    floats: tl.tensor,
+    B: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    K_BITS: tl.constexpr,
+    V_BITS: tl.constexpr,
+    K_CLIP: tl.constexpr,
+    V_CLIP: tl.constexpr,
+) -> None:
+    """Keys and values that are `here_B`, as slots `slot_B` of an extent; `places` points at the three addresses of its
+    keys and behind them those of its values, `mean` at the mean key of integers. `floats` is the arena in the cache's
+    dtype of WIDTH bytes; bits 0: stored as it is."""
+    place_BD = slot_B[:, None] * D + tl.arange(0, D)[None, :]
+    if K_BITS:
+        x_BD = _finite(k_BD.to(tl.float32)) - tl.load(mean + tl.arange(0, D))[None, :]
+        rotation_DD = tl.load(rotation + tl.arange(0, D)[:, None] * D + tl.arange(0, D)[None, :])
+        x_BD = tl.dot(x_BD, rotation_DD, input_precision="tf32x3")  # tensor cores, near the accuracy of fp32
+        _put_integers(x_BD, here_B, slot_B, places, bytes_, halves, B, D, K_BITS, K_CLIP)
+    else:
+        tl.store(floats + tl.load(places) // WIDTH + place_BD, k_BD, mask=here_B[:, None])
+    if V_BITS:
+        y_BD = _finite(v_BD.to(tl.float32))
+        _put_integers(y_BD, here_B, slot_B, places + 3, bytes_, halves, B, D, V_BITS, V_CLIP)
+    else:
+        tl.store(floats + tl.load(places + 3) // WIDTH + place_BD, v_BD, mask=here_B[:, None])

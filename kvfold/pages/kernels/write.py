@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvfold.codec.base import Codec
-from kvfold.pages.kernels.encode import finite, put_integers, width
+from kvfold.pages.kernels.encode import put_slots, width
 
 # Columns of a stretch: how many slots; where their keys, values, positions (int64) and biases lie; the mean key of
 # their head; and where they go: the addresses of page fields, then of positions (pages/table.py). Addresses count bytes
@@ -40,7 +40,7 @@ def _write(
     V_CLIP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ) -> None:
-    """`floats` is the arena in the cache's dtype of WIDTH bytes; bits 0: stored as it is."""
+    """As `put_slots` takes it."""
     stretch += tl.program_id(0) * COLUMNS
     count, begin = tl.load(stretch), tl.program_id(1) * B
     if begin < count:
@@ -49,19 +49,11 @@ def _write(
         tile_BD = slot_B[:, None] * D + tl.arange(0, D)[None, :]
         k_BD = tl.load(floats + tl.load(stretch + 1) // WIDTH + tile_BD, mask=here_B[:, None], other=0.0)
         v_BD = tl.load(floats + tl.load(stretch + 2) // WIDTH + tile_BD, mask=here_B[:, None], other=0.0)
-        if K_BITS:
-            mean_D = tl.load(rotation + tl.load(stretch + 5) // 4 + tl.arange(0, D))
-            x_BD = finite(k_BD.to(tl.float32)) - mean_D[None, :]
-            rotation_DD = tl.load(rotation + tl.arange(0, D)[:, None] * D + tl.arange(0, D)[None, :])
-            x_BD = tl.dot(x_BD, rotation_DD, input_precision="tf32x3")  # tensor cores, near the accuracy of fp32
-            put_integers(x_BD, here_B, slot_B, stretch + 6, bytes_, halves, B, D, K_BITS, K_CLIP)
-        else:
-            tl.store(floats + tl.load(stretch + 6) // WIDTH + tile_BD, k_BD, mask=here_B[:, None])
-        if V_BITS:
-            y_BD = finite(v_BD.to(tl.float32))
-            put_integers(y_BD, here_B, slot_B, stretch + 9, bytes_, halves, B, D, V_BITS, V_CLIP)
-        else:
-            tl.store(floats + tl.load(stretch + 9) // WIDTH + tile_BD, v_BD, mask=here_B[:, None])
+        mean = rotation + tl.load(stretch + 5) // 4
+        put_slots(
+            k_BD, v_BD, here_B, slot_B, stretch + 6, mean, rotation, bytes_, halves, floats,
+            B, D, WIDTH, K_BITS, V_BITS, K_CLIP, V_CLIP,
+        )  # fmt: skip
         if HAS_BIAS:
             bias_B = tl.load(biases + tl.load(stretch + 4) // 4 + slot_B, mask=here_B, other=0.0)
             tl.store(biases + tl.load(stretch + 12) // 4 + slot_B, bias_B, mask=here_B)
