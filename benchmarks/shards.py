@@ -125,8 +125,9 @@ def _started(folder: Path, options: Sequence[str], held: ExitStack) -> subproces
     folder.parent.mkdir(parents=True, exist_ok=True)
     log = held.enter_context(_log(folder).open("ab"))
     command = [sys.executable, "-m", "kvfold", "bench", *options, "--out", str(folder)]
-    one_thread = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
-    return subprocess.Popen(command, stdout=log, stderr=log, env=one_thread, start_new_session=True)
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path}
+    return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
 
 
 def _stop(processes: Iterable[subprocess.Popen[bytes]]) -> None:

@@ -13,10 +13,9 @@ from torch import Tensor
 from kvfold.codec.base import Codec
 from kvfold.pages.kernels.encode import put_slots, width
 
-# Columns of a stretch: how many slots; where their keys, values, positions (int64) and biases lie; the mean key of
-# their head; and where they go: the addresses of page fields, then of positions (pages/table.py). Addresses count bytes
-# from the start of the arena, whether they lie in it or not; that of the mean key counts from the rotation matrix.
-COUNT, K_SOURCE, V_SOURCE, POSITION, BIAS, MEAN, ADDRESS = range(7)
+# Columns of a stretch: how many slots; where their keys, values, positions (int64), biases and the mean key of their
+# head lie; and where they go: the addresses of page fields, then of positions (pages/table.py). Addresses count bytes
+# from the start of the arena, whether they lie in it or not.
 _SLOTS = 32  # of a program
 
 
@@ -29,7 +28,7 @@ def _write(
     floats: tl.tensor,
     words: tl.tensor,
     longs: tl.tensor,
-    biases: tl.tensor,
+    singles: tl.tensor,
     D: tl.constexpr,
     B: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -49,14 +48,14 @@ def _write(
         tile_BD = slot_B[:, None] * D + tl.arange(0, D)[None, :]
         k_BD = tl.load(floats + tl.load(stretch + 1) // WIDTH + tile_BD, mask=here_B[:, None], other=0.0)
         v_BD = tl.load(floats + tl.load(stretch + 2) // WIDTH + tile_BD, mask=here_B[:, None], other=0.0)
-        mean = rotation + tl.load(stretch + 5) // 4
+        mean = singles + tl.load(stretch + 5) // 4
         put_slots(
             k_BD, v_BD, here_B, slot_B, stretch + 6, mean, rotation, bytes_, halves, floats,
             B, D, WIDTH, K_BITS, V_BITS, K_CLIP, V_CLIP,
         )  # fmt: skip
         if HAS_BIAS:
-            bias_B = tl.load(biases + tl.load(stretch + 4) // 4 + slot_B, mask=here_B, other=0.0)
-            tl.store(biases + tl.load(stretch + 12) // 4 + slot_B, bias_B, mask=here_B)
+            bias_B = tl.load(singles + tl.load(stretch + 4) // 4 + slot_B, mask=here_B, other=0.0)
+            tl.store(singles + tl.load(stretch + 12) // 4 + slot_B, bias_B, mask=here_B)
         position_B = tl.load(longs + tl.load(stretch + 3) // 8 + slot_B, mask=here_B, other=0)
         tl.store(words + tl.load(stretch + 13) // 4 + slot_B, position_B.to(tl.int32), mask=here_B)
 

@@ -30,6 +30,8 @@ from kvfold.pages.transfer import sent
 if TYPE_CHECKING:
     from kvfold.pages.rewrite import LayerChange
 
+_LONG, _SINGLE = torch.int64.itemsize, torch.float32.itemsize
+
 
 @cache
 def knows(page_class: PageClass) -> bool:
@@ -69,13 +71,14 @@ def write_new(tail: Segment, changes: Sequence[LayerChange]) -> None:
     first_X = np.concatenate([np.cumsum(change.counts) - change.counts for change in changes])  # in its layer
     slot_N = first_X[places.row_E[extent_N]] + begin_N
     address_NF = places.address_EF[extent_N] + places.stride_LF[layer_N] * length_E[extent_N, None]
+    source_L5, _held = _sources(tail, changes)  # held until the kernels are queued
     for page_class in dict.fromkeys(layer.page_class for layer in tail.layers):
-        mine = [i for i, layer in enumerate(tail.layers) if layer.page_class is page_class]
-        its = np.isin(layer_N, mine).nonzero()[0]
+        its = np.array([layer.page_class is page_class for layer in tail.layers])[layer_N].nonzero()[0]
         if len(its):
-            sources = _Sources(tail, changes, page_class)
-            source_N5 = sources.at(layer_N[its], head_N[its], slot_N[its])
-            _launch(tail, page_class, np.column_stack((count_N[its], source_N5, address_NF[its])))
+            width = page_class.head_dim * page_class.kv_dtype.itemsize
+            source_N5 = source_L5[layer_N[its]] + slot_N[its, None] * np.array([width, width, _LONG, _SINGLE, 0])
+            source_N5[:, -1] += head_N[its] * page_class.head_dim * _SINGLE
+            _launch(tail, page_class, count_N[its], np.column_stack((count_N[its], source_N5, address_NF[its])))
     length_E[extent_N] += count_N
     put_off(tail, SegmentTable.of(places, length_E))
 
@@ -89,39 +92,27 @@ def _stretches(table: SegmentTable, count_X: Ints) -> tuple[Ints, Ints, Ints]:
     return extent_N, begin_E[extent_N], take_E[extent_N]
 
 
-class _Sources:
-    """Where new slots lie: keys, values, positions, biases, and the mean key of their head."""
-
-    def __init__(self, tail: Segment, changes: Sequence[LayerChange], page_class: PageClass) -> None:
-        device = tail.arena.device
-        self._kept: list[Tensor] = []  # until the kernel is queued
-        zero_N = torch.zeros(max(sum(change.counts) for change in changes), device=device)
-        start, rotation = tail.arena.memory.data_ptr(), hadamard.matrix(page_class.head_dim, device).data_ptr()
-        rows = []
-        for layer, change in zip(tail.layers, changes, strict=True):
-            bias_N = zero_N if change.bias_N is None else change.bias_N.to(BIAS.dtype).contiguous()
-            position_N = change.position_N.contiguous()
-            self._kept += [bias_N, position_N]
-            lie = [x.data_ptr() - start for x in (change.k_ND, change.v_ND, position_N, bias_N)]
-            rows.append([*lie, mean_address(layer) - rotation])
-        self._address_L5 = np.array(rows)
-        width = page_class.head_dim * page_class.kv_dtype.itemsize
-        self._slot_bytes = np.array([width, width, position_N.itemsize, BIAS.dtype.itemsize, 0])
-        self._head_bytes = np.array([0, 0, 0, 0, page_class.head_dim * 4])
-
-    def at(self, layer_N: Ints, head_N: Ints, slot_N: Ints) -> Ints:
-        """[N, 5]: addresses of slots, which are counted in their layer."""
-        moved_N5 = slot_N[:, None] * self._slot_bytes + head_N[:, None] * self._head_bytes
-        return np.asarray(self._address_L5[layer_N] + moved_N5)
+def _sources(tail: Segment, changes: Sequence[LayerChange]) -> tuple[Ints, list[Tensor]]:
+    """[L, 5]: where keys, values, positions and biases of each layer's first new slot lie, and its first head's mean
+    key, in bytes from the start of the arena; and those of these tensors that nobody else holds."""
+    zero_N = torch.zeros(max(sum(change.counts) for change in changes), device=tail.arena.device)
+    start, rows, held = tail.arena.memory.data_ptr(), [], [zero_N]
+    for layer, change in zip(tail.layers, changes, strict=True):
+        position_N = change.position_N.contiguous()
+        bias_N = zero_N if change.bias_N is None else change.bias_N.to(BIAS.dtype).contiguous()
+        held += [position_N, bias_N]
+        lie = [x.data_ptr() for x in (change.k_ND, change.v_ND, position_N, bias_N)]
+        rows.append([*lie, mean_address(layer)])
+    return np.array(rows) - start, held
 
 
-def _launch(tail: Segment, page_class: PageClass, stretch_N: Ints) -> None:
-    from kvfold.pages.kernels.write import COUNT, write_stretches  # the file needs triton
+def _launch(tail: Segment, page_class: PageClass, count_N: Ints, stretch_N: Ints) -> None:
+    from kvfold.pages.kernels.write import write_stretches  # the file needs triton
 
     arena = tail.arena
     write_stretches(
         sent(stretch_N, arena.device),
-        int(stretch_N[:, COUNT].max()),
+        int(count_N.max()),
         hadamard.matrix(page_class.head_dim, arena.device),
         arena.memory,
         page_class.kv_dtype,
