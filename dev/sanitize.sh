@@ -23,6 +23,6 @@ fi
 
 # Blocks of torch's own allocator hide what lies behind a tensor; the tool does not work through an MPS server.
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1 CUDA_MPS_PIPE_DIRECTORY=/nonexistent
-case "${1:--}" in -*) set -- tests/attend/kernels tests/score/kernels "$@" ;; esac
+case "${1:--}" in -*) set -- tests/attend/kernels tests/pages/kernels tests/score/kernels "$@" ;; esac
 exec "$sanitizer" --tool "$tool" --target-processes all --error-exitcode 99 --print-limit 20 \
     "${PYTHON:-python3}" -m pytest -x -p no:cacheprovider "$@"
