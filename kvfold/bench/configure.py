@@ -16,7 +16,7 @@ from kvfold.bench.haystack import Haystack, from_text, prose, read_text
 from kvfold.bench.record import MODES, Mode, Run
 from kvfold.bench.rows import OWN_PROSE
 from kvfold.bench.shard import Shard
-from kvfold.bench.sizes import FULL, cells, share_of
+from kvfold.bench.sizes import FULL, cells
 from kvfold.bench.suites import find_suite
 from kvfold.errors import InputError
 from kvfold.models.loader import Model
@@ -43,8 +43,6 @@ class Wanted:
     shard: Shard = field(default_factory=Shard)
 
     def __post_init__(self) -> None:
-        for memory in self._memories:
-            share_of(memory)
         cells(self._policies, self._memories)
         if unknown := [mode for mode in self.modes if mode not in get_args(Mode)]:
             raise InputError(f'no mode "{unknown[0]}"; modes: {", ".join(MODES)}')

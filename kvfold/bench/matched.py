@@ -108,14 +108,27 @@ def resident_bytes(
 
 def evicts_nothing(policy: str) -> bool:
     """Whether a policy stands without a size; one that already has a size is refused."""
+    if has_own_size(policy):
+        raise PolicyError(f'policy "{policy}" has a size of its own; leave it out, it is what is looked for')
+    return not needs_size(policy)
+
+
+def has_own_size(policy: str) -> bool:
+    """Whether a policy evicts as it is written: it names a size, or decides on one."""
+    if needs_size(policy):
+        return False
+    parsed = Policy.parse(policy)
+    return parsed.prefill.evicts or parsed.decode.evicts
+
+
+def needs_size(policy: str) -> bool:
+    """Whether a policy cannot run as it is written."""
     try:
-        parsed = Policy.parse(policy)
+        Policy.parse(policy)
     except PolicyError:
         Policy.parse(f"{policy} + 1x")  # what is wrong with more than the size is said here
-        return False
-    if parsed.prefill.evicts or parsed.decode.evicts:
-        raise PolicyError(f'policy "{policy}" has a size of its own; leave it out, it is what is looked for')
-    return True
+        return True
+    return False
 
 
 def ratio_text(slots: int, num_tokens: int) -> str:

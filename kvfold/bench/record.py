@@ -26,6 +26,7 @@ MODES: tuple[Mode, ...] = ("known", "unknown")
 RUN, ROWS, PROMPTS, DIAGNOSTICS = "run.json", "rows.jsonl", "prompts.jsonl", "diagnostics.jsonl"
 TOO_SMALL = "too small"  # the policy cannot be had in so few bytes
 OUT_OF_MEMORY = "out of memory"
+OWN = "own"  # memory of a policy as it is written: what it takes is in its rows
 Key = tuple[str, str, int, int, str, str, str]  # workload, task, length, index, mode, policy, memory
 # What processes of one run may differ in.
 _CIRCUMSTANCES = ("command", "commit", "versions", "device", "started", "shard")
@@ -50,7 +51,7 @@ class Run:
     workloads: tuple[str, ...]  # "needle:needles_1"
     modes: tuple[Mode, ...]
     policies: tuple[str, ...]  # without sizes
-    memories: tuple[str, ...]  # "12.5%"
+    memories: tuple[str, ...]  # "12.5%", or OWN
     haystack: str
     options: Mapping[str, str] = field(default_factory=dict)  # files that workloads read, with their digests
     fidelity: int = 0  # samples of each task that are compared without a score
@@ -68,7 +69,8 @@ class Row:
     """One answer. Bytes are those after the compression, before an unknown question and the answer are read.
 
     Without a score, `note` says why the policy could not run. The full cache is policy "full" at memory "100%"; a
-    policy that evicts has no rows there, and one that evicts nothing is the same in every memory that it fits.
+    policy that evicts has no rows there, and one that evicts nothing is the same in every memory that it fits. What
+    runs as it is written has memory "own".
     """
 
     workload: str
@@ -77,7 +79,7 @@ class Row:
     index: int
     mode: Mode
     policy: str  # as asked for, without a size
-    memory: str  # "12.5%" of the full cache's bytes
+    memory: str  # "12.5%" of the full cache's bytes, or OWN
     resolved: str  # the policy that was run, with its size
     prompt_tokens: int = 0
     new_tokens: int = 0

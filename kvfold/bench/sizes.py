@@ -3,6 +3,7 @@
 A size is looked for on sample 0 of each task, length and mode, whatever shard a process runs, so that all shards agree.
 What was found at one place, the anchor, is tried first at the others: one forward tells whether it fits again, and as a
 rule it does. A hundredth of the memory is left to samples that take more than the first did; rows say what they took.
+Nothing is looked for in the memory "own": there a policy runs as it is written.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from typing import NamedTuple
 
 import torch
 
-from kvfold.bench.matched import Matched, evicts_nothing, match_many, resident_bytes
-from kvfold.bench.record import OUT_OF_MEMORY, TOO_SMALL, Mode
+from kvfold.bench.matched import Matched, evicts_nothing, has_own_size, match_many, needs_size, resident_bytes
+from kvfold.bench.record import OUT_OF_MEMORY, OWN, TOO_SMALL, Mode
 from kvfold.engine.runner import Runner
-from kvfold.errors import InputError, OutOfPages, SizeError
+from kvfold.errors import InputError, OutOfPages, PolicyError, SizeError
 from kvfold.whole import write_whole
 
 FULL, WHOLE = "full", "100%"
@@ -44,14 +45,15 @@ class Cell(NamedTuple):
     memory: str
 
     @property
-    def keeps_all(self) -> bool:
-        """Whether there is but one size."""
-        return evicts_nothing(self.policy)
+    def as_written(self) -> bool:
+        """Whether the policy runs as it is written, without a size that was looked for."""
+        return self.memory == OWN or evicts_nothing(self.policy)
 
 
 @dataclass(frozen=True)
 class Sized:
-    """The policy to run, or why there is none; `share` is what it took of the full cache on sample 0."""
+    """The policy to run, or why there is none; `share` is what it took of the full cache on sample 0, and 1 where
+    nothing was looked for."""
 
     workload: str
     task: str
@@ -71,18 +73,29 @@ def share_of(memory: str) -> float:
     except ValueError:
         share = 0.0
     if not 0 < share <= 1:
-        raise InputError(f'memory "{memory}" is no share of the full cache; write for example 12.5%, at most 100%')
+        raise InputError(
+            f'memory "{memory}" is no share of the full cache; write for example 12.5%, at most 100%, or {OWN} for '
+            f"policies as they are written"
+        )
     return share
 
 
 def cells(policies: Sequence[str], memories: Sequence[str]) -> list[Cell]:
-    """The full cache once; policies that evict below 100 %, others in every memory."""
-    found = [Cell(FULL, WHOLE)]
-    for policy in policies:
-        if policy != FULL:
-            whole = evicts_nothing(policy)
-            found += [Cell(policy, memory) for memory in memories if whole or share_of(memory) < 1]
-    return found
+    """The full cache once, and every other policy where it can stand."""
+    others = [policy for policy in policies if policy != FULL]
+    return [Cell(FULL, WHOLE), *(Cell(policy, memory) for policy in others for memory in _standing(policy, memories))]
+
+
+def _standing(policy: str, memories: Sequence[str]) -> list[str]:
+    """Below 100 % where a size is looked for, in OWN where there is one, everywhere where nothing is evicted."""
+    shares = {memory: share_of(memory) for memory in memories if memory != OWN}
+    if needs_size(policy):
+        return [memory for memory, share in shares.items() if share < 1]
+    if not has_own_size(policy):
+        return list(memories)
+    if OWN not in memories:
+        raise PolicyError(f'policy "{policy}" has a size of its own; leave it out, or add {OWN} to the memories')
+    return [OWN]
 
 
 class Sizes:
@@ -91,7 +104,8 @@ class Sizes:
     def __init__(self, path: Path, runner: Runner, wanted: Sequence[Cell], known: Path | None = None) -> None:
         self.path = path
         self.runner = runner
-        self.wanted = [cell for cell in wanted if cell.policy != FULL]
+        self.written = [cell for cell in wanted if cell.policy == FULL or cell.memory == OWN]
+        self.wanted = [cell for cell in wanted if cell not in self.written]
         self._found: dict[tuple[Place, Cell], Sized] = {}
         if known is not None and not known.is_file():
             raise InputError(f"{known} is no file of sizes; name the sizes.json of a run")
@@ -107,8 +121,8 @@ class Sizes:
             for sized in self._looked_for(place, missing, tokens(), anchor):
                 self._add(sized)
             self._write()
-        full = Sized(*place, FULL, WHOLE, FULL, "", 1.0)
-        return {Cell(FULL, WHOLE): full} | {cell: self._found[place, cell] for cell in self.wanted}
+        written = {cell: Sized(*place, *cell, cell.policy, "", 1.0) for cell in self.written}
+        return written | {cell: self._found[place, cell] for cell in self.wanted}
 
     def _write(self) -> None:
         write_whole(self.path, json.dumps([asdict(sized) for sized in self._found.values()], indent=1) + "\n")
@@ -145,7 +159,7 @@ class Sizes:
         for cell, guess in guesses.items():
             share = taken[guess.resolved] / full_bytes
             fits = share <= share_of(cell.memory)
-            if cell.keeps_all or (fits and share >= guess.share * (1 - _LEFT)):
+            if cell.as_written or (fits and share >= guess.share * (1 - _LEFT)):
                 found[cell] = Sized(*place, *cell, guess.resolved, "" if fits else TOO_SMALL, round(share, 5))
         return found
 
@@ -153,13 +167,13 @@ class Sizes:
 def _share(cell: Cell) -> float:
     """Of a policy that evicts nothing there is but one size: it may fill its memory."""
     share = share_of(cell.memory)
-    return share if cell.keeps_all else share * (1 - _HEADROOM)
+    return share if cell.as_written else share * (1 - _HEADROOM)
 
 
 def _sized(place: Place, cell: Cell, found: Matched | SizeError) -> Sized:
     """What cannot be made smaller is named all the same."""
     if isinstance(found, SizeError):
-        return Sized(*place, *cell, cell.policy if cell.keeps_all else "", TOO_SMALL, 0.0)
+        return Sized(*place, *cell, cell.policy if cell.as_written else "", TOO_SMALL, 0.0)
     return Sized(*place, *cell, found.policy, "", round(found.share, 5))
 
 

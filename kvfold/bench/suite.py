@@ -58,7 +58,7 @@ class Bench:
         self.tasks = tasks
         self.cells = cells(run.policies, run.memories)
         for cell in self.cells:  # what this model cannot run is told before anything is written
-            check_policy(Policy.parse(cell.policy if cell.keeps_all else f"{cell.policy} + 1x"), model.spec)
+            check_policy(Policy.parse(cell.policy if cell.as_written else f"{cell.policy} + 1x"), model.spec)
         self.runner = Runner(model.hf, model.spec, model.arena, compile=model.compile)
         self.prompter = Prompter(model.tokenizer)
         self.haystack = haystack

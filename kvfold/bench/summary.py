@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from kvfold.bench.record import Mode, Row
+from kvfold.bench.record import OWN, Mode, Row
 from kvfold.bench.sizes import FULL, share_of
 from kvfold.bench.statistics import Estimate, mean_interval, paired_difference
 
@@ -87,7 +87,8 @@ def _middle(values: Iterable[float | None]) -> float | None:
 
 def above_memory(rows: Iterable[Row]) -> list[Row]:
     """Rows that took noticeably more than their memory: the size was found on another sample."""
-    return [row for row in rows if row.score is not None and row.policy != FULL and _percent_over(row) > _OVER]
+    matched = (row for row in rows if row.score is not None and row.policy != FULL and row.memory != OWN)
+    return [row for row in matched if _percent_over(row) > _OVER]
 
 
 def _percent_over(row: Row) -> float:

@@ -51,7 +51,9 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--suite", default="quick", help="quick (default) or standard: what is not said otherwise")
     parser.add_argument("--workloads", metavar="A,B:TASK", help="workloads, or single tasks of them")
     parser.add_argument("--policies", metavar="A, B", help='without sizes, e.g. "snapkv + ada, int4"; full comes along')
-    parser.add_argument("--memory", dest="memories", metavar="P%,P%", help="shares of the full cache's bytes")
+    parser.add_argument(
+        "--memory", dest="memories", metavar="P%,P%", help="shares of the full cache's bytes; own: as written"
+    )
     parser.add_argument("--lengths", metavar="N,N", help="tokens of a prompt, e.g. 1000,4k")
     parser.add_argument("--samples", type=_count, metavar="N", help="of each task")
     parser.add_argument("--modes", default="known,unknown", help="known, unknown, or both (default)")

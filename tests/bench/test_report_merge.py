@@ -142,4 +142,5 @@ def test_memories_are_shares(memory: str) -> None:
 
 def test_memories_come_largest_first() -> None:
     (section,) = read_sections([EXAMPLE])
+    assert sorted(("own", *section.memories), key=percent) == ["own", "25%", "100%"]
     assert section.memories == ("100%", "25%") and section.policies == ("full", "keydiff", "int4")

@@ -12,7 +12,7 @@ from kvfold.bench.matched import match_many, resident_bytes
 from kvfold.bench.record import TOO_SMALL
 from kvfold.bench.sizes import Cell, Place, Sizes, cells, share_of
 from kvfold.engine.runner import Runner
-from kvfold.errors import InputError
+from kvfold.errors import InputError, PolicyError
 from kvfold.models.loader import Model
 from tests.bench.runs import SMALL
 from tests.tiny import prompt
@@ -37,15 +37,25 @@ def test_cells_are_the_full_cache_and_what_memories_ask_of_policies() -> None:
     assert found == [("full", "100%"), ("int4", "100%"), ("int4", "25%"), ("keydiff", "25%")]
 
 
+def test_in_the_memory_own_policies_run_as_they_are_written(runner: Runner, tmp_path: Path) -> None:
+    sized, chosen = f"keydiff + 40tok + {SMALL}", f"keydiff + adaptive(loss=0.3) + {SMALL}"
+    found = cells([sized, chosen, "quest", "keydiff"], ["25%", "own"])
+    assert found[1:3] == [(sized, "own"), (chosen, "own")]
+    assert found[3:] == [("quest", "25%"), ("quest", "own"), ("keydiff", "25%")]
+    written = Sizes(tmp_path / "sizes.json", runner, found[:3]).at(FIRST, _unasked)
+    assert [(sized.resolved, sized.note) for sized in written.values()] == [(cell.policy, "") for cell in found[:3]]
+    with pytest.raises(PolicyError, match="has a size of its own; leave it out, or add own to the memories"):
+        cells([chosen], ["25%"])
+
+
 def test_sizes_fit_and_are_remembered(runner: Runner, tmp_path: Path) -> None:
     path = tmp_path / "sizes.json"
     found = Sizes(path, runner, WANTED).at(FIRST, lambda: TOKENS)
-    assert found[Cell("full", "100%")].resolved == "full"
     for cell in WANTED[:3]:
         (taken,) = resident_bytes(runner, [found[cell].resolved], TOKENS)
         share = taken / runner.spec.full_bytes(len(TOKENS))
         assert found[cell].note == "" and found[cell].share == pytest.approx(share, abs=1e-4)
-        assert share <= share_of(cell.memory) * (1 if cell.keeps_all else 0.99)
+        assert share <= share_of(cell.memory) * (1 if cell.as_written else 0.99)
     assert found[WANTED[3]].note == TOO_SMALL
     assert Sizes(path, runner, WANTED).at(FIRST, _unasked) == found
     other = tmp_path / "other.json"

@@ -48,7 +48,8 @@ def test_rows_above_their_memory_are_found() -> None:
     fits = replace(_row(0, 1.0), resident_bytes=252, full_bytes=1000)
     above = replace(_row(1, 1.0), resident_bytes=253, full_bytes=1000)
     whole = replace(_row(1, 1.0, "full", "100%"), resident_bytes=106)
-    assert above_memory([fits, above, whole]) == [above]
+    own = replace(_row(1, 1.0, memory="own"), resident_bytes=1060, full_bytes=1000)
+    assert above_memory([fits, above, whole, own]) == [above]
 
 
 def test_the_example_has_a_line_for_every_cell() -> None:

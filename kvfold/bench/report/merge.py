@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvfold.bench.record import Diagnostic, Key, PromptRow, Recorded, Row, Run, read_run
+from kvfold.bench.record import OWN, Diagnostic, Key, PromptRow, Recorded, Row, Run, read_run
 from kvfold.bench.report.check import check
 from kvfold.errors import InputError
 
@@ -48,7 +48,9 @@ class Section:
 
 
 def percent(memory: str) -> float:
-    """12.5 of "12.5%"."""
+    """12.5 of "12.5%"; 0 where a policy took what it took, so that these come last."""
+    if memory == OWN:
+        return 0.0
     try:
         value = float(memory.removesuffix("%"))
     except ValueError:
