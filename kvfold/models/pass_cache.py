@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache as HfCache
 
 from kvfold.attend.decode import DecodePass
 from kvfold.attend.prefill import PrefillPass
 from kvfold.attend.replay import ReplayPass
+from kvfold.models.forward_cache import ForwardCache
 
 
 @dataclass(frozen=True)
@@ -27,19 +27,16 @@ class Piece:
     end: int
 
 
-class PassCache(HfCache):  # type: ignore[misc]
+class PassCache(ForwardCache):
     """For a pass that reads piece after piece."""
 
     def __init__(self, current: PrefillPass | ReplayPass, pieces: Sequence[Piece]) -> None:
-        super().__init__(layers=[])
+        super().__init__()
         self.current = current
         self.pieces = list(pieces)  # the part of the packed input that the next call of a layer covers
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         return PassHandle(self, layer_idx, key_states[0], value_states[0]), None
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return query_length, 0
 
 
 @dataclass
@@ -60,18 +57,15 @@ class PassHandle:
         return out_QND.transpose(0, 1).unsqueeze(0)
 
 
-class DecodeCache(HfCache):  # type: ignore[misc]
+class DecodeCache(ForwardCache):
     """For a decode step, which takes the tokens of all sequences at once."""
 
     def __init__(self, step: DecodePass) -> None:
-        super().__init__(layers=[])
+        super().__init__()
         self.step = step
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         return DecodeHandle(self.step, layer_idx, key_states[0], value_states[0]), None
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return query_length, 0
 
 
 @dataclass

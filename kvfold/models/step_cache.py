@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache as HfCache
 
 from kvfold.attend.kernels.step import Step
+from kvfold.models.forward_cache import ForwardCache
 
 
-class StepCache(HfCache):  # type: ignore[misc]
+class StepCache(ForwardCache):
     def __init__(self, step: Step) -> None:
-        super().__init__(layers=[])
+        super().__init__()
         self.step = step
         self.layer = 0
 
@@ -29,9 +29,6 @@ class StepCache(HfCache):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:
         return StepHandle(self, key_states, value_states), None
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return query_length, 0
 
 
 @dataclass

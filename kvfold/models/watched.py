@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers.cache_utils import Cache as HfCache
+
+from kvfold.models.forward_cache import ForwardCache
 
 _LEAST = 2  # tokens: the first predicts the second
 
@@ -25,11 +26,11 @@ class Watched(NamedTuple):
     by_v_HTD: Tensor
 
 
-class _Watch(HfCache):  # type: ignore[misc]
+class _Watch(ForwardCache):
     """Gives keys and values back as they came, but for a zero that gradients are asked for by."""
 
     def __init__(self) -> None:
-        super().__init__(layers=[])
+        super().__init__()
         self.found: dict[int, tuple[Tensor, Tensor]] = {}
         self.zeros: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -38,9 +39,6 @@ class _Watch(HfCache):  # type: ignore[misc]
         zero_k, zero_v = (torch.zeros_like(x, requires_grad=True) for x in (key_states, value_states))
         self.zeros[layer_idx] = zero_k, zero_v
         return key_states + zero_k, value_states + zero_v
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return query_length, 0
 
 
 def watch(hf: Any, ids: Sequence[int]) -> dict[int, Watched]:
