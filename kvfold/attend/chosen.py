@@ -63,7 +63,7 @@ def choose(sequence: SequenceCache, layer: int, q_HGTD: Tensor) -> Chosen | None
     if pages.num_pages <= num_pages:
         return None
     q, offset = in_basis(sequence.tail.layers[layer], q_HGTD)  # segments of a sequence share what codecs learnt
-    index_HTW = reader.select(PageView(q, offset, pages.summaries(), pages.used_HM, num_pages))
+    index_HTW = reader.select(PageView(q, offset, pages, pages.used_HM, num_pages))
     return _gathered(pages, q, offset, index_HTW.sort(-1).values, num_exact(sequence, layer))
 
 

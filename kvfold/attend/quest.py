@@ -58,7 +58,7 @@ class Quest(Reader):
         return -(-self.tokens // page_size)
 
     def select(self, view: PageView) -> Tensor:
-        bound_HGTM = upper_bound(view.q_HGTD, view.summaries["min"], view.summaries["max"])
+        bound_HGTM = upper_bound(view.q_HGTD, view.summaries.read("min"), view.summaries.read("max"))
         if view.offset_HGT is not None:
             bound_HGTM = bound_HGTM + view.offset_HGT.unsqueeze(-1)
         bound_HTM = bound_HGTM.amax(1).masked_fill((view.used_HM == 0).unsqueeze(1), -torch.inf)

@@ -8,7 +8,7 @@ once per layer how many come from each run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -66,15 +66,15 @@ class PageList:
         """The number after the last page of each run."""
         return torch.tensor(list(accumulate(run.num_pages for run in self.runs)), device=self.number_HM.device)
 
-    def summaries(self) -> Codes:
-        """What the reader keeps of each page: name -> [H, M, width]."""
-        found = {}
-        for item in self.page_class.summaries:
+    def read(self, name: str, element_HC: Tensor | None = None) -> Tensor:
+        """A summary of every page [H, M, width]; of each head these elements alone, [H, M, C], if they are given."""
+        (item,) = (item for item in self.page_class.summaries if item.name == f"{SUMMARY}{name}")
+        if element_HC is None:
             rows = [run.by_page(item) for run in self.runs]
-            flat = rows[0] if len(rows) == 1 else torch.cat(rows)
-            picked = flat.index_select(0, self.number_HM.flatten()).unflatten(0, self.number_HM.shape)
-            found[item.name.removeprefix(SUMMARY)] = picked
-        return found
+        else:
+            rows = [part for run in self.runs for part in _elements(run, item, element_HC)]
+        flat = rows[0] if len(rows) == 1 else torch.cat(rows)
+        return flat.index_select(0, self.number_HM.flatten()).view(*self.number_HM.shape, -1)
 
     def codes(self, number_N: Tensor) -> dict[Side, Codes]:
         """Both sides of whole pages, in the order of their numbers given."""
@@ -110,6 +110,13 @@ class _Pick:
     def rows(self, runs: Sequence[Run], item: Field) -> Tensor:
         found = [run.by_page(item).index_select(0, page) for run, page in zip(runs, self.pages, strict=True)]
         return torch.cat(found).index_select(0, self.back_N)
+
+
+def _elements(run: Run, item: Field, element_HC: Tensor) -> Iterator[Tensor]:
+    """Of every page of the run, extent by extent, what its head asks for."""
+    by_extent = run.by_page(item).split([extent.num_pages for extent in run.extents])
+    for head, rows in zip(run.heads, by_extent, strict=True):
+        yield rows.index_select(1, element_HC[head])
 
 
 def _stacked(heads: Sequence[Sequence[Tensor]]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Sealed bytes that one decode step reads of a layer: every slot, or chosen pages and what is kept of all of them."""
+"""Sealed bytes that one decode step reads of a layer: every slot, or chosen pages and what all are judged by."""
 
 from __future__ import annotations
 
@@ -23,5 +23,6 @@ def stored_bytes_read(sequence: SequenceCache, layer: int) -> float:
     most = page_class.reader.num_pages(page_class.page_size)
     if max(pages) <= most:
         return every
-    kept_bytes = page_class.summary_bytes + page_class.entry_bytes
-    return exact_bytes + sum(min(count, most) * page_class.code_bytes + count * kept_bytes for count in pages)
+    looked_bytes = page_class.reader.looked_bytes(page_class.head_dim, page_class.kv_dtype, max(pages))
+    looked_bytes += page_class.entry_bytes
+    return exact_bytes + sum(min(count, most) * page_class.code_bytes + count * looked_bytes for count in pages)

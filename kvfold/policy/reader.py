@@ -1,17 +1,18 @@
 """Which stored slots does a step read? The contract of the `attend` axis, and `all`.
 
 A reader that chooses declares summaries, numbers kept of each page beside its slots. They are computed from the keys
-as they will be decoded, whenever slots are sealed or moved. At a decode step it is shown the queries and all summaries
-of a layer and returns the pages that each query of each KV head reads; prefill always reads everything.
+as they will be decoded, whenever slots are sealed or moved. At a decode step it is shown the queries, looks at as much
+of a layer's summaries as it needs, and returns the pages that each query of each KV head reads; prefill always reads
+everything.
 
     H KV heads   G query heads per KV head   T queries   D head dim   M pages   P slots of a page   W pages read
+    C elements of a summary
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from kvfold.policy.registry import register
 
@@ -22,13 +23,20 @@ if TYPE_CHECKING:
     from kvfold.codec.base import Field
 
 
+class Summaries(Protocol):
+    """What is kept of the pages of one layer."""
+
+    def read(self, name: str, element_HC: Tensor | None = None) -> Tensor:
+        """A field of every page [H, M, width]; of each head these elements alone, [H, M, C], if they are given."""
+
+
 @dataclass(frozen=True)
 class PageView:
     """What a reader sees of one layer: heads with fewer pages than M have pages of no slot at the end."""
 
     q_HGTD: Tensor  # in the basis of the stored keys
     offset_HGT: Tensor | None  # what q.k lacks in that basis, before scaling
-    summaries: Mapping[str, Tensor]  # name -> [H, M, width]
+    summaries: Summaries
     used_HM: Tensor  # slots in each page
     num_pages: int  # W, less than M
 
@@ -49,6 +57,10 @@ class Reader:
     def summarise(self, k_MPD: Tensor, used_MP: Tensor) -> dict[str, Tensor]:
         """Rows [M, width] of each field for pages of decoded keys, fp32; unused slots hold anything."""
         return {}
+
+    def looked_bytes(self, head_dim: int, kv_dtype: torch.dtype, num_pages: int) -> int:
+        """Of a page's summaries, what `select` reads where the largest head has so many pages."""
+        return sum(item.bytes() for item in self.summaries(head_dim, kv_dtype))
 
     def num_pages(self, page_size: int) -> int:
         """W: the most pages that one query of a head reads."""

@@ -187,7 +187,7 @@ def check_summaries(sequence: SequenceCache) -> None:
     """Every listed page: its summary is the least and largest of the keys it holds now."""
     for layer in range(sequence.spec.num_layers):
         pages = sequence.page_list(layer)
-        low_HMD, high_HMD = pages.summaries()["min"], pages.summaries()["max"]
+        low_HMD, high_HMD = pages.read("min"), pages.read("max")
         for head in range(3):
             k_SD = stored_slots(sequence, layer, torch.float32).k[head]
             listed = pages_of(sequence, layer, head)

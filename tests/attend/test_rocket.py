@@ -24,6 +24,17 @@ from tests.pages.tiny import decode, new_sequence, prefill, random_layers, tiny_
 COARSE = "snapkv(window=32, kernel=63, pool=max, over_window=sum, over_group=sum)"
 
 
+class Kept:
+    """Summaries of one layer as tensors."""
+
+    def __init__(self, low_HMD: Tensor, high_HMD: Tensor) -> None:
+        self.bounds = torch.cat((low_HMD, high_HMD), dim=-1)
+
+    def read(self, name: str, element_HC: Tensor | None = None) -> Tensor:
+        assert name == "bounds" and element_HC is not None
+        return self.bounds.gather(2, element_HC.unsqueeze(1).expand(-1, self.bounds.shape[1], -1))
+
+
 def weights_by_loop(q_GD: Tensor, low_MD: Tensor, high_MD: Tensor, used: list[int], num_channels: int) -> list[float]:
     """The published formula for one KV head, one number at a time."""
     head_dim = q_GD.shape[1]
@@ -48,7 +59,7 @@ def test_weights_are_the_published_formula(num_channels: int) -> None:
     a_HMD, b_HMD = torch.randn(2, 2, 5, 8, generator=generator).unbind(0)
     low_HMD, high_HMD = torch.minimum(a_HMD, b_HMD), torch.maximum(a_HMD, b_HMD)
     used_HM = torch.tensor([[4, 4, 4, 4, 2], [4, 4, 1, 0, 0]])
-    found = page_weights(q_HGD, low_HMD, high_HMD, used_HM, num_channels)
+    found = page_weights(q_HGD, Kept(low_HMD, high_HMD), used_HM, num_channels)
     for head in range(2):
         expected = weights_by_loop(q_HGD[head], low_HMD[head], high_HMD[head], used_HM[head].tolist(), num_channels)
         torch.testing.assert_close(found[head], torch.tensor(expected))
@@ -56,7 +67,7 @@ def test_weights_are_the_published_formula(num_channels: int) -> None:
 
 def view_of(q_D: list[float], low_MD: list[list[float]], high_MD: list[list[float]], num_pages: int) -> PageView:
     q_HGTD, used_HM = torch.tensor(q_D).view(1, 1, 1, -1), torch.full((1, len(low_MD)), 4)
-    return PageView(q_HGTD, None, {"min": torch.tensor([low_MD]), "max": torch.tensor([high_MD])}, used_HM, num_pages)
+    return PageView(q_HGTD, None, Kept(torch.tensor([low_MD]), torch.tensor([high_MD])), used_HM, num_pages)
 
 
 def test_only_the_largest_channels_are_looked_at() -> None:
@@ -126,14 +137,31 @@ def sealed(policy: str, num_slots: int, num_tokens: int) -> SequenceCache:
 
 
 @pytest.mark.parametrize(
-    ("policy", "num_slots"), [("rocket(tokens=1024)", 32768), (f"{COARSE} + 5.7x + rocket(tokens=256)", 5749)]
+    ("policy", "num_slots", "read", "channels"),
+    [("rocket(tokens=1024)", 32768, 32, 32), (f"{COARSE} + 5.7x + rocket(tokens=256)", 5749, 8, 45)],
 )
-def test_a_step_at_32k_reads_less_than_a_tenth_of_what_is_held(policy: str, num_slots: int) -> None:
+def test_a_step_at_32k_reads_less_than_a_tenth_of_what_is_held(
+    policy: str, num_slots: int, read: int, channels: int
+) -> None:
+    """Chosen pages, and of every page the channels that are looked at, once."""
     sizes = measure(sealed(policy, num_slots, 32768))
-    read = 32 if num_slots == 32768 else 8
     slot_bytes, pages = 2 * 64 * 2 + 4, -(-num_slots // 16)
-    assert sizes.bytes_per_step == 2 * (read * 16 * slot_bytes + pages * (2 * 64 * 2 + 8))
+    assert sizes.bytes_per_step == 2 * (read * 16 * slot_bytes + pages * (channels * 2 + 8))
     assert sizes.bytes_per_step <= sizes.resident_bytes / 10
+
+
+def test_elements_are_read_of_the_head_that_owns_a_page() -> None:
+    """Two heads in several runs of pages, each asked for channels of its own."""
+    spec = tiny_spec(num_heads=2)
+    sequence = new_sequence("full + rocket(tokens=16)", spec)
+    for start in range(0, 100, 20):  # spans of their own
+        now = slice(start, start + 20)
+        prefill(sequence, [(q[:, now], k[:, now], v[:, now]) for q, k, v in random_layers(spec, 100)])
+    pages = sequence.page_list(0)
+    assert len(pages.runs) > 1
+    element_HC = torch.tensor([[0, 9], [5, 2]])
+    expected = pages.read("bounds").gather(2, element_HC.unsqueeze(1).expand(-1, pages.num_pages, -1))
+    assert torch.equal(pages.read("bounds", element_HC), expected)
 
 
 def test_no_tokens_are_refused() -> None:
