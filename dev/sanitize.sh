@@ -4,7 +4,8 @@
 #     dev/sanitize.sh [memcheck|racecheck|initcheck|synccheck] [pytest arguments]
 #
 # The tool comes with the CUDA toolkit. Its exit code is 0 if all tests passed and nothing was found. Every access is
-# watched, so tests take many times as long: name some of them (-k seal) where minutes count.
+# watched, so tests take many times as long: name some of them (-k seal) where minutes count, or run files side by side.
+# Processes that tests start, such as compilers, are not watched, nor are workers of pytest -n.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -24,5 +25,5 @@ fi
 # Blocks of torch's own allocator hide what lies behind a tensor; the tool does not work through an MPS server.
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1 CUDA_MPS_PIPE_DIRECTORY=/nonexistent
 case "${1:--}" in -*) set -- tests/attend/kernels tests/pages/kernels tests/score/kernels "$@" ;; esac
-exec "$sanitizer" --tool "$tool" --target-processes all --error-exitcode 99 --print-limit 20 \
+exec "$sanitizer" --tool "$tool" --error-exitcode 99 --print-limit 20 \
     "${PYTHON:-python3}" -m pytest -x -p no:cacheprovider "$@"
