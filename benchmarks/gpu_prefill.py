@@ -38,7 +38,14 @@ from kvfold.policy.policy import Policy
 
 BASE = "DynamicCache"
 BASES = {"dynamic": BASE, "full": "full"}  # what added time is counted from
-POLICIES = {"full": 1, "snapkv + ada + 8x": 8, "expected + 8x": 8}  # policy: tokens per slot that stays
+DEFAULT = ("full", "snapkv + ada + 8x", "expected + 8x")
+POLICIES = {  # policy: tokens per slot that stays
+    "full": 1,
+    "snapkv + ada + 8x": 8,
+    "expected + 8x": 8,
+    "snapkv + 8x": 8,
+    "snapkv + 8x + fastkv": 8,
+}
 Runs = dict[str, Callable[[], int]]  # system: its prefill, which returns the bytes it holds
 
 
@@ -174,7 +181,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", default="8192,32768,131072")
     parser.add_argument("--repeats", type=int, default=3, help="of prompts up to 32768 tokens; longer ones run once")
-    parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES, metavar="TEXT")
+    parser.add_argument("--policies", nargs="+", default=list(DEFAULT), choices=POLICIES, metavar="TEXT")
     parser.add_argument("--chunk", type=int, help="tokens a layer runs at a time (default: the runner's own)")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--profile", type=Path, metavar="FOLDER", help="also write profiler tables of the first length")

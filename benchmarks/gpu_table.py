@@ -28,7 +28,7 @@ from typing import IO
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.gpu_page import part_rows, write_page
-from benchmarks.gpu_targets import lines, table
+from benchmarks.gpu_targets import SHORTENED, lines, table
 from kvfold.models.home import model_folder
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -52,7 +52,15 @@ def parts(site: Path | None, lookup_model: str) -> dict[str, Part]:
     every = (
         Part("attention", [["gpu_attention.py"]], 80),
         Part("step", [["gpu_decode.py"]], 170),
-        Part("prefill", [[*prefill, "32768"], [*prefill, "131072", "--policies", POLICY]], 140),
+        Part(
+            "prefill",
+            [
+                [*prefill, "32768"],
+                [*prefill, "131072", "--policies", POLICY],
+                [*prefill, "16384", "--policies", *SHORTENED],
+            ],
+            170,
+        ),
         Part("capacity", [["gpu_capacity.py"]], 80),
         Part("lookup", [[*lookup, "--dtype", dtype, "--compile", when] for dtype, when in LOOKUPS], 130),
         Part("peers", [["peers_gpu.py", "--site", str(site), "--shapes", "32768x1,131072x1,32768x16"]], 110),

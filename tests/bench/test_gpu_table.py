@@ -50,6 +50,15 @@ def test_the_share_of_attention_is_a_difference_of_two_steps() -> None:
     assert found["step, 128k x 1: unequal heads against equal"].met is True  # 1.1 times
 
 
+def test_a_shortened_prefill_is_compared_with_the_same_policy_run_whole() -> None:
+    about = {"question": "prefill", "length": 16384}
+    whole, plain = {**about, "system": "snapkv + 8x", "s": 0.9}, {**about, "system": "DynamicCache", "s": 0.8}
+    rows = [plain, whole, {**about, "system": "snapkv + 8x + fastkv", "s": 0.5}]
+    found = by_name(rows)["prefill, 16k, `snapkv + 8x + fastkv`"]
+    assert (found.ratio, found.met, found.peers) == ("1.80 x", True, "DynamicCache 0.800 s; `snapkv + 8x` 0.900 s")
+    assert by_name([{**row, "s": 0.7} for row in rows])[found.what].met is False
+
+
 def test_codecs_are_judged_by_bandwidth_and_int4_by_its_speed_too() -> None:
     about = {"question": "attention", "context": 32768, "batch": 16, "system": "kvfold", "floor_ms": 0.4}
     rows = [
