@@ -2,6 +2,7 @@
 
 What attention loses when slots go is known before they go: the weights its last queries give them. A head that looks at
 its sinks and its neighbours loses nothing with a few dozen slots; one that reads the whole prompt needs most of it.
+What later questions will look at, the end of a prompt does not tell; a second reading does, and its weights are scores.
 
     H heads   S slots   G query heads per KV head
 """
@@ -31,33 +32,40 @@ if TYPE_CHECKING:
 class Adaptive(Allocator):
     """As few slots as lose no head more than `loss` of its attention; a size, if there is one, is the upper bound.
 
-    A head's attention is the mean of what the last `window` queries of its group give each slot, a sum of 1. In the
-    order of the scores, the m-th slot stays if the slots from it on hold more than `loss`: then, and only then, would
-    ending before it lose too much. Where all of these are more than the size allows, those stay whose loss would be
-    largest, over all heads and layers: the size is spent so that the largest loss of a head is as small as can be.
-    Protected slots always stay. The price of a slot does not depend on other layers, so a stream is exact, as `global`.
+    With `window=none` the scores say what is lost: every slot that has more than `loss` stays, in whichever head, and
+    of more than the size allows the best. This is for scores that are shares of attention. Under
+    `kvzip + adaptive(window=none)` no query of the second reading gave a slot that goes more than `loss` of its
+    attention: a text that repeats itself leaves few slots, one of names and numbers many. (KVzap, arXiv:2601.07891,
+    thresholds predicted scores so.)
 
-    Any score gives the order; the loss is measured on attention for all of them, since scores (norms, cosines, pooled
-    or maximal weights) add up to nothing that could be compared. It is a bound on what the window's queries lose, and a
-    prediction for those to come.
+    With a window, a head's attention is the mean of what the last `window` queries of its group give each slot, a sum
+    of 1. In the order of the scores, the m-th slot stays if the slots from it on hold more than `loss`: then, and only
+    then, would ending before it lose too much. Where all of these are more than the size allows, those stay whose loss
+    would be largest, over all heads and layers: the size is spent so that the largest loss of a head is as small as can
+    be. Protected slots always stay. The price of a slot does not depend on other layers, so a stream is exact, as
+    `global`.
+
+    Any score gives the order then; the loss is measured on attention for all of them, since scores (norms, cosines,
+    pooled or maximal weights) add up to nothing that could be compared. It is a bound on what the window's queries
+    lose, and a prediction for those to come.
     """
 
     scope: ClassVar[Literal["layer", "model"]] = "model"
     may_leave: ClassVar[bool] = True
     loss: float = 0.02
-    window: int = 32
+    window: int | None = 32
 
     def __post_init__(self) -> None:
         if not 0 <= self.loss < 1:
             raise PolicyError(
                 f"adaptive(loss={self.loss}): the loss is a share of a head's attention, from 0 to below 1"
             )
-        if self.window < 1:
+        if self.window is not None and self.window < 1:
             raise PolicyError(f"adaptive(window={self.window}): attention is that of the last queries, 1 or more")
 
     @property
     def last_queries(self) -> int:
-        return self.window
+        return self.window or 0
 
     def weigh(self, score_HS: Tensor, view: View) -> Tensor:
         """For each slot, best first, the attention that goes if neither it nor any after it stays."""
@@ -67,11 +75,11 @@ class Adaptive(Allocator):
 
     def allocate(self, scores: Sequence[Scores], budget: Budget, layer: int) -> list[Tensor]:
         total = budget.num_layers * len(scores[0].score_HS) * budget.slots_per_head
-        return count_top([_above(lost.score_HS, self.loss) for lost in scores], total)
+        return count_top([_above(layer_scores.score_HS, self.loss) for layer_scores in scores], total)
 
 
-def _above(lost_HS: Tensor, loss: float) -> Tensor:
-    return lost_HS.where(lost_HS > loss, -torch.inf)
+def _above(score_HS: Tensor, loss: float) -> Tensor:
+    return score_HS.where(score_HS > loss, -torch.inf)
 
 
 def lost_from(score_HS: Tensor, attention_HS: Tensor) -> Tensor:

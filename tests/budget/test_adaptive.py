@@ -115,6 +115,22 @@ def test_decoding_holds_the_loss_too() -> None:
     assert all(5 < len_ < 56 for i in range(3) for len_ in sequence.stored_lens(i))
 
 
+def test_without_a_window_slots_of_higher_scores_stay() -> None:
+    """Scores of a window's queries, so that they can be told in plain PyTorch: the mean over the group, not pooled."""
+    layers, loss = random_layers(SPEC, 80), 0.015
+    scorer = f"snapkv(window={WINDOW}, kernel=1)"
+    sequence = new_sequence(f"{scorer} + adaptive(loss={loss}, window=none) + {SMALL}", SPEC)
+    prefill(sequence, layers, [50, 30])
+    must = {0, 1, *range(80 - WINDOW, 80)}
+    counts = []
+    for i, (q_QTD, k_HTD, _) in enumerate(layers):
+        for head, weight_S in enumerate(attention(q_QTD, k_HTD)):
+            expected = must | {slot for slot, weight in enumerate(weight_S.tolist()) if weight > loss}
+            assert set(stored_tokens(sequence, i, head)) == expected
+            counts.append(len(expected))
+    assert len(must) < min(counts) < max(counts) < 80
+
+
 def test_a_size_may_be_left_out() -> None:
     assert Policy.parse("keydiff + adaptive(loss=0.1)") == Policy.parse("keydiff + adaptive(loss=0.1) + 1x")
     assert Policy.parse("prefill(keydiff + adaptive)").decode.size is None
