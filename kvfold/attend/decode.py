@@ -48,6 +48,8 @@ class DecodePass:
     def __init__(self, sequences: Sequence[SequenceCache], num_tokens: int | Sequence[int] = 1) -> None:
         self.sequences = list(sequences)
         self.num_tokens = [num_tokens] * len(self.sequences) if isinstance(num_tokens, int) else list(num_tokens)
+        for sequence in self.sequences:
+            sequence.arrive()
         lanes = list(zip(self.sequences, self.num_tokens, strict=True))
         seal_all([sequence for sequence, length in lanes if sequence.open.room < length])
         for sequence, length in lanes:

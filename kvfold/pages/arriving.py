@@ -1,7 +1,8 @@
 """Slots of a sequence that are still on their way to its pages, layer by layer.
 
-The sequence counts their tokens as its own, and has the memory for them. It can be read on or released; a pass over it
-waits for a layer where it attends to that layer, so the first ones run while later ones are fetched and checked.
+The sequence counts their tokens as its own, and has the memory for them. A pass that reads on waits for a layer where
+it attends to that layer, so the first ones run while later ones are fetched and checked; a decode step and a fork wait
+for all of them. It can be released at any time.
 """
 
 from __future__ import annotations

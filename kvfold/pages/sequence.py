@@ -164,11 +164,11 @@ class SequenceCache:
 
     # Changes
 
-    def arrive(self, layer: int) -> None:
-        """Wait for the slots of a layer, and of those below it, where they are still on their way. PrefixLost if they
-        cannot come: the sequence is then to be released."""
+    def arrive(self, layer: int | None = None) -> None:
+        """Wait for the slots of a layer (all) and of those below it, where they are still on their way. PrefixLost if
+        they cannot come: the sequence is then to be released."""
         if self.arriving is not None:
-            self.arriving.upto(layer)
+            self.arriving.upto(self.spec.num_layers - 1 if layer is None else layer)
 
     def rewrite(self, changes: Sequence[LayerChange], num_tokens: int, *, decoding: bool = False) -> None:
         """Seal num_tokens tokens. Memory is found first: OutOfPages leaves the sequence as it was."""
@@ -182,6 +182,7 @@ class SequenceCache:
 
     def fork(self) -> SequenceCache:
         """A second sequence over the same slots: sealed pages are shared, the open block and sidecar copied."""
+        self.arrive()
         branch = SequenceCache(self.arena, self.spec, self.policy, self.config)
         branch.open.copy_from(self.open)
         if branch.exact is not None and self.exact is not None:

@@ -94,7 +94,7 @@ class Reading:
         with self._or_nothing(copies):
             if self.sequence is None:
                 self.sequence = self._new()
-            _arrive(self.sequence)  # those opened before
+            self.sequence.arrive()  # those opened before
             readers = load(self.sequence, copies)
         for copy, reader in zip(copies, readers, strict=True):
             lease = Lease(self._at, reader.preamble.ttl_s, reader.preamble.saved_s)
@@ -104,7 +104,7 @@ class Reading:
         """Until everything is there. Raises PrefixLost."""
         if self.sequence is not None:
             with self._or_nothing():
-                _arrive(self.sequence)
+                self.sequence.arrive()
 
     @contextmanager
     def _or_nothing(self, copies: Sequence[Copy] = ()) -> Iterator[None]:
@@ -120,7 +120,3 @@ class Reading:
         if self.sequence is not None:
             self.sequence.release()
             self.sequence = None
-
-
-def _arrive(sequence: SequenceCache) -> None:
-    sequence.arrive(sequence.spec.num_layers - 1)

@@ -66,6 +66,28 @@ def test_layers_come_when_they_are_asked_for(model: Model, store: PrefixStore) -
     hit.sequence.release()
 
 
+def test_whoever_needs_all_layers_waits_for_them(model: Model, store: PrefixStore) -> None:
+    """A decode step, a fork, which outlives what it was made of, and what is saved again."""
+    prefixes, runner = written(store, model), make_runner(model)
+    complete = prefixes.lookup(TOKENS, markers=[MARKER])
+    expected = runner.decode([complete.sequence], TOKENS[MARKER : MARKER + 1])
+    stepping = prefixes.lookup(TOKENS, markers=[MARKER], wait=False)
+    assert torch.equal(runner.decode([stepping.sequence], TOKENS[MARKER : MARKER + 1]), expected)
+    forked = prefixes.lookup(TOKENS, markers=[MARKER], wait=False)
+    branch = forked.sequence.fork()
+    forked.sequence.release()
+    assert there(branch) == [MARKER] * 3
+    assert torch.equal(runner.decode([branch], TOKENS[MARKER : MARKER + 1]), expected)
+    with PrefixStore([HostTier(1 << 24)], chunk_len=CHUNK) as other:
+        saved = prefixes.lookup(TOKENS, markers=[MARKER], wait=False)
+        assert make_prefixes(other, model).save(saved.sequence, TOKENS, upto=MARKER) == MARKER and other.flush()
+        found = make_prefixes(other, model).lookup(TOKENS, markers=[MARKER])
+        assert torch.equal(runner.decode([found.sequence], TOKENS[MARKER : MARKER + 1]), expected)
+    for sequence in (complete.sequence, stepping.sequence, branch, saved.sequence, found.sequence):
+        sequence.release()
+    assert model.arena.lent_bytes == 0 and not is_reading()
+
+
 def test_who_leaves_while_layers_are_on_their_way_leaves_nothing(model: Model, store: PrefixStore) -> None:
     """Pages, threads, files; and what was stored is still good."""
     prefixes = written(store, model)
