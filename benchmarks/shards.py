@@ -92,7 +92,7 @@ def _sizes(bench: Sequence[str], parts: Path, deadline: float) -> Path:
         commands = {
             parts / f"sizes-{index}-{mode}": [*bench, "--workloads", task.label, "--modes", mode, *once]
             for index, task in enumerate(wanted.tasks)
-            for mode in wanted.modes
+            for mode in wanted.chosen_modes
         }
         _run(commands, deadline)
         join_sizes([folder / SIZES for folder in commands], found)

@@ -5,20 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from kvfold.bench import facts, plan
 from kvfold.bench.haystack import Haystack, from_text, prose, read_text
-from kvfold.bench.record import MODES, Mode, Run
+from kvfold.bench.record import MODES, OWN, Mode, Run
 from kvfold.bench.rows import OWN_PROSE
 from kvfold.bench.shard import Shard
-from kvfold.bench.sizes import FULL, cells
+from kvfold.bench.sizes import FULL, cells, share_of
 from kvfold.bench.suites import find_suite
-from kvfold.errors import InputError
+from kvfold.core import ModelSpec
+from kvfold.errors import InputError, KvfoldWarning, PolicyError
 from kvfold.models.loader import Model
 
 _THOUSAND = 1024  # 4k is 4096 tokens
@@ -31,10 +33,11 @@ class Wanted:
     suite: str = "quick"
     workloads: Sequence[str] | None = None
     policies: Sequence[str] | None = None
+    also: Sequence[str] = ()  # policies beside those
     memories: Sequence[str] | None = None
     lengths: Sequence[int] | None = None
     samples: int | None = None
-    modes: Sequence[Mode] = MODES
+    modes: Sequence[Mode] | None = None
     seed: int = 0
     fidelity: int | None = None
     diagnostics: int | None = None
@@ -43,10 +46,13 @@ class Wanted:
     shard: Shard = field(default_factory=Shard)
 
     def __post_init__(self) -> None:
-        cells(self._policies, self._memories)
-        if unknown := [mode for mode in self.modes if mode not in get_args(Mode)]:
+        for memory in self._memories:
+            if memory != OWN:
+                share_of(memory)
+        cells(self._named, self._memories)
+        if unknown := [mode for mode in self.chosen_modes if mode not in MODES]:
             raise InputError(f'no mode "{unknown[0]}"; modes: {", ".join(MODES)}')
-        if not self.modes or not self._memories:
+        if not self.chosen_modes or not self._memories:
             raise InputError("there is nothing to run; give one mode and one memory or more")
         _ = self.tasks
 
@@ -56,10 +62,27 @@ class Wanted:
         return plan.tasks(names, self.options)
 
     @property
-    def _policies(self) -> tuple[str, ...]:
-        """The full cache, then the others in the order they came."""
-        asked = find_suite(self.suite).policies if self.policies is None else self.policies
-        return tuple(dict.fromkeys((FULL, *(" ".join(policy.split()) for policy in asked))))
+    def chosen_modes(self) -> tuple[Mode, ...]:
+        return find_suite(self.suite).modes if self.modes is None else tuple(self.modes)
+
+    @property
+    def _named(self) -> tuple[str, ...]:
+        return tuple(" ".join(policy.split()) for policy in (*(self.policies or ()), *self.also))
+
+    def _policies(self, spec: ModelSpec) -> tuple[str, ...]:
+        """The full cache, then the others in the order they came, without those of a suite that cannot be run here."""
+        own = find_suite(self.suite).policies() if self.policies is None else ()
+        found = [policy for policy in own if policy in self._named or self._can_run(policy, spec)]
+        return tuple(dict.fromkeys((FULL, *found, *self._named)))
+
+    def _can_run(self, policy: str, spec: ModelSpec) -> bool:
+        try:
+            for cell in cells([policy], self._memories):
+                cell.check(spec)
+        except PolicyError as error:
+            warnings.warn(f"{policy} is left out: {error}", KvfoldWarning, stacklevel=2)
+            return False
+        return True
 
     @property
     def _memories(self) -> tuple[str, ...]:
@@ -92,8 +115,8 @@ class Wanted:
             samples=suite.samples if self.samples is None else self.samples,
             lengths=tuple(suite.lengths if self.lengths is None else self.lengths),
             workloads=tuple(task.label for task in self.tasks),
-            modes=tuple(self.modes),
-            policies=self._policies,
+            modes=self.chosen_modes,
+            policies=self._policies(model.spec),
             memories=self._memories,
             haystack=self.filler[1],
             options=plan.digests(self.options),

@@ -18,8 +18,11 @@ import torch
 
 from kvfold.bench.matched import Matched, evicts_nothing, has_own_size, match_many, needs_size, resident_bytes
 from kvfold.bench.record import OUT_OF_MEMORY, OWN, TOO_SMALL, Mode
+from kvfold.core import ModelSpec
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError, OutOfPages, PolicyError, SizeError
+from kvfold.models.check import check_policy
+from kvfold.policy.policy import Policy
 from kvfold.whole import write_whole
 
 FULL, WHOLE = "full", "100%"
@@ -48,6 +51,10 @@ class Cell(NamedTuple):
     def as_written(self) -> bool:
         """Whether the policy runs as it is written, without a size that was looked for."""
         return self.memory == OWN or evicts_nothing(self.policy)
+
+    def check(self, spec: ModelSpec) -> None:
+        """PolicyError if this model cannot run the policy, whatever its size."""
+        check_policy(Policy.parse(self.policy if self.as_written else f"{self.policy} + 1x"), spec)
 
 
 @dataclass(frozen=True)

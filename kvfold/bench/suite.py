@@ -24,9 +24,7 @@ from kvfold.bench.sizes import Cell, Place, Sized, Sizes, cells
 from kvfold.bench.workloads import Sample, Setting
 from kvfold.bench.writer import Writer
 from kvfold.engine.runner import Runner
-from kvfold.models.check import check_policy
 from kvfold.models.loader import Model
-from kvfold.policy.policy import Policy
 
 SIZES = "sizes.json"
 _GPU_LANES = 64  # so many keep the overhead of a decode step small
@@ -58,7 +56,7 @@ class Bench:
         self.tasks = tasks
         self.cells = cells(run.policies, run.memories)
         for cell in self.cells:  # what this model cannot run is told before anything is written
-            check_policy(Policy.parse(cell.policy if cell.as_written else f"{cell.policy} + 1x"), model.spec)
+            cell.check(model.spec)
         self.runner = Runner(model.hf, model.spec, model.arena, compile=model.compile)
         self.prompter = Prompter(model.tokenizer)
         self.haystack = haystack

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvfold.bench.methods import methods
+from kvfold.bench.record import MODES, OWN, Mode
 from kvfold.errors import InputError
 
 
@@ -12,19 +15,57 @@ class Suite:
     name: str
     summary: str
     workloads: tuple[str, ...]
-    policies: tuple[str, ...]
+    policies: Callable[[], tuple[str, ...]]  # the registry is read when somebody asks
     memories: tuple[str, ...]
     lengths: tuple[int, ...]
     samples: int  # of each task
-    fidelity: int  # samples of each task
-    diagnostics: int
+    fidelity: int = 0  # samples of each task
+    diagnostics: int = 0
+    modes: tuple[Mode, ...] = MODES
+
+
+def _tight() -> tuple[str, ...]:
+    kvzip, surprised, open_end = "kvzip + global", "kvzip(surprise=2) + global", "protect(recent=0)"
+    return (
+        "kvzip",
+        kvzip,
+        f"{kvzip} + fit",
+        f"{kvzip} + {open_end}",
+        f"{kvzip} + {open_end} + fit",
+        f"{kvzip} + {open_end} + fit(tokens=2048)",
+        surprised,
+        f"{surprised} + {open_end}",
+        f"{surprised} + {open_end} + fit(tokens=2048)",
+        "kvzip_plus + global",
+        f"kvzip_plus + global + {open_end} + fit",
+        "learned + global",
+        "keydiff",
+        "keydiff + fit",
+        f"{kvzip} + int4",
+        f"{kvzip} + int4 + fit",
+        f"{kvzip} + int2",
+    )
+
+
+def _curve() -> tuple[str, ...]:
+    kvzip = "kvzip + global"
+    return (
+        "streaming",
+        "snapkv",
+        "snapkv + ada",
+        "keydiff",
+        "keydiff + int4",
+        kvzip,
+        f"{kvzip} + int4",
+        f"{kvzip} + protect(recent=0) + fit",
+    )
 
 
 QUICK = Suite(
     name="quick",
     summary="what a 135M model can do at all, in minutes on a CPU",
     workloads=("needle:needles_1", "ruler:niah_multikey_1", "chat:turns"),
-    policies=("streaming", "snapkv + ada", "keydiff", "int4", "keydiff + int4"),
+    policies=lambda: ("streaming", "snapkv + ada", "keydiff", "int4", "keydiff + int4"),
     memories=("100%", "50%", "25%"),
     lengths=(768,),
     samples=2,
@@ -47,14 +88,52 @@ STANDARD = Suite(
         "chat:requests",
         "rag:planted",
     ),
-    policies=("streaming", "snapkv + ada", "keydiff", "keydiff + ada", "expected + ada", "int4", "keydiff + int4"),
+    policies=lambda: (
+        "streaming",
+        "snapkv + ada",
+        "keydiff",
+        "keydiff + ada",
+        "expected + ada",
+        "int4",
+        "keydiff + int4",
+    ),
     memories=("100%", "50%", "25%", "12.5%"),
     lengths=(4096,),
     samples=100,
     fidelity=8,
     diagnostics=1,
 )
-SUITES = {suite.name: suite for suite in (QUICK, STANDARD)}
+_NEEDLES = ("ruler:niah_single_2", "ruler:niah_multikey_1", "ruler:niah_multivalue")
+METHODS = Suite(
+    name="methods",
+    summary="every method there is, on needles",
+    workloads=_NEEDLES,
+    policies=methods,
+    memories=("100%", "50%", "25%", "12.5%", "6.25%", OWN),
+    lengths=(4096,),
+    samples=8,
+)
+TIGHT = Suite(
+    name="tight",
+    summary="what keeps most needles in few bytes when no question is known",
+    workloads=_NEEDLES,
+    policies=_tight,
+    memories=("12.5%", "6.25%"),
+    lengths=(2000,),
+    samples=33,
+    modes=("unknown",),
+)
+CURVE = Suite(
+    name="curve",
+    summary="how few bytes can be when the question is known, halving by halving",
+    workloads=_NEEDLES,
+    policies=_curve,
+    memories=("50%", "25%", "12.5%", "6.25%", "3.125%", "1.5625%"),
+    lengths=(8192,),
+    samples=14,
+    modes=("known",),
+)
+SUITES = {suite.name: suite for suite in (QUICK, STANDARD, METHODS, TIGHT, CURVE)}
 
 
 def find_suite(name: str) -> Suite:

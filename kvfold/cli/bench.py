@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from kvfold.bench.suites import SUITES
 from kvfold.cli import bench_table
 from kvfold.cli.options import Subparsers, add_model_options, load_model
 from kvfold.cli.run import split_policies
@@ -17,11 +18,16 @@ if TYPE_CHECKING:
 
 REPORT = "report.html"
 INTERRUPTED = 130
-_EPILOG = """examples:
+_SUITES = "\n".join(f"  {suite.name:10} {suite.summary}" for suite in SUITES.values())
+_EPILOG = f"""suites:
+{_SUITES}
+
+examples:
   kvfold bench                                     the quick suite: a small model on a CPU, in minutes
   kvfold bench --list                              what workloads there are
   kvfold bench --workloads passkey,ruler:vt --policies "snapkv + ada, int4" --memory 50%,25% --samples 20
   kvfold bench --suite standard --model qwen2.5-coder-1.5b --lengths 4k,8k --device cuda --shard 0/12
+  kvfold bench --suite tight --also "keydiff + int4, tova + ada" --device cuda
 
 A run that was stopped goes on with the same command. docs/benchmark.md tells what is matched and measured.
 """
@@ -48,15 +54,16 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def _add_choices(parser: argparse.ArgumentParser) -> None:
     """What is run."""
-    parser.add_argument("--suite", default="quick", help="quick (default) or standard: what is not said otherwise")
+    parser.add_argument("--suite", default="quick", help=f"{', '.join(SUITES)}; it says what is not said otherwise")
     parser.add_argument("--workloads", metavar="A,B:TASK", help="workloads, or single tasks of them")
     parser.add_argument("--policies", metavar="A, B", help='without sizes, e.g. "snapkv + ada, int4"; full comes along')
+    parser.add_argument("--also", default="", metavar="A, B", help="policies beside those of the suite")
     parser.add_argument(
         "--memory", dest="memories", metavar="P%,P%", help="shares of the full cache's bytes; own: as written"
     )
     parser.add_argument("--lengths", metavar="N,N", help="tokens of a prompt, e.g. 1000,4k")
     parser.add_argument("--samples", type=_count, metavar="N", help="of each task")
-    parser.add_argument("--modes", default="known,unknown", help="known, unknown, or both (default)")
+    parser.add_argument("--modes", help="known, unknown, or known,unknown")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--fidelity", type=_count, metavar="N", help="samples of each task compared token by token")
     parser.add_argument("--diagnostics", type=_count, metavar="N", help="samples of each task timed and looked into")
@@ -105,6 +112,7 @@ def wanted_of(args: argparse.Namespace) -> Wanted:
         suite=args.suite,
         workloads=_split(args.workloads),
         policies=None if args.policies is None else split_policies(args.policies),
+        also=split_policies(args.also),
         memories=_split(args.memories),
         lengths=None if args.lengths is None else [parse_length(text) for text in args.lengths.split(",")],
         samples=args.samples,

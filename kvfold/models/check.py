@@ -18,6 +18,7 @@ def check_policy(policy: Policy, spec: ModelSpec) -> None:
         stage.budget.check(spec)
     for codec in policy.codec.codecs:
         codec.check(spec)
+    _check_layers(policy, spec)
     _check_output(policy, spec)
     _check_predictor(policy, spec)
     _check_reader(policy, spec)
@@ -32,6 +33,14 @@ def check_policy(policy: Policy, spec: ModelSpec) -> None:
         raise PolicyError(
             f'policy "{policy.short}": slot needs fixed RoPE frequencies; those of {spec.name} depend on the length, '
             "so use keep"
+        )
+
+
+def _check_layers(policy: Policy, spec: ModelSpec) -> None:
+    layers = policy.codec.layers
+    if not any(layers.holds(i, spec.num_layers) for i in range(spec.num_layers)):
+        raise PolicyError(
+            f'policy "{policy.short}": layers={layers} holds none of the {spec.num_layers} layers of {spec.name}'
         )
 
 

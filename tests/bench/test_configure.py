@@ -10,8 +10,8 @@ import pytest
 
 from kvfold.bench.configure import Wanted, default_folder, parse_length
 from kvfold.bench.shard import Shard
-from kvfold.bench.suites import QUICK
-from kvfold.errors import InputError, PolicyError
+from kvfold.bench.suites import CURVE, METHODS, QUICK
+from kvfold.errors import InputError, KvfoldWarning, PolicyError
 from kvfold.models.loader import Model
 
 
@@ -23,10 +23,29 @@ def test_the_suite_fills_in_what_is_left_out(model: Model) -> None:
     assert {"kvfold", "torch", "transformers", "python"} <= run.versions.keys()
 
 
+def test_policies_may_stand_beside_the_suite_and_modes_are_its_own(model: Model) -> None:
+    run = Wanted(suite="curve", also=["int4", "keydiff"]).describe(model, "")
+    assert run.policies == ("full", *CURVE.policies(), "int4") and run.modes == ("known",)
+    assert Wanted(suite="curve", modes=["unknown"]).describe(model, "").modes == ("unknown",)
+    assert Wanted(policies=["int4"], also=["int8"]).describe(model, "").policies == ("full", "int4", "int8")
+
+
+def test_what_the_model_cannot_run_is_left_out_of_a_suite_unless_it_was_asked_for(model: Model) -> None:
+    with pytest.warns(KvfoldWarning) as told:
+        run = Wanted(suite="methods").describe(model, "")
+    left_out = ["learned + global", "minicache(layers=14::2)"]
+    assert [policy for policy in METHODS.policies() if policy not in run.policies] == left_out
+    assert [str(each.message).partition(" is left out: ")[0] for each in told] == left_out
+    with pytest.warns(KvfoldWarning) as told:
+        run = Wanted(suite="methods", memories=["50%"], also=["learned + global"]).describe(model, "")
+    assert "kvzip + adaptive is left out: " in str(told[0].message)  # it has a size of its own
+    assert "learned + global" in run.policies  # where it is an error: test_suite.py
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"suite": "huge"}, 'no suite "huge"; suites: quick, standard'),
+        ({"suite": "huge"}, 'no suite "huge"; suites: quick, standard, methods, tight, curve'),
         ({"memories": ["0%"]}, 'memory "0%" is no share'),
         ({"memories": ["half"]}, 'memory "half" is no share'),
         ({"memories": ["120%"]}, 'memory "120%" is no share'),

@@ -125,9 +125,10 @@ def test_another_configuration_is_refused(done: Path, model: Model, tmp_path: Pa
         bench(model, tmp_path)
 
 
-def test_what_the_model_cannot_run_is_told_before_a_folder_is_made(model: Model, tmp_path: Path) -> None:
+@pytest.mark.parametrize("policy", ["keydiff + pages(topk=4) + slot + nonsense", "learned + global"])
+def test_what_the_model_cannot_run_is_told_before_a_folder_is_made(policy: str, model: Model, tmp_path: Path) -> None:
     with pytest.raises(PolicyError):
-        bench(model, tmp_path / "run", policies=("keydiff + pages(topk=4) + slot + nonsense",))
+        bench(model, tmp_path / "run", policies=(policy,))
     assert not (tmp_path / "run").exists()
 
 

@@ -155,6 +155,12 @@ def test_slot_positions_need_fixed_frequencies() -> None:
         check_policy(policy, read_spec(build("dynamic_rope")))
 
 
+def test_a_codec_for_layers_that_are_not_there_is_refused() -> None:
+    check_policy(Policy.parse("int4(layers=2:)"), read_spec(build()))
+    with pytest.raises(PolicyError, match="layers=3: holds none of the 3 layers"):
+        check_policy(Policy.parse("int4(layers=3:)"), read_spec(build()))
+
+
 def test_nothing_to_compress_is_refused() -> None:
     spec = read_spec(build("mistral_sliding"))
     check_policy(Policy.parse("full"), spec)

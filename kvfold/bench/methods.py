@@ -1,0 +1,65 @@
+"""Policies that take part with every registered term: what the suite `methods` compares.
+
+Terms that need a file measured for the model and named in the expression (`profile`, `palu`) are left to `--also`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from typing import Any
+
+from kvfold.policy.defaults import NAMES, load_variants
+from kvfold.policy.registry import Term, terms
+
+
+@cache
+def methods() -> tuple[str, ...]:
+    """Each term once or more: budgets and treatments of what goes under scores that they serve, codecs alone and
+    under eviction."""
+    return (
+        *_scores(),
+        "snapkv + ada",
+        "keydiff + ada",
+        "expected + ada",
+        "keydiff + int4",
+        "snapkv + ada + int4",
+        "keydiff + ada + int4",
+        *(f"kvzip + {budget}" for budget in _names("budget")),
+        "kvzip_plus + global",
+        "defensive + global",
+        "learned + global",
+        "critical + ada",
+        "kvcompress + pages",
+        *(f"kvzip + global + {evicted}" for evicted in _names("evicted", "recall")),
+        "h2o + cam",
+        "h2o + d2o",
+        "keydiff + fit",
+        "streaming + recall(tokens=256)",
+        "streaming + slot",
+        *_names("codec", "minicache"),
+        "minicache(layers=14::2)",  # a layer needs one below; the paper begins in the middle
+        *(f"kvzip + global + {codec}" for codec in _names("codec", "minicache")),  # it refuses eviction
+        *(f"{reader}(tokens=512)" for reader in _names("attend")),
+        *(f"snapkv + {prefill}" for prefill in _names("prefill")),
+    )
+
+
+def _scores() -> list[str]:
+    """Alone, but for those trained for a model."""
+    return [term.name for term in _complete("score") if term.variant().needs.predictor is None]
+
+
+def _names(axis: str, *but: str) -> list[str]:
+    return [term.name for term in _complete(axis) if term.name not in but]
+
+
+def _complete(axis: str) -> list[Term]:
+    """The terms of an axis that stand without arguments, but for its default."""
+    load_variants()
+    found = [term for term in terms(axis) if term.name != NAMES.get(axis)]
+    return [term for term in found if all(map(_is_optional, term.arguments))]
+
+
+def _is_optional(argument: dataclasses.Field[Any]) -> bool:
+    return argument.default is not dataclasses.MISSING or argument.default_factory is not dataclasses.MISSING
