@@ -27,7 +27,7 @@ from kvfold.pages.compress import Compression, check_decode_size, finish_all
 from kvfold.pages.held import Held
 from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.sidecar import LayerSidecar
-from kvfold.pages.view import NewSlots
+from kvfold.pages.view import NewSlots, Replayed
 from kvfold.score.base import Replay
 
 _SIDES: tuple[Side, Side] = ("k", "v")
@@ -208,12 +208,12 @@ class PrefillPass:
         self.left.look(index, layer, new, self._tracked[index].last_queries)
 
     def look_again(
-        self, index: int, replay: Replay, maxima: Sequence[Tensor | None], queries: Sequence[Tensor | None]
+        self, index: int, replay: Replay, maxima: Sequence[Tensor | None], queries: Sequence[Replayed | None]
     ) -> None:
         """Look at what was held, layer by layer: the largest weights and some queries that a second reading saw."""
         held = self.held[index]
-        for layer, (replay_HGS, q_HGTD) in enumerate(zip(maxima, queries, strict=True)):
-            new = replace(held.new_slots(layer, self._dtype, replay_HGS), replay_q_HGTD=q_HGTD)
+        for layer, (replay_HGS, replayed) in enumerate(zip(maxima, queries, strict=True)):
+            new = replace(held.new_slots(layer, self._dtype, replay_HGS), replayed=replayed)
             for compression in self.waiting(index):
                 if compression.replay == replay:
                     compression.look_again(layer, _for_policy(new, compression.sequence))

@@ -30,6 +30,7 @@ from kvfold.attend.prefill import LayerBuffer, add_new
 from kvfold.attend.stored import Stretch, plain, stretches
 from kvfold.pages.held import Held
 from kvfold.pages.transfer import upload
+from kvfold.pages.view import Replayed
 from kvfold.score.base import Replay
 from kvfold.score.columns import column_max
 
@@ -64,7 +65,7 @@ class ReplayPass:
         self.hidden_norm_T: Tensor | None = None  # of what the attention of the running layer was given
         self._watched = list(dict.fromkeys(map(_without_queries, kinds)))
         self._maxima: dict[tuple[int, Replay], _Maxima] = {}
-        self._queries: dict[tuple[int, int], list[Tensor]] = defaultdict(list)  # by layer and how many are kept
+        self._queries: dict[tuple[int, int], list[Replayed]] = defaultdict(list)  # by layer and how many are kept
         self._chunk = slice(0, 0)
         self._num_tokens = 0
         self._buffer: LayerBuffer | None = None
@@ -89,9 +90,10 @@ class ReplayPass:
         near_HGT = merge.lse_HGT
         held = _added(merge, self._held(layer, q_HGTD, tokens.start), spec.scale)
         if spec.compressible:
-            self._keep_queries(layer, q_HGTD, tokens)
             assert near_HGT is not None and merge.lse_HGT is not None
-            self._watch(layer, _Seen(q_HGTD, near_HGT, merge.lse_HGT, tokens), stored, held)
+            seen = _Seen(q_HGTD, near_HGT, merge.lse_HGT, tokens)
+            self._keep_queries(layer, seen)
+            self._watch(layer, seen, stored, held)
         return merge.result().flatten(0, 1).to(q_QTD.dtype)
 
     def _grown(self, k_HTD: Tensor, v_HTD: Tensor, dtype: torch.dtype) -> LayerBuffer:
@@ -151,21 +153,22 @@ class ReplayPass:
             found = self._maxima[layer, kind] = _Maxima(stored_HGS, new_HGN)
         return found
 
-    def _keep_queries(self, layer: int, q_HGTD: Tensor, tokens: slice) -> None:
+    def _keep_queries(self, layer: int, seen: _Seen) -> None:
         """Those of evenly spaced tokens of what is repeated, request and all."""
         behind = self._num_tokens - self._chunk.stop  # from a token's place in what is held to that in the repetition
         for count in {kind.queries for kind in self.kinds if kind.queries}:
             number = min(count, self.held.num_tokens)
             spaced = (i * self.held.num_tokens // number for i in range(number))
-            places = [place + behind - tokens.start for place in spaced if place in _range(self._chunk)]
-            mine = [place for place in places if 0 <= place < q_HGTD.shape[2]]
+            places = [place + behind - seen.tokens.start for place in spaced if place in _range(self._chunk)]
+            mine = [place for place in places if 0 <= place < seen.q_HGTD.shape[2]]
             if mine:
-                self._queries[layer, count].append(q_HGTD[:, :, upload(mine, q_HGTD.device)])
+                mine_T = upload(mine, seen.q_HGTD.device)
+                self._queries[layer, count].append(Replayed(seen.q_HGTD[:, :, mine_T], seen.whole_HGT[:, :, mine_T]))
 
-    def queries(self, kind: Replay) -> list[Tensor | None]:
-        """Of every layer [H, G, T, D], as many tokens as the kind says, fewer where the text is shorter."""
+    def queries(self, kind: Replay) -> list[Replayed | None]:
+        """Of every layer, as many tokens as the kind says, fewer where the text is shorter."""
         kept = [self._queries.get((layer, kind.queries)) for layer in range(self.sequence.spec.num_layers)]
-        return [None if parts is None else torch.cat(parts, dim=2) for parts in kept]
+        return [None if parts is None else _joined(parts) for parts in kept]
 
     def maxima(self, kind: Replay) -> list[Tensor | None]:
         """Of every layer [H, G, S], stored then new slots of each head; None where nothing competes."""
@@ -178,6 +181,10 @@ class ReplayPass:
         heads = zip(found.stored_HGS, found.new_HGN, self.sequence.stored_lens(layer), strict=True)
         rows = [torch.cat((old_GS[:, :length], new_GN), dim=1).t() for old_GS, new_GN, length in heads]
         return pad_sequence(rows, batch_first=True).transpose(1, 2)
+
+
+def _joined(parts: Sequence[Replayed]) -> Replayed:
+    return Replayed(*(torch.cat(column, dim=2) for column in zip(*parts, strict=True)))
 
 
 def _without_queries(kind: Replay) -> Replay:

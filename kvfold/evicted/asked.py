@@ -16,8 +16,9 @@ from kvfold.score.base import View
 MOST_SCORES = 1 << 25  # at once, 128 MiB
 
 
-def ask(view: View, q_HGTD: Tensor, position_T: Tensor | None = None) -> Asked:
-    """Every head's answers; with positions, a query sees slots up to its own."""
+def ask(view: View, q_HGTD: Tensor, *, position_T: Tensor | None = None, whole_HGT: Tensor | None = None) -> Asked:
+    """Every head's answers; with positions, a query sees slots up to its own. `whole_HGT`: log-sum-exps over all that
+    the queries attended to, where that was more than these slots."""
     position_N = None if position_T is None else position_T.repeat(q_HGTD.shape[1])
     q_HND, hidden_HS = q_HGTD.flatten(1, 2), ~view.valid_RS
     k_HSD, v_HSD = (x_HSD.masked_fill(hidden_HS.unsqueeze(-1), 0.0).float() for x_HSD in (view.k_RSD, view.v_RSD))
@@ -31,7 +32,10 @@ def ask(view: View, q_HGTD: Tensor, position_T: Tensor | None = None) -> Asked:
         lse_Hn = score_HnS.logsumexp(-1)
         parts.append((score_HnS.sub_(lse_Hn.unsqueeze(-1)).exp_() @ v_HSD, lse_Hn))
     out_HND, lse_HN = (torch.cat(column, dim=1) for column in zip(*parts, strict=True))
-    return Asked(q_HND, out_HND, lse_HN, view.spec.scale, position_N)
+    share_HN = torch.ones_like(lse_HN)
+    if whole_HGT is not None:  # it was rounded elsewhere
+        share_HN = (lse_HN - whole_HGT.flatten(1, 2)).exp_().clamp_(max=1.0)
+    return Asked(q_HND, out_HND, lse_HN, share_HN, view.spec.scale, position_N)
 
 
 def scores(

@@ -33,12 +33,14 @@ class Asked:
     q_HND: Tensor
     out_HND: Tensor  # fp32
     lse_HN: Tensor  # fp32
+    share_HN: Tensor  # fp32: of each query's attention, what the layer's slots had of it
     scale: float
     position_N: Tensor | None = None  # where given, a query sees slots up to its own position
 
     def of(self, heads: list[int]) -> Asked:
         """Of some heads."""
-        return replace(self, q_HND=self.q_HND[heads], out_HND=self.out_HND[heads], lse_HN=self.lse_HN[heads])
+        columns = ("q_HND", "out_HND", "lse_HN", "share_HN")
+        return replace(self, **{name: getattr(self, name)[heads] for name in columns})
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,13 @@ Later tokens see a cache through two things: its output and its mass, by which i
 Both are matched per KV head on calibration queries q_i, for which the whole cache gave output y_i and log-sum-exp l_i.
 With s_ij = q_i.k_j * scale and x_ij = exp(s_ij - l_i), keys as they are:
 
-    mass      w  =  argmin |X w - 1|^2 + m |w - 1|^2      in [e^-limit, e^limit]; the log-bias of slot j is ln w_j
-    values    V' =  argmin |P V' - Y|^2 + m' |V' - V|^2   with P = softmax(s + ln w) over what stays
+    mass      w  =  argmin |C (X w - 1)|^2 + m |w - 1|^2      in [e^-limit, e^limit]; the log-bias of slot j is ln w_j
+    values    V' =  argmin |C (P V' - Y)|^2 + m' |V' - V|^2   with P = softmax(s + ln w) over what stays
 
-m and m' are `ridge` times the mean square of the columns of X and P. Slots that were sealed before keep their codes and
-biases; the new ones make up for what they do not answer.
+C is diagonal: a query counts by the share of its attention that the cache had, while the rest went to the reading it
+was asked in. What the cache answers reaches it by this share; queries that look elsewhere would only blur what others
+need. m and m' are `ridge` times the mean square of the columns of C X and C P. Slots that were sealed before keep their
+codes and biases; the new ones make up for what they do not answer.
 
 Heads of a layer are solved in batches of similar length.
 
@@ -36,7 +38,13 @@ _CACHED_SCORES = 1 << 18  # a CPU solves large heads one by one: a batch of them
 _LEAST_MASS = 1e-20  # of a query whose every slot went: its row is 0, not NaN
 
 
-@register("evicted", "fit", paper="arXiv:2602.16284", cost="n·K·(d + min(n, K)) per head; replay: a second prefill")
+@register(
+    "evicted",
+    "fit",
+    revision=2,
+    paper="arXiv:2602.16284",
+    cost="n·K·(d + min(n, K)) per head; replay: a second prefill",
+)
 @dataclass(frozen=True)
 class Fit(Evicted):
     """Kept values and log-biases are solved for, so that queries get the outputs and the mass of the whole cache.
@@ -49,7 +57,7 @@ class Fit(Evicted):
     """
 
     queries: Literal["replay", "prompt"] = "replay"
-    tokens: int = 512
+    tokens: int = 2048
     ridge: float = 0.01
     limit: float = 3.0  # of a bias, either way
 
@@ -85,20 +93,23 @@ class Fit(Evicted):
         slots = Padded.of(heads)
         new, count_B = slice(slots.num_new), torch.tensor([num_new(head) for head in heads], device=slots.k_BSD.device)
         weight_BNS = _weights(asked, slots)
-        factor_BM = self._factors(weight_BNS[..., new], weight_BNS[..., slots.num_new :], count_B)
+        counts_BN1 = asked.share_HN.unsqueeze(-1)
+        factor_BM = self._factors(weight_BNS * counts_BN1, asked.share_HN, slots.num_new, count_B)
         weight_BNS[..., new] *= factor_BM.unsqueeze(1).to(weight_BNS.dtype)
         share_BNS = weight_BNS / weight_BNS.sum(-1, keepdim=True).clamp(min=_LEAST_MASS)
         v_BSD = slots.v_BSD.float()
-        missing_BND = asked.out_HND - share_BNS @ v_BSD
-        fitted_BMD = v_BSD[:, new] + ridge(share_BNS[..., new], missing_BND, self.ridge, count_B).to(v_BSD.dtype)
+        missing_BND = (asked.out_HND - share_BNS @ v_BSD) * counts_BN1
+        counted_BNM = share_BNS[..., new] * counts_BN1
+        fitted_BMD = v_BSD[:, new] + ridge(counted_BNM, missing_BND, self.ridge, count_B).to(v_BSD.dtype)
         bias_BM = factor_BM.log().to(slots.bias_BS.dtype)
         for head, v_MD, bias_M in zip(heads, fitted_BMD.to(slots.v_BSD.dtype), bias_BM, strict=True):
             yield Refit(v_MD[: num_new(head)], bias_M[: num_new(head)])
 
-    def _factors(self, new_BNM: Tensor, sealed_BNF: Tensor, count_B: Tensor) -> Tensor:
-        """By how much each new slot is to weigh more, fp64."""
-        missing_BN = 1.0 - sealed_BNF.sum(-1, dtype=torch.float64)
-        return boxed_ridge(new_BNM, missing_BN, self.ridge, count_B, math.exp(-self.limit), math.exp(self.limit))
+    def _factors(self, weight_BNS: Tensor, whole_BN: Tensor, num_new: int, count_B: Tensor) -> Tensor:
+        """By how much each new slot is to weigh more for the weights to add up to the whole, fp64."""
+        missing_BN = whole_BN - weight_BNS[..., num_new:].sum(-1, dtype=torch.float64)
+        low, high = math.exp(-self.limit), math.exp(self.limit)
+        return boxed_ridge(weight_BNS[..., :num_new], missing_BN, self.ridge, count_B, low, high)
 
 
 def _weights(asked: Asked, slots: Padded) -> Tensor:

@@ -107,7 +107,7 @@ class Compression:
         """A second reading has been: score the slots of a layer, if that waited for it, and ask its queries."""
         if self.looks_late:
             self.layer(index, new)
-        if new.replay_q_HGTD is not None:
+        if new.replayed is not None:
             self._ask(index, new)
 
     def _compress(self, index: int, new: NewSlots, budget: Budget) -> None:
@@ -157,11 +157,12 @@ class Compression:
             return
         needs = Needs(last_queries=self.stage.evicted.needs.last_queries)
         view = build_view(self.sequence, index, new, needs)
-        q_HGTD, position_T = new.replay_q_HGTD, None
         if view.q_RGWD is not None and view.q_position_RW is not None:
-            q_HGTD, position_T = view.q_RGWD, view.q_position_RW[0]
-        assert q_HGTD is not None
-        self._layers[index].asked = ask(view, q_HGTD, position_T)
+            asked = ask(view, view.q_RGWD, position_T=view.q_position_RW[0])
+        else:
+            assert new.replayed is not None
+            asked = ask(view, new.replayed.q_HGTD, whole_HGT=new.replayed.lse_HGT)
+        self._layers[index].asked = asked
 
     def _slide(self, index: int, new: NewSlots) -> LayerChange:
         """A sliding-window layer keeps what the token after the new ones can see."""

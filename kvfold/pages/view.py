@@ -1,7 +1,7 @@
 """What a round of compression looks at: new slots, stored and new ones side by side, and the facts sizes refer to.
 
-H KV heads   R rows (the KV heads of one sequence)   S slots, stored then new   T new slots   D head dim
-Q query heads   W window of queries
+H KV heads   R rows (the KV heads of one sequence)   S slots, stored then new   T new slots, or queries   D head dim
+Q query heads   G of them per KV head   W window of queries
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +27,13 @@ from kvfold.score.predictor import predictor_for
 from kvfold.when import Never
 
 
+class Replayed(NamedTuple):
+    """Some queries of a second reading, and the log-sum-exps of all that they attended to, the reading included."""
+
+    q_HGTD: Tensor
+    lse_HGT: Tensor
+
+
 @dataclass
 class NewSlots:
     """The slots a pass adds to one layer of one sequence, usually at consecutive positions, and what was observed."""
@@ -36,7 +44,7 @@ class NewSlots:
     mass_HS: Tensor | None = None  # attention mass of stored and new slots after this pass
     q_QTD: Tensor | None = None  # their queries
     replay_HGS: Tensor | None = None  # the largest weight that a second reading gave stored and new slots
-    replay_q_HGTD: Tensor | None = None  # some of its queries
+    replayed: Replayed | None = None  # some of its queries
     going_T: Tensor | None = None  # which tokens of the pass they are, where others were left behind; not the last
     num_left: int = 0  # tokens left behind
     scored: dict[object, Scores] = field(default_factory=dict)  # what policies of one pass have found, for each other

@@ -34,7 +34,7 @@ def answers(q_ND: Tensor, k_SD: Tensor, v_SD: Tensor, bias_S: Tensor | float = 0
 
 def asked_of(q_ND: Tensor, k_SD: Tensor, v_SD: Tensor, bias_S: Tensor | float = 0.0) -> Asked:
     out_ND, lse_N = answers(q_ND, k_SD, v_SD, bias_S)
-    return Asked(q_ND.unsqueeze(0), out_ND.unsqueeze(0), lse_N.unsqueeze(0), SCALE)
+    return Asked(q_ND[None], out_ND[None], lse_N[None], torch.ones(1, len(q_ND)), SCALE)
 
 
 def kept(k_SD: Tensor, v_SD: Tensor, num_sealed: int = 0) -> Survivors:
@@ -62,13 +62,15 @@ def test_nothing_evicted_changes_nothing() -> None:
 def test_is_the_two_ridge_regressions(num_queries: int) -> None:
     k_SD, v_SD, q_ND = draw(60, DIM).double(), draw(60, DIM, seed=1).double(), draw(num_queries, DIM, seed=2).double()
     out_ND, lse_N = answers(q_ND, k_SD, v_SD)
-    k_KD, v_KD, strength = k_SD[::3], v_SD[::3], 0.3
+    k_KD, v_KD, strength, count_N = k_SD[::3], v_SD[::3], 0.3, draw(num_queries, seed=3).sigmoid().double()
+    count_N1 = count_N.unsqueeze(-1)
     x_NK = torch.exp(q_ND @ k_KD.T * SCALE - lse_N.unsqueeze(-1))
-    weight_K = 1 + _plain_ridge(x_NK, 1 - x_NK.sum(-1, keepdim=True), strength).squeeze(-1)
+    weight_K = 1 + _plain_ridge(count_N1 * x_NK, count_N1 * (1 - x_NK.sum(-1, keepdim=True)), strength).squeeze(-1)
     p_NK = (q_ND @ k_KD.T * SCALE + weight_K.log()).softmax(-1)
-    expected_KD = v_KD + _plain_ridge(p_NK, out_ND - p_NK @ v_KD, strength)
+    expected_KD = v_KD + _plain_ridge(count_N1 * p_NK, count_N1 * (out_ND - p_NK @ v_KD), strength)
     assert weight_K.log().abs().max() < 20  # the box cuts nothing
-    single = Asked(q_ND.float().unsqueeze(0), out_ND.float().unsqueeze(0), lse_N.float().unsqueeze(0), SCALE)
+    q_1ND, out_1ND, lse_1N, count_1N = (column.float().unsqueeze(0) for column in (q_ND, out_ND, lse_N, count_N))
+    single = Asked(q_1ND, out_1ND, lse_1N, count_1N, SCALE)
     [found] = Fit(ridge=strength, limit=20.0).refit(single, [kept(k_KD.float(), v_KD.float())])
     torch.testing.assert_close(found.bias_S, weight_K.log().float(), atol=1e-3, rtol=1e-3)
     torch.testing.assert_close(found.v_SD, expected_KD.float(), atol=1e-3, rtol=1e-3)
@@ -95,6 +97,19 @@ def test_answers_queries_it_was_not_shown(seed: int, num_queries: int) -> None:
     fitted, dropped = answers(held_out_ND, k_KD, found.v_SD, found.bias_S), answers(held_out_ND, k_KD, v_KD)
     assert (fitted[0] - out_ND).norm() < 0.7 * (dropped[0] - out_ND).norm()
     assert (fitted[1] - lse_N).abs().mean() < 0.3 * (dropped[1] - lse_N).abs().mean()
+
+
+def test_a_query_that_looked_elsewhere_asks_for_nothing() -> None:
+    """Half of the queries want other values, but had their answer from what is not in the cache."""
+    k_SD, v_SD, other_SD, q_ND = draw(12, DIM), draw(12, DIM, seed=1), draw(12, DIM, seed=2), draw(300, DIM, seed=3)
+    near, far = asked_of(q_ND, k_SD, v_SD), asked_of(q_ND, k_SD, other_SD, bias_S=1.0)
+    columns = zip(*((one.q_HND, one.out_HND, one.lse_HN, one.share_HN) for one in (near, far)), strict=True)
+    q_1ND, out_1ND, lse_1N, share_1N = (torch.cat(column, dim=1) for column in columns)
+    both = Asked(q_1ND, out_1ND, lse_1N, share_1N, SCALE)
+    [blurred], both.share_HN[:, 300:] = Fit().refit(both, [kept(k_SD, v_SD)]), 0.0
+    [found] = Fit().refit(both, [kept(k_SD, v_SD)])
+    torch.testing.assert_close((found.v_SD, found.bias_S), (v_SD, torch.zeros(12)), atol=1e-4, rtol=0)
+    assert float((blurred.v_SD - v_SD).abs().max()) > 0.1 and float(blurred.bias_S.abs().max()) > 0.1
 
 
 def test_sealed_slots_stay_and_new_ones_answer_for_the_rest() -> None:
@@ -185,7 +200,7 @@ def test_heads_together_are_fitted_as_each_alone(
     k_HSD, v_HSD, q_HND = draw(7, 90, DIM), draw(7, 90, DIM, seed=1), draw(7, num_queries, DIM, seed=2)
     alone = [asked_of(q_HND[i], k_HSD[i], v_HSD[i]) for i in range(7)]
     out_HND, lse_HN = torch.cat([one.out_HND for one in alone]), torch.cat([one.lse_HN for one in alone])
-    together = Asked(q_HND, out_HND, lse_HN, SCALE)
+    together = Asked(q_HND, out_HND, lse_HN, torch.ones(7, num_queries), SCALE)
     heads = [kept(k_HSD[i, :length], v_HSD[i, :length], sealed[i]) for i, length in enumerate(lens)]
     found = Fit().refit(together, heads)
     assert any(float(one.bias_S.max()) > 2.99 for one in found if len(one.bias_S))
@@ -220,7 +235,10 @@ def test_asking_is_attention_to_every_slot_that_exists(monkeypatch: pytest.Monke
             out_ND, lse_N = answers(q_ND, k_RSD[head, mine], v_RSD[head, mine], bias_RS[head, mine])
             of_head = found.q_HND[head], found.out_HND[head], found.lse_HN[head]
             torch.testing.assert_close(of_head, (q_ND, out_ND, lse_N))
-    early = ask(view, q_RGTD, torch.tensor([2] * 11))
+    assert bool((found.share_HN == 1.0).all())
+    more_RGT = (found.lse_HN + 1.0).unflatten(1, (group, 11))
+    torch.testing.assert_close(ask(view, q_RGTD, whole_HGT=more_RGT).share_HN, torch.full((2, 33), -1.0).exp())
+    early = ask(view, q_RGTD, position_T=torch.tensor([2] * 11))
     out_ND, _ = answers(early.q_HND[0], k_RSD[0, :3], v_RSD[0, :3], bias_RS[0, :3])
     torch.testing.assert_close(early.out_HND[0], out_ND)
 
