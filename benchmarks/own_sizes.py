@@ -61,13 +61,13 @@ class Compared:
     times_bytes: float | None  # of the curve at the same value
 
 
-def compare(recorded: Recorded, fixed: str, by: str) -> list[Compared]:
-    """Every policy of the memory `own`, in every mode, on the samples that all have."""
+def compare(recorded: Recorded, fixed: Sequence[str], by: str) -> list[Compared]:
+    """Every other policy of the memory `own`, in every mode, on the samples that all have."""
     found = []
     for mode in MODES:
         points = points_of([row for row in recorded.rows if row.mode == mode], by)
-        curve = [point for point in points if point.policy in (fixed, FULL)]
-        own = [point for point in points if point.memory == OWN]
+        curve = [point for point in points if point.policy in (*fixed, FULL)]
+        own = [point for point in points if point.memory == OWN and point.policy not in fixed]
         if len(curve) < 2 or not own:
             continue
         samples = [sample for sample in own[0].values if all(sample in point.values for point in (*curve, *own))]

@@ -54,7 +54,7 @@ def main() -> int:
     code = 0
     try:
         sizes = _sizes(args.bench, parts, began + args.limit_s)
-        more = [["--sizes", str(sizes), "--shard", f"{index}/{len(shards)}"] for index in range(len(shards))]
+        more = [[*sizes, "--shard", f"{index}/{len(shards)}"] for index in range(len(shards))]
         _run({folder: [*args.bench, *each] for folder, each in zip(shards, more, strict=True)}, began + args.limit_s)
     except (Failed, KvfoldError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -83,11 +83,14 @@ def _options() -> argparse.Namespace:
     return args
 
 
-def _sizes(bench: Sequence[str], parts: Path, deadline: float) -> Path:
-    """The file of all sizes; a run over one sample of each task finds them."""
+def _sizes(bench: Sequence[str], parts: Path, deadline: float) -> list[str]:
+    """The option that names the file of all sizes, which a run over one sample of each task finds; nothing where every
+    policy runs as it is written."""
+    wanted = wanted_of(build_parser().parse_args(["bench", *bench]))
+    if not wanted.looks_for_sizes:
+        return []
     found = parts / SIZES
     if not found.exists():
-        wanted = wanted_of(build_parser().parse_args(["bench", *bench]))
         once = ["--samples", "1", "--fidelity", "0", "--diagnostics", "0"]
         commands = {
             parts / f"sizes-{index}-{mode}": [*bench, "--workloads", task.label, "--modes", mode, *once]
@@ -96,7 +99,7 @@ def _sizes(bench: Sequence[str], parts: Path, deadline: float) -> Path:
         }
         _run(commands, deadline)
         join_sizes([folder / SIZES for folder in commands], found)
-    return found
+    return ["--sizes", str(found)]
 
 
 def _run(commands: Commands, deadline: float) -> None:

@@ -62,6 +62,10 @@ class Wanted:
         return plan.tasks(names, self.options)
 
     @property
+    def looks_for_sizes(self) -> bool:
+        return any(memory != OWN for memory in self._memories)
+
+    @property
     def chosen_modes(self) -> tuple[Mode, ...]:
         return find_suite(self.suite).modes if self.modes is None else tuple(self.modes)
 

@@ -118,8 +118,7 @@ class Sizes:
             raise InputError(f"{known} is no file of sizes; name the sizes.json of a run")
         for sized in [*(_read(known) if known is not None else []), *_read(path)]:
             self._add(sized)
-        if known is not None:
-            self._write()
+        self._write()
 
     def at(self, place: Place, tokens: _Tokens, anchor: Place | None = None) -> dict[Cell, Sized]:
         """Every cell at this place; `tokens`, those of sample 0, are asked for where something is not known yet."""

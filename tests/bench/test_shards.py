@@ -29,8 +29,12 @@ def call(monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str) -> int:
     return shards.main()
 
 
-def test_shards_give_the_rows_of_one_process(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = ("--model", str(folder), *OPTIONS, *MORE)
+@pytest.mark.parametrize("asked", [(), ("--policies", "keydiff + 150tok", "--memory", "own")])
+def test_shards_give_the_rows_of_one_process(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: tuple[str, ...]
+) -> None:
+    """Also where there are no sizes to be looked for first."""
+    bench = ("--model", str(folder), *OPTIONS, *MORE, *asked)
     assert call(monkeypatch, tmp_path / "run", "--", *bench) == 0
     found = read_run(tmp_path / "run")
     assert found.run.shard == "0/1" and "--sizes" not in found.run.command
