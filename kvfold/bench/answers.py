@@ -1,6 +1,7 @@
-"""Jobs in, outcomes out: reads, decodes and measures a batch of jobs, and goes on where memory is short.
+"""Jobs in, outcomes out: reads, decodes and measures batches of jobs, and goes on where memory is short.
 
-A batch that does not fit is halved until it does; a job that does not fit by itself is an outcome too.
+A batch holds what is expected to fit. One that does not is halved until it does; a job that does not fit by itself is
+an outcome too.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from kvfold.bench.extras import Choice, choices, fidelities, kept_masks, step_ms
 from kvfold.bench.fidelity import Fidelity
 from kvfold.bench.lanes import Job, Lane, Lanes, grouped
 from kvfold.bench.record import OUT_OF_MEMORY
+from kvfold.bench.room import in_room
 from kvfold.bench.sizes import FULL
 from kvfold.engine.runner import Runner
 from kvfold.errors import OutOfPages
@@ -38,8 +40,11 @@ class Outcome:
 
 def answer(runner: Runner, jobs: Sequence[Job]) -> dict[Job, Outcome]:
     """An outcome for every job. All memory is given back, however this ends."""
-    if not jobs:
-        return {}
+    batches = in_room(jobs, lambda job: job.num_bytes, runner.arena)
+    return {job: outcome for batch in batches for job, outcome in _answer(runner, batch).items()}
+
+
+def _answer(runner: Runner, jobs: Sequence[Job]) -> dict[Job, Outcome]:
     try:
         return _Batch(runner, jobs).outcomes()
     except (OutOfPages, torch.OutOfMemoryError):
@@ -47,7 +52,7 @@ def answer(runner: Runner, jobs: Sequence[Job]) -> dict[Job, Outcome]:
     if len(jobs) == 1:
         return {jobs[0]: Outcome(OUT_OF_MEMORY)}
     half = len(jobs) // 2
-    return answer(runner, jobs[:half]) | answer(runner, jobs[half:])
+    return _answer(runner, jobs[:half]) | _answer(runner, jobs[half:])
 
 
 class _Batch:

@@ -41,6 +41,7 @@ class Job:
     max_new_tokens: int
     compares: bool = False  # fidelity is measured
     diagnoses: bool = False  # a step is timed alone, and what was kept is looked at
+    num_bytes: int = field(default=0, compare=False)  # that its cache is expected to take
 
     @property
     def compressed(self) -> tuple[int, ...]:

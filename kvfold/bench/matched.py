@@ -22,6 +22,7 @@ from fractions import Fraction
 
 import torch
 
+from kvfold.bench.room import in_room
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError, OutOfPages, PolicyError, SizeError
 from kvfold.models.check import check_policy
@@ -79,9 +80,15 @@ def match_many(
     steps = [search.whole() if evicts_nothing(search.policy) else search.sized() for search in searches]
     found: dict[int, Matched | SizeError] = {}
     asked = {index: next(step) for index, step in enumerate(steps)}
+    expected = dict.fromkeys(asked, runner.spec.full_bytes(len(tokens)))  # a search begins with the whole cache
     while asked:
-        texts = list(dict.fromkeys(text for each in asked.values() for text in each))
-        num_bytes = dict(zip(texts, _resident_in_parts(runner, texts, tokens, config), strict=True))
+        texts = {text: expected[index] for index, each in asked.items() for text in each}
+        num_bytes = {
+            text: count
+            for part in in_room(list(texts), texts.__getitem__, runner.arena)
+            for text, count in zip(part, _resident_in_parts(runner, part, tokens, config), strict=True)
+        }
+        expected = {index: search.target_bytes for index, search in enumerate(searches)}
         answered, asked = asked, {}
         for index, each in answered.items():
             try:

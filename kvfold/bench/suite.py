@@ -143,6 +143,7 @@ class Bench:
             sample.max_new_tokens,
             compares=sample.index < self.about.fidelity,
             diagnoses=sample.index < self.about.diagnostics,
+            num_bytes=round(sized.share * self.model.spec.full_bytes(prompt.num_tokens)),
         )
 
     def _text(self, token_ids: Sequence[int]) -> str:
