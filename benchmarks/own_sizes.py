@@ -3,8 +3,10 @@
     kvfold bench --policies "kvzip + global, kvzip + adaptive(loss=0.02, window=none)" --memory 50%,25%,own --out RUN …
     python benchmarks/own_sizes.py RUN --fixed "kvzip + global" [--by kl]
 
-Fixed sizes make a curve of score over bytes, which ends at the full cache. Every policy of the memory `own` is compared
-with it twice: at the same bytes, what it scores more, and at the same score, how many times its bytes the curve takes.
+Fixed sizes make a curve of score over bytes that ends at the full cache; they may also be policies with sizes of their
+own, `--fixed "kvzip + global + 4x" "kvzip + global + 8x"`, which spares the run looking for them. Every other policy of
+the memory `own` is compared with the curve twice: at the same bytes, what it scores more, and at the same score, how
+many times its bytes the curve takes.
 All workloads count the same. Between two sizes the curve is straight, sample by sample, so that differences are paired;
 their interval is a bootstrap of samples. `--by kl` compares divergence from the full cache, where the run has it of
 every sample. Prints a table and one line of JSON.
@@ -74,9 +76,7 @@ def compare(recorded: Recorded, fixed: Sequence[str], by: str) -> list[Compared]
         curve.sort(key=lambda point: point.share(samples))
         found += [_compared(mode, point, curve, samples) for point in own]
     if not found:
-        raise InputError(
-            f'the run has no policy in the memory {OWN} beside sizes of "{fixed}"; see kvfold bench --help'
-        )
+        raise InputError(f"the run has no policy in the memory {OWN} beside sizes of {', '.join(fixed)}")
     return found
 
 
@@ -137,7 +137,7 @@ def _line(found: Compared, scale: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of `kvfold bench`")
-    parser.add_argument("--fixed", required=True, metavar="POLICY", help="whose sizes are the curve")
+    parser.add_argument("--fixed", required=True, nargs="+", metavar="POLICY", help="whose sizes are the curve")
     parser.add_argument("--by", choices=("score", "kl"), default="score", help="default: %(default)s")
     args = parser.parse_args()
     recorded = read_run(args.run)

@@ -26,15 +26,22 @@ def own(scores: tuple[float, float], shares: tuple[int, int]) -> list[Row]:
 
 def test_between_two_sizes_the_curve_is_straight(tmp_path: Path) -> None:
     """30 % on average: the curve has 0.5 there, and 0.75 at 35 %."""
-    (found,) = compare(read_run(write(tmp_path / "run", [*CURVE, *own((1.0, 0.5), (10, 50))])), FIXED, "score")
+    (found,) = compare(read_run(write(tmp_path / "run", [*CURVE, *own((1.0, 0.5), (10, 50))])), [FIXED], "score")
     assert (found.policy, found.num_samples, found.value) == (CHOSEN, 2, 0.75)
     assert found.share == pytest.approx(0.3)
     assert found.gain is not None and found.gain.mean == pytest.approx(0.25)
     assert found.times_bytes == pytest.approx(0.35 / 0.3)
 
 
+def test_fixed_sizes_may_be_policies_of_their_own(tmp_path: Path) -> None:
+    curve = [replace(r, policy=f"{FIXED} + {r.memory}mem", memory="own") if r.policy == FIXED else r for r in CURVE]
+    run = read_run(write(tmp_path / "run", [*curve, *own((1.0, 0.5), (10, 50))]))
+    (found,) = compare(run, [f"{FIXED} + 40%mem", f"{FIXED} + 20%mem"], "score")
+    assert found.policy == CHOSEN and found.times_bytes == pytest.approx(0.35 / 0.3)
+
+
 def test_beyond_the_curve_nothing_is_said(tmp_path: Path) -> None:
-    (found,) = compare(read_run(write(tmp_path / "run", [*CURVE, *own((0.0, 0.0), (10, 12))])), FIXED, "score")
+    (found,) = compare(read_run(write(tmp_path / "run", [*CURVE, *own((0.0, 0.0), (10, 12))])), [FIXED], "score")
     assert found.gain is None and found.times_bytes == pytest.approx(0.2 / 0.11)
 
 
@@ -44,7 +51,7 @@ def test_divergence_may_be_compared_instead(
     diverged = {"100%": 0.0, "40%": 0.1, "20%": 0.3, "own": 0.1}
     listed = [replace(each, kl=diverged[each.memory]) for each in [*CURVE, *own((0.0, 0.0), (20, 40))]]
     folder = write(tmp_path / "run", listed)
-    (found,) = compare(read_run(folder), FIXED, "kl")
+    (found,) = compare(read_run(folder), [FIXED], "kl")
     assert found.gain is not None and found.gain.mean == pytest.approx(0.1)
     monkeypatch.setattr(sys, "argv", ["own_sizes.py", str(folder), "--fixed", FIXED, "--by", "kl"])
     own_sizes.main()
@@ -53,4 +60,4 @@ def test_divergence_may_be_compared_instead(
 
 def test_a_run_without_both_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no policy in the memory own"):
-        compare(read_run(write(tmp_path / "run", CURVE)), FIXED, "score")
+        compare(read_run(write(tmp_path / "run", CURVE)), [FIXED], "score")
