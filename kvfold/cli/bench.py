@@ -90,7 +90,8 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print(f"stopped; {command} goes on from {folder}", file=sys.stderr)
         return INTERRUPTED
-    _tell(folder)
+    if bench.batches:  # a shard may have none
+        _tell(folder)
     return 0
 
 
