@@ -52,7 +52,9 @@ def keep(runs: Sequence[Path], out: Path) -> None:
 
 
 def join_sizes(files: Sequence[Path], out: Path) -> None:
-    sizes = {json.dumps(item): item for path in files for item in json.loads(path.read_text(encoding="utf-8"))}
+    """A run of policies as they are written has looked for none."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in files if path.exists()]
+    sizes = {json.dumps(item): item for items in found for item in items}
     write_whole(out, json.dumps([sizes[key] for key in sorted(sizes)], indent=1) + "\n")
 
 

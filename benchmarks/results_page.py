@@ -2,63 +2,85 @@
 
     python benchmarks/results_page.py
 
-Each run gets one table a mode: score out of 100 with half its 95 % interval, by policy and memory, each workload
-counting the same; and, where one memory is worth a closer look, one by workload in that.
+Runs are folders SUITE_MODEL. Each gets one table a mode: score out of 100 with half its 95 % interval, by policy and
+memory, each workload counting the same; and, where one memory is worth a closer look, one by workload in that, or by
+task of a single workload.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from kvfold.bench.page import written
-from kvfold.bench.record import MODES, Mode
+from kvfold.bench.record import OWN, RUN, Mode
 from kvfold.bench.report.cells import Scope, estimate, scope_of, weighted
 from kvfold.bench.report.merge import FULL, Section, read_sections
+from kvfold.bench.sizes import WHOLE
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "results.md"
-# Runs, and the memory whose scores are told by workload. Two samples a workload tell nothing by themselves.
-RUNS = {"standard_qwen2.5-coder-1.5b": "12.5%", "quick_smollm2-135m": None}
+RESULTS = ROOT / "benchmarks" / "results"
+# In the order of the page, with the memory whose scores are told by workload or task: none where samples are too few or
+# policies too many.
+SUITES = {"standard": "12.5%", "methods": None, "tight": "6.25%", "curve": "3.125%", "quick": None}
 BEGIN = "<!-- results: begin; written by `python benchmarks/results_page.py` -->"
 END = "<!-- results: end -->"
 TITLES = {"known": "Question known", "unknown": "Question unknown"}
 
 
 def scores(scope: Scope, mode: Mode, policy: str, memory: str) -> str:
-    """Mean and half width, or why there is none."""
+    """Mean and half width, or why there is none; the bytes too where a policy took what it took."""
     found = (cell for cell in scope.cells if (cell.mode, cell.policy, cell.memory) == (mode, policy, memory))
     cell = next(found, None)
     if cell is None or not scope.takes_part(cell):
         return "too small" if cell is not None and cell.failures else ""
     known = estimate(weighted(cell.scores, scope.common([cell])))
-    return f"{100 * known.mean:.0f} ±{50 * (known.high - known.low):.0f}"
+    took = f" in {cell.share:.0%}" if memory == OWN else ""
+    return f"{100 * known.mean:.0f} ±{50 * (known.high - known.low):.0f}{took}"
 
 
 def memory_of(policy: str, memory: str) -> str:
-    return "100%" if policy == FULL else memory
+    return WHOLE if policy == FULL else memory
 
 
 def tables(section: Section, split: str | None) -> Iterator[str]:
     everything = scope_of("all", section.rows)
-    memories = [memory for memory in section.memories if memory != "100%"]
-    for mode in MODES:
-        yield table(
-            [TITLES[mode], *memories],
-            [[f"`{p}`", *(scores(everything, mode, p, memory_of(p, m)) for m in memories)] for p in section.policies],
-        )
-    if split is None:
-        return
-    names = sorted(section.workloads)
-    scopes = [scope_of(name, [row for row in section.rows if row.workload == name]) for name in names]
-    for mode in MODES:
-        yield table(
-            [f"{TITLES[mode]}, {split}", *names],
-            [[f"`{p}`", *(scores(s, mode, p, memory_of(p, split)) for s in scopes)] for p in section.policies],
-        )
+    for mode in everything.samples:
+        yield by_policy(TITLES[mode], section, mode, {memory: (everything, memory) for memory in columns(section)})
+    if split is not None:
+        scopes = {scope.name: (scope, split) for scope in parts(section)}
+        for mode in everything.samples:
+            yield by_policy(f"{TITLES[mode]}, {split}", section, mode, scopes)
+
+
+def by_policy(title: str, section: Section, mode: Mode, shown: Mapping[str, tuple[Scope, str]]) -> str:
+    """A scope and a memory under each head."""
+
+    def line(policy: str) -> list[str]:
+        cells = (scores(scope, mode, policy, memory_of(policy, memory)) for scope, memory in shown.values())
+        return [f"`{policy}`", *cells]
+
+    return table([title, *shown], [line(policy) for policy in section.policies])
+
+
+def columns(section: Section) -> list[str]:
+    """All memories, 100 % only where something but the full cache ran in no other."""
+    ran = {(row.policy, row.memory) for row in section.rows if row.score is not None}
+    elsewhere = {FULL, *(policy for policy, memory in ran if memory != WHOLE)}
+    needs_whole = any(policy not in elsewhere for policy, _ in ran)
+    return [memory for memory in section.memories if memory != WHOLE or needs_whole]
+
+
+def parts(section: Section) -> list[Scope]:
+    """By workload, or by task where there is one."""
+    by_task = len(section.workloads) == 1
+    names = sorted({row.task if by_task else row.workload for row in section.rows})
+    return [scope_of(n, [row for row in section.rows if n == (row.task if by_task else row.workload)]) for n in names]
 
 
 def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -68,10 +90,8 @@ def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 def about(section: Section, name: str) -> str:
     run = section.runs[0]
-    samples = {row.workload: set[int]() for row in section.rows}
-    for row in section.rows:
-        samples[row.workload].add(row.index)
-    told = ", ".join(f"{name} {len(found)}" for name, found in sorted(samples.items()))
+    samples = {(row.workload, row.task, row.length, row.index) for row in section.rows}
+    told = ", ".join(f"{name} {count}" for name, count in sorted(Counter(sample[0] for sample in samples).items()))
     lengths = " and ".join(map(str, run.lengths))
     return (
         f"## {run.model}, {run.suite} suite\n\n[Report](reports/{name}.html). {run.dtype.split('/')[0]}, {run.device}; "
@@ -81,11 +101,12 @@ def about(section: Section, name: str) -> str:
 
 
 def body() -> str:
-    parts: list[str] = []
-    for name, split in RUNS.items():
-        (section,) = read_sections([ROOT / "benchmarks" / "results" / name])
-        parts += [about(section, name), *tables(section, split)]
-    return "\n\n".join(parts)
+    found: list[str] = []
+    for suite, split in SUITES.items():
+        for folder in sorted(path.parent for path in RESULTS.glob(f"{suite}_*/{RUN}")):
+            (section,) = read_sections([folder])
+            found += [about(section, folder.name), *tables(section, split)]
+    return "\n\n".join(found)
 
 
 def main() -> None:

@@ -8,7 +8,8 @@ from kvfold.bench.answers import Outcome
 from kvfold.bench.record import Diagnostic, Row
 from kvfold.bench.workloads import Sample, Workload
 
-_DECIMALS = 6
+_DECIMALS = 4
+_KL_DECIMALS = 6  # of a good codec's: they are below a thousandth
 
 
 def filled(row: Row, outcome: Outcome, workload: Workload, sample: Sample, answer: str) -> Row:
@@ -22,12 +23,12 @@ def filled(row: Row, outcome: Outcome, workload: Workload, sample: Sample, answe
         resident_bytes=stats.resident_bytes,
         full_bytes=stats.full_bytes,
         bytes_per_step=stats.bytes_per_step,
-        prefill_s=round(outcome.prefill_s, 4),
+        prefill_s=round(outcome.prefill_s, 3),
         first_token_s=round(outcome.first_token_s, 4),
-        decode_ms=None if outcome.decode_ms is None else round(outcome.decode_ms, 3),
+        decode_ms=None if outcome.decode_ms is None else round(outcome.decode_ms, 2),
         score=round(workload.score(sample, answer), _DECIMALS),
         answer=answer,
-        kl=None if fidelity is None else round(fidelity.kl_nats, _DECIMALS),
+        kl=None if fidelity is None else round(fidelity.kl_nats, _KL_DECIMALS),
         agreement=None if fidelity is None else round(fidelity.agreement, _DECIMALS),
         bits_lost=None if fidelity is None else round(fidelity.bits_lost, _DECIMALS),
     )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -222,9 +222,19 @@ def commits_of(runs: Iterable[Run]) -> str:
 
 def append_lines(path: Path, lines: Iterable[Row | PromptRow | Diagnostic]) -> None:
     """In one write, so that a kill leaves whole lines and at most one that is cut off."""
-    text = "".join(json.dumps(asdict(line), ensure_ascii=False) + "\n" for line in lines)
+    text = "".join(json.dumps(_told(line), ensure_ascii=False, separators=(",", ":")) + "\n" for line in lines)
     with path.open("a", encoding="utf-8", newline="\n") as file:
         file.write(text)
+
+
+def _told(line: Row | PromptRow | Diagnostic) -> dict[str, Any]:
+    """What a reader would not fill in by itself: a run has tens of thousands of rows."""
+    values = ((each, getattr(line, each.name)) for each in fields(line))
+    return {each.name: value for each, value in values if value != _default(each)}
+
+
+def _default(each: Field[Any]) -> Any:
+    return each.default if each.default_factory is MISSING else each.default_factory()
 
 
 def drop_cut_line(path: Path) -> None:

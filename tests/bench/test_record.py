@@ -51,6 +51,16 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert read_run(tmp_path / "again") == found
 
 
+def test_a_row_holds_what_its_defaults_do_not_say(tmp_path: Path) -> None:
+    empty = Row("passkey", "passkey", 1000, 0, "known", "int4", "25%", "int4")
+    rows = [replace(empty, note="too small"), replace(empty, score=0.0, kl=0.0, new_tokens=3, facts={"depth": 0.5})]
+    append_lines(tmp_path / ROWS, rows)
+    first, second = (tmp_path / ROWS).read_text().splitlines()
+    assert first.endswith('"resolved":"int4","note":"too small"}')
+    assert second.endswith('"resolved":"int4","new_tokens":3,"score":0.0,"kl":0.0,"facts":{"depth":0.5}}')
+    assert list(read_lines(Row, tmp_path / ROWS)) == rows
+
+
 def test_a_torn_last_line_is_left_out_and_dropped(folder: Path) -> None:
     rows = read_run(folder).rows
     path = folder / ROWS

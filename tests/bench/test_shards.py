@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import shards
+from benchmarks.keep_run import keep
 from kvfold.bench.record import ROWS, read_run
 from kvfold.cli.main import main
+from tests.bench.report_runs import row, write
 from tests.bench.runs import rows
 from tests.tiny import build, tokenizer
 
@@ -58,3 +60,9 @@ def test_a_limit_leaves_no_process_and_says_how_to_go_on(
     assert call(monkeypatch, tmp_path / "run", "--limit-s", "0", "--", *bench) == shards.OUT_OF_TIME
     assert "the same command goes on from" in capsys.readouterr().err
     assert not (tmp_path / "run" / ROWS).exists()
+
+
+def test_a_run_that_looked_for_no_size_is_kept(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", [row("full", "100%", 1.0)])
+    keep([run], tmp_path / "kept")
+    assert read_run(tmp_path / "kept").rows == read_run(run).rows
