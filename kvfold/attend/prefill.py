@@ -23,11 +23,12 @@ from kvfold.attend.reach import warn_if_passing
 from kvfold.attend.stored import add_stored
 from kvfold.attend.track import Tracked, new_mass, stored_mass, track_queries
 from kvfold.codec.base import Side
+from kvfold.evicted.base import Asked
 from kvfold.pages.compress import Compression, check_decode_size, finish_all
 from kvfold.pages.held import Held
 from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.sidecar import LayerSidecar
-from kvfold.pages.view import NewSlots, Replayed
+from kvfold.pages.view import NewSlots
 from kvfold.score.base import Replay
 
 _SIDES: tuple[Side, Side] = ("k", "v")
@@ -208,12 +209,12 @@ class PrefillPass:
         self.left.look(index, layer, new, self._tracked[index].last_queries)
 
     def look_again(
-        self, index: int, replay: Replay, maxima: Sequence[Tensor | None], queries: Sequence[Replayed | None]
+        self, index: int, replay: Replay, maxima: Sequence[Tensor | None], asked: Sequence[Asked | None]
     ) -> None:
-        """Look at what was held, layer by layer: the largest weights and some queries that a second reading saw."""
+        """Look at what was held, layer by layer: the largest weights of a second reading, and what it asked."""
         held = self.held[index]
-        for layer, (replay_HGS, replayed) in enumerate(zip(maxima, queries, strict=True)):
-            new = replace(held.new_slots(layer, self._dtype, replay_HGS), replayed=replayed)
+        for layer, (replay_HGS, answers) in enumerate(zip(maxima, asked, strict=True)):
+            new = replace(held.new_slots(layer, self._dtype, replay_HGS), asked=answers)
             for compression in self.waiting(index):
                 if compression.replay == replay:
                     compression.look_again(layer, _for_policy(new, compression.sequence))

@@ -28,9 +28,9 @@ from torch.nn.utils.rnn import pad_sequence
 from kvfold.attend.partial import Merge, compute_dtype
 from kvfold.attend.prefill import LayerBuffer, add_new
 from kvfold.attend.stored import Stretch, plain, stretches
+from kvfold.evicted.base import Asked
 from kvfold.pages.held import Held
 from kvfold.pages.transfer import upload
-from kvfold.pages.view import Replayed
 from kvfold.score.base import Replay
 from kvfold.score.columns import column_max
 
@@ -44,6 +44,15 @@ class _Seen(NamedTuple):
     near_HGT: Tensor
     whole_HGT: Tensor
     tokens: slice  # of the repetition
+
+
+class _Answers(NamedTuple):
+    """What the cache answered queries, and how much of their attention it had."""
+
+    q_HGTD: Tensor
+    out_HGTD: Tensor
+    lse_HGT: Tensor
+    share_HGT: Tensor
 
 
 @dataclass
@@ -65,7 +74,7 @@ class ReplayPass:
         self.hidden_norm_T: Tensor | None = None  # of what the attention of the running layer was given
         self._watched = list(dict.fromkeys(map(_without_queries, kinds)))
         self._maxima: dict[tuple[int, Replay], _Maxima] = {}
-        self._queries: dict[tuple[int, int], list[Replayed]] = defaultdict(list)  # by layer and how many are kept
+        self._asked: dict[tuple[int, int], list[_Answers]] = defaultdict(list)  # by layer and how many are kept
         self._chunk = slice(0, 0)
         self._num_tokens = 0
         self._buffer: LayerBuffer | None = None
@@ -84,16 +93,21 @@ class ReplayPass:
         buffer = self._grown(k_HTD, v_HTD, dtype)
         tokens = slice(buffer.filled - k_HTD.shape[1], buffer.filled)
         q_HGTD = q_QTD.to(dtype).unflatten(0, (spec.num_kv_heads, spec.group))
-        merge = Merge(q_HGTD)
+        merge, own = Merge(q_HGTD), Merge(q_HGTD)
         stored = _added(merge, stretches(self.sequence, layer, q_HGTD, self.held.end + tokens.start), spec.scale)
-        add_new(merge, q_HGTD, buffer, tokens.start, spec.scale, spec.sliding_window)
-        near_HGT = merge.lse_HGT
+        stored_HGT = merge.lse_HGT
         held = _added(merge, self._held(layer, q_HGTD, tokens.start), spec.scale)
+        add_new(own, q_HGTD, buffer, tokens.start, spec.scale, spec.sliding_window)
+        own_HGT, cache_HGT = own.lse_HGT, merge.lse_HGT
+        assert own_HGT is not None
         if spec.compressible:
-            assert near_HGT is not None and merge.lse_HGT is not None
-            seen = _Seen(q_HGTD, near_HGT, merge.lse_HGT, tokens)
-            self._keep_queries(layer, seen)
+            assert cache_HGT is not None
+            share_HGT = torch.sigmoid(cache_HGT - own_HGT)
+            self._keep_answers(layer, _Answers(q_HGTD, merge.result(), cache_HGT, share_HGT), tokens)
+            near_HGT = own_HGT if stored_HGT is None else torch.logaddexp(stored_HGT, own_HGT)
+            seen = _Seen(q_HGTD, near_HGT, torch.logaddexp(cache_HGT, own_HGT), tokens)
             self._watch(layer, seen, stored, held)
+        merge.add(slice(0, len(q_HGTD)), own.result(), own_HGT)
         return merge.result().flatten(0, 1).to(q_QTD.dtype)
 
     def _grown(self, k_HTD: Tensor, v_HTD: Tensor, dtype: torch.dtype) -> LayerBuffer:
@@ -153,22 +167,24 @@ class ReplayPass:
             found = self._maxima[layer, kind] = _Maxima(stored_HGS, new_HGN)
         return found
 
-    def _keep_queries(self, layer: int, seen: _Seen) -> None:
-        """Those of evenly spaced tokens of what is repeated, request and all."""
+    def _keep_answers(self, layer: int, answers: _Answers, tokens: slice) -> None:
+        """Those to evenly spaced tokens of what is repeated, request and all."""
         behind = self._num_tokens - self._chunk.stop  # from a token's place in what is held to that in the repetition
         for count in {kind.queries for kind in self.kinds if kind.queries}:
             number = min(count, self.held.num_tokens)
             spaced = (i * self.held.num_tokens // number for i in range(number))
-            places = [place + behind - seen.tokens.start for place in spaced if place in _range(self._chunk)]
-            mine = [place for place in places if 0 <= place < seen.q_HGTD.shape[2]]
+            places = [place + behind - tokens.start for place in spaced if place in _range(self._chunk)]
+            mine = [place for place in places if 0 <= place < answers.q_HGTD.shape[2]]
             if mine:
-                mine_T = upload(mine, seen.q_HGTD.device)
-                self._queries[layer, count].append(Replayed(seen.q_HGTD[:, :, mine_T], seen.whole_HGT[:, :, mine_T]))
+                mine_T = upload(mine, answers.q_HGTD.device)
+                self._asked[layer, count].append(_Answers(*(column[:, :, mine_T] for column in answers)))
 
-    def queries(self, kind: Replay) -> list[Replayed | None]:
-        """Of every layer, as many tokens as the kind says, fewer where the text is shorter."""
-        kept = [self._queries.get((layer, kind.queries)) for layer in range(self.sequence.spec.num_layers)]
-        return [None if parts is None else _joined(parts) for parts in kept]
+    def asked(self, kind: Replay) -> list[Asked | None]:
+        """Of every layer, the queries of as many tokens as the kind says, fewer where the text is shorter, and what the
+        heads answered; the targets that `fit` reproduces."""
+        kept = [self._asked.get((layer, kind.queries)) for layer in range(self.sequence.spec.num_layers)]
+        scales = (layer.scale for layer in self.sequence.spec.layers)
+        return [None if parts is None else _together(parts, scale) for parts, scale in zip(kept, scales, strict=True)]
 
     def maxima(self, kind: Replay) -> list[Tensor | None]:
         """Of every layer [H, G, S], stored then new slots of each head; None where nothing competes."""
@@ -183,8 +199,9 @@ class ReplayPass:
         return pad_sequence(rows, batch_first=True).transpose(1, 2)
 
 
-def _joined(parts: Sequence[Replayed]) -> Replayed:
-    return Replayed(*(torch.cat(column, dim=2) for column in zip(*parts, strict=True)))
+def _together(parts: Sequence[_Answers], scale: float) -> Asked:
+    q_HND, out_HND, lse_HN, share_HN = (torch.cat(column, dim=2).flatten(1, 2) for column in zip(*parts, strict=True))
+    return Asked(q_HND, out_HND, lse_HN, share_HN, scale)
 
 
 def _without_queries(kind: Replay) -> Replay:

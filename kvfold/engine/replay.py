@@ -42,7 +42,7 @@ class Replays:
                 again = ReplayPass(held, kinds, None if surprises is None else surprises[index])
                 self._read(again, tokens[index])
                 for kind in kinds:
-                    current.look_again(index, kind, again.maxima(kind), again.queries(kind))
+                    current.look_again(index, kind, again.maxima(kind), again.asked(kind))
 
     def _read(self, again: ReplayPass, tokens: Sequence[int]) -> None:
         chunk_len = again.kinds[0].chunk

@@ -1,4 +1,4 @@
-"""What the heads of a layer answer to some queries while the whole cache is there: the targets that `fit` reproduces.
+"""What the heads of a layer answer to a prompt's last queries while the whole cache is there: targets of `fit(prompt)`.
 
 In tiles of queries, so that no more than a few hundred megabytes of scores exist at once.
 
@@ -16,26 +16,21 @@ from kvfold.score.base import View
 MOST_SCORES = 1 << 25  # at once, 128 MiB
 
 
-def ask(view: View, q_HGTD: Tensor, *, position_T: Tensor | None = None, whole_HGT: Tensor | None = None) -> Asked:
-    """Every head's answers; with positions, a query sees slots up to its own. `whole_HGT`: log-sum-exps over all that
-    the queries attended to, where that was more than these slots."""
-    position_N = None if position_T is None else position_T.repeat(q_HGTD.shape[1])
+def ask(view: View, q_HGTD: Tensor, position_T: Tensor) -> Asked:
+    """Every head's answers to queries that see slots up to their own position, and nothing else."""
+    position_N = position_T.repeat(q_HGTD.shape[1])
     q_HND, hidden_HS = q_HGTD.flatten(1, 2), ~view.valid_RS
     k_HSD, v_HSD = (x_HSD.masked_fill(hidden_HS.unsqueeze(-1), 0.0).float() for x_HSD in (view.k_RSD, view.v_RSD))
     bias_HS = torch.zeros_like(hidden_HS, dtype=torch.float32) if view.bias_RS is None else view.bias_RS
     bias_HS = bias_HS.masked_fill(hidden_HS, -torch.inf)
     step = max(1, MOST_SCORES // max(hidden_HS.numel(), 1))
-    positions = [None] * -(-q_HND.shape[1] // step) if position_N is None else position_N.split(step)
     parts = []
-    for q_HnD, position_n in zip(q_HND.split(step, dim=1), positions, strict=True):
+    for q_HnD, position_n in zip(q_HND.split(step, dim=1), position_N.split(step), strict=True):
         score_HnS = scores(q_HnD, k_HSD, bias_HS, view.spec.scale, position_n, view.position_RS)
         lse_Hn = score_HnS.logsumexp(-1)
         parts.append((score_HnS.sub_(lse_Hn.unsqueeze(-1)).exp_() @ v_HSD, lse_Hn))
     out_HND, lse_HN = (torch.cat(column, dim=1) for column in zip(*parts, strict=True))
-    share_HN = torch.ones_like(lse_HN)
-    if whole_HGT is not None:  # it was rounded elsewhere
-        share_HN = (lse_HN - whole_HGT.flatten(1, 2)).exp_().clamp_(max=1.0)
-    return Asked(q_HND, out_HND, lse_HN, share_HN, view.spec.scale, position_N)
+    return Asked(q_HND, out_HND, lse_HN, torch.ones_like(lse_HN), view.spec.scale, position_N)
 
 
 def scores(

@@ -31,7 +31,7 @@ class Asked:
     """Queries and what a layer's heads answered while everything was there: outputs, log-sum-exps of scaled scores."""
 
     q_HND: Tensor
-    out_HND: Tensor  # fp32
+    out_HND: Tensor  # in the precision that attention has
     lse_HN: Tensor  # fp32
     share_HN: Tensor  # fp32: of each query's attention, what the layer's slots had of it
     scale: float

@@ -104,11 +104,11 @@ class Compression:
             self._layers[-1] = StagedLayer(last.staged.change, asked=last.asked)
 
     def look_again(self, index: int, new: NewSlots) -> None:
-        """A second reading has been: score the slots of a layer, if that waited for it, and ask its queries."""
+        """A second reading has been: score the slots of a layer, if that waited for it, and note what it asked."""
         if self.looks_late:
             self.layer(index, new)
-        if new.replayed is not None:
-            self._ask(index, new)
+        if new.asked is not None:
+            self._layers[index].asked = new.asked
 
     def _compress(self, index: int, new: NewSlots, budget: Budget) -> None:
         assert self.stage is not None
@@ -151,18 +151,12 @@ class Compression:
         return Scores(stage.budget.weigh(scores.score_HS, build_view(self.sequence, index, new, needs)))
 
     def _ask(self, index: int, new: NewSlots) -> None:
-        """Note what the heads of a layer answer to calibration queries while everything is there."""
+        """Note what the heads of a layer answer to the last queries while everything is there."""
         assert self.stage is not None
-        if not self.sequence.spec.layers[index].compressible:
-            return
         needs = Needs(last_queries=self.stage.evicted.needs.last_queries)
         view = build_view(self.sequence, index, new, needs)
-        if view.q_RGWD is not None and view.q_position_RW is not None:
-            asked = ask(view, view.q_RGWD, position_T=view.q_position_RW[0])
-        else:
-            assert new.replayed is not None
-            asked = ask(view, new.replayed.q_HGTD, whole_HGT=new.replayed.lse_HGT)
-        self._layers[index].asked = asked
+        assert view.q_RGWD is not None and view.q_position_RW is not None
+        self._layers[index].asked = ask(view, view.q_RGWD, view.q_position_RW[0])
 
     def _slide(self, index: int, new: NewSlots) -> LayerChange:
         """A sliding-window layer keeps what the token after the new ones can see."""

@@ -1,7 +1,7 @@
 """What a round of compression looks at: new slots, stored and new ones side by side, and the facts sizes refer to.
 
-H KV heads   R rows (the KV heads of one sequence)   S slots, stored then new   T new slots, or queries   D head dim
-Q query heads   G of them per KV head   W window of queries
+H KV heads   R rows (the KV heads of one sequence)   S slots, stored then new   T new slots   D head dim
+Q query heads   W window of queries
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kvfold.budget.scores import Scores
 from kvfold.core import LayerSpec
+from kvfold.evicted.base import Asked
 from kvfold.pages.read import stored_slots
 from kvfold.pages.sequence import LayerChange, SequenceCache
 from kvfold.pages.sidecar import MASS_BYTES, LayerSidecar, Moments
@@ -25,13 +25,6 @@ from kvfold.policy.size import SizeFacts
 from kvfold.score.base import Needs, QueryStats, View
 from kvfold.score.predictor import predictor_for
 from kvfold.when import Never
-
-
-class Replayed(NamedTuple):
-    """Some queries of a second reading, and the log-sum-exps of all that they attended to, the reading included."""
-
-    q_HGTD: Tensor
-    lse_HGT: Tensor
 
 
 @dataclass
@@ -44,7 +37,7 @@ class NewSlots:
     mass_HS: Tensor | None = None  # attention mass of stored and new slots after this pass
     q_QTD: Tensor | None = None  # their queries
     replay_HGS: Tensor | None = None  # the largest weight that a second reading gave stored and new slots
-    replayed: Replayed | None = None  # some of its queries
+    asked: Asked | None = None  # some of its queries, and what they were answered
     going_T: Tensor | None = None  # which tokens of the pass they are, where others were left behind; not the last
     num_left: int = 0  # tokens left behind
     scored: dict[object, Scores] = field(default_factory=dict)  # what policies of one pass have found, for each other

@@ -14,7 +14,8 @@ from torch import Tensor
 from kvfold.attend.prefill import PrefillPass
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError
-from kvfold.pages.view import Replayed, build_view
+from kvfold.evicted.base import Asked
+from kvfold.pages.view import build_view
 from kvfold.policy.policy import Policy
 from kvfold.score.base import Replay, View
 from kvfold.score.kvzip_plus import KVzipPlus
@@ -39,7 +40,7 @@ class _Watched(PrefillPass):
     examples: dict[int, Examples]
 
     def look_again(
-        self, index: int, replay: Replay, maxima: Sequence[Tensor | None], queries: Sequence[Replayed | None]
+        self, index: int, replay: Replay, maxima: Sequence[Tensor | None], asked: Sequence[Asked | None]
     ) -> None:
         sequence, held = self.sequences[index], self.held[index]
         self.examples = {}

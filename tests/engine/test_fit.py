@@ -64,54 +64,56 @@ def values(sequence: SequenceCache) -> list[Tensor]:
 
 
 @torch.inference_mode()
-def first_layer(ids: Sequence[int], start: int) -> tuple[Tensor, Tensor]:
-    """Queries [Q, T, D] and keys [H, T, D] of the unmodified model's layer 0, at positions start, start + 1, …"""
+def first_layer(ids: Sequence[int], start: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [Q, T, D], keys and values [H, T, D] of the unmodified model's layer 0, from position `start` on."""
     hf = build("llama").model
     hidden = hf.embed_tokens(torch.tensor([list(ids)]))
     cos, sin = hf.rotary_emb(hidden, torch.arange(start, start + len(ids)).unsqueeze(0))
     attention, normed = hf.layers[0].self_attn, hf.layers[0].input_layernorm(hidden)
-    sides = (attention.q_proj(normed), attention.k_proj(normed))
-    q_1QTD, k_1HTD = (side.unflatten(-1, (-1, 16)).transpose(1, 2) for side in sides)
-    turned: tuple[Tensor, Tensor] = apply_rotary_pos_emb(q_1QTD, k_1HTD, cos, sin)
-    return turned[0][0], turned[1][0]
+    sides = (attention.q_proj(normed), attention.k_proj(normed), attention.v_proj(normed))
+    q_1QTD, k_1HTD, v_1HTD = (side.unflatten(-1, (-1, 16)).transpose(1, 2) for side in sides)
+    q_1QTD, k_1HTD = apply_rotary_pos_emb(q_1QTD, k_1HTD, cos, sin)
+    return q_1QTD[0], k_1HTD[0], v_1HTD[0]
 
 
-def shares(q_QTD: Tensor, held_HSD: Tensor, own_HTD: Tensor) -> Tensor:
-    """[Q, T]: what a query gives to the keys held, the rest going to those of its own reading up to itself."""
-    k_QSD = torch.cat((held_HSD, own_HTD), dim=1).repeat_interleave(2, dim=0)
-    is_later_TT = torch.ones(own_HTD.shape[1], own_HTD.shape[1]).triu(1).bool()
-    score_QTS = q_QTD @ k_QSD.mT / 4
-    score_QTS[..., held_HSD.shape[1] :].masked_fill_(is_later_TT, -torch.inf)
-    return score_QTS.softmax(-1)[..., : held_HSD.shape[1]].sum(-1)
+def answered(q_QTD: Tensor, held_HSD: Tensor, v_HSD: Tensor, own_HTD: Tensor) -> Tensor:
+    """[Q, T, D + 2]: what the slots held give, their log-sum-exp, and their share where the rest of a query's attention
+    goes to the keys of its own reading up to itself."""
+    k_QSD, v_QSD, own_QTD = (x.repeat_interleave(2, dim=0) for x in (held_HSD, v_HSD, own_HTD))
+    num_held = v_QSD.shape[1]
+    score_QTS = q_QTD @ torch.cat((k_QSD, own_QTD), dim=1).mT / 4
+    score_QTS[..., num_held:].masked_fill_(torch.ones_like(score_QTS[0, :, num_held:]).triu(1).bool(), -torch.inf)
+    held_QTS = score_QTS[..., :num_held]
+    share_QT1 = score_QTS.softmax(-1)[..., :num_held].sum(-1, keepdim=True)
+    return torch.cat((held_QTS.softmax(-1) @ v_QSD, held_QTS.logsumexp(-1, keepdim=True), share_QT1), dim=-1)
 
 
 @pytest.mark.parametrize("tokens", [50, LENGTH, 1000])
-def test_replay_queries_are_those_of_evenly_spaced_tokens(model: Model, tokens: int) -> None:
+def test_replay_queries_are_those_of_evenly_spaced_tokens_with_their_answers(model: Model, tokens: int) -> None:
     ids = prompt(LENGTH)
     with fits() as seen:
         read(model, f"kvzip(chunk=64) + 3x + fit(tokens={tokens})", ids).release()
     count = min(tokens, LENGTH)
     wanted = [i * LENGTH // count for i in range(count)]
-    expected, expected_shares, held_HSD = [], [], first_layer(ids, 0)[1]
+    expected, (_, held_HSD, v_HSD) = [], first_layer(ids, 0)
     for begin in range(0, LENGTH, 64):
         request = repeat_request(model.hf).before(ids[:begin])
-        q_QTD, k_HTD = first_layer([*request, *ids[begin : begin + 64]], LENGTH)
+        q_QTD, k_HTD, _ = first_layer([*request, *ids[begin : begin + 64]], LENGTH)
         mine = [i - begin + len(request) for i in wanted if begin <= i < begin + 64]
-        expected.append(q_QTD[:, mine])
-        expected_shares.append(shares(q_QTD, held_HSD, k_HTD)[:, mine])
-    expected_HND = torch.cat(expected, dim=1).unflatten(0, (2, 2)).flatten(1, 2)
-    share_HN = torch.cat(expected_shares, dim=1).unflatten(0, (2, 2)).flatten(1, 2)
-    assert len(seen) == 6 and float(share_HN.min()) < 0.9
+        expected.append(torch.cat((q_QTD, answered(q_QTD, held_HSD, v_HSD, k_HTD)), dim=-1)[:, mine])
+    expected_HNX = torch.cat(expected, dim=1).unflatten(0, (2, 2)).flatten(1, 2)
+    assert len(seen) == 6 and float(expected_HNX[..., -1].min()) < 0.9
     for head in range(2):
-        torch.testing.assert_close(seen[head][0].q_HND[0], expected_HND[head], atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(seen[head][0].share_HN[0], share_HN[head], atol=1e-4, rtol=1e-4)
+        asked = seen[head][0]
+        columns = (asked.q_HND, asked.out_HND, asked.lse_HN.unsqueeze(-1), asked.share_HN.unsqueeze(-1))
+        torch.testing.assert_close(torch.cat(columns, dim=-1)[0], expected_HNX[head], atol=1e-4, rtol=1e-4)
 
 
 def test_prompt_queries_are_the_last_and_see_what_was_before_them(model: Model) -> None:
     ids = prompt(LENGTH)
     with fits() as seen:
         read(model, "knorm + 3x + fit(prompt, tokens=30)", ids).release()
-    expected_QTD, _ = first_layer(ids[-30:], LENGTH - 30)
+    expected_QTD, _, _ = first_layer(ids[-30:], LENGTH - 30)
     asked = seen[0][0]
     torch.testing.assert_close(asked.q_HND[0], expected_QTD[:2].flatten(0, 1), atol=1e-4, rtol=1e-4)
     assert asked.position_N is not None and asked.position_N.tolist() == [*range(120, 150)] * 2

@@ -228,7 +228,7 @@ def test_asking_is_attention_to_every_slot_that_exists(monkeypatch: pytest.Monke
     view = View(0, 1, spec, 2, k_RSD, v_RSD, positions, valid_RS, torch.tensor([7, 7]), bias_RS=bias_RS)
     for most_scores in (1 << 25, 30):
         monkeypatch.setattr(asked, "MOST_SCORES", most_scores)
-        found = ask(view, q_RGTD)
+        found = ask(view, q_RGTD, torch.full((11,), 6))
         for head, length in enumerate(lens):
             mine = slice(0, length)
             q_ND = q_RGTD[head].flatten(0, 1)
@@ -236,9 +236,7 @@ def test_asking_is_attention_to_every_slot_that_exists(monkeypatch: pytest.Monke
             of_head = found.q_HND[head], found.out_HND[head], found.lse_HN[head]
             torch.testing.assert_close(of_head, (q_ND, out_ND, lse_N))
     assert bool((found.share_HN == 1.0).all())
-    more_RGT = (found.lse_HN + 1.0).unflatten(1, (group, 11))
-    torch.testing.assert_close(ask(view, q_RGTD, whole_HGT=more_RGT).share_HN, torch.full((2, 33), -1.0).exp())
-    early = ask(view, q_RGTD, position_T=torch.tensor([2] * 11))
+    early = ask(view, q_RGTD, torch.tensor([2] * 11))
     out_ND, _ = answers(early.q_HND[0], k_RSD[0, :3], v_RSD[0, :3], bias_RS[0, :3])
     torch.testing.assert_close(early.out_HND[0], out_ND)
 
