@@ -54,7 +54,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def _add_choices(parser: argparse.ArgumentParser) -> None:
     """What is run."""
-    parser.add_argument("--suite", default="quick", help=f"{', '.join(SUITES)}; it says what is not said otherwise")
+    parser.add_argument("--suite", default="quick", help=f"{', '.join(SUITES)} (default: quick)")
     parser.add_argument("--workloads", metavar="A,B:TASK", help="workloads, or single tasks of them")
     parser.add_argument("--policies", metavar="A, B", help='without sizes, e.g. "snapkv + ada, int4"; full comes along')
     parser.add_argument("--also", default="", metavar="A, B", help="policies beside those of the suite")
