@@ -3,8 +3,9 @@
     python benchmarks/shards.py --processes 12 --out RUN [--limit-s 540] -- --suite standard --model M --device cuda …
 
 What stands behind -- are options of `kvfold bench`. First sizes are looked for, in a process for each task and mode;
-then shards run with them. A run is bound by the host, so on a GPU as many processes pay as the processor has cores and
-the memory has room for (`--arena`); NVIDIA's MPS (`nvidia-cuda-mps-control -d`) lets them run at once.
+then shards run with them; never more processes at once than were asked for. A run is bound by the host, so on a GPU as
+many processes pay as the processor has cores and the memory has room for (`--arena`); NVIDIA's MPS
+(`nvidia-cuda-mps-control -d`) lets them run at once.
 
 Every process has a folder with its log under RUN.parts; the first that fails ends all, and the end of its log is shown.
 At the time limit, or after Ctrl-C, processes finish what they write, and RUN holds what there is. The same command
@@ -53,9 +54,10 @@ def main() -> int:
     shards = [parts / str(index) for index in range(args.processes)]
     code = 0
     try:
-        sizes = _sizes(args.bench, parts, began + args.limit_s)
+        sizes = _sizes(args.bench, parts, args.processes, began + args.limit_s)
         more = [[*sizes, "--shard", f"{index}/{len(shards)}"] for index in range(len(shards))]
-        _run({folder: [*args.bench, *each] for folder, each in zip(shards, more, strict=True)}, began + args.limit_s)
+        commands = {folder: [*args.bench, *each] for folder, each in zip(shards, more, strict=True)}
+        _run(commands, args.processes, began + args.limit_s)
     except (Failed, KvfoldError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -73,7 +75,7 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, required=True, metavar="N", help="shards that run at once")
+    parser.add_argument("--processes", type=int, required=True, metavar="N", help="shards, and processes at once")
     parser.add_argument("--out", type=Path, required=True, metavar="RUN", help="folder of the run; it is written anew")
     parser.add_argument("--limit-s", type=float, default=float("inf"), metavar="S", help="end after so many seconds")
     parser.add_argument("bench", nargs="+", metavar="OPTION", help="of `kvfold bench`, behind --")
@@ -83,7 +85,7 @@ def _options() -> argparse.Namespace:
     return args
 
 
-def _sizes(bench: Sequence[str], parts: Path, deadline: float) -> list[str]:
+def _sizes(bench: Sequence[str], parts: Path, at_once: int, deadline: float) -> list[str]:
     """The option that names the file of all sizes, which a run over one sample of each task finds; nothing where every
     policy runs as it is written."""
     wanted = wanted_of(build_parser().parse_args(["bench", *bench]))
@@ -97,30 +99,33 @@ def _sizes(bench: Sequence[str], parts: Path, deadline: float) -> list[str]:
             for index, task in enumerate(wanted.tasks)
             for mode in wanted.chosen_modes
         }
-        _run(commands, deadline)
+        _run(commands, at_once, deadline)
         join_sizes([folder / SIZES for folder in commands], found)
     return ["--sizes", str(found)]
 
 
-def _run(commands: Commands, deadline: float) -> None:
-    """All at once, to their end. Failed if one of them fails, TimeoutError at the deadline; none is left then."""
+def _run(commands: Commands, at_once: int, deadline: float) -> None:
+    """All, to their end. Failed if one of them fails, TimeoutError at the deadline; none is left then."""
+    waiting = list(commands.items())
+    running: dict[Path, subprocess.Popen[bytes]] = {}
     with ExitStack() as held:
-        running = {folder: _started(folder, options, held) for folder, options in commands.items()}
-        held.callback(_stop, running.values())
+        held.callback(lambda: _stop(running.values()))
         told = time.monotonic()
-        while True:
-            codes = {folder: process.poll() for folder, process in running.items()}
-            for folder, code in codes.items():
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                folder, options = waiting.pop(0)
+                running[folder] = _started(folder, options, held)
+            for folder, code in [(folder, process.poll()) for folder, process in running.items()]:
                 if code:
                     raise Failed(f"{folder.name} ended with {code}: {_end_of(_log(folder))}")
-            left = [folder for folder, code in codes.items() if code is None]
-            if not left:
-                return
+                if code == 0:
+                    del running[folder]
             if time.monotonic() > deadline:
                 raise TimeoutError
             if time.monotonic() > told + _TOLD_EVERY_S:
                 told = time.monotonic()
-                print(f"{sum(map(_num_rows, running))} rows, {len(left)} processes left", file=sys.stderr)
+                left = len(running) + len(waiting)
+                print(f"{sum(map(_num_rows, commands))} rows, {left} processes left", file=sys.stderr)
             time.sleep(0.2)
 
 
