@@ -1,6 +1,7 @@
 """How long does one decode step take on a CPU, and what does compressing add to a prefill?
 
-    python benchmarks/cpu_decode.py [--model smollm2-135m] [--dtype auto] [--lengths 1000,8000] [--prefill 8000]
+    python benchmarks/cpu_decode.py [POLICY ...] [--model smollm2-135m] [--dtype auto] [--lengths 1000,8000]
+                                    [--prefill 8000]
 
 Caches are filled with random keys and values of the given length, compressed by the policy itself, so that no long
 prefill has to run first; steps then go through the whole model. The baseline is transformers' DynamicCache on the same
@@ -15,7 +16,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -81,7 +82,7 @@ def timed(steps: dict[str, Callable[[], object]], repeats: int) -> dict[str, lis
     return found
 
 
-def decode(model: Model, lengths: list[int], repeats: int) -> list[dict[str, object]]:
+def decode(model: Model, policies: Sequence[str], lengths: list[int], repeats: int) -> list[dict[str, object]]:
     runner = Runner(model.hf, model.spec, model.arena)
     bandwidth = copy_bandwidth()
     embedding = model.hf.get_input_embeddings().weight
@@ -89,7 +90,7 @@ def decode(model: Model, lengths: list[int], repeats: int) -> list[dict[str, obj
     weights = sum(p.nbytes for p in model.hf.parameters()) - (0 if tied else embedding.nbytes)
     rows = []
     for length in lengths:
-        sequences = {policy: filled(runner, policy, length) for policy in POLICIES}
+        sequences = {policy: filled(runner, policy, length) for policy in policies}
         steps: dict[str, Callable[[], object]] = {"DynamicCache": dynamic_step(model, length)}
         for policy, sequence in sequences.items():
             steps[policy] = partial(runner.decode, [sequence], [5])
@@ -142,6 +143,7 @@ def copy_bandwidth() -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("policies", nargs="*", metavar="POLICY", default=POLICIES, help="of decode steps")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--lengths", default="1000,8000", help='of the caches, by commas; "" times no decode steps')
@@ -150,7 +152,8 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help="append rows to benchmarks/results/cpu_decode.jsonl")
     args = parser.parse_args()
     model = kvfold.load(args.model, dtype=args.dtype, device="cpu")
-    rows = decode(model, [int(length) for length in args.lengths.split(",") if length], args.repeats)
+    lengths = [int(length) for length in args.lengths.split(",") if length]
+    rows = decode(model, args.policies, lengths, args.repeats)
     if args.prefill:
         rows += prefill(model, args.prefill, repeats=3)
     about = facts(model=args.model, dtype=str(model.spec.dtype), kv_dtype=str(model.spec.kv_dtype))

@@ -23,9 +23,11 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from kvfold.codec.basis import Basis
+    from kvfold.codec.lift import Lift
     from kvfold.core import ModelSpec
 
 Side = Literal["k", "v"]
+SIDES: tuple[Side, Side] = ("k", "v")
 Fields = Mapping[str, Tensor]  # field name -> [N, width] (per slot) or [N / group, width] (per group)
 State = Mapping[str, Tensor]  # tensor per row: [R, ...]
 
@@ -44,7 +46,7 @@ class Field:
 @dataclass(frozen=True)
 class Slots:
     """What a codec encodes: N flat slots, the row each belongs to, and, if it asks (`needs_below`), the same slots of
-    the layer below as decoded, in the model's own basis and fp32."""
+    the layer below as decoded, in the model's own basis and fp32, or, with a `lift`, what they tell of these."""
 
     x_ND: Tensor
     row_N: Tensor  # int64 index into the state's rows
@@ -62,6 +64,15 @@ class Codec(ABC):
     exact: ClassVar[int] = 0  # first slots of a sequence that should also be kept as they came (pages/exact.py)
 
     @property
+    def codecs(self) -> tuple[Codec, ...]:
+        """All that `at` may return."""
+        return (self,)
+
+    def at(self, layer: int) -> Codec:
+        """What stores this layer in its place. Default: itself."""
+        return self
+
+    @property
     def heads_together(self) -> int:
         """Heads that are read together, so that they have to hold the same slots; 1 for codecs without a basis."""
         return 1
@@ -76,6 +87,11 @@ class Codec(ABC):
 
     def basis(self, side: Side, spec: ModelSpec, layer: int, device: torch.device) -> Basis | None:
         """What it knows of a layer of a model, where it stores latents; shared by all sequences. Default: nothing."""
+        return None
+
+    def lift(self, side: Side, spec: ModelSpec, layer: int, device: torch.device) -> Lift | None:
+        """How the layer below tells of a layer of a model, where it needs that; shared by all sequences. Default: as it
+        is."""
         return None
 
     def check(self, spec: ModelSpec) -> None:  # noqa: B027 - most codecs store slots of any model

@@ -23,14 +23,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvfold.codec.base import Side
+from kvfold.codec.base import SIDES, Side
 from kvfold.core import LayerSpec, ModelSpec
 from kvfold.errors import FileError
 from kvfold.whole import read_tensors, replacing
 
 FORMAT = "kvfold-bases-1"
 MAX_BYTES = 1 << 30
-SIDES: tuple[Side, ...] = ("k", "v")
 _PARTS = ("mean", "axes", "worth")
 _LEAST_SQUARE = 1e-3  # how far axes may be from orthonormal
 

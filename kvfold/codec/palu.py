@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from kvfold.codec.base import Codec, Field, Fields, Side, Slots, State
-from kvfold.codec.bases import SIDES, Bases
+from kvfold.codec.base import SIDES, Codec, Field, Fields, Side, Slots, State
+from kvfold.codec.bases import Bases
 from kvfold.codec.basis import Basis, mixing
 from kvfold.codec.native import Native
 from kvfold.errors import FileError, PolicyError

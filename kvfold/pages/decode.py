@@ -1,10 +1,10 @@
 """Slots of one layer's pages, decoded run by run; where a codec needs the layer below, its slots are fetched here.
 
 A codec that stores what the layer below does not tell (`needs_below`) is given the same slots of that layer as a
-reader decodes them, in the model's own basis and fp32. Both layers hold the same slots in the same order, since such a
-codec is refused where anything is evicted; runs and page sizes may differ, so slots are matched by their place in the
-head's row. The layer below may need its own: each layer of a chain decodes all those under it, so `layers=1::2` reads
-least.
+reader decodes them, in the model's own basis and fp32, or what these tell of its own (codec/lift.py). Both layers hold
+the same slots in the same order, since such a codec is refused where anything is evicted; runs and page sizes may
+differ, so slots are matched by their place in the head's row. The layer below may need its own: each layer of a chain
+decodes all those under it, so `layers=1::2` reads least.
 
     N flat slots of a run, used or not   n slots of a head   D head dim
 """
@@ -43,24 +43,36 @@ def restored_run(pages: LayerPages, run: Run, side: Side, dtype: torch.dtype) ->
     return pages.page_class.codec(side).restore(side, x_ND, pages.state.get(side, {}), row_N)
 
 
-def latest_below(pages: LayerPages, side: Side, counts: Sequence[int]) -> Tensor | None:
-    """The last counts[head] slots of the layer below, head after head, if the codec asks for them."""
+def latest_below(pages: LayerPages, side: Side, counts: Sequence[int], position_N: Tensor) -> Tensor | None:
+    """The last counts[head] slots of the layer below, or what they tell, head after head, if the codec asks for them;
+    they are of these positions."""
     if not pages.page_class.codec(side).needs_below or pages.below is None:
         return None
     rows = _rows(pages.below, side)
-    return torch.cat([x_nD[len(x_nD) - count :] for x_nD, count in zip(rows, counts, strict=True)])
+    latest = [x_nD[len(x_nD) - count :] for x_nD, count in zip(rows, counts, strict=True)]
+    if side not in pages.lifts:
+        return torch.cat(latest)
+    return pages.lifts[side](torch.stack(latest), position_N[: counts[0]], torch.float64).flatten(0, 1)
 
 
 def _below_run(pages: LayerPages, run: Run, side: Side) -> Tensor | None:
     """The slots of the layer below in the places of a run's slots; 0 where the run has none."""
     if pages.below is None:
         return None
-    rows = _rows(pages.below, side)
+    rows = _told(pages, pages.below, side)
     below_ND = rows[0].new_zeros(sum(extent.capacity for extent in run.extents), rows[0].shape[1])
     for head, extent, start in zip(run.heads, run.extents, run.starts, strict=True):
         first = pages.place(head, extent)
         below_ND[start : start + extent.length] = rows[head][first : first + extent.length]
     return below_ND
+
+
+def _told(pages: LayerPages, below: LayerPages, side: Side) -> Sequence[Tensor]:
+    """Every head's slots [n, D] of the layer below, or what they tell."""
+    rows = _rows(below, side)
+    if side not in pages.lifts:
+        return rows
+    return pages.lifts[side](torch.stack(rows), below.positions(0)).unbind(0)
 
 
 def _rows(pages: LayerPages, side: Side) -> list[Tensor]:

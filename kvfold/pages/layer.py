@@ -18,8 +18,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kvfold.codec.base import Side, Slots, State
+from kvfold.codec.base import SIDES, Side, Slots, State
 from kvfold.codec.basis import Basis
+from kvfold.codec.lift import Lift
 from kvfold.pages.arena import Span
 from kvfold.pages.decode import latest_below
 from kvfold.pages.layout import BIAS, POSITION, PageClass
@@ -61,14 +62,16 @@ _classes: dict[PageClass, PageClass] = {}
 class LayerPages:
     """Extents per head, and what the codecs learnt (State) when the first slot was sealed.
 
-    `bases`: of sides that are stored as latents; the model's, not the sequence's. `below`: the layer below in the same
-    segment, where a codec needs it. Layers of a segment share `changes`.
+    `bases`: of sides that are stored as latents; the model's, not the sequence's, as are `lifts`, of sides that the
+    layer below tells of. `below`: that layer in the same segment, where a codec needs it. Layers of a segment share
+    `changes`.
     """
 
     page_class: PageClass
     num_heads: int
     state: dict[Side, State] = field(default_factory=dict)
     bases: Mapping[Side, Basis] = field(default_factory=dict, repr=False, compare=False)
+    lifts: Mapping[Side, Lift] = field(default_factory=dict, repr=False, compare=False)
     below: LayerPages | None = field(default=None, repr=False, compare=False)
     changes: Changes = field(default_factory=Changes, repr=False, compare=False)
     _extents: list[list[Extent]] = field(init=False)
@@ -136,7 +139,7 @@ class LayerPages:
         A codec that needs the layer below finds the same slots there: layers are written from the bottom up.
         """
         group, device = self.page_class.group, k_ND.device
-        below: dict[Side, Tensor | None] = {"k": latest_below(self, "k", counts), "v": latest_below(self, "v", counts)}
+        below = {side: latest_below(self, side, counts, position_N) for side in SIDES}
         if any(count % group for count in counts):
             index_N = _padded(counts, group).to(device)
             k_ND, v_ND, position_N = k_ND[index_N], v_ND[index_N], position_N[index_N]

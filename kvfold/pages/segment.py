@@ -55,7 +55,8 @@ class Segment:
     def like(cls, other: Segment) -> Segment:
         """An empty segment with the same page classes and codec states."""
         layers = [
-            LayerPages(layer.page_class, layer.num_heads, dict(layer.state), layer.bases) for layer in other.layers
+            LayerPages(layer.page_class, layer.num_heads, dict(layer.state), layer.bases, layer.lifts)
+            for layer in other.layers
         ]
         return cls(other.arena, layers)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvfold.codec.base import Codec, Side
 from kvfold.codec.basis import Basis
+from kvfold.codec.lift import Lift
 from kvfold.core import ModelSpec
 from kvfold.errors import OutOfPages
 from kvfold.evicted.recall import recall_of
@@ -81,16 +82,27 @@ class SequenceCache:
         return None if recall is None else Demoted(recall, self.spec, self.arena.device, self.policy.position.shifts)
 
     def _layer_pages(self, index: int) -> LayerPages:
-        return LayerPages(self._page_class(index), self.spec.layers[index].num_kv_heads, bases=self._bases(index))
+        num_heads = self.spec.layers[index].num_kv_heads
+        return LayerPages(self._page_class(index), num_heads, bases=self._bases(index), lifts=self._lifts(index))
+
+    def _codecs(self, index: int) -> tuple[tuple[Side, Codec], ...]:
+        """Of the sides of a layer that has a choice."""
+        if not self.spec.layers[index].compressible:
+            return ()
+        k, v = self.policy.codec.sides(index, self.spec.num_layers)
+        return ("k", k), ("v", v)
 
     def _bases(self, index: int) -> dict[Side, Basis]:
         """Of the sides that a layer stores as latents."""
-        if not self.spec.layers[index].compressible:
-            return {}
-        k, v = self.policy.codec.sides(index, self.spec.num_layers)
-        sides: tuple[tuple[Side, Codec], ...] = (("k", k), ("v", v))
-        found = {side: codec.basis(side, self.spec, index, self.arena.device) for side, codec in sides}
+        codecs = self._codecs(index)
+        found = {side: codec.basis(side, self.spec, index, self.arena.device) for side, codec in codecs}
         return {side: basis for side, basis in found.items() if basis is not None}
+
+    def _lifts(self, index: int) -> dict[Side, Lift]:
+        """Of the sides that the layer below tells of."""
+        codecs = self._codecs(index)
+        found = {side: codec.lift(side, self.spec, index, self.arena.device) for side, codec in codecs}
+        return {side: lift for side, lift in found.items() if lift is not None}
 
     def _page_class(self, index: int) -> PageClass:
         layer = self.spec.layers[index]

@@ -53,12 +53,12 @@ class CodecPlan:
     def sides(self, layer: int, num_layers: int) -> tuple[Codec, Codec]:
         """Codecs of the keys and of the values of one layer."""
         if self.layers.holds(layer, num_layers):
-            return self.k, self.v
+            return self.k.at(layer), self.v.at(layer)
         native: Codec = default("codec")
         return native, native
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
         """Every codec that some layer may use, each once."""
-        used = (self.k, self.v) if self.layers.is_all else (self.k, self.v, default("codec"))
-        return tuple(dict.fromkeys(used))
+        outside = () if self.layers.is_all else (default("codec"),)
+        return tuple(dict.fromkeys((*self.k.codecs, *self.v.codecs, *outside)))

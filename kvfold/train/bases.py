@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.codec.base import Side
-from kvfold.codec.bases import SIDES, Bases, SideBasis
+from kvfold.codec.base import SIDES, Side
+from kvfold.codec.bases import Bases, SideBasis
 from kvfold.errors import InputError
 from kvfold.models.loader import Model
 from kvfold.models.progress import Report, silent

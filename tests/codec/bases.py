@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from kvfold.codec.bases import SIDES, Bases, SideBasis
+from kvfold.codec.base import SIDES
+from kvfold.codec.bases import Bases, SideBasis
 from kvfold.core import ModelSpec
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvfold.codec.bases import SIDES
+from kvfold.codec.base import SIDES
 from kvfold.errors import InputError, PolicyError
 from kvfold.models.watched import watch
 from kvfold.session import Session
