@@ -94,7 +94,7 @@ class Aqua(Codec):
         return self.rest.encode("v", Slots(rest_ND, slots.row_N), state)
 
     def decode(self, side: Side, fields: Fields, dtype: torch.dtype, below_ND: Tensor | None = None) -> Tensor:
-        rest_ND = hadamard.rotate(self.rest.decode("v", fields, torch.float32))
+        rest_ND = hadamard.rotate_read(self.rest.decode("v", fields, torch.float32))
         return (rest_ND + _given(below_ND)).to(dtype)
 
     def check(self, spec: ModelSpec) -> None:

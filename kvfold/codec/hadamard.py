@@ -44,12 +44,12 @@ def _block_matrix(block: int, device: torch.device) -> Tensor:
     return rotate(torch.eye(block, device=device))
 
 
-def rotate_query(q_RXD: Tensor) -> Tensor:
-    """The same rotation as one matrix product, for queries: few rows, read at every step, no codes made of them."""
-    head_dim = q_RXD.shape[-1]
+def rotate_read(x: Tensor) -> Tensor:
+    """The same rotation as one matrix product, for queries and slots that are read: no codes are made of them."""
+    head_dim = x.shape[-1]
     block = block_size(head_dim)
-    blocks = q_RXD.float().reshape(*q_RXD.shape[:-1], head_dim // block, block)
-    return (blocks @ _block_matrix(block, q_RXD.device)).flatten(-2)
+    blocks = x.float().reshape(*x.shape[:-1], head_dim // block, block)
+    return (blocks @ _block_matrix(block, x.device)).flatten(-2)
 
 
 @cache

@@ -76,7 +76,7 @@ class IntegerCodec(Codec):
 
     def query(self, q_RXD: Tensor, state: State) -> tuple[Tensor, Tensor | None]:
         offset_RX = (q_RXD.float() @ state["mean"].unsqueeze(-1)).squeeze(-1)
-        return hadamard.rotate_query(q_RXD).to(q_RXD.dtype), offset_RX
+        return hadamard.rotate_read(q_RXD).to(q_RXD.dtype), offset_RX
 
     def _channels(self, head_dim: int) -> int:
         channels = self.group_size or head_dim

@@ -10,7 +10,7 @@ from kvfold.errors import InputError
 from kvfold.policy.policy import Policy
 from kvfold.policy.registry import term_of, terms
 
-TRAINED = {"learned", "profile", "palu"}  # they need a file of the model's own
+TRAINED = {"aqua", "learned", "palu", "profile"}  # they need a file of the model's own
 ELSEWHERE = {"when", "protect"}  # not what a prompt that is compressed once is compared by
 
 

@@ -31,7 +31,7 @@ def test_an_outlier_spreads_evenly() -> None:
 def test_query_path_is_the_same_rotation(head_dim: int) -> None:
     torch.manual_seed(0)
     q = torch.randn(2, 3, head_dim)
-    torch.testing.assert_close(hadamard.rotate_query(q), hadamard.rotate(q))
+    torch.testing.assert_close(hadamard.rotate_read(q), hadamard.rotate(q))
 
 
 def test_a_slot_rotates_to_the_same_bits_in_any_company() -> None:
