@@ -1,6 +1,6 @@
-"""The bases of a model's layers, measured once (`kvfold calibrate`), and the file they are kept in.
+"""The bases of a model's layers, measured once (`kvfold calibrate`).
 
-    metadata   "kvfold": JSON with the format, the model, the digest of its weights, and how they were measured
+    header     "heads": of a group
     tensors    "LAYER.SIDE.mean" fp32 [G, X], "LAYER.SIDE.axes" fp32 [G, X, X], "LAYER.SIDE.worth" fp32 [G, X]
 
 The axes of a group are its columns, orthonormal, in the order in which they are worth keeping. The file is as large as
@@ -11,25 +11,17 @@ the bases of all ranks; what a rank keeps of them is worked out when it is used.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from kvfold.codec.base import SIDES, Side
+from kvfold.codec.calibration import Calibration
 from kvfold.core import LayerSpec, ModelSpec
-from kvfold.errors import FileError
-from kvfold.whole import read_tensors, replacing
 
-FORMAT = "kvfold-bases-1"
-MAX_BYTES = 1 << 30
 _PARTS = ("mean", "axes", "worth")
 _LEAST_SQUARE = 1e-3  # how far axes may be from orthonormal
 
@@ -44,57 +36,32 @@ class SideBasis:
 
 
 @dataclass(frozen=True, eq=False)
-class Bases:
+class Bases(Calibration):
     """Of one model, for each of its compressible layers."""
 
-    model: str
-    weights: str  # digest
-    measured: str  # how, in words
+    KIND: ClassVar[str] = "bases"
+    FORMAT: ClassVar[str] = "kvfold-bases-1"
+    MAX_BYTES: ClassVar[int] = 1 << 30
+
     num_heads: int  # of a group
     layers: Mapping[int, Mapping[Side, SideBasis]]
 
-    @cached_property
-    def digest(self) -> str:
-        """sha256 of what the file says, wherever it lies."""
-        found = hashlib.sha256(self._header.encode())
-        for name, tensor in sorted(self._tensors.items()):
-            found.update(name.encode())
-            found.update(tensor.numpy().tobytes())
-        return found.hexdigest()
+    @property
+    def said(self) -> dict[str, Any]:
+        return {"heads": self.num_heads}
 
     @property
-    def _header(self) -> str:
-        said = {"model": self.model, "weights": self.weights, "measured": self.measured, "heads": self.num_heads}
-        return json.dumps({"format": FORMAT, **said}, sort_keys=True)
-
-    @property
-    def _tensors(self) -> dict[str, Tensor]:
+    def parts(self) -> dict[str, Tensor]:
         return {
-            f"{index}.{side}.{name}": part.float().cpu().contiguous()
+            f"{index}.{side}.{name}": part
             for index, sides in self.layers.items()
             for side, basis in sides.items()
             for name, part in zip(_PARTS, vars(basis).values(), strict=True)
         }
 
-    def write(self, path: Path) -> None:
-        with replacing(path) as temporary:
-            save_file(self._tensors, temporary, metadata={"kvfold": self._header})
-
     @classmethod
-    def read(cls, path: Path) -> Bases:
-        """FileError if the file is not there, too large, or holds no bases."""
-        try:
-            num_bytes = path.stat().st_size
-        except OSError as error:
-            raise FileError(f"{path} cannot be read ({error.strerror})") from None
-        if num_bytes > MAX_BYTES:
-            raise FileError(f"{path} has {num_bytes} bytes; bases have at most {MAX_BYTES}")
-        try:
-            header, tensors = read_tensors(path, FORMAT)
-            model, weights, measured = (str(header[name]) for name in ("model", "weights", "measured"))
-            return cls(model, weights, measured, int(header["heads"]), _layers(tensors))
-        except (SafetensorError, LookupError, ValueError, TypeError, OSError) as error:
-            raise FileError(f"{path} is truncated or holds no bases") from error
+    def made(cls, facts: tuple[str, str, str], header: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Bases:
+        return cls(*facts, int(header["heads"]), _layers(parts))
 
     def fits(self, spec: ModelSpec) -> bool:
         """Whether they were measured on these weights and have their shapes."""

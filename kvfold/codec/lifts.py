@@ -1,31 +1,21 @@
-"""The lifts of a model's layers, measured once (`kvfold calibrate --for aqua`), and the file they are kept in.
+"""The lifts of a model's layers, measured once (`kvfold calibrate --for aqua`).
 
-metadata   "kvfold": JSON with the format, the model, the digest of its weights, and how they were measured
-tensors    "LAYER.SIDE.weight" fp32 [C, C], "LAYER.SIDE.bias" fp32 [C]
+    tensors    "LAYER.SIDE.weight" fp32 [C, C], "LAYER.SIDE.bias" fp32 [C]
 
-C channels of a token
+    C channels of a token
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
+from typing import Any, ClassVar
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from kvfold.codec.base import SIDES, Side
+from kvfold.codec.calibration import Calibration
 from kvfold.core import ModelSpec
-from kvfold.errors import FileError
-from kvfold.whole import read_tensors, replacing
-
-FORMAT = "kvfold-lifts-1"
-MAX_BYTES = 4 << 30
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,54 +27,24 @@ class SideLift:
 
 
 @dataclass(frozen=True, eq=False)
-class Lifts:
+class Lifts(Calibration):
     """Of one model, for every second of its layers, or where layers do not pair up (`lifted_layers`) for fewer."""
 
-    model: str
-    weights: str  # digest
-    measured: str  # how, in words
+    KIND: ClassVar[str] = "lifts"
+    FORMAT: ClassVar[str] = "kvfold-lifts-1"
+    MAX_BYTES: ClassVar[int] = 4 << 30
+
     layers: Mapping[int, Mapping[Side, SideLift]]
 
-    @cached_property
-    def digest(self) -> str:
-        """sha256 of what the file says, wherever it lies."""
-        found = hashlib.sha256(self._header.encode())
-        for name, tensor in sorted(self._tensors.items()):
-            found.update(name.encode())
-            found.update(tensor.numpy().tobytes())
-        return found.hexdigest()
-
     @property
-    def _header(self) -> str:
-        said = {"format": FORMAT, "model": self.model, "weights": self.weights, "measured": self.measured}
-        return json.dumps(said, sort_keys=True)
-
-    @property
-    def _tensors(self) -> dict[str, Tensor]:
+    def parts(self) -> dict[str, Tensor]:
         sides = [(f"{i}.{side}", lift) for i, both in self.layers.items() for side, lift in both.items()]
-        parts = [(f"{name}.weight", lift.weight_CC) for name, lift in sides]
-        parts += [(f"{name}.bias", lift.bias_C) for name, lift in sides]
-        return {name: part.float().cpu().contiguous() for name, part in parts}
-
-    def write(self, path: Path) -> None:
-        with replacing(path) as temporary:
-            save_file(self._tensors, temporary, metadata={"kvfold": self._header})
+        weights = {f"{name}.weight": lift.weight_CC for name, lift in sides}
+        return weights | {f"{name}.bias": lift.bias_C for name, lift in sides}
 
     @classmethod
-    def read(cls, path: Path) -> Lifts:
-        """FileError if the file is not there, too large, or holds no lifts."""
-        try:
-            num_bytes = path.stat().st_size
-        except OSError as error:
-            raise FileError(f"{path} cannot be read ({error.strerror})") from None
-        if num_bytes > MAX_BYTES:
-            raise FileError(f"{path} has {num_bytes} bytes; lifts have at most {MAX_BYTES}")
-        try:
-            header, tensors = read_tensors(path, FORMAT)
-            model, weights, measured = (str(header[name]) for name in ("model", "weights", "measured"))
-            return cls(model, weights, measured, _layers(tensors))
-        except (SafetensorError, LookupError, ValueError, TypeError, OSError) as error:
-            raise FileError(f"{path} is truncated or holds no lifts") from error
+    def made(cls, facts: tuple[str, str, str], header: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Lifts:
+        return cls(*facts, _layers(parts))
 
     def fits(self, spec: ModelSpec) -> bool:
         """Whether they were measured on these weights and have their shapes."""

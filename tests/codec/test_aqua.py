@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from kvfold.codec import Aqua, Int2, Int4, Int8, Slots
 from kvfold.codec.lift import Lift
-from kvfold.codec.lifts import MAX_BYTES, Lifts, lifted_layers
+from kvfold.codec.lifts import Lifts, lifted_layers
 from kvfold.core import Rope
 from kvfold.errors import FileError, PolicyError
 from kvfold.models.check import check_policy
@@ -153,6 +153,6 @@ def test_files_that_are_not_there_or_too_large_are_refused(tmp_path: Path) -> No
         Lifts.read(tmp_path / "nothing")
     large = tmp_path / "large"
     with large.open("wb") as sparse:
-        sparse.truncate(MAX_BYTES + 1)
+        sparse.truncate(Lifts.MAX_BYTES + 1)
     with pytest.raises(FileError, match="lifts have at most"):
         Lifts.read(large)
