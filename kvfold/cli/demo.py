@@ -40,9 +40,9 @@ class Case:
 
 CASES = (
     Case("full"),
-    Case("int8"),
+    Case("kvzip + global + int4 + 25%mem"),
+    Case("kvzip + global + int4 + 12.5%mem"),
     Case("int4"),
-    Case("keydiff + 2x"),
     Case("keydiff + 2x + int4"),
     Case("snapkv + ada + 4x", question_known=True),
     Case("streaming + 4x"),
