@@ -9,7 +9,7 @@ from kvfold.bench.suites import METHODS, SUITES, Suite
 from kvfold.policy.policy import Policy
 from kvfold.policy.registry import term_of, terms
 
-MEASURED = {"profile", "palu"}  # they name a file of the model's own
+MEASURED = {"aqua", "profile", "palu"}  # they name a file of the model's own
 ELSEWHERE = {"when", "protect"}  # not what a prompt that is compressed once is compared by
 
 
