@@ -1,6 +1,7 @@
 """Policies that take part with every registered term: what the suite `methods` compares.
 
-Terms that need a file measured for the model and named in the expression (`profile`, `palu`, `aqua`) are left to `--also`.
+Terms that need a file measured for the model and named in the expression (`profile`, `palu`, `aqua`) are left to
+`--also`.
 """
 
 from __future__ import annotations

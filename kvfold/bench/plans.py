@@ -1,7 +1,8 @@
 """Which policies a run of needles compares, at which sizes: `benchmarks/needle.py --plan NAME`.
 
 A policy that is complete, such as `int4` or `streaming + 8x + recall`, stands as it is; the others get every size.
-Terms that need a file trained or measured for the model (`learned`, `profile`, `palu`, `aqua`) are added on the command line.
+Terms that need a file trained or measured for the model (`learned`, `profile`, `palu`, `aqua`) are added on the
+command line.
 """
 
 from __future__ import annotations
