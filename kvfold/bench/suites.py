@@ -35,6 +35,7 @@ def _tight() -> tuple[str, ...]:
         surprised,
         f"{surprised} + {open_end}",
         f"{surprised} + {open_end} + fit",
+        f"{surprised} + {open_end} + fit(keys=pursuit)",
         "kvzip_plus + global",
         f"kvzip_plus + global + {open_end} + fit",
         "learned + global",

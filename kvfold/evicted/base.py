@@ -54,6 +54,14 @@ class Survivors:
     num_sealed: int = 0
 
 
+class Pool(NamedTuple):
+    """New slots of one head, its best by score, of which `num_stay` stay."""
+
+    score_S: Tensor  # fp32; +inf: has to stay
+    num_stay: int
+    num_must: int  # among these, have to
+
+
 class Refit(NamedTuple):
     """Values and log-biases of the slots to be encoded."""
 
@@ -71,12 +79,21 @@ class Evicted(ABC):
 
     @property
     def needs(self) -> Needs:
-        """What has to be observed for `refit`: last queries, or queries of a second reading."""
+        """What has to be observed for `choose` and `refit`: last queries, or queries of a second reading."""
         return Needs()
+
+    @property
+    def pool_ratio(self) -> int:
+        """How many times the new slots that stay are held until `choose` is called; 1: the score alone chooses."""
+        return 1
 
     @abstractmethod
     def fold(self, split: Split) -> tuple[Tensor, Tensor]:
         """Keys and values [n_kept, D] of the slots that stay."""
+
+    def choose(self, asked: Asked, heads: Sequence[Survivors], pools: Sequence[Pool]) -> list[Tensor]:
+        """Which new slots of each head stay, ascending; called where `pool_ratio` is above 1."""
+        raise NotImplementedError
 
     def refit(self, asked: Asked, heads: Sequence[Survivors]) -> list[Refit]:
         """Values and biases with which what stays of each head answers as everything did; as they were by default."""

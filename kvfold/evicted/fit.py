@@ -27,14 +27,16 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvfold.evicted.asked import MOST_SCORES, scores
-from kvfold.evicted.base import Asked, Evicted, Refit, Split, Survivors
+from kvfold.evicted.asked import MOST_SCORES
+from kvfold.evicted.base import Asked, Evicted, Pool, Refit, Split, Survivors
 from kvfold.evicted.least_squares import boxed_ridge, ridge
-from kvfold.evicted.padded import Padded, batches, num_new
+from kvfold.evicted.padded import Padded, batches, num_new, weights
+from kvfold.evicted.pursuit import pursue
 from kvfold.policy.registry import register
 from kvfold.score.base import Needs, Replay
 
 _CACHED_SCORES = 1 << 18  # a CPU solves large heads one by one: a batch of them does not stay in its caches
+_POOL = 4  # times the slots that stay: what a pursuit chooses from
 _LEAST_MASS = 1e-20  # of a query whose every slot went: its row is 0, not NaN
 
 
@@ -52,14 +54,18 @@ class Fit(Evicted):
     Calibration queries are those of `tokens` tokens, all query heads of the group: evenly spaced ones of a second
     reading (`replay`), or the last of the prompt (`prompt`), each seeing slots up to its own position.
 
+    With `keys=pursuit` the score chooses half of a head's new slots; the others are those that what was taken before
+    misses most, out of four times as many (evicted/pursuit.py). How many a head keeps is the budget's say as ever.
+
     Against the authors' code: both steps are ridge regressions towards the original slots, not plain least squares, so
-    fewer queries than slots do no harm; keys are those the score has chosen.
+    fewer queries than slots do no harm; keys are those the score has chosen, or half of them.
     """
 
     queries: Literal["replay", "prompt"] = "replay"
     tokens: int = 2048
     ridge: float = 0.01
     limit: float = 3.0  # of a bias, either way
+    keys: Literal["score", "pursuit"] = "score"
 
     changes: ClassVar[bool] = False
     biased: ClassVar[bool] = True
@@ -81,10 +87,16 @@ class Fit(Evicted):
         """The choice may not be final yet."""
         return split.k_ND[split.keep_N], split.v_ND[split.keep_N]
 
+    @property
+    def pool_ratio(self) -> int:
+        return _POOL if self.keys == "pursuit" else 1
+
+    def choose(self, asked: Asked, heads: Sequence[Survivors], pools: Sequence[Pool]) -> list[Tensor]:
+        return pursue(asked, heads, pools, self.ridge, _most_scores(asked))
+
     def refit(self, asked: Asked, heads: Sequence[Survivors]) -> list[Refit]:
         found = super().refit(asked, heads)
-        most_scores = MOST_SCORES if asked.q_HND.is_cuda else _CACHED_SCORES
-        for batch in batches(heads, most_scores // max(asked.q_HND.shape[1], 1)):
+        for batch in batches(heads, _most_scores(asked) // max(asked.q_HND.shape[1], 1)):
             for head, fitted in zip(batch, self._fitted(asked.of(batch), [heads[i] for i in batch]), strict=True):
                 found[head] = fitted
         return found
@@ -92,7 +104,7 @@ class Fit(Evicted):
     def _fitted(self, asked: Asked, heads: Sequence[Survivors]) -> Iterator[Refit]:
         slots = Padded.of(heads)
         new, count_B = slice(slots.num_new), torch.tensor([num_new(head) for head in heads], device=slots.k_BSD.device)
-        weight_BNS = _weights(asked, slots)
+        weight_BNS = weights(asked, slots)
         counts_BN1 = asked.share_HN.unsqueeze(-1)
         factor_BM = self._factors(weight_BNS * counts_BN1, asked.share_HN, slots.num_new, count_B)
         weight_BNS[..., new] *= factor_BM.unsqueeze(1).to(weight_BNS.dtype)
@@ -112,7 +124,5 @@ class Fit(Evicted):
         return boxed_ridge(weight_BNS[..., :num_new], missing_BN, self.ridge, count_B, low, high)
 
 
-def _weights(asked: Asked, slots: Padded) -> Tensor:
-    """fp32 [B, N, S]: the share of the whole cache's mass that each slot has. It is at most 1: they are part of it."""
-    score_BNS = scores(asked.q_HND, slots.k_BSD, slots.bias_BS, asked.scale, asked.position_N, slots.position_BS)
-    return score_BNS.sub_(asked.lse_HN.unsqueeze(-1)).exp_()
+def _most_scores(asked: Asked) -> int:
+    return MOST_SCORES if asked.q_HND.is_cuda else _CACHED_SCORES

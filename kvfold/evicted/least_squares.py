@@ -24,9 +24,9 @@ def ridge(a_BNS: Tensor, target_BNX: Tensor, strength: float, count_B: Tensor) -
     """fp64 [B, S, X]: argmin |A x - target|^2 + m |x|^2."""
     num_rows, num_columns = a_BNS.shape[1:]
     if num_columns <= num_rows:
-        gram_BSS, right_BSX = _gram(a_BNS.mT), _product(a_BNS.mT, target_BNX)
+        gram_BSS, right_BSX = gram(a_BNS.mT), product(a_BNS.mT, target_BNX)
         return _solve(gram_BSS, right_BSX, strength, count_B)
-    x_BNX = _solve(_gram(a_BNS), target_BNX.double(), strength, count_B)
+    x_BNX = _solve(gram(a_BNS), target_BNX.double(), strength, count_B)
     return torch.cat([part_BNs.mT.double() @ x_BNX for part_BNs in a_BNS.split(_TILE, dim=2)], dim=1)
 
 
@@ -54,7 +54,7 @@ def _descend(
     return step_BS.to(x_BS.dtype)
 
 
-def _gram(a_BXY: Tensor) -> Tensor:
+def gram(a_BXY: Tensor) -> Tensor:
     """A A' in fp64."""
     shape = (len(a_BXY), a_BXY.shape[1], a_BXY.shape[1])
     total_BXX = torch.zeros(shape, dtype=torch.float64, device=a_BXY.device)
@@ -64,7 +64,7 @@ def _gram(a_BXY: Tensor) -> Tensor:
     return total_BXX
 
 
-def _product(a_BXY: Tensor, b_BYZ: Tensor) -> Tensor:
+def product(a_BXY: Tensor, b_BYZ: Tensor) -> Tensor:
     """A B in fp64."""
     shape = (len(a_BXY), a_BXY.shape[1], b_BYZ.shape[2])
     total_BXZ = torch.zeros(shape, dtype=torch.float64, device=a_BXY.device)

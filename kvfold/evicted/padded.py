@@ -1,6 +1,6 @@
 """Heads of unequal length side by side, so that one batch of products and factorisations serves them.
 
-    B heads of a batch   F sealed slots   M new slots   S = M + F   D head dim
+    B heads of a batch   N queries   F sealed slots   M new slots   S = M + F   D head dim
 
         | new, padded to M | sealed, padded to F |
 
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvfold.evicted.base import Survivors
+from kvfold.evicted.asked import scores
+from kvfold.evicted.base import Asked, Survivors
 
 _MOST_PADDING = 1.5  # the longest head of a batch over the shortest
 
@@ -46,6 +47,12 @@ class Padded:
             joined([slots.position_S for slots in heads]),
             max(num_new(slots) for slots in heads),
         )
+
+
+def weights(asked: Asked, slots: Padded) -> Tensor:
+    """fp32 [B, N, S]: the share of the whole cache's mass that each slot has. It is at most 1: they are part of it."""
+    score_BNS = scores(asked.q_HND, slots.k_BSD, slots.bias_BS, asked.scale, asked.position_N, slots.position_BS)
+    return score_BNS.sub_(asked.lse_HN.unsqueeze(-1)).exp_()
 
 
 def num_new(slots: Survivors) -> int:

@@ -2,7 +2,8 @@
 
 Layers arrive in order. An allocator of scope "layer" settles a layer at once; one of scope "model" (global top-k) may
 shrink earlier layers as later ones arrive, so survivors stay staged in the model's dtype until the last layer, and are
-encoded then, once. They are chosen anew whenever twice as many are staged as may stay, and at the end.
+encoded then, once. They are chosen anew whenever twice as many are staged as may stay, and at the end. Where
+slots are to answer for others, which of them stay may be settled last of all, among a few times as many.
 
     H KV heads   S slots of a head, stored then new
 """
@@ -17,8 +18,9 @@ import torch
 from kvfold.budget.base import Budget
 from kvfold.budget.scores import Scores
 from kvfold.evicted.asked import ask
+from kvfold.evicted.base import Evicted
 from kvfold.pages.demote import Leaving, demote, leaving
-from kvfold.pages.refit import refitted
+from kvfold.pages.refit import chosen, refitted
 from kvfold.pages.rewrite import LayerChange, Rewrite
 from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.staged import Chosen, Staged, StagedLayer
@@ -96,12 +98,12 @@ class Compression:
         """Drop what the last look did not choose."""
         if self.stage is None or self._chosen is None:
             return
-        self._chosen.settle(self.stage.evicted)
+        self._chosen.settle()
         self._chosen = None
         last = self._layers[-1]
         if self.stage.budget.scope == "layer" and last.staged is not None and last.mass_HS is None:
             # Scores and masks of a long prompt are large.
-            self._layers[-1] = StagedLayer(last.staged.change, asked=last.asked)
+            self._layers[-1] = StagedLayer(last.staged.change, asked=last.asked, pools=last.staged.pools)
 
     def look_again(self, index: int, new: NewSlots) -> None:
         """A second reading has been: score the slots of a layer, if that waited for it, and note what it asked."""
@@ -119,10 +121,11 @@ class Compression:
         self._layers.append(StagedLayer(added.change, new.mass_HS, added))
         allocator = self.stage.budget
         staged = [layer.staged for layer in self._layers if layer.staged is not None]
-        if allocator.scope == "model" and _can_wait(staged, budget):
+        if allocator.scope == "model" and _can_wait(staged, budget, self.stage.evicted):
             return
         competing = staged if allocator.scope == "model" else [added]
-        self._chosen = Chosen(competing, allocator.allocate([item.weights for item in competing], budget, place))
+        counts = allocator.allocate([item.weights for item in competing], budget, place)
+        self._chosen = Chosen(competing, counts, self.stage.evicted)
 
     def _scores(self, index: int, place: int, new: NewSlots, stage: Stage, budget: Budget) -> Scores:
         """Scores, also of what must stay, found once for all policies that agree on both."""
@@ -173,12 +176,25 @@ class Compression:
 
     def prepare(self) -> Rewrite:
         """Find the memory for what stays."""
-        changes = [layer.change if layer.staged is None else layer.staged.change for layer in self._layers]
-        for index, layer in enumerate(self._layers):
-            if layer.asked is not None and self.stage is not None:
-                changes[index] = refitted(self.sequence, index, changes[index], layer.asked, self.stage.evicted)
-                layer.asked = None
+        changes = [self._settled(index, layer) for index, layer in enumerate(self._layers)]
         return Rewrite(self.sequence, changes, decoding=self.decoding)
+
+    def _settled(self, index: int, layer: StagedLayer) -> LayerChange:
+        """What is to be written of a layer."""
+        change, pools = layer.change, layer.pools
+        if layer.staged is not None:
+            change, pools = layer.staged.change, layer.staged.pools
+        if layer.asked is None or self.stage is None:
+            assert pools is None
+            return change
+        if pools is not None:
+            index_N = chosen(self.sequence, index, change, layer.asked, self.stage.evicted, pools)
+            change = change.only(index_N, [pool.num_stay for pool in pools])
+            if layer.staged is not None:
+                layer.staged.choose(index_N)
+        change = refitted(self.sequence, index, change, layer.asked, self.stage.evicted)
+        layer.asked = None
+        return change
 
     def write(self, rewrite: Rewrite, num_tokens: int) -> None:
         going = self._going(rewrite.changes)
@@ -212,10 +228,10 @@ def finish_all(rounds: Sequence[tuple[Compression, int]]) -> None:
         compression.write(rewrite, num_tokens)
 
 
-def _can_wait(staged: Sequence[Staged], budget: Budget) -> bool:
+def _can_wait(staged: Sequence[Staged], budget: Budget, evicted: Evicted) -> bool:
     """Whether more layers come before slots have to go: each choice is among all of them."""
     num_slots = sum(sum(layer.change.counts) for layer in staged)
-    most = 2 * budget.num_layers * budget.slots_per_head * len(staged[0].change.counts)
+    most = (1 + evicted.pool_ratio) * budget.num_layers * budget.slots_per_head * len(staged[0].change.counts)
     return len(staged) < budget.num_layers and num_slots <= most
 
 

@@ -1,29 +1,44 @@
-"""What stays of a layer, refitted to answer for what goes: the last step before slots are encoded.
+"""What stays of a layer, chosen and refitted to answer for what goes: the last steps before slots are encoded.
 
 S slots of a head that stay: sealed ones, then new ones   N new slots, head after head   D head dim
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from kvfold.evicted.base import Asked, Evicted, Survivors
+from kvfold.evicted.base import Asked, Evicted, Pool, Survivors
 from kvfold.pages.read import StoredSlots, stored_slots
 from kvfold.pages.rewrite import LayerChange
 from kvfold.pages.sequence import SequenceCache
 
 
+def chosen(
+    sequence: SequenceCache, layer: int, change: LayerChange, asked: Asked, evicted: Evicted, pools: Sequence[Pool]
+) -> Tensor:
+    """Which of the new slots stay."""
+    found = evicted.choose(asked, _heads(sequence, layer, change), pools)
+    starts = accumulate(change.counts, initial=0)
+    return torch.cat([start + index_S for start, index_S in zip(starts, found, strict=False)])
+
+
 def refitted(sequence: SequenceCache, layer: int, change: LayerChange, asked: Asked, evicted: Evicted) -> LayerChange:
     """The change with values and biases that reproduce what each head answered."""
+    found = evicted.refit(asked, _heads(sequence, layer, change))
+    return replace(change, v_ND=torch.cat([fit.v_SD for fit in found]), bias_N=torch.cat([fit.bias_S for fit in found]))
+
+
+def _heads(sequence: SequenceCache, layer: int, change: LayerChange) -> list[Survivors]:
     stored = stored_slots(sequence, layer, change.k_ND.dtype)
     columns = (change.k_ND, change.v_ND, change.position_N)
     new = zip(*(column.split(change.counts) for column in columns), strict=True)
     kept = [None] * len(change.counts) if change.keep is None else change.keep
-    found = evicted.refit(asked, [_survivors(stored, head, kept[head], *slots) for head, slots in enumerate(new)])
-    return replace(change, v_ND=torch.cat([fit.v_SD for fit in found]), bias_N=torch.cat([fit.bias_S for fit in found]))
+    return [_survivors(stored, head, kept[head], *slots) for head, slots in enumerate(new)]
 
 
 def _survivors(

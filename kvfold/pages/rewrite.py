@@ -55,6 +55,11 @@ class LayerChange:
     bias_N: Tensor | None = None  # of the new slots; None: 0
     gone: tuple[Gone, ...] = ()
 
+    def only(self, index_N: Tensor, counts: list[int]) -> LayerChange:
+        """With these of the new slots alone, so many of each head."""
+        k_ND, v_ND, position_N = (x[index_N] for x in (self.k_ND, self.v_ND, self.position_N))
+        return replace(self, k_ND=k_ND, v_ND=v_ND, position_N=position_N, counts=counts)
+
 
 class Rewrite:
     """One change of one sequence. Making it takes the memory or raises OutOfPages; then `write` or `cancel` it."""

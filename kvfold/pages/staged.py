@@ -3,6 +3,9 @@
 A layer starts with everything and is trimmed, once or (budgets over all layers) again and again. The device decides
 what stays; the host learns how many, and from then on every index has a known length.
 
+Where the last choice is not the score's alone, the best new slots of each head are held until then, a few times as many
+as stay. Stored ones go by score.
+
     H KV heads   S slots of a head, stored then new   N new slots, head after head   X = H * S   D head dim
 """
 
@@ -11,15 +14,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from kvfold.budget.scores import Scores
-from kvfold.evicted.base import Asked, Evicted, Split
+from kvfold.evicted.base import Asked, Evicted, Pool, Split
 from kvfold.pages.rewrite import Gone, LayerChange
 from kvfold.pages.transfer import Download, indices, upload
+
+_MOST_POOLED = 8192  # slots of a head: their Gram matrix takes 512 MiB
+
+
+class Numbers(NamedTuple):
+    """Of one layer's slots, head by head."""
+
+    stay: list[int]
+    stored: list[int]  # among them
+    pooled: list[int]  # new ones that are held until the last choice
+    must: list[int]  # among these
 
 
 @dataclass
@@ -33,6 +48,7 @@ class Staged:
 
     def __post_init__(self) -> None:
         self.keep_HS = self.scores.exists_HS
+        self.pools: list[Pool] | None = None  # where not all new slots that are held stay
         self._slot_N: Tensor | None = None  # which of X the new ones are, head after head; None: all of them
         if any(self.num_stored):
             self._slot_N = indices((self.keep_HS & ~self._is_stored_HS).flatten(), sum(self.change.counts))
@@ -47,14 +63,30 @@ class Staged:
         """int64 [H]: how many of the best slots of each head are stored ones."""
         return (self.scores.choose(count_H) & self._is_stored_HS).sum(-1)
 
-    def trim(self, count_H: Tensor, counts: list[int], stored: list[int], evicted: Evicted) -> None:
-        """Drop all but the best, whose number, and the stored ones' among them, the host knows too: from here on the
-        device is asked for none."""
-        new = [count - old for count, old in zip(counts, stored, strict=True)]
+    def pooled_among(self, count_H: Tensor, ratio: int) -> Tensor:
+        """int64 [2, H]: how many new slots of each head are held, and how many of them have to stay."""
+        pool_HS = self._pool(count_H, ratio)
+        return torch.stack((pool_HS.sum(-1), (pool_HS & (self.scores.score_HS == torch.inf)).sum(-1)))
+
+    def _pool(self, count_H: Tensor, ratio: int) -> Tensor:
+        len_H = (ratio * count_H).clamp(max=_MOST_POOLED).maximum(count_H)
+        return self.scores.choose(len_H) & ~self._is_stored_HS
+
+    def trim(self, count_H: Tensor, numbers: Numbers, evicted: Evicted) -> None:
+        """Drop all but the best, whose numbers the host knows too: from here on the device is asked for none."""
+        new, stored = numbers.pooled, numbers.stored
         kept_stored = self.num_stored if self.change.keep is None else [len(index) for index in self.change.keep]
-        if new == self.change.counts and stored == kept_stored:
-            return
-        keep_HS, slot_N = self.scores.choose(count_H), self._slot_N
+        if new != self.change.counts or stored != kept_stored:
+            self._drop(self._kept(count_H, evicted.pool_ratio), new, stored, evicted)
+        if evicted.pool_ratio > 1:
+            self.pools = self._pools(numbers)
+
+    def _kept(self, count_H: Tensor, ratio: int) -> Tensor:
+        keep_HS = self.scores.choose(count_H)
+        return keep_HS if ratio == 1 else keep_HS | self._pool(count_H, ratio)
+
+    def _drop(self, keep_HS: Tensor, new: list[int], stored: list[int], evicted: Evicted) -> None:
+        slot_N = self._slot_N
         stays_N = keep_HS.flatten() if slot_N is None else keep_HS.flatten()[slot_N]
         index_N = indices(stays_N, sum(new))
         gone = (*self.change.gone, self._gone(stays_N, new)) if evicted.demotes else ()
@@ -62,6 +94,18 @@ class Staged:
         position_N, keep = self.change.position_N[index_N], self._stored(keep_HS, stored)
         self.change = LayerChange(k_ND, v_ND, position_N, new, keep, gone=gone)
         self.keep_HS, self._slot_N = keep_HS, index_N if slot_N is None else slot_N[index_N]
+
+    def _pools(self, numbers: Numbers) -> list[Pool]:
+        score_X, slot_N = self.scores.score_HS.flatten(), self._slot_N
+        score_N = score_X if slot_N is None else score_X[slot_N]
+        stay = [count - old for count, old in zip(numbers.stay, numbers.stored, strict=True)]
+        return list(map(Pool, score_N.split(self.change.counts), stay, numbers.must))
+
+    def choose(self, index_N: Tensor) -> None:
+        """Keep these alone of the new slots that are held."""
+        keep_HS = self.keep_HS & self._is_stored_HS
+        keep_HS.view(-1)[index_N if self._slot_N is None else self._slot_N[index_N]] = True
+        self.keep_HS = keep_HS
 
     def _gone(self, stays_N: Tensor, new: list[int]) -> Gone:
         """New slots that do not stay, on their way to the host."""
@@ -93,30 +137,43 @@ class Staged:
 class Chosen:
     """How many slots of each head stay in some layers, while the numbers are on their way to the host."""
 
-    def __init__(self, layers: Sequence[Staged], counts: Sequence[Tensor]) -> None:
-        self._layers, self._counts = layers, counts
+    def __init__(self, layers: Sequence[Staged], counts: Sequence[Tensor], evicted: Evicted) -> None:
+        self._layers, self._counts, self._evicted = layers, counts, evicted
         self._count_LH = Download(torch.stack(list(counts)))
         self._stored_LH: Download | None = None
         if any(any(layer.num_stored) for layer in layers):
             stored = [layer.stored_among(count_H) for layer, count_H in zip(layers, counts, strict=True)]
             self._stored_LH = Download(torch.stack(stored))
+        self._pooled_L2H: Download | None = None
+        if (ratio := evicted.pool_ratio) > 1:
+            pooled = [layer.pooled_among(count_H, ratio) for layer, count_H in zip(layers, counts, strict=True)]
+            self._pooled_L2H = Download(torch.stack(pooled))
 
-    def settle(self, evicted: Evicted) -> None:
-        counts = self._count_LH.wait().tolist()
-        stored = [[0] * len(row) for row in counts] if self._stored_LH is None else self._stored_LH.wait().tolist()
-        for layer, count_H, count, old in zip(self._layers, self._counts, counts, stored, strict=True):
-            layer.trim(count_H, count, old, evicted)
+    def settle(self) -> None:
+        for layer, count_H, numbers in zip(self._layers, self._counts, self._numbers(), strict=True):
+            layer.trim(count_H, numbers, self._evicted)
+
+    def _numbers(self) -> list[Numbers]:
+        stay_LH = self._count_LH.wait()
+        stored_LH = torch.zeros_like(stay_LH) if self._stored_LH is None else self._stored_LH.wait()
+        pooled_L2H = torch.stack((stay_LH - stored_LH, torch.zeros_like(stay_LH)), dim=1)
+        if self._pooled_L2H is not None:
+            pooled_L2H = self._pooled_L2H.wait()
+        rows = zip(stay_LH.tolist(), stored_LH.tolist(), pooled_L2H.tolist(), strict=True)
+        return [Numbers(stay, stored, *pooled) for stay, stored, pooled in rows]
 
 
 @dataclass
 class StagedLayer:
     """One layer of the round: `staged` where slots compete; the attention mass of all its slots, if it is counted;
-    what its heads answered to calibration queries, if slots are to answer for others."""
+    what its heads answered to calibration queries, if slots are to answer for others; among which of its new slots the
+    last choice is."""
 
     change: LayerChange
     mass_HS: Tensor | None = None
     staged: Staged | None = None
     asked: Asked | None = None
+    pools: list[Pool] | None = None
 
     @property
     def settled_mass_HS(self) -> Tensor | None:

@@ -16,10 +16,11 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from kvfold.attend.partial import Merge
 from kvfold.attend.stored import add_stored
 from kvfold.errors import PolicyError
-from kvfold.evicted import Asked, Fit, Refit, Survivors
+from kvfold.evicted import Asked, Fit, Pool, Refit, Survivors
 from kvfold.models.cache import Cache
 from kvfold.models.loader import Model
 from kvfold.models.repeat import repeat_request
+from kvfold.pages import staged
 from kvfold.pages.read import stored_slots
 from kvfold.pages.sequence import SequenceCache
 from tests.engine.runs import Shared, make_runner, make_sequence, prefill_and_generate
@@ -27,6 +28,7 @@ from tests.tiny import build, prompt
 
 LENGTH = 150
 FITTED = "kvzip(chunk=64) + global + 3x + fit(tokens=50)"
+PURSUED = "kvzip(chunk=64) + global + 3x + fit(tokens=50, keys=pursuit)"
 
 
 @contextmanager
@@ -120,7 +122,7 @@ def test_prompt_queries_are_the_last_and_see_what_was_before_them(model: Model) 
     assert bool((asked.share_HN == 1.0).all())
 
 
-@pytest.mark.parametrize("policy", [FITTED, "knorm + 3x + fit(prompt, tokens=60)", f"{FITTED} + int8"])
+@pytest.mark.parametrize("policy", [FITTED, "knorm + 3x + fit(prompt, tokens=60)", f"{FITTED} + int8", PURSUED])
 def test_what_is_stored_answers_as_it_was_fitted(model: Model, policy: str) -> None:
     """The reader honours biases: over the pages, queries get the fitted outputs and log-sum-exps."""
     with fits() as seen:
@@ -163,7 +165,16 @@ def test_keys_and_choice_are_those_of_dropping(model: Model) -> None:
     fitted.release()
 
 
-@pytest.mark.parametrize("policy", [FITTED, "keydiff + ada + 3x + fit(prompt, tokens=40)", f"{FITTED} + int4"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        FITTED,
+        "keydiff + ada + 3x + fit(prompt, tokens=40)",
+        f"{FITTED} + int4",
+        "keydiff + ada + 3x + fit(prompt, tokens=40, keys=pursuit)",
+        f"{PURSUED} + int4",
+    ],
+)
 def test_reading_on_leaves_what_is_sealed(model: Model, policy: str) -> None:
     """Slots that survive a second prompt keep values and biases; new ones get theirs."""
     runner = make_runner(model)
@@ -189,6 +200,8 @@ def test_one_prefill_serves_fitted_and_other_policies(model: Model) -> None:
         "kvzip(chunk=64) + global + 3x + fit(tokens=20)",
         "keydiff + 3x + fit(tokens=50)",
         "keydiff + 3x + fit(prompt, tokens=50) + int4",
+        "keydiff + ada + 6x + protect(recent=0) + fit(prompt, tokens=50, keys=pursuit)",
+        PURSUED,
         "tova + 3x",
     ]
     runner, ids = make_runner(model, 40), prompt(LENGTH)
@@ -204,10 +217,70 @@ def test_one_prefill_serves_fitted_and_other_policies(model: Model) -> None:
 
 
 def test_a_ragged_batch_is_single_runs(model: Model) -> None:
-    policies = [FITTED, "keydiff + ada + 2x + fit + int4", "full", "prefill(knorm + 60tok + fit(prompt))"]
+    policies = [PURSUED, "keydiff + ada + 2x + fit + int4", "full", "prefill(knorm + 60tok + fit(prompt))"]
     prompts = [prompt(140 + 9 * i, seed=i) for i in range(4)]
     alone = [prefill_and_generate(model, [policy], [ids])[0] for policy, ids in zip(policies, prompts, strict=True)]
     assert prefill_and_generate(model, policies, prompts, chunk_len=48) == alone
+
+
+@pytest.mark.parametrize("budget", ["uniform", "ada", "global"])
+def test_a_pursuit_keeps_as_many_slots_of_each_head_but_others(model: Model, budget: str) -> None:
+    """Half are the best by score; the others come from four times as many."""
+    by_score = f"kvzip(chunk=64) + {budget} + protect(recent=0) + 8x + fit(tokens=50)"
+    with fits() as seen:
+        pursued = read(model, f"{by_score[:-1]}, keys=pursuit)", prompt(LENGTH))
+    wide, plain = read(model, by_score.replace("8x", "2.9x"), prompt(LENGTH)), read(model, by_score, prompt(LENGTH))
+    pairs = [(layer, head) for layer in range(3) for head in range(2)]
+    mine, theirs, pool = (
+        [set(stored_slots(sequence, layer, torch.float32).position[head].tolist()) for layer, head in pairs]
+        for sequence in (pursued, plain, wide)
+    )
+    assert [len(slots) for slots in mine] == [len(slots) for slots in theirs] == [len(s.k_SD) for _, s, _ in seen]
+    assert mine != theirs
+    for a, b in zip(mine, theirs, strict=True):
+        assert {0, 1, 2, 3} <= a and len(a & b) >= 4 + (len(a) - 4) // 2
+    if budget == "uniform":  # 8 slots are for the open block, and 52 - 8 are four times 19 - 8
+        assert all(a <= b for a, b in zip(mine, pool, strict=True))
+    for sequence in (pursued, plain, wide):
+        sequence.release()
+
+
+def test_what_is_held_for_a_pursuit_is_bounded(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what stays, and by the most that a head may hold, which cuts its pool and not what stays."""
+    held: list[tuple[int, int]] = []
+    choose = Fit.choose
+
+    def watching(self: Fit, asked: Asked, heads: Sequence[Survivors], pools: Sequence[Pool]) -> list[Tensor]:
+        held.extend((len(pool.score_S), pool.num_stay) for pool in pools)
+        return choose(self, asked, heads, pools)
+
+    monkeypatch.setattr(Fit, "choose", watching)
+    policy = "kvzip(chunk=64) + global + protect(recent=0) + 8x + fit(tokens=50, keys=pursuit)"
+    read(model, policy, prompt(LENGTH)).release()
+    assert len(held) == 6 and all(num == min(4 * count, LENGTH - LENGTH % 8) for num, count in held)
+    held.clear()
+    monkeypatch.setattr(staged, "_MOST_POOLED", 12)
+    read(model, policy, prompt(LENGTH)).release()
+    assert all(num == max(count, min(4 * count, 12)) for num, count in held) and any(num > count for num, count in held)
+
+
+def test_attention_mass_follows_what_a_pursuit_chose(model: Model) -> None:
+    """Of slots that stay, in their order: what they received is the same whoever chose them."""
+    before = "prefill(kvzip(chunk=64) + ada + 3x + fit(tokens=50{})) + decode(h2o + 70tok)"
+    plain, pursued = (read(model, before.format(keys), prompt(LENGTH)) for keys in ("", ", keys=pursuit"))
+
+    def received(sequence: SequenceCache, layer: int, head: int) -> dict[int, float]:
+        mass_HS = sequence.sidecar.layers[layer].mass_HS
+        assert mass_HS is not None
+        position_S = stored_slots(sequence, layer, torch.float32).position[head]
+        return dict(zip(position_S.tolist(), mass_HS[head].tolist(), strict=False))
+
+    for layer, head in [(layer, head) for layer in range(3) for head in range(2)]:
+        first, second = received(plain, layer, head), received(pursued, layer, head)
+        common = first.keys() & second.keys()
+        assert first.keys() != second.keys() and {p: first[p] for p in common} == {p: second[p] for p in common}
+    for sequence in (plain, pursued):
+        sequence.release()
 
 
 def test_forks_share_biases(model: Model) -> None:

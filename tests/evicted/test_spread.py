@@ -15,7 +15,7 @@ from kvfold.errors import PolicyError
 from kvfold.evicted import Cam, D2o, Drop, Split
 from kvfold.pages.read import stored_slots
 from kvfold.pages.rewrite import LayerChange
-from kvfold.pages.staged import Staged
+from kvfold.pages.staged import Numbers, Staged
 from kvfold.policy import Policy
 from tests.evicted.test_merge import split_of
 from tests.pages.tiny import new_sequence, prefill, random_layers, tiny_spec
@@ -117,7 +117,7 @@ def test_scores_reach_the_fold() -> None:
     x_ND = torch.arange(6.0).unsqueeze(-1)
     change = LayerChange(x_ND, x_ND, torch.arange(6), [3, 3])
     scores, way = Scores(score_HS), Noting()
-    Staged(scores, [2, 0], change, scores).trim(torch.tensor([2, 3]), [2, 3], [0, 0], way)
+    Staged(scores, [2, 0], change, scores).trim(torch.tensor([2, 3]), Numbers([2, 3], [0, 0], [2, 3], [0, 0]), way)
     first, second = (split.score_N for split in way.splits)
     assert first is not None and second is not None
     assert (first.tolist(), second.tolist()) == (score_HS[0, 2:].tolist(), score_HS[1, :3].tolist())
