@@ -40,8 +40,8 @@ class Case:
 
 CASES = (
     Case("full"),
-    Case("kvzip + global + int4 + 25%mem"),
-    Case("kvzip + global + int4 + 12.5%mem"),
+    Case("kvzip + global + 4x + int4"),
+    Case("keydiff + 4x + int4"),
     Case("int4"),
     Case("keydiff + 2x + int4"),
     Case("snapkv + ada + 4x", question_known=True),
@@ -112,7 +112,8 @@ def summary(results: dict[Case, list[Answer]]) -> str:
     """One sentence from the numbers measured."""
     right = {case: answers for case, answers in results.items() if all(map(is_right, answers))}
     lost = [case.title for case in results if case not in right]
-    failed = f"a fact was lost by {' and '.join(lost)}" if lost else "no policy lost a fact"
+    names = " and ".join(filter(None, [", ".join(lost[:-1]), *lost[-1:]]))
+    failed = f"a fact was lost by {names}" if lost else "no policy lost a fact"
     if not right:
         return f"No policy answered both questions; {failed}."
     best = max(right, key=lambda case: right[case][0].sizes.ratio)

@@ -47,6 +47,12 @@ def test_the_summary_is_of_the_smallest_cache_that_answered_all() -> None:
     )
 
 
+def test_all_that_lost_a_fact_are_named() -> None:
+    lossy = [Case("streaming + 2x"), Case("streaming + 4x"), Case("streaming + 8x")]
+    told = summary({case: _answers(case, 1, "no", "no") for case in lossy})
+    assert told.endswith("a fact was lost by streaming + 2x, streaming + 4x and streaming + 8x.")
+
+
 def test_a_summary_without_success_says_so() -> None:
     assert summary({CASES[0]: _answers(CASES[0], 1, "no", "no")}).startswith("No policy answered both questions")
 
