@@ -13,7 +13,8 @@ from kvfold.errors import InputError
 from kvfold.pages.layout import PageClass
 from kvfold.policy.registry import terms
 
-CODECS = [term.variant() for term in terms("codec") if not term.variant.needs_basis]
+MEASURED = ("palu", "aqua")  # they name a file of the model's own
+CODECS = [term.variant() for term in terms("codec") if term.name not in MEASURED]
 
 
 def test_a_page_of_bf16() -> None:
