@@ -2,7 +2,7 @@
 
     python benchmarks/needle.py --model smollm2-135m --tokens 1000         run; go on where the file of rows ends
     python benchmarks/needle.py --model smollm2-135m --shard 0/4           every fourth prompt: one of four processes
-    python benchmarks/needle.py --model smollm2-135m --plan methods        other policies and sizes: bench/plans.py
+    python benchmarks/needle.py --model smollm2-135m --plan few            other policies and sizes: bench/plans.py
     python benchmarks/needle.py --table ROWS.jsonl [ROWS.jsonl …]          the table of a run, or of all its shards
     python benchmarks/needle.py --condense ROWS.jsonl [ROWS.jsonl …]       keep a run under benchmarks/results/
     python benchmarks/needle.py --docs                                     rewrite docs/needle.md from what is kept

@@ -29,7 +29,7 @@ from kvfold.bench.record import MODES, OWN, Mode, Recorded, Row, read_run
 from kvfold.bench.report.cells import weighted
 from kvfold.bench.report.merge import FULL, Sample, sample_of
 from kvfold.bench.statistics import Estimate, paired_difference
-from kvfold.errors import InputError
+from kvfold.errors import InputError, KvfoldError
 
 Values = Mapping[Sample, float]
 
@@ -140,8 +140,11 @@ def main() -> None:
     parser.add_argument("--fixed", required=True, nargs="+", metavar="POLICY", help="whose sizes are the curve")
     parser.add_argument("--by", choices=("score", "kl"), default="score", help="default: %(default)s")
     args = parser.parse_args()
-    recorded = read_run(args.run)
-    found = compare(recorded, args.fixed, args.by)
+    try:
+        recorded = read_run(args.run)
+        found = compare(recorded, args.fixed, args.by)
+    except KvfoldError as error:
+        sys.exit(f"error: {error}")
     scale = 100.0 if args.by == "score" else 1.0
     value = "score" if args.by == "score" else "-KL"
     print(f"{'question':8} {'policy':56} {'bytes':>8} {value:>8} {'more at these bytes':>24} {'curve':>8} {'n':>5}")

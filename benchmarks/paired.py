@@ -12,8 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -21,11 +20,10 @@ from statistics import fmean
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs where kvfold is not installed
 
 from kvfold.bench.record import MODES, Mode, Recorded, Row, read_run
+from kvfold.bench.report.cells import weighted
 from kvfold.bench.report.merge import FULL, Sample, sample_of
 from kvfold.bench.statistics import Estimate, paired_difference
-from kvfold.errors import InputError
-
-Pair = tuple[Row, Row]
+from kvfold.errors import InputError, KvfoldError
 
 
 @dataclass(frozen=True)
@@ -57,27 +55,25 @@ def compare(recorded: Recorded, policy: str, other: str, memory: str | None = No
 def _paired(rows: Sequence[Row], policy: str, other: str, mode: Mode, memory: str) -> Iterator[Paired]:
     mine = _scored(rows, policy, mode, memory)
     theirs = _scored(rows, other, mode, "100%" if other == FULL else memory)
-    pairs = [(row, theirs[sample]) for sample, row in mine.items() if sample in theirs]
-    if len(pairs) < 2:
+    samples = [sample for sample in mine if sample in theirs]
+    if len(samples) < 2:
         return
-    weights = _weights(pairs)
-    scores, others = ([w * (pair[i].score or 0.0) for w, pair in zip(weights, pairs, strict=True)] for i in (0, 1))
-    held, other_held = (fmean(pair[i].resident_bytes / pair[i].full_bytes for pair in pairs) for i in (0, 1))
-    read = fmean(row.bytes_per_step / row.resident_bytes for row, _ in pairs)
+
+    def over_tasks(rows: Mapping[Sample, Row], value: Callable[[Row], float]) -> list[float]:
+        return weighted({sample: value(rows[sample]) for sample in samples}, samples, parts=3)
+
+    scores, others = (over_tasks(each, lambda row: row.score or 0.0) for each in (mine, theirs))
+    held, other_held = (
+        fmean(over_tasks(each, lambda row: row.resident_bytes / row.full_bytes)) for each in (mine, theirs)
+    )
+    read = fmean(over_tasks(mine, lambda row: row.bytes_per_step / row.resident_bytes))
     difference = paired_difference(scores, others)
-    yield Paired(mode, memory, len(pairs), fmean(scores), fmean(others), difference, held, other_held, read)
+    yield Paired(mode, memory, len(samples), fmean(scores), fmean(others), difference, held, other_held, read)
 
 
 def _scored(rows: Sequence[Row], policy: str, mode: Mode, memory: str) -> dict[Sample, Row]:
     found = (row for row in rows if (row.policy, row.mode, row.memory) == (policy, mode, memory))
     return {sample_of(row): row for row in found if row.score is not None}
-
-
-def _weights(pairs: Sequence[Pair]) -> list[float]:
-    """With which the mean over samples is the mean over tasks of means."""
-    places = [sample_of(row)[:3] for row, _ in pairs]
-    counts = Counter(places)
-    return [len(pairs) / (len(counts) * counts[place]) for place in places]
 
 
 def line(found: Paired) -> str:
@@ -96,8 +92,11 @@ def main() -> None:
     parser.add_argument("--against", default=FULL, metavar="POLICY", help="default: %(default)s")
     parser.add_argument("--memory", metavar="P%", help="default: all")
     args = parser.parse_args()
-    recorded = read_run(args.run)
-    found = compare(recorded, args.policy, args.against, args.memory)
+    try:
+        recorded = read_run(args.run)
+        found = compare(recorded, args.policy, args.against, args.memory)
+    except KvfoldError as error:
+        sys.exit(f"error: {error}")
     print("\n".join(map(line, found)))
     about = {"commit": recorded.run.commit, "device": recorded.run.device, "model": recorded.run.model}
     names = {"policy": args.policy, "against": args.against}

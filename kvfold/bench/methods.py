@@ -19,7 +19,7 @@ def methods() -> tuple[str, ...]:
     """Each term once or more: budgets and treatments of what goes under scores that they serve, codecs alone and
     under eviction."""
     return (
-        *_scores(),
+        *scores(),
         "snapkv + ada",
         "keydiff + ada",
         "expected + ada",
@@ -46,8 +46,8 @@ def methods() -> tuple[str, ...]:
     )
 
 
-def _scores() -> list[str]:
-    """Alone, but for those trained for a model."""
+def scores() -> list[str]:
+    """Every score that evicts, but for those trained for a model."""
     return [term.name for term in _complete("score") if term.variant().needs.predictor is None]
 
 

@@ -86,11 +86,12 @@ def _compared(cells: Sequence[Cell], mode: Mode) -> tuple[Sample, ...]:
     return tuple(max(chosen, key=lambda cell: len(cell.scores)).scores)
 
 
-def weighted(scores: Mapping[Sample, float], samples: Sequence[Sample]) -> list[float]:
-    """Scores in the order of samples, scaled so that their mean is the mean over workloads of means."""
-    counts = Counter(sample[0] for sample in samples)
-    scale = {workload: len(samples) / (len(counts) * count) for workload, count in counts.items()}
-    return [scores[sample] * scale[sample[0]] for sample in samples]
+def weighted(scores: Mapping[Sample, float], samples: Sequence[Sample], parts: int = 1) -> list[float]:
+    """Scores in the order of samples, scaled so that their mean is the mean over workloads of means; over whatever the
+    first `parts` of a sample tell apart, such as 3: workload, task and length."""
+    counts = Counter(sample[:parts] for sample in samples)
+    scale = {group: len(samples) / (len(counts) * count) for group, count in counts.items()}
+    return [scores[sample] * scale[sample[:parts]] for sample in samples]
 
 
 def estimate(values: Sequence[float], low: float = 0.0, high: float = 1.0) -> Estimate:
