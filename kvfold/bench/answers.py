@@ -1,7 +1,7 @@
 """Jobs in, outcomes out: reads, decodes and measures batches of jobs, and goes on where memory is short.
 
-A batch holds what is expected to fit. One that does not is halved until it does; a job that does not fit by itself is
-an outcome too.
+A batch holds what is expected to fit, and the full caches that its jobs are compared with. One that does not fit is
+halved until it does; a job that does not fit by itself is an outcome too.
 """
 
 from __future__ import annotations
@@ -41,18 +41,29 @@ class Outcome:
 def answer(runner: Runner, jobs: Sequence[Job]) -> dict[Job, Outcome]:
     """An outcome for every job. All memory is given back, however this ends."""
     batches = in_room(jobs, lambda job: job.num_bytes, runner.arena)
-    return {job: outcome for batch in batches for job, outcome in _answer(runner, batch).items()}
+    return {job: outcome for batch in batches for job, outcome in _answer(runner, batch, jobs).items()}
 
 
-def _answer(runner: Runner, jobs: Sequence[Job]) -> dict[Job, Outcome]:
+def _answer(runner: Runner, jobs: Sequence[Job], among: Sequence[Job]) -> dict[Job, Outcome]:
+    full = _compared_with(jobs, among)
     try:
-        return _Batch(runner, jobs).outcomes()
+        outcomes = _Batch(runner, [*full, *jobs]).outcomes()
+        return {job: outcomes[job] for job in jobs}
     except (OutOfPages, torch.OutOfMemoryError):
         pass  # gone on with below, where the exception does not hold on to what failed
-    if len(jobs) == 1:
-        return {jobs[0]: Outcome(OUT_OF_MEMORY)}
-    half = len(jobs) // 2
-    return _answer(runner, jobs[:half]) | _answer(runner, jobs[half:])
+    if len(jobs) > 1:
+        half = len(jobs) // 2
+        return _answer(runner, jobs[:half], among) | _answer(runner, jobs[half:], among)
+    if full:
+        return _answer(runner, jobs, jobs)  # an answer, if not how far it is from the full cache's
+    return {jobs[0]: Outcome(OUT_OF_MEMORY)}
+
+
+def _compared_with(jobs: Sequence[Job], among: Sequence[Job]) -> list[Job]:
+    """The full caches that some of the jobs look at and none of them is."""
+    looked_at = {(job.prompt, job.mode) for job in jobs if job.compares or job.diagnoses}
+    full = (job for job in among if job.policy == FULL and (job.prompt, job.mode) in looked_at)
+    return [job for job in full if job not in jobs]
 
 
 class _Batch:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvfold.bench.answers import answer
@@ -73,3 +75,14 @@ def test_a_step_is_timed_and_does_not_change_the_answer(model: Model) -> None:
     found = answer(runner, [plain]) | answer(runner, [timed])
     assert found[plain].decode_ms is None and found[timed].decode_ms is not None
     assert found[plain].token_ids == found[timed].token_ids and len(found[plain].token_ids) == 6
+
+
+def test_parts_of_a_batch_without_room_for_all_are_compared_too(model: Model) -> None:
+    runner, jobs = _runner(model), _jobs("known")
+    together = answer(runner, jobs)
+    apart = answer(runner, [replace(job, num_bytes=model.arena.free_bytes) for job in jobs])
+    for job in jobs:
+        whole, part = together[job], apart[job]
+        assert part.token_ids == whole.token_ids and (part.choice is None) == (whole.choice is None)
+        assert whole.fidelity is not None and part.fidelity is not None
+        assert part.fidelity.kl_nats == pytest.approx(whole.fidelity.kl_nats, rel=1e-3, abs=1e-9)
