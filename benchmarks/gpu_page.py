@@ -25,17 +25,25 @@ Column = tuple[str, Callable[[Row], str]]
 
 
 def part_rows(part: str, run: str | None = None, folder: Path = RESULTS) -> list[Row]:
-    """Rows of a part that belong to a run of the table; by default to its last. Prompt lookup is run for each dtype, so
-    its last rows are those of each."""
+    """Rows of a part that belong to a run of the table; by default to its last. Prompt lookup is run for each dtype and
+    prefill for each length, so their last rows are those of each."""
     path = folder / f"{FILES[part]}.jsonl"
     found = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     every = list(map(json.loads, found))
     if part == "lookup" and run is None:
         on_gpu = [row for row in every if "cpu" not in row["device"].lower()]
         return list({(row["prompt"], row["policy"], row["dtype"]): row for row in on_gpu}.values())
+    if part == "prefill" and run is None:
+        last = {row["length"]: _origin(row) for row in every}
+        return [row for row in every if _origin(row) == last[row["length"]]]
     rows = [row for row in every if "run" in row]
     chosen = run or (rows[-1]["run"] if rows else None)
     return [row for row in rows if row["run"] == chosen]
+
+
+def _origin(row: Row) -> tuple[object, ...]:
+    """What rows of one run have in common, be it a run of the table or of one script."""
+    return tuple(row.get(key) for key in ("run", "commit", "date"))
 
 
 def write_page() -> None:

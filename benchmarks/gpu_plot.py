@@ -23,21 +23,21 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "kvfold"  # the same rows draw the same file
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 4))
+    figure, (upper, lower) = pyplot.subplots(2, 1, figsize=(6, 7), sharex=True)  # below each other: a phone is narrow
     for (codec, keep), points in lines(rows).items():
         style: dict[str, Any] = {"color": _COLOURS[codec], "linestyle": _STYLES[keep], "marker": "o", "markersize": 4}
-        label = codec if keep == 1 else f"{codec}, {keep}x"
-        lengths = [row["context"] / 1024 for row in points]
-        left.plot(lengths, [row["attention_GB_s"] / 1e3 for row in points], label=label, **style)
-        right.plot(lengths, [row["tokens_per_s"] for row in points], label=label, **style)
-    left.axhline(rows[0]["copy_TB_s"], color="grey", linewidth=1, label="copy")
-    left.set(ylabel="attention, TB/s")
-    right.set(ylabel=f"tokens/s, {rows[0]['batch']} sequences")
-    for axes in (left, right):
-        axes.set_xscale("log", base=2)
-        axes.set(xlabel="context, thousands of tokens (1024)", ylim=(0, None))
-        axes.legend(fontsize=7)
-    figure.tight_layout()
+        label = f"{codec}, all slots" if keep == 1 else f"{codec}, {keep}x"
+        lengths = [row["context"] for row in points]
+        upper.plot(lengths, [row["attention_GB_s"] / 1e3 for row in points], label=label, **style)
+        lower.plot(lengths, [row["tokens_per_s"] for row in points], **style)
+    upper.axhline(rows[0]["copy_TB_s"], color="grey", linewidth=1, label="copy")
+    upper.set(ylabel="attention, TB/s", ylim=(0, None))
+    lower.set(ylabel=f"tokens/s, {rows[0]['batch']} sequences", ylim=(0, None), xlabel="tokens of context")
+    ticks = sorted({row["context"] for row in rows})
+    lower.set_xscale("log", base=2)
+    lower.set_xticks(ticks, [f"{tick // 1024}k" for tick in ticks])
+    figure.legend(loc="upper center", ncols=3, frameon=False, handlelength=3)
+    figure.tight_layout(rect=(0, 0, 1, 0.9))
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
 

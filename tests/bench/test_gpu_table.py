@@ -165,6 +165,17 @@ def test_rows_of_a_part_are_those_of_its_last_run(tmp_path: Path) -> None:
     assert part_rows("sweep", folder=tmp_path) == []
 
 
+def test_rows_of_prefill_are_those_of_the_last_run_of_each_length(tmp_path: Path) -> None:
+    runs = [(16, "a", "r"), (32, "a", "r"), (32, "b", None), (16, "c", None), (16, "c", None)]
+    rows = [
+        {"length": length, "commit": commit, "date": "today", "s": s} | ({} if run is None else {"run": run})
+        for s, (length, commit, run) in enumerate(runs)
+    ]
+    (tmp_path / "gpu_prefill.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert [row["s"] for row in part_rows("prefill", folder=tmp_path)] == [2, 3, 4]
+    assert [row["s"] for row in part_rows("prefill", "r", folder=tmp_path)] == [0, 1]
+
+
 def test_rows_of_prompt_lookup_are_the_last_of_each_dtype_on_a_gpu(tmp_path: Path) -> None:
     runs = [("a GPU", "fp32"), ("a GPU", "fp32"), ("a GPU", "bf16"), ("x CPU", "fp32")]
     rows = [
