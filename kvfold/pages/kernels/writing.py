@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from kvfold.codec import hadamard
+from kvfold.codec.base import Codec
 from kvfold.codec.integer import IntegerCodec
-from kvfold.codec.native import Native
 from kvfold.core import HAS_TRITON
 from kvfold.pages.grow import put_off
 from kvfold.pages.layer import LayerPages
@@ -38,10 +38,16 @@ def knows(page_class: PageClass) -> bool:
     """Whether kernels encode it: floats as they are, and integers with one scale for the whole head, of a width that
     fills tiles."""
     whole = all(
-        isinstance(codec, Native) or (isinstance(codec, IntegerCodec) and codec.group_size is None)
+        _stays(codec, page_class) or (isinstance(codec, IntegerCodec) and codec.group_size is None)
         for codec in (page_class.k, page_class.v)
     )
     return whole and not page_class.summaries and page_class.head_dim & (page_class.head_dim - 1) == 0
+
+
+def _stays(codec: Codec, page_class: PageClass) -> bool:
+    """Whether slots are stored as they come: `native`, and `bf16` of a model that caches in it."""
+    fields = codec.fields("k", page_class.head_dim, page_class.kv_dtype) if codec.as_floats else ()
+    return [field.dtype for field in fields] == [page_class.kv_dtype]
 
 
 def mean_address(layer: LayerPages) -> int:

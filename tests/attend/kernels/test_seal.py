@@ -8,8 +8,10 @@ import torch
 from kvfold.attend.decode import seal
 from kvfold.attend.kernels.sealing import seal_blocks
 from kvfold.attend.prefill import PrefillPass
+from kvfold.core import ModelSpec
 from kvfold.errors import OutOfPages
 from kvfold.pages.arena import Arena
+from kvfold.pages.kernels.writing import knows
 from kvfold.pages.layer import LayerPages
 from kvfold.pages.sequence import PageConfig, SequenceCache
 from kvfold.policy.policy import Policy
@@ -20,15 +22,18 @@ pytest.importorskip("triton")
 
 OPEN = 16
 SPEC = tiny_spec(num_layers=2, num_heads=3, head_dim=64)
+HALF = tiny_spec(num_layers=2, num_heads=3, head_dim=64, kv_dtype=torch.bfloat16)
 
 
-def sequence(policy: str, arena: Arena, prompt_len: int, seed: int, page_size: int = 16) -> SequenceCache:
+def sequence(
+    policy: str, arena: Arena, prompt_len: int, seed: int, page_size: int = 16, spec: ModelSpec = SPEC
+) -> SequenceCache:
     """Some stored slots, then `OPEN` committed ones in the open block."""
-    found = SequenceCache(arena, SPEC, Policy.parse(policy), PageConfig(page_size, OPEN))
+    found = SequenceCache(arena, spec, Policy.parse(policy), PageConfig(page_size, OPEN))
     generator = torch.Generator(DEVICE).manual_seed(seed)
 
     def draw(heads: int, count: int) -> torch.Tensor:
-        return torch.randn(heads, count, 64, generator=generator, device=DEVICE)
+        return torch.randn(heads, count, 64, generator=generator, device=DEVICE).to(spec.kv_dtype)
 
     prefill = PrefillPass([found], [prompt_len])
     for layer in range(SPEC.num_layers):
@@ -52,23 +57,25 @@ def fields(layer: LayerPages, name: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "policy",
+    ("policy", "spec"),
     [
-        "full",
-        "int8",
-        "int4",
-        "int2",
-        "int4(layers=1:)",
-        "knorm + ada + 64tok",
-        "prefill(knorm + ada + 48tok + fit(prompt)) + int4 + protect(none)",
+        ("full", SPEC),
+        ("bf16", HALF),
+        ("int8", SPEC),
+        ("int4", SPEC),
+        ("int2", SPEC),
+        ("int4(layers=1:)", SPEC),
+        ("knorm + ada + 64tok", SPEC),
+        ("prefill(knorm + ada + 48tok + fit(prompt)) + int4 + protect(none)", SPEC),
     ],
 )
-def test_one_launch_writes_what_the_plain_seal_writes(policy: str) -> None:
+def test_one_launch_writes_what_the_plain_seal_writes(policy: str, spec: ModelSpec) -> None:
     arena = Arena(1 << 24, device=DEVICE, superblock_bytes=4096)
     arena.memory.fill_(63)  # what others have left there, which fields must not show
     lengths = (40, 77, 100)
-    plain = [sequence(policy, arena, length, seed) for seed, length in enumerate(lengths)]
-    fast = [sequence(policy, arena, length, seed) for seed, length in enumerate(lengths)]
+    plain = [sequence(policy, arena, length, seed, spec=spec) for seed, length in enumerate(lengths)]
+    fast = [sequence(policy, arena, length, seed, spec=spec) for seed, length in enumerate(lengths)]
+    assert all(knows(layer.page_class) for item in fast for layer in item.tail.layers)
     for item in plain:
         item.policy = Policy.parse("full")  # nothing is evicted; the codecs are in the pages already
         seal(item)
@@ -84,6 +91,11 @@ def test_one_launch_writes_what_the_plain_seal_writes(policy: str) -> None:
     for item in (*plain, *fast):
         item.release()
     assert arena.lent_bytes == 0
+
+
+def test_bf16_is_left_to_plain_operations_where_it_rounds() -> None:
+    arena = Arena(1 << 24, device=DEVICE, superblock_bytes=4096)
+    assert not knows(SequenceCache(arena, SPEC, Policy.parse("bf16")).page_class(0))
 
 
 def test_an_arena_that_is_full_is_told_and_the_sequence_stays() -> None:
