@@ -91,7 +91,7 @@ class MiniCache(Codec):
         x_ND = functional.normalize(below_ND, dim=-1) * fields["norm"].float()
         if self.kept:
             first_B1 = torch.arange(0, len(x_ND), GROUP, device=x_ND.device).unsqueeze(-1)
-            kept_N = (first_B1 + fields["which"]).flatten()
+            kept_N = (first_B1 + fields["which"] % GROUP).flatten()  # one not yet written may say anything
             x_ND[kept_N] = fields["x"].float().view(-1, x_ND.shape[1])
         return x_ND.to(dtype)
 

@@ -15,11 +15,12 @@ from kvfold.codec import MiniCache, Slots
 from kvfold.codec.minicache import GROUP, between
 from kvfold.errors import InputError, PolicyError
 from kvfold.models.check import check_policy
+from kvfold.pages.arena import Arena
 from kvfold.pages.read import stored_slots
 from kvfold.policy import Policy
 from kvfold.stats import measure
 from tests.attend.reference import part, read_attention
-from tests.pages.tiny import decode, new_sequence, prefill, random_layers, tiny_spec
+from tests.pages.tiny import SMALL_BLOCK, decode, new_sequence, prefill, random_layers, tiny_spec
 
 SPEC = tiny_spec(num_layers=4, num_heads=2, head_dim=16)
 
@@ -119,6 +120,21 @@ def test_pages_hold_merged_layers(codec: str) -> None:
     for read, wanted in zip(decode(sequence, layers, 119), expected, strict=True):
         torch.testing.assert_close(read, wanted, atol=2e-5, rtol=1e-4)
     branch.release()
+
+
+def test_what_memory_held_before_bears_on_nothing() -> None:
+    """Heads that grow have pages to spare, which are decoded with the others."""
+    layers = random_layers(SPEC, 308)
+    arena = Arena(4 << 20, superblock_bytes=SMALL_BLOCK)
+    found = []
+    for byte in (0, 0xFF):
+        arena.memory.fill_(byte)
+        sequence = new_sequence("full + minicache(layers=1::2)", SPEC, arena=arena)
+        prefill(sequence, part(layers, 0, 300))
+        found.append(torch.stack([torch.stack(decode(sequence, layers, at)) for at in range(300, 308)]))
+        assert any(extent.capacity - extent.length > GROUP for extent in sequence.tail.layers[1].extents[0])
+        sequence.release()
+    assert found[0].equal(found[1])
 
 
 def test_memory_is_what_the_fields_say() -> None:
