@@ -99,11 +99,14 @@ def speeds(values: list[float], batch: int, floor: float, kv_floor: float) -> Ro
 def batch_of(
     model: Any, spec: ModelSpec, case: Case, mean: int, context: int, batch: int
 ) -> Iterator[tuple[Runner, list[SequenceCache]]]:
-    """Sequences with `mean` slots a head on average, in an arena of their own that is gone afterwards."""
+    """Sequences with `mean` slots a head on average, in an arena of their own whose memory is free afterwards, whoever
+    still holds the runner: a loop does so until the next case has its own."""
     policy = Policy.parse(case.codec)
     room = mean + mean // 4 + 1024  # heads that grow take an eighth more than they need
-    runner = Runner(model, spec, Arena(arena_bytes(spec, policy, room, sequences=batch), device="cuda"))
-    sequences = [filled(runner, policy, lengths(case.heads, mean, context, s), context, s) for s in range(batch)]
+    arena = Arena(arena_bytes(spec, policy, room, sequences=batch), device=model.device)
+    runner = Runner(model, spec, arena)
+    drawn = (lengths(spec, case.heads, mean, context, seed) for seed in range(batch))
+    sequences = [filled(runner, policy, found, context, seed) for seed, found in enumerate(drawn)]
     try:
         yield runner, sequences
     finally:
@@ -111,14 +114,15 @@ def batch_of(
             sequence.release()
         sequences.clear()
         forget(graphs_of(model))
-        del runner
+        arena.memory.untyped_storage().resize_(0)
         clean()
 
 
-def lengths(heads: str, mean: int, longest: int, seed: int) -> Lengths:
+def lengths(spec: ModelSpec, heads: str, mean: int, longest: int, seed: int) -> Lengths:
+    num_heads = spec.layers[0].num_kv_heads
     if heads == "equal":
-        return [[mean] * 8 for _ in range(32)]
-    found = head_lengths(32, 8, mean, max(longest, 8 * mean), seed=seed)
+        return [[mean] * num_heads for _ in spec.layers]
+    found = head_lengths(spec.num_layers, num_heads, mean, max(longest, 8 * mean), seed=seed)
     if seed == 0:
         print(f"head lengths, seed 0: {describe(found)}")
     return found

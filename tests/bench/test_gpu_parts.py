@@ -56,6 +56,14 @@ def test_a_filled_cache_has_these_lengths_and_fits_its_arena(text: str) -> None:
     assert sequences[1].sealed_len == 600 and positions.max() < 600 and (positions.diff() > 0).all()
 
 
+def test_the_memory_of_a_case_is_free_before_the_next_one_asks_for_its_own() -> None:
+    model = llama("cpu", torch.float32, **SMALL)
+    case = gpu_decode.Case("unequal", "bf16", ())
+    with attach(model) as attached, gpu_decode.batch_of(model, attached.spec, case, 16, 64, 2) as (runner, sequences):
+        assert len(sequences) == 2 and runner.arena.lent_bytes > 0
+    assert runner.arena.memory.untyped_storage().nbytes() == 0  # although it is still held here
+
+
 @pytest.mark.parametrize("text", ["bf16", "int4"])
 def test_a_copy_says_the_same_from_pages_of_its_own(text: str) -> None:
     model, policy = llama("cpu", torch.float32, **SMALL), Policy.parse(text)
