@@ -20,9 +20,14 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MANY_ROWS = 300  # more than a joint product takes
 
 
+def built(family: str = "llama") -> Any:
+    return build(family).to(DEVICE)
+
+
 def hidden(model: Any, length: int) -> Tensor:
+    ids = torch.tensor([prompt(length)], device=DEVICE)
     with torch.no_grad():
-        found: Tensor = model(torch.tensor([prompt(length)]), use_cache=False, output_hidden_states=True).logits
+        found: Tensor = model(ids, use_cache=False, output_hidden_states=True).logits
     return found
 
 
@@ -33,7 +38,7 @@ def kinds(found: list[Exchange]) -> dict[type[nn.Module], int]:
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize("length", [1, 7, MANY_ROWS])
 def test_the_model_says_the_same(family: str, length: int) -> None:
-    model = build(family)
+    model = built(family)
     expected = hidden(model, length)
     found = exchanges(model)
     assert kinds(found) == {Part: 9, Gated: 3, Norm: 7}
@@ -43,7 +48,7 @@ def test_the_model_says_the_same(family: str, length: int) -> None:
 
 
 def test_weights_keep_their_names_and_values_and_follow_changes() -> None:
-    model = build("qwen2")
+    model = built("qwen2")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     found = exchanges(model)
     after = model.state_dict()
@@ -60,14 +65,14 @@ def test_weights_keep_their_names_and_values_and_follow_changes() -> None:
 
 
 def test_weights_that_moved_are_noticed() -> None:
-    model = build()
+    model = built()
     found = exchanges(model)
     model.double()
     assert not all(item.is_valid for item in found)
 
 
 def test_undone_after_an_error() -> None:
-    model = build()
+    model = built()
     before = dict(model.named_modules())
     with pytest.raises(ZeroDivisionError), exchanged(exchanges(model)):
         raise ZeroDivisionError
@@ -75,8 +80,8 @@ def test_undone_after_an_error() -> None:
 
 
 def test_what_is_unlike_or_watched_stays() -> None:
-    assert kinds(exchanges(build("gemma3")))[Gated] == 0  # gates by gelu
-    model = build()
+    assert kinds(exchanges(built("gemma3")))[Gated] == 0  # gates by gelu
+    model = built()
     model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
     model.model.layers[1].self_attn.k_proj.register_forward_pre_hook(lambda *_: None)
     model.model.layers[2].mlp.down_proj.register_forward_hook(lambda *_: None)
@@ -85,9 +90,9 @@ def test_what_is_unlike_or_watched_stays() -> None:
 
 @pytest.mark.parametrize("length", [1, 4])
 def test_one_compilation_serves_all_layers(length: int) -> None:
-    model = build()
-    x = torch.randn(1, length, model.config.hidden_size)
-    position = model.model.rotary_emb(x, torch.arange(length).unsqueeze(0))
+    model = built()
+    x = torch.randn(1, length, model.config.hidden_size, device=DEVICE)
+    position = model.model.rotary_emb(x, torch.arange(length, device=DEVICE).unsqueeze(0))
     layers = decoder_layers(model)
     torch.compiler.reset()
     run = torch.compile(type(layers[0]).forward, backend="eager", dynamic=False, fullgraph=True)
