@@ -2,13 +2,14 @@
 
 Chunk after chunk the model is asked to repeat the text, and repeats it word for word (its tokens are given, not
 sampled); what it attends to meanwhile is what scorers that ask for a replay go by. Each repetition starts at the
-position after the prompt, and nothing of it stays. Policies over the same prompt share one replay.
+position after the prompt, and nothing of it stays. Policies over the same prompt share one replay, and one self-study
+(engine/study.py) where they want that too.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,12 +17,13 @@ from torch import Tensor
 
 from kvfold.attend.prefill import PrefillPass
 from kvfold.attend.replay import ReplayPass
+from kvfold.engine.study import study
+from kvfold.evicted.base import Asked
 from kvfold.models.hidden import hidden_norms
-from kvfold.models.pass_cache import PassCache, Piece
+from kvfold.models.pass_cache import Call, PassCache, Piece
 from kvfold.models.repeat import repeat_request, rotary_kept
+from kvfold.pages.held import Held
 from kvfold.score.base import Replay
-
-Call = Callable[[Sequence[int], Sequence[int], PassCache], Any]  # token ids, positions, cache
 
 
 class Replays:
@@ -38,11 +40,21 @@ class Replays:
         """Read again what is held, and let the rounds that wait for it look; `surprises` of each sequence's tokens,
         where a round asks for them."""
         for index, held in current.held.items():
+            studied: dict[int, list[Asked | None]] = {}
             for kinds in _by_chunk(current, index):
                 again = ReplayPass(held, kinds, None if surprises is None else surprises[index])
                 self._read(again, tokens[index])
                 for kind in kinds:
-                    current.look_again(index, kind, again.maxima(kind), again.asked(kind))
+                    asked = again.asked(kind)
+                    if kind.study:
+                        if kind.study not in studied:
+                            studied[kind.study] = self._study(held, kind.study)
+                        asked = _joined(asked, studied[kind.study])
+                    current.look_again(index, kind, again.maxima(kind), asked)
+
+    def _study(self, held: Held, num_tokens: int) -> list[Asked | None]:
+        with rotary_kept(self.hf):
+            return study(self.hf, self.call, held, num_tokens)
 
     def _read(self, again: ReplayPass, tokens: Sequence[int]) -> None:
         chunk_len = again.kinds[0].chunk
@@ -73,3 +85,8 @@ def _by_chunk(current: PrefillPass, index: int) -> list[list[Replay]]:
     for kind in kinds:
         found[kind.chunk].append(kind)
     return list(found.values())
+
+
+def _joined(asked: list[Asked | None], more: list[Asked | None]) -> list[Asked | None]:
+    pairs = zip(asked, more, strict=True)
+    return [None if one is None or other is None else one.joined(other) for one, other in pairs]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 from kvfold.score.base import Needs
@@ -39,8 +40,15 @@ class Asked:
 
     def of(self, heads: list[int]) -> Asked:
         """Of some heads."""
-        columns = ("q_HND", "out_HND", "lse_HN", "share_HN")
-        return replace(self, **{name: getattr(self, name)[heads] for name in columns})
+        q_HND, out_HND = self.q_HND[heads], self.out_HND[heads]
+        lse_HN, share_HN = self.lse_HN[heads], self.share_HN[heads]
+        return replace(self, q_HND=q_HND, out_HND=out_HND, lse_HN=lse_HN, share_HN=share_HN)
+
+    def joined(self, other: Asked) -> Asked:
+        """With queries of another reading behind these; all of them see every slot."""
+        q_HND, out_HND = torch.cat((self.q_HND, other.q_HND), 1), torch.cat((self.out_HND, other.out_HND), 1)
+        lse_HN, share_HN = torch.cat((self.lse_HN, other.lse_HN), 1), torch.cat((self.share_HN, other.share_HN), 1)
+        return replace(self, q_HND=q_HND, out_HND=out_HND, lse_HN=lse_HN, share_HN=share_HN)
 
 
 @dataclass(frozen=True)

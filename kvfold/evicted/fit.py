@@ -37,6 +37,7 @@ from kvfold.score.base import Needs, Replay
 
 _CACHED_SCORES = 1 << 18  # a CPU solves large heads one by one: a batch of them does not stay in its caches
 _POOL = 4  # times the slots that stay: what a pursuit chooses from
+_ANSWER = 96  # tokens of an answer in self-study
 _LEAST_MASS = 1e-20  # of a query whose every slot went: its row is 0, not NaN
 
 
@@ -52,7 +53,8 @@ class Fit(Evicted):
     """Kept values and log-biases are solved for, so that queries get the outputs and the mass of the whole cache.
 
     Calibration queries are those of `tokens` tokens, all query heads of the group: evenly spaced ones of a second
-    reading (`replay`), or the last of the prompt (`prompt`), each seeing slots up to its own position.
+    reading (`replay`), these and all of the model's own answers to questions about the text (`study`), or the last of
+    the prompt (`prompt`), each seeing slots up to its own position.
 
     With `keys=pursuit` the score chooses half of a head's new slots; the others are those that what was taken before
     misses most, out of four times as many (evicted/pursuit.py). How many a head keeps is the budget's say as ever.
@@ -61,7 +63,7 @@ class Fit(Evicted):
     fewer queries than slots do no harm; keys are those the score has chosen, or half of them.
     """
 
-    queries: Literal["replay", "prompt"] = "replay"
+    queries: Literal["replay", "study", "prompt"] = "replay"
     tokens: int = 2048
     ridge: float = 0.01
     limit: float = 3.0  # of a bias, either way
@@ -79,9 +81,10 @@ class Fit(Evicted):
 
     @property
     def needs(self) -> Needs:
-        if self.queries == "replay":
-            return Needs(replay=Replay(queries=self.tokens), end_of_prompt=True)
-        return Needs(last_queries=self.tokens, keeps_window=False, end_of_prompt=True)
+        if self.queries == "prompt":
+            return Needs(last_queries=self.tokens, keeps_window=False, end_of_prompt=True)
+        study = _ANSWER if self.queries == "study" else 0
+        return Needs(replay=Replay(queries=self.tokens, study=study), end_of_prompt=True)
 
     def fold(self, split: Split) -> tuple[Tensor, Tensor]:
         """The choice may not be final yet."""

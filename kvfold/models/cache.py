@@ -227,7 +227,7 @@ def _refuse_sentences(policy: Policy) -> None:
 
 def _refuse_replay(policy: Policy) -> None:
     stage = policy.prefill
-    for part, needs in (("its score", stage.score.needs), ("fit(queries=replay)", stage.evicted.needs)):
+    for part, needs in (("its score", stage.score.needs), ("its fit", stage.evicted.needs)):
         if stage.size is not None and needs.replay is not None:
             raise PolicyError(
                 f'policy "{policy.short}": {part} reads the prompt a second time, which a drop-in cache cannot: it '

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from kvfold.attend.decode import DecodePass
 from kvfold.attend.prefill import PrefillPass
 from kvfold.attend.replay import ReplayPass
+from kvfold.attend.study import StudyPass
 from kvfold.models.forward_cache import ForwardCache
 
 
@@ -30,7 +31,7 @@ class Piece:
 class PassCache(ForwardCache):
     """For a pass that reads piece after piece."""
 
-    def __init__(self, current: PrefillPass | ReplayPass, pieces: Sequence[Piece]) -> None:
+    def __init__(self, current: PrefillPass | ReplayPass | StudyPass, pieces: Sequence[Piece]) -> None:
         super().__init__()
         self.current = current
         self.pieces = list(pieces)  # the part of the packed input that the next call of a layer covers
@@ -55,6 +56,9 @@ class PassHandle:
             outs.append(self.cache.current.attend(self.layer, piece.index, *new))
         out_QND = outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
         return out_QND.transpose(0, 1).unsqueeze(0)
+
+
+Call = Callable[[Sequence[int], Sequence[int], PassCache], Any]  # the model over token ids at positions
 
 
 class DecodeCache(ForwardCache):

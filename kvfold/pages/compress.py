@@ -71,7 +71,9 @@ class Compression:
         if self.stage is None or self.budget is None:
             return None
         scored, fitted = self.stage.score.needs.replay, self.stage.evicted.needs.replay
-        return fitted if scored is None else replace(scored, queries=0 if fitted is None else fitted.queries)
+        if scored is None or fitted is None:
+            return scored or fitted
+        return replace(scored, queries=fitted.queries, study=fitted.study)
 
     @property
     def looks_late(self) -> bool:

@@ -34,6 +34,7 @@ class Replay:
     by_hidden: bool = False
     surprise: float = 0.0  # nats; 0: all queries count the same
     queries: int = 0  # tokens of the repetition whose queries are kept, evenly spaced
+    study: int = 0  # tokens of each answer to questions about the text, whose queries are kept too
 
 
 @dataclass(frozen=True)

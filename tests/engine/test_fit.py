@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,14 +16,19 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvfold.attend.partial import Merge
 from kvfold.attend.stored import add_stored
-from kvfold.errors import PolicyError
+from kvfold.engine.runner import Runner
+from kvfold.errors import ModelError, PolicyError
 from kvfold.evicted import Asked, Fit, Pool, Refit, Survivors
+from kvfold.models.attach import attach
 from kvfold.models.cache import Cache
 from kvfold.models.loader import Model
+from kvfold.models.questions import question_ids
 from kvfold.models.repeat import repeat_request
 from kvfold.pages import staged
+from kvfold.pages.arena import Arena
 from kvfold.pages.read import stored_slots
 from kvfold.pages.sequence import SequenceCache
+from kvfold.policy.policy import Policy
 from tests.engine.runs import Shared, make_runner, make_sequence, prefill_and_generate
 from tests.tiny import build, prompt
 
@@ -109,6 +115,46 @@ def test_replay_queries_are_those_of_evenly_spaced_tokens_with_their_answers(mod
         asked = seen[head][0]
         columns = (asked.q_HND, asked.out_HND, asked.lse_HN.unsqueeze(-1), asked.share_HN.unsqueeze(-1))
         torch.testing.assert_close(torch.cat(columns, dim=-1)[0], expected_HNX[head], atol=1e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+def greedy(model: Model, ids: Sequence[int], num_tokens: int) -> list[int]:
+    """What the unmodified model says next, up to an end token."""
+    hf, found = build(model.name), list[int]()
+    while len(found) < num_tokens and not (found and found[-1] in model.spec.eos_token_ids):
+        found.append(int(hf(torch.tensor([[*ids, *found]])).logits[0, -1].argmax()))
+    return found
+
+
+def test_self_study_asks_what_the_model_answers_to_questions(model: Model) -> None:
+    ids, questions = prompt(LENGTH), question_ids(model.hf)
+    end = greedy(model, [*ids, *questions[0]], 3)[-1]  # so that answers are of different lengths
+    model = replace(model, spec=replace(model.spec, eos_token_ids=frozenset({end})))
+    with fits() as seen:
+        for queries in ("replay", "study"):
+            read(model, f"kvzip(chunk=64) + 3x + fit({queries}, tokens=50)", ids).release()
+    replayed, asked = seen[0][0], seen[6][0]
+    _, held_HSD, v_HSD = first_layer(ids, 0)
+    parts: dict[tuple[int, int], Tensor] = {}  # by turn and question: those of a turn are read at once
+    for index, question in enumerate(questions):
+        answer = greedy(model, [*ids, *question], 96)
+        q_QTD, k_HTD, _ = first_layer([*question, *answer[:-1]], LENGTH)
+        found_QTX = torch.cat((q_QTD, answered(q_QTD, held_HSD, v_HSD, k_HTD)), dim=-1)
+        lengths = [len(question), *([1] * (len(answer) - 1))]
+        parts |= {(turn, index): part for turn, part in enumerate(found_QTX.split(lengths, dim=1))}
+    expected_HNX = torch.cat([parts[key] for key in sorted(parts)], dim=1).unflatten(0, (2, 2))[0].flatten(0, 1)
+    columns = (asked.q_HND, asked.out_HND, asked.lse_HN.unsqueeze(-1), asked.share_HN.unsqueeze(-1))
+    mine_NX = torch.cat(columns, dim=-1)[0, replayed.q_HND.shape[1] :]
+    torch.testing.assert_close(mine_NX, expected_HNX, atol=1e-4, rtol=1e-4)
+
+
+def test_self_study_needs_words() -> None:
+    hf = build()
+    runner = Runner(hf, attach(hf).spec, Arena(2**20, superblock_bytes=4096))
+    sequence = runner.new_sequence(Policy.parse("knorm + 3x + fit(study) + protect(recent=0)"))
+    with pytest.raises(ModelError, match="its tokenizer is not known"):
+        runner.prefill([sequence], [prompt(LENGTH)])
+    assert sequence.committed_len == 0
 
 
 def test_prompt_queries_are_the_last_and_see_what_was_before_them(model: Model) -> None:
@@ -310,7 +356,7 @@ def test_a_layer_with_a_sliding_window_has_no_biases(shared: Shared) -> None:
 
 
 def test_a_drop_in_cache_fits_to_the_prompt_alone(model: Model) -> None:
-    with pytest.raises(PolicyError, match=r"fit\(queries=replay\) reads the prompt a second time"):
+    with pytest.raises(PolicyError, match="its fit reads the prompt a second time"):
         Cache(model.hf, "keydiff + 3x + fit")
     cache = Cache(model.hf, "keydiff + 3x + fit(prompt, tokens=40)", page_size=4, open_len=8)
     ids = prompt(LENGTH)
