@@ -27,23 +27,23 @@ class Suite:
 def _tight() -> tuple[str, ...]:
     kvzip, surprised, open_end = "kvzip + global", "kvzip(surprise=2) + global", "protect(recent=0)"
     return (
-        "kvzip",
         kvzip,
         f"{kvzip} + fit",
-        f"{kvzip} + {open_end}",
         f"{kvzip} + {open_end} + fit",
-        surprised,
         f"{surprised} + {open_end}",
         f"{surprised} + {open_end} + fit",
         f"{surprised} + {open_end} + fit(keys=pursuit)",
-        "kvzip_plus + global",
-        f"kvzip_plus + global + {open_end} + fit",
         "learned + global",
         "keydiff",
-        "keydiff + fit",
+        "keydiff + int4",
         f"{kvzip} + int4",
         f"{kvzip} + int4 + fit",
+        f"{kvzip} + int4 + fit(study)",
+        f"{surprised} + {open_end} + int4 + fit",
         f"{kvzip} + int2",
+        f"{kvzip} + int2 + fit",
+        "learned + global + int4",
+        "learned + global + int4 + fit",
     )
 
 
@@ -53,11 +53,12 @@ def _curve() -> tuple[str, ...]:
         "streaming",
         "snapkv",
         "snapkv + ada",
+        "snapkv + ada + int4",
         "keydiff",
         "keydiff + int4",
         kvzip,
         f"{kvzip} + int4",
-        f"{kvzip} + protect(recent=0) + fit",
+        "learned + global + int4",
     )
 
 
