@@ -9,6 +9,7 @@ Nothing is looked for in the memory "own": there a policy runs as it is written.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,8 +17,9 @@ from typing import NamedTuple
 
 import torch
 
-from kvfold.bench.matched import Matched, evicts_nothing, has_own_size, match_many, needs_size, resident_bytes
+from kvfold.bench.matched import evicts_nothing, has_own_size, match_many, needs_size
 from kvfold.bench.record import OUT_OF_MEMORY, OWN, TOO_SMALL, Mode
+from kvfold.bench.search import Guess, Matched
 from kvfold.core import ModelSpec
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError, OutOfPages, PolicyError, SizeError
@@ -140,34 +142,22 @@ class Sizes:
     def _looked_for(
         self, place: Place, missing: Sequence[Cell], tokens: Sequence[int], anchor: Place | None
     ) -> list[Sized]:
-        guesses = {} if anchor is None else {cell: self._found[anchor, cell] for cell in missing}
-        found = self._tried(place, {cell: guess for cell, guess in guesses.items() if guess.resolved}, tokens)
-        rest = [cell for cell in missing if cell not in found]
-        try:
-            wanted = [(cell.policy, _share(cell)) for cell in rest]
-            matches = match_many(self.runner, wanted, tokens, slack=_SLACK)
-            found |= {cell: _sized(place, cell, match) for cell, match in zip(rest, matches, strict=True)}
-        except (OutOfPages, torch.OutOfMemoryError):
-            found |= {cell: Sized(*place, *cell, "", OUT_OF_MEMORY, 0.0) for cell in rest}
-        return [found[cell] for cell in missing]
-
-    def _tried(self, place: Place, guesses: dict[Cell, Sized], tokens: Sequence[int]) -> dict[Cell, Sized]:
-        """What fits here too, and leaves little more than it did there."""
-        if not guesses:
-            return {}
-        try:
-            texts = list(dict.fromkeys(guess.resolved for guess in guesses.values()))
-            taken = dict(zip(texts, resident_bytes(self.runner, texts, tokens), strict=True))
-        except (OutOfPages, torch.OutOfMemoryError, SizeError):
-            return {}
         full_bytes = self.runner.spec.full_bytes(len(tokens))
-        found = {}
-        for cell, guess in guesses.items():
-            share = taken[guess.resolved] / full_bytes
-            fits = share <= share_of(cell.memory)
-            if cell.as_written or (fits and share >= guess.share * (1 - _LEFT)):
-                found[cell] = Sized(*place, *cell, guess.resolved, "" if fits else TOO_SMALL, round(share, 5))
-        return found
+        guesses = [_guess(cell, self._found.get((anchor, cell)) if anchor else None, full_bytes) for cell in missing]
+        wanted = [(cell.policy, _share(cell)) for cell in missing]
+        try:
+            matches = match_many(self.runner, wanted, tokens, slack=_SLACK, guesses=guesses)
+        except (OutOfPages, torch.OutOfMemoryError):
+            return [Sized(*place, *cell, "", OUT_OF_MEMORY, 0.0) for cell in missing]
+        return [_sized(place, cell, match) for cell, match in zip(missing, matches, strict=True)]
+
+
+def _guess(cell: Cell, there: Sized | None, full_bytes: int) -> Guess | None:
+    """What was found at the anchor is good here too if it fits, and leaves little more than it did there."""
+    if there is None or cell.as_written or not there.resolved:
+        return None
+    least_bytes = math.ceil(there.share * (1 - _LEFT) * full_bytes)
+    return Guess(there.resolved, least_bytes, math.floor(share_of(cell.memory) * full_bytes))
 
 
 def _share(cell: Cell) -> float:

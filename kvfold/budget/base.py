@@ -35,10 +35,11 @@ class Allocator(ABC):
     from call to call, which is what lets the runner drop slots while it streams through the layers.
 
     With `may_leave`, an allocator may keep fewer slots than the budget has: the size is then an upper bound, and a
-    policy without one means 1x."""
+    policy without one means 1x. One that `is_even` lets every head keep equally many."""
 
     scope: ClassVar[Literal["layer", "model"]] = "layer"
     may_leave: ClassVar[bool] = False
+    is_even: ClassVar[bool] = False
 
     @property
     def last_queries(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -20,6 +21,8 @@ class Uniform(Allocator):
     A head that holds fewer (after an earlier head-wise compression) keeps all it has and the others of its layer share
     what it leaves, so that the layer keeps exactly heads x slots_per_head; a remainder goes to the lower heads.
     """
+
+    is_even: ClassVar[bool] = True
 
     def allocate(self, scores: Sequence[Scores], budget: Budget, layer: int) -> list[Tensor]:
         return [even(layer_scores, budget.slots_per_head) for layer_scores in scores]

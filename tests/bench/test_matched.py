@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvfold.bench.matched import Matched, evicts_nothing, match, match_many, ratio_text, resident_bytes
+from kvfold.bench.matched import evicts_nothing, match, match_many, resident_bytes
+from kvfold.bench.search import Matched, ratio_text
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError, OutOfPages, PolicyError, SizeError
 from kvfold.models.loader import Model

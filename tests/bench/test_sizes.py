@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from torch import Tensor
 
-from kvfold.bench import sizes as module
-from kvfold.bench.matched import match_many, resident_bytes
+from kvfold.bench.matched import resident_bytes
 from kvfold.bench.record import TOO_SMALL
 from kvfold.bench.sizes import Cell, Place, Sizes, cells, share_of
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError, PolicyError
 from kvfold.models.loader import Model
+from kvfold.pages.sequence import SequenceCache
 from tests.bench.runs import SMALL
 from tests.tiny import prompt
 
@@ -26,6 +28,20 @@ TOKENS = prompt(500)
 @pytest.fixture
 def runner(model: Model) -> Runner:
     return Runner(model.hf, model.spec, model.arena)
+
+
+@pytest.fixture
+def forwards(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sequences of each forward, as they come."""
+    found: list[int] = []
+    prefill_many = runner.prefill_many
+
+    def spy(sequences: Sequence[SequenceCache], tokens: Sequence[int]) -> Tensor:
+        found.append(len(sequences))
+        return prefill_many(sequences, tokens)
+
+    monkeypatch.setattr(runner, "prefill_many", spy)
+    return found
 
 
 def _unasked() -> NoReturn:
@@ -65,20 +81,24 @@ def test_sizes_fit_and_are_remembered(runner: Runner, tmp_path: Path) -> None:
         Sizes(other, runner, WANTED, known=tmp_path / "nothing.json")
 
 
-def test_what_fits_again_is_not_looked_for(runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    searched: list[list[tuple[str, float]]] = []
-
-    def spy(*arguments: object, **more: object) -> object:
-        searched.append(arguments[1])  # type: ignore[arg-type]
-        return match_many(*arguments, **more)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(module, "match_many", spy)
+def test_what_fits_again_is_tried_once(runner: Runner, tmp_path: Path, forwards: list[int]) -> None:
     found = Sizes(tmp_path / "sizes.json", runner, WANTED)
     first = found.at(FIRST, lambda: TOKENS)
+    forwards.clear()
     second = found.at(SECOND, lambda: prompt(498, seed=5), FIRST)
-    assert len(searched[0]) == len(WANTED) and searched[1] == []
+    assert forwards == [len(WANTED) - 1]  # int4 of two memories is one
     assert [second[cell].resolved for cell in WANTED] == [first[cell].resolved for cell in WANTED]
     assert second[WANTED[3]].note == TOO_SMALL and second[WANTED[0]].workload == "lines"
+
+
+def test_a_search_needs_few_tries(runner: Runner, tmp_path: Path, forwards: list[int]) -> None:
+    """Three for a size on average; what is too small, or evicts nothing, is tried once."""
+    policies = [KEYDIFF, f"{KEYDIFF} + int4", f"keydiff + ada + {SMALL}", f"h2o + {SMALL}", SNAPKV]
+    wanted = cells([*policies, "int4"], ["60%", "45%", "30%", "2%"])[1:]
+    found = Sizes(tmp_path / "sizes.json", runner, wanted).at(FIRST, lambda: TOKENS)
+    sized = [cell for cell in wanted if not cell.as_written and found[cell].note == ""]
+    assert len(sized) >= 10 and sum(forwards) <= 3 * len(sized) + len(wanted) - len(sized)
+    assert len(forwards) <= 5
 
 
 def test_what_does_not_fit_again_is_looked_for(runner: Runner, tmp_path: Path) -> None:
