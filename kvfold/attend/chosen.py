@@ -1,9 +1,9 @@
-"""Attention to chosen pages: what a reader picks for each query, gathered and read in one call.
+"""Attention to chosen slots: what a reader picks for each query, gathered and read in one call.
 
 Every query of a draft chooses for itself, as it would have alone, so drafting changes no result.
 
     H KV heads   G query heads per KV head   T queries   R rows: the (KV head, query) pairs   D head dim
-    M pages of the longest head   W pages read by a row   P slots of a page   S slots of a row, W * P
+    U units of the longest head   W units read by a row   P slots of a unit   S slots of a row, W * P
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvfold.policy.reader import PageView
 
 @dataclass(frozen=True)
 class Chosen:
-    """Slots of the pages each row picked; queries in the basis of the keys."""
+    """Slots of the units each row picked; queries in the basis of the keys."""
 
     heads: slice  # all of them
     q_RGD: Tensor
@@ -56,30 +56,33 @@ class Chosen:
 
 
 def choose(sequence: SequenceCache, layer: int, q_HGTD: Tensor) -> Chosen | None:
-    """What the layer's reader picks for these queries; None where that would be every page."""
+    """What the layer's reader picks for these queries; None where that would be everything."""
     pages = sequence.page_list(layer)
-    reader = pages.page_class.reader
-    num_pages = reader.num_pages(pages.page_class.page_size)
-    if pages.num_pages <= num_pages:
+    page_class = pages.page_class
+    unit = page_class.reader.unit(page_class.page_size, page_class.group)
+    num_units = page_class.reader.num_units(unit)
+    if pages.num_pages * page_class.page_size <= num_units * unit:
         return None
     q, offset = in_basis(sequence.tail.layers[layer], q_HGTD)  # segments of a sequence share what codecs learnt
-    index_HTW = reader.select(PageView(q, offset, pages, pages.used_HM, num_pages))
-    return _gathered(pages, q, offset, index_HTW.sort(-1).values, num_exact(sequence, layer))
+    scale = sequence.spec.layers[layer].scale
+    index_HTW = page_class.reader.select(PageView(q, offset, scale, pages, pages.used_HU(unit), num_units))
+    return _gathered(pages, unit, q, offset, index_HTW.sort(-1).values, num_exact(sequence, layer))
 
 
 def _gathered(
-    pages: PageList, q_HGTD: Tensor, offset_HGT: Tensor | None, index_HTW: Tensor, num_exact: int
+    pages: PageList, unit: int, q_HGTD: Tensor, offset_HGT: Tensor | None, index_HTW: Tensor, num_exact: int
 ) -> Chosen:
     """The first `num_exact` slots are read elsewhere, as they came."""
     page_class, rows = pages.page_class, index_HTW.shape[0] * index_HTW.shape[1]
     index_HN = index_HTW.flatten(1)
-    codes = pages.codes(pages.number_HM.gather(1, index_HN).flatten())
+    codes = pages.codes(pages.number_HU(unit).gather(1, index_HN).flatten(), unit)
     k_ND = page_class.k.decode("k", codes["k"], q_HGTD.dtype)
     v_ND = page_class.v.decode("v", codes["v"], q_HGTD.dtype)
-    first_HM = pages.used_HM.cumsum(1) - pages.used_HM
-    slot_P = torch.arange(page_class.page_size, device=index_HN.device)
-    valid_HNP = slot_P < pages.used_HM.gather(1, index_HN).unsqueeze(-1)
-    slot_HNP = (first_HM.gather(1, index_HN).unsqueeze(-1) + slot_P).masked_fill(~valid_HNP, 0)
+    used_HU = pages.used_HU(unit)
+    first_HU = used_HU.cumsum(1) - used_HU
+    slot_P = torch.arange(unit, device=index_HN.device)
+    valid_HNP = slot_P < used_HU.gather(1, index_HN).unsqueeze(-1)
+    slot_HNP = (first_HU.gather(1, index_HN).unsqueeze(-1) + slot_P).masked_fill(~valid_HNP, 0)
     return Chosen(
         slice(0, len(index_HN)),
         q_HGTD.transpose(1, 2).flatten(0, 1),
@@ -92,5 +95,5 @@ def _gathered(
 
 
 def _unused_cleared(x_ND: Tensor, valid_HNP: Tensor) -> Tensor:
-    """Slots past the end of a page hold whatever memory held, and 0 * NaN is NaN."""
+    """Slots past the end of a unit hold whatever memory held, and 0 * NaN is NaN."""
     return x_ND.masked_fill(~valid_HNP.view(-1, 1), 0.0)

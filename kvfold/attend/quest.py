@@ -45,7 +45,7 @@ class Quest(Reader):
         return All() if layer < self.skip_layers else self
 
     def summaries(self, head_dim: int, kv_dtype: torch.dtype) -> tuple[Field, ...]:
-        return Field("min", kv_dtype, head_dim), Field("max", kv_dtype, head_dim)
+        return Field("min", kv_dtype, head_dim, per="page"), Field("max", kv_dtype, head_dim, per="page")
 
     def summarise(self, k_MPD: Tensor, used_MP: Tensor) -> dict[str, Tensor]:
         unused_MP1 = ~used_MP.unsqueeze(-1)
@@ -54,15 +54,15 @@ class Quest(Reader):
             "max": k_MPD.masked_fill(unused_MP1, -torch.inf).amax(1),
         }
 
-    def num_pages(self, page_size: int) -> int:
-        return -(-self.tokens // page_size)
+    def num_units(self, unit: int) -> int:
+        return -(-self.tokens // unit)
 
     def select(self, view: PageView) -> Tensor:
         bound_HGTM = upper_bound(view.q_HGTD, view.summaries.read("min"), view.summaries.read("max"))
         if view.offset_HGT is not None:
             bound_HGTM = bound_HGTM + view.offset_HGT.unsqueeze(-1)
-        bound_HTM = bound_HGTM.amax(1).masked_fill((view.used_HM == 0).unsqueeze(1), -torch.inf)
-        return bound_HTM.topk(view.num_pages, sorted=False).indices
+        bound_HTM = bound_HGTM.amax(1).masked_fill((view.used_HU == 0).unsqueeze(1), -torch.inf)
+        return bound_HTM.topk(view.num_units, sorted=False).indices
 
 
 def upper_bound(q_HGTD: Tensor, min_HMD: Tensor, max_HMD: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Codes of 8, 4 or 2 bits in bytes, in split order: byte b holds channels b, b + W, b + 2W, .. from its low bits up.
+"""Codes of 8, 4, 2 or 1 bits in bytes, in split order: byte b holds channels b, b + W, b + 2W, .. from its low bits up.
 
     D = 8, 4 bits: W = 4    byte 0: channel 0 (bits 0-3), channel 4 (bits 4-7);  byte 1: channels 1, 5;  ..
 

@@ -2,8 +2,8 @@
 
 Every page has the codec's fields for keys ("k.*") and values ("v.*") and the original position of each slot (int32).
 Where slots stand for others that are gone (evicted/fit.py), each has a log-bias that is added to its scaled scores.
-A reader that chooses pages adds summaries of the whole page ("page.*"), computed from what the page holds whenever that
-changes: they are memory like the rest, but no part of a slot's code, so nothing moves or saves them.
+A reader that chooses adds summaries of the page or its slots ("page.*"), computed from what the page holds whenever
+that changes: they are memory like the rest, but no part of a slot's code, so nothing moves or saves them.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ class PageClass:
 
     @cached_property
     def summaries(self) -> tuple[Field, ...]:
-        """What the reader keeps of each page."""
+        """What the reader keeps of each page or slot."""
         own = self.reader.summaries(self.head_dim, self.kv_dtype)
-        return tuple(replace(item, name=f"{SUMMARY}{item.name}", per="page") for item in own)
+        return tuple(replace(item, name=f"{SUMMARY}{item.name}") for item in own)
 
     def rows_per_page(self, item: Field) -> int:
         if item.per == "page":
@@ -112,7 +112,7 @@ class PageClass:
     @cached_property
     def summary_bytes(self) -> int:
         """Of a page, what its summaries take."""
-        return sum(item.bytes() for item in self.summaries)
+        return sum(item.bytes() * self.rows_per_page(item) for item in self.summaries)
 
     @property
     def bytes_per_page(self) -> int:

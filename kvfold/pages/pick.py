@@ -1,14 +1,14 @@
-"""All pages of one layer as one list, and codes of some of them: how a reader that chooses sees storage.
+"""All pages of one layer as one list, and codes of some units of them: how a reader that chooses sees storage.
 
-Pages are numbered run after run, used or not. Runs lie in different places of memory, so picking pages asks the device
+Pages are numbered run after run, used or not. Runs lie in different places of memory, so picking units asks the device
 once per layer how many come from each run.
 
-    H KV heads   M pages of the longest head   N pages picked
+    H KV heads   M pages of the longest head   U units of it, slots of a page in a row   N units picked
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -66,37 +66,46 @@ class PageList:
         """The number after the last page of each run."""
         return torch.tensor(list(accumulate(run.num_pages for run in self.runs)), device=self.number_HM.device)
 
-    def read(self, name: str, element_HC: Tensor | None = None) -> Tensor:
-        """A summary of every page [H, M, width]; of each head these elements alone, [H, M, C], if they are given."""
+    def used_HU(self, unit: int) -> Tensor:
+        """Slots in each unit."""
+        start = torch.arange(0, self.page_class.page_size, unit, device=self.used_HM.device)
+        return (self.used_HM.unsqueeze(-1) - start).clamp(0, unit).flatten(1)
+
+    def number_HU(self, unit: int) -> Tensor:
+        """Units by number, as pages are."""
+        per_page = self.page_class.page_size // unit
+        within = torch.arange(per_page, device=self.number_HM.device)
+        return (self.number_HM.unsqueeze(-1) * per_page + within).flatten(1)
+
+    def read(self, name: str) -> Tensor:
+        """A summary of every page, with all its slots' where they have their own: [H, M, elements of a page]."""
         (item,) = (item for item in self.page_class.summaries if item.name == f"{SUMMARY}{name}")
-        if element_HC is None:
-            rows = [run.by_page(item) for run in self.runs]
-        else:
-            rows = [part for run in self.runs for part in _elements(run, item, element_HC)]
+        rows = [run.by_page(item) for run in self.runs]
         flat = rows[0] if len(rows) == 1 else torch.cat(rows)
         return flat.index_select(0, self.number_HM.flatten()).view(*self.number_HM.shape, -1)
 
-    def codes(self, number_N: Tensor) -> dict[Side, Codes]:
-        """Both sides of whole pages, in the order of their numbers given."""
+    def codes(self, number_N: Tensor, unit: int) -> dict[Side, Codes]:
+        """Both sides of units, in the order of their numbers given."""
         found: dict[Side, Codes] = {"k": {}, "v": {}}
         sides: tuple[Side, ...] = ("k", "v")
-        pick = _Pick.of(number_N, self._ends) if len(self.runs) > 1 else None
+        per_page = self.page_class.page_size // unit
+        pick = _Pick.of(number_N, self._ends * per_page) if len(self.runs) > 1 else None
         for side in sides:
             for item in self.page_class.fields:
                 if item.name.startswith(f"{side}."):
-                    rows = self._rows(item, number_N) if pick is None else pick.rows(self.runs, item)
+                    if pick is None:
+                        rows = _by_unit(self.runs[0], item, per_page).index_select(0, number_N)
+                    else:
+                        rows = pick.rows(self.runs, item, per_page)
                     found[side][item.name[2:]] = rows.view(-1, item.width)
         return found
-
-    def _rows(self, item: Field, number_N: Tensor) -> Tensor:
-        return self.runs[0].by_page(item).index_select(0, number_N)
 
 
 @dataclass(frozen=True)
 class _Pick:
-    """Pages wanted of each run, and the way back to the order they were asked for in."""
+    """Units wanted of each run, and the way back to the order they were asked for in."""
 
-    pages: list[Tensor]  # within its run
+    units: list[Tensor]  # within its run
     back_N: Tensor
 
     @classmethod
@@ -104,19 +113,18 @@ class _Pick:
         sorted_N, order_N = number_N.sort()
         stops = [0, *torch.searchsorted(sorted_N, ends.to(sorted_N.dtype)).tolist()]
         starts = torch.cat((ends.new_zeros(1), ends[:-1])).to(sorted_N.dtype)
-        pages = [sorted_N[a:b] - start for (a, b), start in zip(pairwise(stops), starts, strict=True)]
-        return cls(pages, order_N.argsort())
+        units = [sorted_N[a:b] - start for (a, b), start in zip(pairwise(stops), starts, strict=True)]
+        return cls(units, order_N.argsort())
 
-    def rows(self, runs: Sequence[Run], item: Field) -> Tensor:
-        found = [run.by_page(item).index_select(0, page) for run, page in zip(runs, self.pages, strict=True)]
+    def rows(self, runs: Sequence[Run], item: Field, per_page: int) -> Tensor:
+        each = zip(runs, self.units, strict=True)
+        found = [_by_unit(run, item, per_page).index_select(0, unit) for run, unit in each]
         return torch.cat(found).index_select(0, self.back_N)
 
 
-def _elements(run: Run, item: Field, element_HC: Tensor) -> Iterator[Tensor]:
-    """Of every page of the run, extent by extent, what its head asks for."""
-    by_extent = run.by_page(item).split([extent.num_pages for extent in run.extents])
-    for head, rows in zip(run.heads, by_extent, strict=True):
-        yield rows.index_select(1, element_HC[head])
+def _by_unit(run: Run, item: Field, per_page: int) -> Tensor:
+    """A field of every unit of the run: [units, elements of a unit]."""
+    return run.by_page(item).view(run.num_pages * per_page, -1)
 
 
 def _stacked(heads: Sequence[Sequence[Tensor]]) -> Tensor:

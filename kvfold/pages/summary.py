@@ -1,4 +1,4 @@
-"""Summaries of pages: what a reader that chooses pages (policy/reader.py) keeps of each, beside its slots.
+"""Summaries of pages: what a reader that chooses (policy/reader.py) keeps of each or of its slots, beside their codes.
 
 They are computed from the keys as a reader will decode them, for every page that slots were written to: sealing,
 compaction and loading all write through the same place, so a summary is never older than its page.
@@ -44,7 +44,8 @@ def _write(span: Span, page_M: Tensor, left_M: Tensor) -> None:
     used_MP = torch.arange(page_class.page_size, device=page_M.device) < left_M.unsqueeze(-1)
     rows = page_class.reader.summarise(k_MPD, used_MP)
     for item in page_class.summaries:
-        span.fields[item.name][page_M] = rows[item.name.removeprefix(SUMMARY)].to(item.dtype)
+        by_page = span.fields[item.name].view(span.num_pages, -1)
+        by_page[page_M] = rows[item.name.removeprefix(SUMMARY)].flatten(1).to(item.dtype)
 
 
 def _keys(span: Span, page_M: Tensor) -> Tensor:

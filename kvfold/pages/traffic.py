@@ -1,4 +1,4 @@
-"""Sealed bytes that one decode step reads of a layer: every slot, or chosen pages and what all are judged by."""
+"""Sealed bytes that one decode step reads of a layer: every slot, or chosen ones and what all are judged by."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from kvfold.pages.sequence import SequenceCache
 
 
 def stored_bytes_read(sequence: SequenceCache, layer: int) -> float:
-    """Summaries are read only where there are more pages than the reader takes; a layer below that a codec needs is
+    """Summaries are read only where there are more slots than the reader takes; a layer below that a codec needs is
     read again, and slots that are kept exact beside their codes."""
     page_class, parts = sequence.page_class(layer), sequence.layer_parts(layer)
     every = sum(sequence.stored_lens(layer)) * page_class.code_bytes / page_class.page_size
@@ -20,9 +20,11 @@ def stored_bytes_read(sequence: SequenceCache, layer: int) -> float:
         return every
     heads = [[extent for part in parts for extent in part.extents[head]] for head in range(parts[0].num_heads)]
     pages = [sum(page_class.pages_for(extent.length) for extent in extents) for extents in heads]
-    most = page_class.reader.num_pages(page_class.page_size)
-    if max(pages) <= most:
+    unit = page_class.reader.unit(page_class.page_size, page_class.group)
+    most = page_class.reader.num_units(unit)
+    if max(pages) * page_class.page_size <= most * unit:
         return every
-    looked_bytes = page_class.reader.looked_bytes(page_class.head_dim, page_class.kv_dtype, max(pages))
-    looked_bytes += page_class.entry_bytes
-    return exact_bytes + sum(min(count, most) * page_class.code_bytes + count * looked_bytes for count in pages)
+    units = [sum(-(-extent.length // unit) for extent in extents) for extents in heads]
+    unit_bytes = page_class.code_bytes * unit / page_class.page_size
+    looked_bytes = page_class.summary_bytes + page_class.entry_bytes
+    return exact_bytes + sum(min(count, most) for count in units) * unit_bytes + sum(pages) * looked_bytes

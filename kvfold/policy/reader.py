@@ -1,12 +1,12 @@
 """Which stored slots does a step read? The contract of the `attend` axis, and `all`.
 
-A reader that chooses declares summaries, numbers kept of each page beside its slots. They are computed from the keys
-as they will be decoded, whenever slots are sealed or moved. At a decode step it is shown the queries, looks at as much
-of a layer's summaries as it needs, and returns the pages that each query of each KV head reads; prefill always reads
-everything.
+A reader that chooses declares summaries, numbers kept of each page or slot beside its code. They are computed from the
+keys as they will be decoded, whenever slots are sealed or moved. At a decode step it is shown the queries and a layer's
+summaries, and returns the units that each query of each KV head reads; prefill always reads everything. A unit is some
+slots of a page in a row: the whole page, or as few as can be decoded alone.
 
-    H KV heads   G query heads per KV head   T queries   D head dim   M pages   P slots of a page   W pages read
-    C elements of a summary
+    H KV heads   G query heads per KV head   T queries   D head dim   M pages   P slots of a page
+    U units   W units read
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ if TYPE_CHECKING:
 class Summaries(Protocol):
     """What is kept of the pages of one layer."""
 
-    def read(self, name: str, element_HC: Tensor | None = None) -> Tensor:
-        """A field of every page [H, M, width]; of each head these elements alone, [H, M, C], if they are given."""
+    def read(self, name: str) -> Tensor:
+        """A field of every page: [H, M, width], or [H, M, P * width] where slots have their own."""
 
 
 @dataclass(frozen=True)
 class PageView:
-    """What a reader sees of one layer: heads with fewer pages than M have pages of no slot at the end."""
+    """What a reader sees of one layer: heads with fewer pages than M have units of no slot at the end."""
 
     q_HGTD: Tensor  # in the basis of the stored keys
     offset_HGT: Tensor | None  # what q.k lacks in that basis, before scaling
+    scale: float  # factor on q.k
     summaries: Summaries
-    used_HM: Tensor  # slots in each page
-    num_pages: int  # W, less than M
+    used_HU: Tensor  # slots in each unit
+    num_units: int  # W, less than U
 
 
 class Reader:
@@ -51,23 +52,24 @@ class Reader:
         return self
 
     def summaries(self, head_dim: int, kv_dtype: torch.dtype) -> tuple[Field, ...]:
-        """The fields kept of each page."""
+        """The fields kept of each page or slot; all of them are read by `select`."""
         return ()
 
     def summarise(self, k_MPD: Tensor, used_MP: Tensor) -> dict[str, Tensor]:
-        """Rows [M, width] of each field for pages of decoded keys, fp32; unused slots hold anything."""
+        """Rows [M, width], or [M, P, width], of each field for pages of decoded keys, fp32; unused slots hold
+        anything."""
         return {}
 
-    def looked_bytes(self, head_dim: int, kv_dtype: torch.dtype, num_pages: int) -> int:
-        """Of a page's summaries, what `select` reads where the largest head has so many pages."""
-        return sum(item.bytes() for item in self.summaries(head_dim, kv_dtype))
+    def unit(self, page_size: int, group: int) -> int:
+        """Slots of a unit, a divisor of the page size and a multiple of the slots that a codec decodes together."""
+        return page_size
 
-    def num_pages(self, page_size: int) -> int:
-        """W: the most pages that one query of a head reads."""
+    def num_units(self, unit: int) -> int:
+        """W: the most units that one query of a head reads."""
         raise NotImplementedError
 
     def select(self, view: PageView) -> Tensor:
-        """Pages to read, int64 [H, T, W], no page twice."""
+        """Units to read, int64 [H, T, W], none twice."""
         raise NotImplementedError
 
 

@@ -1,4 +1,4 @@
-"""`rocket`: pages weighed by a few channels as published, and how little of a long cache a step reads.
+"""`rocket`: slots weighed by sketches of their keys, and how little of a long cache a step reads.
 
 H KV heads   G query heads per KV head   D head dim   M pages   P slots of a page
 """
@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvfold.attend.chosen import choose
 from kvfold.attend.decode import DecodePass
-from kvfold.attend.rocket import Rocket, page_weights
+from kvfold.attend.rocket import Rocket
+from kvfold.attend.sketch import products, rotate, sketch
 from kvfold.errors import PolicyError
 from kvfold.pages.arena import Arena
 from kvfold.pages.sequence import LayerChange, PageConfig, SequenceCache
@@ -25,70 +27,107 @@ COARSE = "snapkv(window=32, kernel=63, pool=max, over_window=sum, over_group=sum
 
 
 class Kept:
-    """Summaries of one layer as tensors."""
+    """Sketches of one layer as tensors."""
 
-    def __init__(self, low_HMD: Tensor, high_HMD: Tensor) -> None:
-        self.bounds = torch.cat((low_HMD, high_HMD), dim=-1)
+    def __init__(self, k_HMPD: Tensor, used_HM: Tensor) -> None:
+        used_MP = torch.arange(k_HMPD.shape[2]) < used_HM.flatten().unsqueeze(-1)
+        self.rows = sketch(k_HMPD.flatten(0, 1), used_MP)
+        self.shape = used_HM.shape
 
-    def read(self, name: str, element_HC: Tensor | None = None) -> Tensor:
-        assert name == "bounds" and element_HC is not None
-        return self.bounds.gather(2, element_HC.unsqueeze(1).expand(-1, self.bounds.shape[1], -1))
-
-
-def weights_by_loop(q_GD: Tensor, low_MD: Tensor, high_MD: Tensor, used: list[int], num_channels: int) -> list[float]:
-    """The published formula for one KV head, one number at a time."""
-    head_dim = q_GD.shape[1]
-    size = [float(q_GD[:, d].abs().mean()) for d in range(head_dim)]
-    channels = sorted(range(head_dim), key=lambda d: -size[d])[:num_channels]
-    total = [0.0] * len(used)
-    for q_D in q_GD:
-        heat = math.sqrt(head_dim * sum(abs(float(q_D[d])) for d in channels) / float(q_D.abs().sum()))
-        mass = []
-        for page, slots in enumerate(used):
-            key = [float((high_MD if q_GD[:, d].sum() > 0 else low_MD)[page, d]) for d in channels]
-            score = sum(float(q_D[d]) * k for d, k in zip(channels, key, strict=True)) / heat
-            mass.append(slots * math.exp(score))
-        total = [t + m / sum(mass) / len(q_GD) for t, m in zip(total, mass, strict=True)]
-    return total
+    def read(self, name: str) -> Tensor:
+        return self.rows[name].reshape(*self.shape, -1)
 
 
-@pytest.mark.parametrize("num_channels", [1, 3, 8])
-def test_weights_are_the_published_formula(num_channels: int) -> None:
-    generator = torch.Generator().manual_seed(num_channels)
-    q_HGD = torch.randn(2, 3, 8, generator=generator)
-    a_HMD, b_HMD = torch.randn(2, 2, 5, 8, generator=generator).unbind(0)
-    low_HMD, high_HMD = torch.minimum(a_HMD, b_HMD), torch.maximum(a_HMD, b_HMD)
-    used_HM = torch.tensor([[4, 4, 4, 4, 2], [4, 4, 1, 0, 0]])
-    found = page_weights(q_HGD, Kept(low_HMD, high_HMD), used_HM, num_channels)
+def random_keys(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def product_by_loop(q_D: Tensor, k_D: Tensor, mean: list[float]) -> float:
+    """The formula for one slot, one number at a time, over the mean that is kept of its page."""
+    q, turned = rotate(q_D).tolist(), rotate(k_D).tolist()
+    rest = [k - m for k, m in zip(turned, mean, strict=True)]
+    factor = sum(r * r for r in rest) / sum(abs(r) for r in rest)
+    terms = [a * (m + math.copysign(factor, r)) for a, m, r in zip(q, mean, rest, strict=True)]
+    return math.fsum(terms)
+
+
+@pytest.mark.parametrize("head_dim", [8, 12, 64])
+def test_products_are_the_formula(head_dim: int) -> None:
+    """Two heads of two pages, one of which is half used; what all keys share is part of the mean."""
+    k_HMPD, q_HXD = random_keys(0, 2, 2, 4, head_dim) + 3.0, random_keys(1, 2, 3, head_dim)
+    used_HM = torch.tensor([[4, 2], [4, 4]])
+    k_HMPD[0, 1, 2], k_HMPD[0, 1, 3] = 1e4, torch.nan
+    kept = Kept(k_HMPD, used_HM)
+    found_HXS = products(q_HXD, kept)
+    assert not found_HXS.isnan().any()
+    for head, page, slot in ((0, 0, 0), (0, 0, 3), (0, 1, 1), (1, 1, 2)):
+        scale, zero = kept.read("mean_grid")[head, page].float().tolist()
+        mean = [code * scale + zero for code in kept.read("mean")[head, page].tolist()]
+        k_PD = k_HMPD[head, page, : used_HM[head, page]]
+        torch.testing.assert_close(torch.tensor(mean), rotate(k_PD).mean(0), atol=0.51 * scale, rtol=0)
+        for x, q_D in enumerate(q_HXD[head]):
+            expected = product_by_loop(q_D, k_PD[slot], mean)
+            tolerance = 2**-8 * float(rotate(q_D).abs().sum())  # factors of about 1, in bf16
+            assert float(found_HXS[head, x, 4 * page + slot]) == pytest.approx(expected, abs=tolerance)
+
+
+def test_a_sketch_tells_the_product_with_what_it_was_made_of() -> None:
+    """Along what a key differs from its page's mean by, nothing is lost: the factor is made for that."""
+    k_HMPD = random_keys(2, 1, 1, 4, 64)
+    rest_PD = k_HMPD[0, 0] - k_HMPD[0, 0].mean(0)
+    found_HXS = products(rest_PD.unsqueeze(0), Kept(k_HMPD, torch.tensor([[4]])))
+    expected_P = (rest_PD * k_HMPD[0, 0]).sum(-1)
+    torch.testing.assert_close(found_HXS[0].diagonal(), expected_P, atol=0.5, rtol=0)
+
+
+def test_the_rotation_keeps_products_and_is_not_its_own_inverse() -> None:
+    """Keys that a codec has rotated already would stand as they were."""
+    a_ND, b_ND = random_keys(3, 2, 5, 64).unbind(0)
+    torch.testing.assert_close(rotate(a_ND) @ rotate(b_ND).T, a_ND @ b_ND.T)
+    spike_D = torch.zeros(64)
+    spike_D[7] = 8.0
+    assert rotate(rotate(spike_D)).abs().max() < 4.0
+
+
+def view_of(k_HMPD: Tensor, q_HGTD: Tensor, num_units: int, *, unit: int = 1, scale: float = 1.0) -> PageView:
+    num_heads, num_pages, page_size, _ = k_HMPD.shape
+    used_HU = torch.full((num_heads, num_pages * page_size // unit), unit)
+    kept = Kept(k_HMPD, torch.full((num_heads, num_pages), page_size))
+    return PageView(q_HGTD, None, scale, kept, used_HU, num_units)
+
+
+@pytest.mark.parametrize("unit", [1, 4])
+@pytest.mark.parametrize("scale", [0.1, 1.0])
+def test_weights_are_shares_of_attention_averaged_over_the_group(scale: float, unit: int) -> None:
+    """And the first four slots are read whatever they weigh."""
+    k_HMPD, q_HGTD = random_keys(4, 2, 6, 4, 16), random_keys(5, 2, 3, 2, 16)
+    view = view_of(k_HMPD, q_HGTD, 8 // unit, unit=unit, scale=scale)
+    z_HGTS = products(q_HGTD.flatten(1, 2), view.summaries).view(2, 3, 2, 24)
+    weight_HTU = (z_HGTS * scale).softmax(-1).mean(1).view(2, 2, 24 // unit, unit).sum(-1)
+    found_HTW = Rocket().select(view)
+    first, others = list(range(4 // unit)), 4 // unit
     for head in range(2):
-        expected = weights_by_loop(q_HGD[head], low_HMD[head], high_HMD[head], used_HM[head].tolist(), num_channels)
-        torch.testing.assert_close(found[head], torch.tensor(expected))
+        for t in range(2):
+            order = weight_HTU[head, t].argsort(descending=True).tolist()
+            best = [u for u in order if u not in first][:others]
+            assert sorted(found_HTW[head, t].tolist()) == sorted(first + best)
 
 
-def view_of(q_D: list[float], low_MD: list[list[float]], high_MD: list[list[float]], num_pages: int) -> PageView:
-    q_HGTD, used_HM = torch.tensor(q_D).view(1, 1, 1, -1), torch.full((1, len(low_MD)), 4)
-    return PageView(q_HGTD, None, Kept(torch.tensor([low_MD]), torch.tensor([high_MD])), used_HM, num_pages)
-
-
-def test_only_the_largest_channels_are_looked_at() -> None:
-    """Two channels, four pages: with 2 tokens one channel counts and page 1 wins, with 4 both do and page 3."""
-    low = [[0.0, 0.0], [3.0, -9.0], [1.0, 0.0], [2.0, 9.0]]
-    view = view_of([2.0, 1.0], low, low, num_pages=1)
-    assert Rocket(tokens=2).select(view).tolist() == [[[1]]]
-    assert Rocket(tokens=4).select(view).tolist() == [[[3]]]
-
-
-def test_pages_without_slots_come_last() -> None:
-    """Both real pages weigh nothing beside each other's; the empty one, whatever memory holds, is no page."""
-    view = view_of([100.0], [[-90.0], [90.0], [1e9]], [[-90.0], [90.0], [1e9]], num_pages=2)
-    view.used_HM[0, 2] = 0
-    assert sorted(Rocket(tokens=64).select(view)[0, 0].tolist()) == [0, 1]
+@pytest.mark.parametrize(("empty", "light"), [(1, 3), (3, 1)])
+def test_units_without_slots_come_last(empty: int, light: int) -> None:
+    """Slots that weigh nothing beside the best are slots all the same; the empty page, whatever it holds, is none."""
+    k_HMPD = torch.full((1, 4, 4, 8), -90.0)
+    k_HMPD[0, 2], k_HMPD[0, empty] = 90.0, torch.inf
+    view = view_of(k_HMPD, torch.full((1, 1, 1, 8), 100.0), 12)
+    view.used_HU[0, 4 * empty : 4 * empty + 4] = 0
+    read = {slot // 4 for slot in Rocket().select(view)[0, 0].tolist()}
+    assert read == {0, 2, light}
 
 
 @pytest.mark.parametrize("where", [3, 500, 1021])
 @pytest.mark.parametrize("codec", ["native", "int8", "int4"])
 def test_a_needle_is_found_among_a_thousand_tokens(where: int, codec: str) -> None:
-    """Two pages of 256 are read by two channels of 64, and one of them holds the value that answers."""
+    """16 slots are read, and one of them holds the value that answers."""
     spec = tiny_spec(num_layers=1, num_heads=1, group=2, head_dim=64)
     generator = torch.Generator().manual_seed(where)
     k, v = torch.randn(2, 1, 1024, 64, generator=generator).unbind(0)
@@ -137,31 +176,45 @@ def sealed(policy: str, num_slots: int, num_tokens: int) -> SequenceCache:
 
 
 @pytest.mark.parametrize(
-    ("policy", "num_slots", "read", "channels"),
-    [("rocket(tokens=1024)", 32768, 32, 32), (f"{COARSE} + 5.7x + rocket(tokens=256)", 5749, 8, 45)],
+    ("policy", "num_slots", "read"),
+    [("rocket(tokens=1024)", 32768, 1024), (f"{COARSE} + 5.7x + rocket(tokens=256)", 5749, 256)],
 )
-def test_a_step_at_32k_reads_less_than_a_tenth_of_what_is_held(
-    policy: str, num_slots: int, read: int, channels: int
-) -> None:
-    """Chosen pages, and of every page the channels that are looked at, once."""
+def test_a_step_at_32k_reads_less_than_a_tenth_of_what_is_held(policy: str, num_slots: int, read: int) -> None:
+    """Chosen slots, and all sketches: a bit of each channel and a factor by slot, a byte of each and a grid by page."""
     sizes = measure(sealed(policy, num_slots, 32768))
     slot_bytes, pages = 2 * 64 * 2 + 4, -(-num_slots // 16)
-    assert sizes.bytes_per_step == 2 * (read * 16 * slot_bytes + pages * (channels * 2 + 8))
+    assert sizes.bytes_per_step == 2 * (read * slot_bytes + pages * (16 * (64 // 8 + 2) + 64 + 4 + 8))
     assert sizes.bytes_per_step <= sizes.resident_bytes / 10
 
 
-def test_elements_are_read_of_the_head_that_owns_a_page() -> None:
-    """Two heads in several runs of pages, each asked for channels of its own."""
+def test_codecs_that_decode_groups_are_read_by_the_group() -> None:
+    spec = tiny_spec(num_layers=1, num_heads=1, head_dim=64)
+    sequence = new_sequence("full + kivi4 + rocket(tokens=64)", spec)
+    layers = random_layers(spec, 321)
+    prefill(sequence, [(q[:, :320], k[:, :320], v[:, :320]) for q, k, v in layers])
+    page_class = sequence.page_list(0).page_class
+    assert page_class.reader.unit(page_class.page_size, page_class.group) == 32
+    q_HGTD = layers[0][0][:, 320:].unflatten(0, (1, -1))
+    chosen = choose(sequence, 0, q_HGTD)
+    assert chosen is not None and chosen.slot_RS.shape == (1, 64)
+    assert chosen.slot_RS[0].view(2, 32).diff(dim=1).eq(1).all() and int(chosen.slot_RS[0, 0]) == 0
+
+
+def test_slots_come_from_the_run_that_holds_them() -> None:
+    """Two heads in several runs: what is gathered is what lies at the place it names."""
     spec = tiny_spec(num_heads=2)
     sequence = new_sequence("full + rocket(tokens=16)", spec)
+    layers = random_layers(spec, 100)
     for start in range(0, 100, 20):  # spans of their own
         now = slice(start, start + 20)
-        prefill(sequence, [(q[:, now], k[:, now], v[:, now]) for q, k, v in random_layers(spec, 100)])
-    pages = sequence.page_list(0)
-    assert len(pages.runs) > 1
-    element_HC = torch.tensor([[0, 9], [5, 2]])
-    expected = pages.read("bounds").gather(2, element_HC.unsqueeze(1).expand(-1, pages.num_pages, -1))
-    assert torch.equal(pages.read("bounds", element_HC), expected)
+        prefill(sequence, [(q[:, now], k[:, now], v[:, now]) for q, k, v in layers])
+    assert len(sequence.page_list(0).runs) > 1
+    q, k_HSD, v_HSD = layers[0]
+    chosen = choose(sequence, 0, q[:, 99:].unflatten(0, (2, -1)))
+    assert chosen is not None and chosen.valid_RS.all()
+    for head in range(2):
+        torch.testing.assert_close(chosen.k_RSD[head], k_HSD[head, chosen.slot_RS[head]])
+        torch.testing.assert_close(chosen.v_RSD[head], v_HSD[head, chosen.slot_RS[head]])
 
 
 def test_no_tokens_are_refused() -> None:
