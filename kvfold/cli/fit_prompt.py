@@ -21,10 +21,10 @@ from kvfold.policy import Policy
 if TYPE_CHECKING:
     from kvfold.bench.self_study import Studied
 
-DEFAULT_POLICY = "kvzip + global + fit"
+DEFAULT_POLICY = "kvzip + global + fit(study)"
 _EPILOG = """examples:
   kvfold fit-prompt rules.txt --ratio 8 --out rules.kvfold
-  kvfold fit-prompt rules.txt --ratio 20 --policy "kvzip + global + fit + int4" --out rules.kvfold
+  kvfold fit-prompt rules.txt --ratio 20 --policy "kvzip + global + fit(study) + int4" --out rules.kvfold
   kvfold chat --prefix rules.kvfold
 """
 

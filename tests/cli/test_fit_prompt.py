@@ -30,7 +30,7 @@ def test_the_file_is_a_session_that_read_a_system_message(
     with kvfold.Session.load(model, path) as session:
         assert model.tokenizer.decode(session.token_ids) == f"<s><system>{text}<end>\n"
         stats = session.stats()
-        assert session.policy == kvfold.Policy.parse("kvzip + global + fit + 6x")
+        assert session.policy == kvfold.Policy.parse("kvzip + global + fit(study) + 6x")
         assert session.cache.page_class(0).has_bias
     assert (report["num_tokens"], report["slots_per_head"]) == (stats.logical_len, stats.mean_slots)
     assert (report["resident_bytes"], report["full_bytes"]) == (stats.resident_bytes, stats.full_bytes)
