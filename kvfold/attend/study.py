@@ -32,7 +32,7 @@ class StudyPass:
         self._buffers[layer, index] = buffer
         beside = Beside(self.held, layer, q_QTD.to(dtype).unflatten(0, (spec.num_kv_heads, spec.group)), buffer)
         if spec.compressible:
-            self._answers[layer].append(Answers(*(column.clone() for column in beside.answers)))  # views hold on to more
+            self._answers[layer].append(Answers(*(column.clone() for column in beside.answers)))  # a view keeps all
         return beside.output().to(q_QTD.dtype)
 
     def asked(self) -> list[Asked | None]:
