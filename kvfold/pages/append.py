@@ -21,7 +21,7 @@ from kvfold.errors import OutOfPages
 from kvfold.pages.grow import give_pages, put_off
 from kvfold.pages.segment import GROWTH, Segment
 from kvfold.pages.sequence import SequenceCache
-from kvfold.pages.table import Ints, Places, SegmentTable, before_in_group, segment_table
+from kvfold.pages.table import Ints, Places, SegmentTable, before_in_group, is_first, segment_table
 
 
 class Stretches(NamedTuple):
@@ -34,18 +34,20 @@ class Stretches(NamedTuple):
     filled_N: Ints
 
 
-def make_room(sequence: SequenceCache) -> None:
-    """Find pages for the committed slots of the open block. OutOfPages leaves the sequence as it was."""
+def make_room(sequence: SequenceCache) -> SegmentTable:
+    """Find pages for the committed slots of the open block; returns the tail's table, which has room for them.
+    OutOfPages leaves the sequence as it was."""
     sequence.reclaim_tail()
     num_slots, tail = sequence.open.committed, sequence.tail
     table = segment_table(tail)
     if table.least_room >= num_slots:
-        return
+        return table
     spare = int(table.length_E.sum()) // (table.places.num_rows * GROWTH)
     try:
         give_pages(tail, table, _wanted_pages(tail, table.room_X, num_slots, spare))
     except OutOfPages:
         give_pages(tail, table, _wanted_pages(tail, table.room_X, num_slots, 0))
+    return segment_table(tail)
 
 
 def _wanted_pages(tail: Segment, room_X: Ints, num_slots: int, spare: int) -> Ints:
@@ -58,26 +60,33 @@ def _wanted_pages(tail: Segment, room_X: Ints, num_slots: int, spare: int) -> In
     return np.asarray(-(-missing_X // size_X))
 
 
-def append_blocks(sequences: Sequence[SequenceCache]) -> Stretches:
-    """Count the committed slots of the open blocks as sealed; there is room for them, a slot of their codecs needs no
-    neighbours. The caller writes the slots: until then what the new places hold is undefined."""
-    tables = [segment_table(sequence.tail) for sequence in sequences]
+def append_blocks(sequences: Sequence[SequenceCache], tables: Sequence[SegmentTable]) -> Stretches:
+    """Count the committed slots of the open blocks as sealed; the tails' tables have room for them, a slot of their
+    codecs needs no neighbours. The caller writes the slots: until then what the new places hold is undefined."""
     counts = [sequence.open.committed for sequence in sequences]
     every = _together(tuple(table.places for table in tables))
     length_E = np.concatenate([table.length_E for table in tables])
-    at_R = np.flatnonzero(every.capacity_E > length_E)
-    room_R = every.capacity_E[at_R] - length_E[at_R]
-    begin_R = before_in_group(every.row_E[at_R], room_R)  # older extents are filled first
-    take_R = np.minimum(np.array(counts)[every.owner_E[at_R]] - begin_R, room_R)
-    taking = np.flatnonzero(take_R > 0)
-    at_N, count_N = at_R[taking], take_R[taking]
+    at_N, begin_N, count_N = _places_for(counts, every, every.capacity_E - length_E)
     filled_N = length_E[at_N]
     length_E[at_N] = filled_N + count_N
     for sequence, table, count, end in zip(sequences, tables, counts, every.ends, strict=True):
         sequence.sealed_len += count
         mine_E = length_E[end - len(table.length_E) : end]
         put_off(sequence.tail, SegmentTable(table.places, mine_E, table.least_room - count))
-    return Stretches(every, at_N, begin_R[taking], count_N, filled_N)
+    return Stretches(every, at_N, begin_N, count_N, filled_N)
+
+
+def _places_for(counts: Sequence[int], every: AllPlaces, room_E: Ints) -> tuple[Ints, Ints, Ints]:
+    """So many new slots of every head of each tail: the extents they go to, which of them is the first there, and how
+    many."""
+    at_R = np.flatnonzero(room_E > 0)
+    room_R, row_R = room_E[at_R], every.row_E[at_R]
+    if min(counts) == max(counts) and is_first(row_R).all():  # most seals: all that a head has room for is one extent
+        return at_R, np.zeros_like(at_R), np.full_like(at_R, counts[0])
+    begin_R = before_in_group(row_R, room_R)  # older extents are filled first
+    take_R = np.minimum(np.array(counts)[every.owner_E[at_R]] - begin_R, room_R)
+    taking = np.flatnonzero(take_R > 0)
+    return at_R[taking], begin_R[taking], take_R[taking]
 
 
 @dataclass(frozen=True, eq=False)

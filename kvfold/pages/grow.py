@@ -21,7 +21,7 @@ from kvfold.pages.arena import Span
 from kvfold.pages.layer import LayerPages, add_pages
 from kvfold.pages.layout import PageClass
 from kvfold.pages.segment import Segment, free_runs
-from kvfold.pages.table import Ints, Places, SegmentTable, heads_of, is_first, remember, span_address
+from kvfold.pages.table import Ints, Places, SegmentTable, heads_of, is_first, span_address
 
 
 class _Pieces(NamedTuple):
@@ -57,9 +57,10 @@ def put_off(tail: Segment, table: SegmentTable, added: _Pieces | None = None) ->
     if not isinstance(later, _Unwritten):
         later = tail.changes.unwritten = _Unwritten(tail.layers, table.length_E)
     later.length_E = table.length_E
-    later.added += [] if added is None else [added]
+    if added is not None:
+        later.added.append(added)
     tail.changes.rise()
-    remember(tail, table)
+    tail.changes.table = table
 
 
 def give_pages(tail: Segment, table: SegmentTable, pages_X: Ints) -> None:

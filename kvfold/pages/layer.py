@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count as numbers_from
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,6 +30,9 @@ from kvfold.pages.scatter import Place, write
 from kvfold.pages.summary import Touched, summarise
 from kvfold.pages.transfer import row_numbers
 
+if TYPE_CHECKING:
+    from kvfold.pages.table import SegmentTable
+
 __all__ = ["Changes", "Codes", "Extent", "LayerPages", "Run"]
 
 _numbers = numbers_from()
@@ -39,6 +43,7 @@ class Changes:
 
     `unwritten`: changes that so far stand in arrays only (pages/table.py). Thousands of heads grow at a seal and nobody
     looks at their extents until the next prompt, so extents are brought up to date when they are asked for.
+    `table`: the present state as arrays, where somebody has asked for it.
     """
 
     def __init__(self) -> None:
@@ -47,6 +52,7 @@ class Changes:
 
     def rise(self) -> None:
         self.number = next(_numbers)
+        self.table: SegmentTable | None = None
 
     def settle(self) -> None:
         """Bring extents up to date; slots and pages stay as they are."""

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,8 +94,11 @@ def is_first(row_E: Ints) -> NDArray[np.bool]:
 
 def before_in_group(row_E: Ints, count_E: Ints) -> Ints:
     """Sum of the counts before each entry in its stretch of equal numbers."""
+    first_E = is_first(row_E)
+    if first_E.all():
+        return np.zeros_like(count_E)
     before_E = np.cumsum(count_E) - count_E
-    return np.asarray(before_E - np.maximum.accumulate(np.where(is_first(row_E), before_E, 0)))
+    return np.asarray(before_E - np.maximum.accumulate(np.where(first_E, before_E, 0)))
 
 
 @cache
@@ -122,20 +124,11 @@ def stride_table(classes: tuple[PageClass, ...]) -> Ints:
     return np.array([(*slot_strides(page_class), POSITION.bytes()) for page_class in classes], dtype=np.int64)
 
 
-_known: WeakKeyDictionary[Segment, tuple[int, SegmentTable]] = WeakKeyDictionary()
-
-
 def segment_table(segment: Segment) -> SegmentTable:
     """The table of a segment; the same object until its slots or pages change."""
-    known = _known.get(segment)
-    if known is None or known[0] != segment.changes.number:
-        known = remember(segment, _build(segment))
-    return known[1]
-
-
-def remember(segment: Segment, table: SegmentTable) -> tuple[int, SegmentTable]:
-    """This is the segment's table now."""
-    found = _known[segment] = (segment.changes.number, table)
+    found = segment.changes.table
+    if found is None:
+        found = segment.changes.table = _build(segment)
     return found
 
 

@@ -29,10 +29,9 @@ def waiting(sequence: SequenceCache, num_tokens: int) -> None:
 def append(sequences: Sequence[SequenceCache]) -> None:
     """Seal as the kernel does, but positions only."""
     starts = [sequence.sealed_len for sequence in sequences]
-    for sequence in sequences:
-        make_room(sequence)
+    tables = [make_room(sequence) for sequence in sequences]
     words = sequences[0].arena.memory.view(torch.int32)
-    places, *stretches = append_blocks(sequences)
+    places, *stretches = append_blocks(sequences, tables)
     address_E = np.concatenate([item.address_EF[:, POSITION_COLUMN] for item in places.each])
     for extent, begin, count, filled in zip(*(column.tolist() for column in stretches), strict=True):
         at, first = int(address_E[extent]) // 4 + filled, starts[places.owner_E[extent]] + begin

@@ -55,13 +55,14 @@ class _Joined(NamedTuple):
 
     held: list[_Held]
     lane_E: Ints
+    length_E: Ints
     at_E: Ints
     begin_E: Ints
     end_E: Ints
 
     @classmethod
     def of(cls, lanes: list[int], held: list[_Held]) -> _Joined:
-        columns = zip(*((item.at_E, item.begin_E, item.end_E) for item in held), strict=True)
+        columns = zip(*((item.length_E, item.at_E, item.begin_E, item.end_E) for item in held), strict=True)
         lane_E = np.repeat(np.array(lanes), [len(item.at_E) for item in held])
         return cls(held, lane_E, *(np.concatenate(column) for column in columns))
 
@@ -133,32 +134,37 @@ class Lanes:
     def _write(self, changed: list[tuple[int, SequenceCache]]) -> None:
         grown: list[tuple[int, SequenceCache]] = []
         anew: list[tuple[int, SequenceCache]] = []
+        lengths: list[Ints] = []
         for lane, sequence in changed:
-            held = self._held[lane]
-            is_grown = held is not None and segment_table(sequence.tail).places is held.places and self.turns is None
-            (grown if is_grown else anew).append((lane, sequence))
-        anew += self._lengthen(grown) if grown else []
+            held, table = self._held[lane], segment_table(sequence.tail)
+            if held is not None and table.places is held.places and self.turns is None:
+                grown.append((lane, sequence))
+                lengths.append(table.length_E)
+            else:
+                anew.append((lane, sequence))
+        anew += self._lengthen(grown, lengths) if grown else []
         if anew:
             self._put(anew)
 
-    def _lengthen(self, grown: list[tuple[int, SequenceCache]]) -> list[tuple[int, SequenceCache]]:
+    def _lengthen(self, grown: list[tuple[int, SequenceCache]], lengths: list[Ints]) -> list[tuple[int, SequenceCache]]:
         """Make the last tasks of extents longer; returns the lanes where that is not enough."""
         held = [item for lane, _ in grown if (item := self._held[lane]) is not None]
-        if self._joined is None or self._joined.held != held:
-            self._joined = _Joined.of([lane for lane, _ in grown], held)
-        _, lane_E, at_E, begin_E, end_E = self._joined
-        lengths = [segment_table(sequence.tail).length_E for _, sequence in grown]
-        before_E, after_E = np.concatenate([item.length_E for item in held]), np.concatenate(lengths)
-        is_full_B = np.zeros(self.num_lanes, dtype=bool)
-        is_full_B[lane_E[after_E > end_E]] = True
-        at = np.flatnonzero(after_E != before_E)
-        if is_full_B.any():
-            at = at[~is_full_B[lane_E[at]]]
-        self.tables.lengthen(at_E[at], after_E[at] - begin_E[at])
+        joined = self._joined
+        if joined is None or joined.held != held:
+            joined = _Joined.of([lane for lane, _ in grown], held)
+        after_E = np.concatenate(lengths)
+        at = np.flatnonzero(after_E != joined.length_E)
+        length_N = after_E[at]
+        full = set(joined.lane_E[at[length_N > joined.end_E[at]]].tolist())
+        if full:
+            its = ~np.isin(joined.lane_E[at], list(full))
+            at, length_N = at[its], length_N[its]
+        self.tables.lengthen(joined.at_E[at], length_N - joined.begin_E[at])
         for (lane, sequence), item, length_E in zip(grown, held, lengths, strict=True):
-            if not is_full_B[lane]:
+            if lane not in full:
                 item.number, item.length_E = sequence.tail.changes.number, length_E
-        return [(lane, sequence) for lane, sequence in grown if is_full_B[lane]]
+        self._joined = None if full else joined._replace(length_E=after_E)
+        return [(lane, sequence) for lane, sequence in grown if lane in full]
 
     def _put(self, anew: list[tuple[int, SequenceCache]]) -> None:
         parts = self._parts(anew)

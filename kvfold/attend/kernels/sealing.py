@@ -22,7 +22,7 @@ from kvfold.pages.layer import LayerPages
 from kvfold.pages.layout import PageClass
 from kvfold.pages.segment import Segment
 from kvfold.pages.sequence import SequenceCache
-from kvfold.pages.table import Ints
+from kvfold.pages.table import Ints, SegmentTable
 from kvfold.pages.transfer import sent
 
 
@@ -62,21 +62,21 @@ def seal_blocks(sequences: Sequence[SequenceCache]) -> None:
 
     OutOfPages leaves the sequence that did not fit, and those after it, as they were.
     """
-    fitting: list[SequenceCache] = []
+    tables: list[SegmentTable] = []
     try:
         for sequence in sequences:
-            make_room(sequence)
-            fitting.append(sequence)
+            tables.append(make_room(sequence))
     finally:
-        if fitting:
-            _encode(fitting)
+        if tables:
+            _encode(sequences[: len(tables)], tables)
 
 
-def _encode(sequences: Sequence[SequenceCache]) -> None:
+def _encode(sequences: Sequence[SequenceCache], tables: Sequence[SegmentTable]) -> None:
     start_O = np.array([sequence.sealed_len for sequence in sequences])  # positions of the open blocks' first slots
-    places, extent_N, begin_N, count_N, filled_N = append_blocks(sequences)
-    position_N = start_O[places.owner_E[extent_N]] + begin_N
-    item_5N = np.stack((extent_N, begin_N, count_N, position_N, filled_N)).astype(np.int32)  # rows of seal.py
+    places, extent_N, begin_N, count_N, filled_N = append_blocks(sequences, tables)
+    item_5N = np.empty((5, len(extent_N)), dtype=np.int32)  # rows of seal.py
+    item_5N[0], item_5N[1], item_5N[2], item_5N[4] = extent_N, begin_N, count_N, filled_N
+    np.add(start_O[places.owner_E[extent_N]], begin_N, out=item_5N[3], casting="same_kind")
     extents = _extents_of(sequences, places)
     for page_class, is_its_E in extents.classes:
         mine_5N = item_5N if is_its_E is None else item_5N.compress(is_its_E[extent_N], axis=1)
