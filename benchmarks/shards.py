@@ -2,8 +2,8 @@
 
     python benchmarks/shards.py --processes 12 --out RUN [--limit-s 540] -- --suite standard --model M --device cuda …
 
-What stands behind -- are options of `kvfold bench`. First sizes are looked for, in a process for each task and mode;
-then shards run with them; never more processes at once than were asked for. A run is bound by the host, so on a GPU as
+What stands behind -- are options of `kvfold bench`. First sizes are looked for, policies shared out over the processes;
+then shards run with them. A run is bound by the host, so on a GPU as
 many processes pay as the processor has cores and the memory has room for (`--arena`); NVIDIA's MPS
 (`nvidia-cuda-mps-control -d`) lets them run at once.
 
@@ -57,7 +57,7 @@ def main() -> int:
         sizes = _sizes(args.bench, parts, args.processes, began + args.limit_s)
         more = [[*sizes, "--shard", f"{index}/{len(shards)}"] for index in range(len(shards))]
         commands = {folder: [*args.bench, *each] for folder, each in zip(shards, more, strict=True)}
-        _run(commands, args.processes, began + args.limit_s)
+        _run(commands, began + args.limit_s)
     except (Failed, KvfoldError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -85,36 +85,29 @@ def _options() -> argparse.Namespace:
     return args
 
 
-def _sizes(bench: Sequence[str], parts: Path, at_once: int, deadline: float) -> list[str]:
-    """The option that names the file of all sizes, which a run over one sample of each task finds; nothing where every
-    policy runs as it is written."""
+def _sizes(bench: Sequence[str], parts: Path, num_processes: int, deadline: float) -> list[str]:
+    """The option that names the file of all sizes; nothing where every policy runs as it is written."""
     wanted = wanted_of(build_parser().parse_args(["bench", *bench]))
     if not wanted.looks_for_sizes:
         return []
     found = parts / SIZES
     if not found.exists():
-        once = ["--samples", "1", "--fidelity", "0", "--diagnostics", "0"]
-        commands = {
-            parts / f"sizes-{index}-{mode}": [*bench, "--workloads", task.label, "--modes", mode, *once]
-            for index, task in enumerate(wanted.tasks)
-            for mode in wanted.chosen_modes
-        }
-        _run(commands, at_once, deadline)
+        shares = [f"{index}/{num_processes}" for index in range(num_processes)]
+        commands = {parts / f"sizes-{index}": [*bench, "--find-sizes", share] for index, share in enumerate(shares)}
+        _run(commands, deadline)
         join_sizes([folder / SIZES for folder in commands], found)
     return ["--sizes", str(found)]
 
 
-def _run(commands: Commands, at_once: int, deadline: float) -> None:
-    """All, to their end. Failed if one of them fails, TimeoutError at the deadline; none is left then."""
-    waiting = list(commands.items())
+def _run(commands: Commands, deadline: float) -> None:
+    """All at once, to their end. Failed if one of them fails, TimeoutError at the deadline; none is left then."""
     running: dict[Path, subprocess.Popen[bytes]] = {}
     with ExitStack() as held:
         held.callback(lambda: _stop(running.values()))
         told = time.monotonic()
-        while waiting or running:
-            while waiting and len(running) < at_once:
-                folder, options = waiting.pop(0)
-                running[folder] = _started(folder, options, held)
+        for folder, options in commands.items():
+            running[folder] = _started(folder, options, held)
+        while running:
             for folder, code in [(folder, process.poll()) for folder, process in running.items()]:
                 if code:
                     raise Failed(f"{folder.name} ended with {code}: {_end_of(_log(folder))}")
@@ -124,8 +117,7 @@ def _run(commands: Commands, at_once: int, deadline: float) -> None:
                 raise TimeoutError
             if time.monotonic() > told + _TOLD_EVERY_S:
                 told = time.monotonic()
-                left = len(running) + len(waiting)
-                print(f"{sum(map(_num_rows, commands))} rows, {left} processes left", file=sys.stderr)
+                print(f"{sum(map(_num_rows, commands))} rows, {len(running)} processes left", file=sys.stderr)
             time.sleep(0.2)
 
 

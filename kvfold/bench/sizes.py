@@ -20,6 +20,7 @@ import torch
 from kvfold.bench.matched import evicts_nothing, has_own_size, match_many, needs_size
 from kvfold.bench.record import OUT_OF_MEMORY, OWN, TOO_SMALL, Mode
 from kvfold.bench.search import Guess, Matched
+from kvfold.bench.shard import Shard
 from kvfold.core import ModelSpec
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError, OutOfPages, PolicyError, SizeError
@@ -121,6 +122,12 @@ class Sizes:
         for sized in [*(_read(known) if known is not None else []), *_read(path)]:
             self._add(sized)
         self._write()
+
+    def take(self, shard: Shard) -> None:
+        """Look for the sizes of a shard's policies only. No search knows of another policy's, so shards find what one
+        process does."""
+        policies = list(dict.fromkeys(cell.policy for cell in self.wanted))
+        self.wanted = [cell for cell in self.wanted if shard.takes(policies.index(cell.policy))]
 
     def at(self, place: Place, tokens: _Tokens, anchor: Place | None = None) -> dict[Cell, Sized]:
         """Every cell at this place; `tokens`, those of sample 0, are asked for where something is not known yet."""

@@ -79,6 +79,14 @@ class Bench:
                 self._run(batch)
                 countdown.step()
 
+    def find_sizes(self, shard: Shard) -> None:
+        """Of the policies that a shard takes, wherever samples are run; nothing else."""
+        self.sizes.take(shard)
+        for task in self.tasks:
+            for length in self.about.lengths:
+                for mode in self.about.modes:
+                    self._sizes(Batch(task, length, (0,)), mode)
+
     def _lacks(self, batch: Batch) -> bool:
         """Whether a row of it is missing."""
         task = (batch.task.workload.name, batch.task.name, batch.length)

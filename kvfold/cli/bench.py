@@ -47,6 +47,7 @@ def add_parser(subparsers: Subparsers) -> None:
     _add_choices(parser)
     parser.add_argument("--shard", default="0/1", metavar="I/N", help="one of N processes that share the run")
     parser.add_argument("--sizes", type=Path, metavar="FILE", help="sizes.json of a run that found them already")
+    parser.add_argument("--find-sizes", metavar="I/N", help="only look for sizes, of one policy in N, and end")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/MODEL-SUITE-HASH")
     add_model_options(parser, memory="--arena")
     parser.set_defaults(run=run)
@@ -77,8 +78,10 @@ def run(args: argparse.Namespace) -> int:
         bench_table.print_workloads()
         return 0
     from kvfold.bench.configure import default_folder  # here: help comes without torch
+    from kvfold.bench.shard import Shard
     from kvfold.bench.suite import Bench
 
+    finds = None if args.find_sizes is None else Shard.parse(args.find_sizes)
     wanted, model = wanted_of(args), load_model(args)
     command = shlex.join(["kvfold", *sys.argv[1:]])
     about = wanted.describe(model, command)
@@ -86,11 +89,11 @@ def run(args: argparse.Namespace) -> int:
     bench = Bench(model, about, wanted.tasks, folder, wanted.filler[0], args.sizes)
     print(f"{len(bench.batches)} batches in {folder}", file=sys.stderr)
     try:
-        bench.run()
+        bench.run() if finds is None else bench.find_sizes(finds)
     except KeyboardInterrupt:
         print(f"stopped; {command} goes on from {folder}", file=sys.stderr)
         return INTERRUPTED
-    if bench.batches:  # a shard may have none
+    if bench.batches and finds is None:  # a shard may have none
         _tell(folder)
     return 0
 

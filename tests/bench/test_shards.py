@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -10,13 +11,14 @@ import pytest
 from benchmarks import shards
 from benchmarks.keep_run import keep
 from kvfold.bench.record import ROWS, read_run
+from kvfold.bench.suite import SIZES
 from kvfold.cli.main import main
 from tests.bench.report_runs import row, write
 from tests.bench.runs import rows
 from tests.tiny import build, tokenizer
 
 OPTIONS = ("--workloads", "passkey", "--modes", "unknown", "--lengths", "300", "--samples", "2", "--fidelity", "0")
-MORE = ("--diagnostics", "0", "--policies", "keydiff", "--memory", "75%", "--device", "cpu", "--arena", "64MB")
+MORE = ("--diagnostics", "0", "--policies", "keydiff, knorm", "--memory", "75%", "--device", "cpu", "--arena", "64MB")
 
 
 @pytest.fixture
@@ -42,6 +44,10 @@ def test_shards_give_the_rows_of_one_process(
     assert found.run.shard == "0/1" and "--sizes" not in found.run.command
     assert main(["bench", *bench, "--out", str(tmp_path / "alone")]) == 0
     assert sorted(map(str, rows(tmp_path / "run"))) == sorted(map(str, rows(tmp_path / "alone")))
+    joined, alone = tmp_path / "run.parts" / SIZES, tmp_path / "alone" / SIZES
+    assert joined.exists() == (not asked)
+    if not asked:  # what processes found together, before the first row
+        assert sorted(map(str, json.loads(joined.read_text()))) == sorted(map(str, json.loads(alone.read_text())))
 
 
 def test_a_process_that_fails_ends_all_and_is_heard(
@@ -49,7 +55,7 @@ def test_a_process_that_fails_ends_all_and_is_heard(
 ) -> None:
     bench = ("--model", str(tmp_path / "nowhere"), *OPTIONS, *MORE)
     assert call(monkeypatch, tmp_path / "run", "--", *bench) == 1
-    assert "sizes-0-unknown ended with" in (told := capsys.readouterr().err) and "nowhere" in told
+    assert " ended with" in (told := capsys.readouterr().err) and "nowhere" in told
     assert not (tmp_path / "run").exists()
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from kvfold.bench.matched import resident_bytes
 from kvfold.bench.record import TOO_SMALL
-from kvfold.bench.sizes import Cell, Place, Sizes, cells, share_of
+from kvfold.bench.shard import Shard
+from kvfold.bench.sizes import Cell, Place, Sized, Sizes, cells, share_of
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError, PolicyError
 from kvfold.models.loader import Model
@@ -99,6 +100,16 @@ def test_a_search_needs_few_tries(runner: Runner, tmp_path: Path, forwards: list
     sized = [cell for cell in wanted if not cell.as_written and found[cell].note == ""]
     assert len(sized) >= 10 and sum(forwards) <= 3 * len(sized) + len(wanted) - len(sized)
     assert len(forwards) <= 5
+
+
+def test_shards_find_together_what_one_process_does(runner: Runner, tmp_path: Path) -> None:
+    found: dict[Cell, Sized] = {}
+    for index in range(2):
+        share = Sizes(tmp_path / f"{index}.json", runner, WANTED)
+        share.take(Shard(index, 2))
+        assert 0 < len(share.wanted) < len(WANTED)
+        found |= share.at(FIRST, lambda: TOKENS)
+    assert found == Sizes(tmp_path / "sizes.json", runner, WANTED).at(FIRST, lambda: TOKENS)
 
 
 def test_what_does_not_fit_again_is_looked_for(runner: Runner, tmp_path: Path) -> None:
