@@ -31,9 +31,12 @@ def add_parser(subparsers: Subparsers) -> None:
         texts=20,
         length=512,
         help="fit the score `learned` to a model",
-        description="Read texts twice, as kvzip_plus does, and fit small networks that tell from a slot's key and "
+        description="Read texts twice, as a teacher does, and fit small networks that tell from a slot's key and "
         "value what the second reading would find; judge them on texts kept out of the fit.",
         epilog=_EPILOG,
+    )
+    parser.add_argument(
+        "--teacher", default="kvzip_plus", metavar="SCORE", help="one that reads twice, as kvzip (default: %(default)s)"
     )
     parser.add_argument("--steps", type=positive, default=400, metavar="N", help="of the fit (default: %(default)s)")
     parser.add_argument("--hidden", type=positive, default=64, metavar="N", help="units of a head's network")
@@ -47,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
     fitting = Fitting(steps=args.steps, hidden=args.hidden, seed=args.seed)
     with reading(args) as (model, texts, report):
-        trained = train_scorer(model, texts, fitting, report)
+        trained = train_scorer(model, texts, fitting, report, teacher=args.teacher)
     save_predictor(trained.predictor, args.out)
     _tell(args, model, trained)
     return 0

@@ -14,7 +14,7 @@ from kvfold.models.loader import Model
 from kvfold.models.progress import Report, silent
 from kvfold.score.predictor import LayerPredictor, Predictor
 from kvfold.train.fit import Fitting, Quality, fit_layer, judge
-from kvfold.train.traces import Examples, joined, trace
+from kvfold.train.traces import TEACHER, Examples, joined, trace
 
 JUDGED = 5  # every so many texts one is for judging
 
@@ -25,12 +25,17 @@ class Trained(NamedTuple):
 
 
 def train_scorer(
-    model: Model, texts: Sequence[Sequence[int]], fitting: Fitting | None = None, report: Report = silent
+    model: Model,
+    texts: Sequence[Sequence[int]],
+    fitting: Fitting | None = None,
+    report: Report = silent,
+    *,
+    teacher: str = TEACHER,
 ) -> Trained:
-    """A predictor for this model, from texts as token ids."""
+    """A predictor for this model of what `teacher`, a score that reads twice, would find; texts are token ids."""
     if len(texts) < 2:
         raise InputError(f"{len(texts)} texts cannot be fitted and judged; give at least 2")
-    fitting, found = fitting or Fitting(), _trace_all(model, texts, report)
+    fitting, found = fitting or Fitting(), _trace_all(model, texts, teacher, report)
     kept_out = [text for index, text in enumerate(found) if index % JUDGED == 0]
     fitted_on = [text for index, text in enumerate(found) if index % JUDGED]
     layers: dict[int, LayerPredictor] = {}
@@ -42,10 +47,10 @@ def train_scorer(
     return Trained(Predictor(model.weights_digest, layers), qualities)
 
 
-def _trace_all(model: Model, texts: Sequence[Sequence[int]], report: Report) -> list[dict[int, Examples]]:
+def _trace_all(model: Model, texts: Sequence[Sequence[int]], teacher: str, report: Report) -> list[dict[int, Examples]]:
     runner = Runner(model.hf, model.spec, model.arena, compile=False)
     found = []
     for ids in texts:
-        found.append(trace(runner, ids))
+        found.append(trace(runner, ids, teacher))
         report("read texts twice", len(found), len(texts))
     return found

@@ -17,13 +17,11 @@ from kvfold.errors import InputError
 from kvfold.evicted.base import Asked
 from kvfold.pages.view import build_view
 from kvfold.policy.policy import Policy
-from kvfold.score.base import Replay, View
-from kvfold.score.kvzip_plus import KVzipPlus
+from kvfold.score.base import Replay, Scorer, View
 from kvfold.score.predictor import features
 
-TEACHER = KVzipPlus()
+TEACHER = "kvzip_plus"
 MIN_LEN = 128  # tokens; shorter texts are kept whole, so nobody asks what they are worth
-_POLICY = "kvzip_plus + 2x"
 _LEAST = 1e-8  # weights below are rounding
 
 
@@ -46,14 +44,18 @@ class _Watched(PrefillPass):
         self.examples = {}
         for layer in sequence.spec.compressible_layers:
             new = held.new_slots(layer, torch.float32, maxima[layer])
-            self.examples[layer] = _examples(build_view(sequence, layer, new, TEACHER.needs))
+            teacher = sequence.policy.prefill.score
+            self.examples[layer] = _examples(build_view(sequence, layer, new, teacher.needs), teacher)
 
 
-def trace(runner: Runner, ids: Sequence[int]) -> dict[int, Examples]:
-    """Read a text twice; examples by layer, of all its tokens but the sinks."""
+def trace(runner: Runner, ids: Sequence[int], teacher: str) -> dict[int, Examples]:
+    """Read a text twice; examples by layer, of all its tokens but the sinks, with what this score gives them."""
     if len(ids) < MIN_LEN:
         raise InputError(f"a text of {len(ids)} tokens teaches nothing; give texts of at least {MIN_LEN}")
-    sequence = runner.new_sequence(Policy.parse(_POLICY))
+    policy = Policy.parse(f"{teacher} + 2x")
+    if policy.prefill.score.needs.replay is None:
+        raise InputError(f'"{teacher}" does not read a text twice, so it needs no prediction; use kvzip or kvzip_plus')
+    sequence = runner.new_sequence(policy)
     try:
         with torch.inference_mode():
             current = _Watched([sequence], [len(ids)])
@@ -66,8 +68,8 @@ def trace(runner: Runner, ids: Sequence[int]) -> dict[int, Examples]:
         sequence.release()
 
 
-def _examples(view: View) -> Examples:
-    score_HN = TEACHER.score(view)
+def _examples(view: View, teacher: Scorer) -> Examples:
+    score_HN = teacher.score(view)
     judged = score_HN[0].isfinite()  # the same slots for every head: nothing is stored yet
     x_HNF = features(view.k_RSD, view.v_RSD, view.position_RS, view.spec.rope)[:, judged]
     return Examples(x_HNF.half(), score_HN[:, judged].clamp(min=_LEAST).log())

@@ -10,7 +10,7 @@ import torch
 from kvfold.engine.runner import Runner
 from kvfold.errors import FileError, InputError
 from kvfold.models.loader import Model
-from kvfold.score import KVzipPlus
+from kvfold.score import KVzip, KVzipPlus
 from kvfold.score.predictor import save_predictor
 from kvfold.session import Session
 from kvfold.train.fit import Fitting
@@ -36,16 +36,17 @@ def file(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_examples_are_what_the_teacher_sees(model: Model) -> None:
-    """The same keys, values and scores as in a run of kvzip_plus, but for the sinks; and the model is as before."""
-    with watched(KVzipPlus) as seen:
-        read(model, "kvzip_plus + 2x", TEXTS[0], chunk_len=512).release()
+@pytest.mark.parametrize("name, teacher", [("kvzip_plus", KVzipPlus()), ("kvzip(surprise=2)", KVzip(surprise=2.0))])
+def test_examples_are_what_the_teacher_sees(model: Model, name: str, teacher: KVzip | KVzipPlus) -> None:
+    """The same keys, values and scores as in a run of the teacher, but for the sinks; and the model is as before."""
+    with watched(type(teacher)) as seen:
+        read(model, f"{name} + 2x", TEXTS[0], chunk_len=512).release()
     free = model.arena.free_bytes
-    found = trace(Runner(model.hf, model.spec, model.arena), TEXTS[0])
+    found = trace(Runner(model.hf, model.spec, model.arena), TEXTS[0], name)
     assert model.arena.free_bytes == free
     assert list(found) == list(model.spec.compressible_layers) == [1]
     view = seen.views[1]
-    torch.testing.assert_close(found[1].y_HN, KVzipPlus().score(view)[:, 4:].log(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[1].y_HN, teacher.score(view)[:, 4:].log(), rtol=1e-4, atol=1e-4)
     assert view.spec.rope is not None
     k_HND = view.spec.rope.rotate(view.k_RSD, -view.position_RS)
     expected = torch.cat((k_HND, view.v_RSD), -1)[:, 4:]
@@ -86,6 +87,8 @@ def test_too_little_is_refused(model: Model) -> None:
         train_scorer(model, TEXTS[:1])
     with pytest.raises(InputError, match="a text of 100 tokens teaches nothing"):
         train_scorer(model, [prompt(100), prompt(200)])
+    with pytest.raises(InputError, match='"keydiff" does not read a text twice'):
+        train_scorer(model, TEXTS, teacher="keydiff")
 
 
 def test_own_texts_are_of_every_kind_and_follow_the_seed() -> None:
