@@ -45,9 +45,10 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--list", action="store_true", help="list the workloads and end")
     _add_choices(parser)
-    parser.add_argument("--shard", default="0/1", metavar="I/N", help="one of N processes that share the run")
+    share = parser.add_mutually_exclusive_group()
+    share.add_argument("--shard", default="0/1", metavar="I/N", help="one of N processes that share the run")
+    share.add_argument("--find-sizes", metavar="I/N", help="only look for sizes, of one policy in N, and end")
     parser.add_argument("--sizes", type=Path, metavar="FILE", help="sizes.json of a run that found them already")
-    parser.add_argument("--find-sizes", metavar="I/N", help="only look for sizes, of one policy in N, and end")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/MODEL-SUITE-HASH")
     add_model_options(parser, memory="--arena")
     parser.set_defaults(run=run)
@@ -89,7 +90,10 @@ def run(args: argparse.Namespace) -> int:
     bench = Bench(model, about, wanted.tasks, folder, wanted.filler[0], args.sizes)
     print(f"{len(bench.batches)} batches in {folder}", file=sys.stderr)
     try:
-        bench.run() if finds is None else bench.find_sizes(finds)
+        if finds is None:
+            bench.run()
+        else:
+            bench.find_sizes(finds)
     except KeyboardInterrupt:
         print(f"stopped; {command} goes on from {folder}", file=sys.stderr)
         return INTERRUPTED

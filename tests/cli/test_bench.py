@@ -70,6 +70,8 @@ def test_list_names_every_workload_and_what_lacks_a_file(call: Call) -> None:
         (("--data", "rag"), "is no option of a workload"),
         (("--samples", "-1"), "no number of samples"),
         (("--shard", "4/4"), "shard 4/4 does not exist"),
+        (("--find-sizes", "2/2"), "shard 2/2 does not exist"),
+        (("--shard", "0/2", "--find-sizes", "0/2"), "not allowed with argument --shard"),
     ],
 )
 def test_bad_options_are_told_before_a_model_is_looked_for(call: Call, arguments: tuple[str, ...], told: str) -> None:
