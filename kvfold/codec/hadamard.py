@@ -53,6 +53,11 @@ def rotate_read(x: Tensor) -> Tensor:
 
 
 @cache
-def matrix(head_dim: int, device: torch.device) -> Tensor:
-    """The rotation of a whole head as a matrix, for kernels that have matrix units."""
-    return rotate(torch.eye(head_dim, device=device))
+def signs(head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The rotation of a whole head as a matrix of 1, -1 and 0, which every float holds exactly, for kernels that have
+    matrix units; `factor` is still to be multiplied by."""
+    return rotate(torch.eye(head_dim, device=device)).sign().to(dtype).contiguous()
+
+
+def factor(head_dim: int) -> float:
+    return 1 / math.sqrt(block_size(head_dim))

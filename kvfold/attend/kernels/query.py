@@ -9,8 +9,6 @@ tensor cores.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -59,11 +57,6 @@ def query_kernel(
         tl.store(offset + row * X + x, tl.sum(q_XD.to(tl.float32) * mean_D[None, :], 1), mask=x < X)
 
 
-@cache
-def _signs(head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return hadamard.matrix(head_dim, device).sign().to(dtype).contiguous()
-
-
 def launch(q_RXD: Tensor, mean_RD: Tensor) -> tuple[Tensor, Tensor]:
     """Rotated queries in q's dtype, and q.mean, fp32 [R, X]; rows that follow one another may share a mean."""
     num_rows, num_queries, head_dim = q_RXD.shape
@@ -74,10 +67,10 @@ def launch(q_RXD: Tensor, mean_RD: Tensor) -> tuple[Tensor, Tensor]:
     query_kernel[(num_rows, width // channels)](
         q_RXD.contiguous(),
         mean_RD.contiguous(),
-        _signs(head_dim, q_RXD.dtype, q_RXD.device),
+        hadamard.signs(head_dim, q_RXD.dtype, q_RXD.device),
         rotated,
         offset,
-        hadamard.block_size(head_dim) ** -0.5,
+        hadamard.factor(head_dim),
         num_rows // len(mean_RD),
         X=num_queries,
         M=padded(num_queries, 16),

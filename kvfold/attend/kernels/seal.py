@@ -12,14 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvfold.codec import hadamard
 from kvfold.codec.base import Codec
 from kvfold.pages.kernels.encode import put_slots, width
 
 # Rows of items: the extent, the open block's first slot, how many, the first one's position, and how many slots of the
 # extent are used already.
-# Columns of an extent: where the open block's keys and values of its head lie, how many floats the mean key lies behind
-# the rotation matrix (states of codecs are no part of the arena), then the addresses of the page fields
-# (pages/table.py), the last of them the biases, and of the positions.
+# Columns of an extent: where the open block's keys and values of its head and its mean key lie, then the addresses of
+# the page fields (pages/table.py), the last of them the biases, and of the positions. Addresses count bytes from the
+# start of the arena, whether they lie in it or not: states of codecs do not.
 NUM_COLUMNS = 3 + 8
 
 
@@ -27,12 +28,13 @@ NUM_COLUMNS = 3 + 8
 def _seal(
     item: tl.tensor,
     extent: tl.tensor,
-    rotation: tl.tensor,
+    signs: tl.tensor,
+    factor: tl.tensor,
     bytes_: tl.tensor,
     halves: tl.tensor,
     floats: tl.tensor,
     words: tl.tensor,
-    biases: tl.tensor,
+    singles: tl.tensor,
     D: tl.constexpr,
     B: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -42,6 +44,7 @@ def _seal(
     K_CLIP: tl.constexpr,
     V_CLIP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    PLAIN: tl.constexpr,
 ) -> None:
     """As `put_slots` takes it."""
     item += tl.program_id(0)
@@ -52,15 +55,18 @@ def _seal(
     here_B = tl.arange(0, B) < count
     slot_B = filled + tl.arange(0, B)
     source_BD = (begin + tl.arange(0, B)[:, None]) * D + tl.arange(0, D)[None, :]
-    k_BD = tl.load(floats + tl.load(extent + 0) // WIDTH + source_BD, mask=here_B[:, None], other=0.0)
-    v_BD = tl.load(floats + tl.load(extent + 1) // WIDTH + source_BD, mask=here_B[:, None], other=0.0)
-    mean = rotation + tl.load(extent + 2)
+    ALIGNED: tl.constexpr = 16 // WIDTH if D * WIDTH % 16 == 0 else 1  # said aloud, or loads go one by one
+    k = floats + tl.multiple_of(tl.load(extent + 0) // WIDTH, ALIGNED)
+    v = floats + tl.multiple_of(tl.load(extent + 1) // WIDTH, ALIGNED)
+    k_BD = tl.load(k + source_BD, mask=here_B[:, None], other=0.0)
+    v_BD = tl.load(v + source_BD, mask=here_B[:, None], other=0.0)
+    mean = singles + tl.load(extent + 2) // 4
     put_slots(
-        k_BD, v_BD, here_B, slot_B, extent + 3, mean, rotation, bytes_, halves, floats,
-        B, D, WIDTH, K_BITS, V_BITS, K_CLIP, V_CLIP,
+        k_BD, v_BD, here_B, slot_B, extent + 3, mean, signs, factor, bytes_, halves, floats,
+        B, D, WIDTH, K_BITS, V_BITS, K_CLIP, V_CLIP, PLAIN,
     )  # fmt: skip
     if HAS_BIAS:
-        tl.store(biases + tl.load(extent + 9) // 4 + slot_B, tl.zeros([B], tl.float32), mask=here_B)
+        tl.store(singles + tl.load(extent + 9) // 4 + slot_B, tl.zeros([B], tl.float32), mask=here_B)
     position_B = position + tl.arange(0, B)
     tl.store(words + tl.load(extent + 10) // 4 + slot_B, position_B.to(tl.int32), mask=here_B)
 
@@ -68,8 +74,8 @@ def _seal(
 def seal_items(
     item_5N: Tensor,
     extent_E: Tensor,
-    rotation_DD: Tensor,
     memory: Tensor,
+    head_dim: int,
     kv_dtype: torch.dtype,
     k: Codec,
     v: Codec,
@@ -77,12 +83,12 @@ def seal_items(
     has_bias: bool = False,
 ) -> None:
     """Encode every item, int32, by integer codecs or as it is; `open_len`: the most slots one has. Biases become 0."""
-    head_dim = rotation_DD.shape[0]
     (k_bits, k_clip), (v_bits, v_clip) = width(k), width(v)
     _seal[(item_5N.shape[1],)](
         item_5N,
         extent_E,
-        rotation_DD,
+        hadamard.signs(head_dim, torch.bfloat16, memory.device),
+        hadamard.factor(head_dim),
         memory,
         memory.view(torch.bfloat16),
         memory.view(kv_dtype),
@@ -97,5 +103,6 @@ def seal_items(
         K_CLIP=k_clip,
         V_CLIP=v_clip,
         HAS_BIAS=has_bias,
-        num_warps=8,  # with four, the rotation would not fit into registers
+        PLAIN=not memory.is_cuda,
+        num_warps=8,
     )

@@ -10,10 +10,10 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvfold.codec import hadamard
 from kvfold.codec.integer import IntegerCodec
 from kvfold.core import HAS_TRITON
 from kvfold.pages.append import AllPlaces, append_blocks, make_room
@@ -112,8 +112,7 @@ def _describe(sequences: Sequence[SequenceCache], places: AllPlaces) -> _Extents
     source_OL2 = np.stack([sequence.open.addresses for sequence in sequences])
     source_E2 = source_OL2[owner_E, layer_E] + (head_E * open_E * width_E * spec.kv_dtype.itemsize)[:, None]
     mean_OL = np.stack([item.mean_L for item in learnt])
-    origin_L = np.array([hadamard.matrix(layer.head_dim, arena.device).data_ptr() for layer in spec.layers])
-    mean_E = (mean_OL - origin_L)[owner_E, layer_E] // 4 + head_E * width_E
+    mean_E = (mean_OL - arena.memory.data_ptr())[owner_E, layer_E] + head_E * width_E * torch.float32.itemsize
     address_EF = np.concatenate([item.address_EF for item in places.each])
     row_E = np.column_stack((source_E2, mean_E, address_EF))
     return _Extents(list(_classes_of(learnt, places)), sent(row_E, arena.device))
@@ -135,8 +134,8 @@ def _launch(
     seal_items(
         sent(item_5N, arena.device),
         row_E,
-        hadamard.matrix(page_class.head_dim, arena.device),
         arena.memory,
+        page_class.head_dim,
         page_class.kv_dtype,
         page_class.k,
         page_class.v,

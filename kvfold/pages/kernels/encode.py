@@ -1,7 +1,8 @@
 """Slots as pages hold them, on a GPU: floats as they are, integers by the arithmetic of codec/integer.py, step by step.
 
-Rotations are one product with the Hadamard matrix instead of butterflies, so a code may differ by one where a number
-lies within fp32 rounding of the border between two.
+Rotations are products with the signs of the Hadamard matrix instead of butterflies, so a code may differ by one where a
+number lies within fp32 rounding of the border between two. Signs are exact in bf16, and three bf16 numbers hold an fp32
+one, so nothing is lost on tensor cores, and a processor has room for several programs.
 
     B slots   D head dim (a power of two)   W bytes of a code
 """
@@ -69,10 +70,28 @@ def _put_integers(
     if PARTS > 1:  # channels b, b + W, .. share byte b, from its low bits up
         part = tl.arange(0, PARTS)[None, :, None]
         code_BD = tl.sum(tl.reshape(code_BD, [B, PARTS, W]) << (part * BITS), axis=1)
-    at_BW = tl.load(places) + slot_B[:, None] * W + tl.arange(0, W)[None, :]
+    at_BW = tl.multiple_of(tl.load(places), min(W, 16)) + slot_B[:, None] * W + tl.arange(0, W)[None, :]
     tl.store(bytes_ + at_BW, code_BD.to(tl.uint8), mask=here_B[:, None])
     tl.store(halves + tl.load(places + 1) // 2 + slot_B, scale_B.to(tl.bfloat16), mask=here_B)
     tl.store(halves + tl.load(places + 2) // 2 + slot_B, zero_B.to(tl.bfloat16), mask=here_B)
+
+
+@triton.jit
+def _rotated(x_BD: tl.tensor, signs: tl.tensor, factor: tl.tensor, D: tl.constexpr, PLAIN: tl.constexpr) -> tl.tensor:
+    """Hadamard(x), the smallest parts of x first."""
+    signs_DD = tl.load(signs + tl.arange(0, D)[:, None] * D + tl.arange(0, D)[None, :])
+    high_BD = x_BD.to(tl.bfloat16)
+    rest_BD = x_BD - high_BD.to(tl.float32)
+    middle_BD = rest_BD.to(tl.bfloat16)
+    low_BD = (rest_BD - middle_BD.to(tl.float32)).to(tl.bfloat16)
+    if PLAIN:  # the interpreter takes bf16 for integers
+        ones_DD = signs_DD.to(tl.float32)
+        y_BD = tl.dot(low_BD.to(tl.float32), ones_DD, input_precision="ieee")
+        y_BD = tl.dot(middle_BD.to(tl.float32), ones_DD, y_BD, input_precision="ieee")
+        y_BD = tl.dot(high_BD.to(tl.float32), ones_DD, y_BD, input_precision="ieee")
+    else:
+        y_BD = tl.dot(high_BD, signs_DD, tl.dot(middle_BD, signs_DD, tl.dot(low_BD, signs_DD)))
+    return y_BD * factor
 
 
 @triton.jit
@@ -83,7 +102,8 @@ def put_slots(
     slot_B: tl.tensor,
     places: tl.tensor,
     mean: tl.tensor,
-    rotation: tl.tensor,
+    signs: tl.tensor,
+    factor: tl.tensor,
     bytes_: tl.tensor,
     halves: tl.tensor,
     floats: tl.tensor,
@@ -94,20 +114,23 @@ def put_slots(
     V_BITS: tl.constexpr,
     K_CLIP: tl.constexpr,
     V_CLIP: tl.constexpr,
+    PLAIN: tl.constexpr,
 ) -> None:
     """Keys and values that are `here_B`, as slots `slot_B` of an extent; `places` points at the three addresses of its
     keys and behind them those of its values, `mean` at the mean key of integers. `floats` is the arena in the cache's
     dtype of WIDTH bytes; bits 0: stored as it is."""
     place_BD = slot_B[:, None] * D + tl.arange(0, D)[None, :]
+    ALIGNED: tl.constexpr = min(D, 16 // WIDTH)  # fields begin at multiples of 16 bytes, extents at whole slots
     if K_BITS:
         x_BD = _finite(k_BD.to(tl.float32)) - tl.load(mean + tl.arange(0, D))[None, :]
-        rotation_DD = tl.load(rotation + tl.arange(0, D)[:, None] * D + tl.arange(0, D)[None, :])
-        x_BD = tl.dot(x_BD, rotation_DD, input_precision="tf32x3")  # tensor cores, near the accuracy of fp32
+        x_BD = _rotated(x_BD, signs, factor, D, PLAIN)
         _put_integers(x_BD, here_B, slot_B, places, bytes_, halves, B, D, K_BITS, K_CLIP)
     else:
-        tl.store(floats + tl.load(places) // WIDTH + place_BD, k_BD, mask=here_B[:, None])
+        at = tl.multiple_of(tl.load(places) // WIDTH, ALIGNED)
+        tl.store(floats + at + place_BD, k_BD, mask=here_B[:, None])
     if V_BITS:
         y_BD = _finite(v_BD.to(tl.float32))
         _put_integers(y_BD, here_B, slot_B, places + 3, bytes_, halves, B, D, V_BITS, V_CLIP)
     else:
-        tl.store(floats + tl.load(places + 3) // WIDTH + place_BD, v_BD, mask=here_B[:, None])
+        at = tl.multiple_of(tl.load(places + 3) // WIDTH, ALIGNED)
+        tl.store(floats + at + place_BD, v_BD, mask=here_B[:, None])

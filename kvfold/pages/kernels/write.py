@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvfold.codec import hadamard
 from kvfold.codec.base import Codec
 from kvfold.pages.kernels.encode import put_slots, width
 
@@ -22,7 +23,8 @@ _SLOTS = 32  # of a program
 @triton.jit
 def _write(
     stretch: tl.tensor,
-    rotation: tl.tensor,
+    signs: tl.tensor,
+    factor: tl.tensor,
     bytes_: tl.tensor,
     halves: tl.tensor,
     floats: tl.tensor,
@@ -38,6 +40,7 @@ def _write(
     K_CLIP: tl.constexpr,
     V_CLIP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    PLAIN: tl.constexpr,
 ) -> None:
     """As `put_slots` takes it."""
     stretch += tl.program_id(0) * COLUMNS
@@ -50,8 +53,8 @@ def _write(
         v_BD = tl.load(floats + tl.load(stretch + 2) // WIDTH + tile_BD, mask=here_B[:, None], other=0.0)
         mean = singles + tl.load(stretch + 5) // 4
         put_slots(
-            k_BD, v_BD, here_B, slot_B, stretch + 6, mean, rotation, bytes_, halves, floats,
-            B, D, WIDTH, K_BITS, V_BITS, K_CLIP, V_CLIP,
+            k_BD, v_BD, here_B, slot_B, stretch + 6, mean, signs, factor, bytes_, halves, floats,
+            B, D, WIDTH, K_BITS, V_BITS, K_CLIP, V_CLIP, PLAIN,
         )  # fmt: skip
         if HAS_BIAS:
             bias_B = tl.load(singles + tl.load(stretch + 4) // 4 + slot_B, mask=here_B, other=0.0)
@@ -63,8 +66,8 @@ def _write(
 def write_stretches(
     stretch_N: Tensor,
     most_slots: int,
-    rotation_DD: Tensor,
     memory: Tensor,
+    head_dim: int,
     kv_dtype: torch.dtype,
     k: Codec,
     v: Codec,
@@ -74,14 +77,15 @@ def write_stretches(
     (k_bits, k_clip), (v_bits, v_clip) = width(k), width(v)
     _write[(len(stretch_N), triton.cdiv(most_slots, _SLOTS))](
         stretch_N,
-        rotation_DD,
+        hadamard.signs(head_dim, torch.bfloat16, memory.device),
+        hadamard.factor(head_dim),
         memory,
         memory.view(torch.bfloat16),
         memory.view(kv_dtype),
         memory.view(torch.int32),
         memory.view(torch.int64),
         memory.view(torch.float32),
-        D=rotation_DD.shape[0],
+        D=head_dim,
         B=_SLOTS,
         WIDTH=kv_dtype.itemsize,
         COLUMNS=stretch_N.shape[1],
@@ -90,5 +94,6 @@ def write_stretches(
         K_CLIP=k_clip,
         V_CLIP=v_clip,
         HAS_BIAS=has_bias,
-        num_warps=8,  # with four, the rotation would not fit into registers
+        PLAIN=not memory.is_cuda,
+        num_warps=8,
     )

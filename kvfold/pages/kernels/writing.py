@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvfold.codec import hadamard
 from kvfold.codec.base import Codec
 from kvfold.codec.integer import IntegerCodec
 from kvfold.core import HAS_TRITON
@@ -119,8 +118,8 @@ def _launch(tail: Segment, page_class: PageClass, count_N: Ints, stretch_N: Ints
     write_stretches(
         sent(stretch_N, arena.device),
         int(count_N.max()),
-        hadamard.matrix(page_class.head_dim, arena.device),
         arena.memory,
+        page_class.head_dim,
         page_class.kv_dtype,
         page_class.k,
         page_class.v,
