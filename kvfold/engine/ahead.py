@@ -20,7 +20,7 @@ from torch import Tensor
 from kvfold.attend.kernels.step import layout_of
 from kvfold.attend.track import Tracked
 from kvfold.engine.runner import Runner
-from kvfold.engine.verify import Verified
+from kvfold.engine.verify import commit_run
 from kvfold.errors import OutOfPages
 from kvfold.models.sentences import needs_sentences
 from kvfold.pages.sequence import SequenceCache
@@ -57,13 +57,15 @@ class Arriving:
 class Ahead:
     """A step that has been queued; its tokens enter the caches of those sequences that are kept."""
 
-    def __init__(self, sequences: Sequence[SequenceCache], found: Sequence[Verified]) -> None:
-        self._found = dict(zip(sequences, found, strict=True))
-        self.arriving = Arriving(sequences, torch.cat([verified.logits_TV for verified in found]))
+    def __init__(self, sequences: Sequence[SequenceCache], logits_BV: Tensor) -> None:
+        self._logits = dict(zip(sequences, logits_BV.unbind(), strict=True))
+        self.arriving = Arriving(sequences, logits_BV)
 
     def keep(self, sequence: SequenceCache) -> Tensor:
         """Its token goes on; returns the logits after it."""
-        return self._found[sequence].keep()
+        sequence.open.advance(1)
+        commit_run(sequence, commit=True)
+        return self._logits[sequence]
 
 
 def can_run_ahead(runner: Runner, sequence: SequenceCache) -> bool:
@@ -79,7 +81,7 @@ def run_ahead(runner: Runner, sequences: Sequence[SequenceCache], token_B: Tenso
     if any(sequence.open.room == 0 and _may_evict(sequence) for sequence in sequences):
         return None
     try:
-        return Ahead(sequences, runner.verify(sequences, token_B))
+        return Ahead(sequences, runner.queue(sequences, token_B))
     except OutOfPages:
         return None
 

@@ -164,7 +164,8 @@ class _Captured:
             self.graph.replay()
         assert self.logits_BTV is not None
         logits_MV = self.logits_BTV.flatten(0, 1)
-        return logits_MV[: len(lanes)].clone() if row_N is None else logits_MV.index_select(0, row_N)
+        rows_NV = logits_MV[: len(lanes)] if row_N is None else logits_MV.index_select(0, row_N)
+        return rows_NV.to(torch.float32, copy=row_N is None)  # the next replay overwrites them
 
     def _rows(self, lanes: Sequence[int], tokens: Tokens) -> NDArray[np.int64]:
         """Where each of the packed tokens stands among those of all lanes."""
@@ -211,7 +212,7 @@ class _Captured:
                 past_key_values=cache,
                 use_cache=True,
             )
-        logits: Tensor = out.logits[0].float().unflatten(0, (self.lanes.num_lanes, self.num_tokens))
+        logits: Tensor = out.logits[0].unflatten(0, (self.lanes.num_lanes, self.num_tokens))
         return logits
 
 

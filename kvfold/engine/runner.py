@@ -164,29 +164,32 @@ class Runner:
         return sys.maxsize if self.graphs is None else self.graphs.most_tokens(sequence)
 
     @torch.inference_mode()
-    def verify(self, sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]] | Tensor) -> list[Verified]:
-        """Several tokens for each sequence, the last sampled one and a draft of what may follow, in one pass; or one
-        each, in a tensor [batch] of the device, which a captured step reads there: the host does not wait for it.
+    def verify(self, sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]) -> list[Verified]:
+        """Several tokens for each sequence, the last sampled one and a draft of what may follow, in one pass.
 
         None of them is in the cache until it is kept. A pass never crosses the point where the open block seals: what
         the tokens see is what they would have seen one by one.
         """
-        if isinstance(tokens, Tensor):
-            lens = [1] * len(tokens)
-        else:
-            self._check(sequences, tokens)
-            lens = [len(ids) for ids in tokens]
+        self._check(sequences, tokens)
+        lens = [len(ids) for ids in tokens]
         for sequence, length in zip(sequences, lens, strict=True):
             if length > sequence.open.next_room:
                 raise InputError(f"{length} tokens to verify; {sequence.open.next_room} fit before the block seals")
         step = DecodePass(sequences, lens)
-        if not isinstance(tokens, Tensor):  # those of a device are of sequences that need no note
-            note_sentences(self.hf, sequences, tokens)
+        note_sentences(self.hf, sequences, tokens)
         rows_NV = self._captured(step, tokens, stays=False)
         if rows_NV is None:
-            rows_NV = self._plain(step, tokens.unsqueeze(-1).tolist() if isinstance(tokens, Tensor) else tokens)
+            rows_NV = self._plain(step, tokens)
         rows = rows_NV.split(step.num_tokens)
         return [Verified(step, index, logits_TV) for index, logits_TV in enumerate(rows)]
+
+    @torch.inference_mode()
+    def queue(self, sequences: Sequence[SequenceCache], token_B: Tensor) -> Tensor:
+        """One token of the device for each sequence, which a captured step reads there: the host does not wait for it.
+        Logits [batch, vocab]; a token is not in its cache until it is kept. Of sequences that note no sentences."""
+        step = DecodePass(sequences)
+        logits_BV = self._captured(step, token_B, stays=False)
+        return self._plain(step, token_B.unsqueeze(-1).tolist()) if logits_BV is None else logits_BV
 
     def _captured(
         self, step: DecodePass, tokens: Sequence[Sequence[int]] | Tensor, *, stays: bool = True
