@@ -19,7 +19,7 @@ from kvfold.codec.base import Codec, Field, Fields, Side, Slots, State
 from kvfold.policy.registry import register
 
 _FORMAT = torch.float8_e4m3fn
-_LARGEST = 448.0
+LARGEST = 448.0
 
 
 @register("codec", "fp8")
@@ -32,7 +32,7 @@ class Fp8(Codec):
 
     def encode(self, side: Side, slots: Slots, state: State) -> dict[str, Tensor]:
         x_ND = grid.finite(slots.x_ND)
-        scale_N1 = grid.rounded_up(x_ND.abs().amax(-1, keepdim=True) / _LARGEST)
+        scale_N1 = grid.rounded_up(x_ND.abs().amax(-1, keepdim=True) / LARGEST)
         code_ND = (x_ND / grid.divisor(scale_N1)).to(_FORMAT).view(torch.uint8)
         return {"code": code_ND, "scale": scale_N1}
 

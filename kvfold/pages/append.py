@@ -61,8 +61,8 @@ def _wanted_pages(tail: Segment, room_X: Ints, num_slots: int, spare: int) -> In
 
 
 def append_blocks(sequences: Sequence[SequenceCache], tables: Sequence[SegmentTable]) -> Stretches:
-    """Count the committed slots of the open blocks as sealed; the tails' tables have room for them, a slot of their
-    codecs needs no neighbours. The caller writes the slots: until then what the new places hold is undefined."""
+    """Count the committed slots of the open blocks as sealed; the tails' tables have room for them. The caller writes
+    the slots: until then what the new places hold is undefined."""
     counts = [sequence.open.committed for sequence in sequences]
     every = _together(tuple(table.places for table in tables))
     length_E = np.concatenate([table.length_E for table in tables])
@@ -73,6 +73,8 @@ def append_blocks(sequences: Sequence[SequenceCache], tables: Sequence[SegmentTa
         sequence.sealed_len += count
         mine_E = length_E[end - len(table.length_E) : end]
         put_off(sequence.tail, SegmentTable(table.places, mine_E, table.least_room - count))
+        if count % sequence.tail.group:
+            sequence.tail.changes.rise()  # groups that are closed early end their extents: the table no longer holds
     return Stretches(every, at_N, begin_N, count_N, filled_N)
 
 

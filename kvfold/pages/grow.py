@@ -64,7 +64,7 @@ def put_off(tail: Segment, table: SegmentTable, added: _Pieces | None = None) ->
 
 
 def give_pages(tail: Segment, table: SegmentTable, pages_X: Ints) -> None:
-    """So many pages for each head; their codecs are of group 1. Raises OutOfPages before anything changes."""
+    """So many pages for each head. Raises OutOfPages before anything changes."""
     classes = tuple(layer.page_class for layer in tail.layers)
     rows = _rows_by_class(classes, tuple(layer.num_heads for layer in tail.layers))
     wanted = {page_class: int(pages_X[row_X].sum()) for page_class, row_X in rows.items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -59,6 +60,11 @@ class Segment:
             for layer in other.layers
         ]
         return cls(other.arena, layers)
+
+    @cached_property
+    def group(self) -> int:
+        """The most slots that share metadata in a layer."""
+        return max(layer.page_class.group for layer in self.layers)
 
     @property
     def is_empty(self) -> bool:

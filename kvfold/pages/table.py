@@ -47,7 +47,7 @@ class Places:
     layer_E: Ints
     head_E: Ints
     row_E: Ints  # which of the X heads
-    capacity_E: Ints
+    capacity_E: Ints  # slots that it can hold; a group that was closed early ends it
     address_EF: Ints  # bytes from the start of the arena
     stride_LF: Ints  # bytes from slot to slot
     heads: Heads
@@ -69,7 +69,7 @@ class SegmentTable:
 
     places: Places
     length_E: Ints
-    least_room: int  # slots that every head can take without another page, where slots share nothing (group 1)
+    least_room: int  # slots that every head can take without another page
 
     @classmethod
     def of(cls, places: Places, length_E: Ints) -> SegmentTable:
@@ -139,12 +139,14 @@ def _build(segment: Segment) -> SegmentTable:
     row_E = np.repeat(np.arange(len(per_head)), [len(of_head) for of_head in per_head])
     layer_E = heads[0][row_E]
     size_E = np.array([layer.page_class.page_size for layer in segment.layers])[layer_E]
+    group_E = np.array([layer.page_class.group for layer in segment.layers])[layer_E]
     first_E = size_E * _ints([extent.first for extent in extents])
     stride_LF = stride_table(tuple(layer.page_class for layer in segment.layers))
     address_EF = _bases(extents) + first_E[:, None] * stride_LF[layer_E]
+    length_E = _ints([extent.length for extent in extents])
     capacity_E = size_E * _ints([extent.num_pages for extent in extents])
-    places = Places.of(row_E, capacity_E, address_EF, stride_LF, heads)
-    return SegmentTable.of(places, _ints([extent.length for extent in extents]))
+    capacity_E = np.where(length_E % group_E, length_E, capacity_E)
+    return SegmentTable.of(Places.of(row_E, capacity_E, address_EF, stride_LF, heads), length_E)
 
 
 def _ints(numbers: Sequence[int] | Sequence[list[int]]) -> Ints:

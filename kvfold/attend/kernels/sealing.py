@@ -17,7 +17,8 @@ from torch import Tensor
 from kvfold.codec.integer import IntegerCodec
 from kvfold.core import HAS_TRITON
 from kvfold.pages.append import AllPlaces, append_blocks, make_room
-from kvfold.pages.kernels.writing import knows, mean_address
+from kvfold.pages.kernels.forms import knows
+from kvfold.pages.kernels.writing import mean_address
 from kvfold.pages.layer import LayerPages
 from kvfold.pages.layout import PageClass
 from kvfold.pages.segment import Segment
@@ -135,10 +136,6 @@ def _launch(
         sent(item_5N, arena.device),
         row_E,
         arena.memory,
-        page_class.head_dim,
-        page_class.kv_dtype,
-        page_class.k,
-        page_class.v,
+        page_class,
         max(sequence.open.num_slots for sequence in sequences),
-        page_class.has_bias,
     )

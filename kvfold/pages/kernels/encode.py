@@ -1,10 +1,13 @@
-"""Slots as pages hold them, on a GPU: floats as they are, integers by the arithmetic of codec/integer.py, step by step.
+"""Slots as pages hold them, on a GPU: the arithmetic of codec/integer.py, codec/kivi.py and codec/fp8.py, step by step.
 
 Rotations are products with the signs of the Hadamard matrix instead of butterflies, so a code may differ by one where a
 number lies within fp32 rounding of the border between two. Signs are exact in bf16, and three bf16 numbers hold an fp32
 one, so nothing is lost on tensor cores, and a processor has room for several programs.
 
-    B slots   D head dim (a power of two)   W bytes of a code
+A side (keys or values) is described to the compiler by the same names everywhere:
+
+    FORM, BITS, CLIP, CHANNELS, SPAN as in forms.py
+    B slots   D head dim (a power of two)   W bytes of a code   R rows of grids   G grids of a row
 """
 
 from __future__ import annotations
@@ -12,17 +15,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvfold.codec import grid
-from kvfold.codec.base import Codec
-from kvfold.codec.integer import IntegerCodec
+from kvfold.codec import fp8, grid
 
 _HALF = tl.constexpr(grid.HALF)
 _LARGEST = tl.constexpr(grid.LARGEST)
-
-
-def width(codec: Codec) -> tuple[int, float]:
-    """Bits of a code, 0 for floats, and how much of its span the grid covers."""
-    return (codec.bits, codec.clip) if isinstance(codec, IntegerCodec) else (0, 1.0)
+_LARGEST_FP8 = tl.constexpr(fp8.LARGEST)
 
 
 @triton.jit
@@ -43,10 +40,50 @@ def _up_to_bf16(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def _steps(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
+    """x in steps of the scale; a scale of 0 counts as 1."""
+    return tl.math.div_rn(x, tl.broadcast_to(tl.where(scale > 0, scale, 1.0), x.shape))
+
+
+@triton.jit
+def _to_e4m3(x: tl.tensor) -> tl.tensor:
+    """int32 codes of numbers within the format's range, ties to even. Not every device can convert.
+
+    A normal number is cut to three bits of mantissa and its exponent counted from 7 instead of 127; of a smaller one,
+    2^14 + |x| has steps of 2^-9, which are the format's.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
+    small = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    return tl.where(tl.abs(x) < 0.015625, small, normal) | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def _put_fp8(
+    x_BD: tl.tensor,
+    first: tl.tensor,
+    count: tl.tensor,
+    places: tl.tensor,
+    bytes_: tl.tensor,
+    halves: tl.tensor,
+    B: tl.constexpr,
+    D: tl.constexpr,
+) -> None:
+    """Codes and scales of one side."""
+    scale_B = _up_to_bf16(tl.max(tl.abs(x_BD), axis=1) / _LARGEST_FP8)
+    code_BD = _to_e4m3(_steps(x_BD, scale_B[:, None]))
+    slot_B, here_B = first + tl.arange(0, B), tl.arange(0, B) < count
+    at_BD = tl.multiple_of(tl.load(places), 16) + slot_B[:, None] * D + tl.arange(0, D)[None, :]
+    tl.store(bytes_ + at_BD, code_BD.to(tl.uint8), mask=here_B[:, None])
+    tl.store(halves + tl.load(places + 1) // 2 + slot_B, scale_B.to(tl.bfloat16), mask=here_B)
+
+
+@triton.jit
 def _put_integers(
     x_BD: tl.tensor,
-    here_B: tl.tensor,
-    slot_B: tl.tensor,
+    first: tl.tensor,
+    count: tl.tensor,
     places: tl.tensor,
     bytes_: tl.tensor,
     halves: tl.tensor,
@@ -54,26 +91,64 @@ def _put_integers(
     D: tl.constexpr,
     BITS: tl.constexpr,
     CLIP: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    SPAN: tl.constexpr,
 ) -> None:
-    """Codes, scales and zeros of one side; `places` points at their three addresses."""
+    """Codes, scales and zeros of one side. A grid runs along the slots of one channel, or along channels of a slot."""
     PARTS: tl.constexpr = 8 // BITS
     W: tl.constexpr = D // PARTS
     TOP: tl.constexpr = (1 << BITS) - 1
-    low_B, high_B = tl.min(x_BD, axis=1), tl.max(x_BD, axis=1)
-    cut_B = (high_B - low_B) * ((1.0 - CLIP) / 2)
-    step_B, start_B = (high_B - low_B - 2 * cut_B) / TOP, low_B + cut_B
-    zero_B = -_up_to_bf16(-start_B)
-    scale_B = _up_to_bf16((start_B + step_B * TOP - zero_B) / TOP)
-    divisor_B = tl.where(scale_B > 0, scale_B, 1.0)
-    code_BD = tl.floor((x_BD - zero_B[:, None]) / divisor_B[:, None] + _HALF)
-    code_BD = tl.minimum(tl.maximum(code_BD, 0.0), TOP).to(tl.int32)
+    R: tl.constexpr = B // SPAN
+    G: tl.constexpr = D // CHANNELS
+    AXIS: tl.constexpr = 1 if SPAN > 1 else 2
+    x = tl.reshape(x_BD, [R, SPAN, G]) if SPAN > 1 else tl.reshape(x_BD, [R, G, CHANNELS])
+    low_RG, high_RG = tl.min(x, axis=AXIS), tl.max(x, axis=AXIS)
+    cut_RG = (high_RG - low_RG) * ((1.0 - CLIP) / 2)
+    step_RG, start_RG = (high_RG - low_RG - 2 * cut_RG) / TOP, low_RG + cut_RG
+    zero_RG = -_up_to_bf16(-start_RG)
+    scale_RG = _up_to_bf16((start_RG + step_RG * TOP - zero_RG) / TOP)
+    code = tl.floor(_steps(x - tl.expand_dims(zero_RG, AXIS), tl.expand_dims(scale_RG, AXIS)) + _HALF)
+    code_BD = tl.reshape(tl.minimum(tl.maximum(code, 0.0), TOP).to(tl.int32), [B, D])
     if PARTS > 1:  # channels b, b + W, .. share byte b, from its low bits up
         part = tl.arange(0, PARTS)[None, :, None]
         code_BD = tl.sum(tl.reshape(code_BD, [B, PARTS, W]) << (part * BITS), axis=1)
-    at_BW = tl.multiple_of(tl.load(places), min(W, 16)) + slot_B[:, None] * W + tl.arange(0, W)[None, :]
-    tl.store(bytes_ + at_BW, code_BD.to(tl.uint8), mask=here_B[:, None])
-    tl.store(halves + tl.load(places + 1) // 2 + slot_B, scale_B.to(tl.bfloat16), mask=here_B)
-    tl.store(halves + tl.load(places + 2) // 2 + slot_B, zero_B.to(tl.bfloat16), mask=here_B)
+    at_BW = (first + tl.arange(0, B))[:, None] * W + tl.arange(0, W)[None, :]
+    codes = bytes_ + tl.multiple_of(tl.load(places), min(W, 16))
+    tl.store(codes + at_BW, code_BD.to(tl.uint8), mask=(tl.arange(0, B) < count)[:, None])
+    at_RG = (first // SPAN + tl.arange(0, R))[:, None] * G + tl.arange(0, G)[None, :]
+    here_R1 = (tl.arange(0, R) * SPAN < count)[:, None]
+    tl.store(halves + tl.load(places + 1) // 2 + at_RG, scale_RG.to(tl.bfloat16), mask=here_R1)
+    tl.store(halves + tl.load(places + 2) // 2 + at_RG, zero_RG.to(tl.bfloat16), mask=here_R1)
+
+
+@triton.jit
+def _put_side(
+    x_BD: tl.tensor,
+    first: tl.tensor,
+    count: tl.tensor,
+    places: tl.tensor,
+    bytes_: tl.tensor,
+    halves: tl.tensor,
+    floats: tl.tensor,
+    B: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FORM: tl.constexpr,
+    BITS: tl.constexpr,
+    CLIP: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    SPAN: tl.constexpr,
+) -> None:
+    """`places` points at the addresses of codes, scales and zeros."""
+    if FORM == "float":
+        ALIGNED: tl.constexpr = 16 // WIDTH  # fields begin at multiples of 16 bytes, extents at whole slots
+        at = tl.multiple_of(tl.load(places) // WIDTH, ALIGNED)
+        at_BD = at + (first + tl.arange(0, B))[:, None] * D + tl.arange(0, D)[None, :]
+        tl.store(floats + at_BD, x_BD, mask=(tl.arange(0, B) < count)[:, None])
+    elif FORM == "fp8":
+        _put_fp8(x_BD, first, count, places, bytes_, halves, B, D)
+    else:
+        _put_integers(x_BD, first, count, places, bytes_, halves, B, D, BITS, CLIP, CHANNELS, SPAN)
 
 
 @triton.jit
@@ -98,8 +173,8 @@ def _rotated(x_BD: tl.tensor, signs: tl.tensor, factor: tl.tensor, D: tl.constex
 def put_slots(
     k_BD: tl.tensor,
     v_BD: tl.tensor,
-    here_B: tl.tensor,
-    slot_B: tl.tensor,
+    first: tl.tensor,
+    count: tl.tensor,
     places: tl.tensor,
     mean: tl.tensor,
     signs: tl.tensor,
@@ -110,27 +185,32 @@ def put_slots(
     B: tl.constexpr,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
+    K_FORM: tl.constexpr,
     K_BITS: tl.constexpr,
-    V_BITS: tl.constexpr,
     K_CLIP: tl.constexpr,
+    K_CHANNELS: tl.constexpr,
+    K_SPAN: tl.constexpr,
+    V_FORM: tl.constexpr,
+    V_BITS: tl.constexpr,
     V_CLIP: tl.constexpr,
+    V_CHANNELS: tl.constexpr,
+    V_SPAN: tl.constexpr,
     PLAIN: tl.constexpr,
 ) -> None:
-    """Keys and values that are `here_B`, as slots `slot_B` of an extent; `places` points at the three addresses of its
-    keys and behind them those of its values, `mean` at the mean key of integers. `floats` is the arena in the cache's
-    dtype of WIDTH bytes; bits 0: stored as it is."""
-    place_BD = slot_B[:, None] * D + tl.arange(0, D)[None, :]
-    ALIGNED: tl.constexpr = min(D, 16 // WIDTH)  # fields begin at multiples of 16 bytes, extents at whole slots
-    if K_BITS:
-        x_BD = _finite(k_BD.to(tl.float32)) - tl.load(mean + tl.arange(0, D))[None, :]
-        x_BD = _rotated(x_BD, signs, factor, D, PLAIN)
-        _put_integers(x_BD, here_B, slot_B, places, bytes_, halves, B, D, K_BITS, K_CLIP)
-    else:
-        at = tl.multiple_of(tl.load(places) // WIDTH, ALIGNED)
-        tl.store(floats + at + place_BD, k_BD, mask=here_B[:, None])
-    if V_BITS:
-        y_BD = _finite(v_BD.to(tl.float32))
-        _put_integers(y_BD, here_B, slot_B, places + 3, bytes_, halves, B, D, V_BITS, V_CLIP)
-    else:
-        at = tl.multiple_of(tl.load(places + 3) // WIDTH, ALIGNED)
-        tl.store(floats + at + place_BD, v_BD, mask=here_B[:, None])
+    """The first `count` keys and values, in whole spans, as slots `first` and up of an extent; `places` points at the
+    three addresses of its keys and behind them those of its values, `mean` at the mean key of integers. `floats` is the
+    arena in the cache's dtype of WIDTH bytes."""
+    if K_FORM == "int" or K_FORM == "fp8":
+        k_BD = _finite(k_BD.to(tl.float32))
+    if K_FORM == "int" and K_SPAN == 1:
+        k_BD = _rotated(k_BD - tl.load(mean + tl.arange(0, D))[None, :], signs, factor, D, PLAIN)
+    _put_side(
+        k_BD, first, count, places, bytes_, halves, floats,
+        B, D, WIDTH, K_FORM, K_BITS, K_CLIP, K_CHANNELS, K_SPAN,
+    )  # fmt: skip
+    if V_FORM == "int" or V_FORM == "fp8":
+        v_BD = _finite(v_BD.to(tl.float32))
+    _put_side(
+        v_BD, first, count, places + 3, bytes_, halves, floats,
+        B, D, WIDTH, V_FORM, V_BITS, V_CLIP, V_CHANNELS, V_SPAN,
+    )  # fmt: skip

@@ -9,17 +9,15 @@ By plain operations a layer would take some thirty of them in floats, and hundre
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvfold.codec.base import Codec
-from kvfold.codec.integer import IntegerCodec
 from kvfold.core import HAS_TRITON
 from kvfold.pages.grow import put_off
+from kvfold.pages.kernels.forms import knows
 from kvfold.pages.layer import LayerPages
 from kvfold.pages.layout import BIAS, PageClass
 from kvfold.pages.segment import Segment
@@ -30,23 +28,6 @@ if TYPE_CHECKING:
     from kvfold.pages.rewrite import LayerChange
 
 _LONG, _SINGLE = torch.int64.itemsize, torch.float32.itemsize
-
-
-@cache
-def knows(page_class: PageClass) -> bool:
-    """Whether kernels encode it: floats as they are, and integers with one scale for the whole head, of a width that
-    fills tiles."""
-    whole = all(
-        _stays(codec, page_class) or (isinstance(codec, IntegerCodec) and codec.group_size is None)
-        for codec in (page_class.k, page_class.v)
-    )
-    return whole and not page_class.summaries and page_class.head_dim & (page_class.head_dim - 1) == 0
-
-
-def _stays(codec: Codec, page_class: PageClass) -> bool:
-    """Whether slots are stored as they come: `native`, and `bf16` of a model that caches in it."""
-    fields = codec.fields("k", page_class.head_dim, page_class.kv_dtype) if codec.as_floats else ()
-    return [field.dtype for field in fields] == [page_class.kv_dtype]
 
 
 def mean_address(layer: LayerPages) -> int:
@@ -86,6 +67,8 @@ def write_new(tail: Segment, changes: Sequence[LayerChange]) -> None:
             _launch(tail, page_class, count_N[its], np.column_stack((count_N[its], source_N5, address_NF[its])))
     length_E[extent_N] += count_N
     put_off(tail, SegmentTable.of(places, length_E))
+    if (count_N % tail.group).any():
+        tail.changes.rise()  # groups that are closed early end their extents: the table no longer holds
 
 
 def _stretches(table: SegmentTable, count_X: Ints) -> tuple[Ints, Ints, Ints]:
@@ -119,9 +102,5 @@ def _launch(tail: Segment, page_class: PageClass, count_N: Ints, stretch_N: Ints
         sent(stretch_N, arena.device),
         int(count_N.max()),
         arena.memory,
-        page_class.head_dim,
-        page_class.kv_dtype,
-        page_class.k,
-        page_class.v,
-        page_class.has_bias,
+        page_class,
     )

@@ -7,16 +7,19 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from kvfold.attend.decode import seal
+from kvfold.attend.kernels.sealing import seal_blocks
 from kvfold.attend.prefill import PrefillPass
 from kvfold.pages import rewrite
 from kvfold.pages.arena import Arena
 from kvfold.pages.kernels import writing
+from kvfold.pages.kernels.forms import knows
 from kvfold.pages.rewrite import LayerChange
 from kvfold.pages.segment import Segment
 from kvfold.pages.sequence import PageConfig, SequenceCache
 from kvfold.policy.policy import Policy
 from tests.attend.kernels.common import DEVICE
-from tests.attend.kernels.test_seal import fields
+from tests.attend.kernels.test_seal import ONE, assert_same, fields, fill, stored
 from tests.pages.tiny import tiny_spec
 
 pytest.importorskip("triton")
@@ -45,6 +48,9 @@ def read(policy: str, arena: Arena, lengths: tuple[int, ...]) -> SequenceCache:
         "int4",
         "int2",
         "int4(layers=1:)",
+        "fp8",
+        "kivi4",
+        "codec(k=int4(group_size=8), v=kivi2)",
         "knorm + ada + 2x",
         "knorm + global + 2x + int4",
         "prefill(knorm + ada + 2x + fit(prompt)) + int4 + protect(none)",
@@ -79,8 +85,22 @@ def test_one_launch_writes_what_plain_operations_write(policy: str, monkeypatch:
     assert arena.lent_bytes == 0
 
 
-@pytest.mark.parametrize("policy", ["fp8", "kivi4", "int4(group_size=8)", "int4 + quest"])
+def test_a_block_that_ends_within_a_group_ends_its_extent(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = Arena(1 << 24, device=DEVICE, superblock_bytes=4096)
+    plain, fast = (stored("kivi4", arena, 64, 0, page_size=128, open_len=48, spec=ONE) for _ in range(2))
+    for count in (40, 32):
+        fill(plain, count, seed=count)
+        seal(plain)
+    fill(fast, 40, seed=40)
+    monkeypatch.setattr(rewrite, "can_write", lambda *_: True)
+    seal(fast)
+    fill(fast, 32, seed=32)
+    seal_blocks([fast])
+    assert_same(fast, plain)
+
+
+@pytest.mark.parametrize("policy", ["minicache", "int4 + quest"])
 def test_what_the_kernel_does_not_know_is_left_to_plain_operations(policy: str) -> None:
     arena = Arena(1 << 24, device=DEVICE, superblock_bytes=4096)
     layers = SequenceCache(arena, SPEC, Policy.parse(policy), PageConfig(16, 16)).tail.layers
-    assert not all(writing.knows(layer.page_class) for layer in layers)
+    assert not all(knows(layer.page_class) for layer in layers)
