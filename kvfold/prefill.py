@@ -35,12 +35,16 @@ class Propagation:
         """The last layer that runs on all tokens, counted from the bottom."""
         raise NotImplementedError
 
+    def is_asked(self, layer: int, num_layers: int) -> bool:
+        """Whether the importance of tokens in this layer counts; the last whole layer's always does."""
+        raise NotImplementedError
+
     def num_going(self, num_tokens: int) -> int:
         """How many of so many new tokens go on, if no more must."""
         raise NotImplementedError
 
     def importance(self, view: View) -> Tensor:
-        """[R, S] of that layer; their sum over rows decides."""
+        """[R, S] of a layer that is asked; their sum over rows and layers decides."""
         raise NotImplementedError
 
 
@@ -50,25 +54,28 @@ class Dense(Propagation):
     """Every token runs through every layer."""
 
 
-@register("prefill", "fastkv", paper="arXiv:2502.01068", cost="w·L·d once; later layers run on `rate` of the prompt")
+@register("prefill", "fastkv", paper="arXiv:2502.01068", cost="4·w·L·d; later layers run on `rate` of the prompt")
 @dataclass(frozen=True)
 class FastKV(Propagation):
     """From the middle of the model on, only the `rate` of a prompt's tokens that its end looks at run through layers.
 
     After layer `layer` (default: half of them have run) a token's importance is the attention of the last `window`
-    queries, pooled over `kernel` neighbours, summed over all heads. The most important ceil(rate * T) go on; the
-    window, protected and pinned tokens, and as many of the last as the policy's score needs queries of, always do. The
-    last token is among them. What each layer stores is the size's business, as ever: the published method is
-    `snapkv(window=8, kernel=7, over_group=sum) + 10x + fastkv`.
+    queries, pooled over `kernel` neighbours, summed over all heads of the last `voters` layers. The most important
+    ceil(rate * T) go on; the window, protected and pinned tokens, and as many of the last as the policy's score needs
+    queries of, always do. The last token is among them. What each layer stores is the size's business, as ever.
 
-    Differences from the reference: the window counts within the rate; the layer is named for three models there, half
-    of the layers in each; a question that is read later (`ask`) runs whole.
+    Differences from the reference, which is `fastkv(window=8, kernel=7, voters=1)` beside `snapkv(window=8, kernel=7,
+    over_group=sum) + 10x`: the end of a prompt looks at where an answer begins, and what follows there is read only
+    while answering, so whole stretches of 33 tokens are chosen; one layer may look elsewhere, so four vote; and the
+    window holds a question. The window counts within the rate; the layer is named for three models there, half of the
+    layers in each; a question that is read later (`ask`) runs whole.
     """
 
     rate: float = 0.2
     layer: int | None = None
-    window: int = 8
-    kernel: int = 7
+    window: int = 32
+    kernel: int = 33
+    voters: int = 4
 
     shortens: ClassVar[bool] = True
 
@@ -77,6 +84,8 @@ class FastKV(Propagation):
             return f"rate is the share of tokens that go on, above 0 and at most 1, not {self.rate}"
         if self.window < 1:
             return f"window is at least 1, not {self.window}"
+        if self.voters < 1:
+            return f"voters is the number of layers that choose, at least 1, not {self.voters}"
         return None if self.kernel % 2 else f"kernel must be odd, so that a slot is its own centre, not {self.kernel}"
 
     @property
@@ -86,6 +95,9 @@ class FastKV(Propagation):
     def last_whole(self, num_layers: int) -> int:
         return num_layers // 2 - 1 if self.layer is None else self.layer
 
+    def is_asked(self, layer: int, num_layers: int) -> bool:
+        return 0 <= self.last_whole(num_layers) - layer < self.voters
+
     def num_going(self, num_tokens: int) -> int:
         return math.ceil(self.rate * num_tokens)
 
@@ -93,11 +105,14 @@ class FastKV(Propagation):
         return SnapKV(self.window, self.kernel, over_group="sum").score(view)
 
 
-def going_on(importance_RS: Tensor, view: View, num_tokens: int, num_going: int, must_RS: Tensor) -> Tensor:
+def of_new(value_RS: Tensor, view: View, num_tokens: int) -> Tensor:
+    """[R, T]: what stands at the new tokens, which are the last slots of each row."""
+    new_T = torch.arange(num_tokens, device=value_RS.device)
+    return value_RS.gather(1, view.len_R.unsqueeze(-1) - num_tokens + new_T)
+
+
+def going_on(importance_T: Tensor, num_going: int, must_T: Tensor) -> Tensor:
     """The new tokens that go on, ascending [K]: those that must, and the most important of the others."""
-    new_T = torch.arange(num_tokens, device=must_RS.device)
-    slot_RT = view.len_R.unsqueeze(-1) - num_tokens + new_T
-    total_T = importance_RS.gather(1, slot_RT).sum(0)
-    total_T = total_T.masked_fill(must_RS.gather(1, slot_RT).any(0), torch.inf)
+    total_T = importance_T.masked_fill(must_T, torch.inf)
     count = max(num_going, int(total_T.isinf().sum()))
-    return total_T.topk(min(count, num_tokens)).indices.sort().values
+    return total_T.topk(min(count, len(total_T))).indices.sort().values

@@ -40,9 +40,11 @@ def test_pages_chosen_by_channels_answer_as_everything_does(smollm2: Model) -> N
 
 
 def test_tokens_that_the_question_looks_at_go_on(smollm2: Model) -> None:
-    """The question is known; half of the layers run on two fifths of the tokens."""
+    """The question is known; half of the layers run on two fifths of the tokens. One key: of two, the model itself
+    gives the later for both."""
     question, key = next(iter(ASKED.items()))
+    text = "".join(f"{turn}\n" for turn in TURNS if "key of the oven" not in turn)
     with kvfold.Session(smollm2, "fastkv(rate=0.4)", template=None) as session:
-        session.extend(TEXT + question)
+        session.extend(text + question)
         assert len(session.kept(-1, 0)) < 0.42 * len(session.token_ids) == 0.42 * len(session.kept(0, 0))
         assert key in session.generate(max_new_tokens=8).text

@@ -1,7 +1,7 @@
 """Tokens that a prefill pass leaves behind between two layers, where its policies say so (kvfold/prefill.py).
 
-After the last layer that runs on all tokens, the layer's keys and the prompt's last queries decide who goes on. Later
-layers are shorter: what they store has gaps, at the positions of those who stayed behind.
+After the last layer that runs on all tokens, its keys and the prompt's last queries, and those of some layers before
+it, decide who goes on. Later layers are shorter: what they store has gaps, at the positions of those who stayed behind.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.view import NewSlots, build_view
-from kvfold.prefill import going_on
+from kvfold.prefill import going_on, of_new
 from kvfold.score.base import View
 
 
@@ -33,17 +33,27 @@ class LeftBehind:
             way.last_whole(sequence.spec.num_layers) if way.shortens and not whole else None
             for way, sequence in zip(ways, sequences, strict=True)
         ]
+        self._importance: dict[int, Tensor] = {}  # [T], of the layers that were asked so far
         self._chosen: dict[int, Tensor] = {}  # for after the layer that is running
 
     def look(self, index: int, layer: int, new: NewSlots, num_last: int) -> None:
-        """All tokens of a sequence were in this layer: choose, if it is the one to do so. The last `num_last` stay."""
-        sequence = self.sequences[index]
+        """All tokens of a sequence were in this layer: let it vote, and choose behind the last. `num_last` go on."""
+        sequence, last_whole = self.sequences[index], self._last_whole[index]
         way = sequence.policy.propagate
-        num_going = way.num_going(new.num_tokens) if layer == self._last_whole[index] else new.num_tokens
-        if num_going < new.num_tokens:
-            view = build_view(sequence, layer, new, way.needs)
-            must_RS = _must_go_on(sequence, view, num_last)
-            self._chosen[index] = going_on(way.importance(view), view, new.num_tokens, num_going, must_RS)
+        if last_whole is None or not way.is_asked(layer, sequence.spec.num_layers):
+            return
+        num_going = way.num_going(new.num_tokens)
+        if num_going == new.num_tokens:
+            return
+        view = build_view(sequence, layer, new, way.needs)
+        importance_T = of_new(way.importance(view), view, new.num_tokens).sum(0)
+        if index in self._importance:
+            importance_T += self._importance.pop(index)
+        if layer < last_whole:
+            self._importance[index] = importance_T
+        else:
+            must_T = of_new(_must_go_on(sequence, view, num_last), view, new.num_tokens).any(0)
+            self._chosen[index] = going_on(importance_T, num_going, must_T)
 
     def leave(self) -> Tensor | None:
         """After a layer: which of the tokens that ran go on, packed over all sequences; None where all do."""

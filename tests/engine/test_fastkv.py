@@ -5,9 +5,12 @@ R rows (KV heads)   S slots   D head dim
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 import kvfold
 from kvfold.engine.runner import Runner
@@ -15,10 +18,12 @@ from kvfold.errors import InputError, PolicyError
 from kvfold.models.check import check_policy
 from kvfold.models.loader import Model
 from kvfold.policy import Policy
-from kvfold.prefill import FastKV
+from kvfold.prefill import FastKV, of_new
+from kvfold.score.base import Needs
 from kvfold.store.binding import check_reuse, kind_of
 from tests.engine.runs import Shared, kept, make_runner, make_sequence, prefill_and_generate
-from tests.tiny import prompt
+from tests.score.views import make_view
+from tests.tiny import build, prompt
 
 FAMILY = "llama"
 LENGTH = 150
@@ -41,6 +46,36 @@ def test_later_layers_hold_the_tokens_that_went_on(shared: Shared) -> None:
     going = others[0][0]
     assert len(going) == 60 and others and all(head == going for layer in others for head in layer)
     assert going[:4] == [0, 1, 2, 3] and going[-32:] == list(range(LENGTH - 32, LENGTH))
+
+
+def chosen_by_attention(model: Any, tokens: list[int], layers: slice, *, window: int, kernel: int) -> list[int]:
+    """A fifth of the tokens: four sinks, the last 32, and what the window attends to most, by transformers' weights."""
+    model.set_attn_implementation("eager")
+    weights = model(torch.tensor([tokens]), output_attentions=True).attentions[layers]
+    votes_T = sum(layer[0, :, -window:].sum((0, 1)) for layer in weights)
+    before_T = functional.pad(votes_T[:-window], (kernel // 2, kernel // 2 + window)).unfold(0, kernel, 1).sum(-1)
+    before_T[:4] = before_T[-32:] = torch.inf
+    return sorted(before_T.topk(len(tokens) // 5).indices.tolist())
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("arguments", "layers"),
+    [("voters=1", slice(1, 2)), ("voters=2", slice(0, 2)), ("", slice(0, 2)), ("kernel=7, voters=1", slice(1, 2))],
+)
+def test_the_end_and_the_last_layers_choose(shared: Shared, arguments: str, layers: slice) -> None:
+    """Layers below the first cannot vote."""
+    tokens, kernel = prompt(200), 7 if "kernel" in arguments else 33
+    options = ", ".join(part for part in ("layer=1", "window=16", arguments) if part)
+    going = layers_of(shared(FAMILY), f"fastkv({options})", tokens)[2][0]
+    assert going == chosen_by_attention(build(FAMILY), tokens, layers, window=16, kernel=kernel)
+
+
+def test_votes_are_of_the_new_tokens_alone() -> None:
+    """Rows that stored more or less of an earlier prompt: the new slots are the last of each row."""
+    view = make_view((9,), (7, 5), Needs())
+    value_RS = torch.arange(14).view(2, 7)
+    assert of_new(value_RS, view, 3).tolist() == [[4, 5, 6], [9, 10, 11]]
 
 
 def expected_logits(model: Model, tokens: list[int], going: list[int], layer: int) -> Tensor:
@@ -97,7 +132,7 @@ def test_sizes_hold_beside_it(shared: Shared) -> None:
     """A third of 150 tokens is 50 slots a head, open block included; layers that run on fewer tokens hold these."""
     model, size = shared(FAMILY), "snapkv(window=8) + 3x + protect(sinks=2, recent=8)"
     wide = layers_of(model, f"{size} + fastkv(rate=0.5, layer=0)", prompt(LENGTH))
-    narrow = layers_of(model, f"{size} + fastkv(rate=0.2, layer=0)", prompt(LENGTH))
+    narrow = layers_of(model, f"{size} + fastkv(rate=0.2, layer=0, window=8)", prompt(LENGTH))
     assert {len(head) for layer in wide for head in layer} == {42}
     assert [{len(head) for head in layer} for layer in narrow] == [{42}] + [{30}] * (len(narrow) - 1)
 
@@ -148,6 +183,7 @@ def test_the_default_layer_is_the_published_one(num_layers: int, layer: int) -> 
         ("streaming + 8x + slot + fastkv", "use keep"),
         ("fastkv(rate=0.0)", "above 0 and at most 1"),
         ("fastkv(kernel=4)", "kernel must be odd"),
+        ("fastkv(voters=0)", "layers that choose, at least 1"),
         ("prefill(snapkv + 8x + fastkv)", "cannot stand inside prefill"),
     ],
 )
@@ -175,6 +211,6 @@ def test_models_it_does_not_fit_are_refused(shared: Shared) -> None:
 
 def test_the_canonical_form_says_how_prompts_run() -> None:
     policy = Policy.parse("snapkv + 8x + fastkv(rate=0.25)")
-    assert str(policy).endswith("fastkv(rate=0.25, layer=none, window=8, kernel=7)")
+    assert str(policy).endswith("fastkv(rate=0.25, layer=none, window=32, kernel=33, voters=4)")
     assert Policy.parse(str(policy)) == policy and Policy.parse(policy.short) == policy
     assert str(Policy.parse("full")).endswith("+ dense")
