@@ -76,8 +76,8 @@ class PrefillPass:
     """`num_tokens[i]` new tokens for sequence i. With `compress`, sizes refer to `seen_lens[i]`, the committed length
     at the end of the call this pass belongs to; without, everything new is kept.
 
-    `followers` are empty sequences of other policies that read what an (empty) first sequence reads: attention is
-    computed once, compression once for each.
+    `followers` are empty sequences of other policies that read what an (empty) first sequence reads, and leave the same
+    tokens behind between layers: attention is computed once, compression once for each.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class PrefillPass:
             for sequence, length in zip(sequences, seen, strict=True)
         ]
         self._buffers: list[LayerBuffer | None] = [None] * len(sequences)
-        self.left = LeftBehind(self.sequences, self.num_tokens, whole=not compress or bool(followers))
+        self.left = LeftBehind(self.sequences, self.num_tokens, whole=not compress)
         self._dtype = torch.float32
         self.held: dict[int, Held] = {}
         self._hold()

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kvfold.attend.decode import DecodePass
 from kvfold.attend.prefill import PrefillPass
+from kvfold.attend.track import Tracked
 from kvfold.core import HAS_TRITON, Compile, ModelSpec
 from kvfold.engine.graphs import graphs_of
 from kvfold.engine.layer_major import LayerMajor, Progress
@@ -99,21 +100,27 @@ class Runner:
     ) -> Tensor:
         """Read the same tokens into several empty sequences of different policies: one forward serves all.
 
-        Logits [sequences, vocab] after the last token. Sequences that compress between chunks, or leave tokens behind
-        between layers, run on their own.
+        Logits [sequences, vocab] after the last token. Sequences that leave tokens behind between layers share one
+        with those that leave the same; those that compress between chunks run on their own.
         """
         if any(sequence.logical_len for sequence in sequences) or not sequences:
             raise InputError("prefill_many fills one or more empty sequences; use prefill to continue one")
         self._check([sequences[0]], [tokens])
         seen = _seen_lens([sequences[0]], [tokens])
-        alone = [i for i, s in enumerate(sequences) if _runs_alone(s.policy)]
-        shared = [sequence for i, sequence in enumerate(sequences) if i not in alone]
-        logits: dict[int, Tensor] = {i: self.prefill([sequences[i]], [tokens])[0] for i in alone}
-        if shared:
-            out = self._forward(shared[:1], [tokens], seen, compress=True, progress=progress, followers=shared[1:])
-            for i, sequence in enumerate(sequences):
-                forget_prompt(sequence)
-                logits.setdefault(i, out[0].float())
+        logits: dict[int, Tensor] = {}
+        passes: dict[object, list[int]] = {}
+        for i, sequence in enumerate(sequences):
+            if isinstance(sequence.policy.prefill.when, BetweenChunks):
+                logits[i] = self.prefill([sequence], [tokens])[0]
+            else:
+                passes.setdefault(_left_behind_by(sequence.policy), []).append(i)
+        for shared in passes.values():
+            first, *others = [sequences[i] for i in shared]
+            out = self._forward([first], [tokens], seen, compress=True, progress=progress, followers=others)
+            progress = None  # the tokens have been counted
+            for i in shared:
+                forget_prompt(sequences[i])
+                logits[i] = out[0].float()
         return torch.stack([logits[i] for i in range(len(sequences))])
 
     @torch.inference_mode()
@@ -341,8 +348,11 @@ class Runner:
             )
 
 
-def _runs_alone(policy: Policy) -> bool:
-    return isinstance(policy.prefill.when, BetweenChunks) or policy.propagate.shortens
+def _left_behind_by(policy: Policy) -> object:
+    """All that decides which tokens of a prompt are left behind between layers; None: every token stays."""
+    if not policy.propagate.shortens:
+        return None
+    return policy.propagate, policy.prefill.protect, Tracked.of([policy], decoding=False).last_queries
 
 
 def _seen_lens(sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]) -> list[int]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import kvfold
+from kvfold.attend.prefill import PrefillPass
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError, PolicyError
 from kvfold.models.check import check_policy
@@ -158,12 +159,31 @@ def test_progress_counts_every_token(shared: Shared) -> None:
     assert sum(done) == LENGTH
 
 
-def test_read_in_one_pass_with_others_it_stays_itself(shared: Shared) -> None:
-    model, tokens = shared(FAMILY), prompt(LENGTH)
+def test_read_in_one_pass_with_others_it_stays_itself(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass for those that leave nobody behind, one for each way of leaving tokens behind."""
+    model, tokens, passes = shared(FAMILY), prompt(LENGTH), list[int]()
     runner: Runner = make_runner(model)
-    policies = ["full", "fastkv(rate=0.3, layer=0)"]
+    read = runner.read
+
+    def counted(current: PrefillPass, *args: Any, **more: Any) -> Tensor:
+        passes.append(1 + len(current.followers))
+        return read(current, *args, **more)
+
+    monkeypatch.setattr(runner, "read", counted)
+    snap, some = "snapkv(window=8)", "protect(sinks=2, recent=8)"
+    short = "fastkv(rate=0.3, layer=0, window=8)"
+    policies = [
+        "full",
+        f"{snap} + 2x + {some} + {short}",
+        f"{snap} + 2x + {some}",
+        f"{snap} + 5x + {some} + {short}",
+        f"{snap} + ada + 4x + {some} + {short}",
+        f"{snap} + 5x + protect(sinks=2, recent=16) + {short}",
+        f"snapkv(window=12) + 5x + {some} + {short}",
+    ]
     sequences = [make_sequence(runner, policy) for policy in policies]
-    runner.prefill_many(sequences, tokens)
+    logits = runner.prefill_many(sequences, tokens)
+    assert passes == [2, 3, 1, 1] and torch.equal(logits[1], logits[4]) and not torch.equal(logits[0], logits[1])
     assert [kept(sequence) for sequence in sequences] == [layers_of(model, p, tokens, chunk_len=512) for p in policies]
     for sequence in sequences:
         sequence.release()
