@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from importlib.util import find_spec
 from typing import Literal
 
@@ -56,10 +56,19 @@ class Rope:
         """Whole turns per position, float64 [rotary_dim/2]."""
         return _on_device(self.frequencies, device) / (2 * math.pi)
 
+    def turns(self, positions: Tensor, end: int | None = None) -> tuple[Tensor, Tensor]:
+        """cos and sin [..., rotary_dim/2] of integer positions [...]. With an `end`, those from 0 up to it are looked
+        up in a table that is kept; all others get some of these."""
+        if end is None:
+            angles = self.angles(positions)
+            return angles.cos(), angles.sin()
+        cos_PF, sin_PF = _table(self, 1 << (end - 1).bit_length(), positions.device)
+        index = positions.clamp(0, end - 1)
+        return cos_PF[index], sin_PF[index]
+
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Turn x [..., D] by integer positions [...] (negative turns back); no attention_scale."""
-        angles = self.angles(positions)
-        return self.turn(x, angles.cos(), angles.sin())
+        return self.turn(x, *self.turns(positions))
 
     def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Apply given cos and sin [..., rotary_dim/2] to the rotary part of x [..., D]."""
@@ -72,6 +81,13 @@ class Rope:
             a, b = rotary[..., :half], rotary[..., half:]
             turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
         return torch.cat((turned.to(x.dtype), rest), dim=-1)
+
+
+@lru_cache(maxsize=4)
+def _table(rope: Rope, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin of the first positions; models have one rope or two, and lengths double."""
+    with torch.inference_mode(False):
+        return rope.turns(torch.arange(length, device=device))
 
 
 @dataclass(frozen=True)

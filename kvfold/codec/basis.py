@@ -64,9 +64,9 @@ class Basis:
         mine = slice(place * dim, (place + 1) * dim)
         return torch.addmm(self.mean_GX[group, mine], latent_nr.float(), self.axes_GXr[group, mine].mT)
 
-    def turned(self, x_ND: Tensor, position_N: Tensor) -> Tensor:
-        """Slots at their positions."""
-        return x_ND if self.rope is None else self.rope.rotate(x_ND, position_N)
+    def turned(self, x_ND: Tensor, position_N: Tensor, end: int | None = None) -> Tensor:
+        """Slots at their positions; `end` as Rope.turns takes it."""
+        return x_ND if self.rope is None else self.rope.turn(x_ND, *self.rope.turns(position_N, end))
 
 
 def mixing(size: int) -> Tensor:

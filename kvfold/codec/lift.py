@@ -25,10 +25,16 @@ class Lift:
     below_rope: Rope | None = None  # of keys
     rope: Rope | None = None
 
-    def __call__(self, below_HnD: Tensor, position_n: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """fp32 [H, n, D] at their positions. In float64 a slot's result does not depend on the slots beside it."""
-        x_HnD = below_HnD if self.below_rope is None else self.below_rope.rotate(below_HnD, -position_n)
+    def __call__(
+        self, below_HnD: Tensor, position_n: Tensor, end: int | None = None, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """fp32 [H, n, D] at their positions; `end` as Rope.turns takes it. In float64 a slot's result does not depend
+        on the slots beside it."""
+        x_HnD = below_HnD
+        if self.below_rope is not None:
+            cos_nF, sin_nF = self.below_rope.turns(position_n, end)
+            x_HnD = self.below_rope.turn(below_HnD, cos_nF, -sin_nF)
         x_nC = x_HnD.transpose(0, 1).flatten(1).to(dtype)
         told_nC = torch.addmm(self.bias_C.to(dtype), x_nC, self.weight_CC.to(dtype)).float()
         told_HnD = told_nC.unflatten(1, (len(below_HnD), -1)).transpose(0, 1)
-        return told_HnD if self.rope is None else self.rope.rotate(told_HnD, position_n)
+        return told_HnD if self.rope is None else self.rope.turn(told_HnD, *self.rope.turns(position_n, end))

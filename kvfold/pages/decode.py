@@ -52,7 +52,7 @@ def latest_below(pages: LayerPages, side: Side, counts: Sequence[int], position_
     latest = [x_nD[len(x_nD) - count :] for x_nD, count in zip(rows, counts, strict=True)]
     if side not in pages.lifts:
         return torch.cat(latest)
-    return pages.lifts[side](torch.stack(latest), position_N[: counts[0]], torch.float64).flatten(0, 1)
+    return pages.lifts[side](torch.stack(latest), position_N[: counts[0]], dtype=torch.float64).flatten(0, 1)
 
 
 def _below_run(pages: LayerPages, run: Run, side: Side) -> Tensor | None:
@@ -72,7 +72,8 @@ def _told(pages: LayerPages, below: LayerPages, side: Side) -> Sequence[Tensor]:
     rows = _rows(below, side)
     if side not in pages.lifts:
         return rows
-    return pages.lifts[side](torch.stack(rows), below.positions(0)).unbind(0)
+    end = max(run.end_position for run in below.runs())
+    return pages.lifts[side](torch.stack(rows), below.positions(0), end).unbind(0)
 
 
 def _rows(pages: LayerPages, side: Side) -> list[Tensor]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from kvfold.codec.base import Field, Side
@@ -94,6 +95,12 @@ class Run:
     @cached_property
     def position_N(self) -> Tensor:
         return self._fields()[POSITION.name].squeeze(-1)
+
+    @cached_property
+    def end_position(self) -> int:
+        """Beyond those of all used slots; found once, for it waits for the device."""
+        used = [self.position_N[start : start + length] for start, length in zip(self.starts, self.lens, strict=True)]
+        return int(torch.cat(used).max()) + 1
 
     @cached_property
     def bias_N(self) -> Tensor | None:

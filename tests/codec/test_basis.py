@@ -62,6 +62,16 @@ def test_keys_are_turned_back_first() -> None:
     torch.testing.assert_close(back, torch.tensor([[3.0, 5.0]]), atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("end", [1, 7, 500, 1200])
+def test_looked_up_turns_are_those_that_are_computed(end: int) -> None:
+    """Where no slot lies, positions are what stands in the memory."""
+    basis, position_N = drawn(1, 2, 16, 32), torch.arange(end, dtype=torch.int32).flip(0)
+    x_ND = torch.randn(end + 2, 16)
+    noise = torch.tensor([2**31 - 1, -(2**31)], dtype=torch.int32)
+    looked_up = basis.turned(x_ND, torch.cat((position_N, noise)), end)
+    assert torch.equal(looked_up[:end], basis.turned(x_ND[:end], position_N))
+
+
 @pytest.mark.parametrize("num_heads", [1, 2, 3])
 @pytest.mark.parametrize("head_dim", [4, 16, 64])
 def test_all_axes_give_slots_back(num_heads: int, head_dim: int) -> None:
