@@ -21,7 +21,7 @@ from kvfold.errors import OutOfPages
 from kvfold.pages.grow import give_pages, put_off
 from kvfold.pages.segment import GROWTH, Segment
 from kvfold.pages.sequence import SequenceCache
-from kvfold.pages.table import Ints, Places, SegmentTable, before_in_group, is_first, segment_table
+from kvfold.pages.table import Ints, Places, SegmentTable, before_in_group, segment_table
 
 
 class Stretches(NamedTuple):
@@ -62,19 +62,33 @@ def _wanted_pages(tail: Segment, room_X: Ints, num_slots: int, spare: int) -> In
 
 def append_blocks(sequences: Sequence[SequenceCache], tables: Sequence[SegmentTable]) -> Stretches:
     """Count the committed slots of the open blocks as sealed; the tails' tables have room for them. The caller writes
-    the slots: until then what the new places hold is undefined."""
+    the slots: until then what the new places hold is undefined.
+
+    Where all go on as they did the last time, which most seals do, `extent_N`, `begin_N` and `count_N` are the same
+    objects as then.
+    """
     counts = [sequence.open.committed for sequence in sequences]
     every = _together(tuple(table.places for table in tables))
-    length_E = np.concatenate([table.length_E for table in tables])
-    at_N, begin_N, count_N = _places_for(counts, every, every.capacity_E - length_E)
+    last = every.last
+    if last is not None and last.goes_on(tables, counts):
+        length_E, (at_N, begin_N, count_N) = last.length_E.copy(), last.taken
+        room = last.room - max(counts)
+    else:
+        length_E = np.concatenate([table.length_E for table in tables])
+        at_N, begin_N, count_N = _places_for(counts, every, every.capacity_E - length_E)
+        room = int((every.capacity_E[at_N] - length_E[at_N] - count_N).min())
     filled_N = length_E[at_N]
     length_E[at_N] = filled_N + count_N
+    after = []
     for sequence, table, count, end in zip(sequences, tables, counts, every.ends, strict=True):
         sequence.sealed_len += count
         mine_E = length_E[end - len(table.length_E) : end]
-        put_off(sequence.tail, SegmentTable(table.places, mine_E, table.least_room - count))
+        after.append(SegmentTable(table.places, mine_E, table.least_room - count))
+        put_off(sequence.tail, after[-1])
         if count % sequence.tail.group:
             sequence.tail.changes.rise()  # groups that are closed early end their extents: the table no longer holds
+    is_one_each = len(at_N) == sum(item.num_rows for item in every.each)
+    every.last = _Append(after, counts, length_E, (at_N, begin_N, count_N), room) if is_one_each else None
     return Stretches(every, at_N, begin_N, count_N, filled_N)
 
 
@@ -83,15 +97,27 @@ def _places_for(counts: Sequence[int], every: AllPlaces, room_E: Ints) -> tuple[
     many."""
     at_R = np.flatnonzero(room_E > 0)
     room_R, row_R = room_E[at_R], every.row_E[at_R]
-    if min(counts) == max(counts) and is_first(row_R).all():  # most seals: all that a head has room for is one extent
-        return at_R, np.zeros_like(at_R), np.full_like(at_R, counts[0])
     begin_R = before_in_group(row_R, room_R)  # older extents are filled first
     take_R = np.minimum(np.array(counts)[every.owner_E[at_R]] - begin_R, room_R)
     taking = np.flatnonzero(take_R > 0)
     return at_R[taking], begin_R[taking], take_R[taking]
 
 
-@dataclass(frozen=True, eq=False)
+class _Append(NamedTuple):
+    """An append that gave every head its slots in one extent, as do those that follow it for as long as they fit."""
+
+    tables: list[SegmentTable]  # as it left them
+    counts: list[int]
+    length_E: Ints
+    taken: tuple[Ints, Ints, Ints]  # the first columns of Stretches
+    room: int  # that is left in the fullest of the extents
+
+    def goes_on(self, tables: Sequence[SegmentTable], counts: list[int]) -> bool:
+        """Whether nothing has come between, and as many slots go to the same extents again."""
+        return self.tables == tables and self.counts == counts and self.room >= max(counts)
+
+
+@dataclass(eq=False)
 class AllPlaces:
     """Places of several tails as one; the same object as long as theirs are."""
 
@@ -102,6 +128,7 @@ class AllPlaces:
     row_E: Ints  # among the heads of all
     capacity_E: Ints
     ends: list[int]
+    last: _Append | None = None
 
 
 @lru_cache(maxsize=2)

@@ -50,15 +50,19 @@ def same_table(found: SegmentTable, expected: SegmentTable) -> None:
 @settings(max_examples=30, deadline=None)
 @given(
     prompts=st.lists(st.integers(1, 40), min_size=1, max_size=3),
-    rounds=st.lists(st.integers(1, 8), min_size=1, max_size=6),
+    rounds=st.lists(st.integers(1, 8), min_size=1, max_size=4),
     page_size=st.sampled_from((2, 4, 16)),
+    reserved=st.sampled_from((0, 40)),
 )
-def test_every_head_gets_the_next_positions(prompts: list[int], rounds: list[int], page_size: int) -> None:
+def test_every_head_gets_the_next_positions(
+    prompts: list[int], rounds: list[int], page_size: int, reserved: int
+) -> None:
     arena = Arena(4 << 20, superblock_bytes=SMALL_BLOCK)
     sequences = [new_sequence("full", SPEC, arena=arena, page_size=page_size, open_len=8) for _ in prompts]
     for sequence, length in zip(sequences, prompts, strict=True):
         fill(sequence, length)
-    for num_tokens in rounds:
+        sequence.tail.reserve([[reserved, reserved]] * 3)  # behind a page that may have room, too
+    for num_tokens in (num_tokens for num_tokens in rounds for _ in range(3)):
         for i, sequence in enumerate(sequences):
             waiting(sequence, min(num_tokens + i, 8))
         append(sequences)

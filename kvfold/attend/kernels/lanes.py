@@ -29,6 +29,8 @@ from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.table import Ints, Places, SegmentTable, segment_table
 from kvfold.pages.transfer import sent
 
+_MOST_ROOM = np.iinfo(np.int64).max  # of tasks that never grow
+
 
 class OutOfLanes(Exception):
     """A sequence has outgrown its lane's table; new lanes are needed."""
@@ -46,25 +48,34 @@ class _Held:
     places: Places
     length_E: Ints
     at_E: Ints  # the row of each extent's last task in the table
-    begin_E: Ints  # slots of the extent before that task
     end_E: Ints  # how long the extent may become before that task is not enough
 
 
+class _Growth(NamedTuple):
+    """By how much extents grew, and what the tables were told."""
+
+    by_E: Ints
+    at_N: Tensor
+    by_N: Tensor
+    room: int  # slots that the fullest of their last tasks has left
+
+
 class _Joined(NamedTuple):
-    """Several lanes as one, in the order in which they grew last: usually they grow together again."""
+    """Several lanes as one, in the order in which they grew last: usually they grow together again, by as much."""
 
     held: list[_Held]
     lane_E: Ints
     length_E: Ints
     at_E: Ints
-    begin_E: Ints
     end_E: Ints
+    last: _Growth | None = None
 
     @classmethod
     def of(cls, lanes: list[int], held: list[_Held]) -> _Joined:
-        columns = zip(*((item.length_E, item.at_E, item.begin_E, item.end_E) for item in held), strict=True)
-        lane_E = np.repeat(np.array(lanes), [len(item.at_E) for item in held])
-        return cls(held, lane_E, *(np.concatenate(column) for column in columns))
+        length_E, at_E, end_E = (
+            np.concatenate([getattr(item, name) for item in held]) for name in ("length_E", "at_E", "end_E")
+        )
+        return cls(held, np.repeat(np.array(lanes), [len(item.at_E) for item in held]), length_E, at_E, end_E)
 
 
 class Lanes:
@@ -153,17 +164,25 @@ class Lanes:
         if joined is None or joined.held != held:
             joined = _Joined.of([lane for lane, _ in grown], held)
         after_E = np.concatenate(lengths)
-        at = np.flatnonzero(after_E != joined.length_E)
-        length_N = after_E[at]
-        full = set(joined.lane_E[at[length_N > joined.end_E[at]]].tolist())
-        if full:
-            its = ~np.isin(joined.lane_E[at], list(full))
-            at, length_N = at[its], length_N[its]
-        self.tables.lengthen(joined.at_E[at], length_N - joined.begin_E[at])
+        by_E, last, full = after_E - joined.length_E, joined.last, set[int]()
+        most = int(by_E.max(initial=0))
+        if last is not None and last.room >= most and np.array_equal(by_E, last.by_E):
+            last = last._replace(room=last.room - most)
+        else:
+            at = np.flatnonzero(by_E)
+            room_N = joined.end_E[at] - after_E[at]
+            full = set(joined.lane_E[at[room_N < 0]].tolist())
+            if full:
+                its = ~np.isin(joined.lane_E[at], list(full))
+                at, room_N = at[its], room_N[its]
+            device = self.open_LB2.device
+            at_N, by_N = sent(joined.at_E[at], device), sent(by_E[at], device)
+            last = _Growth(by_E, at_N, by_N, int(room_N.min(initial=_MOST_ROOM)))
+        self.tables.lengthen(last.at_N, last.by_N)
         for (lane, sequence), item, length_E in zip(grown, held, lengths, strict=True):
             if lane not in full:
                 item.number, item.length_E = sequence.tail.changes.number, length_E
-        self._joined = None if full else joined._replace(length_E=after_E)
+        self._joined = None if full else joined._replace(length_E=after_E, last=last)
         return [(lane, sequence) for lane, sequence in grown if lane in full]
 
     def _put(self, anew: list[tuple[int, SequenceCache]]) -> None:
@@ -179,14 +198,13 @@ class Lanes:
             tail = part.tables[-1]
             mine_E = at_E[end - len(tail.length_E) : end]
             number = sequence.tail.changes.number
-            self._held[lane] = _Held(ref(sequence), number, tail.places, tail.length_E, mine_E, *self._last_tasks(tail))
+            self._held[lane] = _Held(ref(sequence), number, tail.places, tail.length_E, mine_E, self._ends(tail))
 
-    def _last_tasks(self, tail: SegmentTable) -> tuple[Ints, Ints]:
-        """Where the last task of each extent begins, and where it ends at the latest."""
+    def _ends(self, tail: SegmentTable) -> Ints:
+        """Where the last task of each extent ends at the latest."""
         split_E = self.split_L[tail.places.layer_E]
-        end_E = num_pieces(tail.length_E, split_E) * split_E
         has_none_E = tail.length_E <= self.layout.exact_len  # or may have none
-        return end_E - split_E, np.where(has_none_E, tail.length_E, end_E)
+        return np.where(has_none_E, tail.length_E, num_pieces(tail.length_E, split_E) * split_E)
 
     def _parts(self, placed: list[tuple[int, SequenceCache]]) -> list[Part]:
         return [

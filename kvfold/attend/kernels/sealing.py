@@ -6,6 +6,7 @@ N stretches   E extents   O sequences   L layers   D head dim
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from kvfold.codec.integer import IntegerCodec
 from kvfold.core import HAS_TRITON
-from kvfold.pages.append import AllPlaces, append_blocks, make_room
+from kvfold.pages.append import AllPlaces, Stretches, append_blocks, make_room
 from kvfold.pages.kernels.forms import knows
 from kvfold.pages.kernels.writing import mean_address
 from kvfold.pages.layer import LayerPages
@@ -74,23 +75,38 @@ def seal_blocks(sequences: Sequence[SequenceCache]) -> None:
 
 def _encode(sequences: Sequence[SequenceCache], tables: Sequence[SegmentTable]) -> None:
     start_O = np.array([sequence.sealed_len for sequence in sequences])  # positions of the open blocks' first slots
-    places, extent_N, begin_N, count_N, filled_N = append_blocks(sequences, tables)
-    item_5N = np.empty((5, len(extent_N)), dtype=np.int32)  # rows of seal.py
-    item_5N[0], item_5N[1], item_5N[2], item_5N[4] = extent_N, begin_N, count_N, filled_N
-    np.add(start_O[places.owner_E[extent_N]], begin_N, out=item_5N[3], casting="same_kind")
-    extents = _extents_of(sequences, places)
-    for page_class, is_its_E in extents.classes:
-        mine_5N = item_5N if is_its_E is None else item_5N.compress(is_its_E[extent_N], axis=1)
-        _launch(sequences, page_class, mine_5N, extents.row_E)
+    stretches = append_blocks(sequences, tables)
+    extents = _extents_of(sequences, stretches.places)
+    if extents.extent_N is stretches.extent_N:
+        for item_5N in extents.items:  # those of the last seal: counts stay, positions and lengths go on by them
+            item_5N[3:] += item_5N[2]
+    else:
+        extents.items = list(_items(stretches, start_O, extents, sequences[0].arena.device))
+        extents.extent_N = stretches.extent_N
+    for (page_class, _), item_5N in zip(extents.classes, extents.items, strict=True):
+        _launch(sequences, page_class, item_5N, extents.row_E)
     for sequence in sequences:
         sequence.open.drop_committed()
 
 
-class _Extents(NamedTuple):
-    """What no seal changes of the extents of many tails."""
+def _items(stretches: Stretches, start_O: Ints, extents: _Extents, device: torch.device) -> Iterator[Tensor]:
+    """Of each page class, as rows of seal.py."""
+    places, extent_N, begin_N, count_N, filled_N = stretches
+    item_5N = np.empty((5, len(extent_N)), dtype=np.int32)
+    item_5N[0], item_5N[1], item_5N[2], item_5N[4] = extent_N, begin_N, count_N, filled_N
+    np.add(start_O[places.owner_E[extent_N]], begin_N, out=item_5N[3], casting="same_kind")
+    for _, is_its_E in extents.classes:
+        yield sent(item_5N if is_its_E is None else item_5N.compress(is_its_E[extent_N], axis=1), device)
+
+
+@dataclass(eq=False)
+class _Extents:
+    """What is known on the device of the extents of many tails."""
 
     classes: list[tuple[PageClass, NDArray[np.bool] | None]]  # which extents are of a page class; None: all
-    row_E: Tensor  # of seal.py, on the device
+    row_E: Tensor  # of seal.py, which no seal changes
+    items: list[Tensor] = field(default_factory=list)  # of the last seal, by page class
+    extent_N: Ints | None = None  # the extents that they go to
 
 
 _extents: WeakKeyDictionary[AllPlaces, _Extents] = WeakKeyDictionary()
@@ -126,14 +142,12 @@ def _classes_of(learnt: Sequence[_Learnt], places: AllPlaces) -> Iterator[tuple[
         yield page_class, None if is_its_OL.all() else is_its_OL[places.owner_E, places.layer_E]
 
 
-def _launch(
-    sequences: Sequence[SequenceCache], page_class: PageClass, item_5N: NDArray[np.int32], row_E: Tensor
-) -> None:
+def _launch(sequences: Sequence[SequenceCache], page_class: PageClass, item_5N: Tensor, row_E: Tensor) -> None:
     from kvfold.attend.kernels.seal import seal_items  # the file needs triton
 
     arena = sequences[0].arena
     seal_items(
-        sent(item_5N, arena.device),
+        item_5N,
         row_E,
         arena.memory,
         page_class,

@@ -15,6 +15,7 @@ from functools import cached_property
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from kvfold.attend.kernels.formats import BIAS, K_CODE, LENGTH, MASS, NUM_COLUMNS, QUERY, SKIP
 from kvfold.attend.kernels.tasks import Tasks
@@ -102,12 +103,9 @@ class Tables:
         end_LBH = np.array(lanes)[:, None] * self.capacity + np.cumsum(count_LBH, axis=-1)
         return np.stack((end_LBH - count_LBH, end_LBH), axis=-1).astype(np.int32)
 
-    def lengthen(self, at_N: Ints, length_N: Ints) -> None:
-        """Tasks in these rows are so long now."""
-        if not len(at_N):
-            return
-        device = self.task_LBC.device
-        self.task_LBC.view(-1).index_copy_(0, sent(at_N * NUM_COLUMNS + LENGTH, device), sent(length_N, device))
+    def lengthen(self, at_N: Tensor, by_N: Tensor) -> None:
+        """Tasks in these rows have so many slots more."""
+        self.task_LBC.view(-1, NUM_COLUMNS)[:, LENGTH].index_add_(0, at_N, by_N)
 
     def clear(self, lanes: Sequence[int]) -> None:
         """Nothing is stored for these lanes."""

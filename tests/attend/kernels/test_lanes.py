@@ -78,6 +78,20 @@ def test_lanes_follow_seals_forks_and_changes_of_the_batch() -> None:
         sequence.release()
 
 
+def test_lanes_that_always_grow_by_as_much_pass_borders_between_tasks() -> None:
+    sequences = make(Arena(8 << 20), 16, 96)
+    for sequence in sequences:
+        sequence.tail.reserve([[200, 200]] * 3)
+    lanes = make_lanes(sequences)
+    for _ in range(24):
+        for sequence in sequences:
+            waiting(sequence, 8)
+        append(sequences)
+        check(lanes, sequences)
+    for sequence in sequences:
+        sequence.release()
+
+
 def test_slots_that_are_gone_leave_no_tasks_behind() -> None:
     sequences = make(Arena(8 << 20), 300, 40)
     lanes = make_lanes(sequences)

@@ -125,6 +125,26 @@ def test_one_launch_writes_what_the_plain_seal_writes(policy: str, spec: ModelSp
     assert arena.lent_bytes == 0
 
 
+@pytest.mark.parametrize(("lengths", "policy"), [((40, 77), "int4(layers=1:)"), ((64, 64), "kivi4")])
+def test_seals_go_on_where_the_last_one_ended(lengths: tuple[int, int], policy: str) -> None:
+    """Of both sequences, of one alone, and of both again: a page has room for three or four seals."""
+    arena = Arena(1 << 24, device=DEVICE, superblock_bytes=4096)
+    plain, fast = (
+        [stored(policy, arena, n, i, page_size=192, open_len=32) for i, n in enumerate(lengths)] for _ in "ab"
+    )
+    for turn, which in enumerate(((0, 1), (0, 1), (1,), (0, 1), (0, 1))):
+        for i in which:
+            for item in (plain[i], fast[i]):
+                fill(item, 32, seed=10 * turn + i)
+            seal(plain[i])
+        seal_blocks([fast[i] for i in which])
+        for i in which:
+            assert_same(fast[i], plain[i], 0.002)
+    for item in (*plain, *fast):
+        item.release()
+    assert arena.lent_bytes == 0
+
+
 @pytest.mark.parametrize("policy", ["kivi4", "kivi2(layers=1:)"])
 def test_groups_fill_pages_and_end_early(policy: str) -> None:
     """A block may end within a group, which then ends its extent, and a group never goes on in another block."""
