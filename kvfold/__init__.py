@@ -17,13 +17,13 @@ from kvfold.errors import KvfoldError, KvfoldWarning
 
 if TYPE_CHECKING:
     from kvfold import budget, codec, evicted, score
+    from kvfold.batch import generate_batch as generate
     from kvfold.episodes import Episodes
     from kvfold.models.attach import attach
     from kvfold.models.cache import Cache
     from kvfold.models.loader import Model, load, wrap
     from kvfold.policy import Policy
     from kvfold.session import Reply, Session
-    from kvfold.session import generate_batch as generate
     from kvfold.stats import Stats
 
 __version__ = "0.1.0"
@@ -60,7 +60,7 @@ _SOURCES = {
     "budget": ("kvfold.budget", None),
     "codec": ("kvfold.codec", None),
     "evicted": ("kvfold.evicted", None),
-    "generate": ("kvfold.session", "generate_batch"),
+    "generate": ("kvfold.batch", "generate_batch"),
     "load": ("kvfold.models.loader", "load"),
     "score": ("kvfold.score", None),
     "wrap": ("kvfold.models.loader", "wrap"),

@@ -43,6 +43,20 @@ class Reply:
     stats: Stats
     decode_ms: float  # mean over the tokens that ran
 
+    @classmethod
+    def of(cls, request: Request, stats: Stats) -> Reply:
+        """To a request that has ended; `stats` of its session now."""
+        assert request.reason is not None
+        stats = replace(
+            stats,
+            decode_ms=request.decode_ms,
+            setup_s=request.setup_s,
+            drafted=request.num_drafted,
+            accepted=request.num_accepted,
+            tokens_per_pass=request.tokens_per_pass,
+        )
+        return cls(request.text, request.token_ids, request.reason, stats, request.decode_ms)
+
 
 class Session:
     """A sequence of tokens and its cache. Close it, or use it in a `with` statement, to give its memory back."""
@@ -158,7 +172,7 @@ class Session:
             return self._stream(request)
         for _ in self._stream(request):
             pass
-        return self._reply(request)
+        return Reply.of(request, self.stats())
 
     def _request(
         self,
@@ -199,18 +213,6 @@ class Session:
             self.token_ids += request.token_ids
             self._turn = "reply"
             self._logits_V = request.logits_V
-
-    def _reply(self, request: Request) -> Reply:
-        assert request.reason is not None
-        stats = replace(
-            self.stats(),
-            decode_ms=request.decode_ms,
-            setup_s=request.setup_s,
-            drafted=request.num_drafted,
-            accepted=request.num_accepted,
-            tokens_per_pass=request.tokens_per_pass,
-        )
-        return Reply(request.text, request.token_ids, request.reason, stats, request.decode_ms)
 
     # Looking
 
@@ -271,50 +273,3 @@ class Session:
         from kvfold.files import load_session
 
         return load_session(cls, model, Path(path))
-
-
-def generate_batch(
-    model: Model,
-    prompts: Sequence[str],
-    policy: str | Policy = "full",
-    *,
-    template: Literal["auto"] | None = "auto",
-    max_new_tokens: int = 64,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
-    stop: Sequence[str] = (),
-    speculate: bool | int = False,
-    draft_from: Sequence[Sequence[int]] = (),
-    progress: Progress | None = None,
-) -> list[Reply]:
-    """Replies to a ragged batch of prompts, prefilled and decoded together; each prompt is compressed whole."""
-    if isinstance(prompts, str) or not prompts:
-        raise InputError("prompts is a non-empty list of texts")
-    check_speculation(speculate, draft_from)
-    sessions: list[Session] = []
-    try:
-        for _ in prompts:
-            sessions.append(Session(model, policy, template=template))
-        turns, runner = sessions[0].turns, sessions[0].runner
-        ids = [turns.text_ids(prompt, "start", ()) + turns.reply_ids(turns.after_text) for prompt in prompts]
-        logits = runner.prefill([session.cache for session in sessions], ids, progress=progress)
-        eos = model.spec.eos_token_ids
-        requests = [
-            Request(
-                session.cache,
-                row,
-                max_new_tokens,
-                Sampling(temperature, top_k, top_p, seed + i),
-                stop,
-                make_drafter(ids[i], speculate, draft_from, eos),
-            )
-            for i, (session, row) in enumerate(zip(sessions, logits, strict=True))
-        ]
-        for _ in generate(runner, requests, model.tokenizer):
-            pass
-        return [session._reply(request) for session, request in zip(sessions, requests, strict=True)]
-    finally:
-        for session in sessions:
-            session.close()

@@ -21,7 +21,7 @@ LEVELS = (
     ("__main__",),
     ("cli", "serve", "bench", "train"),
     ("__init__",),  # the public names
-    ("episodes", "topics", "session", "stats", "files"),
+    ("batch", "episodes", "topics", "session", "stats", "files"),
     ("engine",),
     ("models", "store"),
     ("attend",),

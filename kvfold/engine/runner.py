@@ -1,9 +1,8 @@
 """The only place that calls the model. It takes a batch of sequences, packed along the token axis.
 
 Prefill is layer-major: one forward over all new tokens in which every decoder layer runs its tokens chunk by chunk,
-then scores and drops before the next layer runs. Chunk borders are absolute multiples of `chunk_len`, so a sequence
-that continues runs the shapes it would have run in one go. `between_chunks` policies run the same pass once per chunk
-(token-major), in bounded memory.
+then scores and drops before the next layer runs. `between_chunks` policies run the same pass once per chunk
+(token-major), in bounded memory (chunks.py).
 
     packed tokens:  | sequence 0: chunk, chunk, … | sequence 1: chunk, … |
 """
@@ -11,7 +10,7 @@ that continues runs the shapes it would have run in one go. `between_chunks` pol
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +21,7 @@ from kvfold.attend.decode import DecodePass
 from kvfold.attend.prefill import PrefillPass
 from kvfold.attend.track import Tracked
 from kvfold.core import HAS_TRITON, Compile, ModelSpec
+from kvfold.engine.chunks import default_chunk_len, passes, pieces
 from kvfold.engine.graphs import graphs_of
 from kvfold.engine.layer_major import LayerMajor, Progress
 from kvfold.engine.logprobs import next_logprobs, surprise
@@ -31,7 +31,7 @@ from kvfold.errors import InputError
 from kvfold.models.attach import layers_wrapped, maskless
 from kvfold.models.fused import fused
 from kvfold.models.observed import Undo, forget_prompt
-from kvfold.models.pass_cache import DecodeCache, PassCache, Piece
+from kvfold.models.pass_cache import DecodeCache, PassCache
 from kvfold.models.sentences import check_sentences, note_sentences
 from kvfold.models.spec import output_head
 from kvfold.pages.arena import Arena
@@ -83,7 +83,7 @@ class Runner:
         for sequence in sequences:
             sequence.open.rollback()
         logits: list[Tensor | None] = [None] * len(sequences)
-        for batch, parts in self._passes(sequences, tokens, compress):
+        for batch, parts in passes(sequences, tokens, compress):
             out = self._forward(
                 [sequences[i] for i in batch], parts, [seen[i] for i in batch], compress=compress, progress=progress
             )
@@ -137,7 +137,7 @@ class Runner:
             )
         head = output_head(self.hf)
         found, at = [], 0
-        for _, (part,) in self._passes([sequence], [tokens], compress):
+        for _, (part,) in passes([sequence], [tokens], compress):
             hidden_TM = self._forward([sequence], [part], seen, compress=compress, progress=progress, hidden=True)
             found.append(next_logprobs(head, hidden_TM, tokens[at + 1 : at + 1 + len(part)]))
             at += len(part)
@@ -233,25 +233,6 @@ class Runner:
             bad = low if low < 0 else high
             raise InputError(f"token id {bad} is outside the vocabulary of {self.spec.vocab_size}")
 
-    def _passes(
-        self, sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]], compress: bool
-    ) -> Iterator[tuple[list[int], list[list[int]]]]:
-        """(sequences, their tokens) of each pass: everything at once, or chunk after chunk where a policy says so."""
-        left = {i: list(ids) for i, ids in enumerate(tokens)}
-        while left:
-            batch, parts = [], []
-            for i in list(left):
-                take = len(left[i])
-                trigger = sequences[i].policy.prefill.when
-                if compress and isinstance(trigger, BetweenChunks):
-                    take = trigger.chunk - sequences[i].committed_len % trigger.chunk
-                batch.append(i)
-                parts.append(left[i][:take])
-                left[i] = left[i][take:]
-                if not left[i]:
-                    del left[i]
-            yield batch, parts
-
     def _forward(
         self,
         sequences: Sequence[SequenceCache],
@@ -309,8 +290,8 @@ class Runner:
         """The model over all tokens, each layer over all of them before the next."""
         device, lens = self.arena.device, current.num_tokens
         ends = None if hidden else torch.tensor(lens, device=device).cumsum(0) - 1
-        pieces = list(self._pieces(current.sequences, tokens))
-        order = LayerMajor(current, pieces, progress, self.spec.num_layers, ends)
+        cut = list(pieces(current.sequences, tokens, self.chunk_len))
+        order = LayerMajor(current, cut, progress, self.spec.num_layers, ends)
         starts = [sequence.sealed_len for sequence in current.sequences]
         positions = torch.cat([torch.arange(s, s + n, device=device) for s, n in zip(starts, lens, strict=True)])
         ids = [token for part in tokens for token in part]
@@ -318,16 +299,6 @@ class Runner:
             out = self._call(ids, positions, order.cache, hidden=hidden)
         found: Tensor = (out.last_hidden_state if hidden else out.logits)[0]
         return found
-
-    def _pieces(self, sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]) -> Iterator[Piece]:
-        begin = 0
-        for index, (sequence, ids) in enumerate(zip(sequences, tokens, strict=True)):
-            end = begin + len(ids)
-            position = sequence.committed_len
-            while begin < end:
-                step = min(self.chunk_len - position % self.chunk_len, end - begin)
-                yield Piece(index, begin, begin + step)
-                begin, position = begin + step, position + step
 
     def _call(
         self,
@@ -358,10 +329,3 @@ def _left_behind_by(policy: Policy) -> object:
 def _seen_lens(sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]) -> list[int]:
     """Committed lengths once these tokens are read."""
     return [sequence.committed_len + len(ids) for sequence, ids in zip(sequences, tokens, strict=True)]
-
-
-def default_chunk_len(spec: ModelSpec, device: torch.device) -> int:
-    """Tokens a layer runs at a time: as many as keep a GPU's matrix units busy; 512 where attention is a plain formula
-    over a map of chunk x slots (fp32 on a GPU, layers with a sliding window) or a CPU's caches are small."""
-    fused = spec.dtype in (torch.float16, torch.bfloat16) and len(spec.compressible_layers) == spec.num_layers
-    return 8192 if device.type == "cuda" and fused else 512
