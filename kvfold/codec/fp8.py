@@ -32,7 +32,7 @@ class Fp8(Codec):
 
     def encode(self, side: Side, slots: Slots, state: State) -> dict[str, Tensor]:
         x_ND = grid.finite(slots.x_ND)
-        scale_N1 = grid.rounded_up(x_ND.abs().amax(-1, keepdim=True) / LARGEST)
+        scale_N1 = grid.rounded_up(grid.divided(x_ND.abs().amax(-1, keepdim=True), LARGEST))
         code_ND = (x_ND / grid.divisor(scale_N1)).to(_FORMAT).view(torch.uint8)
         return {"code": code_ND, "scale": scale_N1}
 

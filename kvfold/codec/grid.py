@@ -50,14 +50,14 @@ def span(x: Tensor, bits: int, dim: int, clip: float = 1.0) -> Grid:
     """The fp32 grid from minimum to maximum along `dim` (kept as 1), shrunk to `clip` about the middle."""
     low, high = x.aminmax(dim=dim, keepdim=True)
     cut = (high - low) * ((1.0 - clip) / 2)
-    return Grid(scale=(high - low - 2 * cut) / levels(bits), zero=low + cut)
+    return Grid(scale=divided(high - low - 2 * cut, levels(bits)), zero=low + cut)
 
 
 def stored(grid: Grid, bits: int) -> Grid:
     """The grid as it is kept: bf16, zero rounded down and scale up, so that it spans what the fp32 grid spans."""
     zero = -rounded_up(-grid.zero)
     top = grid.zero + grid.scale * levels(bits)
-    return Grid(scale=rounded_up((top - zero.float()) / levels(bits)), zero=zero)
+    return Grid(scale=rounded_up(divided(top - zero.float(), levels(bits))), zero=zero)
 
 
 def to_codes(x: Tensor, grid: Grid, bits: int) -> Tensor:
@@ -75,6 +75,12 @@ def divisor(scale: Tensor) -> Tensor:
     """The scale in fp32, 1 where it is 0: a group without extent has all its codes at 0."""
     wide = scale.float()
     return torch.where(wide > 0, wide, 1.0)
+
+
+def divided(x: Tensor, number: float) -> Tensor:
+    """The nearest to x / number, on every device: a GPU takes the product with a rounded inverse for it, which is not,
+    unless the number is a tensor."""
+    return x / x.new_full((), number)
 
 
 def rounded_up(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvfold.codec import hadamard
-from kvfold.pages.kernels.encode import put_slots
+from kvfold.pages.kernels.encode import UNFUSED, put_slots
 from kvfold.pages.kernels.forms import constants
 from kvfold.pages.layout import PageClass
 
@@ -95,5 +95,6 @@ def seal_items(item_5N: Tensor, extent_E: Tensor, memory: Tensor, page_class: Pa
         HAS_BIAS=page_class.has_bias,
         PLAIN=not memory.is_cuda,
         **constants(page_class),
+        **UNFUSED,
         num_warps=8,
     )

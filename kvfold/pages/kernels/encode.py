@@ -2,7 +2,8 @@
 
 Rotations are products with the signs of the Hadamard matrix instead of butterflies, so a code may differ by one where a
 number lies within fp32 rounding of the border between two. Signs are exact in bf16, and three bf16 numbers hold an fp32
-one, so nothing is lost on tensor cores, and a processor has room for several programs.
+one, so nothing is lost on tensor cores, and a processor has room for several programs. All else gives the same bits,
+which is why kernels divide to the nearest and are not to fuse products with sums (UNFUSED).
 
 A side (keys or values) is described to the compiler by the same names everywhere:
 
@@ -20,6 +21,7 @@ from kvfold.codec import fp8, grid
 _HALF = tl.constexpr(grid.HALF)
 _LARGEST = tl.constexpr(grid.LARGEST)
 _LARGEST_FP8 = tl.constexpr(fp8.LARGEST)
+UNFUSED = {"enable_fp_fusion": False}  # of the launch of a kernel
 
 
 @triton.jit
@@ -42,7 +44,7 @@ def _up_to_bf16(x: tl.tensor) -> tl.tensor:
 @triton.jit
 def _steps(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
     """x in steps of the scale; a scale of 0 counts as 1."""
-    return tl.math.div_rn(x, tl.broadcast_to(tl.where(scale > 0, scale, 1.0), x.shape))
+    return tl.math.div_rn(x, tl.where(scale > 0, scale, 1.0))
 
 
 @triton.jit
@@ -71,7 +73,7 @@ def _put_fp8(
     D: tl.constexpr,
 ) -> None:
     """Codes and scales of one side."""
-    scale_B = _up_to_bf16(tl.max(tl.abs(x_BD), axis=1) / _LARGEST_FP8)
+    scale_B = _up_to_bf16(tl.math.div_rn(tl.max(tl.abs(x_BD), axis=1), _LARGEST_FP8))
     code_BD = _to_e4m3(_steps(x_BD, scale_B[:, None]))
     slot_B, here_B = first + tl.arange(0, B), tl.arange(0, B) < count
     at_BD = tl.multiple_of(tl.load(places), 16) + slot_B[:, None] * D + tl.arange(0, D)[None, :]
@@ -97,16 +99,16 @@ def _put_integers(
     """Codes, scales and zeros of one side. A grid runs along the slots of one channel, or along channels of a slot."""
     PARTS: tl.constexpr = 8 // BITS
     W: tl.constexpr = D // PARTS
-    TOP: tl.constexpr = (1 << BITS) - 1
+    TOP: tl.constexpr = (1 << BITS) - 1.0
     R: tl.constexpr = B // SPAN
     G: tl.constexpr = D // CHANNELS
     AXIS: tl.constexpr = 1 if SPAN > 1 else 2
     x = tl.reshape(x_BD, [R, SPAN, G]) if SPAN > 1 else tl.reshape(x_BD, [R, G, CHANNELS])
     low_RG, high_RG = tl.min(x, axis=AXIS), tl.max(x, axis=AXIS)
     cut_RG = (high_RG - low_RG) * ((1.0 - CLIP) / 2)
-    step_RG, start_RG = (high_RG - low_RG - 2 * cut_RG) / TOP, low_RG + cut_RG
+    step_RG, start_RG = tl.math.div_rn(high_RG - low_RG - 2 * cut_RG, TOP), low_RG + cut_RG
     zero_RG = -_up_to_bf16(-start_RG)
-    scale_RG = _up_to_bf16((start_RG + step_RG * TOP - zero_RG) / TOP)
+    scale_RG = _up_to_bf16(tl.math.div_rn(start_RG + step_RG * TOP - zero_RG, TOP))
     code = tl.floor(_steps(x - tl.expand_dims(zero_RG, AXIS), tl.expand_dims(scale_RG, AXIS)) + _HALF)
     code_BD = tl.reshape(tl.minimum(tl.maximum(code, 0.0), TOP).to(tl.int32), [B, D])
     if PARTS > 1:  # channels b, b + W, .. share byte b, from its low bits up

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvfold.codec import hadamard
 from kvfold.codec.kivi import GROUP
-from kvfold.pages.kernels.encode import put_slots
+from kvfold.pages.kernels.encode import UNFUSED, put_slots
 from kvfold.pages.kernels.forms import constants
 from kvfold.pages.layout import PageClass
 
@@ -93,5 +93,6 @@ def write_stretches(stretch_N: Tensor, most_slots: int, memory: Tensor, page_cla
         HAS_BIAS=page_class.has_bias,
         PLAIN=not memory.is_cuda,
         **constants(page_class),
+        **UNFUSED,
         num_warps=8,
     )
