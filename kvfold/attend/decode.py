@@ -20,12 +20,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvfold.attend.kernels.sealing import can_seal, seal_blocks
+from kvfold.attend.kernels.sealing import can_seal, expect_seal, find_pages_ahead, seal_blocks
 from kvfold.attend.partial import Merge, attend, compute_dtype
 from kvfold.attend.reach import warn_if_passing
 from kvfold.attend.stored import add_stored
 from kvfold.attend.together import Row, Together, row_of
 from kvfold.attend.track import Tracked, new_mass, stored_mass, track_queries
+from kvfold.errors import OutOfPages
+from kvfold.pages.append import lacks_room, num_ahead
 from kvfold.pages.compress import Compression, decode_target
 from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.view import NewSlots
@@ -178,6 +180,31 @@ def seal_all(sequences: Sequence[SequenceCache]) -> None:
         seal(sequence)
 
 
+def prepare_seals(sequences: Sequence[SequenceCache]) -> None:
+    """Find pages for some of the blocks that seal in steps to come, where that is known to evict nothing. All would ask
+    for theirs at once otherwise; between seals the host has time for a few while the device works. The new tokens of
+    the step that it works on are not counted yet."""
+    waiting = [sequence for sequence in sequences if lacks_room(sequence) and _grows(sequence)]
+    waiting.sort(key=lambda sequence: sequence.open.room)
+    try:
+        for sequence in waiting[: num_ahead([sequence.open.room for sequence in waiting])]:
+            find_pages_ahead(sequence)
+    except OutOfPages:
+        return  # the seal will say so, if nothing is free by then
+    expect_seal([sequence for sequence in sequences if sequence.open.room == 1 and _grows(sequence)])
+
+
+def _grows(sequence: SequenceCache) -> bool:
+    """Whether seals by kernels add slots, and nothing is worked out anew when pages are added."""
+    return can_seal(sequence) and not may_evict(sequence) and not sequence.policy.position.shifts
+
+
+def may_evict(sequence: SequenceCache) -> bool:
+    """Whether a seal can be due to evict."""
+    stage = sequence.policy.decode
+    return stage.size is not None and not isinstance(stage.when, Never)
+
+
 def seal(sequence: SequenceCache, *, compress: bool = True) -> None:
     """Move the committed slots of the open block into pages; evict if the decode trigger says so."""
     block = sequence.open
@@ -199,9 +226,9 @@ def seal(sequence: SequenceCache, *, compress: bool = True) -> None:
 
 def _due(sequence: SequenceCache) -> bool:
     """Ask the decode trigger, on host counters."""
-    stage = sequence.policy.decode
-    if stage.size is None or isinstance(stage.when, Never):
+    if not may_evict(sequence):
         return False
+    stage = sequence.policy.decode
     lens = [length for i in sequence.spec.compressible_layers for length in sequence.stored_lens(i)]
     counters = Counters(
         stored_len=-(-sum(lens) // max(len(lens), 1)) + sequence.open.num_slots + sequence.open.committed,

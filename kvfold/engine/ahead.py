@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvfold.attend.decode import may_evict
 from kvfold.attend.kernels.step import layout_of
 from kvfold.attend.track import Tracked
 from kvfold.engine.runner import Runner
@@ -25,7 +26,6 @@ from kvfold.errors import OutOfPages
 from kvfold.models.sentences import needs_sentences
 from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.transfer import sent
-from kvfold.when import Never
 
 
 class Arriving:
@@ -78,14 +78,9 @@ def can_run_ahead(runner: Runner, sequence: SequenceCache) -> bool:
 def run_ahead(runner: Runner, sequences: Sequence[SequenceCache], token_B: Tensor) -> Ahead | None:
     """Queue a step on tokens of the device; None where there is no memory for it, which the next step will say, or
     where it would evict, which must wait until the token is known to go on."""
-    if any(sequence.open.room == 0 and _may_evict(sequence) for sequence in sequences):
+    if any(sequence.open.room == 0 and may_evict(sequence) for sequence in sequences):
         return None
     try:
         return Ahead(sequences, runner.queue(sequences, token_B))
     except OutOfPages:
         return None
-
-
-def _may_evict(sequence: SequenceCache) -> bool:
-    stage = sequence.policy.decode
-    return stage.size is not None and not isinstance(stage.when, Never)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.attend.decode import DecodePass
+from kvfold.attend.decode import DecodePass, prepare_seals
 from kvfold.attend.prefill import PrefillPass
 from kvfold.attend.track import Tracked
 from kvfold.core import HAS_TRITON, Compile, ModelSpec
@@ -202,7 +202,11 @@ class Runner:
         self, step: DecodePass, tokens: Sequence[Sequence[int]] | Tensor, *, stays: bool = True
     ) -> Tensor | None:
         """Logits [packed tokens, vocab] from a captured graph, where there is one; it observes what it runs."""
-        return None if self.graphs is None else self.graphs.decode(self.hf, step.sequences, tokens, stays=stays)
+        if self.graphs is None:
+            return None
+        logits_NV = self.graphs.decode(self.hf, step.sequences, tokens, stays=stays)
+        prepare_seals(step.sequences)  # while the device runs it
+        return logits_NV
 
     def _observed(self, step: DecodePass, tokens: Sequence[Sequence[int]]) -> Tensor:
         """A plain pass that notes what it saw for the scorers, all of it or nothing."""

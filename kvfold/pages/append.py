@@ -42,12 +42,32 @@ def make_room(sequence: SequenceCache) -> SegmentTable:
     table = segment_table(tail)
     if table.least_room >= num_slots:
         return table
-    spare = int(table.length_E.sum()) // (table.places.num_rows * GROWTH)
     try:
-        give_pages(tail, table, _wanted_pages(tail, table.room_X, num_slots, spare))
+        give_pages(tail, table, _wanted_pages(tail, table.room_X, num_slots, _spare(table)))
     except OutOfPages:
         give_pages(tail, table, _wanted_pages(tail, table.room_X, num_slots, 0))
     return segment_table(tail)
+
+
+def lacks_room(sequence: SequenceCache) -> bool:
+    """Whether the tail needs pages before it can take another open block."""
+    return segment_table(sequence.tail).least_room < sequence.open.num_slots
+
+
+def make_room_ahead(sequence: SequenceCache) -> None:
+    """Find the pages that `make_room` would find when the open block is full. OutOfPages leaves it to that."""
+    tail, table = sequence.tail, segment_table(sequence.tail)
+    give_pages(tail, table, _wanted_pages(tail, table.room_X, sequence.open.num_slots, _spare(table)))
+
+
+def num_ahead(rooms: Sequence[int]) -> int:
+    """Of sequences that have so many steps left, how many must find pages in this one, if those with the fewest go
+    first and all steps take about as many."""
+    return max((-(-nth // max(room, 1)) for nth, room in enumerate(sorted(rooms), start=1)), default=0)
+
+
+def _spare(table: SegmentTable) -> int:
+    return int(table.length_E.sum()) // (table.places.num_rows * GROWTH)
 
 
 def _wanted_pages(tail: Segment, room_X: Ints, num_slots: int, spare: int) -> Ints:
@@ -68,7 +88,7 @@ def append_blocks(sequences: Sequence[SequenceCache], tables: Sequence[SegmentTa
     objects as then.
     """
     counts = [sequence.open.committed for sequence in sequences]
-    every = _together(tuple(table.places for table in tables))
+    every = together(tuple(table.places for table in tables))
     last = every.last
     if last is not None and last.goes_on(tables, counts):
         length_E, (at_N, begin_N, count_N) = last.length_E.copy(), last.taken
@@ -132,7 +152,7 @@ class AllPlaces:
 
 
 @lru_cache(maxsize=2)
-def _together(places: tuple[Places, ...]) -> AllPlaces:
+def together(places: tuple[Places, ...]) -> AllPlaces:
     """Kept, for most seals change lengths only."""
     sizes = [len(item.row_E) for item in places]
     rows_before = np.cumsum([0, *(item.num_rows for item in places[:-1])])

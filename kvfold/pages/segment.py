@@ -68,8 +68,9 @@ class Segment:
 
     @property
     def is_empty(self) -> bool:
-        if self.changes.unwritten is not None:  # slots were appended
-            return False
+        table = self.changes.table
+        if table is not None:
+            return not table.length_E.any()
         return all(length == 0 for layer in self.layers for length in layer.lens)
 
     @property

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfold.pages.append import append_blocks, make_room
+from kvfold.pages.append import append_blocks, lacks_room, make_room, make_room_ahead, num_ahead
 from kvfold.pages.arena import Arena
 from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.table import COLUMNS, SegmentTable, segment_table
@@ -53,9 +53,10 @@ def same_table(found: SegmentTable, expected: SegmentTable) -> None:
     rounds=st.lists(st.integers(1, 8), min_size=1, max_size=4),
     page_size=st.sampled_from((2, 4, 16)),
     reserved=st.sampled_from((0, 40)),
+    is_ahead=st.booleans(),
 )
 def test_every_head_gets_the_next_positions(
-    prompts: list[int], rounds: list[int], page_size: int, reserved: int
+    prompts: list[int], rounds: list[int], page_size: int, reserved: int, is_ahead: bool
 ) -> None:
     arena = Arena(4 << 20, superblock_bytes=SMALL_BLOCK)
     sequences = [new_sequence("full", SPEC, arena=arena, page_size=page_size, open_len=8) for _ in prompts]
@@ -65,6 +66,9 @@ def test_every_head_gets_the_next_positions(
     for num_tokens in (num_tokens for num_tokens in rounds for _ in range(3)):
         for i, sequence in enumerate(sequences):
             waiting(sequence, min(num_tokens + i, 8))
+        for sequence in filter(lacks_room, sequences if is_ahead else ()):
+            make_room_ahead(sequence)
+            assert not lacks_room(sequence)
         append(sequences)
     for sequence in sequences:
         everything = list(range(sequence.sealed_len))
@@ -99,3 +103,43 @@ def test_places_are_the_same_object_until_pages_are_added(num_tokens: int, moves
     assert after is not before
     assert (after.places is not before.places) == moves
     sequence.release()
+
+
+@pytest.mark.parametrize("policy", ["full", "random + ada + 24tok + protect(none)"])
+def test_pages_found_ahead_are_those_that_the_seal_would_find(policy: str) -> None:
+    early, late = (new_sequence(policy, SPEC, page_size=4, open_len=8) for _ in range(2))
+    for sequence in (early, late):
+        fill(sequence, 60)
+        waiting(sequence, 8)
+    assert lacks_room(early)
+    make_room_ahead(early)
+    lent_bytes = early.arena.lent_bytes
+    for sequence in (early, late):
+        append([sequence])
+    assert early.arena.lent_bytes == late.arena.lent_bytes == lent_bytes
+    same_table(segment_table(early.tail), segment_table(late.tail))
+    for sequence in (early, late):
+        sequence.release()
+
+
+def test_a_tail_that_has_pages_but_no_slots_is_empty() -> None:
+    sequence = new_sequence("full", SPEC, page_size=4, open_len=8)
+    fill(sequence, 20)
+    branch = sequence.fork()
+    make_room_ahead(branch)
+    assert branch.tail.is_empty
+    again = branch.fork()
+    assert len(again.segments) == 1
+    for each in (sequence, branch, again):
+        each.release()
+    assert sequence.arena.lent_bytes == 0
+
+
+@given(st.lists(st.integers(1, 32), min_size=1, max_size=80))
+def test_all_find_pages_in_time_and_no_step_takes_more_than_the_first(rooms: list[int]) -> None:
+    first = num_ahead(rooms)
+    while rooms:
+        count = num_ahead(rooms)
+        assert count <= first
+        rooms = [room - 1 for room in sorted(rooms)[count:]]
+        assert all(rooms)

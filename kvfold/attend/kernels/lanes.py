@@ -26,7 +26,7 @@ from kvfold.attend.kernels.watch import Watch
 from kvfold.pages.layout import PageClass
 from kvfold.pages.open_block import OpenBlock
 from kvfold.pages.sequence import SequenceCache
-from kvfold.pages.table import Ints, Places, SegmentTable, segment_table
+from kvfold.pages.table import Ints, Places, SegmentTable, is_first, segment_table
 from kvfold.pages.transfer import sent
 
 _MOST_ROOM = np.iinfo(np.int64).max  # of tasks that never grow
@@ -178,12 +178,21 @@ class Lanes:
             device = self.open_LB2.device
             at_N, by_N = sent(joined.at_E[at], device), sent(by_E[at], device)
             last = _Growth(by_E, at_N, by_N, int(room_N.min(initial=_MOST_ROOM)))
+            self._begin(joined, at[joined.length_E[at] == 0])
         self.tables.lengthen(last.at_N, last.by_N)
         for (lane, sequence), item, length_E in zip(grown, held, lengths, strict=True):
             if lane not in full:
                 item.number, item.length_E = sequence.tail.changes.number, length_E
         self._joined = None if full else joined._replace(length_E=after_E, last=last)
         return [(lane, sequence) for lane, sequence in grown if lane in full]
+
+    def _begin(self, joined: _Joined, at_N: Ints) -> None:
+        """Extents whose tasks had no slots."""
+        if len(at_N):
+            layer_E, head_E = (
+                np.concatenate([getattr(item.places, name) for item in joined.held]) for name in ("layer_E", "head_E")
+            )
+            self.tables.begin(layer_E[at_N], joined.lane_E[at_N], head_E[at_N])
 
     def _put(self, anew: list[tuple[int, SequenceCache]]) -> None:
         parts = self._parts(anew)
@@ -202,9 +211,16 @@ class Lanes:
 
     def _ends(self, tail: SegmentTable) -> Ints:
         """Where the last task of each extent ends at the latest."""
-        split_E = self.split_L[tail.places.layer_E]
-        has_none_E = tail.length_E <= self.layout.exact_len  # or may have none
-        return np.where(has_none_E, tail.length_E, num_pieces(tail.length_E, split_E) * split_E)
+        split_E, length_E = self.split_L[tail.places.layer_E], tail.length_E
+        has_none_E = length_E <= self.layout.exact_len  # or may have none
+        is_reserved_E = (length_E == 0) & ~is_first(tail.places.row_E) & self._reserves
+        end_E = np.maximum(num_pieces(length_E, split_E), 1) * split_E
+        return np.where(has_none_E & ~is_reserved_E, length_E, end_E)
+
+    @property
+    def _reserves(self) -> bool:
+        """Where a task does not depend on how many slots its head has before it."""
+        return self.turns is None and not self.layout.mass
 
     def _parts(self, placed: list[tuple[int, SequenceCache]]) -> list[Part]:
         return [
@@ -213,6 +229,7 @@ class Lanes:
                 stored_tables(sequence),
                 None if self.turns is None else moves_of(sequence),
                 self.layout.exact_L if sequence.exact is not None and sequence.exact.fill else None,
+                self._reserves,
             )
             for lane, sequence in placed
         ]

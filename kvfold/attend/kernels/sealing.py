@@ -17,14 +17,14 @@ from torch import Tensor
 
 from kvfold.codec.integer import IntegerCodec
 from kvfold.core import HAS_TRITON
-from kvfold.pages.append import AllPlaces, Stretches, append_blocks, make_room
+from kvfold.pages.append import AllPlaces, Stretches, append_blocks, make_room, make_room_ahead, together
 from kvfold.pages.kernels.forms import knows
 from kvfold.pages.kernels.writing import mean_address
 from kvfold.pages.layer import LayerPages
 from kvfold.pages.layout import PageClass
 from kvfold.pages.segment import Segment
 from kvfold.pages.sequence import SequenceCache
-from kvfold.pages.table import Ints, SegmentTable
+from kvfold.pages.table import Ints, Places, SegmentTable, segment_table
 from kvfold.pages.transfer import sent
 
 
@@ -122,17 +122,45 @@ def _extents_of(sequences: Sequence[SequenceCache], places: AllPlaces) -> _Exten
 
 def _describe(sequences: Sequence[SequenceCache], places: AllPlaces) -> _Extents:
     learnt = [item for sequence in sequences if (item := _learnt_by(sequence.tail)) is not None]
-    owner_E, layer_E, head_E = places.owner_E, places.layer_E, places.head_E
-    spec, arena = sequences[0].spec, sequences[0].arena  # an arena serves one model
-    width_E = np.array([layer.head_dim for layer in spec.layers])[layer_E]
-    open_E = np.array([sequence.open.num_slots for sequence in sequences])[owner_E]
-    source_OL2 = np.stack([sequence.open.addresses for sequence in sequences])
-    source_E2 = source_OL2[owner_E, layer_E] + (head_E * open_E * width_E * spec.kv_dtype.itemsize)[:, None]
-    mean_OL = np.stack([item.mean_L for item in learnt])
-    mean_E = (mean_OL - arena.memory.data_ptr())[owner_E, layer_E] + head_E * width_E * torch.float32.itemsize
-    address_EF = np.concatenate([item.address_EF for item in places.each])
-    row_E = np.column_stack((source_E2, mean_E, address_EF))
-    return _Extents(list(_classes_of(learnt, places)), sent(row_E, arena.device))
+    row_E = np.concatenate([_rows_of(*item) for item in zip(sequences, places.each, strict=True)])
+    return _Extents(list(_classes_of(learnt, places)), sent(row_E, sequences[0].arena.device))
+
+
+_rows: WeakKeyDictionary[Places, Ints] = WeakKeyDictionary()
+
+
+def _rows_of(sequence: SequenceCache, places: Places) -> Ints:
+    """The extents of one tail as rows of seal.py, kept as long as the places are."""
+    found = _rows.get(places)
+    if found is None:
+        found = _rows[places] = _describe_one(sequence, places)
+    return found
+
+
+def _describe_one(sequence: SequenceCache, places: Places) -> Ints:
+    learnt, spec, arena = _learnt_by(sequence.tail), sequence.spec, sequence.arena
+    assert learnt is not None  # or can_seal had said no
+    layer_E, head_E = places.layer_E, places.head_E
+    channel_E = head_E * np.array([layer.head_dim for layer in spec.layers])[layer_E]  # the head's first, of its layer
+    row_E = np.empty((len(layer_E), 3 + places.address_EF.shape[1]), dtype=np.int64)
+    row_E[:, :2] = sequence.open.addresses[layer_E]
+    row_E[:, :2] += (channel_E * (sequence.open.num_slots * spec.kv_dtype.itemsize))[:, None]
+    row_E[:, 2] = (learnt.mean_L - arena.memory.data_ptr())[layer_E] + channel_E * torch.float32.itemsize
+    row_E[:, 3:] = places.address_EF
+    return row_E
+
+
+def expect_seal(sequences: Sequence[SequenceCache]) -> None:
+    """These are the next to seal, together: what that takes to know of their pages is found and sent now."""
+    if sequences:
+        _extents_of(sequences, together(tuple(segment_table(sequence.tail).places for sequence in sequences)))
+
+
+def find_pages_ahead(sequence: SequenceCache) -> None:
+    """All that a seal of this sequence would have to do with new pages, before it is due. OutOfPages leaves it to
+    that."""
+    make_room_ahead(sequence)
+    _rows_of(sequence, segment_table(sequence.tail).places)
 
 
 def _classes_of(learnt: Sequence[_Learnt], places: AllPlaces) -> Iterator[tuple[PageClass, NDArray[np.bool] | None]]:

@@ -77,7 +77,8 @@ class Tables:
     def put(self, lanes: Sequence[int], tasks: Tasks) -> Ints:
         """Write these lanes anew; returns the row of each task in the table [L * B * C].
 
-        Tasks of a head follow one another; `rows_LBH` has the first and the one after the last, counted over all lanes.
+        Tasks of a head follow one another, those of no slots last; `rows_LBH` has the first and the one after the last
+        that has slots, counted over all lanes.
         """
         lane_N, layer_N = tasks.lane_N, tasks.layer_N
         at_N = (layer_N * self.num_lanes + lane_N) * self.capacity + tasks.nth_N
@@ -85,7 +86,8 @@ class Tables:
         row_N = lane_N * self.layout.heads_L[layer_N] + tasks.head_N
         task_N[:, QUERY] = row_N * self.num_turns + tasks.turn_N
         task_N[:, LENGTH], task_N[:, SKIP] = tasks.length_N, tasks.skip_N
-        task_N[:, MASS] = (lane_N * self.most_heads + tasks.head_N) * self.mass_len + tasks.first_N
+        if self.mass_len:
+            task_N[:, MASS] = (lane_N * self.most_heads + tasks.head_N) * self.mass_len + tasks.first_N
         task_N[:, K_CODE : BIAS + 1] = tasks.address_NF[:, : len(COLUMNS)]
         self.clear(lanes)
         device = self.task_LBC.device
@@ -100,12 +102,19 @@ class Tables:
         shape = (self.layout.spec.num_layers, len(lanes), self.most_heads)
         head_N = np.ravel_multi_index((tasks.layer_N, place_B[tasks.lane_N], tasks.head_N), shape)
         count_LBH = np.bincount(head_N, minlength=int(np.prod(shape))).reshape(shape)
-        end_LBH = np.array(lanes)[:, None] * self.capacity + np.cumsum(count_LBH, axis=-1)
-        return np.stack((end_LBH - count_LBH, end_LBH), axis=-1).astype(np.int32)
+        used_LBH = np.bincount(head_N, tasks.length_N > 0, count_LBH.size).reshape(shape)
+        first_LBH = np.array(lanes)[:, None] * self.capacity + np.cumsum(count_LBH, axis=-1) - count_LBH
+        return np.stack((first_LBH, first_LBH + used_LBH), axis=-1).astype(np.int32)
 
     def lengthen(self, at_N: Tensor, by_N: Tensor) -> None:
         """Tasks in these rows have so many slots more."""
         self.task_LBC.view(-1, NUM_COLUMNS)[:, LENGTH].index_add_(0, at_N, by_N)
+
+    def begin(self, layer_N: Ints, lane_N: Ints, head_N: Ints) -> None:
+        """The next task of each of these heads has slots now."""
+        head_N = (layer_N * self.num_lanes + lane_N) * self.most_heads + head_N
+        last_N = self.rows_LBH.view(-1, 2)[:, 1]
+        last_N.index_add_(0, sent(head_N, last_N.device), last_N.new_ones(len(head_N)))
 
     def clear(self, lanes: Sequence[int]) -> None:
         """Nothing is stored for these lanes."""

@@ -28,6 +28,7 @@ class Part(NamedTuple):
     tables: tuple[SegmentTable, ...]
     moves: Moves | None = None
     exact_L: Ints | None = None  # first slots of every head that are read elsewhere
+    reserves: bool = False  # a task of no slots for pages that were given ahead, so that they can fill without a cut
 
 
 class Tasks(NamedTuple):
@@ -80,11 +81,13 @@ def cut(parts: Sequence[Part], split_L: Ints) -> Tasks:
     )
     row_P = (lane_P * len(split_L) + layer_P) * (head_P.max(initial=0) + 1) + head_P
     order_P = np.argsort(row_P, kind="stable")  # a head's pieces stay oldest first
+    reserves_P = np.repeat([part.reserves for part in parts], counts)
+    reserved_P = reserves_P & (length_P == 0) & ~_is_first(row_P, order_P)
     wanted = [np.zeros_like(split_L) if part.exact_L is None else part.exact_L for part in parts]
     wanted_P = np.stack(wanted)[np.repeat(np.arange(len(parts)), counts), layer_P]
     exact_P = np.where(_is_first(row_P, order_P[length_P[order_P] > 0]), wanted_P, 0)
     length_P = np.where(length_P > exact_P, length_P, 0)
-    tasks_P = num_pieces(length_P, split_L[layer_P])[order_P]
+    tasks_P = (num_pieces(length_P, split_L[layer_P]) + reserved_P)[order_P]
     end_P = np.cumsum(tasks_P)
     of_N = np.repeat(order_P, tasks_P)
     layer_N, lane_N = layer_P[of_N], lane_P[of_N]
@@ -112,7 +115,7 @@ def cut(parts: Sequence[Part], split_L: Ints) -> Tasks:
 
 
 def _is_first(row_P: Ints, used_P: Ints) -> NDArray[np.bool_]:
-    """Whether a piece is the first of its head among those that hold slots, which are given head by head."""
+    """Whether a piece is the first of its head among some, which are given head by head."""
     found_P = np.zeros(len(row_P), dtype=bool)
     found_P[used_P[is_first(row_P[used_P])]] = True
     return found_P

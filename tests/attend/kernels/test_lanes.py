@@ -12,6 +12,7 @@ from kvfold.attend.kernels.formats import LENGTH
 from kvfold.attend.kernels.lanes import Lanes
 from kvfold.attend.kernels.step import layout_of
 from kvfold.attend.kernels.tasks import Tasks
+from kvfold.pages.append import make_room_ahead
 from kvfold.pages.arena import Arena
 from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.table import Ints
@@ -126,5 +127,13 @@ def test_a_seal_into_pages_with_room_sends_lengths_only(monkeypatch: pytest.Monk
     append(sequences[1:])
     check(lanes, sequences)
     assert written == [[1]]
+    make_room_ahead(sequences[0])
+    check(lanes, sequences)
+    assert written == [[1], [0]]
+    for num_slots in (4, 3):
+        waiting(sequences[0], num_slots)
+        append(sequences[:1])
+        check(lanes, sequences)
+    assert written == [[1], [0]]
     for sequence in sequences:
         sequence.release()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvfold.attend.decode import seal
+from kvfold.attend import decode
+from kvfold.attend.decode import prepare_seals, seal
 from kvfold.attend.kernels.sealing import seal_blocks
 from kvfold.attend.prefill import PrefillPass
 from kvfold.core import ModelSpec
 from kvfold.errors import OutOfPages
+from kvfold.pages.append import lacks_room
 from kvfold.pages.arena import Arena
 from kvfold.pages.kernels.forms import knows
 from kvfold.pages.layer import LayerPages
@@ -212,3 +214,40 @@ def test_pages_that_another_sequence_took_over_get_its_own_slots() -> None:
         for name, value in (("k.x", 1 + index), ("v.x", 3 + index)):
             assert all((rows[-OPEN:] == value).all() for rows in fields(pages, name))
     second.release()
+
+
+def test_pages_are_found_before_a_seal_is_due_by_one_sequence_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "can_seal", lambda _: True)  # as on a GPU
+    arena = Arena(1 << 24, device=DEVICE, superblock_bytes=4096)
+    sequences = [stored("int4", arena, 40, i, spec=ONE) for i in range(3)]
+    found = []
+    for _ in range(2 * OPEN):
+        lacking = sum(map(lacks_room, sequences))
+        prepare_seals(sequences)
+        found.append(lacking - sum(map(lacks_room, sequences)))
+        for item in sequences:
+            item.open.advance(1)
+            item.open.commit(1)
+        if not sequences[0].open.room:
+            lent_bytes = arena.lent_bytes
+            seal_blocks(sequences)
+            assert arena.lent_bytes == lent_bytes
+    assert found[:4] == [1, 1, 1, 0] and max(found) == 1 and sum(found) > 3
+    for item in sequences:
+        item.release()
+    assert arena.lent_bytes == 0
+
+
+@pytest.mark.parametrize("policy", ["int4", "decode(keydiff + 96tok) + int4", "full + slot"])
+def test_pages_are_not_found_ahead_without_memory_or_where_seals_do_more_than_add(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "can_seal", lambda _: True)  # as on a GPU
+    arena = Arena(1 << 24, device=DEVICE, superblock_bytes=4096)
+    waiting = stored(policy, arena, 40, 0, spec=ONE)
+    if policy == "int4":
+        page_class = waiting.tail.layers[0].page_class
+        arena.lend(page_class, arena.free_bytes // page_class.bytes_per_page)
+    assert lacks_room(waiting)
+    prepare_seals([waiting])
+    assert lacks_room(waiting)
