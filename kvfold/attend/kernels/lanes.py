@@ -29,6 +29,7 @@ from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.table import Ints, Places, SegmentTable, is_first, segment_table
 from kvfold.pages.transfer import sent
 
+_MANY_LANES = 32
 _MOST_ROOM = np.iinfo(np.int64).max  # of tasks that never grow
 
 
@@ -90,7 +91,7 @@ class Lanes:
         processors, rows_L = _num_processors(arena.device), num_lanes * layout.heads_L
         tasks = [_num_tasks(c, rows, processors) for c, rows in zip(layout.classes, rows_L.tolist(), strict=True)]
         self.split_L = choose_splits(every, np.array(tasks))
-        capacity = _room_for(cut(parts, self.split_L).most, int(layout.heads_L.max()))
+        capacity = _room_for(cut(parts, self.split_L).most, int(layout.heads_L.max()), num_lanes)
         self.watch = Watch(layout, sequences, num_lanes) if layout.watches else None
         self.tables = Tables(
             layout,
@@ -281,7 +282,9 @@ def _num_tasks(page_class: PageClass, num_rows: int, processors: int) -> int:
     return processors * (4 if is_wide else 8)
 
 
-def _room_for(num_tasks: int, num_heads: int) -> int:
+def _room_for(num_tasks: int, num_heads: int, num_lanes: int) -> int:
     """Tasks a lane has room for: a quarter more, and three for every head, which gets an extent whenever pages are
-    added (after an eighth of what it holds). A table that is full costs a capture, an empty task next to nothing."""
-    return -(-(num_tasks + num_tasks // 4 + 3 * num_heads) // 32) * 32
+    added (after an eighth of what it holds). A table that is full costs a capture, so few lanes get more than that. An
+    empty task costs the time to see that it is: 256 lanes have some 13,000 in each layer."""
+    unit = 8 if num_lanes > _MANY_LANES else 32
+    return -(-(num_tasks + num_tasks // 4 + 3 * num_heads) // unit) * unit
