@@ -65,10 +65,10 @@ class FastKV(Propagation):
     queries of, always do. The last token is among them. What each layer stores is the size's business, as ever.
 
     Differences from the reference, which is `fastkv(window=8, kernel=7, voters=1)` beside `snapkv(window=8, kernel=7,
-    over_group=sum) + 10x`: the end of a prompt looks at where an answer begins, and what follows there is read only
-    while answering, so whole stretches of 33 tokens are chosen; one layer may look elsewhere, so four vote; and the
-    window holds a question. The window counts within the rate; the layer is named for three models there, half of the
-    layers in each; a question that is read later (`ask`) runs whole.
+    over_group=sum) + 10x`: the end of a prompt looks at a part of what an answer will need, so whole stretches of 33
+    tokens are chosen; one layer may look elsewhere, so four vote; and the window holds a question. The window counts
+    within the rate; the layer is named for three models there, half of the layers in each; a question that is read
+    later (`ask`) runs whole.
     """
 
     rate: float = 0.2
