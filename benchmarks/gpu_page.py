@@ -25,14 +25,16 @@ Column = tuple[str, Callable[[Row], str]]
 
 
 def part_rows(part: str, run: str | None = None, folder: Path = RESULTS) -> list[Row]:
-    """Rows of a part that belong to a run of the table; by default to its last. Prompt lookup is run for each dtype and
-    prefill for each length, so their last rows are those of each."""
+    """Rows of a part that belong to a run of the table; by default to its last. Prompt lookup is run for each dtype,
+    prefill and the sweep for each length, so their last rows are those of each."""
     path = folder / f"{FILES[part]}.jsonl"
     found = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     every = list(map(json.loads, found))
     if part == "lookup" and run is None:
         on_gpu = [row for row in every if "cpu" not in row["device"].lower()]
         return list({(row["prompt"], row["policy"], row["dtype"]): row for row in on_gpu}.values())
+    if part == "sweep" and run is None:
+        return list({(row["context"], row["batch"], row["keep"], row["codec"]): row for row in every}.values())
     if part == "prefill" and run is None:
         last = {row["length"]: _origin(row) for row in every}
         return [row for row in every if _origin(row) == last[row["length"]]]
