@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from kvfold.bench import facts, plan
-from kvfold.bench.haystack import Haystack, from_text, prose, read_text
+from kvfold.bench.haystack import OWN_PROSE, Haystack, from_text, prose, read_text
 from kvfold.bench.record import MODES, OWN, Mode, Run
-from kvfold.bench.rows import OWN_PROSE
 from kvfold.bench.shard import Shard
 from kvfold.bench.sizes import FULL, cells, share_of
 from kvfold.bench.suites import find_suite

@@ -18,6 +18,7 @@ from kvfold.bench.prose import ANY, TOPICS, WORDS, Topic
 from kvfold.errors import InputError
 
 Haystack = Callable[[Random], Iterator[str]]
+OWN_PROSE = "own prose"  # the name of what the project brings along
 
 _PARAGRAPH = (5, 9)  # sentences on one topic before the next
 _OWN_SHARE = 0.7  # of a paragraph's sentences, from its topic's patterns; the others fit any topic
