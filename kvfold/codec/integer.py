@@ -1,11 +1,8 @@
 """`int8`, `int4`, `int2`: relocatable integer codes with a scale and zero per slot and group of channels.
 
-Keys are stored as Hadamard(k - mean): the mean key of a row takes away the channels that are large for every token,
-the rotation spreads what is left (QuaRot, arXiv:2404.00456), so that per-slot grids, which can be appended and moved,
-come close to per-channel ones, which cannot. Scores stay whole: q.k = rotate(q).stored + q.mean. Values are stored as
-they are: a rotation would have to be undone at every read.
+Keys are stored minus their mean and rotated (codec/centred.py), values as they are.
 
-    R rows   S slots   N flat slots   D head dim   C channels per group   X queries
+    N flat slots   D head dim   G groups   C channels per group
 """
 
 from __future__ import annotations
@@ -16,14 +13,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvfold.codec import grid, hadamard, packing
-from kvfold.codec.base import Codec, Field, Fields, Side, Slots, State
+from kvfold.codec import grid, packing
+from kvfold.codec.base import Field, Fields, Side, Slots, State
+from kvfold.codec.centred import CentredCodec
 from kvfold.errors import PolicyError
 from kvfold.policy.registry import register
 
 
 @dataclass(frozen=True)
-class IntegerCodec(Codec):
+class IntegerCodec(CentredCodec):
     """Common part; the width in bits and how much of its span a grid covers are data on the class."""
 
     bits: ClassVar[int]
@@ -43,20 +41,8 @@ class IntegerCodec(Codec):
             Field("zero", grid.META, num_groups),
         )
 
-    def learns(self, side: Side) -> bool:
-        return side == "k"
-
-    def prepare(self, side: Side, x_RSD: Tensor, valid_RS: Tensor) -> State:
-        """Keys: the mean of each row's valid slots, fp32 [R, D] (0 for a row without slots)."""
-        if side == "v":
-            return {}
-        x = grid.finite(x_RSD) * valid_RS.unsqueeze(-1)
-        return {"mean": x.sum(1) / valid_RS.sum(1).clamp(min=1).unsqueeze(-1)}
-
     def encode(self, side: Side, slots: Slots, state: State) -> dict[str, Tensor]:
-        x_ND = grid.finite(slots.x_ND)
-        if side == "k":
-            x_ND = hadamard.rotate(x_ND - state["mean"][slots.row_N])
+        x_ND = self.centred(side, slots, state)
         x_NGC = grid.grouped(x_ND, self._channels(x_ND.shape[-1]))
         kept = grid.stored(grid.span(x_NGC, self.bits, dim=-1, clip=self.clip), self.bits)
         code = packing.pack(grid.to_codes(x_NGC, kept, self.bits).flatten(-2), self.bits)
@@ -68,15 +54,6 @@ class IntegerCodec(Codec):
         # Two passes in place: addcmul_ with broadcast operands takes 1.5 times as long on a CPU.
         x_NGC.mul_(fields["scale"].float().unsqueeze(-1)).add_(fields["zero"].float().unsqueeze(-1))
         return x_ND.to(dtype)
-
-    def restore(self, side: Side, x_ND: Tensor, state: State, row_N: Tensor) -> Tensor:
-        if side == "v":
-            return x_ND
-        return (hadamard.rotate(x_ND) + state["mean"][row_N]).to(x_ND.dtype)
-
-    def query(self, q_RXD: Tensor, state: State) -> tuple[Tensor, Tensor | None]:
-        offset_RX = (q_RXD.float() @ state["mean"].unsqueeze(-1)).squeeze(-1)
-        return hadamard.rotate_read(q_RXD).to(q_RXD.dtype), offset_RX
 
     def _channels(self, head_dim: int) -> int:
         channels = self.group_size or head_dim

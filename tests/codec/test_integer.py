@@ -1,4 +1,4 @@
-"""`int8`, `int4`, `int2`: bytes, bounds, the mean key, groups of channels.
+"""`int8`, `int4`, `int2`: bytes, bounds, groups of channels.
 
 R rows   S slots   N flat slots   D head dim
 """
@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfold.codec import Int2, Int4, Int8, Slots
+from kvfold.codec import Int2, Int4, Int8
 from kvfold.codec.hadamard import rotate
 from kvfold.codec.integer import IntegerCodec
 from kvfold.errors import PolicyError
@@ -53,32 +53,6 @@ def test_constant_slots_come_back(codec: IntegerCodec) -> None:
     torch.testing.assert_close(there_and_back(codec, "v", x_RSD), x_RSD, rtol=2.0**-14, atol=0)
 
 
-@each
-def test_mean_is_over_valid_slots_of_each_row(codec: IntegerCodec) -> None:
-    x_RSD = torch.tensor([[[1.0], [3.0], [99.0]], [[5.0], [7.0], [9.0]], [[1.0], [1.0], [1.0]]])
-    valid_RS = torch.tensor([[True, True, False], [True, True, True], [False, False, False]])
-    assert codec.prepare("k", x_RSD, valid_RS)["mean"].flatten().tolist() == [2.0, 7.0, 0.0]
-    assert codec.prepare("v", x_RSD, valid_RS) == {}
-
-
-def test_padding_that_is_not_a_number_leaves_the_mean_alone() -> None:
-    x_RSD = torch.tensor([[[1.0, 2.0], [torch.nan, torch.inf]]])
-    assert Int4().prepare("k", x_RSD, torch.tensor([[True, False]]))["mean"].tolist() == [[1.0, 2.0]]
-
-
-def test_keys_are_stored_rotated_and_without_their_mean() -> None:
-    x_RSD = slots_like_keys(2, 40, 64)
-    exact = rotate(x_RSD - x_RSD.mean(1, keepdim=True))
-    assert relative_error(there_and_back(Int8(), "k", x_RSD), exact) < 0.01
-
-
-def test_each_slot_is_coded_against_the_mean_of_its_row() -> None:
-    state = {"mean": torch.tensor([[4.0] * 8, [-4.0] * 8])}
-    x_ND = torch.tensor([[-4.0] * 8, [4.0] * 8])
-    stored = Int8().encode("k", Slots(x_ND, torch.tensor([1, 0])), state)
-    assert Int8().decode("k", stored, torch.float32).abs().max() == 0
-
-
 def test_mean_and_rotation_beat_the_bare_grid_on_biased_keys() -> None:
     k_RSD = slots_like_keys(2, 200, 64)
     bare = relative_error(there_and_back(Int4(), "v", k_RSD), k_RSD)
@@ -102,10 +76,3 @@ def test_group_size_must_be_positive(group_size: int) -> None:
 def test_group_size_must_divide_the_head_dim() -> None:
     with pytest.raises(PolicyError, match="group_size=32 does not divide the head dim 80"):
         Int4(group_size=32).fields("k", 80, torch.float32)
-
-
-def test_queries_keep_their_dtype_and_the_offset_is_fp32() -> None:
-    of = sample(Int4(), "k", slots_like_keys(2, 8, 64))
-    turned, offset = Int4().query(torch.randn(2, 3, 64).bfloat16(), of.state)
-    assert offset is not None
-    assert (turned.dtype, offset.dtype, tuple(offset.shape)) == (torch.bfloat16, torch.float32, (2, 3))

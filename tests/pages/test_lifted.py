@@ -89,7 +89,7 @@ def test_a_step_reads_what_is_stored(file: Path, codec: str) -> None:
 
 def test_codes_do_not_depend_on_what_is_sealed_with_them(file: Path) -> None:
     layers = told(file, 64)
-    whole, parts = (new_sequence(f'aqua("{file}", roots=fp8)', SPEC) for _ in range(2))  # a mean key would differ
+    whole, parts = (new_sequence(f'aqua("{file}", roots=bf16)', SPEC) for _ in range(2))  # a mean key would differ
     prefill(whole, layers)
     for start in range(0, 64, 16):
         prefill(parts, part(layers, start, start + 16))

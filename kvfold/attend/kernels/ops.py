@@ -3,7 +3,7 @@
 On CUDA they run the Triton kernels, elsewhere their torch twins. Addresses, lengths and fill counts are read on the
 device: a captured graph follows them.
 
-    turned_query   queries moved away from old keys     integer_query  queries as integer keys are stored
+    turned_query   queries moved away from old keys     centred_query  queries as centred keys are stored
     attend_tasks   partial attention of each task       merge_rows     tasks + open block + new slots
     task_mass      attention mass of each stored slot
 
@@ -99,18 +99,18 @@ def _(q: Tensor, shift: Tensor, period: Tensor, interleaved: bool) -> Tensor:
     return q.new_empty(shift.numel(), q.shape[1], q.shape[2])
 
 
-@torch.library.custom_op("kvfold::integer_query", mutates_args=())
-def integer_query(q: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries [R, X, D] in the basis of integer keys, in q's dtype, and q.mean, fp32 [R, X].
+@torch.library.custom_op("kvfold::centred_query", mutates_args=())
+def centred_query(q: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries [R, X, D] in the basis of centred keys, in q's dtype, and q.mean, fp32 [R, X].
 
     mean [R / V, D]: V rows of queries that follow one another share one.
     """
-    run = _kernel("query").launch if q.is_cuda else reference.integer_query
+    run = _kernel("query").launch if q.is_cuda else reference.centred_query
     found: tuple[Tensor, Tensor] = run(q, mean)
     return found
 
 
-@integer_query.register_fake
+@centred_query.register_fake
 def _(q: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
     rotated = torch.empty_like(q, memory_format=torch.contiguous_format)
     return rotated, q.new_empty(q.shape[:2], dtype=torch.float32)

@@ -87,8 +87,8 @@ def turned_query(q_RXD: Tensor, shift_RV: Tensor, period_F: Tensor, interleaved:
     return turned_RVXD.flatten(0, 1)
 
 
-def integer_query(q_RXD: Tensor, mean_RD: Tensor) -> tuple[Tensor, Tensor]:
-    """As the integer codecs do it."""
+def centred_query(q_RXD: Tensor, mean_RD: Tensor) -> tuple[Tensor, Tensor]:
+    """As codecs with centred keys do it."""
     rotated, offset = Int4().query(q_RXD, {"mean": mean_RD.repeat_interleave(len(q_RXD) // len(mean_RD), dim=0)})
     assert offset is not None
     return rotated.contiguous(), offset

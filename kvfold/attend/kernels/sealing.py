@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvfold.codec.integer import IntegerCodec
 from kvfold.core import HAS_TRITON
 from kvfold.pages.append import AllPlaces, Stretches, append_blocks, make_room, make_room_ahead, together
 from kvfold.pages.kernels.forms import knows
@@ -56,7 +55,7 @@ def _learnt_by(tail: Segment) -> _Learnt | None:
 
 
 def _is_ready(layer: LayerPages) -> bool:
-    return knows(layer.page_class) and bool(layer.state or not isinstance(layer.page_class.k, IntegerCodec))
+    return knows(layer.page_class) and bool(layer.state or not layer.page_class.k.learns("k"))
 
 
 def seal_blocks(sequences: Sequence[SequenceCache]) -> None:

@@ -23,7 +23,7 @@ from kvfold.attend.kernels.tables import Layout
 from kvfold.attend.kernels.watch import has_queries
 from kvfold.attend.track import Tracked
 from kvfold.codec.base import Codec, Field
-from kvfold.codec.integer import IntegerCodec
+from kvfold.codec.centred import CentredCodec
 from kvfold.evicted.recall import recall_of
 from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.table import columns, slot_strides
@@ -91,8 +91,8 @@ class Step:
         k_codec = _codec_name(page_class.k, page_class.kv_dtype)
         q_RXD = self._rows(q_QND, spec.num_kv_heads)
         stored_q_RXD, offset_RX = q_RXD if lanes.turns is None else lanes.turns.queries(layer, q_RXD), None
-        if isinstance(page_class.k, IntegerCodec):
-            stored_q_RXD, offset_RX = ops.integer_query(stored_q_RXD, lanes.mean_LBHD[layer].flatten(0, 1))
+        if isinstance(page_class.k, CentredCodec):
+            stored_q_RXD, offset_RX = ops.centred_query(stored_q_RXD, lanes.mean_LBHD[layer].flatten(0, 1))
         part_NXD, part_lse_NX = ops.attend_tasks(
             stored_q_RXD,
             offset_RX,

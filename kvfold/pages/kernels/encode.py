@@ -200,11 +200,11 @@ def put_slots(
     PLAIN: tl.constexpr,
 ) -> None:
     """The first `count` keys and values, in whole spans, as slots `first` and up of an extent; `places` points at the
-    three addresses of its keys and behind them those of its values, `mean` at the mean key of integers. `floats` is the
-    arena in the cache's dtype of WIDTH bytes."""
+    three addresses of its keys and behind them those of its values, `mean` at the mean key where keys are centred.
+    `floats` is the arena in the cache's dtype of WIDTH bytes."""
     if K_FORM == "int" or K_FORM == "fp8":
         k_BD = _finite(k_BD.to(tl.float32))
-    if K_FORM == "int" and K_SPAN == 1:
+    if K_FORM == "fp8" or (K_FORM == "int" and K_SPAN == 1):
         k_BD = _rotated(k_BD - tl.load(mean + tl.arange(0, D))[None, :], signs, factor, D, PLAIN)
     _put_side(
         k_BD, first, count, places, bytes_, halves, floats,

@@ -1,4 +1,4 @@
-"""Queries of integer keys from the kernel, against the codec's own."""
+"""Queries of centred keys from the kernel, against the codec's own."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_queries_are_those_of_the_codec(head_dim: int, num_queries: int, dtype: 
 
 def test_rows_that_follow_one_another_share_a_mean() -> None:
     q_RXD, mean_RD = torch.randn(6, 3, 64, device=DEVICE), torch.randn(2, 64, device=DEVICE)
-    for found, want in zip(query.launch(q_RXD, mean_RD), reference.integer_query(q_RXD, mean_RD), strict=True):
+    for found, want in zip(query.launch(q_RXD, mean_RD), reference.centred_query(q_RXD, mean_RD), strict=True):
         torch.testing.assert_close(found, want, atol=1e-4, rtol=1e-4)
     mine = torch.einsum("vxd,d->vx", q_RXD[3:], mean_RD[1])
     torch.testing.assert_close(query.launch(q_RXD, mean_RD)[1][3:], mine, atol=1e-4, rtol=1e-4)

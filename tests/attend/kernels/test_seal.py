@@ -121,7 +121,7 @@ def test_one_launch_writes_what_the_plain_seal_writes(policy: str, spec: ModelSp
         seal(item)
     seal_blocks(fast)
     for mine, theirs in zip(fast, plain, strict=True):
-        assert_same(mine, theirs, 0.002 if "int" in policy else 0.0)
+        assert_same(mine, theirs, 0.002 if "int" in policy or "fp8" in policy else 0.0)
     for item in (*plain, *fast):
         item.release()
     assert arena.lent_bytes == 0
@@ -176,7 +176,7 @@ def test_broken_and_extreme_slots_are_sealed_as_plain_operations_seal_them(polic
         item.open.commit(len(x_SD))
     seal(plain)
     seal_blocks([fast])
-    assert_same(fast, plain, 0.1 if policy == "int8" else 0.0)
+    assert_same(fast, plain, 0.0 if policy == "kivi4" else 0.1)
 
 
 def test_bf16_is_left_to_plain_operations_where_it_rounds() -> None:

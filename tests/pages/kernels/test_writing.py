@@ -47,6 +47,7 @@ def read(policy: str, arena: Arena, lengths: tuple[int, ...]) -> SequenceCache:
         "full",
         "int4",
         "int2",
+        "fp8",
         "int4(layers=1:)",
         "codec(k=int4(group_size=8), v=kivi2)",
         "codec(k=kivi4, v=fp8)",
