@@ -108,13 +108,13 @@ class Runner:
         self._check([sequences[0]], [tokens])
         seen = _seen_lens([sequences[0]], [tokens])
         logits: dict[int, Tensor] = {}
-        passes: dict[object, list[int]] = {}
+        together: dict[object, list[int]] = {}
         for i, sequence in enumerate(sequences):
             if isinstance(sequence.policy.prefill.when, BetweenChunks):
                 logits[i] = self.prefill([sequence], [tokens])[0]
             else:
-                passes.setdefault(_left_behind_by(sequence.policy), []).append(i)
-        for shared in passes.values():
+                together.setdefault(_left_behind_by(sequence.policy), []).append(i)
+        for shared in together.values():
             first, *others = [sequences[i] for i in shared]
             out = self._forward([first], [tokens], seen, compress=True, progress=progress, followers=others)
             progress = None  # the tokens have been counted
