@@ -2,8 +2,8 @@
 
 FlashDecoding's split over storage: a task is a stretch of slots of one head that lie adjacent, so each field is one
 dense array and loads need no table. Softmax runs online over tiles in base 2, log2(e) folded into the scale; only the
-last tile is masked. The grid is as large as the table and never changes; programs past `num_tasks`, and tasks of length
-0, end at once.
+last tile is masked. The grid is as large as the table, or as the order in which tasks begin, and never changes; tasks
+of length 0 end at once.
 
     R rows of queries   X queries of a row   D head dim   N slots of a tile   M queries (X padded)
 """
@@ -57,7 +57,7 @@ def attend_kernel(
     meta: tl.tensor,
     biases: tl.tensor,
     tasks: tl.tensor,
-    num_tasks: tl.tensor,
+    order: tl.tensor,
     out: tl.tensor,
     lse: tl.tensor,
     scale_log2: tl.tensor,
@@ -76,7 +76,7 @@ def attend_kernel(
     V_WORDS: tl.constexpr,
     V_PAD: tl.constexpr,
     V_GROUPS: tl.constexpr,
-    HAS_COUNT: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
     HAS_OFFSET: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SKIP: tl.constexpr,
@@ -85,10 +85,11 @@ def attend_kernel(
     PLAIN: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    pid = tl.program_id(0)
-    task = tasks + pid.to(tl.int64) * NUM_COLUMNS
+    nth = tl.program_id(0)
+    if HAS_ORDER:
+        nth = tl.load(order + nth)
+    task = tasks + nth.to(tl.int64) * NUM_COLUMNS
     # Everything a program waits for is asked for at once, before it knows whether there is a task.
-    end = tl.load(num_tasks) if HAS_COUNT else tl.num_programs(0)
     length = tl.load(task + 1).to(tl.int32)
     row = tl.load(task)
     k_code = k_memory + elements(tl.load(task + 2), k_memory.dtype.element_ty)
@@ -101,7 +102,7 @@ def attend_kernel(
     skip = tl.load(task + 10).to(tl.int32) if HAS_SKIP else 0
     wait_for_earlier(EARLY)
     let_next_begin(EARLY)
-    if (pid >= end) | (length == 0):
+    if length == 0:
         return
 
     x = tl.arange(0, M)
@@ -156,8 +157,8 @@ def attend_kernel(
             k_scale_n, k_zero_n, v_scale_n, v_zero_n = next_k_scale_n, next_k_zero_n, next_v_scale_n, next_v_zero_n
 
     sums = tl.sum(total, 0)
-    tl.store(lse + pid * X + x, (top + tl.log2(sums)) * _LN2, mask=x < X)
-    store_values(out + pid.to(tl.int64) * X * D, acc, tl.sum(even, 0), sums, X, D, V_WORDS, V_PAD)
+    tl.store(lse + nth * X + x, (top + tl.log2(sums)) * _LN2, mask=x < X)
+    store_values(out + nth.to(tl.int64) * X * D, acc, tl.sum(even, 0), sums, X, D, V_WORDS, V_PAD)
 
 
 def launch(
@@ -165,7 +166,7 @@ def launch(
     offset_RX: Tensor | None,
     memory: Tensor,
     task: Tensor,
-    num_tasks: Tensor | None,
+    order: Tensor | None,
     k_codec: str,
     v_codec: str,
     k_groups: int,
@@ -180,9 +181,9 @@ def launch(
     k, v = format_of(k_codec), format_of(v_codec)
     out = torch.empty(len(task), num_queries, head_dim, dtype=torch.float32, device=q_RXD.device)
     lse = torch.empty(len(task), num_queries, dtype=torch.float32, device=q_RXD.device)
-    early = num_tasks is None and begins_early(memory)  # a count is made by the kernel before
+    early = begins_early(memory)
     config = config or choose(num_queries, head_dim, q_RXD.dtype, k, v)
-    attend_kernel[(len(task),)](
+    attend_kernel[(len(task if order is None else order),)](
         q_RXD.contiguous(),
         q_RXD if offset_RX is None else offset_RX.contiguous(),
         memory.view(k.word_dtype),
@@ -190,7 +191,7 @@ def launch(
         memory.view(torch.bfloat16),
         memory.view(torch.float32),
         task,
-        task if num_tasks is None else num_tasks,
+        task if order is None else order,
         out,
         lse,
         scale * LOG2E,
@@ -209,7 +210,7 @@ def launch(
         V_WORDS=v.num_words(head_dim),
         V_PAD=padded(v.num_words(head_dim), 16),
         V_GROUPS=v_groups,
-        HAS_COUNT=num_tasks is not None,
+        HAS_ORDER=order is not None,
         HAS_OFFSET=offset_RX is not None,
         HAS_BIAS=has_bias,
         HAS_SKIP=has_skip,

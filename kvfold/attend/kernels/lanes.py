@@ -89,15 +89,22 @@ class Lanes:
         parts = self._parts(list(enumerate(sequences)))
         every = [table for part in parts for table in part.tables]
         processors, rows_L = _num_processors(arena.device), num_lanes * layout.heads_L
-        tasks = [_num_tasks(c, rows, processors) for c, rows in zip(layout.classes, rows_L.tolist(), strict=True)]
-        self.split_L = choose_splits(every, np.array(tasks))
-        capacity = _room_for(cut(parts, self.split_L).most, int(layout.heads_L.max()), num_lanes)
+        work = [(c, rows, processors) for c, rows in zip(layout.classes, rows_L.tolist(), strict=True)]
+        self.split_L = choose_splits(every, np.array([_num_tasks(*shape) for shape in work]))
+        first, most_heads = cut(parts, self.split_L), int(layout.heads_L.max())
+        unit = 8 if num_lanes > _MANY_LANES else 32
+        capacity = _room_for(first.most, 3 * most_heads, unit)
+        num_programs = num_lanes * capacity
+        if num_lanes > _MANY_LANES:
+            in_use = first.most_of_all * num_lanes // len(sequences)
+            num_programs = min(num_programs, _room_for(in_use, 2 * most_heads * num_lanes, unit))
         self.watch = Watch(layout, sequences, num_lanes) if layout.watches else None
         self.tables = Tables(
             layout,
             num_lanes,
             capacity,
             arena.device,
+            num_programs=num_programs if any(_are_uneven(*shape) for shape in work) else None,
             num_turns=1 if self.turns is None else self.turns.num_turns,
             mass_len=0 if self.watch is None else self.watch.row_len,
         )
@@ -121,6 +128,8 @@ class Lanes:
         ]
         if changed:
             self._write(changed)
+        if not self.tables.sort():
+            raise OutOfLanes
         if self.watch is not None and not self.watch.place(lanes, sequences):
             raise OutOfLanes
         return lanes
@@ -272,19 +281,26 @@ def _num_processors(device: torch.device) -> int:
 def _num_tasks(page_class: PageClass, num_rows: int, processors: int) -> int:
     """Tasks of a layer: at least as many as run at once, 4 on a processor or 8 of codes, which are bound by unpacking.
 
-    Many rows end in many tasks that are shorter than the others, so processors would have unequal work; smaller tasks
-    even that out. The numbers were measured on an H200.
+    The numbers were measured on an H200.
     """
-    bytes_per_channel = page_class.bytes_per_slot / page_class.head_dim  # of both sides
-    is_wide, is_narrow = bytes_per_channel > 3, bytes_per_channel < 1.5  # 16 bits and more, 4 bits and fewer
-    if num_rows > processors // 2:
-        return processors * (24 if is_narrow else 8)
-    return processors * (4 if is_wide else 8)
+    if _are_uneven(page_class, num_rows, processors):
+        return processors * 24
+    return processors * (4 if _bytes_per_channel(page_class) > 3 and num_rows <= processors // 2 else 8)
 
 
-def _room_for(num_tasks: int, num_heads: int, num_lanes: int) -> int:
-    """Tasks a lane has room for: a quarter more, and three for every head, which gets an extent whenever pages are
-    added (after an eighth of what it holds). A table that is full costs a capture, so few lanes get more than that. An
-    empty task costs the time to see that it is: 256 lanes have some 13,000 in each layer."""
-    unit = 8 if num_lanes > _MANY_LANES else 32
-    return -(-(num_tasks + num_tasks // 4 + 3 * num_heads) // unit) * unit
+def _are_uneven(page_class: PageClass, num_rows: int, processors: int) -> bool:
+    """Many rows end in many tasks that are shorter than the others, so processors would have unequal work; small tasks,
+    the longest first, even that out. It pays for codes of 4 bits and fewer, not for 8 and 16."""
+    return num_rows > processors // 2 and _bytes_per_channel(page_class) < 1.5
+
+
+def _bytes_per_channel(page_class: PageClass) -> float:
+    """Of both sides."""
+    return page_class.bytes_per_slot / page_class.head_dim
+
+
+def _room_for(num_tasks: int, num_extents: int, unit: int) -> int:
+    """Tasks there is room for: a quarter more, and those of extents to come, which every head gets whenever pages are
+    added (after an eighth of what it holds). A table that is full costs a capture, so few lanes get more than that; an
+    empty task costs the time to see that it is, a nanosecond on an H200, and many lanes have thousands of them."""
+    return -(-(num_tasks + num_tasks // 4 + num_extents) // unit) * unit

@@ -29,7 +29,7 @@ def mass_kernel(
     meta: tl.tensor,
     biases: tl.tensor,
     tasks: tl.tensor,
-    num_tasks: tl.tensor,
+    order: tl.tensor,
     lse: tl.tensor,
     row_of_task: tl.tensor,
     mass: tl.tensor,
@@ -44,7 +44,7 @@ def mass_kernel(
     K_PAD: tl.constexpr,
     K_GROUPS: tl.constexpr,
     K_SPAN: tl.constexpr,
-    HAS_COUNT: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
     HAS_OFFSET: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SKIP: tl.constexpr,
@@ -52,13 +52,10 @@ def mass_kernel(
     NUM_STAGES: tl.constexpr,
     PLAIN: tl.constexpr,
 ) -> None:
-    pid = tl.program_id(0)
-    end = tl.num_programs(0)
-    if HAS_COUNT:
-        end = tl.load(num_tasks)
-    if pid >= end:
-        return
-    task = tasks + pid.to(tl.int64) * NUM_COLUMNS
+    nth = tl.program_id(0)
+    if HAS_ORDER:
+        nth = tl.load(order + nth)
+    task = tasks + nth.to(tl.int64) * NUM_COLUMNS
     length = tl.load(task + 1).to(tl.int32)
     if length == 0:
         return
@@ -72,7 +69,7 @@ def mass_kernel(
 
     x = tl.arange(0, M)
     parts, sum_q = query_parts(q + row * X * D, X, M, D, K_WORDS, K_PAD)
-    seen = tl.load(row_of_task + pid).to(tl.int64) * X
+    seen = tl.load(row_of_task + nth).to(tl.int64) * X
     lift = -tl.load(lse + seen + x, mask=x < X, other=float("inf")) * _LOG2E  # padded rows: exp2(-inf) adds nothing
     lift = tl.where(lift == float("inf"), float("-inf"), lift)  # nor does a lane without a sequence
     if HAS_OFFSET:
@@ -109,7 +106,7 @@ def launch(
     offset_RX: Tensor | None,
     memory: Tensor,
     task: Tensor,
-    num_tasks: Tensor | None,
+    order: Tensor | None,
     lse_RX: Tensor,
     row_of_task: Tensor,
     k_codec: str,
@@ -124,14 +121,14 @@ def launch(
     _, num_queries, head_dim = q_RXD.shape
     k = format_of(k_codec)
     config = config or choose(num_queries, head_dim, q_RXD.dtype, k, k)
-    mass_kernel[(len(task),)](
+    mass_kernel[(len(task if order is None else order),)](
         q_RXD.contiguous(),
         q_RXD if offset_RX is None else offset_RX.contiguous(),
         memory.view(k.word_dtype),
         memory.view(torch.bfloat16),
         memory.view(torch.float32),
         task,
-        task if num_tasks is None else num_tasks,
+        task if order is None else order,
         lse_RX.contiguous(),
         row_of_task,
         mass,
@@ -146,7 +143,7 @@ def launch(
         K_PAD=padded(k.num_words(head_dim), 16),
         K_GROUPS=k.groups(head_dim, k_groups, is_key=True),
         K_SPAN=k.key_span,
-        HAS_COUNT=num_tasks is not None,
+        HAS_ORDER=order is not None,
         HAS_OFFSET=offset_RX is not None,
         HAS_BIAS=has_bias,
         HAS_SKIP=has_skip,

@@ -53,7 +53,7 @@ class Notes:
                 offset_RX,
                 self._memory,
                 self._tables.task_LBC[layer].flatten(0, 1),
-                None,
+                self._tables.order(layer),
                 lse_RX,
                 self._row_LBC[layer].flatten(),
                 codec,

@@ -7,11 +7,11 @@ device: a captured graph follows them.
     attend_tasks   partial attention of each task       merge_rows     tasks + open block + new slots
     task_mass      attention mass of each stored slot
 
-Tables: a row of `task` (int64, columns in formats.py) is a stretch of adjacent slots; tasks past num_tasks (int32 [1];
-None: the whole table) and those of length 0 do not run. Codes, scales, zeros (bf16) and biases (fp32, natural log)
-begin at multiples of 16 bytes. `has_skip`: tasks may begin with slots of others (column SKIP). Output row r has the
-tasks task_range[r, 0] .. task_range[r, 1] - 1 (int32 [R, 2]). Tables and fill counts may be read while the operation
-right before still runs (early.py), so it is not the one that writes them.
+Tables: a row of `task` (int64, columns in formats.py) is a stretch of adjacent slots; those that `order` names (int32;
+None: all) begin in that order, and those of length 0 do not run. Codes, scales, zeros (bf16) and biases (fp32, natural
+log) begin at multiples of 16 bytes. `has_skip`: tasks may begin with slots of others (column SKIP). Output row r has
+the tasks task_range[r, 0] .. task_range[r, 1] - 1 (int32 [R, 2]). Tables and fill counts may be read while the
+operation right before still runs (early.py), so it is not the one that writes them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def attend_tasks(
     offset: Tensor | None,
     memory: Tensor,
     task: Tensor,
-    num_tasks: Tensor | None,
+    order: Tensor | None,
     k_codec: str,
     v_codec: str,
     k_groups: int,
@@ -59,7 +59,7 @@ def attend_tasks(
     """
     run = _kernel("decode").launch if q.is_cuda else reference.attend_tasks
     found: tuple[Tensor, Tensor] = run(
-        q, offset, memory, task, num_tasks, k_codec, v_codec, k_groups, v_groups, scale, has_bias, has_skip
+        q, offset, memory, task, order, k_codec, v_codec, k_groups, v_groups, scale, has_bias, has_skip
     )
     return found
 
@@ -70,7 +70,7 @@ def _(
     offset: Tensor | None,
     memory: Tensor,
     task: Tensor,
-    num_tasks: Tensor | None,
+    order: Tensor | None,
     k_codec: str,
     v_codec: str,
     k_groups: int,
@@ -177,7 +177,7 @@ def task_mass(
     offset: Tensor | None,
     memory: Tensor,
     task: Tensor,
-    num_tasks: Tensor | None,
+    order: Tensor | None,
     lse: Tensor,
     row_of_task: Tensor,
     k_codec: str,
@@ -190,7 +190,7 @@ def task_mass(
     """Add sum over X of exp(score - lse[row_of_task]) to mass[task.MASS + slot] (fp32, in place); a query whose lse is
     -inf saw nothing and adds nothing."""
     run = _kernel("mass").launch if q.is_cuda else reference.task_mass
-    run(q, offset, memory, task, num_tasks, lse, row_of_task, k_codec, k_groups, scale, mass, has_bias, has_skip)
+    run(q, offset, memory, task, order, lse, row_of_task, k_codec, k_groups, scale, mass, has_bias, has_skip)
 
 
 @task_mass.register_fake
@@ -199,7 +199,7 @@ def _(
     offset: Tensor | None,
     memory: Tensor,
     task: Tensor,
-    num_tasks: Tensor | None,
+    order: Tensor | None,
     lse: Tensor,
     row_of_task: Tensor,
     k_codec: str,

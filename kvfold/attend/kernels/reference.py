@@ -35,7 +35,7 @@ def attend_tasks(
     offset_RX: Tensor | None,
     memory: Tensor,
     task: Tensor,
-    num_tasks: Tensor | None,
+    order: Tensor | None,
     k_codec: str,
     v_codec: str,
     k_groups: int,
@@ -48,7 +48,7 @@ def attend_tasks(
     _, num_queries, head_dim = q_RXD.shape
     out = q_RXD.new_zeros(len(task), num_queries, head_dim, dtype=torch.float32)
     lse = q_RXD.new_full((len(task), num_queries), -torch.inf, dtype=torch.float32)
-    for i, row in _running(task, num_tasks):
+    for i, row in _running(task, order):
         score_XS = _scores(q_RXD, offset_RX, memory, row, k_codec, k_groups, scale, has_bias, has_skip)
         v_SD = _read(memory, row, "v", v_codec, v_groups, head_dim)
         lse[i] = score_XS.logsumexp(-1)
@@ -61,7 +61,7 @@ def task_mass(
     offset_RX: Tensor | None,
     memory: Tensor,
     task: Tensor,
-    num_tasks: Tensor | None,
+    order: Tensor | None,
     lse_RX: Tensor,
     row_of_task: Tensor,
     k_codec: str,
@@ -72,7 +72,7 @@ def task_mass(
     has_skip: bool = False,
 ) -> None:
     """Add each slot's attention, summed over the queries of its row, to mass[task.MASS + slot]."""
-    for i, row in _running(task, num_tasks):
+    for i, row in _running(task, order):
         score_XS = _scores(q_RXD, offset_RX, memory, row, k_codec, k_groups, scale, has_bias, has_skip)
         lse_X = lse_RX[row_of_task[i]]
         share_XS = torch.exp(score_XS - lse_X.masked_fill(lse_X == -torch.inf, torch.inf).unsqueeze(-1))
@@ -142,9 +142,9 @@ def merge_rows(
     return result, result_lse
 
 
-def _running(task: Tensor, num_tasks: Tensor | None) -> Iterator[tuple[int, list[int]]]:
-    rows = (task if num_tasks is None else task[: int(num_tasks)]).tolist()
-    return ((i, row) for i, row in enumerate(rows) if row[LENGTH])
+def _running(task: Tensor, order: Tensor | None) -> Iterator[tuple[int, list[int]]]:
+    rows = task.tolist()
+    return ((i, rows[i]) for i in (range(len(rows)) if order is None else order.tolist()) if rows[i][LENGTH])
 
 
 def _scores(

@@ -98,7 +98,7 @@ class Step:
             offset_RX,
             lanes.memory,
             lanes.tables.task_LBC[layer].flatten(0, 1),
-            None,
+            lanes.tables.order(layer),
             k_codec,
             _codec_name(page_class.v, page_class.kv_dtype),
             _num_groups(k_scale),

@@ -1,9 +1,10 @@
 """The tables kernels read, on the device: for each layer and lane, the tasks that cover a sequence's stored slots.
 
 A lane has room for C tasks in each layer; unused ones have length 0. When the pages of one sequence change, only its
-lane is written again; when its slots became more, only the lengths of the tasks that hold them.
+lane is written again; when its slots became more, only the lengths of the tasks that hold them. Where it pays, the
+longest tasks of a layer begin first, so that short ones even out when processors end, and few of the unused ones begin.
 
-    L layers   B lanes   C tasks of a lane   H KV heads   N tasks
+    L layers   B lanes   C tasks of a lane   H KV heads   N tasks   P programs of a layer
 """
 
 from __future__ import annotations
@@ -65,14 +66,21 @@ class Tables:
         *,
         num_turns: int = 1,
         mass_len: int = 0,
+        num_programs: int | None = None,
     ) -> None:
-        """`num_turns`: rows of queries for each head; `mass_len`: slots of a head in the table of attention mass."""
+        """`num_turns`: rows of queries for each head; `mass_len`: slots of a head in the table of attention mass;
+        `num_programs`: of a layer, if the longest of its tasks are to begin first."""
         self.layout, self.num_lanes, self.capacity = layout, num_lanes, capacity
         self.num_turns, self.mass_len = num_turns, mass_len
         self.most_heads = int(layout.heads_L.max())
         shape = (layout.spec.num_layers, num_lanes)
         self.task_LBC = torch.zeros(*shape, capacity, NUM_COLUMNS, dtype=torch.int64, device=device)
         self.rows_LBH = torch.zeros(*shape, self.most_heads, 2, dtype=torch.int32, device=device)
+        self._order_LP: Tensor | None = None
+        if num_programs is not None:
+            self._order_LP = torch.zeros(shape[0], num_programs, dtype=torch.int32, device=device)
+        self._used_LB = np.zeros(shape, dtype=np.int64)  # tasks that have slots
+        self._is_sorted = True
 
     def put(self, lanes: Sequence[int], tasks: Tasks) -> Ints:
         """Write these lanes anew; returns the row of each task in the table [L * B * C].
@@ -92,7 +100,10 @@ class Tables:
         self.clear(lanes)
         device = self.task_LBC.device
         self.task_LBC.view(-1, NUM_COLUMNS).index_copy_(0, sent(at_N, device), sent(task_N, device))
-        self.rows_LBH.index_copy_(1, sent(np.array(lanes), device), sent(self._rows(lanes, tasks), device))
+        rows_LBH = self._rows(lanes, tasks)
+        self.rows_LBH.index_copy_(1, sent(np.array(lanes), device), sent(rows_LBH, device))
+        self._used_LB[:, lanes] = (rows_LBH[..., 1] - rows_LBH[..., 0]).sum(-1)
+        self._is_sorted = False
         return at_N
 
     def _rows(self, lanes: Sequence[int], tasks: Tasks) -> NDArray[np.int32]:
@@ -112,6 +123,8 @@ class Tables:
 
     def begin(self, layer_N: Ints, lane_N: Ints, head_N: Ints) -> None:
         """The next task of each of these heads has slots now."""
+        np.add.at(self._used_LB, (layer_N, lane_N), 1)
+        self._is_sorted = False
         head_N = (layer_N * self.num_lanes + lane_N) * self.most_heads + head_N
         last_N = self.rows_LBH.view(-1, 2)[:, 1]
         last_N.index_add_(0, sent(head_N, last_N.device), last_N.new_ones(len(head_N)))
@@ -121,3 +134,18 @@ class Tables:
         lane_N = sent(np.array(lanes), self.task_LBC.device)
         self.task_LBC.index_fill_(1, lane_N, 0)
         self.rows_LBH.index_fill_(1, lane_N, 0)
+        self._used_LB[:, lanes] = 0
+
+    def sort(self) -> bool:
+        """Order tasks by length where other ones have slots than before; False if they are more than programs."""
+        if self._order_LP is None or self._is_sorted:
+            return True
+        num_programs = self._order_LP.shape[1]
+        order_LN = self.task_LBC[..., LENGTH].flatten(1).argsort(dim=1, descending=True)
+        self._order_LP.copy_(order_LN[:, :num_programs])
+        self._is_sorted = int(self._used_LB.sum(1).max()) <= num_programs
+        return self._is_sorted
+
+    def order(self, layer: int) -> Tensor | None:
+        """The tasks of a layer that begin, first to last; None: all, as they lie."""
+        return None if self._order_LP is None else self._order_LP[layer]

@@ -50,6 +50,11 @@ class Tasks(NamedTuple):
         """Tasks of the fullest layer of any lane."""
         return int(self.nth_N.max(initial=-1)) + 1
 
+    @property
+    def most_of_all(self) -> int:
+        """Tasks that have slots, of the layer that has most in all lanes."""
+        return int(np.bincount(self.layer_N[self.length_N > 0], minlength=1).max())
+
 
 def choose_splits(tables: Sequence[SegmentTable], tasks_L: Ints) -> Ints:
     """Slots per task of each layer, so that it has at most `tasks_L` tasks, or the least multiple that heads allow.

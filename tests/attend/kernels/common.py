@@ -83,7 +83,7 @@ class Stored:
         return self.pages.page_class.k.query(self.q_RXD, self.pages.state.get("k", {}))
 
     def tasks(self, split: int, spare: int = 3, *, skip: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """The table with `spare` rows of noise behind it, the number of tasks, and the tasks of each head [R, 2].
+        """The table with `spare` rows of noise behind it, the order of tasks, and the tasks of each head [R, 2].
 
         Tasks leave out their first `skip` slots, where they have more.
         """
@@ -103,8 +103,8 @@ class Stored:
                 done += extent.length
             ranges.append((before, len(rows)))
         task = torch.tensor(rows + [[-1] * NUM_COLUMNS] * spare, dtype=torch.int64, device=DEVICE)
-        num_tasks = torch.tensor([len(rows)], dtype=torch.int32, device=DEVICE)
-        return task, num_tasks, torch.tensor(ranges, dtype=torch.int32, device=DEVICE)
+        order = torch.arange(len(rows), dtype=torch.int32, device=DEVICE).flip(0)
+        return task, order, torch.tensor(ranges, dtype=torch.int32, device=DEVICE)
 
     def _row(self, extent: Extent, begin: int) -> list[int]:
         page_class, row = self.pages.page_class, [0] * NUM_COLUMNS

@@ -31,9 +31,9 @@ CONFIG = decode.Config(32, 4, 2)  # small tiles: whole ones and a rest within a 
 
 def attend_arguments(stored: Stored, split: int = 128) -> tuple[tuple[Any, ...], int, Tensor]:
     """What both take, the number of tasks, and the tasks of each head."""
-    task, num_tasks, task_range = stored.tasks(split)
-    arguments = (*stored.query(), stored.arena.memory, task, num_tasks, *stored.names, *stored.groups, stored.scale)
-    return (*arguments, stored.bias is not None), int(num_tasks), task_range
+    task, order, task_range = stored.tasks(split)
+    arguments = (*stored.query(), stored.arena.memory, task, order, *stored.names, *stored.groups, stored.scale)
+    return (*arguments, stored.bias is not None), len(order), task_range
 
 
 def assert_attends_alike(stored: Stored, tolerance: dict[str, Any], split: int = 128) -> None:
@@ -84,7 +84,7 @@ def test_biases_and_splits() -> None:
     assert_attends_alike(store("int8", "fp8", (100, 3), with_bias=True, dtype=torch.float32), TIGHT, split=32)
 
 
-def test_a_task_of_no_slots_and_a_table_without_count() -> None:
+def test_a_task_of_no_slots_and_a_table_without_order() -> None:
     stored = store("bf16", "bf16", (40, 40), dtype=torch.float32)
     (q, offset, memory, task, _, *rest), num_tasks, _ = attend_arguments(stored)
     task[num_tasks:] = 0
@@ -143,13 +143,13 @@ def test_merged_rows(
 def test_mass(codec: str) -> None:
     stored = store(codec, codec, LENS, with_bias=codec == "int4", dtype=torch.float32)
     arguments, _, _ = attend_arguments(stored, 64)
-    q, offset, memory, task, num_tasks = arguments[:5]
+    q, offset, memory, task, order = arguments[:5]
     lse_RX = torch.randn(len(LENS) + 1, 4, device=DEVICE) + 6
     row_of_task = (task[:, 0].clamp(min=0) + 1).to(torch.int32)  # rows of output need not be rows of q
     totals = [torch.ones(sum(LENS), device=DEVICE) for _ in range(2)]
     for run, total in zip((mass.launch, reference.task_mass), totals, strict=True):
         rest = (lse_RX, row_of_task, codec, stored.groups[0], stored.scale, total, stored.bias is not None)
-        run(q, offset, memory, task, num_tasks, *rest)
+        run(q, offset, memory, task, order, *rest)
     assert totals[1].gt(1).all()
     torch.testing.assert_close(totals[0], totals[1], atol=1e-4, rtol=1e-3)
 
@@ -157,12 +157,12 @@ def test_mass(codec: str) -> None:
 def test_mass_leaves_skipped_slots_and_lanes_that_saw_nothing_alone() -> None:
     stored = store("int8", "int8", (40, 40), dtype=torch.float32)
     q, offset = stored.query()
-    task, num_tasks, _ = stored.tasks(64, skip=7)
+    task, order, _ = stored.tasks(64, skip=7)
     lse_RX = torch.full((2, 4), 6.0, device=DEVICE)
     lse_RX[1] = -torch.inf
     totals = [torch.zeros(80, device=DEVICE) for _ in range(2)]
     for run, total in zip((mass.launch, reference.task_mass), totals, strict=True):
         rest = (lse_RX, task[:, 0].to(torch.int32), "int8", 1, stored.scale, total, False, True)
-        run(q, offset, stored.arena.memory, task, num_tasks, *rest)
+        run(q, offset, stored.arena.memory, task, order, *rest)
     torch.testing.assert_close(totals[0], totals[1], atol=1e-4, rtol=1e-3)
     assert totals[0].gt(0).nonzero().squeeze(-1).tolist() == [*range(7, 40)]

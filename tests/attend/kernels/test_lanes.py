@@ -9,7 +9,7 @@ import torch
 
 from kvfold.attend.decode import seal
 from kvfold.attend.kernels.formats import LENGTH
-from kvfold.attend.kernels.lanes import Lanes
+from kvfold.attend.kernels.lanes import Lanes, OutOfLanes
 from kvfold.attend.kernels.step import layout_of
 from kvfold.attend.kernels.tasks import Tasks
 from kvfold.pages.append import make_room_ahead
@@ -22,6 +22,7 @@ from tests.pages.tiny import fill, new_sequence, tiny_spec
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="fills sequences on the CPU")
 SPEC = tiny_spec(num_layers=3, num_heads=2)
+WIDER = tiny_spec(num_layers=3, num_heads=2, head_dim=32)
 Rows = list[list[int]]
 
 
@@ -137,3 +138,61 @@ def test_a_seal_into_pages_with_room_sends_lengths_only(monkeypatch: pytest.Monk
     assert written == [[1], [0]]
     for sequence in sequences:
         sequence.release()
+
+
+def test_the_longest_tasks_of_narrow_codes_begin_first() -> None:
+    arena = Arena(8 << 20)
+    sequences = [new_sequence("int4", WIDER, arena=arena, page_size=16, open_len=8) for _ in range(3)]
+    for sequence, length in zip(sequences, (40, 300, 100), strict=True):
+        fill(sequence, length)
+    lanes = make_lanes(sequences)
+    check_order(lanes, sequences)
+    lengths_P = lanes.tables.task_LBC[1].flatten(0, 1)[:, LENGTH][lanes.tables.order(1)]
+    assert lengths_P[0] == 128 and lengths_P.diff().max() <= 0
+    for _ in range(20):
+        for sequence in sequences:
+            waiting(sequence, 8)
+            make_room_ahead(sequence)
+        append(sequences)
+        check_order(lanes, sequences)
+    check_order(lanes, sequences[1:])
+    for sequence in sequences:
+        sequence.release()
+
+
+def check_order(lanes: Lanes, sequences: Sequence[SequenceCache]) -> None:
+    lanes.place(sequences)
+    for layer, task_BC in enumerate(lanes.tables.task_LBC):
+        order_P, length_N = lanes.tables.order(layer), task_BC.flatten(0, 1)[:, LENGTH]
+        assert order_P is not None and len(order_P.unique()) == len(order_P)
+        assert length_N[order_P].sum() == length_N.sum()
+
+
+def test_many_lanes_have_programs_for_little_more_than_their_tasks() -> None:
+    arena = Arena(64 << 20)
+    sequences = [new_sequence("int4", WIDER, arena=arena, page_size=16, open_len=8) for _ in range(40)]
+    for sequence in sequences:
+        fill(sequence, 64)
+    lanes = make_lanes(sequences, 64)
+    check_order(lanes, sequences)
+    order_P = lanes.tables.order(0)
+    assert order_P is not None and 2 * 64 < len(order_P) < 64 * lanes.tables.capacity
+    for _ in range(3):
+        for sequence in sequences:
+            make_room_ahead(sequence)
+            waiting(sequence, 8)
+        lanes.place(sequences)  # with tasks for the new pages, which have no slots yet
+        append(sequences)
+        check_order(lanes, sequences)
+    for sequence in sequences:
+        fill(sequence, 600)  # five tasks of 128 slots in place of one
+    with pytest.raises(OutOfLanes):
+        lanes.place(sequences)
+    for sequence in sequences:
+        sequence.release()
+
+
+def test_wide_codes_begin_as_they_lie() -> None:
+    (sequence,) = make(Arena(8 << 20), 40)
+    assert make_lanes([sequence]).tables.order(0) is None
+    sequence.release()

@@ -22,9 +22,9 @@ def run(program: str) -> str:
 
 def test_torch_finds_the_declared_schemas_true() -> None:
     stored = store("int4", "bf16", LENS)
-    task, num_tasks, task_range = stored.tasks(64)
+    task, order, task_range = stored.tasks(64)
     q, offset = stored.query()
-    common = (q, offset, stored.arena.memory, task, num_tasks)
+    common = (q, offset, stored.arena.memory, task, order)
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(ops.attend_tasks, (*common, "int4", "bf16", 1, 1, stored.scale), test_utils=tests)
     parts = ops.attend_tasks(*common, "int4", "bf16", 1, 1, stored.scale)
@@ -40,17 +40,17 @@ def test_torch_finds_the_declared_schemas_true() -> None:
 @pytest.mark.skipif(DEVICE != "cpu", reason="GPUs run the kernels")
 def test_a_cpu_runs_the_twins() -> None:
     stored = store("int8", "int8", LENS)
-    task, num_tasks, _ = stored.tasks(64)
-    arguments = (*stored.query(), stored.arena.memory, task, num_tasks, "int8", "int8", 1, 1, stored.scale)
+    task, order, _ = stored.tasks(64)
+    arguments = (*stored.query(), stored.arena.memory, task, order, "int8", "int8", 1, 1, stored.scale)
     for found, want in zip(ops.attend_tasks(*arguments), reference.attend_tasks(*arguments), strict=True):
         assert found.equal(want)
 
 
 def test_an_unknown_codec_is_named() -> None:
     stored = store("bf16", "bf16", LENS)
-    task, num_tasks, _ = stored.tasks(64)
+    task, order, _ = stored.tasks(64)
     with pytest.raises(InputError, match='no codec "int3"; they read fp32, fp16, bf16, fp8, int8'):
-        ops.attend_tasks(stored.q_RXD, None, stored.arena.memory, task, num_tasks, "int3", "bf16", 1, 1, 1.0)
+        ops.attend_tasks(stored.q_RXD, None, stored.arena.memory, task, order, "int3", "bf16", 1, 1, 1.0)
 
 
 def test_kvfold_and_its_operators_load_without_triton() -> None:

@@ -28,10 +28,10 @@ def expected(stored: Stored, head: int) -> tuple[Tensor, Tensor]:
 
 def attended(stored: Stored, split: int) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs and log-sum-exps of tasks, and the tasks of each head."""
-    task, num_tasks, task_range = stored.tasks(split)
+    task, order, task_range = stored.tasks(split)
     q, offset = stored.query()
     arguments = (*stored.names, *stored.groups, stored.scale, stored.bias is not None)
-    return *reference.attend_tasks(q, offset, stored.arena.memory, task, num_tasks, *arguments), task_range
+    return *reference.attend_tasks(q, offset, stored.arena.memory, task, order, *arguments), task_range
 
 
 def assert_heads_right(stored: Stored, split: int = 64) -> None:
@@ -109,12 +109,12 @@ def test_new_slots_are_stored_behind_the_fill_and_empty_lanes_touch_nothing() ->
 
 def test_mass_of_all_slots_is_one_for_each_query() -> None:
     stored = store("int4", "int4", LENS, with_bias=True)
-    task, num_tasks, _ = stored.tasks(64)
+    task, order, _ = stored.tasks(64)
     q, offset = stored.query()
     lse_RX = torch.stack([expected(stored, head)[1] for head in range(len(LENS))])
     row_of_task = task[:, 0].clamp(min=0).to(torch.int32)
     mass = torch.ones(sum(LENS), device=DEVICE)
-    common = (q, offset, stored.arena.memory, task, num_tasks)
+    common = (q, offset, stored.arena.memory, task, order)
     reference.task_mass(*common, lse_RX, row_of_task, "int4", stored.groups[0], stored.scale, mass, True)
     sums = torch.stack([(part - 1).sum() for part in mass.split(list(LENS))])
     num_queries = stored.q_RXD.shape[1]
