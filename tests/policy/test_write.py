@@ -12,7 +12,7 @@ from kvfold.errors import PolicyError
 from kvfold.policy import Policy
 from tests.policy.expressions import FILES, expressions, policies
 
-many = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+many = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 
 
 @pytest.fixture(scope="module", autouse=True)

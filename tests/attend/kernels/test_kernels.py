@@ -93,8 +93,7 @@ def test_a_task_of_no_slots_and_a_table_without_order() -> None:
     torch.testing.assert_close(found[0][:num_tasks], want[0][:num_tasks], **TIGHT)
 
 
-@pytest.mark.parametrize("codec", ["bf16", "fp8", "int4", "kivi4"])
-@pytest.mark.parametrize("skip", [0, 5, 15])
+@pytest.mark.parametrize(("codec", "skip"), [("bf16", 5), ("fp8", 15), ("int4", 5), ("int4", 15), ("kivi4", 15)])
 def test_slots_of_others_at_the_front_are_skipped(codec: str, skip: int) -> None:
     stored = store(codec, codec, LENS, dtype=torch.float32)
     arguments, num_tasks, _ = attend_arguments(stored, 64)

@@ -170,13 +170,13 @@ def check_order(lanes: Lanes, sequences: Sequence[SequenceCache]) -> None:
 
 def test_many_lanes_have_programs_for_little_more_than_their_tasks() -> None:
     arena = Arena(64 << 20)
-    sequences = [new_sequence("int4", WIDER, arena=arena, page_size=16, open_len=8) for _ in range(40)]
+    sequences = [new_sequence("int4", WIDER, arena=arena, page_size=16, open_len=8) for _ in range(20)]
     for sequence in sequences:
         fill(sequence, 64)
-    lanes = make_lanes(sequences, 64)
+    lanes = make_lanes(sequences, 33)
     check_order(lanes, sequences)
     order_P = lanes.tables.order(0)
-    assert order_P is not None and 2 * 64 < len(order_P) < 64 * lanes.tables.capacity
+    assert order_P is not None and 2 * 33 < len(order_P) < 33 * lanes.tables.capacity
     for _ in range(3):
         for sequence in sequences:
             make_room_ahead(sequence)

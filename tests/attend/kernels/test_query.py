@@ -33,3 +33,12 @@ def test_rows_that_follow_one_another_share_a_mean() -> None:
         torch.testing.assert_close(found, want, atol=1e-4, rtol=1e-4)
     mine = torch.einsum("vxd,d->vx", q_RXD[3:], mean_RD[1])
     torch.testing.assert_close(query.launch(q_RXD, mean_RD)[1][3:], mine, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_queries_in_larger_programs(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(query, "_MANY", 64)
+    q_RXD, mean_RD = torch.randn(19, 4, 128, device=DEVICE).to(dtype), torch.randn(19, 128, device=DEVICE)
+    loose = 2e-2 if dtype == torch.bfloat16 else 1e-4
+    for found, want in zip(query.launch(q_RXD, mean_RD), reference.centred_query(q_RXD, mean_RD), strict=True):
+        torch.testing.assert_close(found, want, atol=loose, rtol=loose)

@@ -112,7 +112,7 @@ def assert_same(mine: SequenceCache, theirs: SequenceCache, share: float = 0.0) 
 def test_one_launch_writes_what_the_plain_seal_writes(policy: str, spec: ModelSpec) -> None:
     arena = Arena(1 << 24, device=DEVICE, superblock_bytes=4096)
     arena.memory.fill_(63)  # what others have left there, which fields must not show
-    lengths = (40, 77, 100)
+    lengths = (40, 77)
     plain = [sequence(policy, arena, length, seed, spec=spec) for seed, length in enumerate(lengths)]
     fast = [sequence(policy, arena, length, seed, spec=spec) for seed, length in enumerate(lengths)]
     assert all(knows(layer.page_class) for item in fast for layer in item.tail.layers)

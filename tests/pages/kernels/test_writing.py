@@ -24,7 +24,7 @@ from tests.pages.tiny import tiny_spec
 
 pytest.importorskip("triton")
 
-SPEC = tiny_spec(num_layers=3, num_heads=2, head_dim=16)
+SPEC = tiny_spec(num_layers=2, num_heads=2, head_dim=16)
 
 
 def read(policy: str, arena: Arena, lengths: tuple[int, ...]) -> SequenceCache:
