@@ -99,7 +99,7 @@ def test_a_block_that_ends_within_a_group_ends_its_extent(monkeypatch: pytest.Mo
     assert_same(fast, plain)
 
 
-@pytest.mark.parametrize("policy", ["minicache", "int4 + quest"])
+@pytest.mark.parametrize("policy", ["minicache", "int4 + quest(skip_layers=0)"])
 def test_what_the_kernel_does_not_know_is_left_to_plain_operations(policy: str) -> None:
     arena = Arena(1 << 24, device=DEVICE, superblock_bytes=4096)
     layers = SequenceCache(arena, SPEC, Policy.parse(policy), PageConfig(16, 16)).tail.layers
