@@ -35,8 +35,7 @@ def kinds(found: list[Exchange]) -> dict[type[nn.Module], int]:
     return {kind: sum(type(item.fused) is kind for item in found) for kind in (Part, Gated, Norm)}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-@pytest.mark.parametrize("length", [1, 7, MANY_ROWS])
+@pytest.mark.parametrize(("family", "length"), [("llama", 1), ("llama", 7), ("qwen2", 1), ("qwen2", MANY_ROWS)])
 def test_the_model_says_the_same(family: str, length: int) -> None:
     model = built(family)
     expected = hidden(model, length)
