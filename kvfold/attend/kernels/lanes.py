@@ -94,17 +94,19 @@ class Lanes:
         first, most_heads = cut(parts, self.split_L), int(layout.heads_L.max())
         unit = 8 if num_lanes > _MANY_LANES else 32
         capacity = _room_for(first.most, 3 * most_heads, unit)
-        num_programs = num_lanes * capacity
-        if num_lanes > _MANY_LANES:
-            in_use = first.most_of_all * num_lanes // len(sequences)
-            num_programs = min(num_programs, _room_for(in_use, 2 * most_heads * num_lanes, unit))
+        num_programs = None
+        if any(_are_uneven(*shape) for shape in work):
+            num_programs = num_lanes * capacity
+            if num_lanes > _MANY_LANES:
+                in_use = first.most_of_all * num_lanes // len(sequences)
+                num_programs = _room_for(in_use, 2 * most_heads * num_lanes, unit)
         self.watch = Watch(layout, sequences, num_lanes) if layout.watches else None
         self.tables = Tables(
             layout,
             num_lanes,
             capacity,
             arena.device,
-            num_programs=num_programs if any(_are_uneven(*shape) for shape in work) else None,
+            num_programs=num_programs,
             num_turns=1 if self.turns is None else self.turns.num_turns,
             mass_len=0 if self.watch is None else self.watch.row_len,
         )
