@@ -94,9 +94,12 @@ class DiskTier(ByteTier):
             gone += self._take_out(self._ledger.expired(self._clock()), "expired")
             gone += self._take_out(self._ledger.victims(num_bytes), "space")
         for one in gone:
-            self._path(one.key).unlink(missing_ok=True)
-            if one.reason is not None:
-                self.emit("evicted", one.key, one.num_bytes, one.reason)
+            self._delete(one)
+
+    def _delete(self, gone: _Gone) -> None:
+        self._path(gone.key).unlink(missing_ok=True)
+        if gone.reason is not None:
+            self.emit("evicted", gone.key, gone.num_bytes, gone.reason)
 
     def _take_out(self, keys: Sequence[Key], reason: Reason | None) -> list[_Gone]:
         """Of the ledger; under the lock. The files are still there."""
@@ -107,29 +110,41 @@ class DiskTier(ByteTier):
         return found
 
     def get(self, key: Key, at: float) -> BinaryIO | None:
+        file = self._open(key, at)
+        if file is None and self._counts(key):
+            with self._writing:  # one that is being written counts before it is there
+                file = self._open(key, at)
+                if file is None:
+                    self._clear(key)
+        return file
+
+    def _open(self, key: Key, at: float) -> BinaryIO | None:
         with self._lock:
             self._learn()
-            is_live = self._ledger.is_live(key, self._clock())
-            expires_at = self._ledger.touch(key, at).expires_at if is_live else 0.0
-            gone = [] if is_live else self._take_out([key], "expired")
-        if is_live:
-            return self._open(key, expires_at)
-        for one in gone:
-            with suppress(OSError):
-                self._path(key).unlink(missing_ok=True)
-            self.emit("evicted", key, one.num_bytes, "expired")
-        return None
-
-    def _open(self, key: Key, expires_at: float) -> BinaryIO | None:
-        path = self._path(key)
+            if not self._ledger.is_live(key, self._clock()):
+                return None
+            expires_at = self._ledger.touch(key, at).expires_at
         try:
-            file = path.open("rb")
+            file = self._path(key).open("rb")
         except OSError:
-            self._forget(key)
             return None
         with suppress(OSError):  # gone since, or not ours to touch: it is read all the same
-            set_expiry(path, expires_at)
+            set_expiry(self._path(key), expires_at)
         return file
+
+    def _counts(self, key: Key) -> bool:
+        with self._lock:
+            return key in self._ledger
+
+    def _clear(self, key: Key) -> None:
+        """Of an entry that has expired, or whose file somebody took; one that cannot be opened now is left alone."""
+        is_there = self._path(key).exists()
+        with self._lock:
+            is_live = self._ledger.is_live(key, self._clock())
+            gone = [] if is_live and is_there else self._take_out([key], None if is_live else "expired")
+        for one in gone:
+            with suppress(OSError):
+                self._delete(one)
 
     def delete(self, key: Key) -> None:
         with self._writing:

@@ -175,6 +175,23 @@ def test_limits_of_a_folder_hold_while_many_put(tmp_path: Path, clock: Clock, mo
         assert content(tier, key, clock.now) is not None
 
 
+def test_an_entry_asked_for_while_it_is_written_stays_counted(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, key, answers = DiskTier(tmp_path, LIMIT, clock=clock), make_key(1), []
+    reader = Thread(target=lambda: answers.append(content(tier, key, clock.now)))
+
+    def asked_for(path: Path, data: bytes, expires_at: float) -> None:
+        reader.start()
+        reader.join(0.5)
+        write_whole(path, data, expires_at)
+
+    monkeypatch.setattr("kvfold.store.disk.write_whole", asked_for)
+    tier.put(key, bytes(3000), lease(clock))
+    reader.join()
+    assert answers == [bytes(3000)] and list(tier.keys()) == [key]
+
+
 def _use_at_once(tier: Bounded, clock: Clock) -> None:
     with ThreadPoolExecutor(8) as pool:
         for number in range(100):
