@@ -129,11 +129,11 @@ def build(family: str = "llama", *, seed: int = 0) -> Any:
     return model
 
 
-def ready(family: str = "llama", *, seed: int = 0, capacity: int = 64 * 2**20) -> Model:
+def ready(family: str = "llama", *, seed: int = 0, capacity: int = 64 * 2**20, device: str = "cpu") -> Model:
     """A fresh model, attached, with an arena that counts in the smallest superblocks."""
-    hf = build(family, seed=seed)
+    hf = build(family, seed=seed).to(device)
     attach(hf)
-    set_arena(hf, Arena(capacity, superblock_bytes=4096))
+    set_arena(hf, Arena(capacity, device=device, superblock_bytes=4096))
     return wrap(hf, tokenizer(), name=family)
 
 

@@ -45,6 +45,7 @@ class Graphs:
 
     def __init__(self) -> None:
         self.enabled = True
+        self.captures = True  # on a GPU; tools that watch kernels want them launched one by one
         self.compile: Compile = "auto"
         self.setup_s = 0.0  # spent on capturing and compiling, in all
         self._steps = 0
@@ -109,7 +110,9 @@ class Graphs:
         while len(self._captured) >= _MOST_GRAPHS:
             self._captured.pop(next(iter(self._captured)))
         num_lanes, num_tokens = shape
-        captured = _Captured(Lanes(layout, sequences, num_lanes), num_tokens, is_compiled=self._wants_compiled)
+        lanes = Lanes(layout, sequences, num_lanes)
+        graph = torch.cuda.CUDAGraph() if self.captures and lanes.memory.is_cuda else None
+        captured = _Captured(lanes, num_tokens, graph, is_compiled=self._wants_compiled)
         began = time.perf_counter()
         captured.capture(hf, sequences, self._layer_forward)
         self.setup_s += time.perf_counter() - began
@@ -128,13 +131,14 @@ class Graphs:
 
 
 class _Captured:
-    """One graph: inputs in `inbox_BI` (token ids, positions, fill), logits in `logits_BTV`."""
+    """One graph, or none: inputs in `inbox_BI` (token ids, positions, fill), logits in `logits_BTV`."""
 
-    def __init__(self, lanes: Lanes, num_tokens: int, *, is_compiled: bool) -> None:
-        self.lanes, self.num_tokens, self.is_compiled = lanes, num_tokens, is_compiled
+    def __init__(
+        self, lanes: Lanes, num_tokens: int, graph: torch.cuda.CUDAGraph | None, *, is_compiled: bool
+    ) -> None:
+        self.lanes, self.num_tokens, self.graph, self.is_compiled = lanes, num_tokens, graph, is_compiled
         self.inbox_BI = torch.zeros(lanes.num_lanes, 2 * num_tokens + 1, dtype=torch.int64, device=lanes.memory.device)
         self.inbox_BI[:, -1] = -1  # while it is captured, a step belongs to nobody and writes nothing
-        self.graph = torch.cuda.CUDAGraph() if lanes.memory.is_cuda else None
         self.logits_BTV: Tensor | None = None
 
     def capture(self, hf: Any, sequences: Sequence[SequenceCache], compiled: Compiler) -> None:

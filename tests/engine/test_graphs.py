@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from kvfold.engine.graphs import Graphs
-from kvfold.models.attach import attach, set_arena
-from kvfold.models.loader import Model, wrap
-from kvfold.pages.arena import Arena
+from kvfold.models.loader import Model
 from tests.attend.kernels.test_step import same_block, same_observations
 from tests.engine.runs import make_runner, make_sequence
-from tests.tiny import build, prompt, tokenizer
+from tests.tiny import prompt, ready
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are captured on a GPU")
 PROTECT = "protect(sinks=2, recent=4)"
@@ -31,11 +27,8 @@ POLICIES = (
 
 
 @pytest.fixture(scope="module")
-def model() -> Iterator[Model]:
-    hf = build().cuda()
-    attach(hf)
-    set_arena(hf, Arena(64 << 20, device="cuda"))
-    yield wrap(hf, tokenizer())
+def model() -> Model:
+    return ready(device="cuda")
 
 
 @pytest.mark.parametrize("policy", POLICIES)
