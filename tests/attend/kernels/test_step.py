@@ -78,15 +78,15 @@ def step(graphs: Graphs, model: Model, sequences: Sequence[SequenceCache], token
     return logits
 
 
-def same(logits: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(logits, expected, atol=NEAR, rtol=NEAR / 2)
+def same(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, atol=NEAR, rtol=NEAR / 2)
 
 
 @torch.inference_mode()
 def same_block(mine: SequenceCache, theirs: SequenceCache) -> None:
     """The same numbers to seal, after a look that they hardly differ: a code may flip on the last bit of a float."""
     for a, b in zip((*mine.open.k, *mine.open.v), (*theirs.open.k, *theirs.open.v), strict=True):
-        torch.testing.assert_close(a[:, : mine.open.fill], b[:, : theirs.open.fill], atol=2e-4, rtol=1e-4)
+        same(a[:, : mine.open.fill], b[:, : theirs.open.fill])
     mine.open.copy_from(theirs.open)
 
 
@@ -95,7 +95,7 @@ def same_observations(mine: SequenceCache, theirs: SequenceCache) -> None:
     for a, b in zip(mine.sidecar.layers, theirs.sidecar.layers, strict=True):
         open_mass = tuple(None if side.open_mass_HR is None else side.open_mass_HR[:, :fill] for side in (a, b))
         for found, want in ((a.mass_HS, b.mass_HS), open_mass, (a.last_q_QWD, b.last_q_QWD)):
-            torch.testing.assert_close(found, want, atol=2e-4, rtol=1e-4)
+            torch.testing.assert_close(found, want, atol=NEAR, rtol=NEAR / 2)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
