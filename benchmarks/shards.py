@@ -8,8 +8,8 @@ many processes pay as the processor has cores and the memory has room for (`--ar
 (`nvidia-cuda-mps-control -d`) lets them run at once.
 
 Every process has a folder with its log under RUN.parts; the first that fails ends all, and the end of its log is shown.
-At the time limit, or after Ctrl-C, processes finish what they write, and RUN holds what there is. The same command
-goes on from there.
+At the time limit, after Ctrl-C or when this is terminated, processes finish what they write, and RUN holds what there
+is. The same command goes on from there.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class Failed(Exception):
 def main() -> int:
     began = time.monotonic()
     args = _options()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # processes have sessions of their own and would go on
     parts = args.out.with_name(f"{args.out.name}.parts")
     shards = [parts / str(index) for index in range(args.processes)]
     code = 0

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
+from subprocess import Popen
+from threading import Timer
+from typing import Any
 
 import pytest
 
@@ -66,6 +71,26 @@ def test_a_limit_leaves_no_process_and_says_how_to_go_on(
     assert call(monkeypatch, tmp_path / "run", "--limit-s", "0", "--", *bench) == shards.OUT_OF_TIME
     assert "the same command goes on from" in capsys.readouterr().err
     assert not (tmp_path / "run" / ROWS).exists()
+
+
+def test_a_run_that_is_terminated_leaves_no_process(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, started, before = shards._started, [], signal.getsignal(signal.SIGTERM)
+
+    def noted(*arguments: Any) -> Popen[bytes]:
+        started.append(process := start(*arguments))
+        return process
+
+    monkeypatch.setattr(shards, "_started", noted)
+    kill = Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM))
+    kill.start()
+    try:
+        assert call(monkeypatch, tmp_path / "run", "--", "--model", str(folder), *OPTIONS, *MORE) == shards.INTERRUPTED
+    finally:
+        kill.cancel()
+        signal.signal(signal.SIGTERM, before)
+    assert len(started) == 2 and all(process.poll() is not None for process in started)
 
 
 def test_a_run_that_looked_for_no_size_is_kept(tmp_path: Path) -> None:
