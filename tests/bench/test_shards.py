@@ -80,15 +80,14 @@ def test_a_run_that_is_terminated_leaves_no_process(
 
     def noted(*arguments: Any) -> Popen[bytes]:
         started.append(process := start(*arguments))
+        if len(started) == 2:
+            Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
         return process
 
     monkeypatch.setattr(shards, "_started", noted)
-    kill = Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM))
-    kill.start()
     try:
         assert call(monkeypatch, tmp_path / "run", "--", "--model", str(folder), *OPTIONS, *MORE) == shards.INTERRUPTED
     finally:
-        kill.cancel()
         signal.signal(signal.SIGTERM, before)
     assert len(started) == 2 and all(process.poll() is not None for process in started)
 

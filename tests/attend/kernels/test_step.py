@@ -47,7 +47,7 @@ POLICIES = (
     "prefill(streaming + 64tok) + decode(h2o + 64tok + protect(recent=48)) + slot",
 )
 LENGTHS = (90, 200, 131)
-NEAR = 2e-4 if DEVICE == "cpu" else 2e-3  # a GPU adds in another order
+NEAR = 2e-4 if DEVICE == "cpu" else 2e-3  # on an H200 steps over two-bit codes differ by 3e-4
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def step(graphs: Graphs, model: Model, sequences: Sequence[SequenceCache], token
     return logits
 
 
-def same(found: Tensor, expected: Tensor) -> None:
+def same(found: Tensor | None, expected: Tensor | None) -> None:
     torch.testing.assert_close(found, expected, atol=NEAR, rtol=NEAR / 2)
 
 
@@ -95,7 +95,7 @@ def same_observations(mine: SequenceCache, theirs: SequenceCache) -> None:
     for a, b in zip(mine.sidecar.layers, theirs.sidecar.layers, strict=True):
         open_mass = tuple(None if side.open_mass_HR is None else side.open_mass_HR[:, :fill] for side in (a, b))
         for found, want in ((a.mass_HS, b.mass_HS), open_mass, (a.last_q_QWD, b.last_q_QWD)):
-            torch.testing.assert_close(found, want, atol=NEAR, rtol=NEAR / 2)
+            same(found, want)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
