@@ -62,7 +62,7 @@ def _tell(args: argparse.Namespace, model: kvfold.Model, trained: Trained) -> No
         found = {"file": str(args.out), "bytes": num_bytes, "weights": trained.predictor.weights}
         show.print_json(found | {"layers": [asdict(row) for row in rows]})
         return
-    table = show.new_table(numbers=("layer", "R² of the log", "rank correlation"))
+    table = show.new_table(numbers=("layer", "R²", "rank correlation"))
     for row in rows:
         table.add_row(str(row.layer), f"{row.explained:.2f}", f"{row.rank:.2f}")
     count = len(rows)

@@ -37,7 +37,7 @@ _MAX_ENTRIES = 2**24  # features in fp32 at a time
 
 @dataclass(frozen=True)
 class LayerPredictor:
-    """log score = w.gelu(A^T (x - mean) + b) + c with x = (key before RoPE, value), for every KV head its own."""
+    """log-odds = w.gelu(A^T (x - mean) + b) + c with x = (key before RoPE, value), for every KV head its own."""
 
     mean_HF: Tensor
     inner_HFE: Tensor  # A

@@ -1,6 +1,8 @@
-"""Fitting the predictor of one layer, and how well it does: least squares on logs, Adam, a rate that falls to zero.
+"""Fitting the predictor of one layer, and how well it does: cross-entropy, Adam, a rate that falls to zero.
 
-Features and targets are brought to mean 0 and spread 1 while fitting; the scales then go into the weights.
+A score is a share, 0 to 1, and what a network says is its log-odds. Cross-entropy makes that share the expected one: a
+slot that is all or nothing comes before one that is always little, which least squares on logs puts the other way.
+Features are brought to mean 0 and spread 1 while fitting; the scales then go into the weights.
 
     H KV heads   N examples   F features   E hidden units   B batch
 """
@@ -18,6 +20,7 @@ from kvfold.score.predictor import LayerPredictor
 from kvfold.train.traces import Examples
 
 _LEAST_SPREAD = 1e-4
+_LEAST_SHARE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -37,19 +40,16 @@ class Quality:
     """On texts that were not trained on; means over the KV heads of a layer."""
 
     layer: int
-    explained: float  # R^2 of the logs: 1 - squared error / variance
+    explained: float  # R^2 of the scores: 1 - squared error / variance
     rank: float  # Spearman's correlation: 1 where both sort slots alike
 
 
 def fit_layer(examples: Examples, fitting: Fitting, layer: int) -> LayerPredictor:
     """Networks for the heads of a layer, all at once; each has its own weights."""
-    x_HNF, y_HN = examples.x_HNF.float(), examples.y_HN
+    x_HNF = examples.x_HNF.float()
     mean_HF, spread_HF = x_HNF.mean(1), x_HNF.std(1).clamp(min=_LEAST_SPREAD)
-    level_H1, width_H1 = y_HN.mean(1, keepdim=True), y_HN.std(1, keepdim=True).clamp(min=_LEAST_SPREAD)
     x_HNF = (x_HNF - mean_HF.unsqueeze(1)) / spread_HF.unsqueeze(1)
-    inner_HFE, bias_HE, outer_HE = _descend(x_HNF, (y_HN - level_H1) / width_H1, fitting, layer)
-    outer_HE = outer_HE * width_H1
-    outer_HE[:, -1:] += level_H1
+    inner_HFE, bias_HE, outer_HE = _descend(x_HNF, examples.y_HN, fitting, layer)
     # In the precision of the file, so that quality is told of what is kept.
     return LayerPredictor(mean_HF, (inner_HFE / spread_HF.unsqueeze(-1)).half(), bias_HE, outer_HE)
 
@@ -59,6 +59,7 @@ def _descend(x_HNF: Tensor, y_HN: Tensor, fitting: Fitting, layer: int) -> tuple
     draw = torch.Generator().manual_seed(fitting.seed * 1009 + layer)
     inner_HFE = torch.randn(num_heads, num_features, fitting.hidden, generator=draw) / math.sqrt(num_features)
     outer_HE = torch.randn(num_heads, fitting.hidden + 1, generator=draw) / math.sqrt(fitting.hidden)
+    outer_HE[:, -1] = y_HN.mean(1).logit(_LEAST_SHARE).cpu()
     starts = (inner_HFE, torch.zeros(num_heads, fitting.hidden), outer_HE)
     inner, bias, outer = (start.to(x_HNF.device).requires_grad_() for start in starts)
     descent = torch.optim.AdamW((inner, bias, outer), lr=fitting.rate, weight_decay=fitting.decay)
@@ -68,7 +69,7 @@ def _descend(x_HNF: Tensor, y_HN: Tensor, fitting: Fitting, layer: int) -> tuple
         hidden_HBE = functional.gelu(x_HNF[:, chosen_B] @ inner + bias.unsqueeze(1))
         guess_HB = (hidden_HBE @ outer[:, :-1, None]).squeeze(-1) + outer[:, -1:]
         descent.zero_grad()
-        functional.mse_loss(guess_HB, y_HN[:, chosen_B]).backward()
+        functional.binary_cross_entropy_with_logits(guess_HB, y_HN[:, chosen_B]).backward()
         descent.step()
     return inner.detach(), bias.detach(), outer.detach()
 
@@ -77,7 +78,7 @@ def judge(predictor: LayerPredictor, examples: Examples, layer: int) -> Quality:
     """How well a predictor does on examples."""
     y_HN = examples.y_HN
     guess_HN = predictor(examples.x_HNF.float())
-    error_H = (guess_HN - y_HN).square().mean(1)
+    error_H = (guess_HN.sigmoid() - y_HN).square().mean(1)
     explained_H = 1 - error_H / y_HN.var(1, correction=0)
     return Quality(layer, float(explained_H.mean()), float(spearman(guess_HN, y_HN).mean()))
 

@@ -22,14 +22,13 @@ from kvfold.score.predictor import features
 
 TEACHER = "kvzip_plus"
 MIN_LEN = 128  # tokens; shorter texts are kept whole, so nobody asks what they are worth
-_LEAST = 1e-8  # weights below are rounding
 
 
 class Examples(NamedTuple):
     """Of one layer."""
 
     x_HNF: Tensor  # fp16
-    y_HN: Tensor  # fp32: log of the teacher's score
+    y_HN: Tensor  # fp32: the teacher's score, from 0 to 1
 
 
 class _Watched(PrefillPass):
@@ -72,7 +71,7 @@ def _examples(view: View, teacher: Scorer) -> Examples:
     score_HN = teacher.score(view)
     judged = score_HN[0].isfinite()  # the same slots for every head: nothing is stored yet
     x_HNF = features(view.k_RSD, view.v_RSD, view.position_RS, view.spec.rope)[:, judged]
-    return Examples(x_HNF.half(), score_HN[:, judged].clamp(min=_LEAST).log())
+    return Examples(x_HNF.half(), score_HN[:, judged].clamp(max=1.0))  # those of kvzip_plus can exceed it
 
 
 def joined(texts: Sequence[dict[int, Examples]], layer: int) -> Examples:

@@ -12,13 +12,13 @@ from kvfold.score.predictor import LayerPredictor
 from kvfold.train.fit import Fitting, fit_layer, judge, spearman
 from kvfold.train.traces import Examples
 
-FAST = Fitting(steps=200, hidden=16, batch=128)
+FAST = Fitting(steps=400, hidden=16, batch=128)
 
 
 def examples(seed: int, num_examples: int = 2000) -> Examples:
-    """Two heads with different curved targets; features far from 0 and of very different spread."""
+    """Two heads with different curved log-odds; features far from 0 and of very different spread."""
     x_HNF = torch.randn(2, num_examples, 6, generator=torch.Generator().manual_seed(seed))
-    y_HN = torch.stack((x_HNF[0, :, 0] + x_HNF[0, :, 1].abs(), -3 * x_HNF[1, :, 2])) * 5 - 40
+    y_HN = torch.stack((x_HNF[0, :, 0] + x_HNF[0, :, 1].abs() - 1, -3 * x_HNF[1, :, 2] - 2)).sigmoid()
     spread_F, level_F = torch.tensor([0.01, 1, 30, 1, 1, 1]), torch.tensor([0, 50, -200, 0, 0, 0])
     return Examples((x_HNF * spread_F + level_F).half(), y_HN)
 
@@ -37,13 +37,21 @@ def test_the_same_seed_gives_the_same_weights() -> None:
     assert not first.inner_HFE.equal(other.inner_HFE)
 
 
+def test_all_or_nothing_comes_before_always_little() -> None:
+    """Odd examples score .5 or, as often, a millionth, even ones .1: means of .25 and .1, of the logs the reverse."""
+    x_HNF = torch.tensor([-1.0, 1.0]).repeat(1000).view(1, 2000, 1).half()
+    y_HN = torch.tensor([0.1, 0.5, 0.1, 1e-6]).repeat(500).unsqueeze(0)
+    always, sometimes = fit_layer(Examples(x_HNF, y_HN), FAST, 0)(x_HNF[:, :2].float()).sigmoid()[0].tolist()
+    assert (always, sometimes) == (pytest.approx(0.1, abs=0.03), pytest.approx(0.25, abs=0.03))
+
+
 def test_quality_is_that_of_the_definitions() -> None:
-    """A predictor that always says 2: no variance explained beyond the mean's, and one that is off by 1."""
-    constant = LayerPredictor(torch.zeros(1, 1), torch.zeros(1, 1, 1), torch.zeros(1, 1), torch.tensor([[0.0, 2.0]]))
+    """A predictor that always says log-odds 0, a share of .5: its variance explained is that of the mean, or less."""
+    constant = LayerPredictor(torch.zeros(1, 1), torch.zeros(1, 1, 1), torch.zeros(1, 1), torch.zeros(1, 2))
     x_HNF = torch.zeros(1, 4, 1).half()
-    assert judge(constant, Examples(x_HNF, torch.tensor([[1.0, 3.0, 1.0, 3.0]])), 5).explained == pytest.approx(0)
-    assert judge(constant, Examples(x_HNF, torch.tensor([[0.0, 2.0, 0.0, 2.0]])), 5).explained == pytest.approx(-1)
-    assert judge(constant, Examples(x_HNF, torch.tensor([[0.0, 2.0, 0.0, 2.0]])), 5).layer == 5
+    assert judge(constant, Examples(x_HNF, torch.tensor([[0.0, 1.0, 0.0, 1.0]])), 5).explained == pytest.approx(0)
+    assert judge(constant, Examples(x_HNF, torch.tensor([[0.0, 0.5, 0.0, 0.5]])), 5).explained == pytest.approx(-1)
+    assert judge(constant, Examples(x_HNF, torch.tensor([[0.0, 0.5, 0.0, 0.5]])), 5).layer == 5
 
 
 def test_rank_correlation_worked_by_hand() -> None:
