@@ -48,8 +48,7 @@ class Compression:
         self.decoding = decoding
         self._layers: list[StagedLayer] = []
         self._chosen: Chosen | None = None
-        num_layers = len(sequence.spec.compressible_layers)
-        self._reuse = Reuse(self.stage.score, num_layers) if self.stage is not None else None
+        self._reuse = Reuse(self.stage.score) if self.stage is not None else None
         self.budget = self._budget(self.stage) if self.stage is not None else None
 
     def _budget(self, stage: Stage) -> Budget | None:

@@ -127,11 +127,6 @@ class Scorer(ABC):
         return 1
 
     @property
-    def scored_alone(self) -> float:
-        """The share of layers, from the lowest on, that share no scores all the same."""
-        return 0.0
-
-    @property
     def needs(self) -> Needs:
         return Needs()
 

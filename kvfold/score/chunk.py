@@ -27,8 +27,7 @@ class Chunk(Grouped):
 
     score = mean of the inner score over the slots of the chunk, position // size; with `shared` over all heads of the
     sequence, so that they keep the same tokens. What the inner score always keeps (+inf) stays so by itself and takes
-    no part in the means. With `reuse` = n, only every n-th layer is scored and the n - 1 above keep what it keeps; of
-    the lowest layers, the share `alone`, every one is scored.
+    no part in the means. With `reuse` = n, only every n-th layer is scored and the n - 1 above keep what it keeps.
 
     Against the paper: its chunks are 10 tokens and its score is snapkv's, the defaults here; it finds n = 2 nearly free
     and n = 3 costly. Against kvpress' ChunkKVPress (20 tokens, no reuse): chunks are told by position, so a second
@@ -40,7 +39,6 @@ class Chunk(Grouped):
     size: int = 10
     shared: bool = True
     reuse: int = 1
-    alone: float = 0.0
 
     def __post_init__(self) -> None:
         at_least("chunk", "size", self.size, 1)

@@ -26,15 +26,10 @@ class Grouped(Scorer):
     scorer: Scorer
     shared: bool
     reuse: int
-    alone: float
 
     def check_inner(self, name: str) -> None:
         """PolicyError if the inner score cannot stand inside another."""
         at_least(name, "reuse", self.reuse, 1)
-        if not 0 <= self.alone < 1:
-            raise PolicyError(f"{name}(alone={self.alone}): it is a share of the layers, from 0 to below 1")
-        if self.alone and self.reuse == 1:
-            raise PolicyError(f"{name}(alone={self.alone}): without reuse every layer is scored alone; write reuse=2")
         inner = term_of(self.scorer).name
         if self.scorer.keeps_all:
             raise PolicyError(f"{name}({inner}): the inner score keeps everything; name one that evicts")
@@ -50,10 +45,6 @@ class Grouped(Scorer):
     @property
     def reuse_layers(self) -> int:
         return self.reuse
-
-    @property
-    def scored_alone(self) -> float:
-        return self.alone
 
     @property
     def default_prefill_trigger(self) -> str:

@@ -36,7 +36,6 @@ class Sentence(Grouped):
     longest: int = 64
     shared: bool = True
     reuse: int = 1
-    alone: float = 0.0
 
     def __post_init__(self) -> None:
         at_least("sentence", "longest", self.longest, 1)

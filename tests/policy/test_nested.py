@@ -31,7 +31,7 @@ def test_reading(text: str, score: Chunk) -> None:
 
 def test_the_canonical_form_writes_inner_defaults_too() -> None:
     text = str(Policy.parse("chunk(streaming, 7) + 4x"))
-    assert text.startswith("chunk(scorer=streaming(sinks=4), size=7, shared=true, reuse=1, alone=0) + uniform + 4x")
+    assert text.startswith("chunk(scorer=streaming(sinks=4), size=7, shared=true, reuse=1) + uniform + 4x")
     assert str(Policy.parse(text)) == text
 
 
@@ -66,7 +66,7 @@ def test_a_revision_of_an_inner_term_changes_the_fingerprint(
 
 def test_the_table_shows_the_inner_default() -> None:
     (row,) = [row for row in rows() if row.name == "chunk"]
-    assert row.arguments == "scorer=snapkv, size=10, shared=true, reuse=1, alone=0"
+    assert row.arguments == "scorer=snapkv, size=10, shared=true, reuse=1"
 
 
 @pytest.mark.parametrize(
@@ -78,8 +78,6 @@ def test_the_table_shows_the_inner_default() -> None:
         ("snapkv(windw=3)", "snapkv has no argument windw=3; "),
         ("full", "chunk(full): the inner score keeps everything; name one that evicts"),
         ("chunk(reuse=2)", "chunk(chunk): reuse has no effect inside another score; write it on the outer chunk"),
-        ("snapkv, reuse=2, alone=1.5", "chunk(alone=1.5): it is a share of the layers, from 0 to below 1"),
-        ("snapkv, alone=0.5", "chunk(alone=0.5): without reuse every layer is scored alone; write reuse=2"),
     ],
 )
 def test_refusals(inner: str, reason: str) -> None:

@@ -19,22 +19,10 @@ PROTECT = "protect(sinks=2, recent=4)"
 def test_a_layer_between_takes_the_scores_of_the_one_that_leads() -> None:
     views = [make_view((30,), (30, 30), Needs(), seed=seed) for seed in range(5)]
     scorer = Chunk(KNorm(), size=3, reuse=2)
-    reuse = Reuse(scorer, 5)
+    reuse = Reuse(scorer)
     found = [reuse.score(view, place) for place, view in enumerate(views)]
     own = [scorer.score(view) for view in views]
     for place, leader in enumerate((0, 0, 2, 2, 4)):
-        assert torch.equal(found[place], own[leader])
-
-
-@pytest.mark.parametrize(("alone", "leaders"), [(0.3, (0, 1, 2, 2, 4, 4, 6)), (0.5, (0, 1, 2, 3, 4, 4, 6))])
-def test_lower_layers_that_are_scored_alone(alone: float, leaders: tuple[int, ...]) -> None:
-    """Of seven layers the lowest two or four; pairs from there on."""
-    views = [make_view((30,), (30, 30), Needs(), seed=seed) for seed in range(7)]
-    scorer = Chunk(KNorm(), size=3, reuse=2, alone=alone)
-    reuse = Reuse(scorer, 7)
-    found = [reuse.score(view, place) for place, view in enumerate(views)]
-    own = [scorer.score(view) for view in views]
-    for place, leader in enumerate(leaders):
         assert torch.equal(found[place], own[leader])
 
 
@@ -44,7 +32,7 @@ def test_scores_meet_by_position() -> None:
     leader = replace(view, position_RS=torch.tensor([[0, 2, 5], [0, 1, 8]]))
     valid_RS = torch.tensor([[True, True, False], [True, True, True]])
     above = replace(view, position_RS=torch.tensor([[2, 3, 0], [8, 1, 0]]), valid_RS=valid_RS)
-    reuse = Reuse(Chunk(KNorm(), size=1, shared=False, reuse=2), 2)
+    reuse = Reuse(Chunk(KNorm(), size=1, shared=False, reuse=2))
     led_RS = reuse.score(leader, 0)
     taken_RS = reuse.score(above, 1)
     assert taken_RS[0].tolist() == [led_RS[0, 1], torch.finfo(torch.float32).min, -torch.inf]
@@ -53,7 +41,7 @@ def test_scores_meet_by_position() -> None:
 
 def test_without_reuse_every_layer_is_scored() -> None:
     views = [make_view((30,), (30, 30), Needs(), seed=seed) for seed in range(2)]
-    reuse = Reuse(KNorm(), 2)
+    reuse = Reuse(KNorm())
     for place, view in enumerate(views):
         assert torch.equal(reuse.score(view, place), KNorm().score(view))
 
