@@ -36,7 +36,7 @@ def add_parser(subparsers: Subparsers) -> None:
         epilog=_EPILOG,
     )
     parser.add_argument(
-        "--teacher", default="kvzip_plus", metavar="SCORE", help="one that reads twice, as kvzip (default: %(default)s)"
+        "--teacher", default="kvzip", metavar="SCORE", help="one that reads twice, as kvzip_plus (default: %(default)s)"
     )
     parser.add_argument("--steps", type=positive, default=400, metavar="N", help="of the fit (default: %(default)s)")
     parser.add_argument("--hidden", type=positive, default=64, metavar="N", help="units of a head's network")

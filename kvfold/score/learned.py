@@ -19,18 +19,18 @@ from kvfold.score.base import Needs, Scorer, View
 from kvfold.score.checks import at_least, given
 
 
-@register("score", "learned", paper="arXiv:2601.07891", cost="L·d·64; trained once for a model")
+@register("score", "learned", revision=2, paper="arXiv:2601.07891", cost="L·d·64; trained once for a model")
 @dataclass(frozen=True)
 class Learned(Scorer):
     """Keep what a small network, trained on this model, takes for worth repeating; pair it with `global`.
 
-    score = what the network of the slot's KV head says of its key before RoPE and its value: an estimate of the log of
-    `kvzip_plus`' score. The first `sinks` positions are +inf. `file` is what `kvfold train-scorer` wrote; without it,
-    the one that comes with the package for the model's weights.
+    score = what the network of the slot's KV head says of its key before RoPE and its value: an estimate of the
+    log-odds of `kvzip`'s score. The first `sinks` positions are +inf. `file` is what `kvfold train-scorer` wrote;
+    without it, the one that comes with the package for the model's weights.
 
     Against KVzap: predicted from keys and values instead of hidden states, so that stored slots can be scored again at
-    any time; the budget decides how many stay, where KVzap drops below a threshold. Fingerprints depend on the content
-    of `file`, not on its name.
+    any time; by cross-entropy to `kvzip` instead of least squares on the logs of `kvzip_plus`; the budget decides how
+    many stay, where KVzap drops below a threshold. Fingerprints depend on the content of `file`, not on its name.
     """
 
     file: str = ""

@@ -20,7 +20,7 @@ from kvfold.policy.policy import Policy
 from kvfold.score.base import Replay, Scorer, View
 from kvfold.score.predictor import features
 
-TEACHER = "kvzip_plus"
+TEACHER = "kvzip"
 MIN_LEN = 128  # tokens; shorter texts are kept whole, so nobody asks what they are worth
 
 
