@@ -53,6 +53,15 @@ def test_examples_are_what_the_teacher_sees(model: Model, name: str, teacher: KV
     torch.testing.assert_close(found[1].x_HNF.float(), expected, rtol=2e-3, atol=2e-3)
 
 
+def test_scores_of_an_example_are_shares() -> None:
+    """Outputs ten thousand times as large change hidden states by more than all of them."""
+    model = ready("gemma3", seed=7)
+    with torch.no_grad():
+        model.hf.model.layers[1].self_attn.o_proj.weight *= 1e4
+    found = trace(Runner(model.hf, model.spec, model.arena), TEXTS[0], "kvzip_plus")
+    assert float(found[1].y_HN.max()) == 1
+
+
 def test_training_is_told_step_by_step_and_repeats_itself(model: Model) -> None:
     told: list[tuple[str, int, int | None]] = []
     first = train_scorer(model, TEXTS, FAST, lambda *stage: told.append(stage))
