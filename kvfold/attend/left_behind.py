@@ -12,6 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from kvfold.pages.compress import protected
 from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.view import NewSlots, build_view
 from kvfold.prefill import going_on, of_new
@@ -52,7 +53,7 @@ class LeftBehind:
         if layer < last_whole:
             self._importance[index] = importance_T
         else:
-            must_T = of_new(_must_go_on(sequence, view, num_last), view, new.num_tokens).any(0)
+            must_T = of_new(_must_go_on(sequence, view, new.end, num_last), view, new.num_tokens).any(0)
             self._chosen[index] = going_on(importance_T, num_going, must_T)
 
     def leave(self) -> Tensor | None:
@@ -72,9 +73,10 @@ class LeftBehind:
         return torch.cat(parts)
 
 
-def _must_go_on(sequence: SequenceCache, view: View, num_last: int) -> Tensor:
+def _must_go_on(sequence: SequenceCache, view: View, seen_len: int, num_last: int) -> Tensor:
     """bool [R, S]: what the policy protects, pinned spans, and the last tokens, whose queries later layers look at."""
-    must_RS = sequence.policy.prefill.protect.mask(view.position_RS, view.seen_R)
+    protect = protected(sequence, sequence.policy.prefill, seen_len)
+    must_RS = protect.mask(view.position_RS, view.seen_R)
     must_RS = must_RS | (view.position_RS >= view.seen_R.unsqueeze(-1) - max(num_last, 1))
     for start, end in sequence.pinned:
         must_RS = must_RS | ((view.position_RS >= start) & (view.position_RS < end))

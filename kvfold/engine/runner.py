@@ -37,6 +37,7 @@ from kvfold.models.spec import output_head
 from kvfold.pages.arena import Arena
 from kvfold.pages.sequence import PageConfig, SequenceCache
 from kvfold.policy.policy import Policy
+from kvfold.policy.size import Percent
 from kvfold.when import BetweenChunks
 
 __all__ = ["Progress", "Runner"]
@@ -327,7 +328,9 @@ def _left_behind_by(policy: Policy) -> object:
     """All that decides which tokens of a prompt are left behind between layers; None: every token stays."""
     if not policy.propagate.shortens:
         return None
-    return policy.propagate, policy.prefill.protect, Tracked.of([policy], decoding=False).last_queries
+    stage = policy.prefill
+    share_of = stage.size if isinstance(stage.protect.recent, Percent) else None
+    return policy.propagate, stage.protect, share_of, Tracked.of([policy], decoding=False).last_queries
 
 
 def _seen_lens(sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]) -> list[int]:

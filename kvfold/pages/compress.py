@@ -27,10 +27,11 @@ from kvfold.pages.staged import Chosen, Staged, StagedLayer
 from kvfold.pages.view import NewSlots, build_view, size_facts
 from kvfold.policy.size import Floor, Size, check_floor
 from kvfold.policy.stage import Stage
+from kvfold.protect import Protect
 from kvfold.score.base import Needs, Replay
 from kvfold.score.reuse import Reuse
 
-__all__ = ["Compression", "NewSlots", "check_decode_size", "decode_target", "finish_all"]
+__all__ = ["Compression", "NewSlots", "check_decode_size", "decode_target", "finish_all", "protected"]
 
 
 class Compression:
@@ -62,8 +63,7 @@ class Compression:
         if self.seen_len <= floor.slots or (has_room and not stage.budget.may_leave):
             return None
         num_layers = len(self.sequence.spec.compressible_layers)
-        slots = self.seen_len if has_room else target - floor.open_len
-        return Budget(slots, num_layers, stage.score.needs.window)
+        return Budget(_sealed_slots(target, floor, self.seen_len), num_layers, stage.score.needs.window)
 
     @property
     def replay(self) -> Replay | None:
@@ -134,7 +134,8 @@ class Compression:
         needs = stage.score.needs
         slots_per_head = budget.slots_per_head if needs.size else 0
         plain = (stage.score, slots_per_head)
-        marked = (*plain, stage.protect, *self.sequence.pinned)
+        protect = stage.protect.at(budget.slots_per_head)
+        marked = (*plain, protect, *self.sequence.pinned)
         if marked in new.scored:
             return new.scored[marked]
         view = build_view(self.sequence, index, new, Needs() if plain in new.scored else needs)
@@ -142,7 +143,7 @@ class Compression:
         assert self._reuse is not None
         if plain not in new.scored:
             new.scored[plain] = Scores(self._reuse.score(view, place))
-        must_stay_HS = stage.protect.mask(view.position_RS, view.seen_R)
+        must_stay_HS = protect.mask(view.position_RS, view.seen_R)
         for start, end in self.sequence.pinned:
             must_stay_HS = must_stay_HS | ((view.position_RS >= start) & (view.position_RS < end))
         score_HS = new.scored[plain].score_HS.masked_fill(must_stay_HS & view.valid_RS, torch.inf)
@@ -252,9 +253,20 @@ def check_decode_size(sequence: SequenceCache, seen_len: int) -> None:
 
 def _target(sequence: SequenceCache, stage: Stage, seen_len: int) -> tuple[int, Floor]:
     """Slots per head that the size allows on average, and those that must fit into every head."""
-    facts, protect = size_facts(sequence, seen_len), stage.protect
-    recent = max(protect.recent, stage.score.needs.window)
-    return _size(stage).slots_per_head(facts), Floor(protect.sinks, recent, facts.open_len)
+    facts = size_facts(sequence, seen_len)
+    return _size(stage).slots_per_head(facts), stage.protect.floor(stage.score.needs.window, facts.open_len)
+
+
+def protected(sequence: SequenceCache, stage: Stage, seen_len: int) -> Protect:
+    """What a stage protects at this length, as numbers; a share is of nothing where there is no size."""
+    if stage.size is None:
+        return stage.protect.at(0)
+    return stage.protect.at(_sealed_slots(*_target(sequence, stage, seen_len), seen_len))
+
+
+def _sealed_slots(target: int, floor: Floor, seen_len: int) -> int:
+    """What a size leaves beside the open block, or everything where there is room for it."""
+    return seen_len if seen_len <= target else max(0, target - floor.open_len)
 
 
 def _size(stage: Stage) -> Size:

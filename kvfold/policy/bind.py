@@ -1,8 +1,8 @@
 """From the nodes of an expression to variants: names are looked up, arguments matched to fields and their types.
 
-The fields of a variant's dataclass are its arguments; their annotations (int, float, bool, str, Literal, X | None) are
-the types that an expression may give. A field annotated with the base class of an axis takes a term of that axis:
-`chunk(snapkv(window=16), size=10)`.
+The fields of a variant's dataclass are its arguments; their annotations (int, float, bool, str, Percent, Literal,
+X | None) are the types that an expression may give. A field annotated with the base class of an axis takes a term of
+that axis: `chunk(snapkv(window=16), size=10)`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from kvfold.policy.defaults import NAMES, default
 from kvfold.policy.names import listing, noun, unknown_name
 from kvfold.policy.parse import Argument, Call, Value
 from kvfold.policy.registry import Term, find, terms
+from kvfold.policy.size import Percent
 from kvfold.policy.spell import literal
 
 _MISMATCH = object()
@@ -136,6 +137,8 @@ def _coerce(value: Value, hint: Any) -> Any:
         return _coerce_word(value.name, hint)
     if isinstance(value, int | float):
         return _coerce_number(value, hint)
+    if isinstance(value, Percent):
+        return value if hint is Percent else _MISMATCH
     return value if hint is str and isinstance(value, str) else _MISMATCH
 
 
@@ -187,4 +190,5 @@ def _type_text(hint: Any) -> str:
         return " or ".join(literal(option) for option in get_args(hint))
     if get_origin(hint) in (Union, types.UnionType):
         return " or ".join(_type_text(option) for option in get_args(hint))
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}.get(hint, "none")
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
+    return (words | {Percent: "a share like 50%"}).get(hint, "none")

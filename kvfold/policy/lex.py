@@ -2,6 +2,7 @@
 
 NUMBER   64, 0.2, -2, 1e-05
 SIZE     a number and a unit: 8x, 2048tok, 12.5%mem, 512MB
+PERCENT  50%
 NAME     letters, digits and _
 TEXT     anything on one line between two ", such as a file's name
 mark     one of + ( ) , = :
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvfold.errors import PolicyError
-from kvfold.policy.size import BYTE_UNITS, EXAMPLES, Bytes, Ratio, Share, Size, Tokens, number_text
+from kvfold.policy.size import BYTE_UNITS, EXAMPLES, Bytes, Percent, Ratio, Share, Size, Tokens, number_text
 
 _MAX_DIGITS = 18
 _TOKEN = re.compile(
@@ -30,9 +31,9 @@ _TOKEN = re.compile(
 
 
 class Token(NamedTuple):
-    kind: str  # "number", "size", "name", "text" (with its quotation marks), "mark" or "end"
+    kind: str  # "number", "size", "percent", "name", "text" (with its quotation marks), "mark" or "end"
     text: str
-    value: int | float | Size | None = None
+    value: int | float | Size | Percent | None = None
 
 
 def tokens(text: str) -> list[Token]:
@@ -54,6 +55,8 @@ def _token(match: re.Match[str]) -> Token:
     number, unit = _number(match["number"]), "".join((match["unit"] or "").split())
     if not unit:
         return Token("number", match["number"], number)
+    if unit == "%":
+        return Token("percent", match["number"] + unit, Percent(float(number)))
     return Token("size", match["number"] + unit, _size(number, unit))
 
 

@@ -3,7 +3,7 @@
     expression = term { "+" term }
     term       = SIZE | NAME [ "(" [ argument { "," argument } ] ")" ] | ( "prefill" | "decode" ) "(" expression ")"
     argument   = [ NAME "=" ] value
-    value      = NUMBER | SIZE | TEXT | slice | NAME [ "(" arguments ")" ]
+    value      = NUMBER | SIZE | PERCENT | TEXT | slice | NAME [ "(" arguments ")" ]
     slice      = [ INT ] ":" [ INT ] [ ":" [ INT ] ]
     SIZE       = NUMBER unit | ( "min" | "max" ) "(" SIZE { "," SIZE } ")"
 
@@ -20,7 +20,7 @@ from kvfold.errors import PolicyError
 from kvfold.policy.codecs import LayerSlice
 from kvfold.policy.defaults import PHASES
 from kvfold.policy.lex import Token, tokens
-from kvfold.policy.size import EXAMPLES, Greatest, Least, Size, number_text
+from kvfold.policy.size import EXAMPLES, Greatest, Least, Percent, Size, number_text
 
 MAX_LEN = 2000
 MAX_DEPTH = 8
@@ -38,7 +38,7 @@ class Call:
         return f"{self.name}({', '.join(map(str, self.arguments))})" if self.arguments else self.name
 
 
-Value = int | float | str | Size | LayerSlice | Call
+Value = int | float | str | Size | Percent | LayerSlice | Call
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class _Parser:
 
     def _phase_term(self, where: str) -> Call | Size:
         token = self._peek()
-        if token.kind == "number":
+        if token.kind in ("number", "percent"):
             raise PolicyError(f'"{token.text}" is no size; sizes: {EXAMPLES}')
         if token.text in PHASES and where in PHASES:
             raise PolicyError(f"{token.text}(...) cannot stand inside {where}(...); write the two side by side")
@@ -113,7 +113,7 @@ class _Parser:
         token = self._peek()
         if ":" in (token.text, self._peek(1).text) and token.kind in ("number", "mark"):
             return self._slice()
-        if isinstance(token.value, int | float):
+        if isinstance(token.value, int | float | Percent):
             self._next()
             return token.value
         if token.kind == "text":

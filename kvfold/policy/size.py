@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import NamedTuple
 
 from kvfold.errors import PolicyError, SizeError
 
@@ -178,20 +179,49 @@ class Greatest(_Several):
         return f"max({self._inner()})"
 
 
+class Percent(NamedTuple):
+    """`50%` as an argument: a share of the slots that a head keeps on average, the open block aside."""
+
+    percent: float
+
+    @property
+    def share(self) -> Fraction:
+        return exact(self.percent) / 100
+
+    def of(self, slots_per_head: int) -> int:
+        """Slots, rounded down."""
+        return math.floor(self.share * slots_per_head)
+
+    def __str__(self) -> str:
+        return f"{number_text(self.percent)}%"
+
+
 @dataclass(frozen=True)
 class Floor:
-    """What every head must be able to hold: protected slots and one open block."""
+    """What every head must be able to hold: protected slots and one open block. Recent slots are at least `recent`, and
+    `share` of the slots that the size leaves beside the open block."""
 
     sinks: int
     recent: int
     open_len: int
+    share: Percent | None = None
 
     @property
     def slots(self) -> int:
-        return self.sinks + self.recent + self.open_len
+        """The smallest size of all that hold this."""
+        return max(self.sinks + self.recent, self._slots_with_share) + self.open_len
+
+    @property
+    def _slots_with_share(self) -> int:
+        """The fewest slots n whose share leaves room for the sinks: n - floor(share * n) >= sinks."""
+        if self.share is None or not self.sinks:
+            return self.sinks
+        return math.floor((self.sinks - 1) / (1 - self.share.share)) + 1
 
     def __str__(self) -> str:
-        return f"{self.sinks} sinks, {self.recent} recent, open block {self.open_len}"
+        counted = f"{self.recent}" if self.recent or self.share is None else ""
+        recent = " or ".join(filter(None, (counted, str(self.share or ""))))
+        return f"{self.sinks} sinks, {recent} recent, open block {self.open_len}"
 
 
 def check_floor(slots: int, floor: Floor, size: Size, num_tokens: int) -> None:

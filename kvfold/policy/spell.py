@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from kvfold.policy.registry import term_of
-from kvfold.policy.size import number_text
+from kvfold.policy.size import Percent, number_text
 
 _WORD = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
@@ -20,6 +20,8 @@ def literal(value: Any, defaults: bool = False) -> str:
         return term_text(value, defaults)
     if isinstance(value, int | float):
         return number_text(value)
+    if isinstance(value, Percent):
+        return str(value)
     return value if _WORD.fullmatch(value) else f'"{value}"'
 
 

@@ -14,6 +14,7 @@ from kvfold.policy.bind import axis_of, bind
 from kvfold.policy.defaults import load_variants
 from kvfold.policy.parse import Call, parse
 from kvfold.policy.registry import Term, terms
+from kvfold.policy.size import Percent
 from kvfold.policy.spell import literal
 
 load_variants()
@@ -92,6 +93,7 @@ def _values(hint: Any) -> st.SearchStrategy[Any]:
         bool: st.booleans(),
         str: st.sampled_from(FILES),
         types.NoneType: st.none(),
+        Percent: st.floats(0, 100, exclude_min=True).map(Percent),
     }
     return known[hint]
 
