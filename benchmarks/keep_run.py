@@ -2,7 +2,7 @@
 
     python benchmarks/keep_run.py SHARD [SHARD …] --out benchmarks/results/NAME
 
-Rows are those of the shards in the order of their keys; where they were written is left out of the command. The same
+Rows are those of the shards in the order of their keys, compressed (`*.jsonl.xz`; `xzcat` shows them); where they were written is left out of the command. The same
 command with `--out` of the new folder goes on with it: rows that are there are not run again.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from kvfold.bench.record import append_lines, merge, read_run, write_run
+from kvfold.bench.record import DIAGNOSTICS, PROMPTS, ROWS, merge, read_run, write_compressed, write_run
 from kvfold.bench.suite import SIZES
 from kvfold.errors import InputError, KvfoldError
 from kvfold.whole import write_whole
@@ -45,8 +45,10 @@ def keep(runs: Sequence[Path], out: Path) -> None:
     (recorded,) = merged
     command = re.sub(r" --(out|shard|sizes) \S+", "", recorded.run.command)
     write_run(out, replace(recorded.run, command=command, shard="0/1"))
-    for name, rows in (("rows", recorded.rows), ("prompts", recorded.prompts), ("diagnostics", recorded.diagnostics)):
-        append_lines(out / f"{name}.jsonl", sorted(rows, key=lambda row: row.key))
+    kept = ((ROWS, recorded.rows), (PROMPTS, recorded.prompts), (DIAGNOSTICS, recorded.diagnostics))
+    for name, rows in kept:
+        if rows:
+            write_compressed(out / name, sorted(rows, key=lambda row: row.key))
     join_sizes([folder / SIZES for folder in runs], out / SIZES)
     print(f"{len(recorded.rows)} rows of {len(recorded.prompts)} prompts in {out}")
 

@@ -4,11 +4,14 @@
 
 Runs are folders SUITE_MODEL. Each gets one table a mode: score out of 100 with half its 95 % interval, by policy and
 memory, each workload counting the same; and, where one memory is worth a closer look, one by workload in that, or by
-task of a single workload.
+task of a single workload, and one of the compression ratios that were run. A cell says what was held where that is
+below the memory at its head by more than a tenth: a codec that evicts nothing is the same in every memory it fits.
 """
 
 from __future__ import annotations
 
+import re
+import statistics
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +23,7 @@ from kvfold.bench.page import written
 from kvfold.bench.record import OWN, RUN, Mode
 from kvfold.bench.report.cells import Scope, estimate, scope_of, weighted
 from kvfold.bench.report.merge import FULL, Section, read_sections
-from kvfold.bench.sizes import WHOLE
+from kvfold.bench.sizes import WHOLE, share_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "results.md"
@@ -30,17 +33,19 @@ RESULTS = ROOT / "benchmarks" / "results"
 SUITES = {"standard": "12.5%", "methods": None, "tight": "6.25%", "curve": "3.125%", "quick": None}
 BEGIN = "<!-- results: begin; written by `python benchmarks/results_page.py` -->"
 END = "<!-- results: end -->"
-TITLES = {"known": "Question known", "unknown": "Question unknown"}
+TITLES = {"known": "Question-aware", "unknown": "Question-agnostic"}
+_MUCH_LESS = 0.9  # of the memory at the head of a column
 
 
 def scores(scope: Scope, mode: Mode, policy: str, memory: str) -> str:
-    """Mean and half width, or why there is none; the bytes too where a policy took what it took."""
+    """Mean and half width, or why there is none; the bytes too where they are not what the column says."""
     found = (cell for cell in scope.cells if (cell.mode, cell.policy, cell.memory) == (mode, policy, memory))
     cell = next(found, None)
     if cell is None or not scope.takes_part(cell):
         return "too small" if cell is not None and cell.failures else ""
     known = estimate(weighted(cell.scores, scope.common([cell])))
-    took = f" in {cell.share:.0%}" if memory == OWN else ""
+    is_told = memory == OWN or cell.share < _MUCH_LESS * share_of(memory)
+    took = f" in {cell.share:.0%}" if is_told else ""
     return f"{100 * known.mean:.0f} ±{50 * (known.high - known.low):.0f}{took}"
 
 
@@ -56,6 +61,7 @@ def tables(section: Section, split: str | None) -> Iterator[str]:
         scopes = {scope.name: (scope, split) for scope in parts(section)}
         for mode in everything.samples:
             yield by_policy(f"{TITLES[mode]}, {split}", section, mode, scopes)
+        yield ratios(section)
 
 
 def by_policy(title: str, section: Section, mode: Mode, shown: Mapping[str, tuple[Scope, str]]) -> str:
@@ -66,6 +72,19 @@ def by_policy(title: str, section: Section, mode: Mode, shown: Mapping[str, tupl
         return [f"`{policy}`", *cells]
 
     return table([title, *shown], [line(policy) for policy in section.policies])
+
+
+def ratios(section: Section) -> str:
+    """Tokens of the prompt over slots kept, the median over samples of the policies that evict."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for row in section.rows:
+        if row.score is not None and (size := re.search(r"([\d.]+)x$", row.resolved)):
+            found.setdefault((row.policy, row.memory), []).append(float(size[1]))
+    memories = [memory for memory in columns(section) if any(key[1] == memory for key in found)]
+    policies = [policy for policy in section.policies if any(key[0] == policy for key in found)]
+    told = {key: f"{statistics.median(values):.3g}x" for key, values in found.items()}
+    lines = [[f"`{policy}`", *(told.get((policy, memory), "") for memory in memories)] for policy in policies]
+    return table(["Tokens per slot kept", *memories], lines)
 
 
 def columns(section: Section) -> list[str]:
@@ -94,9 +113,10 @@ def about(section: Section, name: str) -> str:
     told = ", ".join(f"{name} {count}" for name, count in sorted(Counter(sample[0] for sample in samples).items()))
     lengths = " and ".join(map(str, run.lengths))
     return (
-        f"## {run.model}, {run.suite} suite\n\n[Report](reports/{name}.html). {run.dtype.split('/')[0]}, {run.device}; "
-        f"prompts of {lengths} tokens, seed {run.seed}; samples: {told}; "
-        f"commit {run.commit}, {run.started[:10]}.\n\n```\n{run.command}\n```"
+        f"## {run.model}, {run.suite} suite\n\n{run.dtype.split('/')[0]}, {run.device}; "
+        f"prompts of {lengths} tokens in {run.haystack}, seed {run.seed}; samples: {told}; "
+        f"commit {run.commit}, {run.started[:10]}. The report, with intervals of every ranking: "
+        f"`kvfold report benchmarks/results/{name}`.\n\n```\n{run.command}\n```"
     )
 
 

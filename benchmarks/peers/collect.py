@@ -12,9 +12,9 @@ from pathlib import Path
 from benchmarks.peers.exchange import WHOLE, Answer, Header, Method, Origin, Prompt, read_answers, read_jobs
 from benchmarks.peers.ours import SIDE, policy_text
 from benchmarks.peers.prompts import Samples
-from kvfold.bench.haystack import prose
+from kvfold.bench.haystack import OWN_PROSE
 from kvfold.bench.prompts import prompt_row
-from kvfold.bench.record import PROMPTS, ROWS, Row, Run, append_lines, write_run
+from kvfold.bench.record import PROMPTS, ROWS, Row, Run, write_compressed, write_run
 from kvfold.bench.workloads import Sample, Workload
 from kvfold.errors import InputError
 from kvfold.models.loader import Model, load
@@ -69,7 +69,7 @@ def describe(header: Header, origin: Origin, model: Model) -> Run:
         modes=header.modes,
         policies=tuple(method.ours if ours else method.name for method in header.methods),
         memories=tuple(memory_text(ratio) for ratio in dict.fromkeys((WHOLE, *header.ratios))),
-        haystack=prose.__name__,
+        haystack=OWN_PROSE,
     )
 
 
@@ -79,10 +79,10 @@ def _write(
     if folder.exists():
         raise InputError(f"{folder} exists; rows are never written over: name another folder with --out")
     write_run(folder, run)
-    append_lines(
+    write_compressed(
         folder / PROMPTS, (prompt_row(found.name, header.length, sample) for found, sample, _ in asked.values())
     )
-    append_lines(folder / ROWS, _rows(folder.name, header, samples, asked, model, answers))
+    write_compressed(folder / ROWS, _rows(folder.name, header, samples, asked, model, answers))
 
 
 def _rows(

@@ -14,14 +14,14 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from kvfold.bench.prose import ANY, TOPICS, WORDS, Topic
+from kvfold.bench.prose import ANY, NUMBERED, NUMBERS, TOPICS, WORDS, Topic
 from kvfold.errors import InputError
 
 Haystack = Callable[[Random], Iterator[str]]
-OWN_PROSE = "own prose"  # the name of what the project brings along
+OWN_PROSE = "own prose with numbers"  # the name of what the project brings along; runs on another do not merge
 
 _PARAGRAPH = (5, 9)  # sentences on one topic before the next
-_OWN_SHARE = 0.7  # of a paragraph's sentences, from its topic's patterns; the others fit any topic
+_OWN_SHARE, _NUMBERED_SHARE = 0.5, 0.25  # of a paragraph: its topic's patterns, and those with numbers; the rest fit any
 _END_OF_SENTENCE = re.compile(r"(?<=[.!?])\s+")
 
 
@@ -71,8 +71,9 @@ def _essays(path: Path, content: str) -> list[str]:
 
 def _paragraph(topic: Topic, random: Random) -> list[str]:
     length = random.randint(*_PARAGRAPH)
-    num_own = round(_OWN_SHARE * length)
-    patterns = random.sample(topic.patterns, num_own) + random.sample(ANY, length - num_own)
+    num_own, num_numbered = round(_OWN_SHARE * length), round(_NUMBERED_SHARE * length)
+    patterns = random.sample(topic.patterns, num_own) + random.sample(NUMBERED, num_numbered)
+    patterns += random.sample(ANY, length - num_own - num_numbered)
     random.shuffle(patterns)
     return patterns
 
@@ -82,6 +83,7 @@ def _fill(pattern: str, topic: Topic, random: Random) -> str:
     words = {name: random.choice(choices) for name, choices in WORDS.items()}
     words |= {"who": random.choice(topic.who), "where": random.choice(topic.where), "what": random.choice(topic.what)}
     words |= {"name": first, "name2": second, "who_": _capital(words["who"])}
+    words |= {name: str(random.randint(*bounds)) for name, bounds in NUMBERS.items()}
     return _capital(pattern.format(**words))
 
 

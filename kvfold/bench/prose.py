@@ -1,8 +1,9 @@
 """Sentence patterns of the project's own filler text, topic by topic; `haystack` fills them in.
 
-Written for this project, so that a needle table can be made anywhere without a corpus. No pattern holds a digit: the
-only numbers of a document are the needles. Braces name a word list: a topic's own `{who}`, `{where}`, `{what}`, or
-one of `WORDS`, which all topics share.
+Written for this project, so that a needle table can be made anywhere without a corpus. A quarter of the sentences hold
+numbers (years, counts, prices, times, serial numbers of up to seven digits): a score that keeps whatever has a digit
+finds no needle by that alone. Braces name a word list: a topic's own `{who}`, `{where}`, `{what}`, one of `WORDS`,
+which all topics share, or one of `NUMBERS`.
 """
 
 from __future__ import annotations
@@ -100,6 +101,52 @@ ANY = _lines(
     By the time the news reached {where}, {name} had already left {manner}.
     Old maps call this place by another name, which only {who} still use.
     {who_} have a saying about {what}, but it cannot be translated.
+    """
+)
+
+# Smallest and largest value of each; a field drawn twice in one sentence has a second name.
+NUMBERS = {
+    "year": (1702, 1993),
+    "year2": (1994, 2024),
+    "small": (2, 19),
+    "count": (20, 980),
+    "count2": (1_000, 48_000),
+    "price": (12, 9_999),
+    "price2": (10_000, 99_999),
+    "hour": (1, 12),
+    "minute": (10, 59),
+    "day": (1, 28),
+    "room": (101, 899),
+    "serial": (10_000, 999_999),
+    "serial2": (1_000_000, 9_999_999),
+}
+
+NUMBERED = _lines(
+    """
+    In {year} {who} repaired {where} at a cost of {price} crowns.
+    The register of {where} lists {count} names, the oldest of them from {year}.
+    The inventory gives {what} the number {serial}.
+    Ticket {serial2} was never collected, though {name} asked for it {when}.
+    At {hour}:{minute} the doors of {where} were opened, and nobody came in.
+    Of {count} visitors that day only {small} asked about {what}.
+    From {where} to the border it is {count} kilometres, {small} more by the old road.
+    Letter {serial} in the archive mentions {what} and a debt of {price} crowns.
+    {name} paid {price} for {what} and sold it for {price2}.
+    Between {year} and {year2} the number of {who} fell from {count2} to {count}.
+    The postcard is stamped {hour}:{minute} and dated the {day} of March {year}.
+    {name2} lived in room {room} for {small} years and kept {what} under the bed.
+    A crate marked {serial2} stood in {where} until somebody needed the wood.
+    Paragraph {small} of the rules of {year} forbids {what} in {where}.
+    On page {count} of the {colour} ledger {name} found an error of {price}.
+    The {day} of June {year} was the warmest day that {who} could remember.
+    The policy on {where} had the number {serial2} and ran out in {year2}.
+    Every year {count2} people pass through {where}, and {small} of them write about it.
+    They counted {count} steps up to {where} and {small} fewer on the way down.
+    Form {serial} must be filled in by {who} before {hour}:{minute}.
+    By {year2} the price of {what} had risen from {price} to {price2}.
+    The clock in {where} has shown {hour}:{minute} since the winter of {year}.
+    Half of the {count2} copies were sold, {name} said, and the other {count} were given away.
+    Number {serial2} is written on the back of {what}, in {colour} ink.
     """
 )
 

@@ -4,6 +4,7 @@
     rows.jsonl          one row per sample, policy, memory and mode
     prompts.jsonl       one row per sample: what was asked
     diagnostics.jsonl   for a few samples: what was kept, against what was attended to later
+    *.jsonl.xz          the same, compressed, in a run that is kept; a run that goes on appends to *.jsonl beside it
 
 Files of rows grow by appending, so a run that was killed goes on where it stopped; a last line that was cut off is left
 out. Shards of one run are runs of the same configuration, and merge.
@@ -12,6 +13,7 @@ out. Shards of one run are runs of the same configuration, and merge.
 from __future__ import annotations
 
 import json
+import lzma
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
@@ -19,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from kvfold.errors import InputError
-from kvfold.whole import write_whole
+from kvfold.whole import replacing, write_whole
 
 Mode = Literal["known", "unknown"]
 MODES: tuple[Mode, ...] = ("known", "unknown")
@@ -177,19 +179,32 @@ def read_description(folder: Path) -> Run:
 
 
 def read_lines(kind: type[_Line], path: Path) -> Iterator[_Line]:
-    """The rows of a file, none if it does not exist; a last line that was cut off is left out."""
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8", newline="\n") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith("\n"):
-                return
-            where = f"{path}, line {number},"
-            try:
-                found = json.loads(line)
-            except ValueError as error:
-                raise InputError(f"{where} is not JSON ({error}); take the line out") from None
-            yield _made(kind, found, where)
+    """The rows of a file, compressed ones first, none if neither exists; a last line that was cut off is left out."""
+    if compressed_path(path).exists():
+        try:
+            with lzma.open(compressed_path(path), "rt", encoding="utf-8", newline="\n") as file:
+                yield from _parsed(kind, file, compressed_path(path))
+        except (lzma.LZMAError, EOFError) as error:
+            raise InputError(f"{compressed_path(path)} is damaged ({error}); take it from the repository again") from None
+    if path.exists():
+        with path.open(encoding="utf-8", newline="\n") as file:
+            yield from _parsed(kind, file, path)
+
+
+def _parsed(kind: type[_Line], file: Iterable[str], path: Path) -> Iterator[_Line]:
+    for number, line in enumerate(file, 1):
+        if not line.endswith("\n"):
+            return
+        where = f"{path}, line {number},"
+        try:
+            found = json.loads(line)
+        except ValueError as error:
+            raise InputError(f"{where} is not JSON ({error}); take the line out") from None
+        yield _made(kind, found, where)
+
+
+def compressed_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.xz")
 
 
 _Kind = TypeVar("_Kind", Run, Row, PromptRow, Diagnostic)
@@ -222,9 +237,19 @@ def commits_of(runs: Iterable[Run]) -> str:
 
 def append_lines(path: Path, lines: Iterable[Row | PromptRow | Diagnostic]) -> None:
     """In one write, so that a kill leaves whole lines and at most one that is cut off."""
-    text = "".join(json.dumps(_told(line), ensure_ascii=False, separators=(",", ":")) + "\n" for line in lines)
+    text = _text(lines)
     with path.open("a", encoding="utf-8", newline="\n") as file:
         file.write(text)
+
+
+def write_compressed(path: Path, lines: Iterable[Row | PromptRow | Diagnostic]) -> None:
+    """All rows of a run that is kept; the same rows give the same bytes."""
+    with replacing(compressed_path(path)) as temporary:
+        temporary.write_bytes(lzma.compress(_text(lines).encode(), preset=9))
+
+
+def _text(lines: Iterable[Row | PromptRow | Diagnostic]) -> str:
+    return "".join(json.dumps(_told(line), ensure_ascii=False, separators=(",", ":")) + "\n" for line in lines)
 
 
 def _told(line: Row | PromptRow | Diagnostic) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvfold.bench.configure import Wanted, default_folder, parse_length
+from kvfold.bench.haystack import OWN_PROSE
 from kvfold.bench.shard import Shard
 from kvfold.bench.suites import CURVE, METHODS, QUICK
 from kvfold.errors import InputError, KvfoldWarning, PolicyError
@@ -19,7 +20,7 @@ def test_the_suite_fills_in_what_is_left_out(model: Model) -> None:
     run = Wanted(samples=7, policies=["int4", "keydiff  +  ada", "full"]).describe(model, "kvfold bench --samples 7")
     assert (run.samples, run.policies) == (7, ("full", "int4", "keydiff + ada"))
     assert (run.memories, run.lengths, run.fidelity) == (QUICK.memories, QUICK.lengths, QUICK.fidelity)
-    assert run.weights == model.weights_digest and run.haystack == "own prose"
+    assert run.weights == model.weights_digest and run.haystack == OWN_PROSE
     assert {"kvfold", "torch", "transformers", "python"} <= run.versions.keys()
 
 

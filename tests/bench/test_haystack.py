@@ -1,8 +1,9 @@
-"""The filler text: seeded, varied, free of digits; and the sentences of a text of one's own."""
+"""The filler text: seeded, varied, with numbers of many lengths; and the sentences of a text of one's own."""
 
 from __future__ import annotations
 
 import json
+import re
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -11,7 +12,7 @@ from string import Formatter
 import pytest
 
 from kvfold.bench.haystack import from_text, prose, read_text
-from kvfold.bench.prose import ANY, TOPICS, WORDS, Topic
+from kvfold.bench.prose import ANY, NUMBERED, NUMBERS, TOPICS, WORDS, Topic
 from kvfold.errors import InputError
 
 
@@ -24,10 +25,18 @@ def test_same_seed_same_prose() -> None:
     assert len(set(_sentences(3, 50)) & set(_sentences(4, 50))) < 5
 
 
-def test_prose_does_not_repeat_and_holds_no_digit() -> None:
+def test_prose_does_not_repeat() -> None:
     found = _sentences(0, 2000)
     assert len(set(found)) == len(found)
-    assert not any(character.isdigit() for sentence in found for character in sentence)
+
+
+def test_numbers_are_as_common_and_as_long_as_what_is_hidden_among_them() -> None:
+    """Needles are numbers of seven digits; a score that finds digits must not find them by that alone."""
+    found = _sentences(0, 2000)
+    numbers = [number for sentence in found for number in re.findall(r"\d+", sentence)]
+    assert 0.2 < sum(any(map(str.isdigit, sentence)) for sentence in found) / len(found) < 0.3
+    assert {len(number) for number in numbers} == set(range(1, 8))
+    assert sum(len(number) == 7 for number in numbers) > 50
 
 
 def test_sentences_are_capitalised_and_end() -> None:
@@ -47,8 +56,8 @@ def test_prose_varies() -> None:
 
 @pytest.mark.parametrize("topic", TOPICS, ids=lambda topic: topic.where[0])
 def test_patterns_name_known_words(topic: Topic) -> None:
-    names = {"who", "who_", "where", "what", "name2", *WORDS}
-    patterns = [*ANY, *topic.patterns]
+    names = {"who", "who_", "where", "what", "name2", *WORDS, *NUMBERS}
+    patterns = [*ANY, *NUMBERED, *topic.patterns]
     used = {name for pattern in patterns for _, name, _, _ in Formatter().parse(pattern) if name is not None}
     assert used <= names
 

@@ -29,8 +29,8 @@ def test_every_kept_run_has_tables_by_memory_and_tight_ones_by_task(
     write(tmp_path / "methods_a", [*full, *small, *int8], suite="methods")
     write(tmp_path / "methods_b", [*full, *int8, *quest], suite="methods")
     first, second, third = results_page.body().split("## ")[1:]
-    assert "| Question known | 100% | 6.25% |" in first and "| `int8` | 100 ±0 | too small |" in first
+    assert "| Question-aware | 100% | 6.25% |" in first and "| `int8` | 100 ±0 | too small |" in first
     assert "| `full` | 100 ±0 | 100 ±0 |" in first and "| `keydiff` |  | 50 ±50 |" in first
-    assert "| Question known | 100% | 6.25% | own |" in second and "| `quest` |  |  | 100 ±0 in 93% |" in second
-    assert "| Question known | 6.25% |" in third and "| Question known, 6.25% | passkey |" in third
+    assert "| Question-aware | 100% | 6.25% | own |" in second and "| `quest` |  |  | 100 ±0 in 93% |" in second
+    assert "| Question-aware | 6.25% |" in third and "| Question-aware, 6.25% | passkey |" in third
     assert all("6.25% | passkey" not in each for each in (first, second))
