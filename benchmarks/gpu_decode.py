@@ -3,8 +3,9 @@
     python benchmarks/gpu_decode.py [--context 131072x1,32768x16] [--steps 64] [--save]
 
 A model of the Llama-3.1-8B shape with random weights over a cache of an eighth of the context, under heads of unequal
-and of equal lengths: called operation by operation, captured, compiled, and with attention left out, against
-transformers with DynamicCache (the whole context, sdpa).
+and of equal lengths: called operation by operation, captured, compiled, and with attention left out, against kvfold's
+own full cache (all slots; captured and compiled too, so that the difference is the compression's) and transformers with
+DynamicCache (all slots, sdpa, eager: bound by the host).
 
 Floors are bytes a step touches (weights without the input embedding, stored slots with their metadata, the open block)
 over the copy bandwidth measured in the same run. Random weights attend evenly, so head lengths are imposed.
@@ -52,20 +53,27 @@ from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy
 
 KEEP = 8  # tokens of context per slot that stays
+FULL = "full"  # heads that hold every slot
 WITHOUT = "compiled without attention"
 WARM_UP = 36  # steps: past a seal, whose kernel is built then
 
 
 class Case(NamedTuple):
-    heads: str  # unequal or equal lengths
+    heads: str  # unequal or equal lengths, or FULL
     codec: str
     modes: tuple[str, ...]
+
+    @property
+    def keep(self) -> int:
+        """Tokens of context per slot that stays."""
+        return 1 if self.heads == FULL else KEEP
 
 
 CASES = (
     Case("unequal", "native", ("eager", "captured", "compiled", WITHOUT)),
     Case("equal", "native", ("compiled",)),
     Case("unequal", "int4", ("captured", "compiled")),
+    Case(FULL, "native", ("captured", "compiled")),
 )
 
 
@@ -77,12 +85,13 @@ def step_rows(model: Any, context: int, batch: int, bandwidth: float, steps: int
     yield {**about, "system": "DynamicCache", "kept": "all", "ms": peer, "floor_ms": floor, **speed}
     with attach(model) as attached:
         for case in CASES:
-            with batch_of(model, attached.spec, case, context // KEEP, context, batch) as (runner, sequences):
+            with batch_of(model, attached.spec, case, context // case.keep, context, batch) as (runner, sequences):
                 stored = slot_bytes(sequences) + open_bytes(sequences)
                 floors = [floor_ms(stored + more, bandwidth) for more in (weight_bytes(model), 0)]
                 for mode in case.modes:
                     values = mode_ms(runner, sequences, mode, steps)
-                    what = {"system": mode, "kept": f"1/{KEEP}", "codec": case.codec, "heads": case.heads}
+                    kept = "all" if case.heads == FULL else f"1/{KEEP}"
+                    what = {"system": mode, "kept": kept, "codec": case.codec, "heads": case.heads}
                     yield {**about, **what, **speeds(values, batch, *floors), "setup_s": runner.setup_s}
 
 
@@ -120,7 +129,7 @@ def batch_of(
 
 def lengths(spec: ModelSpec, heads: str, mean: int, longest: int, seed: int) -> Lengths:
     num_heads = spec.layers[0].num_kv_heads
-    if heads == "equal":
+    if heads != "unequal":
         return [[mean] * num_heads for _ in spec.layers]
     found = head_lengths(spec.num_layers, num_heads, mean, max(longest, 8 * mean), seed=seed)
     if seed == 0:

@@ -111,7 +111,9 @@ def _step_peers(found: Found, context: int, batch: int) -> str:
     plain = found.one(question="step", system="DynamicCache", context=context, batch=batch)
     rows = [plain, *found.all(question="peer", length=context, batch=batch)]
     names = {row["system"]: row for row in rows if row is not None}
-    return "; ".join(f"{name} {_or_outcome(row, 'ms', '{:.1f} ms')}" for name, row in names.items())
+    full = _step(found, context, batch, "captured", heads="full")
+    own = [] if full is None else [f"kvfold `full`, captured {full['mean_ms']:.1f} ms"]
+    return "; ".join([*own, *(f"{name} {_or_outcome(row, 'ms', '{:.1f} ms')}" for name, row in names.items())])
 
 
 def _or_outcome(row: Row, key: str, form: str) -> str:

@@ -2,8 +2,9 @@
 
     python benchmarks/keep_run.py SHARD [SHARD …] --out benchmarks/results/NAME
 
-Rows are those of the shards in the order of their keys, compressed (`*.jsonl.xz`; `xzcat` shows them); where they were written is left out of the command. The same
-command with `--out` of the new folder goes on with it: rows that are there are not run again.
+Rows are those of the shards in the order of their keys, compressed (`*.jsonl.xz`; `xzcat` shows them); where they were
+written is left out of the command. The same command with `--out` of the new folder goes on with it: rows that are there
+are not run again.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ Haystack = Callable[[Random], Iterator[str]]
 OWN_PROSE = "own prose with numbers"  # the name of what the project brings along; runs on another do not merge
 
 _PARAGRAPH = (5, 9)  # sentences on one topic before the next
-_OWN_SHARE, _NUMBERED_SHARE = 0.5, 0.25  # of a paragraph: its topic's patterns, and those with numbers; the rest fit any
+_OWN_SHARE, _NUMBERED_SHARE = 0.5, 0.25  # of a paragraph: its topic's patterns, those with numbers; the rest fit any
 _END_OF_SENTENCE = re.compile(r"(?<=[.!?])\s+")
 
 

@@ -180,12 +180,13 @@ def read_description(folder: Path) -> Run:
 
 def read_lines(kind: type[_Line], path: Path) -> Iterator[_Line]:
     """The rows of a file, compressed ones first, none if neither exists; a last line that was cut off is left out."""
-    if compressed_path(path).exists():
+    compressed = compressed_path(path)
+    if compressed.exists():
         try:
-            with lzma.open(compressed_path(path), "rt", encoding="utf-8", newline="\n") as file:
-                yield from _parsed(kind, file, compressed_path(path))
+            with lzma.open(compressed, "rt", encoding="utf-8", newline="\n") as file:
+                yield from _parsed(kind, file, compressed)
         except (lzma.LZMAError, EOFError) as error:
-            raise InputError(f"{compressed_path(path)} is damaged ({error}); take it from the repository again") from None
+            raise InputError(f"{compressed} is damaged ({error}); take it from the repository again") from None
     if path.exists():
         with path.open(encoding="utf-8", newline="\n") as file:
             yield from _parsed(kind, file, path)

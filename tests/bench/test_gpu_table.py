@@ -84,6 +84,12 @@ def test_a_peer_that_ran_out_of_memory_is_named_so() -> None:
     assert by_name(rows)["step, 128k x 1, 8x, captured"].peers == "DynamicCache out of memory"
 
 
+def test_a_step_stands_beside_the_full_cache_run_the_same_way() -> None:
+    rows = [step("captured", 7.0), {**step("captured", 21.0), "heads": "full"}]
+    assert by_name(rows)["step, 128k x 1, 8x, captured"].reached.startswith("7.00 ms")
+    assert by_name(rows)["step, 128k x 1, 8x, captured"].peers == "kvfold `full`, captured 21.0 ms"
+
+
 def test_capacity_counts_sequences_and_tokens() -> None:
     about = {"question": "capacity", "length": 32768}
     own = {**about, "system": "kvfold int4", "batch": 256, "fits": 699, "tokens_per_s": 12_000.0, "mean_ms": 21.3}

@@ -20,6 +20,7 @@ from kvfold.bench.record import (
     merge,
     read_lines,
     read_run,
+    write_compressed,
     write_run,
 )
 from kvfold.bench.writer import Writer
@@ -49,6 +50,24 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     append_lines(tmp_path / "again" / PROMPTS, found.prompts)
     append_lines(tmp_path / "again" / DIAGNOSTICS, found.diagnostics)
     assert read_run(tmp_path / "again") == found
+
+
+def test_a_kept_run_is_compressed_and_can_go_on(folder: Path) -> None:
+    found = read_run(EXAMPLE)
+    (folder / ROWS).unlink()
+    write_compressed(folder / ROWS, found.rows[:5])
+    assert [path.name for path in folder.glob(f"{ROWS}*")] == [f"{ROWS}.xz"]
+    assert read_run(folder).rows == found.rows[:5]
+    Writer(folder, found.run).add(found.rows, [])  # only what is missing
+    assert read_run(folder) == found
+
+
+def test_a_damaged_compressed_file_is_told(tmp_path: Path) -> None:
+    write_compressed(tmp_path / ROWS, read_run(EXAMPLE).rows)
+    path = tmp_path / f"{ROWS}.xz"
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(InputError, match=r"rows\.jsonl\.xz is damaged"):
+        list(read_lines(Row, tmp_path / ROWS))
 
 
 def test_a_row_holds_what_its_defaults_do_not_say(tmp_path: Path) -> None:
