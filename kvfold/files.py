@@ -28,7 +28,7 @@ from kvfold.whole import replacing
 if TYPE_CHECKING:
     from kvfold.session import Session
 
-FORMAT = "kvfold-session-2"
+FORMAT = "kvfold-session-3"
 
 
 def save_session(session: Session, path: Path) -> None:

@@ -54,7 +54,13 @@ class Dense(Propagation):
     """Every token runs through every layer."""
 
 
-@register("prefill", "fastkv", paper="arXiv:2502.01068", cost="4·w·L·d; later layers run on `rate` of the prompt")
+@register(
+    "prefill",
+    "fastkv",
+    revision=2,
+    paper="arXiv:2502.01068",
+    cost="4·w·L·d; later layers run on `rate` of the prompt",
+)
 @dataclass(frozen=True)
 class FastKV(Propagation):
     """From the middle of the model on, only the `rate` of a prompt's tokens that its end looks at run through layers.

@@ -179,7 +179,9 @@ class PrefillPass:
         if not tracked.anything or not spec.compressible:
             return
         start = sequence.sealed_len + offset
-        track_queries(sequence, layer, q_QTD, start, tracked)
+        # Where tokens were left behind, the last ones go on: positions are counted back from the end.
+        num_left = self.num_tokens[index] - self.left.num_running[index]
+        track_queries(sequence, layer, q_QTD, start + num_left, tracked)
         if tracked.new_queries:
             buffer.queries.append(q_QTD)
         if tracked.mass:
@@ -200,7 +202,7 @@ class PrefillPass:
             new.q_QTD = torch.cat(buffer.queries, dim=1)
         for other, _ in self.followers:
             seen = sequence.sidecar.layers[layer]
-            other.sidecar.layers[layer] = LayerSidecar(last_q_QWD=seen.last_q_QWD, moments=seen.moments)
+            other.sidecar.layers[layer] = LayerSidecar(None, None, seen.last_q_QWD, seen.moments, seen.query_end)
         if index in self.held:
             self.held[index].look(layer, new)
         for compression in self._rounds_of(index):

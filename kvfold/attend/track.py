@@ -61,16 +61,18 @@ def _stage_needs(policy: Policy, decoding: bool) -> list[Needs]:
 
 
 def track_queries(sequence: SequenceCache, layer: int, q_QTD: Tensor, start: int, tracked: Tracked) -> None:
-    """Remember the last queries, add up the moments of pre-RoPE queries."""
+    """Remember the last queries, add up the moments of pre-RoPE queries; these are of positions `start` and on."""
     spec, side = sequence.spec.layers[layer], sequence.sidecar.layers[layer]
     if not spec.compressible:
         return
+    side.go_on_at(start)
     if tracked.last_queries:
         side.remember(q_QTD, tracked.last_queries)
     if tracked.query_stats:
         skipped = min(max(_NUM_SINKS - start, 0), q_QTD.shape[1])
         before = side.moments or Moments.empty(spec, q_QTD.device)
         side.moments = _with_moments(before, spec, q_QTD[:, skipped:], start + skipped)
+    side.query_end = start + q_QTD.shape[1]
 
 
 def _with_moments(before: Moments, spec: LayerSpec, q_QTD: Tensor, start: int) -> Moments:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvfold.score.base import View
 
 
-@register("budget", "adaptive", cost="w·L·d + sort n·H·L")
+@register("budget", "adaptive", revision=2, cost="w·L·d + sort n·H·L")
 @dataclass(frozen=True)
 class Adaptive(Allocator):
     """As few slots as lose no head more than `loss` of its attention; a size, if there is one, is the upper bound.

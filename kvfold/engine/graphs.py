@@ -79,6 +79,9 @@ class Graphs:
             captured = self._capture(hf, layout, shape, sequences)
             logits = captured.run(hf, sequences, tokens)
         self._captured[key] = captured
+        if layout.window:
+            for sequence in sequences:
+                sequence.sidecar.set_query_end(sequence.logical_len + 1)
         self._steps += 1
         return logits
 
@@ -133,9 +136,7 @@ class Graphs:
 class _Captured:
     """One graph, or none: inputs in `inbox_BI` (token ids, positions, fill), logits in `logits_BTV`."""
 
-    def __init__(
-        self, lanes: Lanes, num_tokens: int, graph: torch.cuda.CUDAGraph | None, *, is_compiled: bool
-    ) -> None:
+    def __init__(self, lanes: Lanes, num_tokens: int, graph: torch.cuda.CUDAGraph | None, *, is_compiled: bool) -> None:
         self.lanes, self.num_tokens, self.graph, self.is_compiled = lanes, num_tokens, graph, is_compiled
         self.inbox_BI = torch.zeros(lanes.num_lanes, 2 * num_tokens + 1, dtype=torch.int64, device=lanes.memory.device)
         self.inbox_BI[:, -1] = -1  # while it is captured, a step belongs to nobody and writes nothing

@@ -44,7 +44,7 @@ _LEAST_MASS = 1e-20  # of a query whose every slot went: its row is 0, not NaN
 @register(
     "evicted",
     "fit",
-    revision=2,
+    revision=3,
     paper="arXiv:2602.16284",
     cost="n·K·(d + min(n, K)) per head; replay: a second prefill",
 )

@@ -14,7 +14,8 @@ from kvfold.attend.track import Tracked
 from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.sidecar import LayerSidecar, Sidecar
 
-_noted = attrgetter("mass_HS", "open_mass_HR", "last_q_QWD", "moments")  # all that a LayerSidecar is made of
+# All that a LayerSidecar is made of.
+_noted = attrgetter("mass_HS", "open_mass_HR", "last_q_QWD", "moments", "query_end")
 
 
 class Undo:

@@ -5,7 +5,7 @@
     {layer}.state.{side}.*    what the codecs learnt
     {layer}.open.k, .v        the committed slots of the open block [H, n, D]
     {layer}.exact.k, .v       the first slots as they came, where they are kept so
-    {layer}.side.*            what scorers observed (moments: their count is an int64 [1])
+    {layer}.side.*            what scorers observed (the count of moments, the end of queries: int64 [1])
     pinned                    int64 [spans, 2]
     lens                      int64 [2]: sealed length, length at the last compression
 
@@ -175,12 +175,15 @@ def _observed(side: LayerSidecar) -> dict[str, Tensor]:
     if side.moments is not None:
         named |= {"side.sum": side.moments.sum_QD, "side.outer": side.moments.outer_QDD}
         named["side.count"] = torch.tensor([side.moments.count])
+    if side.last_q_QWD is not None or side.moments is not None:
+        named["side.query_end"] = torch.tensor([side.query_end])
     return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
 def _sidecar(mine: Tensors) -> LayerSidecar:
     moments = Moments(int(mine["count"]), mine["sum"], mine["outer"]) if "count" in mine else None
-    return LayerSidecar(mine.get("mass"), mine.get("open_mass"), mine.get("last_q"), moments)
+    query_end = int(mine["query_end"]) if "query_end" in mine else 0
+    return LayerSidecar(mine.get("mass"), mine.get("open_mass"), mine.get("last_q"), moments, query_end)
 
 
 def _under(tensors: Tensors, prefix: str) -> dict[str, Tensor]:

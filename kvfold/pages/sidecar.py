@@ -54,12 +54,17 @@ class Moments:
 
 @dataclass
 class LayerSidecar:
-    """`mass_HS` follows the row order of stored slots (padding 0); `open_mass_HR` that of the open block."""
+    """`mass_HS` follows the row order of stored slots (padding 0); `open_mass_HR` that of the open block.
+
+    Last queries and moments are of tokens one behind the other, the last of them at `query_end` - 1: what is read or
+    decoded while nobody watches ends the run, and the next query that is noted begins a new one.
+    """
 
     mass_HS: Tensor | None = None
     open_mass_HR: Tensor | None = None
     last_q_QWD: Tensor | None = None
     moments: Moments | None = None
+    query_end: int = 0
 
     def tensors(self) -> list[Tensor]:
         found = [self.mass_HS, self.open_mass_HR, self.last_q_QWD]
@@ -72,10 +77,20 @@ class LayerSidecar:
             return None if tensor is None else tensor.clone()
 
         moments = None if self.moments is None else self.moments.copy()
-        return LayerSidecar(clone(self.mass_HS), clone(self.open_mass_HR), clone(self.last_q_QWD), moments)
+        tensors = clone(self.mass_HS), clone(self.open_mass_HR), clone(self.last_q_QWD)
+        return LayerSidecar(*tensors, moments, self.query_end)
+
+    def go_on_at(self, position: int) -> None:
+        """The next query is of this position: keep what leads up to it."""
+        if position > self.query_end:
+            self.last_q_QWD = self.moments = None
+        elif position < self.query_end and self.last_q_QWD is not None:  # drafts were noted and did not stay
+            kept = self.last_q_QWD.shape[1] - (self.query_end - position)
+            self.last_q_QWD = self.last_q_QWD[:, :kept].clone() if kept > 0 else None
+        self.query_end = position
 
     def remember(self, q_QTD: Tensor, window: int) -> None:
-        """Keep the last `window` queries seen."""
+        """Keep the last `window` queries seen; the new ones follow the others."""
         old = self.last_q_QWD
         joined = q_QTD if old is None else torch.cat((old, q_QTD), dim=1)
         self.last_q_QWD = joined[:, -window:].clone()
@@ -91,6 +106,11 @@ class Sidecar:
     @property
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors())
+
+    def set_query_end(self, position: int) -> None:
+        """A captured step has noted a query in every layer."""
+        for layer in self.layers:
+            layer.query_end = position
 
     def copy(self) -> Sidecar:
         return Sidecar([layer.copy() for layer in self.layers])

@@ -149,7 +149,8 @@ def _observe(view: View, side: LayerSidecar, new: NewSlots, needs: Needs) -> Non
     if needs.last_queries:
         assert side.last_q_QWD is not None
         q_QWD = side.last_q_QWD[:, -needs.last_queries :]
-        positions = torch.arange(new.end - q_QWD.shape[1], new.end, device=q_QWD.device)
+        # While a stop string may be coming, drafts that have run stand behind the slots that seal.
+        positions = torch.arange(side.query_end - q_QWD.shape[1], side.query_end, device=q_QWD.device)
         view.q_RGWD, view.q_position_RW = q_QWD.unflatten(0, shape), positions.expand(view.num_heads, -1)
     if needs.new_queries:
         none_QTD = new.k_HTD.new_empty(view.spec.num_query_heads, 0, view.spec.head_dim)

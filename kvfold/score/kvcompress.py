@@ -19,7 +19,7 @@ from kvfold.score.checks import at_least, given
 from kvfold.score.snapkv import window_start
 
 
-@register("score", "kvcompress", paper="arXiv:2410.00161", cost="window·L·d")
+@register("score", "kvcompress", revision=2, paper="arXiv:2410.00161", cost="window·L·d")
 @dataclass(frozen=True)
 class KVCompress(Scorer):
     """Keep what the last `window` queries attend to, by the sum of squared weights.

@@ -26,7 +26,7 @@ _ABOVE_ALL_SAMPLES = 1e4  # votes are at most the number of proxies, noise at mo
 _LEAST_DRAW = 2.0**-25  # half of the smallest draw above 0
 
 
-@register("score", "nacl", paper="arXiv:2408.03675", cost="proxies·L·d")
+@register("score", "nacl", revision=2, paper="arXiv:2408.03675", cost="proxies·L·d")
 @dataclass(frozen=True)
 class NACL(Scorer):
     """Keep what the last `proxies` queries attend to, and a random `share` of the budget beside it.

@@ -75,6 +75,7 @@ def _layer_forms(sequence: SequenceCache, layer: int, stored_len: int) -> dict[s
         "side.sum": Form(floats, (queries, dim)),
         "side.outer": Form(floats, (queries, dim, dim)),
         "side.count": Form((torch.int64,), (1,)),
+        "side.query_end": Form((torch.int64,), (1,)),
     }
     if sequence.exact is not None:
         exact = Form((sequence.spec.kv_dtype,), (heads, sequence.exact.num_slots, dim))

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from sys import byteorder
 from typing import Literal, NamedTuple
 
-FORMAT_REVISION = 1
+FORMAT_REVISION = 2
 CHUNK_LEN = 256  # tokens
 
 Kind = Literal["chunks", "snapshots", "marks"]

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvfold.store.entry import PREAMBLE_BYTES, EntryReader, Fault, encode, peek
-from kvfold.store.key import Key
+from kvfold.store.key import FORMAT_REVISION, Key
 from kvfold.store.ledger import Lease
 from tests.store.common import BINDING, make_entry, make_key
 
@@ -107,7 +107,7 @@ class Greedy(io.BytesIO):
 
 def test_sizes_are_checked_before_anything_is_read() -> None:
     """A header that claims gigabytes, in its length or in its list of blocks, allocates nothing."""
-    lengths = struct.pack("<8sHxxIIQ", DATA[:8], 1, 300, 2**32 - 1, 0)
+    lengths = struct.pack("<8sHxxIIQ", DATA[:8], FORMAT_REVISION, 300, 2**32 - 1, 0)
     with pytest.raises(Fault, match="4294967295 bytes"):
         EntryReader(Greedy(lengths + DATA[PREAMBLE_BYTES:]), KEY, BINDING)
     for claimed in (2**40, -1, 10**30, "9", None):
@@ -120,5 +120,5 @@ def _with_block(num_bytes: object) -> bytes:
 
     header = {"key": KEY.text, "binding": BINDING.facts(), "blocks": [["0", num_bytes, "0" * 64]]}
     text = json.dumps(header).encode()
-    head = struct.pack("<8sHxxIIQ", DATA[:8], 1, 300, len(text), 0) + text
+    head = struct.pack("<8sHxxIIQ", DATA[:8], FORMAT_REVISION, 300, len(text), 0) + text
     return head + bytes.fromhex(_digest(head, b""))

@@ -114,11 +114,12 @@ class Watch:
 
 
 def has_queries(sequence: SequenceCache, window: int) -> bool:
-    """Whether as many queries as the window holds have been seen; layers see the same ones."""
+    """Whether the queries just before the next token are known, as many as the window holds; layers see the same."""
     if not window:
         return True
-    last_q_QWD = sequence.sidecar.layers[0].last_q_QWD
-    return last_q_QWD is not None and last_q_QWD.shape[1] >= window
+    side = sequence.sidecar.layers[0]
+    is_whole = side.last_q_QWD is not None and side.last_q_QWD.shape[1] >= window
+    return is_whole and side.query_end == sequence.logical_len
 
 
 def _observed(side: LayerSidecar) -> list[Tensor | None]:
