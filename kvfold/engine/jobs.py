@@ -66,6 +66,10 @@ class Source(Protocol):
     def begin(self) -> Begin:
         """A sequence of the job's own; OutOfPages if there is no memory for one."""
 
+    def lost(self) -> None:
+        """What the last sequence began with was lost on its way, and the job begins again. A source that is told so a
+        few times begins with nothing: no job begins again for ever."""
+
     def reached(self, sequence: SequenceCache, num_read: int) -> None:
         """The sequence has just read so many tokens, at a cut or at the end of the prompt."""
 

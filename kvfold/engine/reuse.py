@@ -19,6 +19,8 @@ from kvfold.pages.sequence import SequenceCache
 from kvfold.store.events import Reason
 from kvfold.store.prefixes import Hit, Prefixes, Ttl
 
+MOST_LOST = 3  # times that a prompt begins with a prefix which is lost on its way
+
 
 @dataclass(frozen=True)
 class Read:
@@ -43,11 +45,15 @@ def prefill_reusing(
     progress: Progress | None = None,
 ) -> Read:
     """`markers` are the lengths whose prefixes other prompts may share; where chunks are stored every whole chunk up to
-    the last marker (without markers: of the prompt) is, too. Raises what a prefill raises, with nothing held."""
-    while True:
+    the last marker (without markers: of the prompt) is, too. Raises what a prefill raises, with nothing held.
+
+    What is lost on its way is looked up again, a few times; then the whole prompt is computed."""
+    for _ in range(MOST_LOST):
         hit = prefixes.lookup(tokens, markers=markers, at=at, wait=False)
         with suppress(PrefixLost):
             return _read_behind(hit, runner, prefixes, tokens, markers, ttl, at, progress)
+    nothing = Hit(prefixes.empty(), 0, None, "corrupt")
+    return _read_behind(nothing, runner, prefixes, tokens, markers, ttl, at, progress)
 
 
 def _read_behind(

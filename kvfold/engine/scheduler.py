@@ -214,6 +214,7 @@ class Scheduler:
                 self._wait_or_fail(task, error)
                 return
             except PrefixLost:
+                task.job.source.lost()
                 self._start_anew(task)
             except Exception as error:
                 self._end(task, "failed", error)

@@ -15,6 +15,7 @@ from kvfold.serve.entries import Miss
 from kvfold.serve.plan import Place, Plan
 from kvfold.serve.shelf import Shelf
 
+MOST_LOST = 3  # times that a request begins with a prefix which is lost on its way; then it is read without the store
 NewSequence = Callable[[], SequenceCache]
 
 
@@ -32,6 +33,9 @@ class PlainSource:
     def begin(self) -> Begin:
         return Begin(self._new_sequence())
 
+    def lost(self) -> None:
+        """There is nothing to lose."""
+
     def reached(self, sequence: SequenceCache, num_read: int) -> None:
         """Nothing is kept."""
 
@@ -44,7 +48,7 @@ class CachedSource:
 
     def __init__(self, shelf: Shelf, tokens: Sequence[int], plan: Plan, at: float, clock: Callable[[], float]) -> None:
         self._shelf, self._tokens, self._plan, self._at, self._clock = shelf, tokens, plan, at, clock
-        self._num_hit = 0
+        self._num_hit = self._num_lost = 0
         self.miss: Miss | None = None
         self.bill = Bill(0, 0, 0, len(tokens))
 
@@ -55,9 +59,15 @@ class CachedSource:
 
     def begin(self) -> Begin:
         self._num_hit, self.miss = 0, "absent"
-        found = next(filter(None, map(self._open, self._plan.candidates)), None) or self._stored()
+        if self._num_lost < MOST_LOST:
+            found = next(filter(None, map(self._open, self._plan.candidates)), None) or self._stored()
+        else:
+            found, self.miss = Begin(self._shelf.prefixes.empty()), "lost"
         self.bill = bill(len(self._tokens), self._num_hit, self._plan.marks)
         return Begin(found.sequence, found.num_read, [mark.place.end for mark in self._plan.marks])
+
+    def lost(self) -> None:
+        self._num_lost += 1
 
     def _open(self, place: Place) -> Begin | None:
         """The sequence that an entry stands for; an entry whose tensors are gone is forgotten."""

@@ -140,6 +140,9 @@ class Watched:
         trail.looked_up, trail.num_reused = _now(), found.num_read
         return found
 
+    def lost(self) -> None:
+        self._source.lost()
+
     def reached(self, sequence: SequenceCache, num_read: int) -> None:
         self._source.reached(sequence, num_read)
         if num_read == self._trail.num_prompt:

@@ -1,7 +1,8 @@
 """Byte tiers one behind the other, fastest first: read through them, write back to all in the background.
 
 A reader gets the first copy there is, also of what still waits to be written; when it turned out good, faster tiers get
-one too, in the background. A copy that turned out bad goes from its tier to quarantine, and the next tier is asked.
+one too, in the background. A copy that turned out bad goes from its tier to quarantine, and the next tier is asked;
+that one is not asked for it again for a while, also where it could not delete it.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from contextlib import suppress
 from io import BytesIO
 from typing import BinaryIO, NamedTuple
 
+from kvfold.store.bad_copies import BadCopies
 from kvfold.store.entry import Fault, peek
 from kvfold.store.events import Event, Events
 from kvfold.store.key import Key
 from kvfold.store.ledger import Lease
 from kvfold.store.quarantine import Quarantine
-from kvfold.store.tier import ByteTier
+from kvfold.store.tier import ByteTier, Clock
 from kvfold.store.writer import Writer
 
 
@@ -31,23 +33,34 @@ class Copy(NamedTuple):
 
 class Cascade:
     def __init__(
-        self, tiers: Sequence[ByteTier], events: Events, writer: Writer, quarantine: Quarantine | None = None
+        self, tiers: Sequence[ByteTier], events: Events, writer: Writer, quarantine: Quarantine | None, clock: Clock
     ) -> None:
         self.tiers = list(tiers)
         self._events = events
         self._writer = writer
         self._quarantine = quarantine
+        self._bad = BadCopies(clock)
         self._pending: dict[Key, tuple[Callable[[], bytes], Lease]] = {}  # what waits to be written
 
     def get(self, key: Key, at: float) -> Copy | None:
         encode, lease = self._pending.get(key, (None, None))  # before the tiers: it goes when they have it
-        for tier in self.tiers:
+        for tier in self._asked(key):
             file = tier.get(key, at)
             if file is not None:
                 return Copy(key, tier, file)
         if encode is None or lease is None or lease.expires_at <= at:
             return None
         return Copy(key, self.tiers[0], BytesIO(encode()), is_pending=True)
+
+    def _asked(self, key: Key) -> list[ByteTier]:
+        """Tiers whose copy has not turned out bad."""
+        return [tier for tier in self.tiers if not self._bad.has(tier.name, key)]
+
+    def _put(self, tier: ByteTier, key: Key, data: bytes, lease: Lease) -> bool:
+        is_stored = tier.put(key, data, lease)
+        if is_stored:
+            self._bad.replaced(tier.name, key)
+        return is_stored
 
     def put_later(self, key: Key, num_bytes: int, encode: Callable[[], bytes], lease: Lease) -> bool:
         """Encode and write to every tier, in the background; False if too much waits to be written already."""
@@ -56,7 +69,7 @@ class Cascade:
             try:
                 data = encode()
                 for tier in self.tiers:
-                    tier.put(key, data, lease)
+                    self._put(tier, key, data, lease)
             finally:
                 self._pending.pop(key, None)
 
@@ -99,7 +112,7 @@ class Cascade:
 
     def _copy(self, key: Key, data: bytes, tiers: Sequence[ByteTier], lease: Lease) -> None:
         for tier in tiers:
-            if tier.put(key, data, lease):
+            if self._put(tier, key, data, lease):
                 tier.emit("promoted", key, len(data))
 
     def slide_later(self, used: Sequence[Copy], keys: Sequence[Key], at: float) -> None:
@@ -107,8 +120,8 @@ class Cascade:
         read = {(copy.tier.name, copy.key) for copy in used if not copy.is_pending}
 
         def work() -> None:
-            for tier in self.tiers:
-                for key in keys:
+            for key in keys:
+                for tier in self._asked(key):
                     if (tier.name, key) not in read:
                         tier.slide(key, at)
 
@@ -122,7 +135,8 @@ class Cascade:
         self._writer.submit(0, work)
 
     def set_aside(self, copy: Copy, fault: Fault) -> None:
-        """To quarantine, where there is one; in any case away."""
+        """To quarantine, where there is one, and away; where it cannot be deleted, it is left out of lookups."""
+        self._bad.add(copy.tier.name, copy.key)
         file = copy.tier.get(copy.key, 0.0)
         if file is not None and self._quarantine is not None:
             with file, suppress(OSError):

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 from kvfold.errors import FileError, InputError
 from kvfold.store.entry import PREAMBLE_BYTES, peek
@@ -37,14 +37,6 @@ def key_of(path: Path) -> Key | None:
     """The key of an entry's file; None if it is none, or lies in a place of another."""
     key = Key.parse(f"{path.parent.parent.name}-{path.name.removesuffix(SUFFIX)}")
     return key if key is not None and path.name.endswith(SUFFIX) and path.parent.name == key.digest[:2] else None
-
-
-class _Gone(NamedTuple):
-    """An entry that is no longer counted; without a reason, it is being replaced."""
-
-    key: Key
-    num_bytes: int
-    reason: Reason | None
 
 
 class DiskTier(ByteTier):
@@ -80,34 +72,47 @@ class DiskTier(ByteTier):
                     self._ledger.add(key, len(value), lease)  # before it is there: it takes room from now on
                 write_whole(self._path(key), value, lease.expires_at)
             except (OSError, FileError):
-                self._forget(key)
+                self._delete([key], None)
                 self.emit("failed", key, len(value), "unavailable")
                 return False
         self.emit("stored", key, len(value))
         return True
 
     def _make_room(self, key: Key, num_bytes: int) -> None:
-        """Delete an older entry of this key, what has expired, and what has to go."""
+        """Delete an older entry of this key, what has expired, and what has to go; OSError if some of it stays."""
         with self._lock:
             self._learn()
-            gone = self._take_out([key], None)
-            gone += self._take_out(self._ledger.expired(self._clock()), "expired")
-            gone += self._take_out(self._ledger.victims(num_bytes), "space")
-        for one in gone:
-            self._delete(one)
+            expired = self._ledger.expired(self._clock())
+        are_gone = [self._delete([key], None), self._delete(expired, "expired")]
+        with self._lock:
+            victims = self._ledger.victims(num_bytes)
+        if not all([*are_gone, self._delete(victims, "space")]):
+            raise OSError("an entry cannot be deleted")
 
-    def _delete(self, gone: _Gone) -> None:
-        self._path(gone.key).unlink(missing_ok=True)
-        if gone.reason is not None:
-            self.emit("evicted", gone.key, gone.num_bytes, gone.reason)
+    def _delete(self, keys: Sequence[Key], reason: Reason | None) -> bool:
+        """Files, then what is counted of them: one that the folder does not let go of takes room all the same, and its
+        entry is kept. Whether all are gone; without a reason nobody is told. The caller holds `_writing`."""
+        is_done = True
+        for key in keys:
+            is_gone = self._unlink(key)
+            with self._lock:
+                record = self._ledger.get(key)
+                if is_gone:
+                    self._ledger.remove(key)
+                elif record is not None:
+                    self._ledger.keep(key)
+            if is_gone and record is not None and reason is not None:
+                self.emit("evicted", key, record.num_bytes, reason)
+            is_done = is_done and is_gone
+        return is_done
 
-    def _take_out(self, keys: Sequence[Key], reason: Reason | None) -> list[_Gone]:
-        """Of the ledger; under the lock. The files are still there."""
-        records = [(key, self._ledger.get(key)) for key in keys]
-        found = [_Gone(key, record.num_bytes, reason) for key, record in records if record is not None]
-        for one in found:
-            self._ledger.remove(one.key)
-        return found
+    def _unlink(self, key: Key) -> bool:
+        """Whether there is no such file from now on."""
+        try:
+            self._path(key).unlink(missing_ok=True)
+        except OSError:
+            return not self._path(key).exists()
+        return True
 
     def get(self, key: Key, at: float) -> BinaryIO | None:
         file = self._open(key, at)
@@ -138,19 +143,14 @@ class DiskTier(ByteTier):
 
     def _clear(self, key: Key) -> None:
         """Of an entry that has expired, or whose file somebody took; one that cannot be opened now is left alone."""
-        is_there = self._path(key).exists()
         with self._lock:
             is_live = self._ledger.is_live(key, self._clock())
-            gone = [] if is_live and is_there else self._take_out([key], None if is_live else "expired")
-        for one in gone:
-            with suppress(OSError):
-                self._delete(one)
+        if not is_live or not self._path(key).exists():
+            self._delete([key], None if is_live else "expired")
 
     def delete(self, key: Key) -> None:
         with self._writing:
-            self._forget(key)
-            with suppress(OSError):
-                self._path(key).unlink(missing_ok=True)
+            self._delete([key], None)
 
     def keys(self) -> Iterator[Key]:
         with self._lock:
@@ -159,10 +159,6 @@ class DiskTier(ByteTier):
 
     def close(self) -> None:
         self._owned.close()
-
-    def _forget(self, key: Key) -> None:
-        with self._lock:
-            self._ledger.remove(key)
 
     # What the folder holds
 

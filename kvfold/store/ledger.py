@@ -116,6 +116,10 @@ class Ledger:
             free += self._records[key].num_bytes
         return found
 
+    def keep(self, key: Key) -> None:
+        """One that was `expired` or a victim, and could not be removed: it will be again."""
+        self._mark(key)
+
     def least(self) -> Key | None:
         """The entry worth least."""
         return self._top(self._by_worth)

@@ -34,6 +34,7 @@ Ttl = Literal["5m", "1h"] | float
 _TTL_S = {"5m": 300.0, "1h": 3600.0}
 _MAX_TTL_S = 30 * 86400.0
 _COPIED_CHUNKS = 16  # at a time
+_MOST_LOST = 8  # bad copies that one lookup comes upon before it is a miss
 _FLOPS = 1e13  # nominal: entries are compared with each other
 
 
@@ -107,6 +108,10 @@ class Prefixes:
         self._store.events.emit(Event("missed", "", found, None, len(tokens)))
         return Hit(self._new(), 0, None, found)
 
+    def empty(self) -> SequenceCache:
+        """What a lookup that finds nothing would begin with; OutOfPages if there is no memory for it."""
+        return self._new()
+
     def prefetch(self, tokens: Sequence[int], *, markers: Sequence[int], at: float) -> None:
         """Bring what such a lookup will ask for to the fastest tier, in the background; any thread may call this.
 
@@ -136,28 +141,30 @@ class Prefixes:
         return [key for key in keys if markers is not None or key in self._store.known]
 
     def _find(self, keys: Sequence[Key], at: float, wait: bool) -> Hit | Reason:
-        """Try until an attempt ends: each one that does not sets a bad copy aside, or frees memory."""
-        device = self._store.device
-        while True:
+        """Try until an attempt ends. One that does not has met a bad copy, which the next leaves out, or frees memory;
+        a lookup that meets many bad copies is over: each attempt reads what is good once more."""
+        device, num_lost = self._store.device, 0
+        while num_lost < _MOST_LOST:
             reading = Reading(self._store, self._loader, self._new, at)
             try:
                 found = reading.read_chunks(keys) if self.has_chunks else reading.read_snapshot(keys)
                 if wait:
                     reading.wait()
             except PrefixLost:
-                continue
+                num_lost += 1
             except OutOfPages:
                 if device is None or not device.shrink():
                     return "no_memory"
             else:
                 if reading.sequence is None:
-                    return self._store.known.why(keys[0] if self.has_chunks else keys[-1])
+                    break
                 hit = Hit(reading.sequence, found[-1].end, reading.tier)
                 if hit.sequence.arriving is None:
                     self._used(reading, found, at)
                 else:
                     hit.sequence.arriving.then = partial(self._used, reading, found, at)
                 return hit
+        return self._store.known.why(keys[0] if self.has_chunks else keys[-1])
 
     def _used(self, reading: Reading, keys: Sequence[Key], at: float) -> None:
         """What was read goes to faster tiers, and all that was used lives longer."""

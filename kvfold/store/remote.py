@@ -1,16 +1,17 @@
 """Entries in Redis (or Valkey), shared by machines; they expire there by themselves.
 
 How much Redis holds and what it drops first is its own setting (`maxmemory`, best with `volatile-ttl`). A server that
-is down or slow costs a few time-outs, then nothing until it is tried again; one that is full refuses what is new and
-still answers. Requests go on in either case.
+is down or slow costs a few time-outs, then nothing until it is tried again; one that is full or read-only refuses
+what is new and still answers. Requests go on in either case.
 """
 
 from __future__ import annotations
 
 import io
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from kvfold.errors import InputError, MissingExtra
 from kvfold.store.breaker import Breaker
@@ -22,19 +23,28 @@ from kvfold.store.tier import ByteTier, Clock
 
 _PREFIX = "kvfold:"
 _MAX_VALUE_BYTES = 512 << 20  # of Redis itself
+Operation = Literal["read", "slide", "write", "delete"]
 
 
 class RedisTier(ByteTier):
-    """`url` as redis-py takes it, such as redis://host:6379/0; no command takes longer than `timeout_s`."""
+    """`url` as redis-py takes it, such as redis://host:6379/0; no answer is waited for longer than `timeout_s`.
+
+    Each kind of operation has a breaker of its own: reads that succeed do not hide that a server refuses writes, as a
+    replica or an account without DEL does, and writes that fail do not keep anybody from reading."""
 
     name = "redis"
     is_shared = True
 
     def __init__(
-        self, url: str, *, timeout_s: float = 2.0, breaker: Breaker | None = None, clock: Clock = time.time
+        self,
+        url: str,
+        *,
+        timeout_s: float = 2.0,
+        make_breaker: Callable[[], Breaker] = Breaker,
+        clock: Clock = time.time,
     ) -> None:
         self.events = Events()
-        self.breaker = breaker or Breaker()
+        self.breakers: defaultdict[Operation, Breaker] = defaultdict(make_breaker)
         self._clock = clock
         self._redis, self._full, self._broken = _connect(url, timeout_s)
 
@@ -43,13 +53,19 @@ class RedisTier(ByteTier):
         if len(value) > _MAX_VALUE_BYTES or left_ms <= 0:
             self.emit("failed", key, len(value), "no_room")
             return False
+        is_stored: bool | None = self._try("write", lambda: self._set(key, value, left_ms))
+        if is_stored:
+            self.emit("stored", key, len(value))
+        else:
+            self.emit("failed", key, len(value), "unavailable" if is_stored is None else "no_room")
+        return bool(is_stored)
+
+    def _set(self, key: Key, value: bytes, left_ms: int) -> bool:
+        """False where the server is full."""
         try:
-            stored = self._try(lambda: self._redis.set(_name(key), value, px=left_ms))
+            return bool(self._redis.set(_name(key), value, px=left_ms))
         except self._full:
-            self.emit("failed", key, len(value), "no_room")
             return False
-        self.emit(*(("stored", key, len(value)) if stored else ("failed", key, len(value), "unavailable")))
-        return bool(stored)
 
     def get(self, key: Key, at: float) -> BinaryIO | None:
         data = self._read(key, _MAX_VALUE_BYTES, at)
@@ -60,29 +76,29 @@ class RedisTier(ByteTier):
 
     def _read(self, key: Key, num_bytes: int, at: float) -> bytes:
         """At most so many bytes of an entry (none if it is not there), which lives longer from now on."""
-        data: bytes = self._try(lambda: self._redis.getrange(_name(key), 0, num_bytes - 1)) or b""
+        data: bytes = self._try("read", lambda: self._redis.getrange(_name(key), 0, num_bytes - 1)) or b""
         preamble = peek(data)
         left_ms = 0 if preamble is None else self._left_ms(at + preamble.ttl_s)
         if left_ms > 0:
-            self._try(lambda: self._redis.pexpire(_name(key), left_ms, gt=True))
+            self._try("slide", lambda: self._redis.pexpire(_name(key), left_ms, gt=True))
         return data
 
     def delete(self, key: Key) -> None:
-        self._try(lambda: self._redis.delete(_name(key)))
+        self._try("delete", lambda: self._redis.delete(_name(key)))
 
     def keys(self) -> Iterator[Key]:
-        names = self._try(lambda: list(self._redis.scan_iter(f"{_PREFIX}*", count=1000))) or []
+        names = self._try("read", lambda: list(self._redis.scan_iter(f"{_PREFIX}*", count=1000))) or []
         keys = (Key.parse(name.decode(errors="replace").removeprefix(_PREFIX)) for name in names)
         return iter([key for key in keys if key is not None])
 
     def answers(self) -> bool:
-        return bool(self._try(self._redis.ping))
+        return bool(self._try("read", self._redis.ping))
 
     def look(self, key: Key) -> tuple[int, float, bytes] | None:
         """Bytes of an entry, the seconds it has left, and how it begins; it does not live longer for that."""
-        num_bytes = self._try(lambda: self._redis.strlen(_name(key)))
-        left_ms = self._try(lambda: self._redis.pttl(_name(key)))
-        begins = self._try(lambda: self._redis.getrange(_name(key), 0, PREAMBLE_BYTES - 1))
+        num_bytes = self._try("read", lambda: self._redis.strlen(_name(key)))
+        left_ms = self._try("read", lambda: self._redis.pttl(_name(key)))
+        begins = self._try("read", lambda: self._redis.getrange(_name(key), 0, PREAMBLE_BYTES - 1))
         return (num_bytes, left_ms / 1e3, begins) if num_bytes and left_ms and begins else None
 
     def close(self) -> None:
@@ -91,19 +107,17 @@ class RedisTier(ByteTier):
     def _left_ms(self, expires_at: float) -> int:
         return round(1000 * (expires_at - self._clock()))
 
-    def _try(self, command: Callable[[], Any]) -> Any:
-        """What the server answers, or None where it does not; an error of a full server is the caller's."""
-        if not self.breaker.enter():
+    def _try(self, operation: Operation, command: Callable[[], Any]) -> Any:
+        """What the server answers, or None where it does not, or refuses."""
+        breaker = self.breakers[operation]
+        if not breaker.enter():
             return None
         try:
             found = command()
-        except self._full:
-            self.breaker.succeeded()
-            raise
         except self._broken:
-            self.breaker.failed()
+            breaker.failed()
             return None
-        self.breaker.succeeded()
+        breaker.succeeded()
         return found
 
 

@@ -70,7 +70,7 @@ class PrefixStore:
         self.clock = clock
         self._writer = Writer(queue_bytes)
         self._fetcher = Writer(_MAX_FETCHES)
-        self.cascade = Cascade(tiers, self.events, self._writer, quarantine)
+        self.cascade = Cascade(tiers, self.events, self._writer, quarantine, clock)
         self.known = Known()
         self.subscribe(self.known.note)
         self._is_scanned = False

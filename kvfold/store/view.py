@@ -50,7 +50,7 @@ class View(ABC):
 
     @abstractmethod
     def delete(self, key: Key) -> None:
-        """Forget an entry; FileError if somebody else owns the place."""
+        """Forget an entry; FileError if somebody else owns the place, or it does not let go of the entry."""
 
     @property
     def is_in_use(self) -> bool:
@@ -126,7 +126,10 @@ class FolderView(View):
 
     def delete(self, key: Key) -> None:
         self.take()
-        path_of(self.folder, key).unlink(missing_ok=True)
+        try:
+            path_of(self.folder, key).unlink(missing_ok=True)
+        except OSError as error:
+            raise FileError(f"an entry in {self.folder} cannot be deleted ({error}); make it writable") from error
 
     def take(self) -> None:
         if self._owned is None:
@@ -174,6 +177,8 @@ class RedisView(View):
 
     def delete(self, key: Key) -> None:
         self._tier.delete(key)
+        if self._tier.look(key) is not None:
+            raise FileError("Redis does not delete an entry; use a server that is no replica, and an account with DEL")
 
     def take(self) -> None:
         """Redis is shared: nobody owns it, and everybody may delete."""

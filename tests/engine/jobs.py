@@ -22,6 +22,9 @@ class Fresh:
     def begin(self) -> Begin:
         return Begin(self.runner.new_sequence(self.policy), 0, self.cuts)
 
+    def lost(self) -> None:
+        raise AssertionError("it began with nothing")
+
     def reached(self, sequence: SequenceCache, num_read: int) -> None:
         assert sequence.committed_len == num_read
         self.lens.append(num_read)

@@ -20,7 +20,7 @@ from kvfold.serve.guard import OnDone
 from kvfold.serve.run import service_of
 from kvfold.serve.service import Service
 from kvfold.serve.settings import Limits, Settings
-from kvfold.store import DeviceTier, DiskTier, HostTier, PrefixStore
+from kvfold.store import DeviceTier, DiskTier, HostTier, PrefixStore, RedisTier
 from kvfold.store.tier import ByteTier
 from tests import tiny
 
@@ -98,6 +98,8 @@ def running(
     limits: Limits | None = None,
     key: str = "any",
     disk: Path | None = None,
+    redis: str | None = None,
+    secret: bytes = b"",
     clock: Clock | None = None,
     on_done: OnDone = lambda trail: None,
     **settings: Any,
@@ -106,7 +108,9 @@ def running(
     clock = clock or Clock()
     tiers: list[ByteTier] = [HostTier(64 << 20, clock=clock)]
     tiers += [] if disk is None else [DiskTier(disk, 64 << 20, clock=clock)]
-    store = PrefixStore(tiers, device=DeviceTier(8 << 20, clock=clock), chunk_len=CHUNK_LEN, clock=clock)
+    tiers += [] if redis is None else [RedisTier(redis, clock=clock)]
+    device = DeviceTier(8 << 20, clock=clock)
+    store = PrefixStore(tiers, device=device, chunk_len=CHUNK_LEN, secret=secret, clock=clock)
     settings = {"cache_min_tokens": 32, "temperature": 0.0, "clock": clock, **settings}
     chosen = Settings(("tiny", "tiny-too"), limits or Limits(), **settings)
     with service_of(model, policy, chosen, store) as service:

@@ -132,3 +132,31 @@ def test_a_prefix_that_is_lost_while_the_model_runs_is_a_miss(model: Model, tmp_
     (text, *cold), (again, *warm), (last, *lost) = found
     assert (cold, warm, lost) == ([0, "absent"], [53, None], [start, "lost"])
     assert text == again == last
+
+
+def test_a_prefix_that_is_lost_every_time_is_read_without_the_store(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing is deleted and nothing remembered, a job begins again a few times, not for ever."""
+    monkeypatch.setattr("kvfold.store.bad_copies.BAD_S", 0.0)
+    tokens, place = tiny.prompt(60), Place(53, bytes(32), "messages")
+    plan, host = Plan([place], [place], [Mark(place, 300.0)]), HostTier(1 << 20, clock=now)
+    monkeypatch.setattr(host, "delete", lambda key: None)
+    runner, found = Runner(model.hf, model.spec, model.arena, chunk_len=16), list[tuple[str, int, str | None]]()
+    with PrefixStore([host], chunk_len=16, clock=now) as store:
+        prefixes = store.prefixes(model, "full", prefill_len=16)
+        shelf = Shelf(prefixes, Marks(store, prefixes.binding))
+        scheduler = Scheduler(runner, Policy.parse("full"), model.tokenizer)
+        for _ in range(2):
+            source, heard = CachedSource(shelf, tokens, plan, 0.0, now), Heard()
+            scheduler.submit(Job(tokens, source, heard, max_new_tokens=12))
+            assert heard.end().reason == "length" and store.flush()
+            (began,) = (event for event in heard.events if isinstance(event, Began))
+            found.append((heard.text, began.num_reused, source.miss))
+            scope = prefixes.binding.scope
+            host._data = {
+                key: data[:-1] + bytes([data[-1] ^ (key.scope == scope)]) for key, data in host._data.items()
+            }
+        scheduler.close()
+    (text, *cold), (last, *lost) = found
+    assert (cold, lost, text) == ([0, "absent"], [0, "lost"], last)

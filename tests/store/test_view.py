@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from pathlib import Path
 
@@ -96,6 +97,32 @@ def test_redis_is_read_without_making_entries_live_longer(redis_server: RedisSer
     view.delete(make_key(0))
     assert list(tier.keys()) == []
     tier.close()
+    view.close()
+
+
+@pytest.mark.parametrize("how", ["replica", "acl"])
+def test_an_entry_that_redis_keeps_is_not_called_deleted(redis_server: RedisServer, how: str) -> None:
+    tier = RedisTier(redis_server.url)
+    put(tier, 0, Lease(time.time(), 300, 2.5))
+    tier.close()
+    view = RedisView(redis_server.refuse(how))
+    with pytest.raises(FileError, match="Redis does not delete an entry"):
+        view.delete(make_key(0))
+    view.close()
+
+
+def test_an_entry_that_a_folder_keeps_is_not_called_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = DiskTier(tmp_path, 1 << 20)
+    put(tier, 0, Lease(time.time(), 300, 2.5))
+    tier.close()
+    view = FolderView(tmp_path)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(FileError, match="cannot be deleted"):
+        view.delete(make_key(0))
     view.close()
 
 
