@@ -51,6 +51,8 @@ class DecodePass:
         self.sequences = list(sequences)
         self.num_tokens = [num_tokens] * len(self.sequences) if isinstance(num_tokens, int) else list(num_tokens)
         for sequence in self.sequences:
+            if sequence.is_torn:
+                raise RuntimeError("an earlier change of this sequence stopped halfway; it can only be released")
             sequence.arrive()
         lanes = list(zip(self.sequences, self.num_tokens, strict=True))
         seal_all([sequence for sequence, length in lanes if sequence.open.room < length])

@@ -22,7 +22,6 @@ from kvfold.attend.kernels.step import layout_of
 from kvfold.attend.track import Tracked
 from kvfold.engine.runner import Runner
 from kvfold.engine.verify import commit_run
-from kvfold.errors import OutOfPages
 from kvfold.models.sentences import needs_sentences
 from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.transfer import sent
@@ -76,11 +75,11 @@ def can_run_ahead(runner: Runner, sequence: SequenceCache) -> bool:
 
 
 def run_ahead(runner: Runner, sequences: Sequence[SequenceCache], token_B: Tensor) -> Ahead | None:
-    """Queue a step on tokens of the device; None where there is no memory for it, which the next step will say, or
-    where it would evict, which must wait until the token is known to go on."""
+    """Queue a step on tokens of the device; None where there is no memory for it or it raises, which the next step will
+    say, or where it would evict, which must wait until the token is known to go on."""
     if any(sequence.open.room == 0 and may_evict(sequence) for sequence in sequences):
         return None
     try:
         return Ahead(sequences, runner.queue(sequences, token_B))
-    except OutOfPages:
+    except Exception:
         return None

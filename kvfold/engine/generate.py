@@ -9,7 +9,8 @@ pass for as long as it says what was drafted; each such token enters the cache a
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -21,6 +22,8 @@ from kvfold.engine.runner import Runner
 from kvfold.engine.writer import Took, Writer
 
 __all__ = ["Request", "StopReason", "generate", "step", "step_greedily"]
+
+Tell = Callable[[], None]  # tells one writer what has run; an exception in it is of that one alone
 
 
 def generate(runner: Runner, requests: Sequence[Request], tokenizer: Any) -> Iterator[tuple[Request, str]]:
@@ -34,15 +37,18 @@ def generate(runner: Runner, requests: Sequence[Request], tokenizer: Any) -> Ite
             if piece:
                 yield writer.request, piece
         going = [writer for writer in live if writer.request.reason is None]
+        told: Sequence[Tell] = ()
         if going and greedy:
-            ahead = step_greedily(runner, going, ahead)
+            told, ahead = step_greedily(runner, going, ahead)
         elif going:
-            step(runner, going)
+            told = step(runner, going)
+        for tell in told:
+            tell()
 
 
-def step_greedily(runner: Runner, writers: Sequence[Writer], ahead: Ahead | None) -> Ahead | None:
+def step_greedily(runner: Runner, writers: Sequence[Writer], ahead: Ahead | None) -> tuple[list[Tell], Ahead | None]:
     """A step, and the next one queued behind it before the host waits for this one's tokens; `ahead`: this step, if it
-    was queued before."""
+    was queued before. Returns what each writer is to be told, and the step that is queued now."""
     began, setup_s = time.perf_counter(), runner.setup_s
     sequences = [writer.request.sequence for writer in writers]
     if ahead is None:
@@ -54,13 +60,13 @@ def step_greedily(runner: Runner, writers: Sequence[Writer], ahead: Ahead | None
     ahead = run_ahead(runner, more, arriving.on_device(more)) if more else None
     likeliest = arriving.wait(sequences)
     took = Took(time.perf_counter() - began, runner.setup_s - setup_s)
-    for writer, logits_V, token in zip(writers, rows, likeliest, strict=True):
-        writer.ran(logits_V, token, took)
-    return ahead
+    found = zip(writers, rows, likeliest, strict=True)
+    return [partial(writer.ran, logits_V, token, took) for writer, logits_V, token in found], ahead
 
 
-def step(runner: Runner, writers: Sequence[Writer]) -> None:
-    """One pass over what was sampled last, and over drafts behind it where there are any."""
+def step(runner: Runner, writers: Sequence[Writer]) -> list[Tell]:
+    """One pass over what was sampled last, and over drafts behind it where there are any; returns what each writer is
+    to be told."""
     began, setup_s = time.perf_counter(), runner.setup_s
     sequences = [writer.request.sequence for writer in writers]
     drafts = [writer.draft(runner.most_verified(writer.request.sequence)) for writer in writers]
@@ -69,11 +75,12 @@ def step(runner: Runner, writers: Sequence[Writer]) -> None:
         rows_BV = runner.decode(sequences, last, commit=[not writer.request.stop for writer in writers])
         likeliest = rows_BV.argmax(-1).tolist()  # where the host waits for the device, once a step
         took = Took(time.perf_counter() - began, runner.setup_s - setup_s)
-        for writer, logits_V, token in zip(writers, rows_BV, likeliest, strict=True):
-            writer.ran(logits_V, token, took)
-        return
+        ran = zip(writers, rows_BV, likeliest, strict=True)
+        return [partial(writer.ran, logits_V, token, took) for writer, logits_V, token in ran]
     found = runner.verify(sequences, [[token, *draft] for token, draft in zip(last, drafts, strict=True)])
     ahead = iter(torch.cat([verified.logits_TV.argmax(-1) for verified in found]).tolist())
     took = Took(time.perf_counter() - began, runner.setup_s - setup_s)
-    for writer, draft, verified in zip(writers, drafts, found, strict=True):
-        writer.ran_ahead(draft, verified, list(islice(ahead, len(draft) + 1)), took)
+    return [
+        partial(writer.ran_ahead, draft, verified, list(islice(ahead, len(draft) + 1)), took)
+        for writer, draft, verified in zip(writers, drafts, found, strict=True)
+    ]

@@ -1,11 +1,12 @@
 """What a scheduler is given and what it tells: jobs, where their sequences begin, and events on their way.
 
-A job's listener is called in the scheduler's thread and must return at once; it may not raise. Every job that was
-taken ends with exactly one `Ended`, whatever happens to it.
+A job's listener is called in the scheduler's thread and must return at once; a job whose listener raises fails. Every
+job that was taken ends with exactly one `Ended`, whatever happens to it.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -14,6 +15,8 @@ from kvfold.engine.request import StopReason
 from kvfold.engine.sample import Sampling
 from kvfold.errors import InputError
 from kvfold.pages.sequence import SequenceCache
+
+_log = logging.getLogger("kvfold.engine")
 
 EndReason = StopReason | Literal["read", "cancelled", "late", "failed"]
 
@@ -90,6 +93,7 @@ class Job:
     tenant: str = ""
     deadline: float | None = None
     is_cancelled: bool = field(default=False, init=False)
+    has_ended: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -98,3 +102,13 @@ class Job:
             raise InputError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 0")
         if isinstance(self.stop, str) or not all(self.stop):
             raise InputError("stop is a list of non-empty strings")
+
+    def end(self, ended: Ended) -> None:
+        """Tell the listener, once; what it raises now has nobody left to tell."""
+        if self.has_ended:
+            return
+        self.has_ended = True
+        try:
+            self.listener(ended)
+        except Exception:
+            _log.exception("a listener raised when it was told of its job's end")

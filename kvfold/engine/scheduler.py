@@ -5,15 +5,26 @@ replies. So a step waits for no more than a chunk, and short prompts do not wait
 read at a time, in turns: what waits holds no memory yet, and finds prefixes that those before it have stored. Tenants
 take turns. A job is let in when the arena has room for its whole prompt beside what the others may need next. When a
 step finds no page, the newest reply moves to the host and comes back, bit for bit, when there is room.
+
+What is guaranteed when something raises:
+
+- An exception in anything done for one task (its source, its listener, reading, sampling, moving to the host and back)
+  fails that task alone. Its pages go back, and its listener is told `Ended("failed")` once.
+- A decode step runs many tasks in one pass, which does not say whose fault an exception is. The batch is halved until
+  those that fail alone are found; all others have their step. A task whose cache the failed pass has changed already
+  cannot repeat the step and fails as well; a pass changes caches last, so that is a matter of a few lines.
+- If the loop raises in spite of that, every job fails, and the loop starts anew: at most `MOST_RESTARTS` times a
+  minute. Then the scheduler is over, takes no more jobs, and says so (`state`, `on_failure`).
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from threading import Condition, Thread
-from typing import Any
+from typing import Any, Literal
 
 from kvfold.engine.ahead import Ahead, can_run_ahead
 from kvfold.engine.generate import step, step_greedily
@@ -26,12 +37,18 @@ from kvfold.errors import InputError, OutOfPages, Overloaded, PrefixLost
 from kvfold.policy.policy import Policy
 from kvfold.store.binding import kind_of
 
+MOST_RESTARTS = 5  # in a minute: what fails more often is not going to stop
+RESTART_S = 0.2  # before the loop starts anew
 _MOST_READING = 4  # prompts: few, but no long one holds up all short ones
 _SHORTEST = 8  # pieces in a chunk: few tokens take as long as the weights take to pass by
+_log = logging.getLogger("kvfold.engine")
+
+State = Literal["running", "restarting", "failed", "closed"]
 
 
 class Scheduler:
-    """`make_room` gives up something held in the arena for later and returns whether there was anything."""
+    """`make_room` gives up something held in the arena for later and returns whether there was anything. `on_failure`
+    is called in the thread when the loop has failed for good."""
 
     def __init__(
         self,
@@ -42,6 +59,7 @@ class Scheduler:
         max_running: int = 64,
         max_waiting: int = 256,
         make_room: Callable[[], bool] = lambda: False,
+        on_failure: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if max_running < 1 or max_waiting < 1:
@@ -52,7 +70,8 @@ class Scheduler:
         self.num_demoted = 0
         self.num_cancelled = 0  # before their end
         self._tokenizer = tokenizer
-        self._make_room = make_room
+        self._give_way = make_room
+        self._on_failure = on_failure
         self._clock = clock
         self._room = Room(runner, policy)
         self._in_pieces = kind_of(policy, runner.spec) == "chunks"
@@ -64,7 +83,9 @@ class Scheduler:
         self._ahead: Ahead | None = None
         self._stepped: list[Task] = []
         self._is_closed = False
-        self._thread = Thread(target=self._work, name="kvfold-scheduler", daemon=True)
+        self._state: State = "running"
+        self._restarts: deque[float] = deque(maxlen=MOST_RESTARTS)  # when
+        self._thread = Thread(target=self._supervise, name="kvfold-scheduler", daemon=True)
         self._thread.start()
 
     # From any thread
@@ -74,6 +95,8 @@ class Scheduler:
         with self._changed:
             if self._is_closed:
                 raise Overloaded("the server is shutting down; send the request to another one")
+            if self._state == "failed":
+                raise Overloaded("the server has failed and is about to end; send the request to another one")
             if self._lines.num_waiting >= self.max_waiting:
                 raise Overloaded(f"{self.max_waiting} requests wait already; try again later")
             self._lines.join(job)
@@ -85,12 +108,20 @@ class Scheduler:
             job.is_cancelled = True
             self._changed.notify()
 
-    def close(self) -> None:
-        """End everything as cancelled and wait for the thread."""
+    def close(self, timeout_s: float | None = None) -> bool:
+        """End everything as cancelled and wait for the thread, at most so long; returns whether it has ended."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
-        self._thread.join()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    @property
+    def state(self) -> State:
+        """Whether jobs are being worked on, or would be: "running"."""
+        if self._is_closed:
+            return "closed"
+        return self._state if self._thread.is_alive() else "failed"
 
     @property
     def num_waiting(self) -> int:
@@ -104,6 +135,43 @@ class Scheduler:
 
     # In the thread
 
+    def _supervise(self) -> None:
+        """The loop until it is closed, started anew where it raises."""
+        while self._state != "failed":
+            try:
+                self._work()
+                return
+            except BaseException as error:
+                _log.critical("the scheduler's loop raised; every request fails", exc_info=True)
+                self._recover(error)
+
+    def _recover(self, error: BaseException) -> None:
+        """Fail every job, since whoever broke the loop may be among them, and wait a moment before the next attempt."""
+        now = time.monotonic()
+        is_hopeless = len(self._restarts) == MOST_RESTARTS and now - self._restarts[0] < 60
+        self._restarts.append(now)
+        with self._changed:
+            self._state = "failed" if is_hopeless else "restarting"
+        self._end_all("failed", error if isinstance(error, Exception) else RuntimeError(repr(error)))
+        self._ahead, self._stepped = None, []
+        if is_hopeless:
+            _log.critical("the scheduler's loop raised more than %d times in a minute; it is over", MOST_RESTARTS)
+            self._on_failure()
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed, RESTART_S)
+            self._state = "running"
+
+    def _end_all(self, reason: EndReason, error: Exception | None = None) -> None:
+        tasks = self._tasks()
+        with self._changed:
+            waiting, self._lines = list(self._lines.everyone()), Lines()
+            self._aside, self._reading, self._writing = deque(), deque(), []
+        for task in tasks:
+            task.end(reason, error)
+        for job in waiting:
+            job.end(Ended(reason, error=error))
+
     def _work(self) -> None:
         while self._wait():
             self._sweep()
@@ -111,13 +179,7 @@ class Scheduler:
             self._let_in()
             self._read()
             self._write()
-        for task in self._tasks():
-            task.end("cancelled")
-        for job in self._lines.drop(lambda job: True):
-            job.listener(Ended("cancelled"))
-        self._reading.clear()
-        self._writing.clear()
-        self._aside.clear()
+        self._end_all("cancelled")
 
     def _wait(self) -> bool:
         """Until there is something to do; False when it is over."""
@@ -126,6 +188,7 @@ class Scheduler:
             return not self._is_closed
 
     def _tasks(self) -> list[Task]:
+        """Every task is in one of these, at any time."""
         return [*self._aside, *self._reading, *self._writing]
 
     def _sweep(self) -> None:
@@ -134,7 +197,7 @@ class Scheduler:
         with self._changed:
             gone = self._lines.drop(lambda job: _is_over(job, now))
         for job in gone:
-            job.listener(Ended("cancelled" if job.is_cancelled else "late"))
+            job.end(Ended("cancelled" if job.is_cancelled else "late"))
         over = [task for task in self._tasks() if _is_over(task.job, now)]
         self.num_cancelled += sum(job.is_cancelled for job in (*gone, *(task.job for task in over)))
         for task in over:
@@ -144,10 +207,22 @@ class Scheduler:
         self._forget(task)
         task.end(reason, error)
 
+    def _fail(self, task: Task, error: Exception) -> None:
+        """Alone; the others go on."""
+        self._end(task, "failed", error)
+
     def _forget(self, task: Task) -> None:
         self._aside = deque(other for other in self._aside if other is not task)
         self._reading = deque(other for other in self._reading if other is not task)
         self._writing = [other for other in self._writing if other is not task]
+
+    def _make_room(self) -> bool:
+        """Whether something gave way; whoever holds it for later is not to fail a request."""
+        try:
+            return self._give_way()
+        except Exception:
+            _log.exception("what is held for later could not give way")
+            return False
 
     # Letting in
 
@@ -156,25 +231,31 @@ class Scheduler:
         while not self._aside and self.num_running < self.max_running and len(self._reading) < _MOST_READING:
             with self._changed:
                 job = self._lines.first()
-                if job is None or not self._has_room(len(job.tokens)):
-                    return
-                self._lines.pop_first()
+            if job is None:
+                return
             try:
-                self._reading.append(Task(job, self.runner, self._tokenizer, in_pieces=self._in_pieces))
-            except OutOfPages as error:
-                if self._retreat(job, error):
+                if not self._has_room(len(job.tokens)):
                     return
-            except Exception as error:  # of whoever stored the prefix; the job fails, the thread goes on
-                job.listener(Ended("failed", error=error))
+                task = Task(job, self.runner, self._tokenizer, in_pieces=self._in_pieces)
+            except OutOfPages as error:
+                if self._tasks() or self._make_room():
+                    return  # it waits on, for what others hold
+                self._refuse(job, error)
+            except Exception as error:  # of whoever stored the prefix
+                self._refuse(job, error)
+            else:
+                self._pop(job)
+                self._reading.append(task)
 
-    def _retreat(self, job: Job, error: OutOfPages) -> bool:
-        """Whether the job waits again, for what others hold; else it has failed."""
-        if self._tasks() or self._make_room():
-            with self._changed:
-                self._lines.rejoin(job)
-            return True
-        job.listener(Ended("failed", error=error))
-        return False
+    def _refuse(self, job: Job, error: Exception) -> None:
+        self._pop(job)
+        job.end(Ended("failed", error=error))
+
+    def _pop(self, job: Job) -> None:
+        """Take out the first in line; nobody else takes jobs out, so it is the one that was first before."""
+        with self._changed:
+            popped = self._lines.pop_first()
+        assert popped is job
 
     def _has_room(self, num_tokens: int) -> bool:
         tasks = [task.sequence for task in self._reading], [len(task.job.tokens) for task in self._reading]
@@ -188,28 +269,34 @@ class Scheduler:
         """Replies from the host, before anybody new."""
         while self._aside:
             task = self._aside[0]
-            if not self._has_room(task.len_aside) and (self._reading or self._writing):
-                return
             try:
+                if not self._has_room(task.len_aside) and (self._reading or self._writing):
+                    return
                 task.come_back()
             except OutOfPages as error:
                 if not self._make_room():
                     if not self._reading and not self._writing:
-                        self._end(task, "failed", error)
+                        self._fail(task, error)
                     return
+            except Exception as error:  # the copy is of no use
+                self._fail(task, error)
             else:
                 self._writing.append(self._aside.popleft())
 
-    # Running
+    # Reading
 
     def _read(self) -> None:
         """Pieces of prompts in turn, a chunk of tokens in all, but for a first piece that is longer."""
         chunk, num_read = self.runner.chunk_len, 0
-        while self._reading and (num_read == 0 or num_read + self._reading[0].piece_len <= chunk):
-            task = self._reading.popleft()
-            num_read += max(task.piece_len, chunk // _SHORTEST)
+        while self._reading:
+            task = self._reading[0]
             try:
+                length = task.piece_len
+                if num_read and num_read + length > chunk:
+                    return
+                num_read += max(length, chunk // _SHORTEST)
                 task.read()
+                is_reading = task.is_reading
             except OutOfPages as error:
                 self._wait_or_fail(task, error)
                 return
@@ -217,67 +304,104 @@ class Scheduler:
                 task.job.source.lost()
                 self._start_anew(task)
             except Exception as error:
-                self._end(task, "failed", error)
+                self._fail(task, error)
             else:
-                (self._reading if task.is_reading else self._writing).append(task)
+                self._reading.popleft()
+                (self._reading if is_reading else self._writing).append(task)
             self._let_in()
 
     def _wait_or_fail(self, task: Task, error: OutOfPages) -> None:
         """Room was found, or will be when others end; a task that is alone has failed."""
         if self._make_room() or self._writing:
-            self._reading.appendleft(task)
-        elif self._reading:
+            return
+        if len(self._reading) > 1:
             self._start_anew(task)  # nobody writes, and prompts block each other
         else:
-            task.end("failed", error)
+            self._fail(task, error)
 
     def _start_anew(self, task: Task) -> None:
         """From the beginning, when there is room."""
-        task.sequence.release()
+        self._forget(task)
+        task.release()
         with self._changed:
             self._lines.rejoin(task.job)
 
+    # Writing
+
     def _write(self) -> None:
         """One step of all replies."""
-        self._writing = [task for task in self._writing if self._sampled(task)]
-        while self._writing:
-            try:
-                self._step(self._writing)
+        for task in list(self._writing):
+            self._sample(task)
+        batches = [self._writing]
+        while batches:
+            batch = [task for task in batches.pop() if task in self._writing]  # others have left or failed since
+            if batch:
+                batches += self._try_step(batch)
+
+    def _sample(self, task: Task) -> None:
+        try:
+            if task.is_sampled or task.write():  # what was sampled already waits for its step
                 return
-            except OutOfPages as error:
-                self._ahead = None
-                if not self._make_room() and not self._demote():
-                    self._end(self._writing[-1], "failed", error)
+        except Exception as error:
+            self._fail(task, error)
+        else:
+            self._forget(task)
+
+    def _try_step(self, batch: Sequence[Task]) -> list[Sequence[Task]]:
+        """Run one step of a batch; returns batches that are to be tried next, the last one first."""
+        lens = [task.sequence.logical_len for task in batch]
+        try:
+            told = self._step(batch)
+        except OutOfPages as error:
+            self._ahead = None
+            if not self._make_room() and not self._demote():
+                self._fail(self._writing[-1], error)
+            return [batch]
+        except Exception as error:
+            self._ahead = None
+            return self._halves(batch, lens, error)
+        for task, tell in zip(batch, told, strict=True):
+            try:
+                tell()
             except Exception as error:
-                for task in list(self._writing):
-                    self._end(task, "failed", error)
+                self._fail(task, error)
+        return []
 
-    def _sampled(self, task: Task) -> bool:
-        """A token that was sampled already waits for its step."""
-        return task.is_sampled or task.write()
+    def _halves(self, batch: Sequence[Task], lens: Sequence[int], error: Exception) -> list[Sequence[Task]]:
+        """Of a batch whose step raised: who may be at fault is tried with fewer others, until alone."""
+        rest = [task for task, length in zip(batch, lens, strict=True) if task.can_step_again(length)]
+        for task in batch if len(batch) == 1 else set(batch).difference(rest):
+            self._fail(task, error)
+        half = len(rest) // 2
+        return [rest[half:], rest[:half]]
 
-    def _step(self, tasks: Sequence[Task]) -> None:
+    def _step(self, tasks: Sequence[Task]) -> Iterable[Callable[[], None]]:
         writers = [task.running for task in tasks]
         if all(writer.is_greedy and can_run_ahead(self.runner, writer.request.sequence) for writer in writers):
             if not set(tasks) <= set(self._stepped):
                 self._ahead = None  # somebody new was not in the step that is queued
-            self._ahead = step_greedily(self.runner, writers, self._ahead)
+            told, self._ahead = step_greedily(self.runner, writers, self._ahead)
             self._stepped = list(tasks)
-        else:
-            self._ahead = None
-            step(self.runner, writers)
+            return told
+        self._ahead = None
+        return step(self.runner, writers)
 
     def _demote(self) -> bool:
         """Move the newest reply that can leave to the host, if another one stays."""
         if len(self._writing) + len(self._reading) < 2:
             return False
         for task in reversed(self._writing):
-            if task.can_leave:
-                self._forget(task)
+            try:
+                if not task.can_leave:
+                    continue
                 task.leave()
+            except Exception as error:
+                self._fail(task, error)  # which makes room as well
+            else:
+                self._forget(task)
                 self._aside.append(task)
                 self.num_demoted += 1
-                return True
+            return True
         return False
 
 

@@ -11,6 +11,7 @@ which others may step; the result is bitwise that of one go. One that compresses
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ from kvfold.errors import SizeError
 from kvfold.pages.sequence import SequenceCache
 from kvfold.store.entry import Fields
 from kvfold.store.snapshot import put_back, take
+
+_log = logging.getLogger("kvfold.engine")
 
 
 class Task:
@@ -126,6 +129,11 @@ class Task:
         rest = self.writer.stream.text[len(self.writer.request.text) :]
         return next((stop for stop in self.job.stop if rest.startswith(stop)), None)
 
+    def can_step_again(self, logical_len: int) -> bool:
+        """Whether a step that raised has left the cache as it was, at this length: what it sealed on its way, it would
+        have sealed again."""
+        return self.sequence.logical_len == logical_len and not self.sequence.is_torn
+
     # Setting aside
 
     @property
@@ -137,7 +145,7 @@ class Task:
         """Move to the host; the pages are free."""
         self._blocks = take(self.sequence)
         self.len_aside = self.sequence.committed_len
-        self.sequence.release()
+        self.release()
 
     def come_back(self) -> None:
         """Move to the device; OutOfPages leaves the copy where it is."""
@@ -152,8 +160,19 @@ class Task:
         self._blocks = None
 
     def end(self, reason: EndReason, error: Exception | None = None) -> None:
-        """Give the memory back and say so."""
-        self.sequence.release()
+        """Give the memory back and say so; raises nothing."""
+        self.release()
         self._blocks = None
         num_tokens = 0 if self.writer is None or reason == "read" else len(self.writer.request.token_ids)
-        self.job.listener(Ended(reason, num_tokens, self._stop, error))
+        self.job.end(Ended(reason, num_tokens, self._stop, error))
+
+    def release(self) -> None:
+        """Give the memory back. A second attempt gives back what the first one, if it raised, did not come to."""
+        try:
+            self.sequence.release()
+        except Exception:
+            _log.exception("a sequence could not be released; once more")
+            try:
+                self.sequence.release()
+            except Exception:
+                _log.exception("pages of the arena may be lost")

@@ -78,6 +78,7 @@ class Rewrite:
 
     def write(self, num_tokens: int) -> None:
         """Move what survives, then encode what is new: num_tokens tokens are sealed."""
+        self.sequence.is_torn = True
         self._survivors.settle()
         keep_exact(self.sequence, self.changes)
         tail = self.sequence.tail
@@ -89,6 +90,7 @@ class Rewrite:
                 layer.release_unused(self.sequence.config.open_len)
         tail.trim()
         self.sequence.sealed_len += num_tokens
+        self.sequence.is_torn = False
 
 
 class _Survivors(Protocol):

@@ -63,6 +63,7 @@ class SequenceCache:
     sentences: Sentences = field(init=False, default_factory=Sentences)
     demoted: Demoted | None = field(init=False)  # what was evicted, where the policy recalls
     arriving: Arriving | None = field(init=False, default=None)  # a stored prefix whose layers are not all there
+    is_torn: bool = field(init=False, default=False)  # a change of its pages has begun and not come to its end
     _lists: dict[int, PageList] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -219,12 +220,18 @@ class SequenceCache:
         self.tail = Segment.like(self.tail)
 
     def release(self) -> None:
-        """Give everything back; the sequence is over."""
-        if self.arriving is not None:
-            self.arriving.close()
-        for segment in (*self.segments, self.tail):
-            segment.release()
-        self.segments, self.tail = [], Segment.like(self.tail)
+        """Give everything back; the sequence is over. If it raises, a second call gives back what is left."""
+        try:
+            if self.arriving is not None:
+                self.arriving.close()
+        finally:
+            self._release_pages()
+
+    def _release_pages(self) -> None:
+        while self.segments:
+            self.segments.pop().release()
+        tail, self.tail = self.tail, Segment.like(self.tail)
+        tail.release()
         self._lists.clear()
         self.shifts, self.sentences, self.demoted = Shifts(), Sentences(), self._nothing_demoted()
         for block in (self.open, self.exact):
@@ -233,3 +240,4 @@ class SequenceCache:
                 block.clear()
         self.sidecar = Sidecar([LayerSidecar() for _ in self.spec.layers])
         self.sealed_len = self.last_compressed_len = 0
+        self.is_torn = False
