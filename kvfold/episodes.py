@@ -81,10 +81,9 @@ class Episodes:
         return self._ids("\n" + "\n".join(typical))
 
     def _start(self, patch_len: int, slots: int, terms: str) -> Session:
-        """The patch votes as the end of the prompt would: the largest weight of any query and head of a group."""
-        vote = f"snapkv(window={patch_len}, kernel=1, pool=none, over_window=max, over_group=max)"
+        """The patch votes as the end of a prompt would, on the past alone."""
         size = slots + patch_len + PageConfig.open_len
-        return Session(self.model, f"prefill({vote} + {size}tok) + {terms}")
+        return Session(self.model, f"prefill(epicache(window={patch_len}) + {size}tok) + {terms}")
 
     def _blocks(self, turns: Sequence[str], block_len: int) -> Iterator[str]:
         """The history in pieces of whole turns; each but the last reaches `block_len` tokens."""

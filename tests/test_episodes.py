@@ -47,6 +47,12 @@ def test_layers_share_slots_by_what_was_measured(model: Model, tmp_path: Path) -
             assert 90 <= session.stats().mean_slots <= 100
 
 
+def test_the_patch_judges_the_past_alone(model: Model) -> None:
+    """Not `snapkv`, whose softmax also runs over the patch itself."""
+    with made(model) as episodes:
+        assert {type(session.policy.prefill.score).__name__ for session in episodes.sessions} == {"EpiCache"}
+
+
 def test_episodes_keep_different_slots(model: Model) -> None:
     with made(model) as episodes:
         first, second = (session.kept(1, 0) for session in episodes.sessions)

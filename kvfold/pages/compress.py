@@ -133,19 +133,20 @@ class Compression:
         """Scores, also of what must stay, found once for all policies that agree on both."""
         needs = stage.score.needs
         slots_per_head = budget.slots_per_head if needs.size else 0
-        plain = (stage.score, slots_per_head)
-        protect = stage.protect.at(budget.slots_per_head)
-        marked = (*plain, protect, *self.sequence.pinned)
+        rules = (stage.protect.at(budget.slots_per_head), *self.sequence.pinned)
+        plain = (stage.score, slots_per_head, rules if needs.protected else None)
+        marked = (stage.score, slots_per_head, rules, "marked")
         if marked in new.scored:
             return new.scored[marked]
         view = build_view(self.sequence, index, new, Needs() if plain in new.scored else needs)
         view.slots_per_head = slots_per_head
-        assert self._reuse is not None
-        if plain not in new.scored:
-            new.scored[plain] = Scores(self._reuse.score(view, place))
-        must_stay_HS = protect.mask(view.position_RS, view.seen_R)
+        must_stay_HS = rules[0].mask(view.position_RS, view.seen_R)
         for start, end in self.sequence.pinned:
             must_stay_HS = must_stay_HS | ((view.position_RS >= start) & (view.position_RS < end))
+        assert self._reuse is not None
+        if plain not in new.scored:
+            view.protected_RS = must_stay_HS if needs.protected else None
+            new.scored[plain] = Scores(self._reuse.score(view, place))
         score_HS = new.scored[plain].score_HS.masked_fill(must_stay_HS & view.valid_RS, torch.inf)
         return new.scored.setdefault(marked, Scores(score_HS))
 

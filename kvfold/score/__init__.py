@@ -6,6 +6,7 @@ from kvfold.score.chunk import Chunk
 from kvfold.score.compactor import Compactor
 from kvfold.score.critical import Critical
 from kvfold.score.defensive import Defensive
+from kvfold.score.epicache import EpiCache
 from kvfold.score.expected import Expected
 from kvfold.score.fastgen import FastGen
 from kvfold.score.full import Full
@@ -16,6 +17,7 @@ from kvfold.score.kvcompress import KVCompress
 from kvfold.score.kvzip import KVzip
 from kvfold.score.kvzip_plus import KVzipPlus
 from kvfold.score.lagkv import LagKV
+from kvfold.score.lava_score import LavaScore
 from kvfold.score.learned import Learned
 from kvfold.score.nacl import NACL
 from kvfold.score.random import Random
@@ -38,6 +40,7 @@ __all__ = [
     "Compactor",
     "Critical",
     "Defensive",
+    "EpiCache",
     "Expected",
     "FastGen",
     "Full",
@@ -47,6 +50,7 @@ __all__ = [
     "KVzipPlus",
     "KeyDiff",
     "LagKV",
+    "LavaScore",
     "Learned",
     "Needs",
     "QueryStats",

@@ -50,6 +50,7 @@ class Needs:
     output         the output projection of attention, head by head
     predictor      what was trained on this model to predict scores: a file, or "" for what comes with the package
     size           how many slots a head keeps on average; without it scores of one prompt serve policies of all sizes
+    protected      which slots stay by rule, whatever their score: protected and pinned ones
     sentence_len   which sentence each slot is of, longer ones cut into pieces of so many tokens (0: not asked for)
     end_of_prompt  must not be asked before the end of the prompt is there (refused between chunks)
     """
@@ -63,6 +64,7 @@ class Needs:
     output: bool = False
     predictor: str | None = None
     size: bool = False
+    protected: bool = False
     sentence_len: int = 0
     end_of_prompt: bool = False
 
@@ -104,6 +106,7 @@ class View:
     stats: QueryStats | None = None
     replay_RGS: Tensor | None = None  # fp32: the largest weight of a second reading, by query head
     wo_HGDM: Tensor | None = None  # the output projection; row r belongs to head r % num_heads
+    protected_RS: Tensor | None = None  # bool: stays by rule, whatever its score
     predictor: LayerPredictor | None = None  # this layer's
     sentence_RS: Tensor | None = None  # int64: the number of the slot's sentence, from 0 on; padding holds 0
 

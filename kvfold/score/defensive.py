@@ -33,8 +33,8 @@ class Defensive(Scorer):
     Weights A of the window's queries on the slots before it are averaged over `kernel` neighbours, query by query, each
     row scaled back to its sum; m = maximum over group and window; score = max(m, mean of m over the slots) * n, with n
     the mean over the group of |v W_o|_1, divided by its sum over the heads at that token. Slots that hold the first
-    `mass` of a row's mean attention, at most the budget less the window, come before all others of the layer. The
-    window's own slots are +inf.
+    `mass` of a row's mean attention, at most (L - window) * B / L - window for L slots of which B stay, come before all
+    others of the layer. The window's own slots are +inf.
 
     As the authors' code: there too, the mass to be covered is less by what the `window` slots just before the window
     receive, on average over heads. Theirs runs with budgets over the heads of a layer (`ada(floor=0)`) or over all
@@ -98,7 +98,9 @@ class Defensive(Scorer):
         share_RS = mean_RS / mean_RS.sum(-1, keepdim=True).clamp(min=1e-30)
         covered_RS = share_RS.sort(dim=-1, descending=True, stable=True).values.cumsum(-1)
         count_R1 = (covered_RS < wanted_R1).sum(-1, keepdim=True)
-        return before_RS & (ranks(share_RS) < count_R1.clamp(max=max(0, view.slots_per_head - self.window)))
+        # The authors' cap: their length is already without the window, which is then taken off once more.
+        most_R1 = num_before_R1 * view.slots_per_head // view.len_R.clamp(min=1).unsqueeze(-1) - self.window
+        return before_RS & (ranks(share_RS) < count_R1.minimum(most_R1.clamp(min=0)))
 
 
 def output_share(view: View) -> Tensor:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.budget.choose import choose_same
+from kvfold.budget.choose import choose
 from kvfold.errors import PolicyError
 from kvfold.policy.registry import register
 from kvfold.score.attention import window_sum
@@ -32,13 +32,15 @@ class NACL(Scorer):
     """Keep what the last `proxies` queries attend to, and a random `share` of the budget beside it.
 
     s = sum over the proxies of softmax(q k^T * scale), mean over the group. Of the n slots that a head keeps beside the
-    proxies, (1 - share) * n are those of highest s; the others are drawn without replacement from softmax(s) of the
-    rest, each head for itself: s + Gumbel noise, whose top k are such a sample for every k. Proxies are +inf.
+    proxies and what is protected, (1 - share) * n are those of highest s; the others are drawn without replacement from
+    softmax(s) of the rest, each head for itself: s + Gumbel noise, whose top k are such a sample for every k. Proxies
+    and what is protected are +inf.
 
-    Against the authors' code: there 12 % of the prompt go by votes and 7 % by chance (share = 0.37, the default); the
-    paper's ablation likes 0.7 best. Proxies are 1 % of the prompt there and a number here, so that the window also
-    works while decoding; sinks and recent slots are `protect(...)`. Noise is a hash of seed, layer, head and position,
-    the same on every device.
+    Against the authors' code: there 12 % of the prompt go by votes, 7 % by chance (share = 0.37, the default), and 1 %,
+    its first 256 tokens and the latest, is protected: `protect(sinks=256, recent=5%)`. The paper's ablation likes 0.7
+    best. Proxies are 1 % of the prompt there and a number here, so that the window also works while decoding. There a
+    proxy also sees those after it; here attention is causal, as the model's is. Noise is a hash of seed, layer, head
+    and position, the same on every device.
     """
 
     proxies: int = 32
@@ -52,17 +54,18 @@ class NACL(Scorer):
 
     @property
     def needs(self) -> Needs:
-        return Needs(last_queries=self.proxies, size=True, end_of_prompt=True)
+        return Needs(last_queries=self.proxies, size=True, protected=True, end_of_prompt=True)
 
     def score(self, view: View) -> Tensor:
         q_RGWD = given("nacl", view.q_RGWD, "q_RGWD")
         q_position_RW = given("nacl", view.q_position_RW, "q_position_RW")
         is_proxy_RS = view.position_RS >= window_start(q_position_RW).unsqueeze(-1)
-        vote_RS = view.masked(window_sum(view, q_RGWD, q_position_RW).mean(1)).masked_fill(is_proxy_RS, -torch.inf)
-        voted = round((1 - self.share) * max(view.slots_per_head - self.proxies, 0))
-        safe_RS = choose_same(vote_RS, voted)
+        stays_RS = is_proxy_RS | given("nacl", view.protected_RS, "protected_RS")
+        vote_RS = view.masked(window_sum(view, q_RGWD, q_position_RW).mean(1)).masked_fill(stays_RS, -torch.inf)
+        free_R = (view.slots_per_head - (stays_RS & view.valid_RS).sum(-1)).clamp(min=0)
+        safe_RS = choose(vote_RS, ((1 - self.share) * free_R.double()).round())
         score_RS = vote_RS + torch.where(safe_RS, _ABOVE_ALL_SAMPLES, self._noise(view))
-        return view.masked(score_RS.masked_fill(is_proxy_RS, torch.inf))
+        return view.masked(score_RS.masked_fill(stays_RS, torch.inf))
 
     def _noise(self, view: View) -> Tensor:
         """Standard Gumbel noise."""

@@ -18,6 +18,7 @@ from tests.score.views import GROUP, HEADS, make_view
 
 LEN, WINDOW, KERNEL, KEEP = 40, 6, 3, 16
 BEFORE = LEN - WINDOW
+MOST = int(BEFORE * (KEEP / LEN) - WINDOW)  # the authors' q_len is without the window: int(q_len * (1 - ratio) - w)
 
 
 def the_view() -> View:
@@ -63,13 +64,13 @@ def sure_slots(share_S: Tensor, wanted: float) -> list[int]:
     covered = 0.0
     for slot in share_S.argsort(descending=True).tolist():
         covered += float(share_S[slot])
-        if covered >= wanted or len(found) == KEEP - WINDOW:
+        if covered >= wanted or len(found) == MOST:
             return found
         found.append(slot)
     return found
 
 
-@pytest.mark.parametrize("mass", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("mass", [0.0, 0.5, 0.9, 1.0])
 def test_scores_are_the_reference(mass: float) -> None:
     view = the_view()
     score_HS = Defensive(WINDOW, KERNEL, mass).score(view)
@@ -80,8 +81,8 @@ def test_scores_are_the_reference(mass: float) -> None:
 def test_the_case_is_one_where_every_step_matters() -> None:
     """Mass protects slots, more of it more, the cap is met, and the floor lifts some slots."""
     view = the_view()
-    sure = [int((reference(view, mass) == reference(view, mass).max()).sum()) for mass in (0.0, 0.5, 0.9)]
-    assert sure[0] == 1 and sure[0] < sure[1] < sure[2] <= HEADS * (KEEP - WINDOW)
+    sure = [int((reference(view, mass) == reference(view, mass).max()).sum()) for mass in (0.0, 0.5, 1.0)]
+    assert sure[0] == 1 and sure[0] < sure[1] < sure[2] == HEADS * MOST < HEADS * (KEEP - WINDOW)
     scores = Defensive(WINDOW, KERNEL, 0.0).score(view)[:, :BEFORE]
     assert len(scores.unique()) > BEFORE
 

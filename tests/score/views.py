@@ -73,6 +73,8 @@ def with_needs(view: View, needs: Needs, g: torch.Generator) -> View:
     if needs.sentence_len:
         number_P = (torch.rand(int(view.seen_R.max()), generator=g) < 0.1).cumsum(0)
         view = replace(view, sentence_RS=number_P[view.position_RS])
+    if needs.protected:
+        view = replace(view, protected_RS=view.position_RS < 3)
     if needs.predictor is not None:
         shapes = ((HEADS, 2 * HEAD_DIM), (HEADS, 2 * HEAD_DIM, 5), (HEADS, 5), (HEADS, 6))
         view = replace(view, predictor=LayerPredictor(*(torch.randn(shape, generator=g) for shape in shapes)))

@@ -26,6 +26,7 @@ def votes_view(votes: Sequence[float], num_queries: int, *, slots_per_head: int 
         valid_RS=torch.ones_like(position_RS, dtype=torch.bool),
         seen_R=torch.tensor([len(votes)]),
         slots_per_head=slots_per_head,
+        protected_RS=torch.zeros_like(position_RS, dtype=torch.bool),
         q_RGWD=torch.full((1, 1, num_queries, 1), loudness),
         q_position_RW=position_RS[:, -num_queries:],
     )
