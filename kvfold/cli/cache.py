@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.cli import cache_explain, cache_warm
-from kvfold.cli.options import Subparsers
+from kvfold.cli.options import Subparsers, add_secret_option
 from kvfold.cli.show import bar, bytes_text, console, new_table, print_json
 from kvfold.errors import InputError
 
@@ -41,8 +41,10 @@ def add_parser(subparsers: Subparsers) -> None:
     verbs = parser.add_subparsers(metavar="VERB", required=True)
     listed = _add_verb(verbs, "ls", "one line for each entry: range of tokens, size, life", _list)
     listed.add_argument("--limit", type=int, default=50, metavar="N", help="most lines (default: %(default)s; 0: all)")
-    _add_verb(verbs, "stats", "entries, tokens and bytes by scope, and what the scopes are", _stats)
+    stats = _add_verb(verbs, "stats", "entries, tokens and bytes by scope, and what the scopes are", _stats)
+    add_secret_option(stats)
     verify = _add_verb(verbs, "verify", "check every entry's digests; exit code 1 if any is bad", _verify)
+    add_secret_option(verify)
     verify.add_argument("--quarantine", action="store_true", help="move bad entries to DIR/quarantine, with the reason")
     clear = _add_verb(verbs, "clear", "delete entries; nothing is asked", _clear)
     clear.add_argument("--expired", action="store_true", help="only entries whose time is over")
@@ -61,15 +63,17 @@ def _add_verb(verbs: Subparsers, name: str, text: str, run: Any) -> argparse.Arg
 
 
 @contextmanager
-def _views(args: argparse.Namespace) -> Iterator[list[View]]:
-    """The places that the options name."""
+def _views(args: argparse.Namespace, *, signed: bool = False) -> Iterator[list[View]]:
+    """The places that the options name; `signed`: entries are read, not only their names."""
+    from kvfold.store.secret import read_secret
     from kvfold.store.view import FolderView, RedisView
 
     if args.disk is None and args.redis is None:
         raise InputError("no store is named; give --disk DIR, --redis URL, or both")
+    secret = read_secret(args.store_secret) if signed else b""
     with ExitStack() as stack:
-        views: list[View] = [] if args.disk is None else [FolderView(args.disk)]
-        views += [] if args.redis is None else [RedisView(args.redis)]
+        views: list[View] = [] if args.disk is None else [FolderView(args.disk, secret)]
+        views += [] if args.redis is None else [RedisView(args.redis, secret)]
         for view in views:
             stack.callback(view.close)
         yield views
@@ -123,7 +127,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def _stats(args: argparse.Namespace) -> int:
-    with _views(args) as views:
+    with _views(args, signed=True) as views:
         scopes = [_scope(view, of) for view in views for of in _by_scope(view)]
         in_use = [view.name for view in views if view.is_in_use]
     content = {"scopes": scopes, "in_use": in_use, "quarantined": _quarantined(args.disk)}
@@ -178,7 +182,7 @@ def _verify(args: argparse.Namespace) -> int:
     if args.quarantine and args.disk is None:
         raise InputError("--quarantine moves bad entries into the folder of --disk; name one")
     bad: list[dict[str, str]] = []
-    with _views(args) as views:
+    with _views(args, signed=True) as views:
         if args.quarantine:
             views[0].take()
         found = [(view, one) for view in views for one in _found([view])]
@@ -187,7 +191,7 @@ def _verify(args: argparse.Namespace) -> int:
                 fault = view.check(one.key)
                 if fault is not None:
                     bad.append({"place": view.name, "key": one.key.text, "reason": fault.reason, "detail": str(fault)})
-                    if args.quarantine:
+                    if args.quarantine and fault.reason != "unsigned":  # it may be good
                         view.set_aside(one.key, Quarantine(Path(args.disk) / "quarantine"), fault)
                 if advance is not None:
                     advance(1)
@@ -198,11 +202,14 @@ def _verify(args: argparse.Namespace) -> int:
     return 1 if bad else 0
 
 
-def _say_bad(bad: Sequence[dict[str, str]], num_checked: int, is_moved: bool) -> None:
+def _say_bad(bad: Sequence[dict[str, str]], num_found: int, is_moved: bool) -> None:
     for one in bad:
         print(f"{one['reason']:<9}  {one['place']}  {one['key']}")
-    moved = " and moved to quarantine" if bad and is_moved else ""
-    print(f"{num_checked} entries checked, {len(bad)} bad{moved}")
+    num_unsigned = sum(one["reason"] == "unsigned" for one in bad)
+    num_bad = len(bad) - num_unsigned
+    moved = " and moved to quarantine" if num_bad and is_moved else ""
+    others = f", {num_unsigned} of another secret, not checked (--store-secret)" if num_unsigned else ""
+    print(f"{num_found - num_unsigned} entries checked, {num_bad} bad{moved}{others}")
 
 
 def _clear(args: argparse.Namespace) -> int:

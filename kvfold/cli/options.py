@@ -19,6 +19,16 @@ _COMPILE: dict[str, Compile] = {"auto": "auto", "now": True, "never": False}
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
+def add_secret_option(parser: argparse._ActionsContainer) -> None:
+    """For `kvfold.store.secret.read_secret`."""
+    parser.add_argument(
+        "--store-secret",
+        metavar="FILE",
+        help="file with the secret that stored entries are signed with, 16 to 64 bytes; default: the variable "
+        "KVFOLD_STORE_SECRET, else none",
+    )
+
+
 def add_model_options(parser: argparse.ArgumentParser, *, memory: str = "--memory") -> None:
     """`--model`, `--device`, `--dtype`, `--memory` (or another name for it), `--compile`."""
     group = parser.add_argument_group("model")

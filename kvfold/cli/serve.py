@@ -6,14 +6,20 @@ kvfold serve --model smollm2-135m --policy "keydiff + 4x" --disk prefixes --disk
 from __future__ import annotations
 
 import argparse
+import warnings
 from typing import TYPE_CHECKING
 
-from kvfold.cli.options import Subparsers, add_model_options, load_model
-from kvfold.errors import InputError
+from kvfold.cli.options import Subparsers, add_model_options, add_secret_option, load_model
+from kvfold.errors import InputError, KvfoldWarning
 from kvfold.policy import Policy
 
 if TYPE_CHECKING:
     from kvfold.serve.settings import Settings
+
+_NO_SECRET = (
+    "whoever can write to this Redis server decides what the model says: sign entries with --store-secret FILE, the "
+    "same for all servers that share it"
+)
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -49,6 +55,7 @@ def _add_cache_options(parser: argparse.ArgumentParser) -> None:
         help="of prefixes in memory, on disk and in Redis: exact, packed (smaller, nothing lost), cachegen (smallest, "
         "lossy); default: %(default)s",
     )
+    add_secret_option(group)
     group.add_argument("--cache-min-tokens", type=int, metavar="N", help="least length cached; default: by model name")
     group.add_argument("--price", type=float, nargs=2, metavar=("IN", "OUT"), help="dollars for a million tokens")
 
@@ -73,9 +80,12 @@ def run(args: argparse.Namespace) -> int:
     from kvfold.serve.run import open_store, serve, service_of
     from kvfold.serve.traces import open_traces
     from kvfold.store.form import check_form
+    from kvfold.store.secret import read_secret
 
     check_form(args.store_form)
-    settings = make_settings(args)
+    settings, secret = make_settings(args), read_secret(args.store_secret)
+    if args.redis is not None and not secret:
+        warnings.warn(_NO_SECRET, KvfoldWarning, stacklevel=1)
     with open_traces(args.otel) as on_done:
         model, size = load_model(args), _bytes
         store = open_store(
@@ -85,6 +95,7 @@ def run(args: argparse.Namespace) -> int:
             disk_bytes=size(args.disk_size),
             redis=args.redis,
             form=args.store_form,
+            secret=secret,
         )
         log_to_stderr(args.log)
         with service_of(model, policy, settings, store) as service:

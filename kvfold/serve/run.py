@@ -26,6 +26,7 @@ def open_store(
     disk_bytes: int = 0,
     redis: str | None = None,
     form: str = "exact",
+    secret: bytes = b"",
 ) -> PrefixStore:
     """Tiers, fastest first; up to half of the arena holds prefixes, which give way to requests."""
     tiers: list[ByteTier] = [HostTier(host_bytes)]
@@ -36,7 +37,7 @@ def open_store(
     if redis is not None:
         tiers.append(RedisTier(redis))
     device = DeviceTier(max(model.arena.capacity_bytes // 2, 1))
-    return PrefixStore(tiers, device=device, quarantine=quarantine, form=form)
+    return PrefixStore(tiers, device=device, quarantine=quarantine, form=form, secret=secret)
 
 
 @contextmanager

@@ -27,6 +27,7 @@ def bind(
     chunk_len: int,
     tenant: str,
     form: str = "exact",
+    signer: str = "",
 ) -> Binding:
     """PolicyError or ModelError, with the reason, if prefixes cannot be reused; InputError if not in this form."""
     check_reuse(policy, model.spec)
@@ -49,6 +50,7 @@ def bind(
         chunk_len=chunk_len,
         tenant=tenant,
         form=form,
+        signer=signer,
     )
 
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from kvfold.errors import FileError
 from kvfold.store.key import FORMAT_REVISION, Binding, Key, scope_of
 from kvfold.store.ledger import Lease
+from kvfold.store.secret import signer_of
 
 MAGIC = b"KVFOLD\x00P"
 MAX_HEADER_BYTES = 1 << 20
@@ -37,7 +38,7 @@ _DIGEST_BYTES = 32
 _MAX_UINT32 = (1 << 32) - 1
 
 Fields = dict[str, Tensor]
-FaultReason = Literal["corrupt", "truncated", "foreign", "swapped"]
+FaultReason = Literal["corrupt", "truncated", "foreign", "swapped", "unsigned"]
 
 
 class Fault(FileError):
@@ -97,13 +98,13 @@ class EntryReader:
         self._secret = secret
         self.num_bytes = file.seek(0, os.SEEK_END)
         file.seek(0)
-        self.preamble, header = self._read_header()
+        self.preamble, header = self._read_header(key)
         _check_header(header, key, binding)
         self.facts: dict[str, Any] = header["binding"]
         self._blocks = _listed(header)
         self._check_sizes(max_bytes)
 
-    def _read_header(self) -> tuple[Preamble, dict[str, Any]]:
+    def _read_header(self, key: Key) -> tuple[Preamble, dict[str, Any]]:
         fixed = self._read(PREAMBLE_BYTES)
         preamble = peek(fixed)
         if preamble is None:
@@ -112,14 +113,10 @@ class EntryReader:
             raise Fault("corrupt", f"its header claims {preamble.header_bytes} bytes")
         text = self._read(preamble.header_bytes)
         if not hmac.compare_digest(self._read(_DIGEST_BYTES).hex(), _digest(fixed + text, self._secret)):
+            if _signer(text, key) not in (None, signer_of(self._secret)):
+                raise Fault("unsigned", "it is signed with another secret, or with none")
             raise Fault("corrupt", "its header does not match its digest")
-        try:
-            header = json.loads(text)
-        except ValueError as error:
-            raise Fault("corrupt", "its header is no JSON") from error
-        if not isinstance(header, dict):
-            raise Fault("corrupt", "its header is no object")
-        return preamble, header
+        return preamble, _header(text)
 
     def _check_sizes(self, max_bytes: int) -> None:
         expected = self._file.tell() + sum(block.num_bytes for block in self._blocks)
@@ -153,6 +150,22 @@ class EntryReader:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _header(text: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Fault("corrupt", "its header is no JSON") from error
+    if not isinstance(header, dict):
+        raise Fault("corrupt", "its header is no object")
+    return header
+
+
+def _signer(text: bytes, key: Key) -> object:
+    """Names the secret that an entry of this key is signed with; None where the header does not fit the key."""
+    facts = _header(text).get("binding")
+    return facts.get("signer") if isinstance(facts, dict) and scope_of(facts) == key.scope else None
 
 
 def _check_header(header: dict[str, Any], key: Key, binding: Binding | None) -> None:

@@ -17,11 +17,11 @@ from kvfold.errors import KvfoldWarning
 from kvfold.store.key import Key
 
 Kind = Literal["stored", "hit", "missed", "promoted", "evicted", "quarantined", "failed"]
-# missed: absent … too_short; evicted: expired, space; quarantined: corrupt, truncated, foreign, swapped;
+# missed: absent … too_short; evicted: expired, space; quarantined: corrupt … unsigned;
 # failed, what was to be stored and was not: unavailable, no_room, queue_full
 Reason = Literal[
     "absent", "expired", "space", "too_short", "no_memory",
-    "corrupt", "truncated", "foreign", "swapped",
+    "corrupt", "truncated", "foreign", "swapped", "unsigned",
     "unavailable", "no_room", "queue_full",
 ]  # fmt: skip
 

@@ -29,6 +29,7 @@ from kvfold.store.key import CHUNK_LEN
 from kvfold.store.known import Known
 from kvfold.store.prefixes import Prefixes
 from kvfold.store.quarantine import Quarantine
+from kvfold.store.secret import check_secret, signer_of
 from kvfold.store.tier import ByteTier, Clock
 from kvfold.store.writer import Job, Writer
 
@@ -58,8 +59,7 @@ class PrefixStore:
     ) -> None:
         if chunk_len < 1:
             raise InputError(f"chunk_len is {chunk_len}; it must be at least 1")
-        if len(secret) > 64:
-            raise InputError(f"the secret has {len(secret)} bytes; it may have at most 64")
+        check_secret(secret)
         check_form(form)
         self.events = Events()
         self.form = form
@@ -101,6 +101,7 @@ class PrefixStore:
             chunk_len=self.chunk_len,
             tenant=tenant,
             form=self.form,
+            signer=signer_of(self.secret),
         )
         return Prefixes(self, model, policy, config, binding)
 

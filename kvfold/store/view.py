@@ -36,9 +36,10 @@ class Found:
 
 
 class View(ABC):
-    """`name`: disk or redis."""
+    """`name`: disk or redis. `secret`: what the servers sign entries with."""
 
     name: str
+    secret: bytes
 
     @abstractmethod
     def find(self) -> Iterator[Found]:
@@ -80,7 +81,7 @@ class View(ABC):
             return None
         with file:
             try:
-                for _ in EntryReader(file, key, None).blocks():
+                for _ in EntryReader(file, key, None, secret=self.secret).blocks():
                     pass
             except Fault as fault:
                 return fault
@@ -92,7 +93,7 @@ class View(ABC):
         if file is None:
             return None
         with file, suppress(Fault):
-            return EntryReader(file, key, None).facts
+            return EntryReader(file, key, None, secret=self.secret).facts
         return None
 
 
@@ -101,8 +102,9 @@ class FolderView(View):
 
     name = "disk"
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, secret: bytes = b"") -> None:
         self.folder = Path(folder)
+        self.secret = secret
         self._owned: TextIO | None = None
         if not (self.folder / "entries").is_dir():
             raise FileError(f"{folder} holds no prefix store; name the folder that `kvfold serve --disk` was given")
@@ -159,7 +161,8 @@ class RedisView(View):
 
     name = "redis"
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, secret: bytes = b"") -> None:
+        self.secret = secret
         self._tier = RedisTier(url)
         if not self._tier.answers():
             raise InputError("no Redis server answers at --redis; start it, or correct the address")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 
 from kvfold.serve.keys import key_digest
 from kvfold.store.disk import DiskTier
+from kvfold.store.entry import encode
 from kvfold.store.ledger import Lease
 from kvfold.store.remote import RedisTier
+from kvfold.store.secret import VARIABLE, signer_of
 from tests.cli.conftest import Call
 from tests.store.common import BINDING, CHUNK, entry_files, make_entry, make_key
 from tests.store.servers import RedisServer
@@ -73,6 +76,25 @@ def test_damage_is_found_and_set_aside(call: Call, disk: Path) -> None:
     assert "3 entries checked, 1 bad and moved to quarantine" in done.out
     assert read(call("cache", "stats", "--disk", disk, "--json"))["quarantined"] == 1
     assert call("cache", "verify", "--disk", disk).code == 0
+
+
+def test_signed_entries_are_verified_with_their_secret(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it nobody can tell whether they are good: they are named, and stay where they are."""
+    secret, binding, file = b"0123456789abcdef", replace(BINDING, signer=signer_of(b"0123456789abcdef")), tmp_path / "s"
+    key, lease, tier = make_key(1, binding=binding), Lease(time.time(), 300, 1.0), DiskTier(tmp_path / "disk", 1 << 20)
+    tier.put(key, encode(key, binding, {}, lease, secret), lease)
+    tier.close()
+    file.write_bytes(secret)
+    done = call("cache", "verify", "--disk", tmp_path / "disk", "--quarantine")
+    assert done.code == 1 and "unsigned" in done.out and "1 of another secret, not checked" in done.out
+    assert len(entry_files(tmp_path / "disk")) == 1
+    assert call("cache", "verify", "--disk", tmp_path / "disk", "--store-secret", file).code == 0
+    monkeypatch.setenv(VARIABLE, secret.decode())
+    assert call("cache", "verify", "--disk", tmp_path / "disk").code == 0
+    (scope,) = read(call("cache", "stats", "--disk", tmp_path / "disk", "--json"))["scopes"]
+    assert scope["bound_to"]["kind"] == "chunks"
 
 
 def test_entries_are_cleared(call: Call, disk: Path) -> None:

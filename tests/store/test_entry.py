@@ -93,7 +93,7 @@ def test_a_secret_is_needed_to_write_what_is_believed() -> None:
     mine = encode(KEY, BINDING, blocks, LEASE, b"secret")
     assert read(mine, secret=b"secret")["0"]["x"].tolist() == [0.0] * 3
     for secret in (b"", b"other"):
-        with pytest.raises(Fault, match="digest"):
+        with pytest.raises(Fault):
             read(mine, secret=secret)
 
 
