@@ -28,7 +28,7 @@ LEVELS = (
     ("pages",),
     ("score", "budget", "codec", "evicted", "when", "protect", "position", "prefill"),
     ("policy",),
-    ("core", "errors", "whole"),
+    ("core", "errors", "whole", "yielding"),
 )
 LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}
 MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))

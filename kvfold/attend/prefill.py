@@ -30,6 +30,7 @@ from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.sidecar import LayerSidecar
 from kvfold.pages.view import NewSlots
 from kvfold.score.base import Replay
+from kvfold.yielding import yield_point
 
 _SIDES: tuple[Side, Side] = ("k", "v")
 
@@ -216,6 +217,7 @@ class PrefillPass:
         """Look at what was held, layer by layer: the largest weights of a second reading, and what it asked."""
         held = self.held[index]
         for layer, (replay_HGS, answers) in enumerate(zip(maxima, asked, strict=True)):
+            yield_point()
             new = replace(held.new_slots(layer, self._dtype, replay_HGS), asked=answers)
             for compression in self.waiting(index):
                 if compression.replay == replay:
@@ -236,9 +238,8 @@ class PrefillPass:
 
     def finish(self) -> None:
         """Encode and write what stays. OutOfPages leaves all sequences as they were before the pass."""
-        self.release()
         followers = [(compression, self.num_tokens[0]) for _, compression in self.followers]
-        finish_all([*zip(self.rounds, self.num_tokens, strict=True), *followers])
+        finish_all([*zip(self.rounds, self.num_tokens, strict=True), *followers], self.release)
 
 
 def _for_policy(new: NewSlots, sequence: SequenceCache) -> NewSlots:

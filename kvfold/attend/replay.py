@@ -33,6 +33,7 @@ from kvfold.pages.held import Held
 from kvfold.pages.transfer import upload
 from kvfold.score.base import Replay
 from kvfold.score.columns import column_max
+from kvfold.yielding import yield_point
 
 _LEAST = 1e-6  # of what a query counts: slots that only foreseen tokens ask for keep their order
 
@@ -77,6 +78,7 @@ class ReplayPass:
         buffer = self._buffer = grown(self._buffer, self._num_tokens, k_HTD, v_HTD, self.held, dtype)
         tokens = slice(buffer.filled - k_HTD.shape[1], buffer.filled)
         beside = Beside(self.held, layer, q_QTD.to(dtype).unflatten(0, (spec.num_kv_heads, spec.group)), buffer)
+        yield_point()
         if spec.compressible:
             self._keep_answers(layer, beside, tokens)
             self._watch(layer, beside, tokens)
@@ -93,6 +95,7 @@ class ReplayPass:
                 lse_HGT = lse_HGT + self.hidden_norm_T[tokens].log()
             if kind.surprise:
                 lse_HGT = lse_HGT - self._counts(kind.surprise)[tokens].log()
+            yield_point()
             maxima = self._maxima_of(layer, kind, beside.q_HGTD)
             for total_HGS, parts in ((maxima.stored_HGS, beside.stored), (maxima.new_HGN, chunk)):
                 for part in parts:

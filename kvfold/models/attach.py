@@ -24,6 +24,7 @@ from kvfold.core import ModelSpec
 from kvfold.errors import InputError, ModelError
 from kvfold.models.spec import decoder_layers, read_spec
 from kvfold.pages.arena import Arena
+from kvfold.yielding import patched
 
 NAME = "kvfold"
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask")
@@ -134,12 +135,17 @@ def layers_wrapped(model: Any, wrap: Any) -> Iterator[None]:
     """Replace each decoder layer's forward by wrap(index, forward) while the context lasts."""
     layers = decoder_layers(model)
     before = [layer.__dict__.get("forward") for layer in layers]  # others may have wrapped it (offloading hooks)
-    try:
-        for index, layer in enumerate(layers):
-            layer.forward = wrap(index, layer.forward)
-        yield
-    finally:
+    wrapped = [wrap(index, layer.forward) for index, layer in enumerate(layers)]
+
+    def apply() -> None:
+        for layer, forward in zip(layers, wrapped, strict=True):
+            layer.forward = forward
+
+    def undo() -> None:
         for layer, forward in zip(layers, before, strict=True):
             layer.__dict__.pop("forward", None)
             if forward is not None:
                 layer.forward = forward
+
+    with patched(apply, undo):
+        yield

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kvfold.core import HAS_TRITON
+from kvfold.yielding import patched
 
 _MOST_ROWS = 256  # of a joint product: with more, separate ones are as fast, and their outputs can be freed apart
 _TOLERANCE = 0.02  # relative, of a kernel against the module it stands for, tried once for each class
@@ -160,13 +161,16 @@ def fused(hf: Any) -> Iterator[None]:
 
 @contextmanager
 def exchanged(found: Sequence[Exchange]) -> Iterator[None]:
-    try:
+    def apply() -> None:
         for exchange in found:
             exchange.parent._modules[exchange.name] = exchange.fused
-        yield
-    finally:
+
+    def undo() -> None:
         for exchange in found:
             exchange.parent._modules[exchange.name] = exchange.plain
+
+    with patched(apply, undo):
+        yield
 
 
 @torch.inference_mode(False)

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from kvfold.models.spec import attention_modules
+from kvfold.yielding import patched
 
 
 @contextmanager
@@ -22,9 +23,14 @@ def hidden_norms(hf: Any, note: Callable[[Tensor], None]) -> Iterator[None]:
         hidden_TM = (args[0] if args else kwargs["hidden_states"])[0]
         note(hidden_TM.float().norm(dim=-1))
 
-    handles = [module.register_forward_pre_hook(before, with_kwargs=True) for module in attention_modules(hf)]
-    try:
+    handles: list[Any] = []
+
+    def apply() -> None:
+        handles.extend(module.register_forward_pre_hook(before, with_kwargs=True) for module in attention_modules(hf))
+
+    def undo() -> None:
+        while handles:
+            handles.pop().remove()
+
+    with patched(apply, undo):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -17,6 +17,7 @@ from kvfold.attend.prefill import PrefillPass
 from kvfold.attend.replay import ReplayPass
 from kvfold.attend.study import StudyPass
 from kvfold.models.forward_cache import ForwardCache
+from kvfold.yielding import yield_point
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class PassHandle:
         base = self.cache.pieces[0].begin
         outs = []
         for piece in self.cache.pieces:
+            yield_point()
             mine = slice(piece.begin - base, piece.end - base)
             new = query[0, :, mine], self.k_HND[:, mine], self.v_HND[:, mine]
             outs.append(self.cache.current.attend(self.layer, piece.index, *new))

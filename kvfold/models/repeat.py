@@ -17,6 +17,7 @@ from torch import nn
 
 from kvfold.errors import ModelError
 from kvfold.models.template import ChatTemplate
+from kvfold.yielding import patched
 
 _FIRST = "\n\nRepeat the previous context exactly."
 _LATER = "\n\nRepeat the part of the previous context exactly, starting with"
@@ -80,10 +81,18 @@ def rotary_kept(hf: Any) -> Iterator[None]:
     if module is None:
         yield
         return
-    buffers = dict(module._buffers)
-    numbers = {name: value for name, value in vars(module).items() if isinstance(value, (int, float))}
-    try:
+    others = _rotary_state(module)
+
+    def swap() -> None:
+        nonlocal others
+        mine = _rotary_state(module)
+        module._buffers.update(others[0])
+        vars(module).update(others[1])
+        others = mine
+
+    with patched(swap, swap):  # the first time they are the same
         yield
-    finally:
-        module._buffers.update(buffers)
-        vars(module).update(numbers)
+
+
+def _rotary_state(module: Any) -> tuple[dict[str, Any], dict[str, int | float]]:
+    return dict(module._buffers), {k: value for k, value in vars(module).items() if isinstance(value, (int, float))}

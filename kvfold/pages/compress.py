@@ -10,7 +10,7 @@ slots are to answer for others, which of them stay may be settled last of all, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -30,6 +30,7 @@ from kvfold.policy.stage import Stage
 from kvfold.protect import Protect
 from kvfold.score.base import Needs, Replay
 from kvfold.score.reuse import Reuse
+from kvfold.yielding import yield_point
 
 __all__ = ["Compression", "NewSlots", "check_decode_size", "decode_target", "finish_all", "protected"]
 
@@ -178,13 +179,17 @@ class Compression:
         """Encode and write; OutOfPages leaves the sequence as it was."""
         finish_all([(self, num_tokens)])
 
-    def prepare(self) -> Rewrite:
+    def changes(self) -> list[LayerChange]:
+        """What is to be written, layer by layer; ask once."""
+        return [self._settled(index, layer) for index, layer in enumerate(self._layers)]
+
+    def prepare(self, changes: Sequence[LayerChange]) -> Rewrite:
         """Find the memory for what stays."""
-        changes = [self._settled(index, layer) for index, layer in enumerate(self._layers)]
         return Rewrite(self.sequence, changes, decoding=self.decoding)
 
     def _settled(self, index: int, layer: StagedLayer) -> LayerChange:
         """What is to be written of a layer."""
+        yield_point()
         change, pools = layer.change, layer.pools
         if layer.staged is not None:
             change, pools = layer.staged.change, layer.staged.pools
@@ -218,12 +223,15 @@ class Compression:
         return {i: leaving(self.sequence, i, changes[i]) for i in self.sequence.spec.compressible_layers}
 
 
-def finish_all(rounds: Sequence[tuple[Compression, int]]) -> None:
-    """Write rounds, each with the tokens it seals; OutOfPages leaves every sequence as it was."""
+def finish_all(rounds: Sequence[tuple[Compression, int]], release: Callable[[], None] = lambda: None) -> None:
+    """Write rounds, each with the tokens it seals; OutOfPages leaves every sequence as it was. `release` gives back
+    pages that others must not take before what is written has."""
+    changes = [compression.changes() for compression, _ in rounds]
+    release()
     found: list[Rewrite] = []
     try:
-        for compression, _ in rounds:
-            found.append(compression.prepare())
+        for (compression, _), mine in zip(rounds, changes, strict=True):
+            found.append(compression.prepare(mine))
     except BaseException:
         for rewrite in found:
             rewrite.cancel()

@@ -24,6 +24,7 @@ from kvfold.pages.kernels.writing import can_write, write_new
 from kvfold.pages.layer import LayerPages
 from kvfold.pages.segment import Segment
 from kvfold.pages.transfer import upload
+from kvfold.yielding import yield_point
 
 if TYPE_CHECKING:
     from kvfold.pages.sequence import SequenceCache
@@ -200,6 +201,7 @@ def _write_new(tail: Segment, changes: Sequence[LayerChange]) -> None:
     for layer, change in zip(tail.layers, changes, strict=True):
         _prepare(layer, change)
         if not at_once:
+            yield_point(may_end=False)
             codes = layer.encode(change.k_ND, change.v_ND, change.position_N, change.counts, change.bias_N)
             layer.append(codes, change.counts)
     if at_once:
