@@ -1,5 +1,8 @@
 """From where a conversation stands to tokens: what goes before the next text, and what lets the model reply.
 
+Special tokens in texts are text where there is a chat template, which writes its own; without one, texts are all there
+is, and go in as they are.
+
     start ── text ──> user ── reply ──> reply ── text ──> user …        start ── messages ──> between
 """
 
@@ -7,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from kvfold.errors import InputError, ModelError
+from kvfold.models.special_tokens import TextEncoder
 from kvfold.models.template import ChatTemplate, render_messages
 
 Turn = Literal["start", "user", "between", "reply"]
@@ -23,6 +28,10 @@ class Turns:
     template: ChatTemplate | None
     eos_token_ids: frozenset[int]
 
+    @cached_property
+    def _encoder(self) -> TextEncoder:
+        return TextEncoder(self.tokenizer)
+
     @property
     def after_text(self) -> Turn:
         return "reply" if self.template is None else "user"
@@ -32,14 +41,14 @@ class Turns:
         if not text:
             raise InputError("there is nothing to read: the text is empty")
         if self.template is None:
-            return self._encode(text, special=not read)
+            return self._encoder.ids(text, special=not read)
         before = {
             "start": self.template.opening,
             "user": "",
             "between": self.template.reopen,
             "reply": self.template.end + self.template.reopen,
         }[turn]
-        ids = self._encode(before + text)
+        ids = self._encoder.ids(before + self._encoder.quote(text))
         # A reply that ended with the end-of-turn token already holds the first token of what follows.
         ended = bool(read) and read[-1] in self.eos_token_ids
         return ids[1:] if ended and ids[:1] == [read[-1]] else ids
@@ -50,14 +59,10 @@ class Turns:
             raise ModelError("there is no chat template; give text instead of messages")
         if turn != "start":
             raise InputError("messages start a conversation; continue this one with extend(text) or a new Session")
-        return self._encode(render_messages(self.tokenizer, messages))
+        return self._encoder.ids(render_messages(self.tokenizer, self._encoder.quote_json(messages)))
 
     def reply_ids(self, turn: Turn) -> list[int]:
         """What closes the user's turn and opens the reply; nothing where the model just goes on."""
         if self.template is None or turn in ("start", "reply"):
             return []
-        return self._encode(self.template.close if turn == "user" else self.template.header)
-
-    def _encode(self, text: str, *, special: bool = False) -> list[int]:
-        found: list[int] = self.tokenizer(text, add_special_tokens=special)["input_ids"]
-        return found
+        return self._encoder.ids(self.template.close if turn == "user" else self.template.header)

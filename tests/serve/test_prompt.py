@@ -72,10 +72,12 @@ def test_a_longer_conversation_begins_with_the_tokens_of_a_shorter_one() -> None
 
 
 def test_a_template_that_rewrites_texts_is_used_as_it_is_and_keeps_no_blocks_apart() -> None:
-    given = tokenizer("{% for m in messages %}[{{ m['content'] | trim | upper }}]{% endfor %}")
-    prompt = Prompter(given).prompt(ask(Block("text", "user", "the cat ", 0)))
+    given = tokenizer("{% for m in messages %}[{{ m['content'] | reverse }}]{% endfor %}")
+    prompt = Prompter(given).prompt(ask(Block("text", "user", "the cat", 0)))
     assert prompt.ends is None
-    assert given.decode(prompt.tokens) == "[THE CAT]"
+    assert given.decode(prompt.tokens) == "[tac eht]"
+    trimming = tokenizer("{% for m in messages %}[{{ m['content'] | trim | upper }}]{% endfor %}")
+    assert texts(trimming, Block("text", "user", "the cat ", 0)) == ["[THE CAT"]
 
 
 def test_what_a_template_does_not_take_is_refused() -> None:
