@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 _ROOT = Path(__file__).resolve().parents[1]
 _TIMEOUT_S = 3600.0
@@ -73,7 +73,8 @@ class Served:
 
     def count(self, messages: list[dict[str, Any]]) -> int:
         body = json.dumps({"model": self.model, "messages": messages}).encode()
-        with urlopen(f"http://127.0.0.1:{self.port}/v1/messages/count_tokens", body, timeout=_TIMEOUT_S) as answer:
+        url, headers = f"http://127.0.0.1:{self.port}/v1/messages/count_tokens", {"content-type": "application/json"}
+        with urlopen(Request(url, body, headers), timeout=_TIMEOUT_S) as answer:
             return int(json.load(answer)["input_tokens"])
 
     def metrics(self) -> dict[str, float]:

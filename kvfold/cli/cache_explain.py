@@ -6,7 +6,6 @@ kvfold cache explain first.json second.json --model smollm2-135m
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -70,10 +69,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read(path: str) -> tuple[object, str]:
+    from kvfold.serve.strict_json import parse_json
+
     try:
         with open(path, encoding="utf-8") as file:
-            return json.load(file), path
-    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
+            return parse_json(file.read()), path
+    except (OSError, ValueError) as error:
         raise FileError(f"{path} cannot be read as JSON ({error}); it holds the body of one request") from error
 
 

@@ -4,17 +4,37 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kvfold.engine.sample import Sampling
 from kvfold.serve.api_error import bad_request
-from kvfold.serve.ask import Ask, Block, Role
-from kvfold.serve.fields import Fields
+from kvfold.serve.ask import Ask, Block, Role, check_calls
+from kvfold.serve.fields import Fields, Neutral, Only, check_names, tool_name
 from kvfold.serve.settings import Settings
 
 TTL_S = {"5m": 300.0, "1h": 3600.0}
 MAX_MARKERS = 4
+VERSIONS = ("2023-01-01", "2023-06-01", "2026-10-21")  # of the API; SDKs before 2 send the second, later ones the third
+
+_STEERED = "how much the model thinks is not steered here"
+NEUTRAL: dict[str, Neutral] = {
+    "thinking": {"type": Only(_STEERED, ("disabled",))},
+    "output_config": {"effort": Only(_STEERED, ("high",)), "format": Only("replies are not held to a format here")},
+    "speed": Only("there is one speed here", ("standard",)),
+    "mcp_servers": Only("this server calls no tools itself", ([],)),
+    "context_management": {"edits": Only("this server does not edit conversations", ([],))},
+}
+_NEUTRAL_TOOL: dict[str, Neutral] = {
+    "strict": Only("calls are not held to a schema here", (False,)),
+    "defer_loading": Only("tools are always loaded here", (False,)),
+    "eager_input_streaming": Only("arguments of a call are sent in one piece here", (False,)),
+    "allowed_callers": Only("tools are called by the model alone", (["direct"],)),
+    "input_examples": Only("examples of calls are not rendered here; put them into the description", ([],)),
+}
+_NEUTRAL_CALL: dict[str, Neutral] = {"caller": {"type": Only("tools are called by the model alone", ("direct",))}}
+_NEUTRAL_TEXT: dict[str, Neutral] = {"citations": Only("citations are not supported", ([],))}
 
 
 @dataclass(frozen=True)
@@ -42,13 +62,21 @@ def read_messages(data: object, settings: Settings) -> MessagesBody:
     if metadata is not None:
         metadata.optional_text("user_id")
         metadata.end()
-    body.choice("service_tier", ("auto", "standard_only"), "auto")
+    body.neutral({"service_tier": Only("there is one tier here", ("auto", "standard_only"))})
     model, blocks, tool_choice = _prompt_fields(body)
     body.end()
     if max_tokens == 0 and is_streamed:
         raise bad_request("stream: a request with max_tokens 0 has nothing to stream; leave stream out")
     ask = Ask(model, blocks, max_tokens, sampling, stop, tool_choice)
     return MessagesBody(ask, is_streamed, diagnostics is not None, previous_id)
+
+
+def check_version(headers: Mapping[str, str]) -> None:
+    """A client that names none is served as the latest."""
+    found = headers.get("anthropic-version")
+    if found is not None and found not in VERSIONS:
+        told = f"anthropic-version: one of {', '.join(VERSIONS)} is required"
+        raise bad_request(f'{told}, not "{found[:80]}"', logged=told)
 
 
 def read_count(data: object) -> Ask:
@@ -62,12 +90,10 @@ def read_count(data: object) -> Ask:
 def _prompt_fields(body: Fields) -> tuple[str, list[Block], str]:
     """What both take."""
     model = body.text("model")
-    thinking = body.object("thinking")
-    if thinking is not None:
-        thinking.choice("type", ("disabled",))
-        thinking.end()
+    body.neutral(NEUTRAL)
     blocks = [*_tools(body), *_system(body), *_messages(body)]
     automatic = _ttl(body)
+    check_calls(blocks, "messages")
     _check_markers(blocks)
     return model, blocks if automatic is None else _mark_last(blocks, automatic), _tool_choice(body)
 
@@ -83,6 +109,7 @@ def _tool_choice(body: Fields) -> str:
     if choice is None:
         return "auto"
     found = choice.choice("type", ("auto", "none"))
+    choice.neutral({"disable_parallel_tool_use": Only("the number of calls is the model's", (False,))})
     choice.end()
     return found
 
@@ -110,15 +137,15 @@ def _check_markers(blocks: list[Block]) -> None:
 
 
 def _mark_last(blocks: list[Block], ttl_s: float) -> list[Block]:
-    """The automatic marker, on the last block that can carry one."""
-    at = next((i for i in range(len(blocks) - 1, -1, -1) if blocks[i].is_cacheable), None)
-    if at is None or blocks[at].ttl_s == ttl_s:
+    """The automatic marker, on the last block; there is one, since no message is empty."""
+    *before, last = blocks
+    if last.ttl_s == ttl_s:
         return blocks
-    if blocks[at].ttl_s is not None:
+    if last.ttl_s is not None:
         raise bad_request("cache_control: the last block carries a marker of another ttl; use one ttl for both")
     if sum(block.ttl_s is not None for block in blocks) == MAX_MARKERS:
         raise bad_request(f"cache_control: {MAX_MARKERS} blocks carry it already; leave one out for the automatic one")
-    found = [*blocks[:at], blocks[at].marked(ttl_s), *blocks[at + 1 :]]
+    found = [*before, last.marked(ttl_s)]
     _check_markers(found)
     return found
 
@@ -132,18 +159,20 @@ def _tools(body: Fields) -> list[Block]:
         tool = Fields(item, f"tools.{i}")
         tool.choice("type", ("custom",), "custom")
         definition = {
-            "name": tool.text("name"),
+            "name": tool_name(tool),
             "description": tool.text("description", ""),
-            "parameters": tool.require("input_schema"),
+            "parameters": tool.data("input_schema"),
         }
+        tool.neutral(_NEUTRAL_TOOL)
         found.append(Block("tool", data=definition, ttl_s=_ttl(tool)))
         tool.end()
+    check_names((f"tools.{i}", block.data["name"]) for i, block in enumerate(found))
     return found
 
 
 def _system(body: Fields) -> list[Block]:
     given = body.take("system")
-    if given is None:
+    if given in (None, ""):
         return []
     items = [{"type": "text", "text": given}] if isinstance(given, str) else given
     if not isinstance(items, list):
@@ -178,43 +207,52 @@ def _check_roles(roles: list[str]) -> None:
 
 def _content(message: Fields, role: str, number: int) -> list[Block]:
     content = message.require("content")
+    if content == "":
+        message.refuse("content", "a text that is not empty is required")
     items = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(items, list):
         message.refuse("content", "a string or a list of blocks is required")
+    if not items:
+        message.refuse("content", "at least one block is required")
     return [_block(Fields(item, f"{message.path('content')}.{i}"), role, number) for i, item in enumerate(items)]
 
 
 def _block(block: Fields, role: str, number: int) -> Block:
     allowed = {"user": ("text", "tool_result"), "assistant": ("text", "tool_use"), "system": ("text",)}[role]
-    kind = str(block.take("type"))
-    if kind not in allowed:
-        block.refuse("type", f'"{kind[:80]}" is not supported in this role; supported: {", ".join(allowed)}')
+    kind = block.choice("type", allowed)
     if kind == "tool_use":
-        data = {"id": block.text("id"), "name": block.text("name"), "arguments": block.require("input")}
+        data = {"id": block.text("id"), "name": tool_name(block), "arguments": block.data("input")}
+        block.neutral(_NEUTRAL_CALL)
         return _ended(block, Block("tool_use", "assistant", message=number, data=data, ttl_s=_ttl(block)))
     if kind == "tool_result":
-        data = {"id": block.text("tool_use_id"), "is_error": block.flag("is_error", False)}
-        text = _result_text(block)
-        return _ended(block, Block("tool_result", "tool", text, number, data, _ttl(block)))
+        data = {"id": block.text("tool_use_id")}
+        text, ttl_s = _result(block)
+        return _ended(block, Block("tool_result", "tool", text, number, data, ttl_s))
     return _text(block, "text", {"user": "user", "assistant": "assistant", "system": "system"}[role], number)  # type: ignore[arg-type]
 
 
 def _text(block: Fields, kind: Any, role: Role, number: int) -> Block:
     block.choice("type", ("text",), "text")
-    text, ttl_s = block.text("text"), _ttl(block)
-    if ttl_s is not None and not text:
-        block.refuse("cache_control", "an empty text block cannot carry it")
+    text, ttl_s = block.filled_text("text"), _ttl(block)
+    block.neutral(_NEUTRAL_TEXT)
     return _ended(block, Block(kind, role, text, number, ttl_s=ttl_s))
 
 
-def _result_text(block: Fields) -> str:
-    content = block.take("content")
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
+def _result(block: Fields) -> tuple[str, float | None]:
+    """The text that the model is shown, and the marker's time to live: one in the content stands at the block's end,
+    since a run of results is one place. Templates have no word for errors, so `Error: ` is put before their text."""
+    content, ttl_s, is_error = block.take("content"), _ttl(block), block.flag("is_error", False)
+    if content is not None and not isinstance(content, str | list):
         block.refuse("content", "a string or a list of text blocks is required")
-    parts = [Fields(item, f"{block.path('content')}.{i}") for i, item in enumerate(content)]
-    return "\n".join(_text(part, "text", "tool", 0).text for part in parts)
+    items = content if isinstance(content, list) else [{"text": content}] if content else []
+    parts = [_text(Fields(item, f"{block.path('content')}.{i}"), "text", "tool", 0) for i, item in enumerate(items)]
+    marks = [mark for mark in (*(part.ttl_s for part in parts), ttl_s) if mark is not None]
+    if len(marks) > 1:
+        block.refuse("cache_control", "a result and its content may carry one; all mark the result's end")
+    if is_error and not parts:
+        block.refuse("content", "an error has a text; say in it what went wrong")
+    text = "\n".join(part.text for part in parts)
+    return f"Error: {text}" if is_error else text, marks[0] if marks else None
 
 
 def _ended(fields: Fields, block: Block) -> Block:

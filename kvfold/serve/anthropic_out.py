@@ -86,23 +86,19 @@ class MessageWriter:
         """Each with its name under "type"."""
         yield {"type": "message_start", "message": self.message([])}
         index, is_open = 0, False
-        try:
-            async for part in self._reply.parts():
-                if isinstance(part, Call):
-                    if is_open:
-                        yield {"type": "content_block_stop", "index": index}
-                        index += 1
-                    for event in _call_events(part, index):
-                        yield event
-                    index, is_open = index + 1, False
-                    continue
-                if not is_open:
-                    yield _block_start(index, {"type": "text", "text": ""})
-                    is_open = True
-                yield _delta(index, {"type": "text_delta", "text": part})
-        except ApiError as error:
-            yield {"type": "error", "error": {"type": error.kind, "message": str(error)}}
-            return
+        async for part in self._reply.parts():
+            if isinstance(part, Call):
+                if is_open:
+                    yield {"type": "content_block_stop", "index": index}
+                    index += 1
+                for event in _call_events(part, index):
+                    yield event
+                index, is_open = index + 1, False
+                continue
+            if not is_open:
+                yield _block_start(index, {"type": "text", "text": ""})
+                is_open = True
+            yield _delta(index, {"type": "text_delta", "text": part})
         if is_open:
             yield {"type": "content_block_stop", "index": index}
         stop = None if self._reply.end is None else self._reply.end.stop
@@ -112,6 +108,9 @@ class MessageWriter:
             "usage": self.usage(),
         }
         yield {"type": "message_stop"}
+
+    def failed(self, error: ApiError) -> Json:
+        return {"type": "error", "error": {"type": error.kind, "message": str(error)}}
 
 
 def _call_events(call: Call, index: int) -> list[Json]:

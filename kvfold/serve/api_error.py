@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from http import HTTPStatus
 
 from kvfold.errors import KvfoldError
@@ -20,15 +21,32 @@ KINDS = {
     504: "timeout_error",
     529: "overloaded_error",
 }
+MAX_MESSAGE = 1000
 
 
 class ApiError(KvfoldError):
-    """An answer other than 200. `retry_after_s` tells clients when to come back."""
+    """An answer other than 200. `retry_after_s` tells clients when to come back.
 
-    def __init__(self, status: int, message: str, *, retry_after_s: int | None = None) -> None:
-        super().__init__(message)
+    Messages quote what clients send, so they are made printable here, once. `logged` is the message without values
+    that a client chose: those may be text of a prompt, which is never logged. `code` is OpenAI's.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        logged: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(printable(message))
         self.status = status
+        self.logged = printable(message if logged is None else logged)
+        self.code = code
         self.retry_after_s = retry_after_s
+        self._headers = headers or {}
 
     @property
     def kind(self) -> str:
@@ -36,8 +54,17 @@ class ApiError(KvfoldError):
 
     @property
     def headers(self) -> dict[str, str]:
-        return {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
+        wait = {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
+        return {**self._headers, **wait}
 
 
-def bad_request(message: str) -> ApiError:
-    return ApiError(HTTPStatus.BAD_REQUEST, message)
+def bad_request(message: str, logged: str | None = None) -> ApiError:
+    return ApiError(HTTPStatus.BAD_REQUEST, message, logged=logged)
+
+
+def printable(text: str) -> str:
+    """One line of bounded length that every encoding, log and terminal takes."""
+    text = text[:MAX_MESSAGE]
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

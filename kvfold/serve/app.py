@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from kvfold import __version__
 from kvfold.errors import MissingExtra
-from kvfold.serve.anthropic import read_count, read_messages
+from kvfold.serve.anthropic import check_version, read_count, read_messages
 from kvfold.serve.anthropic_out import MessageWriter
 from kvfold.serve.api_error import ApiError, bad_request
 from kvfold.serve.ask import Ask
 from kvfold.serve.chat import ChatWriter, read_chat
 from kvfold.serve.completions import CompletionWriter, read_completion
 from kvfold.serve.dashboard import Dashboard
+from kvfold.serve.fields import Fields
 from kvfold.serve.guard import Guard, Handler, OnDone
 from kvfold.serve.metrics import CONTENT_TYPE
 from kvfold.serve.openai import OpenAIBody, has_explicit
 from kvfold.serve.plan import anthropic_plan
 from kvfold.serve.responses import ResponseWriter, read_input_tokens, read_response
 from kvfold.serve.service import Service, Start
-from kvfold.serve.wire import EventStream, Json, named, unless_gone, unnamed
+from kvfold.serve.strict_json import InvalidJson, parse_json
+from kvfold.serve.wire import EventStream, Json, Writer, named, unless_gone, unnamed
 
 try:
     from starlette.applications import Starlette
@@ -34,11 +35,7 @@ except ImportError as error:
     raise MissingExtra("the server needs Starlette and uvicorn; run: pip install 'kvfold[serve]'") from error
 
 
-class Writer(Protocol):
-    """A reply in one format."""
-
-    async def whole(self) -> Json: ...
-    def events(self) -> AsyncIterator[Json]: ...
+MAX_PAGE = 1000  # Anthropic's
 
 
 class App:
@@ -74,21 +71,23 @@ class App:
         }
         route = self._guard.route
         routes = [route(path, handler, ["POST"]) for path, handler in post.items()]
-        routes += [route(path, handler) for path, handler in get.items()]
-        rest = route("/{path:path}", _not_found, ["GET", "POST", "PUT", "DELETE"], "other")
+        routes += [route(path, handler, ["GET", "HEAD"]) for path, handler in get.items()]
+        rest = route("/{path:path}", _not_found, name="other")
         return Starlette(routes=[*routes, rest], lifespan=lifespan)
 
     async def _body(self, request: Request) -> object:
         """JSON of a bounded size."""
+        _check_type(request)
         limit, found = self.service.settings.limits.body_bytes, bytearray()
         async for piece in request.stream():
             found += piece
             if len(found) > limit:
                 raise ApiError(413, f"the body is longer than {limit} bytes; shorten the request")
         try:
-            return json.loads(found)
-        except (ValueError, RecursionError):
-            raise bad_request("the body is no valid JSON") from None
+            return parse_json(found)
+        except InvalidJson as error:
+            where = error.where or "the body is no valid JSON"
+            raise bad_request(f"{where}: {error}", logged=f"{where}: it is no valid JSON") from None
 
     async def _answer(
         self, request: Request, start: Start, ask: Ask, make: Callable[..., Writer], body: Any
@@ -103,13 +102,14 @@ class App:
             reply.close()
             raise
         is_named = make is not ChatWriter and make is not CompletionWriter
-        lines = named(writer.events()) if is_named else unnamed(writer.events())
+        lines = (named if is_named else unnamed)(writer, request.state.trail.id)
         return EventStream(lines, reply.close)
 
     # Anthropic
 
     async def _messages(self, request: Request) -> Response:
         tenant = self._guard.tenant(request, is_listed=True)
+        check_version(request.headers)
         body = read_messages(await self._body(request), self.service.settings)
         self._check_markers(body.ask)
         start = Start(tenant, request.state.at, anthropic_plan, trail=request.state.trail)
@@ -121,6 +121,7 @@ class App:
 
     async def _count_tokens(self, request: Request) -> Response:
         self._guard.tenant(request)
+        check_version(request.headers)
         prompt = await self.service.prompt(read_count(await self._body(request)))
         return JSONResponse({"input_tokens": len(prompt.tokens)})
 
@@ -145,9 +146,9 @@ class App:
 
     async def _models(self, request: Request) -> Response:
         self._guard.tenant(request)
-        found = [self._card(name) for name in self.service.settings.names]
-        ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"], "has_more": False}
-        return JSONResponse({"object": "list", "data": found, **ends})
+        names, has_more = page(list(dict.fromkeys(self.service.settings.names)), request.query_params)
+        ends = {"first_id": names[0] if names else None, "last_id": names[-1] if names else None, "has_more": has_more}
+        return JSONResponse({"object": "list", "data": [self._card(name) for name in names], **ends})
 
     async def _model(self, request: Request) -> Response:
         self._guard.tenant(request)
@@ -176,4 +177,33 @@ class App:
 
 
 async def _not_found(request: Request) -> Response:
-    raise ApiError(404, f"there is no {request.method} {request.url.path[:200]} here; see docs/serving.md")
+    there = f"{request.method[:20]} {request.scope['path'][:200]}"
+    raise ApiError(404, f"there is no {there} here; see docs/serving.md", logged="there is no such path")
+
+
+def _check_type(request: Request) -> None:
+    """As OpenAI does; a request without the header is taken for JSON."""
+    given = request.headers.get("content-type", "application/json")
+    if given.partition(";")[0].strip().lower() != "application/json":
+        told = "content-type: bodies are application/json (curl: -H 'content-type: application/json')"
+        raise ApiError(400, f'{told}, not "{given[:80]}"', logged=told, code="unsupported_content_type")
+
+
+def page(names: Sequence[str], asked: Mapping[str, str]) -> tuple[Sequence[str], bool]:
+    """Anthropic's pages of a list: `limit` of them, the first ones after an id or the last ones before one; and whether
+    there are more in that direction. OpenAI's clients ask for no page and get all."""
+    fields = Fields({name: asked[name] for name in ("limit", "after_id", "before_id") if name in asked})
+    after, before, limit = fields.optional_text("after_id"), fields.optional_text("before_id"), fields.peek("limit")
+    for name, value in (("after_id", after), ("before_id", before)):
+        if value is not None and value not in names:
+            fields.refuse(name, "the id of a model that is listed is required")
+    if after is not None and before is not None:
+        fields.refuse("before_id", "after_id is given too; leave one out")
+    if limit is not None and not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:5]) <= MAX_PAGE):
+        fields.refuse("limit", f"a whole number from 1 to {MAX_PAGE} is required")
+    most = MAX_PAGE if limit is None else int(limit[:5])
+    if before is not None:
+        rest = names[: names.index(before)]
+        return rest[-most:], len(rest) > most
+    rest = names if after is None else names[names.index(after) + 1 :]
+    return rest[:most], len(rest) > most

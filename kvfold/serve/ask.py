@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from kvfold.engine.sample import Sampling
+from kvfold.serve.api_error import bad_request
 
 Kind = Literal["tool", "system", "text", "tool_use", "tool_result"]
 Role = Literal["system", "user", "assistant", "tool"]
@@ -21,7 +22,8 @@ Section = Literal["tools", "system", "messages"]
 class Block:
     """`message` counts messages; tools and the leading system text are before message 0.
 
-    `data`: of a tool its definition {name, description, parameters}; of a tool_use {id, name, arguments}.
+    `data`: of a tool its definition {name, description, parameters}; of a tool_use {id, name, arguments}; of a
+    tool_result the {id} of its call.
     `ttl_s`: how long what ends here is to be cached, where a marker stands on it.
     """
 
@@ -38,13 +40,31 @@ class Block:
             return "messages"
         return "tools" if self.kind == "tool" else "system"
 
-    @property
-    def is_cacheable(self) -> bool:
-        """An empty text cannot carry a marker."""
-        return self.kind in ("tool", "tool_use", "tool_result") or bool(self.text)
-
     def marked(self, ttl_s: float | None) -> Block:
         return replace(self, ttl_s=ttl_s)
+
+
+def check_calls(blocks: Sequence[Block], field: str) -> None:
+    """Every call of a tool has one result behind it, and no result is without its call; `field` is told in errors."""
+    waits: dict[str, bool] = {}  # by the id of a call: whether its result is still to come
+    for block in blocks:
+        name = block.data.get("id", "")
+        if block.kind == "tool_use":
+            if name in waits:
+                raise _bad_call(field, "two calls have the id {}; give each call its own", name)
+            waits[name] = True
+        elif block.kind == "tool_result":
+            if not waits.get(name, False):
+                how = "comes twice" if name in waits else "follows no such call"
+                raise _bad_call(field, f"the result of call {{}} {how}; send each call with one result behind it", name)
+            waits[name] = False
+    for name in (name for name, is_open in waits.items() if is_open):
+        raise _bad_call(field, "the call {} has no result; send one behind it", name)
+
+
+def _bad_call(field: str, reason: str, name: str) -> Exception:
+    quoted = f'"{name[:80]}"'
+    return bad_request(f"{field}: {reason.format(quoted)}", logged=f"{field}: {reason.format('of an id')}")
 
 
 @dataclass(frozen=True)

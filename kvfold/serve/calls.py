@@ -5,12 +5,12 @@ Text is passed on as soon as it cannot begin a call. A call that is no valid JSO
 
 from __future__ import annotations
 
-import json
 import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvfold.serve.prompt import TOOL_CALL, TOOL_CALL_END
+from kvfold.serve.strict_json import InvalidJson, parse_json
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ def _overlap(text: str) -> int:
 
 def _call(text: str) -> Call | None:
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
+        found = parse_json(text)
+    except InvalidJson:
         return None
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):
         return None

@@ -2,50 +2,63 @@
 
 from __future__ import annotations
 
-import json
+import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from kvfold.serve.anthropic import arguments_text
 from kvfold.serve.api_error import ApiError, bad_request
-from kvfold.serve.ask import Ask, Block
+from kvfold.serve.ask import Ask, Block, check_calls
 from kvfold.serve.calls import Call
-from kvfold.serve.fields import Fields
+from kvfold.serve.fields import Fields, Neutral, Only, tool_name
 from kvfold.serve.openai import (
+    LOGIT_NEUTRAL,
+    NEUTRAL,
     Json,
     OpenAIBody,
+    Parts,
     numbered,
     read_caching,
-    read_neutral,
     read_sampling,
+    read_stream,
     read_tool_choice,
     read_tools,
+    read_who,
+    result_block,
     text_blocks,
     text_parts,
     with_cost,
+    without_empty,
 )
 from kvfold.serve.reply import Reply
 from kvfold.serve.service import Service
 from kvfold.serve.settings import Settings
+from kvfold.serve.strict_json import InvalidJson, parse_json
 
+CHAT_NEUTRAL: dict[str, Neutral] = {
+    **NEUTRAL,
+    **LOGIT_NEUTRAL,
+    "logprobs": Only("log probabilities are not supported", (False,)),
+    "top_logprobs": Only("log probabilities are not supported", (0,)),
+    "response_format": {"type": Only("replies are text and not held to a format here", ("text",))},
+    "modalities": Only("replies are text", (["text"],)),
+    "reasoning_effort": Only("how much the model thinks is not steered here", ("none",)),
+    "verbosity": Only("how much the model writes is not steered here", ("medium",)),
+}
+_NEUTRAL_MESSAGE: dict[str, Neutral] = {"annotations": Only("annotations are not supported", ([],))}
+_NAME = re.compile(r"[^\s<|\\/>]{1,64}")  # OpenAI's
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
 def read_chat(data: object, settings: Settings) -> OpenAIBody:
     """POST /v1/chat/completions."""
     body = Fields(data)
-    model, is_streamed = body.text("model"), body.flag("stream", False)
-    most = settings.limits.output_tokens
-    named = "max_completion_tokens" if body.has("max_completion_tokens") else "max_tokens"
-    max_tokens = body.integer(named, most, 1, most)
+    model, (is_streamed, shows_usage) = body.text("model"), read_stream(body)
+    max_tokens = _max_tokens(body, settings.limits.output_tokens)
     sampling, stop = read_sampling(body, settings), body.texts("stop", 4)
-    options = body.object("stream_options")
-    shows_usage = options is not None and options.flag("include_usage", False)
-    if options is not None:
-        options.end()
-    _read_fixed(body)
-    read_neutral(body)
+    body.neutral(CHAT_NEUTRAL)
+    read_who(body)
     caching = read_caching(body, ("30m",))
     blocks = [*read_tools(body, is_nested=True), *_messages(body)]
     tool_choice = read_tool_choice(body)
@@ -54,17 +67,15 @@ def read_chat(data: object, settings: Settings) -> OpenAIBody:
     return OpenAIBody(ask, caching, is_streamed, shows_usage)
 
 
-def _read_fixed(body: Fields) -> None:
-    """Fields of which only the default is offered."""
-    body.integer("n", 1, 1, 1)
-    body.number("presence_penalty", 0.0, 0.0, 0.0)
-    body.number("frequency_penalty", 0.0, 0.0, 0.0)
-    if body.flag("logprobs", False):
-        body.refuse("logprobs", "log probabilities are not offered; leave it out")
-    form = body.object("response_format")
-    if form is not None:
-        form.choice("type", ("text",))
-        form.end()
+def _max_tokens(body: Fields, most: int) -> int:
+    """Under the new name or the old one."""
+    if body.has("max_completion_tokens") and body.has("max_tokens"):
+        body.refuse("max_tokens", "max_completion_tokens is given too; leave one out")
+    name, other = "max_completion_tokens", "max_tokens"
+    if body.has(other):
+        name, other = other, name
+    body.take(other)
+    return body.integer(name, most, 1, most)
 
 
 def _messages(body: Fields) -> list[Block]:
@@ -73,30 +84,49 @@ def _messages(body: Fields) -> list[Block]:
     if not roles or roles[-1] == "assistant":
         raise bad_request("messages: at least one is required, and the last must not be the assistant's")
     found: list[Block] = []
+    names: dict[str, str] = {}  # of called tools, by the id of the call
     for item, role, number in zip(items, roles, numbered(roles), strict=True):
-        found += _message(item, role, number)
+        blocks = [_result(item, names, number)] if role == "tool" else _message(item, role, number)
+        names |= {block.data["id"]: block.data["name"] for block in blocks if block.kind == "tool_use"}
+        found += blocks
         item.end()
-    return found
+    check_calls(found, "messages")
+    return without_empty(found)
+
+
+def _result(message: Fields, names: Mapping[str, str], number: int) -> Block:
+    call_id, given = message.text("tool_call_id"), message.optional_text("name")
+    called = names.get(call_id)
+    if given is not None and called is not None and given != called:
+        message.refuse("name", f"the call is of {called}; leave the name out")
+    return result_block(text_parts(message, ("text",)), call_id, number)
 
 
 def _message(message: Fields, role: Any, number: int) -> list[Block]:
-    message.optional_text("name")
-    if role == "tool":
-        message.text("tool_call_id")
-        joined = "\n".join(text for text, _ in text_parts(message.require("content"), message.where, ("text",)))
-        return text_blocks([(joined, False)], "tool", number)
-    calls = [_call(Fields(item, f"{message.where}.tool_calls"), number) for item in message.items("tool_calls")]
-    content = message.take("content")
-    if content is None and not calls:
-        message.refuse("content", "the field is required")
-    parts = [] if content is None else text_parts(content, message.where, ("text",))
-    return [*text_blocks(parts, role, number), *calls]
+    items = message.items("tool_calls") if role == "assistant" else []
+    calls = [_call(Fields(item, f"{message.where}.tool_calls.{i}"), number) for i, item in enumerate(items)]
+    parts = text_parts(message, ("text",)) if message.has("content") or not calls else []
+    message.neutral(_NEUTRAL_MESSAGE)
+    return [*text_blocks(_named(message, parts), role, number), *calls]
+
+
+def _named(message: Fields, parts: Parts) -> Parts:
+    """A participant's name is put before the text, since chat templates have no place for it."""
+    name = message.optional_text("name")
+    if name is None:
+        return parts
+    if not _NAME.fullmatch(name):
+        message.refuse("name", "1 to 64 characters without white space, <, |, >, / and \\ are required")
+    if not parts:
+        message.refuse("name", "a name stands before a text, and the message has none; leave it out")
+    (text, is_marked), *rest = parts
+    return [(f"{name}: {text}", is_marked), *rest]
 
 
 def _call(call: Fields, number: int) -> Block:
     call.choice("type", ("function",), "function")
     function = call.object("function") or Fields(None, call.path("function"))
-    data = {"id": call.text("id"), "name": function.text("name"), "arguments": parse_arguments(function)}
+    data = {"id": call.text("id"), "name": tool_name(function), "arguments": parse_arguments(function)}
     function.end()
     call.end()
     return Block("tool_use", "assistant", message=number, data=data)
@@ -105,8 +135,8 @@ def _call(call: Fields, number: int) -> Block:
 def parse_arguments(fields: Fields) -> Json:
     """The JSON text under "arguments"."""
     try:
-        found = json.loads(fields.text("arguments") or "{}")
-    except (ValueError, RecursionError):
+        found = parse_json(fields.text("arguments") or "{}")
+    except InvalidJson:
         found = None
     if not isinstance(found, dict):
         fields.refuse("arguments", "the text of a JSON object is required")
@@ -167,16 +197,12 @@ class ChatWriter:
     async def events(self) -> AsyncIterator[Json]:
         yield self._chunk({"role": "assistant", "content": ""})
         num_calls = 0
-        try:
-            async for part in self._reply.parts():
-                if isinstance(part, Call):
-                    yield self._chunk({"tool_calls": [{"index": num_calls, **_call_out(part)}]})
-                    num_calls += 1
-                else:
-                    yield self._chunk({"content": part})
-        except ApiError as error:
-            yield {"error": {"message": str(error), "type": error.kind, "param": None, "code": error.status}}
-            return
+        async for part in self._reply.parts():
+            if isinstance(part, Call):
+                yield self._chunk({"tool_calls": [{"index": num_calls, **_call_out(part)}]})
+                num_calls += 1
+            else:
+                yield self._chunk({"content": part})
         yield self._chunk({}, finish_reason(self._reply))
         if self._body.shows_usage:
             yield {
@@ -184,6 +210,14 @@ class ChatWriter:
                 "choices": [],
                 "usage": usage(self._service, self._reply),
             }
+
+    def failed(self, error: ApiError) -> Json:
+        return failed_event(error)
+
+
+def failed_event(error: ApiError) -> Json:
+    """Of chat and of text completions."""
+    return {"error": {"message": str(error), "type": error.kind, "param": None, "code": error.status}}
 
 
 def _call_out(call: Call) -> Json:

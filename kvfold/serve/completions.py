@@ -6,39 +6,58 @@ import time
 from collections.abc import AsyncIterator
 
 from kvfold.serve.api_error import ApiError
-from kvfold.serve.ask import Ask
-from kvfold.serve.chat import finish_reason, usage
-from kvfold.serve.fields import Fields
-from kvfold.serve.openai import Json, OpenAIBody, read_neutral, read_sampling
+from kvfold.serve.ask import Ask, Block
+from kvfold.serve.chat import failed_event, finish_reason, usage
+from kvfold.serve.fields import Fields, Neutral, Only
+from kvfold.serve.openai import (
+    LOGIT_NEUTRAL,
+    NEUTRAL,
+    Json,
+    OpenAIBody,
+    read_caching,
+    read_sampling,
+    read_stream,
+    read_who,
+)
 from kvfold.serve.reply import Reply
 from kvfold.serve.service import Service
 from kvfold.serve.settings import Settings
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
+COMPLETION_NEUTRAL: dict[str, Neutral] = {
+    **NEUTRAL,
+    **LOGIT_NEUTRAL,
+    "best_of": Only("one reply is written for each request", (1,)),
+    "echo": Only("the prompt is not sent back", (False,)),
+    "logprobs": Only("log probabilities are not supported"),
+    "suffix": Only("replies are not fitted to what follows them", ("",)),
+}
 
 
 def read_completion(data: object, settings: Settings) -> OpenAIBody:
     """POST /v1/completions."""
     body = Fields(data)
-    model, is_streamed = body.text("model"), body.flag("stream", False)
-    prompt = body.text("prompt")
-    if not prompt:
-        body.refuse("prompt", "a text that is not empty is required")
+    model, (is_streamed, shows_usage) = body.text("model"), read_stream(body)
+    prompt = _prompt(body)
     most = settings.limits.output_tokens
     max_tokens = body.integer("max_tokens", min(DEFAULT_MAX_TOKENS, most), 1, most)
     sampling, stop = read_sampling(body, settings), body.texts("stop", 4)
-    options = body.object("stream_options")
-    shows_usage = options is not None and options.flag("include_usage", False)
-    if options is not None:
-        options.end()
-    body.integer("n", 1, 1, 1)
-    body.integer("best_of", 1, 1, 1)
-    if body.flag("echo", False):
-        body.refuse("echo", "the prompt is not sent back; leave it out")
-    read_neutral(body)
+    body.neutral(COMPLETION_NEUTRAL)
+    read_who(body)
+    caching = read_caching(body, ("30m",))
     body.end()
-    ask = Ask(model, (), max_tokens, sampling, stop, raw_text=prompt)
-    return OpenAIBody(ask, None, is_streamed, shows_usage)
+    ask = Ask(model, [Block("text", "user", prompt, 0)], max_tokens, sampling, stop, raw_text=prompt)
+    return OpenAIBody(ask, caching, is_streamed, shows_usage)
+
+
+def _prompt(body: Fields) -> str:
+    """A text, or a list of one, as some clients send it."""
+    found = body.require("prompt")
+    if isinstance(found, list) and len(found) == 1:
+        found = found[0]
+    if not isinstance(found, str) or not found:
+        body.refuse("prompt", "one text that is not empty is required; send a request for each prompt")
+    return found
 
 
 class CompletionWriter:
@@ -61,12 +80,11 @@ class CompletionWriter:
         return {**self._completion(text, finish_reason(self._reply)), "usage": usage(self._service, self._reply)}
 
     async def events(self) -> AsyncIterator[Json]:
-        try:
-            async for part in self._reply.parts():
-                yield self._completion(str(part), None)
-        except ApiError as error:
-            yield {"error": {"message": str(error), "type": error.kind, "param": None, "code": error.status}}
-            return
+        async for part in self._reply.parts():
+            yield self._completion(str(part), None)
         yield self._completion("", finish_reason(self._reply))
         if self._body.shows_usage:
             yield {**self._head(), "choices": [], "usage": usage(self._service, self._reply)}
+
+    def failed(self, error: ApiError) -> Json:
+        return failed_event(error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -13,7 +12,7 @@ from kvfold.serve.keys import tenant_of
 from kvfold.serve.log import log_trail
 from kvfold.serve.service import Service
 from kvfold.serve.trail import Trail
-from kvfold.serve.wire import EventStream, error_response
+from kvfold.serve.wire import EventStream, as_api_error, error_response
 
 try:
     from starlette.requests import ClientDisconnect, Request
@@ -22,7 +21,6 @@ try:
 except ImportError as error:
     raise MissingExtra("the server needs Starlette and uvicorn; run: pip install 'kvfold[serve]'") from error
 
-_log = logging.getLogger("kvfold.serve")
 Handler = Callable[[Request], Awaitable[Response]]
 OnDone = Callable[[Trail], None]
 
@@ -33,15 +31,16 @@ class Guard:
     def __init__(self, service: Service, on_done: OnDone) -> None:
         self._service, self._on_done = service, on_done
 
-    def route(self, path: str, handler: Handler, methods: Sequence[str] = ("GET",), name: str = "") -> Route:
-        """`name`: what the path is called in logs and metrics; a name of ours, so that there are not many."""
+    def route(self, path: str, handler: Handler, methods: Sequence[str] = (), name: str = "") -> Route:
+        """`methods`: without any, all; `name`: what the path is called in logs and metrics, one of ours, so that there
+        are not many."""
         name = name or path
 
         async def guarded(request: Request) -> Response:
             parent = request.headers.get("traceparent")
             trail = Trail(f"req_{secrets.token_hex(12)}", request.method, name, parent=parent)
             request.state.trail, request.state.at = trail, self._service.clock()
-            response = await self._answer(handler, request, trail)
+            response = await self._answer(handler, methods, request, trail)
             response.headers["request-id"] = response.headers["x-request-id"] = trail.id
             trail.status = response.status_code
             self._service.metrics.add("kvfold_requests_total", path=name, status=str(trail.status))
@@ -51,18 +50,20 @@ class Guard:
                 self._finish(trail)
             return response
 
-        return Route(path, guarded, methods=list(methods))
+        route = Route(path, guarded)
+        route.methods = None  # a verb that the path does not take is told so in the client's format too
+        return route
 
-    async def _answer(self, handler: Handler, request: Request, trail: Trail) -> Response:
+    async def _answer(self, handler: Handler, methods: Sequence[str], request: Request, trail: Trail) -> Response:
         try:
+            _check_method(request, methods)
             return await handler(request)
-        except ApiError as error:
-            return error_response(request, error, trail.id)
         except ClientDisconnect:
             return Response(status_code=499)
-        except Exception:
-            _log.exception("request failed", extra={"facts": {"request": trail.id}})
-            return error_response(request, ApiError(500, "the server failed; its log says why"), trail.id)
+        except Exception as error:
+            told = as_api_error(error, trail.id)
+            trail.why = told.logged
+            return error_response(request, told, trail.id)
 
     def tenant(self, request: Request, *, is_listed: bool = False) -> str:
         """Who asks, by the API key; with `is_listed` the request is shown to them on the dashboard."""
@@ -82,3 +83,9 @@ class Guard:
         is_poll = trail.path.startswith("/dashboard/") and trail.status == 200
         if not is_poll:
             log_trail(trail)
+
+
+def _check_method(request: Request, methods: Sequence[str]) -> None:
+    if methods and request.method not in methods:
+        told = f"{request.scope['path'][:200]} takes {' and '.join(methods)}, not {request.method[:20]}"
+        raise ApiError(405, told, headers={"allow": ", ".join(methods)})

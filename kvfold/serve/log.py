@@ -47,6 +47,7 @@ def _sentence(facts: dict[str, Any]) -> str:
         reused = f" ({facts['tokens_reused']:,} reused)" if facts["tokens_reused"] else ""
         parts += [f"{facts['tokens_in']:,} in{reused}", f"{facts['tokens_out']:,} out", facts["end"]]
         parts += [f"cache miss: {facts['miss']}" if "miss" in facts else ""]
+    parts += [facts.get("why", "")]
     return ", ".join([*filter(None, parts), facts["request"]])
 
 

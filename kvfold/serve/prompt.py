@@ -77,7 +77,8 @@ class Prompter:
     def prompt(self, ask: Ask) -> Prompt:
         """Tokens of a request; ApiError if the template does not take it."""
         if ask.raw_text is not None:
-            return Prompt(self._encoder.ids(ask.raw_text, special=True), [])
+            tokens = self._encoder.ids(ask.raw_text, special=True)
+            return Prompt(tokens, [len(tokens)])
         self._check(ask)
         text, ends = self._text(ask.blocks)
         return Prompt(self._encoder.ids(text), None) if ends is None else self._tokens(text, ends)

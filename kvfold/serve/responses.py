@@ -9,43 +9,75 @@ from typing import Any
 
 from kvfold.serve.anthropic import arguments_text
 from kvfold.serve.api_error import ApiError, bad_request
-from kvfold.serve.ask import Ask, Block
+from kvfold.serve.ask import Ask, Block, check_calls
 from kvfold.serve.calls import Call
 from kvfold.serve.chat import ROLES, parse_arguments
-from kvfold.serve.fields import Fields
+from kvfold.serve.fields import Fields, Neutral, Only, tool_name
 from kvfold.serve.openai import (
+    NEUTRAL,
     Json,
     OpenAIBody,
     numbered,
     read_caching,
-    read_neutral,
     read_sampling,
+    read_stream,
     read_tool_choice,
     read_tools,
+    read_who,
+    result_block,
     text_blocks,
     text_parts,
     with_cost,
+    without_empty,
 )
 from kvfold.serve.reply import Reply
 from kvfold.serve.service import Service
 from kvfold.serve.settings import Settings
 
 _PARTS = ("input_text", "output_text")
+_STATES = ("in_progress", "completed", "incomplete")
+_STEERED = "how much the model thinks is not steered here"
+PROMPT_NEUTRAL: dict[str, Neutral] = {
+    "text": {
+        "format": {"type": Only("replies are text and not held to a format here", ("text",))},
+        "verbosity": Only("how much the model writes is not steered here", ("medium",)),
+    },
+    "reasoning": {
+        "effort": Only(_STEERED, ("none",)),
+        "summary": Only("there is no reasoning to sum up"),
+        "generate_summary": Only("there is no reasoning to sum up"),
+        "context": Only(_STEERED, ("auto",)),
+        "mode": Only(_STEERED, ("standard",)),
+    },
+    "truncation": Only("prompts that are too long are refused, not cut", ("disabled",)),
+}
+RESPONSE_NEUTRAL: dict[str, Neutral] = {
+    **NEUTRAL,
+    "background": Only("a reply is written while its client waits", (False,)),
+    "include": Only("replies have nothing more to include", ([], ["reasoning.encrypted_content"])),
+    "top_logprobs": Only("log probabilities are not supported", (0,)),
+}
+_NEUTRAL_CALL: dict[str, Neutral] = {
+    "caller": {"type": Only("tools are called by the model alone", ("direct",))},
+    "async": Only("calls are not asynchronous here", (False,)),
+}
 
 
 def read_response(data: object, settings: Settings) -> OpenAIBody:
     """POST /v1/responses."""
     body = Fields(data)
-    is_streamed, most = body.flag("stream", False), settings.limits.output_tokens
-    max_tokens = body.integer("max_output_tokens", most, 1, most)
+    (is_streamed, shows_usage), most = read_stream(body), settings.limits.output_tokens
+    if shows_usage:
+        body.refuse("stream_options.include_usage", "responses always tell their usage; leave it out")
+    limit = body.integer("max_output_tokens", None, 1, most) if body.has("max_output_tokens") else None
     sampling = read_sampling(body, settings)
-    read_neutral(body)
-    body.choice("truncation", ("disabled",), "disabled")
-    ask_of = _read_prompt(body)
+    body.neutral(RESPONSE_NEUTRAL)
+    echo = {"max_output_tokens": limit, "instructions": body.peek("instructions"), **read_who(body)}
+    model, blocks, tool_choice = _read_prompt(body)
     caching = read_caching(body, ("30m", "12h"))
     body.end()
-    model, blocks, tool_choice = ask_of
-    return OpenAIBody(Ask(model, blocks, max_tokens, sampling, (), tool_choice), caching, is_streamed)
+    ask = Ask(model, blocks, most if limit is None else limit, sampling, (), tool_choice)
+    return OpenAIBody(ask, caching, is_streamed, echo={**echo, "prompt_cache_key": caching.key or None})
 
 
 def read_input_tokens(data: object) -> Ask:
@@ -58,6 +90,7 @@ def read_input_tokens(data: object) -> Ask:
 
 def _read_prompt(body: Fields) -> tuple[str, list[Block], str]:
     model, instructions = body.text("model"), body.optional_text("instructions")
+    body.neutral(PROMPT_NEUTRAL)
     given = body.require("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not items:
@@ -77,10 +110,11 @@ def _items(items: list[Fields]) -> list[Block]:
     found: list[Block] = []
     for item, kind, role, number in zip(items, kinds, roles, numbered(roles), strict=True):
         item.optional_text("id")
-        item.optional_text("status")
+        item.choice("status", _STATES, "completed")
         found += _item(item, kind, role, number)
         item.end()
-    return found
+    check_calls(found, "input")
+    return without_empty(found)
 
 
 def _role(item: Fields, kind: str) -> str:
@@ -91,12 +125,13 @@ def _role(item: Fields, kind: str) -> str:
 
 def _item(item: Fields, kind: str, role: Any, number: int) -> list[Block]:
     if kind == "message":
-        return text_blocks(text_parts(item.require("content"), item.where, _PARTS), role, number)
+        return text_blocks(text_parts(item, _PARTS), role, number)
     call_id = item.text("call_id")
+    item.neutral(_NEUTRAL_CALL)
     if kind == "function_call":
-        data = {"id": call_id, "name": item.text("name"), "arguments": parse_arguments(item)}
+        data = {"id": call_id, "name": tool_name(item), "arguments": parse_arguments(item)}
         return [Block("tool_use", "assistant", message=number, data=data)]
-    return text_blocks([(item.text("output"), False)], "tool", number)
+    return [result_block(text_parts(item, ("input_text",), "output"), call_id, number)]
 
 
 class ResponseWriter:
@@ -120,14 +155,19 @@ class ResponseWriter:
             "output": list(self._output),
             "error": None,
             "incomplete_details": details,
-            "instructions": None,
+            "background": False,
             "parallel_tool_calls": True,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "service_tier": "default",
+            "text": {"format": {"type": "text"}},
+            "truncation": "disabled",
             "tool_choice": ask.tool_choice,
             "tools": [{"type": "function", "strict": False, **block.data} for block in ask.tools],
             "temperature": ask.sampling.temperature,
             "top_p": ask.sampling.top_p,
-            "max_output_tokens": ask.max_tokens,
             "store": False,
+            **self._body.echo,
             "usage": self._usage() if is_done else None,
         }
 
@@ -171,25 +211,24 @@ class ResponseWriter:
         yield self._event("created", response=self._response("in_progress"))
         yield self._event("in_progress", response=self._response("in_progress"))
         text: str | None = None  # of the message that is open
-        try:
-            async for part in self._reply.parts():
-                if isinstance(part, Call):
-                    for event in (*self._close(text), *self._called(part)):
-                        yield event
-                    text = None
-                    continue
-                if text is None:
-                    for event in self._open():
-                        yield event
-                yield self._text_event("delta", delta=part)
-                text = (text or "") + part
-        except ApiError as error:
-            failed = {**self._response("failed"), "error": {"code": "server_error", "message": str(error)}}
-            yield self._event("failed", response=failed)
-            return
+        async for part in self._reply.parts():
+            if isinstance(part, Call):
+                for event in (*self._close(text), *self._called(part)):
+                    yield event
+                text = None
+                continue
+            if text is None:
+                for event in self._open():
+                    yield event
+            yield self._text_event("delta", delta=part)
+            text = (text or "") + part
         for event in self._close(text):
             yield event
         yield self._event(self._status, response=self._response(self._status))
+
+    def failed(self, error: ApiError) -> Json:
+        told = {"code": "server_error", "message": str(error)}
+        return self._event("failed", response={**self._response("failed"), "error": told})
 
     @property
     def _where(self) -> Json:

@@ -106,7 +106,9 @@ class Service:
 
     def check_model(self, name: str) -> None:
         if name not in self.settings.names:
-            raise ApiError(404, f'model: "{name[:80]}" is not served here; served: {", ".join(self.settings.names)}')
+            served = f"served: {', '.join(self.settings.names)}; start kvfold serve with --alias NAME to add a name"
+            told = f'model: "{name[:80]}" is not served here; {served}'
+            raise ApiError(404, told, code="model_not_found")
 
     async def prompt(self, ask: Ask) -> Prompt:
         self.check_model(ask.model)

@@ -56,6 +56,7 @@ class Trail:
     status: int | None = None
     end: str | None = None
     miss: str | None = None
+    why: str | None = None  # it was refused, or failed; of what the client sent it tells names of fields at most
     bill: Bill | None = None
     num_prompt: int = 0
     num_reused: int = 0
@@ -115,7 +116,7 @@ class Trail:
     def facts(self) -> dict[str, Any]:
         """For people and their tools; what does not apply is left out."""
         found: dict[str, Any] = {"request": self.id, "tenant": self.tenant, "method": self.method, "path": self.path}
-        found |= {"status": self.status, "ms": _rounded(self.total_ms)}
+        found |= {"status": self.status, "ms": _rounded(self.total_ms), "why": self.why}
         if self.queued is not None:
             found |= {"model": self.model, "end": self.end, "tokens_in": self.num_prompt}
             found |= {"tokens_reused": self.num_reused, "tokens_out": self.num_output, "miss": self.miss}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from kvfold.errors import MissingExtra
 from kvfold.serve.api_error import ApiError
@@ -18,6 +19,7 @@ except ImportError as error:
 
 Json = dict[str, Any]
 T = TypeVar("T")
+_log = logging.getLogger("kvfold.serve")
 
 
 class EventStream(StreamingResponse):
@@ -39,15 +41,40 @@ class EventStream(StreamingResponse):
                 call()
 
 
-async def named(events: AsyncIterator[Json]) -> AsyncIterator[str]:
-    async for event in events:
+class Writer(Protocol):
+    """A reply in one format. `failed`: the last event of a stream that is broken off."""
+
+    async def whole(self) -> Json: ...
+    def events(self) -> AsyncIterator[Json]: ...
+    def failed(self, error: ApiError) -> Json: ...
+
+
+async def named(writer: Writer, request_id: str) -> AsyncIterator[str]:
+    async for event in _until_failed(writer, request_id):
         yield f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n"
 
 
-async def unnamed(events: AsyncIterator[Json]) -> AsyncIterator[str]:
-    async for event in events:
+async def unnamed(writer: Writer, request_id: str) -> AsyncIterator[str]:
+    async for event in _until_failed(writer, request_id):
         yield f"data: {json.dumps(event, ensure_ascii=False)}\n\n"
     yield "data: [DONE]\n\n"
+
+
+async def _until_failed(writer: Writer, request_id: str) -> AsyncIterator[Json]:
+    """Its status is long sent, so a stream tells of an error in its last event, whatever the error is."""
+    try:
+        async for event in writer.events():
+            yield event
+    except Exception as error:
+        yield writer.failed(as_api_error(error, request_id))
+
+
+def as_api_error(error: Exception, request_id: str) -> ApiError:
+    """Clients are told nothing of what went wrong inside; the log has it under the request's id."""
+    if isinstance(error, ApiError):
+        return error
+    _log.error("request failed", exc_info=error, extra={"facts": {"request": request_id}})
+    return ApiError(500, "the server failed; its log says why")
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -71,14 +98,14 @@ async def _disconnected(request: Request) -> None:
 
 def error_response(request: Request, error: ApiError, request_id: str) -> JSONResponse:
     """Anthropic's shape under /v1/messages and for its clients, else OpenAI's."""
-    path = request.url.path
+    path = request.scope["path"]  # a URL cannot be made of every Host header
     if path.startswith("/v1/messages") or "anthropic-version" in request.headers:
         inside = {"type": error.kind, "message": str(error)}
         return JSONResponse(
             {"type": "error", "error": inside, "request_id": request_id}, error.status, headers=error.headers
         )
     status = 503 if error.status == 529 else error.status
-    code = {401: "invalid_api_key", 404: "model_not_found" if "model" in str(error) else "not_found"}.get(status)
+    code = error.code or {401: "invalid_api_key", 404: "not_found"}.get(status)
     shape: Json = {"message": str(error), "type": error.kind, "param": _param(error), "code": code}
     return JSONResponse({"error": shape}, status, headers=error.headers)
 

@@ -111,13 +111,14 @@ def test_models_are_listed(server: Running) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"n": 2}, "n: a whole number from 1 to 1 is required, not 2"),
-        ({"logprobs": True}, "logprobs: log probabilities are not offered"),
+        ({"n": 2}, "n: one reply is written for each request; leave it out or send 1"),
+        ({"logprobs": True}, "logprobs: log probabilities are not supported; leave it out or send false"),
         ({"store": True}, "store: this server keeps no replies"),
-        ({"logit_bias": {"1": 5}}, "logit_bias: the field is not supported here; supported: model, stream"),
-        ({"response_format": {"type": "json_object"}}, 'response_format.type: "json_object" is not supported'),
+        ({"logit_bias": {"1": 5}}, "logit_bias: logits are not biased here; leave it out or send {}"),
+        ({"response_format": {"type": "json_object"}}, "response_format.type: replies are text and not held to a form"),
+        ({"extra_body": {"top_k": 5}}, "top_k: the field is not supported here; supported: model, stream"),
         ({"prompt_cache_options": {"ttl": "12h"}}, 'prompt_cache_options.ttl: "12h" is not supported; supported: 30m'),
-        ({"temperature": "hot"}, "temperature: a number from 0 to 2 is required, not 'hot'"),
+        ({"temperature": "hot"}, 'temperature: a number from 0 to 2 is required, not "hot"'),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             'messages.0.content.0.type: "image_url"',
@@ -134,7 +135,7 @@ def test_what_is_not_offered_is_refused_by_name(server: Running, options: dict[s
 
 
 def test_unknown_models_and_paths_are_not_found(server: Running) -> None:
-    with pytest.raises(openai.NotFoundError, match='"gpt" is not served here; served: tiny, tiny-too'):
+    with pytest.raises(openai.NotFoundError, match='"gpt" is not served here; served: tiny, tiny-too; start'):
         server.openai.chat.completions.create(model="gpt", messages=HELLO)
     with pytest.raises(openai.NotFoundError, match="there is no POST /v1/embeddings here"):
         server.openai.embeddings.create(model="tiny", input="x")

@@ -75,9 +75,32 @@ def test_markers_stand_on_tools_system_texts_calls_and_results() -> None:
     assert read(tools=[tool], system=system, messages=messages) == [300.0, 300.0, None, 300.0, 300.0]
 
 
-def test_an_empty_text_cannot_carry_one() -> None:
-    with pytest.raises(ApiError, match="an empty text block cannot carry it"):
-        said([{"type": "text", "text": "", "cache_control": MARK}])
+def test_a_marker_in_the_content_of_a_result_stands_at_its_end_and_counts() -> None:
+    def results(*markers: Any, **more: Any) -> list[float | None]:
+        call = {"type": "tool_use", "id": "1", "name": "t", "input": {}}
+        result = {"type": "tool_result", "tool_use_id": "1", "content": texts(*markers), **more}
+        turns = [("user", "hi"), ("assistant", [call]), ("user", [result, *texts(MARK, MARK, MARK)])]
+        return read(messages=[{"role": role, "content": content} for role, content in turns])
+
+    assert results(None) == [None, None, None, 300.0, 300.0, 300.0]
+    assert results(None, HOUR, None) == [None, None, 3600.0, 300.0, 300.0, 300.0]
+    with pytest.raises(ApiError, match=r"content\.0\.cache_control: a result and its content may carry one"):
+        results(MARK, cache_control=MARK)
+    with pytest.raises(ApiError, match="at most 4 blocks may carry it; found 5"):
+        read(
+            system=texts(MARK),
+            messages=[
+                {"role": "user", "content": "hi"},
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "t", "input": {}}]},
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "tool_result", "tool_use_id": "1", "content": texts(MARK)},
+                        *texts(MARK, MARK, MARK),
+                    ],
+                },
+            ],
+        )
 
 
 def test_four_markers_are_the_most() -> None:
@@ -99,11 +122,8 @@ def test_the_longer_time_comes_first_in_render_order() -> None:
         said(texts(MARK, None), cache_control=HOUR)
 
 
-def test_the_automatic_marker_stands_on_the_last_block_that_can_carry_it() -> None:
+def test_the_automatic_marker_stands_on_the_last_block() -> None:
     assert said(texts(None, None), cache_control=HOUR) == [None, 3600.0]
-    empty = {"type": "text", "text": ""}
-    assert said([*texts(None, None), empty], cache_control=MARK) == [None, 300.0, None]
-    assert said([empty], cache_control=MARK) == [None]
     assert said(texts(None, MARK), cache_control=MARK) == [None, 300.0]
     with pytest.raises(ApiError, match="a marker of another ttl"):
         said(texts(None, HOUR), cache_control=MARK)

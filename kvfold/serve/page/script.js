@@ -152,12 +152,13 @@ function fill(row, request) {
   const is_done = request.now === "done", is_bad = request.status >= 400 || request.end === "failed" || request.end === "late";
   const known = (value) => (value === undefined ? "–" : count(value));
   const texts = [
-    new Date(1000 * request.at).toLocaleTimeString(), request.tenant, request.path, is_done ? `${request.status} ${request.end ?? ""}` : request.now,
+    new Date(1000 * request.at).toLocaleTimeString(), request.tenant, request.path, is_done ? `${request.status} ${request.end ?? request.why ?? ""}` : request.now,
     known(request.tokens_in), known(request.tokens_reused), is_done ? known(request.tokens_out) : "…",
     time(request.first_token_ms), time(request.token_ms), MISSES[request.lookup] ?? "–",
   ];
   texts.forEach((text, i) => { if (row.cells[i + 1].textContent !== text) row.cells[i + 1].textContent = text; });
   row.cells[4].className = is_bad ? "bad" : "";
+  row.cells[4].title = request.why ?? "";
   row.cells[10].className = request.lookup === "hit" ? "ok" : "";
   row.cells[0].firstChild.disabled = !request.has_map;
   return row;
