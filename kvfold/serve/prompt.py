@@ -176,7 +176,8 @@ class Prompter:
                 )
             )
         except (TemplateError, TypeError, KeyError, ValueError, RecursionError) as error:
-            raise bad_request(f"messages: the model's chat template does not take them: {error}") from error
+            told = "messages: the model's chat template does not take them"
+            raise bad_request(f"{told}: {error}", logged=told) from error
 
     # Tokens
 
