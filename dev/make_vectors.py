@@ -19,7 +19,6 @@ import json
 import sys
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from kvpress import (
     ExpectedAttentionPress,
     KeyDiffPress,
     KnormPress,
-    PyramidKVPress,
     SnapKVPress,
     TOVAPress,
 )
@@ -94,7 +92,6 @@ def presses_of(case: Case) -> dict[str, Any]:
         "snapkv": SnapKVPress(**snapkv),
         "expected": ExpectedAttentionPress(**expected, epsilon=1e-2),
         "expected_mean": ExpectedAttentionPress(**expected, use_covariance=False, use_vnorm=False),
-        "pyramid": PyramidKVPress(**snapkv),
         "ada_snapkv": AdaKVPress(SnapKVPress(**snapkv)),
         "ada_knorm": AdaKVPress(KnormPress(r), alpha_safeguard=0.5),
     }
@@ -156,23 +153,10 @@ def vectors_of(case: Case) -> dict[str, Tensor]:
     return {f"{case.name}.{key}": value.detach().contiguous() for key, value in made.items()}
 
 
-def pyramid_table() -> dict[str, Tensor]:
-    """Layer budgets alone: rows of (stored, mean, window, beta, layers), then the counts, padded with -1."""
-    shapes = [(96, 48, 8, 20, 33), (4096, 512, 16, 20, 32), (4096, 512, 32, 20, 32), (1024, 128, 8, 4, 12)]
-    shapes += [(128, 96, 8, 20, 7), (512, 64, 3, 20, 24), (256, 128, 0, 1, 5), (200, 50, 5, 7, 28)]
-    counts = torch.full((len(shapes), 33), -1)
-    for row, (stored, mean, window, beta, layers) in enumerate(shapes):
-        press = PyramidKVPress(1 - mean / stored, window_size=window, beta=beta)
-        for layer in range(layers):
-            config = SimpleNamespace(num_hidden_layers=layers)
-            counts[row, layer] = press.get_layer_budget(SimpleNamespace(config=config, layer_idx=layer), stored)
-    return {"pyramid.shapes": torch.tensor(shapes), "pyramid.counts": counts}
-
-
 def main(path: str) -> None:
     torch.manual_seed(0)
     with torch.no_grad():
-        vectors = pyramid_table()
+        vectors: dict[str, Tensor] = {}
         for case in CASES:
             vectors |= vectors_of(case)
     packages = {name: version(name) for name in ("kvpress", "torch", "transformers")}

@@ -26,7 +26,7 @@ class Budget:
 
     slots_per_head: int
     num_layers: int
-    window: int = 0  # slots the scorer always keeps at the end (snapkv's window), counted inside the budget
+    num_tokens: int = 0  # of the sequence once this call has ended, whatever a layer holds of them; 0: not known
 
 
 class Allocator(ABC):

@@ -64,7 +64,7 @@ class Compression:
         if self.seen_len <= floor.slots or (has_room and not stage.budget.may_leave):
             return None
         num_layers = len(self.sequence.spec.compressible_layers)
-        return Budget(_sealed_slots(target, floor, self.seen_len), num_layers, stage.score.needs.window)
+        return Budget(_sealed_slots(target, floor, self.seen_len), num_layers, self.seen_len)
 
     @property
     def replay(self) -> Replay | None:

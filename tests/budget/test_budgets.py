@@ -5,6 +5,8 @@ H heads   S slots
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -57,26 +59,76 @@ def test_uniform_passes_on_what_a_short_head_cannot_use() -> None:
 @settings(deadline=None)
 @given(st.integers(1, 64), st.integers(2, 40), st.integers(1, 30), st.integers(0, 8), st.integers(1, 400))
 def test_pyramid_falls_and_adds_up(mean: int, layers: int, beta: int, window: int, stored: int) -> None:
-    budget = Budget(mean, layers, window)
-    counts = [Pyramid(beta=beta).layer_slots(stored, budget, layer) for layer in range(layers)]
-    assert sum(counts) == mean * layers
+    """Every layer holds the window, and falls wherever at least one slot per layer competes."""
+    counts = pyramid(beta, stored, window, mean + window, layers)
+    assert sum(counts) == (mean + window) * layers
     assert counts == sorted(counts, reverse=True)
-    assert counts == [mean] * layers or counts[-1] >= window
+    assert counts[-1] >= window
+    steep = beta > 1 and mean >= 2 and stored - window > mean + 1
+    assert not steep or counts[0] > counts[-1]
+
+
+def pyramid(beta: int, num_tokens: int, window: int, mean: int, layers: int) -> list[int]:
+    budget = Budget(mean, layers)
+    return [Pyramid(beta=beta).layer_slots(num_tokens, window, budget, layer) for layer in range(layers)]
+
+
+def authors_pyramid(beta: int, num_tokens: int, window: int, mean: int, layers: int) -> list[int]:
+    """PyramidKVCluster: whole numbers, the window on top of what is scored."""
+    free = mean - window
+    least = free // beta
+    most = 2 * free - least
+    if most >= num_tokens - window:
+        most = num_tokens - window
+        least = 2 * free - most
+    step = (most - least) // (layers - 1)
+    if num_tokens < 2 * free:
+        return [mean] * layers
+    return [most - layer * step + window for layer in range(layers)]
+
+
+@pytest.mark.parametrize("window", [8, 32, 64])
+@pytest.mark.parametrize(("num_tokens", "mean"), [(4096, 512), (4096, 128), (2000, 500), (1500, 600)])
+def test_pyramid_is_the_authors_but_for_rounding(num_tokens: int, mean: int, window: int) -> None:
+    """Their slope is rounded down, so the last of n layers keeps up to n - 2 slots more, and the sum is off by as much
+    for each pair; ours never strays further from theirs than that, and adds up. At 512 of 4,096 and a window of 32,
+    `snapkv`'s own, it slopes."""
+    layers = 32
+    found, theirs = (each(20, num_tokens, window, mean, layers) for each in (pyramid, authors_pyramid))
+    assert sum(found) == layers * mean
+    assert abs(found[0] - theirs[0]) <= 1
+    assert all(abs(a - b) <= layer + 1 for layer, (a, b) in enumerate(zip(found, theirs, strict=True)))
+    assert found[0] > found[-1] >= window
 
 
 def test_pyramid_of_the_paper() -> None:
-    """B = 512, beta = 20: from 2 * 512 - 25.6 down to 25.6."""
-    budget = Budget(512, 32, window=16)
-    counts = [Pyramid().layer_slots(4096, budget, layer) for layer in range(32)]
-    assert (counts[0], counts[-1]) == (998, 26)
-
-
-def test_pyramid_is_flat_where_the_last_layer_could_not_hold_the_window() -> None:
-    assert [Pyramid().layer_slots(4096, Budget(512, 4, window=64), layer) for layer in range(4)] == [512] * 4
+    """B = 512 beside a window of 8, beta = 20: from 2 * 512 - 25.6 down to 25.6, and 8."""
+    counts = pyramid(20, 4096, 8, 520, 32)
+    assert (counts[0], counts[-1]) == (998 + 8, 26 + 8)
 
 
 def test_pyramid_of_one_layer_keeps_the_mean() -> None:
-    assert Pyramid().layer_slots(100, Budget(10, 1), 0) == 10
+    assert pyramid(20, 100, 0, 10, 1) == [10]
+
+
+def test_pyramid_warns_where_it_is_uniform() -> None:
+    """All of 5 slots are protected in a layer of 40: every layer keeps 5. With one more it slopes, in silence."""
+    score_HS = torch.rand(1, 40)
+    score_HS[0, -5:] = torch.inf
+    with pytest.warns(UserWarning, match="pyramid is uniform here: protected slots"):
+        assert allocated(Pyramid(), [score_HS], Budget(5, 3, 40), 0)[0].tolist() == [5]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        counts = [allocated(Pyramid(), [score_HS], Budget(8, 3, 40), layer)[0].tolist() for layer in range(3)]
+    assert counts == [[11], [8], [5]]
+
+
+def test_a_layer_that_holds_less_leaves_the_line_as_it_is() -> None:
+    """After an earlier round upper layers hold fewer slots; that gives none of them more than its share."""
+    budget, pyramid_of = Budget(10, 3, 100), Pyramid()
+    lens, line = (19, 12, 6), [20, 10, 0]
+    counts = [allocated(pyramid_of, [torch.rand(1, n)], budget, layer)[0] for layer, n in enumerate(lens)]
+    assert [int(count_H[0]) for count_H in counts] == [min(a, b) for a, b in zip(lens, line, strict=True)]
 
 
 def test_ada_gives_slots_to_the_head_that_spreads() -> None:

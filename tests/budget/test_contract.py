@@ -41,11 +41,9 @@ def test_the_budgets_are_registered() -> None:
 
 @each
 @settings(deadline=None)
-@given(layers_of_scores(), st.integers(0, 9), st.integers(0, 2))
-def test_counts_lie_between_protected_and_existing(
-    allocator: Allocator, scores: list[Tensor], slots: int, window: int
-) -> None:
-    counts = allocate_all(allocator, scores, Budget(slots, len(scores), window))
+@given(layers_of_scores(), st.integers(0, 9))
+def test_counts_lie_between_protected_and_existing(allocator: Allocator, scores: list[Tensor], slots: int) -> None:
+    counts = allocate_all(allocator, scores, Budget(slots, len(scores)))
     for score_HS, count_H in zip(scores, counts, strict=True):
         protected_H, existing_H = bounds(score_HS)
         assert count_H.dtype == torch.int64
@@ -86,6 +84,6 @@ def test_a_layer_without_slots_keeps_none(allocator: Allocator) -> None:
 def test_padding_changes_nothing(allocator: Allocator) -> None:
     scores = [torch.rand(2, 10, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     padded = [torch.nn.functional.pad(score_HS, (0, 5), value=-torch.inf) for score_HS in scores]
-    budget = replace(Budget(4, 3), window=1)
+    budget = Budget(4, 3)
     ours, theirs = (allocate_all(allocator, given_scores, budget) for given_scores in (scores, padded))
     assert [count_H.tolist() for count_H in ours] == [count_H.tolist() for count_H in theirs]

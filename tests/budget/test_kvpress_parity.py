@@ -4,29 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from kvfold.budget import Ada, Budget, Pyramid, choose
+from kvfold.budget import Ada, Budget, choose
 from kvfold.score import KNorm, Scorer, SnapKV
 from tests.budget.scores import allocated
 from tests.data.compare import assert_same_kept
-from tests.data.vectors import Case, cases, tensors
+from tests.data.vectors import Case, cases
 
 SNAPKV = SnapKV(window=8, kernel=5)
-
-
-@pytest.mark.parametrize("row", range(8))
-def test_pyramid_layer_counts(row: int) -> None:
-    stored, mean, window, beta, num_layers = tensors()["pyramid.shapes"][row].tolist()
-    budget = Budget(mean, num_layers, window)
-    counts = [Pyramid(beta=beta).layer_slots(stored, budget, layer) for layer in range(num_layers)]
-    assert counts == tensors()["pyramid.counts"][row, :num_layers].tolist()
-
-
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
-def test_pyramid_slots(case: Case) -> None:
-    for layer in range(case.num_layers):
-        score_HS = SNAPKV.score(case.view(layer, window=8))
-        (count_H,) = allocated(Pyramid(), [score_HS], Budget(case.kept, case.num_layers, window=8), layer)
-        assert_same_kept(choose(score_HS, count_H), case.kept_LHT("pyramid")[layer], score_HS, case.ties)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ from tests.engine.runs import kept, make_runner, make_sequence, scorers
 from tests.tiny import prompt
 
 Policy.parse("full")  # loads the variants
-# The line of pyramid may end below what is protected, which stays all the same.
-BUDGETS = [term.name for term in terms("budget") if term.name != "pyramid"]
+BUDGETS = [term.name for term in terms("budget")]
 LENGTH, OPEN_LEN = 150, 8
 SMALL = "protect(sinks=2, recent=8)"
 
