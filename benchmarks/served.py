@@ -127,7 +127,7 @@ def served(model: str, *options: str, log: Path | None = None) -> Iterator[Serve
             line = next((line for line in lines if "http://" in line), None)
             if line is None:
                 raise SystemExit(f"`{' '.join(command)}` ended before it served (exit code {process.wait()})")
-            yield Served(process, int(line.split("http://")[1].split()[0].rpartition(":")[2]), model)
+            yield Served(process, int(line.split("http://")[1].split()[0].rpartition(":")[2]), line.split(", ")[0])
         finally:
             process.send_signal(signal.SIGINT)
             try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvfold.cli.options import Subparsers, add_model_options, add_secret_option, load_model
@@ -52,8 +53,8 @@ def _add_cache_options(parser: argparse.ArgumentParser) -> None:
         "--store-form",
         default="exact",
         metavar="FORM",
-        help="of prefixes in memory, on disk and in Redis: exact, packed (smaller, nothing lost), cachegen (smallest, "
-        "lossy); default: %(default)s",
+        help="of prefixes in memory, on disk and in Redis: exact, or packed (a third smaller, nothing lost); default: "
+        "%(default)s",
     )
     add_secret_option(group)
     group.add_argument("--cache-min-tokens", type=int, metavar="N", help="least length cached; default: by model name")
@@ -78,11 +79,11 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"port {args.port} does not exist; give 0 (any free one) to 65535")
     from kvfold.serve.log import log_to_stderr
     from kvfold.serve.run import open_store, serve, service_of
+    from kvfold.serve.service import check_served_form
     from kvfold.serve.traces import open_traces
-    from kvfold.store.form import check_form
     from kvfold.store.secret import read_secret
 
-    check_form(args.store_form)
+    check_served_form(args.store_form)
     settings, secret = make_settings(args), read_secret(args.store_secret)
     if args.redis is not None and not secret:
         warnings.warn(_NO_SECRET, KvfoldWarning, stacklevel=1)
@@ -111,7 +112,7 @@ def make_settings(args: argparse.Namespace) -> Settings:
     from kvfold.serve.keys import read_keys
     from kvfold.serve.settings import Limits, Settings
 
-    names = (args.model, *args.alias)
+    names = (served_name(args.model), *args.alias)
     return Settings(
         names=names,
         limits=Limits(
@@ -129,6 +130,12 @@ def make_settings(args: argparse.Namespace) -> Settings:
     )
 
 
+def served_name(model: str) -> str:
+    """What clients call a model: of a folder its own name, since where it lies is nobody's business."""
+    folder = Path(model).expanduser()
+    return folder.resolve().name if folder.is_dir() else model
+
+
 def _bytes(text: str) -> int:
     from kvfold.models.loader import parse_bytes
 
@@ -136,4 +143,4 @@ def _bytes(text: str) -> int:
 
 
 def _say(args: argparse.Namespace, policy: Policy, port: int) -> None:
-    print(f"{args.model}, {policy.short}: http://{args.host}:{port} (Ctrl-C ends it)", flush=True)
+    print(f"{served_name(args.model)}, {policy.short}: http://{args.host}:{port} (Ctrl-C ends it)", flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def read_spec(hf: Any, kv_dtype: torch.dtype | None = None) -> ModelSpec:
     eos = config.eos_token_id if hf.generation_config is None else hf.generation_config.eos_token_id
     eos_ids = eos if isinstance(eos, (list, tuple)) else [eos]
     return ModelSpec(
-        name=str(getattr(hf.config, "_name_or_path", "") or config.model_type),
+        name=_name(str(getattr(hf.config, "_name_or_path", ""))) or config.model_type,
         family=config.model_type,
         layers=tuple(_layer(hf, config, i, module) for i, module in enumerate(attentions)),
         dtype=dtype,
@@ -39,6 +40,12 @@ def read_spec(hf: Any, kv_dtype: torch.dtype | None = None) -> ModelSpec:
         eos_token_ids=frozenset(int(i) for i in eos_ids if i is not None),
         digest=partial(parameters_digest, hf),
     )
+
+
+def _name(name_or_path: str) -> str:
+    """Of a folder its own name: errors that a server's clients see do not say where it lies."""
+    folder = Path(name_or_path)
+    return folder.resolve().name if name_or_path and folder.is_dir() else name_or_path
 
 
 def decoder_layers(hf: Any) -> list[nn.Module]:

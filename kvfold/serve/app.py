@@ -164,6 +164,9 @@ class App:
         return {"id": name, "object": "model", "created": self._created, "owned_by": "kvfold", **anthropic, **limits}
 
     async def _health(self, request: Request) -> Response:
+        """The status is for anybody; the load, like the counters, is for those who have a key."""
+        if not self._guard.is_known(request):
+            return JSONResponse({"status": "ok"})
         scheduler = self.service.scheduler
         facts = {"model": self.service.settings.names[0], "policy": self.service.policy.short, "version": __version__}
         return JSONResponse(
@@ -171,6 +174,7 @@ class App:
         )
 
     async def _metrics(self, request: Request) -> Response:
+        self._guard.tenant(request)
         store = self.service.store
         more = {} if store is None else {"kvfold_store_events_total": store.counters()}
         return PlainTextResponse(self.service.metrics.text(more), media_type=CONTENT_TYPE)

@@ -74,6 +74,14 @@ class Guard:
             self._service.recent(trail.tenant).enter(trail)
         return trail.tenant
 
+    def is_known(self, request: Request) -> bool:
+        """Whether the request has a key, or none is asked for."""
+        try:
+            self.tenant(request)
+        except ApiError:
+            return False
+        return True
+
     def _finish(self, trail: Trail) -> None:
         trail.finish()
         if trail.tenant is not None and trail.is_listed:

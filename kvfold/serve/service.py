@@ -14,7 +14,7 @@ from typing import Any
 from kvfold.engine.jobs import Event, Job
 from kvfold.engine.runner import Runner
 from kvfold.engine.scheduler import Scheduler
-from kvfold.errors import ModelError, Overloaded, PolicyError
+from kvfold.errors import InputError, ModelError, Overloaded, PolicyError
 from kvfold.models.check import check_policy
 from kvfold.models.loader import Model
 from kvfold.policy.policy import Policy
@@ -31,10 +31,23 @@ from kvfold.serve.settings import Settings
 from kvfold.serve.shelf import Shelf
 from kvfold.serve.source import CachedSource, PlainSource
 from kvfold.serve.trail import Trail, Watched
+from kvfold.store.form import FORMS, check_form
 from kvfold.store.marks import Marks
 from kvfold.store.store import PrefixStore
 
 Planner = Callable[[Any, int], Plan]  # places and the least length -> plan
+
+
+def check_served_form(name: str) -> None:
+    """InputError for a form that is none, or that loses something: a request would be answered over what was computed
+    while the device holds it, and over what was lost in it later."""
+    check_form(name)
+    if not FORMS[name].is_exact:
+        exact = " or ".join(form.name for form in FORMS.values() if form.is_exact)
+        raise InputError(
+            f"the form {name} loses something: a reply over a stored prefix would differ from one over a computed one; "
+            f'use {exact}, or a policy that stores less, such as "full + int4"'
+        )
 
 
 @dataclass(frozen=True)
@@ -55,6 +68,8 @@ class Service:
         self.model = model
         self.policy = Policy.parse(policy)
         check_policy(self.policy, model.spec)
+        if store is not None:
+            check_served_form(store.form)
         self.settings = settings
         self.store = store
         self.metrics = Metrics()
@@ -163,18 +178,19 @@ class Service:
         if not plan.marks and not plan.candidates:
             miss: Miss = "unmarked" if self.no_reuse is None else "refused"
             return PlainSource(self._new_sequence, len(prompt.tokens), miss), plan
-        return CachedSource(self._shelf(start.tenant), prompt.tokens, plan, start.at, self.clock), plan
+        return CachedSource(self._shelf(start.tenant, start.scope), prompt.tokens, plan, start.at, self.clock), plan
 
     def _new_sequence(self) -> Any:
         return self._runner.new_sequence(self.policy)
 
-    def _shelf(self, tenant: str) -> Shelf:
+    def _shelf(self, tenant: str, cache_key: str = "") -> Shelf:
         assert self.store is not None
         if tenant not in self._shelves:
             facts = {"prefill_len": self._runner.chunk_len, "tenant": tenant}
             prefixes = self.store.prefixes(self.model, self.policy, **facts)  # type: ignore[arg-type]
             self._shelves[tenant] = Shelf(prefixes, Marks(self.store, prefixes.binding))
-        return self._shelves[tenant]
+        shelf = self._shelves[tenant]
+        return shelf.split(cache_key) if cache_key else shelf
 
     def recent(self, tenant: str) -> Recent:
         """Requests of a tenant that has a key, or of anybody where no keys are asked for."""

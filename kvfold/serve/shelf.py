@@ -6,6 +6,8 @@ server that shares a tier, finds them there.
 
 from __future__ import annotations
 
+import json
+
 from kvfold.serve.entries import Entries, Miss
 from kvfold.serve.plan import Mark, Place
 from kvfold.store.marks import Marks, Spot
@@ -15,10 +17,17 @@ from kvfold.store.prefixes import Prefixes
 class Shelf:
     """Used by the scheduler's thread alone."""
 
-    def __init__(self, prefixes: Prefixes, marks: Marks) -> None:
+    def __init__(self, prefixes: Prefixes, marks: Marks, entries: Entries | None = None) -> None:
         self.prefixes = prefixes
-        self._entries = Entries()
+        self._entries = Entries() if entries is None else entries
         self._marks = marks
+
+    def split(self, cache_key: str) -> Shelf:
+        """What requests of one `prompt_cache_key` share: tensors of their own, so that not even the time to the first
+        token tells what requests of another key sent. Digests of places cover the key, so entries can lie together."""
+        tenant = json.dumps([self.prefixes.binding.tenant, cache_key])
+        prefixes = self.prefixes.for_tenant(tenant)
+        return Shelf(prefixes, self._marks.bound_to(prefixes.binding), self._entries)
 
     def look(self, place: Place, at: float, now: float) -> Miss | None:
         """None if there is an entry, for a request that started `at`."""

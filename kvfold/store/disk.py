@@ -11,16 +11,17 @@ first bytes when the tier is first used.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from typing import BinaryIO
 
-from kvfold.errors import FileError, InputError
+from kvfold.errors import FileError, InputError, KvfoldWarning
 from kvfold.store.entry import PREAMBLE_BYTES, peek
 from kvfold.store.events import Events, Reason
-from kvfold.store.folder import own, set_expiry, write_whole
+from kvfold.store.folder import own, owns, set_expiry, write_whole
 from kvfold.store.key import Key
 from kvfold.store.ledger import Lease, Ledger
 from kvfold.store.tier import ByteTier, Clock
@@ -40,7 +41,8 @@ def key_of(path: Path) -> Key | None:
 
 
 class DiskTier(ByteTier):
-    """Holds at most `limit_bytes` in `folder`, what is being written included. One process owns a folder at a time."""
+    """Holds at most `limit_bytes` in `folder`, what is being written included. One process owns a folder at a time. If
+    somebody deletes it under its owner, the tier holds nothing from then on and refuses what is new."""
 
     name = "disk"
 
@@ -54,16 +56,20 @@ class DiskTier(ByteTier):
         self._lock = Lock()  # of the ledger, held for moments
         self._ledger = Ledger(limit_bytes)
         self._is_known = False
+        self._has_warned = False
         self._owned = own(self.folder, self._entries)
 
     @property
     def num_bytes(self) -> int:
         """Counted from the files."""
-        return sum(path.stat().st_size for path in self._entries.rglob("*") if path.is_file())
+        return self._is_ours() and sum(path.stat().st_size for path in self._entries.rglob("*") if path.is_file())
 
     def put(self, key: Key, value: bytes, lease: Lease) -> bool:
         if len(value) > self._ledger.limit_bytes:
             self.emit("failed", key, len(value), "no_room")
+            return False
+        if not self._is_ours():
+            self.emit("failed", key, len(value), "unavailable")
             return False
         with self._writing:
             try:
@@ -115,6 +121,8 @@ class DiskTier(ByteTier):
         return True
 
     def get(self, key: Key, at: float) -> BinaryIO | None:
+        if not self._is_ours():
+            return None
         file = self._open(key, at)
         if file is None and self._counts(key):
             with self._writing:  # one that is being written counts before it is there
@@ -149,16 +157,28 @@ class DiskTier(ByteTier):
             self._delete([key], None if is_live else "expired")
 
     def delete(self, key: Key) -> None:
-        with self._writing:
-            self._delete([key], None)
+        if self._is_ours():
+            with self._writing:
+                self._delete([key], None)
 
     def keys(self) -> Iterator[Key]:
+        if not self._is_ours():
+            return iter(())
         with self._lock:
             self._learn()
             return iter(list(self._ledger))
 
     def close(self) -> None:
         self._owned.close()
+
+    def _is_ours(self) -> bool:
+        """Whether the folder is the one that was locked: another may lie in its place, and have another owner."""
+        is_ours = owns(self._owned, self.folder)
+        if not is_ours and not self._has_warned:
+            self._has_warned = True
+            text = f"{self.folder} was deleted or replaced and is not used any more; start again to use it"
+            warnings.warn(text, KvfoldWarning, stacklevel=2)
+        return is_ours
 
     # What the folder holds
 

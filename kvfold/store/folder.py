@@ -1,7 +1,8 @@
 """A folder that one process owns, and files in it that are whole or not there.
 
-Owning is a lock the kernel drops with the process, however it ends. What is stored was read from somebody's prompts, so
-nobody else may read it.
+Owning is a lock the kernel drops with the process, however it ends. It is on a file, not on its name: where somebody
+deletes the folder and makes it anew, whoever had it owns nothing that can be found. What is stored was read from
+somebody's prompts, so nobody else may read it.
 """
 
 from __future__ import annotations
@@ -17,10 +18,28 @@ from kvfold.whole import replacing
 
 _PATIENCE_S = 0.5  # somebody who only asks whether a folder is owned holds its lock for a moment
 _PAUSE_S = 0.02
+_MOST_TRIES = 8
 
 
 def own(folder: Path, private: Path) -> TextIO:
     """Make the folder, and in it one that nobody else may look into; own both until the file returned is closed."""
+    for _ in range(_MOST_TRIES):
+        file = _locked(folder, private)
+        if owns(file, folder):
+            return file
+        file.close()  # somebody deleted it before it was locked
+    raise FileError(f"{folder} is deleted again and again by somebody else; choose another folder")
+
+
+def owns(file: TextIO, folder: Path) -> bool:
+    """Whether what `own` returned is still the folder's lock."""
+    try:
+        return not file.closed and os.path.samestat(os.fstat(file.fileno()), os.stat(folder / "lock"))
+    except OSError:
+        return False
+
+
+def _locked(folder: Path, private: Path) -> TextIO:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         private.mkdir(exist_ok=True, mode=0o700)

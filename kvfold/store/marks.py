@@ -36,6 +36,10 @@ class Marks:
         self._store = store
         self._binding = replace(binding, kind="marks")
 
+    def bound_to(self, binding: Binding) -> Marks:
+        """In the same store."""
+        return Marks(self._store, binding)
+
     def find(self, spot: Spot, at: float) -> float | None:
         """Its time to live in seconds, if it is there; a request that started `at` uses it."""
         copy = self._store.cascade.get(self._key(spot), at)

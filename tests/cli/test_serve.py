@@ -40,6 +40,7 @@ def test_options_become_settings(tmp_path: Path) -> None:
         (["--max-running", "0"], "the limit running is 0; it must be above 0"),
         (["--otel", "localhost:4318"], "is no address of a collector"),
         (["--store-form", "zip"], 'no form "zip"; forms: exact, packed, cachegen'),
+        (["--store-form", "cachegen"], "cachegen loses something"),
         (["--store-secret", "nowhere"], "the secret in nowhere cannot be read"),
         (["--redis", "redis://localhost"], "warning: whoever can write to this Redis server decides what"),
         (["--keys", "nowhere"], "the keys in nowhere cannot be read"),
@@ -67,7 +68,8 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
         assert server.stdout is not None
         url = server.stdout.readline().split("full: ")[1].split()[0]
         with urlopen(f"{url}/health", timeout=60) as answer:
-            assert json.load(answer)["status"] == "ok"
+            health = json.load(answer)
+            assert (health["status"], health["model"]) == ("ok", "tiny")
     finally:
         server.send_signal(signal.SIGINT)
         _, errors = server.communicate(timeout=60)

@@ -92,7 +92,7 @@ def test_the_map_has_every_layer_and_head(server: Running) -> None:
 
 def test_nothing_of_the_text_is_told(server: Running) -> None:
     assert "cat" not in get(server, "/dashboard/state", **{"x-api-key": "key-a"})[1]
-    assert "cat" not in get(server, "/metrics")[1].replace("cache", "")
+    assert "cat" not in get(server, "/metrics", **{"x-api-key": "key-a"})[1].replace("cache", "")
 
 
 def test_a_reply_on_its_way_is_listed() -> None:
@@ -112,7 +112,7 @@ def test_a_reply_on_its_way_is_listed() -> None:
 
 
 def test_replies_fill_the_histograms(server: Running) -> None:
-    lines = get(server, "/metrics")[1].splitlines()
+    lines = get(server, "/metrics", **{"x-api-key": "key-a"})[1].splitlines()
     assert 'kvfold_token_seconds_bucket{le="+Inf"} 3' in lines
     assert "kvfold_first_token_seconds_count 3" in lines
     assert lines.count("# TYPE kvfold_token_seconds histogram") == 1

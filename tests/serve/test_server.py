@@ -144,9 +144,9 @@ def test_many_at_once_get_what_each_gets_alone() -> None:
 def test_health_and_metrics_tell_the_state(server: Running) -> None:
     server.anthropic.messages.create(model="tiny", max_tokens=3, messages=HELLO)
     until(lambda: server.service.scheduler.num_running == 0)  # the reply's end is told before its place is free
-    health = json.loads(get(server, "/health")[1])
+    health = json.loads(get(server, "/health", **{"x-api-key": "key-a"})[1])
     assert (health["status"], health["model"], health["policy"], health["running"]) == ("ok", "tiny", "full", 0)
-    status, text, headers = get(server, "/metrics")
+    status, text, headers = get(server, "/metrics", **{"x-api-key": "key-a"})
     assert status == 200
     assert headers["content-type"].startswith("text/plain; version=0.0.4")
     lines = text.splitlines()

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import fcntl
 import resource
+import shutil
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
-from kvfold.errors import FileError
+from kvfold.errors import FileError, KvfoldWarning
 from kvfold.store.disk import DiskTier
 from kvfold.store.entry import EntryReader
 from kvfold.store.events import Event
@@ -141,3 +143,43 @@ def test_a_kill_loses_at_most_the_entry_being_written(tmp_path: Path) -> None:
     found = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert found.returncode == 0, found.stderr
     assert int(found.stdout) >= KILLS
+
+
+@pytest.mark.parametrize("made_anew", [True, False])
+def test_an_owner_whose_folder_was_deleted_uses_it_no_more(tmp_path: Path, made_anew: bool) -> None:
+    """Its lock is on a file that has no name any more; whoever makes the folder anew owns that one alone."""
+    folder, lease, events = tmp_path / "store", Lease(time.time(), 300, 1.0), list[Event]()
+    tier = DiskTier(folder, LIMIT)
+    put(tier, 1, lease)
+    shutil.rmtree(folder)
+    other = DiskTier(folder, LIMIT) if made_anew else None
+    if other is not None:
+        put(other, 1, lease)
+    tier.events.subscribe(events.append)
+    with pytest.warns(KvfoldWarning, match="is not used any more"):
+        assert tier.get(make_key(1), time.time()) is None
+    assert not tier.put(make_key(2), make_entry(make_key(2), lease), lease)
+    tier.delete(make_key(1))
+    assert [(event.kind, event.reason) for event in events] == [("failed", "unavailable")]
+    assert len(entry_files(folder)) == (1 if made_anew else 0) and list(tier.keys()) == []
+    tier.close()
+    if other is not None:
+        assert read_whole(other, 1, time.time()) == ["0", "1"]
+        with pytest.raises(FileError, match="in use by another store"):
+            DiskTier(folder, LIMIT)
+        other.close()
+
+
+def test_a_lock_on_a_file_that_was_replaced_is_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, flock = tmp_path / "lock", fcntl.flock
+
+    def replace_then_lock(file: TextIO, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        lock.unlink()
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", replace_then_lock)
+    tier = DiskTier(tmp_path, LIMIT)
+    with pytest.raises(FileError, match="in use by another store"):
+        DiskTier(tmp_path, LIMIT)
+    tier.close()
