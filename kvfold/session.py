@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 from torch import Tensor
 
@@ -30,7 +30,7 @@ from kvfold.models.template import ChatTemplate
 from kvfold.models.turns import Turn, Turns
 from kvfold.pages.sequence import PageConfig, SequenceCache
 from kvfold.policy.policy import Policy
-from kvfold.stats import Stats, measure
+from kvfold.stats import Stats, kept_positions, measure
 
 
 @dataclass(frozen=True)
@@ -218,14 +218,7 @@ class Session:
 
     def kept(self, layer: int, head: int) -> list[int]:
         """Original positions of the slots one head still holds."""
-        layers = self.model.spec.num_layers
-        if not -layers <= layer < layers:
-            raise InputError(f"layer {layer} does not exist; the model has layers 0 to {layers - 1}")
-        heads = self.model.spec.layers[layer].num_kv_heads
-        if not -heads <= head < heads:
-            raise InputError(f"head {head} does not exist; the model has KV heads 0 to {heads - 1}")
-        found: list[int] = self.cache.positions(layer % layers, head % heads).tolist()
-        return found
+        return kept_positions(self.cache, layer, head)
 
     def stats(self) -> Stats:
         """Sizes now: lengths, bytes held, bytes read per step, slots by layer and head."""
@@ -240,6 +233,16 @@ class Session:
         branch = object.__new__(Session)
         branch.__dict__.update(self.__dict__ | {"cache": cache, "token_ids": list(self.token_ids)})
         return branch
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Session:
+        """A fork: the memory of a session is the arena's, which is not copied."""
+        return self.fork()
+
+    def __copy__(self) -> Session:
+        return self.fork()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise InputError("a session cannot be pickled: its slots lie in one process; use save() and Session.load")
 
     def close(self) -> None:
         """Give the memory back. Closing twice is fine."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvfold.errors import InputError
 from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.traffic import stored_bytes_read
 
@@ -53,3 +54,15 @@ def measure(sequence: SequenceCache) -> Stats:
         slots=slots,
         host_bytes=0 if sequence.demoted is None else sequence.demoted.host_bytes,
     )
+
+
+def kept_positions(sequence: SequenceCache, layer: int, head: int) -> list[int]:
+    """Original positions of the slots that one head still holds; negative numbers count from the end."""
+    layers = sequence.spec.num_layers
+    if not -layers <= layer < layers:
+        raise InputError(f"layer {layer} does not exist; the model has layers 0 to {layers - 1}")
+    heads = sequence.spec.layers[layer].num_kv_heads
+    if not -heads <= head < heads:
+        raise InputError(f"head {head} does not exist; the model has KV heads 0 to {heads - 1}")
+    found: list[int] = sequence.positions(layer % layers, head % heads).tolist()
+    return found

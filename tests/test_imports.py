@@ -21,9 +21,10 @@ LEVELS = (
     ("__main__",),
     ("cli", "serve", "bench", "train"),
     ("__init__",),  # the public names
-    ("batch", "episodes", "topics", "session", "stats", "files"),
+    ("batch", "episodes", "topics", "session", "files"),
     ("engine",),
     ("models", "store"),
+    ("stats",),
     ("attend",),
     ("pages",),
     ("score", "budget", "codec", "evicted", "when", "protect", "position", "prefill"),

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvfold.cli import cache_explain, cache_warm
 from kvfold.cli.options import Subparsers, add_secret_option
-from kvfold.cli.show import bar, bytes_text, console, new_table, print_json
+from kvfold.cli.show import bar, console, new_table, print_json
 from kvfold.errors import InputError
+from kvfold.policy.size import bytes_text
 
 if TYPE_CHECKING:
     from kvfold.store.view import Found, View

@@ -9,6 +9,7 @@ from kvfold.cli import show
 from kvfold.cli.options import Subparsers
 from kvfold.cli.texts import add_reading_parser, positive, reading
 from kvfold.errors import InputError
+from kvfold.policy.size import bytes_text
 
 if TYPE_CHECKING:
     from kvfold.codec.bases import Bases
@@ -81,7 +82,7 @@ def _tell_lifts(args: argparse.Namespace, measured: Measured) -> None:
         table.add_row(str(layer), f"{k:.0%}", f"{v:.0%}")
     show.console().print(table)
     print(
-        f"\n{args.out}, {show.bytes_text(num_bytes)}: {lifts.model}; the table shows how much of the variance of these "
+        f"\n{args.out}, {bytes_text(num_bytes)}: {lifts.model}; the table shows how much of the variance of these "
         "layers the layer below tells"
     )
 
@@ -101,6 +102,6 @@ def _tell_bases(args: argparse.Namespace, measured: Bases) -> None:
         table.add_row(*map(str, row))
     show.console().print(table)
     print(
-        f"\n{args.out}, {show.bytes_text(num_bytes)}: {measured.model}, heads stored by {measured.num_heads}; the "
+        f"\n{args.out}, {bytes_text(num_bytes)}: {measured.model}, heads stored by {measured.num_heads}; the "
         f"table shows how many channels of a head palu keeps at rank={kept.rank}"
     )

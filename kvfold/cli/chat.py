@@ -16,10 +16,10 @@ from types import FrameType
 from typing import Any
 
 import kvfold
-from kvfold.cli import show
 from kvfold.cli.options import Subparsers, add_model_options, add_sampling_options, load_model, sampling
 from kvfold.errors import FileError, InputError, KvfoldError
 from kvfold.policy import Policy
+from kvfold.policy.size import bytes_text
 
 DEFAULT_POLICY = "streaming + 1024tok + slot"
 HELP = """\
@@ -126,8 +126,8 @@ class Chat:
         stats = self.session.stats()
         print(
             f"{self.session.policy.short}: {stats.logical_len} tokens seen, {stats.mean_slots:.0f} slots per head, "
-            f"{show.bytes_text(stats.resident_bytes)} held (full cache: {show.bytes_text(stats.full_bytes)}), "
-            f"{show.bytes_text(stats.bytes_per_step)} read per step"
+            f"{bytes_text(stats.resident_bytes)} held (full cache: {bytes_text(stats.full_bytes)}), "
+            f"{bytes_text(stats.bytes_per_step)} read per step"
         )
 
     def _save(self, argument: str) -> None:
@@ -136,7 +136,7 @@ class Chat:
             self.session.save(path)
         except OSError as error:
             raise FileError(f"{path} cannot be written ({error.strerror}); name another file") from None
-        print(f"saved {path}, {show.bytes_text(path.stat().st_size)}")
+        print(f"saved {path}, {bytes_text(path.stat().st_size)}")
 
     def _load(self, argument: str) -> None:
         self._replace(kvfold.Session.load(self.model, _file(argument)))

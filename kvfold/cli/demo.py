@@ -18,6 +18,7 @@ from kvfold.cli.answers import Answer, Asking, answer_all
 from kvfold.cli.options import Subparsers, add_model_options, load_model
 from kvfold.cli.run import answer_json
 from kvfold.policy import Policy
+from kvfold.policy.size import bytes_text
 
 DOCUMENT = "data/handbook.txt"
 EXPECTED = {
@@ -95,7 +96,7 @@ def _print(results: dict[Case, list[Answer]]) -> None:
             escape(case.title),
             "\n".join(map(_marked, answers)),
             f"{sizes.mean_slots:.0f}/{sizes.logical_len}",
-            show.bytes_text(sizes.resident_bytes),
+            bytes_text(sizes.resident_bytes),
             f"{sizes.ratio:.2f}x",
             f"{sum(answer.sizes.prefill_s for answer in answers if answer.is_first):.1f}",
         )
@@ -117,9 +118,9 @@ def summary(results: dict[Case, list[Answer]]) -> str:
     if not right:
         return f"No policy answered both questions; {failed}."
     best = max(right, key=lambda case: right[case][0].sizes.ratio)
-    sizes, full = right[best][0].sizes, show.bytes_text(right[best][0].sizes.full_bytes)
+    sizes, full = right[best][0].sizes, bytes_text(right[best][0].sizes.full_bytes)
     return (
         f"{len(right)} of {len(results)} policies answered both questions; the smallest cache of these ({best.title}) "
-        f"holds {show.bytes_text(sizes.resident_bytes)} where an ordinary bf16 cache of {sizes.logical_len} tokens "
+        f"holds {bytes_text(sizes.resident_bytes)} where an ordinary bf16 cache of {sizes.logical_len} tokens "
         f"holds {full}, {sizes.ratio:.1f} times as much; {failed}."
     )

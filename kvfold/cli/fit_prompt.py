@@ -17,6 +17,7 @@ from kvfold.cli.options import Subparsers, add_model_options, load_model
 from kvfold.cli.run import read_document
 from kvfold.errors import FileError, InputError
 from kvfold.policy import Policy
+from kvfold.policy.size import bytes_text
 
 if TYPE_CHECKING:
     from kvfold.bench.self_study import Studied
@@ -114,11 +115,11 @@ def _report(path: Path, fitted: kvfold.Session, studied: list[Studied]) -> dict[
 
 
 def _print(report: dict[str, Any]) -> None:
-    held, full = show.bytes_text(report["resident_bytes"]), show.bytes_text(report["full_bytes"])
+    held, full = bytes_text(report["resident_bytes"]), bytes_text(report["full_bytes"])
     print(
         f"{report['file']}: {report['num_tokens']} tokens under {report['policy']}, "
         f"{report['slots_per_head']:.0f} slots per head, in {report['prefill_s']:.1f} s\n"
-        f"cache {full} before, {held} after ({report['ratio']:.1f}x); file {show.bytes_text(report['file_bytes'])}\n"
+        f"cache {full} before, {held} after ({report['ratio']:.1f}x); file {bytes_text(report['file_bytes'])}\n"
         f"along {report['reference_tokens']} tokens of the whole cache's answers: same next token "
         f"{report['agreement']:.0%}, KL {report['kl_nats']:.3f} nats\n"
     )

@@ -16,6 +16,7 @@ from kvfold.cli.answers import Answer, Asking, answer_all
 from kvfold.cli.options import Subparsers, add_model_options, add_sampling_options, load_model, sampling
 from kvfold.errors import InputError
 from kvfold.policy import Policy
+from kvfold.policy.size import bytes_text
 
 _EPILOG = """examples:
   kvfold run --context notes.txt --ask "Who wrote this?" --policy "keydiff + 4x"
@@ -131,9 +132,9 @@ def _numbers(answer: Answer) -> list[str]:
     sizes = answer.sizes
     return [
         f"{sizes.mean_slots:.0f}/{sizes.logical_len}",
-        show.bytes_text(sizes.resident_bytes),
+        bytes_text(sizes.resident_bytes),
         f"{sizes.ratio:.2f}x",
-        show.bytes_text(sizes.bytes_per_step),
+        bytes_text(sizes.bytes_per_step),
         f"{sizes.prefill_s:.1f}" if answer.is_first else "shared",
         f"{answer.reply.decode_ms:.{0 if answer.reply.decode_ms >= 20 else 1}f}",
     ]

@@ -34,15 +34,6 @@ def new_table(*headings: str, numbers: Sequence[str] = ()) -> Table:
     return table
 
 
-def bytes_text(number: float) -> str:
-    """23547840 -> 23.5 MB; units are decimal."""
-    for unit in ("B", "kB", "MB"):
-        if number < 999.5:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1000
-    return f"{number:.1f} GB"
-
-
 @contextmanager
 def prefill_bar(label: str, num_tokens: int) -> Iterator[Callable[[int], None] | None]:
     """A bar over the tokens of a prompt."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kvfold.cli import show
 from kvfold.cli.options import Subparsers
 from kvfold.cli.texts import add_reading_parser, positive, reading
+from kvfold.policy.size import bytes_text
 
 if TYPE_CHECKING:
     import kvfold
@@ -69,4 +70,4 @@ def _tell(args: argparse.Namespace, model: kvfold.Model, trained: Trained) -> No
     means = sum(row.explained for row in rows) / count, sum(row.rank for row in rows) / count
     table.add_row("mean", *(f"{mean:.2f}" for mean in means))
     show.console().print(table)
-    print(f"\n{args.out}, {show.bytes_text(num_bytes)}, for {model.name}; on texts kept out of the fit")
+    print(f"\n{args.out}, {bytes_text(num_bytes)}, for {model.name}; on texts kept out of the fit")

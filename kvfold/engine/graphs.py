@@ -69,7 +69,7 @@ class Graphs:
         shape = _bucket(len(sequences)), _bucket(most)
         if shape[1] > self.most_tokens(sequences[0]):
             return None
-        key = id(layout), *shape  # one object for all layouts that are equal, kept for good
+        key = id(layout), *shape  # one object for all layouts that are equal, held by what was captured
         captured = self._captured.pop(key, None)
         if captured is None or not self._serves(captured, sequences[0]):
             captured = self._capture(hf, layout, shape, sequences)

@@ -27,8 +27,8 @@ from kvfold.engine.layer_major import LayerMajor, Progress
 from kvfold.engine.logprobs import next_logprobs, surprise
 from kvfold.engine.replay import Replays
 from kvfold.engine.verify import Verified, commit_run
-from kvfold.errors import InputError
-from kvfold.models.attach import layers_wrapped, maskless
+from kvfold.errors import InputError, ModelError
+from kvfold.models.attach import is_attached, layers_wrapped, maskless
 from kvfold.models.fused import fused
 from kvfold.models.observed import Undo, forget_prompt
 from kvfold.models.pass_cache import DecodeCache, PassCache
@@ -313,6 +313,8 @@ class Runner:
         *,
         hidden: bool = False,
     ) -> Any:
+        if not is_attached(self.hf):
+            raise ModelError("the model was detached from kvfold; call kvfold.attach(model) before using it again")
         device = self.arena.device
         model = self.hf.base_model if hidden else self.hf
         with fused(self.hf):

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
@@ -27,6 +28,7 @@ from kvfold.pages.arena import Arena
 from kvfold.yielding import patched
 
 NAME = "kvfold"
+_ATTACHED = "_kvfold_attached"  # attribute of an attached model
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask")
 _maskless: ContextVar[bool] = ContextVar("kvfold_maskless", default=False)
 
@@ -69,22 +71,44 @@ def maskless() -> Iterator[None]:
         _maskless.reset(token)
 
 
+@dataclass
+class _Attached:
+    """What a model remembers of it: the attention implementation it had, and how often it was attached since."""
+
+    before: str
+    count: int = 0
+
+
 class attach:
-    """Make `model` able to use kvfold's caches. Call it, or use it in a `with` statement to have it undone."""
+    """Make `model` able to use kvfold's caches. Call it, or use it in a `with` statement to have it undone.
+
+    A model that is attached several times has its own attention again when the last of them has been detached.
+    """
 
     def __init__(self, model: Any) -> None:
         self.model = model
         self.spec: ModelSpec = read_spec(model)
-        self._before = model.config._attn_implementation
-        if self._before == NAME:
-            return
-        AttentionInterface.register(NAME, attention)
-        AttentionMaskInterface.register(NAME, mask)
-        model.set_attn_implementation(NAME)
+        if not is_attached(model):
+            AttentionInterface.register(NAME, attention)
+            AttentionMaskInterface.register(NAME, mask)
+            setattr(model, _ATTACHED, _Attached(model.config._attn_implementation))
+            model.set_attn_implementation(NAME)
+        elif not hasattr(model, _ATTACHED):  # it was loaded under our name
+            setattr(model, _ATTACHED, _Attached("sdpa"))
+        getattr(model, _ATTACHED).count += 1
+        self._is_undone = False
 
     def detach(self) -> None:
-        """Back to the attention implementation the model had."""
-        self.model.set_attn_implementation(self._before)
+        """Undo this attach; the last one puts back the attention implementation that the model had."""
+        if self._is_undone:
+            return
+        self._is_undone = True
+        found: _Attached = getattr(self.model, _ATTACHED)
+        found.count -= 1
+        if found.count == 0:
+            delattr(self.model, _ATTACHED)
+            if is_attached(self.model):  # nobody has chosen another one since
+                self.model.set_attn_implementation(found.before)
 
     def __enter__(self) -> attach:
         return self

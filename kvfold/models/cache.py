@@ -5,16 +5,19 @@
     model.generate(**inputs, past_key_values=cache)
 
 Every row of the batch is a sequence of its own; padding (on the left) never enters it. `update` only stages; the
-attention function commits. What the last forward added can be cropped away again, the rest is behind the commit line.
+attention function commits. What the last forward added can be cropped away again, as rejected drafts are; nothing
+older can. `copy.deepcopy` forks: sealed pages are shared.
 
     B batch   Q query heads   H KV heads   T tokens   D head dim
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -28,8 +31,11 @@ from kvfold.models.check import check_policy
 from kvfold.models.observed import Undo, forget_prompt
 from kvfold.models.sentences import needs_sentences
 from kvfold.models.spec import read_spec
+from kvfold.pages.crop import crop
 from kvfold.pages.sequence import PageConfig, SequenceCache
 from kvfold.policy.policy import Policy
+from kvfold.policy.size import bytes_text
+from kvfold.stats import Stats, kept_positions, measure
 
 
 class Cache(HfCache):  # type: ignore[misc]
@@ -40,6 +46,7 @@ class Cache(HfCache):  # type: ignore[misc]
         if not is_attached(model):
             raise ModelError("the model is not attached; call kvfold.attach(model) before using kvfold.Cache")
         self.spec = read_spec(model)
+        self._model = ref(model)
         self.policy = Policy.parse(policy)
         check_policy(self.policy, self.spec)
         _refuse_replay(self.policy)
@@ -49,6 +56,7 @@ class Cache(HfCache):  # type: ignore[misc]
         self.config = PageConfig(page_size, open_len)
         self.sequences: list[SequenceCache] = []
         self._seen_len = 0  # tokens of the padded batch, which is what transformers counts
+        self._num_added = 0  # of these, by the last forward
         self._pass: PrefillPass | DecodePass | None = None  # the forward that is running, or was interrupted
         self._undo = Undo([])
         self._starts: list[int] = []  # first real token of each row in the current forward
@@ -59,6 +67,11 @@ class Cache(HfCache):  # type: ignore[misc]
         return self._seen_len
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        if query_length == 0:  # transformers cuts off what the cache has read, and nothing was left
+            raise InputError(
+                f"this cache has read {self._seen_len} tokens and the input is no longer than that; make a new "
+                "kvfold.Cache for another prompt, or call reset()"
+            )
         return self._seen_len + query_length, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
@@ -73,11 +86,66 @@ class Cache(HfCache):  # type: ignore[misc]
         return bool(self.sequences)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        model = self._model()
+        if model is None or not is_attached(model):
+            raise ModelError(
+                "the model was detached from kvfold after this cache was made; call kvfold.attach(model) again, or use "
+                "a cache of transformers"
+            )
         return _Handle(self, layer_idx, key_states.detach(), value_states.detach()), None
+
+    # Looking
 
     @property
     def resident_bytes(self) -> int:
         return sum(sequence.resident_bytes for sequence in self.sequences)
+
+    def stats(self, row: int = 0) -> Stats:
+        """Sizes of one row of the batch now: lengths, bytes held, bytes read per step, slots by layer and head."""
+        return measure(self._row(row))
+
+    def kept(self, layer: int, head: int, row: int = 0) -> list[int]:
+        """Original positions of the slots that one head of a row still holds; padding is not counted."""
+        return kept_positions(self._row(row), layer, head)
+
+    def _row(self, row: int) -> SequenceCache:
+        if not -len(self.sequences) <= row < len(self.sequences):
+            raise InputError(f"row {row} does not exist; the cache holds {len(self.sequences)} rows")
+        return self.sequences[row]
+
+    def __repr__(self) -> str:
+        if not self.sequences:
+            return f'kvfold.Cache("{self.policy.short}", empty)'
+        full = sum(self.spec.full_bytes(sequence.logical_len) for sequence in self.sequences)
+        return (
+            f'kvfold.Cache("{self.policy.short}", rows={len(self.sequences)}, tokens={self._seen_len}, '
+            f"resident={bytes_text(self.resident_bytes)}, full={bytes_text(full)}, "
+            f"ratio={full / max(self.resident_bytes, 1):.2f}x)"
+        )
+
+    # Copies
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
+        """A cache of its own over the same tokens: rows are forked, and nothing of the arena is copied but the block of
+        newest tokens."""
+        if self._pass is not None:
+            self._drop_interrupted()
+        branch = object.__new__(Cache)
+        memo[id(self)] = branch
+        branch.__dict__.update(self.__dict__ | {"sequences": []})
+        for sequence in self.sequences:
+            branch.sequences.append(sequence.fork())
+        branch._undo = Undo([])
+        return branch
+
+    def __copy__(self) -> Cache:
+        return copy.deepcopy(self)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise InputError(
+            "a kvfold.Cache cannot be pickled: its slots lie in the memory of one process; use copy.deepcopy for a "
+            "second cache over the same tokens, or kvfold.Session and its save() for a file"
+        )
 
     # One forward
 
@@ -107,6 +175,7 @@ class Cache(HfCache):  # type: ignore[misc]
         current.finish()
         self._pass = None
         self._seen_len += num_tokens
+        self._num_added = num_tokens
         if isinstance(current, PrefillPass):
             for sequence in self.sequences:
                 forget_prompt(sequence)
@@ -173,24 +242,24 @@ class Cache(HfCache):  # type: ignore[misc]
         self.sequences = chosen
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back up to what the last forward added; a negative number, as transformers gives it."""
+        """Take back up to what the last forward added; a negative number, as transformers gives it. A prompt that was
+        read together with drafts was compressed with them there, which stays so."""
         count = abs(tokens_to_remove)
         if tokens_to_remove > 0:
             raise InputError(f"crop({tokens_to_remove}): give the tokens to remove as a negative number")
-        drafted = min((s.open.fill - s.open.committed for s in self.sequences), default=0)
-        if count > drafted:
-            raise InputError(
-                f"crop(-{count}) reaches behind the commit line: {drafted} tokens of the last forward can be removed"
-            )
+        most = min([self._num_added, *(sequence.logical_len for sequence in self.sequences)])
+        if count > most:
+            raise InputError(f"crop(-{count}): only the {most} tokens of the last forward can be removed")
         for sequence in self.sequences:
-            sequence.open.fill -= count
+            crop(sequence, count)
         self._seen_len -= count
+        self._num_added -= count
 
     def reset(self) -> None:
         """Empty the cache and give its memory back."""
         for sequence in self.sequences:
             sequence.release()
-        self.sequences, self._seen_len, self._pass = [], 0, None
+        self.sequences, self._seen_len, self._num_added, self._pass = [], 0, 0, None
 
     def __del__(self) -> None:
         for sequence in self.__dict__.get("sequences", ()):

@@ -41,6 +41,12 @@ class Model:
     spec: ModelSpec
     memory_bytes: int | None = None
     compile: Compile = "auto"
+    attached: attach | None = None  # what made the module use kvfold's caches, where `load` or `wrap` did
+
+    def detach(self) -> None:
+        """Give the transformers module its own attention back; sessions over it can no longer run."""
+        if self.attached is not None:
+            self.attached.detach()
 
     @property
     def device(self) -> torch.device:
@@ -84,7 +90,6 @@ def load(
     source = str(resolve(name, progress=progress))
     hf, tokenizer = _from_pretrained(name, source, compute)
     hf.to(target).eval()
-    attach(hf)
     return wrap(hf, tokenizer, name=name, kv_dtype=kv_dtype, memory=memory, compile=compile)
 
 
@@ -98,11 +103,10 @@ def wrap(
     compile: Compile = "auto",
 ) -> Model:
     """A Model around a transformers module you loaded yourself; the module is attached."""
-    attach(hf)
-    set_tokenizer(hf, tokenizer)
-    spec = read_spec(hf, kv_dtype)
     bound = None if memory is None else parse_bytes(memory)
-    return Model(name or spec.name, hf, tokenizer, spec, bound, compile)
+    spec = read_spec(hf, kv_dtype)
+    set_tokenizer(hf, tokenizer)
+    return Model(name or spec.name, hf, tokenizer, spec, bound, compile, attach(hf))
 
 
 def load_tokenizer(name: str) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +39,7 @@ def read_spec(hf: Any, kv_dtype: torch.dtype | None = None) -> ModelSpec:
         max_positions=int(getattr(config, "max_position_embeddings", 0) or 0),
         vocab_size=int(config.vocab_size),
         eos_token_ids=frozenset(int(i) for i in eos_ids if i is not None),
-        digest=partial(parameters_digest, hf),
+        digest=partial(_digest, ref(hf)),
     )
 
 
@@ -48,11 +49,22 @@ def _name(name_or_path: str) -> str:
     return folder.resolve().name if name_or_path and folder.is_dir() else name_or_path
 
 
+def _digest(model: ref[nn.Module]) -> str:
+    """A spec outlives its model in layouts and captured steps, so it must not hold it."""
+    hf = model()
+    if hf is None:
+        raise ModelError("the model was deleted, so its weights cannot be hashed any more; keep it until they are")
+    return parameters_digest(hf)
+
+
 def decoder_layers(hf: Any) -> list[nn.Module]:
     """The blocks the model runs one after another."""
     layers = getattr(hf.base_model, "layers", None)
     if layers is None:
-        raise ModelError(f"{type(hf).__name__} has no list of decoder layers; kvfold runs decoder-only transformers")
+        raise ModelError(
+            f"{type(hf).__name__} keeps its decoder layers under another name than `layers`; this family is not "
+            "supported"
+        )
     return list(layers)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -40,6 +41,12 @@ class Arena:
         self.memory = torch.empty(self.num_superblocks * superblock_bytes, dtype=torch.uint8, device=self.device)
         self._free: list[tuple[int, int]] = [(0, self.num_superblocks)]  # (start, length), sorted, never adjacent
         self.peak_bytes = 0
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Also what `copy` asks for: a copy would take as much memory again, and lend what others hold."""
+        raise InputError(
+            f"an arena of {self.capacity_bytes} bytes is neither copied nor pickled; fork the session or cache in it"
+        )
 
     @property
     def capacity_bytes(self) -> int:

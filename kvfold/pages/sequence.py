@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -209,6 +210,11 @@ class SequenceCache:
         branch.pinned = list(self.pinned)
         branch.demoted = None if self.demoted is None else self.demoted.copy()
         return branch
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SequenceCache:
+        return self.fork()
+
+    __copy__ = fork
 
     def _freeze_tail(self) -> None:
         """What was reserved for growth goes back: a shared segment never grows."""

@@ -22,6 +22,15 @@ BYTE_UNITS = {
 EXAMPLES = f"8x, 2048tok, 12.5%mem, 512MB ({', '.join(BYTE_UNITS)}), min(8x, 2048tok), max(8x, 512tok)"
 
 
+def bytes_text(number: float) -> str:
+    """23547840 -> 23.5 MB; units are decimal."""
+    for unit in ("B", "kB", "MB"):
+        if number < 999.5:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1000
+    return f"{number:.1f} GB"
+
+
 @dataclass(frozen=True)
 class SizeFacts:
     """What the runner knows about one sequence when a size becomes a number."""

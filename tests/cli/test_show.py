@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvfold.cli.show import MAX_BINS, bytes_text, kept_lines
+from kvfold.cli.show import MAX_BINS, kept_lines
+from kvfold.policy.size import bytes_text
 
 
 @pytest.mark.parametrize(

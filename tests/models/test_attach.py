@@ -12,10 +12,12 @@ import pytest
 import torch
 
 import kvfold
+from kvfold.engine.graphs import graphs_of
+from kvfold.engine.runner import Runner
 from kvfold.errors import InputError, ModelError
 from kvfold.models.attach import NAME, arena_of, is_attached, layers_wrapped, set_arena
 from kvfold.pages.arena import Arena
-from tests.tiny import FAMILIES, VOCAB_SIZE, build, greedy, prompt
+from tests.tiny import FAMILIES, VOCAB_SIZE, build, greedy, prompt, tokenizer
 
 
 def padded_batch() -> dict[str, torch.Tensor]:
@@ -60,6 +62,54 @@ def test_attaching_twice_keeps_the_outer_one() -> None:
     assert is_attached(model)
     outer.detach()
     assert not is_attached(model)
+
+
+def test_the_last_detach_undoes_whichever_comes_last() -> None:
+    model = build()
+    first, second = kvfold.attach(model), kvfold.attach(model)
+    first.detach()
+    first.detach()  # again: nothing
+    assert is_attached(model)
+    second.detach()
+    assert model.config._attn_implementation == "sdpa"
+    loaded = kvfold.wrap(model, tokenizer())
+    again = kvfold.wrap(model, tokenizer())
+    loaded.detach()
+    assert is_attached(model)
+    again.detach()
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_use_after_detach_is_told() -> None:
+    model = build()
+    wrapped = kvfold.wrap(model, tokenizer())
+    cache, session = kvfold.Cache(model, "full"), kvfold.Session(wrapped, "full", template=None)
+    session.extend(prompt(5))
+    wrapped.detach()
+    with pytest.raises(ModelError, match="was detached from kvfold after this cache was made"):
+        model(torch.tensor([prompt(5)]), past_key_values=cache)
+    with pytest.raises(ModelError, match="was detached from kvfold"):
+        session.generate(max_new_tokens=2)
+    session.close()
+    with kvfold.attach(model):
+        model(torch.tensor([prompt(5)]), past_key_values=cache)
+    cache.reset()
+
+
+def test_a_model_that_has_decoded_is_freed() -> None:
+    """Through lanes, as on a GPU: layouts, graphs and specs must not hold the module."""
+    model = build()
+    wrapped = kvfold.wrap(model, tokenizer(), memory="8MB")
+    runner = Runner(model, wrapped.spec, wrapped.arena)
+    runner.graphs = graphs_of(model)
+    sequence = runner.new_sequence(kvfold.Policy.parse("full"))
+    runner.prefill([sequence], [prompt(40)])
+    assert runner.graphs.decode(model, [sequence], [[3]]) is not None
+    sequence.release()
+    alive = weakref.ref(model)
+    del model, wrapped, runner, sequence
+    gc.collect()
+    assert alive() is None
 
 
 def test_two_models_at_once() -> None:

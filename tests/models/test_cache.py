@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Iterator
 from functools import cache as remembered
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 
 import kvfold
-from kvfold.errors import InputError, OutOfPages
+from kvfold.errors import InputError, OutOfPages, PolicyError
 from kvfold.models.attach import arena_of, attach, set_arena
 from kvfold.pages.arena import Arena
 from tests.tiny import FAMILIES, VOCAB_SIZE, build, prompt, tokenizer
@@ -87,12 +89,131 @@ def test_prompt_in_chunks(llama: Any) -> None:
     assert_same(llama, batch(50), prefill_chunk_size=16)
 
 
-def test_drafts_inside_a_prompt_are_refused(llama: Any) -> None:
-    """Assisted generation runs its first drafts together with the prompt, which is sealed at once."""
-    inputs = {"input_ids": torch.tensor([prompt(20) * 2]), "attention_mask": torch.ones(1, 40, dtype=torch.int64)}
-    past = kvfold.Cache(llama, "full")
-    with pytest.raises(InputError, match="reaches behind the commit line"):
-        generated(llama, inputs, past, prompt_lookup_num_tokens=3)
+REPEATED = {"input_ids": torch.tensor([prompt(20) * 2]), "attention_mask": torch.ones(1, 40, dtype=torch.int64)}
+
+
+def test_prompt_lookup(any_model: Any) -> None:
+    """Assisted generation runs its first drafts together with the prompt, which is sealed at once, and takes rejected
+    ones back."""
+    past = kvfold.Cache(any_model, "full", **PAGES)
+    if any(layer.sliding_window is not None for layer in past.spec.layers):  # as transformers' own cache
+        with pytest.raises(InputError, match=r"sliding window of \d+ tokens and has dropped what the 40 tokens"):
+            generated(any_model, REPEATED, past, prompt_lookup_num_tokens=3)
+    else:
+        found = generated(any_model, REPEATED, past, prompt_lookup_num_tokens=3)
+        assert torch.equal(found, generated(any_model, REPEATED))
+    past.reset()
+
+
+PROTECTED = "protect(sinks=2, recent=8)"
+
+
+@pytest.mark.parametrize("policy", [f"knorm + 2x + {PROTECTED}", "int4", f"h2o + 24tok + int8 + {PROTECTED}"])
+def test_prompt_lookup_over_compressed_caches(llama: Any, policy: str) -> None:
+    """Slots of rejected drafts are gone from every head, and nothing else is."""
+    past = kvfold.Cache(llama, policy, **PAGES)
+    found = generated(llama, REPEATED, past, prompt_lookup_num_tokens=3)
+    assert found.shape == (1, 40 + NUM_NEW)
+    seen = past.get_seq_length()
+    assert seen == past.sequences[0].logical_len <= 40 + NUM_NEW
+    for layer in range(3):
+        for head in range(2):
+            positions = past.kept(layer, head)
+            assert positions == sorted(set(positions)) and positions[-1] == seen - 1
+    past.reset()
+
+
+@torch.inference_mode()
+def test_rejected_drafts_behind_a_prompt_leave_no_trace(llama: Any) -> None:
+    ids = torch.tensor([prompt(50)])
+    drafted, plain = kvfold.Cache(llama, "full", **PAGES), kvfold.Cache(llama, "full", **PAGES)
+    llama(torch.cat((ids, torch.tensor([[7, 8, 9]])), 1), past_key_values=drafted)
+    drafted.crop(-3)
+    llama(ids, past_key_values=plain)
+    assert drafted.get_seq_length() == 50 and drafted.kept(0, 0) == plain.kept(0, 0) == list(range(50))
+    after = torch.tensor([prompt(9, seed=5)])
+    torch.testing.assert_close(
+        llama(after, past_key_values=drafted).logits, llama(after, past_key_values=plain).logits, atol=1e-5, rtol=1e-5
+    )
+    drafted.reset()
+    plain.reset()
+
+
+@torch.inference_mode()
+def test_slots_that_share_scales_are_not_cropped(llama: Any) -> None:
+    past = kvfold.Cache(llama, "kivi4")
+    llama(torch.tensor([prompt(80)]), past_key_values=past)
+    with pytest.raises(PolicyError, match="shares scales between neighbouring slots"):
+        past.crop(-2)
+    assert past.get_seq_length() == 80
+    past.reset()
+
+
+# Copies
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy])
+def test_a_copy_is_a_fork(llama: Any, copied: Any) -> None:
+    """transformers' own recipe for a shared prefix; the arena is not copied."""
+    policy = "knorm + 2x + protect(sinks=2, recent=4)"
+    first = batch(60, 31)
+    prefix = kvfold.Cache(llama, policy, **PAGES)
+    with torch.inference_mode():
+        llama(**first, past_key_values=prefix)
+    before = arena_of(llama).lent_bytes
+    branch = copied(prefix)
+    assert branch.arena is prefix.arena and branch.stats(1).slots == prefix.stats(1).slots
+    assert arena_of(llama).lent_bytes - before < prefix.resident_bytes / 2  # sealed pages are shared
+    longer = {
+        "input_ids": torch.cat((first["input_ids"], torch.tensor([[5, 6], [7, 8]])), 1),
+        "attention_mask": torch.cat((first["attention_mask"], torch.ones(2, 2, dtype=torch.int64)), 1),
+    }
+    found = generated(llama, longer, branch)
+    assert prefix.get_seq_length() == 60 and torch.equal(generated(llama, longer, copied(prefix)), found)
+    branch.reset()
+    assert torch.equal(generated(llama, longer, prefix), found)
+    prefix.reset()
+
+
+def test_nothing_that_lies_in_an_arena_is_pickled(llama: Any) -> None:
+    past = kvfold.Cache(llama, "full", **PAGES)
+    with torch.inference_mode():
+        llama(torch.tensor([prompt(20)]), past_key_values=past)
+    with pytest.raises(InputError, match=r"a kvfold\.Cache cannot be pickled"):
+        pickle.dumps(past)
+    with pytest.raises(InputError, match="neither copied nor pickled"):
+        copy.deepcopy(past.arena)
+    with kvfold.Session(kvfold.wrap(llama, tokenizer()), "full", template=None, **PAGES) as session:
+        session.extend(prompt(30))
+        with pytest.raises(InputError, match="a session cannot be pickled"):
+            pickle.dumps(session)
+        with copy.deepcopy(session) as branch:
+            branch.extend(prompt(5, seed=9))
+        assert session.stats().logical_len == 30
+    past.reset()
+
+
+# Telling
+
+
+def test_a_cache_tells_what_it_holds(llama: Any) -> None:
+    past = kvfold.Cache(llama, "knorm + 2x + protect(sinks=2, recent=4)", **PAGES)
+    assert repr(past) == 'kvfold.Cache("knorm + 2x + protect(sinks=2, recent=4)", empty)'
+    with pytest.raises(InputError, match="row 0 does not exist; the cache holds 0 rows"):
+        past.stats()
+    with torch.inference_mode():
+        llama(**batch(60, 31), past_key_values=past)
+    assert [past.stats(row).logical_len for row in (0, 1, -1)] == [60, 31, 31]
+    assert len(past.kept(0, 0, row=1)) == past.stats(1).slots[0][0] <= 16
+    assert "rows=2, tokens=60, resident=" in repr(past) and repr(past).endswith("x)")
+    past.reset()
+
+
+def test_a_shorter_prompt_is_refused_in_words(llama: Any) -> None:
+    past = kvfold.Cache(llama, "full", **PAGES)
+    generated(llama, batch(40), past)
+    with pytest.raises(InputError, match=r"has read 51 tokens and the input is no longer than that; make a new"):
+        generated(llama, batch(10), past)
     past.reset()
 
 
@@ -147,17 +268,17 @@ def test_compressed_cache_equals_a_session(llama: Any) -> None:
     past.reset()
 
 
-def test_crop_stops_at_the_commit_line(llama: Any) -> None:
+def test_crop_stops_at_the_last_forward(llama: Any) -> None:
     past = kvfold.Cache(llama, "full", **PAGES)
     ids = torch.tensor([prompt(30)])
     with torch.inference_mode():
         llama(ids[:, :20], past_key_values=past)
-        with pytest.raises(InputError, match=r"crop\(-1\) reaches behind the commit line: 0 tokens"):
-            past.crop(-1)
         llama(ids[:, 20:24], past_key_values=past)
-        with pytest.raises(InputError, match="4 tokens of the last forward"):
+        with pytest.raises(InputError, match="only the 4 tokens of the last forward"):
             past.crop(-5)
         past.crop(-3)
+        with pytest.raises(InputError, match="only the 1 tokens of the last forward"):
+            past.crop(-2)
         assert past.get_seq_length() == 21
         after = llama(ids[:, 21:], past_key_values=past).logits[0, -1]
         expected = llama(ids, use_cache=False).logits[0, -1]

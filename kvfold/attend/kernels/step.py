@@ -9,7 +9,7 @@ seal (tasks, open blocks, mean keys) is rewritten in place, so a captured graph 
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from kvfold.policy.registry import term_of
 
 _NAMES = {dtype: name for name, dtype in FLOATS.items()}
 _layouts: WeakKeyDictionary[SequenceCache, Layout | None] = WeakKeyDictionary()
-_same_layout: dict[Layout, Layout] = {}
+_same_layout: WeakKeyDictionary[Layout, ref[Layout]] = WeakKeyDictionary()  # a layout holds weights
 
 
 def layout_of(sequence: SequenceCache) -> Layout | None:
@@ -71,7 +71,7 @@ def _find_layout(sequence: SequenceCache) -> Layout | None:
         tracked.last_queries,
         0 if sequence.exact is None else sequence.exact.num_slots,
     )
-    return _same_layout.setdefault(layout, layout)
+    return _same_layout.setdefault(layout, ref(layout))() or layout
 
 
 class Step:
