@@ -8,6 +8,7 @@ KvfoldError
 ├── FileError        a saved session that is truncated, altered or foreign
 ├── PrefixLost       a stored prefix turned out bad while it was read; it is set aside: look up again
 ├── OutOfPages       the arena is full; nothing was changed (also MemoryError)
+├── LogitsError      the model computed logits that are not finite (also ArithmeticError)
 ├── Overloaded       too many requests wait; try again later
 └── MissingExtra     an optional dependency is not installed (also ImportError)
 
@@ -49,6 +50,10 @@ class PrefixLost(KvfoldError):
 
 class OutOfPages(KvfoldError, MemoryError):
     """The arena cannot lend the memory a step needs; raised before the step changes anything."""
+
+
+class LogitsError(KvfoldError, ArithmeticError):
+    """The model computed logits that are NaN or infinite; no token can be chosen."""
 
 
 class Overloaded(KvfoldError):

@@ -21,6 +21,7 @@ from kvfold.attend.decode import may_evict
 from kvfold.attend.kernels.step import layout_of
 from kvfold.attend.track import Tracked
 from kvfold.engine.runner import Runner
+from kvfold.engine.sample import likeliest_of
 from kvfold.engine.verify import commit_run
 from kvfold.models.sentences import needs_sentences
 from kvfold.pages.sequence import SequenceCache
@@ -32,11 +33,12 @@ class Arriving:
 
     def __init__(self, sequences: Sequence[SequenceCache], logits_BV: Tensor) -> None:
         self._row = {sequence: row for row, sequence in enumerate(sequences)}
-        self._token_B = self._host_B = logits_BV.argmax(-1)
+        self._host_B = likeliest_of(logits_BV)
+        self._token_B = self._host_B.clamp(min=0)  # a row without one is run in vain: the host will refuse it
         self._event = None
         if logits_BV.is_cuda:  # sent before the next step is queued, or it would arrive after that step
-            self._host_B = torch.empty(len(logits_BV), dtype=torch.int64, pin_memory=True)
-            self._host_B.copy_(self._token_B, non_blocking=True)
+            found_B, self._host_B = self._host_B, torch.empty(len(logits_BV), dtype=torch.int64, pin_memory=True)
+            self._host_B.copy_(found_B, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
 

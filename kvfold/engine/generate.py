@@ -19,6 +19,7 @@ import torch
 from kvfold.engine.ahead import Ahead, Arriving, can_run_ahead, run_ahead
 from kvfold.engine.request import Request, StopReason
 from kvfold.engine.runner import Runner
+from kvfold.engine.sample import likeliest_of
 from kvfold.engine.writer import Took, Writer
 
 __all__ = ["Request", "StopReason", "generate", "step", "step_greedily"]
@@ -73,12 +74,12 @@ def step(runner: Runner, writers: Sequence[Writer]) -> list[Tell]:
     last = [writer.request.token_ids[-1] for writer in writers]
     if not any(drafts):
         rows_BV = runner.decode(sequences, last, commit=[not writer.request.stop for writer in writers])
-        likeliest = rows_BV.argmax(-1).tolist()  # where the host waits for the device, once a step
+        likeliest = likeliest_of(rows_BV).tolist()  # where the host waits for the device, once a step
         took = Took(time.perf_counter() - began, runner.setup_s - setup_s)
         ran = zip(writers, rows_BV, likeliest, strict=True)
         return [partial(writer.ran, logits_V, token, took) for writer, logits_V, token in ran]
     found = runner.verify(sequences, [[token, *draft] for token, draft in zip(last, drafts, strict=True)])
-    ahead = iter(torch.cat([verified.logits_TV.argmax(-1) for verified in found]).tolist())
+    ahead = iter(torch.cat([likeliest_of(verified.logits_TV) for verified in found]).tolist())
     took = Took(time.perf_counter() - began, runner.setup_s - setup_s)
     return [
         partial(writer.ran_ahead, draft, verified, list(islice(ahead, len(draft) + 1)), took)

@@ -1,14 +1,25 @@
-"""Pick the next token: greedy, or sampled with a seed."""
+"""Pick the next token: greedy, or sampled with a seed.
+
+Every temperature and top_p that is accepted gives finite probabilities: the largest logit is subtracted before the
+division, and the likeliest token is never cut off. Logits of which the largest is NaN or infinite come of a broken
+model; they are refused rather than drawn from.
+
+    V vocabulary   T rows of one request   N rows
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvfold.errors import InputError
+from kvfold.errors import InputError, LogitsError
+
+NO_TOKEN = -1  # in place of the likeliest token of a row whose largest logit is not finite
+_FLAT = 1e37  # a temperature at which all tokens are equally likely; its inverse is one that is greedy
 
 
 @dataclass(frozen=True)
@@ -21,8 +32,8 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise InputError(f"temperature is {self.temperature}; it must be 0 (greedy) or above")
+        if not 0 <= self.temperature < math.inf:
+            raise InputError(f"temperature is {self.temperature}; it must be 0 (greedy) or above, and finite")
         if self.top_k < 0:
             raise InputError(f"top_k is {self.top_k}; it must be 0 (off) or above")
         if not 0 < self.top_p <= 1:
@@ -37,15 +48,22 @@ class Sampler:
         self.generator = torch.Generator().manual_seed(sampling.seed)
 
     def pick(self, logits_V: Tensor) -> int:
+        """LogitsError if the largest logit is not finite."""
         if self.sampling.temperature == 0:
-            return int(logits_V.argmax())
-        probs_V = torch.softmax(self._cut(logits_V.float().cpu() / self.sampling.temperature), dim=-1)
+            return _checked(int(likeliest_of(logits_V)))
+        logits_V = logits_V.float().cpu()
+        top = logits_V.max()
+        if not top.isfinite():
+            raise _not_finite()
+        # In 32 bits smaller temperatures are 0 and larger ones infinite, and 0 / 0 and inf / inf are no numbers.
+        temperature = min(max(self.sampling.temperature, 1 / _FLAT), _FLAT)
+        probs_V = torch.softmax(self._cut((logits_V - top) / temperature), dim=-1)
         return int(torch.multinomial(probs_V, 1, generator=self.generator))
 
     def picks(self, logits_TV: Tensor, likeliest: Sequence[int] | None = None) -> Iterator[int]:
-        """A token for each row, drawn when it is asked for. `likeliest`: the rows' argmax, where it is known."""
+        """A token for each row, drawn when it is asked for. `likeliest`: of the rows, where it is known."""
         if self.sampling.temperature == 0:
-            yield from logits_TV.argmax(-1).tolist() if likeliest is None else likeliest
+            yield from map(_checked, likeliest_of(logits_TV).tolist() if likeliest is None else likeliest)
         else:
             yield from map(self.pick, logits_TV.float().cpu())
 
@@ -61,4 +79,22 @@ class Sampler:
         is_out_V = ordered_V == -torch.inf
         if share < 1:
             is_out_V |= before_V >= share
+            is_out_V[0] = False  # a share may be 0 in 32 bits
         return logits_V.index_fill(0, index_V[is_out_V], -torch.inf)
+
+
+def likeliest_of(logits_NV: Tensor) -> Tensor:
+    """The likeliest token of each row, or NO_TOKEN; on the device, so that the host reads all rows at once."""
+    token_N1 = logits_NV.argmax(-1, keepdim=True)  # of a NaN, if there is one
+    is_finite_N1 = logits_NV.gather(-1, token_N1).isfinite()
+    return token_N1.where(is_finite_N1, NO_TOKEN).squeeze(-1)
+
+
+def _checked(token: int) -> int:
+    if token == NO_TOKEN:
+        raise _not_finite()
+    return token
+
+
+def _not_finite() -> LogitsError:
+    return LogitsError("the model computed NaN or infinite logits; its weights or their precision are at fault")

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from kvfold.engine.jobs import Began, Ended, Event, Job, Wrote
-from kvfold.errors import KvfoldError
+from kvfold.errors import KvfoldError, LogitsError
 from kvfold.serve.api_error import ApiError, bad_request
 from kvfold.serve.ask import Ask
 from kvfold.serve.bill import Bill
@@ -120,6 +120,8 @@ def api_error(error: Exception | None) -> ApiError:
     """What a client is told of a failed job: what we raised on purpose, else nothing of the inside."""
     if isinstance(error, MemoryError):
         return ApiError(529, str(error), retry_after_s=5)
+    if isinstance(error, LogitsError):
+        return ApiError(500, str(error))
     if isinstance(error, KvfoldError):
         return bad_request(str(error))
     return ApiError(500, "the request failed inside the server; its log says why")

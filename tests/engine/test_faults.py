@@ -10,20 +10,25 @@ import gc
 import inspect
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+from torch import Tensor
 
 import kvfold
-from kvfold.engine.jobs import Ended
+from kvfold.engine import scheduler as module
+from kvfold.engine.jobs import Begin, Ended, Event
 from kvfold.engine.runner import Runner
 from kvfold.engine.sample import Sampling
 from kvfold.engine.scheduler import Scheduler
+from kvfold.errors import LogitsError, Overloaded
 from kvfold.models.loader import Model
+from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy
 from tests import tiny
 from tests.engine.jobs import job
@@ -132,7 +137,8 @@ def test_an_exception_at_any_call_fails_one_job_at_most(small: Model) -> None:
     phases = {"begin", "reached", "began", "read", "prefill", "write", "pick", "decode", "ran", "end", "release"}
     assert phases | {"fits", "__call__"} <= _names(sites)
     for site, count in sites.items():
-        _inject(small, SHORT, normal, site, count // 2 + 1)
+        if site.caller != "Job.end":  # a listener that raises then has nobody who would hear: tested below
+            _inject(small, SHORT, normal, site, count // 2 + 1)
 
 
 def test_an_exception_on_the_way_to_the_host_or_back_fails_one_job_at_most(small: Model) -> None:
@@ -170,3 +176,134 @@ def _inject(model: Model, asked: dict[int, Options], normal: Ran, site: Site, at
         else:
             assert (end, text) == (usual, whole), (site, at)
     assert failed <= 1, f"{site}, call {at}: {failed} jobs failed"
+
+
+def test_a_listener_that_raises_at_its_end_is_its_own_fault(model: Model) -> None:
+    runner = Runner(model.hf, model.spec, model.arena, chunk_len=16)
+    scheduler = Scheduler(runner, Policy.parse("full"), model.tokenizer)
+    told: list[Event] = []
+
+    def listen(event: Event) -> None:
+        told.append(event)
+        if isinstance(event, Ended):
+            raise Broken
+
+    deaf, (other, heard) = (
+        job(runner, tiny.prompt(9), max_new_tokens=2)[0],
+        job(runner, tiny.prompt(8), max_new_tokens=9),
+    )
+    deaf.listener = listen
+    scheduler.submit(deaf)
+    scheduler.submit(other)
+    assert heard.end().reason == "length"
+    assert [event.reason for event in told if isinstance(event, Ended)] == ["length"]
+    assert scheduler.state == "running"
+    assert scheduler.close(60)
+
+
+def test_of_a_batch_that_raises_only_whoever_is_at_fault_fails(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pass raises whenever the third sequence is in it."""
+    runner = Runner(model.hf, model.spec, model.arena, chunk_len=16)
+    decode, bad, sizes = runner.decode, [], []
+
+    def broken(sequences: Sequence[SequenceCache], *more: Any, **options: Any) -> Tensor:
+        sizes.append(len(sequences))
+        if bad and bad[0] in sequences:
+            raise Broken
+        return decode(sequences, *more, **options)
+
+    def run(is_broken: bool) -> list[tuple[str, str]]:
+        scheduler = Scheduler(runner, Policy.parse("full"), model.tokenizer)
+        made = [job(runner, tiny.prompt(9, seed=i), max_new_tokens=6) for i in range(7)]
+        victim, begin = made[2][0], made[2][0].source.begin
+
+        def spoilt() -> Begin:
+            found = begin()
+            bad.append(found.sequence)
+            return found
+
+        if is_broken:
+            victim.source.begin = spoilt  # type: ignore[method-assign]
+        with scheduler._changed:
+            for one, _ in made:
+                scheduler.submit(one)
+        found = [(heard.end().reason, heard.text) for _, heard in made]
+        assert scheduler.state == "running"
+        assert scheduler.close(60)
+        return found
+
+    expected = run(False)
+    monkeypatch.setattr(runner, "decode", broken)
+    found = run(True)
+    assert [reason for reason, _ in found] == ["length", "length", "failed", *["length"] * 4]
+    assert [*found[:2], *found[3:]] == [*expected[:2], *expected[3:]]
+    assert 1 in sizes and max(sizes) >= 4
+
+
+def test_logits_of_one_request_that_are_not_finite_fail_it_alone(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = Runner(model.hf, model.spec, model.arena, chunk_len=16)
+    decode = runner.decode
+
+    def broken(sequences: Sequence[SequenceCache], *more: Any, **options: Any) -> Tensor:
+        rows_BV = decode(sequences, *more, **options).clone()
+        for row, sequence in enumerate(sequences):
+            if sequence.logical_len == 14:
+                rows_BV[row, 5] = torch.nan
+        return rows_BV
+
+    monkeypatch.setattr(runner, "decode", broken)
+    scheduler = Scheduler(runner, Policy.parse("full"), model.tokenizer)
+    made = [job(runner, tiny.prompt(n), max_new_tokens=4, sampling=Sampling(0.5)) for n in (20, 12, 30)]
+    greedy = job(runner, tiny.prompt(13), max_new_tokens=4)
+    for one, _ in (*made, greedy):
+        scheduler.submit(one)
+    assert [heard.end().reason for _, heard in (*made, greedy)] == ["length", "failed", "length", "failed"]
+    assert all(isinstance(heard.end().error, LogitsError) for _, heard in (made[1], greedy))
+    assert scheduler.close(60)
+
+
+def test_a_loop_that_raises_fails_every_job_and_starts_anew(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = Runner(model.hf, model.spec, model.arena, chunk_len=16)
+    scheduler = Scheduler(runner, Policy.parse("full"), model.tokenizer, max_running=1)
+    seen: list[str] = []
+    made = [job(runner, tiny.prompt(9, seed=i), max_new_tokens=100_000) for i in range(2)]
+    for one, _ in made:
+        scheduler.submit(one)
+    assert made[0][1].has_written.wait(60)
+    sweep = scheduler._sweep
+
+    def broken() -> None:
+        monkeypatch.setattr(scheduler, "_sweep", sweep)
+        raise Broken
+
+    made[1][0].listener = lambda event: (seen.append(scheduler.state), made[1][1](event))[0]
+    monkeypatch.setattr(scheduler, "_sweep", broken)
+    assert [type(heard.end().error) for _, heard in made] == [Broken, Broken]
+    assert seen == ["restarting"]
+    after, heard = job(runner, tiny.prompt(9), max_new_tokens=3)
+    scheduler.submit(after)
+    assert heard.end().reason == "length"
+    assert scheduler.state == "running"
+    assert scheduler.close(60)
+
+
+def test_a_loop_that_keeps_raising_is_over(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RESTART_S", 0.0)
+    told = threading.Event()
+    runner = Runner(model.hf, model.spec, model.arena, chunk_len=16)
+    scheduler = Scheduler(runner, Policy.parse("full"), model.tokenizer, on_failure=told.set)
+
+    def broken() -> None:
+        raise Broken
+
+    monkeypatch.setattr(scheduler, "_sweep", broken)
+    for _ in range(module.MOST_RESTARTS + 1):
+        assert not told.is_set()
+        one, heard = job(runner, tiny.prompt(9))
+        scheduler.submit(one)
+        assert isinstance(heard.end().error, Broken)
+    assert told.wait(60)
+    assert scheduler.state == "failed"
+    with pytest.raises(Overloaded, match="has failed"):
+        scheduler.submit(job(runner, tiny.prompt(9))[0])
+    assert scheduler.close(60)

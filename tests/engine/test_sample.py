@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from kvfold.engine.sample import Sampler, Sampling
-from kvfold.errors import InputError
+from kvfold.errors import InputError, LogitsError
 
 LOGITS = torch.log(torch.tensor([0.05, 0.4, 0.15, 0.3, 0.1]))
 
@@ -52,10 +54,47 @@ def test_a_seed_gives_the_same_draws() -> None:
     assert draws(1) == draws(1) != draws(2)
 
 
+MASKED = LOGITS.index_fill(0, torch.tensor([0]), -torch.inf)  # a token that the model rules out
+
+
+@pytest.mark.parametrize("logits_V", [LOGITS, 1e4 * LOGITS, MASKED, torch.full((5,), 3e38) * LOGITS.exp()])
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-45, 1e-40, 1e-38, 1e-30])
+def test_temperatures_next_to_zero_are_greedy(logits_V: torch.Tensor, temperature: float) -> None:
+    for options in ({}, {"top_p": 0.9}, {"top_k": 3, "top_p": 1e-300}):
+        sampler = Sampler(Sampling(temperature, **options))  # type: ignore[arg-type]
+        assert {sampler.pick(logits_V) for _ in range(20)} == {1}
+
+
+@pytest.mark.parametrize("temperature", [1e37, 1e38, 1e300, 1.7e308])
+def test_huge_temperatures_leave_all_tokens_equally_likely(temperature: float) -> None:
+    assert drawn(temperature=temperature) == {0, 1, 2, 3, 4}
+    sampler = Sampler(Sampling(temperature))
+    assert {sampler.pick(MASKED) for _ in range(400)} == {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("top_p", [5e-324, 1e-300, 1e-46, 1e-10])
+def test_a_tiny_share_keeps_the_likeliest(top_p: float) -> None:
+    assert drawn(temperature=1.0, top_p=top_p) == {1}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-40, 1.0])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_logits_of_a_broken_model_are_refused(temperature: float, bad: float) -> None:
+    broken_V = LOGITS.index_fill(0, torch.tensor([2]), bad)
+    for logits_V in (broken_V, torch.full((5,), -torch.inf)):
+        with pytest.raises(LogitsError, match="NaN or infinite"):
+            Sampler(Sampling(temperature)).pick(logits_V)
+        with pytest.raises(LogitsError):
+            list(Sampler(Sampling(temperature)).picks(logits_V.unsqueeze(0)))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"temperature": -0.1}, "temperature is -0.1"),
+        ({"temperature": math.nan}, "temperature is nan"),
+        ({"temperature": math.inf}, "temperature is inf"),
+        ({"top_p": math.nan}, "top_p is nan"),
         ({"top_k": -1}, "top_k is -1"),
         ({"top_p": 0.0}, "top_p is 0.0"),
         ({"top_p": 1.1}, "top_p is 1.1"),
