@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import argparse
 import warnings
+<<<<<<< HEAD
 from pathlib import Path
 from typing import TYPE_CHECKING
+=======
+from typing import TYPE_CHECKING, Any
+>>>>>>> 4553c8d (Drop slow clients, bound connections, and keep deadlines outside the scheduler's thread)
 
 from kvfold.cli.options import Subparsers, add_model_options, add_secret_option, load_model
 from kvfold.errors import InputError, KvfoldWarning
@@ -69,6 +73,18 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-output", type=int, default=32_768, metavar="N", help="tokens of a reply (%(default)s)")
     group.add_argument("--max-body", default="32MB", metavar="SIZE", help="bytes of a request (%(default)s)")
     group.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds for a request (%(default)s)")
+    group.add_argument(
+        "--max-connections", type=int, metavar="N", help="clients at a time (1024, or what file descriptors allow)"
+    )
+    seconds: dict[str, Any] = {"type": float, "metavar": "S"}
+    group.add_argument("--header-timeout", default=10.0, help="for a request's head to come (%(default)s)", **seconds)
+    group.add_argument("--body-timeout", default=60.0, help="for its body to come (%(default)s)", **seconds)
+    group.add_argument(
+        "--write-timeout", default=30.0, help="for a client to take what is written to it (%(default)s)", **seconds
+    )
+    group.add_argument(
+        "--shutdown-timeout", default=5.0, help="from Ctrl-C or SIGTERM to the end (%(default)s)", **seconds
+    )
     group.add_argument("--temperature", type=float, default=1.0, metavar="T", help="where a request names none")
 
 
@@ -102,8 +118,7 @@ def run(args: argparse.Namespace) -> int:
         with service_of(model, policy, settings, store) as service:
             if service.no_reuse is not None:
                 print(f"prompts are not cached: {service.no_reuse}")
-            serve(service, args.host, args.port, lambda port: _say(args, policy, port), on_done)
-    return 0
+            return serve(service, args.host, args.port, lambda port: _say(args, policy, port), on_done)
 
 
 def make_settings(args: argparse.Namespace) -> Settings:
@@ -122,6 +137,11 @@ def make_settings(args: argparse.Namespace) -> Settings:
             running=args.max_running,
             waiting=args.max_waiting,
             request_s=args.timeout,
+            connections=args.max_connections,
+            header_s=args.header_timeout,
+            body_s=args.body_timeout,
+            write_s=args.write_timeout,
+            shutdown_s=args.shutdown_timeout,
         ),
         tenants=None if args.keys is None else read_keys(args.keys),
         price=None if args.price is None else Price(args.price[0], args.price[1], read_factor_of(names[-1])),

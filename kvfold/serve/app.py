@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -66,6 +67,7 @@ class App:
             "/v1/models": self._models,
             "/v1/models/{name:path}": self._model,
             "/health": self._health,
+            "/ready": self._ready,
             "/metrics": self._metrics,
             **Dashboard(self.service, self._guard).handlers,
         }
@@ -78,16 +80,29 @@ class App:
     async def _body(self, request: Request) -> object:
         """JSON of a bounded size."""
         _check_type(request)
-        limit, found = self.service.settings.limits.body_bytes, bytearray()
-        async for piece in request.stream():
-            found += piece
-            if len(found) > limit:
-                raise ApiError(413, f"the body is longer than {limit} bytes; shorten the request")
+        try:
+            async with asyncio.timeout(self.service.settings.limits.body_s):
+                found = await self._received(request)
+        except TimeoutError:
+            raise self._too_slow() from None
         try:
             return parse_json(found)
         except InvalidJson as error:
             where = error.where or "the body is no valid JSON"
             raise bad_request(f"{where}: {error}", logged=f"{where}: it is no valid JSON") from None
+
+    async def _received(self, request: Request) -> bytearray:
+        limit, found = self.service.settings.limits.body_bytes, bytearray()
+        async for piece in request.stream():
+            found += piece
+            if len(found) > limit:
+                raise ApiError(413, f"the body is longer than {limit} bytes; shorten the request")
+        return found
+
+    def _too_slow(self) -> ApiError:
+        """The connection is closed, too: the rest of the body may never come."""
+        message = f"the body did not come within {self.service.settings.limits.body_s:g} s; send the request again"
+        return ApiError(408, message, headers={"connection": "close"})
 
     async def _answer(
         self, request: Request, start: Start, ask: Ask, make: Callable[..., Writer], body: Any
@@ -169,9 +184,16 @@ class App:
             return JSONResponse({"status": "ok"})
         scheduler = self.service.scheduler
         facts = {"model": self.service.settings.names[0], "policy": self.service.policy.short, "version": __version__}
-        return JSONResponse(
-            {"status": "ok", **facts, "running": scheduler.num_running, "waiting": scheduler.num_waiting}
-        )
+        state = scheduler.state
+        status = "ok" if state in ("running", "closed") else state  # an orderly end is no failure
+        load = {"running": scheduler.num_running, "waiting": scheduler.num_waiting}
+        return JSONResponse({"status": status, **facts, **load}, 200 if status == "ok" else 503)
+
+    async def _ready(self, request: Request) -> Response:
+        """For load balancers: whether requests are to be sent here."""
+        state = self.service.state
+        is_ready = state == "running"
+        return JSONResponse({"ready": is_ready, "state": state}, 200 if is_ready else 503)
 
     async def _metrics(self, request: Request) -> Response:
         self._guard.tenant(request)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
 import time
@@ -15,6 +14,7 @@ from kvfold.serve.api_error import ApiError, bad_request
 from kvfold.serve.ask import Ask
 from kvfold.serve.bill import Bill
 from kvfold.serve.calls import Call, CallReader
+from kvfold.serve.inbox import Inbox
 from kvfold.serve.plan import Plan
 from kvfold.serve.source import CachedSource, PlainSource
 
@@ -33,7 +33,7 @@ class Reply:
         ask: Ask,
         start: Start,
         job: Job,
-        events: asyncio.Queue[Event],
+        events: Inbox,
         source: CachedSource | PlainSource,
         plan: Plan,
         *,
@@ -93,7 +93,8 @@ class Reply:
 
     def _fail(self, event: Ended) -> None:
         if event.reason == "late":
-            raise ApiError(504, f"the request took longer than {self._service.settings.limits.request_s:g} s")
+            self.start.trail.end = "late"  # the scheduler may be too busy to say so
+            raise late(self._service.settings.limits.request_s)
         if event.reason == "cancelled":
             raise ApiError(529, "the server is shutting down; send the request again", retry_after_s=1)
         _log.error("request failed", exc_info=event.error, extra={"facts": {"request": self.start.trail.id}})
@@ -105,7 +106,6 @@ class Reply:
             return
         self._is_closed = True
         self._service.scheduler.cancel(self._job)
-        self._service.ended(self)
 
     def _note_start(self, event: Began) -> None:
         metrics, paid = self._service.metrics, self.bill
@@ -114,6 +114,11 @@ class Reply:
             metrics.add("kvfold_prompt_tokens_total", count, billed=name)
         metrics.add("kvfold_cache_lookups_total", result=self._source.miss or "hit")
         metrics.observe("kvfold_first_token_seconds", time.perf_counter() - self.start.trail.came)
+
+
+def late(seconds: float) -> ApiError:
+    """Of a request whose time is over."""
+    return ApiError(504, f"the request took longer than {seconds:g} s")
 
 
 def api_error(error: Exception | None) -> ApiError:

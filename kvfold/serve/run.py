@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvfold.errors import InputError, MissingExtra
+from kvfold.errors import InputError
 from kvfold.models.loader import Model
 from kvfold.policy.policy import Policy
-from kvfold.serve.app import App
+from kvfold.serve.connections import BACKLOG
 from kvfold.serve.guard import OnDone
+from kvfold.serve.server import Server
 from kvfold.serve.service import Service
 from kvfold.serve.settings import Settings
 from kvfold.store import DeviceTier, DiskTier, HostTier, PrefixStore, Quarantine, RedisTier
@@ -53,17 +54,15 @@ def service_of(model: Model, policy: str | Policy, settings: Settings, store: Pr
         store.close()
 
 
-def serve(service: Service, host: str, port: int, started: Callable[[int], None], on_done: OnDone) -> None:
-    """Until it is interrupted; `started` is told the port once requests are taken, `on_done` each that is over."""
+def serve(service: Service, host: str, port: int, started: Callable[[int], None], on_done: OnDone) -> int:
+    """Until it is interrupted; `started` is told the port once requests are taken, `on_done` each that is over. Returns
+    the exit code: 1 if the scheduler has failed for good."""
     try:
-        import uvicorn
-    except ImportError as error:
-        raise MissingExtra("the server needs Starlette and uvicorn; run: pip install 'kvfold[serve]'") from error
-    try:
-        listening = socket.create_server((host, port), backlog=2048)
+        listening = socket.create_server((host, port), backlog=BACKLOG)
     except OSError as error:
         raise InputError(f"nothing can listen at {host}:{port} ({error.strerror}); choose another --port") from error
-    app = App(service, on_done).asgi(on_start=lambda: started(listening.getsockname()[1]))
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=10)
     with listening:
-        uvicorn.Server(config).run(sockets=[listening])
+        server = Server(service, on_done, lambda: started(listening.getsockname()[1]))
+        server.end_on_signals()
+        server.run(sockets=[listening])
+    return server.exit_code

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from kvfold.engine.jobs import Event, Job
+from kvfold.engine.jobs import Job
 from kvfold.engine.runner import Runner
 from kvfold.engine.scheduler import Scheduler
 from kvfold.errors import InputError, ModelError, Overloaded, PolicyError
@@ -22,11 +22,12 @@ from kvfold.serve.api_error import ApiError, bad_request
 from kvfold.serve.ask import Ask
 from kvfold.serve.diagnose import Diagnoses
 from kvfold.serve.entries import Miss
+from kvfold.serve.inbox import Inbox
 from kvfold.serve.metrics import Metrics
 from kvfold.serve.plan import Plan, places_of
 from kvfold.serve.prompt import Prompt, Prompter
 from kvfold.serve.recent import Recent
-from kvfold.serve.reply import Reply
+from kvfold.serve.reply import Reply, late
 from kvfold.serve.settings import Settings
 from kvfold.serve.shelf import Shelf
 from kvfold.serve.source import CachedSource, PlainSource
@@ -76,6 +77,8 @@ class Service:
         self.diagnoses = Diagnoses()
         self.prompter = Prompter(model.tokenizer)
         self.clock = settings.clock or time.time
+        self.is_closing = False
+        self.on_failure: Callable[[], None] = lambda: None  # called when the scheduler has failed for good
         self.no_reuse: str | None = None if store is not None else "this server was started without a prefix store"
         self._runner = Runner(model.hf, model.spec, model.arena, compile=model.compile)
         self._shelves: dict[str, Shelf] = {}
@@ -90,6 +93,7 @@ class Service:
             max_running=limits.running,
             max_waiting=limits.waiting,
             make_room=self._make_room,
+            on_failure=lambda: self.on_failure(),
         )
         self._add_gauges()
 
@@ -117,6 +121,11 @@ class Service:
         if device is not None:
             gauge("kvfold_arena_prefix_bytes", "Bytes of the arena that prefixes hold.", lambda: device.arena_bytes)
 
+    @property
+    def state(self) -> str:
+        """Either "running", or why requests are not answered now: "closing", or what the scheduler says."""
+        return "closing" if self.is_closing else self.scheduler.state
+
     # Asking
 
     def check_model(self, name: str) -> None:
@@ -127,7 +136,8 @@ class Service:
 
     async def prompt(self, ask: Ask) -> Prompt:
         self.check_model(ask.model)
-        return await asyncio.to_thread(self.prompter.prompt, ask)
+        async with _in_time(self.settings.limits.request_s):
+            return await asyncio.to_thread(self.prompter.prompt, ask)
 
     async def start(self, ask: Ask, start: Start) -> Reply:
         """A reply that has begun; ApiError if that does not come to be."""
@@ -137,19 +147,18 @@ class Service:
             most = self.model.spec.max_positions - 1
             raise bad_request(f"prompt is too long: {len(prompt.tokens)} tokens > {most} maximum")
         self._enter(start.tenant)
+        inbox = Inbox(self.settings.limits.request_s, partial(self._leave, start.tenant))
         try:
-            reply = self._submit(ask, start, prompt, num_left)
+            reply = self._submit(ask, start, prompt, num_left, inbox)
         except BaseException:
-            self._leave(start.tenant)
+            inbox.close()
             raise
         await reply.begin()
         return reply
 
-    def _submit(self, ask: Ask, start: Start, prompt: Prompt, num_left: int) -> Reply:
+    def _submit(self, ask: Ask, start: Start, prompt: Prompt, num_left: int, inbox: Inbox) -> Reply:
         source, plan = self._source(ask, start, prompt)
-        events: asyncio.Queue[Event] = asyncio.Queue()
-        limits, loop = self.settings.limits, asyncio.get_running_loop()
-        watched = Watched(source, partial(_tell, loop, events), start.trail)
+        watched = Watched(source, inbox.tell, start.trail)
         job = Job(
             prompt.tokens,
             watched,
@@ -158,7 +167,7 @@ class Service:
             sampling=ask.sampling,
             stop=ask.stop,
             tenant=start.tenant,
-            deadline=time.monotonic() + limits.request_s,
+            deadline=time.monotonic() + self.settings.limits.request_s,
         )
         start.trail.queue(ask.model, len(prompt.tokens))
         if self._running.total() > 1:
@@ -167,7 +176,7 @@ class Service:
             self.scheduler.submit(job)
         except Overloaded as error:
             raise ApiError(529, str(error), retry_after_s=1) from error
-        return Reply(self, ask, start, job, events, source, plan, is_cut=num_left < ask.max_tokens)
+        return Reply(self, ask, start, job, inbox, source, plan, is_cut=num_left < ask.max_tokens)
 
     def _source(self, ask: Ask, start: Start, prompt: Prompt) -> tuple[CachedSource | PlainSource, Plan]:
         places = places_of(ask, prompt, f"{start.scope}|{ask.model}")
@@ -201,6 +210,8 @@ class Service:
     # Limits
 
     def _enter(self, tenant: str) -> None:
+        if self.is_closing:
+            raise ApiError(529, "the server is shutting down; send the request again", retry_after_s=1)
         if self._running[tenant] >= self.settings.limits.per_tenant:
             most = self.settings.limits.per_tenant
             raise ApiError(429, f"{most} requests of yours are being answered already; wait for one", retry_after_s=1)
@@ -209,15 +220,19 @@ class Service:
     def _leave(self, tenant: str) -> None:
         self._running[tenant] -= 1
 
-    def ended(self, reply: Reply) -> None:
-        """Told once by every reply, however it ends."""
-        self._leave(reply.start.tenant)
+    def num_answering(self) -> int:
+        """Requests whose job has not ended: those that count against `--max-per-tenant`."""
+        return self._running.total()
 
     def close(self) -> None:
+        self.is_closing = True
         self.scheduler.close()
 
 
-def _tell(loop: asyncio.AbstractEventLoop, events: asyncio.Queue[Event], event: Event) -> None:
-    """From the scheduler's thread; a loop that is closed has nobody who would hear."""
-    with suppress(RuntimeError):
-        loop.call_soon_threadsafe(events.put_nowait, event)
+@asynccontextmanager
+async def _in_time(seconds: float) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise late(seconds) from None

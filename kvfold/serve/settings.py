@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from kvfold.engine.sample import Sampling
 from kvfold.errors import InputError
 from kvfold.serve.bill import Price, min_tokens_of
 
@@ -19,9 +20,14 @@ class Limits:
     running: int = 64
     waiting: int = 256
     request_s: float = 600.0
+    connections: int | None = None  # at a time; None: 1,024, or what the process's file descriptors allow
+    header_s: float = 10.0  # for the head of a request to come
+    body_s: float = 60.0  # for its body
+    write_s: float = 30.0  # for the client to take what is written
+    shutdown_s: float = 5.0  # from the signal to the end of the process
 
     def __post_init__(self) -> None:
-        low = [name for name, value in vars(self).items() if value <= 0]
+        low = [name for name, value in vars(self).items() if value is not None and not value > 0]
         if low:
             raise InputError(f"the limit {low[0]} is {vars(self)[low[0]]}; it must be above 0")
 
@@ -37,6 +43,9 @@ class Settings:
     cache_min_tokens: int | None = None
     temperature: float = 1.0  # where a request names none
     clock: Callable[[], float] | None = None  # seconds since 1970; None: the system's
+
+    def __post_init__(self) -> None:
+        Sampling(temperature=self.temperature)  # InputError if no request could be sampled with it
 
     def min_tokens(self, model: str) -> int:
         return min_tokens_of(model) if self.cache_min_tokens is None else self.cache_min_tokens

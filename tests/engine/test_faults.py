@@ -37,7 +37,8 @@ ROOT = Path(kvfold.__file__).parent
 PARTS = ("scheduler", "task", "generate", "writer", "sample", "runner", "jobs")
 LOOP = {str(ROOT / "engine" / f"{name}.py") for name in PARTS}
 OWN = {str(ROOT / "engine" / f"{name}.py") for name in ("scheduler", "lines")}  # the loop's own state
-COUNTING = {"finish", "advance", "commit_run", "commit", "logical_len", "setup_s"}  # numbers of a whole batch, no more
+# What a whole batch has in common once its pass has run: numbers, and which tokens are the likeliest.
+WHOLE = {"finish", "advance", "commit_run", "commit", "logical_len", "setup_s", "likeliest_of"}
 CAPACITY = 56 * 4096  # too little for both long replies
 
 
@@ -69,7 +70,7 @@ def watched(watch: Watch) -> Iterator[None]:
         code = frame.f_code
         is_ours = code.co_filename.startswith((str(ROOT), str(Path(__file__).parent)))
         is_anonymous = code.co_name.startswith("<") or code.co_flags & inspect.CO_GENERATOR
-        if not is_ours or is_anonymous or code.co_filename in OWN or code.co_name in COUNTING:
+        if not is_ours or is_anonymous or code.co_filename in OWN or code.co_name in WHOLE:
             return
         watch(Site(caller.f_code.co_qualname, code.co_qualname, Path(code.co_filename).name))
 

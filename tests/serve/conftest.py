@@ -5,7 +5,10 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 _NEEDED = ("starlette", "uvicorn", "anthropic", "openai")
-_PARTS = "anthropic dashboard explain isolation openai page prompt prompt_cache refusals restart server traces"
+_PARTS = (
+    "anthropic dashboard ending explain isolation openai page prompt prompt_cache refusals restart server slow_clients "
+    "traces"
+)
 _TALKING = [f"test_{name}.py" for name in _PARTS.split()]
 
 collect_ignore = [] if all(map(find_spec, _NEEDED)) else _TALKING

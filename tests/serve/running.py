@@ -12,12 +12,11 @@ from typing import Any
 
 import anthropic
 import openai
-import uvicorn
 
 from kvfold.models.loader import Model
-from kvfold.serve.app import App
 from kvfold.serve.guard import OnDone
 from kvfold.serve.run import service_of
+from kvfold.serve.server import Server
 from kvfold.serve.service import Service
 from kvfold.serve.settings import Limits, Settings
 from kvfold.store import DeviceTier, DiskTier, HostTier, PrefixStore, RedisTier
@@ -47,8 +46,9 @@ class Clock:
 class Running:
     """A running server and clients for it."""
 
-    def __init__(self, service: Service, port: int, clock: Clock, key: str) -> None:
-        self.service, self.clock, self.port = service, clock, port
+    def __init__(self, service: Service, listening: Any, clock: Clock, key: str) -> None:
+        self.service, self.clock, self.listening = service, clock, listening
+        self.port = port = listening.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.anthropic = self.anthropic_as(key)
         self.openai = self.openai_as(key)
@@ -114,14 +114,13 @@ def running(
     settings = {"cache_min_tokens": 32, "temperature": 0.0, "clock": clock, **settings}
     chosen = Settings(("tiny", "tiny-too"), limits or Limits(), **settings)
     with service_of(model, policy, chosen, store) as service:
-        config = uvicorn.Config(App(service, on_done).asgi(), port=0, log_level="warning", timeout_graceful_shutdown=5)
-        server = uvicorn.Server(config)
+        server = Server(service, on_done)
         thread = Thread(target=server.run, daemon=True)
         thread.start()
         while not server.started:
             assert thread.is_alive()
         try:
-            yield Running(service, server.servers[0].sockets[0].getsockname()[1], clock, key)
+            yield Running(service, server.servers[0].sockets[0], clock, key)
         finally:
             server.should_exit = True
             thread.join()

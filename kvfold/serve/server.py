@@ -1,0 +1,89 @@
+"""The HTTP server of a service, from its first connection to the end of the process.
+
+After Ctrl-C or SIGTERM nothing new is taken, and replies have a part of `shutdown_s` to come to their end:
+
+    signal …… 0.4 …………………………… 0.7 ……………………………………… 1.0 of shutdown_s
+    | replies end  | jobs are cancelled | requests are cancelled, all is closed | the process is ended, code 1
+
+The last is done by a thread that needs neither the loop nor the interpreter's lock, so that no pass of the model, no
+store and no client can put it off; it writes to stderr what every thread was doing. A second signal ends the process at
+once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FrameType
+
+from kvfold.errors import MissingExtra
+from kvfold.serve.app import App
+from kvfold.serve.connections import BACKLOG, Connection, Door, most_connections
+from kvfold.serve.guard import OnDone
+from kvfold.serve.service import Service
+
+try:
+    import uvicorn
+except ImportError as error:
+    raise MissingExtra("the server needs Starlette and uvicorn; run: pip install 'kvfold[serve]'") from error
+
+_TO_END, _TO_CLOSE = 0.4, 0.7  # shares of shutdown_s
+
+
+class Server(uvicorn.Server):
+    """`on_start` is called when requests are taken, `on_done` is told of each that is over."""
+
+    def __init__(self, service: Service, on_done: OnDone, on_start: Callable[[], None] = lambda: None) -> None:
+        limits = service.settings.limits
+        door = Door(limits, most_connections(limits.connections))
+        config = uvicorn.Config(
+            App(service, on_done).asgi(on_start=on_start),
+            port=0,
+            http=partial(Connection, door=door),  # type: ignore[arg-type]
+            ws="none",
+            backlog=BACKLOG,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=max(1, int(_TO_CLOSE * limits.shutdown_s)),
+        )
+        super().__init__(config)
+        self.exit_code = 0
+        self._service = service
+        service.on_failure = self._fail
+
+    def end_on_signals(self) -> None:
+        """From now to the end of the process: what follows the server may be interrupted as well."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.handle_exit)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """uvicorn's would end with the server, and raise what it has captured before the store is closed."""
+        yield
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            os._exit(128 + sig)
+        self._begin_end()
+
+    def _fail(self) -> None:
+        """The scheduler is over, and so is the process: whoever watches it starts another one."""
+        self.exit_code = 1
+        self._begin_end()
+
+    def _begin_end(self) -> None:
+        self._service.is_closing = True
+        self.should_exit = True
+        faulthandler.dump_traceback_later(self._service.settings.limits.shutdown_s, exit=True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Jobs that go on are told to end, so that their clients hear why."""
+        seconds = _TO_END * self._service.settings.limits.shutdown_s
+        asyncio.get_running_loop().call_later(seconds, self._service.scheduler.close, 0.0)
+        await super().shutdown(sockets)
