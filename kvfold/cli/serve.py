@@ -7,12 +7,8 @@ from __future__ import annotations
 
 import argparse
 import warnings
-<<<<<<< HEAD
 from pathlib import Path
-from typing import TYPE_CHECKING
-=======
 from typing import TYPE_CHECKING, Any
->>>>>>> 4553c8d (Drop slow clients, bound connections, and keep deadlines outside the scheduler's thread)
 
 from kvfold.cli.options import Subparsers, add_model_options, add_secret_option, load_model
 from kvfold.errors import InputError, KvfoldWarning
