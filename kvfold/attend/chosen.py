@@ -65,7 +65,8 @@ def choose(sequence: SequenceCache, layer: int, q_HGTD: Tensor) -> Chosen | None
         return None
     q, offset = in_basis(sequence.tail.layers[layer], q_HGTD)  # segments of a sequence share what codecs learnt
     scale = sequence.spec.layers[layer].scale
-    index_HTW = page_class.reader.select(PageView(q, offset, scale, pages, pages.used_HU(unit), num_units))
+    view = PageView(q, offset, scale, pages, pages.used_HU(unit), num_units, page_class.page_size)
+    index_HTW = page_class.reader.select(view)
     return _gathered(pages, unit, q, offset, index_HTW.sort(-1).values, num_exact(sequence, layer))
 
 

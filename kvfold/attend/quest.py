@@ -44,7 +44,7 @@ class Quest(Reader):
     def at(self, layer: int) -> Reader:
         return All() if layer < self.skip_layers else self
 
-    def summaries(self, head_dim: int, kv_dtype: torch.dtype) -> tuple[Field, ...]:
+    def summaries(self, head_dim: int, kv_dtype: torch.dtype, page_size: int) -> tuple[Field, ...]:
         return Field("min", kv_dtype, head_dim, per="page"), Field("max", kv_dtype, head_dim, per="page")
 
     def summarise(self, k_MPD: Tensor, used_MP: Tensor) -> dict[str, Tensor]:

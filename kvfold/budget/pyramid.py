@@ -33,8 +33,8 @@ class Pyramid(Allocator):
     all it has. Where nothing is left to slope, because protected slots are nearly all that fit, a warning says so.
 
     As the authors' code, whose window is what is protected here; it rounds the slope down, and lets all layers keep B
-    where T < 2m. Their score is `snapkv(window=8, kernel=7, pool=max)`. kvpress' PyramidKVPress counts the window inside
-    the line and lets every layer keep B where the line would end below it.
+    where T < 2m. Their score is `snapkv(window=8, kernel=7, pool=max)`. kvpress' PyramidKVPress counts the window
+    inside the line and lets every layer keep B where the line would end below it.
     """
 
     beta: int = 20

@@ -93,7 +93,7 @@ class PageClass:
     @cached_property
     def summaries(self) -> tuple[Field, ...]:
         """What the reader keeps of each page or slot."""
-        own = self.reader.summaries(self.head_dim, self.kv_dtype)
+        own = self.reader.summaries(self.head_dim, self.kv_dtype, self.page_size)
         return tuple(replace(item, name=f"{SUMMARY}{item.name}") for item in own)
 
     def rows_per_page(self, item: Field) -> int:

@@ -40,6 +40,7 @@ class PageView:
     summaries: Summaries
     used_HU: Tensor  # slots in each unit
     num_units: int  # W, less than U
+    page_size: int  # P
 
 
 class Reader:
@@ -51,7 +52,7 @@ class Reader:
         """The reader of one layer, counted from the bottom."""
         return self
 
-    def summaries(self, head_dim: int, kv_dtype: torch.dtype) -> tuple[Field, ...]:
+    def summaries(self, head_dim: int, kv_dtype: torch.dtype, page_size: int) -> tuple[Field, ...]:
         """The fields kept of each page or slot; all of them are read by `select`."""
         return ()
 

@@ -93,7 +93,7 @@ def view_of(k_HMPD: Tensor, q_HGTD: Tensor, num_units: int, *, unit: int = 1, sc
     num_heads, num_pages, page_size, _ = k_HMPD.shape
     used_HU = torch.full((num_heads, num_pages * page_size // unit), unit)
     kept = Kept(k_HMPD, torch.full((num_heads, num_pages), page_size))
-    return PageView(q_HGTD, None, scale, kept, used_HU, num_units)
+    return PageView(q_HGTD, None, scale, kept, used_HU, num_units, page_size)
 
 
 @pytest.mark.parametrize("unit", [1, 4])
@@ -218,6 +218,80 @@ def test_slots_come_from_the_run_that_holds_them() -> None:
         torch.testing.assert_close(chosen.v_RSD[head], v_HSD[head, chosen.slot_RS[head]])
 
 
-def test_no_tokens_are_refused() -> None:
-    with pytest.raises(PolicyError, match="tokens is at least 1"):
-        Policy.parse("full + rocket(tokens=0)")
+def published_order(q_GD: Tensor, k_SD: Tensor, ratio: float) -> Tensor:
+    """Weights [S] of RocketKV's second stage for one step of one KV head, as its code has them."""
+    num_slots, dim = k_SD.shape
+    page = math.ceil(math.sqrt(ratio))
+    page = page if page <= ratio else 1
+    channels = q_GD.abs().mean(0).topk(int(dim * page / ratio)).indices.tolist()
+    sign = [1.0 if float(total) > 0 else -1.0 for total in q_GD.sum(0)]
+    rows = []
+    for q_D in q_GD:
+        row = []
+        for slot in range(num_slots):
+            first = slot // page * page
+            largest = {d: max(float(k_D[d]) * sign[d] for k_D in k_SD[first : first + page]) for d in channels}
+            row.append(sum(float(q_D[d]) * sign[d] * largest[d] for d in channels))
+        share = sum(abs(float(q_D[d])) for d in channels) / float(q_D.abs().sum())
+        rows.append(torch.softmax(torch.tensor(row) / math.sqrt(dim * share), dim=0))
+    return torch.stack(rows).mean(0)
+
+
+@pytest.mark.parametrize("ratio", [1.5, 4.0, 5.6, 12.0])
+def test_pages_are_the_published_second_stage(ratio: float) -> None:
+    """Pages of 1, 2, 3 and 4 slots, judged in all channels, a half, nearly a half and a third; memory pages of 12, so
+    that both begin together. Of tied slots of a page any may be read, so only weights are compared."""
+    spec = tiny_spec(num_layers=1, num_heads=2, group=3, head_dim=16)
+    sequence = new_sequence(f"full + rocket(tokens=10, reader=pages, ratio={ratio})", spec, page_size=12)
+    q, k, v = random_layers(spec, 61, seed=7)[0]
+    prefill(sequence, [(q[:, :60], k[:, :60], v[:, :60])])
+    chosen = choose(sequence, 0, q[:, 60:].unflatten(0, (2, -1)))
+    assert chosen is not None and chosen.valid_RS.all()
+    for head in range(2):
+        expected_S = published_order(q[3 * head : 3 * head + 3, 60], k[head, :60], ratio)
+        found = expected_S[chosen.slot_RS[head]].sort(descending=True).values
+        torch.testing.assert_close(found, expected_S.topk(10).values)
+        assert len(set(chosen.slot_RS[head].tolist())) == 10
+
+
+def test_pages_that_end_with_a_memory_page_are_shorter() -> None:
+    """Memory pages of 4 and pages of 3: slots 0-2, 3, 4-6, 7, ...; a page half filled counts what it has."""
+    spec = tiny_spec(num_layers=1, num_heads=1, group=1, head_dim=8)
+    sequence = new_sequence("full + rocket(tokens=1, reader=pages, ratio=9)", spec, page_size=4)
+    k, q = torch.zeros(1, 14, 8), torch.zeros(1, 1, 1, 8)
+    k[0, 7, 0], k[0, 13, 1], q[..., :2] = 5.0, 9.0, torch.tensor([1.0, 0.5])
+    prefill(sequence, [(k, k, k)])
+    for bigger, slot in ((0, 7), (1, 13)):
+        q[..., bigger] = 50.0
+        chosen = choose(sequence, 0, q)
+        assert chosen is not None
+        read = int(chosen.slot_RS[0, 0])
+        assert read == slot if slot == 7 else read in (12, 13)
+        q[..., bigger] = 1.0
+
+
+@pytest.mark.parametrize("codec", ["native", "int8", "kivi4"])
+def test_pages_with_room_for_everything_read_all(codec: str) -> None:
+    spec = tiny_spec(head_dim=32)
+    layers = random_layers(spec, 65)
+    policies = [f"full + {codec}", f"full + {codec} + rocket(tokens=999, reader=pages)"]
+    sequences = [new_sequence(policy, spec, page_size=32) for policy in policies]
+    for sequence in sequences:
+        prefill(sequence, [(q[:, :64], k[:, :64], v[:, :64]) for q, k, v in layers])
+    plain, every = (decode(sequence, layers, 64) for sequence in sequences)
+    for found, expected in zip(every, plain, strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("tokens=0", "tokens is at least 1"),
+        ("ratio=4", "ratio sizes the pages of reader=pages"),
+        ("reader=pages, ratio=0.5", "ratio, of slots held to the token budget, is at least 1, not 0.5"),
+        ("reader=bits", "reader takes sketch or pages, not bits"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments: str, message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        Policy.parse(f"full + rocket({arguments})")

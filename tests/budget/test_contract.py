@@ -5,8 +5,6 @@ H heads   S slots
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given, settings
