@@ -38,8 +38,10 @@ class Lava(Allocator):
     shares of earlier layers only shrink. Inside a layer as `ada`, with a floor that is a share of the mean over the
     model, as the authors' code in effect has it: a floor that followed the layer's share could make a head grow.
 
-    The paper scales scores by the largest |v| of the head first; that is a scorer's business and left to it. Scores
-    below 0 are shifted by the layer's lowest.
+    LAVa as published is `lava_score + lava`: its score weighs heads by their largest value, on which entropy and head
+    budgets rest; under another score this is LAVa's budget alone. The authors' code mixes counts inside a layer,
+    round((1 - floor) * c_h + floor * n), where here the floor comes first; counts differ by a few slots. Scores below 0
+    are shifted by the layer's lowest.
     """
 
     scope: ClassVar[Literal["layer", "model"]] = "model"

@@ -37,9 +37,9 @@ class Aqua(Codec):
     Stored is Hadamard(x - told), with told = W x_below + b of the layer below as a reader has it, and W and b of the
     model as `kvfold calibrate --for aqua` found them: ridge regression over all heads of a token, keys before RoPE.
 
-    Against the paper: every second layer is told, where it chains them all and a read would need each below; values
-    are told by the values below alone, not by their own keys too; codes are the grids of `rest`, not vectors; maps are
-    fitted to slots that are not coded, so that one file serves all codes.
+    This is not AQUA-KV as published, only its idea: every second layer is told, where it chains them all and a read
+    would need each below; values are told by the values below alone, not by their own keys too; codes are the grids of
+    `rest`, not vectors; maps are fitted to slots that are not coded, so that one file serves all codes.
 
     `rest` and `roots` are codecs whose slots can move alone. `digest` is filled in from the file's content; where a
     policy states it, as a saved session does, another content is refused.

@@ -32,6 +32,11 @@ class Cam(Evicted):
     A is the policy's score, which must be one of attention. Differences from the reference: it evicts one slot a step
     and compares with the recent window, where a round here evicts many and compares with the kept slots that had to
     compete (a protected slot has no score); near the end a value is added to as many slots as follow.
+
+    That difference makes it fail at the end of a prompt: the reference merges one value at a time, as tokens come,
+    where here all evicted slots are merged at once. At 8x seven values meet for every one that stays, each kept slot
+    takes sums of many, and its own value drowns: no needle was found in a quarter of the bytes (docs/results.md). Use
+    it, if at all, with `every(...)` or an absolute size while decoding, where few slots go at a time.
     """
 
     spread: int = 32

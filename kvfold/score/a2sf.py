@@ -29,8 +29,8 @@ class A2SF(Scorer):
     score = sum over queries i of alpha^(n - i) * A_ij, summed over the group, n the last query. Queries so old that all
     of them together weigh less than 0.1 % are left out: alpha = 0.95 looks at the last 135.
 
-    Against the authors' code: it adds up over every query and keeps a recent window of its own, which here is
-    `protect(recent=...)`. alpha is 0.95, about the value it uses.
+    Against the authors' code: it adds up over every query, and keeps the last 16 tokens and no sinks by rule:
+    `a2sf + protect(sinks=0, recent=16)`. alpha is 0.95, about the value it uses.
     """
 
     alpha: float = 0.95

@@ -34,8 +34,9 @@ class Compactor(Scorer):
     that goes, unless given. The first `sinks` and the last `recent` tokens are +inf and take part in nothing.
 
     Against kvpress' CompactorPress: leverage is exact, in double precision, where it draws a Gaussian sketch of 48
-    dims. Slots stored by an earlier call, and all slots while decoding, have no queries left to vote: their z(a) is 0,
-    the mean.
+    dims. In the last block, which is padded there, padded keys take a part of every query's softmax (its mask adds
+    -1e-9, not minus infinity) and padded queries vote; here neither takes part. Slots stored by an earlier call, and
+    all slots while decoding, have no queries left to vote: their z(a) is 0, the mean.
     """
 
     sinks: int = 8

@@ -29,9 +29,11 @@ class FastGen(Scorer):
     inside the head's set, that share alone outside. With `ada` or `global`, heads of the cheap kinds give their slots
     to the others, which is the method's point; with `uniform` the set only decides the order.
 
-    Against the paper: there the size is what the kinds come to, here it is given; punctuation, a kind of its own there,
-    needs the text and is left out; mass is of the whole group. Shares are the paper's, recovery lies in its range of
-    0.91 to 0.98. Kinds are told anew at every eviction, where the paper tells them once, at the end of the prompt.
+    In the paper the size is what the kinds come to: `fastgen + adaptive(loss=0.999, window=none) + protect(none)` keeps
+    each head's set and no more. With a size of its own, the sets only come first. Against the paper: punctuation, a
+    kind of its own there, needs the text and is absent, so heads that look at punctuation take a dearer kind; mass is
+    of the whole group. Shares are the paper's, recovery lies in its range of 0.91 to 0.98. Kinds are told anew at every
+    eviction, where the paper tells them once, at the end of the prompt.
     """
 
     sinks: int = 4

@@ -24,8 +24,9 @@ class H2O(Scorer):
     queries to collect from; correction=mean divides by their number, which in turn favours the latest slots, whose mean
     rests on few queries: pair it with protected recent slots.
 
-    Against the authors' code: it has no grouped heads, and it keeps a recent window of half its budget, which here is
-    `protect(recent=...)`. Against kvpress' ObservedAttentionPress: that is correction=mean.
+    Against the authors' code: it has no grouped heads, and it spends half of its budget on recent slots, no sinks by
+    rule: H2O as published is `h2o + protect(sinks=0, recent=50%)`, the score alone is not. Against kvpress'
+    ObservedAttentionPress: that is correction=mean.
     """
 
     correction: Literal["none", "mean"] = "none"

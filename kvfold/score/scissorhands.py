@@ -26,8 +26,8 @@ class Scissorhands(Scorer):
     that the query saw (the uniform weight). Slots with equal counts go by position, the earlier first.
 
     This is the paper's rule and its history of 400. The authors' code (OPT alone) is another: it counts rows, of the
-    last 100, in which the slot is above the 90th percentile. Their recent slots are `protect(recent=...)` here; their
-    larger budgets for later layers are a matter of the `budget` axis.
+    last 100, in which the slot is above the 90th percentile. Its recent slots are `protect(sinks=0, recent=10)` here;
+    its larger budgets for later layers are a matter of the `budget` axis, which has none of that shape.
     """
 
     history: int = 400

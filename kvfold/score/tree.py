@@ -34,7 +34,9 @@ class Tree(Scorer):
     scores higher, the latest slots highest.
 
     Reconstructed from the paper's text, whose code could not be had: half of the budget is recent, 4 sinks, as in its
-    1K cache; attention is per KV head, summed over the group. Its prefill moves blocks, here single slots move. Each
+    1K cache; attention is per KV head, summed over the group. Its prefill moves blocks, here single slots move. A pair
+    is judged by the mean attention both have received in the end, from queries after the moment of their duel too,
+    where a cache that evicts as it reads knows only those before: not causal, and kinder to what matters late. Each
     eviction starts a new walk at the first slot. Positions by slot, its choice, are the term `slot`.
     """
 
