@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvfold.engine.request import Request
 from kvfold.engine.sample import Sampler
+from kvfold.engine.stops import StopMatcher
 from kvfold.engine.text import TextStream
 from kvfold.engine.verify import Verified
 from kvfold.models.observed import Undo
@@ -42,6 +43,7 @@ class Writer:
         self.eos = eos
         self.sampler = Sampler(request.sampling)
         self.stream = TextStream(tokenizer)
+        self._stops = [StopMatcher(stop) for stop in request.stop]
         self.marks: dict[int, _Mark] = {}  # by token, back to the commit line
         self._picks = self.sampler.picks(request.logits_V.unsqueeze(0))
         self._draft: list[int] = []  # what the last pass ran behind the sampled token
@@ -90,7 +92,8 @@ class Writer:
     def _settle(self, searched: int) -> str:
         """Look for stop strings; what cannot become part of one is final."""
         request, text = self.request, self.stream.text
-        found = [at for at in (text.find(stop, max(0, searched - len(stop) + 1)) for stop in request.stop) if at >= 0]
+        ends = [(stop, stop.add(text[searched:])) for stop in self._stops]
+        found = [searched + end - len(stop.stop) for stop, end in ends if end is not None]
         final = min(found) if found else len(text) - (0 if request.reason else self._held)
         if found:
             request.reason = "stop"
@@ -104,7 +107,7 @@ class Writer:
     @property
     def _held(self) -> int:
         """Characters at the end that may begin a stop string."""
-        return max((_overlap(self.stream.text, stop) for stop in self.request.stop), default=0)
+        return max((stop.matched for stop in self._stops), default=0)
 
     def draft(self, most: int) -> list[int]:
         """What may follow the last token, at most so many tokens with it: no more than may still be sampled, nor past
@@ -174,9 +177,3 @@ class Writer:
         request.logits_V = self.marks[kept].logits_V
         self.marks[kept].undo.restore()
         request.token_ids = request.token_ids[:kept]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """The longest end of the text that begins the stop string."""
-    lengths = range(min(len(stop) - 1, len(text)), 0, -1)
-    return next((length for length in lengths if text.endswith(stop[:length])), 0)

@@ -9,6 +9,7 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvfold.engine.stops import overlap
 from kvfold.serve.prompt import TOOL_CALL, TOOL_CALL_END
 from kvfold.serve.strict_json import InvalidJson, parse_json
 
@@ -45,7 +46,7 @@ class CallReader:
         found: list[str | Call] = []
         while True:
             begin = self._held.find(TOOL_CALL)
-            text = self._held[: begin if begin >= 0 else len(self._held) - _overlap(self._held)]
+            text = self._held[: begin if begin >= 0 else len(self._held) - overlap(self._held, TOOL_CALL)]
             text = text.rstrip()  # white space waits: before a call it belongs to nobody
             if text:
                 found.append(text)
@@ -57,14 +58,6 @@ class CallReader:
             inside, whole = self._held[begin + len(TOOL_CALL) : end], self._held[: end + len(TOOL_CALL_END)]
             found.append(_call(inside) or whole)
             self._held = self._held[len(whole) :]
-
-
-def _overlap(text: str) -> int:
-    """The longest end of the text that begins a call."""
-    for length in range(min(len(TOOL_CALL) - 1, len(text)), 0, -1):
-        if text.endswith(TOOL_CALL[:length]):
-            return length
-    return 0
 
 
 def _call(text: str) -> Call | None:
