@@ -67,7 +67,9 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-waiting", type=int, default=256, metavar="N", help="requests in line (%(default)s)")
     group.add_argument("--max-per-tenant", type=int, default=64, metavar="N", help="requests of one (%(default)s)")
     group.add_argument("--max-output", type=int, default=32_768, metavar="N", help="tokens of a reply (%(default)s)")
-    group.add_argument("--max-body", default="32MB", metavar="SIZE", help="bytes of a request (%(default)s)")
+    group.add_argument(
+        "--max-body", metavar="SIZE", help="bytes of a request; default: 32 for each token of the context, and 64 KiB"
+    )
     group.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds for a request (%(default)s)")
     group.add_argument(
         "--max-connections", type=int, metavar="N", help="clients at a time (1024, or what file descriptors allow)"
@@ -127,7 +129,7 @@ def make_settings(args: argparse.Namespace) -> Settings:
     return Settings(
         names=names,
         limits=Limits(
-            body_bytes=_bytes(args.max_body),
+            body_bytes=None if args.max_body is None else _bytes(args.max_body),
             output_tokens=args.max_output,
             per_tenant=args.max_per_tenant,
             running=args.max_running,

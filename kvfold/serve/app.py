@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from kvfold import __version__
 from kvfold.errors import MissingExtra
@@ -37,6 +37,8 @@ except ImportError as error:
 
 
 MAX_PAGE = 1000  # Anthropic's
+_INLINE_BYTES = 16 << 10  # decoded in less time than a thread takes to be woken
+T = TypeVar("T")
 
 
 class App:
@@ -77,27 +79,36 @@ class App:
         rest = route("/{path:path}", _not_found, name="other")
         return Starlette(routes=[*routes, rest], lifespan=lifespan)
 
-    async def _body(self, request: Request) -> object:
-        """JSON of a bounded size."""
+    async def _read(self, request: Request, tenant: str, read: Callable[[object], T]) -> T:
+        """What `read` makes of the JSON of a bounded body; a large one is not decoded in the event loop."""
+        raw = await self._body(request)
+        request.state.num_bytes = len(raw)
+        if len(raw) <= _INLINE_BYTES:
+            return read(_decoded(raw))
+        return await unless_gone(request, self.service.take_in(tenant, len(raw), lambda: read(_decoded(raw))))
+
+    async def _body(self, request: Request) -> bytearray:
+        """Refused unread where its head says that it is too long, else as soon as it is."""
         _check_type(request)
+        told = request.headers.get("content-length", "")
+        self._check_length(int(told) if told.isdecimal() else 0)
         try:
             async with asyncio.timeout(self.service.settings.limits.body_s):
-                found = await self._received(request)
+                return await self._received(request)
         except TimeoutError:
             raise self._too_slow() from None
-        try:
-            return parse_json(found)
-        except InvalidJson as error:
-            where = error.where or "the body is no valid JSON"
-            raise bad_request(f"{where}: {error}", logged=f"{where}: it is no valid JSON") from None
 
     async def _received(self, request: Request) -> bytearray:
-        limit, found = self.service.settings.limits.body_bytes, bytearray()
+        found = bytearray()
         async for piece in request.stream():
             found += piece
-            if len(found) > limit:
-                raise ApiError(413, f"the body is longer than {limit} bytes; shorten the request")
+            self._check_length(len(found))
         return found
+
+    def _check_length(self, num_bytes: int) -> None:
+        limit = self.service.body_bytes
+        if num_bytes > limit:
+            raise ApiError(413, f"the body has {num_bytes} bytes or more; at most {limit} are read; shorten it")
 
     def _too_slow(self) -> ApiError:
         """The connection is closed, too: the rest of the body may never come."""
@@ -125,9 +136,10 @@ class App:
     async def _messages(self, request: Request) -> Response:
         tenant = self._guard.tenant(request, is_listed=True)
         check_version(request.headers)
-        body = read_messages(await self._body(request), self.service.settings)
+        body = await self._read(request, tenant, partial(read_messages, settings=self.service.settings))
         self._check_markers(body.ask)
-        start = Start(tenant, request.state.at, anthropic_plan, trail=request.state.trail)
+        num_bytes, trail = request.state.num_bytes, request.state.trail
+        start = Start(tenant, request.state.at, anthropic_plan, trail=trail, num_bytes=num_bytes)
         return await self._answer(request, start, body.ask, MessageWriter, body)
 
     def _check_markers(self, ask: Ask) -> None:
@@ -135,27 +147,31 @@ class App:
             raise bad_request(f"cache markers cannot be honoured: {self.service.no_reuse}")
 
     async def _count_tokens(self, request: Request) -> Response:
-        self._guard.tenant(request)
+        tenant = self._guard.tenant(request)
         check_version(request.headers)
-        prompt = await self.service.prompt(read_count(await self._body(request)))
-        return JSONResponse({"input_tokens": len(prompt.tokens)})
+        return JSONResponse({"input_tokens": await self._count(request, tenant, read_count)})
+
+    async def _count(self, request: Request, tenant: str, read: Callable[[object], Ask]) -> int:
+        """Tokens of a prompt."""
+        ask = await self._read(request, tenant, read)
+        start = Start(tenant, request.state.at, num_bytes=request.state.num_bytes)
+        return len((await unless_gone(request, self.service.prompt(ask, start))).tokens)
 
     # OpenAI
 
     async def _openai(self, read: Callable[..., OpenAIBody], make: Callable[..., Writer], request: Request) -> Response:
         tenant = self._guard.tenant(request, is_listed=True)
-        body = read(await self._body(request), self.service.settings)
+        body = await self._read(request, tenant, partial(read, settings=self.service.settings))
         self._check_markers(body.ask)
         caching = body.caching
         plan_with = None if caching is None else caching.plan
         scope, trail = "" if caching is None else caching.key, request.state.trail
-        start = Start(tenant, request.state.at, plan_with, scope, trail)
+        start = Start(tenant, request.state.at, plan_with, scope, trail, request.state.num_bytes)
         return await self._answer(request, start, body.ask, make, body)
 
     async def _input_tokens(self, request: Request) -> Response:
-        self._guard.tenant(request)
-        prompt = await self.service.prompt(read_input_tokens(await self._body(request)))
-        return JSONResponse({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
+        num_tokens = await self._count(request, self._guard.tenant(request), read_input_tokens)
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": num_tokens})
 
     # Looking
 
@@ -200,6 +216,14 @@ class App:
         store = self.service.store
         more = {} if store is None else {"kvfold_store_events_total": store.counters()}
         return PlainTextResponse(self.service.metrics.text(more), media_type=CONTENT_TYPE)
+
+
+def _decoded(raw: bytearray) -> object:
+    try:
+        return parse_json(raw)
+    except InvalidJson as error:
+        where = error.where or "the body is no valid JSON"
+        raise bad_request(f"{where}: {error}", logged=f"{where}: it is no valid JSON") from None
 
 
 async def _not_found(request: Request) -> Response:

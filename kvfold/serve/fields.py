@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
 from kvfold.serve.api_error import bad_request
+from kvfold.serve.settings import MAX_STOP_CHARS
 
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 
@@ -121,11 +122,16 @@ class Fields:
         return found
 
     def texts(self, name: str, most: int) -> list[str]:
-        """Non-empty strings; a single string counts as a list of one."""
+        """Stop strings: none is empty or too long; a single string counts as a list of one."""
         found = self.take(name)
         found = [] if found is None else [found] if isinstance(found, str) else found
-        if not isinstance(found, list) or len(found) > most or not all(isinstance(x, str) and x for x in found):
+        if not isinstance(found, list) or not all(isinstance(x, str) and x for x in found):
             self.refuse(name, f"up to {most} non-empty strings are required")
+        if len(found) > most:
+            self.refuse(name, f"up to {most} non-empty strings are required; {len(found)} came")
+        longest = max(map(len, found), default=0)
+        if longest > MAX_STOP_CHARS:
+            self.refuse(name, f"strings of up to {MAX_STOP_CHARS} characters are required; one has {longest}")
         return found
 
     def object(self, name: str) -> Fields | None:

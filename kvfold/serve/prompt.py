@@ -25,6 +25,8 @@ from kvfold.serve.ask import Ask, Block
 _OPEN, _CLOSE = f"\ue002{SECRET}:", "\ue003"
 TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
 
+_LEAST_TOKENS = {"tool": 8, "tool_use": 8}  # their names and the JSON around them; a text has one or more
+
 # Where texts are marked: nowhere, at their end, or, for templates that trim texts, before white space at their end. One
 # without characters is not marked, as a template may ask whether there is text; it ends where what is before it does.
 Marks = Literal["none", "end", "trimmed_end"]
@@ -63,7 +65,9 @@ class _Extra:
 class Prompter:
     """Works in any number of threads at a time; its tokenizer is its own."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, max_tokens: int | None = None) -> None:
+        """`max_tokens`: what the model takes; what can only be longer is refused before it is rendered."""
+        self._max_tokens = max_tokens
         self._tokenizer = copy.deepcopy(tokenizer)
         self._template = str(getattr(tokenizer, "chat_template", None) or "")
         self._encoder = TextEncoder(self._tokenizer)
@@ -76,12 +80,30 @@ class Prompter:
 
     def prompt(self, ask: Ask) -> Prompt:
         """Tokens of a request; ApiError if the template does not take it."""
+        self._check_size(ask)
         if ask.raw_text is not None:
             tokens = self._encoder.ids(ask.raw_text, special=True)
             return Prompt(tokens, [len(tokens)])
         self._check(ask)
         text, ends = self._text(ask.blocks)
         return Prompt(self._encoder.ids(text), None) if ends is None else self._tokens(text, ends)
+
+    def _check_size(self, ask: Ask) -> None:
+        if self._max_tokens is None:
+            return
+        num_least = sum(_LEAST_TOKENS.get(block.kind, 1) for block in ask.blocks)
+        if num_least > self._max_tokens:
+            told = f"its {len(ask.blocks)} blocks take at least {num_least} tokens > {self._max_tokens} maximum"
+            raise bad_request(f"prompt is too long: {told}")
+        num_chars = len(ask.raw_text or "") + sum(len(block.text) for block in ask.blocks)
+        most = self._max_tokens * self._longest_token
+        if num_chars > most:
+            told = f"its {num_chars} characters are more than the {most} that {self._max_tokens} tokens can hold"
+            raise bad_request(f"prompt is too long: {told}")
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return max(map(len, self._tokenizer.get_vocab()))
 
     def _check(self, ask: Ask) -> None:
         if not self._template:
@@ -171,9 +193,7 @@ class Prompter:
         more: Json = {"tools": tools} if tools else {}
         try:
             return str(
-                self._tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=opens_reply, **more
-                )
+                self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opens_reply, **more)
             )
         except (TemplateError, TypeError, KeyError, ValueError, RecursionError) as error:
             told = "messages: the model's chat template does not take them"

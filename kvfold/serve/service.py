@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from kvfold.engine.jobs import Job
 from kvfold.engine.runner import Runner
@@ -23,6 +23,7 @@ from kvfold.serve.ask import Ask
 from kvfold.serve.diagnose import Diagnoses
 from kvfold.serve.entries import Miss
 from kvfold.serve.inbox import Inbox
+from kvfold.serve.intake import Intake
 from kvfold.serve.metrics import Metrics
 from kvfold.serve.plan import Plan, places_of
 from kvfold.serve.prompt import Prompt, Prompter
@@ -36,6 +37,7 @@ from kvfold.store.form import FORMS, check_form
 from kvfold.store.marks import Marks
 from kvfold.store.store import PrefixStore
 
+T = TypeVar("T")
 Planner = Callable[[Any, int], Plan]  # places and the least length -> plan
 
 
@@ -60,6 +62,7 @@ class Start:
     plan_with: Planner | None = None
     scope: str = ""  # what splits the cache further
     trail: Trail = field(default_factory=Trail)
+    num_bytes: int = 0  # of its body
 
 
 class Service:
@@ -75,7 +78,9 @@ class Service:
         self.store = store
         self.metrics = Metrics()
         self.diagnoses = Diagnoses()
-        self.prompter = Prompter(model.tokenizer)
+        self.prompter = Prompter(model.tokenizer, model.spec.max_positions)
+        self.intake = Intake(settings.limits)
+        self.body_bytes = settings.limits.body_bytes_for(model.spec.max_positions)
         self.clock = settings.clock or time.time
         self.is_closing = False
         self.on_failure: Callable[[], None] = lambda: None  # called when the scheduler has failed for good
@@ -134,14 +139,18 @@ class Service:
             told = f'model: "{name[:80]}" is not served here; {served}'
             raise ApiError(404, told, code="model_not_found")
 
-    async def prompt(self, ask: Ask) -> Prompt:
+    async def prompt(self, ask: Ask, start: Start) -> Prompt:
         self.check_model(ask.model)
+        return await self.take_in(start.tenant, start.num_bytes, partial(self.prompter.prompt, ask))
+
+    async def take_in(self, tenant: str, num_bytes: int, work: Callable[[], T]) -> T:
+        """What work on a body of so many bytes returns, in its turn; ApiError if that does not come in time."""
         async with _in_time(self.settings.limits.request_s):
-            return await asyncio.to_thread(self.prompter.prompt, ask)
+            return await self.intake.run(tenant, num_bytes, work)
 
     async def start(self, ask: Ask, start: Start) -> Reply:
         """A reply that has begun; ApiError if that does not come to be."""
-        prompt = await self.prompt(ask)
+        prompt = await self.prompt(ask, start)
         num_left = self.model.spec.max_positions - len(prompt.tokens)
         if num_left < 1:
             most = self.model.spec.max_positions - 1
@@ -226,6 +235,7 @@ class Service:
 
     def close(self) -> None:
         self.is_closing = True
+        self.intake.close()
         self.scheduler.close()
 
 

@@ -9,12 +9,15 @@ from kvfold.engine.sample import Sampling
 from kvfold.errors import InputError
 from kvfold.serve.bill import Price, min_tokens_of
 
+BODY_BYTES_PER_TOKEN, BODY_BYTES_BESIDE = 32, 64 << 10
+MAX_STOP_CHARS = 1024  # of one stop string
+
 
 @dataclass(frozen=True)
 class Limits:
     """What one request, one tenant, and all of them together may take."""
 
-    body_bytes: int = 32 << 20
+    body_bytes: int | None = None  # None: in proportion to the model's context
     output_tokens: int = 32_768
     per_tenant: int = 64  # requests at a time
     running: int = 64
@@ -30,6 +33,10 @@ class Limits:
         low = [name for name, value in vars(self).items() if value is not None and not value > 0]
         if low:
             raise InputError(f"the limit {low[0]} is {vars(self)[low[0]]}; it must be above 0")
+
+    def body_bytes_for(self, max_tokens: int) -> int:
+        """Text has about 4 bytes a token; escaped and in small blocks, JSON has several times as many."""
+        return self.body_bytes or BODY_BYTES_PER_TOKEN * max_tokens + BODY_BYTES_BESIDE
 
 
 @dataclass(frozen=True)
