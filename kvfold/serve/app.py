@@ -196,14 +196,15 @@ class App:
 
     async def _health(self, request: Request) -> Response:
         """The status is for anybody; the load, like the counters, is for those who have a key."""
-        if not self._guard.is_known(request):
-            return JSONResponse({"status": "ok"})
         scheduler = self.service.scheduler
-        facts = {"model": self.service.settings.names[0], "policy": self.service.policy.short, "version": __version__}
         state = scheduler.state
         status = "ok" if state in ("running", "closed") else state  # an orderly end is no failure
-        load = {"running": scheduler.num_running, "waiting": scheduler.num_waiting}
-        return JSONResponse({"status": status, **facts, **load}, 200 if status == "ok" else 503)
+        found: Json = {"status": status}
+        if self._guard.is_known(request):
+            names, policy = self.service.settings.names, self.service.policy
+            found |= {"model": names[0], "policy": policy.short, "version": __version__}
+            found |= {"running": scheduler.num_running, "waiting": scheduler.num_waiting}
+        return JSONResponse(found, 200 if status == "ok" else 503)
 
     async def _ready(self, request: Request) -> Response:
         """For load balancers: whether requests are to be sent here."""

@@ -68,6 +68,13 @@ def test_load_and_counters_need_a_key(server: Running) -> None:
     assert get(server, "/dashboard/state", **KEY)[0] == 200 and get(server, "/")[0] == 200
 
 
+def test_a_failure_is_told_without_a_key(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.service.scheduler, "_state", "failed")
+    status, text, _ = get(server, "/health")
+    assert (status, json.loads(text)) == (503, {"status": "failed"})
+    assert get(server, "/ready")[0] == 503
+
+
 @pytest.mark.parametrize("secret", [SECRET, b""])
 def test_what_is_forged_is_not_served_where_there_is_a_secret(redis_server: RedisServer, secret: bytes) -> None:
     texts, counts = [], []
