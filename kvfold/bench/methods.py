@@ -13,8 +13,8 @@ from typing import Any
 from kvfold.policy.defaults import NAMES, load_variants
 from kvfold.policy.registry import Term, terms
 
-# What a method protects, or how it shares its slots out, as its paper or its authors' code has it, where that is not the
-# default. NACL protects a twentieth of what it keeps, from 25,600 tokens on with 256 sinks, here with the usual four.
+# What a method protects, or how it shares its slots out, as its paper or its authors' code has it, where that is not
+# the default. NACL protects a twentieth of what it keeps: from 25,600 tokens on 256 sinks, here the usual four.
 _H2O = "h2o + protect(sinks=0, recent=50%)"
 _FASTGEN = "fastgen + adaptive(loss=0.999, window=none) + protect(none)"  # its size is what the kinds come to
 _PUBLISHED = {

@@ -7,7 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvfold.budget import Budget
+from kvfold.budget.scores import Scores
 from kvfold.errors import PolicyError
+from kvfold.policy import Policy
 from kvfold.score import FastGen, Needs
 from tests.score.views import make_view
 
@@ -27,6 +30,19 @@ def test_the_cheapest_sufficient_set_comes_first(mass: list[float], kept: list[i
     expected = torch.tensor(mass) / 100
     expected[kept] += 1
     torch.testing.assert_close(score_S, expected)
+
+
+def test_the_kinds_come_to_the_size() -> None:
+    """`fastgen + adaptive(loss=0.999, window=none)`: each head keeps the set of its kind, and the budget is what these
+    come to."""
+    policy = Policy.parse("fastgen(sinks=1) + adaptive(loss=0.999, window=none) + protect(none)")
+    sizes = []
+    for mass in (SINK, HITTER, NEAR, SPREAD):
+        view = replace(make_view((10,), (10, 10), Needs()), mass_RS=torch.tensor([mass, mass]))
+        score_HS = policy.prefill.score.score(view)
+        (count_H,) = policy.prefill.budget.allocate([Scores(score_HS)], Budget(10, 1), 0)
+        sizes.append(count_H.tolist())
+    assert sizes == [[1, 1], [3, 3], [6, 6], [10, 10]]
 
 
 def test_heads_are_told_apart() -> None:
