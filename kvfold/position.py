@@ -22,7 +22,13 @@ class Keep(Position):
     """Kept keys stay at their original positions."""
 
 
-@register("position", "slot", paper="arXiv:2309.17453", cost="one rotation per gap")
+@register(
+    "position",
+    "slot",
+    paper="arXiv:2309.17453",
+    cost="one rotation per gap",
+    published="as published",
+)
 @dataclass(frozen=True)
 class Slot(Position):
     """Kept keys close up: gaps vanish from the distances a query sees. Needs a fixed-frequency RoPE."""

@@ -60,6 +60,7 @@ class Dense(Propagation):
     revision=2,
     paper="arXiv:2502.01068",
     cost="4·w·L·d; later layers run on `rate` of the prompt",
+    published="as published with `fastkv(window=8, kernel=7, voters=1)`",
 )
 @dataclass(frozen=True)
 class FastKV(Propagation):

@@ -20,7 +20,13 @@ from kvfold.policy.reader import All, PageView, Reader
 from kvfold.policy.registry import register
 
 
-@register("attend", "quest", paper="arXiv:2406.10774", cost="2·d per page")
+@register(
+    "attend",
+    "quest",
+    paper="arXiv:2406.10774",
+    cost="2·d per page",
+    published="differs: a group shares its pages, the open block is read on top",
+)
 @dataclass(frozen=True)
 class Quest(Reader):
     """While decoding, read the pages of about `tokens` slots whose keys may score highest; the first layers read all.

@@ -39,6 +39,7 @@ _RATIO = 4.0  # of slots held to the token budget
     revision=2,
     paper="arXiv:2502.14051",
     cost="d bits and 2 bytes per slot, d + 4 per page; reader=pages: 2·d per ceil(√ratio) slots",
+    published="as published with `reader=pages` (the stage-1 size by hand); the default sketch is not RocketKV's",
 )
 @dataclass(frozen=True)
 class Rocket(Reader):

@@ -20,7 +20,13 @@ from kvfold.budget.scores import Scores
 from kvfold.policy.registry import register
 
 
-@register("budget", "ada", paper="arXiv:2407.11550", cost="sort H·L")
+@register(
+    "budget",
+    "ada",
+    paper="arXiv:2407.11550",
+    cost="sort H·L",
+    published="differs: the floor comes first, where counts are mixed: a few slots",
+)
 @dataclass(frozen=True)
 class Ada(Allocator):
     """Heads of a layer compete for its slots; each is sure of `floor` of the mean.

@@ -20,7 +20,13 @@ from kvfold.errors import PolicyError
 from kvfold.policy.registry import register
 
 
-@register("budget", "dynamickv", paper="arXiv:2412.14838", cost="sort n·H·L")
+@register(
+    "budget",
+    "dynamickv",
+    paper="arXiv:2412.14838",
+    cost="sort n·H·L",
+    published="differs: all layers are counted at once, not four by four",
+)
 @dataclass(frozen=True)
 class DynamicKV(Allocator):
     """Layers get as many slots as they have among the model's best, at most `most` times the mean; heads are alike.

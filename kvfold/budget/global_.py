@@ -21,7 +21,13 @@ from kvfold.budget.scores import Scores
 from kvfold.policy.registry import register
 
 
-@register("budget", "global", paper="arXiv:2505.23416", cost="sort n·H·L")
+@register(
+    "budget",
+    "global",
+    paper="arXiv:2505.23416",
+    cost="sort n·H·L",
+    published="as published",
+)
 @dataclass(frozen=True)
 class Global(Allocator):
     """Heads of all layers compete for the model's slots; each is sure of `floor` of the mean.

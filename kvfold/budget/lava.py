@@ -26,7 +26,13 @@ from kvfold.policy.registry import register
 _LEAST_WEIGHT = 1e-6  # a layer that looks at one slot only; shares want positive weights
 
 
-@register("budget", "lava", paper="arXiv:2509.09754", cost="sort n·H·L")
+@register(
+    "budget",
+    "lava",
+    paper="arXiv:2509.09754",
+    cost="sort n·H·L",
+    published="as published under `lava_score`, but the floor comes first: a few slots",
+)
 @dataclass(frozen=True)
 class Lava(Allocator):
     """Layers share slots by the entropy of their scores, heads of a layer compete; each is sure of `floor` of the mean.

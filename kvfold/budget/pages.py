@@ -20,7 +20,13 @@ from kvfold.errors import PolicyError
 from kvfold.policy.registry import register
 
 
-@register("budget", "pages", paper="arXiv:2410.00161", cost="sort n·H·L")
+@register(
+    "budget",
+    "pages",
+    paper="arXiv:2410.00161",
+    cost="sort n·H·L",
+    published="differs: heads end on page boundaries",
+)
 @dataclass(frozen=True)
 class Pages(Allocator):
     """Heads of all layers compete for pages of `size` slots; a head keeps whole pages.

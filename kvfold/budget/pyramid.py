@@ -19,7 +19,13 @@ from kvfold.errors import PolicyError
 from kvfold.policy.registry import register
 
 
-@register("budget", "pyramid", revision=2, paper="arXiv:2406.02069")
+@register(
+    "budget",
+    "pyramid",
+    revision=2,
+    paper="arXiv:2406.02069",
+    published="as published under `snapkv(window=8, kernel=7, pool=max)`, but for rounding",
+)
 @dataclass(frozen=True)
 class Pyramid(Allocator):
     """Layer budgets fall in a straight line from the first layer to the last; `beta` sets the slope.

@@ -23,7 +23,13 @@ from kvfold.budget.uniform import even_total
 from kvfold.policy.registry import register
 
 
-@register("budget", "xkv", paper="arXiv:2412.05896", cost="sort n·H·L")
+@register(
+    "budget",
+    "xkv",
+    paper="arXiv:2412.05896",
+    cost="sort n·H·L",
+    published="differs: each prompt decides, where the budgets of a first tenth are held",
+)
 @dataclass(frozen=True)
 class Xkv(Allocator):
     """Each further slot goes to the layer whose kept share of scores gains most; heads of a layer are alike.

@@ -29,7 +29,13 @@ if TYPE_CHECKING:
 _FEW, _MORE = Int2(), Int4()
 
 
-@register("codec", "aqua", paper="arXiv:2501.19392", cost="L·H·d² a step in lifted layers; measured once for a model")
+@register(
+    "codec",
+    "aqua",
+    paper="arXiv:2501.19392",
+    cost="L·H·d² a step in lifted layers; measured once for a model",
+    published="differs: not AQUA-KV, only its idea: every second layer, scalar grids, values from values",
+)
 @dataclass(frozen=True)
 class Aqua(Codec):
     """Every second layer as what the one below does not tell, coded by `rest`; the others are coded by `roots`.

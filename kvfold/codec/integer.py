@@ -65,7 +65,12 @@ class IntegerCodec(CentredCodec):
         return channels
 
 
-@register("codec", "int8", paper="arXiv:2404.00456")
+@register(
+    "codec",
+    "int8",
+    paper="arXiv:2404.00456",
+    published="differs: of QuaRot the rotation of keys alone, grids by slot",
+)
 @dataclass(frozen=True)
 class Int8(IntegerCodec):
     """8-bit codes, one scale and zero per slot; keys minus their mean and rotated."""
@@ -73,7 +78,13 @@ class Int8(IntegerCodec):
     bits: ClassVar[int] = 8
 
 
-@register("codec", "int4", revision=2, paper="arXiv:2404.00456")
+@register(
+    "codec",
+    "int4",
+    revision=2,
+    paper="arXiv:2404.00456",
+    published="differs: of QuaRot the rotation of keys alone, grids by slot",
+)
 @dataclass(frozen=True)
 class Int4(IntegerCodec):
     """4-bit codes, two per byte, one scale and zero per slot; keys minus their mean and rotated; sinks exact."""
@@ -82,7 +93,13 @@ class Int4(IntegerCodec):
     exact: ClassVar[int] = 4
 
 
-@register("codec", "int2", revision=2, paper="arXiv:2404.00456")
+@register(
+    "codec",
+    "int2",
+    revision=2,
+    paper="arXiv:2404.00456",
+    published="differs: of QuaRot the rotation of keys alone, grids by slot",
+)
 @dataclass(frozen=True)
 class Int2(IntegerCodec):
     """2-bit codes, four per byte, one scale and zero per slot; keys minus their mean and rotated; sinks exact.

@@ -28,7 +28,12 @@ GROUP = 16  # slots that the least alike are looked for in
 _FLAT = 1e-3  # angles whose sine is smaller are interpolated along the chord
 
 
-@register("codec", "minicache", paper="arXiv:2405.14366")
+@register(
+    "codec",
+    "minicache",
+    paper="arXiv:2405.14366",
+    published="differs: `kept` of 16 slots stay whole, not those beyond a threshold",
+)
 @dataclass(frozen=True)
 class MiniCache(Codec):
     """A layer shares the directions of the layer below and keeps its norms, and `kept` of 16 slots whole.

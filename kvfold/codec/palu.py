@@ -31,7 +31,13 @@ STEP = 4  # a head's latents are a multiple of it: packed codes then fill bytes
 _AS_THEY_ARE = Native()
 
 
-@register("codec", "palu", paper="arXiv:2407.21118", cost="L·d·r a step; measured once for a model")
+@register(
+    "codec",
+    "palu",
+    paper="arXiv:2407.21118",
+    cost="L·d·r a step; measured once for a model",
+    published="differs: ranks follow what each axis is worth, values are rebuilt",
+)
 @dataclass(frozen=True)
 class Palu(Codec):
     """Groups of heads as latents of low rank, keys before RoPE; `rank` of the channels stay, coded by `latents`.

@@ -24,7 +24,12 @@ from kvfold.policy.registry import register
 from kvfold.score.random import mix
 
 
-@register("evicted", "cam", cost="E·d per head")
+@register(
+    "evicted",
+    "cam",
+    cost="E·d per head",
+    published="differs: merges all evicted slots at once, not one a step, which fails at the end of a prompt",
+)
 @dataclass(frozen=True)
 class Cam(Evicted):
     """Evicted values are added to the next `spread` kept ones, the likelier the more attention they got.

@@ -22,7 +22,13 @@ from kvfold.evicted.merge import nearest
 from kvfold.policy.registry import register
 
 
-@register("evicted", "d2o", paper="arXiv:2406.13035", cost="E·K·d per head")
+@register(
+    "evicted",
+    "d2o",
+    paper="arXiv:2406.13035",
+    cost="E·K·d per head",
+    published="differs: heads decide apart, the threshold does not follow from step to step",
+)
 @dataclass(frozen=True)
 class D2o(Evicted):
     """Evicted slots whose nearest kept key is nearer than average are averaged into it, keys and values; others go.

@@ -47,6 +47,7 @@ _LEAST_MASS = 1e-20  # of a query whose every slot went: its row is 0, not NaN
     revision=3,
     paper="arXiv:2602.16284",
     cost="n·K·(d + min(n, K)) per head; replay: a second prefill",
+    published="differs: ridge towards the original slots, keys are the score's",
 )
 @dataclass(frozen=True)
 class Fit(Evicted):

@@ -26,7 +26,13 @@ from kvfold.policy.registry import register
 _CHUNK_ELEMENTS = 1 << 20  # of the similarity matrix, 4 MiB: E x K whole would be gigabytes on a long prompt
 
 
-@register("evicted", "merge", paper="arXiv:2406.13035", cost="E·K·d per head")
+@register(
+    "evicted",
+    "merge",
+    paper="arXiv:2406.13035",
+    cost="E·K·d per head",
+    published="differs: D2O as kvpress simplifies it",
+)
 @dataclass(frozen=True)
 class Merge(Evicted):
     """Each evicted value is averaged into the kept slot with the nearest key, if their cosine reaches `threshold`."""

@@ -20,7 +20,13 @@ if TYPE_CHECKING:
     from kvfold.policy.policy import Policy
 
 
-@register("evicted", "recall", paper="arXiv:2402.04617", cost="2·d per page, tokens·d copied per step")
+@register(
+    "evicted",
+    "recall",
+    paper="arXiv:2402.04617",
+    cost="2·d per page, tokens·d copied per step",
+    published="differs: pages by bounds of their keys, for one read",
+)
 @dataclass(frozen=True)
 class Recall(Evicted):
     """Evicted slots go to the host in pages; every read brings the pages of about `tokens` slots back that fit best.

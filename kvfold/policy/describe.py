@@ -16,7 +16,7 @@ from kvfold.policy.registry import AXES, Term, terms
 BEGIN = "<!-- terms: begin; written by `python -m kvfold.policy.describe` -->"
 END = "<!-- terms: end -->"
 PAGE = Path("docs/policy.md")
-_HEADINGS = ("axis", "term", "arguments and defaults", "cost", "paper", "what it does")
+_HEADINGS = ("axis", "term", "arguments and defaults", "cost", "paper", "what it does", "against its paper")
 
 
 class Row(NamedTuple):
@@ -28,6 +28,7 @@ class Row(NamedTuple):
     cost: str
     paper: str
     summary: str
+    published: str
     revision: int
     is_default: bool
 
@@ -41,7 +42,8 @@ def rows() -> tuple[Row, ...]:
 def _row(term: Term) -> Row:
     is_default = NAMES.get(term.axis) == term.name
     text = arguments_text(term)
-    return Row(term.axis, term.name, text, term.cost, term.paper, term.summary, term.revision, is_default)
+    facts = (text, term.cost, term.paper, term.summary, term.published)
+    return Row(term.axis, term.name, *facts, term.revision, is_default)
 
 
 def table() -> str:
@@ -50,7 +52,7 @@ def table() -> str:
     for row in rows():
         name = f"**`{row.name}`**" if row.is_default else f"`{row.name}`"
         arguments = f"`{row.arguments}`" if row.arguments else ""
-        lines.append(_line((row.axis, name, arguments, row.cost, _link(row.paper), row.summary)))
+        lines.append(_line((row.axis, name, arguments, row.cost, _link(row.paper), row.summary, row.published)))
     return "\n".join(lines)
 
 

@@ -3,9 +3,9 @@
 A variant is a frozen dataclass whose fields are the arguments of its term; the first line of its docstring is
 what `kvfold policies` prints. It is registered by decorator in its own file:
 
-    @register("score", "knorm", paper="arXiv:2406.11430", cost="L·d")
+    @register("score", "keydiff", paper="arXiv:2504.15364", cost="L·d", published="as published")
     @dataclass(frozen=True)
-    class KNorm(Scorer):
+    class KeyDiff(Scorer):
         ...
 """
 
@@ -35,6 +35,7 @@ class Term:
     revision: int
     paper: str
     cost: str
+    published: str
 
     @property
     def summary(self) -> str:
@@ -49,9 +50,10 @@ _terms: dict[str, Term] = {}
 
 
 def register(
-    axis: str, name: str, *, revision: int = 1, paper: str = "", cost: str = "none"
+    axis: str, name: str, *, revision: int = 1, paper: str = "", cost: str = "none", published: str = ""
 ) -> Callable[[type[_Variant]], type[_Variant]]:
-    """Class decorator: make a frozen dataclass the term `name` of `axis`. Raise `revision` when its results change."""
+    """Class decorator: make a frozen dataclass the term `name` of `axis`. Raise `revision` when its results change.
+    `published` says what the term is against its paper: "as published ..." or "differs: ..."."""
     if axis not in AXES:
         raise PolicyError(f'no axis "{axis}"; axes: {", ".join(AXES)}')
     if not _NAME.match(name):
@@ -63,7 +65,7 @@ def register(
             raise PolicyError(f'term "{name}" is registered twice, on axes {known.axis} and {axis}')
         if not dataclasses.is_dataclass(variant):
             raise PolicyError(f'term "{name}": {variant.__name__} must be a frozen dataclass')
-        _terms[name] = Term(axis, name, variant, revision, paper, cost)
+        _terms[name] = Term(axis, name, variant, revision, paper, cost, published)
         return variant
 
     return decorate

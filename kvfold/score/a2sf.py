@@ -21,7 +21,13 @@ from kvfold.score.checks import given
 _FORGOTTEN = 1e-3  # share of all weight that may lie before the window
 
 
-@register("score", "a2sf", revision=2, cost="log(0.001)/log(alpha)·L·d")
+@register(
+    "score",
+    "a2sf",
+    revision=2,
+    cost="log(0.001)/log(alpha)·L·d",
+    published="as published with `protect(sinks=0, recent=16)`",
+)
 @dataclass(frozen=True)
 class A2SF(Scorer):
     """Keep what has received most attention lately: each query's votes count `alpha` times those of the next.

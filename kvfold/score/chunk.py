@@ -20,7 +20,13 @@ from kvfold.score.snapkv import SnapKV
 _SNAPKV = SnapKV()
 
 
-@register("score", "chunk", paper="arXiv:2502.00299", cost="that of its score, over reuse")
+@register(
+    "score",
+    "chunk",
+    paper="arXiv:2502.00299",
+    cost="that of its score, over reuse",
+    published="differs: the size is exact, the last chunk is cut",
+)
 @dataclass(frozen=True)
 class Chunk(Grouped):
     """Keep whole runs of `size` tokens, those that another score likes best on average.

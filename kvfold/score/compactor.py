@@ -23,7 +23,13 @@ _RIDGE = 1e-2
 _POOL = 3
 
 
-@register("score", "compactor", paper="arXiv:2507.08143", cost="block·L·d + L·d²")
+@register(
+    "score",
+    "compactor",
+    paper="arXiv:2507.08143",
+    cost="block·L·d + L·d²",
+    published="differs: leverage is exact, padding takes no part",
+)
 @dataclass(frozen=True)
 class Compactor(Scorer):
     """Keep outlying keys, and tokens that their neighbourhood attends to from both sides.

@@ -24,7 +24,13 @@ _SNAPKV = SnapKV()
 _STEPS = 2**20
 
 
-@register("score", "critical", paper="arXiv:2502.03805", cost="that of its score; L·d·M")
+@register(
+    "score",
+    "critical",
+    paper="arXiv:2502.03805",
+    cost="that of its score; L·d·M",
+    published="differs: budgets over heads see the order of both stages",
+)
 @dataclass(frozen=True)
 class Critical(Scorer):
     """Keep what another score likes best, then what it likes and whose values weigh most in attention's output.

@@ -25,7 +25,14 @@ from kvfold.score.positions import by_position
 from kvfold.score.snapkv import window_start
 
 
-@register("score", "defensive", revision=2, paper="arXiv:2510.13334", cost="w·L·d; L·d·M")
+@register(
+    "score",
+    "defensive",
+    revision=2,
+    paper="arXiv:2510.13334",
+    cost="w·L·d; L·d·M",
+    published="as published with `ada(floor=0)` or `global`",
+)
 @dataclass(frozen=True)
 class Defensive(Scorer):
     """Keep what any of the last `window` queries attended to, by the weight of its value; pair it with `global`.

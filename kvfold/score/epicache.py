@@ -17,7 +17,13 @@ from kvfold.score.checks import at_least, given
 from kvfold.score.snapkv import window_start
 
 
-@register("score", "epicache", paper="arXiv:2509.17396", cost="w·L·d")
+@register(
+    "score",
+    "epicache",
+    paper="arXiv:2509.17396",
+    cost="w·L·d",
+    published="as published; the method is `kvfold.Episodes`",
+)
 @dataclass(frozen=True)
 class EpiCache(Scorer):
     """Keep what any of the last `window` queries attends to, judged among the slots before the window alone.

@@ -21,7 +21,14 @@ from kvfold.score.base import Needs, QueryStats, Scorer, View
 from kvfold.score.checks import at_least, given
 
 
-@register("score", "expected", revision=2, paper="arXiv:2510.00636", cost="L·d²")
+@register(
+    "score",
+    "expected",
+    revision=2,
+    paper="arXiv:2510.00636",
+    cost="L·d²",
+    published="as published in kvpress, with true positions",
+)
 @dataclass(frozen=True)
 class Expected(Scorer):
     """Keep what the next `future` queries are expected to attend to.

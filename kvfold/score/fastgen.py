@@ -18,7 +18,13 @@ from kvfold.score.base import Needs, Scorer, View
 from kvfold.score.checks import at_least, given
 
 
-@register("score", "fastgen", paper="arXiv:2310.01801", cost="L²·d, L memory")
+@register(
+    "score",
+    "fastgen",
+    paper="arXiv:2310.01801",
+    cost="L²·d, L memory",
+    published="differs: no punctuation kind; size as published with `adaptive(loss=0.999, window=none)`",
+)
 @dataclass(frozen=True)
 class FastGen(Scorer):
     """Tell by its attention what kind of set each head needs, and keep the slots of that set first.

@@ -15,7 +15,13 @@ from kvfold.score.base import Needs, Scorer, View
 from kvfold.score.checks import given, one_of
 
 
-@register("score", "h2o", paper="arXiv:2306.14048", cost="L²·d, L memory")
+@register(
+    "score",
+    "h2o",
+    paper="arXiv:2306.14048",
+    cost="L²·d, L memory",
+    published="as published with `protect(sinks=0, recent=50%)`; alone another method",
+)
 @dataclass(frozen=True)
 class H2O(Scorer):
     """Keep the slots that have received most attention so far.

@@ -15,7 +15,13 @@ from kvfold.policy.registry import register
 from kvfold.score.base import Scorer, View
 
 
-@register("score", "keydiff", paper="arXiv:2504.15364", cost="L·d")
+@register(
+    "score",
+    "keydiff",
+    paper="arXiv:2504.15364",
+    cost="L·d",
+    published="as published",
+)
 @dataclass(frozen=True)
 class KeyDiff(Scorer):
     """Keep the keys least like the mean key.

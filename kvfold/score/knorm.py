@@ -10,7 +10,13 @@ from kvfold.policy.registry import register
 from kvfold.score.base import Scorer, View
 
 
-@register("score", "knorm", paper="arXiv:2406.11430", cost="L·d")
+@register(
+    "score",
+    "knorm",
+    paper="arXiv:2406.11430",
+    cost="L·d",
+    published="differs: the first two layers are compressed too",
+)
 @dataclass(frozen=True)
 class KNorm(Scorer):
     """Keep the keys of smallest norm.

@@ -19,7 +19,14 @@ from kvfold.score.checks import at_least, given
 from kvfold.score.snapkv import window_start
 
 
-@register("score", "kvcompress", revision=2, paper="arXiv:2410.00161", cost="window·L·d")
+@register(
+    "score",
+    "kvcompress",
+    revision=2,
+    paper="arXiv:2410.00161",
+    cost="window·L·d",
+    published="differs: squares of the last window alone, not of every step; budget `pages`",
+)
 @dataclass(frozen=True)
 class KVCompress(Scorer):
     """Keep what the last `window` queries attend to, by the sum of squared weights.

@@ -18,7 +18,13 @@ from kvfold.score.base import Needs, Replay, Scorer, View
 from kvfold.score.checks import at_least, given
 
 
-@register("score", "kvzip", paper="arXiv:2505.23416", cost="a second prefill, the whole cache held")
+@register(
+    "score",
+    "kvzip",
+    paper="arXiv:2505.23416",
+    cost="a second prefill, the whole cache held",
+    published="differs: a system prompt is scored like the rest (pin it); budget `global`",
+)
 @dataclass(frozen=True)
 class KVzip(Scorer):
     """Keep what the model attends to while it repeats the text; no question needed, pair it with `global`.

@@ -16,7 +16,13 @@ from kvfold.score.checks import at_least, given
 from kvfold.score.output import output_norms
 
 
-@register("score", "kvzip_plus", paper="arXiv:2601.07891", cost="a second prefill, the whole cache held; L·d·M")
+@register(
+    "score",
+    "kvzip_plus",
+    paper="arXiv:2601.07891",
+    cost="a second prefill, the whole cache held; L·d·M",
+    published="as published in kvpress; a system prompt as for `kvzip`",
+)
 @dataclass(frozen=True)
 class KVzipPlus(Scorer):
     """Keep what changes hidden states most while the model repeats the text; pair it with `global`.

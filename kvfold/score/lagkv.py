@@ -16,7 +16,13 @@ from kvfold.score.base import Scorer, View
 from kvfold.score.checks import at_least
 
 
-@register("score", "lagkv", paper="arXiv:2504.04704", cost="L·d")
+@register(
+    "score",
+    "lagkv",
+    paper="arXiv:2504.04704",
+    cost="L·d",
+    published="as published in kvpress",
+)
 @dataclass(frozen=True)
 class LagKV(Scorer):
     """Keep the slots whose channels spread most, measured by the range of the following `lag` slots.

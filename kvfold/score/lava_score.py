@@ -20,7 +20,13 @@ from kvfold.score.checks import at_least
 from kvfold.score.snapkv import SnapKV
 
 
-@register("score", "lava_score", paper="arXiv:2509.09754", cost="w·L·d")
+@register(
+    "score",
+    "lava_score",
+    paper="arXiv:2509.09754",
+    cost="w·L·d",
+    published="as published with `lava`",
+)
 @dataclass(frozen=True)
 class LavaScore(Scorer):
     """Keep what the last `window` queries attend to, times the head's largest |v|_1; LAVa is `lava_score + lava`.

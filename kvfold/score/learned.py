@@ -19,7 +19,14 @@ from kvfold.score.base import Needs, Scorer, View
 from kvfold.score.checks import at_least, given
 
 
-@register("score", "learned", revision=2, paper="arXiv:2601.07891", cost="L·d·64; trained once for a model")
+@register(
+    "score",
+    "learned",
+    revision=2,
+    paper="arXiv:2601.07891",
+    cost="L·d·64; trained once for a model",
+    published="differs: from keys and values, fitted to `kvzip` by cross-entropy, a size in place of a threshold",
+)
 @dataclass(frozen=True)
 class Learned(Scorer):
     """Keep what a small network, trained on this model, takes for worth repeating; pair it with `global`.

@@ -26,7 +26,14 @@ _ABOVE_ALL_SAMPLES = 1e4  # votes are at most the number of proxies, noise at mo
 _LEAST_DRAW = 2.0**-25  # half of the smallest draw above 0
 
 
-@register("score", "nacl", revision=2, paper="arXiv:2408.03675", cost="proxies·L·d")
+@register(
+    "score",
+    "nacl",
+    revision=2,
+    paper="arXiv:2408.03675",
+    cost="proxies·L·d",
+    published="differs: a number of proxies, causal among themselves; `protect(sinks=256, recent=5%)` as published",
+)
 @dataclass(frozen=True)
 class NACL(Scorer):
     """Keep what the last `proxies` queries attend to, and a random `share` of the budget beside it.

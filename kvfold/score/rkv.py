@@ -21,7 +21,14 @@ from kvfold.score.snapkv import window_start
 _TILE = 512  # rows of the similarity map that stand at a time
 
 
-@register("score", "rkv", revision=2, paper="arXiv:2505.24133", cost="L²·d, L memory")
+@register(
+    "score",
+    "rkv",
+    revision=2,
+    paper="arXiv:2505.24133",
+    cost="L²·d, L memory",
+    published="differs: a slot that resembles none leaves out nothing",
+)
 @dataclass(frozen=True)
 class RKV(Scorer):
     """Keep what the last `window` queries attend to, less what other slots repeat.

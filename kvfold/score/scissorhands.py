@@ -17,7 +17,14 @@ from kvfold.score.checks import at_least, given
 _UNIFORM = 1 - 1e-5  # weight times t of a query that looks everywhere alike, less what softmax may round
 
 
-@register("score", "scissorhands", revision=2, paper="arXiv:2305.17118", cost="history·L·d")
+@register(
+    "score",
+    "scissorhands",
+    revision=2,
+    paper="arXiv:2305.17118",
+    cost="history·L·d",
+    published="differs: `protect(sinks=0, recent=10)` as published, no larger budgets for later layers",
+)
 @dataclass(frozen=True)
 class Scissorhands(Scorer):
     """Drop the tokens that the last `history` queries ignored most often.

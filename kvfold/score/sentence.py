@@ -19,7 +19,13 @@ from kvfold.score.snapkv import SnapKV
 _SNAPKV = SnapKV()
 
 
-@register("score", "sentence", paper="arXiv:2504.00970", cost="that of its score, over reuse")
+@register(
+    "score",
+    "sentence",
+    paper="arXiv:2504.00970",
+    cost="that of its score, over reuse",
+    published="differs: sentences are kept for good; chosen at every step they are `recall(unit=sentence)`",
+)
 @dataclass(frozen=True)
 class Sentence(Grouped):
     """Keep whole sentences, those that another score likes best on average.

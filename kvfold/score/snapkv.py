@@ -23,7 +23,14 @@ _REDUCTIONS = ("mean", "sum", "max")
 _POOLS = ("avg", "max", "none")
 
 
-@register("score", "snapkv", revision=2, paper="arXiv:2404.14469", cost="w·L·d")
+@register(
+    "score",
+    "snapkv",
+    revision=2,
+    paper="arXiv:2404.14469",
+    cost="w·L·d",
+    published="differs: a group votes for its one stored key",
+)
 @dataclass(frozen=True)
 class SnapKV(Scorer):
     """Keep what the last `window` queries attend to, and the window itself.

@@ -17,7 +17,12 @@ from kvfold.score.checks import at_least
 from kvfold.score.recent import recency
 
 
-@register("score", "streaming", paper="arXiv:2309.17453")
+@register(
+    "score",
+    "streaming",
+    paper="arXiv:2309.17453",
+    published="as published with `slot`",
+)
 @dataclass(frozen=True)
 class Streaming(Scorer):
     """Keep the first `sinks` tokens and the latest ones.

@@ -16,7 +16,14 @@ from kvfold.score.base import Needs, Scorer, View
 from kvfold.score.checks import given
 
 
-@register("score", "tova", revision=2, paper="arXiv:2401.06104", cost="L·d")
+@register(
+    "score",
+    "tova",
+    revision=2,
+    paper="arXiv:2401.06104",
+    cost="L·d",
+    published="as published in kvpress: the last token stays",
+)
 @dataclass(frozen=True)
 class TOVA(Scorer):
     """Keep what the last query attends to, on average over all heads of the layer.

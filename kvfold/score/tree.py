@@ -23,7 +23,13 @@ from kvfold.score.base import Needs, Scorer, View
 from kvfold.score.checks import at_least, given
 
 
-@register("score", "tree", paper="arXiv:2501.04987", cost="L²·d, L memory")
+@register(
+    "score",
+    "tree",
+    paper="arXiv:2501.04987",
+    cost="L²·d, L memory",
+    published="differs: rebuilt from the text; pairs are judged in the end, not at the time of their duel",
+)
 @dataclass(frozen=True)
 class Tree(Scorer):
     """Thin out the past pair by pair, the older the thinner, by the mean attention each slot has received.

@@ -9,7 +9,9 @@ import pytest
 
 from kvfold.errors import SizeError
 from kvfold.policy import Floor, Policy, SizeFacts, check_floor
+from kvfold.policy.bind import bind
 from kvfold.policy.describe import BEGIN, END, rows, with_table
+from kvfold.policy.parse import Call, parse
 from kvfold.policy.registry import terms
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -32,6 +34,19 @@ def test_every_term_is_in_the_table() -> None:
     assert len(rows()) == len(terms()) == len(written.strip().splitlines()) - 2
     for term in terms():
         assert f"`{term.name}`" in written
+
+
+def test_every_method_says_what_it_is_against_its_paper() -> None:
+    for row in rows():
+        assert bool(row.published) >= bool(row.paper), row.name
+        assert not row.published or row.published.startswith(("as published", "differs: ")), row.name
+        for form in re.findall(r"`([^`]+\(.*?\))`", row.published):
+            assert bind_text(form), (row.name, form)
+
+
+def bind_text(form: str) -> bool:
+    """Whether a term that a remark names can be written."""
+    return all(bind(call) for call in parse(form) if isinstance(call, Call))
 
 
 def test_there_are_ten_worked_sizes() -> None:
