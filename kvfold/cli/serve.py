@@ -93,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"port {args.port} does not exist; give 0 (any free one) to 65535")
     from kvfold.serve.log import log_to_stderr
     from kvfold.serve.run import open_store, serve, service_of
+    from kvfold.serve.server import end_process
     from kvfold.serve.service import check_served_form
     from kvfold.serve.traces import open_traces
     from kvfold.store.secret import read_secret
@@ -116,7 +117,8 @@ def run(args: argparse.Namespace) -> int:
         with service_of(model, policy, settings, store) as service:
             if service.no_reuse is not None:
                 print(f"prompts are not cached: {service.no_reuse}")
-            return serve(service, args.host, args.port, lambda port: _say(args, policy, port), on_done)
+            code = serve(service, args.host, args.port, lambda port: _say(args, policy, port), on_done)
+    end_process(code)
 
 
 def make_settings(args: argparse.Namespace) -> Settings:

@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import logging
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType
+from typing import NoReturn
 
 from kvfold.errors import MissingExtra
 from kvfold.serve.app import App
@@ -34,6 +37,15 @@ except ImportError as error:
     raise MissingExtra("the server needs Starlette and uvicorn; run: pip install 'kvfold[serve]'") from error
 
 _TO_END, _TO_CLOSE = 0.4, 0.7  # shares of shutdown_s
+
+
+def end_process(code: int) -> NoReturn:
+    """Once all is closed. The interpreter would take seconds to free what it holds, which the system does at once."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # nobody reads it any more
+            stream.flush()
+    os._exit(code)
 
 
 class Server(uvicorn.Server):
