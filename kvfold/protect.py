@@ -40,11 +40,12 @@ class Protect:
         """The same with a number of recent tokens, for a head that keeps so many slots on average."""
         return replace(self, recent=self.recent.of(slots_per_head)) if isinstance(self.recent, Percent) else self
 
-    def floor(self, window: int, open_len: int) -> Floor:
-        """What must fit into every head, with the last `window` slots that a score keeps."""
+    def floor(self, window: int, open_len: int, *, sinks: int = 0) -> Floor:
+        """What must fit into every head, with the first `sinks` and the last `window` slots that a score keeps."""
+        sinks = max(self.sinks, sinks)
         if isinstance(self.recent, Percent):
-            return Floor(self.sinks, window, open_len, self.recent)
-        return Floor(self.sinks, max(self.recent, window), open_len)
+            return Floor(sinks, window, open_len, self.recent)
+        return Floor(sinks, max(self.recent, window), open_len)
 
     def mask(self, position_RS: Tensor, seen_R: Tensor) -> Tensor:
         """bool [R, S]: slots that must stay; a share has to be settled by `at` first."""

@@ -24,6 +24,7 @@ class Counters:
 
 class Trigger(ABC):
     phase: ClassVar[Literal["prefill", "decode"]]
+    fires: ClassVar[bool] = True  # ever
 
     @abstractmethod
     def due(self, counters: Counters) -> bool: ...
@@ -58,6 +59,7 @@ class Never(Trigger):
     """Decoded tokens are kept and reported apart."""
 
     phase: ClassVar[Literal["prefill", "decode"]] = "decode"
+    fires: ClassVar[bool] = False
 
     def due(self, counters: Counters) -> bool:
         return False

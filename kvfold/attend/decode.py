@@ -31,7 +31,7 @@ from kvfold.pages.append import lacks_room, num_ahead
 from kvfold.pages.compress import Compression, decode_target
 from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.view import NewSlots
-from kvfold.when import Counters, Never
+from kvfold.when import Counters
 
 
 @dataclass(frozen=True)
@@ -203,8 +203,7 @@ def _grows(sequence: SequenceCache) -> bool:
 
 def may_evict(sequence: SequenceCache) -> bool:
     """Whether a seal can be due to evict."""
-    stage = sequence.policy.decode
-    return stage.size is not None and not isinstance(stage.when, Never)
+    return sequence.policy.decode.may_evict
 
 
 def seal(sequence: SequenceCache, *, compress: bool = True) -> None:

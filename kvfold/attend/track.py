@@ -20,7 +20,6 @@ from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.sidecar import Moments
 from kvfold.policy.policy import Policy
 from kvfold.score.base import Needs
-from kvfold.when import Never
 
 _TILE = 128  # queries per tile of the second pass
 _NUM_SINKS = 4  # the first queries are no sample of what will be asked
@@ -53,8 +52,7 @@ class Tracked:
 
 def _stage_needs(policy: Policy, decoding: bool) -> list[Needs]:
     stages = [policy.decode] if decoding else [policy.prefill, policy.decode]
-    idle = decoding and isinstance(policy.decode.when, Never)
-    active = [stage for stage in stages if stage.size is not None and not idle]
+    active = [stage for stage in stages if (stage.may_evict if decoding else stage.evicts)]
     budgets = [Needs(last_queries=stage.budget.last_queries) for stage in active]
     going = [] if decoding else [policy.propagate.needs]
     return [needs for stage in active for needs in (stage.score.needs, stage.evicted.needs)] + budgets + going

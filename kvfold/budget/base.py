@@ -35,11 +35,13 @@ class Allocator(ABC):
     from call to call, which is what lets the runner drop slots while it streams through the layers.
 
     With `may_leave`, an allocator may keep fewer slots than the budget has: the size is then an upper bound, and a
-    policy without one means 1x. One that `is_even` lets every head keep equally many."""
+    policy without one means 1x. One that `is_even` lets every head keep equally many. One of scope "layer" gives every
+    layer equally many, unless it `slopes`."""
 
     scope: ClassVar[Literal["layer", "model"]] = "layer"
     may_leave: ClassVar[bool] = False
     is_even: ClassVar[bool] = False
+    slopes: ClassVar[bool] = False
 
     @property
     def last_queries(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import ClassVar
 from warnings import warn
 
 from torch import Tensor
@@ -43,6 +44,7 @@ class Pyramid(Allocator):
     inside the line and lets every layer keep B where the line would end below it.
     """
 
+    slopes: ClassVar[bool] = True
     beta: int = 20
 
     def __post_init__(self) -> None:

@@ -32,6 +32,7 @@ _FEW, _MORE = Int2(), Int4()
 @register(
     "codec",
     "aqua",
+    revision=2,
     paper="arXiv:2501.19392",
     cost="L·H·d² a step in lifted layers; measured once for a model",
     published="differs: not AQUA-KV, only its idea: every second layer, scalar grids, values from values",

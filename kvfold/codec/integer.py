@@ -81,7 +81,7 @@ class Int8(IntegerCodec):
 @register(
     "codec",
     "int4",
-    revision=2,
+    revision=3,
     paper="arXiv:2404.00456",
     published="differs: of QuaRot the rotation of keys alone, grids by slot",
 )
@@ -96,7 +96,7 @@ class Int4(IntegerCodec):
 @register(
     "codec",
     "int2",
-    revision=2,
+    revision=3,
     paper="arXiv:2404.00456",
     published="differs: of QuaRot the rotation of keys alone, grids by slot",
 )

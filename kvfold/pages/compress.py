@@ -12,10 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from kvfold.budget.base import Budget
+from kvfold.budget.costs import within_cost
 from kvfold.budget.scores import Scores
 from kvfold.evicted.asked import ask
 from kvfold.evicted.base import Evicted
@@ -24,7 +27,7 @@ from kvfold.pages.refit import chosen, refitted
 from kvfold.pages.rewrite import LayerChange, Rewrite
 from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.staged import Chosen, Staged, StagedLayer
-from kvfold.pages.view import NewSlots, build_view, size_facts
+from kvfold.pages.view import NewSlots, build_view, size_facts, slot_costs, slots_cost
 from kvfold.policy.size import Floor, Size, check_floor
 from kvfold.policy.stage import Stage
 from kvfold.protect import Protect
@@ -127,8 +130,25 @@ class Compression:
         if allocator.scope == "model" and _can_wait(staged, budget, self.stage.evicted):
             return
         competing = staged if allocator.scope == "model" else [added]
-        counts = allocator.allocate([item.weights for item in competing], budget, place)
-        self._chosen = Chosen(competing, counts, self.stage.evicted)
+        self._chosen = Chosen(competing, self._counts(competing, budget, place), self.stage.evicted)
+
+    def _counts(self, layers: Sequence[Staged], budget: Budget, place: int) -> list[Tensor]:
+        """Slots that each head of these layers keeps."""
+        assert self.stage is not None
+        weights, allocator = [item.weights for item in layers], self.stage.budget
+
+        def allocate(slots_per_head: int) -> list[Tensor]:
+            return allocator.allocate(weights, replace(budget, slots_per_head=slots_per_head), place)
+
+        # Of some of the layers that compete the bytes say nothing yet; all of them are there in the end.
+        is_whole = allocator.scope == "layer" or len(layers) == budget.num_layers
+        if allocator.slopes or not is_whole or not _size(self.stage).counts_bytes:
+            return allocate(budget.slots_per_head)
+        first = 0 if allocator.scope == "model" else place
+        costs = slot_costs(self.sequence)[first : place + 1]
+        if not self.sequence.policy.watches_mass and len(set(costs)) == 1:
+            return allocate(budget.slots_per_head)
+        return within_cost(allocate, budget.slots_per_head, partial(slots_cost, self.sequence, costs))
 
     def _scores(self, index: int, place: int, new: NewSlots, stage: Stage, budget: Budget) -> Scores:
         """Scores, also of what must stay, found once for all policies that agree on both."""
@@ -262,8 +282,11 @@ def check_decode_size(sequence: SequenceCache, seen_len: int) -> None:
 
 def _target(sequence: SequenceCache, stage: Stage, seen_len: int) -> tuple[int, Floor]:
     """Slots per head that the size allows on average, and those that must fit into every head."""
-    facts = size_facts(sequence, seen_len)
-    return _size(stage).slots_per_head(facts), stage.protect.floor(stage.score.needs.window, facts.open_len)
+    facts, needs = size_facts(sequence, seen_len), stage.score.needs
+    if stage.budget.slopes:  # a layer is settled before the next is there: all of its slots may be dear
+        facts = replace(facts, bytes_per_slot=max(slot_costs(sequence), default=facts.bytes_per_slot))
+    floor = stage.protect.floor(needs.window, facts.open_len, sinks=needs.sinks)
+    return _size(stage).slots_per_head(facts), floor
 
 
 def protected(sequence: SequenceCache, stage: Stage, seen_len: int) -> Protect:

@@ -46,8 +46,8 @@ def dump(sequence: SequenceCache) -> dict[str, Tensor]:
             parts |= {f"state.{side}.{name}": tensor for name, tensor in state.items()}
         for side, block in (("k", sequence.open.k[i]), ("v", sequence.open.v[i])):
             parts[f"open.{side}"] = block[:, : sequence.open.committed]
-        if sequence.exact is not None and sequence.exact.fill:
-            parts |= {"exact.k": sequence.exact.k[i], "exact.v": sequence.exact.v[i]}
+        if sequence.exact is not None and (known := sequence.exact.committed):
+            parts |= {"exact.k": sequence.exact.k[i][:, :known], "exact.v": sequence.exact.v[i][:, :known]}
         if sequence.demoted is not None and i in sequence.demoted.layers:
             parts |= {f"demoted.{name}": rows for name, rows in sequence.demoted.layers[i].tensors().items()}
         found |= {f"{i}.{name}": tensor.cpu().contiguous() for name, tensor in parts.items()}
@@ -162,12 +162,14 @@ def _fill_exact(sequence: SequenceCache, layers: Sequence[Tensors]) -> None:
     block = sequence.exact
     if block is None or not all("exact.k" in mine for mine in layers):
         return
+    known = layers[0]["exact.k"].shape[1]
     for k_HnD, v_HnD, mine in zip(block.k, block.v, layers, strict=True):
+        k_HnD, v_HnD = k_HnD[:, :known], v_HnD[:, :known]
         if mine["exact.k"].shape != k_HnD.shape or mine["exact.v"].shape != v_HnD.shape:
             raise InputError(f"exact slots are {tuple(mine['exact.k'].shape)}, not {tuple(k_HnD.shape)}")
         k_HnD.copy_(mine["exact.k"])
         v_HnD.copy_(mine["exact.v"])
-    block.fill = block.committed = block.num_slots
+    block.committed, block.fill = known, known if known == block.num_slots else 0
 
 
 def _observed(side: LayerSidecar) -> dict[str, Tensor]:

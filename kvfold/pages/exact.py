@@ -44,13 +44,24 @@ def num_exact(sequence: SequenceCache, layer: int) -> int:
 
 
 def keep_exact(sequence: SequenceCache, changes: Sequence[LayerChange]) -> None:
-    """Of the first slots that a sequence seals, unless a head has fewer."""
+    """Of the first slots that a sequence seals, in one call or in several. They are read from where all are there: a
+    block is read whole. None of them is ever evicted, so they come first in every head."""
     block = sequence.exact
-    if block is None or sequence.sealed_len or min(min(change.counts) for change in changes) < block.num_slots:
+    if block is None or sequence.sealed_len != block.committed:
         return
-    for change, k_HnD, v_HnD in zip(changes, block.k, block.v, strict=True):
+    layers = sequence.spec.compressible_layers
+    first = block.committed
+    num_new = min(block.num_slots - first, *(min(changes[i].counts) for i in layers))
+    for i in layers if num_new else ():
+        change = changes[i]
         begins = accumulate(change.counts[:-1], initial=0)
-        place_N = upload([begin + i for begin in begins for i in range(block.num_slots)], change.k_ND.device)
-        k_HnD.copy_(change.k_ND[place_N].view(k_HnD.shape))
-        v_HnD.copy_(change.v_ND[place_N].view(v_HnD.shape))
-    block.fill = block.committed = block.num_slots
+        place_N = upload([begin + n for begin in begins for n in range(num_new)], change.k_ND.device)
+        for block_HnD, new_ND in ((block.k[i], change.k_ND), (block.v[i], change.v_ND)):
+            block_HnD[:, first : first + num_new] = new_ND[place_N].unflatten(0, (-1, num_new))
+    block.committed += num_new
+    block.fill = block.num_slots if block.committed == block.num_slots else 0
+
+
+def awaits_exact(sequence: SequenceCache) -> bool:
+    """Whether some of the first slots, but not all that are to be kept exact, were sealed."""
+    return sequence.exact is not None and sequence.sealed_len == sequence.exact.committed < sequence.exact.num_slots

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 
@@ -148,3 +148,13 @@ class PageClass:
 
     def pages_for(self, num_slots: int) -> int:
         return -(-num_slots // self.page_size)
+
+
+@cache
+def state_bytes(page_class: PageClass, num_heads: int) -> int:
+    """What the codecs of a layer learn from its first slots, whatever these are."""
+    x_RSD = torch.zeros(num_heads, 1, page_class.head_dim)
+    valid_RS = torch.ones(x_RSD.shape[:2], dtype=torch.bool)
+    sides: tuple[Side, Side] = ("k", "v")
+    states = [page_class.codec(side).prepare(side, x_RSD, valid_RS) for side in sides]
+    return sum(tensor.nbytes for state in states for tensor in state.values())

@@ -112,7 +112,8 @@ class _InPlace:
         for layer, change, keep in zip(tail.layers, changes, self._keeps, strict=True):
             gone = [0] * layer.num_heads if keep is None else _lost(layer.lens, keep)
             extra.append([max(0, new - lost) for new, lost in zip(change.counts, gone, strict=True)])
-        growing = [i for i, keep in enumerate(self._keeps) if keep is None] if decoding else []
+        grows = decoding and not sequence.policy.decode.holds_bytes  # room that nothing fills yet is bytes too
+        growing = [i for i, keep in enumerate(self._keeps) if keep is None] if grows else []
         self._room = tail.find_room(extra, growing=growing)
 
     def cancel(self) -> None:

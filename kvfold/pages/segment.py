@@ -20,7 +20,7 @@ from kvfold.pages.layout import PageClass
 __all__ = ["Codes", "Extent", "LayerPages", "Run", "Segment"]
 
 GROWTH = 8  # a head that grows gets room for 1/8 of what heads hold on average
-_TABLE_BYTES = 24  # of an extent: address, pages, length
+TABLE_BYTES = 24  # of an extent: address, pages, length
 Wanted = dict[tuple[int, int], int]  # (layer, head) -> pages
 
 
@@ -80,7 +80,7 @@ class Segment:
     @property
     def table_bytes(self) -> int:
         """Host tables of the extents."""
-        return _TABLE_BYTES * sum(len(extents) for layer in self.layers for extents in layer.extents)
+        return TABLE_BYTES * sum(len(extents) for layer in self.layers for extents in layer.extents)
 
     @property
     def state_bytes(self) -> int:

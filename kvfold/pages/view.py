@@ -17,14 +17,15 @@ from torch.nn.utils.rnn import pad_sequence
 from kvfold.budget.scores import Scores
 from kvfold.core import LayerSpec
 from kvfold.evicted.base import Asked
+from kvfold.pages.layout import state_bytes
 from kvfold.pages.read import stored_slots
+from kvfold.pages.segment import TABLE_BYTES
 from kvfold.pages.sequence import LayerChange, SequenceCache
 from kvfold.pages.sidecar import MASS_BYTES, LayerSidecar, Moments
 from kvfold.pages.transfer import upload
 from kvfold.policy.size import SizeFacts
 from kvfold.score.base import Needs, QueryStats, View
 from kvfold.score.predictor import predictor_for
-from kvfold.when import Never
 
 
 @dataclass
@@ -81,29 +82,46 @@ def size_facts(sequence: SequenceCache, seen_len: int) -> SizeFacts:
     spec = sequence.spec
     layers = [(i, spec.layers[i]) for i in spec.compressible_layers]
     num_heads = sum(layer.num_kv_heads for _, layer in layers)
-    classes = [(sequence.page_class(i), layer.num_kv_heads) for i, layer in layers]
-    slot_bytes = sum(page_class.bytes_per_slot * heads for page_class, heads in classes)
-    padding = sum(page_class.bytes_per_page * heads for page_class, heads in classes)
+    slot_bytes = sum(c * layer.num_kv_heads for c, (_, layer) in zip(slot_costs(sequence), layers, strict=True))
+    padding = sum(sequence.page_class(i).bytes_per_page * layer.num_kv_heads for i, layer in layers)
     mass_bytes = MASS_BYTES if sequence.policy.watches_mass else 0
     return SizeFacts(
         num_tokens=seen_len,
         num_heads=num_heads,
-        bytes_per_slot=slot_bytes / max(num_heads, 1) + mass_bytes,
+        bytes_per_slot=slot_bytes / max(num_heads, 1),
         overhead_bytes=sequence.block_bytes
         + sum(_watched_bytes(sequence, layer) for _, layer in layers)
         + mass_bytes * sequence.config.open_len * num_heads
         + padding
-        + sequence.arena.superblock_bytes
-        + 24 * num_heads,
+        + sum(state_bytes(sequence.page_class(i), layer.num_kv_heads) for i, layer in layers)
+        + len({sequence.page_class(i) for i, _ in layers}) * sequence.arena.superblock_bytes
+        + TABLE_BYTES * num_heads
+        + (round(slot_bytes) * sequence.config.open_len if sequence.policy.decode.may_evict else 0),
         open_len=sequence.config.open_len,
         full_bytes=sum(seen_len * layer.num_kv_heads * layer.head_dim * 4 for _, layer in layers),
     )
 
 
+def slot_costs(sequence: SequenceCache) -> list[float]:
+    """Bytes of one sealed slot of one head, for each compressible layer. Where decoding evicts, pages come and go,
+    until no two of a head lie side by side: each has its own entry in the table."""
+    mass_bytes = MASS_BYTES if sequence.policy.watches_mass else 0
+    entry_bytes = TABLE_BYTES if sequence.policy.decode.may_evict else 0
+    classes = [sequence.page_class(i) for i in sequence.spec.compressible_layers]
+    return [c.bytes_per_slot + entry_bytes / c.page_size + mass_bytes for c in classes]
+
+
+def slots_cost(sequence: SequenceCache, costs: Sequence[float], counts: Sequence[Sequence[int]]) -> float:
+    """Bytes of so many slots in each head of some layers; attention mass is kept in rows as long as the longest."""
+    mass_bytes = MASS_BYTES if sequence.policy.watches_mass else 0
+    padding = sum(max(heads) * len(heads) - sum(heads) for heads in counts)
+    return sum(cost * sum(heads) for cost, heads in zip(costs, counts, strict=True)) + mass_bytes * padding
+
+
 def _watched_bytes(sequence: SequenceCache, layer: LayerSpec) -> int:
     """What a layer remembers of queries while a trigger may fire."""
     stage = sequence.policy.decode
-    if not stage.evicts or isinstance(stage.when, Never):
+    if not stage.may_evict:
         return 0
     needs = stage.score.needs
     window = max(needs.last_queries, stage.evicted.needs.last_queries, stage.budget.last_queries)

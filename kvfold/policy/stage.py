@@ -32,6 +32,16 @@ class Stage:
         return self.size is not None
 
     @property
+    def may_evict(self) -> bool:
+        """Whether a trigger can fire."""
+        return self.evicts and self.when.fires
+
+    @property
+    def holds_bytes(self) -> bool:
+        """Whether triggers are to hold a number of bytes."""
+        return self.may_evict and self.size is not None and self.size.counts_bytes
+
+    @property
     def watches_mass(self) -> bool:
         """Whether attention mass is kept for each slot."""
         return self.evicts and self.score.needs.mass

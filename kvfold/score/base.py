@@ -43,6 +43,8 @@ class Needs:
 
     last_queries   the last so many post-RoPE queries (0: none); they span chunk borders
     keeps_window   whether the tokens of these queries always stay, and the budget has to hold them
+    sinks          the first so many tokens always stay (+inf), and the budget has to hold them
+    recent         so do the last so many, whether their queries are looked at or not
     new_queries    all post-RoPE queries of the tokens that a prefill pass adds; none of them while decoding
     mass           attention mass each slot received from all queries that could see it, and their number
     query_stats    mean and covariance of the pre-RoPE queries
@@ -57,6 +59,8 @@ class Needs:
 
     last_queries: int = 0
     keeps_window: bool = True
+    sinks: int = 0
+    recent: int = 0
     new_queries: bool = False
     mass: bool = False
     query_stats: bool = False
@@ -71,7 +75,7 @@ class Needs:
     @property
     def window(self) -> int:
         """Slots at the end that the scorer always keeps."""
-        return self.last_queries if self.keeps_window else 0
+        return max(self.recent, self.last_queries if self.keeps_window else 0)
 
 
 @dataclass

@@ -59,7 +59,7 @@ class Compactor(Scorer):
 
     @property
     def needs(self) -> Needs:
-        return Needs(new_queries=True, size=self.blend is None)
+        return Needs(sinks=self.sinks, recent=self.recent, new_queries=True, size=self.blend is None)
 
     def score(self, view: View) -> Tensor:
         q_RGTD = given("compactor", view.new_q_RGTD, "new_q_RGTD")

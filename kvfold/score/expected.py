@@ -58,7 +58,7 @@ class Expected(Scorer):
 
     @property
     def needs(self) -> Needs:
-        return Needs(query_stats=True)
+        return Needs(sinks=self.sinks, query_stats=True)
 
     def score(self, view: View) -> Tensor:
         sink_RS = view.position_RS < self.sinks

@@ -55,7 +55,8 @@ class KVzip(Scorer):
 
     @property
     def needs(self) -> Needs:
-        return Needs(replay=Replay(self.chunk, self.sinks, surprise=self.surprise), end_of_prompt=True)
+        replay = Replay(self.chunk, self.sinks, surprise=self.surprise)
+        return Needs(sinks=self.sinks, replay=replay, end_of_prompt=True)
 
     def score(self, view: View) -> Tensor:
         largest_RS = given("kvzip", view.replay_RGS, "replay_RGS").amax(1)

@@ -43,7 +43,8 @@ class KVzipPlus(Scorer):
 
     @property
     def needs(self) -> Needs:
-        return Needs(replay=Replay(self.chunk, self.sinks, by_hidden=True), output=True, end_of_prompt=True)
+        replay = Replay(self.chunk, self.sinks, by_hidden=True)
+        return Needs(sinks=self.sinks, replay=replay, output=True, end_of_prompt=True)
 
     def score(self, view: View) -> Tensor:
         largest_RGS = given("kvzip_plus", view.replay_RGS, "replay_RGS")

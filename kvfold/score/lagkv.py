@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvfold.policy.registry import register
 from kvfold.score.attention import row_blocks
-from kvfold.score.base import Scorer, View
+from kvfold.score.base import Needs, Scorer, View
 from kvfold.score.checks import at_least
 
 
@@ -44,6 +44,10 @@ class LagKV(Scorer):
     def __post_init__(self) -> None:
         at_least("lagkv", "sinks", self.sinks, 0)
         at_least("lagkv", "lag", self.lag, 2)
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(sinks=self.sinks)
 
     def score(self, view: View) -> Tensor:
         slot_RS = torch.arange(view.k_RSD.shape[1], device=view.k_RSD.device).expand_as(view.position_RS)

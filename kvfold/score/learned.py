@@ -49,7 +49,7 @@ class Learned(Scorer):
 
     @property
     def needs(self) -> Needs:
-        return Needs(predictor=self.file)
+        return Needs(sinks=self.sinks, predictor=self.file)
 
     @property
     def identity(self) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvfold.policy.registry import register
-from kvfold.score.base import Scorer, View
+from kvfold.score.base import Needs, Scorer, View
 from kvfold.score.checks import at_least
 from kvfold.score.recent import recency
 
@@ -39,6 +39,10 @@ class Streaming(Scorer):
 
     def __post_init__(self) -> None:
         at_least("streaming", "sinks", self.sinks, 0)
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(sinks=self.sinks)
 
     def score(self, view: View) -> Tensor:
         return view.masked(recency(view).masked_fill(view.position_RS < self.sinks, torch.inf))

@@ -58,7 +58,7 @@ class Tree(Scorer):
 
     @property
     def needs(self) -> Needs:
-        return Needs(mass=True, size=True)
+        return Needs(sinks=self.sinks, mass=True, size=True)
 
     def score(self, view: View) -> Tensor:
         mass_RS = given("tree", view.mass_RS, "mass_RS")

@@ -78,7 +78,7 @@ def _layer_forms(sequence: SequenceCache, layer: int, stored_len: int) -> dict[s
         "side.query_end": Form((torch.int64,), (1,)),
     }
     if sequence.exact is not None:
-        exact = Form((sequence.spec.kv_dtype,), (heads, sequence.exact.num_slots, dim))
+        exact = Form((sequence.spec.kv_dtype,), (heads, None, dim))
         forms |= {"exact.k": exact, "exact.v": exact}
     if sequence.demoted is not None and layer in sequence.demoted.layers:
         slots, counts = Form((sequence.spec.kv_dtype,), (heads, None, dim)), Form((torch.int32,), (heads, None))

@@ -11,6 +11,7 @@ from kvfold.pages.exact import exact_len
 from kvfold.pages.read import stored_slots
 from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy
+from tests.attend.reference import part
 from tests.pages.tiny import new_sequence, prefill, random_layers, tiny_spec
 
 
@@ -65,10 +66,26 @@ def test_layers_of_other_codecs_read_their_codes() -> None:
     assert _is_exact(sequence, k_HTD, v_HTD) == [True] * 5  # native
 
 
-def test_a_prompt_of_fewer_tokens_has_none() -> None:
+def test_a_prompt_of_fewer_tokens_has_none_yet() -> None:
     sequence, k_HTD, _ = _sequence("int4", 3)
     assert sequence.exact is not None and sequence.exact.fill == 0
     assert not torch.equal(stored_slots(sequence, 1, torch.float32).k[0][0], k_HTD[0, 0])
+
+
+@pytest.mark.parametrize("policy", ("int4", "keydiff + 2x + int4 + protect(recent=4)"))
+@pytest.mark.parametrize("lens", ([2, 58], [1, 1, 1, 57], [3, 1, 56], [4, 56], [1, 59]))
+def test_they_come_in_several_calls(policy: str, lens: list[int]) -> None:
+    """Forked and saved in between."""
+    spec = tiny_spec()
+    sequence, layers = new_sequence(policy, spec), random_layers(spec, 60)
+    begin = 0
+    for length in lens:
+        prefill(sequence, part(layers, begin, begin + length))
+        begin += length
+        other = new_sequence(policy, spec)
+        restore(other, dump(sequence))
+        sequence = other.fork()
+    assert _is_exact(sequence, layers[1][1], layers[1][2])[:4] == [True] * 4
 
 
 def test_forks_and_restored_sequences_have_them() -> None:

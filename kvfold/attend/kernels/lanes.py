@@ -116,6 +116,7 @@ class Lanes:
         shapes = [(num_lanes, layer.num_kv_heads, layer.head_dim) for layer in spec.layers]
         self.mean_LBHD = [torch.zeros(shape, device=arena.device) for shape in shapes]
         self._held: list[_Held | None] = [None] * num_lanes
+        self._has_exact = [False] * num_lanes
         self._joined: _Joined | None = None
         self._last: tuple[list[ref[SequenceCache]], list[int]] = [], []
 
@@ -247,9 +248,10 @@ class Lanes:
         ]
 
     def _is_new(self, lane: int) -> bool:
-        """Codecs learn from the first slots that are sealed, so before them a lane knows no mean keys."""
+        """Codecs learn from the first slots that are sealed, so before them a lane knows no mean keys; the slots
+        that are kept exact may come one by one."""
         held = self._held[lane]
-        return held is None or not len(held.length_E)
+        return held is None or not len(held.length_E) or (self.layout.exact_len > 0 and not self._has_exact[lane])
 
     def _take_in(self, added: list[tuple[int, SequenceCache]]) -> None:
         """What never changes of a sequence once it has stored slots: where its open block and its exact slots lie, and
@@ -261,17 +263,19 @@ class Lanes:
         address_LN2 = np.ascontiguousarray(address_NL2.swapaxes(0, 1))
         self.open_LB2.index_copy_(1, lane_N, sent(address_LN2, self.open_LB2.device))
         if self.layout.exact_len:
-            self._take_in_exact(lane_N, [sequence.exact for _, sequence in added])
+            self._take_in_exact([lane for lane, _ in added], lane_N, [sequence.exact for _, sequence in added])
         for index, mean_BHD in enumerate(self.mean_LBHD):
             means = [sequence.tail.layers[index].state.get("k", {}).get("mean") for _, sequence in added]
             zero_HD = mean_BHD.new_zeros(mean_BHD.shape[1:])
             mean_BHD.index_copy_(0, lane_N, torch.stack([zero_HD if mean is None else mean for mean in means]))
 
-    def _take_in_exact(self, lane_N: Tensor, blocks: Sequence[OpenBlock | None]) -> None:
+    def _take_in_exact(self, lanes: list[int], lane_N: Tensor, blocks: Sequence[OpenBlock | None]) -> None:
         known = [block for block in blocks if block is not None]  # all: lanes of one layout have them
         address_LN2 = np.ascontiguousarray(np.array([block.addresses for block in known]).swapaxes(0, 1))
         self.exact_LB2.index_copy_(1, lane_N, sent(address_LN2, lane_N.device))
         filled_N = np.array([bool(block.fill) for block in known])
+        for lane, is_filled in zip(lanes, filled_N, strict=True):
+            self._has_exact[lane] = bool(is_filled)
         count_LN = np.ascontiguousarray(self.layout.exact_L[:, None] * filled_N)
         self.exact_LB.index_copy_(1, lane_N, sent(count_LN, lane_N.device))
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvfold.core import HAS_TRITON
 from kvfold.pages.append import AllPlaces, Stretches, append_blocks, make_room, make_room_ahead, together
+from kvfold.pages.exact import awaits_exact
 from kvfold.pages.kernels.forms import knows
 from kvfold.pages.kernels.writing import mean_address
 from kvfold.pages.layer import LayerPages
@@ -31,7 +32,7 @@ def can_seal(sequence: SequenceCache) -> bool:
     """Whether a kernel can do it: there is one for these codecs, and what they have to learn is learnt."""
     if not sequence.arena.memory.is_cuda or not HAS_TRITON or sequence.policy.watches_mass:
         return False
-    return _learnt_by(sequence.tail) is not None
+    return _learnt_by(sequence.tail) is not None and not awaits_exact(sequence)
 
 
 class _Learnt(NamedTuple):
