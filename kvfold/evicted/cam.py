@@ -39,9 +39,10 @@ class Cam(Evicted):
     compete (a protected slot has no score); near the end a value is added to as many slots as follow.
 
     That difference makes it fail at the end of a prompt: the reference merges one value at a time, as tokens come,
-    where here all evicted slots are merged at once. At 8x seven values meet for every one that stays, each kept slot
-    takes sums of many, and its own value drowns: no needle was found in a quarter of the bytes (docs/results.md). Use
-    it, if at all, with `every(...)` or an absolute size while decoding, where few slots go at a time.
+    where here all evicted slots are merged at once. At 8x seven values meet for every one that stays; those just before
+    the end, the question among them, take sums of many, and their own values drown: with the question known no needle
+    was found in a quarter of the bytes (docs/results.md). Use it, if at all, with `every(...)` or an absolute size
+    while decoding, where few slots go at a time.
     """
 
     spread: int = 32
