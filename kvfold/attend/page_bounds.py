@@ -35,7 +35,8 @@ def bounds(k_MPD: Tensor, used_MP: Tensor, page: int) -> dict[str, Tensor]:
 
     def folded(fill: float) -> Tensor:
         k = pad(k_MPD.masked_fill(unused_MP1, fill), (0, 0, 0, more), value=fill)
-        return k.unflatten(1, (-1, page))
+        folded_MCPD: Tensor = k.unflatten(1, (-1, page))
+        return folded_MCPD
 
     return {"min": folded(torch.inf).amin(2).flatten(1), "max": folded(-torch.inf).amax(2).flatten(1)}
 
@@ -59,5 +60,5 @@ def logits(view: PageView, page: int, num_channels: int) -> Tensor:
     z_HGTX = torch.einsum("hgtr,htxr->hgtx", few_HGTR, bound_HTXR)
     share_HGT1 = few_HGTR.abs().sum(-1, keepdim=True) / q_HGTD.abs().sum(-1, keepdim=True).clamp(min=1e-30)
     scaled_HGTX = z_HGTX * view.scale / share_HGT1.clamp(min=1e-30).sqrt()
-    by_page = scaled_HGTX.unflatten(-1, (num_pages, -1)).repeat_interleave(page, dim=-1)[..., : view.page_size]
+    by_page: Tensor = scaled_HGTX.unflatten(-1, (num_pages, -1)).repeat_interleave(page, dim=-1)[..., : view.page_size]
     return by_page.flatten(-2)

@@ -115,7 +115,8 @@ class Rocket(Reader):
         if self.reader == "pages":
             return page_bounds.logits(view, self._page, max(1, int(view.q_HGTD.shape[-1] * self._page / self._ratio)))
         z_HXS = sketch.products(view.q_HGTD.flatten(1, 2), view.summaries)
-        return z_HXS.unflatten(1, view.q_HGTD.shape[1:3]) * view.scale
+        z_HGTS: Tensor = z_HXS.unflatten(1, view.q_HGTD.shape[1:3])
+        return z_HGTS * view.scale
 
     @property
     def _ratio(self) -> float:
