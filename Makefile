@@ -1,4 +1,4 @@
-# make demo | test | lint: on a machine with Python 3.11 or newer (with venv) and nothing else.
+# make demo | test | lint | fuzz: on a machine with Python 3.11 or newer (with venv) and nothing else.
 # The first call builds .venv from the pinned packages of requirements.txt; later ones start at once.
 
 PYTHON ?= python3
@@ -7,7 +7,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint clean
+SEED ?= 0
+COUNT ?= 50000
+
+.PHONY: demo test lint fuzz clean
 
 demo: $(READY)
 	@$(BIN)/kvfold demo
@@ -15,6 +18,10 @@ demo: $(READY)
 # One thread per worker: two pools of threads on two cores are slower than either.
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" -n $(JOBS)
+
+# Damaged and valid requests to a server of its own; a request that fails is printed with what sends it again.
+fuzz: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.serve.fuzz --seed $(SEED) --count $(COUNT)
 
 lint: $(READY)
 	$(BIN)/ruff check .
