@@ -88,6 +88,9 @@ class Fields:
             self.refuse(name, f"a whole number from {low} to {high} is required", _shown(found))
         return found
 
+    def optional_integer(self, name: str, low: int, high: int) -> int | None:
+        return self.integer(name, None, low, high) if self.has(name) else self.take(name)
+
     def number(self, name: str, default: float, low: float, high: float) -> float:
         found = self.take(name)
         found = default if found is None else found

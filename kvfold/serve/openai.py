@@ -64,8 +64,8 @@ class OpenAIBody:
 def read_sampling(body: Fields, settings: Settings) -> Sampling:
     temperature = body.number("temperature", settings.temperature, 0.0, 2.0)
     top_p = body.number("top_p", 1.0, 1e-6, 1.0)
-    seed = body.integer("seed", None, -(1 << 63), (1 << 63) - 1) if body.has("seed") else secrets.randbits(63)
-    return Sampling(temperature, 0, top_p, seed & ((1 << 63) - 1))
+    seed = body.optional_integer("seed", -(1 << 63), (1 << 63) - 1)
+    return Sampling(temperature, 0, top_p, secrets.randbits(63) if seed is None else seed & ((1 << 63) - 1))
 
 
 def read_caching(body: Fields, ttls: Iterable[str]) -> Caching:

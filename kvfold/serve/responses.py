@@ -69,7 +69,7 @@ def read_response(data: object, settings: Settings) -> OpenAIBody:
     (is_streamed, shows_usage), most = read_stream(body), settings.limits.output_tokens
     if shows_usage:
         body.refuse("stream_options.include_usage", "responses always tell their usage; leave it out")
-    limit = body.integer("max_output_tokens", None, 1, most) if body.has("max_output_tokens") else None
+    limit = body.optional_integer("max_output_tokens", 1, most)
     sampling = read_sampling(body, settings)
     body.neutral(RESPONSE_NEUTRAL)
     echo = {"max_output_tokens": limit, "instructions": body.peek("instructions"), **read_who(body)}

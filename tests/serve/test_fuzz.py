@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -38,3 +39,11 @@ def test_every_field_that_a_route_takes_is_described(server: Running, path: str)
     body = Object(ROUTES[path].required)(Random(0))
     message = call(server, path, {**body, "unknown": 1}).json["error"]["message"]
     assert sorted(message.partition("supported: ")[2].split(", ")) == described(path)
+
+
+def test_the_docs_list_the_fields_of_every_route() -> None:
+    lines = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8").splitlines()
+    rows = {cells[1].strip(" `"): cells[2:4] for cells in (line.split("|") for line in lines) if len(cells) == 5}
+    for path, spec in ROUTES.items():
+        listed = [name for cell in rows[path] for name in cell.split()]
+        assert sorted(listed) == sorted(f"`{name}`" for name in spec.names), path
