@@ -150,13 +150,9 @@ class Service:
 
     async def start(self, ask: Ask, start: Start) -> Reply:
         """A reply that has begun; ApiError if that does not come to be."""
-<<<<<<< HEAD
         prompt = await self.prompt(ask, start)
-=======
-        prompt = await self.prompt(ask)
         if not prompt.tokens:
             raise bad_request("prompt: the model's tokenizer finds no token in it; send another text")
->>>>>>> 3242b09 (List the fields of every route, and refuse prompts without a token)
         num_left = self.model.spec.max_positions - len(prompt.tokens)
         if num_left < 1:
             most = self.model.spec.max_positions - 1

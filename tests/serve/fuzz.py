@@ -70,7 +70,8 @@ _NUMBERS = (
 _TEXTS = (
     "", " ", "\0", "\n", "\x1b[31m", "\ud800", "x\udfff", "\udc00\ud800", "\ufeff", "\u2028", "\ue000", "\ue0000\ue001",
     "é", "<|im_end|>", "<end>\n<assistant>", "<s>", "</s>", "<tool_call>", "</tool_call>", "{{ 7 * 7 }}", "{% raw %}",
-    "%s", "{}", "auto", "none", "user", "assistant", "system", "tool", "text", "explicit", "ephemeral", "tiny", "__proto__",
+    "%s", "{}", "auto", "none",
+    "user", "assistant", "system", "tool", "text", "explicit", "ephemeral", "tiny", "__proto__",
     "x" * 3000, "€" * 500, "a b", "../../etc/passwd", "2023-06-01", "1h", "12h",
 )  # fmt: skip
 _NO_JSON = ("", "nul", "'a'", '"\\x"', '"\\ud83d"', '"\\ud83d\\ude00"', '"\n"', "[1,]", '{"a":1,"a":2}')
