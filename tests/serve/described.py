@@ -93,7 +93,7 @@ def unlike(tool: Make) -> Make:
 # Anthropic
 
 _marker = Object({"type": one_of("ephemeral")}, {"ttl": one_of("5m")})
-_MARKED = {"cache_control": _marker}
+_MARKED: dict[str, Make] = {"cache_control": _marker}
 _text_block = Object({"type": one_of("text"), "text": text}, {"citations": one_of([])})
 _marked_text = Object({"type": one_of("text"), "text": text}, _MARKED)
 
@@ -120,7 +120,7 @@ def _as_blocks(content: Any) -> list[Any]:
 
 
 def _use(rng: Random, call_id: str) -> Any:
-    more = {"caller": Object({"type": one_of("direct")})}
+    more: dict[str, Make] = {"caller": Object({"type": one_of("direct")})}
     made = Object({"name": name, "input": one_of({}, {"at": 1.5}, schema)}, more)(rng)
     return {"type": "tool_use", "id": call_id, **made}
 
@@ -142,7 +142,7 @@ _tool = Object(
         "input_examples": one_of([]),
     },
 )
-_PROMPT = {
+_PROMPT: dict[str, Make] = {
     "system": one_of("", text, some(_marked_text, 0, 2)),
     "tools": unlike(_tool),
     "tool_choice": Object({"type": one_of("auto", "none")}, {"disable_parallel_tool_use": one_of(False)}),
@@ -171,7 +171,7 @@ _COUNT = Object({"model": one_of("tiny"), "messages": messages}, _PROMPT)
 
 # OpenAI
 
-_BREAK = {"prompt_cache_breakpoint": Object({"mode": one_of("explicit")})}
+_BREAK: dict[str, Make] = {"prompt_cache_breakpoint": Object({"mode": one_of("explicit")})}
 
 
 def _part(kind: str) -> Make:
@@ -183,7 +183,7 @@ def _content(kind: str) -> Make:
 
 
 def chat(rng: Random) -> list[Any]:
-    named = {"name": name}
+    named: dict[str, Make] = {"name": name}
     found: list[Any] = [
         Object({"role": one_of("system", "developer", "user"), "content": _content("text")}, named)(rng)
     ]
@@ -203,7 +203,7 @@ def _chat_call(rng: Random, call_id: str) -> Any:
 
 
 _metadata = one_of({}, lambda rng: {name(rng): text(rng) for _ in range(rng.randint(0, 16))})
-_SHARED = {
+_SHARED: dict[str, Make] = {
     "user": text,
     "safety_identifier": text,
     "metadata": _metadata,
@@ -215,17 +215,17 @@ _SHARED = {
     "prompt_cache_key": text,
     "prompt_cache_options": Object({}, {"mode": one_of("implicit", "explicit"), "ttl": one_of("30m")}),
 }
-_LOGITS = {
+_LOGITS: dict[str, Make] = {
     "n": one_of(1),
     "presence_penalty": one_of(0, 0.0),
     "frequency_penalty": one_of(0),
     "logit_bias": one_of({}),
     "stop": one_of(text, some(text, 0, 4)),
 }
-_STREAM = {"stream": flag, "stream_options": one_of(None)}
-_DEFINED = {"description": text, "parameters": schema, "strict": one_of(False)}
+_STREAM: dict[str, Make] = {"stream": flag, "stream_options": one_of(None)}
+_DEFINED: dict[str, Make] = {"description": text, "parameters": schema, "strict": one_of(False)}
 _function = Object({"name": name}, _DEFINED)
-_STEERING = {
+_STEERING: dict[str, Make] = {
     "text": Object({}, {"format": Object({"type": one_of("text")}), "verbosity": one_of("medium")}),
     "reasoning": Object({}, {"effort": one_of("none"), "context": one_of("auto"), "mode": one_of("standard")}),
     "truncation": one_of("disabled"),
@@ -265,7 +265,7 @@ _COMPLETION = Object(
 
 
 def items(rng: Random) -> list[Any]:
-    state = {"status": one_of("completed"), "id": name}
+    state: dict[str, Make] = {"status": one_of("completed"), "id": name}
     message = Object({"role": one_of("user", "system", "developer"), "content": _content("input_text")}, state)
     found: list[Any] = [message(rng)]
     for turn in range(rng.randint(0, 3)):
@@ -280,7 +280,7 @@ def items(rng: Random) -> list[Any]:
     return found
 
 
-_ASKED = {
+_ASKED: dict[str, Make] = {
     **_STEERING,
     "instructions": text,
     "tools": unlike(Object({"type": one_of("function"), "name": name}, {**_DEFINED, "defer_loading": one_of(False)})),
@@ -316,7 +316,7 @@ def valid(path: str, rng: Random) -> dict[str, Any]:
     found = ROUTES[path](rng)
     takes_options = {"stream_options"} & ROUTES[path].names
     if takes_options and found.get("stream") and rng.random() < 0.5:
-        usage = {} if path == "/v1/responses" else {"include_usage": flag}
+        usage: dict[str, Make] = {} if path == "/v1/responses" else {"include_usage": flag}
         found["stream_options"] = Object({}, {**usage, "include_obfuscation": one_of(False)})(rng)
     return found
 
