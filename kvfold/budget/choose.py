@@ -46,8 +46,10 @@ def count_top(scores: Sequence[Tensor], total: int) -> list[Tensor]:
     """How many of the `total` highest scores of all heads of all layers each head holds: int64 [H] per layer. Slots
     that must stay (+inf) count even beyond the total, so nobody has to ask a device how many there are."""
     row_RS = torch.cat(_equally_long(scores)) if len(scores) > 1 else scores[0]
+    # What is no number is chosen last of all (`ranks`), so it does not count either.
+    row_RS = row_RS.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     last = row_RS.flatten().topk(min(max(total, 1), row_RS.numel()), sorted=False).values.amin()
-    last = last.nan_to_num(nan=torch.finfo(last.dtype).max)  # finite, so that +inf is above it and -inf never level
+    last = last.nan_to_num()  # finite, so that +inf is above it and -inf never level
     above_R, level_R = (row_RS > last).sum(-1), (row_RS == last).sum(-1)
     # Equal scores stand in line by layer and head; the first of them fill what is left.
     room_R = total - above_R.sum() - (level_R.cumsum(0) - level_R)

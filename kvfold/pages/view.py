@@ -18,7 +18,7 @@ from kvfold.budget.scores import Scores
 from kvfold.core import LayerSpec
 from kvfold.evicted.base import Asked
 from kvfold.pages.layout import state_bytes
-from kvfold.pages.read import stored_slots
+from kvfold.pages.read import StoredSlots, stored_slots
 from kvfold.pages.segment import TABLE_BYTES
 from kvfold.pages.sequence import LayerChange, SequenceCache
 from kvfold.pages.sidecar import MASS_BYTES, LayerSidecar, Moments
@@ -134,6 +134,8 @@ def build_view(sequence: SequenceCache, index: int, new: NewSlots, needs: Needs)
     spec, device = sequence.spec.layers[index], new.k_HTD.device
     stored = stored_slots(sequence, index, new.k_HTD.dtype)
     lens = [length + new.num_tokens for length in stored.lens]
+    if sequence.policy.position.shifts and (needs.last_queries or needs.query_stats):
+        stored.k = _as_they_appear(sequence, spec, stored)
     view = View(
         layer=index,
         num_layers=sequence.spec.num_layers,
@@ -153,6 +155,19 @@ def build_view(sequence: SequenceCache, index: int, new: NewSlots, needs: Needs)
     if needs.predictor is not None:
         view.predictor = predictor_for(sequence.spec, needs.predictor).at(index, device)
     return view
+
+
+def _as_they_appear(sequence: SequenceCache, spec: LayerSpec, stored: StoredSlots) -> list[Tensor]:
+    """Keys at the distances that queries see where gaps have closed up, for scores that multiply queries with them;
+    others turn keys back by the positions they were computed at."""
+    if spec.rope is None:
+        return stored.k
+    found = []
+    for k_nD, position_n in zip(stored.k, stored.position, strict=True):
+        first = sequence.sealed_len - len(k_nD)
+        apparent_n = torch.arange(first, sequence.sealed_len, device=k_nD.device)
+        found.append(spec.rope.rotate(k_nD, apparent_n - position_n))
+    return found
 
 
 def _joined(stored: Sequence[Tensor], new: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from kvfold.score.base import Replay, Scorer, View
 from kvfold.score.predictor import features
 
 TEACHER = "kvzip"
-MIN_LEN = 128  # tokens; shorter texts are kept whole, so nobody asks what they are worth
+MIN_LEN = 135  # tokens: half of them hold 4 sinks, 32 recent slots and an open block of 32, which have to fit
 
 
 class Examples(NamedTuple):

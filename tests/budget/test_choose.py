@@ -58,7 +58,7 @@ def test_padding_is_never_chosen() -> None:
 def test_a_score_that_is_no_number_is_never_chosen() -> None:
     score_HS = torch.tensor([[torch.nan, 1.0, torch.inf, 0.0]])
     assert choose(score_HS, torch.tensor([2])).tolist() == [[False, True, True, False]]
-    assert count_top([score_HS], 2)[0].tolist() == [1]  # what must stay, whatever a threshold may mean then
+    assert count_top([score_HS], 2)[0].tolist() == [2]
 
 
 def test_the_top_of_an_additive_score_is_the_best_of_all_subsets() -> None:
@@ -92,3 +92,12 @@ def test_count_top_equals_sorting_everything(scores: list[Tensor], total: int) -
         [sum(item[1:] == (layer, head) for item in top) for head in range(len(s))] for layer, s in enumerate(scores)
     ]
     assert [count_H.tolist() for count_H in count_top(scores, total)] == plain
+
+
+def test_what_is_no_number_takes_no_slot_from_others() -> None:
+    score_HS = torch.tensor([[torch.nan, 1.0, torch.inf, 0.0], [2.0, torch.nan, torch.nan, -1.0]])
+    (count_H,) = count_top([score_HS], 4)
+    assert count_H.tolist() == [3, 1]
+    assert choose(score_HS, count_H).sum(-1).tolist() == [3, 1]
+    (all_H,) = count_top([score_HS], 8)
+    assert all_H.tolist() == [3, 2]

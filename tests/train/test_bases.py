@@ -80,5 +80,5 @@ def test_other_weights_are_refused(tmp_path: Path) -> None:
 
 def test_short_texts_are_refused() -> None:
     for texts in ([], [prompt(127)]):
-        with pytest.raises(InputError, match="each of at least 128 tokens"):
+        with pytest.raises(InputError, match="each of at least 135 tokens"):
             measure_bases(ready("llama"), texts)

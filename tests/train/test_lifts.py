@@ -77,5 +77,5 @@ def test_other_weights_and_short_texts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PolicyError, match="was measured on llama, other weights"):
         Session(ready("llama", seed=5), f'aqua("{path}")')
     for texts in ([], [prompt(127)]):
-        with pytest.raises(InputError, match="each of at least 128 tokens"):
+        with pytest.raises(InputError, match="each of at least 135 tokens"):
             measure_lifts(ready("llama"), texts)

@@ -16,7 +16,7 @@ from kvfold.session import Session
 from kvfold.train.fit import Fitting
 from kvfold.train.scorer import train_scorer
 from kvfold.train.texts import KINDS, file_texts, own_texts
-from kvfold.train.traces import trace
+from kvfold.train.traces import MIN_LEN, trace
 from tests.engine.test_replay import read, watched
 from tests.tiny import prompt, ready, tokenizer
 
@@ -116,3 +116,11 @@ def test_files_are_cut_into_even_pieces(tmp_path: Path) -> None:
     assert words.decode(pieces[1]) == (path.read_text() * 2)[1200:1400]
     with pytest.raises(InputError, match="0 pieces of 3000; give at least 2"):
         file_texts(words, [path], 3, 3000)
+
+
+def test_the_shortest_text_that_is_taken_can_be_read(model: Model) -> None:
+    """A text that passes the check does not fail by its size later."""
+    runner = Runner(model.hf, model.spec, model.arena)
+    assert trace(runner, prompt(MIN_LEN), "kvzip")
+    with pytest.raises(InputError, match=f"at least {MIN_LEN}"):
+        trace(runner, prompt(MIN_LEN - 1), "kvzip")

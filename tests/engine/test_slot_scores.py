@@ -1,0 +1,49 @@
+"""Under `slot` positions scores look at keys at the distances that attention has: stored keys are turned before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvfold.attend.partial import Merge
+from kvfold.attend.stored import add_stored
+from kvfold.models.loader import Model
+from kvfold.pages import view as views
+from kvfold.pages.sidecar import LayerSidecar
+from kvfold.pages.view import NewSlots
+from kvfold.score.base import Needs, View
+from kvfold.session import Session
+from tests.tiny import prompt
+
+
+@pytest.mark.parametrize("position", ["keep", "slot"])
+@pytest.mark.parametrize(
+    "score",
+    ["tova", "snapkv(window=4)", "rkv(window=4)", "kvcompress(window=4)", "expected", "knorm + adaptive(window=4)"],
+)
+def test_scores_see_the_distances_that_attention_sees(
+    model: Model, monkeypatch: pytest.MonkeyPatch, score: str, position: str
+) -> None:
+    """The log-sum of a query's weights over the stored slots of each head is that of the reader."""
+    observe, apart = views._observe, []
+
+    def watching(view: View, side: LayerSidecar, new: NewSlots, needs: Needs) -> None:
+        observe(view, side, new, needs)
+        cache = session.cache
+        lens = cache.stored_lens(view.layer)
+        if (needs.last_queries or needs.query_stats) and min(lens) and cache.sealed_len > max(lens):
+            q_HGTD = torch.randn(len(lens), view.spec.group, 1, view.spec.head_dim)
+            merge = Merge(q_HGTD)
+            add_stored(merge, cache, view.layer, q_HGTD, new.end, whole=True)
+            assert merge.lse_HGT is not None
+            for head, length in enumerate(lens):
+                logit_GTS = q_HGTD[head] @ view.k_RSD[head, :length].T * view.spec.scale
+                apart.append((logit_GTS.logsumexp(-1) - merge.lse_HGT[head]).abs().max().item())
+
+    monkeypatch.setattr(views, "_observe", watching)
+    policy = f"{score} + 48tok + {position} + protect(sinks=2, recent=4)"
+    with Session(model, policy, template=None, page_size=4, open_len=8) as session:
+        session.extend(prompt(120))
+        session.generate(max_new_tokens=30)
+        session.extend(prompt(20, seed=2))
+    assert apart and max(apart) < 1e-3
