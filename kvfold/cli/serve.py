@@ -65,7 +65,12 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("limits")
     group.add_argument("--max-running", type=int, default=64, metavar="N", help="replies at a time (%(default)s)")
     group.add_argument("--max-waiting", type=int, default=256, metavar="N", help="requests in line (%(default)s)")
-    group.add_argument("--max-per-tenant", type=int, default=64, metavar="N", help="requests of one (%(default)s)")
+    group.add_argument(
+        "--max-per-tenant",
+        type=int,
+        metavar="N",
+        help="requests of one at a time; default: half of --max-running with --keys, else all of it",
+    )
     group.add_argument("--max-output", type=int, default=32_768, metavar="N", help="tokens of a reply (%(default)s)")
     group.add_argument(
         "--max-body", metavar="SIZE", help="bytes of a request; default: 32 for each token of the context, and 64 KiB"

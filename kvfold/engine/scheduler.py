@@ -1,10 +1,18 @@
 """Many requests on one runner: continuous batching in one thread, which alone touches the model and its arena.
 
-In each turn the thread lets jobs in, reads pieces of prompts, a chunk of tokens in all, and runs one step of all
-replies. So a step waits for no more than a chunk, and short prompts do not wait for each other's steps. Few prompts are
-read at a time, in turns: what waits holds no memory yet, and finds prefixes that those before it have stored. Tenants
-take turns. A job is let in when the arena has room for its whole prompt beside what the others may need next. When a
-step finds no page, the newest reply moves to the host and comes back, bit for bit, when there is room.
+In each turn the thread lets jobs in, reads prompts for a slice of time (engine/time_slice.py), a chunk of tokens at
+most, and runs one step of all replies. A prompt that is not through pauses between two layers until its next turn. Few
+prompts are read at a time: what waits holds no memory yet, and finds prefixes that those before it have stored. A job
+is let in when the arena has room for its whole prompt beside what the others may need next. When a step finds no page,
+the newest reply moves to the host and comes back, bit for bit, when there is room.
+
+What one tenant cannot do to another:
+
+- Its prompts take no more than their share of the time in which prompts are read.
+- Whoever reads nothing may begin to read. Of the few places to read, a tenant's long prompts take all but one: the last
+  one is for a prompt of a chunk or less.
+- With `num_kept` places to run, so many stay free for whoever runs nothing.
+- A job that finds no room for what its own tenant holds lets those of others pass.
 
 What is guaranteed when something raises:
 
@@ -23,16 +31,18 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from threading import Condition, Thread
 from typing import Any, Literal
 
 from kvfold.engine.ahead import Ahead, can_run_ahead
 from kvfold.engine.generate import step, step_greedily
 from kvfold.engine.jobs import Ended, EndReason, Job
-from kvfold.engine.lines import Lines
+from kvfold.engine.lines import Lines, Turns
 from kvfold.engine.room import Room
 from kvfold.engine.runner import Runner
 from kvfold.engine.task import Task
+from kvfold.engine.time_slice import TimeSlice
 from kvfold.errors import InputError, OutOfPages, Overloaded, PrefixLost
 from kvfold.policy.policy import Policy
 from kvfold.store.binding import kind_of
@@ -47,7 +57,8 @@ State = Literal["running", "restarting", "failed", "closed"]
 
 
 class Scheduler:
-    """`make_room` gives up something held in the arena for later and returns whether there was anything. `on_failure`
+    """`num_kept`: places to run that are kept for tenants that run nothing. `slice_s`: how long prompts are read between
+    two steps; None adapts to how long steps take. `make_room` gives up something held in the arena for later and returns whether there was anything. `on_failure`
     is called in the thread when the loop has failed for good."""
 
     def __init__(
@@ -58,21 +69,28 @@ class Scheduler:
         *,
         max_running: int = 64,
         max_waiting: int = 256,
+        num_kept: int = 0,
+        slice_s: float | None = None,
         make_room: Callable[[], bool] = lambda: False,
         on_failure: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if max_running < 1 or max_waiting < 1:
             raise InputError(f"max_running is {max_running}, max_waiting {max_waiting}; both must be at least 1")
+        if not 0 <= num_kept < max_running:
+            raise InputError(f"num_kept is {num_kept}; it must be at least 0 and below max_running, {max_running}")
         self.runner = runner
         self.max_running = max_running
         self.max_waiting = max_waiting
         self.num_demoted = 0
         self.num_cancelled = 0  # before their end
+        self._num_kept = num_kept
         self._tokenizer = tokenizer
         self._give_way = make_room
         self._on_failure = on_failure
         self._clock = clock
+        self._slice = TimeSlice(clock, runner.arena.device, slice_s)
+        self._turns = Turns()
         self._room = Room(runner, policy)
         self._in_pieces = kind_of(policy, runner.spec) == "chunks"
         self._changed = Condition()
@@ -228,39 +246,57 @@ class Scheduler:
 
     def _let_in(self) -> None:
         """Jobs in turn while there is room. One that is alone is tried in any case: a bound is not a need."""
-        while not self._aside and self.num_running < self.max_running and len(self._reading) < _MOST_READING:
-            with self._changed:
-                job = self._lines.first()
-            if job is None:
-                return
+        while not self._aside and self._let_one_in():
+            pass
+
+    def _let_one_in(self) -> bool:
+        """Whether a job has left the line."""
+        with self._changed:
+            firsts = self._lines.firsts(self._has_place)
+        for job in firsts:
             try:
-                if not self._has_room(len(job.tokens)):
-                    return
+                if not self._has_room(self._room.reading_bound(len(job.tokens))):
+                    if self._num_of(job.tenant):
+                        continue  # others need not wait for what its own tenant holds
+                    return False  # or small ones would pass it for ever
                 task = Task(job, self.runner, self._tokenizer, in_pieces=self._in_pieces)
             except OutOfPages as error:
                 if self._tasks() or self._make_room():
-                    return  # it waits on, for what others hold
+                    return False  # it waits on, for what others hold
                 self._refuse(job, error)
             except Exception as error:  # of whoever stored the prefix
                 self._refuse(job, error)
             else:
-                self._pop(job)
+                self._take(job)
                 self._reading.append(task)
+            return True
+        return False
+
+    def _has_place(self, job: Job) -> bool:
+        num_free = self.max_running - self.num_running
+        if num_free <= (self._num_kept if self._num_of(job.tenant) else 0):
+            return False
+        if all(task.tenant != job.tenant for task in self._reading):
+            return True
+        is_long = len(job.tokens) > self.runner.chunk_len
+        return len(self._reading) < _MOST_READING - is_long
+
+    def _num_of(self, tenant: str) -> int:
+        """Tasks of a tenant."""
+        return sum(task.tenant == tenant for task in self._tasks())
 
     def _refuse(self, job: Job, error: Exception) -> None:
-        self._pop(job)
+        self._take(job)
         job.end(Ended("failed", error=error))
 
-    def _pop(self, job: Job) -> None:
-        """Take out the first in line; nobody else takes jobs out, so it is the one that was first before."""
+    def _take(self, job: Job) -> None:
         with self._changed:
-            popped = self._lines.pop_first()
-        assert popped is job
+            self._lines.take(job)
 
-    def _has_room(self, num_tokens: int) -> bool:
+    def _has_room(self, num_bytes: int) -> bool:
         tasks = [task.sequence for task in self._reading], [len(task.job.tokens) for task in self._reading]
         writing = [task.sequence for task in self._writing]
-        while not self._room.fits(num_tokens, *tasks, writing):
+        while not self._room.fits(num_bytes, *tasks, writing):
             if not self._make_room():
                 return not self._tasks()
         return True
@@ -270,7 +306,7 @@ class Scheduler:
         while self._aside:
             task = self._aside[0]
             try:
-                if not self._has_room(task.len_aside) and (self._reading or self._writing):
+                if not self._has_room(self._room.bound(task.len_aside)) and (self._reading or self._writing):
                     return
                 task.come_back()
             except OutOfPages as error:
@@ -286,16 +322,19 @@ class Scheduler:
     # Reading
 
     def _read(self) -> None:
-        """Pieces of prompts in turn, a chunk of tokens in all, but for a first piece that is longer."""
+        """Pieces of prompts in turn, for a slice of time and a chunk of tokens in all, but for a first piece that is
+        longer."""
         chunk, num_read = self.runner.chunk_len, 0
-        while self._reading:
-            task = self._reading[0]
+        self._slice.begin()
+        while ready := self._can_read():
+            task, began = self._turns.next(ready), self._clock()
             try:
                 length = task.piece_len
                 if num_read and num_read + length > chunk:
                     return
                 num_read += max(length, chunk // _SHORTEST)
-                task.read()
+                task.stuck_at = None
+                task.read(partial(self._is_due, task.job))
                 is_reading = task.is_reading
             except OutOfPages as error:
                 self._wait_or_fail(task, error)
@@ -306,15 +345,38 @@ class Scheduler:
             except Exception as error:
                 self._fail(task, error)
             else:
-                self._reading.popleft()
+                self._reading.remove(task)
                 (self._reading if is_reading else self._writing).append(task)
+            finally:
+                self._turns.charge(task.tenant, self._clock() - began)
             self._let_in()
+            if self._has_others() and self._slice.is_over():
+                return
+
+    def _can_read(self) -> list[Task]:
+        """Tasks that read, but for those for which nothing has become free since they found too little; while nobody
+        writes, these as well."""
+        free = self.runner.arena.free_bytes
+        found = [task for task in self._reading if task.stuck_at is None or free > task.stuck_at]
+        return found if found or self._writing else list(self._reading)
+
+    def _is_due(self, job: Job) -> bool:
+        """Whether a pass is to pause: it is over, or others have waited long enough."""
+        if self._is_closed or _is_over(job, self._clock()):
+            return True
+        return self._has_others() and self._slice.is_over()
+
+    def _has_others(self) -> bool:
+        """Whether there is anything beside one prompt that is being read."""
+        return bool(self._writing or self._aside or self._lines) or len(self._reading) > 1
 
     def _wait_or_fail(self, task: Task, error: OutOfPages) -> None:
         """Room was found, or will be when others end; a task that is alone has failed."""
-        if self._make_room() or self._writing:
+        if self._make_room():
             return
-        if len(self._reading) > 1:
+        if self._writing:
+            task.stuck_at = self.runner.arena.free_bytes
+        elif len(self._reading) > 1:
             self._start_anew(task)  # nobody writes, and prompts block each other
         else:
             self._fail(task, error)
@@ -332,11 +394,13 @@ class Scheduler:
         """One step of all replies."""
         for task in list(self._writing):
             self._sample(task)
-        batches = [self._writing]
+        began, batches = self._clock(), [self._writing] if self._writing else []
         while batches:
             batch = [task for task in batches.pop() if task in self._writing]  # others have left or failed since
             if batch:
                 batches += self._try_step(batch)
+        if self._writing:
+            self._slice.stepped(self._clock() - began)
 
     def _sample(self, task: Task) -> None:
         try:

@@ -5,20 +5,23 @@
                              v  |
                            on the host
 
-A policy that keeps everything as it is reads in pieces that end at absolute multiples of the runner's chunk, between
-which others may step; the result is bitwise that of one go. One that compresses reads each stretch in one pass.
+A policy that keeps everything as it is reads in pieces that end at absolute multiples of the runner's chunk; one that
+compresses reads each stretch in one pass. Either pauses inside, between layers, when others are to run: the result is
+bitwise that of one go.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from kvfold.engine.jobs import Began, Ended, EndReason, Job, Wrote
 from kvfold.engine.request import Request
+from kvfold.engine.resumable import Resumable
 from kvfold.engine.runner import Runner
 from kvfold.engine.writer import Writer
 from kvfold.errors import SizeError
@@ -43,6 +46,8 @@ class Task:
         self._runner = runner
         self._tokenizer = tokenizer
         self._in_pieces = in_pieces
+        self._pass: Resumable[Tensor] | None = None  # that reads the next piece, once it has begun
+        self.stuck_at: int | None = None  # bytes that were free when reading found too few
         self._blocks: dict[str, Fields] | None = None
         self.len_aside = 0  # tokens that the copy on the host holds
 
@@ -72,11 +77,25 @@ class Task:
         """Tokens that are read next."""
         return self._piece_end - self.sequence.committed_len
 
-    def read(self) -> None:
-        """The next piece of the prompt; after the last one the job has begun. OutOfPages changes nothing."""
-        end = self._piece_end
-        compress = not self._has_cuts or self._stretch_end in self._cuts
-        logits_BV = self._prefill(self.job.tokens[self.sequence.committed_len : end], compress)
+    def read(self, is_due: Callable[[], bool]) -> None:
+        """The next piece of the prompt, or as much of it as is read before a pause is due; after the last one the job
+        has begun. OutOfPages: the piece begins anew."""
+        if self._pass is None:
+            compress = not self._has_cuts or self._stretch_end in self._cuts
+            tokens = self.job.tokens[self.sequence.committed_len : self._piece_end]
+            self._pass = Resumable(partial(self._prefill, tokens, compress), is_due)
+        current, is_done = self._pass, False
+        try:
+            is_done = current.resume()
+        except BaseException:
+            self._pass = None
+            raise
+        if is_done:
+            self._pass = None
+            self._have_read(current.result)
+
+    def _have_read(self, logits_BV: Tensor) -> None:
+        end = self.sequence.committed_len
         if end in self._cuts or end == len(self.job.tokens):
             self.job.source.reached(self.sequence, end)
         if end == len(self.job.tokens):
@@ -167,7 +186,10 @@ class Task:
         self.job.end(Ended(reason, num_tokens, self._stop, error))
 
     def release(self) -> None:
-        """Give the memory back. A second attempt gives back what the first one, if it raised, did not come to."""
+        """Give the memory back, also of a pass that pauses. A second attempt gives back what the first one, if it raised, did not come to."""
+        if self._pass is not None:
+            self._pass.abandon()
+            self._pass = None
         try:
             self.sequence.release()
         except Exception:

@@ -29,8 +29,7 @@ class Held:
         self.sequence = sequence
         self.start = sequence.sealed_len
         self.num_tokens = num_tokens
-        spec, page_size = sequence.spec, sequence.config.page_size
-        classes = [PageClass(Native(), Native(), layer.head_dim, spec.kv_dtype, page_size) for layer in spec.layers]
+        spec, classes = sequence.spec, held_classes(sequence)
         pages = [LayerPages(c, layer.num_kv_heads) for c, layer in zip(classes, spec.layers, strict=True)]
         self.segment = Segment(sequence.arena, pages)
         self._mass: list[Tensor | None] = [None] * spec.num_layers
@@ -50,6 +49,7 @@ class Held:
                 f"{error}; the score reads the prompt twice, and between the two the whole cache of its "
                 f"{self.num_tokens} tokens is held: read less at a time, or use a score that reads once"
             ) from None
+        self.sequence.held_bytes = self.segment.num_bytes
 
     def _first(self, layer: int) -> int:
         """Position of the first token that a layer holds."""
@@ -73,3 +73,10 @@ class Held:
         """Give the pages back; twice is fine."""
         if self.segment.refs:
             self.segment.release()
+            self.sequence.held_bytes = 0
+
+
+def held_classes(sequence: SequenceCache) -> list[PageClass]:
+    """Of each layer, the pages that would hold a sequence's slots as the model made them."""
+    spec, page_size = sequence.spec, sequence.config.page_size
+    return [PageClass(Native(), Native(), layer.head_dim, spec.kv_dtype, page_size) for layer in spec.layers]

@@ -64,6 +64,7 @@ class SequenceCache:
     sentences: Sentences = field(init=False, default_factory=Sentences)
     demoted: Demoted | None = field(init=False)  # what was evicted, where the policy recalls
     arriving: Arriving | None = field(init=False, default=None)  # a stored prefix whose layers are not all there
+    held_bytes: int = field(init=False, default=0)  # of pages that a pass holds beside it (pages/held.py)
     is_torn: bool = field(init=False, default=False)  # a change of its pages has begun and not come to its end
     _lists: dict[int, PageList] = field(init=False, default_factory=dict)
 

@@ -97,6 +97,7 @@ class Service:
             model.tokenizer,
             max_running=limits.running,
             max_waiting=limits.waiting,
+            num_kept=settings.num_kept,
             make_room=self._make_room,
             on_failure=lambda: self.on_failure(),
         )
@@ -223,8 +224,8 @@ class Service:
     def _enter(self, tenant: str) -> None:
         if self.is_closing:
             raise ApiError(529, "the server is shutting down; send the request again", retry_after_s=1)
-        if self._running[tenant] >= self.settings.limits.per_tenant:
-            most = self.settings.limits.per_tenant
+        most = self.settings.per_tenant
+        if self._running[tenant] >= most:
             raise ApiError(429, f"{most} requests of yours are being answered already; wait for one", retry_after_s=1)
         self._running[tenant] += 1
 

@@ -19,7 +19,7 @@ class Limits:
 
     body_bytes: int | None = None  # None: in proportion to the model's context
     output_tokens: int = 32_768
-    per_tenant: int = 64  # requests at a time
+    per_tenant: int | None = None  # requests at a time; None: half of `running` where tenants have keys, else all
     running: int = 64
     waiting: int = 256
     request_s: float = 600.0
@@ -53,6 +53,19 @@ class Settings:
 
     def __post_init__(self) -> None:
         Sampling(temperature=self.temperature)  # InputError if no request could be sampled with it
+
+    @property
+    def per_tenant(self) -> int:
+        """Requests of one tenant at a time."""
+        limits = self.limits
+        if limits.per_tenant is not None:
+            return limits.per_tenant
+        return limits.running if self.tenants is None else max(1, limits.running // 2)
+
+    @property
+    def num_kept(self) -> int:
+        """Places to run that are kept for tenants that run nothing; without keys there is one tenant."""
+        return int(self.tenants is not None and self.limits.running > 1)
 
     def min_tokens(self, model: str) -> int:
         return min_tokens_of(model) if self.cache_min_tokens is None else self.cache_min_tokens
