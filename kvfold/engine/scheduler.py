@@ -57,9 +57,9 @@ State = Literal["running", "restarting", "failed", "closed"]
 
 
 class Scheduler:
-    """`num_kept`: places to run that are kept for tenants that run nothing. `slice_s`: how long prompts are read between
-    two steps; None adapts to how long steps take. `make_room` gives up something held in the arena for later and returns whether there was anything. `on_failure`
-    is called in the thread when the loop has failed for good."""
+    """`num_kept`: places to run that are kept for tenants that run nothing. `slice_s`: how long prompts are read
+    between two steps; None adapts to how long steps take. `make_room` gives up something held in the arena for later
+    and returns whether there was anything. `on_failure` is called in the thread when the loop has failed for good."""
 
     def __init__(
         self,

@@ -186,7 +186,8 @@ class Task:
         self.job.end(Ended(reason, num_tokens, self._stop, error))
 
     def release(self) -> None:
-        """Give the memory back, also of a pass that pauses. A second attempt gives back what the first one, if it raised, did not come to."""
+        """Give the memory back, also of a pass that pauses. A second attempt gives back what the first one, if it
+        raised, did not come to."""
         if self._pass is not None:
             self._pass.abandon()
             self._pass = None
