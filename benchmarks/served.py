@@ -47,8 +47,15 @@ class Timed:
 class Served:
     """A server that runs."""
 
-    def __init__(self, process: subprocess.Popen[str], port: int, model: str) -> None:
+    def __init__(self, process: subprocess.Popen[str], port: int, model: str, key: str | None = None) -> None:
         self.process, self.port, self.model = process, port, model
+        self._headers = {"content-type": "application/json", "anthropic-version": "2023-06-01"}
+        if key is not None:
+            self._headers["x-api-key"] = key
+
+    def as_tenant(self, key: str) -> Served:
+        """The same server, asked with a key."""
+        return Served(self.process, self.port, self.model, key)
 
     def body(self, messages: list[dict[str, Any]], max_tokens: int, **more: Any) -> dict[str, Any]:
         return {"model": self.model, "max_tokens": max_tokens, "messages": messages, "temperature": 0, **more}
@@ -58,8 +65,7 @@ class Served:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=_TIMEOUT_S)
         began = time.perf_counter()
         try:
-            headers = {"content-type": "application/json", "anthropic-version": "2023-06-01"}
-            connection.request("POST", "/v1/messages", json.dumps({**body, "stream": True}), headers)
+            connection.request("POST", "/v1/messages", json.dumps({**body, "stream": True}), self._headers)
             answer = connection.getresponse()
             found = Timed(answer.status)
             if answer.status == 200:
@@ -73,8 +79,8 @@ class Served:
 
     def count(self, messages: list[dict[str, Any]]) -> int:
         body = json.dumps({"model": self.model, "messages": messages}).encode()
-        url, headers = f"http://127.0.0.1:{self.port}/v1/messages/count_tokens", {"content-type": "application/json"}
-        with urlopen(Request(url, body, headers), timeout=_TIMEOUT_S) as answer:
+        url = f"http://127.0.0.1:{self.port}/v1/messages/count_tokens"
+        with urlopen(Request(url, body, self._headers), timeout=_TIMEOUT_S) as answer:
             return int(json.load(answer)["input_tokens"])
 
     def metrics(self) -> dict[str, float]:

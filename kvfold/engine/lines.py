@@ -34,6 +34,12 @@ class Lines(OrderedDict[str, "deque[T]"]):
         found = (next(filter(can_go, line), None) for line in self.values())
         return [item for item in found if item is not None]
 
+    def pop_first(self) -> T:
+        """The first of all; its tenant goes to the end."""
+        item = next(iter(self.values()))[0]
+        self.take(item)
+        return item
+
     def take(self, item: T) -> None:
         """Out of its line; its tenant goes to the end."""
         self[item.tenant].remove(item)

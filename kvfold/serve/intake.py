@@ -100,7 +100,7 @@ class Intake:
 
     def _check(self, tenant: str) -> None:
         most, num_waiting = self._limits.per_tenant, self._small.num_waiting + self._large.num_waiting
-        if self._inside[tenant] >= most:
+        if most is not None and self._inside[tenant] >= most:
             raise ApiError(429, f"{most} requests of yours are being read already; wait for one", retry_after_s=1)
         if num_waiting >= self._limits.waiting:
             raise ApiError(529, f"{num_waiting} requests wait to be read; try again later", retry_after_s=1)

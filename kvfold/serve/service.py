@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -79,7 +79,7 @@ class Service:
         self.metrics = Metrics()
         self.diagnoses = Diagnoses()
         self.prompter = Prompter(model.tokenizer, model.spec.max_positions)
-        self.intake = Intake(settings.limits)
+        self.intake = Intake(replace(settings.limits, per_tenant=settings.per_tenant))
         self.body_bytes = settings.limits.body_bytes_for(model.spec.max_positions)
         self.clock = settings.clock or time.time
         self.is_closing = False

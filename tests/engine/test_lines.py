@@ -21,20 +21,13 @@ def anybody(_: Item) -> bool:
     return True
 
 
-def taken(lines: Lines[Item]) -> Item:
-    """The first of all."""
-    found = lines.firsts(anybody)[0]
-    lines.take(found)
-    return found
-
-
 @given(st.lists(st.sampled_from("abc"), max_size=30))
 def test_tenants_take_turns(tenants: list[str]) -> None:
     lines: Lines[Item] = Lines()
     for number, tenant in enumerate(tenants):
         lines.join(Item(tenant, number))
     assert lines.num_waiting == len(tenants)
-    served = [taken(lines) for _ in tenants]
+    served = [lines.pop_first() for _ in tenants]
     assert not lines.firsts(anybody)
     for tenant in set(tenants):
         turns = [i for i, item in enumerate(served) if item.tenant == tenant]
@@ -52,12 +45,12 @@ def test_who_comes_back_is_first_and_who_is_over_is_gone() -> None:
     items = [Item("a", 0), Item("b", 1), Item("b", 2)]
     for item in items:
         lines.join(item)
-    first = taken(lines)
+    first = lines.pop_first()
     lines.rejoin(first)
     assert lines.firsts(anybody)[0] is items[0]
     assert lines.drop(lambda item: item.tenant == "a") == [items[0]]
     assert list(lines) == ["b"]
-    assert [taken(lines), taken(lines)] == items[1:]
+    assert [lines.pop_first(), lines.pop_first()] == items[1:]
 
 
 def test_one_that_cannot_go_lets_those_behind_it_pass() -> None:
