@@ -394,7 +394,8 @@ class Scheduler:
         """One step of all replies."""
         for task in list(self._writing):
             self._sample(task)
-        began, batches = self._clock(), [self._writing] if self._writing else []
+        began = self._clock()
+        batches: list[Sequence[Task]] = [self._writing]
         while batches:
             batch = [task for task in batches.pop() if task in self._writing]  # others have left or failed since
             if batch:

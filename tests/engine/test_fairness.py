@@ -20,6 +20,7 @@ from kvfold.engine.runner import Runner
 from kvfold.errors import InputError
 from kvfold.models import pass_cache
 from kvfold.models.loader import Model
+from kvfold.yielding import yield_point
 from tests import tiny
 from tests.engine.jobs import Heard, job
 from tests.engine.test_scheduler import alone, scheduling
@@ -53,7 +54,7 @@ class Parts:
         self.log.append("step")
         return decode(*args, **options)
 
-    yield_point = staticmethod(pass_cache.yield_point)
+    yield_point = staticmethod(yield_point)
 
 
 @pytest.fixture
@@ -141,13 +142,13 @@ def test_a_prompt_that_ends_in_the_middle_leaves_nothing(model: Model, parts: Pa
         scheduler.submit(stream)
         assert writing.has_written.wait(60)
         one, heard = job(scheduler.runner, LONG, policy, max_new_tokens=9, deadline=5.0)
-        act = {
+        acts: dict[str, Callable[[], object]] = {
             "cancelled": partial(scheduler.cancel, one),
             "late": partial(now.__setitem__, 0, 5.0),
             "failed": fail,
             "closed": partial(setattr, scheduler, "_is_closed", True),
-        }[how]
-        parts.at[parts.num + 2 * model.spec.num_layers + 8] = act
+        }
+        parts.at[parts.num + 2 * model.spec.num_layers + 8] = acts[how]
         scheduler.submit(one)
         assert heard.end().reason == ("cancelled" if how == "closed" else how)
         assert not heard.has_begun.is_set()
@@ -164,7 +165,9 @@ def test_a_prompt_that_ends_in_the_middle_leaves_nothing(model: Model, parts: Pa
 
 @pytest.mark.parametrize("policy", POLICIES[:2])
 def test_long_prompts_of_one_tenant_do_not_hold_up_another(model: Model, parts: Parts, policy: str) -> None:
-    ticks, order, when = count(), [], []
+    order: list[str] = []
+    when: list[int] = []  # parts that had run when b was told
+    ticks = count()
     with scheduling(model, policy, slice_s=0.0, clock=lambda: float(next(ticks))) as scheduler:
         made = [job(scheduler.runner, LONG, policy, max_new_tokens=3, tenant="a") for _ in range(4)]
         hi, heard_hi = job(scheduler.runner, tiny.prompt(9), policy, max_new_tokens=1, tenant="b")
@@ -173,7 +176,12 @@ def test_long_prompts_of_one_tenant_do_not_hold_up_another(model: Model, parts: 
         noting(order, "b", hi, heard_hi)
         parts.at[10] = partial(scheduler.submit, hi)
         told = hi.listener
-        hi.listener = lambda event: (when.append(parts.num), told(event))[1]
+
+        def tell(event: Event) -> None:
+            when.append(parts.num)
+            told(event)
+
+        hi.listener = tell
         for one, _ in made:
             scheduler.submit(one)
         assert all(heard.end().reason == "length" for _, heard in [*made, (hi, heard_hi)])
