@@ -1,4 +1,7 @@
-"""Attention to sealed pages: run by run, each in its codec's own basis.
+"""Attention to sealed pages, in the codec's own basis: row by row where that is cheap beside the work, else run by run.
+
+Attention in parts is exact but for rounding, and rounding depends on where the parts end. A row is all that a head
+stores, wherever its pages lie: a prompt that goes on over a stored prefix rounds as the one that computed it.
 
 Keys keep their stored rotation. With `slot` positions they appear moved towards the query by the gaps behind them:
 q at position p - shift against a key at its original position gives the distance to the moved key, so a stretch of
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,16 +88,23 @@ def read_parts(
                 yield _exact(sequence, layer, q_HGTD)
             yield chosen
             return
-    yield from stretches(sequence, layer, q_HGTD, start)
+    yield from stretches(sequence, layer, q_HGTD, start, whole=whole)
 
 
-def stretches(sequence: SequenceCache, layer: int, q_HGTD: Tensor, start: int) -> Iterator[Stretch]:
-    """Every sealed slot of one layer that a query can see, in as few pieces as storage allows."""
+def stretches(
+    sequence: SequenceCache, layer: int, q_HGTD: Tensor, start: int, *, whole: bool = True
+) -> Iterator[Stretch]:
+    """Every sealed slot of one layer that a query can see: row by row, or, for a step (not `whole`) over slots that
+    need no decoding, in as few pieces as storage allows without a copy."""
     spec = sequence.spec.layers[layer]
     first = [0] * spec.num_kv_heads
     skip = num_exact(sequence, layer)
     if skip:
         yield _exact(sequence, layer, q_HGTD)
+    can_join = spec.sliding_window is None and not sequence.policy.position.shifts
+    if can_join and (whole or not sequence.page_class(layer).is_plain):
+        yield from _by_row(sequence.layer_parts(layer), q_HGTD, skip)
+        return
     for segment in (*sequence.segments, sequence.tail):
         pages = segment.layers[layer]
         if spec.sliding_window is not None:
@@ -111,6 +122,62 @@ def _exact(sequence: SequenceCache, layer: int, q_HGTD: Tensor) -> Stretch:
     assert sequence.exact is not None
     k_HSD, v_HSD = (side[layer].to(q_HGTD.dtype) for side in (sequence.exact.k, sequence.exact.v))
     return Stretch(slice(0, len(k_HSD)), [0] * len(k_HSD), q_HGTD, k_HSD, v_HSD)
+
+
+def _by_row(parts: Sequence[LayerPages], q_HGTD: Tensor, skip: int) -> Iterator[Stretch]:
+    """All slots of each head but the first `skip`, from however many pages they come; heads of one length together."""
+    parts = [pages for pages in parts if pages.runs()]
+    if not parts:
+        return
+    q, offset = in_basis(parts[0], q_HGTD)  # segments of a sequence share what codecs learnt
+    rows = _rows(parts, q_HGTD.dtype)
+    lens = {len(row.k) for row in rows}
+    alike = [slice(0, len(rows))] if len(lens) == 1 else [slice(head, head + 1) for head in range(len(rows))]
+    for heads in alike:
+        mine = rows[heads]
+        if len(mine[0].k) <= skip:
+            continue
+        k_hSD, v_hSD = _stacked([row.k for row in mine]), _stacked([row.v for row in mine])
+        turned = None if offset is None else offset[heads]
+        stretch = Stretch(heads, [skip] * len(mine), q[heads], k_hSD[:, skip:], v_hSD[:, skip:], turned)
+        biases = [row.bias[skip:] for row in mine if row.bias is not None]
+        stretch.bias_hS = torch.stack(biases) if biases else None
+        yield stretch
+
+
+class _Row(NamedTuple):
+    """What one head stores, oldest first."""
+
+    k: Tensor  # [n, D], in the codec's basis
+    v: Tensor
+    bias: Tensor | None  # [n]
+
+
+def _rows(parts: Sequence[LayerPages], dtype: torch.dtype) -> list[_Row]:
+    found: list[list[_Row]] = [[] for _ in range(parts[0].num_heads)]
+    for pages in parts:
+        for run in pages.runs():
+            k_ND, v_ND = decode_run(pages, run, "k", dtype), decode_run(pages, run, "v", dtype)
+            for head, start, length in zip(run.heads, run.starts, run.lens, strict=True):
+                mine = slice(start, start + length)
+                bias = None if run.bias_N is None else run.bias_N[mine]
+                found[head].append(_Row(k_ND[mine], v_ND[mine], bias))
+    none = _Row(*(torch.empty(0, 0, dtype=dtype) for _ in range(2)), None)
+    return [row[0] if len(row) == 1 else _joined(row) if row else none for row in found]
+
+
+def _joined(row: Sequence[_Row]) -> _Row:
+    biases = [part.bias for part in row if part.bias is not None]
+    return _Row(
+        torch.cat([part.k for part in row]),
+        torch.cat([part.v for part in row]),
+        torch.cat(biases) if biases else None,
+    )
+
+
+def _stacked(rows: Sequence[Tensor]) -> Tensor:
+    """[h, n, D]; no copy of one row."""
+    return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(list(rows))
 
 
 def plain(

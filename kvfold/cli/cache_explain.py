@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 _SHOWN_COUNTS = (1, 2, 3, 5, 10, 100)
 _EPILOG = """A file holds the JSON body of a request to /v1/messages. Its "model" decides the least length of a cached
 prefix and the price of reading, as it does with `kvfold serve --alias`; the tokens are those of --model. Prices are
-multiples of plain input: writing for five minutes 1.25, for an hour 2, reading 0.1."""
+multiples of plain input: writing for five minutes 1.25, for an hour 2, reading 0.1. A policy that compresses does so at
+the places that say so, marked or not, and computes what lies between one and a marker behind it again."""
 _STATUS = {
     "written": "entry",
     "below_minimum": "marker, below the least length",
@@ -105,10 +106,11 @@ def _show(path: str, one: Explained) -> None:
     from kvfold.serve.explain import nothing_cached
 
     print(f"{path}: {one.num_tokens} tokens for {one.ask.model}, cached from {one.min_tokens} on")
-    table = new_table("place", "section", "begins", "marker", "cache", numbers=("tokens",))
+    table = new_table("place", "section", "begins", "marker", "cache", "lossy policies", numbers=("tokens",))
     for step in one.steps:
         ttl = "" if step.ttl_s is None else "1h" if step.ttl_s > 300 else "5m"
-        table.add_row(str(step.number), step.section, step.begins, ttl, _STATUS[step.status], f"{step.end:,}")
+        point = "compress" if step.is_point else ""
+        table.add_row(str(step.number), step.section, step.begins, ttl, _STATUS[step.status], point, f"{step.end:,}")
     console().print(table)
     if not one.plan.marks:
         print(f"nothing is cached: {nothing_cached(one)}\n")

@@ -54,13 +54,13 @@ class Begin:
     """A sequence that has read the first `num_read` tokens, and the lengths at which reading makes a stop. Layers of
     what it has read may still be on their way; if one is lost, the job begins again.
 
-    A policy compresses at each of the `cuts`, and what follows the last one is kept whole; without cuts it compresses
-    at the end of the prompt.
+    A policy compresses at each of the `cuts`, and what follows the last one is kept whole, which is everything where
+    there are none; with None for cuts it compresses at the end of the prompt.
     """
 
     sequence: SequenceCache
     num_read: int = 0
-    cuts: Sequence[int] = ()
+    cuts: Sequence[int] | None = None
 
 
 class Source(Protocol):

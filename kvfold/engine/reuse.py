@@ -45,9 +45,11 @@ def prefill_reusing(
     progress: Progress | None = None,
 ) -> Read:
     """`markers` are the lengths whose prefixes other prompts may share; where chunks are stored every whole chunk up to
-    the last marker (without markers: of the prompt) is, too. Raises what a prefill raises, with nothing held.
+    the last marker (without markers: of the prompt) is, too. Without markers a policy that compresses does so at the
+    end of the prompt, over nothing that was stored. Raises what a prefill raises, with nothing held.
 
     What is lost on its way is looked up again, a few times; then the whole prompt is computed."""
+    markers = [] if markers is None and not prefixes.has_chunks else markers
     for _ in range(MOST_LOST):
         hit = prefixes.lookup(tokens, markers=markers, at=at, wait=False)
         with suppress(PrefixLost):
@@ -72,7 +74,8 @@ def _read_behind(
     try:
         for stop in stops:
             runner.prefill([sequence], [tokens[sequence.committed_len : stop]], progress=progress)
-            saved = prefixes.save(sequence, tokens, upto=stop, ttl=ttl, at=at)
+            cuts = prefixes.stops(len(tokens), markers)
+            saved = prefixes.save(sequence, tokens, upto=stop, cuts=cuts, ttl=ttl, at=at)
         rest, whole = tokens[sequence.committed_len :], not prefixes.has_chunks and bool(sequence.committed_len)
         logits = runner.prefill([sequence], [rest], compress=not whole, progress=progress)[0]
     except BaseException:

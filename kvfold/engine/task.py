@@ -41,8 +41,8 @@ class Task:
         self.sequence: SequenceCache = begin.sequence
         self.writer: Writer | None = None
         self.num_reused = begin.num_read
-        self._cuts = [cut for cut in begin.cuts if begin.num_read < cut < len(job.tokens)]
-        self._has_cuts = bool(begin.cuts)
+        cuts = [len(job.tokens)] if begin.cuts is None else begin.cuts
+        self._cuts = [cut for cut in cuts if begin.num_read < cut <= len(job.tokens)]
         self._runner = runner
         self._tokenizer = tokenizer
         self._in_pieces = in_pieces
@@ -81,7 +81,7 @@ class Task:
         """The next piece of the prompt, or as much of it as is read before a pause is due; after the last one the job
         has begun. OutOfPages: the piece begins anew."""
         if self._pass is None:
-            compress = not self._has_cuts or self._stretch_end in self._cuts
+            compress, self.sequence.pinned = self._stretch_end in self._cuts, self._settled
             tokens = self.job.tokens[self.sequence.committed_len : self._piece_end]
             self._pass = Resumable(partial(self._prefill, tokens, compress), is_due)
         current, is_done = self._pass, False
@@ -101,6 +101,13 @@ class Task:
         if end == len(self.job.tokens):
             self._begin(logits_BV[0])
 
+    @property
+    def _settled(self) -> list[tuple[int, int]]:
+        """What earlier compressions kept, where the size grows with the prompt: it was chosen once, and a score that
+        judges by the text it has just read would let it go. Under a bound everything competes each time."""
+        size, end = self.sequence.policy.prefill.size, self.sequence.last_compressed_len
+        return [(0, end)] if size is not None and not size.is_absolute and end else []
+
     def _prefill(self, tokens: Sequence[int], compress: bool) -> Tensor:
         """A prompt too short for the policy's size is kept whole: a server does not choose how long prompts are."""
         try:
@@ -119,7 +126,7 @@ class Task:
         return min(self._stretch_end, start - start % chunk + chunk) if self._in_pieces else self._stretch_end
 
     def _begin(self, logits_V: Tensor) -> None:
-        job = self.job
+        job, self.sequence.pinned = self.job, []
         job.source.began()
         job.listener(Began(self.num_reused))
         request = Request(self.sequence, logits_V, max(job.max_new_tokens, 1), job.sampling, job.stop)

@@ -16,6 +16,7 @@ from kvfold.policy.registry import AXES, Term, terms
 BEGIN = "<!-- terms: begin; written by `python -m kvfold.policy.describe` -->"
 END = "<!-- terms: end -->"
 PAGE = Path("docs/policy.md")
+_NO_REUSE = "Judges by the end of the prompt: no prefix is reused."
 _HEADINGS = ("axis", "term", "arguments and defaults", "cost", "paper", "what it does", "against its paper")
 
 
@@ -42,7 +43,9 @@ def rows() -> tuple[Row, ...]:
 def _row(term: Term) -> Row:
     is_default = NAMES.get(term.axis) == term.name
     text = arguments_text(term)
-    facts = (text, term.cost, term.paper, term.summary, term.published)
+    judges_by_end = term.axis == "score" and term.variant().needs.judges_by_end
+    summary = f"{term.summary} {_NO_REUSE}" if judges_by_end else term.summary
+    facts = (text, term.cost, term.paper, summary, term.published)
     return Row(term.axis, term.name, *facts, term.revision, is_default)
 
 

@@ -73,6 +73,11 @@ class Needs:
     end_of_prompt: bool = False
 
     @property
+    def judges_by_end(self) -> bool:
+        """Whether scores of a prefix depend on where the prompt ends; a second reading asks the prefix itself."""
+        return bool(self.last_queries) or (self.end_of_prompt and self.replay is None)
+
+    @property
     def window(self) -> int:
         """Slots at the end that the scorer always keeps."""
         return max(self.recent, self.last_queries if self.keeps_window else 0)

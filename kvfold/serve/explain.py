@@ -13,7 +13,7 @@ from kvfold.serve.anthropic import read_messages
 from kvfold.serve.ask import Ask, Block, Section
 from kvfold.serve.bill import Bill, Price, bill, read_factor_of
 from kvfold.serve.diagnose import Diagnoses, fingerprint
-from kvfold.serve.plan import LOOKBACK, Place, Plan, anthropic_plan, places_of
+from kvfold.serve.plan import LOOKBACK, Place, Plan, anthropic_plan, places_of, points_of
 from kvfold.serve.prompt import Prompter
 from kvfold.serve.settings import Settings
 
@@ -31,6 +31,7 @@ class Step:
     end: int  # tokens up to here
     ttl_s: float | None  # of the marker that stands here
     status: Status
+    is_point: bool  # whether a policy that compresses does so here
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,18 @@ def explain(data: object, prompter: Prompter, settings: Settings) -> Explained:
     prompt = prompter.prompt(ask)
     min_tokens = settings.min_tokens(ask.model)
     plan = anthropic_plan(places_of(ask, prompt, ask.model), min_tokens)
+    points = points_of(plan.places, settings.point_tokens)
     block_at = dict(zip(prompt.ends or (), ask.blocks, strict=False))
     steps = [
-        Step(i, place.section, _begins(block_at[place.end]), place.end, place.ttl_s, _status(place, plan))
+        Step(
+            number=i,
+            section=place.section,
+            begins=_begins(block_at[place.end]),
+            end=place.end,
+            ttl_s=place.ttl_s,
+            status=_status(place, plan),
+            is_point=place.end in points,
+        )
         for i, place in enumerate(plan.places)
     ]
     return Explained(ask, plan, len(prompt.tokens), min_tokens, prompt.ends is not None, steps)

@@ -4,6 +4,9 @@ A *place* is a position that an entry can lie at: the end of a block, where a ru
 results, is one place. Its digest covers every token up to it, and from the first message on how tools are chosen; so
 equal digests mean equal prefixes, and markers are no part of them.
 
+A policy that compresses does so at some of the places, the *points*, which follow from the prompt alone: neither its
+markers nor what was cached has a say. The points of a prompt are the first points of every prompt that continues it.
+
     places   0 1 2 … 14 [15] 16 … 33 34 [35]        a marker at 35 looks at 35 … 16, the next one at 15 … 0
 """
 
@@ -18,6 +21,7 @@ from kvfold.serve.ask import Ask, Block, Section
 from kvfold.serve.prompt import Prompt
 
 LOOKBACK = 20  # places, the marker's own included
+POINT_TOKENS = 512  # least distance of two points; the shortest prefix that is cached by default has as many
 MOST_EXPLICIT = (2, 50)  # OpenAI looks at the first and the latest markers
 
 
@@ -64,6 +68,15 @@ def places_of(ask: Ask, prompt: Prompt, scope: str) -> list[Place]:
             found[-1] = _joined(found[-1], place)
         else:
             found.append(place)
+    return found
+
+
+def points_of(places: Sequence[Place], least: int) -> list[int]:
+    """Lengths at which a prompt is compressed: the first place that is `least` tokens or more from the last point."""
+    found: list[int] = []
+    for place in places:
+        if place.end - (found[-1] if found else 0) >= least:
+            found.append(place.end)
     return found
 
 

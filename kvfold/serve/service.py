@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
+from kvfold.core import ModelSpec
 from kvfold.engine.jobs import Job
 from kvfold.engine.runner import Runner
 from kvfold.engine.scheduler import Scheduler
@@ -25,7 +26,7 @@ from kvfold.serve.entries import Miss
 from kvfold.serve.inbox import Inbox
 from kvfold.serve.intake import Intake
 from kvfold.serve.metrics import Metrics
-from kvfold.serve.plan import Plan, places_of
+from kvfold.serve.plan import Place, Plan, places_of, points_of
 from kvfold.serve.prompt import Prompt, Prompter
 from kvfold.serve.recent import Recent
 from kvfold.serve.reply import Reply, late
@@ -33,6 +34,7 @@ from kvfold.serve.settings import Settings
 from kvfold.serve.shelf import Shelf
 from kvfold.serve.source import CachedSource, PlainSource
 from kvfold.serve.trail import Trail, Watched
+from kvfold.store.binding import check_reuse, kind_of
 from kvfold.store.form import FORMS, check_form
 from kvfold.store.marks import Marks
 from kvfold.store.store import PrefixStore
@@ -85,6 +87,7 @@ class Service:
         self.is_closing = False
         self.on_failure: Callable[[], None] = lambda: None  # called when the scheduler has failed for good
         self.no_reuse: str | None = None if store is not None else "this server was started without a prefix store"
+        self._has_points = has_points(self.policy, model.spec)
         self._runner = Runner(model.hf, model.spec, model.arena, compile=model.compile)
         self._shelves: dict[str, Shelf] = {}
         self._running: Counter[str] = Counter()
@@ -196,10 +199,16 @@ class Service:
             plan = Plan(places)
         else:
             plan = start.plan_with(places, self.settings.min_tokens(ask.model))
+        points = self._points(prompt, places)
         if not plan.marks and not plan.candidates:
             miss: Miss = "unmarked" if self.no_reuse is None else "refused"
-            return PlainSource(self._new_sequence, len(prompt.tokens), miss), plan
-        return CachedSource(self._shelf(start.tenant, start.scope), prompt.tokens, plan, start.at, self.clock), plan
+            return PlainSource(self._new_sequence, len(prompt.tokens), miss, points), plan
+        shelf = self._shelf(start.tenant, start.scope)
+        return CachedSource(shelf, prompt.tokens, plan, start.at, self.clock, points), plan
+
+    def _points(self, prompt: Prompt, places: Sequence[Place]) -> list[int] | None:
+        """Where a prompt is compressed, marked or not; None: at its end, or nowhere."""
+        return points_of(places, self.settings.point_tokens) if self._has_points and prompt.ends else None
 
     def _new_sequence(self) -> Any:
         return self._runner.new_sequence(self.policy)
@@ -240,6 +249,15 @@ class Service:
         self.is_closing = True
         self.intake.close()
         self.scheduler.close()
+
+
+def has_points(policy: Policy, spec: ModelSpec) -> bool:
+    """Whether prompts are compressed at points: not where nothing is lost, nor where the end of the prompt judges."""
+    try:
+        check_reuse(policy, spec)
+    except (PolicyError, ModelError):
+        return False
+    return kind_of(policy, spec) == "snapshots"
 
 
 @asynccontextmanager

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from kvfold.engine.sample import Sampling
 from kvfold.errors import InputError
 from kvfold.serve.bill import Price, min_tokens_of
+from kvfold.serve.plan import POINT_TOKENS
 
 BODY_BYTES_PER_TOKEN, BODY_BYTES_BESIDE = 32, 64 << 10
 MAX_STOP_CHARS = 1024  # of one stop string
@@ -49,6 +50,7 @@ class Settings:
     price: Price | None = None
     cache_min_tokens: int | None = None
     temperature: float = 1.0  # where a request names none
+    point_tokens: int = POINT_TOKENS  # least distance of two places at which prompts are compressed
     clock: Callable[[], float] | None = None  # seconds since 1970; None: the system's
 
     def __post_init__(self) -> None:

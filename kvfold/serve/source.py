@@ -1,12 +1,14 @@
 """Where a request's sequence begins: with the longest prefix that was cached, if there is one and its tensors are.
 
-Works in the scheduler's thread. What the contract counts as read ends at a marker; where tensors are stored in chunks,
-the part behind the last whole one may be lost alone, and is then computed and stored again.
+Works in the scheduler's thread. What the contract counts as read ends at a marker. Where tensors are stored in chunks,
+the part behind the last whole one may be lost alone, and is then computed and stored again. Where a policy compresses,
+tensors end at the last point at or before the marker, and what lies between is always computed again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from kvfold.engine.jobs import Begin
 from kvfold.pages.sequence import SequenceCache
@@ -14,16 +16,20 @@ from kvfold.serve.bill import Bill, bill
 from kvfold.serve.entries import Miss
 from kvfold.serve.plan import Place, Plan
 from kvfold.serve.shelf import Shelf
+from kvfold.store.prefixes import Hit
 
 MOST_LOST = 3  # times that a request begins with a prefix which is lost on its way; then it is read without the store
 NewSequence = Callable[[], SequenceCache]
 
 
 class PlainSource:
-    """Begins with nothing and caches nothing."""
+    """Begins with nothing and caches nothing; the prompt is compressed at `points`, or with None at its end."""
 
-    def __init__(self, new_sequence: NewSequence, num_tokens: int, miss: Miss = "unmarked") -> None:
+    def __init__(
+        self, new_sequence: NewSequence, num_tokens: int, miss: Miss = "unmarked", points: Sequence[int] | None = None
+    ) -> None:
         self._new_sequence = new_sequence
+        self._points = points
         self.bill = Bill(0, 0, 0, num_tokens)
         self.miss: Miss | None = miss
 
@@ -31,7 +37,7 @@ class PlainSource:
         """Nothing is asked for."""
 
     def begin(self) -> Begin:
-        return Begin(self._new_sequence())
+        return Begin(self._new_sequence(), 0, self._points)
 
     def lost(self) -> None:
         """There is nothing to lose."""
@@ -44,18 +50,29 @@ class PlainSource:
 
 
 class CachedSource:
-    """Begins where the plan finds something, for a request that started `at`."""
+    """Begins where the plan finds something, for a request that started `at`. A policy that compresses does so at
+    `points`; None: tensors are stored in chunks, and up to markers."""
 
-    def __init__(self, shelf: Shelf, tokens: Sequence[int], plan: Plan, at: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        shelf: Shelf,
+        tokens: Sequence[int],
+        plan: Plan,
+        at: float,
+        clock: Callable[[], float],
+        points: Sequence[int] | None = None,
+    ) -> None:
         self._shelf, self._tokens, self._plan, self._at, self._clock = shelf, tokens, plan, at, clock
+        self._points = points
         self._num_hit = self._num_lost = 0
         self.miss: Miss | None = None
         self.bill = Bill(0, 0, 0, len(tokens))
 
     def prefetch(self) -> None:
         """Have what `begin` may ask for on its way to the host; called before that, by whoever puts this in line."""
-        ends = [place.end for place in (*self._plan.candidates, *(mark.place for mark in self._plan.marks))]
-        self._shelf.prefixes.prefetch(self._tokens, markers=ends, at=self._at)
+        places = [*self._plan.candidates, *(mark.place for mark in self._plan.marks)]
+        ends = list(map(self._stored_end, places))
+        self._shelf.prefixes.prefetch(self._tokens, markers=ends, cuts=self._points, at=self._at)
 
     def begin(self) -> Begin:
         self._num_hit, self.miss = 0, "absent"
@@ -64,7 +81,21 @@ class CachedSource:
         else:
             found, self.miss = Begin(self._shelf.prefixes.empty()), "lost"
         self.bill = bill(len(self._tokens), self._num_hit, self._plan.marks)
-        return Begin(found.sequence, found.num_read, [mark.place.end for mark in self._plan.marks])
+        if self._points is None:
+            return replace(found, cuts=self._mark_ends)
+        self.reached(found.sequence, found.num_read)  # another marker may have it live longer
+        return replace(found, cuts=self._points)
+
+    @property
+    def _mark_ends(self) -> list[int]:
+        """Where what this request marks is stored."""
+        return [self._stored_end(mark.place) for mark in self._plan.marks]
+
+    def _stored_end(self, place: Place) -> int:
+        """Where the tensors of an entry end; 0: it has none."""
+        if self._points is None:
+            return place.end
+        return max((point for point in self._points if point <= place.end), default=0)
 
     def lost(self) -> None:
         self._num_lost += 1
@@ -76,9 +107,8 @@ class CachedSource:
         if missed is not None:
             self.miss = "expired" if "expired" in (missed, self.miss) else self.miss
             return None
-        hit = prefixes.lookup(self._tokens, markers=[place.end], at=self._at, wait=False)
-        chunk_len = prefixes.binding.chunk_len if prefixes.has_chunks else 1
-        if hit.matched_tokens < place.end - place.end % chunk_len:
+        hit, end = self._lookup([self._stored_end(place)]), self._stored_end(place)
+        if hit.matched_tokens < (end - end % prefixes.binding.chunk_len if prefixes.has_chunks else end):
             hit.sequence.release()
             shelf.forget(place)
             self.miss = "lost"
@@ -90,14 +120,17 @@ class CachedSource:
     def _stored(self) -> Begin:
         """Tensors that happen to be there, of requests whose reply has not begun: they save work, and this request pays
         for its entries all the same."""
-        ends = [mark.place.end for mark in self._plan.marks]
-        hit = self._shelf.prefixes.lookup(self._tokens, markers=ends, at=self._at, wait=False)
+        hit = self._lookup(self._mark_ends)
         return Begin(hit.sequence, hit.matched_tokens)
 
+    def _lookup(self, ends: Sequence[int]) -> Hit:
+        return self._shelf.prefixes.lookup(self._tokens, markers=ends, cuts=self._points, at=self._at, wait=False)
+
     def reached(self, sequence: SequenceCache, num_read: int) -> None:
-        for mark in self._plan.marks:
-            if mark.place.end == num_read:
-                self._shelf.prefixes.save(sequence, self._tokens, upto=num_read, ttl=mark.ttl_s, at=self._at)
+        prefixes, facts = self._shelf.prefixes, {"upto": num_read, "cuts": self._points or (), "at": self._at}
+        for mark, end in zip(self._plan.marks, self._mark_ends, strict=True):
+            if 0 < end == num_read:
+                prefixes.save(sequence, self._tokens, ttl=mark.ttl_s, **facts)
 
     def began(self) -> None:
         """From now on others can read what this request wrote."""

@@ -64,8 +64,7 @@ def kind_of(policy: Policy, spec: ModelSpec) -> Kind:
 
 def check_reuse(policy: Policy, spec: ModelSpec) -> None:
     stage = policy.prefill
-    needs = stage.score.needs
-    if stage.evicts and (needs.last_queries or (needs.end_of_prompt and needs.replay is None)):
+    if stage.evicts and stage.score.needs.judges_by_end:
         raise PolicyError(
             f'policy "{policy.short}": score {term_of(stage.score).name} judges by the end of the prompt, and a stored '
             "prefix is compressed before its question is known; use a score that needs no end, such as kvzip or "

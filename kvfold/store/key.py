@@ -1,12 +1,14 @@
 """Names of stored prefixes: a hash chain over token ids, under everything that what is stored depends on.
 
 A chunk's digest covers its parent's digest and its own token ids, so equal digests mean equal prefixes, and two prompts
-that begin alike share names exactly as far as they agree. Nothing here depends on the process: no built-in hashes, no
-order of dictionaries.
+that begin alike share names exactly as far as they agree. A snapshot's digest also covers the lengths at which the
+prefix was compressed on the way, since what was kept depends on them. Nothing here depends on the process: no built-in
+hashes, no order of dictionaries.
 
     scope     blake2b-128 over a Binding: weights, dtypes, RoPE, tokenizer, policy, pages, tenant, format
     digest_0  blake2b-256(scope)
     digest_i  blake2b-256(digest_i-1, ids of chunk i as uint32, little-endian)
+    snapshot  blake2b-256(digest of its last tokens, lengths of earlier compressions as uint32, little-endian)
 """
 
 from __future__ import annotations
@@ -107,14 +109,17 @@ def chunk_keys(scope: str, tokens: Sequence[int], chunk_len: int, *, with_rest: 
     return found
 
 
-def snapshot_keys(scope: str, tokens: Sequence[int], lens: Iterable[int], chunk_len: int) -> list[Key]:
-    """The keys of the first so many tokens, for every length; the last chunk of one may be a part."""
+def snapshot_keys(
+    scope: str, tokens: Sequence[int], lens: Iterable[int], chunk_len: int, cuts: Sequence[int] = ()
+) -> list[Key]:
+    """The keys of the first so many tokens, for every length; the last chunk of one may be a part. `cuts`, ascending,
+    are the lengths at which the tokens are compressed; those before its own are part of a key."""
     digests = [_root(scope), *_links(scope, tokens, chunk_len)]
     found = []
     for length in lens:
         whole, rest = divmod(length, chunk_len)
         digest = _next(digests[whole], tokens[length - rest : length]) if rest else digests[whole]
-        found.append(Key(scope, 0, length, digest.hex()))
+        found.append(Key(scope, 0, length, _next(digest, [cut for cut in cuts if 0 < cut < length]).hex()))
     return found
 
 

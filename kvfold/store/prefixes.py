@@ -57,6 +57,8 @@ class Prefixes:
         self._store = store
         self._model, self._policy, self._config = model, policy, config
         self._new = partial(SequenceCache, model.arena, model.spec, policy, config)
+        # A shared prefix ends its last page early. Who reads chosen pages would choose otherwise over another one.
+        self._device = None if policy.attend.chooses else store.device
         self._form = FORMS[binding.form]
         self._loader = Loader(binding, store.secret, store.max_entry_bytes, store.cascade.set_aside)
         self._seconds_per_token = 2 * sum(p.numel() for p in model.hf.parameters()) / _FLOPS
@@ -92,21 +94,23 @@ class Prefixes:
         tokens: Sequence[int],
         *,
         markers: Sequence[int] | None = None,
+        cuts: Sequence[int] | None = None,
         at: float | None = None,
         wait: bool = True,
     ) -> Hit:
         """The longest stored prefix, for a request that started `at` (now).
 
         `markers` are lengths at which snapshots may lie (default: all that this process knows of); where chunks are
-        stored, reuse ends at the last one, or without markers with the last whole chunk. OutOfPages only if there is no
-        memory for an empty sequence.
+        stored, reuse ends at the last one, or without markers with the last whole chunk. `cuts` are the lengths at
+        which this prompt is compressed (default: the markers): a snapshot that was compressed elsewhere on its way is
+        not the prefix of this prompt. OutOfPages only if there is no memory for an empty sequence.
 
         Without `wait` the layers of chunks may still be on their way. The tokens that are left are to be read with
         `Runner.prefill`, which waits for each layer where it needs it; on PrefixLost release the sequence and look up
         again. The hit counts as one when all layers are there.
         """
         at = self._store.clock() if at is None else at
-        keys = self._candidates(tokens, markers)
+        keys = self._candidates(tokens, markers, cuts)
         found = self._find(keys, at, wait) if keys else "too_short"
         if isinstance(found, Hit):
             return found
@@ -117,17 +121,19 @@ class Prefixes:
         """What a lookup that finds nothing would begin with; OutOfPages if there is no memory for it."""
         return self._new()
 
-    def prefetch(self, tokens: Sequence[int], *, markers: Sequence[int], at: float) -> None:
+    def prefetch(
+        self, tokens: Sequence[int], *, markers: Sequence[int], cuts: Sequence[int] | None = None, at: float
+    ) -> None:
         """Bring what such a lookup will ask for to the fastest tier, in the background; any thread may call this.
 
         Copies are checked when they are looked up, as all are.
         """
         if len(self._store.cascade.tiers) > 1:
-            self._store.fetch_later(partial(self._fetch, tokens, markers, at))
+            self._store.fetch_later(partial(self._fetch, tokens, markers, cuts, at))
 
-    def _fetch(self, tokens: Sequence[int], markers: Sequence[int], at: float) -> None:
+    def _fetch(self, tokens: Sequence[int], markers: Sequence[int], cuts: Sequence[int] | None, at: float) -> None:
         """Chunks up to one that nobody has, or the longest snapshot there is; nothing if the device holds it all."""
-        keys = self._candidates(tokens, markers)
+        keys = self._candidates(tokens, markers, cuts)
         if not keys or self._store.known.has(keys[-1], 0.0, [DeviceTier.name]):
             return
         for key in keys if self.has_chunks else reversed(keys):
@@ -135,14 +141,17 @@ class Prefixes:
             if is_there != self.has_chunks:
                 return
 
-    def _candidates(self, tokens: Sequence[int], markers: Sequence[int] | None) -> list[Key]:
+    def _candidates(
+        self, tokens: Sequence[int], markers: Sequence[int] | None, cuts: Sequence[int] | None
+    ) -> list[Key]:
         """Keys of what may be stored, shortest first."""
         scope, chunk_len = self.binding.scope, self.binding.chunk_len
         if self.has_chunks:
             end = max(self.stops(len(tokens), markers), default=0)
             return chunk_keys(scope, tokens[:end], chunk_len, with_rest=True)
         lens = self.stops(len(tokens), self._store.snapshots(scope) if markers is None else markers)
-        keys = snapshot_keys(scope, tokens, lens, chunk_len)
+        cuts = sorted(markers or ()) if cuts is None else cuts
+        keys = snapshot_keys(scope, tokens, lens, chunk_len, cuts)
         return [key for key in keys if markers is not None or key in self._store.known]
 
     def _find(self, keys: Sequence[Key], at: float, wait: bool) -> Hit | Reason:
@@ -179,11 +188,11 @@ class Prefixes:
             self._store.known.lives(one.copy.key, one.lease.ttl_s)
             cascade.promote_later(one.copy.key, one.copy.tier, one.num_bytes, one.lease)
         cascade.slide_later([one.copy for one in used], keys, at)
-        if used and self._store.device is not None and reading.sequence is not None:
+        if used and self._device is not None and reading.sequence is not None:
             worth = sum(one.lease.saved_s for one in used)
             lease = Lease(at, min(one.lease.ttl_s for one in used), worth)
-            if self._store.device.put_chunks(keys, reading.sequence, lease):
-                self._store.device.emit("promoted", keys[-1], 0)
+            if self._device.put_chunks(keys, reading.sequence, lease):
+                self._device.emit("promoted", keys[-1], 0)
 
     # Saving
 
@@ -193,6 +202,7 @@ class Prefixes:
         tokens: Sequence[int],
         *,
         upto: int | None = None,
+        cuts: Sequence[int] = (),
         ttl: Ttl = "5m",
         at: float | None = None,
         prefill_s: float | None = None,
@@ -201,8 +211,8 @@ class Prefixes:
 
         Returns how many tokens can be found again from now on. Where chunks are stored, whole ones that are sealed
         are, and the tokens behind the last one if `upto` names their end; a snapshot is kept at the sequence's own
-        length only. `prefill_s`, the time these tokens took, tells what they are worth; without it that is estimated
-        from the model's size.
+        length only, with `cuts`, the lengths at which it was compressed before. `prefill_s`, the time these tokens
+        took, tells what they are worth; without it that is estimated from the model's size.
         """
         ttl_s, at = _ttl_s(ttl), self._store.clock() if at is None else at
         end = min(len(tokens) if upto is None else upto, len(tokens))
@@ -211,7 +221,7 @@ class Prefixes:
             keys = chunk_keys(self.binding.scope, tokens[:end], self.binding.chunk_len, with_rest=end == upto)
         else:
             _check_length(end, sequence)
-            keys = snapshot_keys(self.binding.scope, tokens, [end] if end else [], self.binding.chunk_len)
+            keys = snapshot_keys(self.binding.scope, tokens, [end] if end else [], self.binding.chunk_len, cuts)
         if not keys:
             return 0
         per_token = self._seconds_per_token if prefill_s is None else prefill_s / end
@@ -225,7 +235,7 @@ class Prefixes:
 
     def _hold(self, sequence: SequenceCache, keys: Sequence[Key], lease: Lease) -> None:
         """On the device, by reference where the sequence ends with the last key, else as a copy."""
-        device = self._store.device
+        device = self._device
         if device is None or device.serves(keys[-1], lease):
             return
         if sequence.committed_len == keys[-1].end:

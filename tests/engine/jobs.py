@@ -15,7 +15,7 @@ from kvfold.policy.policy import Policy
 class Fresh:
     """Begins with nothing; notes the lengths at which it was told."""
 
-    def __init__(self, runner: Runner, policy: str = "full", cuts: Sequence[int] = ()) -> None:
+    def __init__(self, runner: Runner, policy: str = "full", cuts: Sequence[int] | None = None) -> None:
         self.runner, self.policy, self.cuts = runner, Policy.parse(policy), cuts
         self.lens: list[int] = []
 
@@ -62,4 +62,4 @@ class Heard:
 
 def job(runner: Runner, tokens: Sequence[int], policy: str = "full", **options: Any) -> tuple[Job, Heard]:
     heard = Heard()
-    return Job(tokens, Fresh(runner, policy, options.pop("cuts", ())), heard, **options), heard
+    return Job(tokens, Fresh(runner, policy, options.pop("cuts", None)), heard, **options), heard

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 _NEEDED = ("starlette", "uvicorn", "anthropic", "openai")
 _PARTS = (
     "anthropic bad_requests dashboard ending explain fields fuzz intake isolation openai page prompt "
-    "prompt_cache refusals restart server slow_clients traces"
+    "prompt_cache refusals restart same_reply server slow_clients traces"
 )
 _TALKING = [f"test_{name}.py" for name in _PARTS.split()]
 

@@ -111,7 +111,7 @@ def running(
     tiers += [] if redis is None else [RedisTier(redis, clock=clock)]
     device = DeviceTier(8 << 20, clock=clock)
     store = PrefixStore(tiers, device=device, chunk_len=CHUNK_LEN, secret=secret, clock=clock)
-    settings = {"cache_min_tokens": 32, "temperature": 0.0, "clock": clock, **settings}
+    settings = {"cache_min_tokens": 32, "point_tokens": 32, "temperature": 0.0, "clock": clock, **settings}
     chosen = Settings(("tiny", "tiny-too"), limits or Limits(), **settings)
     with service_of(model, policy, chosen, store) as service:
         server = Server(service, on_done)

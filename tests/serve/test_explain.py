@@ -47,6 +47,12 @@ def test_places_are_told_with_what_becomes_of_them(explained: Any) -> None:
     assert found.cold.num_tokens == found.warm.num_tokens == found.num_tokens
 
 
+def test_points_are_told_marked_or_not(prompter: Prompter) -> None:
+    settings = Settings(("tiny",), cache_min_tokens=32, point_tokens=100)
+    found = [explain(body(text(LONG), text(LONG, mark), text("x")), prompter, settings) for mark in (None, MARK)]
+    assert [[step.is_point for step in one.steps] for one in found] == [[False, True, False]] * 2
+
+
 @pytest.mark.parametrize(
     ("model", "marker", "requests"), [("tiny", MARK, 2), ("tiny", HOUR, 3), ("claude-fable-5-1", HOUR, 3)]
 )

@@ -96,7 +96,7 @@ def test_a_hit_is_bitwise_the_cold_request(model: Model, prefill_len: int, loses
                 in_pieces=True,
             )
             while task.is_reading:
-                task.read()
+                task.read(lambda: False)
             found.append((task.num_reused, task.running.request.logits_V))
             task.end("cancelled")
             assert store.flush()

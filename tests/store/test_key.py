@@ -41,6 +41,12 @@ def test_a_snapshot_is_named_by_all_its_tokens(tokens: list[int], chunk_len: int
         assert snapshot_keys(SCOPE, tokens[:length], [length], chunk_len) == [key]
 
 
+def test_a_snapshot_is_named_by_where_it_was_compressed_before() -> None:
+    cuts = [(), (7,), (3, 7), (7, 9)]
+    (alone,), (seven,), (both,), (later,) = (snapshot_keys(SCOPE, range(9), [9], 4, cut) for cut in cuts)
+    assert len({alone, seven, both}) == 3 and later == seven
+
+
 def test_text_and_back() -> None:
     key = chunk_keys(SCOPE, range(3 * CHUNK), CHUNK)[2]
     assert Key.parse(key.text) == key and (key.start, key.end, key.num_tokens) == (32, 48, 16)

@@ -175,14 +175,28 @@ def test_snapshots_are_found_without_markers_after_a_restart(model: Model, tmp_p
 
 
 def test_markers_are_asked_longest_first(model: Model, store: PrefixStore) -> None:
-    """An entry at 100 serves a prompt with a marker at 150, if 100 is asked for too."""
+    """An entry at 100 serves a prompt with a marker at 150, if 100 is asked for too; not one that is compressed at 60
+    before, which would keep something else."""
     prefixes = make_prefixes(store, model, "knorm + 50tok")
     read(prefixes, model, LONG, [100]).sequence.release()
     store.flush()
-    for markers, expected in (([100, 150], 100), ([150], 0), ([150, 100, 60], 100)):
+    for markers, expected in (([100, 150], 100), ([150], 0), ([150, 100, 60], 0)):
         hit = prefixes.lookup(LONG, markers=markers)
         hit.sequence.release()
         assert hit.matched_tokens == expected
+
+
+def test_a_snapshot_serves_prompts_that_are_compressed_at_the_same_places(model: Model, store: PrefixStore) -> None:
+    """What is kept of 100 tokens depends on whether they were compressed at 60, too: hit and cold are one run."""
+    prefixes = make_prefixes(store, model, "knorm + 50tok")
+    for markers in ([100], [60, 100], [60], None):
+        cold = read(prefixes, model, LONG, markers)
+        store.flush()
+        again = read(prefixes, model, LONG, markers)
+        assert (cold.matched_tokens, again.matched_tokens) == (60 if markers == [60] else 0, max(markers or [0]))
+        torch.testing.assert_close(cold.logits_V, again.logits_V, atol=1e-4, rtol=1e-4)
+        cold.sequence.release()
+        again.sequence.release()
 
 
 def test_what_was_compressed_is_saved_at_its_own_length_only(model: Model, store: PrefixStore) -> None:
