@@ -84,9 +84,9 @@ def watched(watch: Watch) -> Iterator[None]:
 Options = dict[str, Any]
 # Prompts of so many tokens: one that is read in pieces, a sampled one, one that stops at a text, one that only reads.
 SHORT: dict[int, Options] = {
-    29: {"max_new_tokens": 9},
-    30: {"max_new_tokens": 8, "sampling": Sampling(0.8, seed=3)},
-    9: {"max_new_tokens": 7, "stop": ["never written"]},
+    29: {"max_new_tokens": 5},
+    30: {"max_new_tokens": 4, "sampling": Sampling(0.8, seed=3)},
+    9: {"max_new_tokens": 4, "stop": ["never written"]},
     33: {"max_new_tokens": 0, "cuts": (20,)},
 }
 LONG: dict[int, Options] = {40: {"max_new_tokens": 90}, 41: {"max_new_tokens": 80}}  # one of them moves to the host
