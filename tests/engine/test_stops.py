@@ -48,6 +48,11 @@ def test_the_cost_of_a_character_grows_with_neither_text_nor_stop(monkeypatch: p
 def test_looking_for_the_start_of_a_call_reads_the_end_of_a_text_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = list[str]()
     add = StopMatcher.add
-    monkeypatch.setattr(stops.StopMatcher, "add", lambda self, piece: (seen.append(piece), add(self, piece))[1])
+
+    def noted(self: StopMatcher, piece: str) -> int | None:
+        seen.append(piece)
+        return add(self, piece)
+
+    monkeypatch.setattr(stops.StopMatcher, "add", noted)
     assert overlap("x" * 100_000 + "<tool", "<tool_call>") == 5
     assert sum(map(len, seen)) < len("<tool_call>")

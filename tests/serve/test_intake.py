@@ -187,7 +187,12 @@ def test_stop_strings_are_few_and_short(server: Running) -> None:
 
 def test_large_bodies_are_not_decoded_in_the_event_loop(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     threads, decode = list[str](), app._decoded
-    monkeypatch.setattr(app, "_decoded", lambda raw: (threads.append(current_thread().name), decode(raw))[1])
+
+    def noted(raw: bytearray) -> object:
+        threads.append(current_thread().name)
+        return decode(raw)
+
+    monkeypatch.setattr(app, "_decoded", noted)
     texts: Any = [{"type": "text", "text": "a" * 10} for _ in range(500)]
     body = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": texts}]})
     status, text, _ = get(server, "/v1/messages/count_tokens", body, **JSON, **{"x-api-key": "key-a"})
