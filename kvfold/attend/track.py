@@ -78,7 +78,8 @@ def _with_moments(before: Moments, spec: LayerSpec, q_QTD: Tensor, start: int) -
         from kvfold.attend.kernels.moments import can_sum, summed
 
         if spec.rope is not None and can_sum(q_QTD, spec.rope):
-            return before.plus_sums(q_QTD.shape[1], *summed(q_QTD, spec.rope, start))
+            begun = before.begun(before_rope(spec, q_QTD[:, :_TILE], start))
+            return begun.plus_sums(q_QTD.shape[1], *summed(q_QTD, spec.rope, start, begun.centre_QD))
     return before.plus(before_rope(spec, q_QTD, start))
 
 

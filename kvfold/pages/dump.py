@@ -175,7 +175,8 @@ def _fill_exact(sequence: SequenceCache, layers: Sequence[Tensors]) -> None:
 def _observed(side: LayerSidecar) -> dict[str, Tensor]:
     named = {"side.mass": side.mass_HS, "side.open_mass": side.open_mass_HR, "side.last_q": side.last_q_QWD}
     if side.moments is not None:
-        named |= {"side.sum": side.moments.sum_QD, "side.outer": side.moments.outer_QDD}
+        named |= {"side.centre": side.moments.centre_QD, "side.sum": side.moments.sum_QD}
+        named["side.outer"] = side.moments.outer_QDD
         named["side.count"] = torch.tensor([side.moments.count])
     if side.last_q_QWD is not None or side.moments is not None:
         named["side.query_end"] = torch.tensor([side.query_end])
@@ -183,7 +184,9 @@ def _observed(side: LayerSidecar) -> dict[str, Tensor]:
 
 
 def _sidecar(mine: Tensors) -> LayerSidecar:
-    moments = Moments(int(mine["count"]), mine["sum"], mine["outer"]) if "count" in mine else None
+    moments = None
+    if "count" in mine:
+        moments = Moments(int(mine["count"]), mine["centre"], mine["sum"], mine["outer"])
     query_end = int(mine["query_end"]) if "query_end" in mine else 0
     return LayerSidecar(mine.get("mass"), mine.get("open_mass"), mine.get("last_q"), moments, query_end)
 

@@ -8,7 +8,7 @@ scorers ask for them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -20,36 +20,48 @@ MASS_BYTES = 4  # of one slot: fp32
 
 @dataclass(frozen=True)
 class Moments:
-    """Sums over the pre-RoPE queries of one layer; sequences that read the same prompt share the value."""
+    """Sums over the pre-RoPE queries of one layer, each minus `centre`, the mean of the first ones: squares of a large
+    mean would drown what varies around it. Sequences that read the same prompt share the value."""
 
     count: int
+    centre_QD: Tensor
     sum_QD: Tensor
     outer_QDD: Tensor
 
     @staticmethod
     def num_bytes(spec: LayerSpec) -> int:
-        return 4 * spec.num_query_heads * spec.head_dim * (1 + spec.head_dim)
+        return 4 * spec.num_query_heads * spec.head_dim * (2 + spec.head_dim)
 
     @classmethod
     def empty(cls, spec: LayerSpec, device: torch.device) -> Moments:
         shape = (spec.num_query_heads, spec.head_dim)
-        return cls(0, torch.zeros(shape, device=device), torch.zeros(*shape, spec.head_dim, device=device))
+        zero_QD = torch.zeros(shape, device=device)
+        return cls(0, zero_QD, zero_QD, torch.zeros(*shape, spec.head_dim, device=device))
+
+    def begun(self, q_QTD: Tensor) -> Moments:
+        """Centred on these queries, if they are the first."""
+        if self.count or not q_QTD.shape[1]:
+            return self
+        return replace(self, centre_QD=q_QTD.float().mean(1))
 
     def plus(self, q_QTD: Tensor) -> Moments:
-        q = q_QTD.float()
-        return self.plus_sums(q.shape[1], q.sum(1), q.transpose(1, 2) @ q)
+        begun = self.begun(q_QTD)
+        q = q_QTD.float() - begun.centre_QD.unsqueeze(1)
+        return begun.plus_sums(q.shape[1], q.sum(1), q.transpose(1, 2) @ q)
 
     def plus_sums(self, count: int, sum_QD: Tensor, outer_QDD: Tensor) -> Moments:
-        return Moments(self.count + count, self.sum_QD + sum_QD, self.outer_QDD + outer_QDD)
+        """Sums of further queries minus the centre."""
+        return Moments(self.count + count, self.centre_QD, self.sum_QD + sum_QD, self.outer_QDD + outer_QDD)
 
     def mean_and_covariance(self) -> tuple[Tensor, Tensor]:
         """[Q, D] and [Q, D, D]; zeros before the first query."""
         count = max(self.count, 1)
         mean_QD = self.sum_QD / count
-        return mean_QD, self.outer_QDD / count - mean_QD.unsqueeze(-1) * mean_QD.unsqueeze(-2)
+        cov_QDD = self.outer_QDD / count - mean_QD.unsqueeze(-1) * mean_QD.unsqueeze(-2)
+        return self.centre_QD + mean_QD, cov_QDD
 
     def copy(self) -> Moments:
-        return Moments(self.count, self.sum_QD.clone(), self.outer_QDD.clone())
+        return Moments(self.count, self.centre_QD.clone(), self.sum_QD.clone(), self.outer_QDD.clone())
 
 
 @dataclass
@@ -69,7 +81,7 @@ class LayerSidecar:
     def tensors(self) -> list[Tensor]:
         found = [self.mass_HS, self.open_mass_HR, self.last_q_QWD]
         if self.moments is not None:
-            found += [self.moments.sum_QD, self.moments.outer_QDD]
+            found += [self.moments.centre_QD, self.moments.sum_QD, self.moments.outer_QDD]
         return [tensor for tensor in found if tensor is not None]
 
     def copy(self) -> LayerSidecar:

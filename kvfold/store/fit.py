@@ -72,6 +72,7 @@ def _layer_forms(sequence: SequenceCache, layer: int, stored_len: int) -> dict[s
         "side.mass": Form(floats, (heads, None), stored_len),
         "side.open_mass": Form(floats, (heads, sequence.config.open_len)),
         "side.last_q": Form(computed, (queries, None, dim)),
+        "side.centre": Form(floats, (queries, dim)),
         "side.sum": Form(floats, (queries, dim)),
         "side.outer": Form(floats, (queries, dim, dim)),
         "side.count": Form((torch.int64,), (1,)),
