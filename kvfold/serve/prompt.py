@@ -177,9 +177,8 @@ class Prompter:
 
     @cached_property
     def _extra_call(self) -> _Extra | None:
-        user, one, more = {"role": "user", "content": "a"}, _call("a"), _call(_mark(0))
-        asked = [[user, {"role": "assistant", "content": "", "tool_calls": calls}] for calls in ([one], [one, more])]
-        return self._between((asked[0], []), (asked[1], []))
+        one, more = _call("a"), _call(_mark(0))
+        return self._between((_asked([one]), []), (_asked([one, more]), []))
 
     def _between(self, one: tuple[list[Json], list[Json]], two: tuple[list[Json], list[Json]]) -> _Extra | None:
         if not self.has_tools:
@@ -223,6 +222,11 @@ def _tool(name: str) -> Json:
 
 def _call(name: str) -> Json:
     return {"type": "function", "function": {"name": name, "arguments": {}}}
+
+
+def _asked(calls: list[Json]) -> list[Json]:
+    """A conversation that ends with these calls."""
+    return [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": calls}]
 
 
 def _tools(blocks: Sequence[Block], *, has_extra: bool = False) -> list[Json]:
