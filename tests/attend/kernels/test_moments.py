@@ -37,7 +37,7 @@ def test_sums_equal_plain_operations(dim: int, num_queries: int, start: int, sca
 
 @pytest.mark.parametrize("mean", [0.0, 60.0, 3000.0])
 def test_a_large_mean_leaves_the_covariance_alone(mean: float) -> None:
-    """Over several chunks, in plain operations and by the kernel, whose squares would need 24 bits for the mean alone."""
+    """Over several chunks, in plain operations and by the kernel, whose squares would drown in the mean."""
     spec = layer(32, 1.0)
     assert spec.rope is not None
     generator = torch.Generator().manual_seed(3)
