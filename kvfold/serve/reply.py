@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvfold.engine.jobs import Began, Ended, Event, Job, Wrote
 from kvfold.errors import KvfoldError, LogitsError
@@ -14,7 +14,6 @@ from kvfold.serve.api_error import ApiError, bad_request
 from kvfold.serve.ask import Ask
 from kvfold.serve.bill import Bill
 from kvfold.serve.calls import Call, CallReader
-from kvfold.serve.inbox import Inbox
 from kvfold.serve.plan import Plan
 from kvfold.serve.source import CachedSource, PlainSource
 
@@ -22,6 +21,12 @@ if TYPE_CHECKING:
     from kvfold.serve.service import Service, Start
 
 _log = logging.getLogger("kvfold.serve")
+
+
+class Events(Protocol):
+    """What a job tells, in its order."""
+
+    async def get(self) -> Event: ...
 
 
 class Reply:
@@ -33,7 +38,7 @@ class Reply:
         ask: Ask,
         start: Start,
         job: Job,
-        events: Inbox,
+        events: Events,
         source: CachedSource | PlainSource,
         plan: Plan,
         *,

@@ -205,7 +205,9 @@ def test_a_listener_that_raises_at_its_end_is_its_own_fault(model: Model) -> Non
 def test_of_a_batch_that_raises_only_whoever_is_at_fault_fails(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pass raises whenever the third sequence is in it."""
     runner = Runner(model.hf, model.spec, model.arena, chunk_len=16)
-    decode, bad, sizes = runner.decode, [], []
+    decode = runner.decode
+    bad: list[SequenceCache] = []
+    sizes: list[int] = []
 
     def broken(sequences: Sequence[SequenceCache], *more: Any, **options: Any) -> Tensor:
         sizes.append(len(sequences))
@@ -213,7 +215,7 @@ def test_of_a_batch_that_raises_only_whoever_is_at_fault_fails(model: Model, mon
             raise Broken
         return decode(sequences, *more, **options)
 
-    def run(is_broken: bool) -> list[tuple[str, str]]:
+    def run(is_broken: bool) -> Sequence[tuple[str, str]]:
         scheduler = Scheduler(runner, Policy.parse("full"), model.tokenizer)
         made = [job(runner, tiny.prompt(9, seed=i), max_new_tokens=6) for i in range(7)]
         victim, begin = made[2][0], made[2][0].source.begin
@@ -277,7 +279,11 @@ def test_a_loop_that_raises_fails_every_job_and_starts_anew(model: Model, monkey
         monkeypatch.setattr(scheduler, "_sweep", sweep)
         raise Broken
 
-    made[1][0].listener = lambda event: (seen.append(scheduler.state), made[1][1](event))[0]
+    def listen(event: Event) -> None:
+        seen.append(scheduler.state)
+        made[1][1](event)
+
+    made[1][0].listener = listen
     monkeypatch.setattr(scheduler, "_sweep", broken)
     assert [type(heard.end().error) for _, heard in made] == [Broken, Broken]
     assert seen == ["restarting"]

@@ -153,7 +153,7 @@ def test_health_tells_of_a_scheduler_that_does_not_run() -> None:
         scheduler = server.service.scheduler
         assert get(server, "/ready")[:2] == (200, '{"ready":true,"state":"running"}')
         for state in ("restarting", "failed"):
-            scheduler._state = state  # type: ignore[assignment]
+            scheduler._state = state
             for path in ("/health", "/ready"):
                 status, text, _ = get(server, path)
                 assert status == 503 and state in text
