@@ -154,14 +154,15 @@ class Compression:
         """Scores, also of what must stay, found once for all policies that agree on both."""
         needs = stage.score.needs
         slots_per_head = budget.slots_per_head if needs.size else 0
-        rules = (stage.protect.at(budget.slots_per_head), *self.sequence.pinned)
+        protect = stage.protect.at(budget.slots_per_head)
+        rules = (protect, *self.sequence.pinned)
         plain = (stage.score, slots_per_head, rules if needs.protected else None)
         marked = (stage.score, slots_per_head, rules, "marked")
         if marked in new.scored:
             return new.scored[marked]
         view = build_view(self.sequence, index, new, Needs() if plain in new.scored else needs)
         view.slots_per_head = slots_per_head
-        must_stay_HS = rules[0].mask(view.position_RS, view.seen_R)
+        must_stay_HS = protect.mask(view.position_RS, view.seen_R)
         for start, end in self.sequence.pinned:
             must_stay_HS = must_stay_HS | ((view.position_RS >= start) & (view.position_RS < end))
         assert self._reuse is not None
