@@ -1,13 +1,15 @@
 """Does the server hold under load? Many streaming clients at once for minutes, and what is left when they have gone.
 
-    python benchmarks/serve_load.py [--clients 64] [--minutes 10] [--model smollm2-135m] [--out FILE] [-- SERVE OPTIONS]
+    python benchmarks/serve_load.py [--clients 64] [--minutes 10] [--model smollm2-135m] [--tenants 8] [--hostile 0.1]
+                                    [--out FILE] [-- SERVE OPTIONS]
 
 Clients send one request after another: a short question, a question about one of a few documents (whose beginning is
 marked to be cached), or the next round of a conversation; some hang up in the middle of a reply. What is counted:
 answers by status, or by what broke them off; seconds to the first text and between texts; and, over time, the memory of
 the process and of the arena. When all are done and nothing runs, every page of the arena is free or belongs to a stored
-prefix; what is not has leaked, and the run fails. The result goes to FILE (benchmarks/results/serve_load.json),
-and `--page FILE` makes a section for docs/serving.md of such a file.
+prefix; what is not has leaked, and the run fails. With `--hostile 0.1` one request in ten is of the kinds of hostile.py,
+from a tenant of its own; these are counted apart, and the run fails if a well-behaved request does. The result goes to
+FILE (benchmarks/results/serve_load.json), and `--page FILE` makes a section for docs/serving.md of such a file.
 """
 
 from __future__ import annotations
@@ -19,12 +21,15 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
 from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.hostile import KINDS, Hostile, Kind
 from benchmarks.prefix import text_of, user
 from benchmarks.rows import RESULTS, facts, percentile
 from benchmarks.served import Served, Timed, served
@@ -35,6 +40,8 @@ _MARKER = {"type": "ephemeral"}
 _QUESTIONS = ("Who wrote this?", "What is it about?", "Name one rule.", "What comes last?", "Tell me more.")
 _KINDS = ("short", "document", "chat")
 _HANG_UP = 0.05  # of requests
+HOSTILE = "key-hostile"
+_ATTACKERS = 16  # hostile requests at once; more of them are left out
 
 
 class Log:
@@ -57,17 +64,54 @@ class Log:
             self.num_prompt += found.num_prompt
 
 
+class Attack:
+    """Hostile requests beside the others: `share` of all, kind after kind, from threads of their own."""
+
+    def __init__(self, server: Served, share: float) -> None:
+        self._server, self._share = server, share
+        self._kinds = cycle(KINDS.items())
+        self._lock, self._pool = Lock(), ThreadPoolExecutor(_ATTACKERS)
+        self._num_running = self.num_sent = 0
+        self.outcomes: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
+
+    def maybe(self, draw: float) -> None:
+        """Before each well-behaved request, with a number drawn from 0 to 1."""
+        with self._lock:
+            if draw >= self._share / (1 - self._share) or self._num_running >= _ATTACKERS:
+                return
+            self._num_running += 1
+            self.num_sent += 1
+            name, send = next(self._kinds)
+        client = Hostile(self._server.port, self._server.model, HOSTILE, self.num_sent)
+        self._pool.submit(self._send, name, send, client)
+
+    def _send(self, name: str, send: Kind, client: Hostile) -> None:
+        try:
+            outcome = send(client)
+        except OSError as error:
+            outcome = type(error).__name__
+        with self._lock:
+            self.outcomes[name][outcome] += 1
+            self._num_running -= 1
+
+    def end(self) -> None:
+        self._pool.shutdown()
+
+
 class Client:
     """Asks until it is told to stop; `number` seeds what it asks."""
 
-    def __init__(self, number: int, server: Served, documents: list[str], log: Log, reply: int) -> None:
-        self._random = random.Random(number)
+    def __init__(
+        self, number: int, server: Served, documents: list[str], log: Log, reply: int, attack: Attack
+    ) -> None:
+        self._random, self._attack = random.Random(number), attack
         self._server, self._documents, self._log, self._reply = server, documents, log, reply
         self._turns: list[dict[str, Any]] = []
         self._number = number
 
     def run(self, until: float) -> None:
         while time.monotonic() < until:
+            self._attack.maybe(self._random.random())
             kind = self._random.choice(_KINDS)
             hang_up = self._random.randint(1, 4) if self._random.random() < _HANG_UP else None
             found = self._server.ask(self._body(kind), hang_up_after=hang_up)
@@ -143,7 +187,9 @@ def load(args: argparse.Namespace, server: Served) -> dict[str, Any]:
     documents = [text_of(args.document, f"Document {i}", server) for i in range(args.documents)]
     log, before = Log(), settle(server)
     began = time.monotonic()
-    clients = [Client(i, server, documents, log, args.reply) for i in range(args.clients)]
+    attack = Attack(server, args.hostile)
+    own = [server.of(key) for key in _keys(args.tenants)] or [server]
+    clients = [Client(i, own[i % len(own)], documents, log, args.reply, attack) for i in range(args.clients)]
     threads = [Thread(target=client.run, args=(began + 60 * args.minutes,)) for client in clients]
     watch = Watch(server)
     for thread in threads:
@@ -151,6 +197,7 @@ def load(args: argparse.Namespace, server: Served) -> dict[str, Any]:
     for thread in threads:
         thread.join()
     seconds = time.monotonic() - began
+    attack.end()
     watch.stop()
     after = settle(server)
     return {
@@ -161,6 +208,8 @@ def load(args: argparse.Namespace, server: Served) -> dict[str, Any]:
         "first_s": percentiles(log.first_s),
         "gap_s": percentiles(log.gaps_s),
         "read_share": log.num_read / max(log.num_prompt, 1),
+        "num_hostile": attack.num_sent,
+        "hostile_outcomes": {kind: dict(counts) for kind, counts in attack.outcomes.items() if counts},
         "before": before,
         "after": after,
         "leaked_bytes": after["arena_bytes"] - after["prefix_bytes"],
@@ -169,7 +218,22 @@ def load(args: argparse.Namespace, server: Served) -> dict[str, Any]:
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
-    return {f"p{percent}": percentile(values, percent) for percent in (50, 90, 99)} if values else {}
+    return {f"p{percent}": percentile(values, percent) for percent in (50, 90, 95, 99)} if values else {}
+
+
+def _keys(num_tenants: int) -> list[str]:
+    """API keys of well-behaved tenants."""
+    return [f"key-{i}" for i in range(num_tenants)]
+
+
+def write_keys(path: Path, num_tenants: int) -> None:
+    lines = [f"{key} tenant-{i}" for i, key in enumerate(_keys(num_tenants))]
+    path.write_text("\n".join([*lines, f"{HOSTILE} hostile", ""]), encoding="utf-8")
+
+
+def hostile_text(outcomes: dict[str, dict[str, int]]) -> str:
+    total = sum((Counter(counts) for counts in outcomes.values()), Counter[str]())
+    return ", ".join(f"{count} x {outcome}" for outcome, count in total.most_common()) or "none"
 
 
 def page(found: dict[str, Any]) -> str:
@@ -180,9 +244,10 @@ def page(found: dict[str, Any]) -> str:
     rows = {
         "answers by status": statuses,
         "requests, texts per second": f"{found['per_s']:.2f}, {found['texts_per_s']:.1f}",
-        "first text (s): p50, p90, p99": ", ".join(f"{value:.2f}" for value in first.values()),
-        "between texts (s): p50, p90, p99": ", ".join(f"{value:.3f}" for value in gap.values()),
+        "first text (s): p50, p90, p95, p99": ", ".join(f"{value:.2f}" for value in first.values()),
+        "between texts (s): p50, p90, p95, p99": ", ".join(f"{value:.3f}" for value in gap.values()),
         "prompt tokens read from the cache": f"{found['read_share']:.0%}",
+        "hostile requests beside these": f"{found['num_hostile']}, {hostile_text(found['hostile_outcomes'])}",
         "memory of the process (MB): half-way, at the end": f"{middle / 1e6:.0f}, "
         f"{found['after']['resident_bytes'] / 1e6:.0f}",
         "bytes of the arena that leaked": f"{found['leaked_bytes']:.0f}",
@@ -192,7 +257,7 @@ def page(found: dict[str, Any]) -> str:
         f"{found['clients']} streaming clients for {found['seconds'] / 60:.0f} minutes, {found['model']}, "
         f"{found['device']}, {found['threads']} threads, commit {found['commit']}, {found['date']}:"
     )
-    names = ("model", "clients", "minutes", "documents", "document", "reply")
+    names = ("model", "clients", "minutes", "documents", "document", "reply", "tenants", "hostile")
     given = [f"--{name} {found[name]}".removesuffix(".0") for name in names]
     options = ["--", *found["options"]] if found["options"] else []
     command = " ".join(["python benchmarks/serve_load.py", *given, *options])
@@ -207,6 +272,8 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=4)
     parser.add_argument("--document", type=int, default=1200, help="tokens of a document, about")
     parser.add_argument("--reply", type=int, default=48, help="tokens of a reply, at most")
+    parser.add_argument("--tenants", type=int, default=0, metavar="N", help="API keys that clients share; 0: none")
+    parser.add_argument("--hostile", type=float, default=0.0, metavar="SHARE", help="of requests, from 0 to 0.9")
     parser.add_argument("--out", type=Path, default=RESULTS / "serve_load.json", help="default: %(default)s")
     parser.add_argument("--page", type=Path, metavar="FILE", help="only print the section of docs for a result")
     parser.add_argument("options", nargs="*", metavar="SERVE OPTIONS", help="of `kvfold serve`, behind --")
@@ -214,12 +281,16 @@ def main() -> None:
     if args.page is not None:
         print(page(json.loads(args.page.read_text(encoding="utf-8"))), end="")
         return
+    if not 0 <= args.hostile <= 0.9 or (args.hostile and not args.tenants):
+        parser.error("--hostile is a share from 0 to 0.9 and needs --tenants: such requests have a key of their own")
     about = facts(**{name: value for name, value in vars(args).items() if name not in ("out", "page")})
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        served(args.model, "--memory", "2GB", "--disk", folder, *args.options) as server,
-    ):
-        found = {**about, **load(args, server)}
+    with tempfile.TemporaryDirectory() as folder:
+        options = ["--memory", "2GB", "--disk", f"{folder}/prefixes", *args.options]
+        if args.tenants:
+            write_keys(Path(folder) / "keys", args.tenants)
+            options += ["--keys", f"{folder}/keys"]
+        with served(args.model, *options) as server:
+            found = {**about, **load(args, server.of(next(iter(_keys(args.tenants)), None)))}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     temporary = args.out.with_suffix(".tmp")
     temporary.write_text(json.dumps(found) + "\n", encoding="utf-8")
@@ -228,6 +299,8 @@ def main() -> None:
     print(json.dumps({name: value for name, value in found.items() if name != "samples"}))
     if found["leaked_bytes"]:
         raise SystemExit(f"{found['leaked_bytes']:.0f} bytes of the arena leaked")
+    if failed := {status: count for status, count in found["statuses"].items() if status not in ("200", "hung up")}:
+        raise SystemExit(f"well-behaved requests failed: {failed}")
 
 
 if __name__ == "__main__":

@@ -7,28 +7,40 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.serve_load import load, page
+from benchmarks import hostile
+from benchmarks.hostile import KINDS, Hostile
+from benchmarks.serve_load import HOSTILE, load, page, write_keys
 from benchmarks.served import served
 from tests import tiny
 
 pytest.importorskip("uvicorn")
 
 
-def test_a_short_load_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_short_load_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hostile, "_PATIENCE_S", 1.0)
     tiny.build("llama").save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
-    args = argparse.Namespace(clients=3, minutes=0.03, documents=2, document=100, reply=8)
-    options = ("--memory", "64MB", "--host-memory", "16MB", "--cache-min-tokens", "32")
-    with served(str(tmp_path / "model"), *options) as server:
+    args = argparse.Namespace(clients=3, minutes=0.03, documents=2, document=100, reply=8, tenants=2, hostile=0.3)
+    write_keys(tmp_path / "keys", 2)
+    options = ("--memory", "64MB", "--host-memory", "16MB", "--cache-min-tokens", "32", "--keys", f"{tmp_path}/keys")
+    with served(str(tmp_path / "model"), *options) as process:
+        server = process.of("key-0")
         found = load(args, server)
         refused = server.ask({**server.body([], 1), "fly": True})
+        client = Hostile(server.port, server.model, HOSTILE)
+        quick = [kind for kind in KINDS if kind not in ("slow headers", "slow body", "never reads", "long body")]
+        outcomes = {kind: KINDS[kind](client) for kind in quick}
     assert refused.status == 400
+    taken = {kind for kind, outcome in outcomes.items() if outcome == "200"}
+    assert taken <= {"tiny temperature", "control tokens"}
+    assert all(outcome in ("200", "hung up") or 400 <= int(outcome) < 500 for outcome in outcomes.values()), outcomes
+    assert found["num_hostile"] >= sum(map(len, found["hostile_outcomes"].values()))
     assert set(found["statuses"]) <= {"200", "hung up"} and found["statuses"]["200"] >= 3
     assert found["leaked_bytes"] == 0 and found["after"]["running"] == 0
     assert 0 < found["first_s"]["p50"] <= found["first_s"]["p99"]
     about = {"model": "tiny", "options": ["--memory", "64MB"], "device": "CPU", "threads": 1}
     text = page({**found, **about, **vars(args), "commit": "c", "date": "d"})
-    asked = "--model tiny --clients 3 --minutes 0.03 --documents 2 --document 100 --reply 8 -- --memory 64MB"
-    assert f"\npython benchmarks/serve_load.py {asked}\n" in text
+    asked = "--model tiny --clients 3 --minutes 0.03 --documents 2 --document 100 --reply 8 --tenants 2 --hostile 0.3"
+    assert f"\npython benchmarks/serve_load.py {asked} -- --memory 64MB\n" in text
     assert f"| answers by status | {found['statuses']['200']} x 200" in text
     assert "| bytes of the arena that leaked | 0 |" in text
