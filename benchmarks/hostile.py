@@ -86,10 +86,9 @@ def _huge_number(client: Hostile) -> str:
 
 
 def _deep(client: Hostile) -> str:
-    schema: dict[str, Any] = {"type": "object"}
-    for _ in range(900):
-        schema = {"type": "object", "properties": {"x": schema}}
-    return client.send(client.body(tools=[{"name": "f", "input_schema": schema}]))
+    schema = '{"type": "object", "properties": {"x": ' * 450 + "{}" + "}}" * 450
+    plain = json.dumps(client.body(tools=[{"name": "f", "input_schema": "SCHEMA"}]))
+    return client.send(plain.replace('"SCHEMA"', schema).encode())
 
 
 def _many_tools(client: Hostile) -> str:
