@@ -6,10 +6,11 @@
 Clients send one request after another: a short question, a question about one of a few documents (whose beginning is
 marked to be cached), or the next round of a conversation; some hang up in the middle of a reply. What is counted:
 answers by status, or by what broke them off; seconds to the first text and between texts; and, over time, the memory
-of the process and of the arena. When all are done and nothing runs, every page of the arena is free or belongs to a stored
-prefix; what is not has leaked, and the run fails. With `--hostile 0.1` one request in ten is of the kinds of hostile.py,
-from a tenant of its own; these are counted apart, and the run fails if a well-behaved request does. The result goes to
-FILE (benchmarks/results/serve_load.json), and `--page FILE` makes a section for docs/serving.md of such a file.
+of the process and of the arena. When all are done and nothing runs, every page of the arena is free or belongs to a
+stored prefix; what is not has leaked, and the run fails. With `--hostile 0.1` one request in ten is of the kinds of
+hostile.py, from a tenant of its own; these are counted apart, and the run fails if a well-behaved request does. The
+result goes to FILE (benchmarks/results/serve_load.json), and `--page FILE` makes a section for docs/serving.md of
+such a file.
 """
 
 from __future__ import annotations
