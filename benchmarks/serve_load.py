@@ -189,7 +189,7 @@ def load(args: argparse.Namespace, server: Served) -> dict[str, Any]:
     log, before = Log(), settle(server)
     began = time.monotonic()
     attack = Attack(server, args.hostile)
-    own = [server.of(key) for key in _keys(args.tenants)] or [server]
+    own = [server.as_tenant(key) for key in _keys(args.tenants)] or [server]
     clients = [Client(i, own[i % len(own)], documents, log, args.reply, attack) for i in range(args.clients)]
     threads = [Thread(target=client.run, args=(began + 60 * args.minutes,)) for client in clients]
     watch = Watch(server)
@@ -291,7 +291,7 @@ def main() -> None:
             write_keys(Path(folder) / "keys", args.tenants)
             options += ["--keys", f"{folder}/keys"]
         with served(args.model, *options) as server:
-            found = {**about, **load(args, server.of(next(iter(_keys(args.tenants)), None)))}
+            found = {**about, **load(args, server.as_tenant(_keys(1)[0]) if args.tenants else server)}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     temporary = args.out.with_suffix(".tmp")
     temporary.write_text(json.dumps(found) + "\n", encoding="utf-8")

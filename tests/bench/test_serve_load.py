@@ -24,7 +24,7 @@ def test_a_short_load_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.
     write_keys(tmp_path / "keys", 2)
     options = ("--memory", "64MB", "--host-memory", "16MB", "--cache-min-tokens", "32", "--keys", f"{tmp_path}/keys")
     with served(str(tmp_path / "model"), *options) as process:
-        server = process.of("key-0")
+        server = process.as_tenant("key-0")
         found = load(args, server)
         refused = server.ask({**server.body([], 1), "fly": True})
         client = Hostile(server.port, server.model, HOSTILE)
