@@ -85,7 +85,8 @@ class Served:
 
     def metrics(self) -> dict[str, float]:
         """By name with labels."""
-        with urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=_TIMEOUT_S) as answer:
+        asked = Request(f"http://127.0.0.1:{self.port}/metrics", headers=self._headers)
+        with urlopen(asked, timeout=_TIMEOUT_S) as answer:
             lines = [line for line in answer.read().decode().splitlines() if not line.startswith("#")]
         return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 
