@@ -30,10 +30,11 @@ PAGE = ROOT / "docs" / "results.md"
 RESULTS = ROOT / "benchmarks" / "results"
 # In the order of the page, with the memory whose scores are told by workload or task: none where samples are too few or
 # policies too many.
-SUITES = {"standard": "12.5%", "methods": None, "tight": "6.25%", "curve": "3.125%", "quick": None}
+SUITES = {"standard": "12.5%", "longbench": "12.5%", "published": None, "methods": None, "tight": "6.25%", "curve": "3.125%", "quick": None}
 BEGIN = "<!-- results: begin; written by `python benchmarks/results_page.py` -->"
 END = "<!-- results: end -->"
 TITLES = {"known": "Question-aware", "unknown": "Question-agnostic"}
+HEADINGS = {"longbench": "LongBench-E", "published": "methods in their published forms"}  # runs of no suite
 _MUCH_LESS = 0.9  # of the memory at the head of a column
 
 
@@ -112,9 +113,11 @@ def about(section: Section, name: str) -> str:
     samples = {(row.workload, row.task, row.length, row.index) for row in section.rows}
     told = ", ".join(f"{name} {count}" for name, count in sorted(Counter(sample[0] for sample in samples).items()))
     lengths = " and ".join(map(str, run.lengths))
+    kind = name.partition("_")[0]
+    filler = "" if kind == "longbench" else f" in {run.haystack}"
     return (
-        f"## {run.model}, {run.suite} suite\n\n{run.dtype.split('/')[0]}, {run.device}; "
-        f"prompts of {lengths} tokens in {run.haystack}, seed {run.seed}; samples: {told}; "
+        f"## {run.model}, {HEADINGS.get(kind, f'{kind} suite')}\n\n{run.dtype.split('/')[0]}, {run.device}; "
+        f"prompts of {lengths} tokens{filler}, seed {run.seed}; samples: {told}; "
         f"commit {run.commit}, {run.started[:10]}. The report, with intervals of every ranking: "
         f"`kvfold report benchmarks/results/{name}`.\n\n```\n{run.command}\n```"
     )
