@@ -30,7 +30,10 @@ PAGE = ROOT / "docs" / "results.md"
 RESULTS = ROOT / "benchmarks" / "results"
 # In the order of the page, with the memory whose scores are told by workload or task: none where samples are too few or
 # policies too many.
-SUITES = {"standard": "12.5%", "longbench": "12.5%", "published": None, "methods": None, "tight": "6.25%", "curve": "3.125%", "quick": None}
+SUITES = {
+    "standard": "12.5%", "longbench": "12.5%", "published": None, "methods": None, "tight": "6.25%",
+    "curve": "3.125%", "quick": None,
+}  # fmt: skip
 BEGIN = "<!-- results: begin; written by `python benchmarks/results_page.py` -->"
 END = "<!-- results: end -->"
 TITLES = {"known": "Question-aware", "unknown": "Question-agnostic"}

@@ -162,7 +162,8 @@ def _rows(parts: Sequence[LayerPages], dtype: torch.dtype) -> list[_Row]:
                 mine = slice(start, start + length)
                 bias = None if run.bias_N is None else run.bias_N[mine]
                 found[head].append(_Row(k_ND[mine], v_ND[mine], bias))
-    none = _Row(*(torch.empty(0, 0, dtype=dtype) for _ in range(2)), None)
+    empty = torch.empty(0, 0, dtype=dtype)
+    none = _Row(empty, empty, None)
     return [row[0] if len(row) == 1 else _joined(row) if row else none for row in found]
 
 

@@ -86,7 +86,7 @@ class attach:
     """
 
     def __init__(self, model: Any) -> None:
-        self.model = model
+        self.model = model = module_of(model)
         self.spec: ModelSpec = read_spec(model)
         if not is_attached(model):
             AttentionInterface.register(NAME, attention)
@@ -148,6 +148,11 @@ def _default_capacity(device: torch.device) -> int:
     if device.type == "cuda":
         return int(0.7 * torch.cuda.mem_get_info(device)[0])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def module_of(model: Any) -> Any:
+    """The transformers module of what `kvfold.load` or `wrap` returned, or the module itself."""
+    return model if isinstance(model, nn.Module) else getattr(model, "hf", model)
 
 
 def is_attached(model: Any) -> bool:

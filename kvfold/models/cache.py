@@ -1,8 +1,8 @@
 """The drop-in way: a transformers `Cache` for `model.generate(…, past_key_values=cache)`, batches and padding included.
 
-    kvfold.attach(model)
+    kvfold.attach(model)  # a transformers model; one of `kvfold.load` is attached
     cache = kvfold.Cache(model, "keydiff + 4x")
-    model.generate(**inputs, past_key_values=cache)
+    model.generate(**inputs, past_key_values=cache)  # of a kvfold.Model: model.hf.generate
 
 Every row of the batch is a sequence of its own; padding (on the left) never enters it. `update` only stages; the
 attention function commits. What the last forward added can be cropped away again, as rejected drafts are; nothing
@@ -25,8 +25,9 @@ from transformers.cache_utils import Cache as HfCache
 
 from kvfold.attend.decode import DecodePass
 from kvfold.attend.prefill import PrefillPass
+from kvfold.core import ModelSpec
 from kvfold.errors import InputError, ModelError, PolicyError
-from kvfold.models.attach import arena_of, is_attached
+from kvfold.models.attach import arena_of, is_attached, module_of
 from kvfold.models.check import check_policy
 from kvfold.models.observed import Undo, forget_prompt
 from kvfold.models.sentences import needs_sentences
@@ -43,16 +44,17 @@ class Cache(HfCache):  # type: ignore[misc]
 
     def __init__(self, model: Any, policy: str | Policy, *, page_size: int = 16, open_len: int = 32) -> None:
         super().__init__(layers=[])
-        if not is_attached(model):
+        hf = module_of(model)
+        if not is_attached(hf):
             raise ModelError("the model is not attached; call kvfold.attach(model) before using kvfold.Cache")
-        self.spec = read_spec(model)
-        self._model = ref(model)
+        self.spec: ModelSpec = read_spec(hf) if hf is model else model.spec  # which may keep slots in a smaller dtype
+        self._model = ref(hf)
         self.policy = Policy.parse(policy)
         check_policy(self.policy, self.spec)
         _refuse_replay(self.policy)
         _refuse_propagation(self.policy)
         _refuse_sentences(self.policy)
-        self.arena = arena_of(model)
+        self.arena = arena_of(hf)
         self.config = PageConfig(page_size, open_len)
         self.sequences: list[SequenceCache] = []
         self._seen_len = 0  # tokens of the padded batch, which is what transformers counts

@@ -77,7 +77,13 @@ class App:
         routes = [route(path, handler, ["POST"]) for path, handler in post.items()]
         routes += [route(path, handler, ["GET", "HEAD"]) for path, handler in get.items()]
         rest = route("/{path:path}", _not_found, name="other")
-        return Starlette(routes=[*routes, rest], lifespan=lifespan)
+
+        async def no_path(request: Request, _: Exception) -> Response:
+            """A target such as `*` or a whole URL, which no route has."""
+            found: Response = await rest.endpoint(request)
+            return found
+
+        return Starlette(routes=[*routes, rest], lifespan=lifespan, exception_handlers={404: no_path})
 
     async def _read(self, request: Request, tenant: str, read: Callable[[object], T]) -> T:
         """What `read` makes of the JSON of a bounded body; a large one is not decoded in the event loop."""
@@ -191,7 +197,7 @@ class App:
         """One object with the fields of both formats."""
         created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._created))
         anthropic = {"type": "model", "display_name": name, "created_at": created, "lifecycle": "active"}
-        limits = {"max_input_tokens": self.service.model.spec.max_positions}
+        limits = {"max_input_tokens": self.service.model.spec.max_positions - 1}  # one is left for the reply
         return {"id": name, "object": "model", "created": self._created, "owned_by": "kvfold", **anthropic, **limits}
 
     async def _health(self, request: Request) -> Response:

@@ -1,11 +1,12 @@
-"""Connections of the HTTP server: how long a client may take to send a request's head or to take its answer, and how
-many clients there may be.
+"""Connections of the HTTP server: how long a client may take to send a request's head or to take its answer, how long
+that head may be, and how many clients there may be.
 
     connected …… head has come …… answered …… next head begins …… head has come
     |  header_s  |                | keep-alive |     header_s     |
                      | write_s: whenever the client does not take what was written |
 
-uvicorn bounds how long an idle connection is kept alive, and nothing else of these.
+uvicorn bounds how long an idle connection is kept alive, and nothing else of these. A head is parsed in the server's
+loop, before any key is asked for, so it is looked at before it is parsed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +23,7 @@ from kvfold.errors import InputError, MissingExtra
 from kvfold.serve.settings import Limits
 
 try:
+    import h11
     from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError as error:
     raise MissingExtra("the server needs Starlette and uvicorn; run: pip install 'kvfold[serve]'") from error
@@ -30,14 +33,33 @@ _MOST_REFUSED = 32  # that are still reading why
 _SPARE = BACKLOG + _MOST_REFUSED + 32  # descriptors for these, and for files of the store
 _DEFAULT = 1024
 _REFUSED_S = 1.0  # to read why
-_MESSAGE = "the server has as many connections as it takes; try again later"
-_BODY = json.dumps({
-    "type": "error",
-    "error": {"type": "overloaded_error", "message": _MESSAGE, "param": None, "code": None},
-}).encode()  # fmt: skip
-_REFUSAL = (
-    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
-    b"content-length: %d\r\n\r\n%s" % (len(_BODY), _BODY)
+_HEAD_BYTES, _HEAD_LINES = 32 << 10, 128
+_FRAMED = tuple(re.compile(rb"(?im)^%s[ \t]*:" % name) for name in (b"content-length", b"transfer-encoding"))
+
+
+def _refusal(status: str, kind: str, message: str, more: str = "") -> bytes:
+    """An answer to a request that is not read, in a shape that both vendors' clients understand."""
+    error = {"type": kind, "message": message, "param": None, "code": None}
+    body = json.dumps({"type": "error", "error": error}).encode()
+    head = [f"HTTP/1.1 {status}", "content-type: application/json", f"content-length: {len(body)}", "connection: close"]
+    return "\r\n".join([*head, *([more] if more else []), "", ""]).encode() + body
+
+
+_FULL = _refusal(
+    "503 Service Unavailable",
+    "overloaded_error",
+    "the server has as many connections as it takes; try again later",
+    "retry-after: 1",
+)
+_LONG_HEAD = _refusal(
+    "431 Request Header Fields Too Large",
+    "invalid_request_error",
+    f"the head of a request has at most {_HEAD_BYTES} bytes in {_HEAD_LINES} lines; send fewer headers",
+)
+_TWO_LENGTHS = _refusal(
+    "400 Bad Request",
+    "invalid_request_error",
+    "content-length and transfer-encoding exclude each other; send one of them",
 )
 
 
@@ -122,16 +144,40 @@ class Connection(H11Protocol):
             return
         self._door.refused.add(self)
         self._refusal.start()
-        transport.write(_REFUSAL)
+        transport.write(_FULL)
 
     def data_received(self, data: bytes) -> None:
-        if self in self._door.refused:
+        if self in self._door.refused or self.transport.is_closing():
+            return
+        if not self._takes_head(data):
             return
         super().data_received(data)
+        if not self._takes_head(b""):  # of a request that came in the same bytes
+            return
         if self.cycle is not None and not self.cycle.response_complete:
             self._head.stop()
         else:  # part of a head, or of the body of a request that is answered already
             self._head.start()
+
+    def _takes_head(self, data: bytes) -> bool:
+        """Look at what is to be parsed as a head, if that comes next; what is refused ends the connection."""
+        if self.conn.their_state not in (h11.IDLE, h11.DONE):
+            return True
+        head, _, _ = (self.conn.trailing_data[0] + data).partition(b"\r\n\r\n")
+        if len(head) > _HEAD_BYTES or head.count(b"\n") >= _HEAD_LINES:
+            return self._end(_LONG_HEAD)
+        if all(pattern.search(head) for pattern in _FRAMED):  # whoever stands in front may have read another end
+            return self._end(_TWO_LENGTHS)
+        return True
+
+    def _end(self, answer: bytes) -> bool:
+        self.transport.write(answer)
+        self.transport.close()
+        return False
+
+    def send_400_response(self, msg: str) -> None:
+        """What uvicorn calls where the bytes are no request."""
+        self._end(_refusal("400 Bad Request", "invalid_request_error", f"{msg} Send HTTP/1.1."))
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -127,10 +127,10 @@ class CachedSource:
         return self._shelf.prefixes.lookup(self._tokens, markers=ends, cuts=self._points, at=self._at, wait=False)
 
     def reached(self, sequence: SequenceCache, num_read: int) -> None:
-        prefixes, facts = self._shelf.prefixes, {"upto": num_read, "cuts": self._points or (), "at": self._at}
+        prefixes, cuts = self._shelf.prefixes, self._points or ()
         for mark, end in zip(self._plan.marks, self._mark_ends, strict=True):
             if 0 < end == num_read:
-                prefixes.save(sequence, self._tokens, ttl=mark.ttl_s, **facts)
+                prefixes.save(sequence, self._tokens, upto=num_read, cuts=cuts, ttl=mark.ttl_s, at=self._at)
 
     def began(self) -> None:
         """From now on others can read what this request wrote."""

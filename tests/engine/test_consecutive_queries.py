@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -93,7 +94,7 @@ def test_short_turns_of_a_conversation(model: Model, policy: str) -> None:
 
 @pytest.mark.parametrize("policy", WINDOWED[:1] + WINDOWED[4:])
 @pytest.mark.parametrize("options", [{"speculate": 4}, {"stop": ["~~", "q", "e"]}])
-def test_drafts_leave_no_queries_behind(model: Model, policy: str, options: dict[str, object]) -> None:
+def test_drafts_leave_no_queries_behind(model: Model, policy: str, options: dict[str, Any]) -> None:
     with small_session(model, policy) as session, watched() as shown:
         session.extend(prompt(10) * 12)
         for turn in range(3):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -25,7 +27,8 @@ def test_scores_see_the_distances_that_attention_sees(
     model: Model, monkeypatch: pytest.MonkeyPatch, score: str, position: str
 ) -> None:
     """The log-sum of a query's weights over the stored slots of each head is that of the reader."""
-    observe, apart = views._observe, []
+    observe = views._observe
+    apart: list[Any] = []
 
     def watching(view: View, side: LayerSidecar, new: NewSlots, needs: Needs) -> None:
         observe(view, side, new, needs)

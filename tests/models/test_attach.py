@@ -80,6 +80,19 @@ def test_the_last_detach_undoes_whichever_comes_last() -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
+def test_a_loaded_model_is_taken_for_its_module() -> None:
+    model = build()
+    wrapped = kvfold.wrap(model, tokenizer(), kv_dtype=torch.bfloat16)
+    with kvfold.attach(wrapped):
+        cache, own = kvfold.Cache(wrapped, "full"), kvfold.Cache(model, "full")
+        for each in (cache, own):
+            model(torch.tensor([prompt(50)]), past_key_values=each)
+    assert cache.spec.kv_dtype == torch.bfloat16 and own.spec.kv_dtype == torch.float32
+    assert 2 * cache.stats().bytes_per_step < 1.2 * own.stats().bytes_per_step
+    cache.reset()
+    own.reset()
+
+
 def test_use_after_detach_is_told() -> None:
     model = build()
     wrapped = kvfold.wrap(model, tokenizer())

@@ -133,7 +133,7 @@ def turns(given: Any) -> Turns:
 def test_a_session_reads_them_as_text_too(given: Any) -> None:
     found = turns(given)
     for turn in ("start", "user", "between", "reply"):
-        quoted, plain = found.text_ids(ATTACK, turn, []), found.text_ids("hello", turn, [])  # type: ignore[arg-type]
+        quoted, plain = found.text_ids(ATTACK, turn, []), found.text_ids("hello", turn, [])
         assert count(given, quoted) == count(given, plain), turn
         assert given.decode(quoted) == given.decode(plain).replace("hello", ATTACK)
     messages = [{"role": "user", "content": ATTACK}, {"role": "assistant", "content": ATTACK}]

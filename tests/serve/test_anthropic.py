@@ -67,7 +67,7 @@ def test_tokens_are_counted_as_they_are_billed(server: Running) -> None:
 
 def test_models_are_listed(server: Running) -> None:
     assert [model.id for model in server.anthropic.models.list()] == ["tiny", "tiny-too"]
-    assert server.anthropic.models.retrieve("tiny").max_input_tokens == 1024
+    assert server.anthropic.models.retrieve("tiny").max_input_tokens == 1023
 
 
 def test_old_headers_are_taken_too(server: Running) -> None:

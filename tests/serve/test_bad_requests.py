@@ -279,7 +279,7 @@ def test_an_exception_in_a_handler_is_a_500_in_the_vendors_shape(
     server: Running, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any) -> None:
-        raise RecursionError("\ud800 secret")
+        raise RecursionError("a secret")
 
     monkeypatch.setattr(server.service.prompter, "prompt", broken)
     message = check_refused(call(server, path, BODIES[path]), path, 500)
@@ -291,7 +291,7 @@ def test_an_exception_in_a_stream_ends_it_with_an_error_in_the_vendors_shape(
     server: Running, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any) -> None:
-        raise RecursionError("\ud800 secret")
+        raise RecursionError("a secret")
 
     monkeypatch.setattr("kvfold.serve.calls.CallReader.add", broken)
     answer = call(server, path, {**BODIES[path], "stream": True})

@@ -163,3 +163,51 @@ def test_health_tells_of_a_scheduler_that_does_not_run() -> None:
         assert get(server, "/ready")[:2] == (503, '{"ready":false,"state":"closing"}')
         with pytest.raises(anthropic.APIStatusError, match="shutting down"):
             server.anthropic.messages.create(**SHORT)
+
+
+# Heads
+
+
+def answer_to(server: Running, sent: bytes) -> tuple[int, dict[str, Any], bytes]:
+    """Status and body of the first answer, and what came after it until the connection was closed."""
+    with connected(server, sent) as client:
+        client.shutdown(socket.SHUT_WR)
+        head, _, rest = rest_of(client).partition(b"\r\n\r\n")
+    length = int(head.lower().partition(b"content-length: ")[2].split()[0])
+    return int(head.split()[1]), json.loads(rest[:length]), rest[length:]
+
+
+def test_a_head_is_bounded_before_it_is_parsed() -> None:
+    plain = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+    many = b"GET /health HTTP/1.1\r\nhost: x\r\n" + b"x: a\r\n" * 9000 + b"\r\n"
+    long = b"GET /health HTTP/1.1\r\nhost: x\r\nx: " + b"a" * 40_000 + b"\r\n\r\n"
+    with running(tool_model()) as server:
+        for sent in (many, long):
+            status, body, rest = answer_to(server, sent)
+            assert status == 431 and "at most 32768 bytes in 128 lines" in body["error"]["message"] and not rest
+        with connected(server, plain + many) as client:  # in the same bytes as one that is fine
+            assert b"431 Request Header Fields Too Large" in rest_of(client)
+        assert answer_to(server, plain)[0] == 200
+
+
+def test_a_body_with_two_lengths_is_refused_and_nothing_behind_it_served() -> None:
+    smuggled = b"GET /ready HTTP/1.1\r\nhost: x\r\n\r\n"
+    head = b"POST /v1/messages HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\nTransfer-Encoding : chunked\r\n\r\n"
+    with running(tool_model()) as server:
+        status, body, rest = answer_to(server, head + b"0\r\n\r\n" + smuggled)
+        assert (status, rest) == (400, b"") and "exclude each other" in body["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"GET http://127.0.0.1/health HTTP/1.1\r\nhost: x\r\n\r\n", 404),
+        (b"OPTIONS * HTTP/1.1\r\nhost: x\r\n\r\n", 404),
+        (b"GET /health HTTP/1.1\r\n\r\n", 400),
+        (b"POST /v1/messages HTTP/1.1\r\nhost: x\r\ncontent-length: x\r\n\r\n", 400),
+    ],
+)
+def test_what_no_route_sees_is_refused_in_the_vendors_shape(sent: bytes, status: int) -> None:
+    with running(tool_model()) as server:
+        found, body, _ = answer_to(server, sent)
+        assert found == status and body["error"]["message"] and body["error"]["type"]

@@ -37,7 +37,7 @@ def test_an_entry_can_be_read_once_the_reply_that_writes_it_begins(model: Model)
         shelf = Shelf(prefixes, Marks(store, prefixes.binding))
         first, second, third = (CachedSource(shelf, tokens, plan, 0.0, now) for _ in range(3))
         begun = [source.begin() for source in (first, second)]
-        assert [(one.num_read, list(one.cuts)) for one in begun] == [(0, [48]), (0, [48])]
+        assert [(one.num_read, list(one.cuts or ())) for one in begun] == [(0, [48]), (0, [48])]
         assert first.bill == second.bill == Bill(0, 0, 48, 12)
         for source, one in zip((first, second), begun, strict=True):
             runner.prefill([one.sequence], [tokens[:48]])
