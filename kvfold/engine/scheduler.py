@@ -340,8 +340,7 @@ class Scheduler:
                 self._wait_or_fail(task, error)
                 return
             except PrefixLost:
-                task.job.source.lost()
-                self._start_anew(task)
+                self._lost(task)
             except Exception as error:
                 self._fail(task, error)
             else:
@@ -380,6 +379,15 @@ class Scheduler:
             self._start_anew(task)  # nobody writes, and prompts block each other
         else:
             self._fail(task, error)
+
+    def _lost(self, task: Task) -> None:
+        """Its stored prefix turned out bad; it begins again without it."""
+        try:
+            task.job.source.lost()
+        except Exception as error:
+            self._fail(task, error)
+        else:
+            self._start_anew(task)
 
     def _start_anew(self, task: Task) -> None:
         """From the beginning, when there is room."""

@@ -38,6 +38,7 @@ class Task:
     def __init__(self, job: Job, runner: Runner, tokenizer: Any, *, in_pieces: bool) -> None:
         begin = job.source.begin()
         self.job = job
+        self.tenant = job.tenant
         self.sequence: SequenceCache = begin.sequence
         self.writer: Writer | None = None
         self.num_reused = begin.num_read
@@ -50,10 +51,6 @@ class Task:
         self.stuck_at: int | None = None  # bytes that were free when reading found too few
         self._blocks: dict[str, Fields] | None = None
         self.len_aside = 0  # tokens that the copy on the host holds
-
-    @property
-    def tenant(self) -> str:
-        return self.job.tenant
 
     @property
     def is_reading(self) -> bool:

@@ -19,12 +19,12 @@ def test_rows_table_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr(recall_long, "KEPT", kept)
     monkeypatch.setattr(recall_long, "PAGE", page)
     run = ["--model", str(tmp_path / "tiny-llama"), "--device", "cpu", "--memory", "64MB", "--length", "900"]
-    more = ["--samples", "1", "--slots", "160", "--recall", "recall(tokens=32)", "--full", "--out", str(kept)]
+    more = ["--samples", "1", "--slots", "320", "--recall", "recall(tokens=32)", "--full", "--out", str(kept)]
     monkeypatch.setattr(sys, "argv", ["recall_long.py", *run, *more])
     assert recall_long.main() == 0
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])
     recalling, same, full = rows
-    assert recalling["policy"] == "streaming + 160tok + keep + recall(tokens=32)"
+    assert recalling["policy"] == "streaming + 320tok + keep + recall(tokens=32)"
     assert recalling["host_bytes"] > 0 == same["host_bytes"]
     assert same["device_bytes"] <= recalling["device_bytes"] < full["device_bytes"]
     page.write_text(f"before\n{recall_long.BEGIN}\nold\n{recall_long.END}\n")

@@ -80,7 +80,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "learned positions": (
         lambda: hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=50, n_embd=32, n_layer=1, n_head=4)),
-        "no list of decoder layers",
+        "decoder layers under another name",
     ),
 }
 
