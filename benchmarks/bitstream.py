@@ -23,14 +23,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import kvfold
 from benchmarks.rows import append_row, facts
-from kvfold.engine.reuse import prefill_reusing
 from kvfold.engine.runner import Runner
 from kvfold.models.loader import Model
 from kvfold.pages.sequence import SequenceCache
 from kvfold.store import HostTier, PrefixStore
-from kvfold.store.form import FORMS, Form, Like
+from kvfold.store.entry.encodings import FORMS, Form, Like
+from kvfold.store.entry.slots import read_slots
 from kvfold.store.key import CHUNK_LEN
-from kvfold.store.slots import read_slots
+from tests.engine.reusing import prefill_reusing
 
 _TEXT = Path(kvfold.__file__).parent / "data" / "handbook.txt"
 _PAGE = Path(__file__).resolve().parents[1] / "docs" / "store.md"

@@ -28,9 +28,9 @@ from transformers import DynamicCache
 
 import kvfold
 from benchmarks.rows import append_row, facts, percentile
+from kvfold.compress.round import Compression, NewSlots
 from kvfold.engine.runner import Runner
 from kvfold.models.loader import Model
-from kvfold.pages.compress import Compression, NewSlots
 from kvfold.pages.sequence import SequenceCache
 from kvfold.stats import measure
 

@@ -20,13 +20,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.gpu_common import Row, clean, copy_bandwidth, floor_ms, graph_ms, llama, parse_shapes, report
 from benchmarks.gpu_fill import arena_bytes, describe, filled, head_lengths, slot_bytes
-from kvfold.attend.kernels.lanes import Lanes
-from kvfold.attend.kernels.step import Step, layout_of
 from kvfold.core import ModelSpec
 from kvfold.engine.runner import Runner
 from kvfold.models.attach import attach
 from kvfold.pages.arena import Arena
 from kvfold.pages.sequence import SequenceCache
+from kvfold.passes.captured.batch_slots import Lanes
+from kvfold.passes.captured.step import Step, layout_of
 from kvfold.policy.policy import Policy
 
 LAYERS = 4

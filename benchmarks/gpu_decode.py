@@ -42,14 +42,14 @@ from benchmarks.gpu_common import (
     weight_bytes,
 )
 from benchmarks.gpu_fill import Lengths, arena_bytes, describe, filled, head_lengths, open_bytes, slot_bytes
-from kvfold.attend.kernels.step import Step
 from kvfold.core import ModelSpec
-from kvfold.engine.ahead import Arriving, run_ahead
-from kvfold.engine.graphs import Graphs, graphs_of
+from kvfold.engine.async_decode import Arriving, run_ahead
+from kvfold.engine.cuda_graphs import Graphs, graphs_of
 from kvfold.engine.runner import Runner
 from kvfold.models.attach import attach
 from kvfold.pages.arena import Arena
 from kvfold.pages.sequence import SequenceCache
+from kvfold.passes.captured.step import Step
 from kvfold.policy.policy import Policy
 
 KEEP = 8  # tokens of context per slot that stays

@@ -19,8 +19,10 @@ from kvfold.budget.shares import apportion
 from kvfold.core import ModelSpec
 from kvfold.engine.runner import Runner
 from kvfold.errors import OutOfPages
+from kvfold.pages.change import LayerChange
+from kvfold.pages.compaction import rewrite
 from kvfold.pages.layout import PageClass
-from kvfold.pages.sequence import LayerChange, SequenceCache
+from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy
 
 Lengths = list[list[int]]  # [layer][head]
@@ -72,7 +74,7 @@ def fill(sequence: SequenceCache, lengths: Lengths, seen_len: int, seed: int = 0
         k_ND, v_ND = pool[:, index : index + sum(counts)]
         position_N = torch.cat([_positions(count, seen_len, device) for count in counts])
         changes.append(LayerChange(k_ND, v_ND, position_N, list(counts)))
-    sequence.rewrite(changes, seen_len)
+    rewrite(sequence, changes, seen_len)
 
 
 def _positions(count: int, seen_len: int, device: torch.device) -> Tensor:

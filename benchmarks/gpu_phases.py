@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 import torch
 
-from kvfold.attend import prefill
-from kvfold.attend.prefill import PrefillPass
-from kvfold.pages.compress import Compression
+from kvfold.compress.round import Compression
+from kvfold.passes import prefill
+from kvfold.passes.prefill import PrefillPass
 from kvfold.policy.policy import Policy
 
 MODEL = "model"  # what no other phase is: projections, MLP, norms, embedding and head

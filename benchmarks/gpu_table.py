@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.gpu_page import part_rows, write_page
 from benchmarks.gpu_targets import SHORTENED, lines, table
-from kvfold.models.home import model_folder
+from kvfold.models.pull.home import model_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 POLICY = "snapkv + ada + 8x"

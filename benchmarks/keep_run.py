@@ -19,10 +19,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from kvfold.atomic_io import write_whole
 from kvfold.bench.record import DIAGNOSTICS, PROMPTS, ROWS, merge, read_run, write_compressed, write_run
 from kvfold.bench.suite import SIZES
 from kvfold.errors import InputError, KvfoldError
-from kvfold.whole import write_whole
 
 
 def main() -> None:

@@ -30,12 +30,13 @@ from benchmarks.cpu_decode import timed
 from benchmarks.rows import append_row, facts, percentile
 from kvfold.bench.haystack import prose
 from kvfold.bench.page import written
+from kvfold.compress.round import Compression
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError, KvfoldError, SizeError
 from kvfold.models.loader import Model, load
 from kvfold.pages.arena import SUPERBLOCK_BYTES, Arena
-from kvfold.pages.compress import Compression
-from kvfold.pages.sequence import PageConfig, SequenceCache
+from kvfold.pages.page_config import PageConfig
+from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy
 from kvfold.stats import measure
 

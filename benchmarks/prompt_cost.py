@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.rows import facts
 from benchmarks.served import Served, served
 from kvfold.models.loader import load_tokenizer
-from kvfold.serve.ask import Ask, Block
+from kvfold.serve.api.request import Ask, Block
 from kvfold.serve.prompt import Prompter
 
 COUNTS = (50, 100, 200, 400, 800, 1600)

@@ -23,11 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import kvfold
 from benchmarks.rows import append_row, facts
-from kvfold.engine.reuse import prefill_reusing
 from kvfold.engine.runner import Runner
 from kvfold.models.loader import Model
 from kvfold.store import DeviceTier, DiskTier, HostTier, Prefixes, PrefixStore, RedisTier
-from kvfold.store.tier import ByteTier
+from kvfold.store.tiers.base import ByteTier
+from tests.engine.reusing import prefill_reusing
 
 _TEXT = Path(kvfold.__file__).parent / "data" / "handbook.txt"
 _QUESTION_LEN = 32

@@ -7,7 +7,7 @@ from typing import Literal
 
 from kvfold.engine.generate import Request, generate
 from kvfold.engine.runner import Progress
-from kvfold.engine.sample import Sampling
+from kvfold.engine.sampling import Sampling
 from kvfold.engine.speculate import check_speculation, make_drafter
 from kvfold.errors import InputError
 from kvfold.models.loader import Model

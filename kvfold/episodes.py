@@ -21,14 +21,17 @@ from typing import Any
 
 import torch
 
+from kvfold.compress.observe import forget_prompt
 from kvfold.engine.runner import Progress
 from kvfold.errors import InputError
 from kvfold.models.loader import Model
-from kvfold.models.observed import forget_prompt
-from kvfold.pages.sequence import LayerChange, PageConfig, SequenceCache
+from kvfold.pages.change import LayerChange
+from kvfold.pages.compaction import rewrite
+from kvfold.pages.page_config import PageConfig
+from kvfold.pages.sequence import SequenceCache
 from kvfold.session import Reply, Session
 from kvfold.stats import Stats
-from kvfold.topics import Topics
+from kvfold.tfidf import Topics
 
 _Kept = list[list[torch.Tensor]]  # positions, by layer and head
 
@@ -140,7 +143,7 @@ def _keep_for(session: Session, patch: Sequence[int]) -> None:
     forget_prompt(cache)
     changes = [_without(cache, layer, kept[layer]) for layer in range(cache.spec.num_layers)]
     if any(change.keep is not None for change in changes):
-        cache.rewrite(changes, 0)
+        rewrite(cache, changes, 0)
 
 
 def _without(cache: SequenceCache, layer: int, kept: Sequence[torch.Tensor]) -> LayerChange:

@@ -21,15 +21,17 @@ from torch import Tensor
 
 from kvfold.engine.generate import Request, StopReason, generate
 from kvfold.engine.runner import Progress, Runner
-from kvfold.engine.sample import Sampling
+from kvfold.engine.sampling import Sampling
 from kvfold.engine.speculate import check_speculation, make_drafter
-from kvfold.errors import InputError
+from kvfold.errors import FileError, InputError, PolicyError
+from kvfold.models.chat_template import ChatTemplate
 from kvfold.models.check import check_policy
+from kvfold.models.conversation import Turn, Turns
 from kvfold.models.loader import Model
-from kvfold.models.template import ChatTemplate
-from kvfold.models.turns import Turn, Turns
-from kvfold.pages.sequence import PageConfig, SequenceCache
+from kvfold.pages.page_config import PageConfig
+from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy
+from kvfold.session_io import SessionState, read_session, restore_cache, save_session
 from kvfold.stats import Stats, kept_positions, measure
 
 
@@ -209,7 +211,7 @@ class Session:
             for _, piece in generate(self.runner, [request], self.model.tokenizer):
                 yield piece
         finally:  # also when the caller stops reading, or interrupts
-            self.cache.open.commit(self.cache.open.fill - self.cache.open.committed)
+            self.cache.commit_all()
             self.token_ids += request.token_ids
             self._turn = "reply"
             self._logits_V = request.logits_V
@@ -265,14 +267,43 @@ class Session:
 
     def save(self, path: str | Path) -> None:
         """Write the session to a file: codes as they are stored, with checksum, policy and weights digest."""
-        from kvfold.files import save_session
-
         self._require_open()
-        save_session(self, Path(path))
+        state = SessionState(
+            policy=str(self.policy),
+            fingerprint=self.policy.fingerprint,
+            page_size=self.cache.config.page_size,
+            open_len=self.cache.config.open_len,
+            chunk_len=self.runner.chunk_len,
+            template=self.template is not None,
+            turn=self._turn,
+            token_ids=self.token_ids,
+            logits_V=self._logits_V,
+        )
+        save_session(Path(path), self.model, self.cache, state)
 
     @classmethod
     def load(cls, model: Model, path: str | Path) -> Session:
         """Read a saved session; FileError if it is truncated, altered, or of other weights."""
-        from kvfold.files import load_session
-
-        return load_session(cls, model, Path(path))
+        path = Path(path)
+        state, tensors = read_session(path, model)
+        try:
+            session = cls(
+                model,
+                state.policy,
+                template="auto" if state.template else None,
+                page_size=state.page_size,
+                open_len=state.open_len,
+                chunk_len=state.chunk_len,
+            )
+        except PolicyError as error:
+            raise FileError(f"{path} has a policy this version cannot run: {error}") from error
+        try:
+            if session.policy.fingerprint != state.fingerprint:
+                policy = session.policy.short
+                raise FileError(f'{path} was saved when "{policy}" meant something else; read the text again')
+            restore_cache(session.cache, tensors, state, path)
+        except BaseException:
+            session.close()
+            raise
+        session.token_ids, session._turn, session._logits_V = state.token_ids, state.turn, state.logits_V
+        return session

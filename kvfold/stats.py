@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvfold.errors import InputError
+from kvfold.pages.bytes_read import stored_bytes_read
 from kvfold.pages.sequence import SequenceCache
-from kvfold.pages.traffic import stored_bytes_read
 
 
 @dataclass(frozen=True)

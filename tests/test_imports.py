@@ -1,6 +1,6 @@
-"""Imports point one way, from commands down to plain types, and importing has no effect but definitions.
+"""Imports point one way, from commands down to plain types, never in a circle, and importing only defines.
 
-Read from the source: what stands under `if TYPE_CHECKING:` does not run and does not count.
+Read from the source: what stands under `if TYPE_CHECKING:` does not run; it counts for circles and not for levels.
 """
 
 from __future__ import annotations
@@ -19,30 +19,36 @@ ROOT = Path(kvfold.__file__).parent
 # Each level may import itself and every level below it.
 LEVELS = (
     ("__main__",),
-    ("cli", "serve", "bench", "train"),
+    ("cli",),
+    ("serve", "bench", "train"),
     ("__init__",),  # the public names
-    ("batch", "episodes", "topics", "session", "files"),
+    ("batch", "episodes", "session"),
+    ("session_io", "tfidf"),
     ("engine",),
     ("models", "store"),
     ("stats",),
+    ("passes",),
+    ("compress",),
     ("attend",),
     ("pages",),
-    ("score", "budget", "codec", "evicted", "when", "protect", "position", "prefill"),
+    ("score", "budget", "codec", "evicted", "triggers", "protect", "position", "token_pruning"),
     ("policy",),
-    ("core", "errors", "whole", "yielding"),
+    ("core", "errors", "atomic_io", "yielding"),
 )
 LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}
 MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
+SOURCES = {module: (ROOT / module).read_text(encoding="utf-8") for module in MODULES}
 
 
 class Imports(ast.NodeVisitor):
-    """Every module a file imports when it runs, at its top or inside a function."""
+    """Every module a file imports, at its top or inside a function; `typed`: also what only type checkers import."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, typed: bool) -> None:
         self.found: list[str] = []
+        self._typed = typed
 
     def visit_If(self, node: ast.If) -> None:
-        if ast.unparse(node.test).endswith("TYPE_CHECKING"):
+        if ast.unparse(node.test).endswith("TYPE_CHECKING") and not self._typed:
             for child in node.orelse:
                 self.visit(child)
         else:
@@ -57,8 +63,8 @@ class Imports(ast.NodeVisitor):
         self.found += [f"{node.module}.{alias.name}" for alias in node.names]
 
 
-def imports_of(source: str) -> list[str]:
-    visitor = Imports()
+def imports_of(source: str, *, typed: bool = False) -> list[str]:
+    visitor = Imports(typed=typed)
     visitor.visit(ast.parse(source))
     return visitor.found
 
@@ -68,31 +74,80 @@ def part_of(module: Path) -> str:
     return module.parts[0].removesuffix(".py")
 
 
-def own_parts(module: Path) -> Iterator[str]:
-    for name in imports_of((ROOT / module).read_text(encoding="utf-8")):
+def own_parts(source: str) -> Iterator[str]:
+    for name in imports_of(source):
         package, *rest = name.split(".")
         if package == "kvfold":
             yield rest[0] if rest and rest[0] in LEVEL_OF else "__init__"
 
 
-@pytest.mark.parametrize("module", MODULES, ids=str)
-def test_imports_point_down(module: Path) -> None:
-    assert part_of(module) in LEVEL_OF, f"{module} has no level; give {part_of(module)} one here and in the design"
-    level = LEVEL_OF[part_of(module)]
-    upwards = {part for part in own_parts(module) if LEVEL_OF[part] < level}
-    assert not upwards, f"{module} is below {sorted(upwards)} but imports it"
+def test_imports_point_down() -> None:
+    for module in MODULES:
+        assert part_of(module) in LEVEL_OF, f"{module} has no level; give {part_of(module)} one here and in the docs"
+        level = LEVEL_OF[part_of(module)]
+        upwards = {part for part in own_parts(SOURCES[module]) if LEVEL_OF[part] < level}
+        assert not upwards, f"{module} is below {sorted(upwards)} but imports it"
 
 
-@pytest.mark.parametrize("module", MODULES, ids=str)
-def test_only_models_know_transformers(module: Path) -> None:
-    found = imports_of((ROOT / module).read_text(encoding="utf-8"))
-    knows = any(name.split(".")[0] == "transformers" for name in found)
-    assert not knows or part_of(module) == "models", f"{module} imports transformers; only kvfold/models may"
+def test_only_models_know_transformers() -> None:
+    for module in MODULES:
+        knows = any(name.split(".")[0] == "transformers" for name in imports_of(SOURCES[module]))
+        assert not knows or part_of(module) == "models", f"{module} imports transformers; only kvfold/models may"
+
+
+def dotted(module: Path) -> str:
+    return ".".join(("kvfold", *module.with_suffix("").parts)).removesuffix(".__init__")
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Modules that import each other, by Tarjan's strongly connected components."""
+    found: list[list[str]] = []
+    number: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+
+    def visit(name: str) -> None:
+        number[name] = low[name] = len(number)
+        stack.append(name)
+        for other in graph.get(name, ()):
+            if other not in number:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], number[other])
+        if low[name] == number[name]:
+            begin = stack.index(name)
+            if len(stack) - begin > 1:
+                found.append(sorted(stack[begin:]))
+            del stack[begin:]
+
+    for name in graph:
+        if name not in number:
+            visit(name)
+    return found
+
+
+def test_no_modules_import_each_other() -> None:
+    """Imports for type checkers alone count: two files that need each other's types are one thing in two files."""
+    names = {dotted(module) for module in MODULES}
+    graph = {
+        dotted(module): {
+            name if name in names else name.rpartition(".")[0]
+            for name in imports_of(SOURCES[module], typed=True)
+            if name.startswith("kvfold.") and name != "kvfold.__version__"
+        }
+        & names - {dotted(module)}
+        for module in MODULES
+    }
+    assert sum(map(len, graph.values())) > 1000
+    assert circles(graph) == []
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == [["b", "c"]]
 
 
 def test_the_check_itself_sees_imports() -> None:
     source = "import a.b\nfrom c import d\nif TYPE_CHECKING:\n    import e\nelse:\n    import f\ndef g():\n    import h"
     assert imports_of(source) == ["a.b", "c.d", "f", "h"]
+    assert imports_of(source, typed=True) == ["a.b", "c.d", "e", "f", "h"]
 
 
 def test_importing_kvfold_has_no_effect_on_transformers_and_torch() -> None:

@@ -13,7 +13,7 @@ from kvfold.errors import PolicyError, SizeError
 from kvfold.models.cache import Cache
 from kvfold.models.loader import Model
 from kvfold.policy import Policy
-from kvfold.policy.explain import explain
+from kvfold.policy.describe import explain
 from kvfold.policy.size import Floor, Percent
 from kvfold.protect import Protect
 from tests.engine.runs import kept, make_runner, make_sequence

@@ -27,7 +27,7 @@ from benchmarks.peers.prompts import Samples, end_tokens
 from kvfold.bench.facts import commit
 from kvfold.bench.record import MODES
 from kvfold.errors import KvfoldError
-from kvfold.models.download import resolve
+from kvfold.models.pull.pull import resolve
 
 OUT_OF_TIME = 3
 METHODS = {"presses": (FULL, *PRESSES), "quantized": (FULL, *QUANTIZED)}

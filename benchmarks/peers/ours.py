@@ -31,7 +31,8 @@ from kvfold import __version__
 from kvfold.bench.facts import commit, now
 from kvfold.engine.runner import Runner
 from kvfold.models.loader import Model, load
-from kvfold.pages.sequence import PageConfig, SequenceCache
+from kvfold.pages.page_config import PageConfig
+from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy
 from kvfold.stats import Stats, measure
 

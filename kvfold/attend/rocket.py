@@ -24,7 +24,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvfold.attend import page_bounds, sketch
+from kvfold.attend import page_bounds
+from kvfold.attend import rabitq as sketch
 from kvfold.codec.base import Field
 from kvfold.policy.reader import All, PageView, Reader
 from kvfold.policy.registry import register
@@ -55,7 +56,7 @@ class Rocket(Reader):
     of that budget. Pages begin anew in every page of memory.
 
     `reader=sketch`, the default, is not RocketKV's: one bit of each channel and slot tells q.k
-    (kvfold/attend/sketch.py), and the first four slots are always read: many heads leave their attention there, and
+    (kvfold/attend/rabitq.py), and the first four slots are always read: many heads leave their attention there, and
     where a sketch misses them everything else counts too much. In a tenth of the bytes bounds of 16 slots miss most of
     what an exact answer is copied from (dev/LOG.md).
 

@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvfold.attend.kernels.step import layout_of
 from kvfold.bench.prompts import Prompt
 from kvfold.bench.record import TOO_SMALL, Mode
+from kvfold.compress.round import Compression
 from kvfold.engine.runner import Runner
 from kvfold.errors import SizeError
-from kvfold.pages.compress import Compression
 from kvfold.pages.sequence import SequenceCache
+from kvfold.passes.captured.step import layout_of
 from kvfold.policy.policy import Policy
 from kvfold.stats import Stats, measure
 

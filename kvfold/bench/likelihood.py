@@ -19,7 +19,7 @@ import torch
 
 from kvfold.engine.generate import Request, generate
 from kvfold.engine.runner import Runner
-from kvfold.engine.sample import Sampling
+from kvfold.engine.sampling import Sampling
 from kvfold.errors import InputError, SizeError
 from kvfold.models.check import check_policy
 from kvfold.models.loader import Model

@@ -18,7 +18,7 @@ import torch
 
 from kvfold import __version__
 from kvfold.bench.likelihood import BLOCK_LEN, Ask, Judge
-from kvfold.engine.sample import Sampling
+from kvfold.engine.sampling import Sampling
 from kvfold.errors import InputError, KvfoldWarning, MissingExtra
 from kvfold.models.loader import load
 

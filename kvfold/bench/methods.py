@@ -1,6 +1,6 @@
 """Policies that take part with every registered term: what the suite `methods` compares.
 
-Terms that need a file measured for the model and named in the expression (`profile`, `palu`, `aqua`) are left to
+Terms that need a file measured for the model and named in the expression (`profile`, `palu`) are left to
 `--also`.
 """
 
@@ -48,7 +48,6 @@ def methods() -> tuple[str, ...]:
         "snapkv(window=8, kernel=7, pool=max) + pyramid",
         _FASTGEN,
         *(f"kvzip + global + {evicted}" for evicted in _names("evicted", "recall")),
-        f"{_H2O} + cam",
         f"{_H2O} + d2o",
         "keydiff + fit",
         "streaming + recall(tokens=256)",

@@ -17,7 +17,7 @@ from typing import Any
 from kvfold.bench.record import Mode, PromptRow
 from kvfold.bench.workloads.base import Sample
 from kvfold.errors import InputError
-from kvfold.models.template import ChatTemplate
+from kvfold.models.chat_template import ChatTemplate
 
 _EXCERPT = 300  # characters
 _BETWEEN = "\n\n"  # question and reply, where no chat template parts them

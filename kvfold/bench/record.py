@@ -20,8 +20,8 @@ from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replac
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from kvfold.atomic_io import replacing, write_whole
 from kvfold.errors import InputError
-from kvfold.whole import replacing, write_whole
 
 Mode = Literal["known", "unknown"]
 MODES: tuple[Mode, ...] = ("known", "unknown")

@@ -17,16 +17,16 @@ from typing import NamedTuple
 
 import torch
 
-from kvfold.bench.matched import evicts_nothing, has_own_size, match_many, needs_size
+from kvfold.atomic_io import write_whole
+from kvfold.bench.byte_matching import evicts_nothing, has_own_size, match_many, needs_size
 from kvfold.bench.record import OUT_OF_MEMORY, OWN, TOO_SMALL, Mode
-from kvfold.bench.search import Guess, Matched
 from kvfold.bench.shard import Shard
+from kvfold.bench.size_search import Guess, Matched
 from kvfold.core import ModelSpec
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError, OutOfPages, PolicyError, SizeError
 from kvfold.models.check import check_policy
 from kvfold.policy.policy import Policy
-from kvfold.whole import write_whole
 
 FULL, WHOLE = "full", "100%"
 _HEADROOM = 0.01  # of the memory, for samples that take more than the first

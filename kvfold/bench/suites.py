@@ -32,7 +32,6 @@ def _tight() -> tuple[str, ...]:
         f"{kvzip} + {open_end} + fit",
         f"{surprised} + {open_end}",
         f"{surprised} + {open_end} + fit",
-        f"{surprised} + {open_end} + fit(keys=pursuit)",
         "learned + global",
         "keydiff",
         "keydiff + int4",

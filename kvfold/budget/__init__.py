@@ -2,7 +2,8 @@
 
 from kvfold.budget.ada import Ada
 from kvfold.budget.adaptive import Adaptive
-from kvfold.budget.base import Allocator, Budget
+from kvfold.budget.base import Allocator
+from kvfold.budget.bounds import Budget
 from kvfold.budget.choose import choose
 from kvfold.budget.dynamickv import DynamicKV
 from kvfold.budget.global_ import Global

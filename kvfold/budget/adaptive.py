@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvfold.budget.base import Allocator, Budget
+from kvfold.budget.base import Allocator
+from kvfold.budget.bounds import Budget
 from kvfold.budget.choose import count_top
 from kvfold.budget.scores import Scores
 from kvfold.errors import PolicyError

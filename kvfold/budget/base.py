@@ -9,24 +9,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from torch import Tensor
 
+from kvfold.budget.bounds import Budget
+from kvfold.budget.scores import Scores
+
 if TYPE_CHECKING:
-    from kvfold.budget.scores import Scores
     from kvfold.core import ModelSpec
     from kvfold.score.base import View
-
-
-@dataclass(frozen=True)
-class Budget:
-    """Slots per head on average, over `num_layers` compressible layers (of which some may not be scored yet)."""
-
-    slots_per_head: int
-    num_layers: int
-    num_tokens: int = 0  # of the sequence once this call has ended, whatever a layer holds of them; 0: not known
 
 
 class Allocator(ABC):

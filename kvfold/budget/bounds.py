@@ -1,17 +1,26 @@
-"""How few and how many slots a head can keep: its protected ones, and all that exist.
+"""The budget of a sequence, and the bounds of a head: it keeps at least its protected slots, at most all that exist.
 
 H heads   S slots
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvfold.budget.base import Budget
 from kvfold.errors import PolicyError
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Slots per head on average, over `num_layers` compressible layers (of which some may not be scored yet)."""
+
+    slots_per_head: int
+    num_layers: int
+    num_tokens: int = 0  # of the sequence once this call has ended, whatever a layer holds of them; 0: not known
 
 
 class Bounds(NamedTuple):

@@ -12,7 +12,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvfold.budget.base import Allocator, Budget
+from kvfold.budget.base import Allocator
+from kvfold.budget.bounds import Budget
 from kvfold.budget.choose import choose_same, count_top
 from kvfold.budget.scores import Scores
 from kvfold.budget.uniform import even_total

@@ -14,8 +14,8 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from kvfold.budget.base import Allocator, Budget
-from kvfold.budget.bounds import check_floor, floor_slots
+from kvfold.budget.base import Allocator
+from kvfold.budget.bounds import Budget, check_floor, floor_slots
 from kvfold.budget.choose import count_top
 from kvfold.budget.scores import Scores
 from kvfold.policy.registry import register

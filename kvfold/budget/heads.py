@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvfold.atomic_io import replacing
 from kvfold.errors import FileError
-from kvfold.whole import replacing
 
 FORMAT = "kvfold-profile-1"
 MAX_BYTES = 16 << 20

@@ -15,8 +15,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvfold.budget.base import Allocator, Budget
-from kvfold.budget.bounds import check_floor, floor_slots
+from kvfold.budget.base import Allocator
+from kvfold.budget.bounds import Budget, check_floor, floor_slots
 from kvfold.budget.choose import count_top
 from kvfold.budget.mass import mass
 from kvfold.budget.scores import Scores

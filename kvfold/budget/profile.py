@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvfold.budget.base import Allocator, Budget
-from kvfold.budget.bounds import check_floor
+from kvfold.budget.base import Allocator
+from kvfold.budget.bounds import Budget, check_floor
 from kvfold.budget.heads import HeadProfile
 from kvfold.budget.scores import Scores
 from kvfold.budget.shares import share_free

@@ -13,7 +13,8 @@ from warnings import warn
 
 from torch import Tensor
 
-from kvfold.budget.base import Allocator, Budget
+from kvfold.budget.base import Allocator
+from kvfold.budget.bounds import Budget
 from kvfold.budget.scores import Scores
 from kvfold.budget.uniform import even
 from kvfold.errors import PolicyError

@@ -8,7 +8,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvfold.budget.base import Allocator, Budget
+from kvfold.budget.base import Allocator
+from kvfold.budget.bounds import Budget
 from kvfold.budget.scores import Scores
 from kvfold.policy.registry import register
 

@@ -15,7 +15,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvfold.budget.base import Allocator, Budget
+from kvfold.budget.base import Allocator
+from kvfold.budget.bounds import Budget
 from kvfold.budget.choose import count_top
 from kvfold.budget.mass import mass, ranked
 from kvfold.budget.scores import Scores

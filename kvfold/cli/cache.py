@@ -23,7 +23,7 @@ from kvfold.errors import InputError
 from kvfold.policy.size import bytes_text
 
 if TYPE_CHECKING:
-    from kvfold.store.view import Found, View
+    from kvfold.store.inspect import Found, View
 
 _EPILOG = """ls, stats and verify only read, so they work while a server owns the folder; clear and verify --quarantine
 change it, so they need it for themselves. Entries are shown by their scope: one for each model with its weights, policy
@@ -66,8 +66,8 @@ def _add_verb(verbs: Subparsers, name: str, text: str, run: Any) -> argparse.Arg
 @contextmanager
 def _views(args: argparse.Namespace, *, signed: bool = False) -> Iterator[list[View]]:
     """The places that the options name; `signed`: entries are read, not only their names."""
-    from kvfold.store.secret import read_secret
-    from kvfold.store.view import FolderView, RedisView
+    from kvfold.store.entry.signing import read_secret
+    from kvfold.store.inspect import FolderView, RedisView
 
     if args.disk is None and args.redis is None:
         raise InputError("no store is named; give --disk DIR, --redis URL, or both")
@@ -178,7 +178,7 @@ def _quarantined(disk: str | None) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from kvfold.store.quarantine import Quarantine
+    from kvfold.store.tiers.quarantine import Quarantine
 
     if args.quarantine and args.disk is None:
         raise InputError("--quarantine moves bad entries into the folder of --disk; name one")

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from kvfold.cli.options import Subparsers
 from kvfold.cli.show import console, new_table, print_json
 from kvfold.errors import FileError, InputError
-from kvfold.models.catalogue import DEFAULT_MODEL
+from kvfold.models.pull.catalogue import DEFAULT_MODEL
 
 if TYPE_CHECKING:
-    from kvfold.serve.bill import Bill
-    from kvfold.serve.explain import Compared, Explained
+    from kvfold.serve.cache.explain import Compared, Explained
+    from kvfold.serve.cache.usage import Bill
 
 _SHOWN_COUNTS = (1, 2, 3, 5, 10, 100)
 _EPILOG = """A file holds the JSON body of a request to /v1/messages. Its "model" decides the least length of a cached
@@ -50,7 +50,7 @@ def add_parser(verbs: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     bodies = [_read(path) for path in (args.first, args.second) if path is not None]
     from kvfold.models.loader import load_tokenizer
-    from kvfold.serve.explain import compare
+    from kvfold.serve.cache.explain import compare
     from kvfold.serve.prompt import Prompter
     from kvfold.serve.settings import Settings
 
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read(path: str) -> tuple[object, str]:
-    from kvfold.serve.strict_json import parse_json
+    from kvfold.serve.api.strict_json import parse_json
 
     try:
         with open(path, encoding="utf-8") as file:
@@ -80,8 +80,8 @@ def _read(path: str) -> tuple[object, str]:
 
 
 def _explain(body: object, path: str, prompter: Any, settings: Any) -> Explained:
-    from kvfold.serve.api_error import ApiError
-    from kvfold.serve.explain import explain
+    from kvfold.serve.api.errors import ApiError
+    from kvfold.serve.cache.explain import explain
 
     try:
         return explain(body, prompter, settings)
@@ -103,7 +103,7 @@ def _facts(one: Explained) -> dict[str, Any]:
 
 
 def _show(path: str, one: Explained) -> None:
-    from kvfold.serve.explain import nothing_cached
+    from kvfold.serve.cache.explain import nothing_cached
 
     print(f"{path}: {one.num_tokens} tokens for {one.ask.model}, cached from {one.min_tokens} on")
     table = new_table("place", "section", "begins", "marker", "cache", "lossy policies", numbers=("tokens",))

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from kvfold.models.catalogue import CATALOGUE
-from kvfold.models.download import ModelRow, list_models, pull, verify
+from kvfold.models.pull.catalogue import CATALOGUE
+from kvfold.models.pull.pull import ModelRow, list_models, pull, verify
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]

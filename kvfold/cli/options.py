@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import kvfold
 from kvfold.engine.speculate import MOST_DRAFTED
-from kvfold.models.catalogue import DEFAULT_MODEL, DTYPE_NAMES
+from kvfold.models.pull.catalogue import DEFAULT_MODEL, DTYPE_NAMES
 
 if TYPE_CHECKING:
     from kvfold.core import Compile
@@ -20,7 +20,7 @@ Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def add_secret_option(parser: argparse._ActionsContainer) -> None:
-    """For `kvfold.store.secret.read_secret`."""
+    """For `kvfold.store.entry.signing.read_secret`."""
     parser.add_argument(
         "--store-secret",
         metavar="FILE",

@@ -13,8 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvfold.policy import Policy
-from kvfold.policy.describe import Row, rows
-from kvfold.policy.explain import explain
+from kvfold.policy.describe import Row, explain, rows
 from kvfold.policy.size import EXAMPLES
 
 if TYPE_CHECKING:

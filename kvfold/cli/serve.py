@@ -96,12 +96,12 @@ def run(args: argparse.Namespace) -> int:
     policy = Policy.parse(args.policy)
     if not 0 <= args.port < 1 << 16:
         raise InputError(f"port {args.port} does not exist; give 0 (any free one) to 65535")
-    from kvfold.serve.log import log_to_stderr
+    from kvfold.serve.ops.request_log import log_to_stderr
+    from kvfold.serve.ops.tracing import open_traces
     from kvfold.serve.run import open_store, serve, service_of
     from kvfold.serve.server import end_process
     from kvfold.serve.service import check_served_form
-    from kvfold.serve.traces import open_traces
-    from kvfold.store.secret import read_secret
+    from kvfold.store.entry.signing import read_secret
 
     check_served_form(args.store_form)
     settings, secret = make_settings(args), read_secret(args.store_secret)
@@ -128,8 +128,8 @@ def run(args: argparse.Namespace) -> int:
 
 def make_settings(args: argparse.Namespace) -> Settings:
     """What the options say of limits, keys and prices."""
-    from kvfold.serve.bill import Price, read_factor_of
-    from kvfold.serve.keys import read_keys
+    from kvfold.serve.auth import read_keys
+    from kvfold.serve.cache.usage import Price, read_factor_of
     from kvfold.serve.settings import Limits, Settings
 
     names = (served_name(args.model), *args.alias)

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from kvfold.cli import show
+from kvfold.cli.calibration_data import add_reading_parser, positive, reading
 from kvfold.cli.options import Subparsers
-from kvfold.cli.texts import add_reading_parser, positive, reading
 from kvfold.policy.size import bytes_text
 
 if TYPE_CHECKING:

@@ -1,6 +1,5 @@
 """How a kept slot is stored. Importing this package registers every codec."""
 
-from kvfold.codec.aqua import Aqua
 from kvfold.codec.base import Codec, Field, Fields, Side, Slots, State
 from kvfold.codec.fp8 import Fp8
 from kvfold.codec.integer import Int2, Int4, Int8
@@ -10,7 +9,6 @@ from kvfold.codec.native import Bf16, Native
 from kvfold.codec.palu import Palu
 
 __all__ = [
-    "Aqua",
     "Bf16",
     "Codec",
     "Field",

@@ -23,7 +23,6 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from kvfold.codec.basis import Basis
-    from kvfold.codec.lift import Lift
     from kvfold.core import ModelSpec
 
 Side = Literal["k", "v"]
@@ -46,7 +45,7 @@ class Field:
 @dataclass(frozen=True)
 class Slots:
     """What a codec encodes: N flat slots, the row each belongs to, and, if it asks (`needs_below`), the same slots of
-    the layer below as decoded, in the model's own basis and fp32, or, with a `lift`, what they tell of these."""
+    the layer below as decoded, in the model's own basis and fp32."""
 
     x_ND: Tensor
     row_N: Tensor  # int64 index into the state's rows
@@ -61,7 +60,7 @@ class Codec(ABC):
     needs_basis: ClassVar[bool] = False  # encode and decode see latents (codec/basis.py), which pages make of slots
     lossless: ClassVar[bool] = False
     as_floats: ClassVar[bool] = False  # a slot is one row of floats, field "x", in the model's own basis
-    exact: ClassVar[int] = 0  # first slots of a sequence that should also be kept as they came (pages/exact.py)
+    exact: ClassVar[int] = 0  # first slots of a sequence that should also be kept as they came (pages/fp_sinks.py)
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
@@ -87,11 +86,6 @@ class Codec(ABC):
 
     def basis(self, side: Side, spec: ModelSpec, layer: int, device: torch.device) -> Basis | None:
         """What it knows of a layer of a model, where it stores latents; shared by all sequences. Default: nothing."""
-        return None
-
-    def lift(self, side: Side, spec: ModelSpec, layer: int, device: torch.device) -> Lift | None:
-        """How the layer below tells of a layer of a model, where it needs that; shared by all sequences. Default: as it
-        is."""
         return None
 
     def check(self, spec: ModelSpec) -> None:  # noqa: B027 - most codecs store slots of any model

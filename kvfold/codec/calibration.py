@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from kvfold.atomic_io import read_tensors, replacing
 from kvfold.errors import FileError
-from kvfold.whole import read_tensors, replacing
 
 
 @dataclass(frozen=True, eq=False)

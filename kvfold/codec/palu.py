@@ -22,7 +22,7 @@ from kvfold.codec.native import Native
 from kvfold.errors import FileError, PolicyError
 from kvfold.policy.content import check_file_name, stated_content
 from kvfold.policy.registry import register
-from kvfold.policy.spell import literal
+from kvfold.policy.text import literal
 
 if TYPE_CHECKING:
     from kvfold.core import ModelSpec, Rope

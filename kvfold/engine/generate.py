@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from kvfold.engine.ahead import Ahead, Arriving, can_run_ahead, run_ahead
+from kvfold.engine.async_decode import Ahead, Arriving, can_run_ahead, run_ahead
+from kvfold.engine.output_processor import Took, Writer
 from kvfold.engine.request import Request, StopReason
 from kvfold.engine.runner import Runner
-from kvfold.engine.sample import likeliest_of
-from kvfold.engine.writer import Took, Writer
+from kvfold.engine.sampling import likeliest_of
 
 __all__ = ["Request", "StopReason", "generate", "step", "step_greedily"]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from kvfold.engine.request import StopReason
-from kvfold.engine.sample import Sampling
+from kvfold.engine.sampling import Sampling
 from kvfold.errors import InputError
 from kvfold.pages.sequence import SequenceCache
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.attend.prefill import PrefillPass
 from kvfold.models.pass_cache import PassCache, Piece
+from kvfold.passes.prefill import PrefillPass
 
 Progress = Callable[[int], None]  # called with the number of tokens just done
 

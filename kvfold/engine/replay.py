@@ -3,7 +3,7 @@
 Chunk after chunk the model is asked to repeat the text, and repeats it word for word (its tokens are given, not
 sampled); what it attends to meanwhile is what scorers that ask for a replay go by. Each repetition starts at the
 position after the prompt, and nothing of it stays. Policies over the same prompt share one replay, and one self-study
-(engine/study.py) where they want that too.
+(engine/self_study.py) where they want that too.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 
 from torch import Tensor
 
-from kvfold.attend.prefill import PrefillPass
-from kvfold.attend.replay import ReplayPass
-from kvfold.engine.study import study
+from kvfold.compress.full_prompt import Held
+from kvfold.engine.self_study import study
 from kvfold.evicted.base import Asked
-from kvfold.models.hidden import hidden_norms
+from kvfold.models.hidden_norms import hidden_norms
 from kvfold.models.pass_cache import Call, PassCache, Piece
-from kvfold.models.repeat import repeat_request, rotary_kept
-from kvfold.pages.held import Held
+from kvfold.models.repeat_prompt import repeat_request, rotary_kept
+from kvfold.passes.prefill import PrefillPass
+from kvfold.passes.replay import ReplayPass
 from kvfold.score.base import Replay
 
 

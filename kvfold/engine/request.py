@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from kvfold.engine.sample import Sampling
+from kvfold.engine.sampling import Sampling
 from kvfold.engine.speculate import Drafter
 from kvfold.errors import InputError
 from kvfold.pages.sequence import SequenceCache

@@ -17,28 +17,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.attend.decode import DecodePass, prepare_seals
-from kvfold.attend.prefill import PrefillPass
-from kvfold.attend.track import Tracked
+from kvfold.compress.observe import Tracked, Undo, forget_prompt
+from kvfold.compress.seal import prepare_seals
 from kvfold.core import HAS_TRITON, Compile, ModelSpec
-from kvfold.engine.chunks import default_chunk_len, passes, pieces
-from kvfold.engine.graphs import graphs_of
+from kvfold.engine.chunked_prefill import default_chunk_len, passes, pieces
+from kvfold.engine.cuda_graphs import graphs_of
 from kvfold.engine.layer_major import LayerMajor, Progress
 from kvfold.engine.logprobs import next_logprobs, surprise
 from kvfold.engine.replay import Replays
 from kvfold.engine.verify import Verified, commit_run
 from kvfold.errors import InputError, ModelError
 from kvfold.models.attach import is_attached, layers_wrapped, maskless
-from kvfold.models.fused import fused
-from kvfold.models.observed import Undo, forget_prompt
+from kvfold.models.fused_layers import fused
 from kvfold.models.pass_cache import DecodeCache, PassCache
 from kvfold.models.sentences import check_sentences, note_sentences
 from kvfold.models.spec import output_head
 from kvfold.pages.arena import Arena
-from kvfold.pages.sequence import PageConfig, SequenceCache
+from kvfold.pages.page_config import PageConfig
+from kvfold.pages.sequence import SequenceCache
+from kvfold.passes.decode import DecodePass
+from kvfold.passes.prefill import PrefillPass
 from kvfold.policy.policy import Policy
 from kvfold.policy.size import Percent
-from kvfold.when import BetweenChunks
+from kvfold.triggers import BetweenChunks
 
 __all__ = ["Progress", "Runner"]
 
@@ -157,7 +158,7 @@ class Runner:
         """
         parts = [[token] for token in tokens]
         self._check(sequences, parts)
-        step = DecodePass(sequences)
+        step = DecodePass.begin(sequences)
         note_sentences(self.hf, sequences, parts)
         logits = self._captured(step, parts)
         if logits is None:
@@ -183,7 +184,7 @@ class Runner:
         for sequence, length in zip(sequences, lens, strict=True):
             if length > sequence.open.next_room:
                 raise InputError(f"{length} tokens to verify; {sequence.open.next_room} fit before the block seals")
-        step = DecodePass(sequences, lens)
+        step = DecodePass.begin(sequences, lens)
         note_sentences(self.hf, sequences, tokens)
         rows_NV = self._captured(step, tokens, stays=False)
         if rows_NV is None:
@@ -195,7 +196,7 @@ class Runner:
     def queue(self, sequences: Sequence[SequenceCache], token_B: Tensor) -> Tensor:
         """One token of the device for each sequence, which a captured step reads there: the host does not wait for it.
         Logits [batch, vocab]; a token is not in its cache until it is kept. Of sequences that note no sentences."""
-        step = DecodePass(sequences)
+        step = DecodePass.begin(sequences)
         logits_BV = self._captured(step, token_B, stays=False)
         return self._plain(step, token_B.unsqueeze(-1).tolist()) if logits_BV is None else logits_BV
 
@@ -252,7 +253,7 @@ class Runner:
         """One layer-major pass, and a second reading where a policy asks for it; if they do not come to their end, the
         sequences are as they were."""
         lens = [len(ids) for ids in tokens]
-        current = PrefillPass(sequences, lens, seen_lens, compress=compress, followers=followers)
+        current = PrefillPass.begin(sequences, lens, seen_lens, compress=compress, followers=followers)
         undo = Undo([*sequences, *followers])
         try:
             out = self.read(current, tokens, progress, hidden=hidden)

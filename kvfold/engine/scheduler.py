@@ -35,11 +35,11 @@ from functools import partial
 from threading import Condition, Thread
 from typing import Any, Literal
 
-from kvfold.engine.ahead import Ahead, can_run_ahead
+from kvfold.engine.admission import Room
+from kvfold.engine.async_decode import Ahead, can_run_ahead
+from kvfold.engine.fair_queue import Lines, Turns
 from kvfold.engine.generate import step, step_greedily
 from kvfold.engine.jobs import Ended, EndReason, Job
-from kvfold.engine.lines import Lines, Turns
-from kvfold.engine.room import Room
 from kvfold.engine.runner import Runner
 from kvfold.engine.task import Task
 from kvfold.engine.time_slice import TimeSlice

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
-from kvfold.engine.lookup import Lookup
+from kvfold.engine.ngram_index import Lookup
 from kvfold.errors import InputError
 
 MOST_DRAFTED = 16

@@ -20,14 +20,14 @@ from typing import Any
 from torch import Tensor
 
 from kvfold.engine.jobs import Began, Ended, EndReason, Job, Wrote
+from kvfold.engine.output_processor import Writer
 from kvfold.engine.request import Request
 from kvfold.engine.resumable import Resumable
 from kvfold.engine.runner import Runner
-from kvfold.engine.writer import Writer
 from kvfold.errors import SizeError
 from kvfold.pages.sequence import SequenceCache
-from kvfold.store.entry import Fields
-from kvfold.store.snapshot import put_back, take
+from kvfold.store.entry.format import Fields
+from kvfold.store.entry.snapshot import put_back, take
 
 _log = logging.getLogger("kvfold.engine")
 

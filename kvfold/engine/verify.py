@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvfold.attend.decode import DecodePass
 from kvfold.pages.sequence import SequenceCache
+from kvfold.passes.decode import DecodePass
 
 
 class Verified:

@@ -24,7 +24,6 @@ class Split:
     v_ND: Tensor
     position_N: Tensor
     keep_N: Tensor  # bool
-    score_N: Tensor | None = None  # fp32: what the policy's score gave them; +inf: had to stay
 
 
 @dataclass(frozen=True)
@@ -62,14 +61,6 @@ class Survivors:
     num_sealed: int = 0
 
 
-class Pool(NamedTuple):
-    """New slots of one head, its best by score, of which `num_stay` stay."""
-
-    score_S: Tensor  # fp32; +inf: has to stay
-    num_stay: int
-    num_must: int  # among these, have to
-
-
 class Refit(NamedTuple):
     """Values and log-biases of the slots to be encoded."""
 
@@ -81,27 +72,17 @@ class Evicted(ABC):
     """Only slots that are not sealed yet can take something over: codes never change."""
 
     changes: ClassVar[bool] = True  # False: `fold` is the identity and need not be called
-    weighs_attention: ClassVar[bool] = False  # True: scores must be attention that slots received
     demotes: ClassVar[bool] = False  # True: what goes is written to the host, where reads find it
     biased: ClassVar[bool] = False  # True: slots have log-biases, and `refit` is called once the choice is final
 
     @property
     def needs(self) -> Needs:
-        """What has to be observed for `choose` and `refit`: last queries, or queries of a second reading."""
+        """What has to be observed for `refit`: last queries, or queries of a second reading."""
         return Needs()
-
-    @property
-    def pool_ratio(self) -> int:
-        """How many times the new slots that stay are held until `choose` is called; 1: the score alone chooses."""
-        return 1
 
     @abstractmethod
     def fold(self, split: Split) -> tuple[Tensor, Tensor]:
         """Keys and values [n_kept, D] of the slots that stay."""
-
-    def choose(self, asked: Asked, heads: Sequence[Survivors], pools: Sequence[Pool]) -> list[Tensor]:
-        """Which new slots of each head stay, ascending; called where `pool_ratio` is above 1."""
-        raise NotImplementedError
 
     def refit(self, asked: Asked, heads: Sequence[Survivors]) -> list[Refit]:
         """Values and biases with which what stays of each head answers as everything did; as they were by default."""

@@ -27,16 +27,14 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvfold.evicted.asked import MOST_SCORES
-from kvfold.evicted.base import Asked, Evicted, Pool, Refit, Split, Survivors
+from kvfold.evicted.base import Asked, Evicted, Refit, Split, Survivors
+from kvfold.evicted.calibration_targets import MOST_SCORES
 from kvfold.evicted.least_squares import boxed_ridge, ridge
-from kvfold.evicted.padded import Padded, batches, num_new, weights
-from kvfold.evicted.pursuit import pursue
+from kvfold.evicted.ragged import Padded, batches, num_new, weights
 from kvfold.policy.registry import register
 from kvfold.score.base import Needs, Replay
 
 _CACHED_SCORES = 1 << 18  # a CPU solves large heads one by one: a batch of them does not stay in its caches
-_POOL = 4  # times the slots that stay: what a pursuit chooses from
 _ANSWER = 96  # tokens of an answer in self-study
 _LEAST_MASS = 1e-20  # of a query whose every slot went: its row is 0, not NaN
 
@@ -57,18 +55,15 @@ class Fit(Evicted):
     reading (`replay`), these and all of the model's own answers to questions about the text (`study`), or the last of
     the prompt (`prompt`), each seeing slots up to its own position.
 
-    With `keys=pursuit` the score chooses half of a head's new slots; the others are those that what was taken before
-    misses most, out of four times as many (evicted/pursuit.py). How many a head keeps is the budget's say as ever.
-
     Against the authors' code: both steps are ridge regressions towards the original slots, not plain least squares, so
-    fewer queries than slots do no harm; keys are those the score has chosen, or half of them.
+    fewer queries than slots do no harm; keys are those the score has chosen (`keys=score`, the one choice there is).
     """
 
     queries: Literal["replay", "study", "prompt"] = "replay"
     tokens: int = 2048
     ridge: float = 0.01
     limit: float = 3.0  # of a bias, either way
-    keys: Literal["score", "pursuit"] = "score"
+    keys: Literal["score"] = "score"
 
     changes: ClassVar[bool] = False
     biased: ClassVar[bool] = True
@@ -90,13 +85,6 @@ class Fit(Evicted):
     def fold(self, split: Split) -> tuple[Tensor, Tensor]:
         """The choice may not be final yet."""
         return split.k_ND[split.keep_N], split.v_ND[split.keep_N]
-
-    @property
-    def pool_ratio(self) -> int:
-        return _POOL if self.keys == "pursuit" else 1
-
-    def choose(self, asked: Asked, heads: Sequence[Survivors], pools: Sequence[Pool]) -> list[Tensor]:
-        return pursue(asked, heads, pools, self.ridge, _most_scores(asked))
 
     def refit(self, asked: Asked, heads: Sequence[Survivors]) -> list[Refit]:
         found = super().refit(asked, heads)

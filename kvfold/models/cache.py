@@ -23,17 +23,18 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache as HfCache
 
-from kvfold.attend.decode import DecodePass
-from kvfold.attend.prefill import PrefillPass
+from kvfold.compress.observe import Undo, forget_prompt
 from kvfold.core import ModelSpec
 from kvfold.errors import InputError, ModelError, PolicyError
 from kvfold.models.attach import arena_of, is_attached, module_of
 from kvfold.models.check import check_policy
-from kvfold.models.observed import Undo, forget_prompt
 from kvfold.models.sentences import needs_sentences
 from kvfold.models.spec import read_spec
 from kvfold.pages.crop import crop
-from kvfold.pages.sequence import PageConfig, SequenceCache
+from kvfold.pages.page_config import PageConfig
+from kvfold.pages.sequence import SequenceCache
+from kvfold.passes.decode import DecodePass
+from kvfold.passes.prefill import PrefillPass
 from kvfold.policy.policy import Policy
 from kvfold.policy.size import bytes_text
 from kvfold.stats import Stats, kept_positions, measure
@@ -194,9 +195,9 @@ class Cache(HfCache):  # type: ignore[misc]
         self._starts = starts
         grows = all(sequence.logical_len for sequence in self.sequences) and not any(starts)
         if grows and num_tokens <= self.config.open_len:
-            self._pass = DecodePass(self.sequences, num_tokens)
+            self._pass = DecodePass.begin(self.sequences, num_tokens)
         else:
-            self._pass = PrefillPass(self.sequences, [num_tokens - start for start in starts])
+            self._pass = PrefillPass.begin(self.sequences, [num_tokens - start for start in starts])
         self._undo = Undo(self.sequences)
 
     def _new_sequences(self, batch: int) -> list[SequenceCache]:
@@ -219,7 +220,7 @@ class Cache(HfCache):  # type: ignore[misc]
 
     def _commit(self) -> None:
         for sequence in self.sequences:
-            sequence.open.commit(sequence.open.fill - sequence.open.committed)
+            sequence.commit_all()
 
     # Rows
 

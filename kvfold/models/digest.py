@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.errors import ModelError
-from kvfold.models.progress import Report, silent
+from kvfold.models.pull.progress import Report, silent
 
 if TYPE_CHECKING:
     from torch import Tensor

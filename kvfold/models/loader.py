@@ -20,10 +20,10 @@ from transformers.utils import logging as hf_logging
 from kvfold.core import Compile, ModelSpec
 from kvfold.errors import InputError, ModelError
 from kvfold.models.attach import arena_of, attach
-from kvfold.models.catalogue import DTYPE_NAMES
 from kvfold.models.digest import values_digest
-from kvfold.models.download import resolve
-from kvfold.models.repeat import set_tokenizer
+from kvfold.models.pull.catalogue import DTYPE_NAMES
+from kvfold.models.pull.pull import resolve
+from kvfold.models.repeat_prompt import set_tokenizer
 from kvfold.models.spec import read_spec
 from kvfold.pages.arena import Arena
 from kvfold.policy.size import BYTE_UNITS

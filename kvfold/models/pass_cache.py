@@ -1,23 +1,31 @@
-"""What the runner gives the model as its cache: `update` hands the new keys and values to the pass that is running.
+"""The transformers `Cache` of one forward: `update` hands the new keys and values to the pass that is running.
 
-    H KV heads   N packed tokens   D head dim
+transformers keeps nothing in it. What `update` returns stands for the keys; the attention function of attach.py calls
+its `attend` with the queries.
+
+    H KV heads   Q query heads   N packed tokens   D head dim
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache as HfCache
 
-from kvfold.attend.decode import DecodePass
-from kvfold.attend.prefill import PrefillPass
-from kvfold.attend.replay import ReplayPass
-from kvfold.attend.study import StudyPass
-from kvfold.models.forward_cache import ForwardCache
+from kvfold.passes.captured.step import Step
+from kvfold.passes.decode import DecodePass
 from kvfold.yielding import yield_point
+
+
+class Pass(Protocol):
+    """A pass that reads the tokens of a batch piece by piece: prefill, replay, self-study."""
+
+    def attend(self, layer: int, index: int, q_QTD: Tensor, k_HTD: Tensor, v_HTD: Tensor) -> Tensor:
+        """The next tokens of sequence `index`; returns the attention output [Q, T, D]."""
 
 
 @dataclass(frozen=True)
@@ -29,35 +37,51 @@ class Piece:
     end: int
 
 
-class PassCache(ForwardCache):
-    """For a pass that reads piece after piece."""
+class ForwardCache(HfCache):  # type: ignore[misc]
+    """Has no layers; what `update` returns knows of earlier tokens, so a mask is asked for new ones alone."""
 
-    def __init__(self, current: PrefillPass | ReplayPass | StudyPass, pieces: Sequence[Piece]) -> None:
-        super().__init__()
-        self.current = current
-        self.pieces = list(pieces)  # the part of the packed input that the next call of a layer covers
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
-        return PassHandle(self, layer_idx, key_states[0], value_states[0]), None
+        return _Keys(self, layer_idx, key_states[0], value_states[0]), None
+
+    def attend(self, layer: int, q_QND: Tensor, k_HND: Tensor, v_HND: Tensor) -> Tensor:
+        """The attention output [N, Q, D] of all packed tokens."""
+        raise NotImplementedError
 
 
 @dataclass
-class PassHandle:
-    cache: PassCache
+class _Keys:
+    cache: ForwardCache
     layer: int
     k_HND: Tensor
     v_HND: Tensor
 
     def attend(self, query: Tensor, mask: Tensor | None) -> Tensor:
-        base = self.cache.pieces[0].begin
+        return self.cache.attend(self.layer, query[0], self.k_HND, self.v_HND).unsqueeze(0)
+
+
+class PassCache(ForwardCache):
+    """For a pass that reads piece after piece."""
+
+    def __init__(self, current: Pass, pieces: Sequence[Piece]) -> None:
+        super().__init__()
+        self.current = current
+        self.pieces = list(pieces)  # the part of the packed input that the next call of a layer covers
+
+    def attend(self, layer: int, q_QND: Tensor, k_HND: Tensor, v_HND: Tensor) -> Tensor:
+        base = self.pieces[0].begin
         outs = []
-        for piece in self.cache.pieces:
+        for piece in self.pieces:
             yield_point()
             mine = slice(piece.begin - base, piece.end - base)
-            new = query[0, :, mine], self.k_HND[:, mine], self.v_HND[:, mine]
-            outs.append(self.cache.current.attend(self.layer, piece.index, *new))
+            outs.append(self.current.attend(layer, piece.index, q_QND[:, mine], k_HND[:, mine], v_HND[:, mine]))
         out_QND = outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
-        return out_QND.transpose(0, 1).unsqueeze(0)
+        return out_QND.transpose(0, 1)
 
 
 Call = Callable[[Sequence[int], Sequence[int], PassCache], Any]  # the model over token ids at positions
@@ -70,16 +94,37 @@ class DecodeCache(ForwardCache):
         super().__init__()
         self.step = step
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
-        return DecodeHandle(self.step, layer_idx, key_states[0], value_states[0]), None
+    def attend(self, layer: int, q_QND: Tensor, k_HND: Tensor, v_HND: Tensor) -> Tensor:
+        return self.step.attend_packed(layer, q_QND, k_HND, v_HND)
+
+
+class StepCache(ForwardCache):
+    """For a captured decode step.
+
+    Which layer is running is told by whoever wraps the layers (`turn_to`), not by the index that the model passes: a
+    compiled layer would be compiled anew for every value of that number.
+    """
+
+    def __init__(self, step: Step) -> None:
+        super().__init__()
+        self.step = step
+        self.layer = 0
+
+    def turn_to(self, layer: int) -> None:
+        self.layer = layer
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:
+        return _StepKeys(self, key_states, value_states), None
 
 
 @dataclass
-class DecodeHandle:
-    step: DecodePass
-    layer: int
-    k_HND: Tensor
-    v_HND: Tensor
+class _StepKeys:
+    cache: StepCache
+    key_states: Tensor  # [1, H, N, D]
+    value_states: Tensor
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(self, query: Tensor, mask: Tensor | None) -> Tensor:
-        return self.step.attend_packed(self.layer, query[0], self.k_HND, self.v_HND).unsqueeze(0)
+        """Outside of what is compiled: its operators write to the arena, which a compiler would copy to be safe."""
+        step, layer = self.cache.step, self.cache.layer
+        return step.attend(layer, query[0], self.key_states[0], self.value_states[0]).unsqueeze(0)

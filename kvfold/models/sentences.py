@@ -9,7 +9,7 @@ from torch import nn
 
 from kvfold.errors import PolicyError
 from kvfold.evicted.recall import recall_of
-from kvfold.models.repeat import tokenizer_of
+from kvfold.models.repeat_prompt import tokenizer_of
 from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy
 

@@ -18,10 +18,11 @@ from typing import NamedTuple
 import numpy as np
 
 from kvfold.errors import OutOfPages
-from kvfold.pages.grow import give_pages, put_off
+from kvfold.pages.page_allocation import give_pages, put_off
+from kvfold.pages.places import Ints, Places, SegmentTable, before_in_group
 from kvfold.pages.segment import GROWTH, Segment
+from kvfold.pages.segment_table import segment_table
 from kvfold.pages.sequence import SequenceCache
-from kvfold.pages.table import Ints, Places, SegmentTable, before_in_group, segment_table
 
 
 class Stretches(NamedTuple):

@@ -10,7 +10,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from kvfold.errors import InputError
-from kvfold.pages.rewrite import LayerChange
+from kvfold.pages.change import LayerChange
+from kvfold.pages.compaction import rewrite
 from kvfold.pages.sequence import SequenceCache
 
 
@@ -29,7 +30,7 @@ def _crop_sealed(sequence: SequenceCache, length: int) -> None:
         raise InputError("a cache that recalls evicted slots from the host cannot be cropped; leave recall out")
     _check_windows(sequence, length)
     changes = [_change(sequence, layer, length) for layer in range(sequence.spec.num_layers)]
-    sequence.rewrite(changes, length - sequence.sealed_len)
+    rewrite(sequence, changes, length - sequence.sealed_len)
     sequence.last_compressed_len = min(sequence.last_compressed_len, length)
     if sequence.exact is not None:
         sequence.exact.fill = sequence.exact.committed = min(sequence.exact.fill, length)

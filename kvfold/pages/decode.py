@@ -1,7 +1,7 @@
 """Slots of one layer's pages, decoded run by run; where a codec needs the layer below, its slots are fetched here.
 
 A codec that stores what the layer below does not tell (`needs_below`) is given the same slots of that layer as a
-reader decodes them, in the model's own basis and fp32, or what these tell of its own (codec/lift.py). Both layers hold
+reader decodes them, in the model's own basis and fp32. Both layers hold
 the same slots in the same order, since such a codec is refused where anything is evicted; runs and page sizes may
 differ, so slots are matched by their place in the head's row. The layer below may need its own: each layer of a chain
 decodes all those under it, so `layers=1::2` reads least.
@@ -12,17 +12,14 @@ decodes all those under it, so `layers=1::2` reads least.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvfold.codec.base import Side
+from kvfold.codec.base import SIDES, Side
+from kvfold.pages.extent import Run
 from kvfold.pages.latents import rebuilt_run
-from kvfold.pages.run import Run
-
-if TYPE_CHECKING:
-    from kvfold.pages.layer import LayerPages
+from kvfold.pages.layer import LayerPages
 
 
 def decode_run(pages: LayerPages, run: Run, side: Side, dtype: torch.dtype) -> Tensor:
@@ -43,37 +40,32 @@ def restored_run(pages: LayerPages, run: Run, side: Side, dtype: torch.dtype) ->
     return pages.page_class.codec(side).restore(side, x_ND, pages.state.get(side, {}), row_N)
 
 
-def latest_below(pages: LayerPages, side: Side, counts: Sequence[int], position_N: Tensor) -> Tensor | None:
+def latest_below(pages: LayerPages, counts: Sequence[int]) -> dict[Side, Tensor]:
+    """What the codecs of a layer that is about to be written need of the layer below, which was written before it."""
+    found = {side: _latest_below(pages, side, counts) for side in SIDES}
+    return {side: x_ND for side, x_ND in found.items() if x_ND is not None}
+
+
+def _latest_below(pages: LayerPages, side: Side, counts: Sequence[int]) -> Tensor | None:
     """The last counts[head] slots of the layer below, or what they tell, head after head, if the codec asks for them;
     they are of these positions."""
     if not pages.page_class.codec(side).needs_below or pages.below is None:
         return None
     rows = _rows(pages.below, side)
     latest = [x_nD[len(x_nD) - count :] for x_nD, count in zip(rows, counts, strict=True)]
-    if side not in pages.lifts:
-        return torch.cat(latest)
-    return pages.lifts[side](torch.stack(latest), position_N[: counts[0]], dtype=torch.float64).flatten(0, 1)
+    return torch.cat(latest)
 
 
 def _below_run(pages: LayerPages, run: Run, side: Side) -> Tensor | None:
     """The slots of the layer below in the places of a run's slots; 0 where the run has none."""
     if pages.below is None:
         return None
-    rows = _told(pages, pages.below, side)
+    rows = _rows(pages.below, side)
     below_ND = rows[0].new_zeros(sum(extent.capacity for extent in run.extents), rows[0].shape[1])
     for head, extent, start in zip(run.heads, run.extents, run.starts, strict=True):
         first = pages.place(head, extent)
         below_ND[start : start + extent.length] = rows[head][first : first + extent.length]
     return below_ND
-
-
-def _told(pages: LayerPages, below: LayerPages, side: Side) -> Sequence[Tensor]:
-    """Every head's slots [n, D] of the layer below, or what they tell."""
-    rows = _rows(below, side)
-    if side not in pages.lifts:
-        return rows
-    end = max(run.end_position for run in below.runs())
-    return pages.lifts[side](torch.stack(rows), below.positions(0), end).unbind(0)
 
 
 def _rows(pages: LayerPages, side: Side) -> list[Tensor]:

@@ -10,17 +10,14 @@ the others' shares are fetched by their place in the row.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from kvfold.codec.base import Side
-from kvfold.pages.run import Run
-
-if TYPE_CHECKING:
-    from kvfold.pages.layer import LayerPages
+from kvfold.pages.extent import Run
+from kvfold.pages.layer import LayerPages
 
 
 def rebuilt_run(pages: LayerPages, run: Run, side: Side) -> Tensor:

@@ -14,26 +14,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count as numbers_from
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvfold.codec.base import SIDES, Side, Slots, State
+from kvfold.codec.base import Side, Slots, State
 from kvfold.codec.basis import Basis
-from kvfold.codec.lift import Lift
 from kvfold.pages.arena import Span
-from kvfold.pages.decode import latest_below
+from kvfold.pages.async_copy import row_numbers
+from kvfold.pages.extent import Codes, Extent, Run
 from kvfold.pages.layout import BIAS, POSITION, PageClass
-from kvfold.pages.run import Codes, Extent, Run
+from kvfold.pages.page_summary import Touched, summarise
+from kvfold.pages.places import SegmentTable
 from kvfold.pages.scatter import Place, write
-from kvfold.pages.summary import Touched, summarise
-from kvfold.pages.transfer import row_numbers
-
-if TYPE_CHECKING:
-    from kvfold.pages.table import SegmentTable
-
-__all__ = ["Changes", "Codes", "Extent", "LayerPages", "Run"]
 
 _numbers = numbers_from()
 
@@ -41,8 +34,8 @@ _numbers = numbers_from()
 class Changes:
     """`number` rises whenever slots or pages change, to one that no state of any pages has had before.
 
-    `unwritten`: changes that so far stand in arrays only (pages/table.py). Thousands of heads grow at a seal and nobody
-    looks at their extents until the next prompt, so extents are brought up to date when they are asked for.
+    `unwritten`: changes that so far stand in arrays only (pages/places.py). Thousands of heads grow at a seal and
+    nobody looks at their extents until the next prompt, so extents are brought up to date when they are asked for.
     `table`: the present state as arrays, where somebody has asked for it.
     """
 
@@ -68,8 +61,8 @@ _classes: dict[PageClass, PageClass] = {}
 class LayerPages:
     """Extents per head, and what the codecs learnt (State) when the first slot was sealed.
 
-    `bases`: of sides that are stored as latents; the model's, not the sequence's, as are `lifts`, of sides that the
-    layer below tells of. `below`: that layer in the same segment, where a codec needs it. Layers of a segment share
+    `bases`: of sides that are stored as latents; the model's, not the sequence's.
+    `below`: that layer in the same segment, where a codec needs it. Layers of a segment share
     `changes`.
     """
 
@@ -77,7 +70,6 @@ class LayerPages:
     num_heads: int
     state: dict[Side, State] = field(default_factory=dict)
     bases: Mapping[Side, Basis] = field(default_factory=dict, repr=False, compare=False)
-    lifts: Mapping[Side, Lift] = field(default_factory=dict, repr=False, compare=False)
     below: LayerPages | None = field(default=None, repr=False, compare=False)
     changes: Changes = field(default_factory=Changes, repr=False, compare=False)
     _extents: list[list[Extent]] = field(init=False)
@@ -137,20 +129,26 @@ class LayerPages:
         return torch.cat(found) if found else torch.empty(0, dtype=torch.int32)
 
     def encode(
-        self, k_ND: Tensor, v_ND: Tensor, position_N: Tensor, counts: Sequence[int], bias_N: Tensor | None = None
+        self,
+        k_ND: Tensor,
+        v_ND: Tensor,
+        position_N: Tensor,
+        counts: Sequence[int],
+        bias_N: Tensor | None = None,
+        below: Mapping[Side, Tensor] | None = None,
     ) -> Codes:
         """Codes of flat slots, head after head (counts per head); groups are filled by repeating a head's last slot.
         Without biases, slots that have one get 0.
 
-        A codec that needs the layer below finds the same slots there: layers are written from the bottom up.
+        `below`: the same slots of the layer below, for a codec that needs them (pages/decode.py).
         """
         group, device = self.page_class.group, k_ND.device
-        below = {side: latest_below(self, side, counts, position_N) for side in SIDES}
+        below = below or {}
         if any(count % group for count in counts):
             index_N = _padded(counts, group).to(device)
             k_ND, v_ND, position_N = k_ND[index_N], v_ND[index_N], position_N[index_N]
             bias_N = None if bias_N is None else bias_N[index_N]
-            below = {side: None if x_ND is None else x_ND[index_N] for side, x_ND in below.items()}
+            below = {side: x_ND[index_N] for side, x_ND in below.items()}
             counts = [_up_to(count, group) for count in counts]
         row_N = row_numbers(counts, device)
         codes: Codes = {POSITION.name: position_N.to(torch.int32).unsqueeze(-1)}
@@ -161,7 +159,7 @@ class LayerPages:
         for side, x_ND in sides:
             if side in self.bases:
                 x_ND = self.bases[side].latents(x_ND, position_N, counts)
-            slots = Slots(x_ND, row_N, below[side])
+            slots = Slots(x_ND, row_N, below.get(side))
             fields = self.page_class.codec(side).encode(side, slots, self.state.get(side, {}))
             codes |= {f"{side}.{name}": rows for name, rows in fields.items()}
         return codes
@@ -209,11 +207,13 @@ class LayerPages:
             codes[item.name] = torch.cat(heads)
         return codes
 
-    def truncate(self) -> None:
-        """Forget every slot but keep the pages; used before survivors are written back."""
-        for extents in self.extents:
+    def truncate(self, lens: Sequence[int] | None = None) -> None:
+        """Forget every slot behind the first lens[head] (default: every slot), but keep the pages."""
+        for head, extents in enumerate(self.extents):
+            left = 0 if lens is None else lens[head]
             for extent in extents:
-                extent.length = 0
+                extent.length = min(extent.length, left)
+                left -= extent.length
         self.touch()
 
     def release_unused(self, spare_len: int = 0) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvfold.pages.decode import decode_run, restored_run
-from kvfold.pages.exact import num_exact
+from kvfold.pages.fp_sinks import num_exact
 from kvfold.pages.layer import LayerPages
 from kvfold.pages.sequence import SequenceCache
 

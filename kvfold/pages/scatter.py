@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from kvfold.pages.arena import Span
+from kvfold.pages.async_copy import row_numbers, upload
+from kvfold.pages.extent import Codes
 from kvfold.pages.layout import PageClass
-from kvfold.pages.run import Codes
-from kvfold.pages.transfer import row_numbers, upload
 
 
 class Place(NamedTuple):

@@ -12,12 +12,13 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
+import torch
+
 from kvfold.errors import OutOfPages
 from kvfold.pages.arena import Arena, Span
-from kvfold.pages.layer import Changes, Codes, Extent, LayerPages, Run
+from kvfold.pages.extent import Codes
+from kvfold.pages.layer import Changes, LayerPages
 from kvfold.pages.layout import PageClass
-
-__all__ = ["Codes", "Extent", "LayerPages", "Run", "Segment"]
 
 GROWTH = 8  # a head that grows gets room for 1/8 of what heads hold on average
 TABLE_BYTES = 24  # of an extent: address, pages, length
@@ -56,7 +57,7 @@ class Segment:
     def like(cls, other: Segment) -> Segment:
         """An empty segment with the same page classes and codec states."""
         layers = [
-            LayerPages(layer.page_class, layer.num_heads, dict(layer.state), layer.bases, layer.lifts)
+            LayerPages(layer.page_class, layer.num_heads, dict(layer.state), layer.bases)
             for layer in other.layers
         ]
         return cls(other.arena, layers)
@@ -155,6 +156,36 @@ class Segment:
                 self.arena.take_back(span)
                 spans.remove(span)
             self.spans[page_class] = spans
+
+    def partial_pages(self) -> tuple[list[Codes], list[list[int]]]:
+        """Codes of the slots in the last page of each head, where a reader ranks pages and that page is not full, and
+        how many of each head."""
+        codes, counts = [], []
+        for layer in self.layers:
+            size = layer.page_class.page_size if layer.page_class.reader.chooses else 1
+            rest = [length % size for length in layer.lens]
+            index = [torch.arange(n - r, n, device=self.arena.device) for n, r in zip(layer.lens, rest, strict=True)]
+            codes.append(layer.gather(index))
+            counts.append(rest)
+        return codes, counts
+
+    def append_codes(self, codes: Sequence[Codes], counts: Sequence[Sequence[int]]) -> None:
+        """Slots of every layer, byte for byte, behind the others. Raises OutOfPages before anything changes."""
+        self.reserve(counts)
+        for layer, mine, its_counts in zip(self.layers, codes, counts, strict=True):
+            layer.append(mine, its_counts)
+
+    def append_from(self, other: Segment) -> None:
+        """All slots of another segment. Raises OutOfPages before anything changes."""
+        counts = [layer.lens for layer in other.layers]
+        every = [[torch.arange(n, device=self.arena.device) for n in lens] for lens in counts]
+        codes = [layer.gather(index) for layer, index in zip(other.layers, every, strict=True)]
+        self.append_codes(codes, counts)
+
+    def drop_last(self, counts: Sequence[Sequence[int]]) -> None:
+        """Forget the last counts[layer][head] slots."""
+        for layer, its_counts in zip(self.layers, counts, strict=True):
+            layer.truncate([length - count for length, count in zip(layer.lens, its_counts, strict=True)])
 
     def share(self) -> Segment:
         self.refs += 1

@@ -8,42 +8,28 @@ Logical lengths count tokens seen; stored lengths count slots kept. They never s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvfold.codec.base import Codec, Side
-from kvfold.codec.basis import Basis
-from kvfold.codec.lift import Lift
 from kvfold.core import ModelSpec
 from kvfold.errors import OutOfPages
 from kvfold.evicted.recall import recall_of
 from kvfold.pages.arena import Arena
-from kvfold.pages.arriving import Arriving
-from kvfold.pages.demoted import Demoted
-from kvfold.pages.exact import exact_len
+from kvfold.pages.async_load import Arriving
+from kvfold.pages.host_offload import Demoted
+from kvfold.pages.layer import LayerPages
 from kvfold.pages.layout import PageClass
 from kvfold.pages.open_block import OpenBlock
-from kvfold.pages.pick import PageList
-from kvfold.pages.rewrite import LayerChange, Rewrite
-from kvfold.pages.segment import LayerPages, Segment
+from kvfold.pages.page_config import PageConfig, layer_pages, num_fp_sinks
+from kvfold.pages.page_gather import PageList
+from kvfold.pages.segment import Segment
 from kvfold.pages.sentences import Sentences
 from kvfold.pages.shifts import Shifts
 from kvfold.pages.sidecar import LayerSidecar, Sidecar
 from kvfold.policy.policy import Policy
-
-__all__ = ["LayerChange", "PageConfig", "SequenceCache"]
-
-
-@dataclass(frozen=True)
-class PageConfig:
-    """Page size and open block are independent; a codec's group is its own argument."""
-
-    page_size: int = 16
-    open_len: int = 32
 
 
 @dataclass(eq=False)
@@ -64,14 +50,15 @@ class SequenceCache:
     sentences: Sentences = field(init=False, default_factory=Sentences)
     demoted: Demoted | None = field(init=False)  # what was evicted, where the policy recalls
     arriving: Arriving | None = field(init=False, default=None)  # a stored prefix whose layers are not all there
-    held_bytes: int = field(init=False, default=0)  # of pages that a pass holds beside it (pages/held.py)
+    held_bytes: int = field(init=False, default=0)  # of pages that a pass holds beside it (compress/full_prompt.py)
     is_torn: bool = field(init=False, default=False)  # a change of its pages has begun and not come to its end
     _lists: dict[int, PageList] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.tail = Segment(self.arena, [self._layer_pages(i) for i in range(self.spec.num_layers)])
+        layers = [layer_pages(self.spec, self.policy, self.config, i, self.arena) for i in range(self.spec.num_layers)]
+        self.tail = Segment(self.arena, layers)
         self.open = OpenBlock(self.arena, self.spec, self.config.open_len)
-        if length := exact_len(self.policy, self.spec):
+        if length := num_fp_sinks(self.policy, self.spec):
             try:
                 self.exact = OpenBlock(self.arena, self.spec, length)
             except OutOfPages:
@@ -83,52 +70,6 @@ class SequenceCache:
     def _nothing_demoted(self) -> Demoted | None:
         recall = recall_of(self.policy)
         return None if recall is None else Demoted(recall, self.spec, self.arena.device, self.policy.position.shifts)
-
-    def _layer_pages(self, index: int) -> LayerPages:
-        num_heads = self.spec.layers[index].num_kv_heads
-        return LayerPages(self._page_class(index), num_heads, bases=self._bases(index), lifts=self._lifts(index))
-
-    def _codecs(self, index: int) -> tuple[tuple[Side, Codec], ...]:
-        """Of the sides of a layer that has a choice."""
-        if not self.spec.layers[index].compressible:
-            return ()
-        k, v = self.policy.codec.sides(index, self.spec.num_layers)
-        return ("k", k), ("v", v)
-
-    def _bases(self, index: int) -> dict[Side, Basis]:
-        """Of the sides that a layer stores as latents."""
-        codecs = self._codecs(index)
-        found = {side: codec.basis(side, self.spec, index, self.arena.device) for side, codec in codecs}
-        return {side: basis for side, basis in found.items() if basis is not None}
-
-    def _lifts(self, index: int) -> dict[Side, Lift]:
-        """Of the sides that the layer below tells of."""
-        codecs = self._codecs(index)
-        found = {side: codec.lift(side, self.spec, index, self.arena.device) for side, codec in codecs}
-        return {side: lift for side, lift in found.items() if lift is not None}
-
-    def _page_class(self, index: int) -> PageClass:
-        layer = self.spec.layers[index]
-        if layer.compressible:
-            k, v = self.policy.codec.sides(index, self.spec.num_layers)
-            group = max(k.group("k"), v.group("v"))
-            page_size = -(-self.config.page_size // group) * group
-            reader = self.policy.attend.at(index)
-            biased = self.policy.prefill.evicted.biased
-            widths = {side: basis.width for side, basis in self._bases(index).items()}
-            return PageClass(
-                k,
-                v,
-                layer.head_dim,
-                self.spec.kv_dtype,
-                page_size,
-                reader=reader,
-                has_bias=biased,
-                k_width=widths.get("k"),
-                v_width=widths.get("v"),
-            )
-        native = OpenBlock.page_class(layer.head_dim, self.spec.kv_dtype, 1)
-        return PageClass(native.k, native.v, layer.head_dim, self.spec.kv_dtype, self.config.page_size)
 
     def page_class(self, layer: int) -> PageClass:
         return self.tail.layers[layer].page_class
@@ -185,27 +126,37 @@ class SequenceCache:
         if self.arriving is not None:
             self.arriving.upto(self.spec.num_layers - 1 if layer is None else layer)
 
-    def rewrite(self, changes: Sequence[LayerChange], num_tokens: int, *, decoding: bool = False) -> None:
-        """Seal num_tokens tokens. Memory is found first: OutOfPages leaves the sequence as it was."""
-        Rewrite(self, changes, decoding=decoding).write(num_tokens)
+    def commit_all(self) -> None:
+        """Keep every drafted token."""
+        self.open.commit(self.open.fill - self.open.committed)
 
     def reclaim_tail(self) -> None:
-        """The last segment, once nobody shares it any more, is the tail again: what it holds may move and grow."""
-        if self.segments and self.segments[-1].refs == 1 and self.tail.is_empty:
-            self.tail.release()
-            self.tail = self.segments.pop()
+        """The last segment, once nobody shares it any more, is the tail again: what it holds may move and grow.
+
+        Raises OutOfPages, before anything changes, where the slots of a tail that is not empty find no room in it.
+        """
+        if not self.segments or self.segments[-1].refs > 1:
+            return
+        if not self.tail.is_empty:
+            if not self._splits_pages:
+                return
+            self.segments[-1].append_from(self.tail)
+        self.tail.release()
+        self.tail = self.segments.pop()
 
     def fork(self) -> SequenceCache:
         """A second sequence over the same slots: sealed pages are shared, the open block and sidecar copied."""
         self.arrive()
         branch = SequenceCache(self.arena, self.spec, self.policy, self.config)
+        try:
+            branch.tail = self._freeze_tail()
+        except OutOfPages:
+            branch.release()
+            raise
         branch.open.copy_from(self.open)
         if branch.exact is not None and self.exact is not None:
             branch.exact.copy_from(self.exact)
-        if not self.tail.is_empty:
-            self._freeze_tail()
         branch.segments = [segment.share() for segment in self.segments]
-        branch.tail = Segment.like(self.tail)
         branch.sidecar, branch.sentences = self.sidecar.copy(), self.sentences.copy()
         branch.sealed_len, branch.last_compressed_len = self.sealed_len, self.last_compressed_len
         branch.pinned = list(self.pinned)
@@ -217,14 +168,40 @@ class SequenceCache:
 
     __copy__ = fork
 
-    def _freeze_tail(self) -> None:
-        """What was reserved for growth goes back: a shared segment never grows."""
+    @property
+    def _splits_pages(self) -> bool:
+        """Whether a reader ranks pages, which then must end where they would without a fork."""
+        layers = self.tail.layers
+        ranked = any(layer.page_class.reader.chooses for layer in layers)
+        return ranked and all(layer.page_class.relocatable for layer in layers)
+
+    def _freeze_tail(self) -> Segment:
+        """Make the tail a shared segment, and return a second private tail, for a branch.
+
+        A shared segment never grows, so what was reserved for growth goes back. Where a reader ranks pages, slots of
+        the last, half-filled page of a head are copied on write: each branch goes on filling a page of its own.
+        """
+        rest = self.tail.partial_pages() if self._splits_pages else None
+        tails = [Segment.like(self.tail), Segment.like(self.tail)]
+        if rest is not None:
+            try:
+                for tail in tails:
+                    tail.append_codes(*rest)
+            except OutOfPages:
+                for tail in tails:
+                    tail.release()
+                raise
+            self.tail.drop_last(rest[1])
         for layer in self.tail.layers:
             layer.release_unused()
         self.tail.trim()
-        self.tail.end_len = self.sealed_len
-        self.segments.append(self.tail)
-        self.tail = Segment.like(self.tail)
+        if self.tail.is_empty:
+            self.tail.release()
+        else:
+            self.tail.end_len = self.sealed_len
+            self.segments.append(self.tail)
+        self.tail, other = tails
+        return other
 
     def release(self) -> None:
         """Give everything back; the sequence is over. If it raises, a second call gives back what is left."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvfold.pages.run import Run
+from kvfold.pages.extent import Run
 
 _MOST_PIECES = 4  # attention calls that are cheaper than turning the keys of a row
 

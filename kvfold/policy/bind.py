@@ -16,11 +16,10 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from kvfold.errors import PolicyError
 from kvfold.policy.codecs import CodecPlan, LayerSlice
 from kvfold.policy.defaults import NAMES, default
-from kvfold.policy.names import listing, noun, unknown_name
 from kvfold.policy.parse import Argument, Call, Value
 from kvfold.policy.registry import Term, find, terms
 from kvfold.policy.size import Percent
-from kvfold.policy.spell import literal
+from kvfold.policy.text import listing, literal, noun, unknown_name
 
 _MISMATCH = object()
 _WORDS = {"true": True, "false": False}

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvfold.errors import PolicyError
 from kvfold.policy.bind import missing_arguments
 from kvfold.policy.defaults import default, default_trigger
-from kvfold.policy.names import noun
+from kvfold.policy.parts import PolicyParts
 from kvfold.policy.registry import term_of, terms
 from kvfold.policy.stage import Stage
-
-if TYPE_CHECKING:
-    from kvfold.policy.policy import Policy
+from kvfold.policy.text import noun
 
 
-def check(policy: Policy) -> None:
+def check(policy: PolicyParts) -> None:
     """Raise PolicyError for the first thing that cannot work."""
     for variant in policy.variants:
         _check_arguments(variant)
@@ -25,7 +23,6 @@ def check(policy: Policy) -> None:
     _check_between_chunks(policy.prefill)
     _check_replay(policy)
     _check_fit(policy)
-    _check_attention(policy)
     _check_recall(policy)
     _check_idle_terms(policy)
     _check_codec(policy)
@@ -73,7 +70,7 @@ def _check_trigger(phase: str, stage: Stage) -> None:
         )
 
 
-def _check_idle_terms(policy: Policy) -> None:
+def _check_idle_terms(policy: PolicyParts) -> None:
     if policy.prefill.evicts or policy.decode.evicts:
         return
     for axis in ("budget", "protect", "evicted"):
@@ -95,7 +92,7 @@ def _check_between_chunks(stage: Stage) -> None:
     )
 
 
-def _check_replay(policy: Policy) -> None:
+def _check_replay(policy: PolicyParts) -> None:
     stage = policy.decode
     if not stage.evicts or _name(stage.when) == "never" or stage.score.needs.replay is None:
         return
@@ -107,7 +104,7 @@ def _check_replay(policy: Policy) -> None:
     )
 
 
-def _check_fit(policy: Policy) -> None:
+def _check_fit(policy: PolicyParts) -> None:
     """Fitting needs queries of a prompt that has ended, and readers that know of biases."""
     prefill, decode = policy.prefill, policy.decode
     fits = f"{_name(prefill.evicted)} answers for what is evicted by the queries of a whole prompt"
@@ -132,17 +129,7 @@ def _check_fit(policy: Policy) -> None:
         )
 
 
-def _check_attention(policy: Policy) -> None:
-    for phase, stage in policy.stages():
-        needs = stage.score.needs
-        if stage.evicts and stage.evicted.weighs_attention and not (needs.mass or needs.last_queries or needs.replay):
-            raise PolicyError(
-                f"{_name(stage.evicted)} compares the attention that slots received, and score {_name(stage.score)} of "
-                f"{phase} measures none; use a score that does, such as h2o or snapkv"
-            )
-
-
-def _check_recall(policy: Policy) -> None:
+def _check_recall(policy: PolicyParts) -> None:
     recalling = [stage for _, stage in policy.stages() if stage.evicts and stage.evicted.demotes]
     for stage in recalling:
         if stage.size is not None and stage.size.counts_bytes:
@@ -156,7 +143,7 @@ def _check_recall(policy: Policy) -> None:
         )
 
 
-def _check_codec(policy: Policy) -> None:
+def _check_codec(policy: PolicyParts) -> None:
     plan, native = policy.codec, default("codec")
     if not plan.layers.is_all and plan.k == plan.v == native:
         raise PolicyError(f"layers={plan.layers} has no effect on {_name(native)}; name a codec for these layers")
@@ -171,7 +158,7 @@ def _check_codec(policy: Policy) -> None:
         )
 
 
-def _check_below(policy: Policy) -> None:
+def _check_below(policy: PolicyParts) -> None:
     stacked = [codec for codec in policy.codec.codecs if codec.needs_below]
     if not stacked:
         return
@@ -187,7 +174,7 @@ def _check_below(policy: Policy) -> None:
         )
 
 
-def _check_basis(policy: Policy) -> None:
+def _check_basis(policy: PolicyParts) -> None:
     for codec in (codec for codec in policy.codec.codecs if codec.needs_basis):
         if policy.attend.chooses:
             raise PolicyError(
@@ -201,7 +188,7 @@ def _check_basis(policy: Policy) -> None:
             )
 
 
-def _check_reader(policy: Policy) -> None:
+def _check_reader(policy: PolicyParts) -> None:
     if policy.attend.chooses and policy.position.shifts:
         raise PolicyError(
             f"reader {_name(policy.attend)} judges pages by keys as they are stored, and position "
@@ -209,7 +196,7 @@ def _check_reader(policy: Policy) -> None:
         )
 
 
-def _check_propagation(policy: Policy) -> None:
+def _check_propagation(policy: PolicyParts) -> None:
     """Layers that do not run on every token see no consecutive positions, and store no slot of some tokens."""
     if not policy.propagate.shortens:
         return

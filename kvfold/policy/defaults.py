@@ -17,7 +17,7 @@ from kvfold.policy.registry import AXES, find
 if TYPE_CHECKING:
     from kvfold.policy.size import Size
     from kvfold.score.base import Scorer
-    from kvfold.when import Trigger
+    from kvfold.triggers import Trigger
 
 NAMES = {
     "score": "full",

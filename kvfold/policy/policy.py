@@ -7,38 +7,21 @@ one, `str` writes it with all defaults, `short` without, and `fingerprint` names
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
 
 from kvfold.errors import PolicyError
 from kvfold.policy.check import check
-from kvfold.policy.codecs import CodecPlan
 from kvfold.policy.defaults import load_variants
 from kvfold.policy.parse import parse
-from kvfold.policy.reader import Reader
-from kvfold.policy.registry import nested, term_of
+from kvfold.policy.parts import PolicyParts
+from kvfold.policy.registry import term_of
 from kvfold.policy.resolve import resolve
-from kvfold.policy.spell import term_text
-from kvfold.policy.stage import Stage
-from kvfold.policy.write import canonical, short
-
-if TYPE_CHECKING:
-    from kvfold.position import Position
-    from kvfold.prefill import Propagation
+from kvfold.policy.text import canonical, short, term_text
 
 
 @dataclass(frozen=True)
-class Policy:
-    """`prefill` and `decode` say what is kept in each phase; codec, position, reader and way to prefill are common."""
-
-    prefill: Stage
-    decode: Stage
-    codec: CodecPlan
-    position: Position
-    attend: Reader
-    propagate: Propagation
+class Policy(PolicyParts):
+    """Parts that work together: a combination that cannot is refused when it is made."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -52,26 +35,9 @@ class Policy:
             raise PolicyError(f'a policy is text such as "snapkv + ada + 8x + int4", not {type(source).__name__}')
         load_variants()
         try:
-            return cls(**resolve(parse(source))._asdict())
+            return cls(**vars(resolve(parse(source))))
         except PolicyError as error:
             raise type(error)(f'policy "{_one_line(source)}": {error}') from None
-
-    def stages(self) -> Iterator[tuple[str, Stage]]:
-        """Both phases with their names."""
-        yield "prefill", self.prefill
-        yield "decode", self.decode
-
-    @cached_property
-    def watches_mass(self) -> bool:
-        """Whether attention mass is kept for each slot in a phase."""
-        return any(stage.watches_mass for _, stage in self.stages())
-
-    @property
-    def variants(self) -> tuple[Any, ...]:
-        """Every registered part of the policy, each once, also those that stand inside another."""
-        staged = [part for _, stage in self.stages() for part in stage.variants]
-        outer = (*staged, self.position, *self.codec.codecs, self.attend, self.propagate)
-        return tuple(dict.fromkeys(part for variant in outer for part in nested(variant)))
 
     def __str__(self) -> str:
         """The canonical form: all defaults written out, in the order of the axes."""

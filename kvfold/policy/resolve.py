@@ -7,42 +7,29 @@ belongs to a phase by its kind, so `between_chunks + every(64)` needs no phases.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from kvfold.errors import PolicyError
 from kvfold.policy.bind import bind
 from kvfold.policy.codecs import CodecPlan
 from kvfold.policy.defaults import PHASES, default, default_trigger
-from kvfold.policy.names import listing, noun, nouns
 from kvfold.policy.parse import Call, Phase
-from kvfold.policy.reader import Reader
+from kvfold.policy.parts import PolicyParts
 from kvfold.policy.size import Ratio, Size
 from kvfold.policy.stage import STAGE_AXES, Stage
-
-if TYPE_CHECKING:
-    from kvfold.position import Position
-    from kvfold.prefill import Propagation
+from kvfold.policy.text import listing, noun, nouns
 
 _Level = dict[str, Any]  # axis (for triggers: phase; for the axis named like a phase: "propagate") -> value
 
 
-class Parts(NamedTuple):
-    prefill: Stage
-    decode: Stage
-    codec: CodecPlan
-    position: Position
-    attend: Reader
-    propagate: Propagation
-
-
-def resolve(terms: Iterable[Call | Size | Phase]) -> Parts:
+def resolve(terms: Iterable[Call | Size | Phase]) -> PolicyParts:
     """The parts of a policy, defaults filled in; `check` tells whether they work together."""
     terms = tuple(terms)
     phases = [term for term in terms if isinstance(term, Phase)]
     outer = _level(term for term in terms if not isinstance(term, Phase))
     inner = {name: _inner(name, [phase for phase in phases if phase.name == name]) for name in PHASES}
     native = default("codec")
-    return Parts(
+    return PolicyParts(
         prefill=_stage("prefill", outer | inner["prefill"]),
         decode=_stage("decode", outer | inner["decode"]),
         codec=outer.get("codec", CodecPlan(native, native)),

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from kvfold.policy.size import Size
     from kvfold.protect import Protect
     from kvfold.score.base import Scorer
-    from kvfold.when import Trigger
+    from kvfold.triggers import Trigger
 
 STAGE_AXES = ("score", "budget", "size", "when", "protect", "evicted")
 

@@ -25,9 +25,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
+from kvfold.atomic_io import read_tensors, replacing
 from kvfold.core import LayerSpec, ModelSpec, Rope
 from kvfold.errors import FileError, PolicyError
-from kvfold.whole import read_tensors, replacing
 
 FORMAT = "kvfold-scorer-1"
 MAX_BYTES = 256 << 20

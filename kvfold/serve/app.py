@@ -11,22 +11,22 @@ from typing import Any, TypeVar
 
 from kvfold import __version__
 from kvfold.errors import MissingExtra
-from kvfold.serve.anthropic import check_version, read_count, read_messages
-from kvfold.serve.anthropic_out import MessageWriter
-from kvfold.serve.api_error import ApiError, bad_request
-from kvfold.serve.ask import Ask
-from kvfold.serve.chat import ChatWriter, read_chat
-from kvfold.serve.completions import CompletionWriter, read_completion
-from kvfold.serve.dashboard import Dashboard
-from kvfold.serve.fields import Fields
-from kvfold.serve.guard import Guard, Handler, OnDone
-from kvfold.serve.metrics import CONTENT_TYPE
-from kvfold.serve.openai import OpenAIBody, has_explicit
-from kvfold.serve.plan import anthropic_plan
-from kvfold.serve.responses import ResponseWriter, read_input_tokens, read_response
+from kvfold.serve.api.anthropic import check_version, read_count, read_messages
+from kvfold.serve.api.anthropic_reply import MessageWriter
+from kvfold.serve.api.errors import ApiError, bad_request
+from kvfold.serve.api.openai import OpenAIBody, has_explicit
+from kvfold.serve.api.openai_chat import ChatWriter, read_chat
+from kvfold.serve.api.openai_completions import CompletionWriter, read_completion
+from kvfold.serve.api.openai_responses import ResponseWriter, read_input_tokens, read_response
+from kvfold.serve.api.request import Ask
+from kvfold.serve.api.sse import EventStream, Json, Writer, named, unless_gone, unnamed
+from kvfold.serve.api.strict_json import InvalidJson, parse_json
+from kvfold.serve.api.validation import Fields
+from kvfold.serve.cache.cache_breakpoints import anthropic_plan
+from kvfold.serve.middleware import Guard, Handler, OnDone
+from kvfold.serve.ops.dashboard import Dashboard
+from kvfold.serve.ops.metrics import CONTENT_TYPE
 from kvfold.serve.service import Service, Start
-from kvfold.serve.strict_json import InvalidJson, parse_json
-from kvfold.serve.wire import EventStream, Json, Writer, named, unless_gone, unnamed
 
 try:
     from starlette.applications import Starlette

@@ -19,8 +19,8 @@ from typing import Any, Literal
 from jinja2 import TemplateError
 
 from kvfold.models.special_tokens import SECRET, TextEncoder
-from kvfold.serve.api_error import ApiError, bad_request
-from kvfold.serve.ask import Ask, Block
+from kvfold.serve.api.errors import ApiError, bad_request
+from kvfold.serve.api.request import Ask, Block
 
 _OPEN, _CLOSE = f"\ue002{SECRET}:", "\ue003"
 TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"

@@ -5,22 +5,37 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from kvfold.engine.jobs import Began, Ended, Event, Job, Wrote
+from kvfold.engine.jobs import Began, Ended, Event, Wrote
 from kvfold.errors import KvfoldError, LogitsError
-from kvfold.serve.api_error import ApiError, bad_request
-from kvfold.serve.ask import Ask
-from kvfold.serve.bill import Bill
-from kvfold.serve.calls import Call, CallReader
-from kvfold.serve.plan import Plan
-from kvfold.serve.source import CachedSource, PlainSource
-
-if TYPE_CHECKING:
-    from kvfold.serve.service import Service, Start
+from kvfold.serve.api.errors import ApiError, bad_request
+from kvfold.serve.api.request import Ask
+from kvfold.serve.api.tool_calls import Call, CallReader
+from kvfold.serve.cache.cache_breakpoints import Plan
+from kvfold.serve.cache.source import CachedSource, PlainSource
+from kvfold.serve.cache.usage import Bill
+from kvfold.serve.ops.metrics import Metrics
+from kvfold.serve.ops.request_trace import Trail
 
 _log = logging.getLogger("kvfold.serve")
+
+
+Planner = Callable[[Any, int], Plan]  # places and the least length -> plan
+
+
+@dataclass(frozen=True)
+class Start:
+    """Who asks, since when; `plan_with` decides what is cached, None: nothing."""
+
+    tenant: str
+    at: float
+    plan_with: Planner | None = None
+    scope: str = ""  # what splits the cache further
+    trail: Trail = field(default_factory=Trail)
+    num_bytes: int = 0  # of its body
 
 
 class Events(Protocol):
@@ -34,21 +49,23 @@ class Reply:
 
     def __init__(
         self,
-        service: Service,
         ask: Ask,
         start: Start,
-        job: Job,
         events: Events,
         source: CachedSource | PlainSource,
         plan: Plan,
         *,
+        metrics: Metrics,
+        cancel: Callable[[], None],
+        timeout_s: float,
         is_cut: bool,
     ) -> None:
         self.ask, self.start, self.plan, self.is_cut = ask, start, plan, is_cut
         self.id = secrets.token_hex(12)
         self.end: Ended | None = None
         self.has_calls = False
-        self._service, self._job, self._events, self._source = service, job, events, source
+        self._events, self._source, self._metrics, self._cancel = events, source, metrics, cancel
+        self._timeout_s = timeout_s
         self._is_closed = False
 
     @property
@@ -90,7 +107,7 @@ class Reply:
         if event.reason in ("late", "failed", "cancelled"):
             self._fail(event)
         self.end = event
-        metrics, token_ms = self._service.metrics, self.start.trail.token_ms
+        metrics, token_ms = self._metrics, self.start.trail.token_ms
         metrics.add("kvfold_output_tokens_total", event.num_tokens)
         if token_ms is not None:
             metrics.observe("kvfold_token_seconds", token_ms / 1e3)
@@ -99,7 +116,7 @@ class Reply:
     def _fail(self, event: Ended) -> None:
         if event.reason == "late":
             self.start.trail.end = "late"  # the scheduler may be too busy to say so
-            raise late(self._service.settings.limits.request_s)
+            raise late(self._timeout_s)
         if event.reason == "cancelled":
             raise ApiError(529, "the server is shutting down; send the request again", retry_after_s=1)
         _log.error("request failed", exc_info=event.error, extra={"facts": {"request": self.start.trail.id}})
@@ -110,10 +127,10 @@ class Reply:
         if self._is_closed:
             return
         self._is_closed = True
-        self._service.scheduler.cancel(self._job)
+        self._cancel()
 
     def _note_start(self, event: Began) -> None:
-        metrics, paid = self._service.metrics, self.bill
+        metrics, paid = self._metrics, self.bill
         metrics.add("kvfold_reused_tokens_total", event.num_reused)
         for name, count in (("read", paid.num_read), ("written", paid.num_written), ("plain", paid.num_plain)):
             metrics.add("kvfold_prompt_tokens_total", count, billed=name)

@@ -11,12 +11,12 @@ from kvfold.errors import InputError
 from kvfold.models.loader import Model
 from kvfold.policy.policy import Policy
 from kvfold.serve.connections import BACKLOG
-from kvfold.serve.guard import OnDone
+from kvfold.serve.middleware import OnDone
 from kvfold.serve.server import Server
 from kvfold.serve.service import Service
 from kvfold.serve.settings import Settings
 from kvfold.store import DeviceTier, DiskTier, HostTier, PrefixStore, Quarantine, RedisTier
-from kvfold.store.tier import ByteTier
+from kvfold.store.tiers.base import ByteTier
 
 
 def open_store(

@@ -28,7 +28,7 @@ from typing import NoReturn
 from kvfold.errors import MissingExtra
 from kvfold.serve.app import App
 from kvfold.serve.connections import BACKLOG, Connection, Door, most_connections
-from kvfold.serve.guard import OnDone
+from kvfold.serve.middleware import OnDone
 from kvfold.serve.service import Service
 
 try:

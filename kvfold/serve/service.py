@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,28 +19,27 @@ from kvfold.errors import InputError, ModelError, Overloaded, PolicyError
 from kvfold.models.check import check_policy
 from kvfold.models.loader import Model
 from kvfold.policy.policy import Policy
-from kvfold.serve.api_error import ApiError, bad_request
-from kvfold.serve.ask import Ask
-from kvfold.serve.diagnose import Diagnoses
-from kvfold.serve.entries import Miss
+from kvfold.serve.api.errors import ApiError, bad_request
+from kvfold.serve.api.request import Ask
+from kvfold.serve.cache.cache_breakpoints import Place, Plan, places_of, points_of
+from kvfold.serve.cache.diagnostics import Diagnoses
+from kvfold.serve.cache.entries import Miss
+from kvfold.serve.cache.prompt_cache import Shelf
+from kvfold.serve.cache.source import CachedSource, PlainSource
 from kvfold.serve.inbox import Inbox
-from kvfold.serve.intake import Intake
-from kvfold.serve.metrics import Metrics
-from kvfold.serve.plan import Place, Plan, places_of, points_of
+from kvfold.serve.ops.metrics import Metrics
+from kvfold.serve.ops.recent_requests import Recent
+from kvfold.serve.ops.request_trace import Watched
+from kvfold.serve.preprocess import Intake
 from kvfold.serve.prompt import Prompt, Prompter
-from kvfold.serve.recent import Recent
-from kvfold.serve.reply import Reply, late
+from kvfold.serve.reply import Reply, Start, late
 from kvfold.serve.settings import Settings
-from kvfold.serve.shelf import Shelf
-from kvfold.serve.source import CachedSource, PlainSource
-from kvfold.serve.trail import Trail, Watched
 from kvfold.store.binding import check_reuse, kind_of
-from kvfold.store.form import FORMS, check_form
-from kvfold.store.marks import Marks
+from kvfold.store.cache_markers import Marks
+from kvfold.store.entry.encodings import FORMS, check_form
 from kvfold.store.store import PrefixStore
 
 T = TypeVar("T")
-Planner = Callable[[Any, int], Plan]  # places and the least length -> plan
 
 
 def check_served_form(name: str) -> None:
@@ -53,18 +52,6 @@ def check_served_form(name: str) -> None:
             f"the form {name} loses something: a reply over a stored prefix would differ from one over a computed one; "
             f'use {exact}, or a policy that stores less, such as "full + int4"'
         )
-
-
-@dataclass(frozen=True)
-class Start:
-    """Who asks, since when; `plan_with` decides what is cached, None: nothing."""
-
-    tenant: str
-    at: float
-    plan_with: Planner | None = None
-    scope: str = ""  # what splits the cache further
-    trail: Trail = field(default_factory=Trail)
-    num_bytes: int = 0  # of its body
 
 
 class Service:
@@ -191,7 +178,17 @@ class Service:
             self.scheduler.submit(job)
         except Overloaded as error:
             raise ApiError(529, str(error), retry_after_s=1) from error
-        return Reply(self, ask, start, job, inbox, source, plan, is_cut=num_left < ask.max_tokens)
+        return Reply(
+            ask,
+            start,
+            inbox,
+            source,
+            plan,
+            metrics=self.metrics,
+            cancel=partial(self.scheduler.cancel, job),
+            timeout_s=self.settings.limits.request_s,
+            is_cut=num_left < ask.max_tokens,
+        )
 
     def _source(self, ask: Ask, start: Start, prompt: Prompt) -> tuple[CachedSource | PlainSource, Plan]:
         places = places_of(ask, prompt, f"{start.scope}|{ask.model}")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from kvfold.engine.sample import Sampling
+from kvfold.engine.sampling import Sampling
 from kvfold.errors import InputError
-from kvfold.serve.bill import Price, min_tokens_of
-from kvfold.serve.plan import POINT_TOKENS
+from kvfold.serve.cache.cache_breakpoints import POINT_TOKENS
+from kvfold.serve.cache.usage import Price, min_tokens_of
 
 BODY_BYTES_PER_TOKEN, BODY_BYTES_BESIDE = 32, 64 << 10
 MAX_STOP_CHARS = 1024  # of one stop string

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from threading import Lock
 
 from kvfold.store.key import Key
-from kvfold.store.tier import Clock
+from kvfold.store.tiers.base import Clock
 
 BAD_S = 60.0
 _MAX_COPIES = 1 << 14

@@ -12,7 +12,7 @@ from typing import Any
 from kvfold.core import ModelSpec
 from kvfold.errors import InputError, ModelError, PolicyError
 from kvfold.models.loader import Model
-from kvfold.pages.sequence import PageConfig
+from kvfold.pages.page_config import PageConfig
 from kvfold.policy.policy import Policy
 from kvfold.policy.registry import term_of
 from kvfold.store.key import Binding, Kind, digest_text

@@ -62,8 +62,8 @@ class Binding:
 
     `pages` is empty where page sizes change nothing of what is stored. `prefill_len` are the tokens a layer ran at a
     time: other shapes round differently, and a hit has to be bitwise what would have been computed. `form` is that of
-    `kvfold.store.form`: what lost something in it is served to nobody who asked for another. `signer` names the secret
-    that entries are signed with: stores of different secrets leave each other's entries alone.
+    `kvfold.store.entry.encodings`: what lost something in it is served to nobody who asked for another. `signer` names
+    the secret that entries are signed with: stores of different secrets leave each other's entries alone.
     """
 
     kind: Kind

@@ -7,13 +7,13 @@ from itertools import groupby
 
 from kvfold.pages.layer import LayerPages
 from kvfold.pages.sequence import SequenceCache
-from kvfold.store.arrival import Arrival, SetAside, blaming, losing
-from kvfold.store.cascade import Copy
-from kvfold.store.entry import EntryReader, Fault, Fields
-from kvfold.store.form import FORMS, Likes
+from kvfold.store.async_load import Arrival, SetAside, blaming, losing
+from kvfold.store.entry.encodings import FORMS, Likes
+from kvfold.store.entry.format import EntryReader, Fault, Fields
+from kvfold.store.entry.slots import likes_of
+from kvfold.store.entry.snapshot import put_back
 from kvfold.store.key import Binding
-from kvfold.store.slots import likes_of
-from kvfold.store.snapshot import put_back
+from kvfold.store.tiers.cascade import Copy
 
 
 class Loader:

@@ -10,25 +10,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from kvfold.errors import InputError, OutOfPages, PrefixLost
 from kvfold.models.loader import Model
-from kvfold.pages.sequence import PageConfig, SequenceCache
+from kvfold.pages.page_config import PageConfig
+from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy
-from kvfold.store.device import DeviceTier
-from kvfold.store.entry import Fields, encode
+from kvfold.store.context import StoreContext
+from kvfold.store.entry.encodings import FORMS
+from kvfold.store.entry.format import Fields, encode
+from kvfold.store.entry.slots import copy_prefix, read_slots
+from kvfold.store.entry.snapshot import take
 from kvfold.store.events import Event, Reason
-from kvfold.store.form import FORMS
 from kvfold.store.key import Binding, Key, chunk_keys, snapshot_keys
-from kvfold.store.ledger import Lease
 from kvfold.store.load import Loader
-from kvfold.store.reading import Reading
-from kvfold.store.slots import copy_prefix, read_slots
-from kvfold.store.snapshot import take
-
-if TYPE_CHECKING:
-    from kvfold.store.store import PrefixStore
+from kvfold.store.lookup import Reading
+from kvfold.store.tiers.device import DeviceTier
+from kvfold.store.tiers.eviction import Lease
 
 Ttl = Literal["5m", "1h"] | float
 _TTL_S = {"5m": 300.0, "1h": 3600.0}
@@ -52,7 +51,7 @@ class Hit:
 class Prefixes:
     """Made by `PrefixStore.prefixes`; used by the thread that runs the model."""
 
-    def __init__(self, store: PrefixStore, model: Model, policy: Policy, config: PageConfig, binding: Binding) -> None:
+    def __init__(self, store: StoreContext, model: Model, policy: Policy, config: PageConfig, binding: Binding) -> None:
         self.binding = binding
         self._store = store
         self._model, self._policy, self._config = model, policy, config
@@ -71,13 +70,6 @@ class Prefixes:
     def has_chunks(self) -> bool:
         """Whether any whole chunk can be reused, not only what was saved at exactly some marker."""
         return self.binding.kind == "chunks"
-
-    @property
-    def is_bitwise(self) -> bool:
-        """Whether a run over a hit rounds exactly as one without: hits then end where the run's chunks do, or at a
-        marker, where the run stops too."""
-        ends_agree = self.binding.chunk_len % self.binding.prefill_len == 0
-        return self.has_chunks and self._form.is_exact and ends_agree
 
     def stops(self, num_tokens: int, markers: Sequence[int] | None = None) -> list[int]:
         """Lengths at which a prompt of so many tokens is to be saved, ascending: at least one token is left to run."""

@@ -20,9 +20,9 @@ from torch import Tensor
 from kvfold.codec.base import SIDES, Side
 from kvfold.codec.bases import Bases, SideBasis
 from kvfold.errors import InputError
+from kvfold.models.kv_gradients import Watched, watch
 from kvfold.models.loader import Model
-from kvfold.models.progress import Report, silent
-from kvfold.models.watched import Watched, watch
+from kvfold.models.pull.progress import Report, silent
 from kvfold.train.traces import MIN_LEN
 
 

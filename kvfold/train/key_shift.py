@@ -19,7 +19,7 @@ from torch.nn.functional import cosine_similarity
 from kvfold.budget.heads import HeadProfile
 from kvfold.errors import InputError
 from kvfold.models.loader import Model
-from kvfold.models.progress import Report, silent
+from kvfold.models.pull.progress import Report, silent
 from kvfold.pages.read import stored_slots
 from kvfold.session import Session
 

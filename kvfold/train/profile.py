@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from kvfold.budget.heads import HeadProfile
 from kvfold.errors import InputError
 from kvfold.models.loader import Model
-from kvfold.models.progress import Report, silent
+from kvfold.models.pull.progress import Report, silent
 from kvfold.session import Session
 
 WINDOW, SINKS = 32, 4

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError
 from kvfold.models.loader import Model
-from kvfold.models.progress import Report, silent
+from kvfold.models.pull.progress import Report, silent
 from kvfold.score.predictor import LayerPredictor, Predictor
 from kvfold.train.fit import Fitting, Quality, fit_layer, judge
 from kvfold.train.traces import TEACHER, Examples, joined, trace

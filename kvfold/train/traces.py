@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvfold.attend.prefill import PrefillPass
+from kvfold.compress.view import build_view
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError
 from kvfold.evicted.base import Asked
-from kvfold.pages.view import build_view
+from kvfold.passes.prefill import PrefillPass
 from kvfold.policy.policy import Policy
 from kvfold.score.base import Replay, Scorer, View
 from kvfold.score.predictor import features

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from kvfold.core import ModelSpec, Rope
+from kvfold.pages.change import LayerChange
+from kvfold.pages.compaction import rewrite
 from kvfold.pages.read import stored_slots
-from kvfold.pages.sequence import LayerChange, SequenceCache
+from kvfold.pages.sequence import SequenceCache
 
 Layers = Sequence[tuple[Tensor, Tensor, Tensor]]
 
@@ -75,7 +77,7 @@ def seal_some(sequence: SequenceCache, layers: Layers, share: float, seed: int) 
         position_HT = torch.arange(sequence.sealed_len, sequence.sealed_len + k.shape[1]).expand(keep_HT.shape)
         counts = keep_HT.sum(-1).tolist()
         changes.append(LayerChange(k[keep_HT], v[keep_HT], position_HT[keep_HT], counts))
-    sequence.rewrite(changes, layers[0][1].shape[1])
+    rewrite(sequence, changes, layers[0][1].shape[1])
 
 
 def part(layers: Layers, start: int, end: int) -> list[tuple[Tensor, Tensor, Tensor]]:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvfold.attend import fused
-from kvfold.attend.fused import fused_with_bias
-from kvfold.attend.partial import attend, attend_reference
+from kvfold.attend import sdpa as fused
+from kvfold.attend.lse_merge import attend, attend_reference
+from kvfold.attend.sdpa import fused_with_bias
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

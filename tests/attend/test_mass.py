@@ -10,9 +10,10 @@ from collections import defaultdict
 import pytest
 import torch
 
-from kvfold.attend.decode import DecodePass, seal
+from kvfold.compress.seal import seal
 from kvfold.pages.read import stored_slots
 from kvfold.pages.sequence import SequenceCache
+from kvfold.passes.decode import DecodePass
 from tests.attend.reference import Layers, causal, part, weights
 from tests.pages.tiny import decode, new_sequence, prefill, random_layers, tiny_spec
 
@@ -62,7 +63,7 @@ def zero() -> Mass:
 
 def follow(sequence: SequenceCache, layers: Layers, at: int, expected: Mass) -> None:
     """One committed decode step, compared before and after."""
-    step = DecodePass([sequence])  # seals what does not fit: only then is it known what the step will see
+    step = DecodePass.begin([sequence])  # seals what does not fit: only then is it known what the step will see
     assert_same(sequence, expected)
     add_map(expected, sequence, part(layers, at, at + 1))
     for i, qkv in enumerate(part(layers, at, at + 1)):
@@ -124,7 +125,7 @@ def test_a_slot_does_not_inherit_from_a_draft_that_rolled_back() -> None:
         sequence = new_sequence(f"h2o + 1000tok + {SMALL}", SPEC, open_len=8)
         prefill(sequence, part(layers, 0, 40))
         if num_drafted:
-            draft = DecodePass([sequence], num_drafted)
+            draft = DecodePass.begin([sequence], num_drafted)
             for i, qkv in enumerate(part(layers, 40, 40 + num_drafted)):
                 draft.attend(i, 0, *qkv)
             draft.finish()

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvfold.attend.decode import DecodePass
 from kvfold.attend.quest import Quest, upper_bound
 from kvfold.core import ModelSpec
 from kvfold.errors import PolicyError
 from kvfold.models.check import check_policy
-from kvfold.pages.dump import dump, restore
-from kvfold.pages.exact import num_exact
+from kvfold.pages.fp_sinks import num_exact
 from kvfold.pages.read import decode_run, stored_slots
 from kvfold.pages.sequence import SequenceCache
+from kvfold.pages.serialize import dump, restore
+from kvfold.passes.decode import DecodePass
 from kvfold.policy import Policy
 from kvfold.policy.registry import terms
 from kvfold.stats import measure
@@ -105,7 +105,7 @@ def tokens_for(codec: str, num_pages: int) -> int:
 def test_a_step_reads_the_pages_of_largest_bound(codec: str) -> None:
     layers = random_layers(SPEC, 200)
     sequence = mixed(f"full + {codec} + quest(tokens={tokens_for(codec, 3)}, skip_layers=0)", layers)
-    step = DecodePass([sequence])
+    step = DecodePass.begin([sequence])
     for i, (q, k, v) in enumerate(layers):
         new = q[:, 197:198], k[:, 197:198], v[:, 197:198]
         expected = expected_step(sequence, i, *new, count=3)
@@ -115,7 +115,7 @@ def test_a_step_reads_the_pages_of_largest_bound(codec: str) -> None:
 def test_every_token_of_a_draft_chooses_for_itself() -> None:
     layers = random_layers(SPEC, 200)
     sequence = mixed("full + int8 + quest(tokens=12, skip_layers=0)", layers)
-    step = DecodePass([sequence], 3)
+    step = DecodePass.begin([sequence], 3)
     q, k, v = (x[:, 197:200] for x in layers[0])
     best = [[best_pages(sequence, 0, head, q[2 * head : 2 * head + 2, t], 3) for t in range(3)] for head in range(3)]
     assert all(pages.count(pages[0]) < 3 for pages in best)
@@ -160,7 +160,7 @@ def test_a_needle_is_found_among_a_thousand_tokens(where: int) -> None:
     sequence = new_sequence("full + quest(tokens=4, skip_layers=0)", spec)
     prefill(sequence, [(k.repeat(2, 1, 1), k, v)])
     q, nothing = (8 * needle).expand(2, 1, 16), torch.zeros(1, 1, 16)
-    found = DecodePass([sequence]).attend(0, 0, q, nothing, nothing)
+    found = DecodePass.begin([sequence]).attend(0, 0, q, nothing, nothing)
     torch.testing.assert_close(found, torch.arange(16.0).expand(2, 1, 16), atol=1e-3, rtol=0)
     assert measure(sequence).bytes_per_step < measure_full(spec, k, v) / 3
 

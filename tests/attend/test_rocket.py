@@ -11,13 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvfold.attend.chosen import choose
-from kvfold.attend.decode import DecodePass
+from kvfold.attend.rabitq import products, rotate, sketch
 from kvfold.attend.rocket import Rocket
-from kvfold.attend.sketch import products, rotate, sketch
+from kvfold.attend.topk import choose
 from kvfold.errors import PolicyError
 from kvfold.pages.arena import Arena
-from kvfold.pages.sequence import LayerChange, PageConfig, SequenceCache
+from kvfold.pages.change import LayerChange
+from kvfold.pages.compaction import rewrite
+from kvfold.pages.page_config import PageConfig
+from kvfold.pages.sequence import SequenceCache
+from kvfold.passes.decode import DecodePass
 from kvfold.policy import Policy
 from kvfold.policy.reader import PageView
 from kvfold.stats import measure
@@ -137,7 +140,7 @@ def test_a_needle_is_found_among_a_thousand_tokens(where: int, codec: str) -> No
     sequence = new_sequence(f"full + {codec} + rocket(tokens=16)", spec)
     prefill(sequence, [(k.repeat(2, 1, 1), k, v)])
     nothing = torch.zeros(1, 1, 64)
-    found = DecodePass([sequence]).attend(0, 0, needle.expand(2, 1, 64), nothing, nothing)
+    found = DecodePass.begin([sequence]).attend(0, 0, needle.expand(2, 1, 64), nothing, nothing)
     atol = {"fp8": 2.0, "int4": 4.5}.get(codec, 0.5)  # of the values
     torch.testing.assert_close(found, torch.arange(64.0).expand(2, 1, 64), atol=atol, rtol=0)
 
@@ -149,7 +152,7 @@ def test_every_token_of_a_draft_chooses_for_itself() -> None:
     for sequence in (alone, draft):
         prefill(sequence, [(q[:, :100], k[:, :100], v[:, :100]) for q, k, v in layers])
     singly = [decode(alone, layers, at) for at in range(100, 103)]
-    step = DecodePass([draft], 3)
+    step = DecodePass.begin([draft], 3)
     for i, (q, k, v) in enumerate(layers):
         together = step.attend(i, 0, q[:, 100:103], k[:, 100:103], v[:, 100:103])
         for t, one in enumerate(singly):
@@ -172,7 +175,7 @@ def sealed(policy: str, num_slots: int, num_tokens: int) -> SequenceCache:
     sequence = SequenceCache(Arena(64 << 20), spec, Policy.parse(policy), PageConfig())
     x_ND = torch.zeros(2 * num_slots, 64, dtype=torch.bfloat16)
     position_N = torch.arange(num_slots).repeat(2)
-    sequence.rewrite([LayerChange(x_ND, x_ND, position_N, [num_slots, num_slots])], num_tokens)
+    rewrite(sequence, [LayerChange(x_ND, x_ND, position_N, [num_slots, num_slots])], num_tokens)
     return sequence
 
 

@@ -9,15 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvfold.attend.decode import DecodePass
-from kvfold.attend.prefill import PrefillPass
 from kvfold.core import Rope
 from kvfold.pages import shifts
+from kvfold.pages.change import LayerChange
+from kvfold.pages.compaction import rewrite
 from kvfold.pages.read import stored_slots
-from kvfold.pages.sequence import LayerChange, SequenceCache
+from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.shifts import Piece, find_pieces
+from kvfold.passes.decode import DecodePass
+from kvfold.passes.prefill import PrefillPass
 from tests.attend.reference import causal, part, turned, weights
-from tests.attend.test_stored import mixed
+from tests.attend.test_paged import mixed
 from tests.pages.tiny import decode, new_sequence, prefill, random_layers, rope, tiny_spec
 
 ROPES = {
@@ -53,7 +55,7 @@ def test_random_gaps(kind: str, codec: str) -> None:
     spec = tiny_spec(num_heads=3, group=2, head_dim=32, turned=ROPES[kind])
     layers = random_layers(spec, 100)
     sequence = mixed(codec, spec, layers, position="slot")
-    step = DecodePass([sequence], 2)
+    step = DecodePass.begin([sequence], 2)
     for i, qkv in enumerate(part(layers, 93, 95)):
         expected = closed_up(sequence, i, ROPES[kind], *qkv)
         torch.testing.assert_close(step.attend(i, 0, *qkv), expected, atol=3e-5, rtol=1e-4)
@@ -68,11 +70,11 @@ def test_sinks_and_a_window(kind: str) -> None:
     prefill(sequence, part(layers, 0, 60))
     for at in range(60, 75):
         decode(sequence, layers, at)
-    step = DecodePass([sequence])
+    step = DecodePass.begin([sequence])
     for i, qkv in enumerate(part(layers, 75, 76)):
         expected = closed_up(sequence, i, ROPES[kind], *qkv)
         torch.testing.assert_close(step.attend(i, 0, *qkv), expected, atol=3e-5, rtol=1e-4)
-    current = PrefillPass([sequence], [10])
+    current = PrefillPass.begin([sequence], [10])
     for i, qkv in enumerate(part(layers, 75, 85)):
         expected = closed_up(sequence, i, ROPES[kind], *qkv)
         torch.testing.assert_close(current.attend(i, 0, *qkv), expected, atol=3e-5, rtol=1e-4)
@@ -98,11 +100,11 @@ def test_a_uniform_run_may_stand_at_unequal_places() -> None:
     _, k, v = layers[0]
     prefill(sequence, part(layers, 0, 20))
     branch = sequence.fork()  # as long as it lives, the segment is shared
-    DecodePass([sequence]).attend(0, 0, *part(layers, 20, 21)[0])  # the segment's shifts are 0 then, and no longer
+    DecodePass.begin([sequence]).attend(0, 0, *part(layers, 20, 21)[0])  # its shifts are 0 then, and no longer
     seal_heads(sequence, k[:, 20:40], v[:, 20:40], ([0, 1, 19], list(range(8, 20))))
     assert branch.segments == sequence.segments and sequence.segments[0].layers[0].runs()[0].is_uniform
     assert sequence.stored_lens(0) == [23, 32]
-    step = DecodePass([sequence])
+    step = DecodePass.begin([sequence])
     qkv = part(layers, 40, 41)[0]
     expected = closed_up(sequence, 0, rope(32), *qkv)
     torch.testing.assert_close(step.attend(0, 0, *qkv), expected, atol=3e-5, rtol=1e-4)
@@ -125,7 +127,7 @@ def test_shifts_are_found_once_until_slots_change(monkeypatch: pytest.MonkeyPatc
     seen = []
     for at in range(60, 73):
         for one in (sequence, branch):
-            step = DecodePass([one])
+            step = DecodePass.begin([one])
             for i, qkv in enumerate(part(layers, at + (one is branch), at + 1 + (one is branch))):
                 expected = closed_up(one, i, rope(32), *qkv)
                 torch.testing.assert_close(step.attend(i, 0, *qkv), expected, atol=3e-5, rtol=1e-4)
@@ -140,4 +142,4 @@ def seal_heads(sequence: SequenceCache, k: Tensor, v: Tensor, stay: tuple[list[i
     """Seal the next tokens of a one-layer model, head by head those at `stay`."""
     position = torch.tensor([sequence.sealed_len + at for head in stay for at in head])
     k_ND, v_ND = (torch.cat([x[head, index] for head, index in enumerate(stay)]) for x in (k, v))
-    sequence.rewrite([LayerChange(k_ND, v_ND, position, [len(head) for head in stay])], k.shape[1])
+    rewrite(sequence, [LayerChange(k_ND, v_ND, position, [len(head) for head in stay])], k.shape[1])

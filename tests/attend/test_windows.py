@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvfold.attend.decode import DecodePass
 from kvfold.pages.sequence import SequenceCache
+from kvfold.passes.decode import DecodePass
 from tests.attend.reference import full_attention, part
 from tests.pages.tiny import decode, new_sequence, prefill, random_layers, tiny_spec
 
@@ -65,7 +65,7 @@ def test_drafts_see_their_window(window: int) -> None:
     sequence = new_sequence("full", spec, open_len=9)
     prefill(sequence, part(layers, 0, 20))
     decode(sequence, layers, 20)
-    found = DecodePass([sequence], 6).attend(0, 0, *part(layers, 21, 27)[0])
+    found = DecodePass.begin([sequence], 6).attend(0, 0, *part(layers, 21, 27)[0])
     expected = full_attention(spec, 0, *part(layers, 0, 27)[0])[:, 21:]
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
 

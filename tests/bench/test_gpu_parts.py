@@ -11,7 +11,7 @@ from benchmarks import gpu_decode
 from benchmarks.gpu_common import floor_ms, kv_bytes, llama, random_tokens, weight_bytes
 from benchmarks.gpu_fill import arena_bytes, copied, describe, fill, filled, head_lengths, open_bytes, slot_bytes
 from benchmarks.gpu_prefill import prompt_flops
-from kvfold.engine.graphs import graphs_of
+from kvfold.engine.cuda_graphs import graphs_of
 from kvfold.engine.runner import Runner
 from kvfold.models.attach import attach
 from kvfold.pages.arena import Arena

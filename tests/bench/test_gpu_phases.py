@@ -10,10 +10,10 @@ import torch
 
 from benchmarks.gpu_common import llama, random_tokens
 from benchmarks.gpu_phases import Phases, gaps, prefill_phases
-from kvfold.attend.prefill import PrefillPass
 from kvfold.engine.runner import Runner
 from kvfold.models.attach import attach
 from kvfold.pages.arena import Arena
+from kvfold.passes.prefill import PrefillPass
 from kvfold.policy.policy import Policy
 from tests.bench.test_gpu_parts import SMALL
 

@@ -11,7 +11,7 @@ from kvfold.bench.answers import answer
 from kvfold.bench.lanes import Job, Lanes
 from kvfold.bench.prompts import Prompt
 from kvfold.bench.record import TOO_SMALL
-from kvfold.engine.graphs import Graphs
+from kvfold.engine.cuda_graphs import Graphs
 from kvfold.engine.runner import Runner
 from kvfold.models.loader import Model
 from tests.bench.runs import SMALL

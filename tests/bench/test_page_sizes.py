@@ -14,7 +14,7 @@ from benchmarks.page_sizes import AXES, Sizes, all_sizes, bytes_row, fill, one_a
 from kvfold.engine.runner import Runner
 from kvfold.models.loader import Model
 from kvfold.pages.arena import SUPERBLOCK_BYTES
-from kvfold.pages.sequence import PageConfig
+from kvfold.pages.page_config import PageConfig
 from tests.tiny import build, tokenizer
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ from typing import NoReturn
 import pytest
 from torch import Tensor
 
-from kvfold.bench.matched import resident_bytes
+from kvfold.bench.byte_matching import resident_bytes
 from kvfold.bench.record import TOO_SMALL
 from kvfold.bench.shard import Shard
 from kvfold.bench.sizes import Cell, Place, Sized, Sizes, cells, share_of

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from kvfold.serve.keys import key_digest
-from kvfold.store.disk import DiskTier
-from kvfold.store.entry import encode
-from kvfold.store.ledger import Lease
-from kvfold.store.remote import RedisTier
-from kvfold.store.secret import VARIABLE, signer_of
+from kvfold.serve.auth import key_digest
+from kvfold.store.entry.format import encode
+from kvfold.store.entry.signing import VARIABLE, signer_of
+from kvfold.store.tiers.disk import DiskTier
+from kvfold.store.tiers.eviction import Lease
+from kvfold.store.tiers.redis import RedisTier
 from tests.cli.conftest import Call
 from tests.store.common import BINDING, CHUNK, entry_files, make_entry, make_key
 from tests.store.servers import RedisServer

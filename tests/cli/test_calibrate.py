@@ -32,21 +32,6 @@ def test_single_heads_serve_policies_that_evict(call: Call, folder: Path, docume
     assert used.code == 0, used.err
 
 
-def test_lifts_serve_aqua(call: Call, folder: Path, document: Path, tmp_path: Path) -> None:
-    out = tmp_path / "lifts.safetensors"
-    measure = ("calibrate", "--model", folder, "--text", document, *SMALL, "--for", "aqua", "--out", out)
-    done = call(*measure)
-    assert done.code == 0, done.err
-    assert [line.split()[0] for line in done.out.splitlines()[:2]] == ["layer", "1"]
-    question = ("--context", document, "--ask", "why?", "--max-new-tokens", 3)
-    used = call("run", "--model", folder, *question, "--policy", f'aqua("{out}")', "--json")
-    assert used.code == 0, used.err
-    (layer,) = json.loads(call(*measure, "--json").out)["layers"]
-    assert layer["layer"] == 1 and 0 < layer["k"] <= 1 and 0 < layer["v"] <= 1
-    refused = call(*measure, "--heads", 2)
-    assert refused.code == 2 and "--heads is for palu" in refused.err
-
-
 def test_bad_input_is_one_line(call: Call, folder: Path, document: Path, tmp_path: Path) -> None:
     out = ("--out", tmp_path / "bases.safetensors")
     long = call("calibrate", "--model", folder, "--text", document, "--length", 5000, *out)

@@ -11,7 +11,7 @@ import pytest
 from kvfold.cli.policies import add_parser
 from kvfold.errors import PolicyError
 from kvfold.policy import Policy
-from kvfold.policy.explain import explain
+from kvfold.policy.describe import explain
 from kvfold.policy.registry import terms
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import kvfold
 from kvfold.cli.run import split_policies
-from kvfold.pages.sequence import PageConfig
+from kvfold.pages.page_config import PageConfig
 from tests.cli.conftest import Call
 
 ASK = "what of the sea?"

@@ -14,7 +14,7 @@ import pytest
 
 from kvfold.cli.main import build_parser, main
 from kvfold.cli.serve import make_settings
-from kvfold.serve.keys import key_digest
+from kvfold.serve.auth import key_digest
 from tests import tiny
 
 pytest.importorskip("uvicorn")

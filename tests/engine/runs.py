@@ -8,7 +8,8 @@ from functools import cache
 from kvfold.engine.generate import Request, generate
 from kvfold.engine.runner import Runner
 from kvfold.models.loader import Model
-from kvfold.pages.sequence import PageConfig, SequenceCache
+from kvfold.pages.page_config import PageConfig
+from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.bind import missing_arguments
 from kvfold.policy.policy import Policy
 from kvfold.policy.registry import terms

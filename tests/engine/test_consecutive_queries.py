@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from kvfold.compress import view as views
+from kvfold.compress.view import NewSlots
 from kvfold.models.loader import Model
-from kvfold.pages import view as views
 from kvfold.pages.sidecar import LayerSidecar
-from kvfold.pages.view import NewSlots
 from kvfold.score.base import Needs, View
 from kvfold.session import Session
 from tests.engine.runs import make_runner, make_sequence

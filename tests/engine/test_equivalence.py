@@ -12,7 +12,7 @@ from kvfold.engine.generate import Request, generate
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError
 from kvfold.models.loader import Model
-from kvfold.pages.rewrite import Rewrite
+from kvfold.pages.compaction import Rewrite
 from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.bind import missing_arguments
 from kvfold.policy.policy import Policy

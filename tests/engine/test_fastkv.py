@@ -13,15 +13,15 @@ from torch import Tensor
 from torch.nn import functional
 
 import kvfold
-from kvfold.attend.prefill import PrefillPass
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError, PolicyError
 from kvfold.models.check import check_policy
 from kvfold.models.loader import Model
+from kvfold.passes.prefill import PrefillPass
 from kvfold.policy import Policy
-from kvfold.prefill import FastKV, of_new
 from kvfold.score.base import Needs
 from kvfold.store.binding import check_reuse, kind_of
+from kvfold.token_pruning import FastKV, of_new
 from tests.engine.runs import Shared, kept, make_runner, make_sequence, prefill_and_generate
 from tests.score.views import make_view
 from tests.tiny import build, prompt

@@ -24,7 +24,7 @@ import kvfold
 from kvfold.engine import scheduler as module
 from kvfold.engine.jobs import Begin, Ended, Event
 from kvfold.engine.runner import Runner
-from kvfold.engine.sample import Sampling
+from kvfold.engine.sampling import Sampling
 from kvfold.engine.scheduler import Scheduler
 from kvfold.errors import LogitsError, Overloaded
 from kvfold.models.loader import Model

@@ -14,27 +14,24 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from kvfold.attend.partial import Merge
-from kvfold.attend.stored import add_stored
+from kvfold.attend.lse_merge import Merge
+from kvfold.attend.paged import add_stored
 from kvfold.engine.runner import Runner
-from kvfold.errors import ModelError, PolicyError
-from kvfold.evicted import Asked, Fit, Pool, Refit, Survivors
+from kvfold.errors import ModelError
+from kvfold.evicted import Asked, Fit, Refit, Survivors
 from kvfold.models.attach import attach
-from kvfold.models.cache import Cache
 from kvfold.models.loader import Model
-from kvfold.models.questions import question_ids
-from kvfold.models.repeat import repeat_request
-from kvfold.pages import staged
+from kvfold.models.repeat_prompt import repeat_request
+from kvfold.models.self_study_questions import question_ids
 from kvfold.pages.arena import Arena
 from kvfold.pages.read import stored_slots
 from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy
-from tests.engine.runs import Shared, make_runner, make_sequence, prefill_and_generate
+from tests.engine.runs import make_runner, make_sequence, prefill_and_generate
 from tests.tiny import build, prompt
 
 LENGTH = 150
 FITTED = "kvzip(chunk=64) + global + 3x + fit(tokens=50)"
-PURSUED = "kvzip(chunk=64) + global + 3x + fit(tokens=50, keys=pursuit)"
 
 
 @contextmanager
@@ -168,7 +165,7 @@ def test_prompt_queries_are_the_last_and_see_what_was_before_them(model: Model) 
     assert bool((asked.share_HN == 1.0).all())
 
 
-@pytest.mark.parametrize("policy", [FITTED, "knorm + 3x + fit(prompt, tokens=60)", f"{FITTED} + int8", PURSUED])
+@pytest.mark.parametrize("policy", [FITTED, "knorm + 3x + fit(prompt, tokens=60)", f"{FITTED} + int8"])
 def test_what_is_stored_answers_as_it_was_fitted(model: Model, policy: str) -> None:
     """The reader honours biases: over the pages, queries get the fitted outputs and log-sum-exps."""
     with fits() as seen:
@@ -217,8 +214,6 @@ def test_keys_and_choice_are_those_of_dropping(model: Model) -> None:
         FITTED,
         "keydiff + ada + 3x + fit(prompt, tokens=40)",
         f"{FITTED} + int4",
-        "keydiff + ada + 3x + fit(prompt, tokens=40, keys=pursuit)",
-        f"{PURSUED} + int4",
     ],
 )
 def test_reading_on_leaves_what_is_sealed(model: Model, policy: str) -> None:
@@ -246,8 +241,6 @@ def test_one_prefill_serves_fitted_and_other_policies(model: Model) -> None:
         "kvzip(chunk=64) + global + 3x + fit(tokens=20)",
         "keydiff + 3x + fit(tokens=50)",
         "keydiff + 3x + fit(prompt, tokens=50) + int4",
-        "keydiff + ada + 6x + protect(recent=0) + fit(prompt, tokens=50, keys=pursuit)",
-        PURSUED,
         "tova + 3x",
     ]
     runner, ids = make_runner(model, 40), prompt(LENGTH)
@@ -263,106 +256,7 @@ def test_one_prefill_serves_fitted_and_other_policies(model: Model) -> None:
 
 
 def test_a_ragged_batch_is_single_runs(model: Model) -> None:
-    policies = [PURSUED, "keydiff + ada + 2x + fit + int4", "full", "prefill(knorm + 60tok + fit(prompt))"]
+    policies = [FITTED, "keydiff + ada + 2x + fit + int4", "full", "prefill(knorm + 60tok + fit(prompt))"]
     prompts = [prompt(140 + 9 * i, seed=i) for i in range(4)]
     alone = [prefill_and_generate(model, [policy], [ids])[0] for policy, ids in zip(policies, prompts, strict=True)]
     assert prefill_and_generate(model, policies, prompts, chunk_len=48) == alone
-
-
-@pytest.mark.parametrize("budget", ["uniform", "ada", "global"])
-def test_a_pursuit_keeps_as_many_slots_of_each_head_but_others(model: Model, budget: str) -> None:
-    """Half are the best by score; the others come from four times as many."""
-    by_score = f"kvzip(chunk=64) + {budget} + protect(recent=0) + 8x + fit(tokens=50)"
-    with fits() as seen:
-        pursued = read(model, f"{by_score[:-1]}, keys=pursuit)", prompt(LENGTH))
-    wide, plain = read(model, by_score.replace("8x", "2.9x"), prompt(LENGTH)), read(model, by_score, prompt(LENGTH))
-    pairs = [(layer, head) for layer in range(3) for head in range(2)]
-    mine, theirs, pool = (
-        [set(stored_slots(sequence, layer, torch.float32).position[head].tolist()) for layer, head in pairs]
-        for sequence in (pursued, plain, wide)
-    )
-    assert [len(slots) for slots in mine] == [len(slots) for slots in theirs] == [len(s.k_SD) for _, s, _ in seen]
-    assert mine != theirs
-    for a, b in zip(mine, theirs, strict=True):
-        assert {0, 1, 2, 3} <= a and len(a & b) >= 4 + (len(a) - 4) // 2
-    if budget == "uniform":  # 8 slots are for the open block, and 52 - 8 are four times 19 - 8
-        assert all(a <= b for a, b in zip(mine, pool, strict=True))
-    for sequence in (pursued, plain, wide):
-        sequence.release()
-
-
-def test_what_is_held_for_a_pursuit_is_bounded(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what stays, and by the most that a head may hold, which cuts its pool and not what stays."""
-    held: list[tuple[int, int]] = []
-    choose = Fit.choose
-
-    def watching(self: Fit, asked: Asked, heads: Sequence[Survivors], pools: Sequence[Pool]) -> list[Tensor]:
-        held.extend((len(pool.score_S), pool.num_stay) for pool in pools)
-        return choose(self, asked, heads, pools)
-
-    monkeypatch.setattr(Fit, "choose", watching)
-    policy = "kvzip(chunk=64) + global + protect(recent=0) + 8x + fit(tokens=50, keys=pursuit)"
-    read(model, policy, prompt(LENGTH)).release()
-    assert len(held) == 6 and all(num == min(4 * count, LENGTH - LENGTH % 8) for num, count in held)
-    held.clear()
-    monkeypatch.setattr(staged, "_MOST_POOLED", 12)
-    read(model, policy, prompt(LENGTH)).release()
-    assert all(num == max(count, min(4 * count, 12)) for num, count in held) and any(num > count for num, count in held)
-
-
-def test_attention_mass_follows_what_a_pursuit_chose(model: Model) -> None:
-    """Of slots that stay, in their order: what they received is the same whoever chose them."""
-    before = "prefill(kvzip(chunk=64) + ada + 3x + fit(tokens=50{})) + decode(h2o + 70tok)"
-    plain, pursued = (read(model, before.format(keys), prompt(LENGTH)) for keys in ("", ", keys=pursuit"))
-
-    def received(sequence: SequenceCache, layer: int, head: int) -> dict[int, float]:
-        mass_HS = sequence.sidecar.layers[layer].mass_HS
-        assert mass_HS is not None
-        position_S = stored_slots(sequence, layer, torch.float32).position[head]
-        return dict(zip(position_S.tolist(), mass_HS[head].tolist(), strict=False))
-
-    for layer, head in [(layer, head) for layer in range(3) for head in range(2)]:
-        first, second = received(plain, layer, head), received(pursued, layer, head)
-        common = first.keys() & second.keys()
-        assert first.keys() != second.keys() and {p: first[p] for p in common} == {p: second[p] for p in common}
-    for sequence in (plain, pursued):
-        sequence.release()
-
-
-def test_forks_share_biases(model: Model) -> None:
-    sequence = read(model, FITTED, prompt(LENGTH))
-    branch = sequence.fork()
-    assert all(map(torch.equal, biases(branch), biases(sequence)))
-    for one in (branch, sequence):
-        one.release()
-
-
-def test_biases_are_counted(model: Model) -> None:
-    """Four bytes a slot, in the page and in what sizes by bytes allow."""
-    runner = make_runner(model)
-    plain, fitted = make_sequence(runner, "kvzip + 3x + int4"), make_sequence(runner, "kvzip + 3x + int4 + fit")
-    assert fitted.page_class(0).bytes_per_slot == plain.page_class(0).bytes_per_slot + 4
-    for one in (plain, fitted):
-        one.release()
-
-
-def test_a_layer_with_a_sliding_window_has_no_biases(shared: Shared) -> None:
-    model = shared("gemma3")
-    with fits() as seen:
-        sequence = read(model, FITTED, prompt(LENGTH))
-    assert len(seen) == 2  # one layer of three sees everything
-    assert [sequence.page_class(i).has_bias for i in range(3)] == [False, True, False]
-    sequence.release()
-
-
-def test_a_drop_in_cache_fits_to_the_prompt_alone(model: Model) -> None:
-    with pytest.raises(PolicyError, match="its fit reads the prompt a second time"):
-        Cache(model.hf, "keydiff + 3x + fit")
-    cache = Cache(model.hf, "keydiff + 3x + fit(prompt, tokens=40)", page_size=4, open_len=8)
-    ids = prompt(LENGTH)
-    with torch.inference_mode():
-        model.hf(torch.tensor([ids]), past_key_values=cache)
-    session = read(model, "keydiff + 3x + fit(prompt, tokens=40)", ids)
-    torch.testing.assert_close(biases(cache.sequences[0]), biases(session), atol=1e-4, rtol=1e-3)
-    session.release()
-    cache.reset()

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvfold.attend.replay import ReplayPass
 from kvfold.engine.replay import Replays
 from kvfold.engine.runner import Runner
 from kvfold.errors import ModelError, OutOfPages, PolicyError
 from kvfold.models.cache import Cache
 from kvfold.models.check import check_policy
-from kvfold.models.hidden import hidden_norms
+from kvfold.models.hidden_norms import hidden_norms
 from kvfold.models.loader import Model
-from kvfold.models.repeat import repeat_request
+from kvfold.models.repeat_prompt import repeat_request
 from kvfold.pages.sequence import SequenceCache
+from kvfold.passes.replay import ReplayPass
 from kvfold.policy import Policy
 from kvfold.score import KVzip, KVzipPlus, View
 from tests.engine.runs import Shared, kept, make_runner, make_sequence, prefill_and_generate

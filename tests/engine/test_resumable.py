@@ -16,8 +16,8 @@ from kvfold.engine.runner import Runner
 from kvfold.errors import OutOfPages
 from kvfold.models.loader import Model
 from kvfold.models.spec import attention_modules, decoder_layers
-from kvfold.pages.dump import dump
 from kvfold.pages.sequence import SequenceCache
+from kvfold.pages.serialize import dump
 from kvfold.yielding import yield_point
 from tests import tiny
 from tests.engine.runs import make_runner, make_sequence

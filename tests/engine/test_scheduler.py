@@ -15,7 +15,7 @@ import torch
 from kvfold.engine.generate import Request, generate
 from kvfold.engine.jobs import Began, Ended, Event, Job, Wrote
 from kvfold.engine.runner import Runner
-from kvfold.engine.sample import Sampling
+from kvfold.engine.sampling import Sampling
 from kvfold.engine.scheduler import Scheduler
 from kvfold.errors import InputError, OutOfPages, Overloaded
 from kvfold.models.loader import Model

@@ -11,16 +11,15 @@ from pathlib import Path
 import pytest
 
 from kvfold.budget.heads import HeadProfile
+from kvfold.compress.view import size_facts
 from kvfold.core import ModelSpec
 from kvfold.errors import KvfoldError, PolicyError, SizeError
 from kvfold.models.loader import Model
-from kvfold.pages.view import size_facts
 from kvfold.policy.policy import Policy
 from kvfold.policy.registry import terms
 from kvfold.session import Session
 from kvfold.stats import Stats
 from tests.codec.bases import random_bases
-from tests.codec.lifts import random_lifts
 from tests.tiny import prompt
 
 Policy.parse("full")  # loads the variants
@@ -34,23 +33,21 @@ FIXED = "after_prefill + never"  # where slots cannot be moved
 @pytest.fixture
 def files(model: Model, tmp_path: Path) -> dict[str, str]:
     """Terms that want a file, with one."""
-    heads, bases, lifts = tmp_path / "heads.json", tmp_path / "bases", tmp_path / "lifts"
+    heads, bases = tmp_path / "heads.json", tmp_path / "bases"
     num_heads = model.spec.layers[0].num_kv_heads
     needs = [tuple((1 + head) / 2 ** (2 * i + 1) for head in range(num_heads)) for i in range(model.spec.num_layers)]
     HeadProfile(model.name, model.weights_digest, "by hand", tuple(needs)).write(heads)
     random_bases(model.spec, 1).write(bases)
-    random_lifts(model.spec).write(lifts)
     return {
         "profile": f'profile(file="{heads}")',
         "palu": f'palu("{bases}", rank=0.5)',
-        "aqua": f'aqua("{lifts}")',
     }
 
 
 def codec_text(name: str, draw: random.Random, files: dict[str, str]) -> str:
     """Of all layers, of some, or of one side alone."""
     text = files.get(name, name)
-    if name in ("native", "minicache", "aqua") or draw.random() < 0.3:
+    if name in ("native", "minicache") or draw.random() < 0.3:
         return text
     layers = draw.choice(["layers=:1", "layers=1:", "layers=:2", "layers=2:"])
     return text.replace(")", f", {layers})") if ")" in text else f"{text}({layers})"

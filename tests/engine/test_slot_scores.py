@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvfold.attend.partial import Merge
-from kvfold.attend.stored import add_stored
+from kvfold.attend.lse_merge import Merge
+from kvfold.attend.paged import add_stored
+from kvfold.compress import view as views
+from kvfold.compress.view import NewSlots
 from kvfold.models.loader import Model
-from kvfold.pages import view as views
 from kvfold.pages.sidecar import LayerSidecar
-from kvfold.pages.view import NewSlots
 from kvfold.score.base import Needs, View
 from kvfold.session import Session
 from tests.tiny import prompt

@@ -18,11 +18,11 @@ from torch import Tensor
 import kvfold
 from kvfold.engine.generate import Request, generate
 from kvfold.engine.runner import Runner
-from kvfold.engine.sample import Sampling
+from kvfold.engine.sampling import Sampling
 from kvfold.engine.speculate import Drafter
 from kvfold.errors import InputError
 from kvfold.models.loader import Model
-from kvfold.pages.dump import dump
+from kvfold.pages.serialize import dump
 from kvfold.session import Reply, Session
 from tests.engine.runs import Shared, kept, make_runner, make_sequence
 from tests.tiny import VOCAB_SIZE, prompt

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from kvfold.core import LayerSpec
 from kvfold.errors import PolicyError
-from kvfold.evicted import Asked, Fit, Survivors, asked, fit, least_squares
-from kvfold.evicted.asked import ask
+from kvfold.evicted import Asked, Fit, Survivors, fit, least_squares
+from kvfold.evicted import calibration_targets as asked
+from kvfold.evicted.calibration_targets import ask
 from kvfold.evicted.least_squares import boxed_ridge, ridge
-from kvfold.evicted.padded import batches
+from kvfold.evicted.ragged import batches
 from kvfold.policy import Policy
 from kvfold.score.base import Replay, View
 

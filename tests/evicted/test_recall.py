@@ -16,7 +16,7 @@ from kvfold.models.loader import Model
 from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy
 from kvfold.session import Session
-from kvfold.store.snapshot import put_back, take
+from kvfold.store.entry.snapshot import put_back, take
 from tests.engine.runs import make_runner, make_sequence, scorers
 from tests.tiny import build, greedy, prompt, ready
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import kvfold
-from kvfold.engine.graphs import graphs_of
+from kvfold.engine.cuda_graphs import graphs_of
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError, ModelError
 from kvfold.models.attach import NAME, arena_of, is_attached, layers_wrapped, set_arena

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from kvfold.models.home import model_folder
+from kvfold.models.chat_template import ChatTemplate
+from kvfold.models.conversation import Turns
+from kvfold.models.pull.home import model_folder
 from kvfold.models.special_tokens import TextEncoder
-from kvfold.models.template import ChatTemplate
-from kvfold.models.turns import Turns
-from kvfold.serve.ask import Ask, Block
+from kvfold.serve.api.request import Ask, Block
 from kvfold.serve.prompt import Prompter
 from tests.serve.running import TOOL_TEMPLATE
 from tests.serve.templates import QWEN, SMOLLM2, TRIMMING, im_tokenizer

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from kvfold.pages.append import append_blocks, lacks_room, make_room, make_room_ahead, num_ahead
 from kvfold.pages.arena import Arena
+from kvfold.pages.places import COLUMNS, SegmentTable
+from kvfold.pages.segment_table import segment_table
 from kvfold.pages.sequence import SequenceCache
-from kvfold.pages.table import COLUMNS, SegmentTable, segment_table
 from tests.pages.tiny import SMALL_BLOCK, fill, new_sequence, stored_tokens, tiny_spec
 
 SPEC = tiny_spec(num_layers=3, num_heads=2)

@@ -12,9 +12,9 @@ import torch
 
 from kvfold.errors import PolicyError
 from kvfold.models.check import check_policy
-from kvfold.pages.dump import dump, restore
 from kvfold.pages.read import stored_slots
 from kvfold.pages.sequence import SequenceCache
+from kvfold.pages.serialize import dump, restore
 from kvfold.policy import Policy, registry
 from kvfold.policy.defaults import load_variants
 from kvfold.policy.registry import register

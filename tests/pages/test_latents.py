@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvfold.attend.kernels.step import layout_of
 from kvfold.codec import Palu
-from kvfold.pages.dump import dump, restore
 from kvfold.pages.read import decode_run, stored_slots
 from kvfold.pages.sequence import SequenceCache
+from kvfold.pages.serialize import dump, restore
+from kvfold.passes.captured.step import layout_of
 from kvfold.stats import measure
 from tests.attend.reference import Layers, part, read_attention
 from tests.codec.bases import random_bases

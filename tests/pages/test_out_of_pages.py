@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvfold.attend.decode import seal
-from kvfold.attend.prefill import PrefillPass
+from kvfold.compress.seal import seal
 from kvfold.errors import OutOfPages
 from kvfold.pages.arena import Arena, Span
 from kvfold.pages.layout import PageClass
 from kvfold.pages.open_block import OpenBlock
 from kvfold.pages.sequence import SequenceCache
+from kvfold.passes.prefill import PrefillPass
 from tests.pages.test_codes import codes
 from tests.pages.tiny import SMALL_BLOCK, decode, new_sequence, prefill, random_layers, tiny_spec
 
@@ -152,7 +152,7 @@ def test_evicting_from_a_private_tail_needs_no_memory() -> None:
 
 def read_together(sequences: list[SequenceCache], followers: list[SequenceCache]) -> None:
     """One pass over 30 more tokens of each; followers read what the first one reads."""
-    current = PrefillPass(sequences, [30] * len(sequences), followers=followers)
+    current = PrefillPass.begin(sequences, [30] * len(sequences), followers=followers)
     for i in range(SPEC.num_layers):
         for index, sequence in enumerate(sequences):
             current.attend(i, index, *part(sequence.sealed_len, sequence.sealed_len + 30)[i])

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from kvfold.codec import Codec, Kivi4, Native
 from kvfold.pages.arena import Arena, Span
+from kvfold.pages.extent import Codes
 from kvfold.pages.layout import PageClass
-from kvfold.pages.run import Codes
 from kvfold.pages.scatter import Place, write
 
 Drawn = list[tuple[int, int, int]]  # span, slots left free before the place, slots of the place

@@ -17,7 +17,8 @@ from torch import Tensor
 from kvfold.codec import Bf16, Int4, Kivi4, Native
 from kvfold.errors import OutOfPages
 from kvfold.pages.arena import Arena
-from kvfold.pages.layer import Extent, LayerPages
+from kvfold.pages.extent import Extent
+from kvfold.pages.layer import LayerPages
 from kvfold.pages.layout import PageClass
 from kvfold.pages.segment import Segment
 from tests.pages.tiny import SMALL_BLOCK

@@ -17,13 +17,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvfold.attend.decode import seal
+from kvfold.compress.seal import seal
+from kvfold.compress.view import NewSlots
 from kvfold.core import ModelSpec
 from kvfold.errors import OutOfPages
 from kvfold.pages.arena import Arena
+from kvfold.pages.change import LayerChange
+from kvfold.pages.compaction import rewrite
 from kvfold.pages.segment import Segment
-from kvfold.pages.sequence import LayerChange, SequenceCache
-from kvfold.pages.view import NewSlots
+from kvfold.pages.sequence import SequenceCache
 from tests.pages.tiny import SMALL_BLOCK, fill, new_sequence, readable, tiny_spec, tokens_of
 
 WINDOW = 6
@@ -169,7 +171,7 @@ class SequenceMachine(RuleBasedStateMachine):
                 change = some_of(change, stay, [len(expected.sealed[i, h]) for h in (0, 1)])
             changes.append(change)
         try:
-            sequence.rewrite(changes, count, decoding=decoding)
+            rewrite(sequence, changes, count, decoding=decoding)
         except OutOfPages:
             return
         sequence.open.drop_committed()

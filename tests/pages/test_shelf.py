@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvfold.pages.shelf import Shelf
+from kvfold.pages.host_offload import Shelf
 
 
 def shelf() -> Shelf:

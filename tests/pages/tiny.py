@@ -13,12 +13,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvfold.attend.decode import DecodePass
-from kvfold.attend.prefill import PrefillPass
 from kvfold.core import LayerSpec, ModelSpec, Rope
 from kvfold.pages.arena import Arena
+from kvfold.pages.page_config import PageConfig
 from kvfold.pages.read import stored_slots
-from kvfold.pages.sequence import PageConfig, SequenceCache
+from kvfold.pages.sequence import SequenceCache
+from kvfold.passes.decode import DecodePass
+from kvfold.passes.prefill import PrefillPass
 from kvfold.policy.policy import Policy
 
 SMALL_BLOCK = 4096
@@ -79,7 +80,7 @@ def readable(spec: ModelSpec, layer: int, start: int, num_tokens: int) -> Tensor
 def fill(sequence: SequenceCache, num_tokens: int, *, seen_len: int | None = None, compress: bool = True) -> None:
     """A prefill pass over readable slots."""
     spec = sequence.spec
-    current = PrefillPass([sequence], [num_tokens], None if seen_len is None else [seen_len], compress=compress)
+    current = PrefillPass.begin([sequence], [num_tokens], None if seen_len is None else [seen_len], compress=compress)
     for i, layer in enumerate(spec.layers):
         k = readable(spec, i, sequence.sealed_len, num_tokens)
         current.attend(i, 0, k.repeat_interleave(layer.group, 0), k, -k)
@@ -89,7 +90,7 @@ def fill(sequence: SequenceCache, num_tokens: int, *, seen_len: int | None = Non
 
 def step(sequence: SequenceCache, num_tokens: int = 1, *, commit: bool = True) -> None:
     """A decode step over readable slots."""
-    spec, current = sequence.spec, DecodePass([sequence], num_tokens)
+    spec, current = sequence.spec, DecodePass.begin([sequence], num_tokens)
     for i, layer in enumerate(spec.layers):
         k = readable(spec, i, sequence.logical_len, num_tokens)
         current.attend(i, 0, k.repeat_interleave(layer.group, 0), k, -k)
@@ -137,7 +138,7 @@ def prefill(
 ) -> list[Tensor]:
     """One layer-major pass over random tensors, in chunks of the given lengths; outputs [Q, T, D] of every layer."""
     num_tokens = layers[0][0].shape[1]
-    current = PrefillPass([sequence], [num_tokens], compress=compress)
+    current = PrefillPass.begin([sequence], [num_tokens], compress=compress)
     outs = []
     for i, (q, k, v) in enumerate(layers):
         pieces = zip(*(x.split(list(chunks or [num_tokens]), dim=1) for x in (q, k, v)), strict=True)
@@ -149,7 +150,7 @@ def prefill(
 
 def decode(sequence: SequenceCache, layers: Sequence[tuple[Tensor, Tensor, Tensor]], at: int) -> list[Tensor]:
     """One committed decode step with token `at` of random tensors; outputs [Q, 1, D]."""
-    current = DecodePass([sequence])
+    current = DecodePass.begin([sequence])
     outs = [current.attend(i, 0, *(x[:, at : at + 1] for x in qkv)) for i, qkv in enumerate(layers)]
     current.finish()
     sequence.open.commit(1)

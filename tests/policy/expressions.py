@@ -15,7 +15,7 @@ from kvfold.policy.defaults import load_variants
 from kvfold.policy.parse import Call, parse
 from kvfold.policy.registry import Term, terms
 from kvfold.policy.size import Percent
-from kvfold.policy.spell import literal
+from kvfold.policy.text import literal
 
 load_variants()
 _PHASES = ("prefill", "decode")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvfold.policy import Policy
-from kvfold.policy.explain import explain
+from kvfold.policy.describe import explain
 from kvfold.policy.registry import find
 
 

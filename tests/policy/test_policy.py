@@ -17,7 +17,7 @@ from kvfold.policy.size import Ratio, Tokens
 from kvfold.position import Keep, Slot
 from kvfold.protect import Protect
 from kvfold.score import Full, KNorm, SnapKV
-from kvfold.when import AfterPrefill, BetweenChunks, Every, Never, OnOverflow
+from kvfold.triggers import AfterPrefill, BetweenChunks, Every, Never, OnOverflow
 
 
 def _triggers(text: str) -> tuple[str, str]:

@@ -94,7 +94,7 @@ def test_a_drop_in_cache_is_refused(model: Model) -> None:
 
 
 def test_a_model_without_tokenizer_is_refused(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvfold.models import repeat
+    from kvfold.models import repeat_prompt as repeat
 
     monkeypatch.setattr(repeat, "_tokenizers", {})
     with pytest.raises(PolicyError, match="came without a tokenizer"):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from http.client import HTTPConnection
 from typing import Any
 
-from kvfold.serve.keys import key_digest
+from kvfold.serve.auth import key_digest
 from tests.serve.running import Running
 
 SECRET = "the cat sat on the mat and ate a hat "

@@ -14,13 +14,13 @@ import anthropic
 import openai
 
 from kvfold.models.loader import Model
-from kvfold.serve.guard import OnDone
+from kvfold.serve.middleware import OnDone
 from kvfold.serve.run import service_of
 from kvfold.serve.server import Server
 from kvfold.serve.service import Service
 from kvfold.serve.settings import Limits, Settings
 from kvfold.store import DeviceTier, DiskTier, HostTier, PrefixStore, RedisTier
-from kvfold.store.tier import ByteTier
+from kvfold.store.tiers.base import ByteTier
 from tests import tiny
 
 CHUNK_LEN = 16

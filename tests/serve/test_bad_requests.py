@@ -293,7 +293,7 @@ def test_an_exception_in_a_stream_ends_it_with_an_error_in_the_vendors_shape(
     def broken(*_: Any) -> None:
         raise RecursionError("a secret")
 
-    monkeypatch.setattr("kvfold.serve.calls.CallReader.add", broken)
+    monkeypatch.setattr("kvfold.serve.api.tool_calls.CallReader.add", broken)
     answer = call(server, path, {**BODIES[path], "stream": True})
     assert answer.status == 200
     assert '"the server failed; its log says why"' in answer.text

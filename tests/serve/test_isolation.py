@@ -18,8 +18,8 @@ from kvfold.serve.settings import Settings
 from kvfold.store import HostTier, PrefixStore
 from tests.serve.asking import TENANTS, get, send
 from tests.serve.running import Running, running, tool_model
+from tests.store.entry.test_signing import SECRET, forge
 from tests.store.servers import RedisServer
-from tests.store.test_secret import SECRET, forge
 
 LONG = "the cat sat on the mat and looked at the other cat that sat there " * 3
 KEY = {"x-api-key": "key-b"}

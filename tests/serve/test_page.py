@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from kvfold.serve.bill import Price
+from kvfold.serve.cache.usage import Price
 from tests.serve.asking import SECRET, TENANTS, send
 from tests.serve.browser import CHROMIUM, Page, browser
+from tests.serve.ops.test_dashboard import NUM_HEADS, NUM_LAYERS
 from tests.serve.running import running, tool_model
-from tests.serve.test_dashboard import NUM_HEADS, NUM_LAYERS
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 

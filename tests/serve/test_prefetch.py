@@ -6,7 +6,7 @@ from pathlib import Path
 from threading import Event, Thread
 
 from kvfold.engine.jobs import Job
-from kvfold.serve.source import PlainSource
+from kvfold.serve.cache.source import PlainSource
 from tests.serve.running import Running, running, tool_model
 from tests.serve.test_restart import ask
 

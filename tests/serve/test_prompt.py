@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from kvfold.models.home import model_folder
-from kvfold.serve.api_error import ApiError
-from kvfold.serve.ask import Ask, Block
+from kvfold.models.pull.home import model_folder
+from kvfold.serve.api.errors import ApiError
+from kvfold.serve.api.request import Ask, Block
 from kvfold.serve.prompt import Prompter
 from tests import tiny
 from tests.serve.running import TOOL_TEMPLATE

@@ -8,8 +8,8 @@ from typing import Any
 import anthropic
 import pytest
 
-from kvfold.serve.bill import Price
-from kvfold.serve.keys import key_digest
+from kvfold.serve.auth import key_digest
+from kvfold.serve.cache.usage import Price
 from tests.serve.running import Running, diagnostics, running, tool_model, typed
 
 MARK: Any = {"type": "ephemeral"}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvfold.models import special_tokens
-from kvfold.serve.ask import Ask, Block
+from kvfold.serve.api.request import Ask, Block
 from kvfold.serve.prompt import Prompter
 from tests.serve.templates import QWEN, im_tokenizer
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvfold.serve.ask import Ask, Block
+from kvfold.serve.api.request import Ask, Block
 from kvfold.serve.prompt import Prompt, Prompter
 from tests import tiny
 from tests.serve.running import TOOL_TEMPLATE

@@ -21,14 +21,14 @@ from kvfold.engine.runner import Runner
 from kvfold.engine.task import Task
 from kvfold.models.loader import Model
 from kvfold.policy.policy import Policy
-from kvfold.serve.ask import Ask, Block
-from kvfold.serve.plan import Mark, Place, Plan, anthropic_plan, openai_plan, places_of, points_of
+from kvfold.serve.api.request import Ask, Block
+from kvfold.serve.cache.cache_breakpoints import Mark, Place, Plan, anthropic_plan, openai_plan, places_of, points_of
+from kvfold.serve.cache.prompt_cache import Shelf
+from kvfold.serve.cache.source import CachedSource, PlainSource
 from kvfold.serve.prompt import Prompter
-from kvfold.serve.shelf import Shelf
-from kvfold.serve.source import CachedSource, PlainSource
 from kvfold.store import DeviceTier, DiskTier, HostTier, PrefixStore
-from kvfold.store.marks import Marks
-from kvfold.store.tier import ByteTier
+from kvfold.store.cache_markers import Marks
+from kvfold.store.tiers.base import ByteTier
 from tests.serve.running import running, tool_model
 
 SYSTEM = "You keep the log of a lighthouse. Answer in one line, and name the day. " * 2

@@ -13,7 +13,7 @@ import anthropic
 import openai
 import pytest
 
-from kvfold.serve.keys import key_digest
+from kvfold.serve.auth import key_digest
 from kvfold.serve.settings import Limits
 from tests.serve.asking import get, until
 from tests.serve.running import Running, running, tool_model

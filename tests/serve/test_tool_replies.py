@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 
 from kvfold.engine.jobs import Began, Ended, Event, Job, Wrote
-from kvfold.serve.anthropic import MessagesBody
-from kvfold.serve.anthropic_out import MessageWriter
-from kvfold.serve.ask import Ask, Block
-from kvfold.serve.chat import ChatWriter
-from kvfold.serve.openai import OpenAIBody
-from kvfold.serve.plan import Plan
+from kvfold.serve.api.anthropic import MessagesBody
+from kvfold.serve.api.anthropic_reply import MessageWriter
+from kvfold.serve.api.openai import OpenAIBody
+from kvfold.serve.api.openai_chat import ChatWriter
+from kvfold.serve.api.openai_responses import ResponseWriter
+from kvfold.serve.api.request import Ask, Block
+from kvfold.serve.cache.cache_breakpoints import Plan
+from kvfold.serve.cache.source import PlainSource
 from kvfold.serve.reply import Reply
-from kvfold.serve.responses import ResponseWriter
 from kvfold.serve.service import Service, Start
 from kvfold.serve.settings import Settings
-from kvfold.serve.source import PlainSource
 from tests import tiny
 
 TEXT = 'I look.\n<tool_call>{"name": "look", "arguments": {"at": "é"}}</tool_call>'

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from kvfold.engine.runner import Runner
 from kvfold.models.loader import Model
-from kvfold.pages.sequence import PageConfig, SequenceCache
+from kvfold.pages.page_config import PageConfig
+from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy
-from kvfold.store.entry import encode
+from kvfold.store.entry.format import encode
 from kvfold.store.key import Binding, Key
-from kvfold.store.ledger import Lease
 from kvfold.store.prefixes import Hit, Prefixes
 from kvfold.store.store import PrefixStore
+from kvfold.store.tiers.eviction import Lease
 
 CHUNK = 16
 PAGES = PageConfig(page_size=4, open_len=8)

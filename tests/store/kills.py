@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from kvfold.store.disk import DiskTier
-from kvfold.store.entry import EntryReader
+from kvfold.store.entry.format import EntryReader
 from kvfold.store.key import Key
-from kvfold.store.ledger import Lease
+from kvfold.store.tiers.disk import DiskTier
+from kvfold.store.tiers.eviction import Lease
 from tests.store.common import BINDING, make_entry, make_key
 
 LIMIT = 1 << 20

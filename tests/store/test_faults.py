@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvfold.engine.reuse import prefill_reusing
 from kvfold.models.loader import Model
 from kvfold.store import DiskTier, HostTier, PrefixStore, Quarantine
+from tests.engine.reusing import prefill_reusing
 from tests.engine.runs import Shared
 from tests.store.common import CHUNK, cold_logits, entry_files, make_key, make_prefixes, make_runner, overwrite
 from tests.tiny import prompt, ready

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import kvfold
-from kvfold.engine.reuse import prefill_reusing
 from kvfold.engine.runner import Runner
 from kvfold.pages.sequence import SequenceCache
 from kvfold.store import DeviceTier, DiskTier, HostTier, PrefixStore
+from tests.engine.reusing import prefill_reusing
 
 pytestmark = pytest.mark.model
 

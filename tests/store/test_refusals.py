@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvfold.engine.reuse import prefill_reusing
 from kvfold.models.loader import Model
 from kvfold.store import DiskTier, HostTier, PrefixStore, RedisTier
 from kvfold.store.bad_copies import BAD_S
-from kvfold.store.ledger import Lease
-from kvfold.store.tier import ByteTier
+from kvfold.store.tiers.base import ByteTier
+from kvfold.store.tiers.eviction import Lease
+from tests.engine.reusing import prefill_reusing
 from tests.store.common import (
     CHUNK,
     Clock,

@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvfold.errors import InputError
-from kvfold.store.disk import DiskTier
 from kvfold.store.events import Event
-from kvfold.store.folder import write_whole
-from kvfold.store.host import HostTier
 from kvfold.store.key import Key
-from kvfold.store.ledger import Lease
-from kvfold.store.remote import RedisTier
-from kvfold.store.tier import ByteTier
+from kvfold.store.tiers.base import ByteTier
+from kvfold.store.tiers.disk import DiskTier
+from kvfold.store.tiers.eviction import Lease
+from kvfold.store.tiers.folder import write_whole
+from kvfold.store.tiers.host import HostTier
+from kvfold.store.tiers.redis import RedisTier
 from tests.store.common import Clock, make_entry, make_key
 from tests.store.servers import RedisServer
 
@@ -168,7 +168,7 @@ def test_limits_of_a_folder_hold_while_many_put(tmp_path: Path, clock: Clock, mo
         seen.append(len(data) + sum(_size(other) for other in tmp_path.rglob("*.*")))
         write_whole(path, data, expires_at)
 
-    monkeypatch.setattr("kvfold.store.disk.write_whole", counted)
+    monkeypatch.setattr("kvfold.store.tiers.disk.write_whole", counted)
     _use_at_once(tier, clock)
     assert 0.5 * LIMIT < max(seen) <= LIMIT and tier.num_bytes <= LIMIT
     for key in tier.keys():  # noqa: SIM118 - not a mapping
@@ -186,7 +186,7 @@ def test_an_entry_asked_for_while_it_is_written_stays_counted(
         reader.join(0.5)
         write_whole(path, data, expires_at)
 
-    monkeypatch.setattr("kvfold.store.disk.write_whole", asked_for)
+    monkeypatch.setattr("kvfold.store.tiers.disk.write_whole", asked_for)
     tier.put(key, bytes(3000), lease(clock))
     reader.join()
     assert answers == [bytes(3000)] and list(tier.keys()) == [key]

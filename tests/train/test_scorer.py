@@ -13,9 +13,9 @@ from kvfold.models.loader import Model
 from kvfold.score import KVzip, KVzipPlus
 from kvfold.score.predictor import save_predictor
 from kvfold.session import Session
+from kvfold.train.calibration_data import KINDS, file_texts, own_texts
 from kvfold.train.fit import Fitting
 from kvfold.train.scorer import train_scorer
-from kvfold.train.texts import KINDS, file_texts, own_texts
 from kvfold.train.traces import MIN_LEN, trace
 from tests.engine.test_replay import read, watched
 from tests.tiny import prompt, ready, tokenizer

@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvfold.attend.kernels.early import begins_early, launch_options, let_next_begin, wait_for_earlier
 from kvfold.attend.kernels.formats import NUM_COLUMNS, Format, format_of
 from kvfold.attend.kernels.keys import key_scores, query_parts
+from kvfold.attend.kernels.pdl import begins_early, launch_options, let_next_begin, wait_for_earlier
 from kvfold.attend.kernels.tile import elements, load_each
 from kvfold.attend.kernels.values import add_values, no_values, store_values
 

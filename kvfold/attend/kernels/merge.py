@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kvfold.attend.kernels.decode import LOG2E
-from kvfold.attend.kernels.early import begins_early, launch_options, wait_for_earlier
 from kvfold.attend.kernels.formats import float_dtype
+from kvfold.attend.kernels.pdl import begins_early, launch_options, wait_for_earlier
 
 _LOG2E, _LN2 = tl.constexpr(LOG2E), tl.constexpr(0.6931471805599453)
 _SLOTS = 32  # slots of the open block at a time

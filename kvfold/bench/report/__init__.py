@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvfold.atomic_io import write_whole
 from kvfold.bench.report.merge import read_sections
 from kvfold.bench.report.page import page
-from kvfold.whole import write_whole
 
 __all__ = ["write_report"]
 

@@ -39,10 +39,6 @@ def normalise(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
-def exact_match(reply: str, answer: str) -> float:
-    return float(normalise(reply) == normalise(answer))
-
-
 def token_f1(reply: str, answer: str) -> float:
     """F1 over the words of both after normalisation, each counted as often as it occurs."""
     return bag_f1(normalise(reply).split(), normalise(answer).split())

@@ -13,11 +13,11 @@ from torch import Tensor
 from kvfold.codec import hadamard
 from kvfold.codec.kivi import GROUP
 from kvfold.pages.kernels.encode import UNFUSED, put_slots
-from kvfold.pages.kernels.forms import constants
+from kvfold.pages.kernels.encodings import constants
 from kvfold.pages.layout import PageClass
 
 # Columns of a stretch: how many slots; where their keys, values, positions (int64), biases and the mean key of their
-# head lie; and where they go: the addresses of page fields, then of positions (pages/table.py). Addresses count bytes
+# head lie; and where they go: the addresses of page fields, then of positions (pages/places.py). Addresses count bytes
 # from the start of the arena, whether they lie in it or not.
 _SLOTS = GROUP  # of a program, in which spans of keys begin and end
 

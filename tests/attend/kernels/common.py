@@ -29,7 +29,8 @@ from kvfold.attend.kernels.formats import (
 )
 from kvfold.codec import Codec, Fp8, Int2, Int4, Int8, Kivi2, Kivi4, Native, Side
 from kvfold.pages.arena import Arena
-from kvfold.pages.layer import Extent, LayerPages
+from kvfold.pages.extent import Extent
+from kvfold.pages.layer import LayerPages
 from kvfold.pages.layout import PageClass
 
 # Kernels run on a GPU or in triton's interpreter (tests/conftest.py), never in both within one process.

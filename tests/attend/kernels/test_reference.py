@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvfold.attend.kernels import reference
-from kvfold.attend.partial import attend_reference
+from kvfold.attend.lse_merge import attend_reference
 from kvfold.codec import Int4
 from tests.attend.kernels.common import CODECS, DEVICE, Stored, open_blocks, store
 

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvfold.engine.reuse import prefill_reusing
 from kvfold.errors import InputError
 from kvfold.models.loader import Model
 from kvfold.store import DiskTier, HostTier, PrefixStore, Quarantine
-from kvfold.store.entry import Fault, Fields
-from kvfold.store.form import FORMS, Form, Like
+from kvfold.store.entry.encodings import FORMS, Form, Like
+from kvfold.store.entry.format import Fault, Fields
+from tests.engine.reusing import prefill_reusing
 from tests.store.common import CHUNK, cold_logits, entry_files, make_prefixes, make_runner
 from tests.tiny import prompt
 

@@ -1,0 +1,160 @@
+"""Attention in parts: each part gives its output and log-sum-exp, and parts merge exactly.
+
+This is how sealed pages of several codecs, the open block and the tokens of the current chunk are attended to without
+ever being concatenated (FlashDecoding's split, done over storage).
+
+    H KV heads   G query heads per KV head   T queries   S slots   D head dim
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvfold.attend.sdpa import fused, fused_with_bias
+
+
+def compute_dtype(q: Tensor) -> torch.dtype:
+    """CPUs get fp32: few of them have 16-bit arithmetic, and where it is missing it is emulated at a fiftieth."""
+    return torch.float32 if q.device.type == "cpu" else q.dtype
+
+
+def attend(
+    q_HGTD: Tensor,
+    k_HSD: Tensor,
+    v_HSD: Tensor,
+    scale: float,
+    *,
+    causal: bool = False,
+    mask_TS: Tensor | None = None,
+    bias_HS: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Output [H, G, T, D] and natural-log-sum-exp [H, G, T] of one part. `causal`: query t sees slots 0 .. S - T + t. A
+    mask may have heads in front, as [H, 1, T, S]; biases, which go with neither, are added to scaled scores."""
+    assert bias_HS is None or (mask_TS is None and not causal)
+    if mask_TS is None and q_HGTD.is_cuda and q_HGTD.dtype in (torch.float16, torch.bfloat16):
+        q_QTD = q_HGTD.flatten(0, 1)
+        if bias_HS is None:
+            out_QTD, lse_QT = fused(q_QTD, k_HSD, v_HSD, scale, causal)
+        else:
+            out_QTD, lse_QT = fused_with_bias(q_QTD, k_HSD, v_HSD, scale, bias_HS)
+        return out_QTD.unflatten(0, q_HGTD.shape[:2]), lse_QT.unflatten(0, q_HGTD.shape[:2])
+    if q_HGTD.device.type != "cpu":
+        return attend_reference(q_HGTD, k_HSD, v_HSD, scale, causal=causal, mask_TS=mask_TS, bias_HS=bias_HS)
+    if q_HGTD.shape[2] == 1 < q_HGTD.shape[1]:  # as tokens, the queries of a group read their keys at once
+        out, lse = attend(q_HGTD.transpose(1, 2), k_HSD, v_HSD, scale, mask_TS=mask_TS, bias_HS=bias_HS)
+        return out.transpose(1, 2), lse.transpose(1, 2)
+    if causal and k_HSD.shape[1] > q_HGTD.shape[2]:  # this operator's mask is aligned at the top left
+        causal, mask_TS = False, causal_mask(q_HGTD, k_HSD)
+    shape = (k_HSD.shape[0], q_HGTD.shape[1], *k_HSD.shape[1:])
+    k_HGSD, v_HGSD = k_HSD.unsqueeze(1).expand(shape), v_HSD.unsqueeze(1).expand(shape)
+    if bias_HS is not None:
+        bias_H1TS = bias_HS.to(q_HGTD.dtype)[:, None, None].expand(-1, 1, q_HGTD.shape[2], -1)
+        return _flash_cpu(q_HGTD, k_HGSD, v_HGSD, scale, False, bias_H1TS)
+    return _attend_cpu(q_HGTD, k_HGSD, v_HGSD, scale, causal, mask_TS)
+
+
+def causal_mask(q_HGTD: Tensor, k_HSD: Tensor) -> Tensor:
+    """bool [T, S]: the queries' own slots are the last of S."""
+    num_queries, num_slots = q_HGTD.shape[2], k_HSD.shape[1]
+    whole_TS = torch.ones(num_queries, num_slots, dtype=torch.bool, device=q_HGTD.device)
+    return whole_TS.tril(diagonal=num_slots - num_queries)
+
+
+def _attend_cpu(
+    q_HGTD: Tensor, k_HGSD: Tensor, v_HGSD: Tensor, scale: float, causal: bool, mask_TS: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    bias_TS = None
+    if mask_TS is not None:
+        bias_TS = torch.zeros_like(mask_TS, dtype=q_HGTD.dtype).masked_fill_(~mask_TS, -torch.inf)
+        bias_TS = bias_TS.expand(*mask_TS.shape[:-2], q_HGTD.shape[2], -1)
+    out, lse = _flash_cpu(q_HGTD, k_HGSD, v_HGSD, scale, causal, bias_TS)
+    if mask_TS is not None:  # the operator says 0 for a query that sees nothing
+        lse = lse.masked_fill(~mask_TS.any(-1), -torch.inf)
+    return out, lse
+
+
+def _flash_cpu(
+    q_HGTD: Tensor, k_HGSD: Tensor, v_HGSD: Tensor, scale: float, causal: bool, bias_TS: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q_HGTD, k_HGSD, v_HGSD, 0.0, causal, attn_mask=bias_TS, scale=scale
+    )
+    return out, lse
+
+
+def attend_reference(
+    q_HGTD: Tensor,
+    k_HSD: Tensor,
+    v_HSD: Tensor,
+    scale: float,
+    *,
+    causal: bool = False,
+    mask_TS: Tensor | None = None,
+    bias_HS: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same in plain operations and fp32; what every fast path is compared with."""
+    score = q_HGTD.float() @ k_HSD.float().unsqueeze(1).transpose(-1, -2) * scale
+    if bias_HS is not None:
+        score = score + bias_HS[:, None, None].float()
+    if causal:
+        mask_TS = causal_mask(q_HGTD, k_HSD)
+    if mask_TS is not None:
+        score = score.masked_fill(~mask_TS, -torch.inf)
+    lse = torch.logsumexp(score, dim=-1)
+    weight = torch.exp(score - lse.unsqueeze(-1)).nan_to_num(0.0)
+    return (weight @ v_HSD.float().unsqueeze(1)).to(q_HGTD.dtype), lse
+
+
+class Merge:
+    """Running sum over parts, in fp32. A part may cover some of the heads; parts of rising heads are joined first."""
+
+    def __init__(self, q_HGTD: Tensor) -> None:
+        self._q = q_HGTD
+        self._out_HGTD: Tensor | None = None
+        self._lse_HGT: Tensor | None = None
+        self._parts: list[tuple[Tensor, Tensor]] = []  # of heads 0 to self._covered
+        self._covered = 0
+
+    def add(self, heads: slice, out: Tensor, lse: Tensor) -> None:
+        if heads.start < self._covered:
+            self._flush()
+        self._fill(heads.start)
+        self._parts.append((out, lse))
+        self._covered = heads.stop
+        if self._covered == self._q.shape[0]:
+            self._flush()
+
+    def _fill(self, head: int) -> None:
+        """Up to `head`, heads that this part does not cover see nothing."""
+        if head > self._covered:
+            missing = self._q[self._covered : head]
+            nothing = torch.full(missing.shape[:-1], -torch.inf, dtype=torch.float32, device=missing.device)
+            self._parts.append((torch.zeros_like(missing), nothing))
+            self._covered = head
+
+    def _flush(self) -> None:
+        if not self._parts:
+            return
+        self._fill(self._q.shape[0])
+        out, lse = self._parts[0]
+        if len(self._parts) > 1:
+            out, lse = (torch.cat(tensors) for tensors in zip(*self._parts, strict=True))
+        self._parts, self._covered = [], 0
+        if self._out_HGTD is None or self._lse_HGT is None:
+            self._out_HGTD, self._lse_HGT = out, lse
+            return
+        # The share of the new part; -inf on both sides (nothing seen yet) must not become NaN.
+        share = torch.sigmoid(lse - self._lse_HGT).nan_to_num(0.0)
+        self._out_HGTD = torch.lerp(self._out_HGTD.float(), out.float(), share.unsqueeze(-1))
+        self._lse_HGT = torch.logaddexp(self._lse_HGT, lse)
+
+    @property
+    def lse_HGT(self) -> Tensor | None:
+        """Log-sum-exp over everything added, or None."""
+        self._flush()
+        return self._lse_HGT
+
+    def result(self) -> Tensor:
+        self._flush()
+        return torch.zeros_like(self._q) if self._out_HGTD is None else self._out_HGTD.to(self._q.dtype)

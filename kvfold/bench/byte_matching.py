@@ -1,0 +1,152 @@
+"""Budgets matched in bytes: the size at which a policy's cache, as it is held after a prompt, fits a share of the full.
+
+`8x` compares slots, and slots differ in bytes: codes, scales, positions, padding of pages, mass that is kept. The size
+`12.5%mem` turns bytes into slots before anything is read. It reserves a page of padding for every head and a whole
+superblock, and knows neither codec states nor sliding layers nor the mass a first prompt will leave, so it lands under
+or over its share. Here the bytes of candidates are measured instead (search.py): one forward serves several
+(`prefill_many`), and two or three are usual. Bytes grow in steps: what remains of a budget is less than a page per
+head, rounded up to superblocks, and one superblock. Several policies and shares search side by side: what they ask for
+next is measured in the same forward, and what one has asked for is known to all.
+
+The answer is a ratio such as `7.4x`, which leaves decoded tokens alone; a number of tokens would bound them too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+
+import torch
+
+from kvfold.bench.room import in_room
+from kvfold.bench.size_search import Guess, Matched, Search, checked
+from kvfold.engine.runner import Runner
+from kvfold.errors import InputError, OutOfPages, PolicyError, SizeError
+from kvfold.pages.page_config import PageConfig
+from kvfold.policy.policy import Policy
+
+
+def match(
+    runner: Runner, policy: str, share: float, tokens: Sequence[int], *, config: PageConfig | None = None
+) -> Matched:
+    """The largest size of `policy`, given without one, whose cache of these tokens fits `share` of the full cache.
+
+    A policy that evicts nothing, such as int4, is returned as it is if it fits. SizeError names the smallest share
+    that can be had.
+    """
+    (found,) = match_many(runner, [(policy, share)], tokens, config=config)
+    if isinstance(found, SizeError):
+        raise found
+    return found
+
+
+def match_many(
+    runner: Runner,
+    wanted: Sequence[tuple[str, float]],
+    tokens: Sequence[int],
+    *,
+    slack: float = 0.0,
+    config: PageConfig | None = None,
+    guesses: Sequence[Guess | None] = (),
+) -> list[Matched | SizeError]:
+    """`match` for several (policy, share) at once; the error takes the place of what cannot be had.
+
+    With slack a search is content with a size that leaves no more than that share of its budget unused. Guesses, one
+    for each of the wanted if any, are tried first.
+    """
+    searches = [
+        _search(runner, policy, share, tokens, slack, config, guess)
+        for (policy, share), guess in zip(wanted, guesses or [None] * len(wanted), strict=True)
+    ]
+    is_whole = [evicts_nothing(search.policy) for search in searches]
+    steps = [search.whole() if whole else search.sized() for search, whole in zip(searches, is_whole, strict=True)]
+    found: dict[int, Matched | SizeError] = {}
+    num_bytes: dict[str, int] = {}
+    asked = {index: next(step) for index, step in enumerate(steps)}
+    while asked:
+        expected: dict[str, int] = {}
+        for index, each in asked.items():
+            likely = searches[index].full_bytes if is_whole[index] else searches[index].target_bytes
+            expected |= {text: likely for text in each if text not in num_bytes}
+        for part in in_room(list(expected), expected.__getitem__, runner.arena):
+            num_bytes |= zip(part, _resident_in_parts(runner, part, tokens, config), strict=True)
+        answered, asked = asked, {}
+        for index, each in answered.items():
+            try:
+                asked[index] = steps[index].send([num_bytes[text] for text in each])
+            except StopIteration as end:
+                found[index] = end.value
+            except SizeError as error:
+                found[index] = error
+    return [found[index] for index in range(len(wanted))]
+
+
+def resident_bytes(
+    runner: Runner, policies: Iterable[str], tokens: Sequence[int], *, config: PageConfig | None = None
+) -> list[int]:
+    """What the cache of each policy holds after one prompt; one forward serves all."""
+    with ExitStack() as held:
+        sequences = []
+        for text in policies:
+            sequences.append(runner.new_sequence(checked(runner, text), config))
+            held.callback(sequences[-1].release)
+        runner.prefill_many(sequences, tokens)
+        return [sequence.resident_bytes for sequence in sequences]
+
+
+def evicts_nothing(policy: str) -> bool:
+    """Whether a policy stands without a size; one that already has a size is refused."""
+    if has_own_size(policy):
+        raise PolicyError(f'policy "{policy}" has a size of its own; leave it out, it is what is looked for')
+    return not needs_size(policy)
+
+
+def has_own_size(policy: str) -> bool:
+    """Whether a policy evicts as it is written: it names a size, or decides on one."""
+    if needs_size(policy):
+        return False
+    parsed = Policy.parse(policy)
+    return parsed.prefill.evicts or parsed.decode.evicts
+
+
+def needs_size(policy: str) -> bool:
+    """Whether a policy cannot run as it is written."""
+    try:
+        Policy.parse(policy)
+    except PolicyError:
+        Policy.parse(f"{policy} + 1x")  # what is wrong with more than the size is said here
+        return True
+    return False
+
+
+def _resident_in_parts(
+    runner: Runner, policies: Sequence[str], tokens: Sequence[int], config: PageConfig | None
+) -> list[int]:
+    """As many in one forward as memory holds."""
+    try:
+        return resident_bytes(runner, policies, tokens, config=config)
+    except (OutOfPages, torch.OutOfMemoryError):
+        if len(policies) == 1:
+            raise
+    half = len(policies) // 2
+    parts = (policies[:half], policies[half:])
+    return [count for part in parts for count in _resident_in_parts(runner, part, tokens, config)]
+
+
+def _search(
+    runner: Runner,
+    policy: str,
+    share: float,
+    tokens: Sequence[int],
+    slack: float,
+    config: PageConfig | None,
+    guess: Guess | None,
+) -> Search:
+    if not 0 < share <= 1:
+        raise InputError(f"the budget is {share} of the full cache; a share is above 0 and at most 1, such as 0.125")
+    full_bytes = runner.spec.full_bytes(len(tokens))
+    target_bytes = math.floor(share * full_bytes)
+    # With less than a superblock left, no larger size fits that takes more.
+    left_bytes = max(math.floor(slack * target_bytes), runner.arena.superblock_bytes - 1) if slack else 0
+    return Search(runner, policy, target_bytes, target_bytes - left_bytes, full_bytes, tokens, config, guess)

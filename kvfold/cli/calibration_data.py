@@ -1,0 +1,76 @@
+"""Commands that read texts to measure a model or to train on, and write what they found to a file."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvfold.cli.options import Subparsers, add_model_options, load_model
+
+if TYPE_CHECKING:
+    import kvfold
+    from kvfold.models.pull.progress import Report
+
+
+class Reading(NamedTuple):
+    model: kvfold.Model
+    texts: list[list[int]]  # token ids
+    report: Report
+
+
+def add_reading_parser(
+    subparsers: Subparsers,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    *,
+    writes: str,
+    texts: int,
+    length: int,
+    **about: Any,
+) -> argparse.ArgumentParser:
+    """The options that such commands have in common; `texts` and `length` are defaults."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = subparsers.add_parser(name, formatter_class=form, **about)
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help=f"where {writes} written")
+    parser.add_argument(
+        "--text", type=Path, action="append", metavar="FILE", help="text to read; may be repeated (default: own)"
+    )
+    parser.add_argument("--texts", type=positive, default=texts, metavar="N", help="texts read (default: %(default)s)")
+    parser.add_argument(
+        "--length", type=positive, default=length, metavar="N", help="tokens of each (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_model_options(parser)
+    parser.set_defaults(run=run)
+    return parser
+
+
+@contextmanager
+def reading(args: argparse.Namespace) -> Iterator[Reading]:
+    """What the options name, and somebody to tell of progress."""
+    from kvfold.models.pull.progress import reporting  # here: help comes without torch
+
+    model = load_model(args)
+    texts = _read_texts(args, model)
+    with reporting(True) as report:
+        yield Reading(model, texts, report)
+
+
+def _read_texts(args: argparse.Namespace, model: kvfold.Model) -> list[list[int]]:
+    """Token ids of the files, or of text of the project's own."""
+    from kvfold.train.calibration_data import file_texts, own_texts  # here: help comes without torch
+
+    if args.text:
+        return list(file_texts(model.tokenizer, args.text, args.texts, args.length))
+    return list(own_texts(model.tokenizer, args.texts, args.length, args.seed))
+
+
+def positive(text: str) -> int:
+    """A count, as an argument."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f'"{text}" is no count; write a whole number from 1 on')
+    return int(text)

@@ -1,0 +1,82 @@
+"""A prompt's whole cache, kept beside its sequence until a second reading has told what of it matters.
+
+Layer by layer the new slots of a pass are written here, in the model's own dtype and in pages of the arena: what does
+not fit is refused before the first layer runs. The sequence itself changes only when compression writes the survivors,
+for which these pages have gone back already: at no time does the arena hold both.
+
+    H KV heads   T new tokens   D head dim
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvfold.codec.native import Native
+from kvfold.compress.view import NewSlots
+from kvfold.errors import OutOfPages
+from kvfold.pages.layer import LayerPages
+from kvfold.pages.layout import PageClass
+from kvfold.pages.read import slots_of
+from kvfold.pages.segment import Segment
+from kvfold.pages.sequence import SequenceCache
+
+
+class Held:
+    """Room for `num_tokens` new slots of every head of a sequence; sliding windows hold what a next token can see."""
+
+    def __init__(self, sequence: SequenceCache, num_tokens: int) -> None:
+        self.sequence = sequence
+        self.start = sequence.sealed_len
+        self.num_tokens = num_tokens
+        spec, classes = sequence.spec, held_classes(sequence)
+        pages = [LayerPages(c, layer.num_kv_heads) for c, layer in zip(classes, spec.layers, strict=True)]
+        self.segment = Segment(sequence.arena, pages)
+        self._mass: list[Tensor | None] = [None] * spec.num_layers
+        self._reserve()
+
+    @property
+    def end(self) -> int:
+        """Position after the last token."""
+        return self.start + self.num_tokens
+
+    def _reserve(self) -> None:
+        counts = [[self.end - self._first(i)] * layer.num_heads for i, layer in enumerate(self.segment.layers)]
+        try:
+            self.segment.reserve(counts)
+        except OutOfPages as error:
+            raise OutOfPages(
+                f"{error}; the score reads the prompt twice, and between the two the whole cache of its "
+                f"{self.num_tokens} tokens is held: read less at a time, or use a score that reads once"
+            ) from None
+        self.sequence.held_bytes = self.segment.num_bytes
+
+    def _first(self, layer: int) -> int:
+        """Position of the first token that a layer holds."""
+        window = self.sequence.spec.layers[layer].sliding_window
+        return self.start if window is None else max(self.start, self.end - window + 1)
+
+    def look(self, layer: int, new: NewSlots) -> None:
+        """Write the new slots of a layer."""
+        change = new.since(self._first(layer)).whole
+        pages = self.segment.layers[layer]
+        pages.append(pages.encode(change.k_ND, change.v_ND, change.position_N, change.counts), change.counts)
+        self._mass[layer] = new.mass_HS
+
+    def new_slots(self, layer: int, dtype: torch.dtype, replay_HGS: Tensor | None) -> NewSlots:
+        """A layer's slots again, with what a second reading observed."""
+        found = slots_of([self.segment.layers[layer]], dtype, self.sequence.arena.device)
+        k_HTD, v_HTD = torch.stack(found.k), torch.stack(found.v)
+        return NewSlots(k_HTD, v_HTD, self._first(layer), mass_HS=self._mass[layer], replay_HGS=replay_HGS)
+
+    def release(self) -> None:
+        """Give the pages back; twice is fine."""
+        if self.segment.refs:
+            self.segment.release()
+            self.sequence.held_bytes = 0
+
+
+def held_classes(sequence: SequenceCache) -> list[PageClass]:
+    """Of each layer, the pages that would hold a sequence's slots as the model made them."""
+    spec, page_size = sequence.spec, sequence.config.page_size
+    return [PageClass(Native(), Native(), layer.head_dim, spec.kv_dtype, page_size) for layer in spec.layers]

@@ -1,0 +1,152 @@
+"""What scorers observe while the model runs: the last queries, query moments, attention mass per slot.
+
+Attention mass comes from a second pass over tiles, given each query's log-sum-exp: exp(q.k - lse) summed over queries.
+No L x L map is ever formed.
+
+    H KV heads   G query heads per KV head   Q query heads   T queries   S slots   D head dim
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+import torch
+from torch import Tensor
+
+from kvfold.attend.paged import read_parts
+from kvfold.core import HAS_TRITON, LayerSpec
+from kvfold.pages.sequence import SequenceCache
+from kvfold.pages.sidecar import LayerSidecar, Moments, Sidecar
+from kvfold.policy.policy import Policy
+from kvfold.score.base import Needs
+
+_TILE = 128  # queries per tile of the second pass
+_NUM_SINKS = 4  # the first queries are no sample of what will be asked
+
+
+@dataclass(frozen=True)
+class Tracked:
+    """Which observations a phase has to make."""
+
+    last_queries: int
+    mass: bool
+    query_stats: bool
+    new_queries: bool
+
+    @classmethod
+    def of(cls, policies: Sequence[Policy], *, decoding: bool) -> Tracked:
+        """While decoding, the last queries and moments matter only if a trigger may fire; mass always adds up."""
+        needs = [need for policy in policies for need in _stage_needs(policy, decoding)]
+        return cls(
+            last_queries=max((need.last_queries for need in needs), default=0),
+            mass=any(policy.watches_mass for policy in policies),
+            query_stats=any(need.query_stats for need in needs),
+            new_queries=not decoding and any(need.new_queries for need in needs),
+        )
+
+    @property
+    def anything(self) -> bool:
+        return bool(self.last_queries) or self.mass or self.query_stats or self.new_queries
+
+
+def _stage_needs(policy: Policy, decoding: bool) -> list[Needs]:
+    stages = [policy.decode] if decoding else [policy.prefill, policy.decode]
+    active = [stage for stage in stages if (stage.may_evict if decoding else stage.evicts)]
+    budgets = [Needs(last_queries=stage.budget.last_queries) for stage in active]
+    going = [] if decoding else [policy.propagate.needs]
+    return [needs for stage in active for needs in (stage.score.needs, stage.evicted.needs)] + budgets + going
+
+
+def track_queries(sequence: SequenceCache, layer: int, q_QTD: Tensor, start: int, tracked: Tracked) -> None:
+    """Remember the last queries, add up the moments of pre-RoPE queries; these are of positions `start` and on."""
+    spec, side = sequence.spec.layers[layer], sequence.sidecar.layers[layer]
+    if not spec.compressible:
+        return
+    side.go_on_at(start)
+    if tracked.last_queries:
+        side.remember(q_QTD, tracked.last_queries)
+    if tracked.query_stats:
+        skipped = min(max(_NUM_SINKS - start, 0), q_QTD.shape[1])
+        before = side.moments or Moments.empty(spec, q_QTD.device)
+        side.moments = _with_moments(before, spec, q_QTD[:, skipped:], start + skipped)
+    side.query_end = start + q_QTD.shape[1]
+
+
+def _with_moments(before: Moments, spec: LayerSpec, q_QTD: Tensor, start: int) -> Moments:
+    if q_QTD.is_cuda and HAS_TRITON:
+        from kvfold.attend.kernels.moments import can_sum, summed
+
+        if spec.rope is not None and can_sum(q_QTD, spec.rope):
+            begun = before.begun(before_rope(spec, q_QTD[:, :_TILE], start))
+            return begun.plus_sums(q_QTD.shape[1], *summed(q_QTD, spec.rope, start, begun.centre_QD))
+    return before.plus(before_rope(spec, q_QTD, start))
+
+
+def before_rope(spec: LayerSpec, q_QTD: Tensor, start: int) -> Tensor:
+    """Queries at positions start, start + 1, … turned back."""
+    if spec.rope is None:
+        return q_QTD
+    positions = torch.arange(start, start + q_QTD.shape[1], device=q_QTD.device)
+    turned = spec.rope.rotate(q_QTD.float(), -positions)
+    rotary = spec.rope.rotary_dim
+    return torch.cat((turned[..., :rotary] / spec.rope.attention_scale, turned[..., rotary:]), dim=-1)
+
+
+def stored_mass(
+    sequence: SequenceCache, layer: int, q_HGTD: Tensor, lse_HGT: Tensor, start: int, *, whole: bool = False
+) -> Tensor:
+    """Mass [H, S] the queries gave to the sealed slots they read (rows padded with 0)."""
+    spec = sequence.spec.layers[layer]
+    num_slots = max(sequence.stored_lens(layer), default=0)
+    mass_HS = torch.zeros(spec.num_kv_heads, num_slots, device=q_HGTD.device)
+    for part in read_parts(sequence, layer, q_HGTD, start, whole=whole):
+        part.add_mass(mass_HS, lse_HGT, spec.scale)
+    return mass_HS
+
+
+def new_mass(q_HGTD: Tensor, k_HSD: Tensor, lse_HGT: Tensor, scale: float, offset: int) -> Tensor:
+    """Mass [H, S] the queries gave to the tokens of their own pass; query t is token offset + t of it."""
+    mass_HS = torch.zeros(k_HSD.shape[:2], device=q_HGTD.device)
+    for begin in range(0, q_HGTD.shape[2], _TILE):
+        q = q_HGTD[:, :, begin : begin + _TILE].float()
+        end = offset + begin + q.shape[2]
+        score = q @ k_HSD[:, :end].float().unsqueeze(1).transpose(-1, -2) * scale
+        seen = torch.arange(end, device=q.device) <= torch.arange(offset + begin, end, device=q.device).unsqueeze(-1)
+        weight = torch.exp(score - lse_HGT[:, :, begin : begin + _TILE].unsqueeze(-1)).masked_fill(~seen, 0.0)
+        mass_HS[:, :end] += weight.sum((1, 2))
+    return mass_HS
+
+
+# All that a LayerSidecar is made of.
+_noted = attrgetter("mass_HS", "open_mass_HR", "last_q_QWD", "moments", "query_end")
+
+
+class Undo:
+    """The observations of some sequences now, to go back to."""
+
+    def __init__(self, sequences: Sequence[SequenceCache]) -> None:
+        self._before = [
+            (sequence, sequence.sealed_len, list(map(_noted, _kept(sequence.sidecar).layers))) for sequence in sequences
+        ]
+
+    def restore(self) -> None:
+        """Sequences that sealed tokens since then are left alone: their mass has moved along with the slots."""
+        for sequence, sealed_len, layers in self._before:
+            if sequence.sealed_len == sealed_len:
+                sequence.sidecar = Sidecar([LayerSidecar(*noted) for noted in layers])
+
+
+def _kept(sidecar: Sidecar) -> Sidecar:
+    return sidecar.copy() if sidecar.is_live else sidecar
+
+
+def forget_prompt(sequence: SequenceCache) -> None:
+    """Drop observations that only the prompt's compression needed."""
+    needs = Tracked.of([sequence.policy], decoding=True)
+    for side in sequence.sidecar.layers:
+        if not needs.last_queries:
+            side.last_q_QWD = None
+        if not needs.query_stats:
+            side.moments = None

@@ -1,0 +1,104 @@
+"""Sealing: the committed slots of an open block are quantised and appended to the pages.
+
+While decoding this is the moment to evict: the policy's decode trigger is asked, on host counters, so that no step
+waits for the device. Blocks of many sequences that evict nothing are sealed in one launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvfold.attend.lse_merge import compute_dtype
+from kvfold.compress.round import Compression, decode_target
+from kvfold.compress.view import NewSlots
+from kvfold.errors import OutOfPages
+from kvfold.pages.append import lacks_room, num_ahead
+from kvfold.pages.kernels.batch_seal import can_seal, expect_seal, find_pages_ahead, seal_blocks
+from kvfold.pages.sequence import SequenceCache
+from kvfold.triggers import Counters
+
+
+def seal_all(sequences: Sequence[SequenceCache]) -> None:
+    """Seal many; those that evict nothing in one launch, where there are kernels for it."""
+    together: list[SequenceCache] = []
+    alone: list[SequenceCache] = []
+    for sequence in sequences:
+        (together if can_seal(sequence) and not _due(sequence) else alone).append(sequence)
+    seal_blocks(together)
+    for sequence in alone:
+        seal(sequence)
+
+
+def prepare_seals(sequences: Sequence[SequenceCache]) -> None:
+    """Find pages for some of the blocks that seal in steps to come, where that is known to evict nothing. All would ask
+    for theirs at once otherwise; between seals the host has time for a few while the device works. The new tokens of
+    the step that it works on are not counted yet."""
+    waiting = [sequence for sequence in sequences if lacks_room(sequence) and _grows(sequence)]
+    waiting.sort(key=lambda sequence: sequence.open.room)
+    try:
+        for sequence in waiting[: num_ahead([sequence.open.room for sequence in waiting])]:
+            find_pages_ahead(sequence)
+    except OutOfPages:
+        return  # the seal will say so, if nothing is free by then
+    expect_seal([sequence for sequence in sequences if sequence.open.room == 1 and _grows(sequence)])
+
+
+def _grows(sequence: SequenceCache) -> bool:
+    """Whether seals by kernels add slots, and nothing is worked out anew when pages are added."""
+    return can_seal(sequence) and not may_evict(sequence) and not sequence.policy.position.shifts
+
+
+def may_evict(sequence: SequenceCache) -> bool:
+    """Whether a seal can be due to evict."""
+    return sequence.policy.decode.may_evict
+
+
+def seal(sequence: SequenceCache, *, compress: bool = True) -> None:
+    """Move the committed slots of the open block into pages; evict if the decode trigger says so."""
+    block = sequence.open
+    num_tokens = block.committed
+    if num_tokens == 0:
+        return
+    stage = sequence.policy.decode if compress and _due(sequence) else None
+    compression = Compression(sequence, stage, sequence.committed_len, decoding=True)
+    for layer in range(sequence.spec.num_layers):
+        dtype = compute_dtype(block.k[layer])
+        k, v = block.k[layer][:, :num_tokens].to(dtype), block.v[layer][:, :num_tokens].to(dtype)
+        compression.layer(layer, NewSlots(k, v, sequence.sealed_len, _sealed_mass(sequence, layer, num_tokens)))
+    compression.finish(num_tokens)
+    block.drop_committed()
+    for side in sequence.sidecar.layers:
+        if side.open_mass_HR is not None:  # drafts moved to the front, and their mass with them
+            side.open_mass_HR = functional.pad(side.open_mass_HR[:, num_tokens:], (0, num_tokens))
+
+
+def _due(sequence: SequenceCache) -> bool:
+    """Ask the decode trigger, on host counters."""
+    if not may_evict(sequence):
+        return False
+    stage = sequence.policy.decode
+    lens = [length for i in sequence.spec.compressible_layers for length in sequence.stored_lens(i)]
+    counters = Counters(
+        stored_len=-(-sum(lens) // max(len(lens), 1)) + sequence.open.num_slots + sequence.open.committed,
+        target_len=decode_target(sequence),
+        since_last=sequence.committed_len - sequence.last_compressed_len,
+    )
+    return stage.when.due(counters)
+
+
+def _sealed_mass(sequence: SequenceCache, layer: int, num_tokens: int) -> Tensor | None:
+    """Mass of stored slots, then of the open block's, in row order."""
+    side = sequence.sidecar.layers[layer]
+    if side.open_mass_HR is None:
+        return None
+    lens = sequence.stored_lens(layer)
+    old_HS = side.mass_HS if side.mass_HS is not None else side.open_mass_HR[:, :0]
+    rows = [
+        torch.cat((old[:length], new[:num_tokens]))
+        for old, new, length in zip(old_HS, side.open_mass_HR, lens, strict=True)
+    ]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)

@@ -1,0 +1,57 @@
+"""Where prompts are cut: into passes over the model, and each pass into pieces that a layer runs at a time.
+
+Borders are absolute multiples of a chunk's length, so a sequence that continues runs the shapes it would have run in
+one go.
+
+    packed tokens:  | sequence 0: piece, piece, … | sequence 1: piece, … |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from kvfold.core import ModelSpec
+from kvfold.models.pass_cache import Piece
+from kvfold.pages.sequence import SequenceCache
+from kvfold.triggers import BetweenChunks
+
+
+def default_chunk_len(spec: ModelSpec, device: torch.device) -> int:
+    """Tokens a layer runs at a time: as many as keep a GPU's matrix units busy; 512 where attention is a plain formula
+    over a map of chunk x slots (fp32 on a GPU, layers with a sliding window) or a CPU's caches are small."""
+    fused = spec.dtype in (torch.float16, torch.bfloat16) and len(spec.compressible_layers) == spec.num_layers
+    return 8192 if device.type == "cuda" and fused else 512
+
+
+def passes(
+    sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]], compress: bool
+) -> Iterator[tuple[list[int], list[list[int]]]]:
+    """(sequences, their tokens) of each pass: everything at once, or chunk after chunk where a policy says so."""
+    left = {i: list(ids) for i, ids in enumerate(tokens)}
+    while left:
+        batch, parts = [], []
+        for i in list(left):
+            take = len(left[i])
+            trigger = sequences[i].policy.prefill.when
+            if compress and isinstance(trigger, BetweenChunks):
+                take = trigger.chunk - sequences[i].committed_len % trigger.chunk
+            batch.append(i)
+            parts.append(left[i][:take])
+            left[i] = left[i][take:]
+            if not left[i]:
+                del left[i]
+        yield batch, parts
+
+
+def pieces(sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]], chunk_len: int) -> Iterator[Piece]:
+    """Of one pass, what a layer runs at a time."""
+    begin = 0
+    for index, (sequence, ids) in enumerate(zip(sequences, tokens, strict=True)):
+        end = begin + len(ids)
+        position = sequence.committed_len
+        while begin < end:
+            step = min(chunk_len - position % chunk_len, end - begin)
+            yield Piece(index, begin, begin + step)
+            begin, position = begin + step, position + step

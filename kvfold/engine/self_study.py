@@ -1,0 +1,57 @@
+"""The model answers questions about a prompt whose whole cache is held: queries that nobody wrote for the text.
+
+All questions are answered side by side, greedily. Their tokens ask the cache what a user's may ask, where a repetition
+only asks for the next word of the text (engine/replay.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvfold.compress.full_prompt import Held
+from kvfold.evicted.base import Asked
+from kvfold.models.pass_cache import Call, PassCache, Piece
+from kvfold.models.self_study_questions import question_ids
+from kvfold.models.spec import output_head
+from kvfold.passes.self_study import StudyPass
+
+
+def study(hf: Any, call: Call, held: Held, num_tokens: int) -> list[Asked | None]:
+    """Of every layer, the queries of the questions and of answers of at most `num_tokens` tokens; `call` runs the model
+    up to its last hidden states."""
+    new, head = question_ids(hf), output_head(hf)
+    lengths = [0] * len(new)
+    current = StudyPass(held, max(map(len, new)) + num_tokens)
+    for _ in range(num_tokens):
+        new = _next(call, head, current, new, lengths)
+        ends = held.sequence.spec.eos_token_ids
+        new = [[] if ids and ids[0] in ends else ids for ids in new]
+        if not any(new):
+            break
+    return current.asked()
+
+
+def _next(
+    call: Call, head: torch.nn.Module, current: StudyPass, new: Sequence[Sequence[int]], lengths: list[int]
+) -> list[list[int]]:
+    """The most likely token after each question that has new ones; these are read."""
+    ids: list[int] = []
+    positions: list[int] = []
+    pieces: list[Piece] = []
+    for index, mine in enumerate(new):
+        if mine:
+            begin = current.held.end + lengths[index]
+            pieces.append(Piece(index, len(ids), len(ids) + len(mine)))
+            ids += mine
+            positions += range(begin, begin + len(mine))
+            lengths[index] += len(mine)
+    hidden_NM = call(ids, positions, PassCache(current, pieces)).last_hidden_state[0]
+    ends = torch.tensor([piece.end - 1 for piece in pieces], device=hidden_NM.device)
+    tokens = head(hidden_NM[ends]).argmax(-1).tolist()
+    found: list[list[int]] = [[] for _ in new]
+    for piece, token in zip(pieces, tokens, strict=True):
+        found[piece.index] = [token]
+    return found

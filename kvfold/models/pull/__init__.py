@@ -1,0 +1,1 @@
+"""Models by name: where they can be had, downloaded, verified and converted to a transformers checkpoint."""

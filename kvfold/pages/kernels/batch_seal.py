@@ -1,0 +1,184 @@
+"""Seal the full open blocks of many sequences at once: the host finds places, one launch per page class encodes.
+
+N stretches   E extents   O sequences   L layers   D head dim
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvfold.core import HAS_TRITON
+from kvfold.pages.append import AllPlaces, Stretches, append_blocks, make_room, make_room_ahead, together
+from kvfold.pages.async_copy import sent
+from kvfold.pages.fp_sinks import awaits_exact
+from kvfold.pages.kernels.compact_write import mean_address
+from kvfold.pages.kernels.encodings import knows
+from kvfold.pages.layer import LayerPages
+from kvfold.pages.layout import PageClass
+from kvfold.pages.places import Ints, Places, SegmentTable
+from kvfold.pages.segment import Segment
+from kvfold.pages.segment_table import segment_table
+from kvfold.pages.sequence import SequenceCache
+
+
+def can_seal(sequence: SequenceCache) -> bool:
+    """Whether a kernel can do it: there is one for these codecs, and what they have to learn is learnt."""
+    if not sequence.arena.memory.is_cuda or not HAS_TRITON or sequence.policy.watches_mass:
+        return False
+    return _learnt_by(sequence.tail) is not None and not awaits_exact(sequence)
+
+
+class _Learnt(NamedTuple):
+    """What no seal of a tail changes once its codecs have learnt."""
+
+    layers: dict[PageClass, NDArray[np.bool]]  # which layers are of a page class
+    mean_L: Ints  # address of the first head's mean key; 0 where none are stored
+
+
+_learnt: WeakKeyDictionary[Segment, _Learnt] = WeakKeyDictionary()
+
+
+def _learnt_by(tail: Segment) -> _Learnt | None:
+    """None while a kernel cannot seal it."""
+    found = _learnt.get(tail)
+    if found is None and all(_is_ready(layer) for layer in tail.layers):
+        classes = [layer.page_class for layer in tail.layers]
+        layers = {mine: np.array([other is mine for other in classes]) for mine in dict.fromkeys(classes)}
+        found = _learnt[tail] = _Learnt(layers, np.array([mean_address(layer) for layer in tail.layers]))
+    return found
+
+
+def _is_ready(layer: LayerPages) -> bool:
+    return knows(layer.page_class) and bool(layer.state or not layer.page_class.k.learns("k"))
+
+
+def seal_blocks(sequences: Sequence[SequenceCache]) -> None:
+    """Encode the committed slots of every open block behind the stored ones; nothing is evicted.
+
+    OutOfPages leaves the sequence that did not fit, and those after it, as they were.
+    """
+    tables: list[SegmentTable] = []
+    try:
+        for sequence in sequences:
+            tables.append(make_room(sequence))
+    finally:
+        if tables:
+            _encode(sequences[: len(tables)], tables)
+
+
+def _encode(sequences: Sequence[SequenceCache], tables: Sequence[SegmentTable]) -> None:
+    start_O = np.array([sequence.sealed_len for sequence in sequences])  # positions of the open blocks' first slots
+    stretches = append_blocks(sequences, tables)
+    extents = _extents_of(sequences, stretches.places)
+    if extents.extent_N is stretches.extent_N:
+        for item_5N in extents.items:  # those of the last seal: counts stay, positions and lengths go on by them
+            item_5N[3:] += item_5N[2]
+    else:
+        extents.items = list(_items(stretches, start_O, extents, sequences[0].arena.device))
+        extents.extent_N = stretches.extent_N
+    for (page_class, _), item_5N in zip(extents.classes, extents.items, strict=True):
+        _launch(sequences, page_class, item_5N, extents.row_E)
+    for sequence in sequences:
+        sequence.open.drop_committed()
+
+
+def _items(stretches: Stretches, start_O: Ints, extents: _Extents, device: torch.device) -> Iterator[Tensor]:
+    """Of each page class, as rows of seal.py."""
+    places, extent_N, begin_N, count_N, filled_N = stretches
+    item_5N = np.empty((5, len(extent_N)), dtype=np.int32)
+    item_5N[0], item_5N[1], item_5N[2], item_5N[4] = extent_N, begin_N, count_N, filled_N
+    np.add(start_O[places.owner_E[extent_N]], begin_N, out=item_5N[3], casting="same_kind")
+    for _, is_its_E in extents.classes:
+        yield sent(item_5N if is_its_E is None else item_5N.compress(is_its_E[extent_N], axis=1), device)
+
+
+@dataclass(eq=False)
+class _Extents:
+    """What is known on the device of the extents of many tails."""
+
+    classes: list[tuple[PageClass, NDArray[np.bool] | None]]  # which extents are of a page class; None: all
+    row_E: Tensor  # of seal.py, which no seal changes
+    items: list[Tensor] = field(default_factory=list)  # of the last seal, by page class
+    extent_N: Ints | None = None  # the extents that they go to
+
+
+_extents: WeakKeyDictionary[AllPlaces, _Extents] = WeakKeyDictionary()
+
+
+def _extents_of(sequences: Sequence[SequenceCache], places: AllPlaces) -> _Extents:
+    """Kept as long as the places are: a tail that another sequence takes over was shared, which gave it new ones."""
+    found = _extents.get(places)
+    if found is None:
+        found = _extents[places] = _describe(sequences, places)
+    return found
+
+
+def _describe(sequences: Sequence[SequenceCache], places: AllPlaces) -> _Extents:
+    learnt = [item for sequence in sequences if (item := _learnt_by(sequence.tail)) is not None]
+    row_E = np.concatenate([_rows_of(*item) for item in zip(sequences, places.each, strict=True)])
+    return _Extents(list(_classes_of(learnt, places)), sent(row_E, sequences[0].arena.device))
+
+
+_rows: WeakKeyDictionary[Places, Ints] = WeakKeyDictionary()
+
+
+def _rows_of(sequence: SequenceCache, places: Places) -> Ints:
+    """The extents of one tail as rows of seal.py, kept as long as the places are."""
+    found = _rows.get(places)
+    if found is None:
+        found = _rows[places] = _describe_one(sequence, places)
+    return found
+
+
+def _describe_one(sequence: SequenceCache, places: Places) -> Ints:
+    learnt, spec, arena = _learnt_by(sequence.tail), sequence.spec, sequence.arena
+    assert learnt is not None  # or can_seal had said no
+    layer_E, head_E = places.layer_E, places.head_E
+    channel_E = head_E * np.array([layer.head_dim for layer in spec.layers])[layer_E]  # the head's first, of its layer
+    row_E = np.empty((len(layer_E), 3 + places.address_EF.shape[1]), dtype=np.int64)
+    row_E[:, :2] = sequence.open.addresses[layer_E]
+    row_E[:, :2] += (channel_E * (sequence.open.num_slots * spec.kv_dtype.itemsize))[:, None]
+    row_E[:, 2] = (learnt.mean_L - arena.memory.data_ptr())[layer_E] + channel_E * torch.float32.itemsize
+    row_E[:, 3:] = places.address_EF
+    return row_E
+
+
+def expect_seal(sequences: Sequence[SequenceCache]) -> None:
+    """These are the next to seal, together: what that takes to know of their pages is found and sent now."""
+    if sequences:
+        _extents_of(sequences, together(tuple(segment_table(sequence.tail).places for sequence in sequences)))
+
+
+def find_pages_ahead(sequence: SequenceCache) -> None:
+    """All that a seal of this sequence would have to do with new pages, before it is due. OutOfPages leaves it to
+    that."""
+    make_room_ahead(sequence)
+    _rows_of(sequence, segment_table(sequence.tail).places)
+
+
+def _classes_of(learnt: Sequence[_Learnt], places: AllPlaces) -> Iterator[tuple[PageClass, NDArray[np.bool] | None]]:
+    none_L = np.zeros(len(learnt[0].mean_L), dtype=bool)
+    for page_class in dict.fromkeys(page_class for item in learnt for page_class in item.layers):
+        is_its_OL = np.stack([item.layers.get(page_class, none_L) for item in learnt])
+        yield page_class, None if is_its_OL.all() else is_its_OL[places.owner_E, places.layer_E]
+
+
+def _launch(sequences: Sequence[SequenceCache], page_class: PageClass, item_5N: Tensor, row_E: Tensor) -> None:
+    from kvfold.pages.kernels.seal import seal_items  # the file needs triton
+
+    arena = sequences[0].arena
+    seal_items(
+        item_5N,
+        row_E,
+        arena.memory,
+        page_class,
+        max(sequence.open.num_slots for sequence in sequences),
+    )

@@ -1,0 +1,131 @@
+"""What scorers observe while steps are captured: attention mass and the last queries of every lane, on the device.
+
+A graph holds addresses, so observations of a lane lie where the graph writes, and the sidecar of the sequence there has
+views of them: whoever reads, copies or saves a sidecar finds it up to date, and nothing is ever fetched. Others
+replace the tensors of a sidecar (a seal, a plain pass, an undo); then the lane takes the new ones in.
+
+    L layers   B lanes   H KV heads   Q query heads   S slots of a row   R open block   W window   D head dim
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import is_
+from typing import NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from kvfold.pages.sequence import SequenceCache
+from kvfold.pages.sidecar import LayerSidecar
+from kvfold.passes.captured.block_tables import Layout
+from kvfold.passes.captured.open_block_tasks import OpenTasks
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the observations of one layer of one lane lie; the mass of as many stored slots as there are."""
+
+    mass_HS: Tensor | None
+    open_mass_HR: Tensor | None
+    last_q_QWD: Tensor | None
+
+    def tensors(self) -> list[Tensor | None]:
+        return [self.mass_HS, self.open_mass_HR, self.last_q_QWD]
+
+
+class _Held(NamedTuple):
+    sequence: ref[SequenceCache]
+    places: list[_Place]
+
+
+class Watch:
+    """Observations of B lanes, with room for what these sequences store and a quarter more."""
+
+    def __init__(self, layout: Layout, sequences: Sequence[SequenceCache], num_lanes: int) -> None:
+        spec, device = layout.spec, sequences[0].arena.device
+        self.layout, shape = layout, (spec.num_layers, num_lanes)
+        num_heads, num_queries = int(layout.heads_L.max()), max(layer.num_query_heads for layer in spec.layers)
+        width = max(layer.head_dim for layer in spec.layers)
+        most = max(_row_len(sequence, layer) for sequence in sequences for layer in range(spec.num_layers))
+        self.row_len = -(-(most + most // 4 + layout.open_len) // 64) * 64 if layout.mass else 0
+        self.mass_LBHS = torch.zeros(*shape, num_heads, self.row_len, device=device)
+        self.open_LBHR = torch.zeros(*shape, num_heads, layout.open_len if layout.mass else 0, device=device)
+        self.open_tasks = OpenTasks(layout, num_lanes, device)
+        # One lane more, where the queries of lanes without a sequence go.
+        last = (spec.num_layers, num_lanes + 1, num_queries, layout.window, width)
+        self.last_LBQWD = torch.zeros(last, dtype=spec.dtype, device=device)
+        self._held: list[_Held | None] = [None] * num_lanes
+
+    def place(self, lanes: Sequence[int], sequences: Sequence[SequenceCache]) -> bool:
+        """Take in what was observed elsewhere; False where there is no room for it."""
+        added = [item for item in zip(lanes, sequences, strict=True) if not self._has(*item)]
+        layers = range(self.layout.spec.num_layers)
+        if self.layout.mass and any(_row_len(one, layer) > self.row_len for _, one in added for layer in layers):
+            return False
+        for lane, sequence in added:
+            self._leave(lane)
+            self._take(lane, sequence)
+        return True
+
+    def _has(self, lane: int, sequence: SequenceCache) -> bool:
+        """Whether the sequence's sidecar is made of this lane's tensors."""
+        held = self._held[lane]
+        if held is None or held.sequence() is not sequence:
+            return False
+        sides = zip(held.places, sequence.sidecar.layers, strict=True)
+        return all(all(map(is_, place.tensors(), _observed(side))) for place, side in sides)
+
+    def _leave(self, lane: int) -> None:
+        """Whoever was here goes on with copies."""
+        held = self._held[lane]
+        sequence = held.sequence() if held is not None else None
+        if sequence is not None and self._has(lane, sequence):
+            sequence.sidecar = sequence.sidecar.copy()
+        self._held[lane] = None
+
+    def _take(self, lane: int, sequence: SequenceCache) -> None:
+        places = [self._place(lane, layer, sequence) for layer in range(self.layout.spec.num_layers)]
+        to: list[Tensor] = []
+        of: list[Tensor] = []
+        for place, side in zip(places, sequence.sidecar.layers, strict=True):
+            for mine, theirs in zip(place.tensors(), _observed(side), strict=True):
+                if mine is not None and theirs is None:
+                    mine.zero_()
+                elif mine is not None and theirs is not None and mine.numel():
+                    to.append(mine)
+                    of.append(theirs[:, -mine.shape[1] :])  # a prompt's scorer may have looked at more queries
+            side.mass_HS, side.open_mass_HR, side.last_q_QWD = place.tensors()
+        if to:
+            torch._foreach_copy_(to, of)
+        sequence.sidecar.is_live = True
+        self._held[lane] = _Held(ref(sequence), places)
+
+    def _place(self, lane: int, layer: int, sequence: SequenceCache) -> _Place:
+        spec, layout = self.layout.spec.layers[layer], self.layout
+        heads, queries = spec.num_kv_heads, spec.num_query_heads
+        return _Place(
+            self.mass_LBHS[layer, lane, :heads, : _row_len(sequence, layer)] if layout.mass else None,
+            self.open_LBHR[layer, lane, :heads] if layout.mass else None,
+            self.last_LBQWD[layer, lane, :queries, :, : spec.head_dim] if layout.window else None,
+        )
+
+
+def has_queries(sequence: SequenceCache, window: int) -> bool:
+    """Whether the queries just before the next token are known, as many as the window holds; layers see the same."""
+    if not window:
+        return True
+    side = sequence.sidecar.layers[0]
+    is_whole = side.last_q_QWD is not None and side.last_q_QWD.shape[1] >= window
+    return is_whole and side.query_end == sequence.logical_len
+
+
+def _observed(side: LayerSidecar) -> list[Tensor | None]:
+    return [side.mass_HS, side.open_mass_HR, side.last_q_QWD]
+
+
+def _row_len(sequence: SequenceCache, layer: int) -> int:
+    """Stored slots of the longest head."""
+    return max(sequence.stored_lens(layer))

@@ -1,0 +1,127 @@
+"""How far the keys of every head appear moved under `slot` positions: which slots share a distance, and which one.
+
+Stored slot i of n appears n - i before the first token that is not sealed. So the distance is the same as long as
+positions follow one another; where they do not, a *bend*, tokens in between are gone. Positions lie on the device,
+which is asked once for all layers, and only where something was evicted.
+
+    X heads of all layers   E extents of all segments   N bends   S slots of all heads, head by head   V turns
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvfold.pages.async_copy import upload
+from kvfold.pages.layout import POSITION
+from kvfold.pages.places import Ints, SegmentTable
+from kvfold.pages.segment_table import segment_table
+from kvfold.pages.sequence import SequenceCache
+
+MOST_TURNS = 32  # distances of a head: each costs its queries turned, and a task at least
+
+
+@dataclass(frozen=True, eq=False)
+class Moves:
+    """The bends of one sequence: the first slot of each head that has any, and every slot that does not follow on."""
+
+    row_N: Ints  # which of the X heads
+    slot_N: Ints  # in the head's row of stored slots
+    shift_N: Ints  # of this slot and those up to the next bend
+    unit_X: Ints  # slots: a stretch that a kernel reads begins at a multiple
+
+    @cached_property
+    def turn_N(self) -> Ints:
+        """0, 1, 2 … within each head."""
+        first_X = np.searchsorted(self.row_N, np.arange(len(self.unit_X)))
+        return np.arange(len(self.row_N)) - first_X[self.row_N]
+
+    @cached_property
+    def most(self) -> int:
+        """Distances of the head that has most."""
+        return int(self.turn_N.max(initial=0)) + 1
+
+    def table(self, num_turns: int) -> Ints:
+        """[X, V]: the distance of each turn, 0 where there is none."""
+        shift_XV = np.zeros((len(self.unit_X), num_turns), dtype=np.int64)
+        shift_XV[self.row_N, self.turn_N] = self.shift_N
+        return shift_XV
+
+
+_known: WeakKeyDictionary[SequenceCache, tuple[int, Moves | None]] = WeakKeyDictionary()
+
+
+def moves_of(sequence: SequenceCache) -> Moves | None:
+    """The moves of a sequence, the same object until slots change; None where a head has too many."""
+    known, number = _known.get(sequence), sequence.tail.changes.number
+    if known is None or known[0] != number:
+        known = _known[sequence] = number, _find(sequence)
+    return known[1]
+
+
+def stored_tables(sequence: SequenceCache) -> tuple[SegmentTable, ...]:
+    """What a lane is made of; the same objects until slots or pages change."""
+    return tuple(segment_table(segment) for segment in (*sequence.segments, sequence.tail))
+
+
+def stored_lens(tables: Sequence[SegmentTable], num_rows: int) -> Ints:
+    """Slots of each head [X]."""
+    row_E = np.concatenate([table.places.row_E for table in tables])
+    length_E = np.concatenate([table.length_E for table in tables])
+    return np.bincount(row_E, length_E, num_rows).astype(np.int64)
+
+
+def _find(sequence: SequenceCache) -> Moves | None:
+    tables = stored_tables(sequence)
+    unit_X = _units(sequence)
+    length_X = stored_lens(tables, len(unit_X))
+    end_X = np.cumsum(length_X)
+    first_X = end_X - length_X
+    first_N = first_X[length_X > 0]
+    if (length_X == sequence.sealed_len).all():  # nothing is gone
+        at_N, position_N = first_N, np.zeros_like(first_N)
+    else:
+        at_N, position_N = _bends(_positions(sequence, tables), first_N, MOST_TURNS * len(length_X))
+    row_N = np.searchsorted(end_X, at_N, side="right")
+    slot_N = at_N - first_X[row_N]
+    shift_N = sequence.sealed_len - length_X[row_N] + slot_N - position_N
+    moves = Moves(row_N, slot_N, shift_N, unit_X)
+    return moves if moves.most <= MOST_TURNS else None
+
+
+def _units(sequence: SequenceCache) -> Ints:
+    """Addresses are multiples of 16 bytes at every 16th slot; slots that share scales stay together."""
+    units = [max(16, layer.page_class.group) for layer in sequence.tail.layers for _ in range(layer.num_heads)]
+    return np.array(units, dtype=np.int64)
+
+
+def _bends(position_S: Tensor, first_N: Ints, most: int) -> tuple[Ints, Ints]:
+    """Where they are among the slots of all heads, and the positions there; `first_N` begin a head. Of more than
+    `most`, one more."""
+    is_bend_S = torch.ones_like(position_S, dtype=torch.bool)
+    is_bend_S[1:] = position_S.diff() != 1
+    is_bend_S[upload(first_N.tolist(), position_S.device)] = True
+    at_N = is_bend_S.nonzero().squeeze(-1)[: most + 1]
+    found_2N = torch.stack((at_N, position_S[at_N].to(torch.int64))).cpu().numpy()
+    return found_2N[0], found_2N[1]
+
+
+def _positions(sequence: SequenceCache, tables: tuple[SegmentTable, ...]) -> Tensor:
+    """int32 [S] of all heads, on the device."""
+    row_E = np.concatenate([table.places.row_E for table in tables])
+    order_E = np.argsort(row_E, kind="stable")
+    length_E = np.concatenate([table.length_E for table in tables])[order_E]
+    address_E = np.concatenate([table.places.address_EF[:, -1] for table in tables])[order_E]
+    before_E = np.cumsum(length_E) - length_E
+    origin_E = address_E // POSITION.bytes() - before_E  # slot s of all lies at its extent's origin + s
+    device, num_slots = sequence.arena.device, int(length_E.sum())
+    origin_S = torch.repeat_interleave(
+        upload(origin_E.tolist(), device), upload(length_E.tolist(), device), output_size=num_slots
+    )
+    return sequence.arena.memory.view(torch.int32)[origin_S + torch.arange(num_slots, device=device)]

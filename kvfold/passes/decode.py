@@ -1,0 +1,172 @@
+"""A decode step: one new token, or a draft, for each sequence of a batch, read from pages and open block.
+
+The open block is sealed at the start of the step that would not fit, so an arena that is full is told before the step
+has changed anything. New slots are written behind the fill and count once they are kept; what scorers observe of a
+token is noted after the model has run, so that a rejected draft leaves nothing behind.
+
+    H KV heads   G query heads per KV head   Q query heads   T tokens   N packed tokens   B rows of a call
+    D head dim   R open block
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvfold.attend.lse_merge import Merge, attend, compute_dtype
+from kvfold.attend.paged import add_stored
+from kvfold.compress.observe import Tracked, new_mass, stored_mass, track_queries
+from kvfold.compress.seal import seal_all
+from kvfold.pages.sequence import SequenceCache
+from kvfold.passes.context_window import warn_if_passing
+from kvfold.passes.cpu_batch import Row, Together, row_of
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What scorers may want to know of the new tokens of one sequence in one layer."""
+
+    layer: int
+    q_QTD: Tensor
+    q_HGTD: Tensor
+    lse_HGT: Tensor
+
+
+class DecodePass:
+    """New tokens for every sequence, one number for all or one for each; they are committed by the caller."""
+
+    @classmethod
+    def begin(cls, sequences: Sequence[SequenceCache], num_tokens: int | Sequence[int] = 1) -> DecodePass:
+        """Seal the open blocks that have no room for the new tokens, which may evict, and start a step."""
+        lens = [num_tokens] * len(sequences) if isinstance(num_tokens, int) else list(num_tokens)
+        for sequence in sequences:
+            if sequence.is_torn:
+                raise RuntimeError("an earlier change of this sequence stopped halfway; it can only be released")
+            sequence.arrive()
+        seal_all([one for one, length in zip(sequences, lens, strict=True) if one.open.room < length])
+        for sequence, length in zip(sequences, lens, strict=True):
+            warn_if_passing(sequence, length)
+        return cls(sequences, lens)
+
+    def __init__(self, sequences: Sequence[SequenceCache], num_tokens: Sequence[int]) -> None:
+        self.sequences, self.num_tokens = list(sequences), list(num_tokens)
+        self._base = [sequence.open.fill for sequence in self.sequences]
+        self._together = Together(self.sequences)
+        self._seen: dict[int, list[_Seen]] = defaultdict(list)  # by sequence, as are the tokens observed
+        self._num_observed: dict[int, int] = defaultdict(int)
+
+    @cached_property
+    def _tracked(self) -> list[Tracked]:
+        """Not asked for by kernels, which observe nothing."""
+        return [Tracked.of([sequence.policy], decoding=True) for sequence in self.sequences]
+
+    def attend_packed(self, layer: int, q_QND: Tensor, k_HND: Tensor, v_HND: Tensor) -> Tensor:
+        """The tokens of all sequences, one behind the other; returns the attention output [N, Q, D]."""
+        out_NQD = torch.empty_like(q_QND.transpose(0, 1))
+        rows = self._rows(layer) if q_QND.device.type == "cpu" else {}
+        starts = [0, *accumulate(self.num_tokens)]
+        for index, mine in enumerate(map(slice, starts, starts[1:])):
+            if index not in rows:
+                new = q_QND[:, mine], k_HND[:, mine], v_HND[:, mine]
+                out_NQD[mine] = self.attend(layer, index, *new).transpose(0, 1)
+        if rows:
+            self._attend_together(layer, rows, q_QND, (k_HND, v_HND), out_NQD)
+        return out_NQD
+
+    def _rows(self, layer: int) -> dict[int, Row]:
+        """Sequences whose only new token can be read together with those of others, by their index."""
+        if max(self.num_tokens) > 1:
+            return {}
+        found = {index: row_of(sequence, layer) for index, sequence in enumerate(self.sequences)}
+        return {index: row for index, row in found.items() if row is not None}
+
+    def _attend_together(
+        self, layer: int, rows: dict[int, Row], q_QND: Tensor, new: tuple[Tensor, Tensor], out_NQD: Tensor
+    ) -> None:
+        spec = self.sequences[0].spec.layers[layer]
+        k_HTD, v_HTD = (x_HND.unsqueeze(2).unbind(1) for x_HND in new)
+        for index in rows:
+            self.sequences[index].open.write(layer, k_HTD[index], v_HTD[index])
+        q_NHGD = q_QND.transpose(0, 1).to(compute_dtype(q_QND)).unflatten(1, (spec.num_kv_heads, spec.group))
+        for call in self._together.calls(layer, rows):
+            call.fill([x for index in call.rows for x in self._slots(layer, index, rows[index])])
+            q_BHGD = q_NHGD[call.index_B]
+            out_BHGD, lse_BHG = call.attend(q_BHGD, spec.scale)
+            out_NQD[call.index_B] = out_BHGD.flatten(1, 2).to(out_NQD.dtype)
+            for at, index in enumerate(call.rows):
+                if self._tracked[index].anything and spec.compressible:
+                    q_HGTD, lse_HGT = q_BHGD[at].unsqueeze(2), lse_BHG[at].unsqueeze(2)
+                    self._seen[index].append(_Seen(layer, q_QND[:, index : index + 1], q_HGTD, lse_HGT))
+
+    def _slots(self, layer: int, index: int, row: Row) -> Iterator[Tensor]:
+        """What a call copies of a sequence: its open block with the new token, then its parts."""
+        block = self.sequences[index].open
+        yield block.k[layer].narrow(1, 0, block.fill + 1)
+        yield block.v[layer].narrow(1, 0, block.fill + 1)
+        for part in row.parts:
+            yield part.k_hSD
+            yield part.v_hSD
+
+    def attend(self, layer: int, index: int, q_QTD: Tensor, k_HTD: Tensor, v_HTD: Tensor) -> Tensor:
+        sequence = self.sequences[index]
+        spec, block = sequence.spec.layers[layer], sequence.open
+        block.write(layer, k_HTD, v_HTD)
+        dtype = compute_dtype(q_QTD)
+        q_HGTD = q_QTD.to(dtype).unflatten(0, (spec.num_kv_heads, spec.group))
+        merge = Merge(q_HGTD)
+        add_stored(merge, sequence, layer, q_HGTD, sequence.logical_len)
+        end = block.fill + q_QTD.shape[1]
+        k, v = block.k[layer][:, :end].to(dtype), block.v[layer][:, :end].to(dtype)
+        mask_TS = None
+        if q_QTD.shape[1] > 1 or (spec.sliding_window or end) < end:
+            query = torch.arange(block.fill, end, device=k.device).unsqueeze(-1)
+            slot = torch.arange(end, device=k.device)
+            mask_TS = (slot <= query) & (slot > query - (spec.sliding_window or end))
+        merge.add(slice(0, spec.num_kv_heads), *attend(q_HGTD, k, v, spec.scale, mask_TS=mask_TS))
+        if self._tracked[index].anything and spec.compressible:
+            assert merge.lse_HGT is not None
+            self._seen[index].append(_Seen(layer, q_QTD, q_HGTD, merge.lse_HGT))
+        return merge.result().flatten(0, 1).to(q_QTD.dtype)
+
+    def observe(self, index: int, num_tokens: int) -> None:
+        """Note for the scorers what the first `num_tokens` new tokens of a sequence asked for, once each."""
+        begin = self._num_observed[index]
+        if num_tokens > begin:
+            for seen in self._seen[index]:
+                self._track(index, seen, slice(begin, num_tokens))
+            self._num_observed[index] = num_tokens
+
+    def _track(self, index: int, seen: _Seen, new: slice) -> None:
+        sequence, tracked, layer = self.sequences[index], self._tracked[index], seen.layer
+        side, block, fill = sequence.sidecar.layers[layer], sequence.open, self._base[index] + new.start
+        start = sequence.sealed_len + fill
+        track_queries(sequence, layer, seen.q_QTD[:, new], start, tracked)
+        if tracked.mass:
+            q_HGTD, lse_HGT = seen.q_HGTD[:, :, new], seen.lse_HGT[:, :, new]
+            old = stored_mass(sequence, layer, q_HGTD, lse_HGT, start)
+            side.mass_HS = old if side.mass_HS is None else side.mass_HS + old
+            k_HSD = block.k[layer][:, : self._base[index] + new.stop].to(q_HGTD.dtype)
+            mass = new_mass(q_HGTD, k_HSD, lse_HGT, sequence.spec.layers[layer].scale, fill)
+            if side.open_mass_HR is not None:  # past the fill stands what drafts that rolled back had received
+                mass[:, :fill] += side.open_mass_HR[:, :fill]
+            side.open_mass_HR = functional.pad(mass, (0, block.num_slots - mass.shape[1]))
+
+    def observe_all(self) -> None:
+        """Note what all tokens asked for."""
+        for index in self._seen:
+            self.observe(index, self.num_tokens[index])
+
+    def finish(self) -> None:
+        """All tokens stay. Observing may be interrupted, counting not, so it comes last."""
+        self.observe_all()
+        for sequence, length in zip(self.sequences, self.num_tokens, strict=True):
+            sequence.open.advance(length)
+
+

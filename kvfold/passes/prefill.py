@@ -1,0 +1,291 @@
+"""A prefill pass: new tokens of a batch attend to what is stored and to themselves, layer by layer.
+
+The model runs a layer over all tokens (in chunks) before the next, so a layer's keys and values exist only while it
+runs: afterwards they are scored, the survivors staged, the rest gone. The result is that of a one-shot prefill, at the
+memory of one layer. A pass over one chunk of a longer prompt is the token-major order.
+
+    H KV heads   G query heads per KV head   Q query heads   T tokens   D head dim
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from kvfold.attend.lse_merge import Merge, attend, compute_dtype
+from kvfold.attend.paged import add_stored
+from kvfold.codec.base import Side
+from kvfold.compress.full_prompt import Held
+from kvfold.compress.observe import Tracked, new_mass, stored_mass, track_queries
+from kvfold.compress.round import Compression, check_decode_size, finish_all
+from kvfold.compress.seal import seal
+from kvfold.compress.token_pruning import LeftBehind
+from kvfold.compress.view import NewSlots
+from kvfold.evicted.base import Asked
+from kvfold.pages.sequence import SequenceCache
+from kvfold.pages.sidecar import LayerSidecar
+from kvfold.passes.context_window import warn_if_passing
+from kvfold.passes.contiguous_prefix import can_join, room_behind
+from kvfold.score.base import Replay
+from kvfold.yielding import yield_point
+
+_SIDES: tuple[Side, Side] = ("k", "v")
+
+
+@dataclass
+class LayerBuffer:
+    """Keys, values and mass of the layer that is running, for one sequence; behind a joined prefix, if there is one."""
+
+    joined_k_HSD: Tensor
+    joined_v_HSD: Tensor
+    num_joined: int = 0  # slots in front of the new ones
+    filled: int = 0
+    stored_mass_HS: Tensor | None = None
+    new_mass_HT: Tensor | None = None
+    queries: list[Tensor] = field(default_factory=list)  # [Q, T, D] of each chunk, if a scorer wants them all
+
+    @classmethod
+    def empty(cls, num_tokens: int, k_HTD: Tensor, v_HTD: Tensor, dtype: torch.dtype) -> LayerBuffer:
+        """Room for so many tokens of this kind."""
+        k = torch.empty(k_HTD.shape[0], num_tokens, k_HTD.shape[2], dtype=dtype, device=k_HTD.device)
+        return cls(k, torch.empty_like(k[..., : v_HTD.shape[2]]))
+
+    @classmethod
+    def behind(cls, sequence: SequenceCache, layer: int, num_tokens: int, dtype: torch.dtype) -> LayerBuffer:
+        """Room for so many tokens behind stored ones."""
+        k_HSD, v_HSD = (room_behind(sequence, layer, side, num_tokens, dtype) for side in _SIDES)
+        return cls(k_HSD, v_HSD, sequence.sealed_len)
+
+    @property
+    def k_HTD(self) -> Tensor:
+        return self.joined_k_HSD[:, self.num_joined :]
+
+    @property
+    def v_HTD(self) -> Tensor:
+        return self.joined_v_HSD[:, self.num_joined :]
+
+    def append(self, k_HTD: Tensor, v_HTD: Tensor) -> None:
+        offset, self.filled = self.filled, self.filled + k_HTD.shape[1]
+        self.k_HTD[:, offset : self.filled] = k_HTD
+        self.v_HTD[:, offset : self.filled] = v_HTD
+
+
+class PrefillPass:
+    """`num_tokens[i]` new tokens for sequence i. With `compress`, sizes refer to `seen_lens[i]`, the committed length
+    at the end of the call this pass belongs to; without, everything new is kept.
+
+    `followers` are empty sequences of other policies that read what an (empty) first sequence reads, and leave the same
+    tokens behind between layers: attention is computed once, compression once for each.
+    """
+
+    @classmethod
+    def begin(
+        cls,
+        sequences: Sequence[SequenceCache],
+        num_tokens: Sequence[int],
+        seen_lens: Sequence[int] | None = None,
+        *,
+        compress: bool = True,
+        followers: Sequence[SequenceCache] = (),
+    ) -> PrefillPass:
+        """Seal the open blocks, start a pass, and take memory for whole prompts that wait for a second reading."""
+        seen = seen_lens or [s.committed_len + n for s, n in zip(sequences, num_tokens, strict=True)]
+        for sequence, length, new in zip(sequences, seen, num_tokens, strict=True):
+            if compress:
+                check_decode_size(sequence, length)
+            seal(sequence, compress=False)
+            warn_if_passing(sequence, new)
+        found = cls(sequences, num_tokens, seen, compress=compress, followers=followers)
+        found._hold()
+        return found
+
+    def __init__(
+        self,
+        sequences: Sequence[SequenceCache],
+        num_tokens: Sequence[int],
+        seen_lens: Sequence[int],
+        *,
+        compress: bool,
+        followers: Sequence[SequenceCache],
+    ) -> None:
+        self.sequences = list(sequences)
+        self.num_tokens = list(num_tokens)
+        self.followers = [(other, Compression(other, other.policy.prefill, num_tokens[0])) for other in followers]
+        self._tracked = [Tracked.of([s.policy, *(f.policy for f in followers)], decoding=False) for s in sequences]
+        self.rounds = [
+            Compression(sequence, sequence.policy.prefill if compress else None, length)
+            for sequence, length in zip(sequences, seen_lens, strict=True)
+        ]
+        self._buffers: list[LayerBuffer | None] = [None] * len(sequences)
+        self.left = LeftBehind(self.sequences, self.num_tokens, whole=not compress)
+        self._dtype = torch.float32
+        self.held: dict[int, Held] = {}
+
+    def _hold(self) -> None:
+        """Room for the whole cache of every sequence whose compression waits for a second reading."""
+        try:
+            for index, sequence in enumerate(self.sequences):
+                if self.waiting(index):
+                    self.held[index] = Held(sequence, self.num_tokens[index])
+        except BaseException:
+            self.release()
+            raise
+
+    def waiting(self, index: int) -> list[Compression]:
+        """Rounds over this sequence's tokens that wait for a second reading."""
+        return [round_ for round_ in self._rounds_of(index) if round_.replay is not None]
+
+    @property
+    def asks_surprise(self) -> bool:
+        """Whether a second reading goes by what the first one thought of each token."""
+        replays = (round_.replay for index in self.held for round_ in self.waiting(index))
+        return any(replay is not None and replay.surprise for replay in replays)
+
+    def _rounds_of(self, index: int) -> list[Compression]:
+        """Rounds over what a sequence reads: its own, and those of its followers."""
+        return [*(compression for _, compression in self.followers if index == 0), self.rounds[index]]
+
+    def attend(self, layer: int, index: int, q_QTD: Tensor, k_HTD: Tensor, v_HTD: Tensor) -> Tensor:
+        """The next tokens of sequence `index` in this layer; returns the attention output [Q, T, D]."""
+        sequence = self.sequences[index]
+        spec = sequence.spec.layers[layer]
+        dtype = self._dtype = compute_dtype(q_QTD)
+        buffer = self._buffer(index, layer, k_HTD, v_HTD, dtype)
+        offset = buffer.filled
+        # What attention sees is what will be stored: rounded to the cache's dtype once, here.
+        buffer.append(k_HTD.to(sequence.spec.kv_dtype), v_HTD.to(sequence.spec.kv_dtype))
+        q_HGTD = q_QTD.to(dtype).unflatten(0, (spec.num_kv_heads, spec.group))
+        start = sequence.sealed_len + offset
+        merge = Merge(q_HGTD)
+        if not buffer.num_joined:
+            add_stored(merge, sequence, layer, q_HGTD, start, whole=True)
+        add_new(merge, q_HGTD, buffer, offset, spec.scale, spec.sliding_window)
+        self._track(index, layer, q_QTD, q_HGTD, merge, buffer, offset)
+        if buffer.filled == self.left.num_running[index]:
+            self._look(index, layer, buffer)
+        return merge.result().flatten(0, 1).to(q_QTD.dtype)
+
+    def _buffer(self, index: int, layer: int, k_HTD: Tensor, v_HTD: Tensor, dtype: torch.dtype) -> LayerBuffer:
+        found, num_tokens = self._buffers[index], self.left.num_running[index]
+        if found is None:
+            self.sequences[index].arrive(layer)
+            if can_join(self.sequences[index], layer):
+                found = LayerBuffer.behind(self.sequences[index], layer, num_tokens, dtype)
+            else:
+                found = LayerBuffer.empty(num_tokens, k_HTD, v_HTD, dtype)
+            self._buffers[index] = found
+        return found
+
+    def _track(
+        self,
+        index: int,
+        layer: int,
+        q_QTD: Tensor,
+        q_HGTD: Tensor,
+        merge: Merge,
+        buffer: LayerBuffer,
+        offset: int,
+    ) -> None:
+        tracked, sequence = self._tracked[index], self.sequences[index]
+        spec = sequence.spec.layers[layer]
+        if not tracked.anything or not spec.compressible:
+            return
+        start = sequence.sealed_len + offset
+        # Where tokens were left behind, the last ones go on: positions are counted back from the end.
+        num_left = self.num_tokens[index] - self.left.num_running[index]
+        track_queries(sequence, layer, q_QTD, start + num_left, tracked)
+        if tracked.new_queries:
+            buffer.queries.append(q_QTD)
+        if tracked.mass:
+            assert merge.lse_HGT is not None
+            old = stored_mass(sequence, layer, q_HGTD, merge.lse_HGT, start, whole=True)
+            new = new_mass(q_HGTD, buffer.k_HTD, merge.lse_HGT, spec.scale, offset)
+            buffer.stored_mass_HS = old if buffer.stored_mass_HS is None else buffer.stored_mass_HS + old
+            buffer.new_mass_HT = new if buffer.new_mass_HT is None else buffer.new_mass_HT + new
+
+    def _look(self, index: int, layer: int, buffer: LayerBuffer) -> None:
+        """The last token was here: score and choose. A GPU runs the rest of the layer while the host waits for that."""
+        sequence = self.sequences[index]
+        new = NewSlots(buffer.k_HTD, buffer.v_HTD, sequence.sealed_len)
+        new.going_T, new.num_left = self.left.going[index], self.num_tokens[index] - new.num_tokens
+        if buffer.new_mass_HT is not None:
+            new.mass_HS = _joined_mass(sequence, layer, buffer)
+        if buffer.queries:
+            new.q_QTD = torch.cat(buffer.queries, dim=1)
+        for other, _ in self.followers:
+            seen = sequence.sidecar.layers[layer]
+            other.sidecar.layers[layer] = LayerSidecar(None, None, seen.last_q_QWD, seen.moments, seen.query_end)
+        if index in self.held:
+            self.held[index].look(layer, new)
+        for compression in self._rounds_of(index):
+            if not compression.looks_late:
+                compression.look(layer, _for_policy(new, compression.sequence))
+        self.left.look(index, layer, new, self._tracked[index].last_queries)
+
+    def look_again(
+        self, index: int, replay: Replay, maxima: Sequence[Tensor | None], asked: Sequence[Asked | None]
+    ) -> None:
+        """Look at what was held, layer by layer: the largest weights of a second reading, and what it asked."""
+        held = self.held[index]
+        for layer, (replay_HGS, answers) in enumerate(zip(maxima, asked, strict=True)):
+            yield_point()
+            new = replace(held.new_slots(layer, self._dtype, replay_HGS), asked=answers)
+            for compression in self.waiting(index):
+                if compression.replay == replay:
+                    compression.look_again(layer, _for_policy(new, compression.sequence))
+
+    def release(self) -> None:
+        """Give back what was held."""
+        for held in self.held.values():
+            held.release()
+
+    def finish_layer(self, layer: int) -> None:
+        """All tokens of all sequences have passed this layer: stage what was chosen."""
+        for index, (buffer, total) in enumerate(zip(self._buffers, self.left.num_running, strict=True)):
+            assert buffer is not None and buffer.filled == total, f"sequence {index} is not through layer {layer}"
+        for compression in (*self.rounds, *(follower for _, follower in self.followers)):
+            compression.settle()
+        self._buffers = [None] * len(self.sequences)
+
+    def finish(self) -> None:
+        """Encode and write what stays. OutOfPages leaves all sequences as they were before the pass."""
+        followers = [(compression, self.num_tokens[0]) for _, compression in self.followers]
+        finish_all([*zip(self.rounds, self.num_tokens, strict=True), *followers], self.release)
+
+
+def _for_policy(new: NewSlots, sequence: SequenceCache) -> NewSlots:
+    """Without the mass that only another policy of the pass asked for."""
+    return new if new.mass_HS is None or sequence.policy.watches_mass else new.without_mass
+
+
+def add_new(merge: Merge, q_HGTD: Tensor, buffer: LayerBuffer, offset: int, scale: float, window: int | None) -> None:
+    """Attention to the tokens of this pass: earlier chunks whole, the chunk itself causally."""
+    every, k_HSD, v_HSD = slice(0, q_HGTD.shape[0]), buffer.joined_k_HSD, buffer.joined_v_HSD
+    offset, end = offset + buffer.num_joined, buffer.filled + buffer.num_joined
+    if window is not None and end > window:
+        begin = max(0, offset - window + 1)
+        query = torch.arange(offset, end, device=q_HGTD.device).unsqueeze(-1)
+        slot = torch.arange(begin, end, device=q_HGTD.device)
+        mask_TS = (slot <= query) & (slot > query - window)
+        merge.add(every, *attend(q_HGTD, k_HSD[:, begin:end], v_HSD[:, begin:end], scale, mask_TS=mask_TS))
+        return
+    chunk = slice(0, end)
+    if offset and not q_HGTD.is_cuda:  # a GPU's kernels read both at once; a CPU's would need a mask for it
+        merge.add(every, *attend(q_HGTD, k_HSD[:, :offset], v_HSD[:, :offset], scale))
+        chunk = slice(offset, end)
+    merge.add(every, *attend(q_HGTD, k_HSD[:, chunk], v_HSD[:, chunk], scale, causal=True))
+
+
+def _joined_mass(sequence: SequenceCache, layer: int, buffer: LayerBuffer) -> Tensor:
+    """Mass of stored slots, earlier and from this pass, then of the new ones, in row order."""
+    assert buffer.stored_mass_HS is not None and buffer.new_mass_HT is not None
+    earlier = sequence.sidecar.layers[layer].mass_HS
+    old_HS = buffer.stored_mass_HS if earlier is None else buffer.stored_mass_HS + earlier
+    rows = [
+        torch.cat((old[:length], new))
+        for old, new, length in zip(old_HS, buffer.new_mass_HT, sequence.stored_lens(layer), strict=True)
+    ]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)

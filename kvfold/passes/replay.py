@@ -1,0 +1,195 @@
+"""The second reading of a prompt (KVzip, arXiv:2505.23416): the model repeats the text while its whole cache is there.
+
+What the repetition attends to is what the text can be rebuilt from, whatever is asked later. It is read beside the
+held cache (beside.py); what is observed is each slot's largest weight under a softmax over what a chunk's repetition is
+about: earlier slots, sinks, the chunk and the repetition itself. Nothing is stored.
+
+    | stored | held: … chunk … |  request, chunk again  |
+                   begin  end     position `held.end` on
+
+A query may count by how surprising the token is that it is about to repeat; one of the request, which repeats nothing
+yet, and one before a token whose surprise nobody knows count in full.
+
+    H KV heads   G query heads per KV head   Q query heads   T queries   S slots   N new slots   D head dim
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+
+from kvfold.attend.lse_merge import Merge, compute_dtype
+from kvfold.attend.paged import Stretch
+from kvfold.compress.full_prompt import Held
+from kvfold.evicted.base import Asked
+from kvfold.pages.async_copy import upload
+from kvfold.passes.prefill import LayerBuffer
+from kvfold.passes.probe import Answers, Beside, added, grown, together
+from kvfold.score.base import Replay
+from kvfold.score.columns import column_max
+from kvfold.yielding import yield_point
+
+_LEAST = 1e-6  # of what a query counts: slots that only foreseen tokens ask for keep their order
+
+
+@dataclass
+class _Maxima:
+    """The largest weights so far, of one layer under one kind of replay."""
+
+    stored_HGS: Tensor
+    new_HGN: Tensor
+
+
+class ReplayPass:
+    """Reads chunks of what is held again, for `kinds` of one chunk length. `begin` each, then run the model over it."""
+
+    def __init__(self, held: Held, kinds: Sequence[Replay], surprise_N: Tensor | None = None) -> None:
+        self.held = held
+        self.surprise_N = surprise_N  # -ln p of what is held, in the first reading
+        self.sequence = held.sequence
+        self.kinds = list(kinds)
+        self.hidden_norm_T: Tensor | None = None  # of what the attention of the running layer was given
+        self._watched = list(dict.fromkeys(map(_without_queries, kinds)))
+        self._maxima: dict[tuple[int, Replay], _Maxima] = {}
+        self._asked: dict[tuple[int, int], list[Answers]] = defaultdict(list)  # by layer and how many are kept
+        self._chunk = slice(0, 0)
+        self._num_tokens = 0
+        self._buffer: LayerBuffer | None = None
+
+    @property
+    def watches_hidden(self) -> bool:
+        return any(kind.by_hidden for kind in self.kinds)
+
+    def begin(self, chunk: slice, num_tokens: int) -> None:
+        """The next `num_tokens` tokens repeat this part of what is held."""
+        self._chunk, self._num_tokens, self._buffer = chunk, num_tokens, None
+
+    def attend(self, layer: int, index: int, q_QTD: Tensor, k_HTD: Tensor, v_HTD: Tensor) -> Tensor:
+        """The next tokens of the repetition in this layer; returns the attention output [Q, T, D]."""
+        spec, dtype = self.sequence.spec.layers[layer], compute_dtype(q_QTD)
+        if self._buffer is not None and self._buffer.filled == self._num_tokens:
+            self._buffer = None  # of the layer before
+        buffer = self._buffer = grown(self._buffer, self._num_tokens, k_HTD, v_HTD, self.held, dtype)
+        tokens = slice(buffer.filled - k_HTD.shape[1], buffer.filled)
+        beside = Beside(self.held, layer, q_QTD.to(dtype).unflatten(0, (spec.num_kv_heads, spec.group)), buffer)
+        yield_point()
+        if spec.compressible:
+            self._keep_answers(layer, beside, tokens)
+            self._watch(layer, beside, tokens)
+        return beside.output().to(q_QTD.dtype)
+
+    def _watch(self, layer: int, beside: Beside, tokens: slice) -> None:
+        """Raise the largest weights of what is stored and of the chunk."""
+        scale = self.sequence.spec.layers[layer].scale
+        chunk = _cut(beside.held, self._chunk)
+        for kind in self._watched:
+            lse_HGT = self._lse(kind, beside, scale)
+            if kind.by_hidden:
+                assert self.hidden_norm_T is not None
+                lse_HGT = lse_HGT + self.hidden_norm_T[tokens].log()
+            if kind.surprise:
+                lse_HGT = lse_HGT - self._counts(kind.surprise)[tokens].log()
+            yield_point()
+            maxima = self._maxima_of(layer, kind, beside.q_HGTD)
+            for total_HGS, parts in ((maxima.stored_HGS, beside.stored), (maxima.new_HGN, chunk)):
+                for part in parts:
+                    _raise(total_HGS, part, lse_HGT, scale)
+
+    def _counts(self, surprise: float) -> Tensor:
+        """How much each query of the repetition counts, [T]."""
+        assert self.surprise_N is not None
+        known_N = self.surprise_N[self._chunk.start : self._chunk.stop + 1]
+        num_asked = self._num_tokens - len(_range(self._chunk))
+        next_T = pad(known_N, (num_asked, 1), value=torch.inf)[1 : self._num_tokens + 1]
+        return (next_T / surprise).clamp(_LEAST, 1.0)
+
+    def _lse(self, kind: Replay, beside: Beside, scale: float) -> Tensor:
+        """Log-sum-exp over what is stored, the sinks, the chunk and the repetition."""
+        num_sinks = min(max(0, kind.sinks - self.held.start), self._chunk.start)
+        if self._chunk.stop - self._chunk.start + num_sinks == self.held.num_tokens:
+            return beside.whole_HGT
+        merge = Merge(beside.q_HGTD)
+        for slots in (slice(0, num_sinks), self._chunk):
+            added(merge, _cut(beside.held, slots), scale)
+        assert merge.lse_HGT is not None
+        return torch.logaddexp(beside.near_HGT, merge.lse_HGT)
+
+    def _maxima_of(self, layer: int, kind: Replay, q_HGTD: Tensor) -> _Maxima:
+        found = self._maxima.get((layer, kind))
+        if found is None:
+            num_stored, shape = max(self.sequence.stored_lens(layer)), q_HGTD.shape[:2]
+            stored_HGS = torch.zeros(*shape, num_stored, device=q_HGTD.device)
+            new_HGN = torch.zeros(*shape, self.held.num_tokens, device=q_HGTD.device)
+            found = self._maxima[layer, kind] = _Maxima(stored_HGS, new_HGN)
+        return found
+
+    def _keep_answers(self, layer: int, beside: Beside, tokens: slice) -> None:
+        """Those to evenly spaced tokens of what is repeated, request and all."""
+        behind = self._num_tokens - self._chunk.stop  # from a token's place in what is held to that in the repetition
+        for count in {kind.queries for kind in self.kinds if kind.queries}:
+            number = min(count, self.held.num_tokens)
+            spaced = (i * self.held.num_tokens // number for i in range(number))
+            places = [place + behind - tokens.start for place in spaced if place in _range(self._chunk)]
+            mine = [place for place in places if 0 <= place < beside.q_HGTD.shape[2]]
+            if mine:
+                mine_T = upload(mine, beside.q_HGTD.device)
+                self._asked[layer, count].append(Answers(*(column[:, :, mine_T] for column in beside.answers)))
+
+    def asked(self, kind: Replay) -> list[Asked | None]:
+        """Of every layer, the queries of as many tokens as the kind says, fewer where the text is shorter, and what the
+        heads answered; the targets that `fit` reproduces."""
+        kept = [self._asked.get((layer, kind.queries)) for layer in range(self.sequence.spec.num_layers)]
+        scales = (layer.scale for layer in self.sequence.spec.layers)
+        return [None if parts is None else together(parts, scale) for parts, scale in zip(kept, scales, strict=True)]
+
+    def maxima(self, kind: Replay) -> list[Tensor | None]:
+        """Of every layer [H, G, S], stored then new slots of each head; None where nothing competes."""
+        return [self._joined(layer, kind) for layer in range(self.sequence.spec.num_layers)]
+
+    def _joined(self, layer: int, kind: Replay) -> Tensor | None:
+        found = self._maxima.get((layer, _without_queries(kind)))
+        if found is None or found.stored_HGS.shape[-1] == 0:
+            return None if found is None else found.new_HGN
+        heads = zip(found.stored_HGS, found.new_HGN, self.sequence.stored_lens(layer), strict=True)
+        rows = [torch.cat((old_GS[:, :length], new_GN), dim=1).t() for old_GS, new_GN, length in heads]
+        return pad_sequence(rows, batch_first=True).transpose(1, 2)
+
+
+def _without_queries(kind: Replay) -> Replay:
+    """What tells which weights are observed."""
+    return replace(kind, queries=0, study=0)
+
+
+def _range(part: slice) -> range:
+    return range(part.start, part.stop)
+
+
+def _cut(parts: Iterable[Stretch], slots: slice) -> list[Stretch]:
+    """The parts' slots among `slots`; heads of one part start at one slot."""
+    found = []
+    for part in parts:
+        first = part.first[0]
+        begin, end = max(slots.start - first, 0), min(slots.stop - first, part.k_hSD.shape[1])
+        if begin < end:
+            assert part.bias_hS is None  # what is held is as the model made it
+            k_hSD, v_hSD = part.k_hSD[:, begin:end], part.v_hSD[:, begin:end]
+            found.append(replace(part, first=[first + begin] * len(part.first), k_hSD=k_hSD, v_hSD=v_hSD))
+    return found
+
+
+def _raise(total_HGS: Tensor, part: Stretch, lse_HGT: Tensor, scale: float) -> None:
+    lse_hGT = lse_HGT[part.heads]
+    if part.offset_hGT is not None:
+        lse_hGT = lse_hGT - part.offset_hGT * scale
+    found_hGS = column_max(part.q_hGTD, part.k_hSD, lse_hGT, scale)
+    if part.bias_hS is not None:
+        found_hGS = found_hGS * part.bias_hS.exp().unsqueeze(1)
+    for row_GS, first, found_GS in zip(total_HGS[part.heads], part.first, found_hGS, strict=True):
+        mine_GS = row_GS[:, first : first + found_GS.shape[1]]
+        torch.maximum(mine_GS, found_GS, out=mine_GS)

@@ -1,0 +1,1 @@
+"""Wire formats of the two vendors: requests from JSON, replies to JSON and server-sent events, errors."""

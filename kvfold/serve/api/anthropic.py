@@ -1,0 +1,265 @@
+"""Anthropic's Messages API, from JSON to a request: blocks, markers, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvfold.engine.sampling import Sampling
+from kvfold.serve.api.errors import bad_request
+from kvfold.serve.api.request import Ask, Block, Role, check_calls
+from kvfold.serve.api.validation import Fields, Neutral, Only, check_names, tool_name
+from kvfold.serve.settings import Settings
+
+TTL_S = {"5m": 300.0, "1h": 3600.0}
+MAX_MARKERS = 4
+VERSIONS = ("2023-01-01", "2023-06-01", "2026-10-21")  # of the API; SDKs before 2 send the second, later ones the third
+
+_STEERED = "how much the model thinks is not steered here"
+NEUTRAL: dict[str, Neutral] = {
+    "thinking": {"type": Only(_STEERED, ("disabled",))},
+    "output_config": {"effort": Only(_STEERED, ("high",)), "format": Only("replies are not held to a format here")},
+    "speed": Only("there is one speed here", ("standard",)),
+    "mcp_servers": Only("this server calls no tools itself", ([],)),
+    "context_management": {"edits": Only("this server does not edit conversations", ([],))},
+}
+_NEUTRAL_TOOL: dict[str, Neutral] = {
+    "strict": Only("calls are not held to a schema here", (False,)),
+    "defer_loading": Only("tools are always loaded here", (False,)),
+    "eager_input_streaming": Only("arguments of a call are sent in one piece here", (False,)),
+    "allowed_callers": Only("tools are called by the model alone", (["direct"],)),
+    "input_examples": Only("examples of calls are not rendered here; put them into the description", ([],)),
+}
+_NEUTRAL_CALL: dict[str, Neutral] = {"caller": {"type": Only("tools are called by the model alone", ("direct",))}}
+_NEUTRAL_TEXT: dict[str, Neutral] = {"citations": Only("citations are not supported", ([],))}
+
+
+@dataclass(frozen=True)
+class MessagesBody:
+    """A request for a message. `previous_id` is of use where `is_diagnosed`."""
+
+    ask: Ask
+    is_streamed: bool = False
+    is_diagnosed: bool = False
+    previous_id: str | None = None
+
+
+def read_messages(data: object, settings: Settings) -> MessagesBody:
+    """POST /v1/messages."""
+    body = Fields(data)
+    is_streamed = body.flag("stream", False)
+    max_tokens = body.integer("max_tokens", None, 0, settings.limits.output_tokens)
+    sampling = _sampling(body, settings)
+    stop = body.texts("stop_sequences", 16)
+    diagnostics = body.object("diagnostics")
+    previous_id = None if diagnostics is None else diagnostics.optional_text("previous_message_id")
+    if diagnostics is not None:
+        diagnostics.end()
+    metadata = body.object("metadata")
+    if metadata is not None:
+        metadata.optional_text("user_id")
+        metadata.end()
+    body.neutral({"service_tier": Only("there is one tier here", ("auto", "standard_only"))})
+    model, blocks, tool_choice = _prompt_fields(body)
+    body.end()
+    if max_tokens == 0 and is_streamed:
+        raise bad_request("stream: a request with max_tokens 0 has nothing to stream; leave stream out")
+    ask = Ask(model, blocks, max_tokens, sampling, stop, tool_choice)
+    return MessagesBody(ask, is_streamed, diagnostics is not None, previous_id)
+
+
+def check_version(headers: Mapping[str, str]) -> None:
+    """A client that names none is served as the latest."""
+    found = headers.get("anthropic-version")
+    if found is not None and found not in VERSIONS:
+        told = f"anthropic-version: one of {', '.join(VERSIONS)} is required"
+        raise bad_request(f'{told}, not "{found[:80]}"', logged=told)
+
+
+def read_count(data: object) -> Ask:
+    """POST /v1/messages/count_tokens."""
+    body = Fields(data)
+    model, blocks, tool_choice = _prompt_fields(body)
+    body.end()
+    return Ask(model, blocks, 0, tool_choice=tool_choice)
+
+
+def _prompt_fields(body: Fields) -> tuple[str, list[Block], str]:
+    """What both take."""
+    model = body.text("model")
+    body.neutral(NEUTRAL)
+    blocks = [*_tools(body), *_system(body), *_messages(body)]
+    automatic = _ttl(body)
+    check_calls(blocks, "messages")
+    _check_markers(blocks)
+    return model, blocks if automatic is None else _mark_last(blocks, automatic), _tool_choice(body)
+
+
+def _sampling(body: Fields, settings: Settings) -> Sampling:
+    temperature = body.number("temperature", settings.temperature, 0.0, 2.0)
+    top_p = body.number("top_p", 1.0, 1e-6, 1.0)
+    return Sampling(temperature, body.integer("top_k", 0, 0, 1 << 20), top_p, secrets.randbits(63))
+
+
+def _tool_choice(body: Fields) -> str:
+    choice = body.object("tool_choice")
+    if choice is None:
+        return "auto"
+    found = choice.choice("type", ("auto", "none"))
+    choice.neutral({"disable_parallel_tool_use": Only("the number of calls is the model's", (False,))})
+    choice.end()
+    return found
+
+
+# Markers
+
+
+def _ttl(fields: Fields) -> float | None:
+    """Of a marker in this object, if there is one."""
+    marker = fields.object("cache_control")
+    if marker is None:
+        return None
+    marker.choice("type", ("ephemeral",))
+    ttl = marker.choice("ttl", TTL_S, "5m")
+    marker.end()
+    return TTL_S[ttl]
+
+
+def _check_markers(blocks: list[Block]) -> None:
+    marks = [block.ttl_s for block in blocks if block.ttl_s is not None]
+    if len(marks) > MAX_MARKERS:
+        raise bad_request(f"cache_control: at most {MAX_MARKERS} blocks may carry it; found {len(marks)}")
+    if marks != sorted(marks, reverse=True):
+        raise bad_request('cache_control: a ttl of "1h" must not come after one of "5m" (tools, system, messages)')
+
+
+def _mark_last(blocks: list[Block], ttl_s: float) -> list[Block]:
+    """The automatic marker, on the last block; there is one, since no message is empty."""
+    *before, last = blocks
+    if last.ttl_s == ttl_s:
+        return blocks
+    if last.ttl_s is not None:
+        raise bad_request("cache_control: the last block carries a marker of another ttl; use one ttl for both")
+    if sum(block.ttl_s is not None for block in blocks) == MAX_MARKERS:
+        raise bad_request(f"cache_control: {MAX_MARKERS} blocks carry it already; leave one out for the automatic one")
+    found = [*before, last.marked(ttl_s)]
+    _check_markers(found)
+    return found
+
+
+# Blocks
+
+
+def _tools(body: Fields) -> list[Block]:
+    found = []
+    for i, item in enumerate(body.items("tools")):
+        tool = Fields(item, f"tools.{i}")
+        tool.choice("type", ("custom",), "custom")
+        definition = {
+            "name": tool_name(tool),
+            "description": tool.text("description", ""),
+            "parameters": tool.data("input_schema"),
+        }
+        tool.neutral(_NEUTRAL_TOOL)
+        found.append(Block("tool", data=definition, ttl_s=_ttl(tool)))
+        tool.end()
+    check_names((f"tools.{i}", block.data["name"]) for i, block in enumerate(found))
+    return found
+
+
+def _system(body: Fields) -> list[Block]:
+    given = body.take("system")
+    if given in (None, ""):
+        return []
+    items = [{"type": "text", "text": given}] if isinstance(given, str) else given
+    if not isinstance(items, list):
+        body.refuse("system", "a string or a list of text blocks is required")
+    return [_text(Fields(item, f"system.{i}"), "system", "system", -1) for i, item in enumerate(items)]
+
+
+def _messages(body: Fields) -> list[Block]:
+    items = [Fields(item, f"messages.{i}") for i, item in enumerate(body.items("messages"))]
+    roles = [item.choice("role", ("user", "assistant", "system")) for item in items]
+    _check_roles(roles)
+    found: list[Block] = []
+    number = -1
+    for i, item in enumerate(items):
+        number += i == 0 or roles[i] != roles[i - 1]  # messages of one role in a row are one turn
+        found += _content(item, roles[i], number)
+        item.end()
+    return found
+
+
+def _check_roles(roles: list[str]) -> None:
+    if not roles or roles[0] != "user":
+        raise bad_request("messages: at least one message is required, and the first must be the user's")
+    if roles[-1] == "assistant":
+        raise bad_request("messages: the last one must not be the assistant's; replies cannot be prefilled here")
+    for i, role in enumerate(roles):
+        if role == "system" and (roles[i - 1] != "user" or roles[i + 1 : i + 2] not in ([], ["assistant"])):
+            raise bad_request(
+                f"messages.{i}: a system message follows a user's, and the assistant's or nothing comes next"
+            )
+
+
+def _content(message: Fields, role: str, number: int) -> list[Block]:
+    content = message.require("content")
+    if content == "":
+        message.refuse("content", "a text that is not empty is required")
+    items = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(items, list):
+        message.refuse("content", "a string or a list of blocks is required")
+    if not items:
+        message.refuse("content", "at least one block is required")
+    return [_block(Fields(item, f"{message.path('content')}.{i}"), role, number) for i, item in enumerate(items)]
+
+
+def _block(block: Fields, role: str, number: int) -> Block:
+    allowed = {"user": ("text", "tool_result"), "assistant": ("text", "tool_use"), "system": ("text",)}[role]
+    kind = block.choice("type", allowed)
+    if kind == "tool_use":
+        data = {"id": block.text("id"), "name": tool_name(block), "arguments": block.data("input")}
+        block.neutral(_NEUTRAL_CALL)
+        return _ended(block, Block("tool_use", "assistant", message=number, data=data, ttl_s=_ttl(block)))
+    if kind == "tool_result":
+        data = {"id": block.text("tool_use_id")}
+        text, ttl_s = _result(block)
+        return _ended(block, Block("tool_result", "tool", text, number, data, ttl_s))
+    return _text(block, "text", {"user": "user", "assistant": "assistant", "system": "system"}[role], number)  # type: ignore[arg-type]
+
+
+def _text(block: Fields, kind: Any, role: Role, number: int) -> Block:
+    block.choice("type", ("text",), "text")
+    text, ttl_s = block.filled_text("text"), _ttl(block)
+    block.neutral(_NEUTRAL_TEXT)
+    return _ended(block, Block(kind, role, text, number, ttl_s=ttl_s))
+
+
+def _result(block: Fields) -> tuple[str, float | None]:
+    """The text that the model is shown, and the marker's time to live: one in the content stands at the block's end,
+    since a run of results is one place. Templates have no word for errors, so `Error: ` is put before their text."""
+    content, ttl_s, is_error = block.take("content"), _ttl(block), block.flag("is_error", False)
+    if content is not None and not isinstance(content, str | list):
+        block.refuse("content", "a string or a list of text blocks is required")
+    items = content if isinstance(content, list) else [{"text": content}] if content else []
+    parts = [_text(Fields(item, f"{block.path('content')}.{i}"), "text", "tool", 0) for i, item in enumerate(items)]
+    marks = [mark for mark in (*(part.ttl_s for part in parts), ttl_s) if mark is not None]
+    if len(marks) > 1:
+        block.refuse("cache_control", "a result and its content may carry one; all mark the result's end")
+    if is_error and not parts:
+        block.refuse("content", "an error has a text; say in it what went wrong")
+    text = "\n".join(part.text for part in parts)
+    return f"Error: {text}" if is_error else text, marks[0] if marks else None
+
+
+def _ended(fields: Fields, block: Block) -> Block:
+    fields.end()
+    return block
+
+
+def arguments_text(arguments: object) -> str:
+    """A call's arguments as JSON, as clients get them."""
+    return json.dumps(arguments, ensure_ascii=False)

@@ -1,0 +1,133 @@
+"""Anthropic's Messages API, from a reply to JSON and to server-sent events, which all have names."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from kvfold.serve.api.anthropic import MessagesBody, arguments_text
+from kvfold.serve.api.errors import ApiError
+from kvfold.serve.api.tool_calls import Call
+from kvfold.serve.cache.diagnostics import fingerprint
+from kvfold.serve.reply import Reply
+from kvfold.serve.service import Service
+
+Json = dict[str, Any]
+
+
+class MessageWriter:
+    """One reply as a message."""
+
+    def __init__(self, service: Service, body: MessagesBody, reply: Reply) -> None:
+        self._service, self._body, self._reply = service, body, reply
+        self._id = f"msg_{reply.id}"
+        self._diagnosis = self._diagnose()
+
+    def _diagnose(self) -> Json | None:
+        reply, diagnoses = self._reply, self._service.diagnoses
+        num_cached = reply.bill.num_read + reply.bill.num_written
+        mine = fingerprint(reply.ask, reply.start.tenant, reply.plan.places, num_cached)
+        reason = diagnoses.reason(self._body.previous_id, mine, reply.bill.num_read)
+        diagnoses.keep(self._id, mine)
+        return {"cache_miss_reason": reason} if self._body.is_diagnosed else None
+
+    def message(self, content: list[Json]) -> Json:
+        """Complete, or, with no content, as it starts."""
+        found: Json = {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._reply.ask.model,
+            "content": content,
+            "stop_reason": self._stop_reason,
+            "stop_sequence": None if self._reply.end is None else self._reply.end.stop,
+            "usage": self.usage(),
+        }
+        return found if self._diagnosis is None else {**found, "diagnostics": self._diagnosis}
+
+    def usage(self) -> Json:
+        paid, num_output = self._reply.bill, self._reply.num_output
+        found: Json = {
+            "input_tokens": paid.num_plain,
+            "cache_creation_input_tokens": paid.num_written,
+            "cache_read_input_tokens": paid.num_read,
+            "cache_creation": {
+                "ephemeral_5m_input_tokens": paid.num_short,
+                "ephemeral_1h_input_tokens": paid.num_long,
+            },
+            "output_tokens": num_output,
+        }
+        price = self._service.settings.price
+        return found if price is None else {**found, "cost_usd": price.cost(paid, num_output)}
+
+    @property
+    def _stop_reason(self) -> str | None:
+        end = self._reply.end
+        if end is None:
+            return None
+        if end.reason == "length" and self._reply.is_cut:
+            return "model_context_window_exceeded"
+        if end.reason == "eos":
+            return "tool_use" if self._reply.has_calls else "end_turn"
+        return "stop_sequence" if end.reason == "stop" else "max_tokens"
+
+    async def whole(self) -> Json:
+        content: list[Json] = []
+        async for part in self._reply.parts():
+            if isinstance(part, Call):
+                content.append(_tool_use(part, part.arguments))
+            elif content and content[-1]["type"] == "text":
+                content[-1]["text"] += part
+            else:
+                content.append({"type": "text", "text": part})
+        return self.message(content)
+
+    async def events(self) -> AsyncIterator[Json]:
+        """Each with its name under "type"."""
+        yield {"type": "message_start", "message": self.message([])}
+        index, is_open = 0, False
+        async for part in self._reply.parts():
+            if isinstance(part, Call):
+                if is_open:
+                    yield {"type": "content_block_stop", "index": index}
+                    index += 1
+                for event in _call_events(part, index):
+                    yield event
+                index, is_open = index + 1, False
+                continue
+            if not is_open:
+                yield _block_start(index, {"type": "text", "text": ""})
+                is_open = True
+            yield _delta(index, {"type": "text_delta", "text": part})
+        if is_open:
+            yield {"type": "content_block_stop", "index": index}
+        stop = None if self._reply.end is None else self._reply.end.stop
+        yield {
+            "type": "message_delta",
+            "delta": {"stop_reason": self._stop_reason, "stop_sequence": stop},
+            "usage": self.usage(),
+        }
+        yield {"type": "message_stop"}
+
+    def failed(self, error: ApiError) -> Json:
+        return {"type": "error", "error": {"type": error.kind, "message": str(error)}}
+
+
+def _call_events(call: Call, index: int) -> list[Json]:
+    return [
+        _block_start(index, _tool_use(call, {})),
+        _delta(index, {"type": "input_json_delta", "partial_json": arguments_text(call.arguments)}),
+        {"type": "content_block_stop", "index": index},
+    ]
+
+
+def _tool_use(call: Call, arguments: Json) -> Json:
+    return {"type": "tool_use", "id": f"toolu_{call.id}", "name": call.name, "input": arguments}
+
+
+def _block_start(index: int, block: Json) -> Json:
+    return {"type": "content_block_start", "index": index, "content_block": block}
+
+
+def _delta(index: int, delta: Json) -> Json:
+    return {"type": "content_block_delta", "index": index, "delta": delta}

@@ -1,0 +1,88 @@
+"""A request in no vendor's words: blocks in the order in which they are rendered, and how to reply.
+
+The order is that of Anthropic's contract: tools, then system, then messages. A block is the unit that a cache marker
+can stand on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from kvfold.engine.sampling import Sampling
+from kvfold.serve.api.errors import bad_request
+
+Kind = Literal["tool", "system", "text", "tool_use", "tool_result"]
+Role = Literal["system", "user", "assistant", "tool"]
+Section = Literal["tools", "system", "messages"]
+
+
+@dataclass(frozen=True)
+class Block:
+    """`message` counts messages; tools and the leading system text are before message 0.
+
+    `data`: of a tool its definition {name, description, parameters}; of a tool_use {id, name, arguments}; of a
+    tool_result the {id} of its call.
+    `ttl_s`: how long what ends here is to be cached, where a marker stands on it.
+    """
+
+    kind: Kind
+    role: Role = "user"
+    text: str = ""
+    message: int = -1
+    data: Mapping[str, Any] = field(default_factory=dict)
+    ttl_s: float | None = None
+
+    @property
+    def section(self) -> Section:
+        if self.message >= 0:
+            return "messages"
+        return "tools" if self.kind == "tool" else "system"
+
+    def marked(self, ttl_s: float | None) -> Block:
+        return replace(self, ttl_s=ttl_s)
+
+
+def check_calls(blocks: Sequence[Block], field: str) -> None:
+    """Every call of a tool has one result behind it, and no result is without its call; `field` is told in errors."""
+    waits: dict[str, bool] = {}  # by the id of a call: whether its result is still to come
+    for block in blocks:
+        name = block.data.get("id", "")
+        if block.kind == "tool_use":
+            if name in waits:
+                raise _bad_call(field, "two calls have the id {}; give each call its own", name)
+            waits[name] = True
+        elif block.kind == "tool_result":
+            if not waits.get(name, False):
+                how = "comes twice" if name in waits else "follows no such call"
+                raise _bad_call(field, f"the result of call {{}} {how}; send each call with one result behind it", name)
+            waits[name] = False
+    for name in (name for name, is_open in waits.items() if is_open):
+        raise _bad_call(field, "the call {} has no result; send one behind it", name)
+
+
+def _bad_call(field: str, reason: str, name: str) -> Exception:
+    quoted = f'"{name[:80]}"'
+    return bad_request(f"{field}: {reason.format(quoted)}", logged=f"{field}: {reason.format('of an id')}")
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What is asked, and of whom. `calls_tools`: whether calls in the reply are told apart from text."""
+
+    model: str
+    blocks: Sequence[Block]
+    max_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: Sequence[str] = ()
+    tool_choice: str = "auto"
+    raw_text: str | None = None  # a prompt that goes in as it is, without the chat template
+
+    @property
+    def tools(self) -> list[Block]:
+        return [block for block in self.blocks if block.kind == "tool"]
+
+    @property
+    def calls_tools(self) -> bool:
+        return bool(self.tools) and self.tool_choice == "auto"

@@ -1,0 +1,54 @@
+"""API keys: who a request is from. A file has a key and its tenant on each line; `#` begins a comment.
+
+Keys are held as digests, so that neither a comparison's time nor a dump tells them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvfold.errors import FileError
+from kvfold.serve.api.errors import ApiError
+
+ANYBODY = "default"
+_MAX_BYTES = 1 << 20
+
+
+def key_digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def read_keys(path: str | Path) -> dict[str, str]:
+    """Digests of keys, and their tenants; FileError if the file is not of this form."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read(_MAX_BYTES + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileError(f"the keys in {path} cannot be read ({error}); name a text file") from error
+    if len(text) > _MAX_BYTES:
+        raise FileError(f"{path} is longer than {_MAX_BYTES} characters; it is no file of keys")
+    found: dict[str, str] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.split("#", 1)[0].split()
+        if not words:
+            continue
+        if len(words) != 2 or key_digest(words[0]) in found:
+            raise FileError(f"line {number} of {path} must hold a new key and its tenant, with a space between them")
+        found[key_digest(words[0])] = words[1]
+    if not found:
+        raise FileError(f"{path} holds no keys; write a key and a tenant on a line, or leave --keys out")
+    return found
+
+
+def tenant_of(headers: Mapping[str, str], tenants: Mapping[str, str] | None) -> str:
+    """By `x-api-key` or `Authorization: Bearer`."""
+    if tenants is None:
+        return ANYBODY
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    key = headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else "")
+    found = tenants.get(key_digest(key)) if key else None
+    if found is None:
+        raise ApiError(401, "the API key is missing or not known; send it as x-api-key or as a bearer token")
+    return found

@@ -1,0 +1,1 @@
+"""The prompt cache: breakpoints, lookup, usage and why a prefix missed."""

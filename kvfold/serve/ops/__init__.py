@@ -1,0 +1,1 @@
+"""For operators: metrics, traces, logs and the dashboard."""

@@ -1,0 +1,62 @@
+"""What the server says of each request: a line on stderr, for people or for tools, with nothing of its text."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+from kvfold.serve.ops.request_trace import Trail
+
+_log = logging.getLogger("kvfold.serve")
+
+
+def log_trail(trail: Trail) -> None:
+    """A request that is over."""
+    _log.info("answered", extra={"facts": trail.facts()})
+
+
+class JsonLines(logging.Formatter):
+    """A log line as one JSON object."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {"time": self.formatTime(record), "level": record.levelname.lower(), "event": record.getMessage()}
+        error = {"error": self.formatException(record.exc_info)} if record.exc_info and record.exc_info[0] else {}
+        return json.dumps({**line, **_facts(record), **error}, ensure_ascii=False)
+
+
+class TextLines(logging.Formatter):
+    """A log line to be read: `18:04:05 200 POST /v1/messages, 812 ms, red, 1,204 in (1,024 reused), 40 out, …`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        facts = _facts(record)
+        said = _sentence(facts) if "path" in facts else ", ".join([record.getMessage(), *facts.values()])
+        error = f"\n{self.formatException(record.exc_info)}" if record.exc_info and record.exc_info[0] else ""
+        level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
+        return f"{self.formatTime(record, '%H:%M:%S')} {level}{said}{error}"
+
+
+def _facts(record: logging.LogRecord) -> dict[str, Any]:
+    found: dict[str, Any] = getattr(record, "facts", {})
+    return found
+
+
+def _sentence(facts: dict[str, Any]) -> str:
+    parts = [f"{facts['status']} {facts['method']} {facts['path']}", f"{facts['ms']:,.0f} ms", facts.get("tenant", "")]
+    if "tokens_in" in facts:
+        reused = f" ({facts['tokens_reused']:,} reused)" if facts["tokens_reused"] else ""
+        parts += [f"{facts['tokens_in']:,} in{reused}", f"{facts['tokens_out']:,} out", facts["end"]]
+        parts += [f"cache miss: {facts['miss']}" if "miss" in facts else ""]
+    parts += [facts.get("why", "")]
+    return ", ".join([*filter(None, parts), facts["request"]])
+
+
+FORMS: dict[str, type[logging.Formatter]] = {"text": TextLines, "json": JsonLines}
+
+
+def log_to_stderr(form: str = "text") -> None:
+    """What the server says goes to stderr, in one of `FORMS`."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(FORMS[form]())
+    _log.handlers, _log.propagate = [handler], False
+    _log.setLevel(logging.INFO)

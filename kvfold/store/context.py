@@ -1,0 +1,73 @@
+"""What lookups and saves of one store share: its tiers, events, key index, clock and secret."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from kvfold.errors import InputError
+from kvfold.store.entry.encodings import check_form
+from kvfold.store.entry.format import MAX_ENTRY_BYTES
+from kvfold.store.entry.signing import check_secret
+from kvfold.store.events import Events
+from kvfold.store.key import CHUNK_LEN
+from kvfold.store.key_index import Known
+from kvfold.store.tiers.background_queue import Job, Writer
+from kvfold.store.tiers.base import ByteTier, Clock
+from kvfold.store.tiers.cascade import Cascade
+from kvfold.store.tiers.device import DeviceTier
+from kvfold.store.tiers.quarantine import Quarantine
+
+QUEUE_BYTES = 1 << 30
+_MAX_FETCHES = 64  # prompts whose prefixes are on their way to the host, or wait for it
+
+
+class StoreContext:
+    """Byte tiers, fastest first, behind an optional device tier."""
+
+    def __init__(
+        self,
+        tiers: Sequence[ByteTier],
+        *,
+        device: DeviceTier | None = None,
+        chunk_len: int = CHUNK_LEN,
+        quarantine: Quarantine | None = None,
+        queue_bytes: int = QUEUE_BYTES,
+        max_entry_bytes: int = MAX_ENTRY_BYTES,
+        secret: bytes = b"",
+        form: str = "exact",
+        clock: Clock = time.time,
+    ) -> None:
+        if chunk_len < 1:
+            raise InputError(f"chunk_len is {chunk_len}; it must be at least 1")
+        check_secret(secret)
+        check_form(form)
+        self.events = Events()
+        self.form = form
+        self.device = device
+        self.chunk_len = chunk_len
+        self.max_entry_bytes = max_entry_bytes
+        self.secret = secret
+        self.clock = clock
+        self._writer = Writer(queue_bytes)
+        self._fetcher = Writer(_MAX_FETCHES)
+        self.cascade = Cascade(tiers, self.events, self._writer, quarantine, clock)
+        self.known = Known()
+        self.events.subscribe(self.known.note)
+        self._is_scanned = False
+        for tier in tiers:
+            tier.events = self.events
+        if device is not None:
+            device.events = self.events
+
+    def snapshots(self, scope: str) -> list[int]:
+        """Lengths at which local tiers may hold snapshots; what they held before this process is found out once."""
+        if not self._is_scanned:
+            self._is_scanned = True
+            for tier in self.cascade.tiers:
+                self.known.found(tier.name, () if tier.is_shared else tier.keys())
+        return self.known.lens(scope)
+
+    def fetch_later(self, job: Job) -> None:
+        """In a thread of its own: what is to be read soon does not stand in line behind what is written."""
+        self._fetcher.submit(1, job)

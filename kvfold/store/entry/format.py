@@ -1,0 +1,190 @@
+"""The bytes of a stored prefix: a header that says what it is, then one block per layer, each with its own digest.
+
+    preamble   magic, revision, time to live (s), header length, prefill time saved (µs)      28 bytes
+    header     JSON: key, binding, and of every block its name, bytes and digest              at most 1 MiB
+    digest     blake2b-256 over preamble and header
+    blocks     safetensors of one layer each, behind those of the whole sequence, if any
+
+Every digest is keyed with the store's secret, where it has one. A reader trusts nothing: lengths are held against
+limits and the file's own size before anything is allocated, a block is handed out only when its digest is right, and
+nothing is unpickled. Blocks come one by one, so that a first layer can be used while later ones are still on their way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Any, BinaryIO, Literal, NamedTuple
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from kvfold.errors import FileError
+from kvfold.store.entry.signing import signer_of
+from kvfold.store.key import FORMAT_REVISION, Binding, Key, scope_of
+from kvfold.store.tiers.eviction import Lease
+
+MAGIC = b"KVFOLD\x00P"
+MAX_HEADER_BYTES = 1 << 20
+MAX_ENTRY_BYTES = 4 << 30
+_PREAMBLE = struct.Struct("<8sHxxIIQ")
+PREAMBLE_BYTES = _PREAMBLE.size
+_DIGEST_BYTES = 32
+_MAX_UINT32 = (1 << 32) - 1
+
+Fields = dict[str, Tensor]
+FaultReason = Literal["corrupt", "truncated", "foreign", "swapped", "unsigned"]
+
+
+class Fault(FileError):
+    """An entry that must not be used."""
+
+    def __init__(self, reason: FaultReason, detail: str) -> None:
+        super().__init__(f"a stored prefix is {reason}: {detail}; it is set aside and computed again")
+        self.reason = reason
+
+
+class Preamble(NamedTuple):
+    """What can be read of an entry before it is checked."""
+
+    ttl_s: int
+    saved_s: float
+    header_bytes: int
+
+
+class _Block(NamedTuple):
+    name: str
+    num_bytes: int
+    digest: str
+
+
+def encode(key: Key, binding: Binding, blocks: Mapping[str, Fields], lease: Lease, secret: bytes = b"") -> bytes:
+    """Blocks in their order; the names are those of layers, or "sequence"."""
+    payload = [save({name: tensor.contiguous() for name, tensor in fields.items()}) for fields in blocks.values()]
+    listed = [(name, len(data), _digest(data, secret)) for name, data in zip(blocks, payload, strict=True)]
+    header = json.dumps({"key": key.text, "binding": binding.facts(), "blocks": listed}).encode()
+    ttl_s, saved_us = min(round(lease.ttl_s), _MAX_UINT32), round(1e6 * lease.saved_s)
+    head = _PREAMBLE.pack(MAGIC, FORMAT_REVISION, ttl_s, len(header), saved_us) + header
+    return b"".join((head, bytes.fromhex(_digest(head, secret)), *payload))
+
+
+def peek(data: bytes) -> Preamble | None:
+    """The preamble of an entry, unchecked; None if it is none of ours."""
+    if len(data) < PREAMBLE_BYTES:
+        return None
+    magic, revision, ttl_s, header_bytes, saved_us = _PREAMBLE.unpack_from(data)
+    return Preamble(ttl_s, saved_us / 1e6, header_bytes) if (magic, revision) == (MAGIC, FORMAT_REVISION) else None
+
+
+class EntryReader:
+    """One entry, block by block. Raises Fault where it is not what was asked for; without a `binding`, where it is not
+    what its name says. `facts`: what it is bound to."""
+
+    def __init__(
+        self,
+        file: BinaryIO,
+        key: Key,
+        binding: Binding | None,
+        *,
+        secret: bytes = b"",
+        max_bytes: int = MAX_ENTRY_BYTES,
+    ) -> None:
+        self._file = file
+        self._secret = secret
+        self.num_bytes = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        self.preamble, header = self._read_header(key)
+        _check_header(header, key, binding)
+        self.facts: dict[str, Any] = header["binding"]
+        self._blocks = _listed(header)
+        self._check_sizes(max_bytes)
+
+    def _read_header(self, key: Key) -> tuple[Preamble, dict[str, Any]]:
+        fixed = self._read(PREAMBLE_BYTES)
+        preamble = peek(fixed)
+        if preamble is None:
+            raise Fault("foreign", "it does not begin as entries of this revision do")
+        if preamble.header_bytes > MAX_HEADER_BYTES:
+            raise Fault("corrupt", f"its header claims {preamble.header_bytes} bytes")
+        text = self._read(preamble.header_bytes)
+        if not hmac.compare_digest(self._read(_DIGEST_BYTES).hex(), _digest(fixed + text, self._secret)):
+            if _signer(text, key) not in (None, signer_of(self._secret)):
+                raise Fault("unsigned", "it is signed with another secret, or with none")
+            raise Fault("corrupt", "its header does not match its digest")
+        return preamble, _header(text)
+
+    def _check_sizes(self, max_bytes: int) -> None:
+        expected = self._file.tell() + sum(block.num_bytes for block in self._blocks)
+        if expected > max_bytes:
+            raise Fault("corrupt", f"its blocks claim {expected} bytes, more than {max_bytes}")
+        if expected != self.num_bytes:
+            raise Fault("truncated", f"it has {self.num_bytes} bytes of {expected}")
+
+    def names(self) -> list[str]:
+        return [block.name for block in self._blocks]
+
+    def blocks(self) -> Iterator[tuple[str, Fields]]:
+        """(name, tensors), each checked when it is asked for."""
+        for block in self._blocks:
+            data = self._read(block.num_bytes)
+            if not hmac.compare_digest(_digest(data, self._secret), block.digest):
+                raise Fault("corrupt", f"block {block.name} does not match its digest")
+            try:
+                yield block.name, load(data)
+            except SafetensorError as error:
+                raise Fault("corrupt", f"block {block.name} holds no tensors") from error
+
+    def _read(self, num_bytes: int) -> bytes:
+        try:
+            data = self._file.read(num_bytes)
+        except OSError as error:
+            raise Fault("truncated", f"it cannot be read ({error})") from error
+        if len(data) != num_bytes:
+            raise Fault("truncated", f"it ends {num_bytes - len(data)} bytes early")
+        return data
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _header(text: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Fault("corrupt", "its header is no JSON") from error
+    if not isinstance(header, dict):
+        raise Fault("corrupt", "its header is no object")
+    return header
+
+
+def _signer(text: bytes, key: Key) -> object:
+    """Names the secret that an entry of this key is signed with; None where the header does not fit the key."""
+    facts = _header(text).get("binding")
+    return facts.get("signer") if isinstance(facts, dict) and scope_of(facts) == key.scope else None
+
+
+def _check_header(header: dict[str, Any], key: Key, binding: Binding | None) -> None:
+    if header.get("key") != key.text:
+        raise Fault("swapped", "it is another entry than the one that was asked for")
+    facts = header.get("binding")
+    if not isinstance(facts, dict) or (scope_of(facts) != key.scope if binding is None else facts != binding.facts()):
+        raise Fault("foreign", "it belongs to another model, policy or tenant")
+
+
+def _listed(header: dict[str, Any]) -> list[_Block]:
+    try:
+        blocks = [_Block(str(name), int(size), str(digest)) for name, size, digest in header["blocks"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise Fault("corrupt", "its list of blocks cannot be read") from error
+    if any(block.num_bytes < 0 for block in blocks):
+        raise Fault("corrupt", "a block has a negative size")
+    return blocks
+
+
+def _digest(data: bytes, secret: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES, key=secret).hexdigest()

@@ -1,0 +1,1 @@
+"""Where stored prefixes lie: device, host memory, disk, Redis, and the cascade over them."""

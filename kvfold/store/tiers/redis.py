@@ -1,0 +1,142 @@
+"""Entries in Redis (or Valkey), shared by machines; they expire there by themselves.
+
+How much Redis holds and what it drops first is its own setting (`maxmemory`, best with `volatile-ttl`). A server that
+is down or slow costs a few time-outs, then nothing until it is tried again; one that is full or read-only refuses
+what is new and still answers. Requests go on in either case.
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO, Literal
+
+from kvfold.errors import InputError, MissingExtra
+from kvfold.store.entry.format import PREAMBLE_BYTES, peek
+from kvfold.store.events import Events
+from kvfold.store.key import Key
+from kvfold.store.tiers.base import ByteTier, Clock
+from kvfold.store.tiers.breaker import Breaker
+from kvfold.store.tiers.eviction import Lease
+
+_PREFIX = "kvfold:"
+_MAX_VALUE_BYTES = 512 << 20  # of Redis itself
+Operation = Literal["read", "slide", "write", "delete"]
+
+
+class RedisTier(ByteTier):
+    """`url` as redis-py takes it, such as redis://host:6379/0; no answer is waited for longer than `timeout_s`.
+
+    Each kind of operation has a breaker of its own: reads that succeed do not hide that a server refuses writes, as a
+    replica or an account without DEL does, and writes that fail do not keep anybody from reading."""
+
+    name = "redis"
+    is_shared = True
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_s: float = 2.0,
+        make_breaker: Callable[[], Breaker] = Breaker,
+        clock: Clock = time.time,
+    ) -> None:
+        self.events = Events()
+        self.breakers: defaultdict[Operation, Breaker] = defaultdict(make_breaker)
+        self._clock = clock
+        self._redis, self._full, self._broken = _connect(url, timeout_s)
+
+    def put(self, key: Key, value: bytes, lease: Lease) -> bool:
+        left_ms = self._left_ms(lease.expires_at)
+        if len(value) > _MAX_VALUE_BYTES or left_ms <= 0:
+            self.emit("failed", key, len(value), "no_room")
+            return False
+        is_stored: bool | None = self._try("write", lambda: self._set(key, value, left_ms))
+        if is_stored:
+            self.emit("stored", key, len(value))
+        else:
+            self.emit("failed", key, len(value), "unavailable" if is_stored is None else "no_room")
+        return bool(is_stored)
+
+    def _set(self, key: Key, value: bytes, left_ms: int) -> bool:
+        """False where the server is full."""
+        try:
+            return bool(self._redis.set(_name(key), value, px=left_ms))
+        except self._full:
+            return False
+
+    def get(self, key: Key, at: float) -> BinaryIO | None:
+        data = self._read(key, _MAX_VALUE_BYTES, at)
+        return io.BytesIO(data) if data else None
+
+    def slide(self, key: Key, at: float) -> None:
+        self._read(key, PREAMBLE_BYTES, at)
+
+    def _read(self, key: Key, num_bytes: int, at: float) -> bytes:
+        """At most so many bytes of an entry (none if it is not there), which lives longer from now on."""
+        data: bytes = self._try("read", lambda: self._redis.getrange(_name(key), 0, num_bytes - 1)) or b""
+        preamble = peek(data)
+        left_ms = 0 if preamble is None else self._left_ms(at + preamble.ttl_s)
+        if left_ms > 0:
+            self._try("slide", lambda: self._redis.pexpire(_name(key), left_ms, gt=True))
+        return data
+
+    def delete(self, key: Key) -> None:
+        self._try("delete", lambda: self._redis.delete(_name(key)))
+
+    def keys(self) -> Iterator[Key]:
+        names = self._try("read", lambda: list(self._redis.scan_iter(f"{_PREFIX}*", count=1000))) or []
+        keys = (Key.parse(name.decode(errors="replace").removeprefix(_PREFIX)) for name in names)
+        return iter([key for key in keys if key is not None])
+
+    def answers(self) -> bool:
+        return bool(self._try("read", self._redis.ping))
+
+    def look(self, key: Key) -> tuple[int, float, bytes] | None:
+        """Bytes of an entry, the seconds it has left, and how it begins; it does not live longer for that."""
+        num_bytes = self._try("read", lambda: self._redis.strlen(_name(key)))
+        left_ms = self._try("read", lambda: self._redis.pttl(_name(key)))
+        begins = self._try("read", lambda: self._redis.getrange(_name(key), 0, PREAMBLE_BYTES - 1))
+        return (num_bytes, left_ms / 1e3, begins) if num_bytes and left_ms and begins else None
+
+    def close(self) -> None:
+        self._redis.close()
+
+    def _left_ms(self, expires_at: float) -> int:
+        return round(1000 * (expires_at - self._clock()))
+
+    def _try(self, operation: Operation, command: Callable[[], Any]) -> Any:
+        """What the server answers, or None where it does not, or refuses."""
+        breaker = self.breakers[operation]
+        if not breaker.enter():
+            return None
+        try:
+            found = command()
+        except self._broken:
+            breaker.failed()
+            return None
+        breaker.succeeded()
+        return found
+
+
+def _name(key: Key) -> str:
+    return f"{_PREFIX}{key.text}"
+
+
+def _connect(url: str, timeout_s: float) -> tuple[Any, type[Exception], tuple[type[Exception], ...]]:
+    """A client that tries once, what it raises when the server is full, and what it raises otherwise."""
+    try:
+        import redis
+        from redis.backoff import NoBackoff
+        from redis.exceptions import OutOfMemoryError, RedisError
+        from redis.retry import Retry
+    except ImportError as error:
+        raise MissingExtra('the Redis tier needs redis-py; install it with: pip install "kvfold[serve]"') from error
+    options = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s, "retry": Retry(NoBackoff(), 0)}
+    try:
+        client = redis.Redis.from_url(url, **options)
+    except ValueError as error:
+        raise InputError(f'"{url}" is no address of a Redis server ({error}); write redis://host:6379/0') from error
+    return client, OutOfMemoryError, (RedisError, OSError)

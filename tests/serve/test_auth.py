@@ -1,0 +1,46 @@
+"""Files of API keys, and who a request is from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvfold.errors import FileError
+from kvfold.serve.api.errors import ApiError
+from kvfold.serve.auth import ANYBODY, read_keys, tenant_of
+
+
+def test_a_file_names_keys_and_tenants(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# ours\nsecret-1 red\n\nsecret-2\tblue  # later\n", encoding="utf-8")
+    keys = read_keys(path)
+    assert not any("secret" in digest for digest in keys)
+    assert tenant_of({"x-api-key": "secret-1"}, keys) == "red"
+    assert tenant_of({"authorization": "bearer secret-2"}, keys) == "blue"
+    for headers in ({}, {"x-api-key": "secret"}, {"authorization": "Basic secret-1"}, {"authorization": "Bearer "}):
+        with pytest.raises(ApiError, match="missing or not known") as caught:
+            tenant_of(headers, keys)
+        assert caught.value.status == 401
+    assert tenant_of({}, None) == ANYBODY
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("alone\n", "line 1 of .* must hold a new key and its tenant"),
+        ("a x\na y\n", "line 2 of .* must hold a new key"),
+        ("# nothing\n", "holds no keys"),
+        ("x" * (1 << 21), "longer than"),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(FileError, match=message):
+        read_keys(path)
+
+
+def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="cannot be read"):
+        read_keys(tmp_path / "none")

@@ -1,0 +1,34 @@
+"""Files are replaced whole, or stay as they were."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvfold.atomic_io import replacing
+from kvfold.errors import FileError
+
+
+def test_a_file_is_replaced_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    path.write_text("old")
+    with replacing(path) as temporary:
+        temporary.write_text("new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
+
+
+def test_what_fails_leaves_the_old_file_alone(tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    path.write_text("old")
+    with pytest.raises(KeyboardInterrupt), replacing(path) as temporary:
+        temporary.write_text("half")
+        raise KeyboardInterrupt
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "missing" / "found.json"
+    with pytest.raises(FileError, match=r"cannot be written .*choose another place"), replacing(path) as temporary:
+        temporary.write_text("new")
