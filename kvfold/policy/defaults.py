@@ -1,8 +1,8 @@
 """The registry, filled and with the default of every axis.
 
-A variant registers itself when its module is imported. The modules bear the names of the axes, and the first look at
-the language imports them by name: an expression means the same whatever its caller has imported, while static imports
-still point from the axes to here.
+A variant registers itself when its module is imported. The first look at the language imports the module of every axis
+by name: an expression means the same whatever its caller has imported, while static imports still point from the axes
+to here.
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ NAMES = {
     "prefill": "dense",
 }
 PHASES = ("prefill", "decode")
+_MODULES = {"when": "triggers", "prefill": "token_pruning"}  # of axes whose module has another name
 
 
 @cache
 def load_variants() -> None:
-    """Import the module of every axis that has one."""
+    """Import the module of every axis that has one; sizes have none."""
     for axis in AXES:
-        if find_spec(f"kvfold.{axis}") is not None:
-            import_module(f"kvfold.{axis}")
+        module = f"kvfold.{_MODULES.get(axis, axis)}"
+        if find_spec(module) is not None:
+            import_module(module)
 
 
 def named(name: str) -> Any:
