@@ -33,7 +33,7 @@ _NUM_LONG = 4
 def measure(args: argparse.Namespace, policy: str, folder: Path) -> dict[str, Any]:
     keys = folder / "keys"
     keys.write_text("".join(f"{key} {tenant}\n" for tenant, key in _KEYS.items()), encoding="utf-8")
-    options = ("--policy", policy, "--keys", str(keys), "--memory", args.memory, *args.options)
+    options = ("--policy", policy, "--keys", str(keys), "--memory", args.memory, "--timeout", "3600", *args.options)
     with served(args.model, *options, log=folder / "log") as server, ThreadPoolExecutor(_NUM_LONG + 1) as pool:
         a, b = (server.as_tenant(key) for key in _KEYS.values())
         _said(b.ask(b.body([user("warm up")], 8)))
@@ -100,16 +100,15 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help="append a row to benchmarks/results/serve_fairness.jsonl")
     parser.add_argument("options", nargs="*", metavar="OPTIONS", help="of `kvfold serve`, behind --")
     args = parser.parse_args()
-    rows = []
+    about, rows = facts(model=args.model, tokens=args.tokens, options=args.options), []
     for policy in args.policy or _POLICIES:
         with tempfile.TemporaryDirectory() as folder:
             rows.append(measure(args, policy, Path(folder)))
-            print(rows[-1], file=sys.stderr)
-    found = {**facts(model=args.model, tokens=args.tokens, options=args.options), "rows": rows}
-    if args.save:
-        append_row("serve_fairness", found)
+        print(rows[-1], file=sys.stderr)
+        if args.save:
+            append_row("serve_fairness", about | rows[-1])
     print(table(rows))
-    print(json.dumps(found))
+    print(json.dumps(about | {"rows": rows}))
 
 
 if __name__ == "__main__":

@@ -36,9 +36,7 @@ class Quest(Reader):
 
     Differences from the reference: query heads that share keys share their pages, by the largest bound among them (the
     reference has no grouped heads); the latest tokens are read from the open block, on top of `tokens`, where the
-    reference keeps its last page; there is no least number of 3 pages. Pages of a session that was forked end where it
-    was forked, since what both share cannot grow, so bounds, and with them the tokens written, may differ from those of
-    a session that was not.
+    reference keeps its last page; there is no least number of 3 pages.
     """
 
     chooses: ClassVar[bool] = True

@@ -62,9 +62,6 @@ class Rocket(Reader):
 
     The published multi-turn form filters a copy of the cache anew in every turn; here, without a size, every slot
     competes at every step.
-
-    Pages of a session that was forked end where it was forked, and with them the mean of a page's sketch, so tokens may
-    differ from those of a session that was not.
     """
 
     chooses: ClassVar[bool] = True

@@ -234,13 +234,15 @@ class Floor:
 
 
 def check_floor(slots: int, floor: Floor, size: Size, num_tokens: int) -> None:
-    """Refuse a target that protected slots and open block do not fit into; a prompt within the floor is never cut."""
-    if num_tokens <= floor.slots or slots >= floor.slots:
+    """Refuse a target that protected slots and open block do not fit into. A prompt within the floor is never cut,
+    which an absolute size may not allow: it is a bound for prompts of every length."""
+    if slots >= floor.slots or num_tokens <= (slots if size.is_absolute else floor.slots):
         return
     tenths = 10 * num_tokens // floor.slots  # rounded down, so that the ratio it names does fit
+    ratio = f" ({number_text(tenths / 10)}x here)" if tenths >= 10 else ""
     raise SizeError(
         f"size {size} of {num_tokens} tokens is {slots} slots per head, below the {floor.slots} that must fit "
-        f"({floor}); the smallest possible is {floor.slots}tok ({number_text(tenths / 10)}x here)"
+        f"({floor}); the smallest possible is {floor.slots}tok{ratio}"
     )
 
 

@@ -56,8 +56,7 @@ class Prefixes:
         self._store = store
         self._model, self._policy, self._config = model, policy, config
         self._new = partial(SequenceCache, model.arena, model.spec, policy, config)
-        # A shared prefix ends its last page early. Who reads chosen pages would choose otherwise over another one.
-        self._device = None if policy.attend.chooses else store.device
+        self._device = store.device
         self._form = FORMS[binding.form]
         self._loader = Loader(binding, store.secret, store.max_entry_bytes, store.cascade.set_aside)
         self._seconds_per_token = 2 * sum(p.numel() for p in model.hf.parameters()) / _FLOPS

@@ -143,6 +143,14 @@ def test_floor_itself_fits() -> None:
         check_floor(67, FLOOR, Tokens(67), 200)
 
 
+def test_an_absolute_size_is_a_bound_for_prompts_within_the_floor_too() -> None:
+    """36 recent slots would keep a prompt of 60 tokens whole, in a cache that may hold 40."""
+    check_floor(40, FLOOR, Tokens(40), 40)
+    with pytest.raises(SizeError, match="size 40tok of 60 tokens is 40 slots per head, below the 68") as caught:
+        check_floor(40, FLOOR, Tokens(40), 60)
+    assert str(caught.value).endswith("the smallest possible is 68tok")
+
+
 def test_prompt_within_the_floor_is_never_refused() -> None:
     check_floor(9, FLOOR, Ratio(8), 68)
     with pytest.raises(SizeError):
