@@ -28,7 +28,7 @@ from transformers import DynamicCache
 
 import kvfold
 from benchmarks.rows import append_row, facts, percentile
-from kvfold.compress.round import Compression, NewSlots
+from kvfold.compress.round import CompressionRound, NewSlots
 from kvfold.engine.runner import Runner
 from kvfold.models.loader import Model
 from kvfold.pages.sequence import SequenceCache
@@ -43,7 +43,7 @@ def filled(runner: Runner, policy: str, length: int) -> SequenceCache:
     """A sequence of random slots under a policy, as a prefill would have left it."""
     sequence = runner.new_sequence(kvfold.Policy.parse(policy))
     generator = torch.Generator().manual_seed(0)
-    compression = Compression(sequence, sequence.policy.prefill, length)
+    compression = CompressionRound(sequence, sequence.policy.prefill, length)
     for index, layer in enumerate(runner.spec.layers):
         shape = (layer.num_kv_heads, length, layer.head_dim)
         k, v = torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)

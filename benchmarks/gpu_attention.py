@@ -25,7 +25,7 @@ from kvfold.engine.runner import Runner
 from kvfold.models.attach import attach
 from kvfold.pages.arena import Arena
 from kvfold.pages.sequence import SequenceCache
-from kvfold.passes.captured.batch_slots import Lanes
+from kvfold.passes.captured.batch_slots import BatchSlots
 from kvfold.passes.captured.step import Step, layout_of
 from kvfold.policy.policy import Policy
 
@@ -65,7 +65,7 @@ def attention_ms(sequences: Sequence[SequenceCache]) -> float:
     """Milliseconds of one layer's attention, the median over graph replays through all layers."""
     layout, spec = layout_of(sequences[0]), sequences[0].spec
     assert layout is not None
-    lanes = Lanes(layout, sequences, len(sequences))
+    lanes = BatchSlots(layout, sequences, len(sequences))
     lanes.place(sequences)
     shape = (len(sequences), spec.layers[0].head_dim)
     heads = (spec.layers[0].num_query_heads, spec.layers[0].num_kv_heads, spec.layers[0].num_kv_heads)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from kvfold.compress.round import Compression
+from kvfold.compress.round import CompressionRound
 from kvfold.passes import prefill
 from kvfold.passes.prefill import PrefillPass
 from kvfold.policy.policy import Policy
@@ -83,9 +83,9 @@ def prefill_phases(policy: Policy) -> list[tuple[Any, str, str]]:
     """What to watch of a prefill under a policy."""
     return [
         (PrefillPass, "attend", "attention"),
-        (prefill, "track_queries", "observing"),
-        (Compression, "look", "choosing"),
-        (Compression, "settle", "choosing"),
+        (prefill, "observe_queries", "observing"),
+        (CompressionRound, "look", "choosing"),
+        (CompressionRound, "settle", "choosing"),
         (type(policy.prefill.score), "score", "scoring"),
         (PrefillPass, "finish", "writing"),
     ]

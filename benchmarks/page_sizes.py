@@ -30,7 +30,7 @@ from benchmarks.cpu_decode import timed
 from benchmarks.rows import append_row, facts, percentile
 from kvfold.bench.haystack import prose
 from kvfold.bench.page import written
-from kvfold.compress.round import Compression
+from kvfold.compress.round import CompressionRound
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError, KvfoldError, SizeError
 from kvfold.models.loader import Model, load
@@ -105,7 +105,7 @@ def fill(runner: Runner, model: Model, num_tokens: int, sizes: Iterable[Sizes]) 
 def _open(model: Model, policy: str, num_tokens: int, sizes: Sizes) -> Filled:
     sequence = sizes.sequence(model, policy)
     try:
-        Compression(sequence, sequence.policy.prefill, num_tokens)
+        CompressionRound(sequence, sequence.policy.prefill, num_tokens)
     except SizeError:
         return Filled(policy, num_tokens, sizes, None)
     return Filled(policy, num_tokens, sizes, sequence)

@@ -21,7 +21,7 @@ from kvfold.score.base import Needs, View
 from kvfold.score.snapkv import SnapKV
 
 
-class Propagation:
+class TokenPruning:
     """A choice of the `prefill` axis. Without `shortens` no other method is called."""
 
     shortens: ClassVar[bool] = False
@@ -50,7 +50,7 @@ class Propagation:
 
 @register("prefill", "dense")
 @dataclass(frozen=True)
-class Dense(Propagation):
+class Dense(TokenPruning):
     """Every token runs through every layer."""
 
 
@@ -63,7 +63,7 @@ class Dense(Propagation):
     published="as published with `fastkv(window=8, kernel=7, voters=1)`",
 )
 @dataclass(frozen=True)
-class FastKV(Propagation):
+class FastKV(TokenPruning):
     """From the middle of the model on, only the `rate` of a prompt's tokens that its end looks at run through layers.
 
     After layer `layer` (default: half of them have run) a token's importance is the attention of the last `window`

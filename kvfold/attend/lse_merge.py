@@ -106,7 +106,7 @@ def attend_reference(
     return (weight @ v_HSD.float().unsqueeze(1)).to(q_HGTD.dtype), lse
 
 
-class Merge:
+class LseMerge:
     """Running sum over parts, in fp32. A part may cover some of the heads; parts of rising heads are joined first."""
 
     def __init__(self, q_HGTD: Tensor) -> None:

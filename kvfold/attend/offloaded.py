@@ -12,16 +12,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvfold.attend.lse_merge import Merge, attend
+from kvfold.attend.lse_merge import LseMerge, attend
 from kvfold.attend.quest import upper_bound
-from kvfold.pages.host_offload import DemotedLayer
+from kvfold.pages.host_offload import OffloadedLayer
 from kvfold.pages.sequence import SequenceCache
 
 _TILE = 64  # queries whose bounds of all pages exist at once
 _UNUSED = -3e4  # bias of a slot that is not there: below every score, and a number in every dtype
 
 
-def add_recalled(merge: Merge, sequence: SequenceCache, layer: int, q_HGTD: Tensor, *, together: bool) -> None:
+def merge_offloaded(merge: LseMerge, sequence: SequenceCache, layer: int, q_HGTD: Tensor, *, together: bool) -> None:
     """Merge attention to recalled slots of one layer, if it has demoted any."""
     demoted = sequence.demoted.layers.get(layer) if sequence.demoted is not None else None
     if demoted is None or not demoted.num_pages:
@@ -37,7 +37,7 @@ def add_recalled(merge: Merge, sequence: SequenceCache, layer: int, q_HGTD: Tens
     merge.add(slice(0, len(q_HGTD)), out, lse)
 
 
-def choose_pages(demoted: DemotedLayer, q_HGTD: Tensor, *, together: bool) -> Tensor:
+def choose_pages(demoted: OffloadedLayer, q_HGTD: Tensor, *, together: bool) -> Tensor:
     """Pages of largest weight, int64 [H, X, W]; all of them where there are no more."""
     num_pages = demoted.num_pages
     most = min(demoted.recall.num_pages, num_pages)
@@ -49,7 +49,7 @@ def choose_pages(demoted: DemotedLayer, q_HGTD: Tensor, *, together: bool) -> Te
     return weight_HXM.topk(most, sorted=False).indices
 
 
-def _weights(demoted: DemotedLayer, q_HGTD: Tensor) -> Tensor:
+def _weights(demoted: OffloadedLayer, q_HGTD: Tensor) -> Tensor:
     """[H, T, M]: a page of no slot weighs less than any other."""
     pages, num_pages = demoted.pages.tensors, demoted.num_pages
     bound_HGTM = upper_bound(q_HGTD, pages["low"][:, :num_pages], pages["high"][:, :num_pages]).float()
@@ -59,7 +59,7 @@ def _weights(demoted: DemotedLayer, q_HGTD: Tensor) -> Tensor:
     return weight_HTM.masked_fill(unused_HM.unsqueeze(1), -1.0)
 
 
-def _facing(sequence: SequenceCache, layer: int, demoted: DemotedLayer, q_HGTD: Tensor) -> Tensor:
+def _facing(sequence: SequenceCache, layer: int, demoted: OffloadedLayer, q_HGTD: Tensor) -> Tensor:
     """Queries as pages see them: with `slot` positions a page of P slots ends where the first stored slot stands."""
     if not demoted.turns:
         return q_HGTD
@@ -69,7 +69,7 @@ def _facing(sequence: SequenceCache, layer: int, demoted: DemotedLayer, q_HGTD: 
     return demoted.spec.rope.rotate(q_HGTD, -shift_H.view(-1, 1, 1))
 
 
-def _staged(demoted: DemotedLayer, index_HXW: Tensor, q_HGTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _staged(demoted: OffloadedLayer, index_HXW: Tensor, q_HGTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Keys, values [R, S, D] and biases [R, S] of pages, gathered on the host and sent on the queue of the device."""
     heads, choices, _ = index_HXW.shape
     index_HN = index_HXW.flatten(1)

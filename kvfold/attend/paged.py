@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvfold.attend.lse_merge import Merge, attend
-from kvfold.attend.offloaded import add_recalled
-from kvfold.attend.topk import Chosen, choose
+from kvfold.attend.lse_merge import LseMerge, attend
+from kvfold.attend.offloaded import merge_offloaded
+from kvfold.attend.topk import TopkSlots, choose
 from kvfold.core import Rope
 from kvfold.pages.extent import Run
 from kvfold.pages.fp_sinks import num_exact
@@ -68,19 +68,19 @@ class Stretch:
         return mass_hS if self.bias_hS is None else mass_hS * self.bias_hS.exp()
 
 
-def add_stored(
-    merge: Merge, sequence: SequenceCache, layer: int, q_HGTD: Tensor, start: int, *, whole: bool = False
+def merge_paged(
+    merge: LseMerge, sequence: SequenceCache, layer: int, q_HGTD: Tensor, start: int, *, whole: bool = False
 ) -> None:
     """Merge attention to sealed and recalled slots of one layer, for queries at positions start, start + 1, …"""
     scale = sequence.spec.layers[layer].scale
     for part in read_parts(sequence, layer, q_HGTD, start, whole=whole):
         merge.add(part.heads, *part.attend(scale))
-    add_recalled(merge, sequence, layer, q_HGTD, together=whole)
+    merge_offloaded(merge, sequence, layer, q_HGTD, together=whole)
 
 
 def read_parts(
     sequence: SequenceCache, layer: int, q_HGTD: Tensor, start: int, *, whole: bool = False
-) -> Iterator[Stretch | Chosen]:
+) -> Iterator[Stretch | TopkSlots]:
     """What the queries read of the sealed slots: what the policy's reader chooses, or (`whole`) all they can see."""
     if not whole and sequence.tail.layers[layer].page_class.reader.chooses:
         chosen = choose(sequence, layer, q_HGTD)

@@ -22,7 +22,7 @@ from kvfold.policy.reader import PageView
 
 
 @dataclass(frozen=True)
-class Chosen:
+class TopkSlots:
     """Slots of the units each row picked; queries in the basis of the keys."""
 
     heads: slice  # all of them
@@ -55,7 +55,7 @@ class Chosen:
         return x_HTG.transpose(1, 2)
 
 
-def choose(sequence: SequenceCache, layer: int, q_HGTD: Tensor) -> Chosen | None:
+def choose(sequence: SequenceCache, layer: int, q_HGTD: Tensor) -> TopkSlots | None:
     """What the layer's reader picks for these queries; None where that would be everything."""
     pages = sequence.page_list(layer)
     page_class = pages.page_class
@@ -72,7 +72,7 @@ def choose(sequence: SequenceCache, layer: int, q_HGTD: Tensor) -> Chosen | None
 
 def _gathered(
     pages: PageList, unit: int, q_HGTD: Tensor, offset_HGT: Tensor | None, index_HTW: Tensor, num_exact: int
-) -> Chosen:
+) -> TopkSlots:
     """The first `num_exact` slots are read elsewhere, as they came."""
     page_class, rows = pages.page_class, index_HTW.shape[0] * index_HTW.shape[1]
     index_HN = index_HTW.flatten(1)
@@ -84,7 +84,7 @@ def _gathered(
     slot_P = torch.arange(unit, device=index_HN.device)
     valid_HNP = slot_P < used_HU.gather(1, index_HN).unsqueeze(-1)
     slot_HNP = (first_HU.gather(1, index_HN).unsqueeze(-1) + slot_P).masked_fill(~valid_HNP, 0)
-    return Chosen(
+    return TopkSlots(
         slice(0, len(index_HN)),
         q_HGTD.transpose(1, 2).flatten(0, 1),
         _unused_cleared(k_ND, valid_HNP).view(rows, -1, k_ND.shape[-1]),

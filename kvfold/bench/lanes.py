@@ -20,7 +20,7 @@ import torch
 
 from kvfold.bench.prompts import Prompt
 from kvfold.bench.record import TOO_SMALL, Mode
-from kvfold.compress.round import Compression
+from kvfold.compress.round import CompressionRound
 from kvfold.engine.runner import Runner
 from kvfold.errors import SizeError
 from kvfold.pages.sequence import SequenceCache
@@ -92,7 +92,7 @@ class Lanes:
     def _open(self, job: Job) -> Lane:
         sequence = self._keep(self.runner.new_sequence(Policy.parse(job.policy)))
         try:  # the size alone is checked here: nothing has been read yet
-            Compression(sequence, sequence.policy.prefill, len(job.compressed))
+            CompressionRound(sequence, sequence.policy.prefill, len(job.compressed))
         except SizeError:
             return Lane(job, sequence, note=TOO_SMALL)
         return Lane(job, sequence)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
-from kvfold.compress.round import Compression
+from kvfold.compress.round import CompressionRound
 from kvfold.compress.view import size_facts
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError, SizeError
@@ -138,7 +138,7 @@ class Search:
         policy = checked(self.runner, self._with_size(slots))
         sequence = self.runner.new_sequence(policy, self.config)
         try:  # the size alone is checked here: nothing is read
-            Compression(sequence, policy.prefill, len(self.tokens))
+            CompressionRound(sequence, policy.prefill, len(self.tokens))
         except SizeError:
             return False
         finally:

@@ -22,14 +22,14 @@ from kvfold.pages.segment import Segment
 from kvfold.pages.sequence import SequenceCache
 
 
-class Held:
+class FullPrompt:
     """Room for `num_tokens` new slots of every head of a sequence; sliding windows hold what a next token can see."""
 
     def __init__(self, sequence: SequenceCache, num_tokens: int) -> None:
         self.sequence = sequence
         self.start = sequence.sealed_len
         self.num_tokens = num_tokens
-        spec, classes = sequence.spec, held_classes(sequence)
+        spec, classes = sequence.spec, full_prompt_classes(sequence)
         pages = [LayerPages(c, layer.num_kv_heads) for c, layer in zip(classes, spec.layers, strict=True)]
         self.segment = Segment(sequence.arena, pages)
         self._mass: list[Tensor | None] = [None] * spec.num_layers
@@ -76,7 +76,7 @@ class Held:
             self.sequence.held_bytes = 0
 
 
-def held_classes(sequence: SequenceCache) -> list[PageClass]:
+def full_prompt_classes(sequence: SequenceCache) -> list[PageClass]:
     """Of each layer, the pages that would hold a sequence's slots as the model made them."""
     spec, page_size = sequence.spec, sequence.config.page_size
     return [PageClass(Native(), Native(), layer.head_dim, spec.kv_dtype, page_size) for layer in spec.layers]

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvfold.attend.paged import read_parts
 from kvfold.core import HAS_TRITON, LayerSpec
 from kvfold.pages.sequence import SequenceCache
-from kvfold.pages.sidecar import LayerSidecar, Moments, Sidecar
+from kvfold.pages.sidecar import LayerObserverState, Moments, ObserverState
 from kvfold.policy.policy import Policy
 from kvfold.score.base import Needs
 
@@ -27,7 +27,7 @@ _NUM_SINKS = 4  # the first queries are no sample of what will be asked
 
 
 @dataclass(frozen=True)
-class Tracked:
+class ObserverNeeds:
     """Which observations a phase has to make."""
 
     last_queries: int
@@ -36,7 +36,7 @@ class Tracked:
     new_queries: bool
 
     @classmethod
-    def of(cls, policies: Sequence[Policy], *, decoding: bool) -> Tracked:
+    def of(cls, policies: Sequence[Policy], *, decoding: bool) -> ObserverNeeds:
         """While decoding, the last queries and moments matter only if a trigger may fire; mass always adds up."""
         needs = [need for policy in policies for need in _stage_needs(policy, decoding)]
         return cls(
@@ -59,7 +59,7 @@ def _stage_needs(policy: Policy, decoding: bool) -> list[Needs]:
     return [needs for stage in active for needs in (stage.score.needs, stage.evicted.needs)] + budgets + going
 
 
-def track_queries(sequence: SequenceCache, layer: int, q_QTD: Tensor, start: int, tracked: Tracked) -> None:
+def observe_queries(sequence: SequenceCache, layer: int, q_QTD: Tensor, start: int, tracked: ObserverNeeds) -> None:
     """Remember the last queries, add up the moments of pre-RoPE queries; these are of positions `start` and on."""
     spec, side = sequence.spec.layers[layer], sequence.sidecar.layers[layer]
     if not spec.compressible:
@@ -119,11 +119,11 @@ def new_mass(q_HGTD: Tensor, k_HSD: Tensor, lse_HGT: Tensor, scale: float, offse
     return mass_HS
 
 
-# All that a LayerSidecar is made of.
+# All that a LayerObserverState is made of.
 _noted = attrgetter("mass_HS", "open_mass_HR", "last_q_QWD", "moments", "query_end")
 
 
-class Undo:
+class ObserverSnapshot:
     """The observations of some sequences now, to go back to."""
 
     def __init__(self, sequences: Sequence[SequenceCache]) -> None:
@@ -135,16 +135,16 @@ class Undo:
         """Sequences that sealed tokens since then are left alone: their mass has moved along with the slots."""
         for sequence, sealed_len, layers in self._before:
             if sequence.sealed_len == sealed_len:
-                sequence.sidecar = Sidecar([LayerSidecar(*noted) for noted in layers])
+                sequence.sidecar = ObserverState([LayerObserverState(*noted) for noted in layers])
 
 
-def _kept(sidecar: Sidecar) -> Sidecar:
+def _kept(sidecar: ObserverState) -> ObserverState:
     return sidecar.copy() if sidecar.is_live else sidecar
 
 
 def forget_prompt(sequence: SequenceCache) -> None:
     """Drop observations that only the prompt's compression needed."""
-    needs = Tracked.of([sequence.policy], decoding=True)
+    needs = ObserverNeeds.of([sequence.policy], decoding=True)
     for side in sequence.sidecar.layers:
         if not needs.last_queries:
             side.last_q_QWD = None

@@ -16,7 +16,7 @@ from kvfold.pages.read import stored_slots
 from kvfold.pages.sequence import SequenceCache
 
 
-class Leaving(NamedTuple):
+class HeadSlots(NamedTuple):
     """Slots of one head that leave the device."""
 
     k_ND: Tensor
@@ -24,24 +24,24 @@ class Leaving(NamedTuple):
     position_N: Tensor
 
 
-def leaving(sequence: SequenceCache, layer: int, change: LayerChange) -> list[Leaving]:
+def leaving(sequence: SequenceCache, layer: int, change: LayerChange) -> list[HeadSlots]:
     """Of every head, what the change drops: stored slots as a reader sees them, and new ones. Nothing is moved yet."""
-    heads: list[list[Leaving]] = [[] for _ in change.counts]
+    heads: list[list[HeadSlots]] = [[] for _ in change.counts]
     if change.keep is not None:
         stored = stored_slots(sequence, layer, change.k_ND.dtype)
         rows = zip(heads, change.keep, stored.k, stored.v, stored.position, strict=True)
         for found, keep, k_ND, v_ND, position_N in rows:
             goes_N = torch.ones_like(position_N, dtype=torch.bool)
             goes_N[keep] = False
-            found.append(Leaving(k_ND[goes_N], v_ND[goes_N], position_N[goes_N]))
+            found.append(HeadSlots(k_ND[goes_N], v_ND[goes_N], position_N[goes_N]))
     for gone in change.gone:
         columns = zip(*(column.split(gone.counts) for column in gone[:3]), strict=True)
         for found, columns_of_head in zip(heads, columns, strict=True):
-            found.append(Leaving(*columns_of_head))
+            found.append(HeadSlots(*columns_of_head))
     return [_in_order(found) for found in heads if found]
 
 
-def demote(sequence: SequenceCache, layer: int, heads: Sequence[Leaving]) -> None:
+def demote(sequence: SequenceCache, layer: int, heads: Sequence[HeadSlots]) -> None:
     """Write them to the host."""
     assert sequence.demoted is not None
     demoted = sequence.demoted.layers[layer]
@@ -61,8 +61,8 @@ def _page_lens(sequence: SequenceCache, position_N: Tensor) -> list[int]:
     return found
 
 
-def _in_order(parts: Sequence[Leaving]) -> Leaving:
+def _in_order(parts: Sequence[HeadSlots]) -> HeadSlots:
     """Parts of several rounds of trimming lie between one another; all of them meet on the host."""
     k_ND, v_ND, position_N = (torch.cat([part.to("cpu") for part in column]) for column in zip(*parts, strict=True))
     order_N = position_N.argsort()
-    return Leaving(k_ND[order_N], v_ND[order_N], position_N[order_N])
+    return HeadSlots(k_ND[order_N], v_ND[order_N], position_N[order_N])

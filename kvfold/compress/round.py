@@ -19,13 +19,13 @@ from torch import Tensor
 from kvfold.budget.bounds import Budget
 from kvfold.budget.costs import within_cost
 from kvfold.budget.scores import Scores
-from kvfold.compress.offload import Leaving, demote, leaving
+from kvfold.compress.offload import HeadSlots, demote, leaving
 from kvfold.compress.refit import refitted
-from kvfold.compress.selection import Chosen, Staged, StagedLayer
+from kvfold.compress.selection import PendingSelection, RoundLayer, Selection
 from kvfold.compress.view import NewSlots, build_view, size_facts, slot_costs, slots_cost
 from kvfold.evicted.calibration_targets import ask
 from kvfold.pages.change import LayerChange
-from kvfold.pages.compaction import Rewrite
+from kvfold.pages.compaction import PageRewrite
 from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.size import Floor, Size, check_floor
 from kvfold.policy.stage import Stage
@@ -35,7 +35,7 @@ from kvfold.score.reuse import Reuse
 from kvfold.yielding import yield_point
 
 
-class Compression:
+class CompressionRound:
     """One round for one sequence. `look` and `settle` are called for every layer in order, then `finish` writes.
 
     `look` only queues work for a device, `settle` waits for its answer: what is queued between the two hides the wait.
@@ -48,8 +48,8 @@ class Compression:
         self.stage = stage if stage is not None and stage.size is not None else None
         self.seen_len = seen_len
         self.decoding = decoding
-        self._layers: list[StagedLayer] = []
-        self._chosen: Chosen | None = None
+        self._layers: list[RoundLayer] = []
+        self._chosen: PendingSelection | None = None
         self._reuse = Reuse(self.stage.score) if self.stage is not None else None
         self.budget = self._budget(self.stage) if self.stage is not None else None
 
@@ -89,9 +89,9 @@ class Compression:
     def look(self, index: int, new: NewSlots) -> None:
         """Score the slots of a layer, share out and choose."""
         if not self.sequence.spec.layers[index].compressible:
-            self._layers.append(StagedLayer(self._slide(index, new)))
+            self._layers.append(RoundLayer(self._slide(index, new)))
         elif self.budget is None:
-            self._layers.append(StagedLayer(new.whole, new.mass_HS))
+            self._layers.append(RoundLayer(new.whole, new.mass_HS))
         else:
             self._compress(index, new, self.budget)
             if self.stage is not None and self.stage.evicted.needs.last_queries:
@@ -106,7 +106,7 @@ class Compression:
         last = self._layers[-1]
         if self.stage.budget.scope == "layer" and last.staged is not None and last.mass_HS is None:
             # Scores and masks of a long prompt are large.
-            self._layers[-1] = StagedLayer(last.staged.change, asked=last.asked)
+            self._layers[-1] = RoundLayer(last.staged.change, asked=last.asked)
 
     def look_again(self, index: int, new: NewSlots) -> None:
         """A second reading has been: score the slots of a layer, if that waited for it, and note what it asked."""
@@ -120,16 +120,16 @@ class Compression:
         place = self.sequence.spec.compressible_layers.index(index)
         scores = self._scores(index, place, new, self.stage, budget)
         weights = self._weights(index, new, self.stage, scores)
-        added = Staged(scores, self.sequence.stored_lens(index), new.whole, weights)
-        self._layers.append(StagedLayer(added.change, new.mass_HS, added))
+        added = Selection(scores, self.sequence.stored_lens(index), new.whole, weights)
+        self._layers.append(RoundLayer(added.change, new.mass_HS, added))
         allocator = self.stage.budget
         staged = [layer.staged for layer in self._layers if layer.staged is not None]
         if allocator.scope == "model" and _can_wait(staged, budget):
             return
         competing = staged if allocator.scope == "model" else [added]
-        self._chosen = Chosen(competing, self._counts(competing, budget, place), self.stage.evicted)
+        self._chosen = PendingSelection(competing, self._counts(competing, budget, place), self.stage.evicted)
 
-    def _counts(self, layers: Sequence[Staged], budget: Budget, place: int) -> list[Tensor]:
+    def _counts(self, layers: Sequence[Selection], budget: Budget, place: int) -> list[Tensor]:
         """Slots that each head of these layers keeps."""
         assert self.stage is not None
         weights, allocator = [item.weights for item in layers], self.stage.budget
@@ -201,11 +201,11 @@ class Compression:
         """What is to be written, layer by layer; ask once."""
         return [self._settled(index, layer) for index, layer in enumerate(self._layers)]
 
-    def prepare(self, changes: Sequence[LayerChange]) -> Rewrite:
+    def prepare(self, changes: Sequence[LayerChange]) -> PageRewrite:
         """Find the memory for what stays."""
-        return Rewrite(self.sequence, changes, decoding=self.decoding)
+        return PageRewrite(self.sequence, changes, decoding=self.decoding)
 
-    def _settled(self, index: int, layer: StagedLayer) -> LayerChange:
+    def _settled(self, index: int, layer: RoundLayer) -> LayerChange:
         """What is to be written of a layer."""
         yield_point()
         change = layer.change if layer.staged is None else layer.staged.change
@@ -215,7 +215,7 @@ class Compression:
         layer.asked = None
         return change
 
-    def write(self, rewrite: Rewrite, num_tokens: int) -> None:
+    def write(self, rewrite: PageRewrite, num_tokens: int) -> None:
         going = self._going(rewrite.changes)
         rewrite.write(num_tokens)
         for index, heads in going.items():
@@ -226,19 +226,19 @@ class Compression:
         if self.budget is not None:
             self.sequence.last_compressed_len = self.sequence.sealed_len
 
-    def _going(self, changes: Sequence[LayerChange]) -> dict[int, list[Leaving]]:
+    def _going(self, changes: Sequence[LayerChange]) -> dict[int, list[HeadSlots]]:
         """What leaves for the host, by layer."""
         if self.stage is None or not self.stage.evicted.demotes:
             return {}
         return {i: leaving(self.sequence, i, changes[i]) for i in self.sequence.spec.compressible_layers}
 
 
-def finish_all(rounds: Sequence[tuple[Compression, int]], release: Callable[[], None] = lambda: None) -> None:
+def finish_all(rounds: Sequence[tuple[CompressionRound, int]], release: Callable[[], None] = lambda: None) -> None:
     """Write rounds, each with the tokens it seals; OutOfPages leaves every sequence as it was. `release` gives back
     pages that others must not take before what is written has."""
     changes = [compression.changes() for compression, _ in rounds]
     release()
-    found: list[Rewrite] = []
+    found: list[PageRewrite] = []
     try:
         for (compression, _), mine in zip(rounds, changes, strict=True):
             found.append(compression.prepare(mine))
@@ -250,7 +250,7 @@ def finish_all(rounds: Sequence[tuple[Compression, int]], release: Callable[[], 
         compression.write(rewrite, num_tokens)
 
 
-def _can_wait(staged: Sequence[Staged], budget: Budget) -> bool:
+def _can_wait(staged: Sequence[Selection], budget: Budget) -> bool:
     """Whether more layers come before slots have to go: each choice is among all of them."""
     num_slots = sum(sum(layer.change.counts) for layer in staged)
     most = 2 * budget.num_layers * budget.slots_per_head * len(staged[0].change.counts)

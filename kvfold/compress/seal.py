@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvfold.attend.lse_merge import compute_dtype
-from kvfold.compress.round import Compression, decode_target
+from kvfold.compress.round import CompressionRound, decode_target
 from kvfold.compress.view import NewSlots
 from kvfold.errors import OutOfPages
 from kvfold.pages.append import lacks_room, num_ahead
@@ -64,7 +64,7 @@ def seal(sequence: SequenceCache, *, compress: bool = True) -> None:
     if num_tokens == 0:
         return
     stage = sequence.policy.decode if compress and _due(sequence) else None
-    compression = Compression(sequence, stage, sequence.committed_len, decoding=True)
+    compression = CompressionRound(sequence, stage, sequence.committed_len, decoding=True)
     for layer in range(sequence.spec.num_layers):
         dtype = compute_dtype(block.k[layer])
         k, v = block.k[layer][:, :num_tokens].to(dtype), block.v[layer][:, :num_tokens].to(dtype)

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from kvfold.budget.scores import Scores
-from kvfold.evicted.base import Asked, Evicted, Split
+from kvfold.evicted.base import CalibrationTargets, Evicted, Split
 from kvfold.pages.async_copy import Download, indices, upload
-from kvfold.pages.change import Gone, LayerChange
+from kvfold.pages.change import EvictedSlots, LayerChange
 
 
-class Numbers(NamedTuple):
+class KeptCounts(NamedTuple):
     """Slots of one layer that stay, head by head."""
 
     stored: list[int]
@@ -31,7 +31,7 @@ class Numbers(NamedTuple):
 
 
 @dataclass
-class Staged:
+class Selection:
     """Survivors of one layer so far: a mask over its slots, and the new ones among them as flat tensors."""
 
     scores: Scores
@@ -55,7 +55,7 @@ class Staged:
         """int64 [H]: how many of the best slots of each head are stored ones."""
         return (self.scores.choose(count_H) & self._is_stored_HS).sum(-1)
 
-    def trim(self, count_H: Tensor, numbers: Numbers, evicted: Evicted) -> None:
+    def trim(self, count_H: Tensor, numbers: KeptCounts, evicted: Evicted) -> None:
         """Drop all but the best, whose numbers the host knows too: from here on the device is asked for none."""
         stored, new = numbers
         kept_stored = self.num_stored if self.change.keep is None else [len(index) for index in self.change.keep]
@@ -72,13 +72,13 @@ class Staged:
         self.change = LayerChange(k_ND, v_ND, position_N, new, keep, gone=gone)
         self.keep_HS, self._slot_N = keep_HS, index_N if slot_N is None else slot_N[index_N]
 
-    def _gone(self, stays_N: Tensor, new: list[int]) -> Gone:
+    def _gone(self, stays_N: Tensor, new: list[int]) -> EvictedSlots:
         """New slots that do not stay, on their way to the host."""
         change = self.change
         counts = [before - after for before, after in zip(change.counts, new, strict=True)]
         index_N = indices(~stays_N, sum(counts))
         k_ND, v_ND, position_N = (x[index_N].to("cpu") for x in (change.k_ND, change.v_ND, change.position_N))
-        return Gone(k_ND, v_ND, position_N, counts)
+        return EvictedSlots(k_ND, v_ND, position_N, counts)
 
     def _folded(self, stays_N: Tensor, index_N: Tensor, evicted: Evicted) -> tuple[Tensor, Tensor]:
         change = self.change
@@ -97,10 +97,10 @@ class Staged:
         return list((flat_N % keep_HS.shape[1]).split(counts))
 
 
-class Chosen:
+class PendingSelection:
     """How many slots of each head stay in some layers, while the numbers are on their way to the host."""
 
-    def __init__(self, layers: Sequence[Staged], counts: Sequence[Tensor], evicted: Evicted) -> None:
+    def __init__(self, layers: Sequence[Selection], counts: Sequence[Tensor], evicted: Evicted) -> None:
         self._layers, self._counts, self._evicted = layers, counts, evicted
         self._count_LH = Download(torch.stack(list(counts)))
         self._stored_LH: Download | None = None
@@ -112,21 +112,21 @@ class Chosen:
         for layer, count_H, numbers in zip(self._layers, self._counts, self._numbers(), strict=True):
             layer.trim(count_H, numbers, self._evicted)
 
-    def _numbers(self) -> list[Numbers]:
+    def _numbers(self) -> list[KeptCounts]:
         stay_LH = self._count_LH.wait()
         stored_LH = torch.zeros_like(stay_LH) if self._stored_LH is None else self._stored_LH.wait()
-        return list(map(Numbers, stored_LH.tolist(), (stay_LH - stored_LH).tolist()))
+        return list(map(KeptCounts, stored_LH.tolist(), (stay_LH - stored_LH).tolist()))
 
 
 @dataclass
-class StagedLayer:
+class RoundLayer:
     """One layer of the round: `staged` where slots compete; the attention mass of all its slots, if it is counted;
     what its heads answered to calibration queries, if slots are to answer for others."""
 
     change: LayerChange
     mass_HS: Tensor | None = None
-    staged: Staged | None = None
-    asked: Asked | None = None
+    staged: Selection | None = None
+    asked: CalibrationTargets | None = None
 
     @property
     def settled_mass_HS(self) -> Tensor | None:

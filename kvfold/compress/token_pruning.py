@@ -19,7 +19,7 @@ from kvfold.score.base import View
 from kvfold.token_pruning import going_on, of_new
 
 
-class LeftBehind:
+class PrunedTokens:
     """`going[i]`: the tokens of sequence i that still run, ascending, None for all; `num_running[i]`: how many.
 
     `whole`: every policy is to be run as if it left nobody behind.

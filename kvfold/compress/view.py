@@ -16,14 +16,14 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kvfold.budget.scores import Scores
 from kvfold.core import LayerSpec
-from kvfold.evicted.base import Asked
+from kvfold.evicted.base import CalibrationTargets
 from kvfold.pages.async_copy import upload
 from kvfold.pages.change import LayerChange
 from kvfold.pages.layout import state_bytes
 from kvfold.pages.read import StoredSlots, stored_slots
 from kvfold.pages.segment import TABLE_BYTES
 from kvfold.pages.sequence import SequenceCache
-from kvfold.pages.sidecar import MASS_BYTES, LayerSidecar, Moments
+from kvfold.pages.sidecar import MASS_BYTES, LayerObserverState, Moments
 from kvfold.policy.size import SizeFacts
 from kvfold.score.base import Needs, QueryStats, View
 from kvfold.score.predictor import predictor_for
@@ -39,7 +39,7 @@ class NewSlots:
     mass_HS: Tensor | None = None  # attention mass of stored and new slots after this pass
     q_QTD: Tensor | None = None  # their queries
     replay_HGS: Tensor | None = None  # the largest weight that a second reading gave stored and new slots
-    asked: Asked | None = None  # some of its queries, and what they were answered
+    asked: CalibrationTargets | None = None  # some of its queries, and what they were answered
     going_T: Tensor | None = None  # which tokens of the pass they are, where others were left behind; not the last
     num_left: int = 0  # tokens left behind
     scored: dict[object, Scores] = field(default_factory=dict)  # what policies of one pass have found, for each other
@@ -178,7 +178,7 @@ def _joined(stored: Sequence[Tensor], new: Tensor) -> Tensor:
     return pad_sequence([torch.cat(parts) for parts in zip(stored, new, strict=True)], batch_first=True)
 
 
-def _observe(view: View, side: LayerSidecar, new: NewSlots, needs: Needs) -> None:
+def _observe(view: View, side: LayerObserverState, new: NewSlots, needs: Needs) -> None:
     shape = (view.num_heads, view.spec.group)
     if needs.last_queries:
         assert side.last_q_QWD is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvfold.compress.full_prompt import held_classes
+from kvfold.compress.full_prompt import full_prompt_classes
 from kvfold.engine.runner import Runner
 from kvfold.pages.layout import PageClass
 from kvfold.pages.sequence import SequenceCache
@@ -24,7 +24,7 @@ class Room:
         sample = runner.new_sequence(policy)
         self._classes = [sample.page_class(i) for i in range(runner.spec.num_layers)]
         reads_twice = any(term.needs.replay is not None for term in (policy.prefill.score, policy.prefill.evicted))
-        self._held_classes = held_classes(sample) if reads_twice else []
+        self._held_classes = full_prompt_classes(sample) if reads_twice else []
         self._block_bytes = sample.block_bytes
         self._open_len = sample.config.open_len
         sample.release()

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvfold.compress.observe import Tracked
+from kvfold.compress.observe import ObserverNeeds
 from kvfold.compress.seal import may_evict
 from kvfold.engine.runner import Runner
 from kvfold.engine.sampling import likeliest_of
@@ -73,7 +73,7 @@ def can_run_ahead(runner: Runner, sequence: SequenceCache) -> bool:
     """Where steps are captured and note nothing for scorers: a note could not be taken back."""
     if runner.graphs is None or layout_of(sequence) is None or sequence.open.num_slots < 2:
         return False
-    return not (Tracked.of([sequence.policy], decoding=True).anything or needs_sentences(sequence.policy))
+    return not (ObserverNeeds.of([sequence.policy], decoding=True).anything or needs_sentences(sequence.policy))
 
 
 def run_ahead(runner: Runner, sequences: Sequence[SequenceCache], token_B: Tensor) -> Ahead | None:

@@ -27,7 +27,7 @@ from kvfold.models.fused_layers import fused
 from kvfold.models.pass_cache import StepCache
 from kvfold.pages.async_copy import sent, staged
 from kvfold.pages.sequence import SequenceCache
-from kvfold.passes.captured.batch_slots import Lanes, OutOfLanes
+from kvfold.passes.captured.batch_slots import BatchSlots, OutOfBatchSlots
 from kvfold.passes.captured.block_tables import Layout
 from kvfold.passes.captured.step import Step, layout_of
 
@@ -75,7 +75,7 @@ class Graphs:
             captured = self._capture(hf, layout, shape, sequences)
         try:
             logits = captured.run(hf, sequences, tokens)
-        except OutOfLanes:
+        except OutOfBatchSlots:
             captured = self._capture(hf, layout, shape, sequences)
             logits = captured.run(hf, sequences, tokens)
         self._captured[key] = captured
@@ -113,7 +113,7 @@ class Graphs:
         while len(self._captured) >= _MOST_GRAPHS:
             self._captured.pop(next(iter(self._captured)))
         num_lanes, num_tokens = shape
-        lanes = Lanes(layout, sequences, num_lanes)
+        lanes = BatchSlots(layout, sequences, num_lanes)
         graph = torch.cuda.CUDAGraph() if self.captures and lanes.memory.is_cuda else None
         captured = _Captured(lanes, num_tokens, graph, is_compiled=self._wants_compiled)
         began = time.perf_counter()
@@ -136,7 +136,9 @@ class Graphs:
 class _Captured:
     """One graph, or none: inputs in `inbox_BI` (token ids, positions, fill), logits in `logits_BTV`."""
 
-    def __init__(self, lanes: Lanes, num_tokens: int, graph: torch.cuda.CUDAGraph | None, *, is_compiled: bool) -> None:
+    def __init__(
+        self, lanes: BatchSlots, num_tokens: int, graph: torch.cuda.CUDAGraph | None, *, is_compiled: bool
+    ) -> None:
         self.lanes, self.num_tokens, self.graph, self.is_compiled = lanes, num_tokens, graph, is_compiled
         self.inbox_BI = torch.zeros(lanes.num_lanes, 2 * num_tokens + 1, dtype=torch.int64, device=lanes.memory.device)
         self.inbox_BI[:, -1] = -1  # while it is captured, a step belongs to nobody and writes nothing

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from kvfold.compress.observe import Undo
+from kvfold.compress.observe import ObserverSnapshot
 from kvfold.engine.detokenizer import TextStream
 from kvfold.engine.request import Request
 from kvfold.engine.sampling import Sampler
@@ -32,7 +32,7 @@ class _Mark(NamedTuple):
     """What a token was sampled from."""
 
     logits_V: Tensor
-    undo: Undo
+    undo: ObserverSnapshot
 
 
 class Writer:
@@ -75,7 +75,7 @@ class Writer:
         if request.stop:
             if self._verified is not None:
                 self._verified.observe()
-            self.marks[len(request.token_ids)] = _Mark(request.logits_V, Undo([request.sequence]))
+            self.marks[len(request.token_ids)] = _Mark(request.logits_V, ObserverSnapshot([request.sequence]))
         token = next(self._picks)
         request.token_ids.append(token)
         if request.drafter is not None:

@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
-from kvfold.compress.full_prompt import Held
+from kvfold.compress.full_prompt import FullPrompt
 from kvfold.engine.self_study import study
-from kvfold.evicted.base import Asked
+from kvfold.evicted.base import CalibrationTargets
 from kvfold.models.hidden_norms import hidden_norms
 from kvfold.models.pass_cache import Call, PassCache, Piece
 from kvfold.models.repeat_prompt import repeat_request, rotary_kept
@@ -40,7 +40,7 @@ class Replays:
         """Read again what is held, and let the rounds that wait for it look; `surprises` of each sequence's tokens,
         where a round asks for them."""
         for index, held in current.held.items():
-            studied: dict[int, list[Asked | None]] = {}
+            studied: dict[int, list[CalibrationTargets | None]] = {}
             for kinds in _by_chunk(current, index):
                 again = ReplayPass(held, kinds, None if surprises is None else surprises[index])
                 self._read(again, tokens[index])
@@ -52,7 +52,7 @@ class Replays:
                         asked = _joined(asked, studied[kind.study])
                     current.look_again(index, kind, again.maxima(kind), asked)
 
-    def _study(self, held: Held, num_tokens: int) -> list[Asked | None]:
+    def _study(self, held: FullPrompt, num_tokens: int) -> list[CalibrationTargets | None]:
         with rotary_kept(self.hf):
             return study(self.hf, self.call, held, num_tokens)
 
@@ -87,6 +87,8 @@ def _by_chunk(current: PrefillPass, index: int) -> list[list[Replay]]:
     return list(found.values())
 
 
-def _joined(asked: list[Asked | None], more: list[Asked | None]) -> list[Asked | None]:
+def _joined(
+    asked: list[CalibrationTargets | None], more: list[CalibrationTargets | None]
+) -> list[CalibrationTargets | None]:
     pairs = zip(asked, more, strict=True)
     return [None if one is None or other is None else one.joined(other) for one, other in pairs]

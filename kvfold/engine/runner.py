@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.compress.observe import Tracked, Undo, forget_prompt
+from kvfold.compress.observe import ObserverNeeds, ObserverSnapshot, forget_prompt
 from kvfold.compress.seal import prepare_seals
 from kvfold.core import HAS_TRITON, Compile, ModelSpec
 from kvfold.engine.chunked_prefill import default_chunk_len, passes, pieces
@@ -212,7 +212,7 @@ class Runner:
 
     def _observed(self, step: DecodePass, tokens: Sequence[Sequence[int]]) -> Tensor:
         """A plain pass that notes what it saw for the scorers, all of it or nothing."""
-        undo = Undo(step.sequences)
+        undo = ObserverSnapshot(step.sequences)
         try:
             logits = self._plain(step, tokens)
             step.observe_all()
@@ -254,7 +254,7 @@ class Runner:
         sequences are as they were."""
         lens = [len(ids) for ids in tokens]
         current = PrefillPass.begin(sequences, lens, seen_lens, compress=compress, followers=followers)
-        undo = Undo([*sequences, *followers])
+        undo = ObserverSnapshot([*sequences, *followers])
         try:
             out = self.read(current, tokens, progress, hidden=hidden)
             current.finish()
@@ -333,7 +333,7 @@ def _left_behind_by(policy: Policy) -> object:
         return None
     stage = policy.prefill
     share_of = stage.size if isinstance(stage.protect.recent, Percent) else None
-    return policy.propagate, stage.protect, share_of, Tracked.of([policy], decoding=False).last_queries
+    return policy.propagate, stage.protect, share_of, ObserverNeeds.of([policy], decoding=False).last_queries
 
 
 def _seen_lens(sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]) -> list[int]:

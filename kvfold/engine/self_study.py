@@ -11,20 +11,20 @@ from typing import Any
 
 import torch
 
-from kvfold.compress.full_prompt import Held
-from kvfold.evicted.base import Asked
+from kvfold.compress.full_prompt import FullPrompt
+from kvfold.evicted.base import CalibrationTargets
 from kvfold.models.pass_cache import Call, PassCache, Piece
 from kvfold.models.self_study_questions import question_ids
 from kvfold.models.spec import output_head
-from kvfold.passes.self_study import StudyPass
+from kvfold.passes.self_study import SelfStudyPass
 
 
-def study(hf: Any, call: Call, held: Held, num_tokens: int) -> list[Asked | None]:
+def study(hf: Any, call: Call, held: FullPrompt, num_tokens: int) -> list[CalibrationTargets | None]:
     """Of every layer, the queries of the questions and of answers of at most `num_tokens` tokens; `call` runs the model
     up to its last hidden states."""
     new, head = question_ids(hf), output_head(hf)
     lengths = [0] * len(new)
-    current = StudyPass(held, max(map(len, new)) + num_tokens)
+    current = SelfStudyPass(held, max(map(len, new)) + num_tokens)
     for _ in range(num_tokens):
         new = _next(call, head, current, new, lengths)
         ends = held.sequence.spec.eos_token_ids
@@ -35,7 +35,7 @@ def study(hf: Any, call: Call, held: Held, num_tokens: int) -> list[Asked | None
 
 
 def _next(
-    call: Call, head: torch.nn.Module, current: StudyPass, new: Sequence[Sequence[int]], lengths: list[int]
+    call: Call, head: torch.nn.Module, current: SelfStudyPass, new: Sequence[Sequence[int]], lengths: list[int]
 ) -> list[list[int]]:
     """The most likely token after each question that has new ones; these are read."""
     ids: list[int] = []

@@ -1,6 +1,6 @@
 """Tokens that ran ahead of what was sampled: their logits, and the choice how many of them stay.
 
-    T tokens of one sequence   V vocabulary
+T tokens of one sequence   V vocabulary
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Verified:
 
     @torch.inference_mode()
     def observe(self) -> None:
-        """Note for the scorers what the kept tokens attended to: before the next pass, or an Undo."""
+        """Note for the scorers what the kept tokens attended to: before the next pass, or an ObserverSnapshot."""
         self._step.observe(self._index, self.num_kept)
 
 

@@ -1,10 +1,10 @@
 """What becomes of evicted slots. Importing this package registers every way."""
 
-from kvfold.evicted.base import Asked, Evicted, Refit, Split, Survivors
+from kvfold.evicted.base import CalibrationTargets, Evicted, KeptSlots, Refit, Split
 from kvfold.evicted.d2o import D2o
 from kvfold.evicted.drop import Drop
 from kvfold.evicted.fit import Fit
 from kvfold.evicted.merge import Merge
 from kvfold.evicted.recall import Recall
 
-__all__ = ["Asked", "D2o", "Drop", "Evicted", "Fit", "Merge", "Recall", "Refit", "Split", "Survivors"]
+__all__ = ["CalibrationTargets", "D2o", "Drop", "Evicted", "Fit", "KeptSlots", "Merge", "Recall", "Refit", "Split"]

@@ -27,7 +27,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Asked:
+class CalibrationTargets:
     """Queries and what a layer's heads answered while everything was there: outputs, log-sum-exps of scaled scores."""
 
     q_HND: Tensor
@@ -37,13 +37,13 @@ class Asked:
     scale: float
     position_N: Tensor | None = None  # where given, a query sees slots up to its own position
 
-    def of(self, heads: list[int]) -> Asked:
+    def of(self, heads: list[int]) -> CalibrationTargets:
         """Of some heads."""
         q_HND, out_HND = self.q_HND[heads], self.out_HND[heads]
         lse_HN, share_HN = self.lse_HN[heads], self.share_HN[heads]
         return replace(self, q_HND=q_HND, out_HND=out_HND, lse_HN=lse_HN, share_HN=share_HN)
 
-    def joined(self, other: Asked) -> Asked:
+    def joined(self, other: CalibrationTargets) -> CalibrationTargets:
         """With queries of another reading behind these; all of them see every slot."""
         q_HND, out_HND = torch.cat((self.q_HND, other.q_HND), 1), torch.cat((self.out_HND, other.out_HND), 1)
         lse_HN, share_HN = torch.cat((self.lse_HN, other.lse_HN), 1), torch.cat((self.share_HN, other.share_HN), 1)
@@ -51,7 +51,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Survivors:
+class KeptSlots:
     """One head's slots that stay: the first `num_sealed` as they are stored, the others to be encoded."""
 
     k_SD: Tensor
@@ -84,6 +84,6 @@ class Evicted(ABC):
     def fold(self, split: Split) -> tuple[Tensor, Tensor]:
         """Keys and values [n_kept, D] of the slots that stay."""
 
-    def refit(self, asked: Asked, heads: Sequence[Survivors]) -> list[Refit]:
+    def refit(self, asked: CalibrationTargets, heads: Sequence[KeptSlots]) -> list[Refit]:
         """Values and biases with which what stays of each head answers as everything did; as they were by default."""
         return [Refit(slots.v_SD[slots.num_sealed :], slots.bias_S[slots.num_sealed :]) for slots in heads]

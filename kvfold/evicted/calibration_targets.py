@@ -10,13 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvfold.evicted.base import Asked
+from kvfold.evicted.base import CalibrationTargets
 from kvfold.score.base import View
 
 MOST_SCORES = 1 << 25  # at once, 128 MiB
 
 
-def ask(view: View, q_HGTD: Tensor, position_T: Tensor) -> Asked:
+def ask(view: View, q_HGTD: Tensor, position_T: Tensor) -> CalibrationTargets:
     """Every head's answers to queries that see slots up to their own position, and nothing else."""
     position_N = position_T.repeat(q_HGTD.shape[1])
     q_HND, hidden_HS = q_HGTD.flatten(1, 2), ~view.valid_RS
@@ -30,7 +30,7 @@ def ask(view: View, q_HGTD: Tensor, position_T: Tensor) -> Asked:
         lse_Hn = score_HnS.logsumexp(-1)
         parts.append((score_HnS.sub_(lse_Hn.unsqueeze(-1)).exp_() @ v_HSD, lse_Hn))
     out_HND, lse_HN = (torch.cat(column, dim=1) for column in zip(*parts, strict=True))
-    return Asked(q_HND, out_HND, lse_HN, torch.ones_like(lse_HN), view.spec.scale, position_N)
+    return CalibrationTargets(q_HND, out_HND, lse_HN, torch.ones_like(lse_HN), view.spec.scale, position_N)
 
 
 def scores(

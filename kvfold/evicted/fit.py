@@ -27,7 +27,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvfold.evicted.base import Asked, Evicted, Refit, Split, Survivors
+from kvfold.evicted.base import CalibrationTargets, Evicted, KeptSlots, Refit, Split
 from kvfold.evicted.calibration_targets import MOST_SCORES
 from kvfold.evicted.least_squares import boxed_ridge, ridge
 from kvfold.evicted.ragged import Padded, batches, num_new, weights
@@ -86,14 +86,14 @@ class Fit(Evicted):
         """The choice may not be final yet."""
         return split.k_ND[split.keep_N], split.v_ND[split.keep_N]
 
-    def refit(self, asked: Asked, heads: Sequence[Survivors]) -> list[Refit]:
+    def refit(self, asked: CalibrationTargets, heads: Sequence[KeptSlots]) -> list[Refit]:
         found = super().refit(asked, heads)
         for batch in batches(heads, _most_scores(asked) // max(asked.q_HND.shape[1], 1)):
             for head, fitted in zip(batch, self._fitted(asked.of(batch), [heads[i] for i in batch]), strict=True):
                 found[head] = fitted
         return found
 
-    def _fitted(self, asked: Asked, heads: Sequence[Survivors]) -> Iterator[Refit]:
+    def _fitted(self, asked: CalibrationTargets, heads: Sequence[KeptSlots]) -> Iterator[Refit]:
         slots = Padded.of(heads)
         new, count_B = slice(slots.num_new), torch.tensor([num_new(head) for head in heads], device=slots.k_BSD.device)
         weight_BNS = weights(asked, slots)
@@ -116,5 +116,5 @@ class Fit(Evicted):
         return boxed_ridge(weight_BNS[..., :num_new], missing_BN, self.ridge, count_B, low, high)
 
 
-def _most_scores(asked: Asked) -> int:
+def _most_scores(asked: CalibrationTargets) -> int:
     return MOST_SCORES if asked.q_HND.is_cuda else _CACHED_SCORES

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvfold.evicted.base import Asked, Survivors
+from kvfold.evicted.base import CalibrationTargets, KeptSlots
 from kvfold.evicted.calibration_targets import scores
 
 _MOST_PADDING = 1.5  # the longest head of a batch over the shortest
@@ -33,7 +33,7 @@ class Padded:
     num_new: int
 
     @classmethod
-    def of(cls, heads: Sequence[Survivors]) -> Padded:
+    def of(cls, heads: Sequence[KeptSlots]) -> Padded:
         parts = [(slice(slots.num_sealed, None), slice(slots.num_sealed)) for slots in heads]
 
         def joined(columns: Sequence[Tensor], padding: float = 0.0) -> Tensor:
@@ -49,17 +49,17 @@ class Padded:
         )
 
 
-def weights(asked: Asked, slots: Padded) -> Tensor:
+def weights(asked: CalibrationTargets, slots: Padded) -> Tensor:
     """fp32 [B, N, S]: the share of the whole cache's mass that each slot has. It is at most 1: they are part of it."""
     score_BNS = scores(asked.q_HND, slots.k_BSD, slots.bias_BS, asked.scale, asked.position_N, slots.position_BS)
     return score_BNS.sub_(asked.lse_HN.unsqueeze(-1)).exp_()
 
 
-def num_new(slots: Survivors) -> int:
+def num_new(slots: KeptSlots) -> int:
     return len(slots.k_SD) - slots.num_sealed
 
 
-def batches(heads: Sequence[Survivors], most_slots: int) -> Iterator[list[int]]:
+def batches(heads: Sequence[KeptSlots], most_slots: int) -> Iterator[list[int]]:
     """Indices of heads of similar length, those with new slots only; with its padding no batch of two or more exceeds
     `most_slots`."""
     batch: list[int] = []

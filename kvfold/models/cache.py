@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache as HfCache
 
-from kvfold.compress.observe import Undo, forget_prompt
+from kvfold.compress.observe import ObserverSnapshot, forget_prompt
 from kvfold.core import ModelSpec
 from kvfold.errors import InputError, ModelError, PolicyError
 from kvfold.models.attach import arena_of, is_attached, module_of
@@ -61,7 +61,7 @@ class Cache(HfCache):  # type: ignore[misc]
         self._seen_len = 0  # tokens of the padded batch, which is what transformers counts
         self._num_added = 0  # of these, by the last forward
         self._pass: PrefillPass | DecodePass | None = None  # the forward that is running, or was interrupted
-        self._undo = Undo([])
+        self._undo = ObserverSnapshot([])
         self._starts: list[int] = []  # first real token of each row in the current forward
 
     # What transformers asks
@@ -138,7 +138,7 @@ class Cache(HfCache):  # type: ignore[misc]
         branch.__dict__.update(self.__dict__ | {"sequences": []})
         for sequence in self.sequences:
             branch.sequences.append(sequence.fork())
-        branch._undo = Undo([])
+        branch._undo = ObserverSnapshot([])
         return branch
 
     def __copy__(self) -> Cache:
@@ -198,7 +198,7 @@ class Cache(HfCache):  # type: ignore[misc]
             self._pass = DecodePass.begin(self.sequences, num_tokens)
         else:
             self._pass = PrefillPass.begin(self.sequences, [num_tokens - start for start in starts])
-        self._undo = Undo(self.sequences)
+        self._undo = ObserverSnapshot(self.sequences)
 
     def _new_sequences(self, batch: int) -> list[SequenceCache]:
         """One for each row, or, when the arena is full, none."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 
-class Arriving(Protocol):
+class AsyncLoad(Protocol):
     """Whoever fetches them; calls `then` when all are there."""
 
     then: Callable[[], None]

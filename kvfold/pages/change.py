@@ -1,6 +1,6 @@
 """What a seal changes in one layer: the new slots to encode, and which stored ones stay.
 
-    N flat slots, head after head   D head dim
+N flat slots, head after head   D head dim
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class Gone(NamedTuple):
+class EvictedSlots(NamedTuple):
     """New slots that were dropped, head after head, where they are to be demoted; on the host."""
 
     k_ND: Tensor
@@ -35,4 +35,4 @@ class LayerChange:
     keep: list[Tensor] | None = None
     drop_first: int = 0
     bias_N: Tensor | None = None  # of the new slots; None: 0
-    gone: tuple[Gone, ...] = ()
+    gone: tuple[EvictedSlots, ...] = ()

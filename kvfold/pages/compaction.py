@@ -30,7 +30,7 @@ from kvfold.pages.sequence import SequenceCache
 from kvfold.yielding import yield_point
 
 
-class Rewrite:
+class PageRewrite:
     """One change of one sequence. Making it takes the memory or raises OutOfPages; then `write` or `cancel` it."""
 
     def __init__(self, sequence: SequenceCache, changes: Sequence[LayerChange], *, decoding: bool) -> None:
@@ -66,7 +66,7 @@ def rewrite(
     sequence: SequenceCache, changes: Sequence[LayerChange], num_tokens: int, *, decoding: bool = False
 ) -> None:
     """Seal num_tokens tokens. Memory is found first: OutOfPages leaves the sequence as it was."""
-    Rewrite(sequence, changes, decoding=decoding).write(num_tokens)
+    PageRewrite(sequence, changes, decoding=decoding).write(num_tokens)
 
 
 class _Survivors(Protocol):

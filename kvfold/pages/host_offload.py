@@ -18,7 +18,7 @@ from kvfold.errors import InputError
 from kvfold.evicted.recall import Recall
 
 
-class DemotedLayer:
+class OffloadedLayer:
     """`slots` (host): "k", "v", "position"; `pages` (device): "first" slot, slots "used", "low" and "high" keys."""
 
     def __init__(self, recall: Recall, spec: LayerSpec, dtype: torch.dtype, device: torch.device, turns: bool) -> None:
@@ -27,9 +27,9 @@ class DemotedLayer:
         self.turns = turns  # keys stand side by side in their page, from position 0 on
         heads, dim = spec.num_kv_heads, spec.head_dim
         none_HND, none_HN = torch.empty(heads, 0, dim, dtype=dtype), torch.empty(heads, 0, dtype=torch.int32)
-        self.slots = Shelf({"k": none_HND, "v": none_HND, "position": none_HN})
+        self.slots = GrowingRows({"k": none_HND, "v": none_HND, "position": none_HN})
         here_HND, here_HN = none_HND.to(device), none_HN.to(device)
-        self.pages = Shelf({"first": here_HN, "used": here_HN, "low": here_HND, "high": here_HND})
+        self.pages = GrowingRows({"first": here_HN, "used": here_HN, "low": here_HND, "high": here_HND})
 
     @property
     def num_pages(self) -> int:
@@ -80,8 +80,8 @@ class DemotedLayer:
         })  # fmt: skip
         self.slots.append(head, {"k": k_nD, "v": v_nD, "position": position_n})
 
-    def copy(self) -> DemotedLayer:
-        found = object.__new__(DemotedLayer)
+    def copy(self) -> OffloadedLayer:
+        found = object.__new__(OffloadedLayer)
         found.__dict__.update(self.__dict__ | {"slots": self.slots.copy(), "pages": self.pages.copy()})
         return found
 
@@ -106,13 +106,13 @@ class DemotedLayer:
                 self.append(head, rows["k"][head, mine], rows["v"][head, mine], rows["position"][head, mine], used)
 
 
-class Demoted:
+class OffloadedSlots:
     """Of all layers; those that are never compressed have none."""
 
     def __init__(self, recall: Recall, spec: ModelSpec, device: torch.device, turns: bool) -> None:
         self.recall = recall
         self.layers = {
-            i: DemotedLayer(recall, spec.layers[i], spec.kv_dtype, device, turns) for i in spec.compressible_layers
+            i: OffloadedLayer(recall, spec.layers[i], spec.kv_dtype, device, turns) for i in spec.compressible_layers
         }
 
     @property
@@ -125,8 +125,8 @@ class Demoted:
         staging = max((layer.staging_bytes for layer in self.layers.values()), default=0)
         return staging + sum(layer.pages.num_bytes for layer in self.layers.values())
 
-    def copy(self) -> Demoted:
-        found = object.__new__(Demoted)
+    def copy(self) -> OffloadedSlots:
+        found = object.__new__(OffloadedSlots)
         found.recall, found.layers = self.recall, {i: layer.copy() for i, layer in self.layers.items()}
         return found
 
@@ -134,7 +134,7 @@ class Demoted:
 _GROWTH = 4  # a quarter more than is needed: rows are moved a few times each
 
 
-class Shelf:
+class GrowingRows:
     """Tensors [H, C, …] by name, of which head h has written the first `lens[h]` rows."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -170,8 +170,8 @@ class Shelf:
             self.tensors[name] = new
         self._written = list(self.lens)
 
-    def copy(self) -> Shelf:
+    def copy(self) -> GrowingRows:
         """The same rows; the tensors are shared."""
-        found = Shelf(self.tensors)
+        found = GrowingRows(self.tensors)
         found.lens, found._written = list(self.lens), self._written
         return found

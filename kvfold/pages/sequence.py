@@ -18,8 +18,8 @@ from kvfold.core import ModelSpec
 from kvfold.errors import OutOfPages
 from kvfold.evicted.recall import recall_of
 from kvfold.pages.arena import Arena
-from kvfold.pages.async_load import Arriving
-from kvfold.pages.host_offload import Demoted
+from kvfold.pages.async_load import AsyncLoad
+from kvfold.pages.host_offload import OffloadedSlots
 from kvfold.pages.layer import LayerPages
 from kvfold.pages.layout import PageClass
 from kvfold.pages.open_block import OpenBlock
@@ -28,7 +28,7 @@ from kvfold.pages.page_gather import PageList
 from kvfold.pages.segment import Segment
 from kvfold.pages.sentences import Sentences
 from kvfold.pages.shifts import Shifts
-from kvfold.pages.sidecar import LayerSidecar, Sidecar
+from kvfold.pages.sidecar import LayerObserverState, ObserverState
 from kvfold.policy.policy import Policy
 
 
@@ -45,11 +45,11 @@ class SequenceCache:
     tail: Segment = field(init=False)
     open: OpenBlock = field(init=False)
     exact: OpenBlock | None = field(init=False, default=None)  # the first slots, where codes are coarse
-    sidecar: Sidecar = field(init=False)
+    sidecar: ObserverState = field(init=False)
     shifts: Shifts = field(init=False, default_factory=Shifts)
     sentences: Sentences = field(init=False, default_factory=Sentences)
-    demoted: Demoted | None = field(init=False)  # what was evicted, where the policy recalls
-    arriving: Arriving | None = field(init=False, default=None)  # a stored prefix whose layers are not all there
+    demoted: OffloadedSlots | None = field(init=False)  # what was evicted, where the policy recalls
+    arriving: AsyncLoad | None = field(init=False, default=None)  # a stored prefix whose layers are not all there
     held_bytes: int = field(init=False, default=0)  # of pages that a pass holds beside it (compress/full_prompt.py)
     is_torn: bool = field(init=False, default=False)  # a change of its pages has begun and not come to its end
     _lists: dict[int, PageList] = field(init=False, default_factory=dict)
@@ -64,12 +64,16 @@ class SequenceCache:
             except OutOfPages:
                 self.open.release()
                 raise
-        self.sidecar = Sidecar([LayerSidecar() for _ in self.spec.layers])
+        self.sidecar = ObserverState([LayerObserverState() for _ in self.spec.layers])
         self.demoted = self._nothing_demoted()
 
-    def _nothing_demoted(self) -> Demoted | None:
+    def _nothing_demoted(self) -> OffloadedSlots | None:
         recall = recall_of(self.policy)
-        return None if recall is None else Demoted(recall, self.spec, self.arena.device, self.policy.position.shifts)
+        return (
+            None
+            if recall is None
+            else OffloadedSlots(recall, self.spec, self.arena.device, self.policy.position.shifts)
+        )
 
     def page_class(self, layer: int) -> PageClass:
         return self.tail.layers[layer].page_class
@@ -222,6 +226,6 @@ class SequenceCache:
             if block is not None:
                 block.release()
                 block.clear()
-        self.sidecar = Sidecar([LayerSidecar() for _ in self.spec.layers])
+        self.sidecar = ObserverState([LayerObserverState() for _ in self.spec.layers])
         self.sealed_len = self.last_compressed_len = 0
         self.is_torn = False

@@ -28,7 +28,7 @@ from kvfold.pages.layer import LayerPages
 from kvfold.pages.layout import PageClass
 from kvfold.pages.sentences import Sentences
 from kvfold.pages.sequence import SequenceCache
-from kvfold.pages.sidecar import LayerSidecar, Moments
+from kvfold.pages.sidecar import LayerObserverState, Moments
 
 Tensors = Mapping[str, Tensor]
 
@@ -173,7 +173,7 @@ def _fill_exact(sequence: SequenceCache, layers: Sequence[Tensors]) -> None:
     block.committed, block.fill = known, known if known == block.num_slots else 0
 
 
-def _observed(side: LayerSidecar) -> dict[str, Tensor]:
+def _observed(side: LayerObserverState) -> dict[str, Tensor]:
     named = {"side.mass": side.mass_HS, "side.open_mass": side.open_mass_HR, "side.last_q": side.last_q_QWD}
     if side.moments is not None:
         named |= {"side.centre": side.moments.centre_QD, "side.sum": side.moments.sum_QD}
@@ -184,12 +184,12 @@ def _observed(side: LayerSidecar) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
-def _sidecar(mine: Tensors) -> LayerSidecar:
+def _sidecar(mine: Tensors) -> LayerObserverState:
     moments = None
     if "count" in mine:
         moments = Moments(int(mine["count"]), mine["centre"], mine["sum"], mine["outer"])
     query_end = int(mine["query_end"]) if "query_end" in mine else 0
-    return LayerSidecar(mine.get("mass"), mine.get("open_mass"), mine.get("last_q"), moments, query_end)
+    return LayerObserverState(mine.get("mass"), mine.get("open_mass"), mine.get("last_q"), moments, query_end)
 
 
 def _under(tensors: Tensors, prefix: str) -> dict[str, Tensor]:

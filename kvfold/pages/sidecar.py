@@ -65,7 +65,7 @@ class Moments:
 
 
 @dataclass
-class LayerSidecar:
+class LayerObserverState:
     """`mass_HS` follows the row order of stored slots (padding 0); `open_mass_HR` that of the open block.
 
     Last queries and moments are of tokens one behind the other, the last of them at `query_end` - 1: what is read or
@@ -84,13 +84,13 @@ class LayerSidecar:
             found += [self.moments.centre_QD, self.moments.sum_QD, self.moments.outer_QDD]
         return [tensor for tensor in found if tensor is not None]
 
-    def copy(self) -> LayerSidecar:
+    def copy(self) -> LayerObserverState:
         def clone(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.clone()
 
         moments = None if self.moments is None else self.moments.copy()
         tensors = clone(self.mass_HS), clone(self.open_mass_HR), clone(self.last_q_QWD)
-        return LayerSidecar(*tensors, moments, self.query_end)
+        return LayerObserverState(*tensors, moments, self.query_end)
 
     def go_on_at(self, position: int) -> None:
         """The next query is of this position: keep what leads up to it."""
@@ -109,10 +109,10 @@ class LayerSidecar:
 
 
 @dataclass
-class Sidecar:
+class ObserverState:
     """`is_live`: captured steps write its tensors in place, so whoever wants to come back to them copies them."""
 
-    layers: list[LayerSidecar] = field(default_factory=list)
+    layers: list[LayerObserverState] = field(default_factory=list)
     is_live: bool = False
 
     @property
@@ -124,5 +124,5 @@ class Sidecar:
         for layer in self.layers:
             layer.query_end = position
 
-    def copy(self) -> Sidecar:
-        return Sidecar([layer.copy() for layer in self.layers])
+    def copy(self) -> ObserverState:
+        return ObserverState([layer.copy() for layer in self.layers])

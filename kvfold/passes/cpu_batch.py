@@ -131,7 +131,7 @@ def _places(k_HSD: Tensor, v_HSD: Tensor, row: Row, num_open: int) -> Iterator[T
 
 
 @dataclass
-class Together:
+class CpuBatch:
     """The calls of a step. Layers take turns at the room of a call where their slots are as many."""
 
     sequences: Sequence[SequenceCache]

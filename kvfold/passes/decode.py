@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvfold.attend.lse_merge import Merge, attend, compute_dtype
-from kvfold.attend.paged import add_stored
-from kvfold.compress.observe import Tracked, new_mass, stored_mass, track_queries
+from kvfold.attend.lse_merge import LseMerge, attend, compute_dtype
+from kvfold.attend.paged import merge_paged
+from kvfold.compress.observe import ObserverNeeds, new_mass, observe_queries, stored_mass
 from kvfold.compress.seal import seal_all
 from kvfold.pages.sequence import SequenceCache
 from kvfold.passes.context_window import warn_if_passing
-from kvfold.passes.cpu_batch import Row, Together, row_of
+from kvfold.passes.cpu_batch import CpuBatch, Row, row_of
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,14 @@ class DecodePass:
     def __init__(self, sequences: Sequence[SequenceCache], num_tokens: Sequence[int]) -> None:
         self.sequences, self.num_tokens = list(sequences), list(num_tokens)
         self._base = [sequence.open.fill for sequence in self.sequences]
-        self._together = Together(self.sequences)
+        self._together = CpuBatch(self.sequences)
         self._seen: dict[int, list[_Seen]] = defaultdict(list)  # by sequence, as are the tokens observed
         self._num_observed: dict[int, int] = defaultdict(int)
 
     @cached_property
-    def _tracked(self) -> list[Tracked]:
+    def _tracked(self) -> list[ObserverNeeds]:
         """Not asked for by kernels, which observe nothing."""
-        return [Tracked.of([sequence.policy], decoding=True) for sequence in self.sequences]
+        return [ObserverNeeds.of([sequence.policy], decoding=True) for sequence in self.sequences]
 
     def attend_packed(self, layer: int, q_QND: Tensor, k_HND: Tensor, v_HND: Tensor) -> Tensor:
         """The tokens of all sequences, one behind the other; returns the attention output [N, Q, D]."""
@@ -120,8 +120,8 @@ class DecodePass:
         block.write(layer, k_HTD, v_HTD)
         dtype = compute_dtype(q_QTD)
         q_HGTD = q_QTD.to(dtype).unflatten(0, (spec.num_kv_heads, spec.group))
-        merge = Merge(q_HGTD)
-        add_stored(merge, sequence, layer, q_HGTD, sequence.logical_len)
+        merge = LseMerge(q_HGTD)
+        merge_paged(merge, sequence, layer, q_HGTD, sequence.logical_len)
         end = block.fill + q_QTD.shape[1]
         k, v = block.k[layer][:, :end].to(dtype), block.v[layer][:, :end].to(dtype)
         mask_TS = None
@@ -147,7 +147,7 @@ class DecodePass:
         sequence, tracked, layer = self.sequences[index], self._tracked[index], seen.layer
         side, block, fill = sequence.sidecar.layers[layer], sequence.open, self._base[index] + new.start
         start = sequence.sealed_len + fill
-        track_queries(sequence, layer, seen.q_QTD[:, new], start, tracked)
+        observe_queries(sequence, layer, seen.q_QTD[:, new], start, tracked)
         if tracked.mass:
             q_HGTD, lse_HGT = seen.q_HGTD[:, :, new], seen.lse_HGT[:, :, new]
             old = stored_mass(sequence, layer, q_HGTD, lse_HGT, start)
@@ -168,5 +168,3 @@ class DecodePass:
         self.observe_all()
         for sequence, length in zip(self.sequences, self.num_tokens, strict=True):
             sequence.open.advance(length)
-
-

@@ -15,18 +15,18 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from kvfold.attend.lse_merge import Merge, attend, compute_dtype
-from kvfold.attend.paged import add_stored
+from kvfold.attend.lse_merge import LseMerge, attend, compute_dtype
+from kvfold.attend.paged import merge_paged
 from kvfold.codec.base import Side
-from kvfold.compress.full_prompt import Held
-from kvfold.compress.observe import Tracked, new_mass, stored_mass, track_queries
-from kvfold.compress.round import Compression, check_decode_size, finish_all
+from kvfold.compress.full_prompt import FullPrompt
+from kvfold.compress.observe import ObserverNeeds, new_mass, observe_queries, stored_mass
+from kvfold.compress.round import CompressionRound, check_decode_size, finish_all
 from kvfold.compress.seal import seal
-from kvfold.compress.token_pruning import LeftBehind
+from kvfold.compress.token_pruning import PrunedTokens
 from kvfold.compress.view import NewSlots
-from kvfold.evicted.base import Asked
+from kvfold.evicted.base import CalibrationTargets
 from kvfold.pages.sequence import SequenceCache
-from kvfold.pages.sidecar import LayerSidecar
+from kvfold.pages.sidecar import LayerObserverState
 from kvfold.passes.context_window import warn_if_passing
 from kvfold.passes.contiguous_prefix import can_join, room_behind
 from kvfold.score.base import Replay
@@ -113,28 +113,30 @@ class PrefillPass:
     ) -> None:
         self.sequences = list(sequences)
         self.num_tokens = list(num_tokens)
-        self.followers = [(other, Compression(other, other.policy.prefill, num_tokens[0])) for other in followers]
-        self._tracked = [Tracked.of([s.policy, *(f.policy for f in followers)], decoding=False) for s in sequences]
+        self.followers = [(other, CompressionRound(other, other.policy.prefill, num_tokens[0])) for other in followers]
+        self._tracked = [
+            ObserverNeeds.of([s.policy, *(f.policy for f in followers)], decoding=False) for s in sequences
+        ]
         self.rounds = [
-            Compression(sequence, sequence.policy.prefill if compress else None, length)
+            CompressionRound(sequence, sequence.policy.prefill if compress else None, length)
             for sequence, length in zip(sequences, seen_lens, strict=True)
         ]
         self._buffers: list[LayerBuffer | None] = [None] * len(sequences)
-        self.left = LeftBehind(self.sequences, self.num_tokens, whole=not compress)
+        self.left = PrunedTokens(self.sequences, self.num_tokens, whole=not compress)
         self._dtype = torch.float32
-        self.held: dict[int, Held] = {}
+        self.held: dict[int, FullPrompt] = {}
 
     def _hold(self) -> None:
         """Room for the whole cache of every sequence whose compression waits for a second reading."""
         try:
             for index, sequence in enumerate(self.sequences):
                 if self.waiting(index):
-                    self.held[index] = Held(sequence, self.num_tokens[index])
+                    self.held[index] = FullPrompt(sequence, self.num_tokens[index])
         except BaseException:
             self.release()
             raise
 
-    def waiting(self, index: int) -> list[Compression]:
+    def waiting(self, index: int) -> list[CompressionRound]:
         """Rounds over this sequence's tokens that wait for a second reading."""
         return [round_ for round_ in self._rounds_of(index) if round_.replay is not None]
 
@@ -144,7 +146,7 @@ class PrefillPass:
         replays = (round_.replay for index in self.held for round_ in self.waiting(index))
         return any(replay is not None and replay.surprise for replay in replays)
 
-    def _rounds_of(self, index: int) -> list[Compression]:
+    def _rounds_of(self, index: int) -> list[CompressionRound]:
         """Rounds over what a sequence reads: its own, and those of its followers."""
         return [*(compression for _, compression in self.followers if index == 0), self.rounds[index]]
 
@@ -159,10 +161,10 @@ class PrefillPass:
         buffer.append(k_HTD.to(sequence.spec.kv_dtype), v_HTD.to(sequence.spec.kv_dtype))
         q_HGTD = q_QTD.to(dtype).unflatten(0, (spec.num_kv_heads, spec.group))
         start = sequence.sealed_len + offset
-        merge = Merge(q_HGTD)
+        merge = LseMerge(q_HGTD)
         if not buffer.num_joined:
-            add_stored(merge, sequence, layer, q_HGTD, start, whole=True)
-        add_new(merge, q_HGTD, buffer, offset, spec.scale, spec.sliding_window)
+            merge_paged(merge, sequence, layer, q_HGTD, start, whole=True)
+        merge_new(merge, q_HGTD, buffer, offset, spec.scale, spec.sliding_window)
         self._track(index, layer, q_QTD, q_HGTD, merge, buffer, offset)
         if buffer.filled == self.left.num_running[index]:
             self._look(index, layer, buffer)
@@ -185,7 +187,7 @@ class PrefillPass:
         layer: int,
         q_QTD: Tensor,
         q_HGTD: Tensor,
-        merge: Merge,
+        merge: LseMerge,
         buffer: LayerBuffer,
         offset: int,
     ) -> None:
@@ -196,7 +198,7 @@ class PrefillPass:
         start = sequence.sealed_len + offset
         # Where tokens were left behind, the last ones go on: positions are counted back from the end.
         num_left = self.num_tokens[index] - self.left.num_running[index]
-        track_queries(sequence, layer, q_QTD, start + num_left, tracked)
+        observe_queries(sequence, layer, q_QTD, start + num_left, tracked)
         if tracked.new_queries:
             buffer.queries.append(q_QTD)
         if tracked.mass:
@@ -217,7 +219,7 @@ class PrefillPass:
             new.q_QTD = torch.cat(buffer.queries, dim=1)
         for other, _ in self.followers:
             seen = sequence.sidecar.layers[layer]
-            other.sidecar.layers[layer] = LayerSidecar(None, None, seen.last_q_QWD, seen.moments, seen.query_end)
+            other.sidecar.layers[layer] = LayerObserverState(None, None, seen.last_q_QWD, seen.moments, seen.query_end)
         if index in self.held:
             self.held[index].look(layer, new)
         for compression in self._rounds_of(index):
@@ -226,7 +228,7 @@ class PrefillPass:
         self.left.look(index, layer, new, self._tracked[index].last_queries)
 
     def look_again(
-        self, index: int, replay: Replay, maxima: Sequence[Tensor | None], asked: Sequence[Asked | None]
+        self, index: int, replay: Replay, maxima: Sequence[Tensor | None], asked: Sequence[CalibrationTargets | None]
     ) -> None:
         """Look at what was held, layer by layer: the largest weights of a second reading, and what it asked."""
         held = self.held[index]
@@ -261,7 +263,9 @@ def _for_policy(new: NewSlots, sequence: SequenceCache) -> NewSlots:
     return new if new.mass_HS is None or sequence.policy.watches_mass else new.without_mass
 
 
-def add_new(merge: Merge, q_HGTD: Tensor, buffer: LayerBuffer, offset: int, scale: float, window: int | None) -> None:
+def merge_new(
+    merge: LseMerge, q_HGTD: Tensor, buffer: LayerBuffer, offset: int, scale: float, window: int | None
+) -> None:
     """Attention to the tokens of this pass: earlier chunks whole, the chunk itself causally."""
     every, k_HSD, v_HSD = slice(0, q_HGTD.shape[0]), buffer.joined_k_HSD, buffer.joined_v_HSD
     offset, end = offset + buffer.num_joined, buffer.filled + buffer.num_joined

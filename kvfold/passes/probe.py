@@ -16,11 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvfold.attend.lse_merge import Merge
+from kvfold.attend.lse_merge import LseMerge
 from kvfold.attend.paged import Stretch, plain, stretches
-from kvfold.compress.full_prompt import Held
-from kvfold.evicted.base import Asked
-from kvfold.passes.prefill import LayerBuffer, add_new
+from kvfold.compress.full_prompt import FullPrompt
+from kvfold.evicted.base import CalibrationTargets
+from kvfold.passes.prefill import LayerBuffer, merge_new
 
 
 class Answers(NamedTuple):
@@ -32,18 +32,18 @@ class Answers(NamedTuple):
     share_HGT: Tensor
 
 
-class Beside:
+class ProbeAttention:
     """Queries of one layer: those of the last tokens of `buffer`, which holds all that was read beside the cache."""
 
-    def __init__(self, held: Held, layer: int, q_HGTD: Tensor, buffer: LayerBuffer) -> None:
+    def __init__(self, held: FullPrompt, layer: int, q_HGTD: Tensor, buffer: LayerBuffer) -> None:
         spec = held.sequence.spec.layers[layer]
         offset = buffer.filled - q_HGTD.shape[2]
         self.q_HGTD = q_HGTD
-        self._cache, self._own = Merge(q_HGTD), Merge(q_HGTD)
+        self._cache, self._own = LseMerge(q_HGTD), LseMerge(q_HGTD)
         self.stored = added(self._cache, stretches(held.sequence, layer, q_HGTD, held.end + offset), spec.scale)
         stored_HGT = self._cache.lse_HGT
         self.held = added(self._cache, _held(held, layer, q_HGTD, offset), spec.scale)
-        add_new(self._own, q_HGTD, buffer, offset, spec.scale, spec.sliding_window)
+        merge_new(self._own, q_HGTD, buffer, offset, spec.scale, spec.sliding_window)
         own_HGT, cache_HGT = self._own.lse_HGT, self._cache.lse_HGT
         assert own_HGT is not None
         self._own_HGT = own_HGT
@@ -58,7 +58,7 @@ class Beside:
 
     @property
     def answers(self) -> Answers:
-        """Asked for before the output, of layers whose windows hold all."""
+        """Read before `output`, of layers whose windows hold all."""
         assert self._cache_HGT is not None
         share_HGT = torch.sigmoid(self._cache_HGT - self._own_HGT)
         return Answers(self.q_HGTD, self._cache.result(), self._cache_HGT, share_HGT)
@@ -70,7 +70,7 @@ class Beside:
 
 
 def grown(
-    buffer: LayerBuffer | None, most_tokens: int, k_HTD: Tensor, v_HTD: Tensor, held: Held, dtype: torch.dtype
+    buffer: LayerBuffer | None, most_tokens: int, k_HTD: Tensor, v_HTD: Tensor, held: FullPrompt, dtype: torch.dtype
 ) -> LayerBuffer:
     """The buffer, or a new one for so many tokens, with the next tokens behind it, rounded as slots are."""
     found = LayerBuffer.empty(most_tokens, k_HTD, v_HTD, dtype) if buffer is None else buffer
@@ -78,7 +78,7 @@ def grown(
     return found
 
 
-def added(merge: Merge, parts: Iterable[Stretch], scale: float) -> list[Stretch]:
+def added(merge: LseMerge, parts: Iterable[Stretch], scale: float) -> list[Stretch]:
     """Merge attention to parts, and remember them."""
     found = list(parts)
     for part in found:
@@ -86,13 +86,13 @@ def added(merge: Merge, parts: Iterable[Stretch], scale: float) -> list[Stretch]
     return found
 
 
-def together(parts: Sequence[Answers], scale: float) -> Asked:
+def together(parts: Sequence[Answers], scale: float) -> CalibrationTargets:
     """The targets that `fit` reproduces."""
     q_HND, out_HND, lse_HN, share_HN = (torch.cat(column, dim=2).flatten(1, 2) for column in zip(*parts, strict=True))
-    return Asked(q_HND, out_HND, lse_HN, share_HN, scale)
+    return CalibrationTargets(q_HND, out_HND, lse_HN, share_HN, scale)
 
 
-def _held(held: Held, layer: int, q_HGTD: Tensor, offset: int) -> Iterator[Stretch]:
+def _held(held: FullPrompt, layer: int, q_HGTD: Tensor, offset: int) -> Iterator[Stretch]:
     window = held.sequence.spec.layers[layer].sliding_window
     reach = None if window is None else (window, held.end + offset)
     return plain(held.segment.layers[layer], q_HGTD, [0] * q_HGTD.shape[0], reach)

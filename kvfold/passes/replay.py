@@ -24,13 +24,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from kvfold.attend.lse_merge import Merge, compute_dtype
+from kvfold.attend.lse_merge import LseMerge, compute_dtype
 from kvfold.attend.paged import Stretch
-from kvfold.compress.full_prompt import Held
-from kvfold.evicted.base import Asked
+from kvfold.compress.full_prompt import FullPrompt
+from kvfold.evicted.base import CalibrationTargets
 from kvfold.pages.async_copy import upload
 from kvfold.passes.prefill import LayerBuffer
-from kvfold.passes.probe import Answers, Beside, added, grown, together
+from kvfold.passes.probe import Answers, ProbeAttention, added, grown, together
 from kvfold.score.base import Replay
 from kvfold.score.columns import column_max
 from kvfold.yielding import yield_point
@@ -49,7 +49,7 @@ class _Maxima:
 class ReplayPass:
     """Reads chunks of what is held again, for `kinds` of one chunk length. `begin` each, then run the model over it."""
 
-    def __init__(self, held: Held, kinds: Sequence[Replay], surprise_N: Tensor | None = None) -> None:
+    def __init__(self, held: FullPrompt, kinds: Sequence[Replay], surprise_N: Tensor | None = None) -> None:
         self.held = held
         self.surprise_N = surprise_N  # -ln p of what is held, in the first reading
         self.sequence = held.sequence
@@ -77,14 +77,14 @@ class ReplayPass:
             self._buffer = None  # of the layer before
         buffer = self._buffer = grown(self._buffer, self._num_tokens, k_HTD, v_HTD, self.held, dtype)
         tokens = slice(buffer.filled - k_HTD.shape[1], buffer.filled)
-        beside = Beside(self.held, layer, q_QTD.to(dtype).unflatten(0, (spec.num_kv_heads, spec.group)), buffer)
+        beside = ProbeAttention(self.held, layer, q_QTD.to(dtype).unflatten(0, (spec.num_kv_heads, spec.group)), buffer)
         yield_point()
         if spec.compressible:
             self._keep_answers(layer, beside, tokens)
             self._watch(layer, beside, tokens)
         return beside.output().to(q_QTD.dtype)
 
-    def _watch(self, layer: int, beside: Beside, tokens: slice) -> None:
+    def _watch(self, layer: int, beside: ProbeAttention, tokens: slice) -> None:
         """Raise the largest weights of what is stored and of the chunk."""
         scale = self.sequence.spec.layers[layer].scale
         chunk = _cut(beside.held, self._chunk)
@@ -109,12 +109,12 @@ class ReplayPass:
         next_T = pad(known_N, (num_asked, 1), value=torch.inf)[1 : self._num_tokens + 1]
         return (next_T / surprise).clamp(_LEAST, 1.0)
 
-    def _lse(self, kind: Replay, beside: Beside, scale: float) -> Tensor:
+    def _lse(self, kind: Replay, beside: ProbeAttention, scale: float) -> Tensor:
         """Log-sum-exp over what is stored, the sinks, the chunk and the repetition."""
         num_sinks = min(max(0, kind.sinks - self.held.start), self._chunk.start)
         if self._chunk.stop - self._chunk.start + num_sinks == self.held.num_tokens:
             return beside.whole_HGT
-        merge = Merge(beside.q_HGTD)
+        merge = LseMerge(beside.q_HGTD)
         for slots in (slice(0, num_sinks), self._chunk):
             added(merge, _cut(beside.held, slots), scale)
         assert merge.lse_HGT is not None
@@ -129,7 +129,7 @@ class ReplayPass:
             found = self._maxima[layer, kind] = _Maxima(stored_HGS, new_HGN)
         return found
 
-    def _keep_answers(self, layer: int, beside: Beside, tokens: slice) -> None:
+    def _keep_answers(self, layer: int, beside: ProbeAttention, tokens: slice) -> None:
         """Those to evenly spaced tokens of what is repeated, request and all."""
         behind = self._num_tokens - self._chunk.stop  # from a token's place in what is held to that in the repetition
         for count in {kind.queries for kind in self.kinds if kind.queries}:
@@ -141,7 +141,7 @@ class ReplayPass:
                 mine_T = upload(mine, beside.q_HGTD.device)
                 self._asked[layer, count].append(Answers(*(column[:, :, mine_T] for column in beside.answers)))
 
-    def asked(self, kind: Replay) -> list[Asked | None]:
+    def asked(self, kind: Replay) -> list[CalibrationTargets | None]:
         """Of every layer, the queries of as many tokens as the kind says, fewer where the text is shorter, and what the
         heads answered; the targets that `fit` reproduces."""
         kept = [self._asked.get((layer, kind.queries)) for layer in range(self.sequence.spec.num_layers)]

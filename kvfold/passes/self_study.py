@@ -10,16 +10,16 @@ from collections import defaultdict
 from torch import Tensor
 
 from kvfold.attend.lse_merge import compute_dtype
-from kvfold.compress.full_prompt import Held
-from kvfold.evicted.base import Asked
+from kvfold.compress.full_prompt import FullPrompt
+from kvfold.evicted.base import CalibrationTargets
 from kvfold.passes.prefill import LayerBuffer
-from kvfold.passes.probe import Answers, Beside, grown, together
+from kvfold.passes.probe import Answers, ProbeAttention, grown, together
 
 
-class StudyPass:
+class SelfStudyPass:
     """Questions with their answers, each of at most `most_tokens` tokens; run the model over them as they come."""
 
-    def __init__(self, held: Held, most_tokens: int) -> None:
+    def __init__(self, held: FullPrompt, most_tokens: int) -> None:
         self.held = held
         self.most_tokens = most_tokens
         self._buffers: dict[tuple[int, int], LayerBuffer] = {}  # by layer and question
@@ -30,12 +30,12 @@ class StudyPass:
         spec, dtype = self.held.sequence.spec.layers[layer], compute_dtype(q_QTD)
         buffer = grown(self._buffers.get((layer, index)), self.most_tokens, k_HTD, v_HTD, self.held, dtype)
         self._buffers[layer, index] = buffer
-        beside = Beside(self.held, layer, q_QTD.to(dtype).unflatten(0, (spec.num_kv_heads, spec.group)), buffer)
+        beside = ProbeAttention(self.held, layer, q_QTD.to(dtype).unflatten(0, (spec.num_kv_heads, spec.group)), buffer)
         if spec.compressible:
             self._answers[layer].append(Answers(*(column.clone() for column in beside.answers)))  # a view keeps all
         return beside.output().to(q_QTD.dtype)
 
-    def asked(self) -> list[Asked | None]:
+    def asked(self) -> list[CalibrationTargets | None]:
         """Of every layer, all queries and what the heads answered."""
         layers = self.held.sequence.spec.layers
         return [together(self._answers[i], spec.scale) if i in self._answers else None for i, spec in enumerate(layers)]

@@ -14,7 +14,7 @@ from kvfold.policy.stage import Stage
 
 if TYPE_CHECKING:
     from kvfold.position import Position
-    from kvfold.token_pruning import Propagation
+    from kvfold.token_pruning import TokenPruning
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class PolicyParts:
     codec: CodecPlan
     position: Position
     attend: Reader
-    propagate: Propagation
+    propagate: TokenPruning
 
     def stages(self) -> Iterator[tuple[str, Stage]]:
         """Both phases with their names."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvfold.compress.view import build_view
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError
-from kvfold.evicted.base import Asked
+from kvfold.evicted.base import CalibrationTargets
 from kvfold.passes.prefill import PrefillPass
 from kvfold.policy.policy import Policy
 from kvfold.score.base import Replay, Scorer, View
@@ -37,7 +37,7 @@ class _Watched(PrefillPass):
     examples: dict[int, Examples]
 
     def look_again(
-        self, index: int, replay: Replay, maxima: Sequence[Tensor | None], asked: Sequence[Asked | None]
+        self, index: int, replay: Replay, maxima: Sequence[Tensor | None], asked: Sequence[CalibrationTargets | None]
     ) -> None:
         sequence, held = self.sequences[index], self.held[index]
         self.examples = {}

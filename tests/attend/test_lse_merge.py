@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvfold.attend.lse_merge import Merge, attend, attend_reference
+from kvfold.attend.lse_merge import LseMerge, attend, attend_reference
 
 
 def draw(h: int, g: int, t: int, s: int, d: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,7 +85,7 @@ def test_parts_merge_to_the_whole(h: int, s: int, cuts: list[int], by_head: bool
     q, k, v = draw(h, 2, 5, s, 16, seed)
     k = k * 40
     borders = sorted({0, s, *(min(cut, s) for cut in cuts)})
-    merge = Merge(q)
+    merge = LseMerge(q)
     for start, end in pairwise(borders):
         nothing = torch.zeros(5, end - start, dtype=torch.bool)
         for _ in range(2):
@@ -102,7 +102,7 @@ def test_parts_merge_to_the_whole(h: int, s: int, cuts: list[int], by_head: bool
 
 def test_one_head_may_see_nothing() -> None:
     q, k, v = draw(2, 2, 3, 5, 16)
-    merge = Merge(q)
+    merge = LseMerge(q)
     merge.add(slice(0, 1), *attend(q[:1], k[:1], v[:1], 0.5))
     assert (merge.result()[1] == 0).all()
     assert_close((merge.result()[:1], torch.empty(0)), (attend_reference(q[:1], k[:1], v[:1], 0.5)[0], torch.empty(0)))
@@ -110,13 +110,13 @@ def test_one_head_may_see_nothing() -> None:
 
 def test_nothing_at_all_gives_zeros() -> None:
     q = torch.ones(2, 1, 3, 4)
-    assert torch.equal(Merge(q).result(), torch.zeros(2, 1, 3, 4))
+    assert torch.equal(LseMerge(q).result(), torch.zeros(2, 1, 3, 4))
 
 
 def test_many_parts_in_half_precision_lose_no_more_than_one() -> None:
     """The running sum is kept in fp32."""
     q, k, v = draw(1, 1, 1, 400, 16)
-    merge = Merge(q.bfloat16())
+    merge = LseMerge(q.bfloat16())
     for at in range(400):
         out, lse = attend_reference(q, k[:, at : at + 1], v[:, at : at + 1], 0.3)
         merge.add(slice(0, 1), out.bfloat16(), lse)

@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvfold.attend.lse_merge import Merge, attend_reference
-from kvfold.attend.offloaded import add_recalled, choose_pages
+from kvfold.attend.lse_merge import LseMerge, attend_reference
+from kvfold.attend.offloaded import choose_pages, merge_offloaded
 from kvfold.core import LayerSpec
 from kvfold.evicted.recall import Recall
 from kvfold.models.loader import Model
-from kvfold.pages.host_offload import DemotedLayer
+from kvfold.pages.host_offload import OffloadedLayer
 from kvfold.pages.sequence import SequenceCache
 from tests.engine.runs import make_runner, make_sequence
 from tests.tiny import prompt
@@ -23,8 +23,8 @@ KEYS = torch.tensor([[1.0, 0.0], [0.0, 1.0], [3.0, -1.0], [2.0, 0.0]])
 POLICY = "streaming(sinks=2) + 40tok + protect(sinks=2, recent=8) + recall(tokens=8, page=4)"
 
 
-def two_pages(tokens: int = 2) -> DemotedLayer:
-    found = DemotedLayer(Recall(tokens=tokens, page=2), SPEC, torch.float32, torch.device("cpu"), turns=False)
+def two_pages(tokens: int = 2) -> OffloadedLayer:
+    found = OffloadedLayer(Recall(tokens=tokens, page=2), SPEC, torch.float32, torch.device("cpu"), turns=False)
     found.demote(0, KEYS, 10 * KEYS, torch.tensor([4, 5, 8, 9]), [2, 2])
     return found
 
@@ -55,15 +55,15 @@ def test_queries_that_choose_together_add_up_their_weights() -> None:
 
 def test_heads_may_have_no_pages() -> None:
     spec = LayerSpec(num_kv_heads=2, num_query_heads=2, head_dim=2, scale=1.0)
-    found = DemotedLayer(Recall(tokens=2, page=2), spec, torch.float32, torch.device("cpu"), turns=False)
+    found = OffloadedLayer(Recall(tokens=2, page=2), spec, torch.float32, torch.device("cpu"), turns=False)
     found.demote(1, KEYS[:3], KEYS[:3], torch.arange(3), [2, 1])
     q_HGTD = torch.tensor([[1.0, 2.0], [1.0, 2.0]]).view(2, 1, 1, 2)
     assert choose_pages(found, q_HGTD, together=False)[1].tolist() == [[0]]  # bounds 3 and 1
 
 
 def recalled_of(sequence: SequenceCache, layer: int, q_HGTD: Tensor, *, together: bool) -> tuple[Tensor, Tensor]:
-    merge = Merge(q_HGTD)
-    add_recalled(merge, sequence, layer, q_HGTD, together=together)
+    merge = LseMerge(q_HGTD)
+    merge_offloaded(merge, sequence, layer, q_HGTD, together=together)
     assert merge.lse_HGT is not None
     return merge.result(), merge.lse_HGT
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvfold.compress.round import Compression, NewSlots
+from kvfold.compress.round import CompressionRound, NewSlots
 from kvfold.core import ModelSpec
 from kvfold.errors import SizeError
 from kvfold.evicted import Merge, Split
@@ -147,7 +147,7 @@ def test_an_input_within_its_size_is_kept_whole() -> None:
 def test_a_size_below_what_must_stay_is_refused_before_anything_is_read() -> None:
     sequence = new_sequence("knorm + 8x + protect(sinks=4, recent=32)", SPEC, open_len=32)
     with pytest.raises(SizeError, match="below the 68 that must fit"):
-        Compression(sequence, sequence.policy.prefill, 100)
+        CompressionRound(sequence, sequence.policy.prefill, 100)
 
 
 def test_a_generation_is_never_refused_in_its_middle() -> None:
@@ -185,7 +185,7 @@ def test_the_decode_trigger_counts_the_mean_of_all_heads() -> None:
 
 def test_without_a_stage_everything_stays() -> None:
     sequence = new_sequence(f"knorm + 10tok + {SMALL}", SPEC)
-    compression = Compression(sequence, None, 40)
+    compression = CompressionRound(sequence, None, 40)
     for i, (_, k, v) in enumerate(random_layers(SPEC, 40)):
         compression.layer(i, NewSlots(k, v, 0))
     compression.finish(40)

@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from kvfold.compress import view as views
 from kvfold.compress.view import NewSlots
 from kvfold.models.loader import Model
-from kvfold.pages.sidecar import LayerSidecar
+from kvfold.pages.sidecar import LayerObserverState
 from kvfold.score.base import Needs, View
 from kvfold.session import Session
 from tests.engine.runs import make_runner, make_sequence
@@ -45,7 +45,7 @@ def watched() -> Iterator[Shown]:
     shown: Shown = []
     observe = views._observe
 
-    def watching(view: View, side: LayerSidecar, new: NewSlots, needs: Needs) -> None:
+    def watching(view: View, side: LayerObserverState, new: NewSlots, needs: Needs) -> None:
         observe(view, side, new, needs)
         if view.layer == 0 and view.q_RGWD is not None and view.q_position_RW is not None:
             shown.append((view.q_position_RW[0].tolist(), view.q_RGWD.flatten(0, 1).clone()))

@@ -12,7 +12,7 @@ from kvfold.engine.generate import Request, generate
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError
 from kvfold.models.loader import Model
-from kvfold.pages.compaction import Rewrite
+from kvfold.pages.compaction import PageRewrite
 from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.bind import missing_arguments
 from kvfold.policy.policy import Policy
@@ -171,13 +171,13 @@ def test_prefill_many_wants_empty_sequences(model: Model) -> None:
 @pytest.mark.parametrize("score", scorers(at_any_time=True))
 def test_between_chunks_holds_its_bound(model: Model, score: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    write = Rewrite.write
+    write = PageRewrite.write
 
-    def watched(self: Rewrite, num_tokens: int) -> None:
+    def watched(self: PageRewrite, num_tokens: int) -> None:
         write(self, num_tokens)
         sizes.append(max(max(self.sequence.stored_lens(i)) for i in range(self.sequence.spec.num_layers)))
 
-    monkeypatch.setattr(Rewrite, "write", watched)
+    monkeypatch.setattr(PageRewrite, "write", watched)
     runner = make_runner(model)
     sequence = make_sequence(runner, f"{score} + 56tok + between_chunks(chunk={CHUNK})", open_len=8)
     runner.prefill([sequence], [prompt(LENGTH)])

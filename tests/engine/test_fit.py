@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from kvfold.attend.lse_merge import Merge
-from kvfold.attend.paged import add_stored
+from kvfold.attend.lse_merge import LseMerge
+from kvfold.attend.paged import merge_paged
 from kvfold.engine.runner import Runner
 from kvfold.errors import ModelError
-from kvfold.evicted import Asked, Fit, Refit, Survivors
+from kvfold.evicted import CalibrationTargets, Fit, KeptSlots, Refit
 from kvfold.models.attach import attach
 from kvfold.models.loader import Model
 from kvfold.models.repeat_prompt import repeat_request
@@ -35,12 +35,12 @@ FITTED = "kvzip(chunk=64) + global + 3x + fit(tokens=50)"
 
 
 @contextmanager
-def fits() -> Iterator[list[tuple[Asked, Survivors, Refit]]]:
+def fits() -> Iterator[list[tuple[CalibrationTargets, KeptSlots, Refit]]]:
     """What was fitted, head by head."""
-    seen: list[tuple[Asked, Survivors, Refit]] = []
+    seen: list[tuple[CalibrationTargets, KeptSlots, Refit]] = []
     refit = Fit.refit
 
-    def watching(self: Fit, asked: Asked, heads: Sequence[Survivors]) -> list[Refit]:
+    def watching(self: Fit, asked: CalibrationTargets, heads: Sequence[KeptSlots]) -> list[Refit]:
         found = refit(self, asked, heads)
         seen.extend((asked.of([i]), heads[i], found[i]) for i in range(len(heads)))
         return found
@@ -174,8 +174,8 @@ def test_what_is_stored_answers_as_it_was_fitted(model: Model, policy: str) -> N
     for index, (asked, slots, found) in enumerate(seen):
         layer, head = divmod(index, 2)
         score_NS = asked.q_HND[0] @ slots.k_SD.T * asked.scale + found.bias_S
-        merge = Merge(asked.q_HND[0].expand(2, 1, -1, -1))
-        add_stored(merge, sequence, layer, asked.q_HND[0].expand(2, 1, -1, -1), LENGTH)
+        merge = LseMerge(asked.q_HND[0].expand(2, 1, -1, -1))
+        merge_paged(merge, sequence, layer, asked.q_HND[0].expand(2, 1, -1, -1), LENGTH)
         assert merge.lse_HGT is not None
         near = 0.05 if "int8" in policy else 1e-4
         torch.testing.assert_close(merge.lse_HGT[head, 0], score_NS.logsumexp(-1), atol=near, rtol=near)

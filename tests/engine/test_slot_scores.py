@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvfold.attend.lse_merge import Merge
-from kvfold.attend.paged import add_stored
+from kvfold.attend.lse_merge import LseMerge
+from kvfold.attend.paged import merge_paged
 from kvfold.compress import view as views
 from kvfold.compress.view import NewSlots
 from kvfold.models.loader import Model
-from kvfold.pages.sidecar import LayerSidecar
+from kvfold.pages.sidecar import LayerObserverState
 from kvfold.score.base import Needs, View
 from kvfold.session import Session
 from tests.tiny import prompt
@@ -30,14 +30,14 @@ def test_scores_see_the_distances_that_attention_sees(
     observe = views._observe
     apart: list[Any] = []
 
-    def watching(view: View, side: LayerSidecar, new: NewSlots, needs: Needs) -> None:
+    def watching(view: View, side: LayerObserverState, new: NewSlots, needs: Needs) -> None:
         observe(view, side, new, needs)
         cache = session.cache
         lens = cache.stored_lens(view.layer)
         if (needs.last_queries or needs.query_stats) and min(lens) and cache.sealed_len > max(lens):
             q_HGTD = torch.randn(len(lens), view.spec.group, 1, view.spec.head_dim)
-            merge = Merge(q_HGTD)
-            add_stored(merge, cache, view.layer, q_HGTD, new.end, whole=True)
+            merge = LseMerge(q_HGTD)
+            merge_paged(merge, cache, view.layer, q_HGTD, new.end, whole=True)
             assert merge.lse_HGT is not None
             for head, length in enumerate(lens):
                 logit_GTS = q_HGTD[head] @ view.k_RSD[head, :length].T * view.spec.scale

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvfold.core import LayerSpec
 from kvfold.errors import PolicyError
-from kvfold.evicted import Asked, Fit, Survivors, fit, least_squares
+from kvfold.evicted import CalibrationTargets, Fit, KeptSlots, fit, least_squares
 from kvfold.evicted import calibration_targets as asked
 from kvfold.evicted.calibration_targets import ask
 from kvfold.evicted.least_squares import boxed_ridge, ridge
@@ -33,13 +33,13 @@ def answers(q_ND: Tensor, k_SD: Tensor, v_SD: Tensor, bias_S: Tensor | float = 0
     return score_NS.softmax(-1) @ v_SD, score_NS.logsumexp(-1)
 
 
-def asked_of(q_ND: Tensor, k_SD: Tensor, v_SD: Tensor, bias_S: Tensor | float = 0.0) -> Asked:
+def asked_of(q_ND: Tensor, k_SD: Tensor, v_SD: Tensor, bias_S: Tensor | float = 0.0) -> CalibrationTargets:
     out_ND, lse_N = answers(q_ND, k_SD, v_SD, bias_S)
-    return Asked(q_ND[None], out_ND[None], lse_N[None], torch.ones(1, len(q_ND)), SCALE)
+    return CalibrationTargets(q_ND[None], out_ND[None], lse_N[None], torch.ones(1, len(q_ND)), SCALE)
 
 
-def kept(k_SD: Tensor, v_SD: Tensor, num_sealed: int = 0) -> Survivors:
-    return Survivors(k_SD, v_SD, torch.zeros(len(k_SD)), torch.arange(len(k_SD)), num_sealed)
+def kept(k_SD: Tensor, v_SD: Tensor, num_sealed: int = 0) -> KeptSlots:
+    return KeptSlots(k_SD, v_SD, torch.zeros(len(k_SD)), torch.arange(len(k_SD)), num_sealed)
 
 
 def test_of_equal_keys_one_stands_for_all() -> None:
@@ -71,7 +71,7 @@ def test_is_the_two_ridge_regressions(num_queries: int) -> None:
     expected_KD = v_KD + _plain_ridge(count_N1 * p_NK, count_N1 * (out_ND - p_NK @ v_KD), strength)
     assert weight_K.log().abs().max() < 20  # the box cuts nothing
     q_1ND, out_1ND, lse_1N, count_1N = (column.float().unsqueeze(0) for column in (q_ND, out_ND, lse_N, count_N))
-    single = Asked(q_1ND, out_1ND, lse_1N, count_1N, SCALE)
+    single = CalibrationTargets(q_1ND, out_1ND, lse_1N, count_1N, SCALE)
     [found] = Fit(ridge=strength, limit=20.0).refit(single, [kept(k_KD.float(), v_KD.float())])
     torch.testing.assert_close(found.bias_S, weight_K.log().float(), atol=1e-3, rtol=1e-3)
     torch.testing.assert_close(found.v_SD, expected_KD.float(), atol=1e-3, rtol=1e-3)
@@ -106,7 +106,7 @@ def test_a_query_that_looked_elsewhere_asks_for_nothing() -> None:
     near, far = asked_of(q_ND, k_SD, v_SD), asked_of(q_ND, k_SD, other_SD, bias_S=1.0)
     columns = zip(*((one.q_HND, one.out_HND, one.lse_HN, one.share_HN) for one in (near, far)), strict=True)
     q_1ND, out_1ND, lse_1N, share_1N = (torch.cat(column, dim=1) for column in columns)
-    both = Asked(q_1ND, out_1ND, lse_1N, share_1N, SCALE)
+    both = CalibrationTargets(q_1ND, out_1ND, lse_1N, share_1N, SCALE)
     [blurred], both.share_HN[:, 300:] = Fit().refit(both, [kept(k_SD, v_SD)]), 0.0
     [found] = Fit().refit(both, [kept(k_SD, v_SD)])
     torch.testing.assert_close((found.v_SD, found.bias_S), (v_SD, torch.zeros(12)), atol=1e-4, rtol=0)
@@ -201,7 +201,7 @@ def test_heads_together_are_fitted_as_each_alone(
     k_HSD, v_HSD, q_HND = draw(7, 90, DIM), draw(7, 90, DIM, seed=1), draw(7, num_queries, DIM, seed=2)
     alone = [asked_of(q_HND[i], k_HSD[i], v_HSD[i]) for i in range(7)]
     out_HND, lse_HN = torch.cat([one.out_HND for one in alone]), torch.cat([one.lse_HN for one in alone])
-    together = Asked(q_HND, out_HND, lse_HN, torch.ones(7, num_queries), SCALE)
+    together = CalibrationTargets(q_HND, out_HND, lse_HN, torch.ones(7, num_queries), SCALE)
     heads = [kept(k_HSD[i, :length], v_HSD[i, :length], sealed[i]) for i, length in enumerate(lens)]
     found = Fit().refit(together, heads)
     assert any(float(one.bias_S.max()) > 2.99 for one in found if len(one.bias_S))

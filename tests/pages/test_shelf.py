@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from kvfold.pages.host_offload import Shelf
+from kvfold.pages.host_offload import GrowingRows
 
 
-def shelf() -> Shelf:
-    return Shelf({"x": torch.empty(2, 0, dtype=torch.int32), "y": torch.empty(2, 0, 3)})
+def shelf() -> GrowingRows:
+    return GrowingRows({"x": torch.empty(2, 0, dtype=torch.int32), "y": torch.empty(2, 0, 3)})
 
 
-def put(found: Shelf, head: int, *numbers: int) -> None:
+def put(found: GrowingRows, head: int, *numbers: int) -> None:
     x = torch.tensor(numbers)
     found.append(head, {"x": x, "y": x.unsqueeze(-1).expand(-1, 3)})
 
 
-def rows(found: Shelf) -> list[list[int]]:
+def rows(found: GrowingRows) -> list[list[int]]:
     for head, length in enumerate(found.lens):
         assert torch.equal(found.tensors["x"][head, :length].float(), found.tensors["y"][head, :length, 2])
     return [found.tensors["x"][head, :length].tolist() for head, length in enumerate(found.lens)]

@@ -24,17 +24,17 @@ from kvfold.pages.open_block import OpenBlock
 from kvfold.pages.places import Ints, Places, SegmentTable, is_first
 from kvfold.pages.segment_table import segment_table
 from kvfold.pages.sequence import SequenceCache
-from kvfold.passes.captured.block_tables import Layout, Tables
-from kvfold.passes.captured.observers import Watch
+from kvfold.passes.captured.block_tables import BlockTables, Layout
+from kvfold.passes.captured.observers import BatchObservers
 from kvfold.passes.captured.position_shifts import moves_of, stored_tables
-from kvfold.passes.captured.shifted_queries import Turns
+from kvfold.passes.captured.shifted_queries import ShiftedQueries
 from kvfold.passes.captured.split_kv import Part, choose_splits, cut, num_pieces
 
 _MANY_LANES = 32
 _MOST_ROOM = np.iinfo(np.int64).max  # of tasks that never grow
 
 
-class OutOfLanes(Exception):
+class OutOfBatchSlots(Exception):
     """A sequence has outgrown its lane's table; new lanes are needed."""
 
 
@@ -80,13 +80,13 @@ class _Joined(NamedTuple):
         return cls(held, np.repeat(np.array(lanes), [len(item.at_E) for item in held]), length_E, at_E, end_E)
 
 
-class Lanes:
+class BatchSlots:
     """B places for sequences of one layout."""
 
     def __init__(self, layout: Layout, sequences: Sequence[SequenceCache], num_lanes: int) -> None:
         spec, arena = layout.spec, sequences[0].arena
         self.layout, self.num_lanes, self.memory = layout, num_lanes, arena.memory
-        self.turns = Turns(layout, sequences, num_lanes) if layout.shifts else None
+        self.turns = ShiftedQueries(layout, sequences, num_lanes) if layout.shifts else None
         parts = self._parts(list(enumerate(sequences)))
         every = [table for part in parts for table in part.tables]
         processors, rows_L = _num_processors(arena.device), num_lanes * layout.heads_L
@@ -101,8 +101,8 @@ class Lanes:
             if num_lanes > _MANY_LANES:
                 in_use = first.most_of_all * num_lanes // len(sequences)
                 num_programs = _room_for(in_use, 2 * most_heads * num_lanes, unit)
-        self.watch = Watch(layout, sequences, num_lanes) if layout.watches else None
-        self.tables = Tables(
+        self.watch = BatchObservers(layout, sequences, num_lanes) if layout.watches else None
+        self.tables = BlockTables(
             layout,
             num_lanes,
             capacity,
@@ -133,9 +133,9 @@ class Lanes:
         if changed:
             self._write(changed)
         if not self.tables.sort():
-            raise OutOfLanes
+            raise OutOfBatchSlots
         if self.watch is not None and not self.watch.place(lanes, sequences):
-            raise OutOfLanes
+            raise OutOfBatchSlots
         return lanes
 
     def _lanes_of(self, sequences: list[SequenceCache]) -> list[int]:
@@ -212,7 +212,7 @@ class Lanes:
         parts = self._parts(anew)
         tasks = cut(parts, self.split_L)
         if tasks.most > self.tables.capacity or (self.turns is not None and not self.turns.put(parts)):
-            raise OutOfLanes
+            raise OutOfBatchSlots
         at_N = self.tables.put([lane for lane, _ in anew], tasks)
         at_E = np.append(at_N, 0)[tasks.last_E]  # where there is no task, -1 finds the 0
         self._take_in([(lane, sequence) for lane, sequence in anew if self._is_new(lane)])

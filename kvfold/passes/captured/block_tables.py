@@ -54,7 +54,7 @@ class Layout:
         return np.where(asks_L, self.exact_len, 0)
 
 
-class Tables:
+class BlockTables:
     """Tables of B lanes on the device; nothing here waits for it."""
 
     def __init__(

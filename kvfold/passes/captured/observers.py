@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvfold.pages.sequence import SequenceCache
-from kvfold.pages.sidecar import LayerSidecar
+from kvfold.pages.sidecar import LayerObserverState
 from kvfold.passes.captured.block_tables import Layout
 from kvfold.passes.captured.open_block_tasks import OpenTasks
 
@@ -41,7 +41,7 @@ class _Held(NamedTuple):
     places: list[_Place]
 
 
-class Watch:
+class BatchObservers:
     """Observations of B lanes, with room for what these sequences store and a quarter more."""
 
     def __init__(self, layout: Layout, sequences: Sequence[SequenceCache], num_lanes: int) -> None:
@@ -122,7 +122,7 @@ def has_queries(sequence: SequenceCache, window: int) -> bool:
     return is_whole and side.query_end == sequence.logical_len
 
 
-def _observed(side: LayerSidecar) -> list[Tensor | None]:
+def _observed(side: LayerObserverState) -> list[Tensor | None]:
     return [side.mass_HS, side.open_mass_HR, side.last_q_QWD]
 
 

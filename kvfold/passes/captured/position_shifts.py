@@ -28,7 +28,7 @@ MOST_TURNS = 32  # distances of a head: each costs its queries turned, and a tas
 
 
 @dataclass(frozen=True, eq=False)
-class Moves:
+class PositionShifts:
     """The bends of one sequence: the first slot of each head that has any, and every slot that does not follow on."""
 
     row_N: Ints  # which of the X heads
@@ -54,10 +54,10 @@ class Moves:
         return shift_XV
 
 
-_known: WeakKeyDictionary[SequenceCache, tuple[int, Moves | None]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[SequenceCache, tuple[int, PositionShifts | None]] = WeakKeyDictionary()
 
 
-def moves_of(sequence: SequenceCache) -> Moves | None:
+def moves_of(sequence: SequenceCache) -> PositionShifts | None:
     """The moves of a sequence, the same object until slots change; None where a head has too many."""
     known, number = _known.get(sequence), sequence.tail.changes.number
     if known is None or known[0] != number:
@@ -77,7 +77,7 @@ def stored_lens(tables: Sequence[SegmentTable], num_rows: int) -> Ints:
     return np.bincount(row_E, length_E, num_rows).astype(np.int64)
 
 
-def _find(sequence: SequenceCache) -> Moves | None:
+def _find(sequence: SequenceCache) -> PositionShifts | None:
     tables = stored_tables(sequence)
     unit_X = _units(sequence)
     length_X = stored_lens(tables, len(unit_X))
@@ -91,7 +91,7 @@ def _find(sequence: SequenceCache) -> Moves | None:
     row_N = np.searchsorted(end_X, at_N, side="right")
     slot_N = at_N - first_X[row_N]
     shift_N = sequence.sealed_len - length_X[row_N] + slot_N - position_N
-    moves = Moves(row_N, slot_N, shift_N, unit_X)
+    moves = PositionShifts(row_N, slot_N, shift_N, unit_X)
     return moves if moves.most <= MOST_TURNS else None
 
 

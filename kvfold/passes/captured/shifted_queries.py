@@ -24,7 +24,7 @@ from kvfold.passes.captured.split_kv import Part
 _FEWEST = 2  # sinks and a window
 
 
-class Turns:
+class ShiftedQueries:
     """Of B lanes, with as much room as these sequences need."""
 
     def __init__(self, layout: Layout, sequences: Sequence[SequenceCache], num_lanes: int) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvfold.pages.places import Ints, SegmentTable, before_in_group, is_first
-from kvfold.passes.captured.position_shifts import Moves, stored_lens
+from kvfold.passes.captured.position_shifts import PositionShifts, stored_lens
 
 _ALIGNMENT = 128  # slots: tasks begin at multiples, so that tiles and groups of slots are whole
 
@@ -25,7 +25,7 @@ class Part(NamedTuple):
 
     lane: int
     tables: tuple[SegmentTable, ...]
-    moves: Moves | None = None
+    moves: PositionShifts | None = None
     exact_L: Ints | None = None  # first slots of every head that are read elsewhere
     reserves: bool = False  # a task of no slots for pages that were given ahead, so that they can fill without a cut
 
@@ -142,7 +142,7 @@ class Pieces(NamedTuple):
     last_E: Ints
 
 
-def pieces_of(tables: Sequence[SegmentTable], moves: Moves | None) -> Pieces:
+def pieces_of(tables: Sequence[SegmentTable], moves: PositionShifts | None) -> Pieces:
     """Of one sequence."""
     layer_E, head_E, row_E, address_EF = (
         np.concatenate([getattr(table.places, name) for table in tables])

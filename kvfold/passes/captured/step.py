@@ -18,15 +18,15 @@ from kvfold.attend.kernels import ops
 from kvfold.attend.kernels.formats import CODECS, FLOATS
 from kvfold.codec.base import Codec, Field
 from kvfold.codec.centred import CentredCodec
-from kvfold.compress.observe import Tracked
+from kvfold.compress.observe import ObserverNeeds
 from kvfold.evicted.recall import recall_of
 from kvfold.pages.places import columns, slot_strides
 from kvfold.pages.sequence import SequenceCache
-from kvfold.passes.captured.batch_slots import Lanes
+from kvfold.passes.captured.batch_slots import BatchSlots
 from kvfold.passes.captured.block_tables import Layout
 from kvfold.passes.captured.observers import has_queries
 from kvfold.passes.captured.position_shifts import moves_of
-from kvfold.passes.captured.step_observer import Notes
+from kvfold.passes.captured.step_observer import StepObserver
 from kvfold.policy.reader import All
 from kvfold.policy.registry import term_of
 
@@ -59,7 +59,7 @@ def _find_layout(sequence: SequenceCache) -> Layout | None:
     known = all(_codec_name(codec, c.kv_dtype) in CODECS for c in classes for codec in (c.k, c.v))
     aligned = all(stride * c.page_size % 16 == 0 for c in classes for stride in slot_strides(c))
     whole = isinstance(policy.attend, All) and recall_of(policy) is None
-    tracked = Tracked.of([policy], decoding=True)
+    tracked = ObserverNeeds.of([policy], decoding=True)
     if not known or not aligned or not whole or tracked.query_stats or len(spec.compressible_layers) < spec.num_layers:
         return None
     layout = Layout(
@@ -77,11 +77,11 @@ def _find_layout(sequence: SequenceCache) -> Layout | None:
 class Step:
     """Attention of one step for T tokens in each lane; `fill_B` < 0 marks an empty lane."""
 
-    def __init__(self, lanes: Lanes, fill_B: Tensor, num_tokens: int) -> None:
+    def __init__(self, lanes: BatchSlots, fill_B: Tensor, num_tokens: int) -> None:
         self.lanes, self.fill_B, self.num_tokens = lanes, fill_B, num_tokens
-        self.notes: Notes | None = None
+        self.notes: StepObserver | None = None
         if lanes.watch is not None:
-            self.notes = Notes(lanes.watch, lanes.tables, lanes.open_LB2, lanes.memory, fill_B)
+            self.notes = StepObserver(lanes.watch, lanes.tables, lanes.open_LB2, lanes.memory, fill_B)
 
     def attend(self, layer: int, q_QND: Tensor, k_HND: Tensor, v_HND: Tensor) -> Tensor:
         """Attention output [N, Q, D] for the packed tokens N, lane by lane; new slots go to the open blocks."""

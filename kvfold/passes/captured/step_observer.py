@@ -15,14 +15,16 @@ from torch import Tensor
 
 from kvfold.attend.kernels import ops
 from kvfold.attend.kernels.formats import QUERY
-from kvfold.passes.captured.block_tables import Tables
-from kvfold.passes.captured.observers import Watch
+from kvfold.passes.captured.block_tables import BlockTables
+from kvfold.passes.captured.observers import BatchObservers
 
 
-class Notes:
+class StepObserver:
     """Made at the start of a step; `fill_B`: slots of the open blocks before it."""
 
-    def __init__(self, watch: Watch, tables: Tables, open_LB2: Tensor, memory: Tensor, fill_B: Tensor) -> None:
+    def __init__(
+        self, watch: BatchObservers, tables: BlockTables, open_LB2: Tensor, memory: Tensor, fill_B: Tensor
+    ) -> None:
         self._watch, self._memory, self._layout, self._tables = watch, memory, watch.layout, tables
         is_used_B = fill_B >= 0
         if watch.layout.mass:

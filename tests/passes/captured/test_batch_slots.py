@@ -13,7 +13,7 @@ from kvfold.pages.append import make_room_ahead
 from kvfold.pages.arena import Arena
 from kvfold.pages.places import Ints
 from kvfold.pages.sequence import SequenceCache
-from kvfold.passes.captured.batch_slots import Lanes, OutOfLanes
+from kvfold.passes.captured.batch_slots import BatchSlots, OutOfBatchSlots
 from kvfold.passes.captured.split_kv import Tasks
 from kvfold.passes.captured.step import layout_of
 from tests.attend.kernels.common import DEVICE
@@ -33,13 +33,13 @@ def make(arena: Arena, *lengths: int) -> list[SequenceCache]:
     return found
 
 
-def make_lanes(sequences: Sequence[SequenceCache], num_lanes: int = 4) -> Lanes:
+def make_lanes(sequences: Sequence[SequenceCache], num_lanes: int = 4) -> BatchSlots:
     layout = layout_of(sequences[0])
     assert layout is not None
-    return Lanes(layout, sequences, num_lanes)
+    return BatchSlots(layout, sequences, num_lanes)
 
 
-def rows(lanes: Lanes, lane: int) -> list[list[Rows]]:
+def rows(lanes: BatchSlots, lane: int) -> list[list[Rows]]:
     """Tasks of every layer and head, without the columns that depend on the lane's number."""
     found = []
     for task_BC, range_BH in zip(lanes.tables.task_LBC, lanes.tables.rows_LBH, strict=True):
@@ -49,7 +49,7 @@ def rows(lanes: Lanes, lane: int) -> list[list[Rows]]:
     return found
 
 
-def check(lanes: Lanes, sequences: Sequence[SequenceCache]) -> None:
+def check(lanes: BatchSlots, sequences: Sequence[SequenceCache]) -> None:
     where = lanes.place(sequences)
     for lane, sequence in zip(where, sequences, strict=True):
         anew = make_lanes([sequence])
@@ -160,7 +160,7 @@ def test_the_longest_tasks_of_narrow_codes_begin_first() -> None:
         sequence.release()
 
 
-def check_order(lanes: Lanes, sequences: Sequence[SequenceCache]) -> None:
+def check_order(lanes: BatchSlots, sequences: Sequence[SequenceCache]) -> None:
     lanes.place(sequences)
     for layer, task_BC in enumerate(lanes.tables.task_LBC):
         order_P, length_N = lanes.tables.order(layer), task_BC.flatten(0, 1)[:, LENGTH]
@@ -186,7 +186,7 @@ def test_many_lanes_have_programs_for_little_more_than_their_tasks() -> None:
         check_order(lanes, sequences)
     for sequence in sequences:
         fill(sequence, 600)  # five tasks of 128 slots in place of one
-    with pytest.raises(OutOfLanes):
+    with pytest.raises(OutOfBatchSlots):
         lanes.place(sequences)
     for sequence in sequences:
         sequence.release()

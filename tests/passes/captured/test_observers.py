@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from kvfold.compress.observe import Undo
+from kvfold.compress.observe import ObserverSnapshot
 from kvfold.engine.cuda_graphs import Graphs
 from kvfold.engine.generate import Request, generate
 from kvfold.engine.runner import Runner
@@ -95,7 +95,7 @@ def test_what_was_observed_can_be_gone_back_to(runner: Runner, captured: Runner,
     plain, fast = make(1), make(1)
     captured.decode(fast, [1])
     runner.decode(plain, [1])
-    undo = Undo(fast)
+    undo = ObserverSnapshot(fast)
     captured.decode(fast, [2], commit=[False])
     undo.restore()
     fast[0].open.rollback()

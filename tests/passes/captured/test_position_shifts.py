@@ -11,7 +11,7 @@ import torch
 from kvfold.pages.places import COLUMNS
 from kvfold.pages.sequence import SequenceCache
 from kvfold.passes.captured import position_shifts as moves_file
-from kvfold.passes.captured.position_shifts import Moves, moves_of, stored_tables
+from kvfold.passes.captured.position_shifts import PositionShifts, moves_of, stored_tables
 from kvfold.passes.captured.split_kv import Part, cut, pieces_of
 from tests.attend.kernels.common import DEVICE
 from tests.attend.reference import part
@@ -34,7 +34,7 @@ def shifts(sequence: SequenceCache) -> list[list[int]]:
     return found
 
 
-def known(sequence: SequenceCache) -> Moves:
+def known(sequence: SequenceCache) -> PositionShifts:
     moves = moves_of(sequence)
     assert moves is not None
     return moves
