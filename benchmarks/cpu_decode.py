@@ -48,9 +48,9 @@ def filled(runner: Runner, policy: str, length: int) -> SequenceCache:
         shape = (layer.num_kv_heads, length, layer.head_dim)
         k, v = torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
         q = torch.randn(layer.num_query_heads, 64, layer.head_dim, generator=generator)
-        sequence.sidecar.layers[index].last_q_QWD = q
+        sequence.observed.layers[index].last_q_QWD = q
         compression.layer(index, NewSlots(k, v, 0))
-        sequence.sidecar.layers[index].last_q_QWD = None
+        sequence.observed.layers[index].last_q_QWD = None
     compression.finish(length)
     return sequence
 

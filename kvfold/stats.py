@@ -12,7 +12,7 @@ from kvfold.pages.sequence import SequenceCache
 @dataclass(frozen=True)
 class Stats:
     logical_len: int  # tokens seen
-    resident_bytes: int  # spans with padding, positions, scales; open block; sidecar; tables
+    resident_bytes: int  # spans with padding, positions, scales; open block; observer state; tables
     full_bytes: int  # what the ordinary bf16 cache would hold
     bytes_per_step: int  # stored bytes one decode step reads
     slots: list[list[int]] = field(repr=False)  # by layer and head, open block included
@@ -43,8 +43,8 @@ def measure(sequence: SequenceCache) -> Stats:
         sealed = sequence.stored_lens(index)
         slots.append([count + sequence.open.fill for count in sealed])
         read += stored_bytes_read(sequence, index)
-        if sequence.demoted is not None and index in sequence.demoted.layers:
-            read += sequence.demoted.layers[index].read_bytes
+        if sequence.offloaded is not None and index in sequence.offloaded.layers:
+            read += sequence.offloaded.layers[index].read_bytes
         read += sequence.open.fill * layer.num_kv_heads * layer.head_dim * 2 * sequence.spec.kv_dtype.itemsize
     return Stats(
         logical_len=sequence.logical_len,
@@ -52,7 +52,7 @@ def measure(sequence: SequenceCache) -> Stats:
         full_bytes=sequence.spec.full_bytes(sequence.logical_len),
         bytes_per_step=int(read),
         slots=slots,
-        host_bytes=0 if sequence.demoted is None else sequence.demoted.host_bytes,
+        host_bytes=0 if sequence.offloaded is None else sequence.offloaded.host_bytes,
     )
 
 

@@ -22,24 +22,24 @@ from kvfold.score.snapkv import SnapKV
 
 
 class TokenPruning:
-    """A choice of the `prefill` axis. Without `shortens` no other method is called."""
+    """A choice of the `prefill` axis. Without `prunes` no other method is called."""
 
-    shortens: ClassVar[bool] = False
+    prunes: ClassVar[bool] = False
 
     @property
     def needs(self) -> Needs:
         """What `importance` looks at."""
         return Needs()
 
-    def last_whole(self, num_layers: int) -> int:
+    def last_full_layer(self, num_layers: int) -> int:
         """The last layer that runs on all tokens, counted from the bottom."""
         raise NotImplementedError
 
-    def is_asked(self, layer: int, num_layers: int) -> bool:
+    def scores_layer(self, layer: int, num_layers: int) -> bool:
         """Whether the importance of tokens in this layer counts; the last whole layer's always does."""
         raise NotImplementedError
 
-    def num_going(self, num_tokens: int) -> int:
+    def num_kept(self, num_tokens: int) -> int:
         """How many of so many new tokens go on, if no more must."""
         raise NotImplementedError
 
@@ -84,7 +84,7 @@ class FastKV(TokenPruning):
     kernel: int = 33
     voters: int = 4
 
-    shortens: ClassVar[bool] = True
+    prunes: ClassVar[bool] = True
 
     def validate(self) -> str | None:
         if not 0.0 < self.rate <= 1.0:
@@ -99,27 +99,27 @@ class FastKV(TokenPruning):
     def needs(self) -> Needs:
         return Needs(last_queries=self.window)
 
-    def last_whole(self, num_layers: int) -> int:
+    def last_full_layer(self, num_layers: int) -> int:
         return num_layers // 2 - 1 if self.layer is None else self.layer
 
-    def is_asked(self, layer: int, num_layers: int) -> bool:
-        return 0 <= self.last_whole(num_layers) - layer < self.voters
+    def scores_layer(self, layer: int, num_layers: int) -> bool:
+        return 0 <= self.last_full_layer(num_layers) - layer < self.voters
 
-    def num_going(self, num_tokens: int) -> int:
+    def num_kept(self, num_tokens: int) -> int:
         return math.ceil(self.rate * num_tokens)
 
     def importance(self, view: View) -> Tensor:
         return SnapKV(self.window, self.kernel, over_group="sum").score(view)
 
 
-def of_new(value_RS: Tensor, view: View, num_tokens: int) -> Tensor:
+def at_new_tokens(value_RS: Tensor, view: View, num_tokens: int) -> Tensor:
     """[R, T]: what stands at the new tokens, which are the last slots of each row."""
     new_T = torch.arange(num_tokens, device=value_RS.device)
     return value_RS.gather(1, view.len_R.unsqueeze(-1) - num_tokens + new_T)
 
 
-def going_on(importance_T: Tensor, num_going: int, must_T: Tensor) -> Tensor:
+def kept_tokens(importance_T: Tensor, num_kept: int, must_T: Tensor) -> Tensor:
     """The new tokens that go on, ascending [K]: those that must, and the most important of the others."""
     total_T = importance_T.masked_fill(must_T, torch.inf)
-    count = max(num_going, int(total_T.isinf().sum()))
+    count = max(num_kept, int(total_T.isinf().sum()))
     return total_T.topk(min(count, len(total_T))).indices.sort().values

@@ -60,7 +60,7 @@ def used_session(model: Model, policy: str) -> Iterator[Session]:
 
 
 def observed(session: Session) -> list[torch.Tensor]:
-    return [tensor for layer in session.cache.sidecar.layers for tensor in layer.tensors()]
+    return [tensor for layer in session.cache.observed.layers for tensor in layer.tensors()]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

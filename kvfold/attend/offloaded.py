@@ -22,26 +22,26 @@ _UNUSED = -3e4  # bias of a slot that is not there: below every score, and a num
 
 
 def merge_offloaded(merge: LseMerge, sequence: SequenceCache, layer: int, q_HGTD: Tensor, *, together: bool) -> None:
-    """Merge attention to recalled slots of one layer, if it has demoted any."""
-    demoted = sequence.demoted.layers.get(layer) if sequence.demoted is not None else None
-    if demoted is None or not demoted.num_pages:
+    """Merge attention to recalled slots of one layer, if it has offloaded any."""
+    offloaded = sequence.offloaded.layers.get(layer) if sequence.offloaded is not None else None
+    if offloaded is None or not offloaded.num_pages:
         return
-    q_HGTD = _facing(sequence, layer, demoted, q_HGTD)
-    index_HXW = choose_pages(demoted, q_HGTD, together=together)
-    k_RSD, v_RSD, bias_RS = _staged(demoted, index_HXW, q_HGTD)
+    q_HGTD = _facing(sequence, layer, offloaded, q_HGTD)
+    index_HXW = choose_pages(offloaded, q_HGTD, together=together)
+    k_RSD, v_RSD, bias_RS = _staged(offloaded, index_HXW, q_HGTD)
     q_RGXD = q_HGTD if together else q_HGTD.transpose(1, 2).flatten(0, 1).unsqueeze(2)
-    out, lse = attend(q_RGXD, k_RSD, v_RSD, demoted.spec.scale, bias_HS=bias_RS)
+    out, lse = attend(q_RGXD, k_RSD, v_RSD, offloaded.spec.scale, bias_HS=bias_RS)
     if not together:
         shape = index_HXW.shape[:2]
         out, lse = (x.squeeze(2).unflatten(0, shape).transpose(1, 2) for x in (out, lse))
     merge.add(slice(0, len(q_HGTD)), out, lse)
 
 
-def choose_pages(demoted: OffloadedLayer, q_HGTD: Tensor, *, together: bool) -> Tensor:
+def choose_pages(offloaded: OffloadedLayer, q_HGTD: Tensor, *, together: bool) -> Tensor:
     """Pages of largest weight, int64 [H, X, W]; all of them where there are no more."""
-    num_pages = demoted.num_pages
-    most = min(demoted.recall.num_pages, num_pages)
-    weights = [_weights(demoted, part) for part in q_HGTD.split(_TILE, dim=2)]
+    num_pages = offloaded.num_pages
+    most = min(offloaded.recall.num_pages, num_pages)
+    weights = [_weights(offloaded, part) for part in q_HGTD.split(_TILE, dim=2)]
     if together:
         weight_HXM = torch.stack([part.sum(1) for part in weights]).sum(0).unsqueeze(1)
     else:
@@ -49,38 +49,38 @@ def choose_pages(demoted: OffloadedLayer, q_HGTD: Tensor, *, together: bool) -> 
     return weight_HXM.topk(most, sorted=False).indices
 
 
-def _weights(demoted: OffloadedLayer, q_HGTD: Tensor) -> Tensor:
+def _weights(offloaded: OffloadedLayer, q_HGTD: Tensor) -> Tensor:
     """[H, T, M]: a page of no slot weighs less than any other."""
-    pages, num_pages = demoted.pages.tensors, demoted.num_pages
+    pages, num_pages = offloaded.pages.tensors, offloaded.num_pages
     bound_HGTM = upper_bound(q_HGTD, pages["low"][:, :num_pages], pages["high"][:, :num_pages]).float()
     unused_HM = pages["used"][:, :num_pages] == 0
-    score_HGTM = (bound_HGTM * demoted.spec.scale).masked_fill(unused_HM[:, None, None], -torch.inf)
+    score_HGTM = (bound_HGTM * offloaded.spec.scale).masked_fill(unused_HM[:, None, None], -torch.inf)
     weight_HTM = score_HGTM.softmax(-1).mean(1)
     return weight_HTM.masked_fill(unused_HM.unsqueeze(1), -1.0)
 
 
-def _facing(sequence: SequenceCache, layer: int, demoted: OffloadedLayer, q_HGTD: Tensor) -> Tensor:
+def _facing(sequence: SequenceCache, layer: int, offloaded: OffloadedLayer, q_HGTD: Tensor) -> Tensor:
     """Queries as pages see them: with `slot` positions a page of P slots ends where the first stored slot stands."""
-    if not demoted.turns:
+    if not offloaded.turns:
         return q_HGTD
-    assert demoted.spec.rope is not None
+    assert offloaded.spec.rope is not None
     ends = [sequence.sealed_len - length for length in sequence.stored_lens(layer)]
-    shift_H = torch.tensor([end - demoted.recall.page for end in ends], device=q_HGTD.device)
-    return demoted.spec.rope.rotate(q_HGTD, -shift_H.view(-1, 1, 1))
+    shift_H = torch.tensor([end - offloaded.recall.page for end in ends], device=q_HGTD.device)
+    return offloaded.spec.rope.rotate(q_HGTD, -shift_H.view(-1, 1, 1))
 
 
-def _staged(demoted: OffloadedLayer, index_HXW: Tensor, q_HGTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _staged(offloaded: OffloadedLayer, index_HXW: Tensor, q_HGTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Keys, values [R, S, D] and biases [R, S] of pages, gathered on the host and sent on the queue of the device."""
     heads, choices, _ = index_HXW.shape
     index_HN = index_HXW.flatten(1)
-    first_HN, used_HN = (demoted.pages.tensors[name].gather(1, index_HN) for name in ("first", "used"))
-    place_P = torch.arange(demoted.recall.page, device=index_HN.device)
+    first_HN, used_HN = (offloaded.pages.tensors[name].gather(1, index_HN) for name in ("first", "used"))
+    place_P = torch.arange(offloaded.recall.page, device=index_HN.device)
     is_used_HNP = place_P < used_HN.unsqueeze(-1)
     slot_HS = (first_HN.unsqueeze(-1) + place_P).masked_fill(~is_used_HNP, 0).flatten(1)
     head_H1, on_host_HS = torch.arange(heads).unsqueeze(-1), slot_HS.to("cpu", torch.int64)
     sent = []
     for name in ("k", "v"):
-        rows_HSD = demoted.slots.tensors[name][head_H1, on_host_HS]
+        rows_HSD = offloaded.slots.tensors[name][head_H1, on_host_HS]
         if q_HGTD.is_cuda:
             rows_HSD = rows_HSD.pin_memory().to(q_HGTD.device, non_blocking=True)
         sent.append(rows_HSD.to(q_HGTD.dtype).view(heads * choices, -1, rows_HSD.shape[-1]))

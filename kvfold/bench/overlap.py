@@ -44,10 +44,10 @@ def later_mass(runner: Runner, tokens: Sequence[int], later: Sequence[int]) -> d
     sequence = runner.new_sequence(Policy.parse(_WATCHING))
     try:
         runner.prefill([sequence], [tokens])
-        for side in sequence.sidecar.layers:  # what the prompt gave to itself does not count
+        for side in sequence.observed.layers:  # what the prompt gave to itself does not count
             side.mass_HS = None
         runner.prefill([sequence], [later])
-        masses = {layer: side.mass_HS for layer, side in enumerate(sequence.sidecar.layers)}
+        masses = {layer: side.mass_HS for layer, side in enumerate(sequence.observed.layers)}
         return {layer: mass_HS[:, : len(tokens)].cpu() for layer, mass_HS in masses.items() if mass_HS is not None}
     finally:
         sequence.release()

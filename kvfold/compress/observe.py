@@ -17,8 +17,8 @@ from torch import Tensor
 
 from kvfold.attend.paged import read_parts
 from kvfold.core import HAS_TRITON, LayerSpec
+from kvfold.pages.observer_state import LayerObserverState, Moments, ObserverState
 from kvfold.pages.sequence import SequenceCache
-from kvfold.pages.sidecar import LayerObserverState, Moments, ObserverState
 from kvfold.policy.policy import Policy
 from kvfold.score.base import Needs
 
@@ -55,13 +55,13 @@ def _stage_needs(policy: Policy, decoding: bool) -> list[Needs]:
     stages = [policy.decode] if decoding else [policy.prefill, policy.decode]
     active = [stage for stage in stages if (stage.may_evict if decoding else stage.evicts)]
     budgets = [Needs(last_queries=stage.budget.last_queries) for stage in active]
-    going = [] if decoding else [policy.propagate.needs]
+    going = [] if decoding else [policy.token_pruning.needs]
     return [needs for stage in active for needs in (stage.score.needs, stage.evicted.needs)] + budgets + going
 
 
 def observe_queries(sequence: SequenceCache, layer: int, q_QTD: Tensor, start: int, tracked: ObserverNeeds) -> None:
     """Remember the last queries, add up the moments of pre-RoPE queries; these are of positions `start` and on."""
-    spec, side = sequence.spec.layers[layer], sequence.sidecar.layers[layer]
+    spec, side = sequence.spec.layers[layer], sequence.observed.layers[layer]
     if not spec.compressible:
         return
     side.go_on_at(start)
@@ -128,24 +128,25 @@ class ObserverSnapshot:
 
     def __init__(self, sequences: Sequence[SequenceCache]) -> None:
         self._before = [
-            (sequence, sequence.sealed_len, list(map(_noted, _kept(sequence.sidecar).layers))) for sequence in sequences
+            (sequence, sequence.sealed_len, list(map(_noted, _kept(sequence.observed).layers)))
+            for sequence in sequences
         ]
 
     def restore(self) -> None:
         """Sequences that sealed tokens since then are left alone: their mass has moved along with the slots."""
         for sequence, sealed_len, layers in self._before:
             if sequence.sealed_len == sealed_len:
-                sequence.sidecar = ObserverState([LayerObserverState(*noted) for noted in layers])
+                sequence.observed = ObserverState([LayerObserverState(*noted) for noted in layers])
 
 
-def _kept(sidecar: ObserverState) -> ObserverState:
-    return sidecar.copy() if sidecar.is_live else sidecar
+def _kept(observed: ObserverState) -> ObserverState:
+    return observed.copy() if observed.is_live else observed
 
 
 def forget_prompt(sequence: SequenceCache) -> None:
     """Drop observations that only the prompt's compression needed."""
     needs = ObserverNeeds.of([sequence.policy], decoding=True)
-    for side in sequence.sidecar.layers:
+    for side in sequence.observed.layers:
         if not needs.last_queries:
             side.last_q_QWD = None
         if not needs.query_stats:

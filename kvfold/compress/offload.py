@@ -24,7 +24,7 @@ class HeadSlots(NamedTuple):
     position_N: Tensor
 
 
-def leaving(sequence: SequenceCache, layer: int, change: LayerChange) -> list[HeadSlots]:
+def evicted_slots(sequence: SequenceCache, layer: int, change: LayerChange) -> list[HeadSlots]:
     """Of every head, what the change drops: stored slots as a reader sees them, and new ones. Nothing is moved yet."""
     heads: list[list[HeadSlots]] = [[] for _ in change.counts]
     if change.keep is not None:
@@ -41,19 +41,19 @@ def leaving(sequence: SequenceCache, layer: int, change: LayerChange) -> list[He
     return [_in_order(found) for found in heads if found]
 
 
-def demote(sequence: SequenceCache, layer: int, heads: Sequence[HeadSlots]) -> None:
+def offload(sequence: SequenceCache, layer: int, heads: Sequence[HeadSlots]) -> None:
     """Write them to the host."""
-    assert sequence.demoted is not None
-    demoted = sequence.demoted.layers[layer]
+    assert sequence.offloaded is not None
+    offloaded = sequence.offloaded.layers[layer]
     for head, slots in enumerate(heads):
         if len(slots.position_N):
-            demoted.demote(head, *slots, _page_lens(sequence, slots.position_N))
+            offloaded.offload(head, *slots, _page_lens(sequence, slots.position_N))
 
 
 def _page_lens(sequence: SequenceCache, position_N: Tensor) -> list[int]:
     """Slots of each page: full ones and a rest, or sentences."""
-    assert sequence.demoted is not None
-    recall, count = sequence.demoted.recall, len(position_N)
+    assert sequence.offloaded is not None
+    recall, count = sequence.offloaded.recall, len(position_N)
     if recall.unit == "page":
         return [min(recall.page, count - begin) for begin in range(0, count, recall.page)]
     number_N = sequence.sentences.numbers(position_N, recall.page)

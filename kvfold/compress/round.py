@@ -19,7 +19,7 @@ from torch import Tensor
 from kvfold.budget.bounds import Budget
 from kvfold.budget.costs import within_cost
 from kvfold.budget.scores import Scores
-from kvfold.compress.offload import HeadSlots, demote, leaving
+from kvfold.compress.offload import HeadSlots, evicted_slots, offload
 from kvfold.compress.refit import refitted
 from kvfold.compress.selection import PendingSelection, RoundLayer, Selection
 from kvfold.compress.view import NewSlots, build_view, size_facts, slot_costs, slots_cost
@@ -219,8 +219,8 @@ class CompressionRound:
         going = self._going(rewrite.changes)
         rewrite.write(num_tokens)
         for index, heads in going.items():
-            demote(self.sequence, index, heads)
-        for side, layer in zip(self.sequence.sidecar.layers, self._layers, strict=True):
+            offload(self.sequence, index, heads)
+        for side, layer in zip(self.sequence.observed.layers, self._layers, strict=True):
             if layer.mass_HS is not None:
                 side.mass_HS = layer.settled_mass_HS
         if self.budget is not None:
@@ -228,9 +228,9 @@ class CompressionRound:
 
     def _going(self, changes: Sequence[LayerChange]) -> dict[int, list[HeadSlots]]:
         """What leaves for the host, by layer."""
-        if self.stage is None or not self.stage.evicted.demotes:
+        if self.stage is None or not self.stage.evicted.offloads:
             return {}
-        return {i: leaving(self.sequence, i, changes[i]) for i in self.sequence.spec.compressible_layers}
+        return {i: evicted_slots(self.sequence, i, changes[i]) for i in self.sequence.spec.compressible_layers}
 
 
 def finish_all(rounds: Sequence[tuple[CompressionRound, int]], release: Callable[[], None] = lambda: None) -> None:

@@ -71,7 +71,7 @@ def seal(sequence: SequenceCache, *, compress: bool = True) -> None:
         compression.layer(layer, NewSlots(k, v, sequence.sealed_len, _sealed_mass(sequence, layer, num_tokens)))
     compression.finish(num_tokens)
     block.drop_committed()
-    for side in sequence.sidecar.layers:
+    for side in sequence.observed.layers:
         if side.open_mass_HR is not None:  # drafts moved to the front, and their mass with them
             side.open_mass_HR = functional.pad(side.open_mass_HR[:, num_tokens:], (0, num_tokens))
 
@@ -92,7 +92,7 @@ def _due(sequence: SequenceCache) -> bool:
 
 def _sealed_mass(sequence: SequenceCache, layer: int, num_tokens: int) -> Tensor | None:
     """Mass of stored slots, then of the open block's, in row order."""
-    side = sequence.sidecar.layers[layer]
+    side = sequence.observed.layers[layer]
     if side.open_mass_HR is None:
         return None
     lens = sequence.stored_lens(layer)

@@ -66,7 +66,7 @@ class Selection:
         slot_N = self._slot_N
         stays_N = keep_HS.flatten() if slot_N is None else keep_HS.flatten()[slot_N]
         index_N = indices(stays_N, sum(new))
-        gone = (*self.change.gone, self._gone(stays_N, new)) if evicted.demotes else ()
+        gone = (*self.change.gone, self._gone(stays_N, new)) if evicted.offloads else ()
         k_ND, v_ND = self._folded(stays_N, index_N, evicted)
         position_N, keep = self.change.position_N[index_N], self._stored(keep_HS, stored)
         self.change = LayerChange(k_ND, v_ND, position_N, new, keep, gone=gone)

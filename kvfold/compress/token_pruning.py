@@ -16,7 +16,7 @@ from kvfold.compress.round import protected
 from kvfold.compress.view import NewSlots, build_view
 from kvfold.pages.sequence import SequenceCache
 from kvfold.score.base import View
-from kvfold.token_pruning import going_on, of_new
+from kvfold.token_pruning import at_new_tokens, kept_tokens
 
 
 class PrunedTokens:
@@ -29,9 +29,9 @@ class PrunedTokens:
         self.sequences = list(sequences)
         self.num_running = list(num_tokens)
         self.going: list[Tensor | None] = [None] * len(self.sequences)
-        ways = [sequence.policy.propagate for sequence in sequences]
-        self._last_whole = [
-            way.last_whole(sequence.spec.num_layers) if way.shortens and not whole else None
+        ways = [sequence.policy.token_pruning for sequence in sequences]
+        self._last_full_layer = [
+            way.last_full_layer(sequence.spec.num_layers) if way.prunes and not whole else None
             for way, sequence in zip(ways, sequences, strict=True)
         ]
         self._importance: dict[int, Tensor] = {}  # [T], of the layers that were asked so far
@@ -39,22 +39,22 @@ class PrunedTokens:
 
     def look(self, index: int, layer: int, new: NewSlots, num_last: int) -> None:
         """All tokens of a sequence were in this layer: let it vote, and choose behind the last. `num_last` go on."""
-        sequence, last_whole = self.sequences[index], self._last_whole[index]
-        way = sequence.policy.propagate
-        if last_whole is None or not way.is_asked(layer, sequence.spec.num_layers):
+        sequence, last_full_layer = self.sequences[index], self._last_full_layer[index]
+        way = sequence.policy.token_pruning
+        if last_full_layer is None or not way.scores_layer(layer, sequence.spec.num_layers):
             return
-        num_going = way.num_going(new.num_tokens)
-        if num_going == new.num_tokens:
+        num_kept = way.num_kept(new.num_tokens)
+        if num_kept == new.num_tokens:
             return
         view = build_view(sequence, layer, new, way.needs)
-        importance_T = of_new(way.importance(view), view, new.num_tokens).sum(0)
+        importance_T = at_new_tokens(way.importance(view), view, new.num_tokens).sum(0)
         if index in self._importance:
             importance_T += self._importance.pop(index)
-        if layer < last_whole:
+        if layer < last_full_layer:
             self._importance[index] = importance_T
         else:
-            must_T = of_new(_must_go_on(sequence, view, new.end, num_last), view, new.num_tokens).any(0)
-            self._chosen[index] = going_on(importance_T, num_going, must_T)
+            must_T = at_new_tokens(_must_go_on(sequence, view, new.end, num_last), view, new.num_tokens).any(0)
+            self._chosen[index] = kept_tokens(importance_T, num_kept, must_T)
 
     def leave(self) -> Tensor | None:
         """After a layer: which of the tokens that ran go on, packed over all sequences; None where all do."""

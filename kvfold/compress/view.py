@@ -20,10 +20,10 @@ from kvfold.evicted.base import CalibrationTargets
 from kvfold.pages.async_copy import upload
 from kvfold.pages.change import LayerChange
 from kvfold.pages.layout import state_bytes
+from kvfold.pages.observer_state import MASS_BYTES, LayerObserverState, Moments
 from kvfold.pages.read import StoredSlots, stored_slots
 from kvfold.pages.segment import TABLE_BYTES
 from kvfold.pages.sequence import SequenceCache
-from kvfold.pages.sidecar import MASS_BYTES, LayerObserverState, Moments
 from kvfold.policy.size import SizeFacts
 from kvfold.score.base import Needs, QueryStats, View
 from kvfold.score.predictor import predictor_for
@@ -150,7 +150,7 @@ def build_view(sequence: SequenceCache, index: int, new: NewSlots, needs: Needs)
     )
     if sequence.page_class(index).has_bias:
         view.bias_RS = _joined(stored.bias, torch.zeros(new.k_HTD.shape[:2], device=device))
-    _observe(view, sequence.sidecar.layers[index], new, needs)
+    _observe(view, sequence.observed.layers[index], new, needs)
     if needs.sentence_len:
         view.sentence_RS = sequence.sentences.numbers(view.position_RS, needs.sentence_len)
     if needs.predictor is not None:

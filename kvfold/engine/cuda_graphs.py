@@ -81,7 +81,7 @@ class Graphs:
         self._captured[key] = captured
         if layout.window:
             for sequence in sequences:
-                sequence.sidecar.set_query_end(sequence.logical_len + 1)
+                sequence.observed.set_query_end(sequence.logical_len + 1)
         self._steps += 1
         return logits
 

@@ -133,7 +133,7 @@ class Runner:
         self._check([sequence], [tokens])
         seen = _seen_lens([sequence], [tokens])
         sequence.open.rollback()
-        if compress and sequence.policy.propagate.shortens:
+        if compress and sequence.policy.token_pruning.prunes:
             raise InputError(
                 f'policy "{sequence.policy.short}" leaves tokens behind, which have no probabilities then; use dense'
             )
@@ -329,11 +329,11 @@ class Runner:
 
 def _left_behind_by(policy: Policy) -> object:
     """All that decides which tokens of a prompt are left behind between layers; None: every token stays."""
-    if not policy.propagate.shortens:
+    if not policy.token_pruning.prunes:
         return None
     stage = policy.prefill
     share_of = stage.size if isinstance(stage.protect.recent, Percent) else None
-    return policy.propagate, stage.protect, share_of, ObserverNeeds.of([policy], decoding=False).last_queries
+    return policy.token_pruning, stage.protect, share_of, ObserverNeeds.of([policy], decoding=False).last_queries
 
 
 def _seen_lens(sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]) -> list[int]:

@@ -72,7 +72,7 @@ class Evicted(ABC):
     """Only slots that are not sealed yet can take something over: codes never change."""
 
     changes: ClassVar[bool] = True  # False: `fold` is the identity and need not be called
-    demotes: ClassVar[bool] = False  # True: what goes is written to the host, where reads find it
+    offloads: ClassVar[bool] = False  # True: what goes is written to the host, where reads find it
     biased: ClassVar[bool] = False  # True: slots have log-biases, and `refit` is called once the choice is final
 
     @property

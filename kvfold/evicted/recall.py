@@ -49,7 +49,7 @@ class Recall(Evicted):
     unit: Literal["page", "sentence"] = "page"
 
     changes: ClassVar[bool] = False
-    demotes: ClassVar[bool] = True
+    offloads: ClassVar[bool] = True
 
     def validate(self) -> str | None:
         if self.tokens < 1:

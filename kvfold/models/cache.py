@@ -282,7 +282,7 @@ class _Handle:
 
 
 def _refuse_propagation(policy: Policy) -> None:
-    if policy.propagate.shortens:
+    if policy.token_pruning.prunes:
         raise PolicyError(
             f'policy "{policy.short}" leaves tokens behind between layers, which only a runner can; use '
             "kvfold.Session, or leave that term out"

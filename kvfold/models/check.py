@@ -22,7 +22,7 @@ def check_policy(policy: Policy, spec: ModelSpec) -> None:
     _check_output(policy, spec)
     _check_predictor(policy, spec)
     _check_reader(policy, spec)
-    _check_propagation(policy, spec)
+    _check_token_pruning(policy, spec)
     _check_below(policy, spec)
     if not policy.position.shifts:
         return
@@ -68,13 +68,13 @@ def _check_reader(policy: Policy, spec: ModelSpec) -> None:
         )
 
 
-def _check_propagation(policy: Policy, spec: ModelSpec) -> None:
-    if not policy.propagate.shortens:
+def _check_token_pruning(policy: Policy, spec: ModelSpec) -> None:
+    if not policy.token_pruning.prunes:
         return
-    name = f'policy "{policy.short}": {term_of(policy.propagate).name}'
+    name = f'policy "{policy.short}": {term_of(policy.token_pruning).name}'
     if len(spec.compressible_layers) < spec.num_layers:
         raise PolicyError(f"{name} leaves tokens behind that sliding windows of {spec.name} count; use dense")
-    if not 0 <= policy.propagate.last_whole(spec.num_layers) < spec.num_layers - 1:
+    if not 0 <= policy.token_pruning.last_full_layer(spec.num_layers) < spec.num_layers - 1:
         raise PolicyError(f"{name} needs a layer before the last of {spec.num_layers}; give layer=, or use dense")
 
 

@@ -1,8 +1,8 @@
-"""Slots of a sequence that are still on their way to its pages, layer by layer.
+"""Asynchronous load of a stored prefix into the KV pages of a sequence, layer by layer.
 
-The sequence counts their tokens as its own, and has the memory for them. A pass that reads on waits for a layer where
-it attends to that layer, so the first ones run while later ones are fetched and checked; a decode step and a fork wait
-for all of them. It can be released at any time.
+The sequence counts the prefix's tokens and has pages for them. A prefill waits for a layer when it attends to it, so
+the first layers run while later ones are read and checked; a decode step and a fork wait for all layers. The sequence
+can be released at any time.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Protocol
 
 
 class AsyncLoad(Protocol):
-    """Whoever fetches them; calls `then` when all are there."""
+    """Loads the layers in order; calls `then` when all are loaded."""
 
     then: Callable[[], None]
 
     def upto(self, layer: int) -> None:
-        """Wait until this layer and those below it are there. PrefixLost if one turned out bad."""
+        """Wait until this layer and those below it are loaded. PrefixLost if one turned out bad."""
 
     def close(self) -> None:
-        """No more will come: let go of files and threads."""
+        """Stop loading; close files and end threads."""

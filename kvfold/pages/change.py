@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class EvictedSlots(NamedTuple):
-    """New slots that were dropped, head after head, where they are to be demoted; on the host."""
+    """New slots that were dropped, head after head, where they are to be offloaded; on the host."""
 
     k_ND: Tensor
     v_ND: Tensor

@@ -26,7 +26,7 @@ def crop(sequence: SequenceCache, num_tokens: int) -> None:
 
 
 def _crop_sealed(sequence: SequenceCache, length: int) -> None:
-    if sequence.demoted is not None:
+    if sequence.offloaded is not None:
         raise InputError("a cache that recalls evicted slots from the host cannot be cropped; leave recall out")
     _check_windows(sequence, length)
     changes = [_change(sequence, layer, length) for layer in range(sequence.spec.num_layers)]
@@ -34,7 +34,7 @@ def _crop_sealed(sequence: SequenceCache, length: int) -> None:
     sequence.last_compressed_len = min(sequence.last_compressed_len, length)
     if sequence.exact is not None:
         sequence.exact.fill = sequence.exact.committed = min(sequence.exact.fill, length)
-    for side, change in zip(sequence.sidecar.layers, changes, strict=True):
+    for side, change in zip(sequence.observed.layers, changes, strict=True):
         side.last_q_QWD = None  # the last of them are queries of tokens that are gone
         if side.mass_HS is not None and change.keep is not None:
             rows = [mass_S[keep_S] for mass_S, keep_S in zip(side.mass_HS, change.keep, strict=True)]

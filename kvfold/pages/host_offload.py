@@ -57,7 +57,7 @@ class OffloadedLayer:
         """Original positions of a head's slots, int32."""
         return self.slots.tensors["position"][head, : self.slots.lens[head]]
 
-    def demote(self, head: int, k_nD: Tensor, v_nD: Tensor, position_n: Tensor, used: Sequence[int]) -> None:
+    def offload(self, head: int, k_nD: Tensor, v_nD: Tensor, position_n: Tensor, used: Sequence[int]) -> None:
         """Slots in order of position become pages of `used` slots each."""
         if self.turns:
             assert self.spec.rope is not None
@@ -162,7 +162,7 @@ class GrowingRows:
         self.lens[head] = self._written[head] = end
 
     def _move(self, capacity: int) -> None:
-        """To tensors of this shelf's own."""
+        """To tensors that no copy shares."""
         used = max(self.lens)
         for name, old in self.tensors.items():
             new = torch.zeros(len(old), capacity, *old.shape[2:], dtype=old.dtype, device=old.device)

@@ -1,4 +1,4 @@
-"""The cache of one sequence: shared segments, a private tail, the open block, the sidecar, and the commit line.
+"""The KV cache of one sequence: shared prefix segments (copy-on-write), a private tail, the open block, observer state.
 
     tokens   0 ………………………………… sealed_len ………… committed_len ………… logical_len
     memory   segments | tail     | open block: committed | drafted
@@ -22,13 +22,13 @@ from kvfold.pages.async_load import AsyncLoad
 from kvfold.pages.host_offload import OffloadedSlots
 from kvfold.pages.layer import LayerPages
 from kvfold.pages.layout import PageClass
+from kvfold.pages.observer_state import LayerObserverState, ObserverState
 from kvfold.pages.open_block import OpenBlock
 from kvfold.pages.page_config import PageConfig, layer_pages, num_fp_sinks
 from kvfold.pages.page_gather import PageList
 from kvfold.pages.segment import Segment
 from kvfold.pages.sentences import Sentences
 from kvfold.pages.shifts import Shifts
-from kvfold.pages.sidecar import LayerObserverState, ObserverState
 from kvfold.policy.policy import Policy
 
 
@@ -45,11 +45,11 @@ class SequenceCache:
     tail: Segment = field(init=False)
     open: OpenBlock = field(init=False)
     exact: OpenBlock | None = field(init=False, default=None)  # the first slots, where codes are coarse
-    sidecar: ObserverState = field(init=False)
+    observed: ObserverState = field(init=False)
     shifts: Shifts = field(init=False, default_factory=Shifts)
     sentences: Sentences = field(init=False, default_factory=Sentences)
-    demoted: OffloadedSlots | None = field(init=False)  # what was evicted, where the policy recalls
-    arriving: AsyncLoad | None = field(init=False, default=None)  # a stored prefix whose layers are not all there
+    offloaded: OffloadedSlots | None = field(init=False)  # evicted slots on the host, if the policy recalls
+    loading: AsyncLoad | None = field(init=False, default=None)  # a stored prefix whose layers are still being loaded
     held_bytes: int = field(init=False, default=0)  # of pages that a pass holds beside it (compress/full_prompt.py)
     is_torn: bool = field(init=False, default=False)  # a change of its pages has begun and not come to its end
     _lists: dict[int, PageList] = field(init=False, default_factory=dict)
@@ -64,10 +64,10 @@ class SequenceCache:
             except OutOfPages:
                 self.open.release()
                 raise
-        self.sidecar = ObserverState([LayerObserverState() for _ in self.spec.layers])
-        self.demoted = self._nothing_demoted()
+        self.observed = ObserverState([LayerObserverState() for _ in self.spec.layers])
+        self.offloaded = self._nothing_offloaded()
 
-    def _nothing_demoted(self) -> OffloadedSlots | None:
+    def _nothing_offloaded(self) -> OffloadedSlots | None:
         recall = recall_of(self.policy)
         return (
             None
@@ -110,12 +110,12 @@ class SequenceCache:
 
     @property
     def resident_bytes(self) -> int:
-        """All that is held for this sequence: spans with their padding, open block, sidecar, codec states, tables."""
+        """Bytes of this sequence: spans with their padding, open block, observer state, codec states, page tables."""
         held = sum(segment.num_bytes + segment.table_bytes for segment in (*self.segments, self.tail))
         listed = sum(pages.num_bytes for pages in self._lists.values())
         listed += self.shifts.num_bytes + self.sentences.num_bytes
-        listed += 0 if self.demoted is None else self.demoted.resident_bytes
-        return held + listed + self.tail.state_bytes + self.block_bytes + self.sidecar.num_bytes
+        listed += 0 if self.offloaded is None else self.offloaded.resident_bytes
+        return held + listed + self.tail.state_bytes + self.block_bytes + self.observed.num_bytes
 
     @property
     def block_bytes(self) -> int:
@@ -124,11 +124,11 @@ class SequenceCache:
 
     # Changes
 
-    def arrive(self, layer: int | None = None) -> None:
-        """Wait for the slots of a layer (all) and of those below it, where they are still on their way. PrefixLost if
-        they cannot come: the sequence is then to be released."""
-        if self.arriving is not None:
-            self.arriving.upto(self.spec.num_layers - 1 if layer is None else layer)
+    def wait_loaded(self, layer: int | None = None) -> None:
+        """Wait until a layer (default: all) and those below it are loaded. PrefixLost if a stored layer turned out bad:
+        release the sequence then."""
+        if self.loading is not None:
+            self.loading.upto(self.spec.num_layers - 1 if layer is None else layer)
 
     def commit_all(self) -> None:
         """Keep every drafted token."""
@@ -149,8 +149,8 @@ class SequenceCache:
         self.tail = self.segments.pop()
 
     def fork(self) -> SequenceCache:
-        """A second sequence over the same slots: sealed pages are shared, the open block and sidecar copied."""
-        self.arrive()
+        """A second sequence over the same slots: sealed pages are shared, the open block and observer state copied."""
+        self.wait_loaded()
         branch = SequenceCache(self.arena, self.spec, self.policy, self.config)
         try:
             branch.tail = self._freeze_tail()
@@ -161,10 +161,10 @@ class SequenceCache:
         if branch.exact is not None and self.exact is not None:
             branch.exact.copy_from(self.exact)
         branch.segments = [segment.share() for segment in self.segments]
-        branch.sidecar, branch.sentences = self.sidecar.copy(), self.sentences.copy()
+        branch.observed, branch.sentences = self.observed.copy(), self.sentences.copy()
         branch.sealed_len, branch.last_compressed_len = self.sealed_len, self.last_compressed_len
         branch.pinned = list(self.pinned)
-        branch.demoted = None if self.demoted is None else self.demoted.copy()
+        branch.offloaded = None if self.offloaded is None else self.offloaded.copy()
         return branch
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceCache:
@@ -210,8 +210,8 @@ class SequenceCache:
     def release(self) -> None:
         """Give everything back; the sequence is over. If it raises, a second call gives back what is left."""
         try:
-            if self.arriving is not None:
-                self.arriving.close()
+            if self.loading is not None:
+                self.loading.close()
         finally:
             self._release_pages()
 
@@ -221,11 +221,11 @@ class SequenceCache:
         tail, self.tail = self.tail, Segment.like(self.tail)
         tail.release()
         self._lists.clear()
-        self.shifts, self.sentences, self.demoted = Shifts(), Sentences(), self._nothing_demoted()
+        self.shifts, self.sentences, self.offloaded = Shifts(), Sentences(), self._nothing_offloaded()
         for block in (self.open, self.exact):
             if block is not None:
                 block.release()
                 block.clear()
-        self.sidecar = ObserverState([LayerObserverState() for _ in self.spec.layers])
+        self.observed = ObserverState([LayerObserverState() for _ in self.spec.layers])
         self.sealed_len = self.last_compressed_len = 0
         self.is_torn = False

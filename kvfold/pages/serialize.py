@@ -26,9 +26,9 @@ from kvfold.errors import InputError
 from kvfold.pages.extent import Codes, Extent
 from kvfold.pages.layer import LayerPages
 from kvfold.pages.layout import PageClass
+from kvfold.pages.observer_state import LayerObserverState, Moments
 from kvfold.pages.sentences import Sentences
 from kvfold.pages.sequence import SequenceCache
-from kvfold.pages.sidecar import LayerObserverState, Moments
 
 Tensors = Mapping[str, Tensor]
 
@@ -42,15 +42,15 @@ def dump(sequence: SequenceCache) -> dict[str, Tensor]:
     if sequence.sentences.ends:
         found["sentences"] = torch.tensor(sequence.sentences.ends)
     for i in range(sequence.spec.num_layers):
-        parts = {**_codes(sequence.layer_parts(i)), **_observed(sequence.sidecar.layers[i])}
+        parts = {**_codes(sequence.layer_parts(i)), **_observed(sequence.observed.layers[i])}
         for side, state in sequence.tail.layers[i].state.items():
             parts |= {f"state.{side}.{name}": tensor for name, tensor in state.items()}
         for side, block in (("k", sequence.open.k[i]), ("v", sequence.open.v[i])):
             parts[f"open.{side}"] = block[:, : sequence.open.committed]
         if sequence.exact is not None and (known := sequence.exact.committed):
             parts |= {"exact.k": sequence.exact.k[i][:, :known], "exact.v": sequence.exact.v[i][:, :known]}
-        if sequence.demoted is not None and i in sequence.demoted.layers:
-            parts |= {f"demoted.{name}": rows for name, rows in sequence.demoted.layers[i].tensors().items()}
+        if sequence.offloaded is not None and i in sequence.offloaded.layers:
+            parts |= {f"demoted.{name}": rows for name, rows in sequence.offloaded.layers[i].tensors().items()}
         found |= {f"{i}.{name}": tensor.cpu().contiguous() for name, tensor in parts.items()}
     return found
 
@@ -66,10 +66,10 @@ def restore(sequence: SequenceCache, tensors: Tensors) -> None:
     _write(sequence, layers)
     _fill_open(sequence, layers)
     _fill_exact(sequence, layers)
-    sequence.sidecar.layers = [_sidecar(_under(mine, "side.")) for mine in layers]
-    if sequence.demoted is not None:
-        for i, demoted in sequence.demoted.layers.items():
-            demoted.restore(_under(tensors, f"{i}.demoted."))
+    sequence.observed.layers = [_observer_state(_under(mine, "side.")) for mine in layers]
+    if sequence.offloaded is not None:
+        for i, offloaded in sequence.offloaded.layers.items():
+            offloaded.restore(_under(tensors, f"{i}.demoted."))
     sequence.pinned = [(start, end) for start, end in tensors["pinned"].tolist()]
     sequence.sealed_len, sequence.last_compressed_len = tensors["lens"].tolist()
     sequence.sentences = _sentences(tensors.get("sentences"))
@@ -184,7 +184,7 @@ def _observed(side: LayerObserverState) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
-def _sidecar(mine: Tensors) -> LayerObserverState:
+def _observer_state(mine: Tensors) -> LayerObserverState:
     moments = None
     if "count" in mine:
         moments = Moments(int(mine["count"]), mine["centre"], mine["sum"], mine["outer"])

@@ -51,7 +51,7 @@ class Row(NamedTuple):
 def row_of(sequence: SequenceCache, layer: int) -> Row | None:
     """None where attention needs more than floats, or copying them would take longer than a call."""
     spec, window = sequence.spec.layers[layer], sequence.spec.layers[layer].sliding_window
-    if sequence.policy.position.shifts or sequence.demoted is not None:
+    if sequence.policy.position.shifts or sequence.offloaded is not None:
         return None
     if window is not None and sequence.logical_len >= window:
         return None

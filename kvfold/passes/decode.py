@@ -49,7 +49,7 @@ class DecodePass:
         for sequence in sequences:
             if sequence.is_torn:
                 raise RuntimeError("an earlier change of this sequence stopped halfway; it can only be released")
-            sequence.arrive()
+            sequence.wait_loaded()
         seal_all([one for one, length in zip(sequences, lens, strict=True) if one.open.room < length])
         for sequence, length in zip(sequences, lens, strict=True):
             warn_if_passing(sequence, length)
@@ -145,7 +145,7 @@ class DecodePass:
 
     def _track(self, index: int, seen: _Seen, new: slice) -> None:
         sequence, tracked, layer = self.sequences[index], self._tracked[index], seen.layer
-        side, block, fill = sequence.sidecar.layers[layer], sequence.open, self._base[index] + new.start
+        side, block, fill = sequence.observed.layers[layer], sequence.open, self._base[index] + new.start
         start = sequence.sealed_len + fill
         observe_queries(sequence, layer, seen.q_QTD[:, new], start, tracked)
         if tracked.mass:

@@ -25,8 +25,8 @@ from kvfold.compress.seal import seal
 from kvfold.compress.token_pruning import PrunedTokens
 from kvfold.compress.view import NewSlots
 from kvfold.evicted.base import CalibrationTargets
+from kvfold.pages.observer_state import LayerObserverState
 from kvfold.pages.sequence import SequenceCache
-from kvfold.pages.sidecar import LayerObserverState
 from kvfold.passes.context_window import warn_if_passing
 from kvfold.passes.contiguous_prefix import can_join, room_behind
 from kvfold.score.base import Replay
@@ -173,7 +173,7 @@ class PrefillPass:
     def _buffer(self, index: int, layer: int, k_HTD: Tensor, v_HTD: Tensor, dtype: torch.dtype) -> LayerBuffer:
         found, num_tokens = self._buffers[index], self.left.num_running[index]
         if found is None:
-            self.sequences[index].arrive(layer)
+            self.sequences[index].wait_loaded(layer)
             if can_join(self.sequences[index], layer):
                 found = LayerBuffer.behind(self.sequences[index], layer, num_tokens, dtype)
             else:
@@ -218,8 +218,8 @@ class PrefillPass:
         if buffer.queries:
             new.q_QTD = torch.cat(buffer.queries, dim=1)
         for other, _ in self.followers:
-            seen = sequence.sidecar.layers[layer]
-            other.sidecar.layers[layer] = LayerObserverState(None, None, seen.last_q_QWD, seen.moments, seen.query_end)
+            seen = sequence.observed.layers[layer]
+            other.observed.layers[layer] = LayerObserverState(None, None, seen.last_q_QWD, seen.moments, seen.query_end)
         if index in self.held:
             self.held[index].look(layer, new)
         for compression in self._rounds_of(index):
@@ -286,7 +286,7 @@ def merge_new(
 def _joined_mass(sequence: SequenceCache, layer: int, buffer: LayerBuffer) -> Tensor:
     """Mass of stored slots, earlier and from this pass, then of the new ones, in row order."""
     assert buffer.stored_mass_HS is not None and buffer.new_mass_HT is not None
-    earlier = sequence.sidecar.layers[layer].mass_HS
+    earlier = sequence.observed.layers[layer].mass_HS
     old_HS = buffer.stored_mass_HS if earlier is None else buffer.stored_mass_HS + earlier
     rows = [
         torch.cat((old[:length], new))

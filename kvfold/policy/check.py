@@ -29,7 +29,7 @@ def check(policy: PolicyParts) -> None:
     _check_below(policy)
     _check_basis(policy)
     _check_reader(policy)
-    _check_propagation(policy)
+    _check_token_pruning(policy)
 
 
 def _check_arguments(variant: Any) -> None:
@@ -130,7 +130,7 @@ def _check_fit(policy: PolicyParts) -> None:
 
 
 def _check_recall(policy: PolicyParts) -> None:
-    recalling = [stage for _, stage in policy.stages() if stage.evicts and stage.evicted.demotes]
+    recalling = [stage for _, stage in policy.stages() if stage.evicts and stage.evicted.offloads]
     for stage in recalling:
         if stage.size is not None and stage.size.counts_bytes:
             raise PolicyError(
@@ -196,11 +196,11 @@ def _check_reader(policy: PolicyParts) -> None:
         )
 
 
-def _check_propagation(policy: PolicyParts) -> None:
+def _check_token_pruning(policy: PolicyParts) -> None:
     """Layers that do not run on every token see no consecutive positions, and store no slot of some tokens."""
-    if not policy.propagate.shortens:
+    if not policy.token_pruning.prunes:
         return
-    name, stage = _name(policy.propagate), policy.prefill
+    name, stage = _name(policy.token_pruning), policy.prefill
     needs = [part.needs for part in (stage.score, stage.evicted) if stage.evicts]
     if any(need.replay or need.query_stats or need.new_queries for need in needs):
         raise PolicyError(

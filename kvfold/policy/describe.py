@@ -97,7 +97,7 @@ def explain(policy: Policy) -> dict[str, str]:
         "codec": _codec(policy),
         "position": term_of(policy.position).summary,
         "attend": term_of(policy.attend).summary,
-        "layers": term_of(policy.propagate).summary,
+        "layers": term_of(policy.token_pruning).summary,
     }
 
 

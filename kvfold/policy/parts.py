@@ -26,7 +26,7 @@ class PolicyParts:
     codec: CodecPlan
     position: Position
     attend: Reader
-    propagate: TokenPruning
+    token_pruning: TokenPruning
 
     def stages(self) -> Iterator[tuple[str, Stage]]:
         """Both phases with their names."""
@@ -42,5 +42,5 @@ class PolicyParts:
     def variants(self) -> tuple[Any, ...]:
         """Every registered part of the policy, each once, also those that stand inside another."""
         staged = [part for _, stage in self.stages() for part in stage.variants]
-        outer = (*staged, self.position, *self.codec.codecs, self.attend, self.propagate)
+        outer = (*staged, self.position, *self.codec.codecs, self.attend, self.token_pruning)
         return tuple(dict.fromkeys(part for variant in outer for part in nested(variant)))

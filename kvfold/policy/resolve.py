@@ -19,7 +19,7 @@ from kvfold.policy.size import Ratio, Size
 from kvfold.policy.stage import STAGE_AXES, Stage
 from kvfold.policy.text import listing, noun, nouns
 
-_Level = dict[str, Any]  # axis (for triggers: phase; for the axis named like a phase: "propagate") -> value
+_Level = dict[str, Any]  # axis (for triggers: phase; for the axis named like a phase: "token_pruning") -> value
 
 
 def resolve(terms: Iterable[Call | Size | Phase]) -> PolicyParts:
@@ -35,7 +35,7 @@ def resolve(terms: Iterable[Call | Size | Phase]) -> PolicyParts:
         codec=outer.get("codec", CodecPlan(native, native)),
         position=outer.get("position", default("position")),
         attend=outer.get("attend", default("attend")),
-        propagate=outer.get("propagate", default("prefill")),
+        token_pruning=outer.get("token_pruning", default("prefill")),
     )
 
 
@@ -51,7 +51,7 @@ def _level(terms: Iterable[Call | Size], phase: str | None = None) -> _Level:
     texts: dict[str, str] = {}
     for term in terms:
         axis, value = _bound(term)
-        key = value.phase if axis == "when" else "propagate" if axis == "prefill" else axis
+        key = value.phase if axis == "when" else "token_pruning" if axis == "prefill" else axis
         if phase is not None:
             _refuse_in_phase(phase, axis, key, str(term))
         if key in level:

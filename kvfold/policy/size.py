@@ -1,7 +1,7 @@
 """What a size means: a target for one sequence's compressible layers, as slots per head on average.
 
-Protected slots, the open block and the sidecar are inside the target. Relative sizes (`8x`, `12.5%mem`) follow the
-committed length; absolute ones (`2048tok`, `512MB`) are bounds, which decoding has to hold too. Arithmetic is exact
+Protected slots, the open block and the observer state are inside the target. Relative sizes (`8x`, `12.5%mem`) follow
+the committed length; absolute ones (`2048tok`, `512MB`) are bounds, which decoding has to hold too. Arithmetic is exact
 (fractions): `2.3x` of 230 tokens is 100 slots, where binary division would round up to 101.
 """
 
@@ -38,7 +38,7 @@ class SizeFacts:
     num_tokens: int  # committed length at the end of the current extend
     num_heads: int  # KV heads, summed over the compressible layers
     bytes_per_slot: float  # one sealed slot of one head with positions and scales, averaged over heads
-    overhead_bytes: int  # open block, sidecar, page padding, tables
+    overhead_bytes: int  # open block, observer state, page padding, tables
     open_len: int  # slots of the open block, per head
     full_bytes: int  # what the ordinary bf16 cache of the compressible layers holds at num_tokens
 

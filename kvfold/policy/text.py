@@ -59,7 +59,7 @@ def _common(policy: PolicyParts, defaults: bool) -> list[str]:
     is_native = policy.codec.k == policy.codec.v == default("codec")
     texts.append("" if is_native and not defaults else plan_text(policy.codec, defaults))
     texts.append(_unless_default(policy.attend, "attend", defaults))
-    texts.append(_unless_default(policy.propagate, "prefill", defaults))
+    texts.append(_unless_default(policy.token_pruning, "prefill", defaults))
     return [text for text in texts if text]
 
 

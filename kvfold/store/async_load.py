@@ -52,7 +52,7 @@ def losing(set_aside: SetAside) -> Iterator[None]:
 
 
 class Arrival:
-    """Consecutive chunks for a sequence that ends where they begin, which it is to have as `arriving`; OutOfPages where
+    """Consecutive chunks for a sequence that ends where they begin, which it is to have as `loading`; OutOfPages where
     it cannot. Closes the files of the copies."""
 
     def __init__(
@@ -82,7 +82,7 @@ class Arrival:
         self._threads.shutdown(cancel_futures=True)
         for copy in self._copies:
             copy.file.close()
-        self._sequence.arriving = None
+        self._sequence.loading = None
 
     def _next_layer(self) -> None:
         index, layers = self._filling.num_filled, self._filling.layers

@@ -56,7 +56,7 @@ def bind(
 
 def kind_of(policy: Policy, spec: ModelSpec) -> Kind:
     """Sliding windows forget what a shorter prefix would need, so they are kept as they are at one length."""
-    evicts = policy.prefill.evicts or policy.decode.evicts or policy.propagate.shortens
+    evicts = policy.prefill.evicts or policy.decode.evicts or policy.token_pruning.prunes
     has_windows = len(spec.compressible_layers) < spec.num_layers
     is_lossless = all(codec.lossless for codec in policy.codec.codecs)
     return "chunks" if is_lossless and not evicts and not has_windows else "snapshots"
@@ -70,10 +70,10 @@ def check_reuse(policy: Policy, spec: ModelSpec) -> None:
             "prefix is compressed before its question is known; use a score that needs no end, such as kvzip or "
             "keydiff, or do not reuse prefixes"
         )
-    if policy.propagate.shortens:
+    if policy.token_pruning.prunes:
         raise PolicyError(
-            f'policy "{policy.short}": {term_of(policy.propagate).name} judges by the end of the prompt, and a stored '
-            "prefix is read before its question is known; use dense, or do not reuse prefixes"
+            f'policy "{policy.short}": {term_of(policy.token_pruning).name} judges by the end of the prompt, and a '
+            "stored prefix is read before its question is known; use dense, or do not reuse prefixes"
         )
     if any(layer.rope is not None and layer.rope.depends_on_length for layer in spec.layers):
         raise ModelError(

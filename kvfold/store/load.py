@@ -30,7 +30,7 @@ class Loader:
         """Have consecutive chunks on their way to a sequence that ends where they begin."""
         with losing(self._set_aside):
             readers = [self._open(copy) for copy in copies]
-        sequence.arriving = Arrival(sequence, copies, readers, self._unpack_all, self._set_aside)
+        sequence.loading = Arrival(sequence, copies, readers, self._unpack_all, self._set_aside)
         return readers
 
     def load_snapshot(self, sequence: SequenceCache, copies: Sequence[Copy]) -> list[EntryReader]:

@@ -92,7 +92,7 @@ class Reading:
         with self._or_nothing(copies):
             if self.sequence is None:
                 self.sequence = self._new()
-            self.sequence.arrive()  # those opened before
+            self.sequence.wait_loaded()  # those opened before
             readers = load(self.sequence, copies)
         for copy, reader in zip(copies, readers, strict=True):
             lease = Lease(self._at, reader.preamble.ttl_s, reader.preamble.saved_s)
@@ -102,7 +102,7 @@ class Reading:
         """Until everything is there. Raises PrefixLost."""
         if self.sequence is not None:
             with self._or_nothing():
-                self.sequence.arrive()
+                self.sequence.wait_loaded()
 
     @contextmanager
     def _or_nothing(self, copies: Sequence[Copy] = ()) -> Iterator[None]:

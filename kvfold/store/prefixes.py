@@ -164,10 +164,10 @@ class Prefixes:
                 if reading.sequence is None:
                     break
                 hit = Hit(reading.sequence, found[-1].end, reading.tier)
-                if hit.sequence.arriving is None:
+                if hit.sequence.loading is None:
                     self._used(reading, found, at)
                 else:
-                    hit.sequence.arriving.then = partial(self._used, reading, found, at)
+                    hit.sequence.loading.then = partial(self._used, reading, found, at)
                 return hit
         return self._store.known.why(keys[0] if self.has_chunks else keys[-1])
 

@@ -40,7 +40,7 @@ def add_map(mass: Mass, sequence: SequenceCache, layers: Layers) -> None:
 def held_mass(sequence: SequenceCache) -> Mass:
     """What the sequence says, for the slots it holds."""
     found: Mass = defaultdict(dict)
-    for i, side in enumerate(sequence.sidecar.layers):
+    for i, side in enumerate(sequence.observed.layers):
         for head, length in enumerate(sequence.stored_lens(i)):
             tokens = sequence.positions(i, head).tolist()
             values = side.mass_HS[head, :length].tolist() if side.mass_HS is not None else []

@@ -25,7 +25,7 @@ POLICY = "streaming(sinks=2) + 40tok + protect(sinks=2, recent=8) + recall(token
 
 def two_pages(tokens: int = 2) -> OffloadedLayer:
     found = OffloadedLayer(Recall(tokens=tokens, page=2), SPEC, torch.float32, torch.device("cpu"), turns=False)
-    found.demote(0, KEYS, 10 * KEYS, torch.tensor([4, 5, 8, 9]), [2, 2])
+    found.offload(0, KEYS, 10 * KEYS, torch.tensor([4, 5, 8, 9]), [2, 2])
     return found
 
 
@@ -56,7 +56,7 @@ def test_queries_that_choose_together_add_up_their_weights() -> None:
 def test_heads_may_have_no_pages() -> None:
     spec = LayerSpec(num_kv_heads=2, num_query_heads=2, head_dim=2, scale=1.0)
     found = OffloadedLayer(Recall(tokens=2, page=2), spec, torch.float32, torch.device("cpu"), turns=False)
-    found.demote(1, KEYS[:3], KEYS[:3], torch.arange(3), [2, 1])
+    found.offload(1, KEYS[:3], KEYS[:3], torch.arange(3), [2, 1])
     q_HGTD = torch.tensor([[1.0, 2.0], [1.0, 2.0]]).view(2, 1, 1, 2)
     assert choose_pages(found, q_HGTD, together=False)[1].tolist() == [[0]]  # bounds 3 and 1
 
@@ -74,20 +74,20 @@ def test_attention_is_that_over_the_chosen_slots(model: Model) -> None:
     sequence = make_sequence(runner, POLICY)
     try:
         runner.prefill([sequence], [prompt(97)])
-        assert sequence.demoted is not None
-        demoted = sequence.demoted.layers[1]
+        assert sequence.offloaded is not None
+        offloaded = sequence.offloaded.layers[1]
         q_HGTD = torch.randn(2, 2, 3, 16, generator=torch.Generator().manual_seed(0))
         for together in (True, False):
             out, lse = recalled_of(sequence, 1, q_HGTD, together=together)
-            index_HXW = choose_pages(demoted, q_HGTD, together=together)
+            index_HXW = choose_pages(offloaded, q_HGTD, together=together)
             for head in range(2):
                 for t in range(3):
                     pages_W = index_HXW[head, 0 if together else t].tolist()
-                    first, used = (demoted.pages.tensors[name][head] for name in ("first", "used"))
+                    first, used = (offloaded.pages.tensors[name][head] for name in ("first", "used"))
                     slots = torch.cat([first[page] + torch.arange(int(used[page])) for page in pages_W])
-                    k_SD, v_SD = (demoted.slots.tensors[name][head, slots] for name in ("k", "v"))
+                    k_SD, v_SD = (offloaded.slots.tensors[name][head, slots] for name in ("k", "v"))
                     q = q_HGTD[head : head + 1, :, t : t + 1]
-                    wanted = attend_reference(q, k_SD[None], v_SD[None], demoted.spec.scale)
+                    wanted = attend_reference(q, k_SD[None], v_SD[None], offloaded.spec.scale)
                     torch.testing.assert_close(out[head, :, t], wanted[0][0, :, 0])
                     torch.testing.assert_close(lse[head, :, t], wanted[1][0, :, 0])
     finally:
@@ -101,8 +101,8 @@ def test_slot_puts_a_page_before_what_is_stored(model: Model) -> None:
     try:
         for sequence in (kept, moved):
             runner.prefill([sequence], [prompt(100)])
-        assert kept.demoted is not None and moved.demoted is not None
-        true, closed = kept.demoted.layers[0], moved.demoted.layers[0]
+        assert kept.offloaded is not None and moved.offloaded is not None
+        true, closed = kept.offloaded.layers[0], moved.offloaded.layers[0]
         rope, count = true.spec.rope, true.slots.lens[0]
         assert rope is not None and moved.stored_lens(0)[0] == 32
         position_N, place_N = true.positions(0), torch.arange(count) % 4

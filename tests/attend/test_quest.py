@@ -268,10 +268,10 @@ def test_mass_is_given_to_slots_that_were_read() -> None:
     layers = random_layers(SPEC, 120)
     sequence = new_sequence("h2o + 90tok + protect(sinks=1, recent=2) + never + quest(tokens=8, skip_layers=0)", SPEC)
     prefill(sequence, part(layers, 0, 100))
-    before = [side.mass_HS.clone() for side in sequence.sidecar.layers if side.mass_HS is not None]
+    before = [side.mass_HS.clone() for side in sequence.observed.layers if side.mass_HS is not None]
     chosen = [best_pages(sequence, 1, head, layers[1][0][2 * head : 2 * head + 2, 100], 2) for head in range(3)]
     decode(sequence, layers, 100)
-    side = sequence.sidecar.layers[1]
+    side = sequence.observed.layers[1]
     assert side.mass_HS is not None and side.open_mass_HR is not None
     gained_HS = side.mass_HS - before[1]
     for head in range(3):

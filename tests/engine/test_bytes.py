@@ -71,7 +71,7 @@ def test_resident_bytes_are_what_the_arena_lent(roomy: Model) -> None:
     with Session(roomy, "full + int4", template=None) as session:
         session.extend(prompt(150)).generate(max_new_tokens=40)
         cache = session.cache
-        outside = cache.sidecar.num_bytes + sum(
+        outside = cache.observed.num_bytes + sum(
             segment.table_bytes + segment.state_bytes for segment in (*cache.segments, cache.tail)
         )
         assert session.stats().resident_bytes == roomy.arena.lent_bytes + outside

@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from kvfold.compress import view as views
 from kvfold.compress.view import NewSlots
 from kvfold.models.loader import Model
-from kvfold.pages.sidecar import LayerObserverState
+from kvfold.pages.observer_state import LayerObserverState
 from kvfold.score.base import Needs, View
 from kvfold.session import Session
 from tests.engine.runs import make_runner, make_sequence
@@ -154,7 +154,7 @@ def test_moments_are_of_the_same_queries(model: Model) -> None:
             for token in prompt(20, seed=4):
                 session.runner.decode([session.cache], [token])
             session.extend(prompt(30, seed=3), compress=False)
-            moments = session.cache.sidecar.layers[0].moments
+            moments = session.cache.observed.layers[0].moments
             assert moments is not None
             found.append((moments.count, moments.sum_QD))
     assert found[0][0] == found[1][0] == 30

@@ -80,7 +80,7 @@ def test_prefill_many_is_single_prefills(model: Model) -> None:
         single = torch.cat([runner.prefill([sequence], [ids]) for sequence in alone])
         torch.testing.assert_close(logits, single, atol=1e-4, rtol=1e-4)
         assert [kept(sequence) for sequence in together] == [kept(sequence) for sequence in alone]
-        assert [s.sidecar.num_bytes for s in together] == [s.sidecar.num_bytes for s in alone]
+        assert [s.observed.num_bytes for s in together] == [s.observed.num_bytes for s in alone]
         assert _continue(model, runner, together, logits) == _continue(model, runner, alone, single)
     finally:
         for sequence in (*together, *alone):
@@ -146,7 +146,7 @@ def test_prefill_many_followers_decode_apart(model: Model) -> None:
 
 def _num_queries(sequence: SequenceCache) -> list[int]:
     """Queries whose moments were added up, by layer."""
-    return [side.moments.count for side in sequence.sidecar.layers if side.moments is not None]
+    return [side.moments.count for side in sequence.observed.layers if side.moments is not None]
 
 
 def _continue(

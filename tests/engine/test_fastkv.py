@@ -21,7 +21,7 @@ from kvfold.passes.prefill import PrefillPass
 from kvfold.policy import Policy
 from kvfold.score.base import Needs
 from kvfold.store.binding import check_reuse, kind_of
-from kvfold.token_pruning import FastKV, of_new
+from kvfold.token_pruning import FastKV, at_new_tokens
 from tests.engine.runs import Shared, kept, make_runner, make_sequence, prefill_and_generate
 from tests.score.views import make_view
 from tests.tiny import build, prompt
@@ -76,7 +76,7 @@ def test_votes_are_of_the_new_tokens_alone() -> None:
     """Rows that stored more or less of an earlier prompt: the new slots are the last of each row."""
     view = make_view((9,), (7, 5), Needs())
     value_RS = torch.arange(14).view(2, 7)
-    assert of_new(value_RS, view, 3).tolist() == [[4, 5, 6], [9, 10, 11]]
+    assert at_new_tokens(value_RS, view, 3).tolist() == [[4, 5, 6], [9, 10, 11]]
 
 
 def expected_logits(model: Model, tokens: list[int], going: list[int], layer: int) -> Tensor:
@@ -191,7 +191,7 @@ def test_read_in_one_pass_with_others_it_stays_itself(shared: Shared, monkeypatc
 
 @pytest.mark.parametrize(("num_layers", "layer"), [(32, 15), (36, 17), (40, 19)])
 def test_the_default_layer_is_the_published_one(num_layers: int, layer: int) -> None:
-    assert FastKV().last_whole(num_layers) == layer
+    assert FastKV().last_full_layer(num_layers) == layer
 
 
 @pytest.mark.parametrize(

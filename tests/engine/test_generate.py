@@ -48,7 +48,7 @@ def test_stop_text_was_never_generated(model: Model, policy: str, length: int) -
 
 
 def observed(sequence: SequenceCache) -> list[torch.Tensor]:
-    return [tensor for layer in sequence.sidecar.layers for tensor in layer.tensors()]
+    return [tensor for layer in sequence.observed.layers for tensor in layer.tensors()]
 
 
 def test_what_only_began_a_stop_string_stays(model: Model) -> None:
@@ -215,7 +215,7 @@ def test_a_slot_does_not_inherit_the_mass_of_a_draft(model: Model) -> None:
     sequences[0].open.rollback()
     for sequence in sequences:
         runner.decode([sequence], [3])
-    for first, second in zip(*(sequence.sidecar.layers for sequence in sequences), strict=True):
+    for first, second in zip(*(sequence.observed.layers for sequence in sequences), strict=True):
         assert first.open_mass_HR is not None and second.open_mass_HR is not None
         assert torch.equal(first.open_mass_HR, second.open_mass_HR)
     for sequence in sequences:

@@ -304,7 +304,7 @@ def test_an_interrupted_replay_changes_nothing(model: Model, monkeypatch: pytest
     runner = make_runner(model)
     sequence = make_sequence(runner, "prefill(kvzip + 60tok) + decode(tova + 60tok)")
     runner.prefill([sequence], [prompt(100)])
-    lent, noted, call = model.arena.lent_bytes, sequence.sidecar.num_bytes, Runner._call
+    lent, noted, call = model.arena.lent_bytes, sequence.observed.num_bytes, Runner._call
 
     def interrupted(self: Runner, *args: Any, hidden: bool = False) -> Any:
         if hidden:
@@ -314,7 +314,7 @@ def test_an_interrupted_replay_changes_nothing(model: Model, monkeypatch: pytest
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Runner, "_call", interrupted)
         runner.prefill([sequence], [prompt(LENGTH)])
-    assert (model.arena.lent_bytes, sequence.sealed_len, sequence.sidecar.num_bytes) == (lent, 100, noted)
+    assert (model.arena.lent_bytes, sequence.sealed_len, sequence.observed.num_bytes) == (lent, 100, noted)
     runner.prefill([sequence], [prompt(LENGTH)])
     assert sequence.sealed_len == 100 + LENGTH
     sequence.release()

@@ -12,7 +12,7 @@ from kvfold.attend.paged import merge_paged
 from kvfold.compress import view as views
 from kvfold.compress.view import NewSlots
 from kvfold.models.loader import Model
-from kvfold.pages.sidecar import LayerObserverState
+from kvfold.pages.observer_state import LayerObserverState
 from kvfold.score.base import Needs, View
 from kvfold.session import Session
 from tests.tiny import prompt

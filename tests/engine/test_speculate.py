@@ -57,7 +57,7 @@ def assert_same_state(one: Session, other: Session) -> None:
 
 
 def observed(session: Session) -> list[Tensor]:
-    return [tensor for layer in session.cache.sidecar.layers for tensor in layer.tensors()]
+    return [tensor for layer in session.cache.observed.layers for tensor in layer.tensors()]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

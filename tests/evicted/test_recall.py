@@ -41,10 +41,10 @@ def logits_of(model: Model, policy: str, *, num_new: int = 10) -> Tensor:
 
 def assert_nothing_is_lost(sequence: SequenceCache) -> None:
     """Every token stands in every head once, on the device or on the host."""
-    assert sequence.demoted is not None
-    for layer, demoted in sequence.demoted.layers.items():
+    assert sequence.offloaded is not None
+    for layer, offloaded in sequence.offloaded.layers.items():
         for head in range(sequence.spec.layers[layer].num_kv_heads):
-            here, there = sequence.positions(layer, head).tolist(), demoted.positions(head).tolist()
+            here, there = sequence.positions(layer, head).tolist(), offloaded.positions(head).tolist()
             assert sorted(here + there) == list(range(sequence.logical_len))
 
 
@@ -162,9 +162,9 @@ def test_forks_and_files_go_on_alike(model: Model, tmp_path: Path, more: str) ->
 def test_a_file_whose_pages_do_not_fit_is_refused(model: Model, tmp_path: Path) -> None:
     with Session(model, STREAM, template=None, page_size=4, open_len=8) as session:
         session.extend(prompt(130))
-        assert session.cache.demoted is not None
+        assert session.cache.offloaded is not None
         with torch.inference_mode():
-            session.cache.demoted.layers[0].pages.tensors["used"][:, 0] -= 1
+            session.cache.offloaded.layers[0].pages.tensors["used"][:, 0] -= 1
         session.save(tmp_path / "s")
         with pytest.raises(FileError, match="does not fit its own header"):
             Session.load(model, tmp_path / "s")
@@ -209,15 +209,15 @@ def test_bytes_are_told_apart(model: Model) -> None:
     with dropped, Session(model, STREAM, template=None, page_size=4, open_len=8) as session:
         for each in (dropped, session):
             each.extend(prompt(200))
-        demoted = session.cache.demoted
-        assert demoted is not None
-        held = sum(layer.pages.num_bytes for layer in demoted.layers.values())
+        offloaded = session.cache.offloaded
+        assert offloaded is not None
+        held = sum(layer.pages.num_bytes for layer in offloaded.layers.values())
         spec = model.spec.layers[0]
         staging = spec.num_kv_heads * 12 * 2 * spec.head_dim * model.spec.kv_dtype.itemsize
         stats, without = session.stats(), dropped.stats()
         assert stats.resident_bytes == without.resident_bytes + held + staging
         assert stats.bytes_per_step == without.bytes_per_step + held + model.spec.num_layers * staging
-        assert stats.host_bytes >= sum(sum(layer.slots.lens) for layer in demoted.layers.values()) * 2 * spec.head_dim
+        assert stats.host_bytes >= sum(sum(layer.slots.lens) for layer in offloaded.layers.values()) * 2 * spec.head_dim
         assert without.host_bytes == 0
 
 
@@ -243,11 +243,11 @@ def test_one_phase_may_recall_alone(model: Model) -> None:
     try:
         runner.prefill([sequence], [prompt(120)])
         assert_nothing_is_lost(sequence)
-        on_host = sequence.demoted.layers[0].slots.lens if sequence.demoted else []
+        on_host = sequence.offloaded.layers[0].slots.lens if sequence.offloaded else []
         for token in prompt(24, seed=3):
             runner.decode([sequence], [token])
-        assert sequence.demoted is not None
-        assert sequence.demoted.layers[0].slots.lens == on_host
+        assert sequence.offloaded is not None
+        assert sequence.offloaded.layers[0].slots.lens == on_host
     finally:
         sequence.release()
 

@@ -259,11 +259,12 @@ def test_compressed_cache_equals_a_session(llama: Any) -> None:
     tokens = generated(llama, inputs, past)[0, 90:].tolist()
     with kvfold.Session(kvfold.wrap(llama, tokenizer()), policy, template=None, **PAGES) as session:
         assert session.extend(ids).generate(max_new_tokens=NUM_NEW - 1).token_ids == tokens[:-1]
-        assert session.cache.sidecar.num_bytes == past.sequences[0].sidecar.num_bytes
+        assert session.cache.observed.num_bytes == past.sequences[0].observed.num_bytes
         for layer in range(3):
             for head in range(2):
-                assert session.cache.positions(layer, head).tolist() == (
-                    past.sequences[0].positions(layer, head).tolist()[:-1]
+                assert (
+                    session.cache.positions(layer, head).tolist()
+                    == (past.sequences[0].positions(layer, head).tolist()[:-1])
                 )
     past.reset()
 

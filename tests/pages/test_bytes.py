@@ -60,7 +60,7 @@ def test_resident_bytes_are_all_there_is() -> None:
     extents = sum(len(head) for layer in sequence.tail.layers for head in layer.extents)
     mass = sum(4 * 4 * (max(sequence.stored_lens(i)) + 4) for i in range(2))  # fp32: stored slots and open block
     means = 2 * 4 * 64 * 4  # int8 keys: a mean of 64 floats for each head of each layer
-    assert sequence.sidecar.num_bytes == mass
+    assert sequence.observed.num_bytes == mass
     assert sequence.resident_bytes == sequence.arena.lent_bytes + 24 * extents + means + mass
 
 

@@ -173,7 +173,7 @@ def test_a_batch_is_read_as_a_whole_or_not_at_all(policy: str, kind: str, num_bl
     if kind == "branches":
         batch += [sequence.fork() for sequence in batch]
     followers = [batch.pop()] if kind == "followers" else []
-    observed = [sequence.sidecar.copy() for sequence in (*batch, *followers)]
+    observed = [sequence.observed.copy() for sequence in (*batch, *followers)]
     before = [snapshot(sequence) for sequence in (*batch, *followers)]
     with only_free(arena, num_blocks):
         for known in before:
@@ -182,8 +182,8 @@ def test_a_batch_is_read_as_a_whole_or_not_at_all(policy: str, kind: str, num_bl
             read_together(batch, followers)
         except OutOfPages:
             assert all(same(snapshot(s), known) for s, known in zip((*batch, *followers), before, strict=True))
-    for sequence, sidecar in zip((*batch, *followers), observed, strict=True):
-        sequence.sidecar = sidecar  # what scorers saw is put back by those who call the model
+    for sequence, state in zip((*batch, *followers), observed, strict=True):
+        sequence.observed = state  # what scorers saw is put back by those who call the model
     if batch[0].sealed_len == before[0]["lengths"][0]:
         read_together(batch, followers)
     assert len({sequence.sealed_len for sequence in (*batch, *followers)}) == 1

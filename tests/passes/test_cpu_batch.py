@@ -45,7 +45,7 @@ def test_packed_rows_are_read_as_alone(kv_dtype: torch.dtype) -> None:
         for sequence in batch:
             sequence.open.commit(1)
     for one, other in zip(alone, batch, strict=True):
-        for side, mine_too in zip(one.sidecar.layers, other.sidecar.layers, strict=True):
+        for side, mine_too in zip(one.observed.layers, other.observed.layers, strict=True):
             torch.testing.assert_close(side.mass_HS, mine_too.mass_HS, atol=1e-5, rtol=1e-4)
 
 

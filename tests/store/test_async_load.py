@@ -60,10 +60,10 @@ def test_layers_come_when_they_are_asked_for(model: Model, store: PrefixStore) -
     prefixes = written(store, model)
     hit = prefixes.lookup(TOKENS, markers=[MARKER], wait=False)
     assert (hit.matched_tokens, hit.sequence.committed_len, there(hit.sequence)) == (MARKER, MARKER, [0, 0, 0])
-    hit.sequence.arrive(1)
+    hit.sequence.wait_loaded(1)
     assert there(hit.sequence) == [MARKER, MARKER, 0] and "hit.host" not in store.counters()
     assert torch.equal(finish(model, hit, TOKENS), cold_logits(model, TOKENS, [MARKER]))
-    assert store.counters()["hit.host"] == 1 and hit.sequence.arriving is None and not is_reading()
+    assert store.counters()["hit.host"] == 1 and hit.sequence.loading is None and not is_reading()
     hit.sequence.release()
 
 
@@ -95,7 +95,7 @@ def test_who_leaves_while_layers_are_on_their_way_leaves_nothing(model: Model, s
     for layer in (None, 0, 1):
         hit = prefixes.lookup(TOKENS, markers=[MARKER], wait=False)
         if layer is not None:
-            hit.sequence.arrive(layer)
+            hit.sequence.wait_loaded(layer)
         hit.sequence.release()
         assert model.arena.lent_bytes == 0 and not is_reading()
     assert not {"hit.host", "quarantined.host.corrupt"} & set(store.counters())

@@ -1,8 +1,8 @@
-"""What scorers observe while steps are captured: attention mass and the last queries of every lane, on the device.
+"""Observer state of captured decode steps: attention mass and the last queries of every lane, on the device.
 
-A graph holds addresses, so observations of a lane lie where the graph writes, and the sidecar of the sequence there has
-views of them: whoever reads, copies or saves a sidecar finds it up to date, and nothing is ever fetched. Others
-replace the tensors of a sidecar (a seal, a plain pass, an undo); then the lane takes the new ones in.
+A CUDA graph holds addresses, so it writes the observations of a lane to fixed tensors, and the sequence's observer
+state has views of them: it is up to date without a copy. A seal, an eager pass or a rollback replaces the tensors of an
+observer state; the next captured step then copies the new ones to the lane's place.
 
     L layers   B lanes   H KV heads   Q query heads   S slots of a row   R open block   W window   D head dim
 """
@@ -18,8 +18,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from kvfold.pages.observer_state import LayerObserverState
 from kvfold.pages.sequence import SequenceCache
-from kvfold.pages.sidecar import LayerObserverState
 from kvfold.passes.captured.block_tables import Layout
 from kvfold.passes.captured.open_block_tasks import OpenTasks
 
@@ -71,11 +71,11 @@ class BatchObservers:
         return True
 
     def _has(self, lane: int, sequence: SequenceCache) -> bool:
-        """Whether the sequence's sidecar is made of this lane's tensors."""
+        """Whether the sequence's observer state is made of this lane's tensors."""
         held = self._held[lane]
         if held is None or held.sequence() is not sequence:
             return False
-        sides = zip(held.places, sequence.sidecar.layers, strict=True)
+        sides = zip(held.places, sequence.observed.layers, strict=True)
         return all(all(map(is_, place.tensors(), _observed(side))) for place, side in sides)
 
     def _leave(self, lane: int) -> None:
@@ -83,14 +83,14 @@ class BatchObservers:
         held = self._held[lane]
         sequence = held.sequence() if held is not None else None
         if sequence is not None and self._has(lane, sequence):
-            sequence.sidecar = sequence.sidecar.copy()
+            sequence.observed = sequence.observed.copy()
         self._held[lane] = None
 
     def _take(self, lane: int, sequence: SequenceCache) -> None:
         places = [self._place(lane, layer, sequence) for layer in range(self.layout.spec.num_layers)]
         to: list[Tensor] = []
         of: list[Tensor] = []
-        for place, side in zip(places, sequence.sidecar.layers, strict=True):
+        for place, side in zip(places, sequence.observed.layers, strict=True):
             for mine, theirs in zip(place.tensors(), _observed(side), strict=True):
                 if mine is not None and theirs is None:
                     mine.zero_()
@@ -100,7 +100,7 @@ class BatchObservers:
             side.mass_HS, side.open_mass_HR, side.last_q_QWD = place.tensors()
         if to:
             torch._foreach_copy_(to, of)
-        sequence.sidecar.is_live = True
+        sequence.observed.is_live = True
         self._held[lane] = _Held(ref(sequence), places)
 
     def _place(self, lane: int, layer: int, sequence: SequenceCache) -> _Place:
@@ -117,7 +117,7 @@ def has_queries(sequence: SequenceCache, window: int) -> bool:
     """Whether the queries just before the next token are known, as many as the window holds; layers see the same."""
     if not window:
         return True
-    side = sequence.sidecar.layers[0]
+    side = sequence.observed.layers[0]
     is_whole = side.last_q_QWD is not None and side.last_q_QWD.shape[1] >= window
     return is_whole and side.query_end == sequence.logical_len
 

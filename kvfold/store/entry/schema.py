@@ -81,7 +81,7 @@ def _layer_forms(sequence: SequenceCache, layer: int, stored_len: int) -> dict[s
     if sequence.exact is not None:
         exact = Form((sequence.spec.kv_dtype,), (heads, None, dim))
         forms |= {"exact.k": exact, "exact.v": exact}
-    if sequence.demoted is not None and layer in sequence.demoted.layers:
+    if sequence.offloaded is not None and layer in sequence.offloaded.layers:
         slots, counts = Form((sequence.spec.kv_dtype,), (heads, None, dim)), Form((torch.int32,), (heads, None))
         forms |= {"demoted.k": slots, "demoted.v": slots, "demoted.position": counts, "demoted.used": counts}
     forms |= {item.name: Form((item.dtype,), (None, item.width)) for item in pages.fields}

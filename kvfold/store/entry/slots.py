@@ -23,7 +23,7 @@ from kvfold.store.entry.format import Fields
 
 def read_slots(sequence: SequenceCache, layer: int, start: int, end: int) -> Fields:
     """Fields [H, N, W] of the tokens start … end, where the sequence has them."""
-    sequence.arrive(layer)
+    sequence.wait_loaded(layer)
     parts = sequence.layer_parts(layer)
     found: list[dict[str, Tensor]] = []
     first = 0

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from kvfold.attend.kernels.moments import can_sum, summed
 from kvfold.compress.observe import before_rope
 from kvfold.core import LayerSpec, Rope
-from kvfold.pages.sidecar import Moments
+from kvfold.pages.observer_state import Moments
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -68,7 +68,7 @@ def test_lanes_are_left_taken_by_others_and_taken_again(runner: Runner, captured
         ids = [3 * number + i for i in batch]
         runner.decode([plain[i] for i in batch], ids)
         captured.decode([fast[i] for i in batch], ids)
-        assert all(fast[i].sidecar.is_live for i in batch)
+        assert all(fast[i].observed.is_live for i in batch)
         check(plain, fast)
 
 
@@ -147,5 +147,5 @@ def test_a_stop_string_takes_observations_back(model: Model, runner: Runner, cap
         request = Request(sequence, logits, 12, stop=(stop,))
         list(generate(which, [request], model.tokenizer))
         assert request.reason == "stop" and sequence.open.fill == sequence.open.committed
-    assert fast.sidecar.layers[0].tensors()
+    assert fast.observed.layers[0].tensors()
     check([plain], [fast])

@@ -92,7 +92,7 @@ def same_block(mine: SequenceCache, theirs: SequenceCache) -> None:
 
 def same_observations(mine: SequenceCache, theirs: SequenceCache) -> None:
     fill = theirs.open.fill
-    for a, b in zip(mine.sidecar.layers, theirs.sidecar.layers, strict=True):
+    for a, b in zip(mine.observed.layers, theirs.observed.layers, strict=True):
         open_mass = tuple(None if side.open_mass_HR is None else side.open_mass_HR[:, :fill] for side in (a, b))
         for found, want in ((a.mass_HS, b.mass_HS), open_mass, (a.last_q_QWD, b.last_q_QWD)):
             same(found, want)

@@ -1,4 +1,4 @@
-"""Shelves: rows behind rows, heads of their own lengths, copies that share until they differ."""
+"""Growing rows: rows behind rows, heads of their own lengths, copies that share until they differ."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from kvfold.pages.host_offload import GrowingRows
 
 
-def shelf() -> GrowingRows:
+def growing_rows() -> GrowingRows:
     return GrowingRows({"x": torch.empty(2, 0, dtype=torch.int32), "y": torch.empty(2, 0, 3)})
 
 
@@ -23,7 +23,7 @@ def rows(found: GrowingRows) -> list[list[int]]:
 
 
 def test_rows_are_appended_head_by_head() -> None:
-    found = shelf()
+    found = growing_rows()
     put(found, 0, 1, 2, 3)
     put(found, 1, 9)
     put(found, 0, 4)
@@ -32,14 +32,14 @@ def test_rows_are_appended_head_by_head() -> None:
 
 
 def test_what_nobody_wrote_is_0() -> None:
-    found = shelf()
+    found = growing_rows()
     put(found, 0, 1, 2, 3)
     assert found.tensors["x"][1].tolist() == [0] * found.capacity
 
 
 def test_copies_share_until_they_differ() -> None:
     """There is room for two more: the copy takes it, so the first has to move when it writes there itself."""
-    first = shelf()
+    first = growing_rows()
     put(first, 0, *range(8))
     copy = first.copy()
     assert copy.tensors["x"].data_ptr() == first.tensors["x"].data_ptr()
@@ -53,7 +53,7 @@ def test_copies_share_until_they_differ() -> None:
 
 
 def test_a_copy_of_a_copy_keeps_its_length() -> None:
-    first = shelf()
+    first = growing_rows()
     put(first, 1, 1, 2, 3, 4)
     short = first.copy()
     put(first, 1, 5)
