@@ -121,8 +121,8 @@ def _take_over(sequence: SequenceCache, source: SequenceCache) -> None:
                 extent.length = full.length
         mine.state = {side: {n: t.clone() for n, t in state.items()} for side, state in theirs.state.items()}
     sequence.tail.changes.rise()
-    if sequence.exact is not None and source.exact is not None:
-        sequence.exact.copy_from(source.exact)
+    if sequence.fp_sinks is not None and source.fp_sinks is not None:
+        sequence.fp_sinks.copy_from(source.fp_sinks)
     sequence.sealed_len = source.sealed_len
 
 

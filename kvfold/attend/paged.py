@@ -24,7 +24,7 @@ from kvfold.attend.offloaded import merge_offloaded
 from kvfold.attend.topk import TopkSlots, choose
 from kvfold.core import Rope
 from kvfold.pages.extent import Run
-from kvfold.pages.fp_sinks import num_exact
+from kvfold.pages.fp_sinks import layer_fp_sinks
 from kvfold.pages.layer import LayerPages
 from kvfold.pages.read import decode_run, in_basis, restored_run
 from kvfold.pages.sequence import SequenceCache
@@ -85,8 +85,8 @@ def read_parts(
     if not whole and sequence.tail.layers[layer].page_class.reader.chooses:
         chosen = choose(sequence, layer, q_HGTD)
         if chosen is not None:
-            if num_exact(sequence, layer):
-                yield _exact(sequence, layer, q_HGTD)
+            if layer_fp_sinks(sequence, layer):
+                yield _fp_sinks(sequence, layer, q_HGTD)
             yield chosen
             return
     yield from stretches(sequence, layer, q_HGTD, start, whole=whole)
@@ -99,9 +99,9 @@ def stretches(
     need no decoding, in as few pieces as storage allows without a copy."""
     spec = sequence.spec.layers[layer]
     first = [0] * spec.num_kv_heads
-    skip = num_exact(sequence, layer)
+    skip = layer_fp_sinks(sequence, layer)
     if skip:
-        yield _exact(sequence, layer, q_HGTD)
+        yield _fp_sinks(sequence, layer, q_HGTD)
     can_join = spec.sliding_window is None and not sequence.policy.position.shifts
     if can_join and (whole or not sequence.page_class(layer).is_plain):
         yield from _by_row(sequence.layer_parts(layer), q_HGTD, skip)
@@ -118,10 +118,10 @@ def stretches(
         first = [n + length for n, length in zip(first, pages.lens, strict=True)]
 
 
-def _exact(sequence: SequenceCache, layer: int, q_HGTD: Tensor) -> Stretch:
+def _fp_sinks(sequence: SequenceCache, layer: int, q_HGTD: Tensor) -> Stretch:
     """The first slots as they came; their codes are skipped."""
-    assert sequence.exact is not None
-    k_HSD, v_HSD = (side[layer].to(q_HGTD.dtype) for side in (sequence.exact.k, sequence.exact.v))
+    assert sequence.fp_sinks is not None
+    k_HSD, v_HSD = (side[layer].to(q_HGTD.dtype) for side in (sequence.fp_sinks.k, sequence.fp_sinks.v))
     return Stretch(slice(0, len(k_HSD)), [0] * len(k_HSD), q_HGTD, k_HSD, v_HSD)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvfold.attend.lse_merge import attend
-from kvfold.pages.fp_sinks import num_exact
+from kvfold.pages.fp_sinks import layer_fp_sinks
 from kvfold.pages.page_gather import PageList
 from kvfold.pages.read import in_basis
 from kvfold.pages.sequence import SequenceCache
@@ -67,13 +67,13 @@ def choose(sequence: SequenceCache, layer: int, q_HGTD: Tensor) -> TopkSlots | N
     scale = sequence.spec.layers[layer].scale
     view = PageView(q, offset, scale, pages, pages.used_HU(unit), num_units, page_class.page_size)
     index_HTW = page_class.reader.select(view)
-    return _gathered(pages, unit, q, offset, index_HTW.sort(-1).values, num_exact(sequence, layer))
+    return _gathered(pages, unit, q, offset, index_HTW.sort(-1).values, layer_fp_sinks(sequence, layer))
 
 
 def _gathered(
-    pages: PageList, unit: int, q_HGTD: Tensor, offset_HGT: Tensor | None, index_HTW: Tensor, num_exact: int
+    pages: PageList, unit: int, q_HGTD: Tensor, offset_HGT: Tensor | None, index_HTW: Tensor, num_fp_sinks: int
 ) -> TopkSlots:
-    """The first `num_exact` slots are read elsewhere, as they came."""
+    """The first `num_fp_sinks` slots are read elsewhere, in full precision."""
     page_class, rows = pages.page_class, index_HTW.shape[0] * index_HTW.shape[1]
     index_HN = index_HTW.flatten(1)
     codes = pages.codes(pages.number_HU(unit).gather(1, index_HN).flatten(), unit)
@@ -90,7 +90,7 @@ def _gathered(
         _unused_cleared(k_ND, valid_HNP).view(rows, -1, k_ND.shape[-1]),
         _unused_cleared(v_ND, valid_HNP).view(rows, -1, v_ND.shape[-1]),
         offset_HGT,
-        (valid_HNP & (slot_HNP >= num_exact)).view(rows, -1),
+        (valid_HNP & (slot_HNP >= num_fp_sinks)).view(rows, -1),
         slot_HNP.view(rows, -1),
     )
 

@@ -60,7 +60,7 @@ class Codec(ABC):
     needs_basis: ClassVar[bool] = False  # encode and decode see latents (codec/basis.py), which pages make of slots
     lossless: ClassVar[bool] = False
     as_floats: ClassVar[bool] = False  # a slot is one row of floats, field "x", in the model's own basis
-    exact: ClassVar[int] = 0  # first slots of a sequence that should also be kept as they came (pages/fp_sinks.py)
+    fp_sinks: ClassVar[int] = 0  # first slots of a sequence also kept in full precision (pages/fp_sinks.py)
 
     @property
     def codecs(self) -> tuple[Codec, ...]:

@@ -90,7 +90,7 @@ class Int4(IntegerCodec):
     """4-bit codes, two per byte, one scale and zero per slot; keys minus their mean and rotated; sinks exact."""
 
     bits: ClassVar[int] = 4
-    exact: ClassVar[int] = 4
+    fp_sinks: ClassVar[int] = 4
 
 
 @register(
@@ -109,5 +109,5 @@ class Int2(IntegerCodec):
     """
 
     bits: ClassVar[int] = 2
-    exact: ClassVar[int] = 4
+    fp_sinks: ClassVar[int] = 4
     clip: ClassVar[float] = 0.8

@@ -22,7 +22,7 @@ from kvfold.errors import PolicyError
 from kvfold.pages.async_copy import upload
 from kvfold.pages.change import LayerChange
 from kvfold.pages.decode import latest_below
-from kvfold.pages.fp_sinks import keep_exact
+from kvfold.pages.fp_sinks import copy_fp_sinks
 from kvfold.pages.kernels.compact_write import can_write, write_new
 from kvfold.pages.layer import LayerPages
 from kvfold.pages.segment import Segment
@@ -49,7 +49,7 @@ class PageRewrite:
         """Move what survives, then encode what is new: num_tokens tokens are sealed."""
         self.sequence.is_torn = True
         self._survivors.settle()
-        keep_exact(self.sequence, self.changes)
+        copy_fp_sinks(self.sequence, self.changes)
         tail = self.sequence.tail
         _write_new(tail, _bent(tail.layers, self.changes))
         for layer, change in zip(tail.layers, self.changes, strict=True):

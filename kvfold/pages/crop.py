@@ -32,8 +32,8 @@ def _crop_sealed(sequence: SequenceCache, length: int) -> None:
     changes = [_change(sequence, layer, length) for layer in range(sequence.spec.num_layers)]
     rewrite(sequence, changes, length - sequence.sealed_len)
     sequence.last_compressed_len = min(sequence.last_compressed_len, length)
-    if sequence.exact is not None:
-        sequence.exact.fill = sequence.exact.committed = min(sequence.exact.fill, length)
+    if sequence.fp_sinks is not None:
+        sequence.fp_sinks.fill = sequence.fp_sinks.committed = min(sequence.fp_sinks.fill, length)
     for side, change in zip(sequence.observed.layers, changes, strict=True):
         side.last_q_QWD = None  # the last of them are queries of tokens that are gone
         if side.mass_HS is not None and change.keep is not None:

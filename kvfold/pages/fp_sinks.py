@@ -1,10 +1,10 @@
-"""The first slots of a sequence as they came, beside their codes: attention rests on them, and few bits blur them.
+"""Full-precision copies of the attention sinks (first 4 tokens), read instead of their int4/int2 codes.
 
-A sink's key differs from the mean key more than others do, so its grid is coarse, and every error of it moves the mass
-of nearly every query: with the first four slots exact, int4 and int2 lose a third as much (dev/LOG.md). The slots stay
-in pages too, for whoever moves, scores or saves slots; attention reads the copy in their place.
+A sink's key differs from the mean key more than others do, so its quantisation step is large, and its error moves the
+attention mass of nearly every query: with the first 4 slots in full precision, int4 and int2 lose a third as much
+(dev/LOG.md). The pages hold their codes too, for eviction, scoring and saving; attention reads the copy.
 
-    H KV heads   n exact slots   D head dim
+    H KV heads   n sinks   D head dim
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from kvfold.pages.page_config import codec_fp_sinks
 from kvfold.pages.sequence import SequenceCache
 
 
-def num_exact(sequence: SequenceCache, layer: int) -> int:
-    """Slots of each head of a layer that are read exact."""
+def layer_fp_sinks(sequence: SequenceCache, layer: int) -> int:
+    """Sinks of each head of a layer that are read in full precision."""
     wants = sequence.spec.layers[layer].compressible and codec_fp_sinks(sequence.policy, sequence.spec, layer)
-    return sequence.exact.fill if sequence.exact is not None and wants else 0
+    return sequence.fp_sinks.fill if sequence.fp_sinks is not None and wants else 0
 
 
-def keep_exact(sequence: SequenceCache, changes: Sequence[LayerChange]) -> None:
-    """Of the first slots that a sequence seals, in one call or in several. They are read from where all are there: a
-    block is read whole. None of them is ever evicted, so they come first in every head."""
-    block = sequence.exact
+def copy_fp_sinks(sequence: SequenceCache, changes: Sequence[LayerChange]) -> None:
+    """Copy the first slots that a sequence seals, in one call or in several; they are read once all are copied. None of
+    them is ever evicted, so they come first in every head."""
+    block = sequence.fp_sinks
     if block is None or sequence.sealed_len != block.committed:
         return
     layers = sequence.spec.compressible_layers
@@ -43,6 +43,9 @@ def keep_exact(sequence: SequenceCache, changes: Sequence[LayerChange]) -> None:
     block.fill = block.num_slots if block.committed == block.num_slots else 0
 
 
-def awaits_exact(sequence: SequenceCache) -> bool:
-    """Whether some of the first slots, but not all that are to be kept exact, were sealed."""
-    return sequence.exact is not None and sequence.sealed_len == sequence.exact.committed < sequence.exact.num_slots
+def awaits_fp_sinks(sequence: SequenceCache) -> bool:
+    """Whether some, but not all, of the sinks have been sealed."""
+    return (
+        sequence.fp_sinks is not None
+        and sequence.sealed_len == sequence.fp_sinks.committed < sequence.fp_sinks.num_slots
+    )

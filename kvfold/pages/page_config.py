@@ -43,9 +43,7 @@ def _known(bases: dict[Side, Basis | None]) -> dict[Side, Basis]:
     return {side: basis for side, basis in bases.items() if basis is not None}
 
 
-def _page_class(
-    spec: ModelSpec, policy: Policy, config: PageConfig, index: int, bases: dict[Side, Basis]
-) -> PageClass:
+def _page_class(spec: ModelSpec, policy: Policy, config: PageConfig, index: int, bases: dict[Side, Basis]) -> PageClass:
     layer = spec.layers[index]
     if not layer.compressible:
         native = OpenBlock.page_class(layer.head_dim, spec.kv_dtype, 1)
@@ -67,8 +65,8 @@ def _page_class(
 
 
 def num_fp_sinks(policy: Policy, spec: ModelSpec) -> int:
-    """Slots that a policy keeps exact: those that its codecs ask for and that are never evicted; none where what is
-    read is more than codes (biases, turned keys) or where attention to slots is noted while decoding."""
+    """Sinks that a policy keeps in full precision: those its codecs ask for and that are never evicted; 0 if slots have
+    biases, if keys are rotated when read, or if decoding adds up attention mass."""
     wanted = max((codec_fp_sinks(policy, spec, layer) for layer in spec.compressible_layers), default=0)
     notes_mass = policy.decode.evicts and policy.decode.score.needs.mass
     if policy.prefill.evicted.biased or policy.position.shifts or notes_mass:
@@ -77,5 +75,5 @@ def num_fp_sinks(policy: Policy, spec: ModelSpec) -> int:
 
 
 def codec_fp_sinks(policy: Policy, spec: ModelSpec, layer: int) -> int:
-    """Slots that the codecs of a layer ask for."""
-    return max(codec.exact for codec in policy.codec.sides(layer, spec.num_layers))
+    """Full-precision sinks that the codecs of a layer ask for."""
+    return max(codec.fp_sinks for codec in policy.codec.sides(layer, spec.num_layers))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvfold.pages.decode import decode_run, restored_run
-from kvfold.pages.fp_sinks import num_exact
+from kvfold.pages.fp_sinks import layer_fp_sinks
 from kvfold.pages.layer import LayerPages
 from kvfold.pages.sequence import SequenceCache
 
@@ -43,10 +43,10 @@ def in_basis(pages: LayerPages, q_HGTD: Tensor) -> tuple[Tensor, Tensor | None]:
 def stored_slots(sequence: SequenceCache, layer: int, dtype: torch.dtype) -> StoredSlots:
     """What a scorer sees of the sealed slots: what attention reads."""
     found = slots_of(sequence.layer_parts(layer), dtype, sequence.arena.device)
-    if (count := num_exact(sequence, layer)) and sequence.exact is not None:
+    if (count := layer_fp_sinks(sequence, layer)) and sequence.fp_sinks is not None:
         for head, (k_nD, v_nD) in enumerate(zip(found.k, found.v, strict=True)):
-            k_nD[:count] = sequence.exact.k[layer][head]
-            v_nD[:count] = sequence.exact.v[layer][head]
+            k_nD[:count] = sequence.fp_sinks.k[layer][head]
+            v_nD[:count] = sequence.fp_sinks.v[layer][head]
     return found
 
 

@@ -44,7 +44,7 @@ class SequenceCache:
     pinned: list[tuple[int, int]] = field(default_factory=list)
     tail: Segment = field(init=False)
     open: OpenBlock = field(init=False)
-    exact: OpenBlock | None = field(init=False, default=None)  # the first slots, where codes are coarse
+    fp_sinks: OpenBlock | None = field(init=False, default=None)  # the first slots in full precision, for coarse codecs
     observed: ObserverState = field(init=False)
     shifts: Shifts = field(init=False, default_factory=Shifts)
     sentences: Sentences = field(init=False, default_factory=Sentences)
@@ -60,7 +60,7 @@ class SequenceCache:
         self.open = OpenBlock(self.arena, self.spec, self.config.open_len)
         if length := num_fp_sinks(self.policy, self.spec):
             try:
-                self.exact = OpenBlock(self.arena, self.spec, length)
+                self.fp_sinks = OpenBlock(self.arena, self.spec, length)
             except OutOfPages:
                 self.open.release()
                 raise
@@ -119,8 +119,8 @@ class SequenceCache:
 
     @property
     def block_bytes(self) -> int:
-        """The open block and the slots that are kept exact."""
-        return self.open.num_bytes + (0 if self.exact is None else self.exact.num_bytes)
+        """The open block and the full-precision sinks."""
+        return self.open.num_bytes + (0 if self.fp_sinks is None else self.fp_sinks.num_bytes)
 
     # Changes
 
@@ -158,8 +158,8 @@ class SequenceCache:
             branch.release()
             raise
         branch.open.copy_from(self.open)
-        if branch.exact is not None and self.exact is not None:
-            branch.exact.copy_from(self.exact)
+        if branch.fp_sinks is not None and self.fp_sinks is not None:
+            branch.fp_sinks.copy_from(self.fp_sinks)
         branch.segments = [segment.share() for segment in self.segments]
         branch.observed, branch.sentences = self.observed.copy(), self.sentences.copy()
         branch.sealed_len, branch.last_compressed_len = self.sealed_len, self.last_compressed_len
@@ -222,7 +222,7 @@ class SequenceCache:
         tail.release()
         self._lists.clear()
         self.shifts, self.sentences, self.offloaded = Shifts(), Sentences(), self._nothing_offloaded()
-        for block in (self.open, self.exact):
+        for block in (self.open, self.fp_sinks):
             if block is not None:
                 block.release()
                 block.clear()

@@ -4,7 +4,7 @@
     {layer}.{field}           rows of a field, piece after piece, in each head after head
     {layer}.state.{side}.*    what the codecs learnt
     {layer}.open.k, .v        the committed slots of the open block [H, n, D]
-    {layer}.exact.k, .v       the first slots as they came, where they are kept so
+    {layer}.exact.k, .v       full-precision sinks, where a codec asks for them
     {layer}.side.*            what scorers observed (the count of moments, the end of queries: int64 [1])
     pinned                    int64 [spans, 2]
     lens                      int64 [2]: sealed length, length at the last compression
@@ -47,8 +47,8 @@ def dump(sequence: SequenceCache) -> dict[str, Tensor]:
             parts |= {f"state.{side}.{name}": tensor for name, tensor in state.items()}
         for side, block in (("k", sequence.open.k[i]), ("v", sequence.open.v[i])):
             parts[f"open.{side}"] = block[:, : sequence.open.committed]
-        if sequence.exact is not None and (known := sequence.exact.committed):
-            parts |= {"exact.k": sequence.exact.k[i][:, :known], "exact.v": sequence.exact.v[i][:, :known]}
+        if sequence.fp_sinks is not None and (known := sequence.fp_sinks.committed):
+            parts |= {"exact.k": sequence.fp_sinks.k[i][:, :known], "exact.v": sequence.fp_sinks.v[i][:, :known]}
         if sequence.offloaded is not None and i in sequence.offloaded.layers:
             parts |= {f"demoted.{name}": rows for name, rows in sequence.offloaded.layers[i].tensors().items()}
         found |= {f"{i}.{name}": tensor.cpu().contiguous() for name, tensor in parts.items()}
@@ -65,7 +65,7 @@ def restore(sequence: SequenceCache, tensors: Tensors) -> None:
             pages.state[side] = _under(mine, f"state.{side}.")
     _write(sequence, layers)
     _fill_open(sequence, layers)
-    _fill_exact(sequence, layers)
+    _fill_fp_sinks(sequence, layers)
     sequence.observed.layers = [_observer_state(_under(mine, "side.")) for mine in layers]
     if sequence.offloaded is not None:
         for i, offloaded in sequence.offloaded.layers.items():
@@ -159,8 +159,8 @@ def _fill_open(sequence: SequenceCache, layers: Sequence[Tensors]) -> None:
         block.v[i][:, : block.fill] = mine["open.v"]
 
 
-def _fill_exact(sequence: SequenceCache, layers: Sequence[Tensors]) -> None:
-    block = sequence.exact
+def _fill_fp_sinks(sequence: SequenceCache, layers: Sequence[Tensors]) -> None:
+    block = sequence.fp_sinks
     if block is None or not all("exact.k" in mine for mine in layers):
         return
     known = layers[0]["exact.k"].shape[1]

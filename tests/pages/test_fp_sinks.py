@@ -62,13 +62,13 @@ def test_the_first_four_slots_come_back(policy: str) -> None:
 
 def test_layers_of_other_codecs_read_their_codes() -> None:
     sequence, k_HTD, v_HTD = _sequence("int4(layers=:1)")
-    assert sequence.exact is not None and sequence.exact.fill == 4
+    assert sequence.fp_sinks is not None and sequence.fp_sinks.fill == 4
     assert _is_exact(sequence, k_HTD, v_HTD) == [True] * 5  # native
 
 
 def test_a_prompt_of_fewer_tokens_has_none_yet() -> None:
     sequence, k_HTD, _ = _sequence("int4", 3)
-    assert sequence.exact is not None and sequence.exact.fill == 0
+    assert sequence.fp_sinks is not None and sequence.fp_sinks.fill == 0
     assert not torch.equal(stored_slots(sequence, 1, torch.float32).k[0][0], k_HTD[0, 0])
 
 
@@ -98,7 +98,7 @@ def test_forks_and_restored_sequences_have_them() -> None:
 
 def test_bytes_are_counted_and_given_back() -> None:
     sequence, *_ = _sequence("int4")
-    assert sequence.exact is not None and sequence.exact.num_bytes > 0
+    assert sequence.fp_sinks is not None and sequence.fp_sinks.num_bytes > 0
     assert sequence.resident_bytes == sequence.arena.capacity_bytes - sequence.arena.free_bytes + _beside(sequence)
     sequence.release()
     assert sequence.arena.free_bytes == sequence.arena.capacity_bytes

@@ -56,8 +56,8 @@ def merge_kernel(
     lse: tl.tensor,
     scale_log2: tl.tensor,
     open_len: tl.tensor,
-    exact_address: tl.tensor,
-    exact_fills: tl.tensor,
+    sink_address: tl.tensor,
+    sink_fills: tl.tensor,
     num_heads: tl.tensor,
     X: tl.constexpr,
     T: tl.constexpr,
@@ -67,8 +67,8 @@ def merge_kernel(
     E: tl.constexpr,
     PARTS: tl.constexpr,
     SLOTS: tl.constexpr,
-    EXACT: tl.constexpr,
-    EXACT_SLOTS: tl.constexpr,
+    SINKS: tl.constexpr,
+    SINK_SLOTS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -119,13 +119,13 @@ def merge_kernel(
         k_old, v_old = _old(k_open, start, fill, d, D, SLOTS), _old(v_open, start, fill, e, D, SLOTS)
         top, total, acc = _with_old(top, total, acc, query, k_old, v_old, start, fill, SLOTS)
 
-    if EXACT > 0:
-        count = tl.load(exact_fills + lane)
-        block = head * EXACT * D
-        k_exact = memory + tl.multiple_of(tl.load(exact_address + lane * 2) // ITEM + block, ALIGNED)
-        v_exact = memory + tl.multiple_of(tl.load(exact_address + lane * 2 + 1) // ITEM + block, ALIGNED)
-        k_old, v_old = _old(k_exact, 0, count, d, D, EXACT_SLOTS), _old(v_exact, 0, count, e, D, EXACT_SLOTS)
-        top, total, acc = _with_old(top, total, acc, query, k_old, v_old, 0, count, EXACT_SLOTS)
+    if SINKS > 0:
+        count = tl.load(sink_fills + lane)
+        block = head * SINKS * D
+        k_sinks = memory + tl.multiple_of(tl.load(sink_address + lane * 2) // ITEM + block, ALIGNED)
+        v_sinks = memory + tl.multiple_of(tl.load(sink_address + lane * 2 + 1) // ITEM + block, ALIGNED)
+        k_old, v_old = _old(k_sinks, 0, count, d, D, SINK_SLOTS), _old(v_sinks, 0, count, e, D, SINK_SLOTS)
+        top, total, acc = _with_old(top, total, acc, query, k_old, v_old, 0, count, SINK_SLOTS)
 
     top, total, acc = _merged(top, total, acc, part_score, part)
     for start in range(first + PARTS, last, PARTS):
@@ -203,9 +203,9 @@ def launch(
     open_address: Tensor,
     fill: Tensor,
     open_len: int,
-    exact_address: Tensor,
-    exact_fill: Tensor,
-    exact_len: int,
+    sink_address: Tensor,
+    sink_fill: Tensor,
+    sink_len: int,
     kv_dtype: str,
     scale: float,
     shape: Shape | None = None,
@@ -234,8 +234,8 @@ def launch(
         result_lse,
         scale * LOG2E,
         open_len,
-        exact_address,
-        exact_fill,
+        sink_address,
+        sink_fill,
         num_rows // len(fill),
         X=num_queries,
         T=num_new,
@@ -245,8 +245,8 @@ def launch(
         E=shape.channels,
         PARTS=shape.parts,
         SLOTS=_SLOTS,
-        EXACT=exact_len,
-        EXACT_SLOTS=triton.next_power_of_2(max(exact_len, 1)),
+        SINKS=sink_len,
+        SINK_SLOTS=triton.next_power_of_2(max(sink_len, 1)),
         EARLY=early,
         num_warps=shape.warps,
         **launch_options(early),

@@ -128,9 +128,9 @@ def merge_rows(
     open_address: Tensor,
     fill: Tensor,
     open_len: int,
-    exact_address: Tensor,
-    exact_fill: Tensor,
-    exact_len: int,
+    sink_address: Tensor,
+    sink_fill: Tensor,
+    sink_len: int,
     kv_dtype: str,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
@@ -138,13 +138,13 @@ def merge_rows(
 
     The new slots [B, H, T, D] are stored at fill .. fill + T - 1 of the open blocks, whose keys and values
     [H, open_len, D] begin at open_address [B, 2]; query g * T + t sees new slots up to t. New slots past the block's
-    end are not stored. A lane with fill < 0 gets zeros, stores nothing. exact_fill slots [B] of blocks of exact_len,
-    which begin at exact_address [B, 2], are seen by all queries.
+    end are not stored. A lane with fill < 0 gets zeros, stores nothing. sink_fill slots [B] of blocks of sink_len,
+    which begin at sink_address [B, 2], are seen by all queries.
     """
     run = _kernel("merge").launch if q.is_cuda else reference.merge_rows
     found: tuple[Tensor, Tensor] = run(
         out, lse, task_range, q, k_new, v_new, memory, open_address, fill, open_len,
-        exact_address, exact_fill, exact_len, kv_dtype, scale,
+        sink_address, sink_fill, sink_len, kv_dtype, scale,
     )  # fmt: skip
     return found
 
@@ -161,9 +161,9 @@ def _(
     open_address: Tensor,
     fill: Tensor,
     open_len: int,
-    exact_address: Tensor,
-    exact_fill: Tensor,
-    exact_len: int,
+    sink_address: Tensor,
+    sink_fill: Tensor,
+    sink_len: int,
     kv_dtype: str,
     scale: float,
 ) -> tuple[Tensor, Tensor]:

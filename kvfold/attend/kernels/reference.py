@@ -105,14 +105,14 @@ def merge_rows(
     open_address: Tensor,
     fill: Tensor,
     open_len: int,
-    exact_address: Tensor,
-    exact_fill: Tensor,
-    exact_len: int,
+    sink_address: Tensor,
+    sink_fill: Tensor,
+    sink_len: int,
     kv_dtype: str,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Store the new slots, attend to the open block and to exact slots, merge with the tasks of each row; 0 and -inf in
-    empty lanes."""
+    """Store the new slots, attend to the open block and to full-precision sinks, merge with the tasks of each row; 0
+    and -inf in empty lanes."""
     num_rows, num_queries, head_dim = q_RXD.shape
     _, num_heads, num_new, _ = k_new_BHTD.shape
     result, result_lse = torch.zeros_like(q_RXD), lse.new_full((num_rows, num_queries), -torch.inf)
@@ -128,8 +128,8 @@ def merge_rows(
         k_SD[used : used + num_new], v_SD[used : used + num_new] = k_TD[:room], v_TD[:room]
         k, v = torch.cat((k_SD[:used], k_TD)).float(), torch.cat((v_SD[:used], v_TD)).float()
         hidden_XS = torch.arange(len(k), device=k.device) > used + query_t.unsqueeze(-1)
-        if count := int(exact_fill[lane]) if exact_len else 0:
-            first = (_open(memory, int(at), head, exact_len, head_dim, dtype)[:count] for at in exact_address[lane])
+        if count := int(sink_fill[lane]) if sink_len else 0:
+            first = (_open(memory, int(at), head, sink_len, head_dim, dtype)[:count] for at in sink_address[lane])
             k, v = (torch.cat((x_SD, y_SD.float())) for x_SD, y_SD in zip((k, v), first, strict=True))
             hidden_XS = torch.cat((hidden_XS, hidden_XS.new_zeros(num_queries, count)), dim=-1)
         score_XS = (q_RXD[row].float() @ k.T * scale).masked_fill(hidden_XS, -torch.inf)

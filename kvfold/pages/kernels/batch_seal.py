@@ -18,7 +18,7 @@ from torch import Tensor
 from kvfold.core import HAS_TRITON
 from kvfold.pages.append import AllPlaces, Stretches, append_blocks, make_room, make_room_ahead, together
 from kvfold.pages.async_copy import sent
-from kvfold.pages.fp_sinks import awaits_exact
+from kvfold.pages.fp_sinks import awaits_fp_sinks
 from kvfold.pages.kernels.compact_write import mean_address
 from kvfold.pages.kernels.encodings import knows
 from kvfold.pages.layer import LayerPages
@@ -33,7 +33,7 @@ def can_seal(sequence: SequenceCache) -> bool:
     """Whether a kernel can do it: there is one for these codecs, and what they have to learn is learnt."""
     if not sequence.arena.memory.is_cuda or not HAS_TRITON or sequence.policy.watches_mass:
         return False
-    return _learnt_by(sequence.tail) is not None and not awaits_exact(sequence)
+    return _learnt_by(sequence.tail) is not None and not awaits_fp_sinks(sequence)
 
 
 class _Learnt(NamedTuple):

@@ -112,12 +112,12 @@ class BatchSlots:
             mass_len=0 if self.watch is None else self.watch.row_len,
         )
         self.open_LB2 = torch.zeros(spec.num_layers, num_lanes, 2, dtype=torch.int64, device=arena.device)
-        self.exact_LB2 = torch.zeros_like(self.open_LB2)
-        self.exact_LB = torch.zeros(spec.num_layers, num_lanes, dtype=torch.int64, device=arena.device)
+        self.sinks_LB2 = torch.zeros_like(self.open_LB2)
+        self.sinks_LB = torch.zeros(spec.num_layers, num_lanes, dtype=torch.int64, device=arena.device)
         shapes = [(num_lanes, layer.num_kv_heads, layer.head_dim) for layer in spec.layers]
         self.mean_LBHD = [torch.zeros(shape, device=arena.device) for shape in shapes]
         self._held: list[_Held | None] = [None] * num_lanes
-        self._has_exact = [False] * num_lanes
+        self._has_sinks = [False] * num_lanes
         self._joined: _Joined | None = None
         self._last: tuple[list[ref[SequenceCache]], list[int]] = [], []
 
@@ -226,7 +226,7 @@ class BatchSlots:
     def _ends(self, tail: SegmentTable) -> Ints:
         """Where the last task of each extent ends at the latest."""
         split_E, length_E = self.split_L[tail.places.layer_E], tail.length_E
-        has_none_E = length_E <= self.layout.exact_len  # or may have none
+        has_none_E = length_E <= self.layout.sink_len  # or may have none
         is_reserved_E = (length_E == 0) & ~is_first(tail.places.row_E) & self._reserves
         end_E = np.maximum(num_pieces(length_E, split_E), 1) * split_E
         return np.where(has_none_E & ~is_reserved_E, length_E, end_E)
@@ -242,43 +242,43 @@ class BatchSlots:
                 lane,
                 stored_tables(sequence),
                 None if self.turns is None else moves_of(sequence),
-                self.layout.exact_L if sequence.exact is not None and sequence.exact.fill else None,
+                self.layout.sinks_L if sequence.fp_sinks is not None and sequence.fp_sinks.fill else None,
                 self._reserves,
             )
             for lane, sequence in placed
         ]
 
     def _is_new(self, lane: int) -> bool:
-        """Codecs learn from the first slots that are sealed, so before them a lane knows no mean keys; the slots
-        that are kept exact may come one by one."""
+        """Codecs learn from the first slots that are sealed, so before them a lane knows no mean keys; full-precision
+        sinks may be sealed one by one."""
         held = self._held[lane]
-        return held is None or not len(held.length_E) or (self.layout.exact_len > 0 and not self._has_exact[lane])
+        return held is None or not len(held.length_E) or (self.layout.sink_len > 0 and not self._has_sinks[lane])
 
     def _take_in(self, added: list[tuple[int, SequenceCache]]) -> None:
-        """What never changes of a sequence once it has stored slots: where its open block and its exact slots lie, and
-        its mean keys."""
+        """What never changes of a sequence once it has stored slots: where its open block and its full-precision sinks
+        lie, and its mean keys."""
         if not added:
             return
         lane_N = sent(np.array([lane for lane, _ in added]), self.open_LB2.device)
         address_NL2 = np.array([sequence.open.addresses for _, sequence in added])
         address_LN2 = np.ascontiguousarray(address_NL2.swapaxes(0, 1))
         self.open_LB2.index_copy_(1, lane_N, sent(address_LN2, self.open_LB2.device))
-        if self.layout.exact_len:
-            self._take_in_exact([lane for lane, _ in added], lane_N, [sequence.exact for _, sequence in added])
+        if self.layout.sink_len:
+            self._take_in_sinks([lane for lane, _ in added], lane_N, [sequence.fp_sinks for _, sequence in added])
         for index, mean_BHD in enumerate(self.mean_LBHD):
             means = [sequence.tail.layers[index].state.get("k", {}).get("mean") for _, sequence in added]
             zero_HD = mean_BHD.new_zeros(mean_BHD.shape[1:])
             mean_BHD.index_copy_(0, lane_N, torch.stack([zero_HD if mean is None else mean for mean in means]))
 
-    def _take_in_exact(self, lanes: list[int], lane_N: Tensor, blocks: Sequence[OpenBlock | None]) -> None:
+    def _take_in_sinks(self, lanes: list[int], lane_N: Tensor, blocks: Sequence[OpenBlock | None]) -> None:
         known = [block for block in blocks if block is not None]  # all: lanes of one layout have them
         address_LN2 = np.ascontiguousarray(np.array([block.addresses for block in known]).swapaxes(0, 1))
-        self.exact_LB2.index_copy_(1, lane_N, sent(address_LN2, lane_N.device))
+        self.sinks_LB2.index_copy_(1, lane_N, sent(address_LN2, lane_N.device))
         filled_N = np.array([bool(block.fill) for block in known])
         for lane, is_filled in zip(lanes, filled_N, strict=True):
-            self._has_exact[lane] = bool(is_filled)
-        count_LN = np.ascontiguousarray(self.layout.exact_L[:, None] * filled_N)
-        self.exact_LB.index_copy_(1, lane_N, sent(count_LN, lane_N.device))
+            self._has_sinks[lane] = bool(is_filled)
+        count_LN = np.ascontiguousarray(self.layout.sinks_L[:, None] * filled_N)
+        self.sinks_LB.index_copy_(1, lane_N, sent(count_LN, lane_N.device))
 
 
 def _num_processors(device: torch.device) -> int:

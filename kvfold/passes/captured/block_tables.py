@@ -37,7 +37,7 @@ class Layout:
     shifts: bool = False
     mass: bool = False
     window: int = 0
-    exact_len: int = 0  # slots that are kept as they came, where codecs ask for it
+    sink_len: int = 0  # full-precision sinks, where codecs ask for them
 
     @property
     def watches(self) -> bool:
@@ -48,10 +48,10 @@ class Layout:
         return np.array([layer.num_kv_heads for layer in self.spec.layers])
 
     @cached_property
-    def exact_L(self) -> Ints:
+    def sinks_L(self) -> Ints:
         """Slots of each layer that are read as they came, once a sequence has stored them."""
-        asks_L = np.array([max(page_class.k.exact, page_class.v.exact) > 0 for page_class in self.classes])
-        return np.where(asks_L, self.exact_len, 0)
+        asks_L = np.array([max(page_class.k.fp_sinks, page_class.v.fp_sinks) > 0 for page_class in self.classes])
+        return np.where(asks_L, self.sink_len, 0)
 
 
 class BlockTables:

@@ -26,7 +26,7 @@ class Part(NamedTuple):
     lane: int
     tables: tuple[SegmentTable, ...]
     moves: PositionShifts | None = None
-    exact_L: Ints | None = None  # first slots of every head that are read elsewhere
+    sinks_L: Ints | None = None  # first slots of every head that are read elsewhere
     reserves: bool = False  # a task of no slots for pages that were given ahead, so that they can fill without a cut
 
 
@@ -87,10 +87,10 @@ def cut(parts: Sequence[Part], split_L: Ints) -> Tasks:
     order_P = np.argsort(row_P, kind="stable")  # a head's pieces stay oldest first
     reserves_P = np.repeat([part.reserves for part in parts], counts)
     reserved_P = reserves_P & (length_P == 0) & ~_is_first(row_P, order_P)
-    wanted = [np.zeros_like(split_L) if part.exact_L is None else part.exact_L for part in parts]
+    wanted = [np.zeros_like(split_L) if part.sinks_L is None else part.sinks_L for part in parts]
     wanted_P = np.stack(wanted)[np.repeat(np.arange(len(parts)), counts), layer_P]
-    exact_P = np.where(_is_first(row_P, order_P[length_P[order_P] > 0]), wanted_P, 0)
-    length_P = np.where(length_P > exact_P, length_P, 0)
+    sinks_P = np.where(_is_first(row_P, order_P[length_P[order_P] > 0]), wanted_P, 0)
+    length_P = np.where(length_P > sinks_P, length_P, 0)
     tasks_P = (num_pieces(length_P, split_L[layer_P]) + reserved_P)[order_P]
     end_P = np.cumsum(tasks_P)
     of_N = np.repeat(order_P, tasks_P)
@@ -101,7 +101,7 @@ def cut(parts: Sequence[Part], split_L: Ints) -> Tasks:
     ends = np.split(last_P, np.cumsum(counts)[:-1])
     length_N = np.minimum(length_P[of_N] - begin_N, split_L[layer_N])
     skip_N = np.where(begin_N == 0, skip_P[of_N], 0)
-    exact_N = np.where(begin_N == 0, exact_P[of_N], 0)
+    sinks_N = np.where(begin_N == 0, sinks_P[of_N], 0)
     address_NF, further = address_PF[of_N], np.flatnonzero(begin_N)
     address_NF[further] += begin_N[further, None] * parts[0].tables[0].places.stride_LF[layer_N[further]]
     return Tasks(
@@ -110,7 +110,7 @@ def cut(parts: Sequence[Part], split_L: Ints) -> Tasks:
         head_P[of_N],
         _place_in_group(lane_N * len(split_L) + layer_N),
         length_N,
-        skip_N + exact_N,
+        skip_N + sinks_N,
         turn_P[of_N],
         before_in_group(row_P[of_N], length_N - skip_N) - skip_N,
         address_NF,

@@ -69,7 +69,7 @@ def _find_layout(sequence: SequenceCache) -> Layout | None:
         policy.position.shifts,
         tracked.mass,
         tracked.last_queries,
-        0 if sequence.exact is None else sequence.exact.num_slots,
+        0 if sequence.fp_sinks is None else sequence.fp_sinks.num_slots,
     )
     return _same_layout.setdefault(layout, ref(layout))() or layout
 
@@ -105,7 +105,7 @@ class Step:
             _num_groups(v_scale),
             spec.scale,
             has_bias=page_class.has_bias,
-            has_skip=lanes.turns is not None or bool(lanes.layout.exact_L[layer]),
+            has_skip=lanes.turns is not None or bool(lanes.layout.sinks_L[layer]),
         )
         out_RXD, lse_RX = ops.merge_rows(
             part_NXD,
@@ -118,9 +118,9 @@ class Step:
             lanes.open_LB2[layer],
             self.fill_B,
             lanes.layout.open_len,
-            lanes.exact_LB2[layer],
-            lanes.exact_LB[layer],
-            int(lanes.layout.exact_L[layer]),
+            lanes.sinks_LB2[layer],
+            lanes.sinks_LB[layer],
+            int(lanes.layout.sinks_L[layer]),
             _NAMES[page_class.kv_dtype],
             spec.scale,
         )

@@ -78,7 +78,7 @@ def _layer_forms(sequence: SequenceCache, layer: int, stored_len: int) -> dict[s
         "side.count": Form((torch.int64,), (1,)),
         "side.query_end": Form((torch.int64,), (1,)),
     }
-    if sequence.exact is not None:
+    if sequence.fp_sinks is not None:
         exact = Form((sequence.spec.kv_dtype,), (heads, None, dim))
         forms |= {"exact.k": exact, "exact.v": exact}
     if sequence.offloaded is not None and layer in sequence.offloaded.layers:

@@ -201,8 +201,8 @@ class OpenBlocks:
     v: Tensor
     k_new: Tensor  # [B, H, T, D], rows apart
     v_new: Tensor
-    k_exact: Tensor  # [B, H, exact_len, D]; all of them are there in the first lane, none in others
-    v_exact: Tensor
+    k_sinks: Tensor  # [B, H, sink_len, D]; all of them are there in the first lane, none in others
+    v_sinks: Tensor
     arguments: tuple[Any, ...]  # of merge_rows, from k_new on
 
     def __post_init__(self) -> None:
@@ -210,7 +210,7 @@ class OpenBlocks:
 
 
 def open_blocks(
-    stored: Stored, fill: Sequence[int], num_new: int, *, open_len: int = 8, exact_len: int = 0, dtype: str = "bf16"
+    stored: Stored, fill: Sequence[int], num_new: int, *, open_len: int = 8, sink_len: int = 0, dtype: str = "bf16"
 ) -> OpenBlocks:
     """Random blocks behind everything that was lent; `stored` has the rows of all lanes."""
     num_lanes, (num_rows, _, head_dim) = len(fill), stored.q_RXD.shape
@@ -218,15 +218,15 @@ def open_blocks(
     shape = (num_lanes, num_rows // num_lanes, open_len, head_dim)
     at = stored.arena.capacity_bytes // 2
     k, v, address = _blocks(stored, at, shape, kv_dtype)
-    exact_shape = (*shape[:2], exact_len, head_dim)
-    k_exact, v_exact, exact_address = _blocks(stored, at + k.nbytes + v.nbytes, exact_shape, kv_dtype)
-    exact_fill = torch.tensor([exact_len] + [0] * (num_lanes - 1), device=DEVICE)
+    sink_shape = (*shape[:2], sink_len, head_dim)
+    k_sinks, v_sinks, sink_address = _blocks(stored, at + k.nbytes + v.nbytes, sink_shape, kv_dtype)
+    sink_fill = torch.tensor([sink_len] + [0] * (num_lanes - 1), device=DEVICE)
     new = torch.randn(num_new, num_lanes, 2, num_rows // num_lanes, head_dim).to(DEVICE, kv_dtype)
     k_new, v_new = new.permute(2, 1, 3, 0, 4)
     fills = torch.tensor(fill, dtype=torch.int32, device=DEVICE)
-    blocks = (address, fills, open_len, exact_address, exact_fill, exact_len)
+    blocks = (address, fills, open_len, sink_address, sink_fill, sink_len)
     arguments = (k_new, v_new, stored.arena.memory, *blocks, dtype, stored.scale)
-    return OpenBlocks(k, v, k_new, v_new, k_exact, v_exact, arguments)
+    return OpenBlocks(k, v, k_new, v_new, k_sinks, v_sinks, arguments)
 
 
 def _blocks(stored: Stored, at: int, shape: tuple[int, ...], kv_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -110,7 +110,7 @@ def test_slots_of_others_at_the_front_are_skipped(codec: str, skip: int) -> None
 
 
 @pytest.mark.parametrize(
-    ("num_new", "fill", "dtype", "open_len", "exact_len", "num_outputs"),
+    ("num_new", "fill", "dtype", "open_len", "sink_len", "num_outputs"),
     [
         (1, (0, 7), "bf16", 8, 4, 32),
         (3, (40, -1), "fp32", 64, 0, 128),
@@ -119,14 +119,14 @@ def test_slots_of_others_at_the_front_are_skipped(codec: str, skip: int) -> None
     ],
 )
 def test_merged_rows(
-    num_new: int, fill: tuple[int, int], dtype: str, open_len: int, exact_len: int, num_outputs: int
+    num_new: int, fill: tuple[int, int], dtype: str, open_len: int, sink_len: int, num_outputs: int
 ) -> None:
     """Lanes of two heads each: full, single, no tasks at all; drafts; an empty lane; a draft past the end; exact
     slots in one lane."""
     stored = store("int4", "int4", LENS, num_queries=2 * num_new, head_dim=96, dtype=torch.float32)
     arguments, _, task_range = attend_arguments(stored, 32)
     parts = reference.attend_tasks(*arguments)
-    block = open_blocks(stored, fill, num_new, open_len=open_len, exact_len=exact_len, dtype=dtype)
+    block = open_blocks(stored, fill, num_new, open_len=open_len, sink_len=sink_len, dtype=dtype)
     before = stored.arena.memory.clone()
     want = reference.merge_rows(*parts, task_range, stored.q_RXD, *block.arguments)
     memory = stored.arena.memory.clone()

@@ -74,19 +74,19 @@ def test_tasks_that_do_not_run_see_nothing() -> None:
 
 
 @pytest.mark.parametrize("num_new", [1, 3])
-@pytest.mark.parametrize(("fill", "exact_len"), [(0, 0), (5, 0), (5, 3)])
-def test_merged_rows_equal_attention_to_everything(num_new: int, fill: int, exact_len: int) -> None:
+@pytest.mark.parametrize(("fill", "sink_len"), [(0, 0), (5, 0), (5, 3)])
+def test_merged_rows_equal_attention_to_everything(num_new: int, fill: int, sink_len: int) -> None:
     stored = store("bf16", "bf16", LENS, num_queries=2 * num_new)
     out, lse, task_range = attended(stored, 64)
-    block = open_blocks(stored, [fill], num_new, exact_len=exact_len)
+    block = open_blocks(stored, [fill], num_new, sink_len=sink_len)
     found, found_lse = reference.merge_rows(out, lse, task_range, stored.q_RXD.float(), *block.arguments)
     for head, length in enumerate(LENS):
         open_k, open_v = block.k_before[0, head, :fill], block.v_before[0, head, :fill]
-        exact_k, exact_v = block.k_exact[0, head].float(), block.v_exact[0, head].float()
-        k_SD = torch.cat((exact_k, stored.decoded("k", head), open_k.float(), block.k_new[0, head].float()))
-        v_SD = torch.cat((exact_v, stored.decoded("v", head), open_v.float(), block.v_new[0, head].float()))
+        sink_k, sink_v = block.k_sinks[0, head].float(), block.v_sinks[0, head].float()
+        k_SD = torch.cat((sink_k, stored.decoded("k", head), open_k.float(), block.k_new[0, head].float()))
+        v_SD = torch.cat((sink_v, stored.decoded("v", head), open_v.float(), block.v_new[0, head].float()))
         slot, token = torch.arange(len(k_SD), device=DEVICE), torch.arange(num_new, device=DEVICE)
-        mask_TS = slot <= exact_len + length + fill + token.unsqueeze(-1)
+        mask_TS = slot <= sink_len + length + fill + token.unsqueeze(-1)
         q_GTD = stored.q_RXD[head].float().unflatten(0, (2, num_new))
         want, want_lse = attend_reference(
             q_GTD.unsqueeze(0), k_SD.unsqueeze(0), v_SD.unsqueeze(0), stored.scale, mask_TS=mask_TS

@@ -43,7 +43,7 @@ def test_lanes_share_the_tasks_of_a_layer() -> None:
 
 def test_slots_that_are_read_elsewhere_are_skipped_once_and_need_no_task_of_their_own() -> None:
     tables = (table([[4, 4, 300], [9, 4, 1]]), table([[7, 0, 5], [0, 6, 2]]))
-    tasks = cut([Part(0, tables, exact_L=np.array([4, 0]))], np.array([128, 128]))
+    tasks = cut([Part(0, tables, sinks_L=np.array([4, 0]))], np.array([128, 128]))
     columns = (tasks.layer_N, tasks.head_N, tasks.length_N, tasks.skip_N)
     found = list(zip(*(column.tolist() for column in columns), strict=True))
     assert found == [
