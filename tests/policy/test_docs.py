@@ -74,7 +74,7 @@ def test_the_message_about_the_floor_is_the_one_shown() -> None:
 def test_expressions_on_the_page_parse() -> None:
     page = (DOCS / "policy.md").read_text(encoding="utf-8")
     shown = [block for block in re.findall(r"```\n(.*?)\n```", page, re.DOTALL) if "=" not in block.split("(")[0]]
-    assert len(shown) == 2
+    assert len(shown) == 3
     for text in (*shown, "keydiff + 8x + between_chunks + every(64)", "int4(layers=2:-2)"):
         assert text in page
         Policy.parse(text)
