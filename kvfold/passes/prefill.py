@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -90,7 +91,7 @@ class PrefillPass:
         *,
         compress: bool = True,
         followers: Sequence[SequenceCache] = (),
-    ) -> PrefillPass:
+    ) -> Self:
         """Seal the open blocks, start a pass, and take memory for whole prompts that wait for a second reading."""
         seen = seen_lens or [s.committed_len + n for s, n in zip(sequences, num_tokens, strict=True)]
         for sequence, length, new in zip(sequences, seen, num_tokens, strict=True):

@@ -57,7 +57,7 @@ def trace(runner: Runner, ids: Sequence[int], teacher: str) -> dict[int, Example
     sequence = runner.new_sequence(policy)
     try:
         with torch.inference_mode():
-            current = _Watched([sequence], [len(ids)])
+            current = _Watched.begin([sequence], [len(ids)])
             try:
                 runner.read(current, [ids], hidden=True)
             finally:

@@ -21,7 +21,7 @@ def split_of(num_slots: int, keep: list[int], head_dim: int = 8, seed: int = 0) 
     k_ND, v_ND = torch.randn(2, num_slots, head_dim, generator=generator).unbind(0)
     keep_N = torch.zeros(num_slots, dtype=torch.bool)
     keep_N[keep] = True
-    return Split(k_ND, v_ND, torch.arange(num_slots), keep_N, torch.rand(num_slots, generator=generator))
+    return Split(k_ND, v_ND, torch.arange(num_slots), keep_N)
 
 
 def merged_by_loop(split: Split, threshold: float) -> Tensor:

@@ -385,17 +385,6 @@ def test_a_subscriber_that_fails_is_dropped(model: Model, store: PrefixStore) ->
     assert len(events) == 2
 
 
-def test_hits_are_bitwise_where_chunks_of_store_and_run_end_together(model: Model) -> None:
-    for chunk_len, prefill_len, policy, expected in (
-        (32, 16, "full", True),
-        (32, 32, "full", True),
-        (16, 32, "full", False),
-        (32, 32, "full + int8", False),
-    ):
-        with PrefixStore([HostTier(1 << 24)], chunk_len=chunk_len) as store:
-            assert store.prefixes(model, policy, prefill_len=prefill_len).is_bitwise == expected
-
-
 def test_what_is_not_in_the_queue_in_time_is_dropped_and_counted(model: Model) -> None:
     with PrefixStore([HostTier(1 << 24)], chunk_len=CHUNK, queue_bytes=1) as store:
         gate = threading.Event()

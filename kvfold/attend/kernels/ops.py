@@ -89,7 +89,7 @@ def turned_query(q: Tensor, shift: Tensor, period: Tensor, interleaved: bool) ->
 
     Twice as many channels turn as there are periods; in pairs (2i, 2i + 1) if interleaved, else (i, i + half).
     """
-    run = _kernel("turn").launch if q.is_cuda else reference.turned_query
+    run = _kernel("rope_shift").launch if q.is_cuda else reference.turned_query
     found: Tensor = run(q, shift, period, interleaved)
     return found
 
@@ -105,7 +105,7 @@ def centred_query(q: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
 
     mean [R / V, D]: V rows of queries that follow one another share one.
     """
-    run = _kernel("query").launch if q.is_cuda else reference.centred_query
+    run = _kernel("hadamard_query").launch if q.is_cuda else reference.centred_query
     found: tuple[Tensor, Tensor] = run(q, mean)
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvfold.compress import seal as sealing
 from kvfold.compress.seal import prepare_seals, seal
 from kvfold.core import ModelSpec
 from kvfold.errors import OutOfPages
@@ -15,7 +16,6 @@ from kvfold.pages.kernels.encodings import knows
 from kvfold.pages.layer import LayerPages
 from kvfold.pages.page_config import PageConfig
 from kvfold.pages.sequence import SequenceCache
-from kvfold.passes import decode
 from kvfold.passes.prefill import PrefillPass
 from kvfold.policy.policy import Policy
 from tests.attend.kernels.common import DEVICE
@@ -218,7 +218,7 @@ def test_pages_that_another_sequence_took_over_get_its_own_slots() -> None:
 
 
 def test_pages_are_found_before_a_seal_is_due_by_one_sequence_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "can_seal", lambda _: True)  # as on a GPU
+    monkeypatch.setattr(sealing, "can_seal", lambda _: True)  # as on a GPU
     arena = Arena(1 << 24, device=DEVICE, superblock_bytes=4096)
     sequences = [stored("int4", arena, 40, i, spec=ONE) for i in range(3)]
     found = []
@@ -243,7 +243,7 @@ def test_pages_are_found_before_a_seal_is_due_by_one_sequence_a_step(monkeypatch
 def test_pages_are_not_found_ahead_without_memory_or_where_seals_do_more_than_add(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode, "can_seal", lambda _: True)  # as on a GPU
+    monkeypatch.setattr(sealing, "can_seal", lambda _: True)  # as on a GPU
     arena = Arena(1 << 24, device=DEVICE, superblock_bytes=4096)
     waiting = stored(policy, arena, 40, 0, spec=ONE)
     if policy == "int4":
