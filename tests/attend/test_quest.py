@@ -221,7 +221,7 @@ def test_summaries_follow_eviction_forks_and_files(policy: str) -> None:
 
 
 @pytest.mark.parametrize("codec", ["native", "int4", "kivi4"])
-@pytest.mark.parametrize("reader", ["quest(tokens=12, skip_layers=0)", "rocket(tokens=12)", "quest(tokens=12, skip_layers=1)"])
+@pytest.mark.parametrize("reader", ["quest(tokens=12, skip_layers=0)", "rocket(tokens=12)", "quest(12, skip_layers=1)"])
 @pytest.mark.parametrize("policy", ["full", "h2o + ada + 60tok + protect(sinks=1, recent=4)"])
 def test_a_fork_reads_as_a_sequence_that_was_not_forked(policy: str, reader: str, codec: str) -> None:
     """A half-filled page is copied on write, so pages end where they would have, in the branch and in what was forked,
