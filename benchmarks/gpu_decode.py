@@ -43,8 +43,8 @@ from benchmarks.gpu_common import (
 )
 from benchmarks.gpu_fill import Lengths, arena_bytes, describe, filled, head_lengths, open_bytes, slot_bytes
 from kvfold.core import ModelSpec
-from kvfold.engine.async_decode import Arriving, run_ahead
-from kvfold.engine.cuda_graphs import Graphs, graphs_of
+from kvfold.engine.async_decode import AsyncTokens, launch_next
+from kvfold.engine.cuda_graphs import CudaGraphs, cuda_graphs_of
 from kvfold.engine.runner import Runner
 from kvfold.models.attach import attach
 from kvfold.pages.arena import Arena
@@ -122,7 +122,7 @@ def batch_of(
         for sequence in sequences:
             sequence.release()
         sequences.clear()
-        forget(graphs_of(model))
+        forget(cuda_graphs_of(model))
         arena.memory.untyped_storage().resize_(0)
         clean()
 
@@ -162,22 +162,22 @@ def _eager_ms(runner: Runner, sequences: Sequence[SequenceCache], warm_up: int, 
 
 
 def _queued_ms(runner: Runner, sequences: Sequence[SequenceCache], steps: int) -> list[float]:
-    """As a reply is written: a step is queued before the host has the tokens of the last one."""
-    arriving = Arriving(sequences, runner.decode(sequences, [0] * len(sequences)))
+    """As a reply is written: a step is launched before the host has the tokens of the last one."""
+    tokens = AsyncTokens(sequences, runner.decode(sequences, [0] * len(sequences)))
     times = [time.perf_counter()]
     for _ in range(WARM_UP + steps):
-        ahead = run_ahead(runner, sequences, arriving.on_device(sequences))
-        if ahead is None:
+        in_flight = launch_next(runner, sequences, tokens.on_device(sequences))
+        if in_flight is None:
             raise SystemExit("error: the arena is full; give it more room")
-        arriving.wait(sequences)
+        tokens.wait(sequences)
         for sequence in sequences:
-            ahead.keep(sequence)
-        arriving = ahead.arriving
+            in_flight.keep(sequence)
+        tokens = in_flight.tokens
         times.append(time.perf_counter())
     return [1e3 * (end - begin) for begin, end in pairwise(times[WARM_UP:])]
 
 
-def forget(graphs: Graphs) -> None:
+def forget(graphs: CudaGraphs) -> None:
     """Graphs and what was compiled for them: after eight shapes of one function torch.compile would give up."""
     graphs.forget()
     torch.compiler.reset()

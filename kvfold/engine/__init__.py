@@ -1,1 +1,1 @@
-"""The one runner that calls the model, and the loop that generates."""
+"""The inference engine: model runner, continuous-batching scheduler, chunked prefill, sampling, speculation."""

@@ -1,62 +1,112 @@
-"""How much of an arena a prompt may come to take, beside what those that run may need next.
+"""Admission control: which waiting job starts next, and whether the arena has room for its KV cache.
 
-Bounds are for a policy that drops nothing; one that compresses needs them only while it reads, and what it holds
-afterwards is counted as it is. One that reads a prompt twice holds all of it between the two, in the model's own dtype.
+Few prompts prefill at a time: a waiting job holds no pages, and may hit prefixes that those before it store. A job is
+admitted when its whole prompt fits beside what the running tasks may need next. Preempted tasks resume first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
-from kvfold.compress.full_prompt import full_prompt_classes
+from kvfold.engine.jobs import Ended, Job
+from kvfold.engine.kv_bounds import KVBounds
+from kvfold.engine.queues import Queues
 from kvfold.engine.runner import Runner
-from kvfold.pages.layout import PageClass
-from kvfold.pages.sequence import SequenceCache
+from kvfold.engine.task import Task
+from kvfold.errors import OutOfPages
 from kvfold.policy.policy import Policy
+from kvfold.store.binding import kind_of
+
+_MAX_PREFILLING = 4  # prompts: few, but no long one blocks all short ones
 
 
-class Room:
-    """Bounds of one policy in one arena."""
+class Admission:
+    """At most `max_running` tasks, of which `num_reserved` slots are for tenants that run nothing."""
 
-    def __init__(self, runner: Runner, policy: Policy) -> None:
-        self._arena = runner.arena
-        self._heads = [layer.num_kv_heads for layer in runner.spec.layers]
-        sample = runner.new_sequence(policy)
-        self._classes = [sample.page_class(i) for i in range(runner.spec.num_layers)]
-        reads_twice = any(term.needs.replay is not None for term in (policy.prefill.score, policy.prefill.evicted))
-        self._held_classes = full_prompt_classes(sample) if reads_twice else []
-        self._block_bytes = sample.block_bytes
-        self._open_len = sample.config.open_len
-        sample.release()
+    def __init__(
+        self, runner: Runner, policy: Policy, tokenizer: Any, queues: Queues, max_running: int, num_reserved: int
+    ) -> None:
+        self._runner = runner
+        self._tokenizer = tokenizer
+        self._queues = queues
+        self._max_running = max_running
+        self._num_reserved = num_reserved
+        self._bounds = KVBounds(runner, policy)
+        self._in_chunks = kind_of(policy, runner.spec) == "chunks"
 
-    def bound(self, num_tokens: int) -> int:
-        """Bytes that so many tokens take if all are kept, in superblocks of each layer's own."""
-        return self._block_bytes + self._bytes_of(self._classes, num_tokens)
+    def admit(self) -> None:
+        """Start waiting jobs, tenants in round-robin order, while there is room."""
+        while not self._queues.preempted and self._admit_one():
+            pass
 
-    def reading_bound(self, num_tokens: int) -> int:
-        """Bytes that a prompt of so many tokens takes while it is read."""
-        if not self._held_classes:
-            return self.bound(num_tokens)
-        return max(self.bound(num_tokens), self._block_bytes + self._bytes_of(self._held_classes, num_tokens))
+    def _admit_one(self) -> bool:
+        """Whether a job has left the waiting queue."""
+        queues = self._queues
+        with queues.changed:
+            candidates = queues.waiting.candidates(self._has_slot)
+        for job in candidates:
+            try:
+                if not self._has_room(self._bounds.prefill_bytes(len(job.tokens))):
+                    if queues.num_of(job.tenant):
+                        continue  # its own tenant holds the pages: others need not wait for them
+                    return False  # no small job overtakes it, or it would starve
+                task = Task(job, self._runner, self._tokenizer, in_chunks=self._in_chunks)
+            except OutOfPages as error:
+                if queues.tasks or queues.evict_idle():
+                    return False  # it waits for pages of others
+                self._refuse(job, error)
+            except Exception as error:  # of the source, which loads the stored prefix
+                self._refuse(job, error)
+            else:
+                self._dequeue(job)
+                queues.prefilling.append(task)
+            return True
+        return False
 
-    def _bytes_of(self, classes: Sequence[PageClass], num_tokens: int) -> int:
-        total, unit = 0, self._arena.superblock_bytes
-        for page_class, heads in zip(classes, self._heads, strict=True):
-            num_bytes = page_class.span_bytes(heads * page_class.pages_for(num_tokens))
-            total += -(-num_bytes // unit) * unit
-        return total
+    def _has_slot(self, job: Job) -> bool:
+        queues = self._queues
+        num_free = self._max_running - queues.num_running
+        if num_free <= (self._num_reserved if queues.num_of(job.tenant) else 0):
+            return False
+        if all(task.tenant != job.tenant for task in queues.prefilling):
+            return True
+        is_long = len(job.tokens) > self._runner.chunk_len
+        return len(queues.prefilling) < _MAX_PREFILLING - is_long
 
-    def fits(
-        self,
-        num_bytes: int,
-        reading: Sequence[SequenceCache],
-        reading_lens: Sequence[int],
-        writing: Sequence[SequenceCache],
-    ) -> bool:
-        """Whether so much can be taken while others read their prompts, of which a part may be read and held already,
-        and go on to their next seal."""
-        unread = 0
-        for sequence, length in zip(reading, reading_lens, strict=True):
-            unread += max(0, self.reading_bound(length) - sequence.resident_bytes - sequence.held_bytes)
-        growth = len(writing) * self.bound(self._open_len)
-        return self._arena.free_bytes >= num_bytes + unread + growth
+    def _refuse(self, job: Job, error: Exception) -> None:
+        self._dequeue(job)
+        job.end(Ended("failed", error=error))
+
+    def _dequeue(self, job: Job) -> None:
+        with self._queues.changed:
+            self._queues.waiting.remove(job)
+
+    def _has_room(self, num_bytes: int) -> bool:
+        """Whether so many bytes fit, idle prefixes evicted; True for a job that is alone: a bound is not a need."""
+        queues = self._queues
+        prefilling = [task.sequence for task in queues.prefilling], [len(task.job.tokens) for task in queues.prefilling]
+        decoding = [task.sequence for task in queues.decoding]
+        while not self._bounds.fits(num_bytes, *prefilling, decoding):
+            if not queues.evict_idle():
+                return not queues.tasks
+        return True
+
+    def resume(self) -> None:
+        """Swap preempted tasks in, before any job is admitted."""
+        queues = self._queues
+        while queues.preempted:
+            task = queues.preempted[0]
+            try:
+                has_room = self._has_room(self._bounds.kv_bytes(task.preempted_len))
+                if not has_room and (queues.prefilling or queues.decoding):
+                    return
+                task.resume()
+            except OutOfPages as error:
+                if not queues.evict_idle():
+                    if not queues.prefilling and not queues.decoding:
+                        queues.fail(task, error)
+                    return
+            except Exception as error:  # the copy cannot be read
+                queues.fail(task, error)
+            else:
+                queues.decoding.append(queues.preempted.popleft())

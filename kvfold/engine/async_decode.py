@@ -1,10 +1,10 @@
-"""A decode step queued behind another whose tokens the host has not read yet.
+"""Asynchronous greedy decoding: step t+1 is launched on device-side argmax tokens before the host reads step t.
 
-Greedy tokens are found on the device and fed to the next step there, so the device goes on while the host makes text
-of the last ones. A token that ends its request has been run in vain; it was never kept, so nothing of it is left.
+The device runs while the host detokenizes. A token that ends its request has been run for nothing: it is never appended
+to the KV cache, and its slot is discarded.
 
-    device   | step 1 | step 2 | step 3 |
-    host              | text 1 | text 2 |
+    device   | step 1       | step 2       | step 3       |
+    host                    | detokenize 1 | detokenize 2 |
 
     B sequences of the step   V vocabulary
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 from kvfold.compress.observe import ObserverNeeds
 from kvfold.compress.seal import may_evict
 from kvfold.engine.runner import Runner
-from kvfold.engine.sampling import likeliest_of
+from kvfold.engine.sampling import greedy_tokens
 from kvfold.engine.verify import commit_run
 from kvfold.models.sentences import needs_sentences
 from kvfold.pages.async_copy import sent
@@ -28,15 +28,15 @@ from kvfold.pages.sequence import SequenceCache
 from kvfold.passes.captured.step import layout_of
 
 
-class Arriving:
-    """The likeliest token after each row of a step: on the device at once, on the host when it has arrived."""
+class AsyncTokens:
+    """The argmax token of each row of a step: on the device at once, on the host after an asynchronous copy."""
 
     def __init__(self, sequences: Sequence[SequenceCache], logits_BV: Tensor) -> None:
         self._row = {sequence: row for row, sequence in enumerate(sequences)}
-        self._host_B = likeliest_of(logits_BV)
-        self._token_B = self._host_B.clamp(min=0)  # a row without one is run in vain: the host will refuse it
+        self._host_B = greedy_tokens(logits_BV)
+        self._token_B = self._host_B.clamp(min=0)  # NO_TOKEN runs as token 0; the host fails its request
         self._event = None
-        if logits_BV.is_cuda:  # sent before the next step is queued, or it would arrive after that step
+        if logits_BV.is_cuda:  # copied before the next step is launched, or it would wait for that step
             found_B, self._host_B = self._host_B, torch.empty(len(logits_BV), dtype=torch.int64, pin_memory=True)
             self._host_B.copy_(found_B, non_blocking=True)
             self._event = torch.cuda.Event()
@@ -55,33 +55,33 @@ class Arriving:
         return [tokens[self._row[sequence]] for sequence in sequences]
 
 
-class Ahead:
-    """A step that has been queued; its tokens enter the caches of those sequences that are kept."""
+class InFlightStep:
+    """A launched step; its tokens enter the KV caches of the sequences that `keep` is called for."""
 
     def __init__(self, sequences: Sequence[SequenceCache], logits_BV: Tensor) -> None:
         self._logits = dict(zip(sequences, logits_BV.unbind(), strict=True))
-        self.arriving = Arriving(sequences, logits_BV)
+        self.tokens = AsyncTokens(sequences, logits_BV)
 
     def keep(self, sequence: SequenceCache) -> Tensor:
-        """Its token goes on; returns the logits after it."""
+        """Append its token to the KV cache; returns the logits after it."""
         sequence.open.advance(1)
         commit_run(sequence, commit=True)
         return self._logits[sequence]
 
 
-def can_run_ahead(runner: Runner, sequence: SequenceCache) -> bool:
-    """Where steps are captured and note nothing for scorers: a note could not be taken back."""
+def can_decode_async(runner: Runner, sequence: SequenceCache) -> bool:
+    """Whether steps are captured and no scorer observes them: an observation could not be undone."""
     if runner.graphs is None or layout_of(sequence) is None or sequence.open.num_slots < 2:
         return False
     return not (ObserverNeeds.of([sequence.policy], decoding=True).anything or needs_sentences(sequence.policy))
 
 
-def run_ahead(runner: Runner, sequences: Sequence[SequenceCache], token_B: Tensor) -> Ahead | None:
-    """Queue a step on tokens of the device; None where there is no memory for it or it raises, which the next step will
-    say, or where it would evict, which must wait until the token is known to go on."""
+def launch_next(runner: Runner, sequences: Sequence[SequenceCache], token_B: Tensor) -> InFlightStep | None:
+    """Launch a step on device-side tokens. None if it runs out of pages or raises, which the next synchronous step will
+    raise again, or if it would evict, which must wait until the token is known to be kept."""
     if any(sequence.open.room == 0 and may_evict(sequence) for sequence in sequences):
         return None
     try:
-        return Ahead(sequences, runner.queue(sequences, token_B))
+        return InFlightStep(sequences, runner.launch(sequences, token_B))
     except Exception:
         return None

@@ -40,7 +40,7 @@ _MOST_FP32_QUERIES = 16  # of one KV head: fp32 has no tensor cores, and larger 
 _ONE_ROW: dict[str, Any] = {"coordinate_descent_tuning": True}
 
 
-class Graphs:
+class CudaGraphs:
     """The captured steps of one model; of too many, the least recently used goes."""
 
     def __init__(self) -> None:
@@ -223,14 +223,14 @@ class _Captured:
         return logits
 
 
-_known: WeakKeyDictionary[nn.Module, Graphs] = WeakKeyDictionary()
+_known: WeakKeyDictionary[nn.Module, CudaGraphs] = WeakKeyDictionary()
 
 
-def graphs_of(hf: Any, compile: Compile = "auto") -> Graphs:
+def cuda_graphs_of(hf: Any, compile: Compile = "auto") -> CudaGraphs:
     """The captured steps of a model, shared by all that run it."""
     found = _known.get(hf)
     if found is None:
-        found = _known[hf] = Graphs()
+        found = _known[hf] = CudaGraphs()
     found.compile = compile
     return found
 

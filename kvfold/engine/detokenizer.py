@@ -1,8 +1,8 @@
-"""Text of tokens that arrive one by one: whole characters only, without decoding everything again.
+"""Incremental detokenizer: detokenize one token at a time, whole characters only, in O(1) per token.
 
 A tokenizer may write a token differently at the start of a text (a leading space goes) and may split a character over
-tokens. So new tokens are decoded behind the ones that were decoded last, and wait while the text ends in half a
-character, which is U+FFFD.
+tokens. So new tokens are decoded behind those decoded last, and are withheld while the text ends in an incomplete
+character, U+FFFD.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _HALF = "\ufffd"
 _LONGEST = 4  # bytes, and so tokens, of a UTF-8 character
 
 
-class TextStream:
+class Detokenizer:
     """`text` grows by whole characters; `ends[i]` is its length after token i, for the tokens it covers."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -22,14 +22,14 @@ class TextStream:
         self.text = ""
         self.ends: list[int] = []
         self._ids: list[int] = []
-        self._context = 0  # first token that is decoded for what stands before the new ones
+        self._context = 0  # first token decoded as context of the new ones
 
     def add(self, token: int) -> None:
         self._ids.append(token)
         self._grow(whole=len(self._ids) - len(self.ends) < _LONGEST)
 
     def finish(self) -> None:
-        """No token follows: what is half a character now stays so."""
+        """No token follows: an incomplete character at the end stays U+FFFD."""
         self._grow(whole=False)
 
     def tokens_within(self, num_chars: int) -> int:

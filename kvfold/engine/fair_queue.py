@@ -1,5 +1,4 @@
-"""Who is next: one queue for each tenant, served in turn, so that nobody's burst makes another wait for all of it; and
-of those that run, whose tenant has had the least time."""
+"""Fair queuing between tenants: a waiting queue per tenant, served round-robin, and the prefill time each has used."""
 
 from __future__ import annotations
 
@@ -18,68 +17,68 @@ class Tenanted(Protocol):
 T = TypeVar("T", bound=Tenanted)
 
 
-class Lines(OrderedDict[str, "deque[T]"]):
-    """Queues by tenant; the first one is next."""
+class FairQueue(OrderedDict[str, "deque[T]"]):
+    """FIFO queues by tenant, served round-robin; the first tenant is next."""
 
-    def join(self, item: T) -> None:
+    def push(self, item: T) -> None:
         self.setdefault(item.tenant, deque()).append(item)
 
-    def rejoin(self, item: T) -> None:
-        """Before everybody else: it has had its turn and lost its place."""
+    def push_front(self, item: T) -> None:
+        """Requeue before all others, for an item that was admitted and lost its pages."""
         self.setdefault(item.tenant, deque()).appendleft(item)
         self.move_to_end(item.tenant, last=False)
 
-    def firsts(self, can_go: Callable[[T], bool]) -> list[T]:
-        """Of each tenant in turn, the first that can go, if any can."""
-        found = (next(filter(can_go, line), None) for line in self.values())
+    def candidates(self, can_run: Callable[[T], bool]) -> list[T]:
+        """The first item of each tenant that can run, in round-robin order."""
+        found = (next(filter(can_run, queue), None) for queue in self.values())
         return [item for item in found if item is not None]
 
     def pop_first(self) -> T:
-        """The first of all; its tenant goes to the end."""
+        """Remove and return the first item of the first tenant; that tenant moves to the end."""
         item = next(iter(self.values()))[0]
-        self.take(item)
+        self.remove(item)
         return item
 
-    def take(self, item: T) -> None:
-        """Out of its line; its tenant goes to the end."""
+    def remove(self, item: T) -> None:
+        """Remove an item; its tenant moves to the end."""
         self[item.tenant].remove(item)
         self.move_to_end(item.tenant)
-        self._forget_empty()
+        self._drop_empty()
 
-    def drop(self, is_over: Callable[[T], bool]) -> list[T]:
-        """Take out those for which this holds."""
-        gone = [item for item in self.everyone() if is_over(item)]
-        for item in gone:
+    def remove_if(self, condition: Callable[[T], bool]) -> list[T]:
+        """Remove and return the items for which the condition holds; the order of tenants stays."""
+        removed = [item for item in self.entries() if condition(item)]
+        for item in removed:
             self[item.tenant].remove(item)
-        self._forget_empty()
-        return gone
+        self._drop_empty()
+        return removed
 
-    def everyone(self) -> Iterator[T]:
-        return (item for line in self.values() for item in line)
+    def entries(self) -> Iterator[T]:
+        return (item for queue in self.values() for item in queue)
 
     @property
     def num_waiting(self) -> int:
         return sum(map(len, self.values()))
 
-    def _forget_empty(self) -> None:
-        for tenant in [tenant for tenant, line in self.items() if not line]:
+    def _drop_empty(self) -> None:
+        for tenant in [tenant for tenant, queue in self.items() if not queue]:
             del self[tenant]
 
 
-class Turns:
-    """Time that tenants have had, of those that have something to run: the one that has had the least is next."""
+class FairShare:
+    """Seconds used by each active tenant; the least served one is next (start-time fair queuing)."""
 
     def __init__(self) -> None:
-        self._spent_s: dict[str, float] = {}
+        self._used_s: dict[str, float] = {}
 
     def next(self, items: Sequence[T]) -> T:
-        """One of the items, of which there is one; of a tenant's own, the first. Who comes new is next, and counts as
-        having had as much as the others: nobody saves time up, nor is late for ever."""
+        """One of at least one item; of a tenant's own, the first. A newly active tenant is next and starts at the
+        least used time of the others: idle time is not credited."""
         tenants = dict.fromkeys(item.tenant for item in items)
-        known = {tenant: self._spent_s[tenant] for tenant in tenants if tenant in self._spent_s}
+        known = {tenant: self._used_s[tenant] for tenant in tenants if tenant in self._used_s}
         least_s = min(known.values(), default=0.0)
-        self._spent_s = {tenant: known.get(tenant, least_s) for tenant in tenants}
-        return min(items, key=lambda item: (item.tenant in known, self._spent_s[item.tenant]))
+        self._used_s = {tenant: known.get(tenant, least_s) for tenant in tenants}
+        return min(items, key=lambda item: (item.tenant in known, self._used_s[item.tenant]))
 
     def charge(self, tenant: str, seconds: float) -> None:
-        self._spent_s[tenant] += seconds
+        self._used_s[tenant] += seconds

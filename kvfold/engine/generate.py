@@ -1,9 +1,10 @@
-"""The decode loop over a batch of sequences: sample, stop, step.
+"""The decode loop over a batch of requests: sample, match stops, step.
 
-Where requests are greedy and steps captured, the device runs one step ahead of the host (ahead.py).
+Where all requests are greedy and steps are captured, decoding is asynchronous (async_decode.py).
 
-With a drafter, a step runs the sampled token and a draft behind it. Sampling then goes on through the logits of that
-pass for as long as it says what was drafted; each such token enters the cache as if it had had a step of its own.
+With a drafter, a step runs the sampled token and a draft behind it (speculative decoding). Sampling continues through
+the logits of that pass while it agrees with the draft; each accepted token enters the KV cache as if it had had a step
+of its own.
 """
 
 from __future__ import annotations
@@ -16,72 +17,74 @@ from typing import Any
 
 import torch
 
-from kvfold.engine.async_decode import Ahead, Arriving, can_run_ahead, run_ahead
-from kvfold.engine.output_processor import Took, Writer
+from kvfold.engine.async_decode import AsyncTokens, InFlightStep, can_decode_async, launch_next
+from kvfold.engine.output_processor import OutputProcessor, StepTime
 from kvfold.engine.request import Request, StopReason
 from kvfold.engine.runner import Runner
-from kvfold.engine.sampling import likeliest_of
+from kvfold.engine.sampling import greedy_tokens
 
-__all__ = ["Request", "StopReason", "generate", "step", "step_greedily"]
+__all__ = ["Request", "StopReason", "decode_async", "decode_step", "generate"]
 
-Tell = Callable[[], None]  # tells one writer what has run; an exception in it is of that one alone
+Deliver = Callable[[], None]  # hands a step's logits to one request; an exception in it is that request's alone
 
 
 def generate(runner: Runner, requests: Sequence[Request], tokenizer: Any) -> Iterator[tuple[Request, str]]:
-    """Run until every request has ended; yields (request, piece of text) as text becomes final."""
-    writers = [Writer(request, tokenizer, runner.spec.eos_token_ids) for request in requests]
-    greedy = all(writer.is_greedy and can_run_ahead(runner, writer.request.sequence) for writer in writers)
-    ahead: Ahead | None = None
-    while live := [writer for writer in writers if writer.request.reason is None]:
-        for writer in live:
-            piece = writer.write()
-            if piece:
-                yield writer.request, piece
-        going = [writer for writer in live if writer.request.reason is None]
-        told: Sequence[Tell] = ()
-        if going and greedy:
-            told, ahead = step_greedily(runner, going, ahead)
-        elif going:
-            told = step(runner, going)
-        for tell in told:
-            tell()
+    """Run until every request has ended; yields (request, text delta) as text becomes final."""
+    outputs = [OutputProcessor(request, tokenizer, runner.spec.eos_token_ids) for request in requests]
+    is_async = all(output.is_greedy and can_decode_async(runner, output.request.sequence) for output in outputs)
+    in_flight: InFlightStep | None = None
+    while live := [output for output in outputs if output.request.reason is None]:
+        for output in live:
+            delta = output.sample()
+            if delta:
+                yield output.request, delta
+        running = [output for output in live if output.request.reason is None]
+        deliveries: Sequence[Deliver] = ()
+        if running and is_async:
+            deliveries, in_flight = decode_async(runner, running, in_flight)
+        elif running:
+            deliveries = decode_step(runner, running)
+        for deliver in deliveries:
+            deliver()
 
 
-def step_greedily(runner: Runner, writers: Sequence[Writer], ahead: Ahead | None) -> tuple[list[Tell], Ahead | None]:
-    """A step, and the next one queued behind it before the host waits for this one's tokens; `ahead`: this step, if it
-    was queued before. Returns what each writer is to be told, and the step that is queued now."""
+def decode_async(
+    runner: Runner, outputs: Sequence[OutputProcessor], in_flight: InFlightStep | None
+) -> tuple[list[Deliver], InFlightStep | None]:
+    """One step, and the next one launched before the host waits for this one's tokens; `in_flight`: this step, if it
+    was launched already. Returns a delivery per request, and the step that is in flight now."""
     began, setup_s = time.perf_counter(), runner.setup_s
-    sequences = [writer.request.sequence for writer in writers]
-    if ahead is None:
-        rows_BV = runner.decode(sequences, [writer.request.token_ids[-1] for writer in writers])
-        rows, arriving = list(rows_BV), Arriving(sequences, rows_BV)
+    sequences = [output.request.sequence for output in outputs]
+    if in_flight is None:
+        rows_BV = runner.decode(sequences, [output.request.token_ids[-1] for output in outputs])
+        rows, tokens = list(rows_BV), AsyncTokens(sequences, rows_BV)
     else:
-        rows, arriving = [ahead.keep(sequence) for sequence in sequences], ahead.arriving
-    more = [writer.request.sequence for writer in writers if writer.num_left > 1]
-    ahead = run_ahead(runner, more, arriving.on_device(more)) if more else None
-    likeliest = arriving.wait(sequences)
-    took = Took(time.perf_counter() - began, runner.setup_s - setup_s)
-    found = zip(writers, rows, likeliest, strict=True)
-    return [partial(writer.ran, logits_V, token, took) for writer, logits_V, token in found], ahead
+        rows, tokens = [in_flight.keep(sequence) for sequence in sequences], in_flight.tokens
+    more = [output.request.sequence for output in outputs if output.num_left > 1]
+    in_flight = launch_next(runner, more, tokens.on_device(more)) if more else None
+    greedy = tokens.wait(sequences)
+    step_time = StepTime(time.perf_counter() - began, runner.setup_s - setup_s)
+    found = zip(outputs, rows, greedy, strict=True)
+    return [partial(output.process, logits_V, token, step_time) for output, logits_V, token in found], in_flight
 
 
-def step(runner: Runner, writers: Sequence[Writer]) -> list[Tell]:
-    """One pass over what was sampled last, and over drafts behind it where there are any; returns what each writer is
-    to be told."""
+def decode_step(runner: Runner, outputs: Sequence[OutputProcessor]) -> list[Deliver]:
+    """One pass over the tokens sampled last, and over drafts behind them where there are any; returns a delivery per
+    request."""
     began, setup_s = time.perf_counter(), runner.setup_s
-    sequences = [writer.request.sequence for writer in writers]
-    drafts = [writer.draft(runner.most_verified(writer.request.sequence)) for writer in writers]
-    last = [writer.request.token_ids[-1] for writer in writers]
+    sequences = [output.request.sequence for output in outputs]
+    drafts = [output.draft(runner.most_verified(output.request.sequence)) for output in outputs]
+    last = [output.request.token_ids[-1] for output in outputs]
     if not any(drafts):
-        rows_BV = runner.decode(sequences, last, commit=[not writer.request.stop for writer in writers])
-        likeliest = likeliest_of(rows_BV).tolist()  # where the host waits for the device, once a step
-        took = Took(time.perf_counter() - began, runner.setup_s - setup_s)
-        ran = zip(writers, rows_BV, likeliest, strict=True)
-        return [partial(writer.ran, logits_V, token, took) for writer, logits_V, token in ran]
-    found = runner.verify(sequences, [[token, *draft] for token, draft in zip(last, drafts, strict=True)])
-    ahead = iter(torch.cat([likeliest_of(verified.logits_TV) for verified in found]).tolist())
-    took = Took(time.perf_counter() - began, runner.setup_s - setup_s)
+        rows_BV = runner.decode(sequences, last, commit=[not output.request.stop for output in outputs])
+        greedy = greedy_tokens(rows_BV).tolist()  # the one host-device synchronisation of a step
+        step_time = StepTime(time.perf_counter() - began, runner.setup_s - setup_s)
+        found = zip(outputs, rows_BV, greedy, strict=True)
+        return [partial(output.process, logits_V, token, step_time) for output, logits_V, token in found]
+    verified = runner.verify(sequences, [[token, *draft] for token, draft in zip(last, drafts, strict=True)])
+    tokens = iter(torch.cat([greedy_tokens(one.logits_TV) for one in verified]).tolist())
+    step_time = StepTime(time.perf_counter() - began, runner.setup_s - setup_s)
     return [
-        partial(writer.ran_ahead, draft, verified, list(islice(ahead, len(draft) + 1)), took)
-        for writer, draft, verified in zip(writers, drafts, found, strict=True)
+        partial(output.process_verified, draft, one, list(islice(tokens, len(draft) + 1)), step_time)
+        for output, draft, one in zip(outputs, drafts, verified, strict=True)
     ]

@@ -1,6 +1,6 @@
-"""What a model thought of the tokens it read, from its last hidden states; some at a time, never a map of all logits.
+"""Log-probabilities of prompt tokens from the last hidden states, 256 rows of logits at a time.
 
-T tokens   M hidden dims   N tokens that are known to follow
+T tokens   M hidden dims   N next tokens, given
 """
 
 from __future__ import annotations
@@ -25,6 +25,6 @@ def next_logprobs(head: nn.Module, hidden_TM: Tensor, next_ids: Sequence[int]) -
 
 
 def surprise(head: nn.Module, hidden_TM: Tensor, ids: Sequence[int]) -> Tensor:
-    """fp32 [T]: -ln p of every token; inf for the first, which nothing of this text foretells."""
+    """fp32 [T]: surprisal -ln p of every token; inf for the first, which has no context."""
     first = torch.full((1,), torch.inf, device=hidden_TM.device)
     return torch.cat((first, -next_logprobs(head, hidden_TM, ids[1:])))

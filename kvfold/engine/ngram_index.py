@@ -1,10 +1,10 @@
-"""Where did the last tokens stand before, and what came then? An index over token ids that grows with the text.
+"""N-gram index for prompt-lookup drafts: earlier occurrences of the last tokens of a growing text.
 
-Chains of equal pairs, as Lempel-Ziv coders keep them: a table from a pair of tokens to where it ended last, and from
-each place to the one before it. A token is added in O(1); a search follows a bounded number of places and compares each
-of them backwards, so its cost does not grow with the text. Prompt lookup (Saxena, 2023) scans the prompt instead.
+Hash chains over bigrams, as in Lempel-Ziv coders: a table from a bigram to its latest occurrence, and from each
+occurrence to the one before it. Adding a token is O(1); a search compares at most 16 occurrences backwards, so its cost
+does not grow with the text. Prompt lookup (Saxena, 2023) scans the whole prompt instead.
 
-    history   … a b c d e f … x b c d        the last three tokens stood before: match 3, continued by e f …
+    history   … a b c d e f … x b c d        the last three tokens occurred before: match 3, continued by e f …
                       ^ source
 """
 
@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 _BREAK = -1  # between texts that do not follow each other; no token has this id
-_MOST_PLACES = 16  # compared in one search, the latest first
-_LONGEST = 64  # tokens compared at one place
+_MAX_COMPARED = 16  # occurrences in one search, the latest first
+_MAX_MATCH = 64  # tokens compared at one occurrence
 
 
 class Match(NamedTuple):
@@ -23,13 +23,13 @@ class Match(NamedTuple):
     length: int  # tokens before it that equal the end of the history
 
 
-class Lookup:
-    """Token ids in order, and the earlier places of every pair of them."""
+class NgramIndex:
+    """Token ids in order, and the chain of earlier occurrences of each bigram."""
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self._tokens: list[int] = []
-        self._latest: dict[tuple[int, int], int] = {}  # pair: index behind its latest place
-        self._before: list[int | None] = []  # by index behind a pair: the same for its place before
+        self._latest: dict[tuple[int, int], int] = {}  # bigram: index behind its latest occurrence
+        self._before: list[int | None] = []  # by index behind a bigram: the occurrence before it
         self.extend(tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
@@ -37,7 +37,7 @@ class Lookup:
             self.add(token)
 
     def end_text(self) -> None:
-        """What is added next does not follow what was added so far."""
+        """Tokens added next belong to another text: no match or continuation crosses this point."""
         self.add(_BREAK)
 
     def add(self, token: int) -> None:
@@ -50,28 +50,28 @@ class Lookup:
             self._latest[last, token] = len(self._tokens)
 
     def find(self) -> Match | None:
-        """The earlier place that agrees with the end of the history for longest; of equals, the latest."""
+        """The longest match of the end of the history; of equal lengths, the latest."""
         best: Match | None = None
         place = self._before[-1] if self._before else None
-        for _ in range(_MOST_PLACES):
+        for _ in range(_MAX_COMPARED):
             if place is None:
                 break
-            length = self._agreement(place)
+            length = self._match_len(place)
             if best is None or length > best.length:
                 best = Match(place, length)
             place = self._before[place - 1]
         return best
 
-    def _agreement(self, place: int) -> int:
-        """How many tokens before `place` equal those at the end."""
+    def _match_len(self, place: int) -> int:
+        """How many tokens before `place` equal those at the end of the history."""
         tokens, end, length = self._tokens, len(self._tokens), 2
-        most = min(place, _LONGEST)
+        most = min(place, _MAX_MATCH)
         while length < most and tokens[place - 1 - length] == tokens[end - 1 - length] != _BREAK:
             length += 1
         return length
 
     def continuation(self, source: int, num_tokens: int) -> list[int]:
-        """What stood at `source`, up to the end of that text; a copy that reaches the end of the history goes round."""
+        """The tokens from `source` on, up to the end of that text; past the end of the history they repeat."""
         found: list[int] = []
         period = len(self._tokens) - source
         for i in range(num_tokens):

@@ -1,8 +1,8 @@
-"""A request as it grows: sample, make text of tokens, cut it at a stop string.
+"""Output processing of one request: sample, detokenize, match stop strings, accept drafts, roll back.
 
-A sampled token enters the cache when the next step runs it. Tokens whose text may still turn out to belong to a stop
-string are run but not committed; when the stop string completes, they roll back, and the sequence is where it was
-before them. A token that holds both the end of the text and the start of the stop string goes with the stop string.
+A sampled token enters the KV cache when the next step runs it. Tokens whose text may still become part of a stop string
+are run but not committed; when the stop string completes, they are rolled back. A token that holds both the end of the
+text and the start of the stop string is rolled back too.
 
     | run and committed | run, may begin a stop string | sampled last | drafted |
 """
@@ -14,50 +14,50 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from kvfold.compress.observe import ObserverSnapshot
-from kvfold.engine.detokenizer import TextStream
+from kvfold.engine.detokenizer import Detokenizer
 from kvfold.engine.request import Request
 from kvfold.engine.sampling import Sampler
 from kvfold.engine.stop_strings import StopMatcher
 from kvfold.engine.verify import Verified
 
 
-class Took(NamedTuple):
-    """Seconds of a pass, and those among them that went into capturing and compiling it."""
+class StepTime(NamedTuple):
+    """Seconds of a pass, and how many of them went into CUDA graph capture and compilation."""
 
     pass_s: float
     setup_s: float
 
 
-class _Mark(NamedTuple):
-    """What a token was sampled from."""
+class _Checkpoint(NamedTuple):
+    """The state that a token was sampled from, for rollback."""
 
     logits_V: Tensor
-    undo: ObserverSnapshot
+    observed: ObserverSnapshot
 
 
-class Writer:
-    """Told what has run, it says what runs next."""
+class OutputProcessor:
+    """Takes the logits of each step and samples the tokens that the next step runs."""
 
     def __init__(self, request: Request, tokenizer: Any, eos: frozenset[int]) -> None:
         self.request = request
         self.eos = eos
         self.sampler = Sampler(request.sampling)
-        self.stream = TextStream(tokenizer)
+        self.detokenizer = Detokenizer(tokenizer)
         self._stops = [StopMatcher(stop) for stop in request.stop]
-        self.marks: dict[int, _Mark] = {}  # by token, back to the commit line
+        self._checkpoints: dict[int, _Checkpoint] = {}  # by token index, from the last committed one
         self._picks = self.sampler.picks(request.logits_V.unsqueeze(0))
         self._draft: list[int] = []  # what the last pass ran behind the sampled token
         self._verified: Verified | None = None
 
-    def write(self) -> str:
-        """Sample, and go on while that is what was drafted; returns text that is final now."""
-        piece, num_accepted = self._sample(), 0
+    def sample(self) -> str:
+        """Sample a token, and further ones as long as they equal the draft; returns text that is final now."""
+        piece, num_accepted = self._sample_one(), 0
         for token in self._draft:
             if self.request.reason is not None or token != self.request.token_ids[-1]:
                 break
             num_accepted += 1
             self._keep()
-            piece += self._sample()
+            piece += self._sample_one()
         self._end_draft(num_accepted)
         return piece
 
@@ -69,13 +69,14 @@ class Writer:
             self.request.drafter.learn(len(self._draft), num_accepted)
         self._verified, self._draft = None, []
 
-    def _sample(self) -> str:
-        """The next token; returns text that is final now."""
-        request, searched = self.request, len(self.stream.text)
+    def _sample_one(self) -> str:
+        """The next token; returns text that can no longer become part of a stop string."""
+        request, searched = self.request, len(self.detokenizer.text)
         if request.stop:
             if self._verified is not None:
                 self._verified.observe()
-            self.marks[len(request.token_ids)] = _Mark(request.logits_V, ObserverSnapshot([request.sequence]))
+            observed = ObserverSnapshot([request.sequence])
+            self._checkpoints[len(request.token_ids)] = _Checkpoint(request.logits_V, observed)
         token = next(self._picks)
         request.token_ids.append(token)
         if request.drafter is not None:
@@ -83,18 +84,18 @@ class Writer:
         if token in self.eos:
             request.reason = "eos"
         else:
-            self.stream.add(token)
+            self.detokenizer.add(token)
             request.reason = "length" if len(request.token_ids) >= request.max_new_tokens else None
         if request.reason is not None:
-            self.stream.finish()
-        return self._settle(searched)
+            self.detokenizer.finish()
+        return self._check_stops(searched)
 
-    def _settle(self, searched: int) -> str:
-        """Look for stop strings; what cannot become part of one is final."""
-        request, text = self.request, self.stream.text
+    def _check_stops(self, searched: int) -> str:
+        """Match stop strings in the text from `searched` on; returns the new final text."""
+        request, text = self.request, self.detokenizer.text
         ends = [(stop, stop.add(text[searched:])) for stop in self._stops]
         found = [searched + end - len(stop.stop) for stop, end in ends if end is not None]
-        final = min(found) if found else len(text) - (0 if request.reason else self._held)
+        final = min(found) if found else len(text) - (0 if request.reason else self._withheld)
         if found:
             request.reason = "stop"
             self._roll_back(final)
@@ -105,13 +106,13 @@ class Writer:
         return request.text[before:]
 
     @property
-    def _held(self) -> int:
-        """Characters at the end that may begin a stop string."""
+    def _withheld(self) -> int:
+        """Characters at the end of the text that may begin a stop string."""
         return max((stop.matched for stop in self._stops), default=0)
 
     def draft(self, most: int) -> list[int]:
-        """What may follow the last token, at most so many tokens with it: no more than may still be sampled, nor past
-        the end of the open block."""
+        """Draft tokens behind the last token, at most `most` with it: no more than may still be sampled, nor past the
+        end of the open block."""
         request = self.request
         if request.drafter is None:
             return []
@@ -119,7 +120,7 @@ class Writer:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is always the next, and nothing that has run can turn out to belong to a stop."""
+        """Whether the next token is always the argmax and none is rolled back, as asynchronous decode requires."""
         request = self.request
         return request.sampling.temperature == 0 and request.drafter is None and not request.stop
 
@@ -128,52 +129,52 @@ class Writer:
         """Tokens that may still be sampled."""
         return self.request.max_new_tokens - len(self.request.token_ids)
 
-    def ran(self, logits_V: Tensor, likeliest: int, took: Took) -> None:
-        """The last token went through the model."""
-        self._picks = self.sampler.picks(logits_V.unsqueeze(0), [likeliest])
-        self._count(took)
-        self._entered(logits_V)
+    def process(self, logits_V: Tensor, greedy: int, time: StepTime) -> None:
+        """Take the logits after the last token, whose argmax is `greedy`."""
+        self._picks = self.sampler.picks(logits_V.unsqueeze(0), [greedy])
+        self._count(time)
+        self._appended(logits_V)
 
-    def ran_ahead(self, draft: list[int], verified: Verified, likeliest: list[int], took: Took) -> None:
-        """The last token went through the model, and a draft behind it; `likeliest`: what follows each of them."""
-        self._picks = self.sampler.picks(verified.logits_TV, likeliest)
+    def process_verified(self, draft: list[int], verified: Verified, greedy: list[int], time: StepTime) -> None:
+        """Take the logits after the last token and a draft behind it; `greedy`: the argmax of each row."""
+        self._picks = self.sampler.picks(verified.logits_TV, greedy)
         self._draft, self._verified = draft, verified
-        self._count(took)
+        self._count(time)
         self.request.num_drafted += len(draft)
         self._keep()
 
-    def _count(self, took: Took) -> None:
+    def _count(self, time: StepTime) -> None:
         self.request.num_passes += 1
-        self.request.decode_s += took.pass_s - took.setup_s
-        self.request.setup_s += took.setup_s
+        self.request.decode_s += time.pass_s - time.setup_s
+        self.request.setup_s += time.setup_s
 
     def _keep(self) -> None:
-        """The last token is the next one of those that ran."""
+        """Append the last token, which the verified pass has run."""
         assert self._verified is not None
-        self._entered(self._verified.keep(commit=not self.request.stop))
+        self._appended(self._verified.keep(commit=not self.request.stop))
 
-    def _entered(self, logits_V: Tensor) -> None:
-        """The last token is in the cache."""
+    def _appended(self, logits_V: Tensor) -> None:
+        """The last token is in the KV cache now."""
         self.request.logits_V = logits_V
         self.request.num_steps += 1
-        self._commit(self.stream.tokens_within(len(self.stream.text) - self._held))
+        self._commit(self.detokenizer.tokens_within(len(self.detokenizer.text) - self._withheld))
 
     @property
     def _num_committed(self) -> int:
-        """Tokens of this request behind the commit line."""
+        """Tokens of this request that cannot be rolled back any more."""
         return self.request.num_steps - (self.request.sequence.open.fill - self.request.sequence.open.committed)
 
     def _commit(self, num_tokens: int) -> None:
-        """Move the commit line behind the first `num_tokens` tokens, as far as they have run."""
+        """Commit the first `num_tokens` tokens, as far as they have run."""
         self.request.sequence.open.commit(max(0, num_tokens - self._num_committed))
-        self.marks = {at: mark for at, mark in self.marks.items() if at >= self._num_committed}
+        self._checkpoints = {at: point for at, point in self._checkpoints.items() if at >= self._num_committed}
 
     def _roll_back(self, num_chars: int) -> None:
-        """Only the tokens of the first `num_chars` characters stay; those committed already do in any case."""
+        """Keep only the tokens of the first `num_chars` characters, and those committed already."""
         request = self.request
-        kept = max(self.stream.tokens_within(num_chars), self._num_committed)
+        kept = max(self.detokenizer.tokens_within(num_chars), self._num_committed)
         self._commit(kept)
         request.sequence.open.rollback()
-        request.logits_V = self.marks[kept].logits_V
-        self.marks[kept].undo.restore()
+        request.logits_V = self._checkpoints[kept].logits_V
+        self._checkpoints[kept].observed.restore()
         request.token_ids = request.token_ids[:kept]

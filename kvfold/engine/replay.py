@@ -26,7 +26,7 @@ from kvfold.passes.replay import ReplayPass
 from kvfold.score.base import Replay
 
 
-class Replays:
+class ReplayRunner:
     """The second readings of one model; `call` runs it, at most `piece_len` queries at a time attend."""
 
     def __init__(self, hf: Any, call: Call, piece_len: int) -> None:

@@ -21,10 +21,10 @@ from kvfold.compress.observe import ObserverNeeds, ObserverSnapshot, forget_prom
 from kvfold.compress.seal import prepare_seals
 from kvfold.core import HAS_TRITON, Compile, ModelSpec
 from kvfold.engine.chunked_prefill import default_chunk_len, passes, pieces
-from kvfold.engine.cuda_graphs import graphs_of
+from kvfold.engine.cuda_graphs import cuda_graphs_of
 from kvfold.engine.layer_major import LayerMajor, Progress
 from kvfold.engine.logprobs import next_logprobs, surprise
-from kvfold.engine.replay import Replays
+from kvfold.engine.replay import ReplayRunner
 from kvfold.engine.verify import Verified, commit_run
 from kvfold.errors import InputError, ModelError
 from kvfold.models.attach import is_attached, layers_wrapped, maskless
@@ -56,7 +56,7 @@ class Runner:
         self.spec = spec
         self.arena = arena
         self.chunk_len = default_chunk_len(spec, arena.device) if chunk_len is None else chunk_len
-        self.graphs = graphs_of(hf, compile) if arena.device.type == "cuda" and HAS_TRITON else None
+        self.graphs = cuda_graphs_of(hf, compile) if arena.device.type == "cuda" and HAS_TRITON else None
 
     @property
     def setup_s(self) -> float:
@@ -193,7 +193,7 @@ class Runner:
         return [Verified(step, index, logits_TV) for index, logits_TV in enumerate(rows)]
 
     @torch.inference_mode()
-    def queue(self, sequences: Sequence[SequenceCache], token_B: Tensor) -> Tensor:
+    def launch(self, sequences: Sequence[SequenceCache], token_B: Tensor) -> Tensor:
         """One token of the device for each sequence, which a captured step reads there: the host does not wait for it.
         Logits [batch, vocab]; a token is not in its cache until it is kept. Of sequences that note no sentences."""
         step = DecodePass.begin(sequences)
@@ -287,7 +287,7 @@ class Runner:
             out = out if hidden else head(torch.stack([part_TM[-1] for part_TM in parts]))
         if current.held:
             with maskless():
-                Replays(self.hf, partial(self._call, hidden=True), self.chunk_len).run(current, tokens, surprises)
+                ReplayRunner(self.hf, partial(self._call, hidden=True), self.chunk_len).run(current, tokens, surprises)
         return out
 
     def _layer_major(

@@ -50,7 +50,7 @@ class Sampler:
     def pick(self, logits_V: Tensor) -> int:
         """LogitsError if the largest logit is not finite."""
         if self.sampling.temperature == 0:
-            return _checked(int(likeliest_of(logits_V)))
+            return _checked(int(greedy_tokens(logits_V)))
         logits_V = logits_V.float().cpu()
         top = logits_V.max()
         if not top.isfinite():
@@ -63,7 +63,7 @@ class Sampler:
     def picks(self, logits_TV: Tensor, likeliest: Sequence[int] | None = None) -> Iterator[int]:
         """A token for each row, drawn when it is asked for. `likeliest`: of the rows, where it is known."""
         if self.sampling.temperature == 0:
-            yield from map(_checked, likeliest_of(logits_TV).tolist() if likeliest is None else likeliest)
+            yield from map(_checked, greedy_tokens(logits_TV).tolist() if likeliest is None else likeliest)
         else:
             yield from map(self.pick, logits_TV.float().cpu())
 
@@ -83,7 +83,7 @@ class Sampler:
         return logits_V.index_fill(0, index_V[is_out_V], -torch.inf)
 
 
-def likeliest_of(logits_NV: Tensor) -> Tensor:
+def greedy_tokens(logits_NV: Tensor) -> Tensor:
     """The likeliest token of each row, or NO_TOKEN; on the device, so that the host reads all rows at once."""
     token_N1 = logits_NV.argmax(-1, keepdim=True)  # of a NaN, if there is one
     is_finite_N1 = logits_NV.gather(-1, token_N1).isfinite()

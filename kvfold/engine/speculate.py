@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
-from kvfold.engine.ngram_index import Lookup
+from kvfold.engine.ngram_index import NgramIndex
 from kvfold.errors import InputError
 
 MOST_DRAFTED = 16
@@ -38,23 +38,23 @@ class Drafter:
         self.most_drafted = most_drafted
         self.rate = 1.0
         self._never = never
-        self._lookup = Lookup()
+        self._index = NgramIndex()
         for output in earlier:
-            self._lookup.extend(output)
-            self._lookup.end_text()
-        self._lookup.extend(tokens)
+            self._index.extend(output)
+            self._index.end_text()
+        self._index.extend(tokens)
 
     def add(self, token: int) -> None:
         """The text has grown."""
-        self._lookup.add(token)
+        self._index.add(token)
 
     def draft(self, most: int) -> list[int]:
         """At most so many tokens that may come next; often none."""
-        match = self._lookup.find() if most > 0 else None
+        match = self._index.find() if most > 0 else None
         if match is None:
             return []
         length = min(int(match.length * self.rate), self.most_drafted, most)
-        return list(takewhile(lambda token: token not in self._never, self._lookup.continuation(match.source, length)))
+        return list(takewhile(lambda token: token not in self._never, self._index.continuation(match.source, length)))
 
     def learn(self, num_drafted: int, num_accepted: int) -> None:
         """How a draft fared."""

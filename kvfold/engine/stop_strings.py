@@ -1,4 +1,4 @@
-"""Stop strings in a text that grows: each character is looked at once (Knuth-Morris-Pratt), however long both are."""
+"""Incremental stop-string matching (Knuth-Morris-Pratt): amortised O(1) per character."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import lru_cache
 
 
 class StopMatcher:
-    """`matched`: how many characters at the end of what was added begin the stop string."""
+    """`matched`: length of the longest suffix of the text that is a proper prefix of the stop string."""
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
@@ -14,7 +14,7 @@ class StopMatcher:
         self._borders = _borders(stop)
 
     def add(self, piece: str) -> int | None:
-        """How many characters of the piece there are up to where the stop string first ends; None if it does not."""
+        """Index in the piece behind the first occurrence of the stop string; None if there is none."""
         for index, character in enumerate(piece):
             while self.matched and self.stop[self.matched] != character:
                 self.matched = self._borders[self.matched - 1]
@@ -27,7 +27,7 @@ class StopMatcher:
 
 
 def overlap(text: str, stop: str) -> int:
-    """The longest end of a text that begins the stop string, and is not all of it."""
+    """Length of the longest suffix of the text that is a proper prefix of the stop string."""
     matcher = StopMatcher(stop)
     matcher.add(text[max(0, len(text) - len(stop) + 1) :])
     return matcher.matched
@@ -35,7 +35,7 @@ def overlap(text: str, stop: str) -> int:
 
 @lru_cache(maxsize=64)
 def _borders(stop: str) -> tuple[int, ...]:
-    """Of each beginning of the stop string: the longest shorter beginning that it ends with."""
+    """The failure function: for each prefix, its longest proper prefix that is also its suffix."""
     found, length = [0], 0
     for character in stop[1:]:
         while length and stop[length] != character:

@@ -1,13 +1,14 @@
-"""A job that has a sequence: reads its prompt piece by piece, writes its reply, may be set aside on the host.
+"""An admitted job: owns a sequence, prefills its prompt chunk by chunk, decodes its reply, may be preempted.
 
-    waiting -> reading -> writing -> ended
-                             |  ^
-                             v  |
-                           on the host
+    waiting -> prefilling -> decoding -> ended
+                               |  ^
+                       preempt |  | resume
+                               v  |
+                        KV cache on the host
 
-A policy that keeps everything as it is reads in pieces that end at absolute multiples of the runner's chunk; one that
-compresses reads each stretch in one pass. Either pauses inside, between layers, when others are to run: the result is
-bitwise that of one go.
+A policy that compresses nothing prefills in chunks that end at absolute multiples of the runner's chunk length; a
+compressing one prefills each stretch between two cuts in one pass. Either pauses inside, between layers, when others
+are to run; the result is bitwise that of an uninterrupted pass.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from kvfold.engine.jobs import Began, Ended, EndReason, Job, Wrote
-from kvfold.engine.output_processor import Writer
+from kvfold.engine.output_processor import OutputProcessor
 from kvfold.engine.request import Request
 from kvfold.engine.resumable import Resumable
 from kvfold.engine.runner import Runner
@@ -33,53 +34,53 @@ _log = logging.getLogger("kvfold.engine")
 
 
 class Task:
-    """Made when its job is let in; owns the sequence from then on."""
+    """Made when its job is admitted; owns the sequence from then on. `in_chunks`: prefill chunk by chunk."""
 
-    def __init__(self, job: Job, runner: Runner, tokenizer: Any, *, in_pieces: bool) -> None:
+    def __init__(self, job: Job, runner: Runner, tokenizer: Any, *, in_chunks: bool) -> None:
         begin = job.source.begin()
         self.job = job
         self.tenant = job.tenant
         self.sequence: SequenceCache = begin.sequence
-        self.writer: Writer | None = None
         self.num_reused = begin.num_read
+        self.blocked_at: int | None = None  # free bytes of the arena when a prefill last ran out of pages
+        self.preempted_len = 0  # tokens of the copy on the host
         cuts = [len(job.tokens)] if begin.cuts is None else begin.cuts
         self._cuts = [cut for cut in cuts if begin.num_read < cut <= len(job.tokens)]
         self._runner = runner
         self._tokenizer = tokenizer
-        self._in_pieces = in_pieces
-        self._pass: Resumable[Tensor] | None = None  # that reads the next piece, once it has begun
-        self.stuck_at: int | None = None  # bytes that were free when reading found too few
-        self._blocks: dict[str, Fields] | None = None
-        self.len_aside = 0  # tokens that the copy on the host holds
+        self._in_chunks = in_chunks
+        self._pass: Resumable[Tensor] | None = None  # the prefill of the next chunk, once it has begun
+        self._processor: OutputProcessor | None = None  # None until the prompt is read
+        self._host_copy: dict[str, Fields] | None = None
 
     @property
-    def is_reading(self) -> bool:
-        return self.writer is None
+    def is_prefilling(self) -> bool:
+        return self._processor is None
 
     @property
-    def running(self) -> Writer:
-        """The writer of a task that has read its prompt."""
-        assert self.writer is not None
-        return self.writer
+    def output(self) -> OutputProcessor:
+        """Of a task that decodes."""
+        assert self._processor is not None
+        return self._processor
 
     @property
     def is_sampled(self) -> bool:
         """Whether a token has been sampled that has not run."""
-        return len(self.running.request.token_ids) > self.running.request.num_steps
+        return len(self.output.request.token_ids) > self.output.request.num_steps
 
-    # Reading
+    # Prefill
 
     @property
-    def piece_len(self) -> int:
-        """Tokens that are read next."""
-        return self._piece_end - self.sequence.committed_len
+    def next_len(self) -> int:
+        """Tokens of the chunk that is prefilled next."""
+        return self._chunk_end - self.sequence.committed_len
 
-    def read(self, is_due: Callable[[], bool]) -> None:
-        """The next piece of the prompt, or as much of it as is read before a pause is due; after the last one the job
-        has begun. OutOfPages: the piece begins anew."""
+    def prefill(self, is_due: Callable[[], bool]) -> None:
+        """Run the next chunk of the prompt, or its layers until a pause is due; after the last chunk decoding begins.
+        OutOfPages: the chunk starts anew."""
         if self._pass is None:
             compress, self.sequence.pinned = self._stretch_end in self._cuts, self._settled
-            tokens = self.job.tokens[self.sequence.committed_len : self._piece_end]
+            tokens = self.job.tokens[self.sequence.committed_len : self._chunk_end]
             self._pass = Resumable(partial(self._prefill, tokens, compress), is_due)
         current, is_done = self._pass, False
         try:
@@ -89,24 +90,24 @@ class Task:
             raise
         if is_done:
             self._pass = None
-            self._have_read(current.result)
+            self._prefilled(current.result)
 
-    def _have_read(self, logits_BV: Tensor) -> None:
+    def _prefilled(self, logits_BV: Tensor) -> None:
         end = self.sequence.committed_len
         if end in self._cuts or end == len(self.job.tokens):
             self.job.source.reached(self.sequence, end)
         if end == len(self.job.tokens):
-            self._begin(logits_BV[0])
+            self._begin_decode(logits_BV[0])
 
     @property
     def _settled(self) -> list[tuple[int, int]]:
-        """What earlier compressions kept, where the size grows with the prompt: it was chosen once, and a score that
-        judges by the text it has just read would let it go. Under a bound everything competes each time."""
+        """Positions that earlier compressions kept, pinned where the size is relative to the prompt: a score that
+        judges by the newest text would evict them. Under an absolute size everything competes each time."""
         size, end = self.sequence.policy.prefill.size, self.sequence.last_compressed_len
         return [(0, end)] if size is not None and not size.is_absolute and end else []
 
     def _prefill(self, tokens: Sequence[int], compress: bool) -> Tensor:
-        """A prompt too short for the policy's size is kept whole: a server does not choose how long prompts are."""
+        """A prompt too short for the policy's size stays uncompressed: a server does not choose prompt lengths."""
         try:
             return self._runner.prefill([self.sequence], [tokens], compress=compress)
         except SizeError:
@@ -118,27 +119,27 @@ class Task:
         return next((cut for cut in self._cuts if cut > self.sequence.committed_len), len(self.job.tokens))
 
     @property
-    def _piece_end(self) -> int:
+    def _chunk_end(self) -> int:
         chunk, start = self._runner.chunk_len, self.sequence.committed_len
-        return min(self._stretch_end, start - start % chunk + chunk) if self._in_pieces else self._stretch_end
+        return min(self._stretch_end, start - start % chunk + chunk) if self._in_chunks else self._stretch_end
 
-    def _begin(self, logits_V: Tensor) -> None:
+    def _begin_decode(self, logits_V: Tensor) -> None:
         job, self.sequence.pinned = self.job, []
         job.source.began()
         job.listener(Began(self.num_reused))
         request = Request(self.sequence, logits_V, max(job.max_new_tokens, 1), job.sampling, job.stop)
-        self.writer = Writer(request, self._tokenizer, self._runner.spec.eos_token_ids)
+        self._processor = OutputProcessor(request, self._tokenizer, self._runner.spec.eos_token_ids)
 
-    # Writing
+    # Decode
 
-    def write(self) -> bool:
-        """Sample, and tell what was written; False when the job has come to its end."""
+    def sample(self) -> bool:
+        """Sample the next token and send its text; False when the job has ended."""
         if self.job.max_new_tokens == 0:
             self.end("read")
             return False
-        piece, request = self.running.write(), self.running.request
-        if piece:
-            self.job.listener(Wrote(piece))
+        delta, request = self.output.sample(), self.output.request
+        if delta:
+            self.job.listener(Wrote(delta))
         if request.reason is not None:
             self.end(request.reason)
             return False
@@ -146,52 +147,51 @@ class Task:
 
     @property
     def _stop(self) -> str | None:
-        """The stop string that follows the text, where one ended it."""
-        if self.writer is None or self.writer.request.reason != "stop":
+        """The stop string that ended the text, if one did."""
+        if self._processor is None or self._processor.request.reason != "stop":
             return None
-        rest = self.writer.stream.text[len(self.writer.request.text) :]
+        rest = self._processor.detokenizer.text[len(self._processor.request.text) :]
         return next((stop for stop in self.job.stop if rest.startswith(stop)), None)
 
-    def can_step_again(self, logical_len: int) -> bool:
-        """Whether a step that raised has left the cache as it was, at this length: what it sealed on its way, it would
-        have sealed again."""
+    def can_retry(self, logical_len: int) -> bool:
+        """Whether a step that raised has left the KV cache at this length, so that it can run again. A block that it
+        sealed stays sealed."""
         return self.sequence.logical_len == logical_len and not self.sequence.is_torn
 
-    # Setting aside
+    # Preemption
 
     @property
-    def can_leave(self) -> bool:
-        """Whether everything that has run is committed, which is what a copy holds."""
-        return self.writer is not None and self.sequence.open.fill == self.sequence.open.committed
+    def can_preempt(self) -> bool:
+        """Whether all tokens that have run are committed: a copy holds only those."""
+        return self._processor is not None and self.sequence.open.fill == self.sequence.open.committed
 
-    def leave(self) -> None:
-        """Move to the host; the pages are free."""
-        self._blocks = take(self.sequence)
-        self.len_aside = self.sequence.committed_len
+    def preempt(self) -> None:
+        """Swap the KV cache out to the host and free its pages."""
+        self._host_copy = take(self.sequence)
+        self.preempted_len = self.sequence.committed_len
         self.release()
 
-    def come_back(self) -> None:
-        """Move to the device; OutOfPages leaves the copy where it is."""
-        assert self._blocks is not None
+    def resume(self) -> None:
+        """Swap the KV cache in, bit for bit; OutOfPages leaves the copy on the host."""
+        assert self._host_copy is not None
         sequence = self._runner.new_sequence(self.sequence.policy, self.sequence.config)
         try:
-            put_back(sequence, self.len_aside, self._blocks.items())
+            put_back(sequence, self.preempted_len, self._host_copy.items())
         except BaseException:
             sequence.release()
             raise
-        self.sequence = self.running.request.sequence = sequence
-        self._blocks = None
+        self.sequence = self.output.request.sequence = sequence
+        self._host_copy = None
 
     def end(self, reason: EndReason, error: Exception | None = None) -> None:
-        """Give the memory back and say so; raises nothing."""
+        """Release the pages and tell the listener; raises nothing."""
         self.release()
-        self._blocks = None
-        num_tokens = 0 if self.writer is None or reason == "read" else len(self.writer.request.token_ids)
+        self._host_copy = None
+        num_tokens = 0 if self._processor is None or reason == "read" else len(self._processor.request.token_ids)
         self.job.end(Ended(reason, num_tokens, self._stop, error))
 
     def release(self) -> None:
-        """Give the memory back, also of a pass that pauses. A second attempt gives back what the first one, if it
-        raised, did not come to."""
+        """Free the pages, also those of a paused pass. If the first attempt raises, a second one frees the rest."""
         if self._pass is not None:
             self._pass.abandon()
             self._pass = None

@@ -1,4 +1,4 @@
-"""Tokens that ran ahead of what was sampled: their logits, and the choice how many of them stay.
+"""Verification of drafts (speculative decoding): logits of drafted tokens, and how many of them are accepted.
 
 T tokens of one sequence   V vocabulary
 """
@@ -13,9 +13,9 @@ from kvfold.passes.decode import DecodePass
 
 
 class Verified:
-    """Tokens of one sequence after a pass. Those that are kept enter the cache; nothing is left of the others.
+    """Drafted tokens of one sequence after their pass: accepted ones enter the KV cache, rejected ones do not.
 
-    It ends with the next pass over its sequence, which overwrites what was not kept.
+    Valid until the next pass over the sequence, which overwrites rejected tokens.
     """
 
     def __init__(self, step: DecodePass, index: int, logits_TV: Tensor) -> None:
@@ -25,7 +25,7 @@ class Verified:
         self._index = index
 
     def keep(self, *, commit: bool = True) -> Tensor:
-        """The next token stays; returns the logits after it. `commit` as in `Runner.decode`."""
+        """Accept the next token; returns the logits after it. `commit` as in `Runner.decode`."""
         sequence = self._step.sequences[self._index]
         sequence.open.advance(1)
         self.num_kept += 1
@@ -34,12 +34,12 @@ class Verified:
 
     @torch.inference_mode()
     def observe(self) -> None:
-        """Note for the scorers what the kept tokens attended to: before the next pass, or an ObserverSnapshot."""
+        """Pass the attention of the accepted tokens to the scorers: before the next pass, or an ObserverSnapshot."""
         self._step.observe(self._index, self.num_kept)
 
 
 def commit_run(sequence: SequenceCache, commit: bool) -> None:
-    """Commit what has run, where asked to, or where the open block holds nothing but drafts and could not seal."""
+    """Commit the tokens that have run if asked to, or if the open block holds only drafts and could not seal."""
     block = sequence.open
     if commit or (block.room == 0 and block.committed == 0):
         block.commit(block.fill - block.committed)

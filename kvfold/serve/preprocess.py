@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvfold.engine.fair_queue import Lines
+from kvfold.engine.fair_queue import FairQueue
 from kvfold.serve.api.errors import ApiError
 from kvfold.serve.settings import Limits
 
@@ -36,11 +36,11 @@ class _Lane:
     def __init__(self, name: str) -> None:
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix=f"kvfold-intake-{name}")
         self._num_free = _THREADS
-        self._lines: Lines[_Waiting] = Lines()
+        self._queue: FairQueue[_Waiting] = FairQueue()
 
     @property
     def num_waiting(self) -> int:
-        return self._lines.num_waiting
+        return self._queue.num_waiting
 
     async def run(self, tenant: str, work: Callable[[], T]) -> T:
         loop = asyncio.get_running_loop()
@@ -50,15 +50,15 @@ class _Lane:
         return await asyncio.wrap_future(begun)
 
     async def _turn(self, tenant: str) -> None:
-        if self._num_free and not self._lines:
+        if self._num_free and not self._queue:
             self._num_free -= 1
             return
         mine = _Waiting(tenant, asyncio.get_running_loop().create_future())
-        self._lines.join(mine)
+        self._queue.push(mine)
         try:
             await mine.turn
         except asyncio.CancelledError:
-            if not self._lines.drop(lambda one: one is mine):
+            if not self._queue.remove_if(lambda one: one is mine):
                 self._next()  # its turn had come
             raise
 
@@ -67,8 +67,8 @@ class _Lane:
             loop.call_soon_threadsafe(self._next)
 
     def _next(self) -> None:
-        if self._lines:
-            first = self._lines.pop_first()
+        if self._queue:
+            first = self._queue.pop_first()
             if not first.turn.done():
                 first.turn.set_result(None)
         else:

@@ -87,8 +87,8 @@ class Service:
             model.tokenizer,
             max_running=limits.running,
             max_waiting=limits.waiting,
-            num_kept=settings.num_kept,
-            make_room=self._make_room,
+            num_reserved=settings.num_reserved,
+            evict_idle=self._evict_idle,
             on_failure=lambda: self.on_failure(),
         )
         self._add_gauges()
@@ -102,14 +102,14 @@ class Service:
         except (PolicyError, ModelError) as error:
             self.no_reuse = str(error)
 
-    def _make_room(self) -> bool:
+    def _evict_idle(self) -> bool:
         return self.store is not None and self.store.device is not None and self.store.device.shrink()
 
     def _add_gauges(self) -> None:
         arena, scheduler, gauge = self.model.arena, self.scheduler, self.metrics.gauge
         gauge("kvfold_requests_running", "Requests that have memory.", lambda: scheduler.num_running)
         gauge("kvfold_requests_waiting", "Requests that wait for memory.", lambda: scheduler.num_waiting)
-        gauge("kvfold_replies_demoted", "Replies that have moved to the host so far.", lambda: scheduler.num_demoted)
+        gauge("kvfold_replies_demoted", "Replies that have moved to the host so far.", lambda: scheduler.num_preempted)
         gauge("kvfold_requests_cancelled", "Requests whose client went away so far.", lambda: scheduler.num_cancelled)
         gauge("kvfold_arena_bytes", "Size of the arena.", lambda: arena.capacity_bytes)
         gauge("kvfold_arena_free_bytes", "Bytes of the arena that nobody holds.", lambda: arena.free_bytes)

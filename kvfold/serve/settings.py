@@ -65,7 +65,7 @@ class Settings:
         return limits.running if self.tenants is None else max(1, limits.running // 2)
 
     @property
-    def num_kept(self) -> int:
+    def num_reserved(self) -> int:
         """Places to run that are kept for tenants that run nothing; without keys there is one tenant."""
         return int(self.tenants is not None and self.limits.running > 1)
 

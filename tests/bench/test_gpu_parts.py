@@ -11,7 +11,7 @@ from benchmarks import gpu_decode
 from benchmarks.gpu_common import floor_ms, kv_bytes, llama, random_tokens, weight_bytes
 from benchmarks.gpu_fill import arena_bytes, copied, describe, fill, filled, head_lengths, open_bytes, slot_bytes
 from benchmarks.gpu_prefill import prompt_flops
-from kvfold.engine.cuda_graphs import graphs_of
+from kvfold.engine.cuda_graphs import cuda_graphs_of
 from kvfold.engine.runner import Runner
 from kvfold.models.attach import attach
 from kvfold.pages.arena import Arena
@@ -108,7 +108,7 @@ def test_timed_steps_write_a_token_each(mode: str, num_tokens: int, monkeypatch:
     model, policy = llama("cpu", torch.float32, **SMALL), Policy.parse("bf16")
     with attach(model) as attached:
         runner = Runner(model, attached.spec, Arena(arena_bytes(attached.spec, policy, 200, sequences=2)))
-        runner.graphs = graphs_of(model)
+        runner.graphs = cuda_graphs_of(model)
         sequences = [filled(runner, policy, head_lengths(2, 2, 40, 320, seed), 320, seed) for seed in range(2)]
         times = gpu_decode.mode_ms(runner, sequences, mode, steps=3)
     assert len(times) == (5 if mode == "eager" else 3) and min(times) > 0

@@ -11,7 +11,7 @@ from kvfold.bench.answers import answer
 from kvfold.bench.lanes import Job, Lanes
 from kvfold.bench.prompts import Prompt
 from kvfold.bench.record import TOO_SMALL
-from kvfold.engine.cuda_graphs import Graphs
+from kvfold.engine.cuda_graphs import CudaGraphs
 from kvfold.engine.runner import Runner
 from kvfold.models.loader import Model
 from tests.bench.runs import SMALL
@@ -62,7 +62,7 @@ def test_questions_read_by_steps_are_answered_as_those_read_at_once(runner: Runn
     prompts = [Prompt(CONTEXT[:60], tuple(prompt(length, seed=length))) for length in (4, 38)]  # past an open block
     jobs = [Job(each, "unknown", policy, 3) for each in prompts for policy in ("full", f"keydiff + {SMALL} + 2x")]
     at_once = answer(runner, jobs)
-    runner.graphs = Graphs()
+    runner.graphs = CudaGraphs()
     by_steps = answer(runner, jobs)
     assert [by_steps[job].token_ids for job in jobs] == [at_once[job].token_ids for job in jobs]
     assert runner.graphs._steps == 4 + 5 + 3  # of eight tokens, of one, and of those that answer

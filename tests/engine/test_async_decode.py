@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvfold.engine.cuda_graphs import Graphs
+from kvfold.engine.cuda_graphs import CudaGraphs
 from kvfold.engine.generate import Request, generate
 from kvfold.engine.runner import Runner
 from kvfold.engine.speculate import Drafter
@@ -26,7 +26,7 @@ LENGTHS = (50, 93, 71)
 NUM_NEW = (30, 9, 30)  # blocks of 8 seal several times; one request ends before the others
 
 
-class Noted(Graphs):
+class Noted(CudaGraphs):
     """Captured steps, whether the host knew the tokens of each, and how many they were."""
 
     def __init__(self) -> None:

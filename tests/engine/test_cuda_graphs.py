@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvfold.engine.cuda_graphs import Graphs
+from kvfold.engine.cuda_graphs import CudaGraphs
 from kvfold.models.loader import Model
 from tests.engine.runs import make_runner, make_sequence
 from tests.passes.captured.test_step import same_block, same_observations
@@ -34,7 +34,7 @@ def model() -> Model:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_captured_steps_agree_with_plain_ones(model: Model, policy: str) -> None:
     runner, captured = make_runner(model), make_runner(model)
-    runner.graphs, captured.graphs = None, Graphs()
+    runner.graphs, captured.graphs = None, CudaGraphs()
     captured.graphs.compile = False
     plain, fast = ([make_sequence(runner, policy, page_size=16, open_len=8) for _ in range(3)] for _ in range(2))
     for sequences in (plain, fast):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvfold.engine.detokenizer import TextStream
+from kvfold.engine.detokenizer import Detokenizer
 from tests.tiny import prompt, tokenizer
 
 
-def stream_of(text: str) -> tuple[TextStream, list[str]]:
-    stream, seen = TextStream(tokenizer()), []
+def stream_of(text: str) -> tuple[Detokenizer, list[str]]:
+    stream, seen = Detokenizer(tokenizer()), []
     for token in tokenizer()(text)["input_ids"]:
         stream.add(token)
         seen.append(stream.text)
@@ -29,7 +29,7 @@ def test_tokens_end_where_their_characters_do() -> None:
 
 
 def test_what_stays_half_is_shown_at_the_end() -> None:
-    stream = TextStream(tokenizer())
+    stream = Detokenizer(tokenizer())
     for token in tokenizer()("a€")["input_ids"][:-1]:
         stream.add(token)
     assert stream.text == "a"
@@ -40,7 +40,7 @@ def test_what_stays_half_is_shown_at_the_end() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_stream_is_the_whole_decoded(seed: int) -> None:
     """Random bytes, most of them no characters."""
-    ids, stream = prompt(80, seed=seed), TextStream(tokenizer())
+    ids, stream = prompt(80, seed=seed), Detokenizer(tokenizer())
     for token in ids:
         before = stream.text
         stream.add(token)

@@ -205,7 +205,7 @@ def test_long_prompts_leave_a_place_for_a_short_one_of_the_same_tenant(model: Mo
 
 
 def test_a_place_to_run_is_kept_for_who_runs_nothing(model: Model) -> None:
-    with scheduling(model, max_running=3, num_kept=1) as scheduler:
+    with scheduling(model, max_running=3, num_reserved=1) as scheduler:
         made = [job(scheduler.runner, tiny.prompt(9), max_new_tokens=900, tenant="a") for _ in range(4)]
         for one, _ in made:
             scheduler.submit(one)
@@ -216,8 +216,8 @@ def test_a_place_to_run_is_kept_for_who_runs_nothing(model: Model) -> None:
         assert not made[2][1].has_begun.is_set(), "two of three places are one tenant's most"
         assert not made[0][1].has_ended.is_set()
     with (
-        pytest.raises(InputError, match="num_kept is 3; it must be at least 0 and below max_running, 3"),
-        scheduling(model, max_running=3, num_kept=3),
+        pytest.raises(InputError, match="num_reserved is 3; it must be at least 0 and below max_running, 3"),
+        scheduling(model, max_running=3, num_reserved=3),
     ):
         pass
 

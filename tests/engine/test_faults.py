@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import kvfold
-from kvfold.engine import scheduler as module
+from kvfold.engine import supervisor
 from kvfold.engine.jobs import Begin, Ended, Event
 from kvfold.engine.runner import Runner
 from kvfold.engine.sampling import Sampling
@@ -34,12 +34,14 @@ from tests import tiny
 from tests.engine.jobs import job
 
 ROOT = Path(kvfold.__file__).parent
-PARTS = ("scheduler", "task", "generate", "writer", "sample", "runner", "jobs")
+MANAGERS = ("scheduler", "queues", "admission", "prefill_manager", "decode_manager")
+PARTS = (*MANAGERS, "task", "generate", "output_processor", "sampling", "runner", "jobs")
 LOOP = {str(ROOT / "engine" / f"{name}.py") for name in PARTS}
 # The loop's own state, which nothing outside can make raise.
-OWN = {str(ROOT / f"{name}.py") for name in ("engine/scheduler", "engine/lines", "engine/time_slice", "pages/arena")}
+STATE = ("engine/supervisor", "engine/fair_queue", "engine/time_slice", "pages/arena")
+OWN = {str(ROOT / f"{name}.py") for name in (*STATE, *(f"engine/{name}" for name in MANAGERS))}
 # What a whole batch has in common once its pass has run: numbers, and which tokens are the likeliest.
-WHOLE = {"finish", "advance", "commit_run", "commit", "logical_len", "setup_s", "likeliest_of"}
+WHOLE = {"finish", "advance", "commit_run", "commit", "logical_len", "setup_s", "greedy_tokens"}
 CAPACITY = 56 * 4096  # too little for both long replies
 
 
@@ -53,7 +55,7 @@ class Site(NamedTuple):
     file: str
 
 
-MOVING = ("Scheduler._demote", "Scheduler._come_back", "Task.leave", "Task.come_back")
+MOVING = ("DecodeManager._preempt", "Admission.resume", "Task.preempt", "Task.resume")
 Watch = Callable[[Site], None]
 
 
@@ -110,7 +112,7 @@ def run_all(model: Model, asked: dict[int, Options]) -> Ran:
                 scheduler.submit(one)
         ends = [heard.end() for _, heard in made]
         assert scheduler.state == "running"
-        assert not scheduler._restarts, "the loop itself raised"
+        assert not scheduler._supervisor.restarts, "the loop itself raised"
     finally:
         assert scheduler.close(60)
     gc.collect()
@@ -136,7 +138,7 @@ def sites_of(model: Model, asked: dict[int, Options]) -> tuple[Counter[Site], Ra
 def test_an_exception_at_any_call_fails_one_job_at_most(small: Model) -> None:
     sites, normal = sites_of(small, SHORT)
     assert [end.reason for end in normal.ends] == ["length", "length", "length", "read"]
-    phases = {"begin", "reached", "began", "read", "prefill", "write", "pick", "decode", "ran", "end", "release"}
+    phases = {"begin", "reached", "began", "prefill", "sample", "pick", "decode", "process", "end", "release"}
     assert phases | {"fits", "__call__"} <= _names(sites)
     for site, count in sites.items():
         if site.caller != "Job.end":  # a listener that raises then has nobody who would hear: tested below
@@ -145,9 +147,9 @@ def test_an_exception_at_any_call_fails_one_job_at_most(small: Model) -> None:
 
 def test_an_exception_on_the_way_to_the_host_or_back_fails_one_job_at_most(small: Model) -> None:
     sites, normal = sites_of(small, LONG)
-    assert normal.scheduler.num_demoted > 0
+    assert normal.scheduler.num_preempted > 0
     moving = {site: count for site, count in sites.items() if count <= 2 and site.caller.startswith(MOVING)}
-    assert {"can_leave", "leave", "take", "come_back", "put_back", "new_sequence"} <= _names(moving)
+    assert {"can_preempt", "preempt", "take", "resume", "put_back", "new_sequence"} <= _names(moving)
     for site in moving:
         _inject(small, LONG, normal, site, 1)
 
@@ -274,10 +276,10 @@ def test_a_loop_that_raises_fails_every_job_and_starts_anew(model: Model, monkey
     for one, _ in made:
         scheduler.submit(one)
     assert made[0][1].has_written.wait(60)
-    sweep = scheduler._sweep
+    end_overdue = scheduler._end_overdue
 
     def broken() -> None:
-        monkeypatch.setattr(scheduler, "_sweep", sweep)
+        monkeypatch.setattr(scheduler, "_end_overdue", end_overdue)
         raise Broken
 
     def listen(event: Event) -> None:
@@ -285,7 +287,7 @@ def test_a_loop_that_raises_fails_every_job_and_starts_anew(model: Model, monkey
         made[1][1](event)
 
     made[1][0].listener = listen
-    monkeypatch.setattr(scheduler, "_sweep", broken)
+    monkeypatch.setattr(scheduler, "_end_overdue", broken)
     assert [type(heard.end().error) for _, heard in made] == [Broken, Broken]
     assert seen == ["restarting"]
     after, heard = job(runner, tiny.prompt(9), max_new_tokens=3)
@@ -296,7 +298,7 @@ def test_a_loop_that_raises_fails_every_job_and_starts_anew(model: Model, monkey
 
 
 def test_a_loop_that_keeps_raising_is_over(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "RESTART_S", 0.0)
+    monkeypatch.setattr(supervisor, "RESTART_DELAY_S", 0.0)
     told = threading.Event()
     runner = Runner(model.hf, model.spec, model.arena, chunk_len=16)
     scheduler = Scheduler(runner, Policy.parse("full"), model.tokenizer, on_failure=told.set)
@@ -304,8 +306,8 @@ def test_a_loop_that_keeps_raising_is_over(model: Model, monkeypatch: pytest.Mon
     def broken() -> None:
         raise Broken
 
-    monkeypatch.setattr(scheduler, "_sweep", broken)
-    for _ in range(module.MOST_RESTARTS + 1):
+    monkeypatch.setattr(scheduler, "_end_overdue", broken)
+    for _ in range(supervisor.MAX_RESTARTS + 1):
         assert not told.is_set()
         one, heard = job(runner, tiny.prompt(9))
         scheduler.submit(one)

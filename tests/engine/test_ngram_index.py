@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfold.engine.ngram_index import Lookup, Match
+from kvfold.engine.ngram_index import Match, NgramIndex
 from kvfold.engine.speculate import MOST_DRAFTED, Drafter, check_speculation
 from kvfold.errors import InputError
 
@@ -39,7 +39,7 @@ def scan(texts: list[list[int]]) -> Iterator[Match]:
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=40), min_size=1, max_size=4))
 def test_the_index_finds_what_a_scan_finds(texts: list[list[int]]) -> None:
-    lookup = Lookup()
+    lookup = NgramIndex()
     for number, text in enumerate(texts):
         if number:
             lookup.end_text()
@@ -50,7 +50,7 @@ def test_the_index_finds_what_a_scan_finds(texts: list[list[int]]) -> None:
 
 def test_a_long_match_is_found_at_every_step() -> None:
     """The index grows by one token at a time and never has to look at the rest again."""
-    text, lookup = [i * i % 997 for i in range(400)], Lookup()
+    text, lookup = [i * i % 997 for i in range(400)], NgramIndex()
     lookup.extend(text)
     for step, token in enumerate(text[:80], 1):
         lookup.add(token)
@@ -59,7 +59,7 @@ def test_a_long_match_is_found_at_every_step() -> None:
 
 
 def test_a_copy_of_what_is_being_written_goes_round() -> None:
-    lookup = Lookup(ids("xabcabc"))
+    lookup = NgramIndex(ids("xabcabc"))
     match = lookup.find()
     assert match == Match(4, 3)
     assert lookup.continuation(match.source, 7) == ids("abcabca")

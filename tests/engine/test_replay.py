@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvfold.engine.replay import Replays
+from kvfold.engine.replay import ReplayRunner
 from kvfold.engine.runner import Runner
 from kvfold.errors import ModelError, OutOfPages, PolicyError
 from kvfold.models.cache import Cache
@@ -218,16 +218,16 @@ def test_replay_leaves_no_trace(model: Model, monkeypatch: pytest.MonkeyPatch) -
     runner = make_runner(model)
     sequence = make_sequence(runner, POLICY)
     runner.prefill([sequence], [prompt(100)])
-    run, checked = Replays._read, []
+    run, checked = ReplayRunner._read, []
 
-    def compared(self: Replays, *args: Any) -> Any:
+    def compared(self: ReplayRunner, *args: Any) -> Any:
         before, lent, sealed = model.arena.memory.clone(), model.arena.lent_bytes, sequence.sealed_len
         found = run(self, *args)
         checked.append(torch.equal(model.arena.memory, before) and model.arena.lent_bytes == lent)
         assert sequence.sealed_len == sealed == 100 and sequence.open.fill == 0
         return found
 
-    monkeypatch.setattr(Replays, "_read", compared)
+    monkeypatch.setattr(ReplayRunner, "_read", compared)
     runner.prefill([sequence], [prompt(LENGTH)])
     assert checked == [True]
     sequence.release()
@@ -242,13 +242,13 @@ def test_logits_are_those_of_one_reading(model: Model) -> None:
 
 
 def test_one_replay_serves_all_policies(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    read_again, readings = Replays._read, []
+    read_again, readings = ReplayRunner._read, []
 
-    def counted(self: Replays, again: ReplayPass, tokens: Any) -> None:
+    def counted(self: ReplayRunner, again: ReplayPass, tokens: Any) -> None:
         readings.append(len(again.kinds))
         read_again(self, again, tokens)
 
-    monkeypatch.setattr(Replays, "_read", counted)
+    monkeypatch.setattr(ReplayRunner, "_read", counted)
     scores = ("kvzip", "kvzip(surprise=3)", "kvzip_plus", "tova")
     policies = [f"{score} + {rest}" for score in scores for rest in ("2x", "global + 3x + int4")]
     runner, ids = make_runner(model, chunk_len=40), prompt(LENGTH)
@@ -272,7 +272,7 @@ def test_a_ragged_batch_is_single_runs(model: Model) -> None:
 
 
 def test_a_prompt_that_fits_is_read_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Replays, "run", _fail)
+    monkeypatch.setattr(ReplayRunner, "run", _fail)
     sequence = read(model, "prefill(kvzip + 64tok)", prompt(50))
     assert sequence.stored_lens(0) == [50, 50]
     sequence.release()

@@ -75,7 +75,7 @@ def test_replies_that_move_to_the_host_are_the_same() -> None:
         for one, _ in made:
             scheduler.submit(one)
         assert [heard.end().reason for _, heard in made] == ["length"] * 4
-        assert scheduler.num_demoted > 0
+        assert scheduler.num_preempted > 0
     assert [heard.text for _, heard in made] == expected
 
 
@@ -249,13 +249,13 @@ def test_what_is_held_for_later_gives_way() -> None:
     held = [Runner(small.hf, small.spec, small.arena).new_sequence(Policy.parse("full"))]
     Runner(small.hf, small.spec, small.arena).prefill(held, [tiny.prompt(200)])
 
-    def make_room() -> bool:
+    def evict_idle() -> bool:
         if held:
             held.pop().release()
             return True
         return False
 
-    with scheduling(small, make_room=make_room) as scheduler:
+    with scheduling(small, evict_idle=evict_idle) as scheduler:
         one, heard = job(scheduler.runner, tiny.prompt(200), max_new_tokens=3)
         scheduler.submit(one)
         assert heard.end().reason == "length"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import kvfold
-from kvfold.engine.cuda_graphs import graphs_of
+from kvfold.engine.cuda_graphs import cuda_graphs_of
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError, ModelError
 from kvfold.models.attach import NAME, arena_of, is_attached, layers_wrapped, set_arena
@@ -114,7 +114,7 @@ def test_a_model_that_has_decoded_is_freed() -> None:
     model = build()
     wrapped = kvfold.wrap(model, tokenizer(), memory="8MB")
     runner = Runner(model, wrapped.spec, wrapped.arena)
-    runner.graphs = graphs_of(model)
+    runner.graphs = cuda_graphs_of(model)
     sequence = runner.new_sequence(kvfold.Policy.parse("full"))
     runner.prefill([sequence], [prompt(40)])
     assert runner.graphs.decode(model, [sequence], [[3]]) is not None

@@ -42,7 +42,7 @@ WRONG: dict[str, Callable[[], None]] = {
     "nothing": lambda: None,
     "prefill": lambda: setattr(Runner, "prefill", _sleep),
     "lookup": lambda: setattr(Prefixes, "lookup", _sleep),
-    "loop": lambda: setattr(Scheduler, "_sweep", _raise),
+    "loop": lambda: setattr(Scheduler, "_end_overdue", _raise),
     "descriptors": _few_descriptors,
 }
 

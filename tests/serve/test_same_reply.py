@@ -90,9 +90,9 @@ class Bench:
         points = points_of(places, POINT_TOKENS)
         source = self.source(tenant, prompt.tokens, plan, points)
         task = self.task(prompt.tokens, source)
-        while task.is_reading:
-            task.read(lambda: False)
-        logits_V, tokens = task.running.request.logits_V, list[int]()
+        while task.is_prefilling:
+            task.prefill(lambda: False)
+        logits_V, tokens = task.output.request.logits_V, list[int]()
         out_V = logits_V
         for _ in range(num_new):
             tokens.append(int(out_V.argmax()))
@@ -101,7 +101,7 @@ class Bench:
         return Replied(source.bill.num_read, task.num_reused, logits_V, tokens)
 
     def task(self, tokens: list[int], source: CachedSource | PlainSource) -> Task:
-        return Task(Job(tokens, source, lambda event: None), self.runner, self.model.tokenizer, in_pieces=False)
+        return Task(Job(tokens, source, lambda event: None), self.runner, self.model.tokenizer, in_chunks=False)
 
     def source(self, tenant: str, tokens: list[int], plan: Plan, points: list[int]) -> CachedSource | PlainSource:
         if not plan.marks:
@@ -235,8 +235,8 @@ def test_a_bound_holds_in_a_long_conversation(model: Model) -> None:
         points = points_of(places_of(Ask("tiny", blocks, 8), prompt, ""), POINT_TOKENS)
         task = bench.task(prompt.tokens, bench.source("", prompt.tokens, Plan(), points))
         assert len(points) > 4
-        while task.is_reading:
-            task.read(lambda: False)
+        while task.is_prefilling:
+            task.prefill(lambda: False)
             most = max(max(task.sequence.stored_lens(layer)) for layer in range(model.spec.num_layers))
             assert most <= 80 + (0 if task.sequence.committed_len in points else POINT_TOKENS + 16)
         task.end("cancelled")

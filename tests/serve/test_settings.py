@@ -20,5 +20,5 @@ def test_one_tenant_has_half_of_the_places_where_there_are_keys() -> None:
 
 
 def test_a_place_is_kept_for_other_tenants_where_there_can_be_any() -> None:
-    assert Settings(("m",), tenants=KEYS).num_kept == 1
-    assert Settings(("m",)).num_kept == Settings(("m",), Limits(running=1), tenants=KEYS).num_kept == 0
+    assert Settings(("m",), tenants=KEYS).num_reserved == 1
+    assert Settings(("m",)).num_reserved == Settings(("m",), Limits(running=1), tenants=KEYS).num_reserved == 0

@@ -153,11 +153,11 @@ def test_health_tells_of_a_scheduler_that_does_not_run() -> None:
         scheduler = server.service.scheduler
         assert get(server, "/ready")[:2] == (200, '{"ready":true,"state":"running"}')
         for state in ("restarting", "failed"):
-            scheduler._state = state
+            scheduler._supervisor._state = state
             for path in ("/health", "/ready"):
                 status, text, _ = get(server, path)
                 assert status == 503 and state in text
-        scheduler._state = "running"
+        scheduler._supervisor._state = "running"
         assert get(server, "/health")[0] == get(server, "/ready")[0] == 200
         server.service.is_closing = True
         assert get(server, "/ready")[:2] == (503, '{"ready":false,"state":"closing"}')

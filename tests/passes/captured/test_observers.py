@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvfold.compress.observe import ObserverSnapshot
-from kvfold.engine.cuda_graphs import Graphs
+from kvfold.engine.cuda_graphs import CudaGraphs
 from kvfold.engine.generate import Request, generate
 from kvfold.engine.runner import Runner
 from kvfold.models.loader import Model
@@ -37,7 +37,7 @@ def runner(model: Model) -> Runner:
 def captured(model: Model) -> Runner:
     """The way of captured steps."""
     found = make_runner(model)
-    found.graphs = Graphs()
+    found.graphs = CudaGraphs()
     return found
 
 

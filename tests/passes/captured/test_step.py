@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvfold.engine.cuda_graphs import Graphs
+from kvfold.engine.cuda_graphs import CudaGraphs
 from kvfold.engine.runner import Runner
 from kvfold.models.loader import Model
 from kvfold.pages.sequence import SequenceCache
@@ -55,9 +55,9 @@ def model() -> Model:
     return ready("llama", device=DEVICE)
 
 
-def make_both(model: Model) -> tuple[Runner, Graphs]:
+def make_both(model: Model) -> tuple[Runner, CudaGraphs]:
     """The plain way, and that of the kernels, which on a GPU are launched one by one."""
-    runner, graphs = make_runner(model), Graphs()
+    runner, graphs = make_runner(model), CudaGraphs()
     runner.graphs, graphs.captures = None, False
     return runner, graphs
 
@@ -67,7 +67,9 @@ def make(runner: Runner, policy: str, count: int) -> list[SequenceCache]:
 
 
 @torch.inference_mode()
-def step(graphs: Graphs, model: Model, sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]) -> Tensor:
+def step(
+    graphs: CudaGraphs, model: Model, sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]
+) -> Tensor:
     """A decode step the way of the kernels, committed."""
     current = DecodePass.begin(sequences, [len(ids) for ids in tokens])
     logits = graphs.decode(model.hf, sequences, tokens)

@@ -93,11 +93,11 @@ def test_a_hit_is_bitwise_the_cold_request(model: Model, prefill_len: int, loses
                 Job(tokens, CachedSource(shelf, tokens, plan, 0.0, now), lambda event: None),
                 runner,
                 model.tokenizer,
-                in_pieces=True,
+                in_chunks=True,
             )
-            while task.is_reading:
-                task.read(lambda: False)
-            found.append((task.num_reused, task.running.request.logits_V))
+            while task.is_prefilling:
+                task.prefill(lambda: False)
+            found.append((task.num_reused, task.output.request.logits_V))
             task.end("cancelled")
             assert store.flush()
             for key in filter(lambda key: key.start == loses, host.keys()):
@@ -154,9 +154,7 @@ def test_a_prefix_that_is_lost_every_time_is_read_without_the_store(
             (began,) = (event for event in heard.events if isinstance(event, Began))
             found.append((heard.text, began.num_reused, source.miss))
             scope = prefixes.binding.scope
-            host._data = {
-                key: data[:-1] + bytes([data[-1] ^ (key.scope == scope)]) for key, data in host._data.items()
-            }
+            host._data = {key: data[:-1] + bytes([data[-1] ^ (key.scope == scope)]) for key, data in host._data.items()}
         scheduler.close()
     (text, *cold), (last, *lost) = found
     assert (cold, lost, text) == ([0, "absent"], [0, "lost"], last)

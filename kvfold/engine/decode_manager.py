@@ -1,0 +1,112 @@
+"""Decode steps of all decoding tasks in one batch; preemption when pages run out, bisection when a step raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from kvfold.engine.async_decode import InFlightStep, can_decode_async
+from kvfold.engine.generate import Deliver, decode_async, decode_step
+from kvfold.engine.queues import Queues
+from kvfold.engine.runner import Runner
+from kvfold.engine.task import Task
+from kvfold.engine.time_slice import TimeSlice
+from kvfold.errors import OutOfPages
+
+
+class DecodeManager:
+    """`num_preempted`: preemptions so far."""
+
+    def __init__(self, runner: Runner, queues: Queues, time_slice: TimeSlice, clock: Callable[[], float]) -> None:
+        self.num_preempted = 0
+        self._runner = runner
+        self._queues = queues
+        self._slice = time_slice
+        self._clock = clock
+        self._in_flight: InFlightStep | None = None
+        self._stepped: list[Task] = []  # the batch of the last asynchronous step
+
+    def reset(self) -> None:
+        """Discard the step in flight."""
+        self._in_flight, self._stepped = None, []
+
+    def run(self) -> None:
+        """Sample one token of every decoding task, and run one step of those that continue."""
+        queues = self._queues
+        for task in list(queues.decoding):
+            self._sample(task)
+        began = self._clock()
+        batches: list[Sequence[Task]] = [queues.decoding]
+        while batches:
+            batch = [task for task in batches.pop() if task in queues.decoding]  # others were preempted or failed since
+            if batch:
+                batches += self._try_step(batch)
+        if queues.decoding:
+            self._slice.stepped(self._clock() - began)
+
+    def _sample(self, task: Task) -> None:
+        try:
+            if task.is_sampled or task.sample():  # a token sampled before waits for its step
+                return
+        except Exception as error:
+            self._queues.fail(task, error)
+        else:
+            self._queues.remove(task)
+
+    def _try_step(self, batch: Sequence[Task]) -> list[Sequence[Task]]:
+        """Run one step of a batch; returns batches that are to be tried next, the last one first."""
+        queues, lens = self._queues, [task.sequence.logical_len for task in batch]
+        try:
+            deliveries = self._step(batch)
+        except OutOfPages as error:
+            self._in_flight = None
+            if not queues.evict_idle() and not self._preempt():
+                queues.fail(queues.decoding[-1], error)
+            return [batch]
+        except Exception as error:
+            self._in_flight = None
+            return self._bisect(batch, lens, error)
+        for task, deliver in zip(batch, deliveries, strict=True):
+            try:
+                deliver()
+            except Exception as error:
+                queues.fail(task, error)
+        return []
+
+    def _bisect(self, batch: Sequence[Task], lens: Sequence[int], error: Exception) -> list[Sequence[Task]]:
+        """Halves of a batch whose step raised, without the tasks that cannot repeat it; a task that raises alone
+        fails."""
+        rest = [task for task, length in zip(batch, lens, strict=True) if task.can_retry(length)]
+        for task in batch if len(batch) == 1 else set(batch).difference(rest):
+            self._queues.fail(task, error)
+        half = len(rest) // 2
+        return [rest[half:], rest[:half]]
+
+    def _step(self, tasks: Sequence[Task]) -> Iterable[Deliver]:
+        outputs = [task.output for task in tasks]
+        if all(output.is_greedy and can_decode_async(self._runner, output.request.sequence) for output in outputs):
+            if not set(tasks) <= set(self._stepped):
+                self._in_flight = None  # a new task is not in the step in flight
+            deliveries, self._in_flight = decode_async(self._runner, outputs, self._in_flight)
+            self._stepped = list(tasks)
+            return deliveries
+        self._in_flight = None
+        return decode_step(self._runner, outputs)
+
+    def _preempt(self) -> bool:
+        """Preempt the newest decoding task that can be, if another one stays: its KV cache moves to the host."""
+        queues = self._queues
+        if len(queues.decoding) + len(queues.prefilling) < 2:
+            return False
+        for task in reversed(queues.decoding):
+            try:
+                if not task.can_preempt:
+                    continue
+                task.preempt()
+            except Exception as error:
+                queues.fail(task, error)  # which frees pages as well
+            else:
+                queues.remove(task)
+                queues.preempted.append(task)
+                self.num_preempted += 1
+            return True
+        return False

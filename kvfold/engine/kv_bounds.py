@@ -1,0 +1,62 @@
+"""Upper bounds on the KV-cache bytes of a prompt, for admission control, against what the arena has free.
+
+Bounds assume a policy that evicts nothing. A compressing policy needs them only during prefill; afterwards its resident
+bytes count. A policy with a replay pass (KVzip) holds the whole prompt uncompressed, in the model's dtype, until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvfold.compress.full_prompt import full_prompt_classes
+from kvfold.engine.runner import Runner
+from kvfold.pages.layout import PageClass
+from kvfold.pages.sequence import SequenceCache
+from kvfold.policy.policy import Policy
+
+
+class KVBounds:
+    """Byte bounds of one policy in one arena."""
+
+    def __init__(self, runner: Runner, policy: Policy) -> None:
+        self._arena = runner.arena
+        self._heads = [layer.num_kv_heads for layer in runner.spec.layers]
+        sample = runner.new_sequence(policy)
+        self._classes = [sample.page_class(i) for i in range(runner.spec.num_layers)]
+        replays = any(term.needs.replay is not None for term in (policy.prefill.score, policy.prefill.evicted))
+        self._held_classes = full_prompt_classes(sample) if replays else []
+        self._block_bytes = sample.block_bytes
+        self._open_len = sample.config.open_len
+        sample.release()
+
+    def kv_bytes(self, num_tokens: int) -> int:
+        """Bytes of so many tokens if none is evicted, in whole superblocks per layer."""
+        return self._block_bytes + self._bytes_of(self._classes, num_tokens)
+
+    def prefill_bytes(self, num_tokens: int) -> int:
+        """Bytes that a prompt of so many tokens takes during its prefill."""
+        if not self._held_classes:
+            return self.kv_bytes(num_tokens)
+        return max(self.kv_bytes(num_tokens), self._block_bytes + self._bytes_of(self._held_classes, num_tokens))
+
+    def _bytes_of(self, classes: Sequence[PageClass], num_tokens: int) -> int:
+        total, unit = 0, self._arena.superblock_bytes
+        for page_class, heads in zip(classes, self._heads, strict=True):
+            num_bytes = page_class.span_bytes(heads * page_class.pages_for(num_tokens))
+            total += -(-num_bytes // unit) * unit
+        return total
+
+    def fits(
+        self,
+        num_bytes: int,
+        prefilling: Sequence[SequenceCache],
+        prompt_lens: Sequence[int],
+        decoding: Sequence[SequenceCache],
+    ) -> bool:
+        """Whether so many bytes are free beside what prefilling sequences still need for their whole prompts, and
+        decoding ones for their next seal."""
+        unread = 0
+        for sequence, length in zip(prefilling, prompt_lens, strict=True):
+            unread += max(0, self.prefill_bytes(length) - sequence.resident_bytes - sequence.held_bytes)
+        growth = len(decoding) * self.kv_bytes(self._open_len)
+        return self._arena.free_bytes >= num_bytes + unread + growth

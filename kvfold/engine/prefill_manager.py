@@ -1,0 +1,110 @@
+"""Chunked prefill between decode steps: which prompt runs its next chunk, and when decoding has a turn again.
+
+Tenants share prefill time equally (fair_queue.py). A prompt that is not done pauses between two layers until its next
+turn, and one that runs out of pages waits for pages of decoding tasks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from kvfold.engine.fair_queue import FairShare
+from kvfold.engine.jobs import Job
+from kvfold.engine.queues import Queues, is_over
+from kvfold.engine.runner import Runner
+from kvfold.engine.task import Task
+from kvfold.engine.time_slice import TimeSlice
+from kvfold.errors import OutOfPages, PrefixLost
+
+_MIN_COST = 8  # a piece costs at least this fraction of a chunk: reading the weights takes as long as few tokens do
+
+
+class PrefillManager:
+    """`is_closed`: whether the scheduler is shutting down."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        queues: Queues,
+        time_slice: TimeSlice,
+        clock: Callable[[], float],
+        is_closed: Callable[[], bool],
+    ) -> None:
+        self._runner = runner
+        self._queues = queues
+        self._slice = time_slice
+        self._clock = clock
+        self._is_closed = is_closed
+        self._share = FairShare()
+
+    def run(self, admit: Callable[[], None]) -> None:
+        """Prefill for a time slice and at most a chunk of tokens in all, unless the first piece is longer; `admit` is
+        called after each piece."""
+        queues, budget, num_tokens = self._queues, self._runner.chunk_len, 0
+        self._slice.begin()
+        while ready := self._ready():
+            task, began = self._share.next(ready), self._clock()
+            try:
+                length = task.next_len
+                if num_tokens and num_tokens + length > budget:
+                    return
+                num_tokens += max(length, budget // _MIN_COST)
+                task.blocked_at = None
+                task.prefill(partial(self._is_due, task.job))
+                is_prefilling = task.is_prefilling
+            except OutOfPages as error:
+                self._wait_or_fail(task, error)
+                return
+            except PrefixLost:
+                self._restart(task)
+            except Exception as error:
+                queues.fail(task, error)
+            else:
+                queues.prefilling.remove(task)
+                (queues.prefilling if is_prefilling else queues.decoding).append(task)
+            finally:
+                self._share.charge(task.tenant, self._clock() - began)
+            admit()
+            if self._has_others() and self._slice.is_over():
+                return
+
+    def _ready(self) -> list[Task]:
+        """Prefilling tasks, without those that ran out of pages and for which none was freed since; while nothing
+        decodes, these as well."""
+        free = self._runner.arena.free_bytes
+        prefilling = self._queues.prefilling
+        found = [task for task in prefilling if task.blocked_at is None or free > task.blocked_at]
+        return found if found or self._queues.decoding else list(prefilling)
+
+    def _is_due(self, job: Job) -> bool:
+        """Whether a prefill is to pause: its job has ended, or its time slice has and others wait."""
+        if self._is_closed() or is_over(job, self._clock()):
+            return True
+        return self._has_others() and self._slice.is_over()
+
+    def _has_others(self) -> bool:
+        """Whether there is any job beside one prefilling task."""
+        queues = self._queues
+        return bool(queues.decoding or queues.preempted or queues.waiting) or len(queues.prefilling) > 1
+
+    def _wait_or_fail(self, task: Task, error: OutOfPages) -> None:
+        """Pages were evicted, or will be freed when others end; a task that is alone fails."""
+        queues = self._queues
+        if queues.evict_idle():
+            return
+        if queues.decoding:
+            task.blocked_at = self._runner.arena.free_bytes
+        elif len(queues.prefilling) > 1:
+            queues.requeue(task)  # nothing decodes, and prompts block each other
+        else:
+            queues.fail(task, error)
+
+    def _restart(self, task: Task) -> None:
+        """Its stored prefix turned out bad; it starts again without it."""
+        try:
+            task.job.source.lost()
+        except Exception as error:
+            self._queues.fail(task, error)
+        else:
+            self._queues.requeue(task)
