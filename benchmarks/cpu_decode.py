@@ -49,7 +49,7 @@ def filled(runner: Runner, policy: str, length: int) -> SequenceCache:
         k, v = torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
         q = torch.randn(layer.num_query_heads, 64, layer.head_dim, generator=generator)
         sequence.observed.layers[index].last_q_QWD = q
-        compression.layer(index, NewSlots(k, v, 0))
+        compression.add_layer(index, NewSlots(k, v, 0))
         sequence.observed.layers[index].last_q_QWD = None
     compression.finish(length)
     return sequence

@@ -84,8 +84,8 @@ def prefill_phases(policy: Policy) -> list[tuple[Any, str, str]]:
     return [
         (PrefillPass, "attend", "attention"),
         (prefill, "observe_queries", "observing"),
-        (CompressionRound, "look", "choosing"),
-        (CompressionRound, "settle", "choosing"),
+        (CompressionRound, "select", "choosing"),
+        (CompressionRound, "evict", "choosing"),
         (type(policy.prefill.score), "score", "scoring"),
         (PrefillPass, "finish", "writing"),
     ]

@@ -118,8 +118,8 @@ def at_new_tokens(value_RS: Tensor, view: View, num_tokens: int) -> Tensor:
     return value_RS.gather(1, view.len_R.unsqueeze(-1) - num_tokens + new_T)
 
 
-def kept_tokens(importance_T: Tensor, num_kept: int, must_T: Tensor) -> Tensor:
+def kept_tokens(importance_T: Tensor, num_kept: int, protected_T: Tensor) -> Tensor:
     """The new tokens that go on, ascending [K]: those that must, and the most important of the others."""
-    total_T = importance_T.masked_fill(must_T, torch.inf)
+    total_T = importance_T.masked_fill(protected_T, torch.inf)
     count = max(num_kept, int(total_T.isinf().sum()))
     return total_T.topk(min(count, len(total_T))).indices.sort().values

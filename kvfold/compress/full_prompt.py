@@ -1,8 +1,8 @@
-"""A prompt's whole cache, kept beside its sequence until a second reading has told what of it matters.
+"""The uncompressed KV cache of a prompt, held in arena pages until its replay (KVzip, `fit`) has been read.
 
-Layer by layer the new slots of a pass are written here, in the model's own dtype and in pages of the arena: what does
-not fit is refused before the first layer runs. The sequence itself changes only when compression writes the survivors,
-for which these pages have gone back already: at no time does the arena hold both.
+Each layer of a prefill pass writes its new slots here in the model's dtype; a prompt that does not fit raises
+OutOfPages before the first layer runs. These pages are freed before the compressed slots are written, so the arena
+never holds both.
 
     H KV heads   T new tokens   D head dim
 """
@@ -23,7 +23,7 @@ from kvfold.pages.sequence import SequenceCache
 
 
 class FullPrompt:
-    """Room for `num_tokens` new slots of every head of a sequence; sliding windows hold what a next token can see."""
+    """Pages for `num_tokens` new slots of every head; sliding-window layers hold what the next token can see."""
 
     def __init__(self, sequence: SequenceCache, num_tokens: int) -> None:
         self.sequence = sequence
@@ -49,14 +49,14 @@ class FullPrompt:
                 f"{error}; the score reads the prompt twice, and between the two the whole cache of its "
                 f"{self.num_tokens} tokens is held: read less at a time, or use a score that reads once"
             ) from None
-        self.sequence.held_bytes = self.segment.num_bytes
+        self.sequence.full_prompt_bytes = self.segment.num_bytes
 
     def _first(self, layer: int) -> int:
         """Position of the first token that a layer holds."""
         window = self.sequence.spec.layers[layer].sliding_window
         return self.start if window is None else max(self.start, self.end - window + 1)
 
-    def look(self, layer: int, new: NewSlots) -> None:
+    def write(self, layer: int, new: NewSlots) -> None:
         """Write the new slots of a layer."""
         change = new.since(self._first(layer)).whole
         pages = self.segment.layers[layer]
@@ -64,19 +64,19 @@ class FullPrompt:
         self._mass[layer] = new.mass_HS
 
     def new_slots(self, layer: int, dtype: torch.dtype, replay_HGS: Tensor | None) -> NewSlots:
-        """A layer's slots again, with what a second reading observed."""
+        """The slots of a layer, with the weights that a replay observed."""
         found = slots_of([self.segment.layers[layer]], dtype, self.sequence.arena.device)
         k_HTD, v_HTD = torch.stack(found.k), torch.stack(found.v)
         return NewSlots(k_HTD, v_HTD, self._first(layer), mass_HS=self._mass[layer], replay_HGS=replay_HGS)
 
     def release(self) -> None:
-        """Give the pages back; twice is fine."""
+        """Free the pages; twice is fine."""
         if self.segment.refs:
             self.segment.release()
-            self.sequence.held_bytes = 0
+            self.sequence.full_prompt_bytes = 0
 
 
 def full_prompt_classes(sequence: SequenceCache) -> list[PageClass]:
-    """Of each layer, the pages that would hold a sequence's slots as the model made them."""
+    """Page classes that hold a sequence's slots uncompressed, by layer."""
     spec, page_size = sequence.spec, sequence.config.page_size
     return [PageClass(Native(), Native(), layer.head_dim, spec.kv_dtype, page_size) for layer in spec.layers]

@@ -1,4 +1,4 @@
-"""What scorers observe while the model runs: the last queries, query moments, attention mass per slot.
+"""Observers for scorers while the model runs: the last queries, query moments, attention mass per slot.
 
 Attention mass comes from a second pass over tiles, given each query's log-sum-exp: exp(q.k - lse) summed over queries.
 No L x L map is ever formed.
@@ -23,12 +23,12 @@ from kvfold.policy.policy import Policy
 from kvfold.score.base import Needs
 
 _TILE = 128  # queries per tile of the second pass
-_NUM_SINKS = 4  # the first queries are no sample of what will be asked
+_NUM_SINKS = 4  # queries of attention sinks are not representative
 
 
 @dataclass(frozen=True)
 class ObserverNeeds:
-    """Which observations a phase has to make."""
+    """What a phase has to observe for its scorers, allocators and fits."""
 
     last_queries: int
     mass: bool
@@ -37,7 +37,7 @@ class ObserverNeeds:
 
     @classmethod
     def of(cls, policies: Sequence[Policy], *, decoding: bool) -> ObserverNeeds:
-        """While decoding, the last queries and moments matter only if a trigger may fire; mass always adds up."""
+        """While decoding, last queries and moments are observed only if a trigger may fire; mass always is."""
         needs = [need for policy in policies for need in _stage_needs(policy, decoding)]
         return cls(
             last_queries=max((need.last_queries for need in needs), default=0),
@@ -55,19 +55,19 @@ def _stage_needs(policy: Policy, decoding: bool) -> list[Needs]:
     stages = [policy.decode] if decoding else [policy.prefill, policy.decode]
     active = [stage for stage in stages if (stage.may_evict if decoding else stage.evicts)]
     budgets = [Needs(last_queries=stage.budget.last_queries) for stage in active]
-    going = [] if decoding else [policy.token_pruning.needs]
-    return [needs for stage in active for needs in (stage.score.needs, stage.evicted.needs)] + budgets + going
+    pruning = [] if decoding else [policy.token_pruning.needs]
+    return [needs for stage in active for needs in (stage.score.needs, stage.evicted.needs)] + budgets + pruning
 
 
-def observe_queries(sequence: SequenceCache, layer: int, q_QTD: Tensor, start: int, tracked: ObserverNeeds) -> None:
-    """Remember the last queries, add up the moments of pre-RoPE queries; these are of positions `start` and on."""
+def observe_queries(sequence: SequenceCache, layer: int, q_QTD: Tensor, start: int, needs: ObserverNeeds) -> None:
+    """Keep the last queries, add up the moments of pre-RoPE queries, from position `start` on."""
     spec, side = sequence.spec.layers[layer], sequence.observed.layers[layer]
     if not spec.compressible:
         return
     side.go_on_at(start)
-    if tracked.last_queries:
-        side.remember(q_QTD, tracked.last_queries)
-    if tracked.query_stats:
+    if needs.last_queries:
+        side.remember(q_QTD, needs.last_queries)
+    if needs.query_stats:
         skipped = min(max(_NUM_SINKS - start, 0), q_QTD.shape[1])
         before = side.moments or Moments.empty(spec, q_QTD.device)
         side.moments = _with_moments(before, spec, q_QTD[:, skipped:], start + skipped)
@@ -85,7 +85,7 @@ def _with_moments(before: Moments, spec: LayerSpec, q_QTD: Tensor, start: int) -
 
 
 def before_rope(spec: LayerSpec, q_QTD: Tensor, start: int) -> Tensor:
-    """Queries at positions start, start + 1, … turned back."""
+    """Queries at positions start, start + 1, … with RoPE undone."""
     if spec.rope is None:
         return q_QTD
     positions = torch.arange(start, start + q_QTD.shape[1], device=q_QTD.device)
@@ -124,7 +124,7 @@ _noted = attrgetter("mass_HS", "open_mass_HR", "last_q_QWD", "moments", "query_e
 
 
 class ObserverSnapshot:
-    """The observations of some sequences now, to go back to."""
+    """The observer states of some sequences now, to restore on rollback."""
 
     def __init__(self, sequences: Sequence[SequenceCache]) -> None:
         self._before = [
@@ -133,7 +133,7 @@ class ObserverSnapshot:
         ]
 
     def restore(self) -> None:
-        """Sequences that sealed tokens since then are left alone: their mass has moved along with the slots."""
+        """Sequences that have sealed tokens since are left as they are: their mass moved with the slots."""
         for sequence, sealed_len, layers in self._before:
             if sequence.sealed_len == sealed_len:
                 sequence.observed = ObserverState([LayerObserverState(*noted) for noted in layers])
@@ -144,7 +144,7 @@ def _kept(observed: ObserverState) -> ObserverState:
 
 
 def forget_prompt(sequence: SequenceCache) -> None:
-    """Drop observations that only the prompt's compression needed."""
+    """Drop observer state that only the prompt's compression needed."""
     needs = ObserverNeeds.of([sequence.policy], decoding=True)
     for side in sequence.observed.layers:
         if not needs.last_queries:

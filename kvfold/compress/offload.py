@@ -1,4 +1,4 @@
-"""From what a round of compression evicts to pages on the host.
+"""Offload to host memory of the slots that a compression round evicts (`recall`).
 
 N slots of one head, in order of position   D head dim
 """
@@ -17,7 +17,7 @@ from kvfold.pages.sequence import SequenceCache
 
 
 class HeadSlots(NamedTuple):
-    """Slots of one head that leave the device."""
+    """Evicted slots of one head."""
 
     k_ND: Tensor
     v_ND: Tensor
@@ -25,24 +25,24 @@ class HeadSlots(NamedTuple):
 
 
 def evicted_slots(sequence: SequenceCache, layer: int, change: LayerChange) -> list[HeadSlots]:
-    """Of every head, what the change drops: stored slots as a reader sees them, and new ones. Nothing is moved yet."""
+    """The slots of every head that the change evicts: stored ones, decoded, and new ones. Nothing is moved yet."""
     heads: list[list[HeadSlots]] = [[] for _ in change.counts]
     if change.keep is not None:
         stored = stored_slots(sequence, layer, change.k_ND.dtype)
         rows = zip(heads, change.keep, stored.k, stored.v, stored.position, strict=True)
         for found, keep, k_ND, v_ND, position_N in rows:
-            goes_N = torch.ones_like(position_N, dtype=torch.bool)
-            goes_N[keep] = False
-            found.append(HeadSlots(k_ND[goes_N], v_ND[goes_N], position_N[goes_N]))
-    for gone in change.gone:
-        columns = zip(*(column.split(gone.counts) for column in gone[:3]), strict=True)
+            evicted_N = torch.ones_like(position_N, dtype=torch.bool)
+            evicted_N[keep] = False
+            found.append(HeadSlots(k_ND[evicted_N], v_ND[evicted_N], position_N[evicted_N]))
+    for dropped in change.evicted:
+        columns = zip(*(column.split(dropped.counts) for column in dropped[:3]), strict=True)
         for found, columns_of_head in zip(heads, columns, strict=True):
             found.append(HeadSlots(*columns_of_head))
     return [_in_order(found) for found in heads if found]
 
 
 def offload(sequence: SequenceCache, layer: int, heads: Sequence[HeadSlots]) -> None:
-    """Write them to the host."""
+    """Append them to the layer's pages on the host."""
     assert sequence.offloaded is not None
     offloaded = sequence.offloaded.layers[layer]
     for head, slots in enumerate(heads):
@@ -51,7 +51,7 @@ def offload(sequence: SequenceCache, layer: int, heads: Sequence[HeadSlots]) -> 
 
 
 def _page_lens(sequence: SequenceCache, position_N: Tensor) -> list[int]:
-    """Slots of each page: full ones and a rest, or sentences."""
+    """Slots of each page: full pages and a remainder, or one page per sentence."""
     assert sequence.offloaded is not None
     recall, count = sequence.offloaded.recall, len(position_N)
     if recall.unit == "page":
@@ -62,7 +62,7 @@ def _page_lens(sequence: SequenceCache, position_N: Tensor) -> list[int]:
 
 
 def _in_order(parts: Sequence[HeadSlots]) -> HeadSlots:
-    """Parts of several rounds of trimming lie between one another; all of them meet on the host."""
+    """Slots of several trims, copied to the host and sorted by position."""
     k_ND, v_ND, position_N = (torch.cat([part.to("cpu") for part in column]) for column in zip(*parts, strict=True))
     order_N = position_N.argsort()
     return HeadSlots(k_ND[order_N], v_ND[order_N], position_N[order_N])

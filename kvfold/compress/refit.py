@@ -1,6 +1,6 @@
-"""Kept slots refitted to answer for evicted ones (`fit`): the last step before slots are encoded.
+"""Values and biases of kept slots fitted to the outputs of the full cache (`fit`): the last step before encoding.
 
-S slots of a head that stay: sealed ones, then new ones   N new slots, head after head   D head dim
+S kept slots of a head: sealed ones, then new ones   N new slots, head after head   D head dim
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from kvfold.pages.sequence import SequenceCache
 
 
 def refitted(
-    sequence: SequenceCache, layer: int, change: LayerChange, asked: CalibrationTargets, evicted: Evicted
+    sequence: SequenceCache, layer: int, change: LayerChange, targets: CalibrationTargets, evicted: Evicted
 ) -> LayerChange:
-    """The change with values and biases that reproduce what each head answered."""
-    found = evicted.refit(asked, _heads(sequence, layer, change))
+    """The change with values and biases that reproduce the targets of each head."""
+    found = evicted.refit(targets, _heads(sequence, layer, change))
     return replace(change, v_ND=torch.cat([fit.v_SD for fit in found]), bias_N=torch.cat([fit.bias_S for fit in found]))
 
 
@@ -29,10 +29,10 @@ def _heads(sequence: SequenceCache, layer: int, change: LayerChange) -> list[Kep
     columns = (change.k_ND, change.v_ND, change.position_N)
     new = zip(*(column.split(change.counts) for column in columns), strict=True)
     kept = [None] * len(change.counts) if change.keep is None else change.keep
-    return [_survivors(stored, head, kept[head], *slots) for head, slots in enumerate(new)]
+    return [_kept_slots(stored, head, kept[head], *slots) for head, slots in enumerate(new)]
 
 
-def _survivors(
+def _kept_slots(
     stored: StoredSlots, head: int, kept_S: Tensor | None, k_ND: Tensor, v_ND: Tensor, position_N: Tensor
 ) -> KeptSlots:
     parts = stored.k[head], stored.v[head], stored.bias[head], stored.position[head]

@@ -1,7 +1,7 @@
-"""Sealing: the committed slots of an open block are quantised and appended to the pages.
+"""Sealing: quantise the committed slots of an open block (residual buffer) and append them to the KV pages.
 
-While decoding this is the moment to evict: the policy's decode trigger is asked, on host counters, so that no step
-waits for the device. Blocks of many sequences that evict nothing are sealed in one launch.
+While decoding, slots are evicted here if the policy's decode trigger fires; it reads host counters, so no step waits
+for the device. Blocks of many sequences that evict nothing are sealed in one kernel launch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvfold.triggers import Counters
 
 
 def seal_all(sequences: Sequence[SequenceCache]) -> None:
-    """Seal many; those that evict nothing in one launch, where there are kernels for it."""
+    """Seal many; those that evict nothing in one launch, if kernels know their codecs."""
     together: list[SequenceCache] = []
     alone: list[SequenceCache] = []
     for sequence in sequences:
@@ -34,31 +34,30 @@ def seal_all(sequences: Sequence[SequenceCache]) -> None:
 
 
 def prepare_seals(sequences: Sequence[SequenceCache]) -> None:
-    """Find pages for some of the blocks that seal in steps to come, where that is known to evict nothing. All would ask
-    for theirs at once otherwise; between seals the host has time for a few while the device works. The new tokens of
-    the step that it works on are not counted yet."""
+    """Allocate pages ahead for some of the blocks that will seal, if that evicts nothing: a few per step, while the
+    device works, instead of all at once. The tokens of the running step are not counted yet."""
     waiting = [sequence for sequence in sequences if lacks_room(sequence) and _grows(sequence)]
     waiting.sort(key=lambda sequence: sequence.open.room)
     try:
         for sequence in waiting[: num_ahead([sequence.open.room for sequence in waiting])]:
             find_pages_ahead(sequence)
     except OutOfPages:
-        return  # the seal will say so, if nothing is free by then
+        return  # the seal raises it, if nothing is free by then
     expect_seal([sequence for sequence in sequences if sequence.open.room == 1 and _grows(sequence)])
 
 
 def _grows(sequence: SequenceCache) -> bool:
-    """Whether seals by kernels add slots, and nothing is worked out anew when pages are added."""
+    """Whether kernels seal it, nothing is evicted, and new pages change no position."""
     return can_seal(sequence) and not may_evict(sequence) and not sequence.policy.position.shifts
 
 
 def may_evict(sequence: SequenceCache) -> bool:
-    """Whether a seal can be due to evict."""
+    """Whether a seal may evict."""
     return sequence.policy.decode.may_evict
 
 
 def seal(sequence: SequenceCache, *, compress: bool = True) -> None:
-    """Move the committed slots of the open block into pages; evict if the decode trigger says so."""
+    """Move the committed slots of the open block into pages; evict if the decode trigger fires."""
     block = sequence.open
     num_tokens = block.committed
     if num_tokens == 0:
@@ -68,7 +67,7 @@ def seal(sequence: SequenceCache, *, compress: bool = True) -> None:
     for layer in range(sequence.spec.num_layers):
         dtype = compute_dtype(block.k[layer])
         k, v = block.k[layer][:, :num_tokens].to(dtype), block.v[layer][:, :num_tokens].to(dtype)
-        compression.layer(layer, NewSlots(k, v, sequence.sealed_len, _sealed_mass(sequence, layer, num_tokens)))
+        compression.add_layer(layer, NewSlots(k, v, sequence.sealed_len, _sealed_mass(sequence, layer, num_tokens)))
     compression.finish(num_tokens)
     block.drop_committed()
     for side in sequence.observed.layers:
@@ -77,7 +76,7 @@ def seal(sequence: SequenceCache, *, compress: bool = True) -> None:
 
 
 def _due(sequence: SequenceCache) -> bool:
-    """Ask the decode trigger, on host counters."""
+    """Whether the decode trigger fires, by host counters."""
     if not may_evict(sequence):
         return False
     stage = sequence.policy.decode

@@ -1,4 +1,4 @@
-"""What a round of compression looks at: new slots, stored and new ones side by side, and the facts sizes refer to.
+"""Input of a compression round: a layer's new slots, the `View` that scorers get, and the bytes that sizes refer to.
 
 H KV heads   R rows (the KV heads of one sequence)   S slots, stored then new   T new slots   D head dim
 Q query heads   W window of queries
@@ -38,11 +38,13 @@ class NewSlots:
     start: int  # position of the first
     mass_HS: Tensor | None = None  # attention mass of stored and new slots after this pass
     q_QTD: Tensor | None = None  # their queries
-    replay_HGS: Tensor | None = None  # the largest weight that a second reading gave stored and new slots
-    asked: CalibrationTargets | None = None  # some of its queries, and what they were answered
-    going_T: Tensor | None = None  # which tokens of the pass they are, where others were left behind; not the last
-    num_left: int = 0  # tokens left behind
-    scored: dict[object, Scores] = field(default_factory=dict)  # what policies of one pass have found, for each other
+    replay_HGS: Tensor | None = None  # the largest weight that a replay gave stored and new slots
+    targets: CalibrationTargets | None = None  # outputs to some of its queries, for `fit`
+    kept_T: Tensor | None = None  # which tokens of the pass they are, if others were pruned; the last is kept
+    num_pruned: int = 0  # tokens pruned before this layer
+    scored: dict[object, Scores] = field(
+        default_factory=dict
+    )  # by scorer and protection, shared by the policies of a pass
 
     @property
     def num_tokens(self) -> int:
@@ -51,12 +53,12 @@ class NewSlots:
     @property
     def end(self) -> int:
         """Position after the last."""
-        return self.start + self.num_tokens + self.num_left
+        return self.start + self.num_tokens + self.num_pruned
 
     @property
     def position_T(self) -> Tensor:
-        if self.going_T is not None:
-            return self.start + self.going_T
+        if self.kept_T is not None:
+            return self.start + self.kept_T
         return torch.arange(self.start, self.end, device=self.k_HTD.device)
 
     def since(self, position: int) -> NewSlots:
@@ -66,12 +68,12 @@ class NewSlots:
 
     @cached_property
     def without_mass(self) -> NewSlots:
-        """For policies that do not count it."""
+        """For policies that do not observe mass."""
         return replace(self, mass_HS=None)
 
     @cached_property
     def whole(self) -> LayerChange:
-        """Everything stays."""
+        """All of them, as a change that evicts nothing."""
         num_heads = self.k_HTD.shape[0]
         position_N = self.position_T.repeat(num_heads)
         counts = [self.num_tokens] * num_heads
@@ -91,7 +93,7 @@ def size_facts(sequence: SequenceCache, seen_len: int) -> SizeFacts:
         num_heads=num_heads,
         bytes_per_slot=slot_bytes / max(num_heads, 1),
         overhead_bytes=sequence.block_bytes
-        + sum(_watched_bytes(sequence, layer) for _, layer in layers)
+        + sum(_observer_bytes(sequence, layer) for _, layer in layers)
         + mass_bytes * sequence.config.open_len * num_heads
         + padding
         + sum(state_bytes(sequence.page_class(i), layer.num_kv_heads) for i, layer in layers)
@@ -104,8 +106,8 @@ def size_facts(sequence: SequenceCache, seen_len: int) -> SizeFacts:
 
 
 def slot_costs(sequence: SequenceCache) -> list[float]:
-    """Bytes of one sealed slot of one head, for each compressible layer. Where decoding evicts, pages come and go,
-    until no two of a head lie side by side: each has its own entry in the table."""
+    """Bytes of one sealed slot of one head, for each compressible layer. If decoding evicts, no two pages of a head
+    need be adjacent: each counts with its own page-table entry."""
     mass_bytes = MASS_BYTES if sequence.policy.watches_mass else 0
     entry_bytes = TABLE_BYTES if sequence.policy.decode.may_evict else 0
     classes = [sequence.page_class(i) for i in sequence.spec.compressible_layers]
@@ -119,8 +121,8 @@ def slots_cost(sequence: SequenceCache, costs: Sequence[float], counts: Sequence
     return sum(cost * sum(heads) for cost, heads in zip(costs, counts, strict=True)) + mass_bytes * padding
 
 
-def _watched_bytes(sequence: SequenceCache, layer: LayerSpec) -> int:
-    """What a layer remembers of queries while a trigger may fire."""
+def _observer_bytes(sequence: SequenceCache, layer: LayerSpec) -> int:
+    """Observer state of a layer while a decode trigger may fire."""
     stage = sequence.policy.decode
     if not stage.may_evict:
         return 0
@@ -136,7 +138,7 @@ def build_view(sequence: SequenceCache, index: int, new: NewSlots, needs: Needs)
     stored = stored_slots(sequence, index, new.k_HTD.dtype)
     lens = [length + new.num_tokens for length in stored.lens]
     if sequence.policy.position.shifts and (needs.last_queries or needs.query_stats):
-        stored.k = _as_they_appear(sequence, spec, stored)
+        stored.k = _at_slot_positions(sequence, spec, stored)
     view = View(
         layer=index,
         num_layers=sequence.spec.num_layers,
@@ -158,9 +160,8 @@ def build_view(sequence: SequenceCache, index: int, new: NewSlots, needs: Needs)
     return view
 
 
-def _as_they_appear(sequence: SequenceCache, spec: LayerSpec, stored: StoredSlots) -> list[Tensor]:
-    """Keys at the distances that queries see where gaps have closed up, for scores that multiply queries with them;
-    others turn keys back by the positions they were computed at."""
+def _at_slot_positions(sequence: SequenceCache, spec: LayerSpec, stored: StoredSlots) -> list[Tensor]:
+    """Keys rotated to their `slot` positions, for scores that multiply queries with them."""
     if spec.rope is None:
         return stored.k
     found = []
@@ -183,7 +184,7 @@ def _observe(view: View, side: LayerObserverState, new: NewSlots, needs: Needs) 
     if needs.last_queries:
         assert side.last_q_QWD is not None
         q_QWD = side.last_q_QWD[:, -needs.last_queries :]
-        # While a stop string may be coming, drafts that have run stand behind the slots that seal.
+        # Drafts that have run may follow the slots that are sealed.
         positions = torch.arange(side.query_end - q_QWD.shape[1], side.query_end, device=q_QWD.device)
         view.q_RGWD, view.q_position_RW = q_QWD.unflatten(0, shape), positions.expand(view.num_heads, -1)
     if needs.new_queries:

@@ -24,7 +24,7 @@ class KVBounds:
         sample = runner.new_sequence(policy)
         self._classes = [sample.page_class(i) for i in range(runner.spec.num_layers)]
         replays = any(term.needs.replay is not None for term in (policy.prefill.score, policy.prefill.evicted))
-        self._held_classes = full_prompt_classes(sample) if replays else []
+        self._full_prompt_classes = full_prompt_classes(sample) if replays else []
         self._block_bytes = sample.block_bytes
         self._open_len = sample.config.open_len
         sample.release()
@@ -35,9 +35,9 @@ class KVBounds:
 
     def prefill_bytes(self, num_tokens: int) -> int:
         """Bytes that a prompt of so many tokens takes during its prefill."""
-        if not self._held_classes:
+        if not self._full_prompt_classes:
             return self.kv_bytes(num_tokens)
-        return max(self.kv_bytes(num_tokens), self._block_bytes + self._bytes_of(self._held_classes, num_tokens))
+        return max(self.kv_bytes(num_tokens), self._block_bytes + self._bytes_of(self._full_prompt_classes, num_tokens))
 
     def _bytes_of(self, classes: Sequence[PageClass], num_tokens: int) -> int:
         total, unit = 0, self._arena.superblock_bytes
@@ -57,6 +57,6 @@ class KVBounds:
         decoding ones for their next seal."""
         unread = 0
         for sequence, length in zip(prefilling, prompt_lens, strict=True):
-            unread += max(0, self.prefill_bytes(length) - sequence.resident_bytes - sequence.held_bytes)
+            unread += max(0, self.prefill_bytes(length) - sequence.resident_bytes - sequence.full_prompt_bytes)
         growth = len(decoding) * self.kv_bytes(self._open_len)
         return self._arena.free_bytes >= num_bytes + unread + growth

@@ -33,7 +33,7 @@ class LayerMajor:
     num_layers: int
     keep: Tensor | None = None  # tokens of the packed input whose hidden states are wanted; None: all
     _work: int = 0  # tokens times layers
-    _going: Tensor | None = None  # tokens of the packed input that are still running; None: all
+    _kept: Tensor | None = None  # tokens of the packed input that are still running; None: all
     _num_packed: int = 0  # tokens of the packed input
 
     def __post_init__(self) -> None:
@@ -50,7 +50,7 @@ class LayerMajor:
                 del out  # or it would stand beside the next piece's
                 self._report(piece.end - piece.begin)
             self.current.finish_layer(layer)
-            hidden_states = self._leave_behind(layer, hidden_states)
+            hidden_states = self._prune(layer, hidden_states)
             is_last = layer == self.num_layers - 1
             found = hidden_states[:, self.keep] if is_last and self.keep is not None else hidden_states
             return (found,) if is_tuple else found
@@ -62,21 +62,21 @@ class LayerMajor:
     ) -> Any:
         self.cache.pieces = [piece]
         span, length = slice(piece.begin, piece.end), self._num_packed
-        mine = span if self._going is None else self._going[span]
+        mine = span if self._kept is None else self._kept[span]
         cut_args = [_cut(value, mine, length) for value in args]
         return forward(hidden_states[:, span], *cut_args, **{k: _cut(v, mine, length) for k, v in kwargs.items()})
 
-    def _leave_behind(self, layer: int, hidden_states: Tensor) -> Tensor:
-        """Hidden states of the tokens that go on, where some of them do not."""
-        going = self.current.left.leave()
-        if going is None:
+    def _prune(self, layer: int, hidden_states: Tensor) -> Tensor:
+        """Hidden states of the tokens that token pruning keeps."""
+        kept = self.current.pruned.prune()
+        if kept is None:
             return hidden_states
-        self._report((hidden_states.shape[1] - len(going)) * (self.num_layers - 1 - layer))
-        hidden_states = hidden_states[:, going]
-        self._going = going if self._going is None else self._going[going]
-        lens = self.current.left.num_running
+        self._report((hidden_states.shape[1] - len(kept)) * (self.num_layers - 1 - layer))
+        hidden_states = hidden_states[:, kept]
+        self._kept = kept if self._kept is None else self._kept[kept]
+        lens = self.current.pruned.num_running
         self.pieces = _pieces(lens, max(piece.end - piece.begin for piece in self.pieces))
-        if self.keep is not None:  # the last token of each sequence, which always goes on
+        if self.keep is not None:  # the last token of each sequence, which is always kept
             self.keep = torch.tensor(lens, device=self.keep.device).cumsum(0) - 1
         return hidden_states
 

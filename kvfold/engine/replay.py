@@ -37,24 +37,24 @@ class ReplayRunner:
     def run(
         self, current: PrefillPass, tokens: Sequence[Sequence[int]], surprises: Sequence[Tensor] | None = None
     ) -> None:
-        """Read again what is held, and let the rounds that wait for it look; `surprises` of each sequence's tokens,
-        where a round asks for them."""
-        for index, held in current.held.items():
+        """Replay the full prompts and select in the rounds that await it; `surprises` of each sequence's tokens, if a
+        round needs them."""
+        for index, prompt in current.full_prompts.items():
             studied: dict[int, list[CalibrationTargets | None]] = {}
             for kinds in _by_chunk(current, index):
-                again = ReplayPass(held, kinds, None if surprises is None else surprises[index])
+                again = ReplayPass(prompt, kinds, None if surprises is None else surprises[index])
                 self._read(again, tokens[index])
                 for kind in kinds:
-                    asked = again.asked(kind)
+                    targets = again.targets(kind)
                     if kind.study:
                         if kind.study not in studied:
-                            studied[kind.study] = self._study(held, kind.study)
-                        asked = _joined(asked, studied[kind.study])
-                    current.look_again(index, kind, again.maxima(kind), asked)
+                            studied[kind.study] = self._study(prompt, kind.study)
+                        targets = _joined(targets, studied[kind.study])
+                    current.select_after_replay(index, kind, again.maxima(kind), targets)
 
-    def _study(self, held: FullPrompt, num_tokens: int) -> list[CalibrationTargets | None]:
+    def _study(self, prompt: FullPrompt, num_tokens: int) -> list[CalibrationTargets | None]:
         with rotary_kept(self.hf):
-            return study(self.hf, self.call, held, num_tokens)
+            return study(self.hf, self.call, prompt, num_tokens)
 
     def _read(self, again: ReplayPass, tokens: Sequence[int]) -> None:
         chunk_len = again.kinds[0].chunk
@@ -64,14 +64,14 @@ class ReplayRunner:
 
         with ExitStack() as stack:
             stack.enter_context(rotary_kept(self.hf))
-            if again.watches_hidden:
+            if again.needs_hidden_norms:
                 stack.enter_context(hidden_norms(self.hf, note))
             for begin in range(0, len(tokens), chunk_len):
                 self._repeat(again, tokens, slice(begin, min(begin + chunk_len, len(tokens))))
 
     def _repeat(self, again: ReplayPass, tokens: Sequence[int], chunk: slice) -> None:
         ids = [*repeat_request(self.hf).before(tokens[: chunk.start]), *tokens[chunk]]
-        positions = range(again.held.end, again.held.end + len(ids))
+        positions = range(again.prompt.end, again.prompt.end + len(ids))
         begins = range(0, len(ids), self.piece_len)
         pieces = [Piece(0, begin, min(begin + self.piece_len, len(ids))) for begin in begins]
         again.begin(chunk, len(ids))
@@ -79,8 +79,8 @@ class ReplayRunner:
 
 
 def _by_chunk(current: PrefillPass, index: int) -> list[list[Replay]]:
-    """Kinds of replay that rounds wait for, those of one chunk length together: they share a reading."""
-    kinds = dict.fromkeys(round_.replay for round_ in current.waiting(index) if round_.replay is not None)
+    """Kinds of replay that rounds await, grouped by chunk length: each group shares a reading."""
+    kinds = dict.fromkeys(round_.replay for round_ in current.awaiting_replay(index) if round_.replay is not None)
     found: dict[int, list[Replay]] = defaultdict(list)
     for kind in kinds:
         found[kind.chunk].append(kind)
@@ -88,7 +88,7 @@ def _by_chunk(current: PrefillPass, index: int) -> list[list[Replay]]:
 
 
 def _joined(
-    asked: list[CalibrationTargets | None], more: list[CalibrationTargets | None]
+    targets: list[CalibrationTargets | None], more: list[CalibrationTargets | None]
 ) -> list[CalibrationTargets | None]:
-    pairs = zip(asked, more, strict=True)
+    pairs = zip(targets, more, strict=True)
     return [None if one is None or other is None else one.joined(other) for one, other in pairs]

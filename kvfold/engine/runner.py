@@ -278,14 +278,14 @@ class Runner:
         """
         followers = [follower for follower, _ in current.followers]
         note_sentences(self.hf, [*current.sequences, *followers], [*tokens, *([tokens[0]] * len(followers))])
-        head = output_head(self.hf) if current.asks_surprise else None
+        head = output_head(self.hf) if current.needs_surprise else None
         out = self._layer_major(current, tokens, progress, hidden=hidden or head is not None)
         surprises = None
         if head is not None:
             parts = out.split(current.num_tokens)
             surprises = [surprise(head, part_TM, ids) for part_TM, ids in zip(parts, tokens, strict=True)]
             out = out if hidden else head(torch.stack([part_TM[-1] for part_TM in parts]))
-        if current.held:
+        if current.full_prompts:
             with maskless():
                 ReplayRunner(self.hf, partial(self._call, hidden=True), self.chunk_len).run(current, tokens, surprises)
         return out

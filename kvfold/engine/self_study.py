@@ -1,4 +1,4 @@
-"""The model answers questions about a prompt whose whole cache is held: queries that nobody wrote for the text.
+"""The model answers questions about a prompt over its full cache (self-study): calibration queries without a user.
 
 All questions are answered side by side, greedily. Their tokens ask the cache what a user's may ask, where a repetition
 only asks for the next word of the text (engine/replay.py).
@@ -19,19 +19,19 @@ from kvfold.models.spec import output_head
 from kvfold.passes.self_study import SelfStudyPass
 
 
-def study(hf: Any, call: Call, held: FullPrompt, num_tokens: int) -> list[CalibrationTargets | None]:
+def study(hf: Any, call: Call, prompt: FullPrompt, num_tokens: int) -> list[CalibrationTargets | None]:
     """Of every layer, the queries of the questions and of answers of at most `num_tokens` tokens; `call` runs the model
     up to its last hidden states."""
     new, head = question_ids(hf), output_head(hf)
     lengths = [0] * len(new)
-    current = SelfStudyPass(held, max(map(len, new)) + num_tokens)
+    current = SelfStudyPass(prompt, max(map(len, new)) + num_tokens)
     for _ in range(num_tokens):
         new = _next(call, head, current, new, lengths)
-        ends = held.sequence.spec.eos_token_ids
+        ends = prompt.sequence.spec.eos_token_ids
         new = [[] if ids and ids[0] in ends else ids for ids in new]
         if not any(new):
             break
-    return current.asked()
+    return current.targets()
 
 
 def _next(
@@ -43,7 +43,7 @@ def _next(
     pieces: list[Piece] = []
     for index, mine in enumerate(new):
         if mine:
-            begin = current.held.end + lengths[index]
+            begin = current.prompt.end + lengths[index]
             pieces.append(Piece(index, len(ids), len(ids) + len(mine)))
             ids += mine
             positions += range(begin, begin + len(mine))

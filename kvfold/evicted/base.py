@@ -84,6 +84,6 @@ class Evicted(ABC):
     def fold(self, split: Split) -> tuple[Tensor, Tensor]:
         """Keys and values [n_kept, D] of the slots that stay."""
 
-    def refit(self, asked: CalibrationTargets, heads: Sequence[KeptSlots]) -> list[Refit]:
+    def refit(self, targets: CalibrationTargets, heads: Sequence[KeptSlots]) -> list[Refit]:
         """Values and biases with which what stays of each head answers as everything did; as they were by default."""
         return [Refit(slots.v_SD[slots.num_sealed :], slots.bias_S[slots.num_sealed :]) for slots in heads]

@@ -16,7 +16,7 @@ from kvfold.score.base import View
 MOST_SCORES = 1 << 25  # at once, 128 MiB
 
 
-def ask(view: View, q_HGTD: Tensor, position_T: Tensor) -> CalibrationTargets:
+def targets_of(view: View, q_HGTD: Tensor, position_T: Tensor) -> CalibrationTargets:
     """Every head's answers to queries that see slots up to their own position, and nothing else."""
     position_N = position_T.repeat(q_HGTD.shape[1])
     q_HND, hidden_HS = q_HGTD.flatten(1, 2), ~view.valid_RS

@@ -86,23 +86,23 @@ class Fit(Evicted):
         """The choice may not be final yet."""
         return split.k_ND[split.keep_N], split.v_ND[split.keep_N]
 
-    def refit(self, asked: CalibrationTargets, heads: Sequence[KeptSlots]) -> list[Refit]:
-        found = super().refit(asked, heads)
-        for batch in batches(heads, _most_scores(asked) // max(asked.q_HND.shape[1], 1)):
-            for head, fitted in zip(batch, self._fitted(asked.of(batch), [heads[i] for i in batch]), strict=True):
+    def refit(self, targets: CalibrationTargets, heads: Sequence[KeptSlots]) -> list[Refit]:
+        found = super().refit(targets, heads)
+        for batch in batches(heads, _most_scores(targets) // max(targets.q_HND.shape[1], 1)):
+            for head, fitted in zip(batch, self._fitted(targets.of(batch), [heads[i] for i in batch]), strict=True):
                 found[head] = fitted
         return found
 
-    def _fitted(self, asked: CalibrationTargets, heads: Sequence[KeptSlots]) -> Iterator[Refit]:
+    def _fitted(self, targets: CalibrationTargets, heads: Sequence[KeptSlots]) -> Iterator[Refit]:
         slots = Padded.of(heads)
         new, count_B = slice(slots.num_new), torch.tensor([num_new(head) for head in heads], device=slots.k_BSD.device)
-        weight_BNS = weights(asked, slots)
-        counts_BN1 = asked.share_HN.unsqueeze(-1)
-        factor_BM = self._factors(weight_BNS * counts_BN1, asked.share_HN, slots.num_new, count_B)
+        weight_BNS = weights(targets, slots)
+        counts_BN1 = targets.share_HN.unsqueeze(-1)
+        factor_BM = self._factors(weight_BNS * counts_BN1, targets.share_HN, slots.num_new, count_B)
         weight_BNS[..., new] *= factor_BM.unsqueeze(1).to(weight_BNS.dtype)
         share_BNS = weight_BNS / weight_BNS.sum(-1, keepdim=True).clamp(min=_LEAST_MASS)
         v_BSD = slots.v_BSD.float()
-        missing_BND = (asked.out_HND - share_BNS @ v_BSD) * counts_BN1
+        missing_BND = (targets.out_HND - share_BNS @ v_BSD) * counts_BN1
         counted_BNM = share_BNS[..., new] * counts_BN1
         fitted_BMD = v_BSD[:, new] + ridge(counted_BNM, missing_BND, self.ridge, count_B).to(v_BSD.dtype)
         bias_BM = factor_BM.log().to(slots.bias_BS.dtype)
@@ -116,5 +116,5 @@ class Fit(Evicted):
         return boxed_ridge(weight_BNS[..., :num_new], missing_BN, self.ridge, count_B, low, high)
 
 
-def _most_scores(asked: CalibrationTargets) -> int:
-    return MOST_SCORES if asked.q_HND.is_cuda else _CACHED_SCORES
+def _most_scores(targets: CalibrationTargets) -> int:
+    return MOST_SCORES if targets.q_HND.is_cuda else _CACHED_SCORES

@@ -49,10 +49,10 @@ class Padded:
         )
 
 
-def weights(asked: CalibrationTargets, slots: Padded) -> Tensor:
+def weights(targets: CalibrationTargets, slots: Padded) -> Tensor:
     """fp32 [B, N, S]: the share of the whole cache's mass that each slot has. It is at most 1: they are part of it."""
-    score_BNS = scores(asked.q_HND, slots.k_BSD, slots.bias_BS, asked.scale, asked.position_N, slots.position_BS)
-    return score_BNS.sub_(asked.lse_HN.unsqueeze(-1)).exp_()
+    score_BNS = scores(targets.q_HND, slots.k_BSD, slots.bias_BS, targets.scale, targets.position_N, slots.position_BS)
+    return score_BNS.sub_(targets.lse_HN.unsqueeze(-1)).exp_()
 
 
 def num_new(slots: KeptSlots) -> int:

@@ -1,4 +1,4 @@
-"""What a seal changes in one layer: the new slots to encode, and which stored ones stay.
+"""The change of one layer at a seal: new slots to encode, and which stored slots are kept.
 
 N flat slots, head after head   D head dim
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class EvictedSlots(NamedTuple):
-    """New slots that were dropped, head after head, where they are to be offloaded; on the host."""
+    """Evicted new slots to be offloaded, head after head; on the host."""
 
     k_ND: Tensor
     v_ND: Tensor
@@ -22,10 +22,10 @@ class EvictedSlots(NamedTuple):
 
 @dataclass
 class LayerChange:
-    """What a seal does to one layer: stored slots that stay (None: all), and new slots to encode, head after head.
+    """Stored slots to keep (None: all), and new slots to encode, head after head.
 
-    `drop_first`: stored slots of every head that a sliding window has left behind. The reader masks them, so they only
-    go where that needs no copy of a shared segment.
+    `drop_first`: stored slots of every head that a sliding window has passed. Attention masks them, so they are dropped
+    only if that needs no copy of a shared segment.
     """
 
     k_ND: Tensor
@@ -35,4 +35,4 @@ class LayerChange:
     keep: list[Tensor] | None = None
     drop_first: int = 0
     bias_N: Tensor | None = None  # of the new slots; None: 0
-    gone: tuple[EvictedSlots, ...] = ()
+    evicted: tuple[EvictedSlots, ...] = ()

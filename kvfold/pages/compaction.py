@@ -1,8 +1,8 @@
-"""Seal new slots and evict stored ones, in two steps: first the memory for it, which may not be there, then the write.
+"""Compaction of KV pages: evict stored slots and append new ones, in two steps: allocate pages, then write.
 
-Between the two nothing has changed, so a batch finds the memory of all its sequences before it writes the first.
-Survivors of a private tail move to the front of their own pages. Shared segments never change: if slots of one go, the
-survivors of all segments are copied to a new tail, which is new memory.
+Allocation changes nothing else, so a batch allocates for all its sequences before it writes the first. Kept slots of a
+private tail move to the front of their own pages. Shared segments are copy-on-write: if slots of one are evicted, the
+kept slots of all segments are copied to a new tail.
 
     N flat slots, head after head   R rows (KV heads)   S slots of a row   D head dim
 """
@@ -31,7 +31,7 @@ from kvfold.yielding import yield_point
 
 
 class PageRewrite:
-    """One change of one sequence. Making it takes the memory or raises OutOfPages; then `write` or `cancel` it."""
+    """One change of one sequence. The constructor allocates pages or raises OutOfPages; then `write` or `cancel` it."""
 
     def __init__(self, sequence: SequenceCache, changes: Sequence[LayerChange], *, decoding: bool) -> None:
         self.sequence = sequence
@@ -40,22 +40,22 @@ class PageRewrite:
         _require_relocatable(sequence, changes)
         sequence.reclaim_tail()
         copies = bool(sequence.segments) and any(change.keep is not None for change in changes)
-        self._survivors: _Survivors = _Copied(sequence, changes) if copies else _InPlace(sequence, changes, decoding)
+        self._kept: _KeptSlots = _Copied(sequence, changes) if copies else _InPlace(sequence, changes, decoding)
 
     def cancel(self) -> None:
-        self._survivors.cancel()
+        self._kept.cancel()
 
     def write(self, num_tokens: int) -> None:
-        """Move what survives, then encode what is new: num_tokens tokens are sealed."""
+        """Compact the kept slots, then encode the new ones: num_tokens tokens are sealed."""
         self.sequence.is_torn = True
-        self._survivors.settle()
+        self._kept.apply()
         copy_fp_sinks(self.sequence, self.changes)
         tail = self.sequence.tail
         _write_new(tail, _bent(tail.layers, self.changes))
         for layer, change in zip(tail.layers, self.changes, strict=True):
             if not self.decoding:
                 layer.release_unused()
-            elif change.keep is not None:  # budgets of heads come and go; room for one more block stays
+            elif change.keep is not None:  # budgets of heads vary; keep room for one more block
                 layer.release_unused(self.sequence.config.open_len)
         tail.trim()
         self.sequence.sealed_len += num_tokens
@@ -65,20 +65,20 @@ class PageRewrite:
 def rewrite(
     sequence: SequenceCache, changes: Sequence[LayerChange], num_tokens: int, *, decoding: bool = False
 ) -> None:
-    """Seal num_tokens tokens. Memory is found first: OutOfPages leaves the sequence as it was."""
+    """Seal num_tokens tokens. Pages are allocated first: OutOfPages leaves the sequence as it was."""
     PageRewrite(sequence, changes, decoding=decoding).write(num_tokens)
 
 
-class _Survivors(Protocol):
-    """Stored slots that stay, and room for new ones behind them."""
+class _KeptSlots(Protocol):
+    """Kept stored slots, and room for new ones behind them."""
 
     def cancel(self) -> None: ...
 
-    def settle(self) -> None: ...
+    def apply(self) -> None: ...
 
 
 class _InPlace:
-    """Survivors of the tail move to the front of their own pages: eviction never needs memory for them."""
+    """Kept slots of the tail move to the front of their own pages: eviction allocates nothing for them."""
 
     def __init__(self, sequence: SequenceCache, changes: Sequence[LayerChange], decoding: bool) -> None:
         self._tail = tail = sequence.tail
@@ -87,14 +87,14 @@ class _InPlace:
         for layer, change, keep in zip(tail.layers, changes, self._keeps, strict=True):
             gone = [0] * layer.num_heads if keep is None else _lost(layer.lens, keep)
             extra.append([max(0, new - lost) for new, lost in zip(change.counts, gone, strict=True)])
-        grows = decoding and not sequence.policy.decode.holds_bytes  # room that nothing fills yet is bytes too
+        grows = decoding and not sequence.policy.decode.holds_bytes  # unused room counts as bytes
         growing = [i for i, keep in enumerate(self._keeps) if keep is None] if grows else []
         self._room = tail.find_room(extra, growing=growing)
 
     def cancel(self) -> None:
         self._room.cancel()
 
-    def settle(self) -> None:
+    def apply(self) -> None:
         self._tail.take(self._room)
         for layer, keep in zip(self._tail.layers, self._keeps, strict=True):
             if keep is not None:
@@ -104,7 +104,7 @@ class _InPlace:
 
 
 class _Copied:
-    """Survivors of all segments go to a new tail."""
+    """Copy-on-write: kept slots of all segments are copied to a new tail."""
 
     def __init__(self, sequence: SequenceCache, changes: Sequence[LayerChange]) -> None:
         self._sequence = sequence
@@ -118,7 +118,7 @@ class _Copied:
     def cancel(self) -> None:
         self._tail.release()
 
-    def settle(self) -> None:
+    def apply(self) -> None:
         sequence = self._sequence
         for i, keep in enumerate(self._keeps):
             start = [0] * len(keep)

@@ -50,7 +50,7 @@ class SequenceCache:
     sentences: Sentences = field(init=False, default_factory=Sentences)
     offloaded: OffloadedSlots | None = field(init=False)  # evicted slots on the host, if the policy recalls
     loading: AsyncLoad | None = field(init=False, default=None)  # a stored prefix whose layers are still being loaded
-    held_bytes: int = field(init=False, default=0)  # of pages that a pass holds beside it (compress/full_prompt.py)
+    full_prompt_bytes: int = field(init=False, default=0)  # while a replay is awaited (compress/full_prompt.py)
     is_torn: bool = field(init=False, default=False)  # a change of its pages has begun and not come to its end
     _lists: dict[int, PageList] = field(init=False, default_factory=dict)
 

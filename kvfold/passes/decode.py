@@ -63,7 +63,7 @@ class DecodePass:
         self._num_observed: dict[int, int] = defaultdict(int)
 
     @cached_property
-    def _tracked(self) -> list[ObserverNeeds]:
+    def _needs(self) -> list[ObserverNeeds]:
         """Not asked for by kernels, which observe nothing."""
         return [ObserverNeeds.of([sequence.policy], decoding=True) for sequence in self.sequences]
 
@@ -101,7 +101,7 @@ class DecodePass:
             out_BHGD, lse_BHG = call.attend(q_BHGD, spec.scale)
             out_NQD[call.index_B] = out_BHGD.flatten(1, 2).to(out_NQD.dtype)
             for at, index in enumerate(call.rows):
-                if self._tracked[index].anything and spec.compressible:
+                if self._needs[index].anything and spec.compressible:
                     q_HGTD, lse_HGT = q_BHGD[at].unsqueeze(2), lse_BHG[at].unsqueeze(2)
                     self._seen[index].append(_Seen(layer, q_QND[:, index : index + 1], q_HGTD, lse_HGT))
 
@@ -130,7 +130,7 @@ class DecodePass:
             slot = torch.arange(end, device=k.device)
             mask_TS = (slot <= query) & (slot > query - (spec.sliding_window or end))
         merge.add(slice(0, spec.num_kv_heads), *attend(q_HGTD, k, v, spec.scale, mask_TS=mask_TS))
-        if self._tracked[index].anything and spec.compressible:
+        if self._needs[index].anything and spec.compressible:
             assert merge.lse_HGT is not None
             self._seen[index].append(_Seen(layer, q_QTD, q_HGTD, merge.lse_HGT))
         return merge.result().flatten(0, 1).to(q_QTD.dtype)
@@ -140,15 +140,15 @@ class DecodePass:
         begin = self._num_observed[index]
         if num_tokens > begin:
             for seen in self._seen[index]:
-                self._track(index, seen, slice(begin, num_tokens))
+                self._observe(index, seen, slice(begin, num_tokens))
             self._num_observed[index] = num_tokens
 
-    def _track(self, index: int, seen: _Seen, new: slice) -> None:
-        sequence, tracked, layer = self.sequences[index], self._tracked[index], seen.layer
+    def _observe(self, index: int, seen: _Seen, new: slice) -> None:
+        sequence, needs, layer = self.sequences[index], self._needs[index], seen.layer
         side, block, fill = sequence.observed.layers[layer], sequence.open, self._base[index] + new.start
         start = sequence.sealed_len + fill
-        observe_queries(sequence, layer, seen.q_QTD[:, new], start, tracked)
-        if tracked.mass:
+        observe_queries(sequence, layer, seen.q_QTD[:, new], start, needs)
+        if needs.mass:
             q_HGTD, lse_HGT = seen.q_HGTD[:, :, new], seen.lse_HGT[:, :, new]
             old = stored_mass(sequence, layer, q_HGTD, lse_HGT, start)
             side.mass_HS = old if side.mass_HS is None else side.mass_HS + old

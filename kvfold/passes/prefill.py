@@ -1,8 +1,8 @@
-"""A prefill pass: new tokens of a batch attend to what is stored and to themselves, layer by layer.
+"""Prefill, whole or chunked: new tokens of a batch attend to the KV cache and to themselves, layer by layer.
 
 The model runs a layer over all tokens (in chunks) before the next, so a layer's keys and values exist only while it
-runs: afterwards they are scored, the survivors staged, the rest gone. The result is that of a one-shot prefill, at the
-memory of one layer. A pass over one chunk of a longer prompt is the token-major order.
+runs; then its slots are scored and all but the selected ones dropped. The result is that of a one-shot prefill, at the
+memory of one layer. Chunked prefill runs one pass per chunk of the prompt.
 
     H KV heads   G query heads per KV head   Q query heads   T tokens   D head dim
 """
@@ -38,7 +38,7 @@ _SIDES: tuple[Side, Side] = ("k", "v")
 
 @dataclass
 class LayerBuffer:
-    """Keys, values and mass of the layer that is running, for one sequence; behind a joined prefix, if there is one."""
+    """Keys, values and mass of the running layer, for one sequence; behind a contiguous prefix, if there is one."""
 
     joined_k_HSD: Tensor
     joined_v_HSD: Tensor
@@ -78,8 +78,8 @@ class PrefillPass:
     """`num_tokens[i]` new tokens for sequence i. With `compress`, sizes refer to `seen_lens[i]`, the committed length
     at the end of the call this pass belongs to; without, everything new is kept.
 
-    `followers` are empty sequences of other policies that read what an (empty) first sequence reads, and leave the same
-    tokens behind between layers: attention is computed once, compression once for each.
+    `followers` are empty sequences of other policies that read what an (empty) first sequence reads, and prune the same
+    tokens: attention is computed once, compression once for each.
     """
 
     @classmethod
@@ -92,7 +92,7 @@ class PrefillPass:
         compress: bool = True,
         followers: Sequence[SequenceCache] = (),
     ) -> Self:
-        """Seal the open blocks, start a pass, and take memory for whole prompts that wait for a second reading."""
+        """Seal the open blocks, start a pass, and allocate pages for full prompts that await a replay."""
         seen = seen_lens or [s.committed_len + n for s, n in zip(sequences, num_tokens, strict=True)]
         for sequence, length, new in zip(sequences, seen, num_tokens, strict=True):
             if compress:
@@ -100,7 +100,7 @@ class PrefillPass:
             seal(sequence, compress=False)
             warn_if_passing(sequence, new)
         found = cls(sequences, num_tokens, seen, compress=compress, followers=followers)
-        found._hold()
+        found._hold_prompts()
         return found
 
     def __init__(
@@ -115,40 +115,38 @@ class PrefillPass:
         self.sequences = list(sequences)
         self.num_tokens = list(num_tokens)
         self.followers = [(other, CompressionRound(other, other.policy.prefill, num_tokens[0])) for other in followers]
-        self._tracked = [
-            ObserverNeeds.of([s.policy, *(f.policy for f in followers)], decoding=False) for s in sequences
-        ]
+        self._needs = [ObserverNeeds.of([s.policy, *(f.policy for f in followers)], decoding=False) for s in sequences]
         self.rounds = [
             CompressionRound(sequence, sequence.policy.prefill if compress else None, length)
             for sequence, length in zip(sequences, seen_lens, strict=True)
         ]
         self._buffers: list[LayerBuffer | None] = [None] * len(sequences)
-        self.left = PrunedTokens(self.sequences, self.num_tokens, whole=not compress)
+        self.pruned = PrunedTokens(self.sequences, self.num_tokens, whole=not compress)
         self._dtype = torch.float32
-        self.held: dict[int, FullPrompt] = {}
+        self.full_prompts: dict[int, FullPrompt] = {}
 
-    def _hold(self) -> None:
-        """Room for the whole cache of every sequence whose compression waits for a second reading."""
+    def _hold_prompts(self) -> None:
+        """Pages for the full prompt of every sequence whose compression awaits a replay."""
         try:
             for index, sequence in enumerate(self.sequences):
-                if self.waiting(index):
-                    self.held[index] = FullPrompt(sequence, self.num_tokens[index])
+                if self.awaiting_replay(index):
+                    self.full_prompts[index] = FullPrompt(sequence, self.num_tokens[index])
         except BaseException:
             self.release()
             raise
 
-    def waiting(self, index: int) -> list[CompressionRound]:
-        """Rounds over this sequence's tokens that wait for a second reading."""
+    def awaiting_replay(self, index: int) -> list[CompressionRound]:
+        """Rounds over this sequence's tokens that await a replay."""
         return [round_ for round_ in self._rounds_of(index) if round_.replay is not None]
 
     @property
-    def asks_surprise(self) -> bool:
-        """Whether a second reading goes by what the first one thought of each token."""
-        replays = (round_.replay for index in self.held for round_ in self.waiting(index))
+    def needs_surprise(self) -> bool:
+        """Whether a replay weighs queries by the surprise of their tokens."""
+        replays = (round_.replay for index in self.full_prompts for round_ in self.awaiting_replay(index))
         return any(replay is not None and replay.surprise for replay in replays)
 
     def _rounds_of(self, index: int) -> list[CompressionRound]:
-        """Rounds over what a sequence reads: its own, and those of its followers."""
+        """Rounds over a sequence's tokens: its own, and those of its followers."""
         return [*(compression for _, compression in self.followers if index == 0), self.rounds[index]]
 
     def attend(self, layer: int, index: int, q_QTD: Tensor, k_HTD: Tensor, v_HTD: Tensor) -> Tensor:
@@ -166,13 +164,13 @@ class PrefillPass:
         if not buffer.num_joined:
             merge_paged(merge, sequence, layer, q_HGTD, start, whole=True)
         merge_new(merge, q_HGTD, buffer, offset, spec.scale, spec.sliding_window)
-        self._track(index, layer, q_QTD, q_HGTD, merge, buffer, offset)
-        if buffer.filled == self.left.num_running[index]:
-            self._look(index, layer, buffer)
+        self._observe(index, layer, q_QTD, q_HGTD, merge, buffer, offset)
+        if buffer.filled == self.pruned.num_running[index]:
+            self._select(index, layer, buffer)
         return merge.result().flatten(0, 1).to(q_QTD.dtype)
 
     def _buffer(self, index: int, layer: int, k_HTD: Tensor, v_HTD: Tensor, dtype: torch.dtype) -> LayerBuffer:
-        found, num_tokens = self._buffers[index], self.left.num_running[index]
+        found, num_tokens = self._buffers[index], self.pruned.num_running[index]
         if found is None:
             self.sequences[index].wait_loaded(layer)
             if can_join(self.sequences[index], layer):
@@ -182,7 +180,7 @@ class PrefillPass:
             self._buffers[index] = found
         return found
 
-    def _track(
+    def _observe(
         self,
         index: int,
         layer: int,
@@ -192,28 +190,29 @@ class PrefillPass:
         buffer: LayerBuffer,
         offset: int,
     ) -> None:
-        tracked, sequence = self._tracked[index], self.sequences[index]
+        needs, sequence = self._needs[index], self.sequences[index]
         spec = sequence.spec.layers[layer]
-        if not tracked.anything or not spec.compressible:
+        if not needs.anything or not spec.compressible:
             return
         start = sequence.sealed_len + offset
-        # Where tokens were left behind, the last ones go on: positions are counted back from the end.
-        num_left = self.num_tokens[index] - self.left.num_running[index]
-        observe_queries(sequence, layer, q_QTD, start + num_left, tracked)
-        if tracked.new_queries:
+        # Pruning keeps the last tokens: positions are counted back from the end.
+        num_pruned = self.num_tokens[index] - self.pruned.num_running[index]
+        observe_queries(sequence, layer, q_QTD, start + num_pruned, needs)
+        if needs.new_queries:
             buffer.queries.append(q_QTD)
-        if tracked.mass:
+        if needs.mass:
             assert merge.lse_HGT is not None
             old = stored_mass(sequence, layer, q_HGTD, merge.lse_HGT, start, whole=True)
             new = new_mass(q_HGTD, buffer.k_HTD, merge.lse_HGT, spec.scale, offset)
             buffer.stored_mass_HS = old if buffer.stored_mass_HS is None else buffer.stored_mass_HS + old
             buffer.new_mass_HT = new if buffer.new_mass_HT is None else buffer.new_mass_HT + new
 
-    def _look(self, index: int, layer: int, buffer: LayerBuffer) -> None:
-        """The last token was here: score and choose. A GPU runs the rest of the layer while the host waits for that."""
+    def _select(self, index: int, layer: int, buffer: LayerBuffer) -> None:
+        """The last token has attended: score and select. A GPU runs the rest of the layer while the host waits for
+        that."""
         sequence = self.sequences[index]
         new = NewSlots(buffer.k_HTD, buffer.v_HTD, sequence.sealed_len)
-        new.going_T, new.num_left = self.left.going[index], self.num_tokens[index] - new.num_tokens
+        new.kept_T, new.num_pruned = self.pruned.kept[index], self.num_tokens[index] - new.num_tokens
         if buffer.new_mass_HT is not None:
             new.mass_HS = _joined_mass(sequence, layer, buffer)
         if buffer.queries:
@@ -221,53 +220,53 @@ class PrefillPass:
         for other, _ in self.followers:
             seen = sequence.observed.layers[layer]
             other.observed.layers[layer] = LayerObserverState(None, None, seen.last_q_QWD, seen.moments, seen.query_end)
-        if index in self.held:
-            self.held[index].look(layer, new)
+        if index in self.full_prompts:
+            self.full_prompts[index].write(layer, new)
         for compression in self._rounds_of(index):
-            if not compression.looks_late:
-                compression.look(layer, _for_policy(new, compression.sequence))
-        self.left.look(index, layer, new, self._tracked[index].last_queries)
+            if not compression.selects_after_replay:
+                compression.select(layer, _for_policy(new, compression.sequence))
+        self.pruned.score(index, layer, new, self._needs[index].last_queries)
 
-    def look_again(
-        self, index: int, replay: Replay, maxima: Sequence[Tensor | None], asked: Sequence[CalibrationTargets | None]
+    def select_after_replay(
+        self, index: int, replay: Replay, maxima: Sequence[Tensor | None], targets: Sequence[CalibrationTargets | None]
     ) -> None:
-        """Look at what was held, layer by layer: the largest weights of a second reading, and what it asked."""
-        held = self.held[index]
-        for layer, (replay_HGS, answers) in enumerate(zip(maxima, asked, strict=True)):
+        """Select from the full prompt, layer by layer, given the largest weights of a replay and its targets."""
+        prompt = self.full_prompts[index]
+        for layer, (replay_HGS, answers) in enumerate(zip(maxima, targets, strict=True)):
             yield_point()
-            new = replace(held.new_slots(layer, self._dtype, replay_HGS), asked=answers)
-            for compression in self.waiting(index):
+            new = replace(prompt.new_slots(layer, self._dtype, replay_HGS), targets=answers)
+            for compression in self.awaiting_replay(index):
                 if compression.replay == replay:
-                    compression.look_again(layer, _for_policy(new, compression.sequence))
+                    compression.select_after_replay(layer, _for_policy(new, compression.sequence))
 
     def release(self) -> None:
-        """Give back what was held."""
-        for held in self.held.values():
-            held.release()
+        """Free the full prompts."""
+        for prompt in self.full_prompts.values():
+            prompt.release()
 
     def finish_layer(self, layer: int) -> None:
-        """All tokens of all sequences have passed this layer: stage what was chosen."""
-        for index, (buffer, total) in enumerate(zip(self._buffers, self.left.num_running, strict=True)):
+        """All tokens of all sequences have run this layer: evict."""
+        for index, (buffer, total) in enumerate(zip(self._buffers, self.pruned.num_running, strict=True)):
             assert buffer is not None and buffer.filled == total, f"sequence {index} is not through layer {layer}"
         for compression in (*self.rounds, *(follower for _, follower in self.followers)):
-            compression.settle()
+            compression.evict()
         self._buffers = [None] * len(self.sequences)
 
     def finish(self) -> None:
-        """Encode and write what stays. OutOfPages leaves all sequences as they were before the pass."""
+        """Encode and write the kept slots. OutOfPages leaves all sequences as they were before the pass."""
         followers = [(compression, self.num_tokens[0]) for _, compression in self.followers]
         finish_all([*zip(self.rounds, self.num_tokens, strict=True), *followers], self.release)
 
 
 def _for_policy(new: NewSlots, sequence: SequenceCache) -> NewSlots:
-    """Without the mass that only another policy of the pass asked for."""
+    """Without the mass that only another policy of the pass observes."""
     return new if new.mass_HS is None or sequence.policy.watches_mass else new.without_mass
 
 
 def merge_new(
     merge: LseMerge, q_HGTD: Tensor, buffer: LayerBuffer, offset: int, scale: float, window: int | None
 ) -> None:
-    """Attention to the tokens of this pass: earlier chunks whole, the chunk itself causally."""
+    """Merge attention to the tokens of this pass: earlier chunks whole, the chunk itself causally."""
     every, k_HSD, v_HSD = slice(0, q_HGTD.shape[0]), buffer.joined_k_HSD, buffer.joined_v_HSD
     offset, end = offset + buffer.num_joined, buffer.filled + buffer.num_joined
     if window is not None and end > window:

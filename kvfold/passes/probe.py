@@ -1,9 +1,9 @@
-"""Attention of tokens that are read beside a prompt's held cache, and of which nothing stays.
+"""Probe passes (KVzip replay, self-study): queries attend to the uncompressed prompt cache and are not appended to it.
 
-    | stored | held |  read beside it: position `held.end` on
+    | stored | full prompt |  probe: position `prompt.end` on
 
-They attend to all that is stored and held, as any next token would, and to those read before them. What the cache
-answered them is what a fitted cache has to answer too.
+A probe token attends to everything stored, to the full prompt and to the probe tokens before it. The outputs of the
+cache to probe queries are the calibration targets of `fit`.
 
     H KV heads   G query heads per KV head   Q query heads   T queries   D head dim
 """
@@ -24,7 +24,7 @@ from kvfold.passes.prefill import LayerBuffer, merge_new
 
 
 class Answers(NamedTuple):
-    """What the cache answered queries, and how much of their attention it had."""
+    """Outputs of the cache to queries, and its share of their attention."""
 
     q_HGTD: Tensor
     out_HGTD: Tensor
@@ -33,22 +33,22 @@ class Answers(NamedTuple):
 
 
 class ProbeAttention:
-    """Queries of one layer: those of the last tokens of `buffer`, which holds all that was read beside the cache."""
+    """Queries of one layer: those of the last tokens of `buffer`, which holds all probe tokens so far."""
 
-    def __init__(self, held: FullPrompt, layer: int, q_HGTD: Tensor, buffer: LayerBuffer) -> None:
-        spec = held.sequence.spec.layers[layer]
+    def __init__(self, prompt: FullPrompt, layer: int, q_HGTD: Tensor, buffer: LayerBuffer) -> None:
+        spec = prompt.sequence.spec.layers[layer]
         offset = buffer.filled - q_HGTD.shape[2]
         self.q_HGTD = q_HGTD
         self._cache, self._own = LseMerge(q_HGTD), LseMerge(q_HGTD)
-        self.stored = added(self._cache, stretches(held.sequence, layer, q_HGTD, held.end + offset), spec.scale)
+        self.stored = added(self._cache, stretches(prompt.sequence, layer, q_HGTD, prompt.end + offset), spec.scale)
         stored_HGT = self._cache.lse_HGT
-        self.held = added(self._cache, _held(held, layer, q_HGTD, offset), spec.scale)
+        self.prompt = added(self._cache, _prompt_parts(prompt, layer, q_HGTD, offset), spec.scale)
         merge_new(self._own, q_HGTD, buffer, offset, spec.scale, spec.sliding_window)
         own_HGT, cache_HGT = self._own.lse_HGT, self._cache.lse_HGT
         assert own_HGT is not None
         self._own_HGT = own_HGT
         self._cache_HGT = cache_HGT
-        self.near_HGT = own_HGT if stored_HGT is None else torch.logaddexp(stored_HGT, own_HGT)  # all but what is held
+        self.near_HGT = own_HGT if stored_HGT is None else torch.logaddexp(stored_HGT, own_HGT)  # all but the prompt
 
     @property
     def whole_HGT(self) -> Tensor:
@@ -58,7 +58,7 @@ class ProbeAttention:
 
     @property
     def answers(self) -> Answers:
-        """Read before `output`, of layers whose windows hold all."""
+        """Read before `output`; not of sliding-window layers."""
         assert self._cache_HGT is not None
         share_HGT = torch.sigmoid(self._cache_HGT - self._own_HGT)
         return Answers(self.q_HGTD, self._cache.result(), self._cache_HGT, share_HGT)
@@ -70,29 +70,29 @@ class ProbeAttention:
 
 
 def grown(
-    buffer: LayerBuffer | None, most_tokens: int, k_HTD: Tensor, v_HTD: Tensor, held: FullPrompt, dtype: torch.dtype
+    buffer: LayerBuffer | None, most_tokens: int, k_HTD: Tensor, v_HTD: Tensor, prompt: FullPrompt, dtype: torch.dtype
 ) -> LayerBuffer:
-    """The buffer, or a new one for so many tokens, with the next tokens behind it, rounded as slots are."""
+    """The buffer, or a new one for so many tokens, with the next tokens appended in the cache's dtype."""
     found = LayerBuffer.empty(most_tokens, k_HTD, v_HTD, dtype) if buffer is None else buffer
-    found.append(k_HTD.to(held.sequence.spec.kv_dtype), v_HTD.to(held.sequence.spec.kv_dtype))
+    found.append(k_HTD.to(prompt.sequence.spec.kv_dtype), v_HTD.to(prompt.sequence.spec.kv_dtype))
     return found
 
 
 def added(merge: LseMerge, parts: Iterable[Stretch], scale: float) -> list[Stretch]:
-    """Merge attention to parts, and remember them."""
+    """Merge attention to parts; returns them as a list."""
     found = list(parts)
     for part in found:
         merge.add(part.heads, *part.attend(scale))
     return found
 
 
-def together(parts: Sequence[Answers], scale: float) -> CalibrationTargets:
+def joined_targets(parts: Sequence[Answers], scale: float) -> CalibrationTargets:
     """The targets that `fit` reproduces."""
     q_HND, out_HND, lse_HN, share_HN = (torch.cat(column, dim=2).flatten(1, 2) for column in zip(*parts, strict=True))
     return CalibrationTargets(q_HND, out_HND, lse_HN, share_HN, scale)
 
 
-def _held(held: FullPrompt, layer: int, q_HGTD: Tensor, offset: int) -> Iterator[Stretch]:
-    window = held.sequence.spec.layers[layer].sliding_window
-    reach = None if window is None else (window, held.end + offset)
-    return plain(held.segment.layers[layer], q_HGTD, [0] * q_HGTD.shape[0], reach)
+def _prompt_parts(prompt: FullPrompt, layer: int, q_HGTD: Tensor, offset: int) -> Iterator[Stretch]:
+    window = prompt.sequence.spec.layers[layer].sliding_window
+    reach = None if window is None else (window, prompt.end + offset)
+    return plain(prompt.segment.layers[layer], q_HGTD, [0] * q_HGTD.shape[0], reach)

@@ -1,14 +1,14 @@
-"""The second reading of a prompt (KVzip, arXiv:2505.23416): the model repeats the text while its whole cache is there.
+"""Replay (KVzip context reconstruction, arXiv:2505.23416): the model repeats the prompt over its uncompressed cache.
 
-What the repetition attends to is what the text can be rebuilt from, whatever is asked later. It is read beside the
-held cache (beside.py); what is observed is each slot's largest weight under a softmax over what a chunk's repetition is
-about: earlier slots, sinks, the chunk and the repetition itself. Nothing is stored.
+Slots that the repetition attends to are those the text can be rebuilt from: a question-agnostic score. The repetition
+is a probe (probe.py) and is not stored. Observed is each slot's largest weight under a softmax over the earlier slots,
+the sinks, the chunk and the repetition itself.
 
-    | stored | held: … chunk … |  request, chunk again  |
-                   begin  end     position `held.end` on
+    | stored | prompt: … chunk … |  request, chunk again  |
+                   begin  end     position `prompt.end` on
 
-A query may count by how surprising the token is that it is about to repeat; one of the request, which repeats nothing
-yet, and one before a token whose surprise nobody knows count in full.
+A query may be weighted by the surprise of the token it is about to repeat; queries of the request, and those before a
+token of unknown surprise, have weight 1.
 
     H KV heads   G query heads per KV head   Q query heads   T queries   S slots   N new slots   D head dim
 """
@@ -30,12 +30,12 @@ from kvfold.compress.full_prompt import FullPrompt
 from kvfold.evicted.base import CalibrationTargets
 from kvfold.pages.async_copy import upload
 from kvfold.passes.prefill import LayerBuffer
-from kvfold.passes.probe import Answers, ProbeAttention, added, grown, together
+from kvfold.passes.probe import Answers, ProbeAttention, added, grown, joined_targets
 from kvfold.score.base import Replay
 from kvfold.score.columns import column_max
 from kvfold.yielding import yield_point
 
-_LEAST = 1e-6  # of what a query counts: slots that only foreseen tokens ask for keep their order
+_LEAST = 1e-6  # weight of a query: slots that only predictable tokens attend to keep their order
 
 
 @dataclass
@@ -47,27 +47,27 @@ class _Maxima:
 
 
 class ReplayPass:
-    """Reads chunks of what is held again, for `kinds` of one chunk length. `begin` each, then run the model over it."""
+    """Repeats chunks of the prompt, for `kinds` of one chunk length. `begin` each, then run the model over it."""
 
-    def __init__(self, held: FullPrompt, kinds: Sequence[Replay], surprise_N: Tensor | None = None) -> None:
-        self.held = held
-        self.surprise_N = surprise_N  # -ln p of what is held, in the first reading
-        self.sequence = held.sequence
+    def __init__(self, prompt: FullPrompt, kinds: Sequence[Replay], surprise_N: Tensor | None = None) -> None:
+        self.prompt = prompt
+        self.surprise_N = surprise_N  # -ln p of the prompt's tokens in the first reading
+        self.sequence = prompt.sequence
         self.kinds = list(kinds)
         self.hidden_norm_T: Tensor | None = None  # of what the attention of the running layer was given
-        self._watched = list(dict.fromkeys(map(_without_queries, kinds)))
+        self._kinds = list(dict.fromkeys(map(_without_queries, kinds)))
         self._maxima: dict[tuple[int, Replay], _Maxima] = {}
-        self._asked: dict[tuple[int, int], list[Answers]] = defaultdict(list)  # by layer and how many are kept
+        self._answers: dict[tuple[int, int], list[Answers]] = defaultdict(list)  # by layer and how many are kept
         self._chunk = slice(0, 0)
         self._num_tokens = 0
         self._buffer: LayerBuffer | None = None
 
     @property
-    def watches_hidden(self) -> bool:
+    def needs_hidden_norms(self) -> bool:
         return any(kind.by_hidden for kind in self.kinds)
 
     def begin(self, chunk: slice, num_tokens: int) -> None:
-        """The next `num_tokens` tokens repeat this part of what is held."""
+        """The next `num_tokens` tokens repeat this part of the prompt."""
         self._chunk, self._num_tokens, self._buffer = chunk, num_tokens, None
 
     def attend(self, layer: int, index: int, q_QTD: Tensor, k_HTD: Tensor, v_HTD: Tensor) -> Tensor:
@@ -75,29 +75,31 @@ class ReplayPass:
         spec, dtype = self.sequence.spec.layers[layer], compute_dtype(q_QTD)
         if self._buffer is not None and self._buffer.filled == self._num_tokens:
             self._buffer = None  # of the layer before
-        buffer = self._buffer = grown(self._buffer, self._num_tokens, k_HTD, v_HTD, self.held, dtype)
+        buffer = self._buffer = grown(self._buffer, self._num_tokens, k_HTD, v_HTD, self.prompt, dtype)
         tokens = slice(buffer.filled - k_HTD.shape[1], buffer.filled)
-        beside = ProbeAttention(self.held, layer, q_QTD.to(dtype).unflatten(0, (spec.num_kv_heads, spec.group)), buffer)
+        probe = ProbeAttention(
+            self.prompt, layer, q_QTD.to(dtype).unflatten(0, (spec.num_kv_heads, spec.group)), buffer
+        )
         yield_point()
         if spec.compressible:
-            self._keep_answers(layer, beside, tokens)
-            self._watch(layer, beside, tokens)
-        return beside.output().to(q_QTD.dtype)
+            self._keep_answers(layer, probe, tokens)
+            self._observe(layer, probe, tokens)
+        return probe.output().to(q_QTD.dtype)
 
-    def _watch(self, layer: int, beside: ProbeAttention, tokens: slice) -> None:
+    def _observe(self, layer: int, probe: ProbeAttention, tokens: slice) -> None:
         """Raise the largest weights of what is stored and of the chunk."""
         scale = self.sequence.spec.layers[layer].scale
-        chunk = _cut(beside.held, self._chunk)
-        for kind in self._watched:
-            lse_HGT = self._lse(kind, beside, scale)
+        chunk = _cut(probe.prompt, self._chunk)
+        for kind in self._kinds:
+            lse_HGT = self._lse(kind, probe, scale)
             if kind.by_hidden:
                 assert self.hidden_norm_T is not None
                 lse_HGT = lse_HGT + self.hidden_norm_T[tokens].log()
             if kind.surprise:
                 lse_HGT = lse_HGT - self._counts(kind.surprise)[tokens].log()
             yield_point()
-            maxima = self._maxima_of(layer, kind, beside.q_HGTD)
-            for total_HGS, parts in ((maxima.stored_HGS, beside.stored), (maxima.new_HGN, chunk)):
+            maxima = self._maxima_of(layer, kind, probe.q_HGTD)
+            for total_HGS, parts in ((maxima.stored_HGS, probe.stored), (maxima.new_HGN, chunk)):
                 for part in parts:
                     _raise(total_HGS, part, lse_HGT, scale)
 
@@ -109,44 +111,46 @@ class ReplayPass:
         next_T = pad(known_N, (num_asked, 1), value=torch.inf)[1 : self._num_tokens + 1]
         return (next_T / surprise).clamp(_LEAST, 1.0)
 
-    def _lse(self, kind: Replay, beside: ProbeAttention, scale: float) -> Tensor:
+    def _lse(self, kind: Replay, probe: ProbeAttention, scale: float) -> Tensor:
         """Log-sum-exp over what is stored, the sinks, the chunk and the repetition."""
-        num_sinks = min(max(0, kind.sinks - self.held.start), self._chunk.start)
-        if self._chunk.stop - self._chunk.start + num_sinks == self.held.num_tokens:
-            return beside.whole_HGT
-        merge = LseMerge(beside.q_HGTD)
+        num_sinks = min(max(0, kind.sinks - self.prompt.start), self._chunk.start)
+        if self._chunk.stop - self._chunk.start + num_sinks == self.prompt.num_tokens:
+            return probe.whole_HGT
+        merge = LseMerge(probe.q_HGTD)
         for slots in (slice(0, num_sinks), self._chunk):
-            added(merge, _cut(beside.held, slots), scale)
+            added(merge, _cut(probe.prompt, slots), scale)
         assert merge.lse_HGT is not None
-        return torch.logaddexp(beside.near_HGT, merge.lse_HGT)
+        return torch.logaddexp(probe.near_HGT, merge.lse_HGT)
 
     def _maxima_of(self, layer: int, kind: Replay, q_HGTD: Tensor) -> _Maxima:
         found = self._maxima.get((layer, kind))
         if found is None:
             num_stored, shape = max(self.sequence.stored_lens(layer)), q_HGTD.shape[:2]
             stored_HGS = torch.zeros(*shape, num_stored, device=q_HGTD.device)
-            new_HGN = torch.zeros(*shape, self.held.num_tokens, device=q_HGTD.device)
+            new_HGN = torch.zeros(*shape, self.prompt.num_tokens, device=q_HGTD.device)
             found = self._maxima[layer, kind] = _Maxima(stored_HGS, new_HGN)
         return found
 
-    def _keep_answers(self, layer: int, beside: ProbeAttention, tokens: slice) -> None:
+    def _keep_answers(self, layer: int, probe: ProbeAttention, tokens: slice) -> None:
         """Those to evenly spaced tokens of what is repeated, request and all."""
-        behind = self._num_tokens - self._chunk.stop  # from a token's place in what is held to that in the repetition
+        behind = self._num_tokens - self._chunk.stop  # from a token's place in the prompt to that in the repetition
         for count in {kind.queries for kind in self.kinds if kind.queries}:
-            number = min(count, self.held.num_tokens)
-            spaced = (i * self.held.num_tokens // number for i in range(number))
+            number = min(count, self.prompt.num_tokens)
+            spaced = (i * self.prompt.num_tokens // number for i in range(number))
             places = [place + behind - tokens.start for place in spaced if place in _range(self._chunk)]
-            mine = [place for place in places if 0 <= place < beside.q_HGTD.shape[2]]
+            mine = [place for place in places if 0 <= place < probe.q_HGTD.shape[2]]
             if mine:
-                mine_T = upload(mine, beside.q_HGTD.device)
-                self._asked[layer, count].append(Answers(*(column[:, :, mine_T] for column in beside.answers)))
+                mine_T = upload(mine, probe.q_HGTD.device)
+                self._answers[layer, count].append(Answers(*(column[:, :, mine_T] for column in probe.answers)))
 
-    def asked(self, kind: Replay) -> list[CalibrationTargets | None]:
+    def targets(self, kind: Replay) -> list[CalibrationTargets | None]:
         """Of every layer, the queries of as many tokens as the kind says, fewer where the text is shorter, and what the
         heads answered; the targets that `fit` reproduces."""
-        kept = [self._asked.get((layer, kind.queries)) for layer in range(self.sequence.spec.num_layers)]
+        kept = [self._answers.get((layer, kind.queries)) for layer in range(self.sequence.spec.num_layers)]
         scales = (layer.scale for layer in self.sequence.spec.layers)
-        return [None if parts is None else together(parts, scale) for parts, scale in zip(kept, scales, strict=True)]
+        return [
+            None if parts is None else joined_targets(parts, scale) for parts, scale in zip(kept, scales, strict=True)
+        ]
 
     def maxima(self, kind: Replay) -> list[Tensor | None]:
         """Of every layer [H, G, S], stored then new slots of each head; None where nothing competes."""
@@ -177,7 +181,7 @@ def _cut(parts: Iterable[Stretch], slots: slice) -> list[Stretch]:
         first = part.first[0]
         begin, end = max(slots.start - first, 0), min(slots.stop - first, part.k_hSD.shape[1])
         if begin < end:
-            assert part.bias_hS is None  # what is held is as the model made it
+            assert part.bias_hS is None  # the full prompt is uncompressed
             k_hSD, v_hSD = part.k_hSD[:, begin:end], part.v_hSD[:, begin:end]
             found.append(replace(part, first=[first + begin] * len(part.first), k_hSD=k_hSD, v_hSD=v_hSD))
     return found

@@ -31,18 +31,18 @@ class Examples(NamedTuple):
     y_HN: Tensor  # fp32: the teacher's score, from 0 to 1
 
 
-class _Watched(PrefillPass):
-    """A pass that compresses nothing and keeps what a second reading saw."""
+class _TracedPass(PrefillPass):
+    """A pass that compresses nothing and keeps what a replay observed."""
 
     examples: dict[int, Examples]
 
-    def look_again(
-        self, index: int, replay: Replay, maxima: Sequence[Tensor | None], asked: Sequence[CalibrationTargets | None]
+    def select_after_replay(
+        self, index: int, replay: Replay, maxima: Sequence[Tensor | None], targets: Sequence[CalibrationTargets | None]
     ) -> None:
-        sequence, held = self.sequences[index], self.held[index]
+        sequence, prompt = self.sequences[index], self.full_prompts[index]
         self.examples = {}
         for layer in sequence.spec.compressible_layers:
-            new = held.new_slots(layer, torch.float32, maxima[layer])
+            new = prompt.new_slots(layer, torch.float32, maxima[layer])
             teacher = sequence.policy.prefill.score
             self.examples[layer] = _examples(build_view(sequence, layer, new, teacher.needs), teacher)
 
@@ -57,7 +57,7 @@ def trace(runner: Runner, ids: Sequence[int], teacher: str) -> dict[int, Example
     sequence = runner.new_sequence(policy)
     try:
         with torch.inference_mode():
-            current = _Watched.begin([sequence], [len(ids)])
+            current = _TracedPass.begin([sequence], [len(ids)])
             try:
                 runner.read(current, [ids], hidden=True)
             finally:

@@ -187,6 +187,6 @@ def test_without_a_stage_everything_stays() -> None:
     sequence = new_sequence(f"knorm + 10tok + {SMALL}", SPEC)
     compression = CompressionRound(sequence, None, 40)
     for i, (_, k, v) in enumerate(random_layers(SPEC, 40)):
-        compression.layer(i, NewSlots(k, v, 0))
+        compression.add_layer(i, NewSlots(k, v, 0))
     compression.finish(40)
     assert kept(sequence) == [[list(range(40))] * 3] * 4

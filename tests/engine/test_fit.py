@@ -40,9 +40,9 @@ def fits() -> Iterator[list[tuple[CalibrationTargets, KeptSlots, Refit]]]:
     seen: list[tuple[CalibrationTargets, KeptSlots, Refit]] = []
     refit = Fit.refit
 
-    def watching(self: Fit, asked: CalibrationTargets, heads: Sequence[KeptSlots]) -> list[Refit]:
-        found = refit(self, asked, heads)
-        seen.extend((asked.of([i]), heads[i], found[i]) for i in range(len(heads)))
+    def watching(self: Fit, targets: CalibrationTargets, heads: Sequence[KeptSlots]) -> list[Refit]:
+        found = refit(self, targets, heads)
+        seen.extend((targets.of([i]), heads[i], found[i]) for i in range(len(heads)))
         return found
 
     with pytest.MonkeyPatch.context() as patch:
@@ -109,8 +109,8 @@ def test_replay_queries_are_those_of_evenly_spaced_tokens_with_their_answers(mod
     expected_HNX = torch.cat(expected, dim=1).unflatten(0, (2, 2)).flatten(1, 2)
     assert len(seen) == 6 and float(expected_HNX[..., -1].min()) < 0.9
     for head in range(2):
-        asked = seen[head][0]
-        columns = (asked.q_HND, asked.out_HND, asked.lse_HN.unsqueeze(-1), asked.share_HN.unsqueeze(-1))
+        targets = seen[head][0]
+        columns = (targets.q_HND, targets.out_HND, targets.lse_HN.unsqueeze(-1), targets.share_HN.unsqueeze(-1))
         torch.testing.assert_close(torch.cat(columns, dim=-1)[0], expected_HNX[head], atol=1e-4, rtol=1e-4)
 
 
@@ -130,7 +130,7 @@ def test_self_study_asks_what_the_model_answers_to_questions(model: Model) -> No
     with fits() as seen:
         for queries in ("replay", "study"):
             read(model, f"kvzip(chunk=64) + 3x + fit({queries}, tokens=50)", ids).release()
-    replayed, asked = seen[0][0], seen[6][0]
+    replayed, targets = seen[0][0], seen[6][0]
     _, held_HSD, v_HSD = first_layer(ids, 0)
     parts: dict[tuple[int, int], Tensor] = {}  # by turn and question: those of a turn are read at once
     for index, question in enumerate(questions):
@@ -140,7 +140,7 @@ def test_self_study_asks_what_the_model_answers_to_questions(model: Model) -> No
         lengths = [len(question), *([1] * (len(answer) - 1))]
         parts |= {(turn, index): part for turn, part in enumerate(found_QTX.split(lengths, dim=1))}
     expected_HNX = torch.cat([parts[key] for key in sorted(parts)], dim=1).unflatten(0, (2, 2))[0].flatten(0, 1)
-    columns = (asked.q_HND, asked.out_HND, asked.lse_HN.unsqueeze(-1), asked.share_HN.unsqueeze(-1))
+    columns = (targets.q_HND, targets.out_HND, targets.lse_HN.unsqueeze(-1), targets.share_HN.unsqueeze(-1))
     mine_NX = torch.cat(columns, dim=-1)[0, replayed.q_HND.shape[1] :]
     torch.testing.assert_close(mine_NX, expected_HNX, atol=1e-4, rtol=1e-4)
 
@@ -159,10 +159,10 @@ def test_prompt_queries_are_the_last_and_see_what_was_before_them(model: Model) 
     with fits() as seen:
         read(model, "knorm + 3x + fit(prompt, tokens=30)", ids).release()
     expected_QTD, _, _ = first_layer(ids[-30:], LENGTH - 30)
-    asked = seen[0][0]
-    torch.testing.assert_close(asked.q_HND[0], expected_QTD[:2].flatten(0, 1), atol=1e-4, rtol=1e-4)
-    assert asked.position_N is not None and asked.position_N.tolist() == [*range(120, 150)] * 2
-    assert bool((asked.share_HN == 1.0).all())
+    targets = seen[0][0]
+    torch.testing.assert_close(targets.q_HND[0], expected_QTD[:2].flatten(0, 1), atol=1e-4, rtol=1e-4)
+    assert targets.position_N is not None and targets.position_N.tolist() == [*range(120, 150)] * 2
+    assert bool((targets.share_HN == 1.0).all())
 
 
 @pytest.mark.parametrize("policy", [FITTED, "knorm + 3x + fit(prompt, tokens=60)", f"{FITTED} + int8"])
@@ -171,11 +171,11 @@ def test_what_is_stored_answers_as_it_was_fitted(model: Model, policy: str) -> N
     with fits() as seen:
         sequence = read(model, policy, prompt(LENGTH))
     assert len(seen) == 6
-    for index, (asked, slots, found) in enumerate(seen):
+    for index, (targets, slots, found) in enumerate(seen):
         layer, head = divmod(index, 2)
-        score_NS = asked.q_HND[0] @ slots.k_SD.T * asked.scale + found.bias_S
-        merge = LseMerge(asked.q_HND[0].expand(2, 1, -1, -1))
-        merge_paged(merge, sequence, layer, asked.q_HND[0].expand(2, 1, -1, -1), LENGTH)
+        score_NS = targets.q_HND[0] @ slots.k_SD.T * targets.scale + found.bias_S
+        merge = LseMerge(targets.q_HND[0].expand(2, 1, -1, -1))
+        merge_paged(merge, sequence, layer, targets.q_HND[0].expand(2, 1, -1, -1), LENGTH)
         assert merge.lse_HGT is not None
         near = 0.05 if "int8" in policy else 1e-4
         torch.testing.assert_close(merge.lse_HGT[head, 0], score_NS.logsumexp(-1), atol=near, rtol=near)
@@ -187,12 +187,12 @@ def test_what_is_stored_answers_as_it_was_fitted(model: Model, policy: str) -> N
 def test_fitted_heads_are_nearer_to_the_whole_cache(model: Model) -> None:
     with fits() as seen:
         read(model, FITTED, prompt(LENGTH)).release()
-    for asked, slots, found in seen:
-        score_NS = asked.q_HND[0] @ slots.k_SD.T * asked.scale
+    for targets, slots, found in seen:
+        score_NS = targets.q_HND[0] @ slots.k_SD.T * targets.scale
         dropped, fitted = score_NS.softmax(-1) @ slots.v_SD, (score_NS + found.bias_S).softmax(-1) @ found.v_SD
-        assert (fitted - asked.out_HND[0]).norm() < (dropped - asked.out_HND[0]).norm()
+        assert (fitted - targets.out_HND[0]).norm() < (dropped - targets.out_HND[0]).norm()
         mass_N, fitted_N = score_NS.logsumexp(-1), (score_NS + found.bias_S).logsumexp(-1)
-        assert (fitted_N - asked.lse_HN[0]).exp().sub(1).norm() < (mass_N - asked.lse_HN[0]).exp().sub(1).norm()
+        assert (fitted_N - targets.lse_HN[0]).exp().sub(1).norm() < (mass_N - targets.lse_HN[0]).exp().sub(1).norm()
 
 
 def test_keys_and_choice_are_those_of_dropping(model: Model) -> None:

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from kvfold.core import LayerSpec
 from kvfold.errors import PolicyError
-from kvfold.evicted import CalibrationTargets, Fit, KeptSlots, fit, least_squares
-from kvfold.evicted import calibration_targets as asked
-from kvfold.evicted.calibration_targets import ask
+from kvfold.evicted import CalibrationTargets, Fit, KeptSlots, calibration_targets, fit, least_squares
+from kvfold.evicted.calibration_targets import targets_of
 from kvfold.evicted.least_squares import boxed_ridge, ridge
 from kvfold.evicted.ragged import batches
 from kvfold.policy import Policy
@@ -228,8 +227,8 @@ def test_asking_is_attention_to_every_slot_that_exists(monkeypatch: pytest.Monke
     positions = torch.arange(7).expand(2, -1)
     view = View(0, 1, spec, 2, k_RSD, v_RSD, positions, valid_RS, torch.tensor([7, 7]), bias_RS=bias_RS)
     for most_scores in (1 << 25, 30):
-        monkeypatch.setattr(asked, "MOST_SCORES", most_scores)
-        found = ask(view, q_RGTD, torch.full((11,), 6))
+        monkeypatch.setattr(calibration_targets, "MOST_SCORES", most_scores)
+        found = targets_of(view, q_RGTD, torch.full((11,), 6))
         for head, length in enumerate(lens):
             mine = slice(0, length)
             q_ND = q_RGTD[head].flatten(0, 1)
@@ -237,7 +236,7 @@ def test_asking_is_attention_to_every_slot_that_exists(monkeypatch: pytest.Monke
             of_head = found.q_HND[head], found.out_HND[head], found.lse_HN[head]
             torch.testing.assert_close(of_head, (q_ND, out_ND, lse_N))
     assert bool((found.share_HN == 1.0).all())
-    early = ask(view, q_RGTD, torch.tensor([2] * 11))
+    early = targets_of(view, q_RGTD, torch.tensor([2] * 11))
     out_ND, _ = answers(early.q_HND[0], k_RSD[0, :3], v_RSD[0, :3], bias_RS[0, :3])
     torch.testing.assert_close(early.out_HND[0], out_ND)
 

@@ -59,16 +59,16 @@ def _find_layout(sequence: SequenceCache) -> Layout | None:
     known = all(_codec_name(codec, c.kv_dtype) in CODECS for c in classes for codec in (c.k, c.v))
     aligned = all(stride * c.page_size % 16 == 0 for c in classes for stride in slot_strides(c))
     whole = isinstance(policy.attend, All) and recall_of(policy) is None
-    tracked = ObserverNeeds.of([policy], decoding=True)
-    if not known or not aligned or not whole or tracked.query_stats or len(spec.compressible_layers) < spec.num_layers:
+    needs = ObserverNeeds.of([policy], decoding=True)
+    if not known or not aligned or not whole or needs.query_stats or len(spec.compressible_layers) < spec.num_layers:
         return None
     layout = Layout(
         spec,
         classes,
         sequence.config.open_len,
         policy.position.shifts,
-        tracked.mass,
-        tracked.last_queries,
+        needs.mass,
+        needs.last_queries,
         0 if sequence.fp_sinks is None else sequence.fp_sinks.num_slots,
     )
     return _same_layout.setdefault(layout, ref(layout))() or layout
