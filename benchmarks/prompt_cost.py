@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.rows import facts
 from benchmarks.served import Served, served
 from kvfold.models.loader import load_tokenizer
-from kvfold.serve.api.request import Ask, Block
-from kvfold.serve.prompt import Prompter
+from kvfold.serve.api.request import Block, ChatRequest
+from kvfold.serve.prompt import PromptRenderer
 
 COUNTS = (50, 100, 200, 400, 800, 1600)
 _BODY_BYTES = 30_000_000
@@ -59,21 +59,21 @@ def messages(count: int) -> list[Block]:
 def measure_prompts(model: str, repeats: int) -> dict[str, list[float]]:
     tokenizer = load_tokenizer(model)
     tokenizer.chat_template = _TEMPLATE
-    prompter = Prompter(tokenizer)
+    renderer = PromptRenderer(tokenizer)
     kinds: tuple[Callable[[int], list[Block]], ...] = (tools, calls, messages)
-    found = {make.__name__: [_cpu_s(prompter, make(count), repeats) for count in COUNTS] for make in kinds}
+    found = {make.__name__: [_cpu_s(renderer, make(count), repeats) for count in COUNTS] for make in kinds}
     print(f"{'CPU s':<10}" + "".join(f"{count:>9}" for count in COUNTS))
     for name, row in found.items():
         print(f"{name:<10}" + "".join(f"{seconds:>9.3f}" for seconds in row))
     return found
 
 
-def _cpu_s(prompter: Prompter, blocks: list[Block], repeats: int) -> float:
-    ask, found = Ask("m", blocks, 1), []
-    prompter.prompt(ask)
+def _cpu_s(renderer: PromptRenderer, blocks: list[Block], repeats: int) -> float:
+    request, found = ChatRequest("m", blocks, 1), []
+    renderer.prompt(request)
     for _ in range(repeats):
         began = time.process_time()
-        prompter.prompt(ask)
+        renderer.prompt(request)
         found.append(time.process_time() - began)
     return statistics.median(found)
 

@@ -15,14 +15,14 @@ from kvfold.errors import FileError, InputError
 from kvfold.models.pull.catalogue import DEFAULT_MODEL
 
 if TYPE_CHECKING:
-    from kvfold.serve.cache.explain import Compared, Explained
-    from kvfold.serve.cache.usage import Bill
+    from kvfold.serve.cache.explain import CacheComparison, CacheExplanation
+    from kvfold.serve.cache.usage import Usage
 
 _SHOWN_COUNTS = (1, 2, 3, 5, 10, 100)
 _EPILOG = """A file holds the JSON body of a request to /v1/messages. Its "model" decides the least length of a cached
 prefix and the price of reading, as it does with `kvfold serve --alias`; the tokens are those of --model. Prices are
-multiples of plain input: writing for five minutes 1.25, for an hour 2, reading 0.1. A policy that compresses does so at
-the places that say so, marked or not, and computes what lies between one and a marker behind it again."""
+multiples of uncached input: writing for five minutes 1.25, for an hour 2, reading 0.1. A lossy policy compresses at the
+boundaries that say so, marked or not, and recomputes the tokens between such a boundary and a marker after it."""
 _STATUS = {
     "written": "entry",
     "below_minimum": "marker, below the least length",
@@ -51,12 +51,12 @@ def run(args: argparse.Namespace) -> int:
     bodies = [_read(path) for path in (args.first, args.second) if path is not None]
     from kvfold.models.loader import load_tokenizer
     from kvfold.serve.cache.explain import compare
-    from kvfold.serve.prompt import Prompter
+    from kvfold.serve.prompt import PromptRenderer
     from kvfold.serve.settings import Settings
 
-    prompter = Prompter(load_tokenizer(args.model))
+    renderer = PromptRenderer(load_tokenizer(args.model))
     settings = Settings((args.model,), cache_min_tokens=args.cache_min_tokens)
-    found = [_explain(body, path, prompter, settings) for body, path in bodies]
+    found = [_explain(body, path, renderer, settings) for body, path in bodies]
     after = compare(*found) if len(found) == 2 else None
     if args.json:
         requests = [_facts(one) for one in found]
@@ -79,19 +79,19 @@ def _read(path: str) -> tuple[object, str]:
         raise FileError(f"{path} cannot be read as JSON ({error}); it holds the body of one request") from error
 
 
-def _explain(body: object, path: str, prompter: Any, settings: Any) -> Explained:
+def _explain(body: object, path: str, renderer: Any, settings: Any) -> CacheExplanation:
     from kvfold.serve.api.errors import ApiError
     from kvfold.serve.cache.explain import explain
 
     try:
-        return explain(body, prompter, settings)
+        return explain(body, renderer, settings)
     except ApiError as error:
         raise InputError(f"{path} would be refused: {error}") from error
 
 
-def _facts(one: Explained) -> dict[str, Any]:
+def _facts(one: CacheExplanation) -> dict[str, Any]:
     return {
-        "model": one.ask.model,
+        "model": one.request.model,
         "tokens": one.num_tokens,
         "min_tokens": one.min_tokens,
         "places": [asdict(step) for step in one.steps],
@@ -102,30 +102,30 @@ def _facts(one: Explained) -> dict[str, Any]:
     }
 
 
-def _show(path: str, one: Explained) -> None:
+def _show(path: str, one: CacheExplanation) -> None:
     from kvfold.serve.cache.explain import nothing_cached
 
-    print(f"{path}: {one.num_tokens} tokens for {one.ask.model}, cached from {one.min_tokens} on")
+    print(f"{path}: {one.num_tokens} tokens for {one.request.model}, cached from {one.min_tokens} on")
     table = new_table("place", "section", "begins", "marker", "cache", "lossy policies", numbers=("tokens",))
     for step in one.steps:
         ttl = "" if step.ttl_s is None else "1h" if step.ttl_s > 300 else "5m"
         point = "compress" if step.is_point else ""
         table.add_row(str(step.number), step.section, step.begins, ttl, _STATUS[step.status], point, f"{step.end:,}")
     console().print(table)
-    if not one.plan.marks:
+    if not one.plan.writes:
         print(f"nothing is cached: {nothing_cached(one)}\n")
         return
     prices = ", ".join(f"{one.factor(count):.2f}x for {count}" for count in _SHOWN_COUNTS)
-    print(f"first time {_bill_text(one.cold)}; again {_bill_text(one.warm)}")
+    print(f"first time {_usage_text(one.cold)}; again {_usage_text(one.warm)}")
     pays = "never" if one.break_even is None else f"from request {one.break_even} on"
     print(f"caching pays {pays}; the prompt's price beside no caching: {prices} requests\n")
 
 
-def _show_after(after: Compared) -> None:
+def _show_after(after: CacheComparison) -> None:
     reason = "" if after.reason is None else f" ({after.reason['type']})"
-    print(f"the second after the first: {_bill_text(after.paid)}\n{after.why}{reason}")
+    print(f"the second after the first: {_usage_text(after.paid)}\n{after.why}{reason}")
 
 
-def _bill_text(paid: Bill) -> str:
-    hour = f" ({paid.num_long} for an hour)" if paid.num_long else ""
-    return f"{paid.num_read} read, {paid.num_written} written{hour}, {paid.num_plain} plain"
+def _usage_text(usage: Usage) -> str:
+    hour = f" ({usage.num_long} for an hour)" if usage.num_long else ""
+    return f"{usage.num_read} read, {usage.num_written} written{hour}, {usage.num_plain} plain"

@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.port < 1 << 16:
         raise InputError(f"port {args.port} does not exist; give 0 (any free one) to 65535")
     from kvfold.serve.ops.request_log import log_to_stderr
-    from kvfold.serve.ops.tracing import open_traces
+    from kvfold.serve.ops.tracing import trace_exporter
     from kvfold.serve.run import open_store, serve, service_of
     from kvfold.serve.server import end_process
     from kvfold.serve.service import check_served_form
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     settings, secret = make_settings(args), read_secret(args.store_secret)
     if args.redis is not None and not secret:
         warnings.warn(_NO_SECRET, KvfoldWarning, stacklevel=1)
-    with open_traces(args.otel) as on_done:
+    with trace_exporter(args.otel) as on_done:
         model, size = load_model(args), _bytes
         store = open_store(
             model,

@@ -1,5 +1,5 @@
 """The HTTP server: Anthropic and OpenAI wire formats over one scheduler, with a prompt cache.
 
-app -> anthropic, chat, completions, responses -> ask -> prompt -> service -> kvfold.engine.scheduler
-                                                   plan, entries, bill, source -> kvfold.store
+app -> api.{anthropic, openai_*} -> api.request -> prompt -> service -> kvfold.engine.scheduler (continuous batching)
+                                    cache.{breakpoints, prompt_cache, source, usage} -> kvfold.store (prefix cache)
 """

@@ -1,4 +1,4 @@
-"""Routes: what is asked, and in which format. Works on any ASGI server."""
+"""The ASGI application: routes of the Anthropic and OpenAI APIs, /v1/models, /health, /ready and /metrics."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from kvfold.serve.api.openai import OpenAIBody, has_explicit
 from kvfold.serve.api.openai_chat import ChatWriter, read_chat
 from kvfold.serve.api.openai_completions import CompletionWriter, read_completion
 from kvfold.serve.api.openai_responses import ResponseWriter, read_input_tokens, read_response
-from kvfold.serve.api.request import Ask
-from kvfold.serve.api.sse import EventStream, Json, Writer, named, unless_gone, unnamed
+from kvfold.serve.api.request import ChatRequest
+from kvfold.serve.api.sse import EventStream, Json, Writer, cancel_on_disconnect, named_events, unnamed_events
 from kvfold.serve.api.strict_json import InvalidJson, parse_json
 from kvfold.serve.api.validation import Fields
-from kvfold.serve.cache.cache_breakpoints import anthropic_plan
-from kvfold.serve.middleware import Guard, Handler, OnDone
+from kvfold.serve.cache.breakpoints import anthropic_plan
+from kvfold.serve.middleware import Handler, OnDone, RequestMiddleware
 from kvfold.serve.ops.dashboard import Dashboard
 from kvfold.serve.ops.metrics import CONTENT_TYPE
-from kvfold.serve.service import Service, Start
+from kvfold.serve.service import RequestContext, Service
 
 try:
     from starlette.applications import Starlette
@@ -37,16 +37,16 @@ except ImportError as error:
 
 
 MAX_PAGE = 1000  # Anthropic's
-_INLINE_BYTES = 16 << 10  # decoded in less time than a thread takes to be woken
+_INLINE_BYTES = 16 << 10  # JSON this short is decoded in the event loop: waking a thread would take longer
 T = TypeVar("T")
 
 
 class App:
-    """Endpoints over one service; `on_done` is told of requests to the API that are over."""
+    """Endpoints over one service; `on_done` is called with the trace of each finished API request."""
 
-    def __init__(self, service: Service, on_done: OnDone = lambda trail: None) -> None:
+    def __init__(self, service: Service, on_done: OnDone = lambda trace: None) -> None:
         self.service = service
-        self._guard = Guard(service, on_done)
+        self._middleware = RequestMiddleware(service, on_done)
         self._created = int(time.time())
 
     def asgi(self, on_start: Callable[[], None] = lambda: None) -> Starlette:
@@ -71,9 +71,9 @@ class App:
             "/health": self._health,
             "/ready": self._ready,
             "/metrics": self._metrics,
-            **Dashboard(self.service, self._guard).handlers,
+            **Dashboard(self.service, self._middleware).handlers,
         }
-        route = self._guard.route
+        route = self._middleware.route
         routes = [route(path, handler, ["POST"]) for path, handler in post.items()]
         routes += [route(path, handler, ["GET", "HEAD"]) for path, handler in get.items()]
         rest = route("/{path:path}", _not_found, name="other")
@@ -86,15 +86,16 @@ class App:
         return Starlette(routes=[*routes, rest], lifespan=lifespan, exception_handlers={404: no_path})
 
     async def _read(self, request: Request, tenant: str, read: Callable[[object], T]) -> T:
-        """What `read` makes of the JSON of a bounded body; a large one is not decoded in the event loop."""
+        """`read` applied to the JSON of a size-limited body; a large body is decoded outside the event loop."""
         raw = await self._body(request)
         request.state.num_bytes = len(raw)
         if len(raw) <= _INLINE_BYTES:
             return read(_decoded(raw))
-        return await unless_gone(request, self.service.take_in(tenant, len(raw), lambda: read(_decoded(raw))))
+        work = self.service.preprocess(tenant, len(raw), lambda: read(_decoded(raw)))
+        return await cancel_on_disconnect(request, work)
 
     async def _body(self, request: Request) -> bytearray:
-        """Refused unread where its head says that it is too long, else as soon as it is."""
+        """413 before reading if content-length is over the limit, else as soon as the received bytes are."""
         _check_type(request)
         told = request.headers.get("content-length", "")
         self._check_length(int(told) if told.isdecimal() else 0)
@@ -114,112 +115,112 @@ class App:
     def _check_length(self, num_bytes: int) -> None:
         limit = self.service.body_bytes
         if num_bytes > limit:
-            raise ApiError(413, f"the body has {num_bytes} bytes or more; at most {limit} are read; shorten it")
+            raise ApiError(413, f"the body has {num_bytes} bytes or more; the limit is {limit}; shorten it")
 
     def _too_slow(self) -> ApiError:
-        """The connection is closed, too: the rest of the body may never come."""
-        message = f"the body did not come within {self.service.settings.limits.body_s:g} s; send the request again"
+        """The connection is closed, too: the rest of the body may never arrive."""
+        message = f"the body did not arrive within {self.service.settings.limits.body_s:g} s; send the request again"
         return ApiError(408, message, headers={"connection": "close"})
 
     async def _answer(
-        self, request: Request, start: Start, ask: Ask, make: Callable[..., Writer], body: Any
+        self, request: Request, context: RequestContext, make: Callable[..., Writer], body: Any
     ) -> Response:
-        """A reply, whole or as a stream; when the client goes away, so does the job."""
-        reply = await unless_gone(request, self.service.start(ask, start))
+        """The reply as JSON or as a stream; a client that disconnects cancels the job."""
+        reply = await cancel_on_disconnect(request, self.service.start(body.request, context))
         try:
             writer = make(self.service, body, reply)
             if not body.is_streamed:
-                return JSONResponse(await unless_gone(request, writer.whole()))
+                return JSONResponse(await cancel_on_disconnect(request, writer.whole()))
         except BaseException:
             reply.close()
             raise
         is_named = make is not ChatWriter and make is not CompletionWriter
-        lines = (named if is_named else unnamed)(writer, request.state.trail.id)
+        lines = (named_events if is_named else unnamed_events)(writer, request.state.trace.id)
         return EventStream(lines, reply.close)
 
     # Anthropic
 
     async def _messages(self, request: Request) -> Response:
-        tenant = self._guard.tenant(request, is_listed=True)
+        tenant = self._middleware.tenant(request, is_listed=True)
         check_version(request.headers)
         body = await self._read(request, tenant, partial(read_messages, settings=self.service.settings))
-        self._check_markers(body.ask)
-        num_bytes, trail = request.state.num_bytes, request.state.trail
-        start = Start(tenant, request.state.at, anthropic_plan, trail=trail, num_bytes=num_bytes)
-        return await self._answer(request, start, body.ask, MessageWriter, body)
+        self._check_markers(body.request)
+        num_bytes, trace = request.state.num_bytes, request.state.trace
+        context = RequestContext(tenant, request.state.at, anthropic_plan, trace=trace, num_bytes=num_bytes)
+        return await self._answer(request, context, MessageWriter, body)
 
-    def _check_markers(self, ask: Ask) -> None:
-        if self.service.no_reuse is not None and has_explicit(ask):
-            raise bad_request(f"cache markers cannot be honoured: {self.service.no_reuse}")
+    def _check_markers(self, chat_request: ChatRequest) -> None:
+        if self.service.no_reuse is not None and has_explicit(chat_request):
+            raise bad_request(f"prompt caching is not available: {self.service.no_reuse}")
 
     async def _count_tokens(self, request: Request) -> Response:
-        tenant = self._guard.tenant(request)
+        tenant = self._middleware.tenant(request)
         check_version(request.headers)
         return JSONResponse({"input_tokens": await self._count(request, tenant, read_count)})
 
-    async def _count(self, request: Request, tenant: str, read: Callable[[object], Ask]) -> int:
-        """Tokens of a prompt."""
-        ask = await self._read(request, tenant, read)
-        start = Start(tenant, request.state.at, num_bytes=request.state.num_bytes)
-        return len((await unless_gone(request, self.service.prompt(ask, start))).tokens)
+    async def _count(self, request: Request, tenant: str, read: Callable[[object], ChatRequest]) -> int:
+        """Prompt tokens."""
+        chat_request = await self._read(request, tenant, read)
+        context = RequestContext(tenant, request.state.at, num_bytes=request.state.num_bytes)
+        return len((await cancel_on_disconnect(request, self.service.prompt(chat_request, context))).tokens)
 
     # OpenAI
 
     async def _openai(self, read: Callable[..., OpenAIBody], make: Callable[..., Writer], request: Request) -> Response:
-        tenant = self._guard.tenant(request, is_listed=True)
+        tenant = self._middleware.tenant(request, is_listed=True)
         body = await self._read(request, tenant, partial(read, settings=self.service.settings))
-        self._check_markers(body.ask)
-        caching = body.caching
-        plan_with = None if caching is None else caching.plan
-        scope, trail = "" if caching is None else caching.key, request.state.trail
-        start = Start(tenant, request.state.at, plan_with, scope, trail, request.state.num_bytes)
-        return await self._answer(request, start, body.ask, make, body)
+        self._check_markers(body.request)
+        cache_options = body.cache_options
+        planner = None if cache_options is None else cache_options.plan
+        cache_key, trace = "" if cache_options is None else cache_options.key, request.state.trace
+        context = RequestContext(tenant, request.state.at, planner, cache_key, trace, request.state.num_bytes)
+        return await self._answer(request, context, make, body)
 
     async def _input_tokens(self, request: Request) -> Response:
-        num_tokens = await self._count(request, self._guard.tenant(request), read_input_tokens)
+        num_tokens = await self._count(request, self._middleware.tenant(request), read_input_tokens)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": num_tokens})
 
-    # Looking
+    # Models, health, metrics
 
     async def _models(self, request: Request) -> Response:
-        self._guard.tenant(request)
+        self._middleware.tenant(request)
         names, has_more = page(list(dict.fromkeys(self.service.settings.names)), request.query_params)
         ends = {"first_id": names[0] if names else None, "last_id": names[-1] if names else None, "has_more": has_more}
         return JSONResponse({"object": "list", "data": [self._card(name) for name in names], **ends})
 
     async def _model(self, request: Request) -> Response:
-        self._guard.tenant(request)
+        self._middleware.tenant(request)
         name = request.path_params["name"]
         self.service.check_model(name)
         return JSONResponse(self._card(name))
 
     def _card(self, name: str) -> Json:
-        """One object with the fields of both formats."""
+        """One model object with the fields of both vendors' formats."""
         created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._created))
         anthropic = {"type": "model", "display_name": name, "created_at": created, "lifecycle": "active"}
         limits = {"max_input_tokens": self.service.model.spec.max_positions - 1}  # one is left for the reply
         return {"id": name, "object": "model", "created": self._created, "owned_by": "kvfold", **anthropic, **limits}
 
     async def _health(self, request: Request) -> Response:
-        """The status is for anybody; the load, like the counters, is for those who have a key."""
+        """The status is public; load and model need an API key, as /metrics does."""
         scheduler = self.service.scheduler
         state = scheduler.state
-        status = "ok" if state in ("running", "closed") else state  # an orderly end is no failure
+        status = "ok" if state in ("running", "closed") else state  # an orderly shutdown is no failure
         found: Json = {"status": status}
-        if self._guard.is_known(request):
+        if self._middleware.is_known(request):
             names, policy = self.service.settings.names, self.service.policy
             found |= {"model": names[0], "policy": policy.short, "version": __version__}
             found |= {"running": scheduler.num_running, "waiting": scheduler.num_waiting}
         return JSONResponse(found, 200 if status == "ok" else 503)
 
     async def _ready(self, request: Request) -> Response:
-        """For load balancers: whether requests are to be sent here."""
+        """Readiness probe of load balancers."""
         state = self.service.state
         is_ready = state == "running"
         return JSONResponse({"ready": is_ready, "state": state}, 200 if is_ready else 503)
 
     async def _metrics(self, request: Request) -> Response:
-        self._guard.tenant(request)
+        self._middleware.tenant(request)
         store = self.service.store
         more = {} if store is None else {"kvfold_store_events_total": store.counters()}
         return PlainTextResponse(self.service.metrics.text(more), media_type=CONTENT_TYPE)
@@ -239,7 +240,7 @@ async def _not_found(request: Request) -> Response:
 
 
 def _check_type(request: Request) -> None:
-    """As OpenAI does; a request without the header is taken for JSON."""
+    """As OpenAI does; a missing content-type means JSON."""
     given = request.headers.get("content-type", "application/json")
     if given.partition(";")[0].strip().lower() != "application/json":
         told = "content-type: bodies are application/json (curl: -H 'content-type: application/json')"
@@ -247,8 +248,8 @@ def _check_type(request: Request) -> None:
 
 
 def page(names: Sequence[str], asked: Mapping[str, str]) -> tuple[Sequence[str], bool]:
-    """Anthropic's pages of a list: `limit` of them, the first ones after an id or the last ones before one; and whether
-    there are more in that direction. OpenAI's clients ask for no page and get all."""
+    """Anthropic's pagination: up to `limit` names, the first ones after an id or the last ones before one, and whether
+    there are more in that direction. OpenAI clients send no page parameters and get all."""
     fields = Fields({name: asked[name] for name in ("limit", "after_id", "before_id") if name in asked})
     after, before, limit = fields.optional_text("after_id"), fields.optional_text("before_id"), fields.peek("limit")
     for name, value in (("after_id", after), ("before_id", before)):

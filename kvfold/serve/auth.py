@@ -1,6 +1,6 @@
-"""API keys: who a request is from. A file has a key and its tenant on each line; `#` begins a comment.
+"""API keys: authentication and the tenant of a request. A key file has `KEY TENANT` lines; `#` begins a comment.
 
-Keys are held as digests, so that neither a comparison's time nor a dump tells them.
+Only SHA-256 digests of keys are kept, so neither comparison time nor a memory dump reveals a key.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from kvfold.errors import FileError
 from kvfold.serve.api.errors import ApiError
 
-ANYBODY = "default"
+DEFAULT_TENANT = "default"
 _MAX_BYTES = 1 << 20
 
 
@@ -21,21 +21,21 @@ def key_digest(key: str) -> str:
 
 
 def read_keys(path: str | Path) -> dict[str, str]:
-    """Digests of keys, and their tenants; FileError if the file is not of this form."""
+    """Key digest -> tenant; FileError if the file has another format."""
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read(_MAX_BYTES + 1)
     except (OSError, UnicodeDecodeError) as error:
-        raise FileError(f"the keys in {path} cannot be read ({error}); name a text file") from error
+        raise FileError(f"the API keys in {path} cannot be read ({error}); name a text file") from error
     if len(text) > _MAX_BYTES:
-        raise FileError(f"{path} is longer than {_MAX_BYTES} characters; it is no file of keys")
+        raise FileError(f"{path} is longer than {_MAX_BYTES} characters; name a file of API keys")
     found: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split("#", 1)[0].split()
         if not words:
             continue
         if len(words) != 2 or key_digest(words[0]) in found:
-            raise FileError(f"line {number} of {path} must hold a new key and its tenant, with a space between them")
+            raise FileError(f"line {number} of {path} must hold a new key, a space and its tenant")
         found[key_digest(words[0])] = words[1]
     if not found:
         raise FileError(f"{path} holds no keys; write a key and a tenant on a line, or leave --keys out")
@@ -43,12 +43,12 @@ def read_keys(path: str | Path) -> dict[str, str]:
 
 
 def tenant_of(headers: Mapping[str, str], tenants: Mapping[str, str] | None) -> str:
-    """By `x-api-key` or `Authorization: Bearer`."""
+    """Tenant of the key in `x-api-key` or `Authorization: Bearer`; 401 if there is none."""
     if tenants is None:
-        return ANYBODY
+        return DEFAULT_TENANT
     scheme, _, token = headers.get("authorization", "").partition(" ")
     key = headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else "")
     found = tenants.get(key_digest(key)) if key else None
     if found is None:
-        raise ApiError(401, "the API key is missing or not known; send it as x-api-key or as a bearer token")
+        raise ApiError(401, "the API key is missing or unknown; send it as x-api-key or as a bearer token")
     return found

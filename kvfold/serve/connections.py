@@ -1,12 +1,11 @@
-"""Connections of the HTTP server: how long a client may take to send a request's head or to take its answer, how long
-that head may be, and how many clients there may be.
+"""HTTP connections: time-outs for request headers and writes, limits on header size and on concurrent connections.
 
-    connected …… head has come …… answered …… next head begins …… head has come
-    |  header_s  |                | keep-alive |     header_s     |
-                     | write_s: whenever the client does not take what was written |
+    connected …… headers received …… answered …… next headers begin …… headers received
+    |    header_s    |               | keep-alive |       header_s       |
+                     | write_s: whenever the client does not read what was written |
 
-uvicorn bounds how long an idle connection is kept alive, and nothing else of these. A head is parsed in the server's
-loop, before any key is asked for, so it is looked at before it is parsed.
+uvicorn limits only how long an idle connection is kept alive. Headers are parsed in the event loop before
+authentication, so their size is checked before they are parsed.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ try:
 except ImportError as error:
     raise MissingExtra("the server needs Starlette and uvicorn; run: pip install 'kvfold[serve]'") from error
 
-BACKLOG = 64  # connections that are accepted at once, before any is looked at
-_MOST_REFUSED = 32  # that are still reading why
-_SPARE = BACKLOG + _MOST_REFUSED + 32  # descriptors for these, and for files of the store
+BACKLOG = 64  # listen backlog of the socket
+_MOST_REFUSED = 32  # connections that are being sent a 503
+_SPARE = BACKLOG + _MOST_REFUSED + 32  # file descriptors for these, and for files of the store
 _DEFAULT = 1024
-_REFUSED_S = 1.0  # to read why
+_REFUSED_S = 1.0  # for a client to read its 503
 _HEAD_BYTES, _HEAD_LINES = 32 << 10, 128
 _FRAMED = tuple(re.compile(rb"(?im)^%s[ \t]*:" % name) for name in (b"content-length", b"transfer-encoding"))
 
 
 def _refusal(status: str, kind: str, message: str, more: str = "") -> bytes:
-    """An answer to a request that is not read, in a shape that both vendors' clients understand."""
+    """A raw HTTP error response that both vendors' clients can parse, for a request that is not read."""
     error = {"type": kind, "message": message, "param": None, "code": None}
     body = json.dumps({"type": "error", "error": error}).encode()
     head = [f"HTTP/1.1 {status}", "content-type: application/json", f"content-length: {len(body)}", "connection: close"]
@@ -48,7 +47,7 @@ def _refusal(status: str, kind: str, message: str, more: str = "") -> bytes:
 _FULL = _refusal(
     "503 Service Unavailable",
     "overloaded_error",
-    "the server has as many connections as it takes; try again later",
+    "the server has reached its connection limit; try again later",
     "retry-after: 1",
 )
 _LONG_HEAD = _refusal(
@@ -64,7 +63,7 @@ _TWO_LENGTHS = _refusal(
 
 
 def most_connections(asked: int | None) -> int:
-    """So many that descriptors are left for everything else; InputError if more are asked for than there are."""
+    """The connection limit within `ulimit -n`, less spare descriptors for files; InputError if `asked` is above."""
     free = _num_free_descriptors() - _SPARE
     if free < 1 or (asked or 1) > free:
         wanted = 1 if asked is None else asked
@@ -78,7 +77,7 @@ def most_connections(asked: int | None) -> int:
 def _num_free_descriptors() -> int:
     try:
         import resource
-    except ImportError:  # Windows counts them otherwise
+    except ImportError:  # Windows
         return 1 << 20
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return (1 << 20) - _SPARE if most == resource.RLIM_INFINITY else most - _num_open()
@@ -92,8 +91,8 @@ def _num_open() -> int:
 
 
 @dataclass
-class Door:
-    """What all connections of a server share: `most` are let in; a few more are told why not."""
+class ConnectionLimit:
+    """Shared by all connections of a server: `most` are served, up to _MOST_REFUSED more get a 503, others a reset."""
 
     limits: Limits
     most: int
@@ -101,14 +100,14 @@ class Door:
 
 
 class Timer:
-    """Calls something once, so many seconds after it was started, unless it is stopped before."""
+    """Calls `act` once, `seconds` after `start`, unless `stop` comes first."""
 
     def __init__(self, seconds: float, act: Callable[[], None]) -> None:
         self._seconds, self._act = seconds, act
         self._handle: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Nothing happens if it runs already: bytes that trickle in do not put it off."""
+        """No effect while it runs: trickling bytes do not extend a time-out (slowloris)."""
         if self._handle is None:
             self._handle = asyncio.get_running_loop().call_later(self._seconds, self._act)
 
@@ -119,54 +118,54 @@ class Timer:
 
 
 class Connection(H11Protocol):
-    """uvicorn's, with time-outs for the head and for what is written, and a bound on their number."""
+    """uvicorn's HTTP/1.1 protocol with header and write time-outs and a connection limit."""
 
-    def __init__(self, *args: Any, door: Door, **options: Any) -> None:
+    def __init__(self, *args: Any, limit: ConnectionLimit, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._door = door
-        self._head = Timer(door.limits.header_s, lambda: self.transport.close())
-        self._unread = Timer(door.limits.write_s, lambda: self.transport.abort())
+        self._limit = limit
+        self._head = Timer(limit.limits.header_s, lambda: self.transport.close())
+        self._unread = Timer(limit.limits.write_s, lambda: self.transport.abort())
         self._refusal = Timer(_REFUSED_S, lambda: self.transport.abort())
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        if len(self.connections) >= self._door.most:
+        if len(self.connections) >= self._limit.most:
             self._refuse(transport)
             return
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # pause_writing then tells of every byte that is not taken
+        transport.set_write_buffer_limits(high=0)  # pause_writing is then called for every unread byte
         self._head.start()
 
     def _refuse(self, transport: asyncio.Transport) -> None:
-        """Say why, and read on for a moment: an answer is lost if its connection is closed over unread bytes."""
+        """Send a 503 and keep reading for a moment: closing over unread bytes resets the connection and loses it."""
         self.transport = transport
-        if len(self._door.refused) >= _MOST_REFUSED:
+        if len(self._limit.refused) >= _MOST_REFUSED:
             transport.abort()
             return
-        self._door.refused.add(self)
+        self._limit.refused.add(self)
         self._refusal.start()
         transport.write(_FULL)
 
     def data_received(self, data: bytes) -> None:
-        if self in self._door.refused or self.transport.is_closing():
+        if self in self._limit.refused or self.transport.is_closing():
             return
         if not self._takes_head(data):
             return
         super().data_received(data)
-        if not self._takes_head(b""):  # of a request that came in the same bytes
+        if not self._takes_head(b""):  # a pipelined request in the same bytes
             return
         if self.cycle is not None and not self.cycle.response_complete:
             self._head.stop()
-        else:  # part of a head, or of the body of a request that is answered already
+        else:  # part of the headers, or of the body of a request that is answered already
             self._head.start()
 
     def _takes_head(self, data: bytes) -> bool:
-        """Look at what is to be parsed as a head, if that comes next; what is refused ends the connection."""
+        """Check bytes that would be parsed as headers; a refusal closes the connection."""
         if self.conn.their_state not in (h11.IDLE, h11.DONE):
             return True
         head, _, _ = (self.conn.trailing_data[0] + data).partition(b"\r\n\r\n")
         if len(head) > _HEAD_BYTES or head.count(b"\n") >= _HEAD_LINES:
             return self._end(_LONG_HEAD)
-        if all(pattern.search(head) for pattern in _FRAMED):  # whoever stands in front may have read another end
+        if all(pattern.search(head) for pattern in _FRAMED):  # request smuggling past a proxy
             return self._end(_TWO_LENGTHS)
         return True
 
@@ -176,7 +175,7 @@ class Connection(H11Protocol):
         return False
 
     def send_400_response(self, msg: str) -> None:
-        """What uvicorn calls where the bytes are no request."""
+        """uvicorn calls this for bytes that are no HTTP request."""
         self._end(_refusal("400 Bad Request", "invalid_request_error", f"{msg} Send HTTP/1.1."))
 
     def pause_writing(self) -> None:
@@ -190,5 +189,5 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in (self._head, self._unread, self._refusal):
             timer.stop()
-        self._door.refused.discard(self)
+        self._limit.refused.discard(self)
         super().connection_lost(exc)

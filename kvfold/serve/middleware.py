@@ -1,4 +1,4 @@
-"""Around every request: an id, errors in the client's format, and a trail that is told about when it is over."""
+"""Per-request middleware: request id, tenant, errors in the client's format, trace, metrics and log line."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from kvfold.errors import MissingExtra
 from kvfold.serve.api.errors import ApiError
 from kvfold.serve.api.sse import EventStream, as_api_error, error_response
 from kvfold.serve.auth import tenant_of
-from kvfold.serve.ops.request_log import log_trail
-from kvfold.serve.ops.request_trace import Trail
+from kvfold.serve.ops.request_log import log_request
+from kvfold.serve.ops.request_trace import RequestTrace
 from kvfold.serve.service import Service
 
 try:
@@ -22,75 +22,76 @@ except ImportError as error:
     raise MissingExtra("the server needs Starlette and uvicorn; run: pip install 'kvfold[serve]'") from error
 
 Handler = Callable[[Request], Awaitable[Response]]
-OnDone = Callable[[Trail], None]
+OnDone = Callable[[RequestTrace], None]
 
 
-class Guard:
-    """`on_done` is told of every request of the API that is over, in the server's loop."""
+class RequestMiddleware:
+    """`on_done` is called in the event loop with the trace of every finished /v1/ request."""
 
     def __init__(self, service: Service, on_done: OnDone) -> None:
         self._service, self._on_done = service, on_done
 
     def route(self, path: str, handler: Handler, methods: Sequence[str] = (), name: str = "") -> Route:
-        """`methods`: without any, all; `name`: what the path is called in logs and metrics, one of ours, so that there
-        are not many."""
+        """`methods` empty: all. `name`: the path in logs and metric labels, from a fixed set to bound cardinality."""
         name = name or path
 
-        async def guarded(request: Request) -> Response:
+        async def endpoint(request: Request) -> Response:
             parent = request.headers.get("traceparent")
-            trail = Trail(f"req_{secrets.token_hex(12)}", request.method, name, parent=parent)
-            request.state.trail, request.state.at = trail, self._service.clock()
-            response = await self._answer(handler, methods, request, trail)
-            response.headers["request-id"] = response.headers["x-request-id"] = trail.id
-            trail.status = response.status_code
-            self._service.metrics.add("kvfold_requests_total", path=name, status=str(trail.status))
+            trace = RequestTrace(f"req_{secrets.token_hex(12)}", request.method, name, parent=parent)
+            request.state.trace, request.state.at = trace, self._service.clock()
+            response = await self._answer(handler, methods, request, trace)
+            response.headers["request-id"] = response.headers["x-request-id"] = trace.id
+            trace.status = response.status_code
+            self._service.metrics.add("kvfold_requests_total", path=name, status=str(trace.status))
             if isinstance(response, EventStream):
-                response.then(partial(self._finish, trail))
+                response.on_close(partial(self._finish, trace))
             else:
-                self._finish(trail)
+                self._finish(trace)
             return response
 
-        route = Route(path, guarded)
-        route.methods = None  # a verb that the path does not take is told so in the client's format too
+        route = Route(path, endpoint)
+        route.methods = None  # a 405, too, is in the client's format
         return route
 
-    async def _answer(self, handler: Handler, methods: Sequence[str], request: Request, trail: Trail) -> Response:
+    async def _answer(
+        self, handler: Handler, methods: Sequence[str], request: Request, trace: RequestTrace
+    ) -> Response:
         try:
             _check_method(request, methods)
             return await handler(request)
         except ClientDisconnect:
             return Response(status_code=499)
         except Exception as error:
-            told = as_api_error(error, trail.id)
-            trail.why = told.logged
-            return error_response(request, told, trail.id)
+            told = as_api_error(error, trace.id)
+            trace.why = told.logged
+            return error_response(request, told, trace.id)
 
     def tenant(self, request: Request, *, is_listed: bool = False) -> str:
-        """Who asks, by the API key; with `is_listed` the request is shown to them on the dashboard."""
-        trail: Trail = request.state.trail
-        trail.tenant = tenant_of(request.headers, self._service.settings.tenants)
+        """Tenant of the API key; `is_listed`: the request appears on the tenant's dashboard."""
+        trace: RequestTrace = request.state.trace
+        trace.tenant = tenant_of(request.headers, self._service.settings.tenants)
         if is_listed:
-            trail.is_listed = True
-            self._service.recent(trail.tenant).enter(trail)
-        return trail.tenant
+            trace.is_listed = True
+            self._service.recent(trace.tenant).add(trace)
+        return trace.tenant
 
     def is_known(self, request: Request) -> bool:
-        """Whether the request has a key, or none is asked for."""
+        """Whether the request has a valid API key, or the server needs none."""
         try:
             self.tenant(request)
         except ApiError:
             return False
         return True
 
-    def _finish(self, trail: Trail) -> None:
-        trail.finish()
-        if trail.tenant is not None and trail.is_listed:
-            self._service.recent(trail.tenant).leave(trail)
-        if trail.path.startswith("/v1/"):
-            self._on_done(trail)
-        is_poll = trail.path.startswith("/dashboard/") and trail.status == 200
+    def _finish(self, trace: RequestTrace) -> None:
+        trace.finish()
+        if trace.tenant is not None and trace.is_listed:
+            self._service.recent(trace.tenant).finish(trace)
+        if trace.path.startswith("/v1/"):
+            self._on_done(trace)
+        is_poll = trace.path.startswith("/dashboard/") and trace.status == 200
         if not is_poll:
-            log_trail(trail)
+            log_request(trace)
 
 
 def _check_method(request: Request, methods: Sequence[str]) -> None:

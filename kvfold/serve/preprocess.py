@@ -1,8 +1,7 @@
-"""Work on a request before the scheduler has it: decode its JSON, check it, render the template, tokenize.
+"""Request preprocessing in worker threads, outside the event loop: decode JSON, validate, render, tokenize.
 
-That runs in a few threads of its own, never in the event loop. Tenants take turns; large bodies have threads of their
-own, so that small ones do not wait for them; how many wait is bounded. What a client who has gone was waiting for is
-never begun.
+Tenants are served round-robin; large bodies have threads of their own, so small ones do not queue behind them; queue
+length is bounded. Work of a disconnected client is dropped from the queue.
 """
 
 from __future__ import annotations
@@ -19,24 +18,24 @@ from kvfold.engine.fair_queue import FairQueue
 from kvfold.serve.api.errors import ApiError
 from kvfold.serve.settings import Limits
 
-SMALL_BYTES = 64 << 10  # about the most that 8,192 tokens of plain text take
-_THREADS = 2  # of each kind
+SMALL_BYTES = 64 << 10  # about 8,192 tokens of plain text
+_THREADS = 2  # of each pool
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
-class _Waiting:
+class _Waiter:
     tenant: str
-    turn: asyncio.Future[None]
+    granted: asyncio.Future[None]
 
 
-class _Lane:
-    """So many pieces of work at a time, tenants in turns."""
+class _WorkerPool:
+    """_THREADS threads and a queue that is fair between tenants."""
 
     def __init__(self, name: str) -> None:
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix=f"kvfold-intake-{name}")
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix=f"kvfold-preprocess-{name}")
         self._num_free = _THREADS
-        self._queue: FairQueue[_Waiting] = FairQueue()
+        self._queue: FairQueue[_Waiter] = FairQueue()
 
     @property
     def num_waiting(self) -> int:
@@ -44,33 +43,33 @@ class _Lane:
 
     async def run(self, tenant: str, work: Callable[[], T]) -> T:
         loop = asyncio.get_running_loop()
-        await self._turn(tenant)
+        await self._acquire(tenant)
         begun = self._pool.submit(work)
-        begun.add_done_callback(lambda done: self._ended(loop, done))  # not when the client goes: the thread works on
+        begun.add_done_callback(lambda done: self._release(loop, done))  # when the thread is free, not on cancellation
         return await asyncio.wrap_future(begun)
 
-    async def _turn(self, tenant: str) -> None:
+    async def _acquire(self, tenant: str) -> None:
         if self._num_free and not self._queue:
             self._num_free -= 1
             return
-        mine = _Waiting(tenant, asyncio.get_running_loop().create_future())
+        mine = _Waiter(tenant, asyncio.get_running_loop().create_future())
         self._queue.push(mine)
         try:
-            await mine.turn
+            await mine.granted
         except asyncio.CancelledError:
             if not self._queue.remove_if(lambda one: one is mine):
-                self._next()  # its turn had come
+                self._next()  # it had been granted a thread
             raise
 
-    def _ended(self, loop: asyncio.AbstractEventLoop, done: Future[T]) -> None:
-        with suppress(RuntimeError):  # a loop that is closed has nobody who waits
+    def _release(self, loop: asyncio.AbstractEventLoop, done: Future[T]) -> None:
+        with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(self._next)
 
     def _next(self) -> None:
         if self._queue:
             first = self._queue.pop_first()
-            if not first.turn.done():
-                first.turn.set_result(None)
+            if not first.granted.done():
+                first.granted.set_result(None)
         else:
             self._num_free += 1
 
@@ -78,34 +77,34 @@ class _Lane:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-class Intake:
+class Preprocessor:
     """Used from one event loop."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._small, self._large = _Lane("small"), _Lane("large")
-        self._inside: Counter[str] = Counter()
+        self._small, self._large = _WorkerPool("small"), _WorkerPool("large")
+        self._active: Counter[str] = Counter()
 
     async def run(self, tenant: str, num_bytes: int, work: Callable[[], T]) -> T:
-        """What the work on a body of so many bytes returns; ApiError if too many wait for theirs."""
+        """Result of work on a body of `num_bytes`; ApiError 429 or 529 if too many requests are active or queued."""
         self._check(tenant)
-        self._inside[tenant] += 1
+        self._active[tenant] += 1
         try:
-            lane = self._small if num_bytes <= SMALL_BYTES else self._large
-            return await lane.run(tenant, work)
+            pool = self._small if num_bytes <= SMALL_BYTES else self._large
+            return await pool.run(tenant, work)
         finally:
-            self._inside[tenant] -= 1
-            if not self._inside[tenant]:
-                del self._inside[tenant]
+            self._active[tenant] -= 1
+            if not self._active[tenant]:
+                del self._active[tenant]
 
     def _check(self, tenant: str) -> None:
         most, num_waiting = self._limits.per_tenant, self._small.num_waiting + self._large.num_waiting
-        if most is not None and self._inside[tenant] >= most:
-            raise ApiError(429, f"{most} requests of yours are being read already; wait for one", retry_after_s=1)
+        if most is not None and self._active[tenant] >= most:
+            raise ApiError(429, f"{most} requests of this tenant are being read; wait for one", retry_after_s=1)
         if num_waiting >= self._limits.waiting:
-            raise ApiError(529, f"{num_waiting} requests wait to be read; try again later", retry_after_s=1)
+            raise ApiError(529, f"{num_waiting} requests are queued to be read; try again later", retry_after_s=1)
 
     def close(self) -> None:
-        """Nothing that waits is begun any more."""
+        """Drop queued work."""
         self._small.close()
         self._large.close()

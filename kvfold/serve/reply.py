@@ -1,4 +1,4 @@
-"""A reply on its way: begins, is iterated over, and ends exactly once, also when the client goes away."""
+"""A reply being generated: begins, streams text and tool calls, ends exactly once, also when the client disconnects."""
 
 from __future__ import annotations
 
@@ -12,55 +12,55 @@ from typing import Any, Protocol
 from kvfold.engine.jobs import Began, Ended, Event, Wrote
 from kvfold.errors import KvfoldError, LogitsError
 from kvfold.serve.api.errors import ApiError, bad_request
-from kvfold.serve.api.request import Ask
-from kvfold.serve.api.tool_calls import Call, CallReader
-from kvfold.serve.cache.cache_breakpoints import Plan
+from kvfold.serve.api.request import ChatRequest
+from kvfold.serve.api.tool_calls import ToolCall, ToolCallParser
+from kvfold.serve.cache.breakpoints import CachePlan
 from kvfold.serve.cache.source import CachedSource, PlainSource
-from kvfold.serve.cache.usage import Bill
+from kvfold.serve.cache.usage import Usage
 from kvfold.serve.ops.metrics import Metrics
-from kvfold.serve.ops.request_trace import Trail
+from kvfold.serve.ops.request_trace import RequestTrace
 
 _log = logging.getLogger("kvfold.serve")
 
 
-Planner = Callable[[Any, int], Plan]  # places and the least length -> plan
+CachePlanner = Callable[[Any, int], CachePlan]  # boundaries and the minimum cacheable length -> plan
 
 
 @dataclass(frozen=True)
-class Start:
-    """Who asks, since when; `plan_with` decides what is cached, None: nothing."""
+class RequestContext:
+    """Tenant and arrival time of a request; `planner` decides what is cached, None: nothing."""
 
     tenant: str
     at: float
-    plan_with: Planner | None = None
-    scope: str = ""  # what splits the cache further
-    trail: Trail = field(default_factory=Trail)
-    num_bytes: int = 0  # of its body
+    planner: CachePlanner | None = None
+    cache_key: str = ""  # OpenAI's prompt_cache_key: requests of different keys share no cache
+    trace: RequestTrace = field(default_factory=RequestTrace)
+    num_bytes: int = 0  # of the body
 
 
-class Events(Protocol):
-    """What a job tells, in its order."""
+class EventReader(Protocol):
+    """Events of a job, in order."""
 
     async def get(self) -> Event: ...
 
 
 class Reply:
-    """`parts` yields texts and calls of tools; after it, `end` says how it ended."""
+    """`parts` yields texts and tool calls; afterwards `end` has the finish reason."""
 
     def __init__(
         self,
-        ask: Ask,
-        start: Start,
-        events: Events,
+        request: ChatRequest,
+        context: RequestContext,
+        events: EventReader,
         source: CachedSource | PlainSource,
-        plan: Plan,
+        plan: CachePlan,
         *,
         metrics: Metrics,
         cancel: Callable[[], None],
         timeout_s: float,
         is_cut: bool,
     ) -> None:
-        self.ask, self.start, self.plan, self.is_cut = ask, start, plan, is_cut
+        self.request, self.context, self.plan, self.is_cut = request, context, plan, is_cut
         self.id = secrets.token_hex(12)
         self.end: Ended | None = None
         self.has_calls = False
@@ -69,15 +69,15 @@ class Reply:
         self._is_closed = False
 
     @property
-    def bill(self) -> Bill:
-        return self._source.bill
+    def usage(self) -> Usage:
+        return self._source.usage
 
     @property
     def num_output(self) -> int:
         return 0 if self.end is None else self.end.num_tokens
 
     async def begin(self) -> None:
-        """Wait until the prompt has been read."""
+        """Wait for the prefill to finish."""
         try:
             event = await self._events.get()
             if isinstance(event, Ended):
@@ -88,63 +88,62 @@ class Reply:
             self.close()
             raise
 
-    async def parts(self) -> AsyncIterator[str | Call]:
-        """Texts and calls as they come; ApiError if the reply is broken off."""
-        reader = CallReader(self.ask.calls_tools)
+    async def parts(self) -> AsyncIterator[str | ToolCall]:
+        """Texts and tool calls as they are generated; ApiError if generation fails."""
+        parser = ToolCallParser(self.request.calls_tools)
         try:
             while self.end is None:
                 event = await self._events.get()
-                for part in self._taken(event, reader):
-                    self.has_calls = self.has_calls or isinstance(part, Call)
+                for part in self._taken(event, parser):
+                    self.has_calls = self.has_calls or isinstance(part, ToolCall)
                     yield part
         finally:
             self.close()
 
-    def _taken(self, event: Event, reader: CallReader) -> list[str | Call]:
+    def _taken(self, event: Event, parser: ToolCallParser) -> list[str | ToolCall]:
         if isinstance(event, Wrote):
-            return reader.add(event.text)
+            return parser.add(event.text)
         assert isinstance(event, Ended)
         if event.reason in ("late", "failed", "cancelled"):
             self._fail(event)
         self.end = event
-        metrics, token_ms = self._metrics, self.start.trail.token_ms
+        metrics, token_ms = self._metrics, self.context.trace.token_ms
         metrics.add("kvfold_output_tokens_total", event.num_tokens)
         if token_ms is not None:
             metrics.observe("kvfold_token_seconds", token_ms / 1e3)
-        return reader.finish()
+        return parser.finish()
 
     def _fail(self, event: Ended) -> None:
         if event.reason == "late":
-            self.start.trail.end = "late"  # the scheduler may be too busy to say so
-            raise late(self._timeout_s)
+            self.context.trace.end = "late"  # the scheduler may not have reported it yet
+            raise timed_out(self._timeout_s)
         if event.reason == "cancelled":
             raise ApiError(529, "the server is shutting down; send the request again", retry_after_s=1)
-        _log.error("request failed", exc_info=event.error, extra={"facts": {"request": self.start.trail.id}})
+        _log.error("request failed", exc_info=event.error, extra={"facts": {"request": self.context.trace.id}})
         raise api_error(event.error)
 
     def close(self) -> None:
-        """Also called when nobody reads on: the job ends and gives its memory back."""
+        """Cancel the job if it still runs and free its KV cache; also called when the client disconnects."""
         if self._is_closed:
             return
         self._is_closed = True
         self._cancel()
 
     def _note_start(self, event: Began) -> None:
-        metrics, paid = self._metrics, self.bill
+        metrics, usage = self._metrics, self.usage
         metrics.add("kvfold_reused_tokens_total", event.num_reused)
-        for name, count in (("read", paid.num_read), ("written", paid.num_written), ("plain", paid.num_plain)):
+        for name, count in (("read", usage.num_read), ("written", usage.num_written), ("plain", usage.num_plain)):
             metrics.add("kvfold_prompt_tokens_total", count, billed=name)
         metrics.add("kvfold_cache_lookups_total", result=self._source.miss or "hit")
-        metrics.observe("kvfold_first_token_seconds", time.perf_counter() - self.start.trail.came)
+        metrics.observe("kvfold_first_token_seconds", time.perf_counter() - self.context.trace.arrived)
 
 
-def late(seconds: float) -> ApiError:
-    """Of a request whose time is over."""
+def timed_out(seconds: float) -> ApiError:
     return ApiError(504, f"the request took longer than {seconds:g} s")
 
 
 def api_error(error: Exception | None) -> ApiError:
-    """What a client is told of a failed job: what we raised on purpose, else nothing of the inside."""
+    """The client's error for a failed job: our own errors' messages, no details of internal ones."""
     if isinstance(error, MemoryError):
         return ApiError(529, str(error), retry_after_s=5)
     if isinstance(error, LogitsError):

@@ -1,4 +1,4 @@
-"""A server of one model under one policy, from its options to its end."""
+"""Starts and stops the HTTP server of one model under one policy: prefix store, service, listening socket."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def open_store(
     form: str = "exact",
     secret: bytes = b"",
 ) -> PrefixStore:
-    """Tiers, fastest first; up to half of the arena holds prefixes, which give way to requests."""
+    """Tiers, fastest first; cached prefixes use up to half of the arena and are evicted when requests need it."""
     tiers: list[ByteTier] = [HostTier(host_bytes)]
     quarantine = None
     if disk is not None:
@@ -43,7 +43,7 @@ def open_store(
 
 @contextmanager
 def service_of(model: Model, policy: str | Policy, settings: Settings, store: PrefixStore) -> Iterator[Service]:
-    """A service whose scheduler and store are closed at the end."""
+    """A service; its scheduler and store are closed on exit."""
     try:
         service = Service(model, policy, settings, store)
         try:
@@ -55,12 +55,12 @@ def service_of(model: Model, policy: str | Policy, settings: Settings, store: Pr
 
 
 def serve(service: Service, host: str, port: int, started: Callable[[int], None], on_done: OnDone) -> int:
-    """Until it is interrupted; `started` is told the port once requests are taken, `on_done` each that is over. Returns
-    the exit code: 1 if the scheduler has failed for good."""
+    """Serve until interrupted; `started` is called with the port once requests are accepted, `on_done` with the trace
+    of each finished request. Returns the exit code: 1 if the scheduler failed."""
     try:
         listening = socket.create_server((host, port), backlog=BACKLOG)
     except OSError as error:
-        raise InputError(f"nothing can listen at {host}:{port} ({error.strerror}); choose another --port") from error
+        raise InputError(f"cannot listen at {host}:{port} ({error.strerror}); choose another --port") from error
     with listening:
         server = Server(service, on_done, lambda: started(listening.getsockname()[1]))
         server.end_on_signals()

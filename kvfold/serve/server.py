@@ -1,13 +1,12 @@
-"""The HTTP server of a service, from its first connection to the end of the process.
+"""The uvicorn server of a service, with graceful shutdown on SIGINT and SIGTERM.
 
-After Ctrl-C or SIGTERM nothing new is taken, and replies have a part of `shutdown_s` to come to their end:
+After the signal no new request is accepted, and running replies have a part of `shutdown_s` to finish:
 
     signal …… 0.4 …………………………… 0.7 ……………………………………… 1.0 of shutdown_s
-    | replies end  | jobs are cancelled | requests are cancelled, all is closed | the process is ended, code 1
+    | replies end  | jobs are cancelled | requests are cancelled, all is closed | the process is killed, code 1
 
-The last is done by a thread that needs neither the loop nor the interpreter's lock, so that no pass of the model, no
-store and no client can put it off; it writes to stderr what every thread was doing. A second signal ends the process at
-once.
+The kill comes from a thread that needs neither the event loop nor the GIL (faulthandler), so no forward pass, store or
+client can delay it; it prints every thread's stack to stderr. A second signal ends the process at once.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from typing import NoReturn
 
 from kvfold.errors import MissingExtra
 from kvfold.serve.app import App
-from kvfold.serve.connections import BACKLOG, Connection, Door, most_connections
+from kvfold.serve.connections import BACKLOG, Connection, ConnectionLimit, most_connections
 from kvfold.serve.middleware import OnDone
 from kvfold.serve.service import Service
 
@@ -40,24 +39,24 @@ _TO_END, _TO_CLOSE = 0.4, 0.7  # shares of shutdown_s
 
 
 def end_process(code: int) -> NoReturn:
-    """Once all is closed. The interpreter would take seconds to free what it holds, which the system does at once."""
+    """Exit without interpreter teardown, which would take seconds; the caller has closed everything."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # nobody reads it any more
+        with suppress(OSError, ValueError):  # a closed pipe
             stream.flush()
     os._exit(code)
 
 
 class Server(uvicorn.Server):
-    """`on_start` is called when requests are taken, `on_done` is told of each that is over."""
+    """`on_start` is called when requests are accepted, `on_done` with the trace of each finished one."""
 
     def __init__(self, service: Service, on_done: OnDone, on_start: Callable[[], None] = lambda: None) -> None:
         limits = service.settings.limits
-        door = Door(limits, most_connections(limits.connections))
+        limit = ConnectionLimit(limits, most_connections(limits.connections))
         config = uvicorn.Config(
             App(service, on_done).asgi(on_start=on_start),
             port=0,
-            http=partial(Connection, door=door),  # type: ignore[arg-type]
+            http=partial(Connection, limit=limit),  # type: ignore[arg-type]
             ws="none",
             backlog=BACKLOG,
             log_level="warning",
@@ -70,13 +69,13 @@ class Server(uvicorn.Server):
         service.on_failure = self._fail
 
     def end_on_signals(self) -> None:
-        """From now to the end of the process: what follows the server may be interrupted as well."""
+        """Until the process ends: closing the store after the server can be interrupted as well."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.handle_exit)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """uvicorn's would end with the server, and raise what it has captured before the store is closed."""
+        """uvicorn's would re-raise captured signals before the store is closed."""
         yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -85,7 +84,7 @@ class Server(uvicorn.Server):
         self._begin_end()
 
     def _fail(self) -> None:
-        """The scheduler is over, and so is the process: whoever watches it starts another one."""
+        """The scheduler has failed: shut down, so that a supervisor restarts the process."""
         self.exit_code = 1
         self._begin_end()
 
@@ -95,7 +94,7 @@ class Server(uvicorn.Server):
         faulthandler.dump_traceback_later(self._service.settings.limits.shutdown_s, exit=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Jobs that go on are told to end, so that their clients hear why."""
+        """Jobs still running are cancelled in time for their clients to get the reason."""
         seconds = _TO_END * self._service.settings.limits.shutdown_s
         asyncio.get_running_loop().call_later(seconds, self._service.scheduler.close, 0.0)
         await super().shutdown(sockets)

@@ -1,4 +1,5 @@
-"""One model served to many: prompts, the prompt cache, the scheduler, and who may have how much of them."""
+"""The service behind the HTTP API: renders prompts, looks up the prompt cache, submits jobs to the continuous-batching
+scheduler, and limits concurrent requests per tenant."""
 
 from __future__ import annotations
 
@@ -20,42 +21,41 @@ from kvfold.models.check import check_policy
 from kvfold.models.loader import Model
 from kvfold.policy.policy import Policy
 from kvfold.serve.api.errors import ApiError, bad_request
-from kvfold.serve.api.request import Ask
-from kvfold.serve.cache.cache_breakpoints import Place, Plan, places_of, points_of
-from kvfold.serve.cache.diagnostics import Diagnoses
+from kvfold.serve.api.request import ChatRequest
+from kvfold.serve.cache.breakpoints import Boundary, CachePlan, boundaries_of, compression_points
+from kvfold.serve.cache.diagnostics import CacheDiagnostics
 from kvfold.serve.cache.entries import Miss
-from kvfold.serve.cache.prompt_cache import Shelf
+from kvfold.serve.cache.prompt_cache import PromptCache
 from kvfold.serve.cache.source import CachedSource, PlainSource
-from kvfold.serve.inbox import Inbox
+from kvfold.serve.event_queue import EventQueue
 from kvfold.serve.ops.metrics import Metrics
-from kvfold.serve.ops.recent_requests import Recent
-from kvfold.serve.ops.request_trace import Watched
-from kvfold.serve.preprocess import Intake
-from kvfold.serve.prompt import Prompt, Prompter
-from kvfold.serve.reply import Reply, Start, late
+from kvfold.serve.ops.recent_requests import RecentRequests
+from kvfold.serve.ops.request_trace import TracedSource
+from kvfold.serve.preprocess import Preprocessor
+from kvfold.serve.prompt import Prompt, PromptRenderer
+from kvfold.serve.reply import Reply, RequestContext, timed_out
 from kvfold.serve.settings import Settings
 from kvfold.store.binding import check_reuse, kind_of
-from kvfold.store.cache_markers import Marks
 from kvfold.store.entry.encodings import FORMS, check_form
+from kvfold.store.markers import Marks
 from kvfold.store.store import PrefixStore
 
 T = TypeVar("T")
 
 
 def check_served_form(name: str) -> None:
-    """InputError for a form that is none, or that loses something: a request would be answered over what was computed
-    while the device holds it, and over what was lost in it later."""
+    """InputError for an unknown or a lossy encoding: a hit in a byte tier would differ from one on the device."""
     check_form(name)
     if not FORMS[name].is_exact:
         exact = " or ".join(form.name for form in FORMS.values() if form.is_exact)
         raise InputError(
-            f"the form {name} loses something: a reply over a stored prefix would differ from one over a computed one; "
+            f"the form {name} is lossy: replies after a cache hit would differ from replies after a miss; "
             f'use {exact}, or a policy that stores less, such as "full + int4"'
         )
 
 
 class Service:
-    """Owns the scheduler; the store is the caller's to close."""
+    """Owns the scheduler; the caller closes the store."""
 
     def __init__(self, model: Model, policy: str | Policy, settings: Settings, store: PrefixStore | None) -> None:
         self.model = model
@@ -66,20 +66,20 @@ class Service:
         self.settings = settings
         self.store = store
         self.metrics = Metrics()
-        self.diagnoses = Diagnoses()
-        self.prompter = Prompter(model.tokenizer, model.spec.max_positions)
-        self.intake = Intake(replace(settings.limits, per_tenant=settings.per_tenant))
+        self.diagnostics = CacheDiagnostics()
+        self.renderer = PromptRenderer(model.tokenizer, model.spec.max_positions)
+        self.preprocessor = Preprocessor(replace(settings.limits, per_tenant=settings.per_tenant))
         self.body_bytes = settings.limits.body_bytes_for(model.spec.max_positions)
         self.clock = settings.clock or time.time
         self.is_closing = False
-        self.on_failure: Callable[[], None] = lambda: None  # called when the scheduler has failed for good
+        self.on_failure: Callable[[], None] = lambda: None  # called when the scheduler has failed
         self.no_reuse: str | None = None if store is not None else "this server was started without a prefix store"
-        self._has_points = has_points(self.policy, model.spec)
+        self._has_points = has_compression_points(self.policy, model.spec)
         self._runner = Runner(model.hf, model.spec, model.arena, compile=model.compile)
-        self._shelves: dict[str, Shelf] = {}
+        self._prompt_caches: dict[str, PromptCache] = {}
         self._running: Counter[str] = Counter()
-        self._recent: dict[str, Recent] = {}  # by tenant
-        self._find_out_reuse()
+        self._recent: dict[str, RecentRequests] = {}  # by tenant
+        self._check_prefix_reuse()
         limits = settings.limits
         self.scheduler = Scheduler(
             self._runner,
@@ -93,12 +93,12 @@ class Service:
         )
         self._add_gauges()
 
-    def _find_out_reuse(self) -> None:
-        """Policies that judge by the question cannot serve cached prefixes; that is said to whoever asks for one."""
+    def _check_prefix_reuse(self) -> None:
+        """Sets `no_reuse` to the reason if policy or model rules out prefix reuse, as question-aware scores do."""
         if self.store is None:
             return
         try:
-            self._shelf("")
+            self._prompt_cache("")
         except (PolicyError, ModelError) as error:
             self.no_reuse = str(error)
 
@@ -107,22 +107,22 @@ class Service:
 
     def _add_gauges(self) -> None:
         arena, scheduler, gauge = self.model.arena, self.scheduler, self.metrics.gauge
-        gauge("kvfold_requests_running", "Requests that have memory.", lambda: scheduler.num_running)
-        gauge("kvfold_requests_waiting", "Requests that wait for memory.", lambda: scheduler.num_waiting)
-        gauge("kvfold_replies_demoted", "Replies that have moved to the host so far.", lambda: scheduler.num_preempted)
-        gauge("kvfold_requests_cancelled", "Requests whose client went away so far.", lambda: scheduler.num_cancelled)
-        gauge("kvfold_arena_bytes", "Size of the arena.", lambda: arena.capacity_bytes)
-        gauge("kvfold_arena_free_bytes", "Bytes of the arena that nobody holds.", lambda: arena.free_bytes)
+        gauge("kvfold_requests_running", "Running requests (KV pages allocated).", lambda: scheduler.num_running)
+        gauge("kvfold_requests_waiting", "Queued requests (no KV pages yet).", lambda: scheduler.num_waiting)
+        gauge("kvfold_replies_demoted", "Preemptions: KV caches swapped to host.", lambda: scheduler.num_preempted)
+        gauge("kvfold_requests_cancelled", "Requests cancelled by their client.", lambda: scheduler.num_cancelled)
+        gauge("kvfold_arena_bytes", "KV-cache capacity in bytes.", lambda: arena.capacity_bytes)
+        gauge("kvfold_arena_free_bytes", "Free KV-cache bytes.", lambda: arena.free_bytes)
         device = None if self.store is None else self.store.device
         if device is not None:
-            gauge("kvfold_arena_prefix_bytes", "Bytes of the arena that prefixes hold.", lambda: device.arena_bytes)
+            gauge("kvfold_arena_prefix_bytes", "KV-cache bytes of cached prefixes.", lambda: device.arena_bytes)
 
     @property
     def state(self) -> str:
-        """Either "running", or why requests are not answered now: "closing", or what the scheduler says."""
+        """The scheduler's state, or "closing"."""
         return "closing" if self.is_closing else self.scheduler.state
 
-    # Asking
+    # Requests
 
     def check_model(self, name: str) -> None:
         if name not in self.settings.names:
@@ -130,126 +130,130 @@ class Service:
             told = f'model: "{name[:80]}" is not served here; {served}'
             raise ApiError(404, told, code="model_not_found")
 
-    async def prompt(self, ask: Ask, start: Start) -> Prompt:
-        self.check_model(ask.model)
-        return await self.take_in(start.tenant, start.num_bytes, partial(self.prompter.prompt, ask))
+    async def prompt(self, request: ChatRequest, context: RequestContext) -> Prompt:
+        self.check_model(request.model)
+        return await self.preprocess(context.tenant, context.num_bytes, partial(self.renderer.prompt, request))
 
-    async def take_in(self, tenant: str, num_bytes: int, work: Callable[[], T]) -> T:
-        """What work on a body of so many bytes returns, in its turn; ApiError if that does not come in time."""
+    async def preprocess(self, tenant: str, num_bytes: int, work: Callable[[], T]) -> T:
+        """Result of work on a body of `num_bytes` in a preprocessing thread; ApiError 504 if it times out."""
         async with _in_time(self.settings.limits.request_s):
-            return await self.intake.run(tenant, num_bytes, work)
+            return await self.preprocessor.run(tenant, num_bytes, work)
 
-    async def start(self, ask: Ask, start: Start) -> Reply:
-        """A reply that has begun; ApiError if that does not come to be."""
-        prompt = await self.prompt(ask, start)
+    async def start(self, request: ChatRequest, context: RequestContext) -> Reply:
+        """A reply whose prefill is done; ApiError if the request is refused or fails."""
+        prompt = await self.prompt(request, context)
         if not prompt.tokens:
-            raise bad_request("prompt: the model's tokenizer finds no token in it; send another text")
+            raise bad_request("prompt: it has no tokens; send another text")
         num_left = self.model.spec.max_positions - len(prompt.tokens)
         if num_left < 1:
             most = self.model.spec.max_positions - 1
             raise bad_request(f"prompt is too long: {len(prompt.tokens)} tokens > {most} maximum")
-        self._enter(start.tenant)
-        inbox = Inbox(self.settings.limits.request_s, partial(self._leave, start.tenant))
+        self._acquire_slot(context.tenant)
+        events = EventQueue(self.settings.limits.request_s, partial(self._release_slot, context.tenant))
         try:
-            reply = self._submit(ask, start, prompt, num_left, inbox)
+            reply = self._submit(request, context, prompt, num_left, events)
         except BaseException:
-            inbox.close()
+            events.close()
             raise
         await reply.begin()
         return reply
 
-    def _submit(self, ask: Ask, start: Start, prompt: Prompt, num_left: int, inbox: Inbox) -> Reply:
-        source, plan = self._source(ask, start, prompt)
-        watched = Watched(source, inbox.tell, start.trail)
+    def _submit(
+        self, request: ChatRequest, context: RequestContext, prompt: Prompt, num_left: int, events: EventQueue
+    ) -> Reply:
+        source, plan = self._source(request, context, prompt)
+        traced = TracedSource(source, events.put, context.trace)
         job = Job(
             prompt.tokens,
-            watched,
-            watched.listen,
-            max_new_tokens=min(ask.max_tokens, num_left),
-            sampling=ask.sampling,
-            stop=ask.stop,
-            tenant=start.tenant,
+            traced,
+            traced.listen,
+            max_new_tokens=min(request.max_tokens, num_left),
+            sampling=request.sampling,
+            stop=request.stop,
+            tenant=context.tenant,
             deadline=time.monotonic() + self.settings.limits.request_s,
         )
-        start.trail.queue(ask.model, len(prompt.tokens))
+        context.trace.queue(request.model, len(prompt.tokens))
         if self._running.total() > 1:
-            source.prefetch()  # it waits for others, and its prefix can travel meanwhile
+            source.prefetch()  # while it is queued
         try:
             self.scheduler.submit(job)
         except Overloaded as error:
             raise ApiError(529, str(error), retry_after_s=1) from error
         return Reply(
-            ask,
-            start,
-            inbox,
+            request,
+            context,
+            events,
             source,
             plan,
             metrics=self.metrics,
             cancel=partial(self.scheduler.cancel, job),
             timeout_s=self.settings.limits.request_s,
-            is_cut=num_left < ask.max_tokens,
+            is_cut=num_left < request.max_tokens,
         )
 
-    def _source(self, ask: Ask, start: Start, prompt: Prompt) -> tuple[CachedSource | PlainSource, Plan]:
-        places = places_of(ask, prompt, f"{start.scope}|{ask.model}")
-        if start.plan_with is None or self.no_reuse is not None:
-            plan = Plan(places)
+    def _source(
+        self, request: ChatRequest, context: RequestContext, prompt: Prompt
+    ) -> tuple[CachedSource | PlainSource, CachePlan]:
+        boundaries = boundaries_of(request, prompt, f"{context.cache_key}|{request.model}")
+        if context.planner is None or self.no_reuse is not None:
+            plan = CachePlan(boundaries)
         else:
-            plan = start.plan_with(places, self.settings.min_tokens(ask.model))
-        points = self._points(prompt, places)
-        if not plan.marks and not plan.candidates:
+            plan = context.planner(boundaries, self.settings.min_tokens(request.model))
+        points = self._points(prompt, boundaries)
+        if not plan.writes and not plan.candidates:
             miss: Miss = "unmarked" if self.no_reuse is None else "refused"
             return PlainSource(self._new_sequence, len(prompt.tokens), miss, points), plan
-        shelf = self._shelf(start.tenant, start.scope)
-        return CachedSource(shelf, prompt.tokens, plan, start.at, self.clock, points), plan
+        cache = self._prompt_cache(context.tenant, context.cache_key)
+        return CachedSource(cache, prompt.tokens, plan, context.at, self.clock, points), plan
 
-    def _points(self, prompt: Prompt, places: Sequence[Place]) -> list[int] | None:
-        """Where a prompt is compressed, marked or not; None: at its end, or nowhere."""
-        return points_of(places, self.settings.point_tokens) if self._has_points and prompt.ends else None
+    def _points(self, prompt: Prompt, boundaries: Sequence[Boundary]) -> list[int] | None:
+        """Compression points, independent of cache markers; None: compressed at the prompt's end, or not at all."""
+        return compression_points(boundaries, self.settings.point_tokens) if self._has_points and prompt.ends else None
 
     def _new_sequence(self) -> Any:
         return self._runner.new_sequence(self.policy)
 
-    def _shelf(self, tenant: str, cache_key: str = "") -> Shelf:
+    def _prompt_cache(self, tenant: str, cache_key: str = "") -> PromptCache:
         assert self.store is not None
-        if tenant not in self._shelves:
+        if tenant not in self._prompt_caches:
             facts = {"prefill_len": self._runner.chunk_len, "tenant": tenant}
             prefixes = self.store.prefixes(self.model, self.policy, **facts)  # type: ignore[arg-type]
-            self._shelves[tenant] = Shelf(prefixes, Marks(self.store, prefixes.binding))
-        shelf = self._shelves[tenant]
-        return shelf.split(cache_key) if cache_key else shelf
+            self._prompt_caches[tenant] = PromptCache(prefixes, Marks(self.store, prefixes.binding))
+        cache = self._prompt_caches[tenant]
+        return cache.split(cache_key) if cache_key else cache
 
-    def recent(self, tenant: str) -> Recent:
-        """Requests of a tenant that has a key, or of anybody where no keys are asked for."""
+    def recent(self, tenant: str) -> RecentRequests:
+        """Recent requests of a tenant; without API keys all requests have one tenant."""
         if tenant not in self._recent:
-            self._recent[tenant] = Recent(self.settings.price)
+            self._recent[tenant] = RecentRequests(self.settings.price)
         return self._recent[tenant]
 
     # Limits
 
-    def _enter(self, tenant: str) -> None:
+    def _acquire_slot(self, tenant: str) -> None:
         if self.is_closing:
             raise ApiError(529, "the server is shutting down; send the request again", retry_after_s=1)
         most = self.settings.per_tenant
         if self._running[tenant] >= most:
-            raise ApiError(429, f"{most} requests of yours are being answered already; wait for one", retry_after_s=1)
+            raise ApiError(429, f"{most} requests of this tenant are running; wait for one", retry_after_s=1)
         self._running[tenant] += 1
 
-    def _leave(self, tenant: str) -> None:
+    def _release_slot(self, tenant: str) -> None:
         self._running[tenant] -= 1
 
-    def num_answering(self) -> int:
-        """Requests whose job has not ended: those that count against `--max-per-tenant`."""
+    def num_active(self) -> int:
+        """Requests whose job has not ended, which count against `--max-per-tenant`."""
         return self._running.total()
 
     def close(self) -> None:
         self.is_closing = True
-        self.intake.close()
+        self.preprocessor.close()
         self.scheduler.close()
 
 
-def has_points(policy: Policy, spec: ModelSpec) -> bool:
-    """Whether prompts are compressed at points: not where nothing is lost, nor where the end of the prompt judges."""
+def has_compression_points(policy: Policy, spec: ModelSpec) -> bool:
+    """Whether prompts are compressed at points: not under a lossless policy, nor under question-aware scores."""
     try:
         check_reuse(policy, spec)
     except (PolicyError, ModelError):
@@ -263,4 +267,4 @@ async def _in_time(seconds: float) -> AsyncIterator[None]:
         async with asyncio.timeout(seconds):
             yield
     except TimeoutError:
-        raise late(seconds) from None
+        raise timed_out(seconds) from None

@@ -1,4 +1,4 @@
-"""What an operator decides: sizes, limits, prices."""
+"""Server settings: limits (concurrency, time-outs, sizes), tenants, prices, prompt-cache thresholds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvfold.engine.sampling import Sampling
 from kvfold.errors import InputError
-from kvfold.serve.cache.cache_breakpoints import POINT_TOKENS
+from kvfold.serve.cache.breakpoints import POINT_TOKENS
 from kvfold.serve.cache.usage import Price, min_tokens_of
 
 BODY_BYTES_PER_TOKEN, BODY_BYTES_BESIDE = 32, 64 << 10
@@ -16,18 +16,18 @@ MAX_STOP_CHARS = 1024  # of one stop string
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request, one tenant, and all of them together may take."""
+    """Limits of one request, one tenant and the whole server."""
 
     body_bytes: int | None = None  # None: in proportion to the model's context
     output_tokens: int = 32_768
-    per_tenant: int | None = None  # requests at a time; None: half of `running` where tenants have keys, else all
+    per_tenant: int | None = None  # concurrent requests; None: half of `running` where tenants have keys, else all
     running: int = 64
     waiting: int = 256
     request_s: float = 600.0
-    connections: int | None = None  # at a time; None: 1,024, or what the process's file descriptors allow
-    header_s: float = 10.0  # for the head of a request to come
-    body_s: float = 60.0  # for its body
-    write_s: float = 30.0  # for the client to take what is written
+    connections: int | None = None  # concurrent; None: 1,024, or what the process's file descriptors allow
+    header_s: float = 10.0  # for the request headers to arrive
+    body_s: float = 60.0  # for the body to arrive
+    write_s: float = 30.0  # for the client to read what is written
     shutdown_s: float = 5.0  # from the signal to the end of the process
 
     def __post_init__(self) -> None:
@@ -36,21 +36,21 @@ class Limits:
             raise InputError(f"the limit {low[0]} is {vars(self)[low[0]]}; it must be above 0")
 
     def body_bytes_for(self, max_tokens: int) -> int:
-        """Text has about 4 bytes a token; escaped and in small blocks, JSON has several times as many."""
+        """Text has about 4 bytes a token; escaped JSON in small blocks several times as many."""
         return self.body_bytes or BODY_BYTES_PER_TOKEN * max_tokens + BODY_BYTES_BESIDE
 
 
 @dataclass(frozen=True)
 class Settings:
-    """`names`: what clients may call the model, the first one is its own. `cache_min_tokens` None: by name."""
+    """`names`: model names in the API, the model's own first. `cache_min_tokens`: None looks it up by name."""
 
     names: tuple[str, ...]
     limits: Limits = field(default_factory=Limits)
-    tenants: Mapping[str, str] | None = None  # digest of a key -> tenant; None: no key is asked for
+    tenants: Mapping[str, str] | None = None  # API key digest -> tenant; None: no key is needed
     price: Price | None = None
     cache_min_tokens: int | None = None
-    temperature: float = 1.0  # where a request names none
-    point_tokens: int = POINT_TOKENS  # least distance of two places at which prompts are compressed
+    temperature: float = 1.0  # default of requests
+    point_tokens: int = POINT_TOKENS  # minimum distance of two compression points
     clock: Callable[[], float] | None = None  # seconds since 1970; None: the system's
 
     def __post_init__(self) -> None:
@@ -58,7 +58,7 @@ class Settings:
 
     @property
     def per_tenant(self) -> int:
-        """Requests of one tenant at a time."""
+        """Concurrent requests of one tenant."""
         limits = self.limits
         if limits.per_tenant is not None:
             return limits.per_tenant
@@ -66,7 +66,7 @@ class Settings:
 
     @property
     def num_reserved(self) -> int:
-        """Places to run that are kept for tenants that run nothing; without keys there is one tenant."""
+        """Batch slots reserved for tenants without a running request; without API keys there is one tenant."""
         return int(self.tenants is not None and self.limits.running > 1)
 
     def min_tokens(self, model: str) -> int:

@@ -206,7 +206,7 @@ def test_requests_are_explained(call: Call, folder: Path, tmp_path: Path) -> Non
     assert found["second_after_first"]["reason"]["type"] == "messages_changed"
     text = call(*words).out
     assert "caching pays from request 2 on" in text and "(messages_changed)" in text
-    assert "nothing is cached: its last marker stands at" in call(*words[:3], "--model", folder).out
+    assert "nothing is cached: its last marker is at" in call(*words[:3], "--model", folder).out
     first.write_text(json.dumps({**body(LONG), "max_tokens": -1}), encoding="utf-8")
     done = call(*words)
     assert (done.code, "first.json would be refused: max_tokens" in done.err) == (2, True)

@@ -40,7 +40,7 @@ def test_options_become_settings(tmp_path: Path) -> None:
         (["--max-running", "0"], "the limit running is 0; it must be above 0"),
         (["--otel", "localhost:4318"], "is no address of a collector"),
         (["--store-form", "zip"], 'no form "zip"; forms: exact, packed, cachegen'),
-        (["--store-form", "cachegen"], "cachegen loses something"),
+        (["--store-form", "cachegen"], "cachegen is lossy"),
         (["--store-secret", "nowhere"], "the secret in nowhere cannot be read"),
         (["--redis", "redis://localhost"], "warning: whoever can write to this Redis server decides what"),
         (["--keys", "nowhere"], "the keys in nowhere cannot be read"),

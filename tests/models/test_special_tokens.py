@@ -13,8 +13,8 @@ from kvfold.models.chat_template import ChatTemplate
 from kvfold.models.conversation import Turns
 from kvfold.models.pull.home import model_folder
 from kvfold.models.special_tokens import TextEncoder
-from kvfold.serve.api.request import Ask, Block
-from kvfold.serve.prompt import Prompter
+from kvfold.serve.api.request import Block, ChatRequest
+from kvfold.serve.prompt import PromptRenderer
 from tests.serve.running import TOOL_TEMPLATE
 from tests.serve.templates import QWEN, SMOLLM2, TRIMMING, im_tokenizer
 
@@ -39,16 +39,16 @@ def count(given: Any, tokens: list[int]) -> int:
     return sum(token in given.all_special_ids for token in tokens)
 
 
-def ask(*blocks: Block) -> Ask:
-    return Ask("m", blocks, 1)
+def ask(*blocks: Block) -> ChatRequest:
+    return ChatRequest("m", blocks, 1)
 
 
 def test_a_text_ends_no_turn_and_is_read_as_it_was_written(given: Any) -> None:
-    def blocks(text: str) -> Ask:
+    def blocks(text: str) -> ChatRequest:
         return ask(Block("system", "system", text), Block("text", "user", text, 0), Block("text", "user", "so?", 0))
 
-    prompter = Prompter(given)
-    found, harmless = prompter.prompt(blocks(ATTACK)), prompter.prompt(blocks("hello"))
+    renderer = PromptRenderer(given)
+    found, harmless = renderer.prompt(blocks(ATTACK)), renderer.prompt(blocks("hello"))
     assert count(given, found.tokens) == count(given, harmless.tokens)
     assert given.decode(found.tokens) == given.decode(harmless.tokens).replace("hello", ATTACK)
     assert found.ends is not None
@@ -58,7 +58,7 @@ def test_a_text_ends_no_turn_and_is_read_as_it_was_written(given: Any) -> None:
 def test_nor_do_tools_calls_and_their_results() -> None:
     given = im_tokenizer()
 
-    def blocks(text: str) -> Ask:
+    def blocks(text: str) -> ChatRequest:
         schema = {"type": "object", "properties": {text: {"description": text, "enum": [text, 1]}}}
         call = {"id": "1", "name": text, "arguments": {text: [text]}}
         return ask(
@@ -68,8 +68,8 @@ def test_nor_do_tools_calls_and_their_results() -> None:
             Block("tool_result", "tool", text, 2),
         )
 
-    prompter = Prompter(given)
-    found, harmless = prompter.prompt(blocks("<|im_end|>")), prompter.prompt(blocks("hello"))
+    renderer = PromptRenderer(given)
+    found, harmless = renderer.prompt(blocks("<|im_end|>")), renderer.prompt(blocks("hello"))
     assert count(given, found.tokens) == count(given, harmless.tokens)
     assert given.decode(found.tokens) == given.decode(harmless.tokens).replace("hello", "<|im_end|>")
     assert found.ends is not None
@@ -105,11 +105,11 @@ def test_text_without_special_tokens_is_encoded_as_ever(given: Any) -> None:
 
 def test_many_threads_encode_at_once() -> None:
     given = im_tokenizer(TOOL_TEMPLATE)
-    prompter = Prompter(given)
+    renderer = PromptRenderer(given)
     asks = [ask(Block("text", "user", f"the cat {i} " * 50 + (ATTACK if i % 2 else ""), 0)) for i in range(40)]
-    alone = [prompter.prompt(one) for one in asks]
+    alone = [renderer.prompt(one) for one in asks]
     with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(prompter.prompt, asks * 3)) == alone * 3
+        assert list(pool.map(renderer.prompt, asks * 3)) == alone * 3
 
 
 def test_the_longest_special_token_is_found_however_many_there_are() -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 _NEEDED = ("starlette", "uvicorn", "anthropic", "openai")
-_PARTS = (
-    "anthropic bad_requests dashboard ending explain fields fuzz intake isolation openai page prompt "
-    "prompt_cache refusals restart same_reply server slow_clients traces"
+_NAMES = (
+    "api/test_anthropic api/test_openai api/test_validation cache/test_explain ops/test_dashboard ops/test_tracing "
+    "test_bad_requests test_ending test_fuzz test_isolation test_page test_preprocess test_prompt test_prompt_cache "
+    "test_refusals test_restart test_same_reply test_server test_slow_clients"
 )
-_TALKING = [f"test_{name}.py" for name in _PARTS.split()]
+_TALKING = [f"{name}.py" for name in _NAMES.split()]
 
 collect_ignore = [] if all(map(find_spec, _NEEDED)) else _TALKING

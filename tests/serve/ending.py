@@ -52,7 +52,7 @@ def _serve(wrong: str, limits: dict[str, Any]) -> NoReturn:
     model = tool_model()
     settings = Settings(("tiny",), Limits(**limits), cache_min_tokens=32, temperature=0.0)
     with service_of(model, "full", settings, open_store(model, host_bytes=16 << 20)) as service:
-        code = serve(service, "127.0.0.1", 0, lambda port: print(os.getpid(), port, flush=True), lambda trail: None)
+        code = serve(service, "127.0.0.1", 0, lambda port: print(os.getpid(), port, flush=True), lambda trace: None)
     end_process(code)
 
 

@@ -155,10 +155,10 @@ def _written(body: Any) -> bytes:
 
 def _broken(raw: bytes, rng: Random) -> bytes:
     """Bytes that were cut or changed on their way."""
-    place = rng.randrange(len(raw) + 1)
+    boundary = rng.randrange(len(raw) + 1)
     return rng.choice((
-        raw[:place],
-        raw[:place] + rng.randbytes(rng.randint(1, 3)) + raw[place + 1 :],
+        raw[:boundary],
+        raw[:boundary] + rng.randbytes(rng.randint(1, 3)) + raw[boundary + 1 :],
         raw + raw,
         raw + b"\0",
         b"",

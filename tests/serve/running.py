@@ -101,7 +101,7 @@ def running(
     redis: str | None = None,
     secret: bytes = b"",
     clock: Clock | None = None,
-    on_done: OnDone = lambda trail: None,
+    on_done: OnDone = lambda trace: None,
     **settings: Any,
 ) -> Iterator[Running]:
     """Everything is closed at the end, and every page is back."""

@@ -8,7 +8,7 @@ import pytest
 
 from kvfold.errors import FileError
 from kvfold.serve.api.errors import ApiError
-from kvfold.serve.auth import ANYBODY, read_keys, tenant_of
+from kvfold.serve.auth import DEFAULT_TENANT, read_keys, tenant_of
 
 
 def test_a_file_names_keys_and_tenants(tmp_path: Path) -> None:
@@ -19,10 +19,10 @@ def test_a_file_names_keys_and_tenants(tmp_path: Path) -> None:
     assert tenant_of({"x-api-key": "secret-1"}, keys) == "red"
     assert tenant_of({"authorization": "bearer secret-2"}, keys) == "blue"
     for headers in ({}, {"x-api-key": "secret"}, {"authorization": "Basic secret-1"}, {"authorization": "Bearer "}):
-        with pytest.raises(ApiError, match="missing or not known") as caught:
+        with pytest.raises(ApiError, match="missing or unknown") as caught:
             tenant_of(headers, keys)
         assert caught.value.status == 401
-    assert tenant_of({}, None) == ANYBODY
+    assert tenant_of({}, None) == DEFAULT_TENANT
 
 
 @pytest.mark.parametrize(

@@ -43,42 +43,42 @@ def test_the_bodies_of_these_tests_are_valid(server: Running, path: str) -> None
 @pytest.mark.parametrize("path", BODIES)
 def test_half_a_character_is_refused_wherever_a_text_can_stand(server: Running, path: str) -> None:
     body = BODIES[path]
-    texts = [place for place in leaves(body) if isinstance(at(body, place), str)]
+    texts = [boundary for boundary in leaves(body) if isinstance(at(body, boundary), str)]
     assert len(texts) >= 3
-    for place in texts:
-        answer = call(server, path, replaced(body, place, at(body, place) + "\ud83d"))
-        assert "surrogate" in check_refused(answer, path), place
-    for place in objects(body):
-        answer = call(server, path, replaced(body, (*place, "x\udc00"), 1))
-        assert "surrogate" in check_refused(answer, path), place
+    for boundary in texts:
+        answer = call(server, path, replaced(body, boundary, at(body, boundary) + "\ud83d"))
+        assert "surrogate" in check_refused(answer, path), boundary
+    for boundary in objects(body):
+        answer = call(server, path, replaced(body, (*boundary, "x\udc00"), 1))
+        assert "surrogate" in check_refused(answer, path), boundary
 
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("number", NUMBERS, ids=lambda text: text[:6])
 def test_numbers_that_no_machine_holds_are_refused_anywhere(server: Running, path: str, number: str) -> None:
-    for place in leaves(BODIES[path]):
-        raw = json.dumps(replaced(BODIES[path], place, HOLE)).replace(f'"{HOLE}"', number)
+    for boundary in leaves(BODIES[path]):
+        raw = json.dumps(replaced(BODIES[path], boundary, HOLE)).replace(f'"{HOLE}"', number)
         check_refused(call(server, path, raw), path)
 
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("depth", [120, 600, 960, 12_000])
 def test_deep_nesting_is_refused_anywhere(server: Running, path: str, depth: int) -> None:
-    places = list(leaves(BODIES[path])) if depth < 1000 else [("model",)]
-    for place in places:
+    boundaries = list(leaves(BODIES[path])) if depth < 1000 else [("model",)]
+    for boundary in boundaries:
         for opens, closes in (("[", "]"), ('{"a":', "}")):
             deep = opens * depth + "0" + closes * depth
-            raw = json.dumps(replaced(BODIES[path], place, HOLE)).replace(f'"{HOLE}"', deep)
-            assert "nested" in check_refused(call(server, path, raw), path), place
+            raw = json.dumps(replaced(BODIES[path], boundary, HOLE)).replace(f'"{HOLE}"', deep)
+            assert "nested" in check_refused(call(server, path, raw), path), boundary
 
 
 @pytest.mark.parametrize("path", BODIES)
 def test_a_key_that_comes_twice_is_refused(server: Running, path: str) -> None:
-    for place in objects(BODIES[path]):
-        marked = replaced(BODIES[path], (*place, HOLE), 0)
-        name = next(iter(at(BODIES[path], place)))
+    for boundary in objects(BODIES[path]):
+        marked = replaced(BODIES[path], (*boundary, HOLE), 0)
+        name = next(iter(at(BODIES[path], boundary)))
         raw = json.dumps(marked).replace(f'"{HOLE}"', json.dumps(name))
-        assert "twice" in check_refused(call(server, path, raw), path), place
+        assert "twice" in check_refused(call(server, path, raw), path), boundary
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_an_exception_in_a_handler_is_a_500_in_the_vendors_shape(
     def broken(*_: Any) -> None:
         raise RecursionError("a secret")
 
-    monkeypatch.setattr(server.service.prompter, "prompt", broken)
+    monkeypatch.setattr(server.service.renderer, "prompt", broken)
     message = check_refused(call(server, path, BODIES[path]), path, 500)
     assert "secret" not in message
 
@@ -293,7 +293,7 @@ def test_an_exception_in_a_stream_ends_it_with_an_error_in_the_vendors_shape(
     def broken(*_: Any) -> None:
         raise RecursionError("a secret")
 
-    monkeypatch.setattr("kvfold.serve.api.tool_calls.CallReader.add", broken)
+    monkeypatch.setattr("kvfold.serve.api.tool_calls.ToolCallParser.add", broken)
     answer = call(server, path, {**BODIES[path], "stream": True})
     assert answer.status == 200
     assert '"the server failed; its log says why"' in answer.text

@@ -52,7 +52,7 @@ def test_nothing_is_reused_across_cache_keys(server: Running) -> None:
     for key in keys:
         cached, computed_not = chat(server, **key)
         assert 0 < cached <= computed_not
-    assert len(server.service._shelves) <= 3, "keys leave nothing behind in the process"
+    assert len(server.service._prompt_caches) <= 3, "keys leave nothing behind in the process"
 
 
 def test_load_and_counters_need_a_key(server: Running) -> None:
@@ -93,7 +93,7 @@ def test_what_is_forged_is_not_served_where_there_is_a_secret(redis_server: Redi
 def test_a_lossy_encoding_is_refused(model: Model) -> None:
     """What was computed would be served at first, and what was lost in it after a restart."""
     store = PrefixStore([HostTier(1 << 20)], form="cachegen")
-    refused = pytest.raises(InputError, match="cachegen loses something: a reply over a stored prefix would differ")
+    refused = pytest.raises(InputError, match="cachegen is lossy: replies after a cache hit would differ")
     with refused, service_of(model, "full", Settings(("tiny",)), store):
         pass
 

@@ -20,7 +20,7 @@ def occupy(server: Running) -> tuple[Event, Event]:
         released.wait()
 
     service = server.service
-    service._enter("another")
+    service._acquire_slot("another")
     source = PlainSource(service._new_sequence, 3)
     service.scheduler.submit(Job([1, 2, 3], source, listen, max_new_tokens=2))
     return stopped, released

@@ -17,9 +17,9 @@ import pytest
 
 from kvfold.serve import app
 from kvfold.serve.api.errors import ApiError
-from kvfold.serve.api.request import Ask, Block
-from kvfold.serve.preprocess import SMALL_BYTES, Intake
-from kvfold.serve.prompt import Prompter
+from kvfold.serve.api.request import Block, ChatRequest
+from kvfold.serve.preprocess import SMALL_BYTES, Preprocessor
+from kvfold.serve.prompt import PromptRenderer
 from kvfold.serve.settings import Limits
 from tests.serve.asking import TENANTS, get, until
 from tests.serve.running import Running, running, tool_model
@@ -34,12 +34,12 @@ LARGE = SMALL_BYTES + 1
 # Lines
 
 
-def run(*steps: Callable[[Intake], Any], limits: Limits | None = None) -> None:
+def run(*steps: Callable[[Preprocessor], Any], limits: Limits | None = None) -> None:
     async def all_of_it() -> None:
-        intake = Intake(limits or Limits())
+        preprocessor = Preprocessor(limits or Limits())
         for step in steps:
-            await step(intake)
-        intake.close()
+            await step(preprocessor)
+        preprocessor.close()
 
     asyncio.run(asyncio.wait_for(all_of_it(), 60))
 
@@ -47,10 +47,10 @@ def run(*steps: Callable[[Intake], Any], limits: Limits | None = None) -> None:
 def test_tenants_take_turns_and_one_burst_holds_nobody_up() -> None:
     order, gate = list[str](), Event()
 
-    async def burst(intake: Intake) -> None:
-        first = [asyncio.create_task(intake.run("a", 1, gate.wait)) for _ in range(2)]
+    async def burst(preprocessor: Preprocessor) -> None:
+        first = [asyncio.create_task(preprocessor.run("a", 1, gate.wait)) for _ in range(2)]
         rest = [
-            asyncio.create_task(intake.run(name[0], 1, lambda name=name: order.append(name)))  # type: ignore[misc]
+            asyncio.create_task(preprocessor.run(name[0], 1, lambda name=name: order.append(name)))  # type: ignore[misc]
             for name in ("a1", "a2", "a3", "b1")
         ]
         await asyncio.sleep(0)
@@ -64,10 +64,10 @@ def test_tenants_take_turns_and_one_burst_holds_nobody_up() -> None:
 def test_large_bodies_have_threads_of_their_own() -> None:
     gate = Event()
 
-    async def both(intake: Intake) -> None:
-        large = [asyncio.create_task(intake.run("a", LARGE, gate.wait)) for _ in range(9)]
+    async def both(preprocessor: Preprocessor) -> None:
+        large = [asyncio.create_task(preprocessor.run("a", LARGE, gate.wait)) for _ in range(9)]
         await asyncio.sleep(0)
-        assert await intake.run("a", 1, lambda: "small") == "small"
+        assert await preprocessor.run("a", 1, lambda: "small") == "small"
         gate.set()
         await asyncio.gather(*large)
 
@@ -77,20 +77,20 @@ def test_large_bodies_have_threads_of_their_own() -> None:
 def test_lines_are_bounded_for_a_tenant_and_for_all() -> None:
     gate = Event()
 
-    async def crowd(intake: Intake) -> None:
-        mine = [asyncio.create_task(intake.run("a", 1, gate.wait)) for _ in range(4)]
+    async def crowd(preprocessor: Preprocessor) -> None:
+        mine = [asyncio.create_task(preprocessor.run("a", 1, gate.wait)) for _ in range(4)]
         await asyncio.sleep(0)
         with pytest.raises(ApiError, match="4 requests of yours") as caught:
-            await intake.run("a", 1, gate.wait)
+            await preprocessor.run("a", 1, gate.wait)
         assert (caught.value.status, caught.value.retry_after_s) == (429, 1)
-        others = [asyncio.create_task(intake.run("b", 1, gate.wait))]
+        others = [asyncio.create_task(preprocessor.run("b", 1, gate.wait))]
         await asyncio.sleep(0)
         with pytest.raises(ApiError, match="3 requests wait") as caught:
-            await intake.run("c", LARGE, gate.wait)
+            await preprocessor.run("c", LARGE, gate.wait)
         assert caught.value.status == 529
         gate.set()
         await asyncio.gather(*mine, *others)
-        assert await intake.run("a", 1, lambda: 7) == 7
+        assert await preprocessor.run("a", 1, lambda: 7) == 7
 
     run(crowd, limits=Limits(per_tenant=4, waiting=3))
 
@@ -98,15 +98,15 @@ def test_lines_are_bounded_for_a_tenant_and_for_all() -> None:
 def test_what_nobody_waits_for_is_not_begun_and_its_thread_is_not_lost() -> None:
     gate, begun = Event(), list[int]()
 
-    async def gone(intake: Intake) -> None:
+    async def gone(preprocessor: Preprocessor) -> None:
         for _ in range(3):
-            busy = [asyncio.create_task(intake.run("a", 1, gate.wait)) for _ in range(2)]
-            waiting = [asyncio.create_task(intake.run("b", 1, lambda: begun.append(1))) for _ in range(3)]
+            busy = [asyncio.create_task(preprocessor.run("a", 1, gate.wait)) for _ in range(2)]
+            waiting = [asyncio.create_task(preprocessor.run("b", 1, lambda: begun.append(1))) for _ in range(3)]
             await asyncio.sleep(0.01)
             for task in (*waiting, busy[0]):  # one of them works on, with nobody to hear
                 task.cancel()
             await asyncio.gather(*waiting, busy[0], return_exceptions=True)
-            last = asyncio.create_task(intake.run("c", 1, lambda: 7))
+            last = asyncio.create_task(preprocessor.run("c", 1, lambda: 7))
             await asyncio.sleep(0.01)
             assert not last.done(), "the thread of the cancelled one is still busy"
             gate.set()
@@ -122,17 +122,20 @@ def test_what_nobody_waits_for_is_not_begun_and_its_thread_is_not_lost() -> None
 
 
 def test_prompts_that_can_only_be_too_long_are_not_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
-    prompter = Prompter(im_tokenizer(), 1024)
-    monkeypatch.setattr(prompter, "_render", None)
+    renderer = PromptRenderer(im_tokenizer(), 1024)
+    monkeypatch.setattr(renderer, "_render", None)
     tool = Block("tool", data={"name": "look", "description": "", "parameters": {}})
     with pytest.raises(ApiError, match=r"its 1025 blocks take at least 1025 tokens > 1024 maximum"):
-        prompter.prompt(Ask("m", [Block("text", "user", "a", 0)] * 1025, 1))
+        renderer.prompt(ChatRequest("m", [Block("text", "user", "a", 0)] * 1025, 1))
     with pytest.raises(ApiError, match=r"its 129 blocks take at least 1032 tokens > 1024 maximum"):
-        prompter.prompt(Ask("m", [tool] * 129, 1))
+        renderer.prompt(ChatRequest("m", [tool] * 129, 1))
     longest = len("<|im_start|>")
-    for ask in (Ask("m", [Block("text", "user", "a" * 12289, 0)], 1), Ask("m", (), 1, raw_text="a" * 12289)):
+    for ask in (
+        ChatRequest("m", [Block("text", "user", "a" * 12289, 0)], 1),
+        ChatRequest("m", (), 1, raw_text="a" * 12289),
+    ):
         with pytest.raises(ApiError, match=rf"its 12289 characters are more than the {1024 * longest} that 1024"):
-            prompter.prompt(ask)
+            renderer.prompt(ask)
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +161,7 @@ def test_a_long_body_is_refused_before_it_comes(server: Running) -> None:
     assert server.service.body_bytes == limit
     status, text = answer(server, "content-length: 30000000")
     assert status == 413
-    assert f"the body has 30000000 bytes or more; at most {limit} are read" in text
+    assert f"the body has 30000000 bytes or more; the limit is {limit}" in text
 
 
 def test_a_body_of_unknown_length_is_counted_as_it_comes(server: Running) -> None:
@@ -198,25 +201,25 @@ def test_large_bodies_are_not_decoded_in_the_event_loop(server: Running, monkeyp
     status, text, _ = get(server, "/v1/messages/count_tokens", body, **JSON, **{"x-api-key": "key-a"})
     assert status == 200, text
     assert json.loads(text)["input_tokens"] > 500 * 10
-    assert [name.rpartition("_")[0] for name in threads] == ["kvfold-intake-small"]
+    assert [name.rpartition("_")[0] for name in threads] == ["kvfold-preprocess-small"]
 
 
 @contextmanager
-def held(server: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Ask]]:
+def held(server: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ChatRequest]]:
     """Prompts wait until the end; yields those that were begun."""
-    gate, begun, prompt = Event(), list[Ask](), server.service.prompter.prompt
+    gate, begun, prompt = Event(), list[ChatRequest](), server.service.renderer.prompt
 
-    def slow(ask: Ask) -> Any:
+    def slow(ask: ChatRequest) -> Any:
         begun.append(ask)
         assert gate.wait(60)
         return prompt(ask)
 
-    monkeypatch.setattr(server.service.prompter, "prompt", slow)
+    monkeypatch.setattr(server.service.renderer, "prompt", slow)
     try:
         yield begun
     finally:
         gate.set()
-        monkeypatch.setattr(server.service.prompter, "prompt", prompt)
+        monkeypatch.setattr(server.service.renderer, "prompt", prompt)
 
 
 def asked(server: Running, path: str, key: str = "key-a") -> HTTPConnection:
@@ -228,17 +231,17 @@ def asked(server: Running, path: str, key: str = "key-a") -> HTTPConnection:
 def test_counting_waits_in_line_like_any_request_and_is_dropped_with_its_client(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    intake = server.service.intake
+    preprocessor = server.service.preprocessor
     with held(server, monkeypatch) as begun:
         busy = [asked(server, "/v1/messages/count_tokens") for _ in range(2)]
         until(lambda: len(begun) == 2)
         gone = [asked(server, path) for path in ("/v1/messages/count_tokens",) * 2]
-        until(lambda: intake._small.num_waiting == 2)
+        until(lambda: preprocessor._small.num_waiting == 2)
         status, text, headers = get(server, "/v1/messages/count_tokens", COUNT, **JSON, **{"x-api-key": "key-a"})
         assert (status, headers["retry-after"]) == (429, "1"), text
         for connection in gone:
             connection.close()
-        until(lambda: intake._small.num_waiting == 0)
+        until(lambda: preprocessor._small.num_waiting == 0)
         assert get(server, "/health")[0] == 200, "others are served meanwhile"
     for connection in busy:
         assert connection.getresponse().status == 200

@@ -9,8 +9,8 @@ from transformers import AutoTokenizer
 
 from kvfold.models.pull.home import model_folder
 from kvfold.serve.api.errors import ApiError
-from kvfold.serve.api.request import Ask, Block
-from kvfold.serve.prompt import Prompter
+from kvfold.serve.api.request import Block, ChatRequest
+from kvfold.serve.prompt import PromptRenderer
 from tests import tiny
 from tests.serve.running import TOOL_TEMPLATE
 
@@ -28,13 +28,13 @@ def tokenizer(template: str = TOOL_TEMPLATE) -> Any:
     return found
 
 
-def ask(*blocks: Block) -> Ask:
-    return Ask("m", blocks, 1)
+def ask(*blocks: Block) -> ChatRequest:
+    return ChatRequest("m", blocks, 1)
 
 
 def texts(given: Any, *blocks: Block) -> list[str]:
     """What stands up to each block's end."""
-    prompt = Prompter(given).prompt(ask(*blocks))
+    prompt = PromptRenderer(given).prompt(ask(*blocks))
     assert prompt.ends is not None
     return [given.decode(prompt.tokens[:end]) for end in prompt.ends]
 
@@ -62,18 +62,18 @@ def test_texts_of_one_message_are_joined_by_lines() -> None:
 
 
 def test_a_longer_conversation_begins_with_the_tokens_of_a_shorter_one() -> None:
-    prompter, blocks = Prompter(tokenizer()), [TOOL, SYSTEM, USER, ANSWER, CALL, RESULT]
-    whole = prompter.prompt(ask(*blocks))
+    renderer, blocks = PromptRenderer(tokenizer()), [TOOL, SYSTEM, USER, ANSWER, CALL, RESULT]
+    whole = renderer.prompt(ask(*blocks))
     assert whole.ends is not None
     for count in (3, 6):
-        part = prompter.prompt(ask(*blocks[:count]))
+        part = renderer.prompt(ask(*blocks[:count]))
         assert part.ends == whole.ends[:count]
         assert part.tokens[: part.ends[-1]] == whole.tokens[: part.ends[-1]]
 
 
 def test_a_template_that_rewrites_texts_is_used_as_it_is_and_keeps_no_blocks_apart() -> None:
     given = tokenizer("{% for m in messages %}[{{ m['content'] | reverse }}]{% endfor %}")
-    prompt = Prompter(given).prompt(ask(Block("text", "user", "the cat", 0)))
+    prompt = PromptRenderer(given).prompt(ask(Block("text", "user", "the cat", 0)))
     assert prompt.ends is None
     assert given.decode(prompt.tokens) == "[tac eht]"
     trimming = tokenizer("{% for m in messages %}[{{ m['content'] | trim | upper }}]{% endfor %}")
@@ -82,11 +82,11 @@ def test_a_template_that_rewrites_texts_is_used_as_it_is_and_keeps_no_blocks_apa
 
 def test_what_a_template_does_not_take_is_refused() -> None:
     with pytest.raises(ApiError, match="no chat template; use /v1/completions"):
-        Prompter(tokenizer("")).prompt(ask(USER))
+        PromptRenderer(tokenizer("")).prompt(ask(USER))
     with pytest.raises(ApiError, match="chat template has no tools"):
-        Prompter(tokenizer(tiny.TEMPLATE)).prompt(ask(TOOL, USER))
-    with pytest.raises(ApiError, match="does not take them: only one"):
-        Prompter(tokenizer("{{ raise_exception('only one') }}")).prompt(ask(USER))
+        PromptRenderer(tokenizer(tiny.TEMPLATE)).prompt(ask(TOOL, USER))
+    with pytest.raises(ApiError, match="rejects them: only one"):
+        PromptRenderer(tokenizer("{{ raise_exception('only one') }}")).prompt(ask(USER))
 
 
 @pytest.mark.model
@@ -98,7 +98,7 @@ def test_real_templates_give_the_tokens_they_give_elsewhere(name: str) -> None:
     given = AutoTokenizer.from_pretrained(folder)
     messages = [{"role": block.role, "content": block.text} for block in (SYSTEM, USER, ANSWER, AGAIN)]
     expected = given.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-    found = Prompter(given).prompt(ask(SYSTEM, USER, ANSWER, AGAIN))
+    found = PromptRenderer(given).prompt(ask(SYSTEM, USER, ANSWER, AGAIN))
     assert found.tokens == expected
     assert found.ends is not None
     assert len(set(found.ends)) == 4

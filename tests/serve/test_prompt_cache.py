@@ -220,7 +220,7 @@ def test_usage_has_a_cost(server: Running) -> None:
     assert found.usage.cost_usd == pytest.approx((1.25 * written + plain) * 5e-6 + 4 * 25e-6)
 
 
-# Diagnoses
+# Diagnostics
 
 
 def diagnosed(server: Running, previous: str | None, name: str = "15 ", **options: Any) -> Any:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvfold.models import special_tokens
-from kvfold.serve.api.request import Ask, Block
-from kvfold.serve.prompt import Prompter
+from kvfold.serve.api.request import Block, ChatRequest
+from kvfold.serve.prompt import PromptRenderer
 from tests.serve.templates import QWEN, im_tokenizer
 
 USER = Block("text", "user", "go", 0)
@@ -33,12 +33,12 @@ def texts(count: int) -> list[Block]:
 
 
 class Counted:
-    """Renderings and tokenized characters of a prompter."""
+    """Renderings and tokenized characters of a renderer."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.prompter = Prompter(im_tokenizer(QWEN))
+        self.renderer = PromptRenderer(im_tokenizer(QWEN))
         self.num_renderings = self.num_characters = 0
-        tokenizer, call = self.prompter._tokenizer, special_tokens._call
+        tokenizer, call = self.renderer._tokenizer, special_tokens._call
         render = tokenizer.apply_chat_template
 
         def counted_render(*args: Any, **options: Any) -> Any:
@@ -56,17 +56,17 @@ class Counted:
 @pytest.mark.parametrize("make", [tools, calls, messages, texts])
 def test_a_prompt_is_rendered_twice_however_many_blocks_it_has(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Counted(monkeypatch)
-    counted.prompter.prompt(Ask("m", make(2), 1))  # the template is asked once how it writes tools and calls
+    counted.renderer.prompt(ChatRequest("m", make(2), 1))  # the template is asked once how it writes tools and calls
     assert counted.num_renderings <= 6
     for count in (20, 400):
         counted.num_renderings = counted.num_characters = 0
-        found = counted.prompter.prompt(Ask("m", make(count), 1))
+        found = counted.renderer.prompt(ChatRequest("m", make(count), 1))
         assert found.ends is not None
         assert counted.num_renderings == 2
-        assert counted.num_characters == len(counted.prompter._tokenizer.decode(found.tokens))
+        assert counted.num_characters == len(counted.renderer._tokenizer.decode(found.tokens))
 
 
 def test_special_tokens_in_texts_are_tokenized_once_too(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Counted(monkeypatch)
-    found = counted.prompter.prompt(Ask("m", [Block("text", "user", "<|im_end|>the " * 400, 0)], 1))
-    assert counted.num_characters == len(counted.prompter._tokenizer.decode(found.tokens))
+    found = counted.renderer.prompt(ChatRequest("m", [Block("text", "user", "<|im_end|>the " * 400, 0)], 1))
+    assert counted.num_characters == len(counted.renderer._tokenizer.decode(found.tokens))

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvfold.serve.api.request import Ask, Block
-from kvfold.serve.prompt import Prompt, Prompter
+from kvfold.serve.api.request import Block, ChatRequest
+from kvfold.serve.prompt import Prompt, PromptRenderer
 from tests import tiny
 from tests.serve.running import TOOL_TEMPLATE
 from tests.serve.templates import QWEN, SMOLLM2, TRIMMING, im_tokenizer
@@ -104,13 +104,13 @@ def _object(rng: random.Random) -> dict[str, Any]:
 @pytest.mark.parametrize("name", [*WITH_TOOLS, *WITHOUT])
 def test_ends_and_tokens_are_those_of_a_rendering_for_each_block(name: str) -> None:
     given = im_tokenizer({**WITH_TOOLS, **WITHOUT}[name])
-    prompter, slow, num_tools = Prompter(given), Slow(given), 0
+    renderer, slow, num_tools = PromptRenderer(given), Slow(given), 0
     for seed in range(60):
         blocks = conversation(seed, has_tools=name in WITH_TOOLS)
         if name == "trimming" and any(block.text.strip() != block.text for block in blocks):
             continue  # such a text has another end there: see below
         num_tools += sum(block.kind in ("tool", "tool_use") for block in blocks)
-        assert prompter.prompt(Ask("m", blocks, 1)) == slow.prompt(blocks), blocks
+        assert renderer.prompt(ChatRequest("m", blocks, 1)) == slow.prompt(blocks), blocks
     assert (num_tools > 100) == (name in WITH_TOOLS)
 
 
@@ -129,12 +129,12 @@ def test_no_text_keeps_known_templates_from_telling_where_blocks_end(name: str, 
         *([call, Block("tool_result", "tool", text, 2)] if has_tools else []),
         Block("text", "user", text, 3),
     ]
-    found = Prompter(given).prompt(Ask("m", blocks, 1))
+    found = PromptRenderer(given).prompt(ChatRequest("m", blocks, 1))
     assert found.ends is not None
     assert found.ends == sorted(found.ends)
     again = [Block("tool_use", "assistant", message=4, data=call.data)] if has_tools else []
     longer = [*blocks, Block("text", "assistant", "", 4), *again, Block("text", "user", "c ", 5)]
-    more = Prompter(given).prompt(Ask("m", longer, 1))
+    more = PromptRenderer(given).prompt(ChatRequest("m", longer, 1))
     assert more.ends is not None
     assert more.ends[: len(blocks)] == found.ends
     assert more.tokens[: found.ends[-1]] == found.tokens[: found.ends[-1]]
@@ -147,6 +147,8 @@ def test_a_template_that_takes_one_call_in_a_message_tells_where_texts_end() -> 
         "{{ c | tojson }}{% endfor %}{% endfor %}"
     )
     call = Block("tool_use", "assistant", message=1, data={"id": "1", "name": "look", "arguments": {}})
-    found = Prompter(given).prompt(Ask("m", [Block("text", "user", "a", 0), call, Block("text", "user", "b", 2)], 1))
+    found = PromptRenderer(given).prompt(
+        ChatRequest("m", [Block("text", "user", "a", 0), call, Block("text", "user", "b", 2)], 1)
+    )
     assert found.ends is not None, "a call that cannot be marked ends with what is before it"
     assert found.ends[0] == found.ends[1]

@@ -21,13 +21,21 @@ from kvfold.engine.runner import Runner
 from kvfold.engine.task import Task
 from kvfold.models.loader import Model
 from kvfold.policy.policy import Policy
-from kvfold.serve.api.request import Ask, Block
-from kvfold.serve.cache.cache_breakpoints import Mark, Place, Plan, anthropic_plan, openai_plan, places_of, points_of
-from kvfold.serve.cache.prompt_cache import Shelf
+from kvfold.serve.api.request import Block, ChatRequest
+from kvfold.serve.cache.breakpoints import (
+    Boundary,
+    CachePlan,
+    CacheWrite,
+    anthropic_plan,
+    boundaries_of,
+    compression_points,
+    openai_plan,
+)
+from kvfold.serve.cache.prompt_cache import PromptCache
 from kvfold.serve.cache.source import CachedSource, PlainSource
-from kvfold.serve.prompt import Prompter
+from kvfold.serve.prompt import PromptRenderer
 from kvfold.store import DeviceTier, DiskTier, HostTier, PrefixStore
-from kvfold.store.cache_markers import Marks
+from kvfold.store.markers import Marks
 from kvfold.store.tiers.base import ByteTier
 from tests.serve.running import running, tool_model
 
@@ -80,14 +88,14 @@ class Bench:
     def __init__(self, model: Model, policy: str, store: PrefixStore) -> None:
         self.model, self.policy, self.store = model, Policy.parse(policy), store
         self.runner = Runner(model.hf, model.spec, model.arena, chunk_len=CHUNK)
-        self.prompter = Prompter(model.tokenizer)
-        self._shelves: dict[str, Shelf] = {}
+        self.renderer = PromptRenderer(model.tokenizer)
+        self._prompt_caches: dict[str, PromptCache] = {}
 
-    def reply(self, ask: Ask, tenant: str, *, openai: bool = False, num_new: int = 5) -> Replied:
-        prompt = self.prompter.prompt(ask)
-        places = places_of(ask, prompt, ask.model)
-        plan = openai_plan(places, 32, TTL_S, is_implicit=True) if openai else anthropic_plan(places, 32)
-        points = points_of(places, POINT_TOKENS)
+    def reply(self, ask: ChatRequest, tenant: str, *, openai: bool = False, num_new: int = 5) -> Replied:
+        prompt = self.renderer.prompt(ask)
+        boundaries = boundaries_of(ask, prompt, ask.model)
+        plan = openai_plan(boundaries, 32, TTL_S, is_implicit=True) if openai else anthropic_plan(boundaries, 32)
+        points = compression_points(boundaries, POINT_TOKENS)
         source = self.source(tenant, prompt.tokens, plan, points)
         task = self.task(prompt.tokens, source)
         while task.is_prefilling:
@@ -98,18 +106,18 @@ class Bench:
             tokens.append(int(out_V.argmax()))
             out_V = self.runner.decode([task.sequence], tokens[-1:])[0]
         task.end("cancelled")
-        return Replied(source.bill.num_read, task.num_reused, logits_V, tokens)
+        return Replied(source.usage.num_read, task.num_reused, logits_V, tokens)
 
     def task(self, tokens: list[int], source: CachedSource | PlainSource) -> Task:
         return Task(Job(tokens, source, lambda event: None), self.runner, self.model.tokenizer, in_chunks=False)
 
-    def source(self, tenant: str, tokens: list[int], plan: Plan, points: list[int]) -> CachedSource | PlainSource:
-        if not plan.marks:
+    def source(self, tenant: str, tokens: list[int], plan: CachePlan, points: list[int]) -> CachedSource | PlainSource:
+        if not plan.writes:
             return PlainSource(lambda: self.runner.new_sequence(self.policy), len(tokens), points=points)
-        if tenant not in self._shelves:
+        if tenant not in self._prompt_caches:
             prefixes = self.store.prefixes(self.model, self.policy, prefill_len=CHUNK, tenant=tenant)
-            self._shelves[tenant] = Shelf(prefixes, Marks(self.store, prefixes.binding))
-        return CachedSource(self._shelves[tenant], tokens, plan, 0.0, now, points)
+            self._prompt_caches[tenant] = PromptCache(prefixes, Marks(self.store, prefixes.binding))
+        return CachedSource(self._prompt_caches[tenant], tokens, plan, 0.0, now, points)
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +125,7 @@ def model() -> Iterator[Model]:
     yield tool_model()
 
 
-def asked(turn: int, *, marks: str = "sl") -> Ask:
+def asked(turn: int, *, marks: str = "sl") -> ChatRequest:
     """The conversation up to a turn, with markers on the system text and on the last block."""
     blocks = [Block("system", "system", SYSTEM, ttl_s=TTL_S if "s" in marks else None)]
     for i in range(turn + 1):
@@ -125,7 +133,7 @@ def asked(turn: int, *, marks: str = "sl") -> Ask:
         blocks.append(Block("text", "user", TURNS[i], 2 * i, ttl_s=ttl_s))
         if i < turn:
             blocks.append(Block("text", "assistant", ANSWERS[i], 2 * i + 1))
-    return Ask("tiny", blocks, 8)
+    return ChatRequest("tiny", blocks, 8)
 
 
 @contextmanager
@@ -185,7 +193,7 @@ def test_prompts_that_openai_caches_unasked_and_tools_reply_as_cold(model: Model
     talks = [[tool, *plain], [tool, *ended], [tool, *ended, *call, *result]]
     with benching(model, "keydiff + 2x") as bench:
         for number, blocks in enumerate(talks):
-            ask = Ask("tiny", blocks, 8)
+            ask = ChatRequest("tiny", blocks, 8)
             hit = bench.reply(ask, "one", openai=True)
             assert bench.store.flush()
             assert (hit.num_read > 0, hit.num_reused > 0) == (number > 0, number > 0)
@@ -195,13 +203,13 @@ def test_prompts_that_openai_caches_unasked_and_tools_reply_as_cold(model: Model
 def test_a_marker_behind_a_point_counts_in_full_and_is_served_from_the_point(model: Model) -> None:
     with benching(model, "keydiff + 2x") as bench:
         first = asked(0)
-        short = Ask(
+        short = ChatRequest(
             "tiny", [*first.blocks, Block("text", "assistant", "ok", 1), Block("text", "user", "go", 2, ttl_s=TTL_S)], 8
         )
         bench.reply(first, "one")
         bench.reply(short, "one")
         assert bench.store.flush()
-        ends = bench.prompter.prompt(short).ends
+        ends = bench.renderer.prompt(short).ends
         assert ends is not None
         again = bench.reply(short, "one")
         assert (again.num_read, again.num_reused) == (ends[-1], ends[1])
@@ -211,11 +219,11 @@ def test_a_marker_behind_a_point_counts_in_full_and_is_served_from_the_point(mod
 def test_other_blocks_of_the_same_tokens_are_another_prompt(model: Model) -> None:
     """One is compressed where the other is not; neither takes what the other stored."""
     with benching(model, "keydiff + 70tok") as bench:
-        tokens, places = (
+        tokens, boundaries = (
             [i % 90 for i in range(300)],
-            [Place(end, bytes([end % 251]) * 32, "messages") for end in (80, 150, 280)],
+            [Boundary(end, bytes([end % 251]) * 32, "messages") for end in (80, 150, 280)],
         )
-        plan = Plan(places, places[-1:], [Mark(places[-1], TTL_S)])
+        plan = CachePlan(boundaries, boundaries[-1:], [CacheWrite(boundaries[-1], TTL_S)])
         for points, expected in (([80, 150, 280], 0), ([150, 280], 0), ([80, 150, 280], 280), ([150, 280], 280)):
             source = bench.source("one", tokens, plan, points)
             begun = source.begin()
@@ -231,9 +239,9 @@ def test_a_bound_holds_in_a_long_conversation(model: Model) -> None:
     """At each point; what follows the last one is shorter than the distance of two, and the template's own."""
     blocks = [Block("text", "user" if i % 2 == 0 else "assistant", TURNS[i % 4], i) for i in range(7)]
     with benching(model, "keydiff + 80tok") as bench:
-        prompt = bench.prompter.prompt(Ask("tiny", blocks, 8))
-        points = points_of(places_of(Ask("tiny", blocks, 8), prompt, ""), POINT_TOKENS)
-        task = bench.task(prompt.tokens, bench.source("", prompt.tokens, Plan(), points))
+        prompt = bench.renderer.prompt(ChatRequest("tiny", blocks, 8))
+        points = compression_points(boundaries_of(ChatRequest("tiny", blocks, 8), prompt, ""), POINT_TOKENS)
+        task = bench.task(prompt.tokens, bench.source("", prompt.tokens, CachePlan(), points))
         assert len(points) > 4
         while task.is_prefilling:
             task.prefill(lambda: False)
@@ -244,8 +252,8 @@ def test_a_bound_holds_in_a_long_conversation(model: Model) -> None:
 
 @given(st.lists(st.integers(0, 90), max_size=30), st.integers(1, 80), st.integers(0, 30))
 def test_a_longer_prompt_has_the_points_of_a_shorter_one(lens: list[int], least: int, num_first: int) -> None:
-    places = [Place(end, b"", "messages") for end in accumulate(lens)]
-    whole, first = points_of(places, least), points_of(places[:num_first], least)
+    boundaries = [Boundary(end, b"", "messages") for end in accumulate(lens)]
+    whole, first = compression_points(boundaries, least), compression_points(boundaries[:num_first], least)
     assert whole[: len(first)] == first
     assert all(after - before >= least for before, after in pairwise([0, *whole]))
     assert sum(lens) - (whole[-1] if whole else 0) < least

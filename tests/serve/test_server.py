@@ -89,7 +89,7 @@ def test_one_tenant_has_so_many_requests_at_a_time() -> None:
         other = server.anthropic_as("key-b").messages.create(model="tiny", max_tokens=2, messages=HELLO)
         assert other.usage.output_tokens == 2
         stream.close()
-        until(lambda: server.service.num_answering() == 0)
+        until(lambda: server.service.num_active() == 0)
         assert server.anthropic.messages.create(model="tiny", max_tokens=2, messages=HELLO).usage.output_tokens == 2
 
 
@@ -173,7 +173,7 @@ def test_failures_inside_are_told_without_details(server: Running, monkeypatch: 
     def broken(*_: Any) -> None:
         raise RuntimeError("secret")
 
-    monkeypatch.setattr(server.service.prompter, "prompt", broken)
+    monkeypatch.setattr(server.service.renderer, "prompt", broken)
     with pytest.raises(anthropic.InternalServerError) as caught:
         server.anthropic.messages.create(**ENDLESS)
     assert "secret" not in str(caught.value)

@@ -8,22 +8,22 @@ from typing import Any
 
 import pytest
 
-from kvfold.engine.jobs import Began, Ended, Event, Job, Wrote
+from kvfold.engine.jobs import Began, Ended, Event, Wrote
 from kvfold.serve.api.anthropic import MessagesBody
 from kvfold.serve.api.anthropic_reply import MessageWriter
 from kvfold.serve.api.openai import OpenAIBody
 from kvfold.serve.api.openai_chat import ChatWriter
 from kvfold.serve.api.openai_responses import ResponseWriter
-from kvfold.serve.api.request import Ask, Block
-from kvfold.serve.cache.cache_breakpoints import Plan
+from kvfold.serve.api.request import Block, ChatRequest
+from kvfold.serve.cache.breakpoints import CachePlan
 from kvfold.serve.cache.source import PlainSource
 from kvfold.serve.reply import Reply
-from kvfold.serve.service import Service, Start
+from kvfold.serve.service import RequestContext, Service
 from kvfold.serve.settings import Settings
 from tests import tiny
 
 TEXT = 'I look.\n<tool_call>{"name": "look", "arguments": {"at": "é"}}</tool_call>'
-ASK = Ask("tiny", [Block("tool", data={"name": "look", "description": "", "parameters": {}})], 50)
+ASK = ChatRequest("tiny", [Block("tool", data={"name": "look", "description": "", "parameters": {}})], 50)
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +39,17 @@ async def _collected(service: Service, make: Callable[..., Any], body: Any, is_s
     for event in (Began(0), *written, Ended("eos", 9)):
         events.put_nowait(event)
     source = PlainSource(service._new_sequence, 7)
-    job = Job([1], source, lambda event: None)
-    reply = Reply(service, ASK, Start("t", 0.0), job, events, source, Plan(), is_cut=False)
+    reply = Reply(
+        ASK,
+        RequestContext("t", 0.0),
+        events,
+        source,
+        CachePlan(),
+        metrics=service.metrics,
+        cancel=lambda: None,
+        timeout_s=60.0,
+        is_cut=False,
+    )
     await reply.begin()
     writer = make(service, body, reply)
     return [event async for event in writer.events()] if is_streamed else await writer.whole()

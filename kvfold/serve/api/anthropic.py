@@ -1,4 +1,4 @@
-"""Anthropic's Messages API, from JSON to a request: blocks, markers, and what is refused."""
+"""Anthropic's Messages API: parses and validates requests (content blocks, `cache_control` markers, tools)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from kvfold.engine.sampling import Sampling
 from kvfold.serve.api.errors import bad_request
-from kvfold.serve.api.request import Ask, Block, Role, check_calls
+from kvfold.serve.api.request import Block, ChatRequest, Role, check_calls
 from kvfold.serve.api.validation import Fields, Neutral, Only, check_names, tool_name
 from kvfold.serve.settings import Settings
 
@@ -39,9 +39,9 @@ _NEUTRAL_TEXT: dict[str, Neutral] = {"citations": Only("citations are not suppor
 
 @dataclass(frozen=True)
 class MessagesBody:
-    """A request for a message. `previous_id` is of use where `is_diagnosed`."""
+    """`previous_id`: `diagnostics.previous_message_id`, used where `is_diagnosed`."""
 
-    ask: Ask
+    request: ChatRequest
     is_streamed: bool = False
     is_diagnosed: bool = False
     previous_id: str | None = None
@@ -67,28 +67,28 @@ def read_messages(data: object, settings: Settings) -> MessagesBody:
     body.end()
     if max_tokens == 0 and is_streamed:
         raise bad_request("stream: a request with max_tokens 0 has nothing to stream; leave stream out")
-    ask = Ask(model, blocks, max_tokens, sampling, stop, tool_choice)
-    return MessagesBody(ask, is_streamed, diagnostics is not None, previous_id)
+    request = ChatRequest(model, blocks, max_tokens, sampling, stop, tool_choice)
+    return MessagesBody(request, is_streamed, diagnostics is not None, previous_id)
 
 
 def check_version(headers: Mapping[str, str]) -> None:
-    """A client that names none is served as the latest."""
+    """A missing version means the latest."""
     found = headers.get("anthropic-version")
     if found is not None and found not in VERSIONS:
         told = f"anthropic-version: one of {', '.join(VERSIONS)} is required"
         raise bad_request(f'{told}, not "{found[:80]}"', logged=told)
 
 
-def read_count(data: object) -> Ask:
+def read_count(data: object) -> ChatRequest:
     """POST /v1/messages/count_tokens."""
     body = Fields(data)
     model, blocks, tool_choice = _prompt_fields(body)
     body.end()
-    return Ask(model, blocks, 0, tool_choice=tool_choice)
+    return ChatRequest(model, blocks, 0, tool_choice=tool_choice)
 
 
 def _prompt_fields(body: Fields) -> tuple[str, list[Block], str]:
-    """What both take."""
+    """Fields of both endpoints."""
     model = body.text("model")
     body.neutral(NEUTRAL)
     blocks = [*_tools(body), *_system(body), *_messages(body)]
@@ -118,7 +118,7 @@ def _tool_choice(body: Fields) -> str:
 
 
 def _ttl(fields: Fields) -> float | None:
-    """Of a marker in this object, if there is one."""
+    """Time to live of this object's cache marker, if it has one."""
     marker = fields.object("cache_control")
     if marker is None:
         return None
@@ -137,7 +137,7 @@ def _check_markers(blocks: list[Block]) -> None:
 
 
 def _mark_last(blocks: list[Block], ttl_s: float) -> list[Block]:
-    """The automatic marker, on the last block; there is one, since no message is empty."""
+    """Put the top-level (automatic) marker on the last block; there is one, since no message is empty."""
     *before, last = blocks
     if last.ttl_s == ttl_s:
         return blocks
@@ -187,7 +187,7 @@ def _messages(body: Fields) -> list[Block]:
     found: list[Block] = []
     number = -1
     for i, item in enumerate(items):
-        number += i == 0 or roles[i] != roles[i - 1]  # messages of one role in a row are one turn
+        number += i == 0 or roles[i] != roles[i - 1]  # consecutive messages of one role are one message
         found += _content(item, roles[i], number)
         item.end()
     return found
@@ -239,8 +239,8 @@ def _text(block: Fields, kind: Any, role: Role, number: int) -> Block:
 
 
 def _result(block: Fields) -> tuple[str, float | None]:
-    """The text that the model is shown, and the marker's time to live: one in the content stands at the block's end,
-    since a run of results is one place. Templates have no word for errors, so `Error: ` is put before their text."""
+    """Text of a tool result, and its marker's time to live: one in the content counts for the block's end, since a run
+    of results has one boundary. Chat templates have no error flag, so `Error: ` is put before an error's text."""
     content, ttl_s, is_error = block.take("content"), _ttl(block), block.flag("is_error", False)
     if content is not None and not isinstance(content, str | list):
         block.refuse("content", "a string or a list of text blocks is required")
@@ -261,5 +261,5 @@ def _ended(fields: Fields, block: Block) -> Block:
 
 
 def arguments_text(arguments: object) -> str:
-    """A call's arguments as JSON, as clients get them."""
+    """A tool call's arguments as JSON text."""
     return json.dumps(arguments, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API, from a reply to JSON and to server-sent events, which all have names."""
+"""Anthropic's Messages API: writes replies as JSON or as named server-sent events."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from kvfold.serve.api.anthropic import MessagesBody, arguments_text
 from kvfold.serve.api.errors import ApiError
-from kvfold.serve.api.tool_calls import Call
+from kvfold.serve.api.tool_calls import ToolCall
 from kvfold.serve.cache.diagnostics import fingerprint
 from kvfold.serve.reply import Reply
 from kvfold.serve.service import Service
@@ -21,44 +21,44 @@ class MessageWriter:
     def __init__(self, service: Service, body: MessagesBody, reply: Reply) -> None:
         self._service, self._body, self._reply = service, body, reply
         self._id = f"msg_{reply.id}"
-        self._diagnosis = self._diagnose()
+        self._diagnostics = self._cache_diagnostics()
 
-    def _diagnose(self) -> Json | None:
-        reply, diagnoses = self._reply, self._service.diagnoses
-        num_cached = reply.bill.num_read + reply.bill.num_written
-        mine = fingerprint(reply.ask, reply.start.tenant, reply.plan.places, num_cached)
-        reason = diagnoses.reason(self._body.previous_id, mine, reply.bill.num_read)
-        diagnoses.keep(self._id, mine)
+    def _cache_diagnostics(self) -> Json | None:
+        reply, diagnostics = self._reply, self._service.diagnostics
+        num_cached = reply.usage.num_read + reply.usage.num_written
+        mine = fingerprint(reply.request, reply.context.tenant, reply.plan.boundaries, num_cached)
+        reason = diagnostics.reason(self._body.previous_id, mine, reply.usage.num_read)
+        diagnostics.keep(self._id, mine)
         return {"cache_miss_reason": reason} if self._body.is_diagnosed else None
 
     def message(self, content: list[Json]) -> Json:
-        """Complete, or, with no content, as it starts."""
+        """The complete message; with empty content, that of `message_start`."""
         found: Json = {
             "id": self._id,
             "type": "message",
             "role": "assistant",
-            "model": self._reply.ask.model,
+            "model": self._reply.request.model,
             "content": content,
             "stop_reason": self._stop_reason,
             "stop_sequence": None if self._reply.end is None else self._reply.end.stop,
             "usage": self.usage(),
         }
-        return found if self._diagnosis is None else {**found, "diagnostics": self._diagnosis}
+        return found if self._diagnostics is None else {**found, "diagnostics": self._diagnostics}
 
     def usage(self) -> Json:
-        paid, num_output = self._reply.bill, self._reply.num_output
+        usage, num_output = self._reply.usage, self._reply.num_output
         found: Json = {
-            "input_tokens": paid.num_plain,
-            "cache_creation_input_tokens": paid.num_written,
-            "cache_read_input_tokens": paid.num_read,
+            "input_tokens": usage.num_plain,
+            "cache_creation_input_tokens": usage.num_written,
+            "cache_read_input_tokens": usage.num_read,
             "cache_creation": {
-                "ephemeral_5m_input_tokens": paid.num_short,
-                "ephemeral_1h_input_tokens": paid.num_long,
+                "ephemeral_5m_input_tokens": usage.num_short,
+                "ephemeral_1h_input_tokens": usage.num_long,
             },
             "output_tokens": num_output,
         }
         price = self._service.settings.price
-        return found if price is None else {**found, "cost_usd": price.cost(paid, num_output)}
+        return found if price is None else {**found, "cost_usd": price.cost(usage, num_output)}
 
     @property
     def _stop_reason(self) -> str | None:
@@ -74,7 +74,7 @@ class MessageWriter:
     async def whole(self) -> Json:
         content: list[Json] = []
         async for part in self._reply.parts():
-            if isinstance(part, Call):
+            if isinstance(part, ToolCall):
                 content.append(_tool_use(part, part.arguments))
             elif content and content[-1]["type"] == "text":
                 content[-1]["text"] += part
@@ -83,11 +83,11 @@ class MessageWriter:
         return self.message(content)
 
     async def events(self) -> AsyncIterator[Json]:
-        """Each with its name under "type"."""
+        """Each has its SSE name under "type"."""
         yield {"type": "message_start", "message": self.message([])}
         index, is_open = 0, False
         async for part in self._reply.parts():
-            if isinstance(part, Call):
+            if isinstance(part, ToolCall):
                 if is_open:
                     yield {"type": "content_block_stop", "index": index}
                     index += 1
@@ -113,7 +113,7 @@ class MessageWriter:
         return {"type": "error", "error": {"type": error.kind, "message": str(error)}}
 
 
-def _call_events(call: Call, index: int) -> list[Json]:
+def _call_events(call: ToolCall, index: int) -> list[Json]:
     return [
         _block_start(index, _tool_use(call, {})),
         _delta(index, {"type": "input_json_delta", "partial_json": arguments_text(call.arguments)}),
@@ -121,7 +121,7 @@ def _call_events(call: Call, index: int) -> list[Json]:
     ]
 
 
-def _tool_use(call: Call, arguments: Json) -> Json:
+def _tool_use(call: ToolCall, arguments: Json) -> Json:
     return {"type": "tool_use", "id": f"toolu_{call.id}", "name": call.name, "input": arguments}
 
 

@@ -1,4 +1,4 @@
-"""What a request is answered with when it cannot be served; each wire format has its own shape for it."""
+"""HTTP errors of the API: status, Anthropic's error type, OpenAI's code, retry-after."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from http import HTTPStatus
 
 from kvfold.errors import KvfoldError
 
-# Names of Anthropic's errors by status; OpenAI's clients go by the status alone.
+# Anthropic's error types by status; OpenAI's clients go by the status alone.
 KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -26,10 +26,9 @@ MAX_MESSAGE = 1000
 
 
 class ApiError(KvfoldError):
-    """An answer other than 200. `retry_after_s` tells clients when to come back.
+    """A response other than 200. Messages quote client input, so they are made printable here.
 
-    Messages quote what clients send, so they are made printable here, once. `logged` is the message without values
-    that a client chose: those may be text of a prompt, which is never logged. `code` is OpenAI's.
+    `logged` is the message without client input, which may be prompt text and is never logged. `code` is OpenAI's.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What OpenAI's endpoints share: sampling, tools, the prompt cache's options, usage."""
+"""OpenAI request fields shared by chat completions, completions and responses: sampling, tools, prompt cache, usage."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvfold.engine.sampling import Sampling
-from kvfold.serve.api.request import Ask, Block, Role
+from kvfold.serve.api.request import Block, ChatRequest, Role
 from kvfold.serve.api.validation import Fields, Neutral, Only, check_names, tool_name
-from kvfold.serve.cache.cache_breakpoints import Place, Plan, openai_plan
-from kvfold.serve.cache.usage import WRITE_SHORT, Bill
+from kvfold.serve.cache.breakpoints import Boundary, CachePlan, openai_plan
+from kvfold.serve.cache.usage import WRITE_SHORT, Usage
 from kvfold.serve.settings import Settings
 
 Json = dict[str, Any]
@@ -39,26 +39,26 @@ _NEUTRAL_PART: dict[str, Neutral] = {  # of a reply that is sent back
 
 
 @dataclass(frozen=True)
-class Caching:
-    """`key` separates prompts that would otherwise share a cache."""
+class CacheOptions:
+    """`prompt_cache_options` and `prompt_cache_key` (`key`): requests of different keys share no cache."""
 
     is_implicit: bool = True
     ttl_s: float = TTL_S["30m"]
     key: str = ""
 
-    def plan(self, places: Sequence[Place], min_tokens: int) -> Plan:
-        return openai_plan(places, min_tokens, self.ttl_s, is_implicit=self.is_implicit)
+    def plan(self, boundaries: Sequence[Boundary], min_tokens: int) -> CachePlan:
+        return openai_plan(boundaries, min_tokens, self.ttl_s, is_implicit=self.is_implicit)
 
 
 @dataclass(frozen=True)
 class OpenAIBody:
-    """A request; `caching` None caches nothing. `shows_usage`: in a stream, at its end."""
+    """A request; `cache_options` None: no caching. `shows_usage`: at the end of a stream."""
 
-    ask: Ask
-    caching: Caching | None
+    request: ChatRequest
+    cache_options: CacheOptions | None
     is_streamed: bool = False
     shows_usage: bool = False
-    echo: Json = field(default_factory=dict)  # fields of the request that the answer repeats
+    echo: Json = field(default_factory=dict)  # request fields repeated in the response
 
 
 def read_sampling(body: Fields, settings: Settings) -> Sampling:
@@ -68,25 +68,25 @@ def read_sampling(body: Fields, settings: Settings) -> Sampling:
     return Sampling(temperature, 0, top_p, secrets.randbits(63) if seed is None else seed & ((1 << 63) - 1))
 
 
-def read_caching(body: Fields, ttls: Iterable[str]) -> Caching:
+def read_cache_options(body: Fields, ttls: Iterable[str]) -> CacheOptions:
     key = body.text("prompt_cache_key", "")
     options = body.object("prompt_cache_options")
     if options is None:
-        return Caching(key=key)
+        return CacheOptions(key=key)
     mode = options.choice("mode", ("implicit", "explicit"), "implicit")
     ttl = options.choice("ttl", ttls, "30m")
     options.end()
-    return Caching(mode == "implicit", TTL_S[ttl], key)
+    return CacheOptions(mode == "implicit", TTL_S[ttl], key)
 
 
 def read_who(body: Fields) -> Json:
-    """Fields that are for the client's own books."""
+    """Fields without effect, for the client's own bookkeeping."""
     who: Json = {name: body.optional_text(name) for name in ("user", "safety_identifier")}
     return {**who, "metadata": body.pairs("metadata")}
 
 
 def read_stream(body: Fields) -> tuple[bool, bool]:
-    """Whether the reply is streamed, and whether usage is told at the stream's end."""
+    """`stream`, and whether usage is sent at the end of the stream."""
     is_streamed, options = body.flag("stream", False), body.object("stream_options")
     if options is None:
         return is_streamed, False
@@ -99,7 +99,7 @@ def read_stream(body: Fields) -> tuple[bool, bool]:
 
 
 def read_tools(body: Fields, *, is_nested: bool) -> list[Block]:
-    """Functions; chat completions nest their definition."""
+    """Function tools; chat completions nest their definition (`is_nested`)."""
     found = []
     for i, item in enumerate(body.items("tools")):
         tool = Fields(item, f"tools.{i}")
@@ -125,11 +125,11 @@ def read_tool_choice(body: Fields) -> str:
     return found
 
 
-Parts = list[tuple[str, bool]]  # texts, and whether an explicit breakpoint stands on each
+Parts = list[tuple[str, bool]]  # texts, and whether each has an explicit breakpoint
 
 
 def text_parts(message: Fields, kinds: tuple[str, ...], name: str = "content") -> Parts:
-    """Of the field of that name; it is required."""
+    """Text parts of a required field."""
     content = message.require(name)
     if isinstance(content, str):
         return [(content, False)]
@@ -159,7 +159,7 @@ def text_blocks(parts: Parts, role: Role, number: int) -> list[Block]:
 
 
 def result_block(parts: Parts, call_id: str, number: int) -> Block:
-    """A breakpoint on any part stands at the result's end, since a run of results is one place."""
+    """A breakpoint on any part counts for the result's end, since a run of results has one boundary."""
     text, ttl_s = "\n".join(text for text, _ in parts), _ttl(any(marked for _, marked in parts))
     return Block("tool_result", "tool", text, number, {"id": call_id}, ttl_s)
 
@@ -169,7 +169,7 @@ def _ttl(is_marked: bool) -> float | None:
 
 
 def without_empty(blocks: Sequence[Block]) -> list[Block]:
-    """Empty texts are left out beside others of their message; a message that is empty stays."""
+    """Drop empty texts of messages that have other content; keep one of an empty message."""
     filled = {block.message for block in blocks if block.text or block.kind in ("tool_use", "tool_result")}
     kept, empty = list[Block](), set[int]()
     for block in blocks:
@@ -183,7 +183,7 @@ def without_empty(blocks: Sequence[Block]) -> list[Block]:
 
 
 def numbered(roles: Sequence[str]) -> list[int]:
-    """Of each message its number: leading system messages are before 0, and a role in a row is one message."""
+    """Message indices: -1 for leading system messages; consecutive messages of one role share an index."""
     found: list[int] = []
     number, before = -1, ""
     for role in roles:
@@ -195,13 +195,13 @@ def numbered(roles: Sequence[str]) -> list[int]:
     return found
 
 
-def with_cost(usage: Json, settings: Settings, paid: Bill, num_output: int) -> Json:
-    """OpenAI has one price for writing, whatever the lifetime."""
+def with_cost(found: Json, settings: Settings, usage: Usage, num_output: int) -> Json:
+    """OpenAI has one price for cache writes, whatever their time to live."""
     if settings.price is None:
-        return usage
+        return found
     price = replace(settings.price, long_factor=WRITE_SHORT)
-    return {**usage, "cost_usd": price.cost(paid, num_output)}
+    return {**found, "cost_usd": price.cost(usage, num_output)}
 
 
-def has_explicit(ask: Ask) -> bool:
-    return any(block.ttl_s is not None for block in ask.blocks)
+def has_explicit(request: ChatRequest) -> bool:
+    return any(block.ttl_s is not None for block in request.blocks)

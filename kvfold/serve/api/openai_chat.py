@@ -1,4 +1,4 @@
-"""OpenAI's chat completions."""
+"""OpenAI's chat completions API: parses requests, writes replies as JSON or server-sent events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvfold.serve.api.openai import (
     OpenAIBody,
     Parts,
     numbered,
-    read_caching,
+    read_cache_options,
     read_sampling,
     read_stream,
     read_tool_choice,
@@ -28,9 +28,9 @@ from kvfold.serve.api.openai import (
     with_cost,
     without_empty,
 )
-from kvfold.serve.api.request import Ask, Block, check_calls
+from kvfold.serve.api.request import Block, ChatRequest, check_calls
 from kvfold.serve.api.strict_json import InvalidJson, parse_json
-from kvfold.serve.api.tool_calls import Call
+from kvfold.serve.api.tool_calls import ToolCall
 from kvfold.serve.api.validation import Fields, Neutral, Only, tool_name
 from kvfold.serve.reply import Reply
 from kvfold.serve.service import Service
@@ -59,16 +59,16 @@ def read_chat(data: object, settings: Settings) -> OpenAIBody:
     sampling, stop = read_sampling(body, settings), body.texts("stop", 4)
     body.neutral(CHAT_NEUTRAL)
     read_who(body)
-    caching = read_caching(body, ("30m",))
+    cache_options = read_cache_options(body, ("30m",))
     blocks = [*read_tools(body, is_nested=True), *_messages(body)]
     tool_choice = read_tool_choice(body)
     body.end()
-    ask = Ask(model, blocks, max_tokens, sampling, stop, tool_choice)
-    return OpenAIBody(ask, caching, is_streamed, shows_usage)
+    request = ChatRequest(model, blocks, max_tokens, sampling, stop, tool_choice)
+    return OpenAIBody(request, cache_options, is_streamed, shows_usage)
 
 
 def _max_tokens(body: Fields, most: int) -> int:
-    """Under the new name or the old one."""
+    """`max_completion_tokens`, or the deprecated `max_tokens`."""
     if body.has("max_completion_tokens") and body.has("max_tokens"):
         body.refuse("max_tokens", "max_completion_tokens is given too; leave one out")
     name, other = "max_completion_tokens", "max_tokens"
@@ -84,7 +84,7 @@ def _messages(body: Fields) -> list[Block]:
     if not roles or roles[-1] == "assistant":
         raise bad_request("messages: at least one is required, and the last must not be the assistant's")
     found: list[Block] = []
-    names: dict[str, str] = {}  # of called tools, by the id of the call
+    names: dict[str, str] = {}  # call id -> tool name
     for item, role, number in zip(items, roles, numbered(roles), strict=True):
         blocks = [_result(item, names, number)] if role == "tool" else _message(item, role, number)
         names |= {block.data["id"]: block.data["name"] for block in blocks if block.kind == "tool_use"}
@@ -111,7 +111,7 @@ def _message(message: Fields, role: Any, number: int) -> list[Block]:
 
 
 def _named(message: Fields, parts: Parts) -> Parts:
-    """A participant's name is put before the text, since chat templates have no place for it."""
+    """A participant's name is put before the text, since chat templates have no field for it."""
     name = message.optional_text("name")
     if name is None:
         return parts
@@ -143,16 +143,16 @@ def parse_arguments(fields: Fields) -> Json:
     return found
 
 
-def usage(service: Service, reply: Reply) -> Json:
-    """Of chat and of text completions."""
-    paid, num_output = reply.bill, reply.num_output
+def usage_json(service: Service, reply: Reply) -> Json:
+    """`usage` of chat and text completions."""
+    usage, num_output = reply.usage, reply.num_output
     found: Json = {
-        "prompt_tokens": paid.num_tokens,
+        "prompt_tokens": usage.num_tokens,
         "completion_tokens": num_output,
-        "total_tokens": paid.num_tokens + num_output,
-        "prompt_tokens_details": {"cached_tokens": paid.num_read, "cache_write_tokens": paid.num_written},
+        "total_tokens": usage.num_tokens + num_output,
+        "prompt_tokens_details": {"cached_tokens": usage.num_read, "cache_write_tokens": usage.num_written},
     }
-    return with_cost(found, service.settings, paid, num_output)
+    return with_cost(found, service.settings, usage, num_output)
 
 
 def finish_reason(reply: Reply) -> str | None:
@@ -171,13 +171,13 @@ class ChatWriter:
         self._created = int(time.time())
 
     def _head(self, kind: str) -> Json:
-        model = self._reply.ask.model
+        model = self._reply.request.model
         return {"id": f"chatcmpl-{self._reply.id}", "object": kind, "created": self._created, "model": model}
 
     async def whole(self) -> Json:
         texts, calls = [], []
         async for part in self._reply.parts():
-            if isinstance(part, Call):
+            if isinstance(part, ToolCall):
                 calls.append(_call_out(part))
             else:
                 texts.append(part)
@@ -187,7 +187,7 @@ class ChatWriter:
         return {
             **self._head("chat.completion"),
             "choices": [choice],
-            "usage": usage(self._service, self._reply),
+            "usage": usage_json(self._service, self._reply),
         }
 
     def _chunk(self, delta: Json, reason: str | None = None) -> Json:
@@ -198,7 +198,7 @@ class ChatWriter:
         yield self._chunk({"role": "assistant", "content": ""})
         num_calls = 0
         async for part in self._reply.parts():
-            if isinstance(part, Call):
+            if isinstance(part, ToolCall):
                 yield self._chunk({"tool_calls": [{"index": num_calls, **_call_out(part)}]})
                 num_calls += 1
             else:
@@ -208,7 +208,7 @@ class ChatWriter:
             yield {
                 **self._head("chat.completion.chunk"),
                 "choices": [],
-                "usage": usage(self._service, self._reply),
+                "usage": usage_json(self._service, self._reply),
             }
 
     def failed(self, error: ApiError) -> Json:
@@ -216,10 +216,10 @@ class ChatWriter:
 
 
 def failed_event(error: ApiError) -> Json:
-    """Of chat and of text completions."""
+    """Error event of chat and text completions."""
     return {"error": {"message": str(error), "type": error.kind, "param": None, "code": error.status}}
 
 
-def _call_out(call: Call) -> Json:
+def _call_out(call: ToolCall) -> Json:
     function = {"name": call.name, "arguments": arguments_text(call.arguments)}
     return {"id": f"call_{call.id}", "type": "function", "function": function}

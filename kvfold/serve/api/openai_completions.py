@@ -1,4 +1,4 @@
-"""OpenAI's text completions: a prompt that goes in as it is."""
+"""OpenAI's text completions API: the prompt is tokenized without a chat template."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kvfold.serve.api.openai import (
     NEUTRAL,
     Json,
     OpenAIBody,
-    read_caching,
+    read_cache_options,
     read_sampling,
     read_stream,
     read_who,
 )
-from kvfold.serve.api.openai_chat import failed_event, finish_reason, usage
-from kvfold.serve.api.request import Ask, Block
+from kvfold.serve.api.openai_chat import failed_event, finish_reason, usage_json
+from kvfold.serve.api.request import Block, ChatRequest
 from kvfold.serve.api.validation import Fields, Neutral, Only
 from kvfold.serve.reply import Reply
 from kvfold.serve.service import Service
@@ -44,10 +44,10 @@ def read_completion(data: object, settings: Settings) -> OpenAIBody:
     sampling, stop = read_sampling(body, settings), body.texts("stop", 4)
     body.neutral(COMPLETION_NEUTRAL)
     read_who(body)
-    caching = read_caching(body, ("30m",))
+    cache_options = read_cache_options(body, ("30m",))
     body.end()
-    ask = Ask(model, [Block("text", "user", prompt, 0)], max_tokens, sampling, stop, raw_text=prompt)
-    return OpenAIBody(ask, caching, is_streamed, shows_usage)
+    request = ChatRequest(model, [Block("text", "user", prompt, 0)], max_tokens, sampling, stop, raw_text=prompt)
+    return OpenAIBody(request, cache_options, is_streamed, shows_usage)
 
 
 def _prompt(body: Fields) -> str:
@@ -72,19 +72,19 @@ class CompletionWriter:
         return {**self._head(), "choices": [choice]}
 
     def _head(self) -> Json:
-        model = self._reply.ask.model
+        model = self._reply.request.model
         return {"id": f"cmpl-{self._reply.id}", "object": "text_completion", "created": self._created, "model": model}
 
     async def whole(self) -> Json:
         text = "".join([str(part) async for part in self._reply.parts()])
-        return {**self._completion(text, finish_reason(self._reply)), "usage": usage(self._service, self._reply)}
+        return {**self._completion(text, finish_reason(self._reply)), "usage": usage_json(self._service, self._reply)}
 
     async def events(self) -> AsyncIterator[Json]:
         async for part in self._reply.parts():
             yield self._completion(str(part), None)
         yield self._completion("", finish_reason(self._reply))
         if self._body.shows_usage:
-            yield {**self._head(), "choices": [], "usage": usage(self._service, self._reply)}
+            yield {**self._head(), "choices": [], "usage": usage_json(self._service, self._reply)}
 
     def failed(self, error: ApiError) -> Json:
         return failed_event(error)

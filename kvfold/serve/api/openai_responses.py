@@ -1,4 +1,4 @@
-"""OpenAI's Responses, without anything kept between two of them."""
+"""OpenAI's Responses API, stateless: parses requests, writes replies as JSON or named server-sent events."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvfold.serve.api.openai import (
     Json,
     OpenAIBody,
     numbered,
-    read_caching,
+    read_cache_options,
     read_sampling,
     read_stream,
     read_tool_choice,
@@ -27,8 +27,8 @@ from kvfold.serve.api.openai import (
     without_empty,
 )
 from kvfold.serve.api.openai_chat import ROLES, parse_arguments
-from kvfold.serve.api.request import Ask, Block, check_calls
-from kvfold.serve.api.tool_calls import Call
+from kvfold.serve.api.request import Block, ChatRequest, check_calls
+from kvfold.serve.api.tool_calls import ToolCall
 from kvfold.serve.api.validation import Fields, Neutral, Only, tool_name
 from kvfold.serve.reply import Reply
 from kvfold.serve.service import Service
@@ -74,18 +74,18 @@ def read_response(data: object, settings: Settings) -> OpenAIBody:
     body.neutral(RESPONSE_NEUTRAL)
     echo = {"max_output_tokens": limit, "instructions": body.peek("instructions"), **read_who(body)}
     model, blocks, tool_choice = _read_prompt(body)
-    caching = read_caching(body, ("30m", "12h"))
+    cache_options = read_cache_options(body, ("30m", "12h"))
     body.end()
-    ask = Ask(model, blocks, most if limit is None else limit, sampling, (), tool_choice)
-    return OpenAIBody(ask, caching, is_streamed, echo={**echo, "prompt_cache_key": caching.key or None})
+    request = ChatRequest(model, blocks, most if limit is None else limit, sampling, (), tool_choice)
+    return OpenAIBody(request, cache_options, is_streamed, echo={**echo, "prompt_cache_key": cache_options.key or None})
 
 
-def read_input_tokens(data: object) -> Ask:
+def read_input_tokens(data: object) -> ChatRequest:
     """POST /v1/responses/input_tokens."""
     body = Fields(data)
     model, blocks, tool_choice = _read_prompt(body)
     body.end()
-    return Ask(model, blocks, 0, tool_choice=tool_choice)
+    return ChatRequest(model, blocks, 0, tool_choice=tool_choice)
 
 
 def _read_prompt(body: Fields) -> tuple[str, list[Block], str]:
@@ -135,7 +135,7 @@ def _item(item: Fields, kind: str, role: Any, number: int) -> list[Block]:
 
 
 class ResponseWriter:
-    """One reply as a response; the output is one message, and the calls of tools between its texts."""
+    """One reply as a response; texts are message items, tool calls are function_call items."""
 
     def __init__(self, service: Service, body: OpenAIBody, reply: Reply) -> None:
         self._service, self._body, self._reply = service, body, reply
@@ -144,14 +144,14 @@ class ResponseWriter:
         self._output: list[Json] = []
 
     def _response(self, status: str) -> Json:
-        ask, is_done = self._reply.ask, self._reply.end is not None
+        request, is_done = self._reply.request, self._reply.end is not None
         details = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
             "id": f"resp_{self._reply.id}",
             "object": "response",
             "created_at": self._created,
             "status": status,
-            "model": ask.model,
+            "model": request.model,
             "output": list(self._output),
             "error": None,
             "incomplete_details": details,
@@ -162,25 +162,25 @@ class ResponseWriter:
             "service_tier": "default",
             "text": {"format": {"type": "text"}},
             "truncation": "disabled",
-            "tool_choice": ask.tool_choice,
-            "tools": [{"type": "function", "strict": False, **block.data} for block in ask.tools],
-            "temperature": ask.sampling.temperature,
-            "top_p": ask.sampling.top_p,
+            "tool_choice": request.tool_choice,
+            "tools": [{"type": "function", "strict": False, **block.data} for block in request.tools],
+            "temperature": request.sampling.temperature,
+            "top_p": request.sampling.top_p,
             "store": False,
             **self._body.echo,
             "usage": self._usage() if is_done else None,
         }
 
     def _usage(self) -> Json:
-        paid, num_output = self._reply.bill, self._reply.num_output
+        usage, num_output = self._reply.usage, self._reply.num_output
         found: Json = {
-            "input_tokens": paid.num_tokens,
-            "input_tokens_details": {"cached_tokens": paid.num_read, "cache_write_tokens": paid.num_written},
+            "input_tokens": usage.num_tokens,
+            "input_tokens_details": {"cached_tokens": usage.num_read, "cache_write_tokens": usage.num_written},
             "output_tokens": num_output,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": paid.num_tokens + num_output,
+            "total_tokens": usage.num_tokens + num_output,
         }
-        return with_cost(found, self._service.settings, paid, num_output)
+        return with_cost(found, self._service.settings, usage, num_output)
 
     @property
     def _status(self) -> str:
@@ -188,7 +188,7 @@ class ResponseWriter:
 
     async def whole(self) -> Json:
         async for part in self._reply.parts():
-            if isinstance(part, Call):
+            if isinstance(part, ToolCall):
                 self._output.append(_call_item(part, "completed"))
             elif self._output and self._output[-1]["type"] == "message":
                 self._output[-1]["content"][0]["text"] += part
@@ -207,12 +207,12 @@ class ResponseWriter:
         return {"type": f"response.{kind}", "sequence_number": next(self._numbers), **more}
 
     async def events(self) -> AsyncIterator[Json]:
-        """Each with its name under "type", and a number."""
+        """Each has its SSE name under "type", and a sequence number."""
         yield self._event("created", response=self._response("in_progress"))
         yield self._event("in_progress", response=self._response("in_progress"))
-        text: str | None = None  # of the message that is open
+        text: str | None = None  # of the message item being streamed
         async for part in self._reply.parts():
-            if isinstance(part, Call):
+            if isinstance(part, ToolCall):
                 for event in (*self._close(text), *self._called(part)):
                     yield event
                 text = None
@@ -246,7 +246,7 @@ class ResponseWriter:
         ]
 
     def _close(self, text: str | None) -> list[Json]:
-        """The message that is open, if one is, becomes part of the output."""
+        """Add the message item being streamed, if any, to the output."""
         if text is None:
             return []
         index, item = len(self._output), self._message(text, "completed")
@@ -258,7 +258,7 @@ class ResponseWriter:
         self._output.append(item)
         return found
 
-    def _called(self, call: Call) -> list[Json]:
+    def _called(self, call: ToolCall) -> list[Json]:
         index, item = len(self._output), _call_item(call, "completed")
         where = {"item_id": item["id"], "output_index": index}
         started = {**item, "arguments": "", "status": "in_progress"}
@@ -275,7 +275,7 @@ def _text_part(text: str) -> Json:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _call_item(call: Call, status: str) -> Json:
+def _call_item(call: ToolCall, status: str) -> Json:
     arguments = arguments_text(call.arguments)
     names = {"id": f"fc_{call.id}", "call_id": f"call_{call.id}", "name": call.name}
     return {"type": "function_call", **names, "arguments": arguments, "status": status}

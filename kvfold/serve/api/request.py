@@ -1,7 +1,6 @@
-"""A request in no vendor's words: blocks in the order in which they are rendered, and how to reply.
+"""A chat request independent of the vendor's format: content blocks in render order, sampling, tools, stop strings.
 
-The order is that of Anthropic's contract: tools, then system, then messages. A block is the unit that a cache marker
-can stand on.
+The order is Anthropic's: tools, system, messages. A cache marker (`cache_control`) is set on a block.
 """
 
 from __future__ import annotations
@@ -20,11 +19,10 @@ Section = Literal["tools", "system", "messages"]
 
 @dataclass(frozen=True)
 class Block:
-    """`message` counts messages; tools and the leading system text are before message 0.
+    """`message`: index of its message; -1 for tools and the leading system text.
 
     `data`: of a tool its definition {name, description, parameters}; of a tool_use {id, name, arguments}; of a
-    tool_result the {id} of its call.
-    `ttl_s`: how long what ends here is to be cached, where a marker stands on it.
+    tool_result the {id} of its call. `ttl_s`: time to live of its cache marker; None without one.
     """
 
     kind: Kind
@@ -45,8 +43,8 @@ class Block:
 
 
 def check_calls(blocks: Sequence[Block], field: str) -> None:
-    """Every call of a tool has one result behind it, and no result is without its call; `field` is told in errors."""
-    waits: dict[str, bool] = {}  # by the id of a call: whether its result is still to come
+    """Every tool call is followed by exactly one result, and every result has its call; `field`: named in errors."""
+    waits: dict[str, bool] = {}  # call id -> whether its result is still missing
     for block in blocks:
         name = block.data.get("id", "")
         if block.kind == "tool_use":
@@ -68,8 +66,8 @@ def _bad_call(field: str, reason: str, name: str) -> Exception:
 
 
 @dataclass(frozen=True)
-class Ask:
-    """What is asked, and of whom. `calls_tools`: whether calls in the reply are told apart from text."""
+class ChatRequest:
+    """`calls_tools`: whether tool calls in the reply are parsed."""
 
     model: str
     blocks: Sequence[Block]
@@ -77,7 +75,7 @@ class Ask:
     sampling: Sampling = field(default_factory=Sampling)
     stop: Sequence[str] = ()
     tool_choice: str = "auto"
-    raw_text: str | None = None  # a prompt that goes in as it is, without the chat template
+    raw_text: str | None = None  # a prompt that is tokenized without the chat template
 
     @property
     def tools(self) -> list[Block]:

@@ -1,4 +1,4 @@
-"""Answers as they go over the wire: server-sent events, errors in the client's format, and clients that go away."""
+"""Server-sent events (SSE) of streamed replies, error responses in the client's format, and client disconnects."""
 
 from __future__ import annotations
 
@@ -23,45 +23,44 @@ _log = logging.getLogger("kvfold.serve")
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events; closes its reply however it ends, even if nothing of it was ever read."""
+    """An SSE response; calls its callbacks however it ends, even if nothing of it was read."""
 
     def __init__(self, lines: AsyncIterator[str], close: Callable[[], None]) -> None:
         super().__init__(lines, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        self._on_close = [close]
+        self._callbacks = [close]
 
-    def then(self, call: Callable[[], None]) -> None:
-        """Call it too when it has ended."""
-        self._on_close.append(call)
+    def on_close(self, callback: Callable[[], None]) -> None:
+        self._callbacks.append(callback)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            for call in self._on_close:
-                call()
+            for callback in self._callbacks:
+                callback()
 
 
 class Writer(Protocol):
-    """A reply in one format. `failed`: the last event of a stream that is broken off."""
+    """A reply in one API's format. `failed`: the last event of a stream that fails."""
 
     async def whole(self) -> Json: ...
     def events(self) -> AsyncIterator[Json]: ...
     def failed(self, error: ApiError) -> Json: ...
 
 
-async def named(writer: Writer, request_id: str) -> AsyncIterator[str]:
+async def named_events(writer: Writer, request_id: str) -> AsyncIterator[str]:
     async for event in _until_failed(writer, request_id):
         yield f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n"
 
 
-async def unnamed(writer: Writer, request_id: str) -> AsyncIterator[str]:
+async def unnamed_events(writer: Writer, request_id: str) -> AsyncIterator[str]:
     async for event in _until_failed(writer, request_id):
         yield f"data: {json.dumps(event, ensure_ascii=False)}\n\n"
     yield "data: [DONE]\n\n"
 
 
 async def _until_failed(writer: Writer, request_id: str) -> AsyncIterator[Json]:
-    """Its status is long sent, so a stream tells of an error in its last event, whatever the error is."""
+    """The status line is sent already, so a stream reports an error in its last event."""
     try:
         async for event in writer.events():
             yield event
@@ -70,25 +69,25 @@ async def _until_failed(writer: Writer, request_id: str) -> AsyncIterator[Json]:
 
 
 def as_api_error(error: Exception, request_id: str) -> ApiError:
-    """Clients are told nothing of what went wrong inside; the log has it under the request's id."""
+    """Internal errors become a 500 without details; the log has the traceback under the request's id."""
     if isinstance(error, ApiError):
         return error
     _log.error("request failed", exc_info=error, extra={"facts": {"request": request_id}})
     return ApiError(500, "the server failed; its log says why")
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What the work returns, unless the client disconnects before; the work is then cancelled."""
-    task, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(request))
+async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Result of the work; cancels it and raises ClientDisconnect if the client disconnects first."""
+    task, disconnect = asyncio.create_task(work), asyncio.create_task(_disconnected(request))
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientDisconnect
         return task.result()
     finally:
-        for one in (task, gone):
+        for one in (task, disconnect):
             one.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        await asyncio.gather(task, disconnect, return_exceptions=True)
 
 
 async def _disconnected(request: Request) -> None:
@@ -98,7 +97,7 @@ async def _disconnected(request: Request) -> None:
 
 def error_response(request: Request, error: ApiError, request_id: str) -> JSONResponse:
     """Anthropic's shape under /v1/messages and for its clients, else OpenAI's."""
-    path = request.scope["path"]  # a URL cannot be made of every Host header
+    path = request.scope["path"]  # request.url fails for some Host headers
     if path.startswith("/v1/messages") or "anthropic-version" in request.headers:
         inside = {"type": error.kind, "message": str(error)}
         return JSONResponse(
@@ -111,6 +110,6 @@ def error_response(request: Request, error: ApiError, request_id: str) -> JSONRe
 
 
 def _param(error: ApiError) -> str | None:
-    """The field that is to blame: messages begin with its path."""
+    """OpenAI's `param`: the invalid field, whose path begins the message."""
     field, colon, _ = str(error).partition(": ")
     return field if colon and " " not in field and error.status in (400, 404) else None

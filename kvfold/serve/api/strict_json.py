@@ -1,8 +1,7 @@
-"""JSON from outside, decoded once and strictly: whatever passes can be written again as JSON, encoded and rendered.
+"""Strict JSON decoding of request bodies and tool calls: what passes can be encoded and rendered again.
 
-Python's decoder takes more than RFC 8259 does (NaN, Infinity) and more than other programs can hold: half a surrogate
-pair, which no encoding writes; numbers beyond a double; nesting that exhausts the stack of the next program; and a key
-that comes twice, of which it drops the first value.
+Python's decoder accepts more than RFC 8259 (NaN, Infinity) and more than other programs can hold: lone surrogates,
+numbers beyond a double, nesting that overflows the next program's stack, and duplicate keys (the last value wins).
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from typing import Any, NoReturn
 MAX_DEPTH = 100
 MAX_DIGITS = 308  # of a double's largest power of ten
 _ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")
-_HALF = re.compile("[\ud800-\udfff]")  # the decoder joins pairs, so what is left is a half
+_HALF = re.compile("[\ud800-\udfff]")  # the decoder joins pairs, so what is left is a lone surrogate
 
 
 class InvalidJson(ValueError):
-    """`where` is the path of the value to blame, empty where there is none."""
+    """`where`: path of the invalid value, or empty."""
 
     def __init__(self, reason: str, where: str = "") -> None:
         super().__init__(reason)
@@ -29,7 +28,7 @@ class InvalidJson(ValueError):
 
 
 def parse_json(raw: bytes | bytearray | str) -> Any:
-    """What the text says; InvalidJson if it is no JSON, or none that can be passed on."""
+    """The decoded value; InvalidJson if it is no JSON, or none that can be re-encoded."""
     try:
         text = raw if isinstance(raw, str) else raw.decode("utf-8-sig")
         found = _DECODER.decode(text)
@@ -50,7 +49,7 @@ def _too_deep() -> InvalidJson:
 
 
 def _check_depth(value: object) -> None:
-    """Level by level, since a recursion would be what it guards against."""
+    """Breadth first: recursion could overflow the stack."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [item for outer in level for _, item in _inside(outer) if isinstance(item, dict | list)]
@@ -96,6 +95,4 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-_DECODER = json.JSONDecoder(
-    parse_float=_float, parse_int=_int, parse_constant=_no_number, object_pairs_hook=_object
-)
+_DECODER = json.JSONDecoder(parse_float=_float, parse_int=_int, parse_constant=_no_number, object_pairs_hook=_object)

@@ -1,6 +1,6 @@
-"""Calls of tools in a reply: what stands between <tool_call> and </tool_call> is JSON, the rest is text.
+"""Streaming parser of tool calls: JSON between <tool_call> and </tool_call>, the rest of the reply is text.
 
-Text is passed on as soon as it cannot begin a call. A call that is no valid JSON object with a name stays text.
+Text is emitted as soon as it cannot begin a call. A call that is no valid JSON object with a name stays text.
 """
 
 from __future__ import annotations
@@ -15,39 +15,39 @@ from kvfold.serve.prompt import TOOL_CALL, TOOL_CALL_END
 
 
 @dataclass(frozen=True)
-class Call:
-    """A tool the model calls; `arguments` is an object."""
+class ToolCall:
+    """`arguments` is a JSON object."""
 
     name: str
     arguments: dict[str, Any]
     id: str = field(default_factory=lambda: secrets.token_hex(12))
 
 
-class CallReader:
-    """Splits a growing reply; told `is_on=False`, it passes everything on as text."""
+class ToolCallParser:
+    """Splits a growing reply into texts and calls; with `is_on=False` everything is text."""
 
     def __init__(self, is_on: bool) -> None:
         self._is_on = is_on
         self._held = ""
 
-    def add(self, piece: str) -> list[str | Call]:
+    def add(self, piece: str) -> list[str | ToolCall]:
         """Texts and calls that are complete now."""
         if not self._is_on:
             return [piece]
         self._held += piece
         return self._split()
 
-    def finish(self) -> list[str | Call]:
-        """No piece follows: what was held back is text."""
+    def finish(self) -> list[str | ToolCall]:
+        """The reply has ended: what was held back is text."""
         rest, self._held = self._held, ""
         return [rest] if rest.strip() else []
 
-    def _split(self) -> list[str | Call]:
-        found: list[str | Call] = []
+    def _split(self) -> list[str | ToolCall]:
+        found: list[str | ToolCall] = []
         while True:
             begin = self._held.find(TOOL_CALL)
             text = self._held[: begin if begin >= 0 else len(self._held) - overlap(self._held, TOOL_CALL)]
-            text = text.rstrip()  # white space waits: before a call it belongs to nobody
+            text = text.rstrip()  # white space before a call is dropped
             if text:
                 found.append(text)
                 self._held = self._held[len(text) :]
@@ -60,7 +60,7 @@ class CallReader:
             self._held = self._held[len(whole) :]
 
 
-def _call(text: str) -> Call | None:
+def _call(text: str) -> ToolCall | None:
     try:
         found = parse_json(text)
     except InvalidJson:
@@ -68,4 +68,4 @@ def _call(text: str) -> Call | None:
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):
         return None
     arguments = found.get("arguments", {})
-    return Call(found["name"], arguments) if isinstance(arguments, dict) else None
+    return ToolCall(found["name"], arguments) if isinstance(arguments, dict) else None

@@ -1,6 +1,6 @@
-"""Fields of a JSON object, taken one by one with their types; what nobody took is refused by name.
+"""Request validation: fields of a JSON object are read one by one with their types; unread fields are refused by name.
 
-A field that is null counts as absent. Nothing is ever accepted and ignored.
+A null field counts as absent. No field is accepted and ignored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 
 @dataclass(frozen=True)
 class Only:
-    """A field of which only these values are taken, which change nothing; `why` says why no other is."""
+    """A field accepted only with these `values`, which have no effect; `why`: the reason others are refused."""
 
     why: str
     values: tuple[object, ...] = ()
@@ -29,7 +29,7 @@ Neutral: TypeAlias = "Only | Mapping[str, Neutral]"  # a mapping: an object whos
 
 
 class Fields:
-    """`where` is the path of the object in the request, empty at its top."""
+    """`where`: path of the object in the request, empty at its top level."""
 
     def __init__(self, data: object, where: str = "") -> None:
         self.where = where
@@ -45,17 +45,17 @@ class Fields:
         return name in self._left
 
     def refuse(self, name: str, reason: str, but: str = "") -> NoReturn:
-        """`but` is what came instead, which logs leave out."""
+        """`but`: the value received, which is not logged."""
         told = f"{self.path(name)}: {reason}"
         raise bad_request(f"{told}, not {but}" if but else told, logged=told)
 
     def take(self, name: str) -> Any:
-        """Whatever it is; None if it is absent."""
+        """Its value of any type; None if absent."""
         self._taken.append(name)
         return self._left.pop(name, None)
 
     def peek(self, name: str) -> Any:
-        """What `take` will find."""
+        """Its value, without marking it as read."""
         return self._left.get(name)
 
     def require(self, name: str) -> Any:
@@ -116,7 +116,7 @@ class Fields:
         return found
 
     def items(self, name: str) -> list[Any]:
-        """A list; empty if it is absent."""
+        """A list; empty if absent."""
         found = self.take(name)
         if found is None:
             return []
@@ -125,7 +125,7 @@ class Fields:
         return found
 
     def texts(self, name: str, most: int) -> list[str]:
-        """Stop strings: none is empty or too long; a single string counts as a list of one."""
+        """Stop strings: non-empty, of bounded length; a single string counts as a list of one."""
         found = self.take(name)
         found = [] if found is None else [found] if isinstance(found, str) else found
         if not isinstance(found, list) or not all(isinstance(x, str) and x for x in found):
@@ -142,7 +142,7 @@ class Fields:
         return None if found is None else Fields(found, self.path(name))
 
     def data(self, name: str, default: dict[str, Any] | None = None) -> dict[str, Any]:
-        """An object that is passed on as it is."""
+        """An object that is passed on unchecked."""
         found = self.take(name)
         found = default if found is None else found
         if not isinstance(found, dict):
@@ -150,14 +150,14 @@ class Fields:
         return found
 
     def pairs(self, name: str) -> dict[str, str]:
-        """Of strings, as many as OpenAI allows in `metadata`."""
+        """Pairs of strings within OpenAI's limits on `metadata`."""
         found = self.data(name, {})
         if len(found) > 16 or not all(_is_pair(*pair) for pair in found.items()):
             self.refuse(name, "up to 16 pairs of strings are required, names up to 64 characters and values up to 512")
         return found
 
     def neutral(self, table: Mapping[str, Neutral]) -> None:
-        """Take fields that change nothing at the values that are taken; refuse any other value."""
+        """Read fields that are accepted with no-effect values only; refuse any other value."""
         for name, allowed in table.items():
             if not isinstance(allowed, Only):
                 inside = self.object(name)
@@ -171,7 +171,7 @@ class Fields:
                 self.refuse(name, f"{allowed.why}; leave it out{instead}")
 
     def end(self) -> None:
-        """Refuse what was not taken."""
+        """Refuse unread fields."""
         for name in self._left:
             allowed = ", ".join(dict.fromkeys(self._taken))
             self.refuse(name[:80], f"the field is not supported here; supported: {allowed}")
@@ -185,7 +185,7 @@ def tool_name(fields: Fields) -> str:
 
 
 def check_names(tools: Iterable[tuple[str, str]]) -> None:
-    """Two tools of one name cannot be told apart. Pairs of the path and the name of each."""
+    """Tool names are unique; `tools`: (path, name) pairs."""
     seen: dict[str, str] = {}
     for path, name in tools:
         if name in seen:
@@ -194,7 +194,7 @@ def check_names(tools: Iterable[tuple[str, str]]) -> None:
 
 
 def _is_same(found: object, value: object) -> bool:
-    """As JSON has it: 0 and 0.0 are the same, 1 and true are not."""
+    """JSON equality: 0 == 0.0, 1 != true."""
     return found == value and isinstance(found, bool) == isinstance(value, bool)
 
 
@@ -203,7 +203,7 @@ def _is_pair(name: str, value: object) -> bool:
 
 
 def _shown(value: object) -> str:
-    """What came, in few words."""
+    """The received value, shortened."""
     if isinstance(value, bool):
         return "a boolean"
     if isinstance(value, int | float):

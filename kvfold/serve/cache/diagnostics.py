@@ -1,6 +1,6 @@
-"""Why a prompt could not be read from the cache as far as the one before it was: what changed between the two.
+"""Anthropic's `cache_miss_reason`: what changed since the previous request, so that its cached prefix was missed.
 
-Of each answered request its fingerprint is kept for a while: digests of tools, of system text, and of every place.
+Compares fingerprints of recent requests: hashes of tools and system text, digests of every boundary of the messages.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
-from kvfold.serve.api.request import Ask, Block
-from kvfold.serve.cache.cache_breakpoints import Place
+from kvfold.serve.api.request import Block, ChatRequest
+from kvfold.serve.cache.breakpoints import Boundary
 
 MAX_KEPT = 1 << 14
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """`num_cached`: tokens that the request left behind in the cache."""
+    """`num_cached`: prompt tokens read from or written to the cache."""
 
     tenant: str
     model: str
@@ -29,21 +29,21 @@ class Fingerprint:
     num_cached: int
 
 
-def fingerprint(ask: Ask, tenant: str, places: Sequence[Place], num_cached: int) -> Fingerprint:
-    digests = [place.digest for place in places if place.section == "messages"]
-    return Fingerprint(tenant, ask.model, _hash(ask, "tools"), _hash(ask, "system"), digests, num_cached)
+def fingerprint(request: ChatRequest, tenant: str, boundaries: Sequence[Boundary], num_cached: int) -> Fingerprint:
+    digests = [boundary.digest for boundary in boundaries if boundary.section == "messages"]
+    return Fingerprint(tenant, request.model, _hash(request, "tools"), _hash(request, "system"), digests, num_cached)
 
 
-def _hash(ask: Ask, section: str) -> int:
-    return hash(tuple(_content(block) for block in ask.blocks if block.section == section))
+def _hash(request: ChatRequest, section: str) -> int:
+    return hash(tuple(_content(block) for block in request.blocks if block.section == section))
 
 
 def _content(block: Block) -> str:
     return f"{block.kind} {block.text} {dict(block.data)}"
 
 
-class Diagnoses:
-    """Fingerprints by message id, the latest ones."""
+class CacheDiagnostics:
+    """The latest `max_kept` fingerprints by message id."""
 
     def __init__(self, max_kept: int = MAX_KEPT) -> None:
         self._max = max_kept
@@ -57,7 +57,7 @@ class Diagnoses:
                 self._kept.popitem(last=False)
 
     def reason(self, previous_id: str | None, mine: Fingerprint, num_hit: int) -> dict[str, Any] | None:
-        """Anthropic's `cache_miss_reason`; None if nothing diverged, or nothing is to be compared."""
+        """`cache_miss_reason`; None if nothing changed, or no previous message is named."""
         if previous_id is None:
             return None
         with self._lock:

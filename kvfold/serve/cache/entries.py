@@ -1,7 +1,8 @@
-"""Which prefixes were cached, for whom and until when: the contract's side of the cache, beside the store's tensors.
+"""In-process index of prompt-cache entries: time to live and last use by prefix digest, LRU-bounded.
 
-Times are those at which requests *started*, so a reply that takes four minutes leaves one minute of five. An entry is
-written when the reply begins; requests that came before then all write their own.
+This is the API's view of the cache (usage, expiry); the tensors are in `kvfold.store`. Times are request *start* times,
+so a reply that takes four minutes leaves one minute of five. An entry is written when prefill ends; concurrent requests
+with the same prefix each write their own.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ class Entry:
 
 
 class Entries:
-    """By digest, the least recently used first; used by the scheduler's thread alone."""
+    """By digest, in LRU order; used by the scheduler's thread only."""
 
     def __init__(self, max_entries: int = MAX_ENTRIES) -> None:
         self._max = max_entries
         self._found: OrderedDict[bytes, Entry] = OrderedDict()
 
     def look(self, digest: bytes, now: float) -> Miss | None:
-        """None if it is there."""
+        """None on a hit."""
         entry = self._found.get(digest)
         if entry is None:
             return "absent"
         return None if entry.is_live(now) else "expired"
 
     def use(self, digest: bytes, at: float) -> None:
-        """A request that started `at` read it."""
+        """Refresh on a hit by a request that started `at`."""
         entry = self._found[digest]
         entry.used_at = max(entry.used_at, at)
         self._found.move_to_end(digest)

@@ -1,6 +1,6 @@
-"""What requests would leave in the prompt cache and find there, told without a model.
+"""Offline explanation of prompt caching: what a request would write and read, its price, and why it would miss.
 
-The server's own rules are applied to a request alone, and to one that comes while all that another wrote is alive.
+Applies the server's rules to a request alone, and to a second request while the first one's entries are live.
 """
 
 from __future__ import annotations
@@ -10,148 +10,156 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvfold.serve.api.anthropic import read_messages
-from kvfold.serve.api.request import Ask, Block, Section
-from kvfold.serve.cache.cache_breakpoints import LOOKBACK, Place, Plan, anthropic_plan, places_of, points_of
-from kvfold.serve.cache.diagnostics import Diagnoses, fingerprint
-from kvfold.serve.cache.usage import Bill, Price, bill, read_factor_of
-from kvfold.serve.prompt import Prompter
+from kvfold.serve.api.request import Block, ChatRequest, Section
+from kvfold.serve.cache.breakpoints import (
+    LOOKBACK,
+    Boundary,
+    CachePlan,
+    anthropic_plan,
+    boundaries_of,
+    compression_points,
+)
+from kvfold.serve.cache.diagnostics import CacheDiagnostics, fingerprint
+from kvfold.serve.cache.usage import Price, Usage, read_factor_of, usage_of
+from kvfold.serve.prompt import PromptRenderer
 from kvfold.serve.settings import Settings
 
 Status = Literal["written", "below_minimum", "looked_at", "not_looked_at"]
-_MOST_REQUESTS = 1000  # a prefix that has not paid by then never does
+_MOST_REQUESTS = 1000  # a prefix that has not paid off by then never does
 
 
 @dataclass(frozen=True)
-class Step:
-    """A place of a prompt: what ends there, and what the cache does with it."""
+class ExplainedBoundary:
+    """A boundary of a prompt and what the cache does there."""
 
     number: int
     section: Section
-    begins: str  # how the text of its last block begins
+    begins: str  # first characters of its last block
     end: int  # tokens up to here
-    ttl_s: float | None  # of the marker that stands here
+    ttl_s: float | None  # of its cache marker
     status: Status
-    is_point: bool  # whether a policy that compresses does so here
+    is_point: bool  # a compression point of lossy policies
 
 
 @dataclass(frozen=True)
-class Explained:
-    """A request alone. `min_tokens`: the least length of a cached prefix. `cold` is billed where nothing is cached yet,
-    `warm` when it is sent again."""
+class CacheExplanation:
+    """A request alone. `min_tokens`: minimum cacheable length. `cold`: usage with an empty cache, `warm`: when it is
+    sent again."""
 
-    ask: Ask
-    plan: Plan
+    request: ChatRequest
+    plan: CachePlan
     num_tokens: int
     min_tokens: int
-    has_places: bool
-    steps: Sequence[Step]
+    has_boundaries: bool
+    steps: Sequence[ExplainedBoundary]
 
     @property
-    def cold(self) -> Bill:
-        return bill(self.num_tokens, 0, self.plan.marks)
+    def cold(self) -> Usage:
+        return usage_of(self.num_tokens, 0, self.plan.writes)
 
     @property
-    def warm(self) -> Bill:
-        return bill(self.num_tokens, max((mark.place.end for mark in self.plan.marks), default=0), self.plan.marks)
+    def warm(self) -> Usage:
+        num_hit = max((write.boundary.end for write in self.plan.writes), default=0)
+        return usage_of(self.num_tokens, num_hit, self.plan.writes)
 
     def factor(self, num_requests: int) -> float:
-        """The price of the prompt sent so many times, as a multiple of its price without caching."""
+        """Price of sending the prompt `num_requests` times, as a multiple of the price without caching."""
         cold, warm = self.cost(self.cold), self.cost(self.warm)
         return (cold + (num_requests - 1) * warm) / (num_requests * self.num_tokens)
 
-    def cost(self, paid: Bill) -> float:
-        """In tokens of plain input."""
-        return Price(1e6, 0.0, read_factor_of(self.ask.model)).cost(paid, 0)
+    def cost(self, usage: Usage) -> float:
+        """In uncached input tokens."""
+        return Price(1e6, 0.0, read_factor_of(self.request.model)).cost(usage, 0)
 
     @property
     def break_even(self) -> int | None:
-        """The number of requests from which on caching is cheaper; None if it never is."""
+        """Number of requests from which on caching is cheaper; None if it never is."""
         return next((count for count in range(1, _MOST_REQUESTS) if self.factor(count) < 1), None)
 
 
 @dataclass(frozen=True)
-class Compared:
-    """A request after another. `reason` is what the server's `diagnostics` would say, `why` a sentence more."""
+class CacheComparison:
+    """A request after another. `paid`: its usage; `reason`: the server's `cache_miss_reason`; `why`: in a sentence."""
 
-    paid: Bill
+    paid: Usage
     reason: dict[str, Any] | None
     why: str
 
 
-def explain(data: object, prompter: Prompter, settings: Settings) -> Explained:
-    """`data`: the body of a request to /v1/messages; ApiError if a server would refuse it."""
-    ask = read_messages(data, settings).ask
-    prompt = prompter.prompt(ask)
-    min_tokens = settings.min_tokens(ask.model)
-    plan = anthropic_plan(places_of(ask, prompt, ask.model), min_tokens)
-    points = points_of(plan.places, settings.point_tokens)
-    block_at = dict(zip(prompt.ends or (), ask.blocks, strict=False))
+def explain(data: object, renderer: PromptRenderer, settings: Settings) -> CacheExplanation:
+    """`data`: the body of a /v1/messages request; ApiError if a server would refuse it."""
+    request = read_messages(data, settings).request
+    prompt = renderer.prompt(request)
+    min_tokens = settings.min_tokens(request.model)
+    plan = anthropic_plan(boundaries_of(request, prompt, request.model), min_tokens)
+    points = compression_points(plan.boundaries, settings.point_tokens)
+    block_at = dict(zip(prompt.ends or (), request.blocks, strict=False))
     steps = [
-        Step(
+        ExplainedBoundary(
             number=i,
-            section=place.section,
-            begins=_begins(block_at[place.end]),
-            end=place.end,
-            ttl_s=place.ttl_s,
-            status=_status(place, plan),
-            is_point=place.end in points,
+            section=boundary.section,
+            begins=_begins(block_at[boundary.end]),
+            end=boundary.end,
+            ttl_s=boundary.ttl_s,
+            status=_status(boundary, plan),
+            is_point=boundary.end in points,
         )
-        for i, place in enumerate(plan.places)
+        for i, boundary in enumerate(plan.boundaries)
     ]
-    return Explained(ask, plan, len(prompt.tokens), min_tokens, prompt.ends is not None, steps)
+    return CacheExplanation(request, plan, len(prompt.tokens), min_tokens, prompt.ends is not None, steps)
 
 
 def _begins(block: Block) -> str:
     return " ".join((block.text or str(block.data.get("name", ""))).split())[:40]
 
 
-def _status(place: Place, plan: Plan) -> Status:
-    if any(mark.place is place for mark in plan.marks):
+def _status(boundary: Boundary, plan: CachePlan) -> Status:
+    if any(write.boundary is boundary for write in plan.writes):
         return "written"
-    if place.ttl_s is not None:
+    if boundary.ttl_s is not None:
         return "below_minimum"
-    return "looked_at" if place in plan.candidates else "not_looked_at"
+    return "looked_at" if boundary in plan.candidates else "not_looked_at"
 
 
-def compare(first: Explained, second: Explained) -> Compared:
-    """What the second request reads of what the first one wrote."""
-    written = {mark.place.digest for mark in first.plan.marks}
-    num_hit = next((place.end for place in second.plan.candidates if place.digest in written), 0)
-    paid, left = bill(second.num_tokens, num_hit, second.plan.marks), first.cold.num_written
-    diagnoses = Diagnoses()
-    diagnoses.keep("first", fingerprint(first.ask, "", first.plan.places, left))
-    mine = fingerprint(second.ask, "", second.plan.places, num_hit + paid.num_written)
-    return Compared(paid, diagnoses.reason("first", mine, num_hit), _why(first, second, num_hit, left))
+def compare(first: CacheExplanation, second: CacheExplanation) -> CacheComparison:
+    """What the second request reads of the first one's entries."""
+    written = {write.boundary.digest for write in first.plan.writes}
+    num_hit = next((boundary.end for boundary in second.plan.candidates if boundary.digest in written), 0)
+    paid, left = usage_of(second.num_tokens, num_hit, second.plan.writes), first.cold.num_written
+    diagnostics = CacheDiagnostics()
+    diagnostics.keep("first", fingerprint(first.request, "", first.plan.boundaries, left))
+    mine = fingerprint(second.request, "", second.plan.boundaries, num_hit + paid.num_written)
+    return CacheComparison(paid, diagnostics.reason("first", mine, num_hit), _why(first, second, num_hit, left))
 
 
-def _why(first: Explained, second: Explained, num_hit: int, num_left: int) -> str:
-    """The first thing that stands in the way of reading all that the first request left."""
+def _why(first: CacheExplanation, second: CacheExplanation, num_hit: int, num_left: int) -> str:
+    """The first reason for not reading all that the first request wrote."""
     for name, one in (("first", first), ("second", second)):
-        if not one.plan.marks:
+        if not one.plan.writes:
             return f"the {name} request caches nothing: {nothing_cached(one)}"
     if num_hit >= num_left:
         return f"all {num_left} tokens that the first request wrote are read"
-    if first.ask.model != second.ask.model:
-        return f"the model is {second.ask.model}, it was {first.ask.model}; models do not share entries"
+    if first.request.model != second.request.model:
+        return f"the model is {second.request.model}, it was {first.request.model}; models do not share entries"
     differs = _first_difference(first, second)
     if differs is not None and differs.end <= num_left:
-        return f'place {differs.number} ({differs.section}) differs from the first request: "{differs.begins}"'
-    looked = min(second.plan.places.index(place) for place in second.plan.candidates)
-    return f"the entry lies before place {looked}: a marker looks back over {LOOKBACK} places, its own included"
+        return f'boundary {differs.number} ({differs.section}) differs from the first request: "{differs.begins}"'
+    first_looked = min(second.plan.boundaries.index(boundary) for boundary in second.plan.candidates)
+    return f"the entry ends before boundary {first_looked}: the lookback of a marker is {LOOKBACK} boundaries"
 
 
-def _first_difference(first: Explained, second: Explained) -> Step | None:
-    """The first place of the second request that the first one does not have."""
-    known = {place.digest for place in first.plan.places}
-    pairs = zip(second.plan.places, second.steps, strict=True)
-    return next((step for place, step in pairs if place.digest not in known), None)
+def _first_difference(first: CacheExplanation, second: CacheExplanation) -> ExplainedBoundary | None:
+    """The first boundary of the second request whose prefix differs from the first one's."""
+    known = {boundary.digest for boundary in first.plan.boundaries}
+    pairs = zip(second.plan.boundaries, second.steps, strict=True)
+    return next((step for boundary, step in pairs if boundary.digest not in known), None)
 
 
-def nothing_cached(one: Explained) -> str:
-    """Why a request without entries has none."""
-    if not one.has_places:
-        return "the model's chat template rewrites texts, so that it does not tell where blocks end"
+def nothing_cached(one: CacheExplanation) -> str:
+    """Why a request writes no entry."""
+    if not one.has_boundaries:
+        return "the model's chat template rewrites texts, so block boundaries are unknown"
     marked = [step.end for step in one.steps if step.ttl_s is not None]
     if not marked:
         return "no block carries cache_control"
-    return f"its last marker stands at {marked[-1]} tokens, and a cached prefix has at least {one.min_tokens}"
+    return f"its last marker is at {marked[-1]} tokens; the minimum cacheable length is {one.min_tokens}"

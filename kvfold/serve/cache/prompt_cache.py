@@ -1,59 +1,59 @@
-"""What one tenant's requests share: entries of the contract, and the stored tensors they stand for.
+"""One tenant's prompt cache: entries with their time to live, and the stored KV prefixes they refer to.
 
-Entries are known to this process, and written behind the reply to where the tensors are: the next process, or another
-server that shares a tier, finds them there.
+Entries are indexed in this process and written in the background as markers to the tiers of the prefix store, where the
+next process or another server finds them.
 """
 
 from __future__ import annotations
 
 import json
 
-from kvfold.serve.cache.cache_breakpoints import Mark, Place
+from kvfold.serve.cache.breakpoints import Boundary, CacheWrite
 from kvfold.serve.cache.entries import Entries, Miss
-from kvfold.store.cache_markers import Marks, Spot
+from kvfold.store.markers import Marks, Spot
 from kvfold.store.prefixes import Prefixes
 
 
-class Shelf:
-    """Used by the scheduler's thread alone."""
+class PromptCache:
+    """Used by the scheduler's thread only."""
 
     def __init__(self, prefixes: Prefixes, marks: Marks, entries: Entries | None = None) -> None:
         self.prefixes = prefixes
         self._entries = Entries() if entries is None else entries
         self._marks = marks
 
-    def split(self, cache_key: str) -> Shelf:
-        """What requests of one `prompt_cache_key` share: tensors of their own, so that not even the time to the first
-        token tells what requests of another key sent. Digests of places cover the key, so entries can lie together."""
+    def split(self, cache_key: str) -> PromptCache:
+        """The cache of one `prompt_cache_key`, with tensors of its own, so that not even the TTFT reveals what requests
+        of another key sent. Digests of boundaries cover the key, so entries share one index."""
         tenant = json.dumps([self.prefixes.binding.tenant, cache_key])
         prefixes = self.prefixes.for_tenant(tenant)
-        return Shelf(prefixes, self._marks.bound_to(prefixes.binding), self._entries)
+        return PromptCache(prefixes, self._marks.bound_to(prefixes.binding), self._entries)
 
-    def look(self, place: Place, at: float, now: float) -> Miss | None:
-        """None if there is an entry, for a request that started `at`."""
-        missed = self._entries.look(place.digest, now)
+    def look(self, boundary: Boundary, at: float, now: float) -> Miss | None:
+        """None on a hit, for a request that started `at`."""
+        missed = self._entries.look(boundary.digest, now)
         if missed is None:
             return None
-        ttl_s = self._marks.find(_spot(place), at)
+        ttl_s = self._marks.find(_spot(boundary), at)
         if ttl_s is None:
-            return "expired" if "expired" in (missed, self._marks.why(_spot(place))) else "absent"
-        self._entries.write(place.digest, ttl_s, at)
+            return "expired" if "expired" in (missed, self._marks.why(_spot(boundary))) else "absent"
+        self._entries.write(boundary.digest, ttl_s, at)
         return None
 
-    def use(self, place: Place, at: float) -> None:
-        """A request that started `at` read it."""
-        self._entries.use(place.digest, at)
-        self._marks.use(_spot(place), at)
+    def use(self, boundary: Boundary, at: float) -> None:
+        """Refresh on a hit by a request that started `at`."""
+        self._entries.use(boundary.digest, at)
+        self._marks.use(_spot(boundary), at)
 
-    def write(self, mark: Mark, at: float) -> None:
-        self._entries.write(mark.place.digest, mark.ttl_s, at)
-        self._marks.write(_spot(mark.place), mark.ttl_s, at)
+    def write(self, write: CacheWrite, at: float) -> None:
+        self._entries.write(write.boundary.digest, write.ttl_s, at)
+        self._marks.write(_spot(write.boundary), write.ttl_s, at)
 
-    def forget(self, place: Place) -> None:
-        """Its tensors are gone."""
-        self._entries.forget(place.digest)
-        self._marks.forget(_spot(place))
+    def forget(self, boundary: Boundary) -> None:
+        """Its tensors were evicted."""
+        self._entries.forget(boundary.digest)
+        self._marks.forget(_spot(boundary))
 
 
-def _spot(place: Place) -> Spot:
-    return Spot(place.end, place.digest)
+def _spot(boundary: Boundary) -> Spot:
+    return Spot(boundary.end, boundary.digest)

@@ -1,9 +1,9 @@
-"""What a prompt costs: read from the cache, written to it, or neither.
+"""Token usage and price of a prompt: cache read, cache write (1 h or 5 min), uncached input.
 
     0 ……… A ……… B ……… C ……… n        A: the longest hit   B: the last marker of more than 5 minutes after A, else A
       read   1 h   5 min  plain         C: the last marker
 
-Prices are the operator's; factors on the price of input are Anthropic's. A written token pays back with its second
+Prices are the operator's; the factors on the input price are Anthropic's. A written token pays off with its second
 use at 1.25 (5 minutes), with its third at 2 (1 hour).
 """
 
@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvfold.serve.cache.cache_breakpoints import Mark
+from kvfold.serve.cache.breakpoints import CacheWrite
 
 T = TypeVar("T")
 SHORT_S = 300.0
 WRITE_SHORT, WRITE_LONG = 1.25, 2.0
-# Least tokens of a cached prefix, by how a model's name begins; the longest beginning counts.
+# Minimum cacheable length in tokens by prefix of the model's name; the longest prefix counts.
 MIN_TOKENS = {
     "claude-fable-5": 512, "claude-mythos-5": 512, "claude-opus-5": 512,
     "claude-opus-4-7": 2048, "claude-mythos-preview": 2048, "claude-haiku-3-5": 2048, "claude-3-5-haiku": 2048,
@@ -43,13 +43,13 @@ def _by_name(table: Mapping[str, T], model: str, default: T) -> T:
 
 
 @dataclass(frozen=True)
-class Bill:
-    """Tokens of a prompt by how they came; they add up to all of it."""
+class Usage:
+    """Prompt tokens; the four add up to the prompt."""
 
-    num_read: int
-    num_long: int
-    num_short: int
-    num_plain: int
+    num_read: int  # from the cache
+    num_long: int  # written to it for more than 5 minutes
+    num_short: int  # written to it for 5 minutes
+    num_plain: int  # uncached
 
     @property
     def num_written(self) -> int:
@@ -60,11 +60,11 @@ class Bill:
         return self.num_read + self.num_written + self.num_plain
 
 
-def bill(num_tokens: int, num_hit: int, marks: Sequence[Mark]) -> Bill:
+def usage_of(num_tokens: int, num_hit: int, writes: Sequence[CacheWrite]) -> Usage:
     a = num_hit
-    b = max((mark.place.end for mark in marks if mark.ttl_s > SHORT_S and mark.place.end > a), default=a)
-    c = max((mark.place.end for mark in marks if mark.place.end > b), default=b)
-    return Bill(a, b - a, c - b, num_tokens - c)
+    b = max((write.boundary.end for write in writes if write.ttl_s > SHORT_S and write.boundary.end > a), default=a)
+    c = max((write.boundary.end for write in writes if write.boundary.end > b), default=b)
+    return Usage(a, b - a, c - b, num_tokens - c)
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,11 @@ class Price:
     read_factor: float = DEFAULT_READ
     long_factor: float = WRITE_LONG
 
-    def cost(self, paid: Bill, num_output: int) -> float:
-        read = paid.num_read * self.read_factor
-        written = paid.num_short * WRITE_SHORT + paid.num_long * self.long_factor
-        return ((read + written + paid.num_plain) * self.input + num_output * self.output) / 1e6
+    def cost(self, usage: Usage, num_output: int) -> float:
+        read = usage.num_read * self.read_factor
+        written = usage.num_short * WRITE_SHORT + usage.num_long * self.long_factor
+        return ((read + written + usage.num_plain) * self.input + num_output * self.output) / 1e6
 
-    def saved(self, paid: Bill) -> float:
-        """Against the same prompt without a cache; below 0 while what was written has not been read."""
-        return paid.num_tokens * self.input / 1e6 - self.cost(paid, 0)
+    def saved(self, usage: Usage) -> float:
+        """Against the same prompt without a cache; negative until written tokens have been read."""
+        return usage.num_tokens * self.input / 1e6 - self.cost(usage, 0)

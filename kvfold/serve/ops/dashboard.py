@@ -1,6 +1,6 @@
-"""A page at the server's root that shows what it does: files of the package, and the state that its script asks for.
+"""The dashboard at the server's root: static files, and JSON of load, tiers and the tenant's recent requests.
 
-The page itself says nothing; what it shows demands the API key where the server has keys, and is the key's tenant's.
+The static files are public; the JSON needs the API key where the server has keys, and shows that key's tenant.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from kvfold import __version__
 from kvfold.errors import MissingExtra
 from kvfold.serve.api.errors import ApiError
 from kvfold.serve.api.sse import Json
-from kvfold.serve.middleware import Guard
-from kvfold.serve.ops.recent_requests import Percentiles, Recent, percentiles
-from kvfold.serve.ops.request_trace import Trail
-from kvfold.serve.ops.tier_usage import Holdings
+from kvfold.serve.middleware import RequestMiddleware
+from kvfold.serve.ops.recent_requests import Percentiles, RecentRequests, percentiles
+from kvfold.serve.ops.request_trace import RequestTrace
+from kvfold.serve.ops.tier_usage import TierUsage
 from kvfold.serve.service import Service
 
 try:
@@ -40,9 +40,9 @@ _PRIVATE = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 class Dashboard:
     """Endpoints by path."""
 
-    def __init__(self, service: Service, guard: Guard) -> None:
-        self._service, self._guard = service, guard
-        self._holdings = Holdings(service.store)
+    def __init__(self, service: Service, middleware: RequestMiddleware) -> None:
+        self._service, self._middleware = service, middleware
+        self._tier_usage = TierUsage(service.store)
         page = files("kvfold.serve.ops") / "page"
         self._files = {name: (page / name).read_text(encoding="utf-8") for name in FILES.values()}
 
@@ -56,15 +56,15 @@ class Dashboard:
         return Response(self._files[name], media_type=kind, headers=_HEADERS)
 
     async def _state(self, request: Request) -> Response:
-        recent = self._service.recent(self._guard.tenant(request))
+        recent = self._service.recent(self._middleware.tenant(request))
         return JSONResponse({**await self._server(), **_requests(recent)}, headers=_PRIVATE)
 
     async def _kept(self, request: Request) -> Response:
-        trail = self._service.recent(self._guard.tenant(request)).find(request.path_params["id"])
-        if trail is None or trail.kept is None:
-            raise ApiError(404, "that request is not among the latest, or its prompt was never read")
-        kept = trail.kept
-        return JSONResponse({"id": trail.id, "num_tokens": kept.num_tokens, "slots": kept.slots}, headers=_PRIVATE)
+        trace = self._service.recent(self._middleware.tenant(request)).find(request.path_params["id"])
+        if trace is None or trace.kept is None:
+            raise ApiError(404, "that request is not among the recent ones, or its prompt was not prefilled")
+        kept = trace.kept
+        return JSONResponse({"id": trace.id, "num_tokens": kept.num_tokens, "slots": kept.slots}, headers=_PRIVATE)
 
     async def _server(self) -> Json:
         service = self._service
@@ -72,12 +72,12 @@ class Dashboard:
         facts = {"model": service.settings.names[0], "policy": service.policy.short, "version": __version__}
         load = {"running": scheduler.num_running, "waiting": scheduler.num_waiting}
         held = {"bytes": arena.capacity_bytes - arena.free_bytes, "limit_bytes": arena.capacity_bytes}
-        events, tiers = {} if service.store is None else service.store.counters(), await self._holdings.read()
+        events, tiers = {} if service.store is None else service.store.counters(), await self._tier_usage.read()
         found = [{"name": name, "bytes": size, "hits": events.get(f"hit.{name}", 0)} for name, size in tiers.items()]
         return {**facts, **load, "no_reuse": service.no_reuse, "arena": held, "tiers": found}
 
 
-def _requests(recent: Recent) -> Json:
+def _requests(recent: RecentRequests) -> Json:
     usd = None if recent.price is None else {"cost": recent.cost_usd, "saved": recent.saved_usd}
     return {
         "done": recent.num_done,
@@ -87,7 +87,7 @@ def _requests(recent: Recent) -> Json:
         "usd": usd,
         "first_token_ms": _shown(percentiles(recent.first_token_ms)),
         "token_ms": _shown(percentiles(recent.token_ms)),
-        "requests": [_row(trail) for trail in recent.listed()],
+        "requests": [_row(trace) for trace in recent.listed()],
     }
 
 
@@ -95,15 +95,15 @@ def _shown(found: Percentiles | None) -> Json | None:
     return None if found is None else found._asdict()
 
 
-def _row(trail: Trail) -> Json:
-    now = "done" if trail.done is not None else _stage(trail)
-    return {**trail.facts(), "at": trail.at, "now": now, "lookup": trail.lookup, "has_map": trail.kept is not None}
+def _row(trace: RequestTrace) -> Json:
+    now = "done" if trace.done is not None else _stage(trace)
+    return {**trace.facts(), "at": trace.at, "now": now, "lookup": trace.lookup, "has_map": trace.kept is not None}
 
 
-def _stage(trail: Trail) -> str:
-    """Where a request is that is not over."""
-    if trail.began is not None:
+def _stage(trace: RequestTrace) -> str:
+    """The stage of a running request."""
+    if trace.first_token is not None:
         return "decode"
-    if trail.let_in is not None:
+    if trace.scheduled is not None:
         return "prefill"
-    return "queue" if trail.queued is not None else "reading"
+    return "queue" if trace.queued is not None else "reading"

@@ -1,4 +1,4 @@
-"""Counters and gauges in Prometheus' text format (version 0.0.4)."""
+"""Prometheus metrics: counters, histograms (TTFT, inter-token latency) and gauges in text format 0.0.4."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from threading import Lock
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 _HELP = {
-    "kvfold_requests_total": "Answered requests, by path and status.",
-    "kvfold_prompt_tokens_total": "Tokens of prompts, by how they are billed.",
-    "kvfold_reused_tokens_total": "Tokens of prompts that were not computed.",
-    "kvfold_output_tokens_total": "Tokens written.",
-    "kvfold_cache_lookups_total": "Requests by what the prompt cache had for them.",
-    "kvfold_first_token_seconds": "From a request's start to the start of its reply.",
-    "kvfold_token_seconds": "Between two tokens of a reply, on average over the reply.",
-    "kvfold_store_events_total": "Events of the prefix store.",
+    "kvfold_requests_total": "HTTP requests by path and status.",
+    "kvfold_prompt_tokens_total": "Prompt tokens by billing: cache read, cache write or plain.",
+    "kvfold_reused_tokens_total": "Prompt tokens whose KV came from the prefix cache.",
+    "kvfold_output_tokens_total": "Generated tokens.",
+    "kvfold_cache_lookups_total": "Prompt-cache lookups by result: hit, or the reason of the miss.",
+    "kvfold_first_token_seconds": "Time to first token (TTFT).",
+    "kvfold_token_seconds": "Inter-token latency (ITL), mean of each reply.",
+    "kvfold_store_events_total": "Prefix-store events by kind, tier and reason.",
 }
 Labels = tuple[tuple[str, str], ...]
 

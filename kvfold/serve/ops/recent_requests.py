@@ -1,6 +1,6 @@
-"""The latest requests of one tenant, what all of them came to, and percentiles of their times.
+"""Recent requests of one tenant, totals over all of them, and percentiles of TTFT and inter-token latency.
 
-Percentiles are exact, over a bounded window. Used by the server's loop alone.
+Percentiles are exact, over a bounded window. Used by the event loop only.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvfold.serve.cache.usage import Price
-from kvfold.serve.ops.request_trace import Trail
+from kvfold.serve.ops.request_trace import RequestTrace
 
 NUM_LISTED = 64
 NUM_TIMED = 512
 
 
 class Percentiles(NamedTuple):
-    """By nearest rank, so each is a value that was measured."""
+    """By nearest rank, so each is a measured value."""
 
     num_samples: int
     p50: float
@@ -35,8 +35,8 @@ def percentiles(values: Iterable[float]) -> Percentiles | None:
     return Percentiles(len(found), *(found[rank - 1] for rank in ranks))
 
 
-class Recent:
-    """Dollars are counted only where there is a `price`."""
+class RecentRequests:
+    """Costs are counted only with a `price`."""
 
     def __init__(self, price: Price | None = None, *, num_listed: int = NUM_LISTED, num_timed: int = NUM_TIMED) -> None:
         self.price = price
@@ -46,32 +46,32 @@ class Recent:
         self.cost_usd = self.saved_usd = 0.0
         self.first_token_ms: deque[float] = deque(maxlen=num_timed)
         self.token_ms: deque[float] = deque(maxlen=num_timed)
-        self._listed: deque[Trail] = deque(maxlen=num_listed)
+        self._listed: deque[RequestTrace] = deque(maxlen=num_listed)
 
-    def enter(self, trail: Trail) -> None:
-        """A request has come; it is listed from now on."""
-        self._listed.append(trail)
+    def add(self, trace: RequestTrace) -> None:
+        """List a request that has arrived."""
+        self._listed.append(trace)
 
-    def leave(self, trail: Trail) -> None:
-        """It is over."""
-        if trail.status is not None and trail.status >= 400:
+    def finish(self, trace: RequestTrace) -> None:
+        """Count a request that has ended."""
+        if trace.status is not None and trace.status >= 400:
             self.num_refused += 1
         else:
             self.num_done += 1
-        if trail.lookup is not None and trail.bill is not None:
-            self.lookups[trail.lookup] += 1
-            self.tokens += Counter(input=trail.num_prompt, reused=trail.num_reused, output=trail.num_output)
+        if trace.lookup is not None and trace.usage is not None:
+            self.lookups[trace.lookup] += 1
+            self.tokens += Counter(input=trace.num_prompt, reused=trace.num_reused, output=trace.num_output)
             if self.price is not None:
-                self.cost_usd += self.price.cost(trail.bill, trail.num_output)
-                self.saved_usd += self.price.saved(trail.bill)
-        if trail.first_token_ms is not None:
-            self.first_token_ms.append(trail.first_token_ms)
-        if trail.token_ms is not None:
-            self.token_ms.append(trail.token_ms)
+                self.cost_usd += self.price.cost(trace.usage, trace.num_output)
+                self.saved_usd += self.price.saved(trace.usage)
+        if trace.first_token_ms is not None:
+            self.first_token_ms.append(trace.first_token_ms)
+        if trace.token_ms is not None:
+            self.token_ms.append(trace.token_ms)
 
-    def listed(self) -> list[Trail]:
-        """The latest first."""
+    def listed(self) -> list[RequestTrace]:
+        """Newest first."""
         return list(reversed(self._listed))
 
-    def find(self, request_id: str) -> Trail | None:
-        return next((trail for trail in self._listed if trail.id == request_id), None)
+    def find(self, request_id: str) -> RequestTrace | None:
+        return next((trace for trace in self._listed if trace.id == request_id), None)

@@ -1,4 +1,4 @@
-"""What the server says of each request: a line on stderr, for people or for tools, with nothing of its text."""
+"""Request log: one line per request on stderr, as text or JSON, without prompt or reply text."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import json
 import logging
 from typing import Any
 
-from kvfold.serve.ops.request_trace import Trail
+from kvfold.serve.ops.request_trace import RequestTrace
 
 _log = logging.getLogger("kvfold.serve")
 
 
-def log_trail(trail: Trail) -> None:
-    """A request that is over."""
-    _log.info("answered", extra={"facts": trail.facts()})
+def log_request(trace: RequestTrace) -> None:
+    _log.info("answered", extra={"facts": trace.facts()})
 
 
 class JsonLines(logging.Formatter):
-    """A log line as one JSON object."""
+    """One JSON object a line."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {"time": self.formatTime(record), "level": record.levelname.lower(), "event": record.getMessage()}
@@ -26,7 +25,7 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """A log line to be read: `18:04:05 200 POST /v1/messages, 812 ms, red, 1,204 in (1,024 reused), 40 out, …`."""
+    """For people: `18:04:05 200 POST /v1/messages, 812 ms, red, 1,204 in (1,024 reused), 40 out, …`."""
 
     def format(self, record: logging.LogRecord) -> str:
         facts = _facts(record)
@@ -51,12 +50,12 @@ def _sentence(facts: dict[str, Any]) -> str:
     return ", ".join([*filter(None, parts), facts["request"]])
 
 
-FORMS: dict[str, type[logging.Formatter]] = {"text": TextLines, "json": JsonLines}
+LOG_FORMATS: dict[str, type[logging.Formatter]] = {"text": TextLines, "json": JsonLines}
 
 
 def log_to_stderr(form: str = "text") -> None:
-    """What the server says goes to stderr, in one of `FORMS`."""
+    """Log to stderr in one of `LOG_FORMATS`."""
     handler = logging.StreamHandler()
-    handler.setFormatter(FORMS[form]())
+    handler.setFormatter(LOG_FORMATS[form]())
     _log.handlers, _log.propagate = [handler], False
     _log.setLevel(logging.INFO)

@@ -1,10 +1,10 @@
-"""What is noted of one request on its way, for logs, traces and the dashboard. Nothing of its text is among it.
+"""Timestamps, token counts and outcome of one request, for logs, traces and the dashboard; no prompt or reply text.
 
-    came ……… queued ……… let_in ……… looked_up ……… began ……… ended ……… done
-       read     queue       lookup       prefill      decode      sent
+    arrived ……… queued ……… scheduled ……… looked_up ……… first_token ……… ended ……… done
+        preprocess   queue         lookup        prefill         decode     sent
 
-Times are of `time.perf_counter`. The scheduler's thread sets those from `let_in` to `ended`, the server's loop the
-others. A job that has to start anew sets its times again.
+Times are of `time.perf_counter`. The scheduler's thread sets `scheduled` to `ended`, the event loop the others. A
+restarted job sets its times again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from kvfold.engine.jobs import Begin, Ended, Event, Listener
 from kvfold.pages.sequence import SequenceCache
 from kvfold.serve.cache.source import CachedSource, PlainSource
-from kvfold.serve.cache.usage import Bill
+from kvfold.serve.cache.usage import Usage
 
 _now = time.perf_counter
 
@@ -29,22 +29,23 @@ class Stage(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Kept:
-    """Slots by layer and head, of a prompt of `num_tokens`."""
+class KeptSlots:
+    """KV slots kept per layer and head, of a prompt of `num_tokens`."""
 
     num_tokens: int
     slots: Sequence[Sequence[int]]
 
     @staticmethod
-    def of(sequence: SequenceCache) -> Kept:
+    def of(sequence: SequenceCache) -> KeptSlots:
         num_open, layers = sequence.open.committed, range(sequence.spec.num_layers)
         slots = [[stored + num_open for stored in sequence.stored_lens(layer)] for layer in layers]
-        return Kept(sequence.committed_len, slots)
+        return KeptSlots(sequence.committed_len, slots)
 
 
 @dataclass(eq=False)
-class Trail:
-    """`at` is in seconds since 1970, `path` the route's; `end` says how a reply ended; `parent` is a traceparent."""
+class RequestTrace:
+    """`at`: seconds since 1970; `path`: the route; `end`: finish reason; `miss`: reason of a cache miss; `parent`: W3C
+    traceparent."""
 
     id: str = ""
     method: str = ""
@@ -56,40 +57,40 @@ class Trail:
     status: int | None = None
     end: str | None = None
     miss: str | None = None
-    why: str | None = None  # it was refused, or failed; of what the client sent it tells names of fields at most
-    bill: Bill | None = None
+    why: str | None = None  # error message without client input other than field names
+    usage: Usage | None = None
     num_prompt: int = 0
     num_reused: int = 0
     num_output: int = 0
-    kept: Kept | None = None
+    kept: KeptSlots | None = None
     is_listed: bool = False  # on the dashboard
-    came: float = field(default_factory=_now)
+    arrived: float = field(default_factory=_now)
     queued: float | None = None
-    let_in: float | None = None
+    scheduled: float | None = None
     looked_up: float | None = None
-    began: float | None = None
+    first_token: float | None = None
     ended: float | None = None
     done: float | None = None
 
     def queue(self, model: str, num_prompt: int) -> None:
-        """A job for it waits from now on."""
+        """Its job is queued."""
         self.model, self.num_prompt, self.queued = model, num_prompt, _now()
 
     def finish(self) -> None:
-        """All is sent, or nobody is there to read it."""
+        """The response is sent, or the client has disconnected."""
         self.done = _now()
         if self.queued is not None and self.end is None:
             self.end = "cancelled"
 
     @property
     def lookup(self) -> str | None:
-        """What the prompt cache had: "hit", or why nothing; None before the reply begins."""
-        return None if self.began is None else self.miss or "hit"
+        """Result of the prompt-cache lookup: "hit", or the reason of the miss; None before prefill ends."""
+        return None if self.first_token is None else self.miss or "hit"
 
     @property
     def stages(self) -> list[Stage]:
-        """Those that it has come through, and the one in which it ended."""
-        times = [self.queued, self.let_in, self.looked_up, self.began, self.ended]
+        """Completed stages, and the one in which it ended."""
+        times = [self.queued, self.scheduled, self.looked_up, self.first_token, self.ended]
         last = self.ended if self.ended is not None else self.done
         found = []
         for name, start, end in zip(("queue", "lookup", "prefill", "decode"), times, times[1:], strict=False):
@@ -100,21 +101,22 @@ class Trail:
 
     @property
     def first_token_ms(self) -> float | None:
-        return None if self.began is None else 1e3 * (self.began - self.came)
+        """Time to first token (TTFT)."""
+        return None if self.first_token is None else 1e3 * (self.first_token - self.arrived)
 
     @property
     def token_ms(self) -> float | None:
-        """Between two tokens, on average; None where there are no two."""
-        if self.began is None or self.ended is None or self.num_output < 2:
+        """Mean inter-token latency; None below two tokens."""
+        if self.first_token is None or self.ended is None or self.num_output < 2:
             return None
-        return 1e3 * (self.ended - self.began) / (self.num_output - 1)
+        return 1e3 * (self.ended - self.first_token) / (self.num_output - 1)
 
     @property
     def total_ms(self) -> float | None:
-        return None if self.done is None else 1e3 * (self.done - self.came)
+        return None if self.done is None else 1e3 * (self.done - self.arrived)
 
     def facts(self) -> dict[str, Any]:
-        """For people and their tools; what does not apply is left out."""
+        """Fields of the log line and the dashboard; absent where they do not apply."""
         found: dict[str, Any] = {"request": self.id, "tenant": self.tenant, "method": self.method, "path": self.path}
         found |= {"status": self.status, "ms": _rounded(self.total_ms), "why": self.why}
         if self.queued is not None:
@@ -128,17 +130,17 @@ def _rounded(ms: float | None) -> float | None:
     return None if ms is None else round(ms, 2)
 
 
-class Watched:
-    """A source and a listener of which a trail takes note."""
+class TracedSource:
+    """A job's source and listener that record timestamps and results in a trace."""
 
-    def __init__(self, source: CachedSource | PlainSource, listener: Listener, trail: Trail) -> None:
-        self._source, self._listener, self._trail = source, listener, trail
+    def __init__(self, source: CachedSource | PlainSource, listener: Listener, trace: RequestTrace) -> None:
+        self._source, self._listener, self._trace = source, listener, trace
 
     def begin(self) -> Begin:
-        trail = self._trail
-        trail.let_in = _now()
+        trace = self._trace
+        trace.scheduled = _now()
         found = self._source.begin()
-        trail.looked_up, trail.num_reused = _now(), found.num_read
+        trace.looked_up, trace.num_reused = _now(), found.num_read
         return found
 
     def lost(self) -> None:
@@ -146,16 +148,16 @@ class Watched:
 
     def reached(self, sequence: SequenceCache, num_read: int) -> None:
         self._source.reached(sequence, num_read)
-        if num_read == self._trail.num_prompt:
-            self._trail.kept = Kept.of(sequence)
+        if num_read == self._trace.num_prompt:
+            self._trace.kept = KeptSlots.of(sequence)
 
     def began(self) -> None:
         self._source.began()
-        trail = self._trail
-        trail.miss, trail.bill, trail.began = self._source.miss, self._source.bill, _now()
+        trace = self._trace
+        trace.miss, trace.usage, trace.first_token = self._source.miss, self._source.usage, _now()
 
     def listen(self, event: Event) -> None:
         if isinstance(event, Ended):
-            trail = self._trail
-            trail.end, trail.num_output, trail.ended = event.reason, event.num_tokens, _now()
+            trace = self._trace
+            trace.end, trace.num_output, trace.ended = event.reason, event.num_tokens, _now()
         self._listener(event)

@@ -1,4 +1,4 @@
-"""How much each tier of the prefix store holds. Counting a folder takes a while, so it is done aside, and not often."""
+"""Bytes in each tier of the prefix store, counted in a thread and cached, since counting a folder is slow."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kvfold.store.tiers.base import Tier
 MAX_AGE_S = 5.0
 
 
-class Holdings:
-    """Bytes by tier, the fastest first; None where a tier cannot tell, as one that others share."""
+class TierUsage:
+    """Bytes by tier, fastest first; None for tiers that do not count, such as Redis."""
 
     def __init__(self, store: PrefixStore | None, max_age_s: float = MAX_AGE_S) -> None:
         self._store, self._max_age_s = store, max_age_s
@@ -23,7 +23,7 @@ class Holdings:
         self._found: dict[str, int | None] = {}
 
     async def read(self) -> dict[str, int | None]:
-        """As of now, or of `max_age_s` ago."""
+        """At most `max_age_s` old."""
         if self._counted_at is None or time.monotonic() - self._counted_at > self._max_age_s:
             self._counted_at = time.monotonic()
             self._found = await asyncio.to_thread(self._count)
@@ -32,7 +32,7 @@ class Holdings:
     def _count(self) -> dict[str, int | None]:
         found = dict(self._found)
         for tier in self._tiers():
-            with suppress(OSError):  # a file went while it was looked at: the count before stands
+            with suppress(OSError):  # a file was deleted meanwhile: keep the previous count
                 found[tier.name] = getattr(tier, "num_bytes", None)
         return found
 

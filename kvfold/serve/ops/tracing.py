@@ -1,9 +1,9 @@
-"""Traces for OpenTelemetry: of each request to the API a span, with one for each stage that it came through.
+"""OpenTelemetry traces: a span per API request with a child span per stage.
 
     POST /v1/messages
       queue | lookup | prefill | decode
 
-Spans are made when a request is over, and sent over OTLP/HTTP by a thread of their own; what cannot be sent is dropped.
+Spans are created when a request has ended and exported over OTLP/HTTP by a background thread; failures are dropped.
 Other settings are OpenTelemetry's own variables (`OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_TRACES_SAMPLER`, …).
 """
 
@@ -16,13 +16,13 @@ from typing import Any
 
 from kvfold import __version__
 from kvfold.errors import InputError, MissingExtra
-from kvfold.serve.ops.request_trace import Trail
+from kvfold.serve.ops.request_trace import RequestTrace
 
 _VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 
 
-class Traces:
-    """`url` is that of a collector, as http://localhost:4318; None: the one that the variables name."""
+class TraceExporter:
+    """`url`: an OTLP collector such as http://localhost:4318; None: the one of OpenTelemetry's variables."""
 
     def __init__(self, url: str | None) -> None:
         if url is not None and not url.startswith(("http://", "https://")):
@@ -40,63 +40,63 @@ class Traces:
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
         self._tracer = self._provider.get_tracer("kvfold.serve", __version__)
 
-    def note(self, trail: Trail) -> None:
-        """A request that is over; a client that sends a `traceparent` finds it in its own trace."""
+    def export(self, trace: RequestTrace) -> None:
+        """Queue the spans of a finished request, under the client's `traceparent` if it sent one."""
         from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         def ns(time_s: float) -> int:
-            return int(1e9 * (trail.at + time_s - trail.came))
+            return int(1e9 * (trace.at + time_s - trace.arrived))
 
-        assert trail.done is not None
-        parent = TraceContextTextMapPropagator().extract({"traceparent": trail.parent} if trail.parent else {})
-        name, facts = f"{trail.method} {trail.path}", _attributes(trail)
-        span = self._tracer.start_span(name, parent, SpanKind.SERVER, facts, start_time=ns(trail.came))
-        for stage in trail.stages:
+        assert trace.done is not None
+        parent = TraceContextTextMapPropagator().extract({"traceparent": trace.parent} if trace.parent else {})
+        name, facts = f"{trace.method} {trace.path}", _attributes(trace)
+        span = self._tracer.start_span(name, parent, SpanKind.SERVER, facts, start_time=ns(trace.arrived))
+        for stage in trace.stages:
             inside = set_span_in_context(span)
             self._tracer.start_span(stage.name, inside, start_time=ns(stage.start)).end(ns(stage.end))
-        if (trail.status or 500) >= 500 or trail.end in ("failed", "late"):
+        if (trace.status or 500) >= 500 or trace.end in ("failed", "late"):
             span.set_status(StatusCode.ERROR)
-        span.end(ns(trail.done))
+        span.end(ns(trace.done))
 
     def flush(self) -> bool:
-        """Wait until what was noted is sent; False if that took too long."""
+        """Wait until queued spans are sent; False on time-out."""
         return self._provider.force_flush()
 
     def close(self) -> None:
-        """Send what waits, for a while."""
+        """Send queued spans, within OpenTelemetry's time-out."""
         self._provider.shutdown()
 
 
-def _attributes(trail: Trail) -> dict[str, Any]:
-    """By OpenTelemetry's conventions where they have a name."""
+def _attributes(trace: RequestTrace) -> dict[str, Any]:
+    """Named by OpenTelemetry's semantic conventions where they exist."""
     names: dict[str, Any] = {
-        "http.request.method": trail.method,
-        "http.route": trail.path,
-        "http.response.status_code": trail.status,
-        "kvfold.request": trail.id,
-        "kvfold.tenant": trail.tenant,
+        "http.request.method": trace.method,
+        "http.route": trace.path,
+        "http.response.status_code": trace.status,
+        "kvfold.request": trace.id,
+        "kvfold.tenant": trace.tenant,
     }
-    if trail.queued is not None:
+    if trace.queued is not None:
         names |= {
-            "gen_ai.request.model": trail.model,
-            "gen_ai.usage.input_tokens": trail.num_prompt,
-            "gen_ai.usage.output_tokens": trail.num_output,
-            "gen_ai.response.finish_reasons": None if trail.end is None else (trail.end,),
-            "kvfold.tokens_reused": trail.num_reused,
-            "kvfold.cache": trail.lookup,
+            "gen_ai.request.model": trace.model,
+            "gen_ai.usage.input_tokens": trace.num_prompt,
+            "gen_ai.usage.output_tokens": trace.num_output,
+            "gen_ai.response.finish_reasons": None if trace.end is None else (trace.end,),
+            "kvfold.tokens_reused": trace.num_reused,
+            "kvfold.cache": trace.lookup,
         }
     return {name: value for name, value in names.items() if value is not None}
 
 
 @contextmanager
-def open_traces(url: str | None) -> Iterator[Callable[[Trail], None]]:
-    """What is to be told of each request; it does nothing where neither `url` nor a variable names a collector."""
+def trace_exporter(url: str | None) -> Iterator[Callable[[RequestTrace], None]]:
+    """A callback for finished requests; without `url` and OpenTelemetry's variables it does nothing."""
     if url is None and not any(map(os.environ.get, _VARIABLES)):
-        yield lambda trail: None
+        yield lambda trace: None
         return
-    traces = Traces(url)
+    exporter = TraceExporter(url)
     try:
-        yield traces.note
+        yield exporter.export
     finally:
-        traces.close()
+        exporter.close()

@@ -79,7 +79,7 @@ def test_old_headers_are_taken_too(server: Running) -> None:
     ("options", "message"),
     [
         ({"max_tokens": 257}, "max_tokens: a whole number from 0 to 256 is required, not 257"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, 'thinking.type: how much the model thinks is not'),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.type: how much the model thinks is not"),
         (
             {"tool_choice": {"type": "any"}, "tools": [TOOL]},
             'tool_choice.type: "any" is not supported; supported: auto',

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from kvfold.serve.api.tool_calls import Call, CallReader
+from kvfold.serve.api.tool_calls import ToolCall, ToolCallParser
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "cats"}}\n</tool_call>'
 
 
 def read(text: str, size: int, *, is_on: bool = True) -> list[str | tuple[str, object]]:
     """Parts of a text that comes in pieces of so many characters, neighbouring texts joined."""
-    reader, found = CallReader(is_on), list[str | tuple[str, object]]()
+    reader, found = ToolCallParser(is_on), list[str | tuple[str, object]]()
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
     parts = [part for piece in pieces for part in reader.add(piece)] + reader.finish()
     for part in parts:
-        if isinstance(part, Call):
+        if isinstance(part, ToolCall):
             found.append((part.name, part.arguments))
         elif found and isinstance(found[-1], str):
             found[-1] += part
@@ -44,7 +44,7 @@ def test_without_tools_nothing_is_looked_for() -> None:
 
 
 def test_every_call_has_an_id_of_its_own() -> None:
-    first, second = CallReader(True).add(CALL + CALL)
-    assert isinstance(first, Call)
-    assert isinstance(second, Call)
+    first, second = ToolCallParser(True).add(CALL + CALL)
+    assert isinstance(first, ToolCall)
+    assert isinstance(second, ToolCall)
     assert first.id != second.id

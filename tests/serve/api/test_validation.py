@@ -33,14 +33,14 @@ def server() -> Iterator[Running]:
 def prompts(server: Running, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Texts of the prompts that are made from now on."""
     found: list[str] = []
-    prompter, prompt = server.service.prompter, server.service.prompter.prompt
+    renderer, prompt = server.service.renderer, server.service.renderer.prompt
 
     def noted(ask: Any) -> Any:
         made = prompt(ask)
         found.append(server.service.model.tokenizer.decode(made.tokens))
         return made
 
-    monkeypatch.setattr(prompter, "prompt", noted)
+    monkeypatch.setattr(renderer, "prompt", noted)
     return found
 
 

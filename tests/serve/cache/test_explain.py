@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvfold.serve.cache.explain import Explained, compare, explain
-from kvfold.serve.prompt import Prompter
+from kvfold.serve.cache.explain import CacheExplanation, compare, explain
+from kvfold.serve.prompt import PromptRenderer
 from kvfold.serve.settings import Settings
 from tests.serve.running import TOOL_TEMPLATE, Running, diagnostics, running, tool_model, typed
 from tests.tiny import tokenizer
@@ -28,28 +28,28 @@ def body(*blocks: dict[str, Any], model: str = "tiny", **more: Any) -> dict[str,
 
 
 @pytest.fixture(scope="module")
-def prompter() -> Prompter:
+def renderer() -> PromptRenderer:
     found = tokenizer()
     found.chat_template = TOOL_TEMPLATE
-    return Prompter(found)
+    return PromptRenderer(found)
 
 
 @pytest.fixture
-def explained(prompter: Prompter) -> Any:
-    return lambda data: explain(data, prompter, Settings(("tiny",), cache_min_tokens=32))
+def explained(renderer: PromptRenderer) -> Any:
+    return lambda data: explain(data, renderer, Settings(("tiny",), cache_min_tokens=32))
 
 
 def test_places_are_told_with_what_becomes_of_them(explained: Any) -> None:
-    found: Explained = explained(body(text("a", MARK), text(LONG), text(LONG, MARK), text("x")))
+    found: CacheExplanation = explained(body(text("a", MARK), text(LONG), text(LONG, MARK), text("x")))
     assert [step.status for step in found.steps] == ["below_minimum", "looked_at", "written", "not_looked_at"]
     assert [step.begins for step in found.steps] == ["a", LONG[:40], LONG[:40], "x"]
     assert found.cold.num_short == found.steps[2].end == found.warm.num_read
     assert found.cold.num_tokens == found.warm.num_tokens == found.num_tokens
 
 
-def test_points_are_told_marked_or_not(prompter: Prompter) -> None:
+def test_points_are_told_marked_or_not(renderer: PromptRenderer) -> None:
     settings = Settings(("tiny",), cache_min_tokens=32, point_tokens=100)
-    found = [explain(body(text(LONG), text(LONG, mark), text("x")), prompter, settings) for mark in (None, MARK)]
+    found = [explain(body(text(LONG), text(LONG, mark), text("x")), renderer, settings) for mark in (None, MARK)]
     assert [[step.is_point for step in one.steps] for one in found] == [[False, True, False]] * 2
 
 
@@ -59,7 +59,7 @@ def test_points_are_told_marked_or_not(prompter: Prompter) -> None:
 def test_break_even_is_where_the_price_falls_below_that_without_caching(
     explained: Any, model: str, marker: Any, requests: int
 ) -> None:
-    found: Explained = explained(body(text(LONG, marker), model=model))
+    found: CacheExplanation = explained(body(text(LONG, marker), model=model))
     assert found.break_even == requests
     assert found.factor(requests - 1) > 1 > found.factor(requests)
 
@@ -73,14 +73,14 @@ FAR = body(text("1 " + LONG, MARK), *(text(f"part {i}") for i in range(21)), tex
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str | None, str]] = {
     "again": (BASE, BASE, None, r"all \d+ tokens"),
     "model": (BASE, {**BASE, "model": "tiny-too"}, "model_changed", "the model is tiny-too, it was tiny"),
-    "tools": (BASE, {**BASE, "tools": [{"name": "t", "input_schema": {}}]}, "tools_changed", r"place 0 \(tools\)"),
-    "system": (BASE, {**BASE, "system": [text("3 " + LONG, MARK)]}, "system_changed", r'place 0 \(system\).*"3 the'),
-    "messages": (BASE, body(text("4 " + LONG, MARK), system=BASE["system"]), "messages_changed", "place 1 "),
+    "tools": (BASE, {**BASE, "tools": [{"name": "t", "input_schema": {}}]}, "tools_changed", r"boundary 0 \(tools\)"),
+    "system": (BASE, {**BASE, "system": [text("3 " + LONG, MARK)]}, "system_changed", r'boundary 0 \(system\).*"3 the'),
+    "messages": (BASE, body(text("4 " + LONG, MARK), system=BASE["system"]), "messages_changed", "boundary 1 "),
     "lookback": (
         body(text("1 " + LONG, MARK)),
         body(text("1 " + LONG), *FAR["messages"][0]["content"][1:]),
         "unavailable",
-        "before place 3: a marker looks back over 20 places",
+        "before boundary 3: the lookback of a marker is 20 boundaries",
     ),
     "short": (body(text("a", MARK)), BASE, "system_changed", "the first request caches nothing: its last marker"),
     "unmarked": (

@@ -13,12 +13,12 @@ from kvfold.engine.scheduler import Scheduler
 from kvfold.engine.task import Task
 from kvfold.models.loader import Model
 from kvfold.policy.policy import Policy
-from kvfold.serve.cache.cache_breakpoints import Mark, Place, Plan
-from kvfold.serve.cache.prompt_cache import Shelf
+from kvfold.serve.cache.breakpoints import Boundary, CachePlan, CacheWrite
+from kvfold.serve.cache.prompt_cache import PromptCache
 from kvfold.serve.cache.source import CachedSource
-from kvfold.serve.cache.usage import Bill
+from kvfold.serve.cache.usage import Usage
 from kvfold.store import DiskTier, HostTier, PrefixStore
-from kvfold.store.cache_markers import Marks
+from kvfold.store.markers import Marks
 from tests import tiny
 from tests.engine.jobs import Heard
 from tests.store.common import overwrite
@@ -30,42 +30,42 @@ def now() -> float:
 
 def test_an_entry_can_be_read_once_the_reply_that_writes_it_begins(model: Model) -> None:
     runner = Runner(model.hf, model.spec, model.arena, chunk_len=16)
-    tokens, place = tiny.prompt(60), Place(48, bytes(32), "messages")
-    plan = Plan([place], [place], [Mark(place, 300.0)])
+    tokens, boundary = tiny.prompt(60), Boundary(48, bytes(32), "messages")
+    plan = CachePlan([boundary], [boundary], [CacheWrite(boundary, 300.0)])
     with PrefixStore([HostTier(1 << 20, clock=now)], chunk_len=16, clock=now) as store:
         prefixes = store.prefixes(model, "full", prefill_len=16)
-        shelf = Shelf(prefixes, Marks(store, prefixes.binding))
-        first, second, third = (CachedSource(shelf, tokens, plan, 0.0, now) for _ in range(3))
+        cache = PromptCache(prefixes, Marks(store, prefixes.binding))
+        first, second, third = (CachedSource(cache, tokens, plan, 0.0, now) for _ in range(3))
         begun = [source.begin() for source in (first, second)]
         assert [(one.num_read, list(one.cuts or ())) for one in begun] == [(0, [48]), (0, [48])]
-        assert first.bill == second.bill == Bill(0, 0, 48, 12)
+        assert first.usage == second.usage == Usage(0, 0, 48, 12)
         for source, one in zip((first, second), begun, strict=True):
             runner.prefill([one.sequence], [tokens[:48]])
             source.reached(one.sequence, 48)
             one.sequence.release()
         store.flush()
         third_begun = third.begin()
-        assert (third.bill, third.miss) == (Bill(0, 0, 48, 12), "absent")
+        assert (third.usage, third.miss) == (Usage(0, 0, 48, 12), "absent")
         assert third_begun.num_read == 48, "tensors that are stored already save the work"
         third_begun.sequence.release()
         first.began()
         last = third.begin()
-        assert (third.bill, third.miss, last.num_read) == (Bill(48, 0, 0, 12), None, 48)
+        assert (third.usage, third.miss, last.num_read) == (Usage(48, 0, 0, 12), None, 48)
         last.sequence.release()
 
 
 def test_a_part_that_is_lost_alone_is_computed_and_stored_again(model: Model) -> None:
     """The request reads its marker all the same: whole chunks are there."""
     runner = Runner(model.hf, model.spec, model.arena, chunk_len=16)
-    tokens, place = tiny.prompt(60), Place(53, bytes(32), "messages")
-    plan, host = Plan([place], [place], [Mark(place, 300.0)]), HostTier(1 << 20, clock=now)
+    tokens, boundary = tiny.prompt(60), Boundary(53, bytes(32), "messages")
+    plan, host = CachePlan([boundary], [boundary], [CacheWrite(boundary, 300.0)]), HostTier(1 << 20, clock=now)
     with PrefixStore([host], chunk_len=16, clock=now) as store:
         prefixes = store.prefixes(model, "full", prefill_len=16)
-        shelf, found = Shelf(prefixes, Marks(store, prefixes.binding)), list[tuple[int, int]]()
+        cache, found = PromptCache(prefixes, Marks(store, prefixes.binding)), list[tuple[int, int]]()
         for _ in range(3):
-            source = CachedSource(shelf, tokens, plan, 0.0, now)
+            source = CachedSource(cache, tokens, plan, 0.0, now)
             begun = source.begin()
-            found.append((begun.num_read, source.bill.num_read))
+            found.append((begun.num_read, source.usage.num_read))
             if begun.num_read < 53:
                 runner.prefill([begun.sequence], [tokens[begun.num_read : 53]])
                 source.reached(begun.sequence, 53)
@@ -83,14 +83,15 @@ def test_a_hit_is_bitwise_the_cold_request(model: Model, prefill_len: int, loses
     """However long the pieces are in which a prompt is read; what is lost of it is read in the pieces of the cold one,
     where these end with stored chunks."""
     runner, tokens = Runner(model.hf, model.spec, model.arena, chunk_len=prefill_len), tiny.prompt(100)
-    places = [Place(37, bytes(32), "system"), Place(75, bytes([1] * 32), "messages")]
-    plan, host = Plan(places, places[::-1], [Mark(place, 300.0) for place in places]), HostTier(1 << 20, clock=now)
+    boundaries = [Boundary(37, bytes(32), "system"), Boundary(75, bytes([1] * 32), "messages")]
+    plan = CachePlan(boundaries, boundaries[::-1], [CacheWrite(boundary, 300.0) for boundary in boundaries])
+    host = HostTier(1 << 20, clock=now)
     with PrefixStore([host], chunk_len=16, clock=now) as store:
         prefixes = store.prefixes(model, "full", prefill_len=prefill_len)
-        shelf, found = Shelf(prefixes, Marks(store, prefixes.binding)), []
+        cache, found = PromptCache(prefixes, Marks(store, prefixes.binding)), []
         for _ in range(2):
             task = Task(
-                Job(tokens, CachedSource(shelf, tokens, plan, 0.0, now), lambda event: None),
+                Job(tokens, CachedSource(cache, tokens, plan, 0.0, now), lambda event: None),
                 runner,
                 model.tokenizer,
                 in_chunks=True,
@@ -110,15 +111,15 @@ def test_a_hit_is_bitwise_the_cold_request(model: Model, prefill_len: int, loses
 @pytest.mark.parametrize("start", [0, 32])
 def test_a_prefix_that_is_lost_while_the_model_runs_is_a_miss(model: Model, tmp_path: Path, start: int) -> None:
     """The last byte of an entry is of its last layer. The reply is the cold one, and nobody is told of an error."""
-    tokens, place, found = tiny.prompt(60), Place(53, bytes(32), "messages"), list[tuple[str, int, str | None]]()
-    plan = Plan([place], [place], [Mark(place, 300.0)])
+    tokens, boundary, found = tiny.prompt(60), Boundary(53, bytes(32), "messages"), list[tuple[str, int, str | None]]()
+    plan = CachePlan([boundary], [boundary], [CacheWrite(boundary, 300.0)])
     runner = Runner(model.hf, model.spec, model.arena, chunk_len=16)
     with PrefixStore([DiskTier(tmp_path, 1 << 24, clock=now)], chunk_len=16, clock=now) as store:
         prefixes = store.prefixes(model, "full", prefill_len=16)
-        shelf = Shelf(prefixes, Marks(store, prefixes.binding))
+        cache = PromptCache(prefixes, Marks(store, prefixes.binding))
         scheduler = Scheduler(runner, Policy.parse("full"), model.tokenizer)
         for _ in range(3):
-            source, heard = CachedSource(shelf, tokens, plan, 0.0, now), Heard()
+            source, heard = CachedSource(cache, tokens, plan, 0.0, now), Heard()
             scheduler.submit(Job(tokens, source, heard, max_new_tokens=12))
             assert heard.end().reason == "length" and store.flush()
             (began,) = (event for event in heard.events if isinstance(event, Began))
@@ -139,16 +140,16 @@ def test_a_prefix_that_is_lost_every_time_is_read_without_the_store(
 ) -> None:
     """Where nothing is deleted and nothing remembered, a job begins again a few times, not for ever."""
     monkeypatch.setattr("kvfold.store.bad_copies.BAD_S", 0.0)
-    tokens, place = tiny.prompt(60), Place(53, bytes(32), "messages")
-    plan, host = Plan([place], [place], [Mark(place, 300.0)]), HostTier(1 << 20, clock=now)
+    tokens, boundary = tiny.prompt(60), Boundary(53, bytes(32), "messages")
+    plan, host = CachePlan([boundary], [boundary], [CacheWrite(boundary, 300.0)]), HostTier(1 << 20, clock=now)
     monkeypatch.setattr(host, "delete", lambda key: None)
     runner, found = Runner(model.hf, model.spec, model.arena, chunk_len=16), list[tuple[str, int, str | None]]()
     with PrefixStore([host], chunk_len=16, clock=now) as store:
         prefixes = store.prefixes(model, "full", prefill_len=16)
-        shelf = Shelf(prefixes, Marks(store, prefixes.binding))
+        cache = PromptCache(prefixes, Marks(store, prefixes.binding))
         scheduler = Scheduler(runner, Policy.parse("full"), model.tokenizer)
         for _ in range(2):
-            source, heard = CachedSource(shelf, tokens, plan, 0.0, now), Heard()
+            source, heard = CachedSource(cache, tokens, plan, 0.0, now), Heard()
             scheduler.submit(Job(tokens, source, heard, max_new_tokens=12))
             assert heard.end().reason == "length" and store.flush()
             (began,) = (event for event in heard.events if isinstance(event, Began))

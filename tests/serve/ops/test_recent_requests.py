@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfold.serve.cache.usage import Bill, Price
-from kvfold.serve.ops.recent_requests import Recent, percentiles
-from kvfold.serve.ops.request_trace import Trail
+from kvfold.serve.cache.usage import Price, Usage
+from kvfold.serve.ops.recent_requests import RecentRequests, percentiles
+from kvfold.serve.ops.request_trace import RequestTrace
 
 
-def _done(number: int, **facts: object) -> Trail:
-    times = {"came": 0.0, "queued": 0.0, "began": float(number), "ended": 2.0 * number}
-    return Trail(f"req_{number}", status=200, num_output=2, **{**times, **facts})  # type: ignore[arg-type]
+def _done(number: int, **facts: object) -> RequestTrace:
+    times = {"arrived": 0.0, "queued": 0.0, "first_token": float(number), "ended": 2.0 * number}
+    return RequestTrace(f"req_{number}", status=200, num_output=2, **{**times, **facts})  # type: ignore[arg-type]
 
 
 def test_percentiles_are_values_that_were_measured() -> None:
@@ -33,12 +33,12 @@ def test_a_percentile_has_its_share_at_or_below_it(values: list[float]) -> None:
 
 
 def test_it_lists_the_latest_first_and_forgets_the_oldest() -> None:
-    recent = Recent(num_listed=2, num_timed=2)
+    recent = RecentRequests(num_listed=2, num_timed=2)
     for number in (1, 2, 3):
-        trail = _done(number)
-        recent.enter(trail)
-        recent.leave(trail)
-    assert [trail.id for trail in recent.listed()] == ["req_3", "req_2"]
+        trace = _done(number)
+        recent.add(trace)
+        recent.finish(trace)
+    assert [trace.id for trace in recent.listed()] == ["req_3", "req_2"]
     assert recent.find("req_1") is None
     assert recent.find("req_2") is recent.listed()[1]
     assert list(recent.first_token_ms) == [2000.0, 3000.0]
@@ -46,19 +46,19 @@ def test_it_lists_the_latest_first_and_forgets_the_oldest() -> None:
 
 
 def test_what_was_refused_counts_apart() -> None:
-    recent = Recent()
-    recent.leave(Trail(status=429))
+    recent = RecentRequests()
+    recent.finish(RequestTrace(status=429))
     assert (recent.num_done, recent.num_refused) == (0, 1)
     assert not recent.lookups
     assert not recent.first_token_ms
 
 
 def test_tokens_lookups_and_dollars_add_up() -> None:
-    recent = Recent(Price(4.0, 8.0))
-    written, read = Bill(0, 0, 1_000_000, 0), Bill(1_000_000, 0, 0, 0)
-    recent.leave(_done(1, bill=written, miss="absent", num_prompt=1_000_000))
+    recent = RecentRequests(Price(4.0, 8.0))
+    written, read = Usage(0, 0, 1_000_000, 0), Usage(1_000_000, 0, 0, 0)
+    recent.finish(_done(1, usage=written, miss="absent", num_prompt=1_000_000))
     assert recent.saved_usd == pytest.approx(-1.0), "what is written costs a quarter more"
-    recent.leave(_done(2, bill=read, num_prompt=1_000_000, num_reused=1_000_000))
+    recent.finish(_done(2, usage=read, num_prompt=1_000_000, num_reused=1_000_000))
     assert recent.saved_usd == pytest.approx(-1.0 + 3.6)
     assert recent.cost_usd == pytest.approx(5.0 + 0.4 + 4 * 8e-6)
     assert recent.lookups == {"absent": 1, "hit": 1}
@@ -66,6 +66,6 @@ def test_tokens_lookups_and_dollars_add_up() -> None:
 
 
 def test_without_a_price_no_dollars_are_counted() -> None:
-    recent = Recent()
-    recent.leave(_done(1, bill=Bill(9, 0, 0, 1), num_prompt=10))
+    recent = RecentRequests()
+    recent.finish(_done(1, usage=Usage(9, 0, 0, 1), num_prompt=10))
     assert (recent.cost_usd, recent.saved_usd) == (0.0, 0.0)

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from kvfold.serve.ops.request_log import FORMS, log_to_stderr, log_trail
-from kvfold.serve.ops.request_trace import Trail
+from kvfold.serve.ops.request_log import LOG_FORMATS, log_request, log_to_stderr
+from kvfold.serve.ops.request_trace import RequestTrace
 
 
 @pytest.fixture(autouse=True)
@@ -20,16 +20,18 @@ def _restored() -> object:
     logger.handlers, logger.propagate, logger.level = before
 
 
-def _answered() -> Trail:
-    trail = Trail("req_1", "POST", "/v1/messages", tenant="red", model="tiny", status=200, end="eos", miss="absent")
-    trail.num_prompt, trail.num_reused, trail.num_output = 1204, 1024, 40
-    trail.came, trail.queued, trail.began, trail.ended, trail.done = 1.0, 1.1, 1.5, 1.7, 1.8124
-    return trail
+def _answered() -> RequestTrace:
+    trace = RequestTrace(
+        "req_1", "POST", "/v1/messages", tenant="red", model="tiny", status=200, end="eos", miss="absent"
+    )
+    trace.num_prompt, trace.num_reused, trace.num_output = 1204, 1024, 40
+    trace.arrived, trace.queued, trace.first_token, trace.ended, trace.done = 1.0, 1.1, 1.5, 1.7, 1.8124
+    return trace
 
 
 def test_a_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
     log_to_stderr("json")
-    log_trail(_answered())
+    log_request(_answered())
     line = json.loads(capsys.readouterr().err)
     assert line.pop("time")
     assert line == {
@@ -41,14 +43,14 @@ def test_a_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_line_to_be_read(capsys: pytest.CaptureFixture[str]) -> None:
     log_to_stderr()
-    log_trail(_answered())
+    log_request(_answered())
     said = "200 POST /v1/messages, 812 ms, red, 1,204 in (1,024 reused), 40 out, eos, cache miss: absent, req_1\n"
     assert capsys.readouterr().err.split(" ", 1)[1] == said
-    log_trail(Trail("req_2", "GET", "/health", status=200, came=1.0, done=1.002))
+    log_request(RequestTrace("req_2", "GET", "/health", status=200, arrived=1.0, done=1.002))
     assert capsys.readouterr().err.split(" ", 1)[1] == "200 GET /health, 2 ms, req_2\n"
 
 
-@pytest.mark.parametrize("form", sorted(FORMS))
+@pytest.mark.parametrize("form", sorted(LOG_FORMATS))
 def test_failures_say_which_request_and_where(form: str, capsys: pytest.CaptureFixture[str]) -> None:
     log_to_stderr(form)
     try:

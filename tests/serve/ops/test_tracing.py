@@ -16,8 +16,8 @@ pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs: pip
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from kvfold.errors import InputError, MissingExtra
-from kvfold.serve.ops.request_trace import Trail
-from kvfold.serve.ops.tracing import Traces, open_traces
+from kvfold.serve.ops.request_trace import RequestTrace
+from kvfold.serve.ops.tracing import TraceExporter, trace_exporter
 from tests.serve.asking import SECRET, send
 from tests.serve.running import Running, running, tool_model
 
@@ -71,14 +71,14 @@ def collector() -> Iterator[Collector]:
 
 
 @pytest.fixture
-def traced(collector: Collector) -> Iterator[tuple[Running, Traces]]:
-    traces = Traces(collector.url)
-    with running(tool_model(), on_done=traces.note) as server:
+def traced(collector: Collector) -> Iterator[tuple[Running, TraceExporter]]:
+    traces = TraceExporter(collector.url)
+    with running(tool_model(), on_done=traces.export) as server:
         yield server, traces
     traces.close()
 
 
-def test_a_request_is_a_span_with_its_stages(collector: Collector, traced: tuple[Running, Traces]) -> None:
+def test_a_request_is_a_span_with_its_stages(collector: Collector, traced: tuple[Running, TraceExporter]) -> None:
     server, traces = traced
     usage = send(server, extra_headers={"traceparent": f"00-{TRACE}-{PARENT}-01"}).usage
     assert traces.flush()
@@ -101,7 +101,7 @@ def test_a_request_is_a_span_with_its_stages(collector: Collector, traced: tuple
     assert SECRET[:7].encode() not in collector.sent
 
 
-def test_a_refused_request_has_no_stages(collector: Collector, traced: tuple[Running, Traces]) -> None:
+def test_a_refused_request_has_no_stages(collector: Collector, traced: tuple[Running, TraceExporter]) -> None:
     server, traces = traced
     with pytest.raises(anthropic.NotFoundError):
         send(server, model="other")
@@ -114,24 +114,24 @@ def test_a_refused_request_has_no_stages(collector: Collector, traced: tuple[Run
 def test_a_variable_names_the_collector_too(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
-    with open_traces(None) as note:
-        note(Trail("req_1", "POST", "/v1/messages", status=500, came=1.0, done=2.0))
+    with trace_exporter(None) as note:
+        note(RequestTrace("req_1", "POST", "/v1/messages", status=500, arrived=1.0, done=2.0))
     assert [(span.name, span.status.code) for span in collector.spans] == [("POST /v1/messages", 2)]
     assert collector.service == "mine"
 
 
 def test_a_collector_that_is_not_there_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
-    with open_traces("http://127.0.0.1:9") as note, running(tool_model(), on_done=note) as server:
+    with trace_exporter("http://127.0.0.1:9") as note, running(tool_model(), on_done=note) as server:
         assert send(server).usage.output_tokens == 5
 
 
 def test_what_is_no_address_is_refused() -> None:
     with pytest.raises(InputError, match='"localhost:4318" is no address of a collector'):
-        Traces("localhost:4318")
+        TraceExporter("localhost:4318")
 
 
 def test_where_it_is_not_installed_the_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(MissingExtra, match=r"run: pip install 'kvfold\[otel\]'"):
-        Traces("http://localhost:4318")
+        TraceExporter("http://localhost:4318")

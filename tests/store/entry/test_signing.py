@@ -15,9 +15,9 @@ from safetensors.torch import load, save
 from kvfold.errors import FileError, InputError
 from kvfold.models.loader import Model
 from kvfold.store import PrefixStore, RedisTier
-from kvfold.store.cache_markers import Marks, Spot
 from kvfold.store.entry.signing import VARIABLE, read_secret
 from kvfold.store.inspect import RedisView
+from kvfold.store.markers import Marks, Spot
 from tests.engine.reusing import prefill_reusing
 from tests.store.common import CHUNK, cold_logits, make_prefixes, make_runner
 from tests.store.servers import RedisServer

@@ -8,7 +8,7 @@ from time import time
 
 import pytest
 
-from kvfold.store.cache_markers import Marks, Spot
+from kvfold.store.markers import Marks, Spot
 from kvfold.store.store import PrefixStore
 from kvfold.store.tiers.host import HostTier
 from kvfold.store.tiers.redis import RedisTier

@@ -8,10 +8,10 @@ import pytest
 
 from kvfold.serve.api.anthropic import read_messages
 from kvfold.serve.api.errors import ApiError
-from kvfold.serve.api.request import Ask, Block
-from kvfold.serve.cache.cache_breakpoints import Mark, Place, anthropic_plan, openai_plan, places_of
+from kvfold.serve.api.request import Block, ChatRequest
+from kvfold.serve.cache.breakpoints import Boundary, CacheWrite, anthropic_plan, boundaries_of, openai_plan
 from kvfold.serve.cache.entries import Entries
-from kvfold.serve.cache.usage import Bill, Price, bill, min_tokens_of, read_factor_of
+from kvfold.serve.cache.usage import Price, Usage, min_tokens_of, read_factor_of, usage_of
 from kvfold.serve.prompt import Prompt
 from kvfold.serve.settings import Settings
 
@@ -19,9 +19,9 @@ MARK: dict[str, Any] = {"type": "ephemeral"}
 HOUR: dict[str, Any] = {"type": "ephemeral", "ttl": "1h"}
 
 
-def places(num: int, marked: dict[int, float] | None = None) -> list[Place]:
+def boundaries(num: int, marked: dict[int, float] | None = None) -> list[Boundary]:
     marks = marked or {}
-    return [Place(10 * (i + 1), bytes([i]), "messages", True, marks.get(i)) for i in range(num)]
+    return [Boundary(10 * (i + 1), bytes([i]), "messages", True, marks.get(i)) for i in range(num)]
 
 
 def texts(*markers: dict[str, Any] | None) -> list[dict[str, Any]]:
@@ -35,7 +35,7 @@ def texts(*markers: dict[str, Any] | None) -> list[dict[str, Any]]:
 def read(**more: Any) -> list[float | None]:
     """The time to live of each block of a request."""
     body = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": texts(None)}], **more}
-    return [block.ttl_s for block in read_messages(body, Settings(("m",))).ask.blocks]
+    return [block.ttl_s for block in read_messages(body, Settings(("m",))).request.blocks]
 
 
 def said(content: Any, **more: Any) -> list[float | None]:
@@ -132,19 +132,19 @@ def test_the_automatic_marker_stands_on_the_last_block() -> None:
 # Places
 
 
-def ask(*blocks: Block, tool_choice: str = "auto") -> Ask:
-    return Ask("m", blocks, 1, tool_choice=tool_choice)
+def ask(*blocks: Block, tool_choice: str = "auto") -> ChatRequest:
+    return ChatRequest("m", blocks, 1, tool_choice=tool_choice)
 
 
-def of(given: Ask, ends: list[int], tokens: list[int] | None = None, scope: str = "s") -> list[Place]:
-    return places_of(given, Prompt(tokens or list(range(100)), ends), scope)
+def of(given: ChatRequest, ends: list[int], tokens: list[int] | None = None, scope: str = "s") -> list[Boundary]:
+    return boundaries_of(given, Prompt(tokens or list(range(100)), ends), scope)
 
 
 def test_runs_of_calls_and_of_results_are_one_place_each() -> None:
     user, call = Block("text", "user", "a", 0), Block("tool_use", "assistant", message=1)
     result = Block("tool_result", "tool", "r", 2)
     found = of(ask(user, call, call.marked(300.0), call, result, result), [10, 20, 30, 40, 50, 60])
-    assert [(place.end, place.ttl_s) for place in found] == [(10, None), (40, 300.0), (60, None)]
+    assert [(boundary.end, boundary.ttl_s) for boundary in found] == [(10, None), (40, 300.0), (60, None)]
 
 
 def test_a_place_is_named_by_all_tokens_before_it_and_no_marker() -> None:
@@ -168,20 +168,20 @@ def test_how_tools_are_chosen_is_part_of_messages_only() -> None:
 
 @pytest.mark.parametrize(("entry", "markers", "hits"), [(10, [15], True), (15, [35], False), (15, [15, 35], True)])
 def test_twenty_places_are_looked_at(entry: int, markers: list[int], hits: bool) -> None:
-    plan = anthropic_plan(places(40, dict.fromkeys(markers, 300.0)), 0)
-    assert (bytes([entry]) in {place.digest for place in plan.candidates}) is hits
+    plan = anthropic_plan(boundaries(40, dict.fromkeys(markers, 300.0)), 0)
+    assert (bytes([entry]) in {boundary.digest for boundary in plan.candidates}) is hits
 
 
 def test_windows_go_back_from_the_last_marker_and_no_place_is_looked_at_twice() -> None:
-    plan = anthropic_plan(places(40, {5: 300.0, 20: 300.0, 35: 300.0}), 0)
-    assert [place.digest[0] for place in plan.candidates] == list(range(35, -1, -1))
-    assert [mark.place.digest[0] for mark in plan.marks] == [5, 20, 35]
+    plan = anthropic_plan(boundaries(40, {5: 300.0, 20: 300.0, 35: 300.0}), 0)
+    assert [boundary.digest[0] for boundary in plan.candidates] == list(range(35, -1, -1))
+    assert [mark.boundary.digest[0] for mark in plan.writes] == [5, 20, 35]
 
 
 def test_markers_below_the_least_length_do_nothing() -> None:
-    plan = anthropic_plan(places(4, {1: 300.0, 3: 300.0}), 30)
-    assert [mark.place.end for mark in plan.marks] == [40]
-    assert anthropic_plan(places(4, {1: 300.0}), 30).candidates == []
+    plan = anthropic_plan(boundaries(4, {1: 300.0, 3: 300.0}), 30)
+    assert [mark.boundary.end for mark in plan.writes] == [40]
+    assert anthropic_plan(boundaries(4, {1: 300.0}), 30).candidates == []
 
 
 @pytest.mark.parametrize(
@@ -207,19 +207,19 @@ def test_least_lengths_by_model(model: str, least: int) -> None:
 
 
 def test_the_latest_turn_is_marked_unasked() -> None:
-    plan = openai_plan(places(30), 50, 1800.0, is_implicit=True)
-    assert [(mark.place.end, mark.ttl_s) for mark in plan.marks] == [(300, 1800.0)]
-    assert [place.end for place in plan.candidates] == list(range(300, 90, -10))  # itself and twenty earlier ends
+    plan = openai_plan(boundaries(30), 50, 1800.0, is_implicit=True)
+    assert [(mark.boundary.end, mark.ttl_s) for mark in plan.writes] == [(300, 1800.0)]
+    assert [boundary.end for boundary in plan.candidates] == list(range(300, 90, -10))  # itself and twenty earlier ends
 
 
 def test_explicit_mode_marks_nothing_unasked_and_four_entries_are_the_most() -> None:
-    assert openai_plan(places(30), 0, 1800.0, is_implicit=False).marks == []
-    marked = places(30, dict.fromkeys((1, 3, 5, 7, 9), 1800.0))
+    assert openai_plan(boundaries(30), 0, 1800.0, is_implicit=False).writes == []
+    marked = boundaries(30, dict.fromkeys((1, 3, 5, 7, 9), 1800.0))
     explicit = openai_plan(marked, 0, 1800.0, is_implicit=False)
-    assert [mark.place.end for mark in explicit.marks] == [40, 60, 80, 100]
+    assert [mark.boundary.end for mark in explicit.writes] == [40, 60, 80, 100]
     implicit = openai_plan(marked, 0, 1800.0, is_implicit=True)
-    assert [mark.place.end for mark in implicit.marks] == [60, 80, 100, 300]
-    assert [place.end for place in explicit.candidates] == [100, 80, 60, 40, 20]
+    assert [mark.boundary.end for mark in implicit.writes] == [60, 80, 100, 300]
+    assert [boundary.end for boundary in explicit.candidates] == [100, 80, 60, 40, 20]
 
 
 # Lifetime
@@ -250,37 +250,37 @@ def test_entries_are_bounded() -> None:
 @pytest.mark.parametrize(
     ("num_hit", "marks", "expected"),
     [
-        (0, [], Bill(0, 0, 0, 100)),
-        (0, [(40, 300)], Bill(0, 0, 40, 60)),
-        (40, [(40, 300)], Bill(40, 0, 0, 60)),
-        (30, [(40, 3600), (70, 300)], Bill(30, 10, 30, 30)),
-        (50, [(40, 3600), (70, 300)], Bill(50, 0, 20, 30)),
-        (0, [(40, 3600), (60, 3600), (70, 300)], Bill(0, 60, 10, 30)),
+        (0, [], Usage(0, 0, 0, 100)),
+        (0, [(40, 300)], Usage(0, 0, 40, 60)),
+        (40, [(40, 300)], Usage(40, 0, 0, 60)),
+        (30, [(40, 3600), (70, 300)], Usage(30, 10, 30, 30)),
+        (50, [(40, 3600), (70, 300)], Usage(50, 0, 20, 30)),
+        (0, [(40, 3600), (60, 3600), (70, 300)], Usage(0, 60, 10, 30)),
     ],
 )
-def test_read_written_and_plain_tokens(num_hit: int, marks: list[tuple[int, float]], expected: Bill) -> None:
-    found = bill(100, num_hit, [Mark(Place(end, b"", "messages"), ttl_s) for end, ttl_s in marks])
+def test_read_written_and_plain_tokens(num_hit: int, marks: list[tuple[int, float]], expected: Usage) -> None:
+    found = usage_of(100, num_hit, [CacheWrite(Boundary(end, b"", "messages"), ttl_s) for end, ttl_s in marks])
     assert found == expected
     assert found.num_tokens == 100
 
 
 def test_prices_of_the_worked_example() -> None:
     """50,000 cached and 200 plain tokens at $5 a million, ten calls."""
-    price, read_ = Price(5.0, 0.0), Bill(50_000, 0, 0, 200)
-    short = price.cost(Bill(0, 0, 50_000, 200), 0)
-    long = price.cost(Bill(0, 50_000, 0, 200), 0)
+    price, read_ = Price(5.0, 0.0), Usage(50_000, 0, 0, 200)
+    short = price.cost(Usage(0, 0, 50_000, 200), 0)
+    long = price.cost(Usage(0, 50_000, 0, 200), 0)
     assert short == pytest.approx(0.3135)
     assert price.cost(read_, 0) == pytest.approx(0.026)
     assert short + 9 * price.cost(read_, 0) == pytest.approx(0.5475)
     assert long == pytest.approx(0.501)
     assert long + 9 * price.cost(read_, 0) == pytest.approx(0.735)
-    assert 10 * price.cost(Bill(0, 0, 0, 50_200), 0) == pytest.approx(2.51)
+    assert 10 * price.cost(Usage(0, 0, 0, 50_200), 0) == pytest.approx(2.51)
 
 
 def test_writing_pays_back_with_the_second_and_third_use() -> None:
     price = Price(1e6, 0.0)  # a dollar a token
-    uses = [price.cost(Bill(0, 0, 1, 0), 0), *[price.cost(Bill(1, 0, 0, 0), 0)] * 2]
+    uses = [price.cost(Usage(0, 0, 1, 0), 0), *[price.cost(Usage(1, 0, 0, 0), 0)] * 2]
     assert [round(sum(uses[: n + 1]), 2) for n in range(3)] == [1.25, 1.35, 1.45]
-    long = price.cost(Bill(0, 1, 0, 0), 0)
+    long = price.cost(Usage(0, 1, 0, 0), 0)
     assert [round(long + n * uses[1], 2) for n in range(3)] == [2.0, 2.1, 2.2]
     assert (read_factor_of("claude-fable-5-1"), read_factor_of("other")) == (0.025, 0.1)
