@@ -32,7 +32,7 @@ def _on_device(frequencies: tuple[float, ...], device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Rope:
-    """A rotary embedding with fixed frequencies: dims (i, i + rotary_dim/2) of the first rotary_dim turn together.
+    """A rotary embedding with fixed frequencies: dims (i, i + rotary_dim/2) of the first rotary_dim rotate together.
 
     `frequencies` already contain the model's scaling (Llama-3, YaRN, linear); `attention_scale` is YaRN's
     factor on cos and sin. `depends_on_length` marks kinds whose frequencies change with the prompt.
@@ -49,14 +49,14 @@ class Rope:
 
     def angles(self, positions: Tensor) -> Tensor:
         """Angles [..., rotary_dim/2] of float64 precision, returned as fp32, for integer positions [...]."""
-        turn = positions.to(torch.float64).unsqueeze(-1) * _on_device(self.frequencies, positions.device)
-        return torch.remainder(turn, 2 * math.pi).float()
+        angle = positions.to(torch.float64).unsqueeze(-1) * _on_device(self.frequencies, positions.device)
+        return torch.remainder(angle, 2 * math.pi).float()
 
     def inverse_periods(self, device: torch.device) -> Tensor:
-        """Whole turns per position, float64 [rotary_dim/2]."""
+        """Rotations per position, float64 [rotary_dim/2]."""
         return _on_device(self.frequencies, device) / (2 * math.pi)
 
-    def turns(self, positions: Tensor, end: int | None = None) -> tuple[Tensor, Tensor]:
+    def cos_sin(self, positions: Tensor, end: int | None = None) -> tuple[Tensor, Tensor]:
         """cos and sin [..., rotary_dim/2] of integer positions [...]. With an `end`, those from 0 up to it are looked
         up in a table that is kept; all others get some of these."""
         if end is None:
@@ -67,27 +67,27 @@ class Rope:
         return cos_PF[index], sin_PF[index]
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Turn x [..., D] by integer positions [...] (negative turns back); no attention_scale."""
-        return self.turn(x, *self.turns(positions))
+        """Rotate x [..., D] by integer positions [...] (negative: back); no attention_scale."""
+        return self.apply(x, *self.cos_sin(positions))
 
-    def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def apply(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Apply given cos and sin [..., rotary_dim/2] to the rotary part of x [..., D]."""
         half = self.rotary_dim // 2
         rotary, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
         if self.interleaved:
             a, b = rotary[..., 0::2], rotary[..., 1::2]
-            turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+            rotated = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
         else:
             a, b = rotary[..., :half], rotary[..., half:]
-            turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-        return torch.cat((turned.to(x.dtype), rest), dim=-1)
+            rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+        return torch.cat((rotated.to(x.dtype), rest), dim=-1)
 
 
 @lru_cache(maxsize=4)
 def _table(rope: Rope, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin of the first positions; models have one rope or two, and lengths double."""
     with torch.inference_mode(False):
-        return rope.turns(torch.arange(length, device=device))
+        return rope.cos_sin(torch.arange(length, device=device))
 
 
 @dataclass(frozen=True)

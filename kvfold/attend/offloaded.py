@@ -61,7 +61,7 @@ def _weights(offloaded: OffloadedLayer, q_HGTD: Tensor) -> Tensor:
 
 def _facing(sequence: SequenceCache, layer: int, offloaded: OffloadedLayer, q_HGTD: Tensor) -> Tensor:
     """Queries as pages see them: with `slot` positions a page of P slots ends where the first stored slot stands."""
-    if not offloaded.turns:
+    if not offloaded.rotates:
         return q_HGTD
     assert offloaded.spec.rope is not None
     ends = [sequence.sealed_len - length for length in sequence.stored_lens(layer)]

@@ -5,7 +5,7 @@ stores, wherever its pages lie: a prompt that goes on over a stored prefix round
 
 Keys keep their stored rotation. With `slot` positions they appear moved towards the query by the gaps behind them:
 q at position p - shift against a key at its original position gives the distance to the moved key, so a stretch of
-slots with one shift is read by turning q, and only a row with many gaps has its keys turned.
+slots with one shift is read by rotating q, and only a row with many gaps has its keys rotated.
 
     H KV heads   G query heads per KV head   T queries   S slots   D head dim   N flat slots of a run
 """
@@ -139,8 +139,8 @@ def _by_row(parts: Sequence[LayerPages], q_HGTD: Tensor, skip: int) -> Iterator[
         if len(mine[0].k) <= skip:
             continue
         k_hSD, v_hSD = _stacked([row.k for row in mine]), _stacked([row.v for row in mine])
-        turned = None if offset is None else offset[heads]
-        stretch = Stretch(heads, [skip] * len(mine), q[heads], k_hSD[:, skip:], v_hSD[:, skip:], turned)
+        mine_offset = None if offset is None else offset[heads]
+        stretch = Stretch(heads, [skip] * len(mine), q[heads], k_hSD[:, skip:], v_hSD[:, skip:], mine_offset)
         biases = [row.bias[skip:] for row in mine if row.bias is not None]
         stretch.bias_hS = torch.stack(biases) if biases else None
         yield stretch
@@ -203,8 +203,8 @@ def plain(
             if out == k_hSD.shape[1]:
                 continue
             places = [place + out for place in done[heads]]
-            turned = None if offset is None else offset[heads]
-            stretch = Stretch(heads, places, q[heads], k_hSD[:, out:], v_hSD[:, out:], turned)
+            its_offset = None if offset is None else offset[heads]
+            stretch = Stretch(heads, places, q[heads], k_hSD[:, out:], v_hSD[:, out:], its_offset)
             if window is not None:
                 position_S = run.position_N[begins[0] :][: k_hSD.shape[1]]  # heads of such a layer never differ
                 stretch.mask_TS = _window_mask(*window, q_HGTD.shape[2], position_S)
@@ -252,11 +252,11 @@ def _shifted(
 
 
 def _by_shift(rope: Rope, whole: Stretch, shift_hS: Tensor, pieces: list[Piece] | None) -> Iterator[Stretch]:
-    """Split where the shift changes if it changes rarely (sinks and a window), else turn the keys."""
+    """Split where the shift changes if it changes rarely (sinks and a window), else rotate the keys."""
     if pieces is None:
         yield replace(whole, k_hSD=rope.rotate(whole.k_hSD, shift_hS))
         return
     for slots, shift_h in pieces:
-        turned = rope.rotate(whole.q_hGTD, -shift_h.view(-1, 1, 1))
+        q_hGTD = rope.rotate(whole.q_hGTD, -shift_h.view(-1, 1, 1))
         first = [at + slots.start for at in whole.first]
-        yield Stretch(whole.heads, first, turned, whole.k_hSD[:, slots], whole.v_hSD[:, slots])
+        yield Stretch(whole.heads, first, q_hGTD, whole.k_hSD[:, slots], whole.v_hSD[:, slots])

@@ -2,7 +2,7 @@
 
 Palu takes a projection W apart, whitened by its inputs: with S S^T = E[x x^T] over texts, the best rank-r part of W S
 is U U^T W S for the first r left singular vectors U. These are the eigenvectors of W E[x x^T] W^T, the covariance of
-what W puts out, so a latent is U^T k of a key as it is cached, turned back to position 0, and no weight has to be
+what W puts out, so a latent is U^T k of a key as it is cached, rotated back to position 0, and no weight has to be
 touched. U is orthonormal and stays so when a matrix mixes the latents: only what is left out is lost.
 
 Heads of a group have their latents in common; each head's page holds its share of them, so the heads of a group must
@@ -28,7 +28,7 @@ from kvfold.errors import InputError
 
 @dataclass(frozen=True, eq=False)
 class Basis:
-    """Of one side of one layer, on one device: slot = mean + axes @ latents, and keys are then turned by `rope`."""
+    """Of one side of one layer, on one device: slot = mean + axes @ latents, and keys are then rotated by `rope`."""
 
     num_heads: int  # s
     mean_GX: Tensor
@@ -64,9 +64,9 @@ class Basis:
         mine = slice(place * dim, (place + 1) * dim)
         return torch.addmm(self.mean_GX[group, mine], latent_nr.float(), self.axes_GXr[group, mine].mT)
 
-    def turned(self, x_ND: Tensor, position_N: Tensor, end: int | None = None) -> Tensor:
-        """Slots at their positions; `end` as Rope.turns takes it."""
-        return x_ND if self.rope is None else self.rope.turn(x_ND, *self.rope.turns(position_N, end))
+    def rotated(self, x_ND: Tensor, position_N: Tensor, end: int | None = None) -> Tensor:
+        """Slots at their positions; `end` as Rope.cos_sin takes it."""
+        return x_ND if self.rope is None else self.rope.apply(x_ND, *self.rope.cos_sin(position_N, end))
 
 
 def mixing(size: int) -> Tensor:

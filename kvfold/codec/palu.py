@@ -43,7 +43,7 @@ class Palu(Codec):
     """Groups of heads as latents of low rank, keys before RoPE; `rank` of the channels stay, coded by `latents`.
 
     latent = mix U_r^T (x - mean), with U_r the axes of the model that `kvfold calibrate` found worth most and mix an
-    orthonormal matrix that evens latents out; back by the transposes, keys then turned to their positions. `rank` is
+    orthonormal matrix that evens latents out; back by the transposes, keys then rotated to their positions. `rank` is
     what is kept, as a mean over keys and values of all layers: the paper's 30 % is removed, `rank=0.7`. A layer and
     side starts with 4 latents a head; the 4 a head that are worth most come next, until `rank` is reached.
 

@@ -89,9 +89,9 @@ def before_rope(spec: LayerSpec, q_QTD: Tensor, start: int) -> Tensor:
     if spec.rope is None:
         return q_QTD
     positions = torch.arange(start, start + q_QTD.shape[1], device=q_QTD.device)
-    turned = spec.rope.rotate(q_QTD.float(), -positions)
+    rotated = spec.rope.rotate(q_QTD.float(), -positions)
     rotary = spec.rope.rotary_dim
-    return torch.cat((turned[..., :rotary] / spec.rope.attention_scale, turned[..., rotary:]), dim=-1)
+    return torch.cat((rotated[..., :rotary] / spec.rope.attention_scale, rotated[..., rotary:]), dim=-1)
 
 
 def stored_mass(

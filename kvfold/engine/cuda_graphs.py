@@ -63,7 +63,7 @@ class CudaGraphs:
         layout = layout_of(sequences[0]) if self.enabled else None
         if layout is None or any(layout_of(sequence) is not layout for sequence in sequences):
             return None
-        if layout.watches and not stays:
+        if layout.observes and not stays:
             return None
         most = 1 if isinstance(tokens, Tensor) else max(map(len, tokens))
         shape = _bucket(len(sequences)), _bucket(most)
@@ -88,7 +88,7 @@ class CudaGraphs:
     def most_tokens(self, sequence: SequenceCache) -> int:
         """Tokens of a sequence in one pass, beyond which the pass would be slower than captured steps one by one."""
         layout = layout_of(sequence) if self.enabled else None
-        if layout is not None and layout.watches:
+        if layout is not None and layout.observes:
             return 1
         if layout is not None and layout.spec.dtype == torch.float32:
             return 1 << (_MOST_FP32_QUERIES // layout.spec.layers[0].group).bit_length() >> 1  # as buckets are

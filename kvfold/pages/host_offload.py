@@ -1,6 +1,6 @@
 """Slots that a sequence has evicted and may recall: on the host, in pages, with a summary of each page on the device.
 
-Pages are written once, so forks share them. The layers of a sequence take turns at one staging area, into which the
+Pages are written once, so forks share them. The layers of a sequence take rotates at one staging area, into which the
 pages of a read are copied.
 
     H KV heads   N slots of a head on the host   M pages   D head dim   n slots that go at once
@@ -21,10 +21,12 @@ from kvfold.evicted.recall import Recall
 class OffloadedLayer:
     """`slots` (host): "k", "v", "position"; `pages` (device): "first" slot, slots "used", "low" and "high" keys."""
 
-    def __init__(self, recall: Recall, spec: LayerSpec, dtype: torch.dtype, device: torch.device, turns: bool) -> None:
+    def __init__(
+        self, recall: Recall, spec: LayerSpec, dtype: torch.dtype, device: torch.device, rotates: bool
+    ) -> None:
         self.recall = recall
         self.spec = spec
-        self.turns = turns  # keys stand side by side in their page, from position 0 on
+        self.rotates = rotates  # `slot` positions: keys of a page are rotated to positions 0, 1, 2 …
         heads, dim = spec.num_kv_heads, spec.head_dim
         none_HND, none_HN = torch.empty(heads, 0, dim, dtype=dtype), torch.empty(heads, 0, dtype=torch.int32)
         self.slots = GrowingRows({"k": none_HND, "v": none_HND, "position": none_HN})
@@ -59,7 +61,7 @@ class OffloadedLayer:
 
     def offload(self, head: int, k_nD: Tensor, v_nD: Tensor, position_n: Tensor, used: Sequence[int]) -> None:
         """Slots in order of position become pages of `used` slots each."""
-        if self.turns:
+        if self.rotates:
             assert self.spec.rope is not None
             place_n = torch.cat([torch.arange(count) for count in used]).to(position_n.device)
             k_nD = self.spec.rope.rotate(k_nD, place_n - position_n)
@@ -109,10 +111,10 @@ class OffloadedLayer:
 class OffloadedSlots:
     """Of all layers; those that are never compressed have none."""
 
-    def __init__(self, recall: Recall, spec: ModelSpec, device: torch.device, turns: bool) -> None:
+    def __init__(self, recall: Recall, spec: ModelSpec, device: torch.device, rotates: bool) -> None:
         self.recall = recall
         self.layers = {
-            i: OffloadedLayer(recall, spec.layers[i], spec.kv_dtype, device, turns) for i in spec.compressible_layers
+            i: OffloadedLayer(recall, spec.layers[i], spec.kv_dtype, device, rotates) for i in spec.compressible_layers
         }
 
     @property
@@ -121,7 +123,7 @@ class OffloadedSlots:
 
     @property
     def resident_bytes(self) -> int:
-        """Summaries, and the staging area that the layers take turns at."""
+        """Summaries, and the staging area that the layers take rotates at."""
         staging = max((layer.staging_bytes for layer in self.layers.values()), default=0)
         return staging + sum(layer.pages.num_bytes for layer in self.layers.values())
 

@@ -25,7 +25,7 @@ def rebuilt_run(pages: LayerPages, run: Run, side: Side) -> Tensor:
     basis = pages.bases[side]
     heads = zip(run.heads, _latents(pages, run, side), strict=True)
     x_ND = torch.cat([basis.slots(head, latent_nr) for head, latent_nr in heads])
-    return basis.turned(x_ND, run.position_N, run.end_position)
+    return basis.rotated(x_ND, run.position_N, run.end_position)
 
 
 def _latents(pages: LayerPages, run: Run, side: Side) -> Iterator[Tensor]:

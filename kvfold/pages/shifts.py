@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvfold.pages.extent import Run
 
-_MOST_PIECES = 4  # attention calls that are cheaper than turning the keys of a row
+_MOST_PIECES = 4  # attention calls that are cheaper than rotating the keys of a row
 
 
 class Piece(NamedTuple):

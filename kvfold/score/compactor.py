@@ -103,7 +103,7 @@ def _leverage(k_RSD: Tensor, free_RS: Tensor) -> Tensor:
 
 
 def _before_rope(view: View, rows: slice) -> Tensor:
-    """Keys turned back. YaRN's factor on them stays: leverage does not see what all keys share."""
+    """Keys rotated back. YaRN's factor on them stays: leverage does not see what all keys share."""
     k_RSD, rope = view.k_RSD[rows].float(), view.spec.rope
     return k_RSD if rope is None else rope.rotate(k_RSD, -view.position_RS[rows])
 

@@ -1,7 +1,7 @@
 """Attention that future queries are expected to pay (Expected Attention, arXiv:2510.00636).
 
 If queries are Gaussian, the mean of exp(q.k) has a closed form in their mean and covariance; both are measured before
-RoPE on the prompt and turned to the positions that come next. No attention map, no question needed.
+RoPE on the prompt and rotated to the positions that come next. No attention map, no question needed.
 
     R rows   S slots   D head dim   G query heads per KV head   F future positions
 """
@@ -73,7 +73,7 @@ class Expected(Scorer):
     def _logits(self, view: View) -> Tensor:
         stats = given("expected", view.stats, "stats")
         if view.spec.rope is not None:
-            stats = turn_ahead(stats, view.spec.rope, view.seen_R, self.future)
+            stats = rotate_ahead(stats, view.spec.rope, view.seen_R, self.future)
         if self.covariance and view.k_RSD.is_cuda and HAS_TRITON:
             from kvfold.score.kernels.quadratic import can_expect, expected_logits
 
@@ -90,16 +90,16 @@ class Expected(Scorer):
         return logit_RGS
 
 
-def turn_ahead(stats: QueryStats, rope: Rope, seen_R: Tensor, future: int) -> QueryStats:
+def rotate_ahead(stats: QueryStats, rope: Rope, seen_R: Tensor, future: int) -> QueryStats:
     """The moments under the mean rotation of positions seen .. seen + future - 1: m' = M m, C' = M C M^T."""
     ahead_F = torch.arange(future, device=seen_R.device)
     angle_RFD = rope.angles(seen_R.unsqueeze(-1) + ahead_F)
     cos_RD = angle_RFD.cos().mean(dim=1) * rope.attention_scale
     sin_RD = angle_RFD.sin().mean(dim=1) * rope.attention_scale
     cos, sin = cos_RD[:, None, None], sin_RD[:, None, None]
-    right_RGDD = rope.turn(stats.cov_RGDD.float(), cos, sin)  # C M^T
-    cov_RGDD = rope.turn(right_RGDD.transpose(-1, -2), cos, sin).transpose(-1, -2)
-    return QueryStats(rope.turn(stats.mean_RGD.float(), cos[:, 0], sin[:, 0]), cov_RGDD)
+    right_RGDD = rope.apply(stats.cov_RGDD.float(), cos, sin)  # C M^T
+    cov_RGDD = rope.apply(right_RGDD.transpose(-1, -2), cos, sin).transpose(-1, -2)
+    return QueryStats(rope.apply(stats.mean_RGD.float(), cos[:, 0], sin[:, 0]), cov_RGDD)
 
 
 def quadratic(k_RSD: Tensor, cov_RGDD: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ class Predictor:
 
 
 def features(k_RSD: Tensor, v_RSD: Tensor, position_RS: Tensor, rope: Rope | None) -> Tensor:
-    """fp32 [R, S, F]: keys turned back to position 0, then values."""
+    """fp32 [R, S, F]: keys rotated back to position 0, then values."""
     k_RSD = k_RSD.float()
     if rope is not None:
         k_RSD = rope.rotate(k_RSD, -position_RS)

@@ -55,8 +55,8 @@ def read_attention(sequence: SequenceCache, layer: int, q: Tensor, k: Tensor, v:
     return torch.stack(outs).float()
 
 
-def turned(rope: Rope, x_SD: Tensor, by_S: Sequence[int]) -> Tensor:
-    """Keys turned by so many positions: pairs of channels as complex numbers, one slot at a time."""
+def rotated(rope: Rope, x_SD: Tensor, by_S: Sequence[int]) -> Tensor:
+    """Keys rotated by so many positions: pairs of channels as complex numbers, one slot at a time."""
     out = x_SD.double().clone()
     half = len(rope.frequencies)
     pairs = [(2 * i, 2 * i + 1) if rope.interleaved else (i, i + half) for i in range(half)]

@@ -47,8 +47,8 @@ def random_keys(seed: int, *shape: int) -> Tensor:
 
 def product_by_loop(q_D: Tensor, k_D: Tensor, mean: list[float]) -> float:
     """The formula for one slot, one number at a time, over the mean that is kept of its page."""
-    q, turned = rotate(q_D).tolist(), rotate(k_D).tolist()
-    rest = [k - m for k, m in zip(turned, mean, strict=True)]
+    q, rotated = rotate(q_D).tolist(), rotate(k_D).tolist()
+    rest = [k - m for k, m in zip(rotated, mean, strict=True)]
     factor = sum(r * r for r in rest) / sum(abs(r) for r in rest)
     terms = [a * (m + math.copysign(factor, r)) for a, m, r in zip(q, mean, rest, strict=True)]
     return math.fsum(terms)

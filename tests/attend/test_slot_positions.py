@@ -18,7 +18,7 @@ from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.shifts import Piece, find_pieces
 from kvfold.passes.decode import DecodePass
 from kvfold.passes.prefill import PrefillPass
-from tests.attend.reference import causal, part, turned, weights
+from tests.attend.reference import causal, part, rotated, weights
 from tests.attend.test_paged import mixed
 from tests.pages.tiny import decode, new_sequence, prefill, random_layers, rope, tiny_spec
 
@@ -31,7 +31,7 @@ ROPES = {
 
 
 def closed_up(sequence: SequenceCache, layer: int, rope: Rope, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """[Q, T, D] over keys turned to where they appear."""
+    """[Q, T, D] over keys rotated to where they appear."""
     shape, fill = sequence.spec.layers[layer], sequence.open.fill
     stored = stored_slots(sequence, layer, torch.float32)
     outs = []
@@ -41,7 +41,7 @@ def closed_up(sequence: SequenceCache, layer: int, rope: Rope, q: Tensor, k: Ten
         first = sequence.sealed_len - len(positions)
         by = [first + at - position for at, position in enumerate(positions)]
         assert all(shift >= 0 for shift in by)
-        k_SD = torch.cat((turned(rope, stored.k[h], by), sequence.open.k[layer][h, :fill], k[h]))
+        k_SD = torch.cat((rotated(rope, stored.k[h], by), sequence.open.k[layer][h, :fill], k[h]))
         v_SD = torch.cat((stored.v[h], sequence.open.v[layer][h, :fill], v[h]))
         mask = causal(len(q_TD), len(k_SD) - len(q_TD))
         outs.append(weights(q_TD, k_SD, shape.scale, mask) @ v_SD.double())
@@ -52,7 +52,7 @@ def closed_up(sequence: SequenceCache, layer: int, rope: Rope, q: Tensor, k: Ten
 @pytest.mark.parametrize("kind", ROPES)
 def test_random_gaps(kind: str, codec: str) -> None:
     """Unequal heads over two segments and a tail, so that equal runs stand at unequal places."""
-    spec = tiny_spec(num_heads=3, group=2, head_dim=32, turned=ROPES[kind])
+    spec = tiny_spec(num_heads=3, group=2, head_dim=32, rotated=ROPES[kind])
     layers = random_layers(spec, 100)
     sequence = mixed(codec, spec, layers, position="slot")
     step = DecodePass.begin([sequence], 2)
@@ -64,7 +64,7 @@ def test_random_gaps(kind: str, codec: str) -> None:
 @pytest.mark.parametrize("kind", ROPES)
 def test_sinks_and_a_window(kind: str) -> None:
     """The pattern of streaming: one gap, which moves on while tokens are decoded; also for the next prompt."""
-    spec = tiny_spec(head_dim=32, turned=ROPES[kind])
+    spec = tiny_spec(head_dim=32, rotated=ROPES[kind])
     layers = random_layers(spec, 150)
     sequence = new_sequence("streaming(sinks=4) + slot + 24tok + protect(sinks=4, recent=4)", spec)
     prefill(sequence, part(layers, 0, 60))

@@ -39,7 +39,7 @@ def there_and_back(basis: Basis, x_ND: torch.Tensor, position_N: torch.Tensor, c
     for head in range(len(counts)):
         first = head - head % basis.num_heads
         found.append(basis.slots(head, torch.cat(shares[first : first + basis.num_heads], -1)))
-    return basis.turned(torch.cat(found), position_N)
+    return basis.rotated(torch.cat(found), position_N)
 
 
 def test_numbers_by_hand() -> None:
@@ -58,7 +58,7 @@ def test_keys_are_turned_back_first() -> None:
     basis, quarter = by_hand(Rope((math.pi / 2,))), torch.tensor([1, 1])
     latents = basis.latents(torch.tensor([[3.0, 5.0], [3.0, 5.0]]), quarter, [1, 1])
     torch.testing.assert_close(latents, torch.tensor([[8 * HALF], [-6 * HALF]]))
-    back = basis.turned(basis.slots(0, latents.view(1, 2)), quarter[:1])
+    back = basis.rotated(basis.slots(0, latents.view(1, 2)), quarter[:1])
     torch.testing.assert_close(back, torch.tensor([[3.0, 5.0]]), atol=1e-5, rtol=0)
 
 
@@ -68,8 +68,8 @@ def test_looked_up_turns_are_those_that_are_computed(end: int) -> None:
     basis, position_N = drawn(1, 2, 16, 32), torch.arange(end, dtype=torch.int32).flip(0)
     x_ND = torch.randn(end + 2, 16)
     noise = torch.tensor([2**31 - 1, -(2**31)], dtype=torch.int32)
-    looked_up = basis.turned(x_ND, torch.cat((position_N, noise)), end)
-    assert torch.equal(looked_up[:end], basis.turned(x_ND[:end], position_N))
+    looked_up = basis.rotated(x_ND, torch.cat((position_N, noise)), end)
+    assert torch.equal(looked_up[:end], basis.rotated(x_ND[:end], position_N))
 
 
 @pytest.mark.parametrize("num_heads", [1, 2, 3])
@@ -85,7 +85,7 @@ def test_some_axes_give_the_nearest_point() -> None:
     """What is lost is at right angles to what is kept."""
     basis, counts = drawn(1, 2, 16, 20), [9, 9]
     x_ND, position_N = torch.randn(18, 16), torch.arange(9).repeat(2)
-    lost = basis.turned(there_and_back(basis, x_ND, position_N, counts) - x_ND, -position_N)
+    lost = basis.rotated(there_and_back(basis, x_ND, position_N, counts) - x_ND, -position_N)
     lost_nX = torch.cat(lost.split(counts), -1)
     assert float(lost_nX.norm()) > 0.1
     assert float((lost_nX @ basis.axes_GXr[0]).abs().max()) < 1e-4

@@ -140,7 +140,7 @@ def test_models_that_it_does_not_fit_are_refused(file: Path) -> None:
 
 
 def _dynamic() -> ModelSpec:
-    return tiny_spec(turned=Rope(tuple(0.1 for _ in range(8)), depends_on_length=True))
+    return tiny_spec(rotated=Rope(tuple(0.1 for _ in range(8)), depends_on_length=True))
 
 
 def broken(path: Path, kind: str) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from kvfold.compress.view import NewSlots, build_view
 from kvfold.score.base import Needs, View
-from tests.attend.reference import part, turned
+from tests.attend.reference import part, rotated
 from tests.pages.tiny import decode, new_sequence, prefill, random_layers, rope, tiny_spec
 
 SPEC = tiny_spec(num_heads=3, group=2)
@@ -45,7 +45,7 @@ def test_moments_are_those_of_queries_before_rope() -> None:
     q = random_layers(SPEC, 35)[1][0]
     assert view.stats is not None
     for head, q_TD in enumerate(q):
-        plain = turned(rope(16), q_TD[4:], [-token for token in range(4, 35)])
+        plain = rotated(rope(16), q_TD[4:], [-token for token in range(4, 35)])
         mean, cov = view.stats.mean_RGD[head // 2, head % 2], view.stats.cov_RGDD[head // 2, head % 2]
         torch.testing.assert_close(mean, plain.mean(0), atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(cov, plain.T.cov(correction=0), atol=1e-5, rtol=1e-4)

@@ -1,4 +1,4 @@
-"""Under `slot` positions scores look at keys at the distances that attention has: stored keys are turned before."""
+"""Under `slot` positions scores look at keys at the distances that attention has: stored keys are rotated before."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def low_rank(file: Path, rank: float, num_tokens: int) -> Layers:
             size = basis.num_heads
             groups = [torch.cat(shares[head - head % size :][:size], -1) for head in range(4)]
             x_ND = torch.cat([basis.slots(head, latent) for head, latent in enumerate(groups)])
-            kept.append(basis.turned(x_ND, position_N).view_as(x_HTD))
+            kept.append(basis.rotated(x_ND, position_N).view_as(x_HTD))
         found.append((q, kept[0], kept[1]))
     return found
 

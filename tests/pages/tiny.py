@@ -37,7 +37,7 @@ def tiny_spec(
     group: int = 2,
     head_dim: int = 16,
     sliding: dict[int, int] | None = None,
-    turned: Rope | None = None,
+    rotated: Rope | None = None,
     kv_dtype: torch.dtype = torch.float32,
 ) -> ModelSpec:
     """`sliding`: window of the layers that have one."""
@@ -48,7 +48,7 @@ def tiny_spec(
             head_dim,
             head_dim**-0.5,
             sliding_window=(sliding or {}).get(i),
-            rope=turned or rope(head_dim),
+            rope=rotated or rope(head_dim),
         )
         for i in range(num_layers)
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvfold.core import Rope
 from kvfold.errors import PolicyError
 from kvfold.score import Expected, QueryStats, View, attention
-from kvfold.score.expected import quadratic, turn_ahead
+from kvfold.score.expected import quadratic, rotate_ahead
 from tests.score.views import SPEC, make_view
 
 PARTIAL = Rope((1.0, 0.1, 0.01), attention_scale=1.1)  # turns 6 of 8 dims
@@ -28,7 +28,7 @@ def stats_of(view: View) -> QueryStats:
 
 def rotated(x: Tensor, rope: Rope, position: int) -> Tensor:
     angle = rope.angles(torch.tensor(position))
-    return rope.turn(x, angle.cos() * rope.attention_scale, angle.sin() * rope.attention_scale)
+    return rope.apply(x, angle.cos() * rope.attention_scale, angle.sin() * rope.attention_scale)
 
 
 def test_blocks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,23 +43,23 @@ def test_the_mean_rotation_is_the_mean_of_rotations(interleaved: bool) -> None:
     rope = replace(PARTIAL, interleaved=interleaved)
     stats = stats_of(view_of(Expected()))
     matrix_DD = torch.stack([rotated(torch.eye(8), rope, 40 + ahead) for ahead in range(5)]).mean(0).T
-    turned = turn_ahead(stats, rope, torch.tensor([40, 40]), future=5)
-    torch.testing.assert_close(turned.mean_RGD, stats.mean_RGD @ matrix_DD.T)
-    torch.testing.assert_close(turned.cov_RGDD, matrix_DD @ stats.cov_RGDD @ matrix_DD.T)
+    rotated = rotate_ahead(stats, rope, torch.tensor([40, 40]), future=5)
+    torch.testing.assert_close(rotated.mean_RGD, stats.mean_RGD @ matrix_DD.T)
+    torch.testing.assert_close(rotated.cov_RGDD, matrix_DD @ stats.cov_RGDD @ matrix_DD.T)
 
 
 def test_dims_without_rotation_are_untouched() -> None:
     stats = stats_of(view_of(Expected()))
-    turned = turn_ahead(stats, PARTIAL, torch.tensor([40, 40]), future=5)
-    assert torch.equal(turned.mean_RGD[..., 6:], stats.mean_RGD[..., 6:])
-    assert torch.equal(turned.cov_RGDD[..., 6:, 6:], stats.cov_RGDD[..., 6:, 6:])
-    assert not torch.equal(turned.mean_RGD[..., :6], stats.mean_RGD[..., :6])
+    rotated = rotate_ahead(stats, PARTIAL, torch.tensor([40, 40]), future=5)
+    assert torch.equal(rotated.mean_RGD[..., 6:], stats.mean_RGD[..., 6:])
+    assert torch.equal(rotated.cov_RGDD[..., 6:, 6:], stats.cov_RGDD[..., 6:, 6:])
+    assert not torch.equal(rotated.mean_RGD[..., :6], stats.mean_RGD[..., :6])
 
 
 def test_rows_turn_to_their_own_future() -> None:
     stats = stats_of(view_of(Expected()))
-    both = turn_ahead(stats, PARTIAL, torch.tensor([40, 900]), future=5)
-    late = turn_ahead(stats, PARTIAL, torch.tensor([900, 900]), future=5)
+    both = rotate_ahead(stats, PARTIAL, torch.tensor([40, 900]), future=5)
+    late = rotate_ahead(stats, PARTIAL, torch.tensor([900, 900]), future=5)
     assert torch.equal(both.mean_RGD[1], late.mean_RGD[1])
     assert not torch.equal(both.mean_RGD[0], late.mean_RGD[0])
 

@@ -1,6 +1,6 @@
-"""Sums of queries minus a centre and of their outer products, turned back to before RoPE, in one read of the queries.
+"""Sums of queries minus a centre and of their outer products, rotated back to before RoPE, in one read of the queries.
 
-Plain operations write the turned queries in fp32 several times over. Here a tile is turned in registers; products run
+Plain operations write the rotated queries in fp32 several times over. Here a tile is rotated in registers; products run
 on tensor cores in TF32 (10 bits of mantissa, more than the 7 of bf16 queries), sums are fp32. Without the centre the
 squares of a large mean would lose in these bits what varies around it. Angles are reduced to
 one turn in fp64, or positions of a long prompt would lose them.

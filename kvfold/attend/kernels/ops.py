@@ -3,7 +3,7 @@
 On CUDA they run the Triton kernels, elsewhere their torch twins. Addresses, lengths and fill counts are read on the
 device: a captured graph follows them.
 
-    turned_query   queries moved away from old keys     centred_query  queries as centred keys are stored
+    rotated_query   queries moved away from old keys     centred_query  queries as centred keys are stored
     attend_tasks   partial attention of each task       merge_rows     tasks + open block + new slots
     task_mass      attention mass of each stored slot
 
@@ -83,18 +83,18 @@ def _(
     return q.new_empty(shape, dtype=torch.float32), q.new_empty(shape[:2], dtype=torch.float32)
 
 
-@torch.library.custom_op("kvfold::turned_query", mutates_args=())
-def turned_query(q: Tensor, shift: Tensor, period: Tensor, interleaved: bool) -> Tensor:
-    """Queries [R * V, X, D] turned back by shift [R, V] (int32) positions; period: turns per position, fp64.
+@torch.library.custom_op("kvfold::rotated_query", mutates_args=())
+def rotated_query(q: Tensor, shift: Tensor, period: Tensor, interleaved: bool) -> Tensor:
+    """Queries [R * V, X, D] rotated back by shift [R, V] (int32) positions; period: turns per position, fp64.
 
     Twice as many channels turn as there are periods; in pairs (2i, 2i + 1) if interleaved, else (i, i + half).
     """
-    run = _kernel("rope_shift").launch if q.is_cuda else reference.turned_query
+    run = _kernel("rope_shift").launch if q.is_cuda else reference.rotated_query
     found: Tensor = run(q, shift, period, interleaved)
     return found
 
 
-@turned_query.register_fake
+@rotated_query.register_fake
 def _(q: Tensor, shift: Tensor, period: Tensor, interleaved: bool) -> Tensor:
     return q.new_empty(shift.numel(), q.shape[1], q.shape[2])
 

@@ -79,12 +79,12 @@ def task_mass(
         mass[row[MASS] : row[MASS] + row[LENGTH]] += share_XS.sum(0)
 
 
-def turned_query(q_RXD: Tensor, shift_RV: Tensor, period_F: Tensor, interleaved: bool) -> Tensor:
-    """Row r * V + v has the queries of row r, turned back by shift[r, v] positions."""
+def rotated_query(q_RXD: Tensor, shift_RV: Tensor, period_F: Tensor, interleaved: bool) -> Tensor:
+    """Row r * V + v has the queries of row r, rotated back by shift[r, v] positions."""
     rope = Rope(tuple((period_F * 2 * math.pi).tolist()), interleaved=interleaved)
     q_RVXD = q_RXD.unsqueeze(1).expand(-1, shift_RV.shape[1], -1, -1)
-    turned_RVXD = rope.rotate(q_RVXD, -shift_RV.unsqueeze(-1))
-    return turned_RVXD.flatten(0, 1)
+    rotated_RVXD = rope.rotate(q_RVXD, -shift_RV.unsqueeze(-1))
+    return rotated_RVXD.flatten(0, 1)
 
 
 def centred_query(q_RXD: Tensor, mean_RD: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
-"""Sequences in their places of the batch, and the tensors of every layer that kernels read for them.
+"""Batch slots (lanes) of a captured decode step: which sequence has which, and the device tables kernels read for it.
 
-Most steps change nothing here, which costs a look at one number per sequence. A seal makes some tasks longer; new
-pages, or a length that passes a border between tasks, write the lane anew. Many lanes are written in one go.
+A step that changed nothing costs one comparison per sequence. A seal makes some tasks longer; new pages, or a length
+that passes a border between tasks, rewrite the lane's block tables. Many lanes are written in one copy.
 
     L layers   B lanes   H KV heads   D head dim   E extents of the tail (of all tails)   N tasks
 """
@@ -26,7 +26,7 @@ from kvfold.pages.segment_table import segment_table
 from kvfold.pages.sequence import SequenceCache
 from kvfold.passes.captured.block_tables import BlockTables, Layout
 from kvfold.passes.captured.observers import BatchObservers
-from kvfold.passes.captured.position_shifts import moves_of, stored_tables
+from kvfold.passes.captured.position_shifts import shifts_of, stored_tables
 from kvfold.passes.captured.shifted_queries import ShiftedQueries
 from kvfold.passes.captured.split_kv import Part, choose_splits, cut, num_pieces
 
@@ -35,14 +35,15 @@ _MOST_ROOM = np.iinfo(np.int64).max  # of tasks that never grow
 
 
 class OutOfBatchSlots(Exception):
-    """A sequence has outgrown its lane's table; new lanes are needed."""
+    """A sequence has outgrown its lane's block table; a larger batch has to be captured."""
 
 
 @dataclass(eq=False)
 class _Held:
-    """What a lane was made from. The sequence may be gone: graphs outlive sessions.
+    """What a lane was written from. Graphs outlive sessions, so the sequence is a weak reference.
 
-    Shared segments never change, and whoever takes one over gets a new tail, so the tail's number stands for all pages.
+    Shared segments never change, and a sequence that shares one has a new tail, so the tail's number stands for all
+    pages.
     """
 
     sequence: ref[SequenceCache]
@@ -81,12 +82,12 @@ class _Joined(NamedTuple):
 
 
 class BatchSlots:
-    """B places for sequences of one layout."""
+    """B lanes for sequences of one layout."""
 
     def __init__(self, layout: Layout, sequences: Sequence[SequenceCache], num_lanes: int) -> None:
         spec, arena = layout.spec, sequences[0].arena
         self.layout, self.num_lanes, self.memory = layout, num_lanes, arena.memory
-        self.turns = ShiftedQueries(layout, sequences, num_lanes) if layout.shifts else None
+        self.shifted_queries = ShiftedQueries(layout, sequences, num_lanes) if layout.shifts else None
         parts = self._parts(list(enumerate(sequences)))
         every = [table for part in parts for table in part.tables]
         processors, rows_L = _num_processors(arena.device), num_lanes * layout.heads_L
@@ -101,15 +102,15 @@ class BatchSlots:
             if num_lanes > _MANY_LANES:
                 in_use = first.most_of_all * num_lanes // len(sequences)
                 num_programs = _room_for(in_use, 2 * most_heads * num_lanes, unit)
-        self.watch = BatchObservers(layout, sequences, num_lanes) if layout.watches else None
+        self.observers = BatchObservers(layout, sequences, num_lanes) if layout.observes else None
         self.tables = BlockTables(
             layout,
             num_lanes,
             capacity,
             arena.device,
             num_programs=num_programs,
-            num_turns=1 if self.turns is None else self.turns.num_turns,
-            mass_len=0 if self.watch is None else self.watch.row_len,
+            num_shifts=1 if self.shifted_queries is None else self.shifted_queries.num_shifts,
+            mass_len=0 if self.observers is None else self.observers.row_len,
         )
         self.open_LB2 = torch.zeros(spec.num_layers, num_lanes, 2, dtype=torch.int64, device=arena.device)
         self.sinks_LB2 = torch.zeros_like(self.open_LB2)
@@ -122,7 +123,7 @@ class BatchSlots:
         self._last: tuple[list[ref[SequenceCache]], list[int]] = [], []
 
     def place(self, sequences: Sequence[SequenceCache]) -> list[int]:
-        """The lane of each sequence; those that were here keep theirs, and only what changed is written."""
+        """The lane of each sequence; a sequence keeps its lane, and only what changed is written."""
         lanes = self._lanes_of(list(sequences))
         held = [self._held[lane] for lane in lanes]
         changed = [
@@ -134,7 +135,7 @@ class BatchSlots:
             self._write(changed)
         if not self.tables.sort():
             raise OutOfBatchSlots
-        if self.watch is not None and not self.watch.place(lanes, sequences):
+        if self.observers is not None and not self.observers.place(lanes, sequences):
             raise OutOfBatchSlots
         return lanes
 
@@ -162,7 +163,7 @@ class BatchSlots:
         lengths: list[Ints] = []
         for lane, sequence in changed:
             held, table = self._held[lane], segment_table(sequence.tail)
-            if held is not None and table.places is held.places and self.turns is None:
+            if held is not None and table.places is held.places and self.shifted_queries is None:
                 grown.append((lane, sequence))
                 lengths.append(table.length_E)
             else:
@@ -211,7 +212,9 @@ class BatchSlots:
     def _put(self, anew: list[tuple[int, SequenceCache]]) -> None:
         parts = self._parts(anew)
         tasks = cut(parts, self.split_L)
-        if tasks.most > self.tables.capacity or (self.turns is not None and not self.turns.put(parts)):
+        if tasks.most > self.tables.capacity or (
+            self.shifted_queries is not None and not self.shifted_queries.put(parts)
+        ):
             raise OutOfBatchSlots
         at_N = self.tables.put([lane for lane, _ in anew], tasks)
         at_E = np.append(at_N, 0)[tasks.last_E]  # where there is no task, -1 finds the 0
@@ -234,14 +237,14 @@ class BatchSlots:
     @property
     def _reserves(self) -> bool:
         """Where a task does not depend on how many slots its head has before it."""
-        return self.turns is None and not self.layout.mass
+        return self.shifted_queries is None and not self.layout.mass
 
     def _parts(self, placed: list[tuple[int, SequenceCache]]) -> list[Part]:
         return [
             Part(
                 lane,
                 stored_tables(sequence),
-                None if self.turns is None else moves_of(sequence),
+                None if self.shifted_queries is None else shifts_of(sequence),
                 self.layout.sinks_L if sequence.fp_sinks is not None and sequence.fp_sinks.fill else None,
                 self._reserves,
             )

@@ -1,4 +1,4 @@
-"""The tables kernels read, on the device: for each layer and lane, the tasks that cover a sequence's stored slots.
+"""Block tables on the device: for each layer and lane, the split-KV tasks that cover a sequence's stored slots.
 
 A lane has room for C tasks in each layer; unused ones have length 0. When the pages of one sequence change, only its
 lane is written again; when its slots became more, only the lengths of the tasks that hold them. Where it pays, the
@@ -28,8 +28,8 @@ from kvfold.passes.captured.split_kv import Tasks
 
 @dataclass(frozen=True)
 class Layout:
-    """What lanes of one batch have in common: the page class of each layer, whether positions close up, and what their
-    scorers observe of decoded tokens (attention mass, the last `window` queries)."""
+    """What the lanes of one batch share: the page class of each layer, whether keys are shifted to `slot` positions,
+    and what scorers observe of decoded tokens (attention mass, the last `window` queries)."""
 
     spec: ModelSpec
     classes: tuple[PageClass, ...]
@@ -40,7 +40,7 @@ class Layout:
     sink_len: int = 0  # full-precision sinks, where codecs ask for them
 
     @property
-    def watches(self) -> bool:
+    def observes(self) -> bool:
         return self.mass or self.window > 0
 
     @cached_property
@@ -49,7 +49,7 @@ class Layout:
 
     @cached_property
     def sinks_L(self) -> Ints:
-        """Slots of each layer that are read as they came, once a sequence has stored them."""
+        """Full-precision sinks of each layer, once a sequence has stored them."""
         asks_L = np.array([max(page_class.k.fp_sinks, page_class.v.fp_sinks) > 0 for page_class in self.classes])
         return np.where(asks_L, self.sink_len, 0)
 
@@ -64,14 +64,14 @@ class BlockTables:
         capacity: int,
         device: torch.device,
         *,
-        num_turns: int = 1,
+        num_shifts: int = 1,
         mass_len: int = 0,
         num_programs: int | None = None,
     ) -> None:
-        """`num_turns`: rows of queries for each head; `mass_len`: slots of a head in the table of attention mass;
+        """`num_shifts`: rows of queries for each head; `mass_len`: slots of a head in the table of attention mass;
         `num_programs`: of a layer, if the longest of its tasks are to begin first."""
         self.layout, self.num_lanes, self.capacity = layout, num_lanes, capacity
-        self.num_turns, self.mass_len = num_turns, mass_len
+        self.num_shifts, self.mass_len = num_shifts, mass_len
         self.most_heads = int(layout.heads_L.max())
         shape = (layout.spec.num_layers, num_lanes)
         self.task_LBC = torch.zeros(*shape, capacity, NUM_COLUMNS, dtype=torch.int64, device=device)
@@ -92,7 +92,7 @@ class BlockTables:
         at_N = (layer_N * self.num_lanes + lane_N) * self.capacity + tasks.nth_N
         task_N = np.zeros((len(at_N), NUM_COLUMNS), dtype=np.int64)
         row_N = lane_N * self.layout.heads_L[layer_N] + tasks.head_N
-        task_N[:, QUERY] = row_N * self.num_turns + tasks.turn_N
+        task_N[:, QUERY] = row_N * self.num_shifts + tasks.shift_id_N
         task_N[:, LENGTH], task_N[:, SKIP] = tasks.length_N, tasks.skip_N
         if self.mass_len:
             task_N[:, MASS] = (lane_N * self.most_heads + tasks.head_N) * self.mass_len + tasks.first_N
@@ -130,7 +130,7 @@ class BlockTables:
         last_N.index_add_(0, sent(head_N, last_N.device), last_N.new_ones(len(head_N)))
 
     def clear(self, lanes: Sequence[int]) -> None:
-        """Nothing is stored for these lanes."""
+        """Empty these lanes."""
         lane_N = sent(np.array(lanes), self.task_LBC.device)
         self.task_LBC.index_fill_(1, lane_N, 0)
         self.rows_LBH.index_fill_(1, lane_N, 0)

@@ -42,7 +42,7 @@ class _Held(NamedTuple):
 
 
 class BatchObservers:
-    """Observations of B lanes, with room for what these sequences store and a quarter more."""
+    """Observer state of B lanes, with room for the slots of these sequences and a quarter more."""
 
     def __init__(self, layout: Layout, sequences: Sequence[SequenceCache], num_lanes: int) -> None:
         spec, device = layout.spec, sequences[0].arena.device
@@ -54,13 +54,13 @@ class BatchObservers:
         self.mass_LBHS = torch.zeros(*shape, num_heads, self.row_len, device=device)
         self.open_LBHR = torch.zeros(*shape, num_heads, layout.open_len if layout.mass else 0, device=device)
         self.open_tasks = OpenTasks(layout, num_lanes, device)
-        # One lane more, where the queries of lanes without a sequence go.
+        # One lane more, for the queries of lanes without a sequence.
         last = (spec.num_layers, num_lanes + 1, num_queries, layout.window, width)
         self.last_LBQWD = torch.zeros(last, dtype=spec.dtype, device=device)
         self._held: list[_Held | None] = [None] * num_lanes
 
     def place(self, lanes: Sequence[int], sequences: Sequence[SequenceCache]) -> bool:
-        """Take in what was observed elsewhere; False where there is no room for it."""
+        """Copy in what was observed elsewhere; False if there is no room for it."""
         added = [item for item in zip(lanes, sequences, strict=True) if not self._has(*item)]
         layers = range(self.layout.spec.num_layers)
         if self.layout.mass and any(_row_len(one, layer) > self.row_len for _, one in added for layer in layers):
@@ -79,7 +79,7 @@ class BatchObservers:
         return all(all(map(is_, place.tensors(), _observed(side))) for place, side in sides)
 
     def _leave(self, lane: int) -> None:
-        """Whoever was here goes on with copies."""
+        """The sequence that had the lane gets copies."""
         held = self._held[lane]
         sequence = held.sequence() if held is not None else None
         if sequence is not None and self._has(lane, sequence):

@@ -1,4 +1,4 @@
-"""Open blocks as tasks: a stretch of slots in the cache's own dtype, which kernels for stored slots read as well.
+"""Split-KV tasks for open blocks: slots in the cache's own dtype, read by the same kernels as pages.
 
 L layers   B lanes   H KV heads
 """

@@ -1,10 +1,10 @@
-"""How far the keys of every head appear moved under `slot` positions: which slots share a distance, and which one.
+"""Position shifts of stored keys under `slot` positions (StreamingLLM): by how much each run of slots appears moved.
 
-Stored slot i of n appears n - i before the first token that is not sealed. So the distance is the same as long as
-positions follow one another; where they do not, a *bend*, tokens in between are gone. Positions lie on the device,
-which is asked once for all layers, and only where something was evicted.
+Stored slot i of n appears n - i before the first token that is not sealed. So the shift is constant while positions are
+consecutive, and changes at a *gap*, where tokens were evicted. Positions lie on the device and are read once for all
+layers, only if something was evicted.
 
-    X heads of all layers   E extents of all segments   N bends   S slots of all heads, head by head   V turns
+    X heads of all layers   E extents of all segments   N gaps   S slots of all heads, head by head   V shifts of a head
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ from kvfold.pages.places import Ints, SegmentTable
 from kvfold.pages.segment_table import segment_table
 from kvfold.pages.sequence import SequenceCache
 
-MOST_TURNS = 32  # distances of a head: each costs its queries turned, and a task at least
+MAX_SHIFTS = 32  # of a head: each costs a rotation of its queries, and at least one task
 
 
 @dataclass(frozen=True, eq=False)
 class PositionShifts:
-    """The bends of one sequence: the first slot of each head that has any, and every slot that does not follow on."""
+    """The gaps of one sequence: the first slot of each head, and every slot whose position is not the next."""
 
     row_N: Ints  # which of the X heads
     slot_N: Ints  # in the head's row of stored slots
-    shift_N: Ints  # of this slot and those up to the next bend
+    shift_N: Ints  # of this slot and those up to the next gap
     unit_X: Ints  # slots: a stretch that a kernel reads begins at a multiple
 
     @cached_property
-    def turn_N(self) -> Ints:
+    def shift_id_N(self) -> Ints:
         """0, 1, 2 … within each head."""
         first_X = np.searchsorted(self.row_N, np.arange(len(self.unit_X)))
         return np.arange(len(self.row_N)) - first_X[self.row_N]
 
     @cached_property
     def most(self) -> int:
-        """Distances of the head that has most."""
-        return int(self.turn_N.max(initial=0)) + 1
+        """Shifts of the head that has most."""
+        return int(self.shift_id_N.max(initial=0)) + 1
 
-    def table(self, num_turns: int) -> Ints:
-        """[X, V]: the distance of each turn, 0 where there is none."""
-        shift_XV = np.zeros((len(self.unit_X), num_turns), dtype=np.int64)
-        shift_XV[self.row_N, self.turn_N] = self.shift_N
+    def table(self, num_shifts: int) -> Ints:
+        """[X, V]: the shifts of each head, padded with 0."""
+        shift_XV = np.zeros((len(self.unit_X), num_shifts), dtype=np.int64)
+        shift_XV[self.row_N, self.shift_id_N] = self.shift_N
         return shift_XV
 
 
 _known: WeakKeyDictionary[SequenceCache, tuple[int, PositionShifts | None]] = WeakKeyDictionary()
 
 
-def moves_of(sequence: SequenceCache) -> PositionShifts | None:
-    """The moves of a sequence, the same object until slots change; None where a head has too many."""
+def shifts_of(sequence: SequenceCache) -> PositionShifts | None:
+    """The shifts of a sequence, the same object until slots change; None if a head has more than MAX_SHIFTS."""
     known, number = _known.get(sequence), sequence.tail.changes.number
     if known is None or known[0] != number:
         known = _known[sequence] = number, _find(sequence)
@@ -87,12 +87,12 @@ def _find(sequence: SequenceCache) -> PositionShifts | None:
     if (length_X == sequence.sealed_len).all():  # nothing is gone
         at_N, position_N = first_N, np.zeros_like(first_N)
     else:
-        at_N, position_N = _bends(_positions(sequence, tables), first_N, MOST_TURNS * len(length_X))
+        at_N, position_N = _gaps(_positions(sequence, tables), first_N, MAX_SHIFTS * len(length_X))
     row_N = np.searchsorted(end_X, at_N, side="right")
     slot_N = at_N - first_X[row_N]
     shift_N = sequence.sealed_len - length_X[row_N] + slot_N - position_N
-    moves = PositionShifts(row_N, slot_N, shift_N, unit_X)
-    return moves if moves.most <= MOST_TURNS else None
+    shifts = PositionShifts(row_N, slot_N, shift_N, unit_X)
+    return shifts if shifts.most <= MAX_SHIFTS else None
 
 
 def _units(sequence: SequenceCache) -> Ints:
@@ -101,13 +101,13 @@ def _units(sequence: SequenceCache) -> Ints:
     return np.array(units, dtype=np.int64)
 
 
-def _bends(position_S: Tensor, first_N: Ints, most: int) -> tuple[Ints, Ints]:
+def _gaps(position_S: Tensor, first_N: Ints, most: int) -> tuple[Ints, Ints]:
     """Where they are among the slots of all heads, and the positions there; `first_N` begin a head. Of more than
     `most`, one more."""
-    is_bend_S = torch.ones_like(position_S, dtype=torch.bool)
-    is_bend_S[1:] = position_S.diff() != 1
-    is_bend_S[upload(first_N.tolist(), position_S.device)] = True
-    at_N = is_bend_S.nonzero().squeeze(-1)[: most + 1]
+    is_gap_S = torch.ones_like(position_S, dtype=torch.bool)
+    is_gap_S[1:] = position_S.diff() != 1
+    is_gap_S[upload(first_N.tolist(), position_S.device)] = True
+    at_N = is_gap_S.nonzero().squeeze(-1)[: most + 1]
     found_2N = torch.stack((at_N, position_S[at_N].to(torch.int64))).cpu().numpy()
     return found_2N[0], found_2N[1]
 

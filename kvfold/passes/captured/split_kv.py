@@ -1,7 +1,7 @@
-"""Cut what sequences have stored into tasks of even work.
+"""Split-KV (FlashDecoding): the stored slots of every lane, cut into tasks of equal work.
 
-A *lane* is a place in the batch of a decode step. A *task* is a stretch of at most `split` slots of one head, adjacent
-in memory. Splitting by slots, not by heads, gives every processor the same work although heads differ in length.
+A *lane* is a batch slot of a decode step. A *task* is a run of at most `split` slots of one head, adjacent in memory.
+Splitting by slots, not by heads, gives every SM the same work although heads differ in length.
 
     N tasks   E extents   L layers   F address columns
 """
@@ -21,13 +21,13 @@ _ALIGNMENT = 128  # slots: tasks begin at multiples, so that tiles and groups of
 
 
 class Part(NamedTuple):
-    """What is stored for one lane; `moves`: how far it appears moved, where positions close up."""
+    """The page tables of one lane, and under `slot` positions its position shifts."""
 
     lane: int
     tables: tuple[SegmentTable, ...]
-    moves: PositionShifts | None = None
-    sinks_L: Ints | None = None  # first slots of every head that are read elsewhere
-    reserves: bool = False  # a task of no slots for pages that were given ahead, so that they can fill without a cut
+    shifts: PositionShifts | None = None
+    sinks_L: Ints | None = None  # full-precision sinks of every head, which are read elsewhere
+    reserves: bool = False  # an empty task for pages allocated ahead, so that they fill without a new split
 
 
 class Tasks(NamedTuple):
@@ -39,7 +39,7 @@ class Tasks(NamedTuple):
     nth_N: Ints  # among the tasks of its lane and layer
     length_N: Ints  # with what is skipped
     skip_N: Ints
-    turn_N: Ints
+    shift_id_N: Ints
     first_N: Ints  # the first slot, skipped or not, in the head's row of stored slots
     address_NF: Ints
     last_E: Ints  # the last task of each extent, in the order of the tables; of no use where an extent is empty
@@ -76,11 +76,11 @@ def num_pieces(length_E: Ints, split_E: Ints) -> Ints:
 
 
 def cut(parts: Sequence[Part], split_L: Ints) -> Tasks:
-    """Cut what every lane stores."""
-    found = [pieces_of(part.tables, part.moves) for part in parts]
+    """The tasks of all lanes."""
+    found = [pieces_of(part.tables, part.shifts) for part in parts]
     counts = [len(pieces.length_P) for pieces in found]
     lane_P = np.repeat(np.array([part.lane for part in parts]), counts)
-    layer_P, head_P, length_P, skip_P, turn_P, address_PF, _ = (
+    layer_P, head_P, length_P, skip_P, shift_id_P, address_PF, _ = (
         np.concatenate(column) for column in zip(*found, strict=True)
     )
     row_P = (lane_P * len(split_L) + layer_P) * (head_P.max(initial=0) + 1) + head_P
@@ -111,7 +111,7 @@ def cut(parts: Sequence[Part], split_L: Ints) -> Tasks:
         _place_in_group(lane_N * len(split_L) + layer_N),
         length_N,
         skip_N + sinks_N,
-        turn_P[of_N],
+        shift_id_P[of_N],
         before_in_group(row_P[of_N], length_N - skip_N) - skip_N,
         address_NF,
         np.concatenate([np.append(mine_P, -1)[pieces.last_E] for pieces, mine_P in zip(found, ends, strict=True)]),
@@ -137,32 +137,32 @@ class Pieces(NamedTuple):
     head_P: Ints
     length_P: Ints  # with what is skipped
     skip_P: Ints
-    turn_P: Ints
+    shift_id_P: Ints
     address_PF: Ints
     last_E: Ints
 
 
-def pieces_of(tables: Sequence[SegmentTable], moves: PositionShifts | None) -> Pieces:
+def pieces_of(tables: Sequence[SegmentTable], shifts: PositionShifts | None) -> Pieces:
     """Of one sequence."""
     layer_E, head_E, row_E, address_EF = (
         np.concatenate([getattr(table.places, name) for table in tables])
         for name in ("layer_E", "head_E", "row_E", "address_EF")
     )
     length_E = np.concatenate([table.length_E for table in tables])
-    if moves is None:
+    if shifts is None:
         none_E = np.zeros_like(length_E)
         return Pieces(layer_E, head_E, length_E, none_E, none_E, address_EF, np.arange(len(length_E)))
     order_E = np.argsort(row_E, kind="stable")
     order_E = order_E[length_E[order_E] > 0]
     end_E = np.cumsum(length_E[order_E])  # slots of all heads, counted head by head
     start_E = end_E - length_E[order_E]
-    length_X = stored_lens(tables, len(moves.unit_X))
-    bend_N = moves.slot_N + (np.cumsum(length_X) - length_X)[moves.row_N]
-    start_P = np.union1d(start_E, bend_N)
+    length_X = stored_lens(tables, len(shifts.unit_X))
+    gap_N = shifts.slot_N + (np.cumsum(length_X) - length_X)[shifts.row_N]
+    start_P = np.union1d(start_E, gap_N)
     end_P = np.append(start_P[1:], end_E[-1:])
     within_P = np.searchsorted(start_E, start_P, side="right") - 1
     of_P = order_E[within_P]
-    skip_P = (start_P - start_E[within_P]) % moves.unit_X[row_E[of_P]]
+    skip_P = (start_P - start_E[within_P]) % shifts.unit_X[row_E[of_P]]
     begin_P = start_P - start_E[within_P] - skip_P
     last_E = np.full_like(length_E, -1)
     last_E[of_P] = np.arange(len(of_P))
@@ -171,7 +171,7 @@ def pieces_of(tables: Sequence[SegmentTable], moves: PositionShifts | None) -> P
         head_E[of_P],
         end_P - start_P + skip_P,
         skip_P,
-        moves.turn_N[np.searchsorted(bend_N, start_P, side="right") - 1],
+        shifts.shift_id_N[np.searchsorted(gap_N, start_P, side="right") - 1],
         address_EF[of_P] + begin_P[:, None] * tables[0].places.stride_LF[layer_E[of_P]],
         last_E,
     )

@@ -1,4 +1,4 @@
-"""A decode step over lanes: attention of every layer by two kernels that read nothing but device tables.
+"""A captured decode step (CUDA graph): attention of every layer by two kernels that read block tables on the device.
 
 All that changes from step to step (tokens, positions, fill counts) comes in as tensors, all that changes from seal to
 seal (tasks, open blocks, mean keys) is rewritten in place, so a captured graph stays valid.
@@ -25,7 +25,7 @@ from kvfold.pages.sequence import SequenceCache
 from kvfold.passes.captured.batch_slots import BatchSlots
 from kvfold.passes.captured.block_tables import Layout
 from kvfold.passes.captured.observers import has_queries
-from kvfold.passes.captured.position_shifts import moves_of
+from kvfold.passes.captured.position_shifts import shifts_of
 from kvfold.passes.captured.step_observer import StepObserver
 from kvfold.policy.reader import All
 from kvfold.policy.registry import term_of
@@ -36,10 +36,10 @@ _same_layout: WeakKeyDictionary[Layout, ref[Layout]] = WeakKeyDictionary()  # a 
 
 
 def layout_of(sequence: SequenceCache) -> Layout | None:
-    """One object for all sequences whose lanes are alike; None where the kernels do not serve a sequence.
+    """One object for all sequences that can share a captured step; None if the kernels do not serve a sequence.
 
-    They do if every slot is read, keys appear moved by few distances, and scorers observe of new tokens no more than
-    mass or a window of queries, once it is full. The others, and sliding windows, go the way of `DecodePass`.
+    They do if every slot is read, heads have few position shifts, and scorers observe attention mass or a full window
+    of queries at most. Other policies, and sliding-window layers, run in `DecodePass`.
     """
     try:
         found = _layouts[sequence]
@@ -49,7 +49,7 @@ def layout_of(sequence: SequenceCache) -> Layout | None:
 
 
 def _is_ready(sequence: SequenceCache, layout: Layout) -> bool:
-    few = not layout.shifts or moves_of(sequence) is not None
+    few = not layout.shifts or shifts_of(sequence) is not None
     return few and has_queries(sequence, layout.window)
 
 
@@ -77,70 +77,71 @@ def _find_layout(sequence: SequenceCache) -> Layout | None:
 class Step:
     """Attention of one step for T tokens in each lane; `fill_B` < 0 marks an empty lane."""
 
-    def __init__(self, lanes: BatchSlots, fill_B: Tensor, num_tokens: int) -> None:
-        self.lanes, self.fill_B, self.num_tokens = lanes, fill_B, num_tokens
-        self.notes: StepObserver | None = None
-        if lanes.watch is not None:
-            self.notes = StepObserver(lanes.watch, lanes.tables, lanes.open_LB2, lanes.memory, fill_B)
+    def __init__(self, batch: BatchSlots, fill_B: Tensor, num_tokens: int) -> None:
+        self.batch, self.fill_B, self.num_tokens = batch, fill_B, num_tokens
+        self.observer: StepObserver | None = None
+        if batch.observers is not None:
+            self.observer = StepObserver(batch.observers, batch.tables, batch.open_LB2, batch.memory, fill_B)
 
     def attend(self, layer: int, q_QND: Tensor, k_HND: Tensor, v_HND: Tensor) -> Tensor:
         """Attention output [N, Q, D] for the packed tokens N, lane by lane; new slots go to the open blocks."""
-        lanes, spec = self.lanes, self.lanes.layout.spec.layers[layer]
-        page_class = lanes.layout.classes[layer]
+        batch, spec = self.batch, self.batch.layout.spec.layers[layer]
+        page_class = batch.layout.classes[layer]
         _, k_scale, _, _, v_scale, *_ = columns(page_class)
         k_codec = _codec_name(page_class.k, page_class.kv_dtype)
         q_RXD = self._rows(q_QND, spec.num_kv_heads)
-        stored_q_RXD, offset_RX = q_RXD if lanes.turns is None else lanes.turns.queries(layer, q_RXD), None
+        shifted = batch.shifted_queries
+        stored_q_RXD, offset_RX = q_RXD if shifted is None else shifted.queries(layer, q_RXD), None
         if isinstance(page_class.k, CentredCodec):
-            stored_q_RXD, offset_RX = ops.centred_query(stored_q_RXD, lanes.mean_LBHD[layer].flatten(0, 1))
+            stored_q_RXD, offset_RX = ops.centred_query(stored_q_RXD, batch.mean_LBHD[layer].flatten(0, 1))
         part_NXD, part_lse_NX = ops.attend_tasks(
             stored_q_RXD,
             offset_RX,
-            lanes.memory,
-            lanes.tables.task_LBC[layer].flatten(0, 1),
-            lanes.tables.order(layer),
+            batch.memory,
+            batch.tables.task_LBC[layer].flatten(0, 1),
+            batch.tables.order(layer),
             k_codec,
             _codec_name(page_class.v, page_class.kv_dtype),
             _num_groups(k_scale),
             _num_groups(v_scale),
             spec.scale,
             has_bias=page_class.has_bias,
-            has_skip=lanes.turns is not None or bool(lanes.layout.sinks_L[layer]),
+            has_skip=shifted is not None or bool(batch.layout.sinks_L[layer]),
         )
         out_RXD, lse_RX = ops.merge_rows(
             part_NXD,
             part_lse_NX,
-            lanes.tables.rows_LBH[layer, :, : spec.num_kv_heads].flatten(0, 1),
+            batch.tables.rows_LBH[layer, :, : spec.num_kv_heads].flatten(0, 1),
             q_RXD,
             self._by_lane(k_HND),
             self._by_lane(v_HND),
-            lanes.memory,
-            lanes.open_LB2[layer],
+            batch.memory,
+            batch.open_LB2[layer],
             self.fill_B,
-            lanes.layout.open_len,
-            lanes.sinks_LB2[layer],
-            lanes.sinks_LB[layer],
-            int(lanes.layout.sinks_L[layer]),
+            batch.layout.open_len,
+            batch.sinks_LB2[layer],
+            batch.sinks_LB[layer],
+            int(batch.layout.sinks_L[layer]),
             _NAMES[page_class.kv_dtype],
             spec.scale,
         )
-        if self.notes is not None:
-            self.notes.queries(layer, q_QND)
-            self.notes.stored_mass(layer, stored_q_RXD, offset_RX, lse_RX, k_codec, _num_groups(k_scale))
-            self.notes.open_mass(layer, q_RXD, lse_RX, _NAMES[page_class.kv_dtype])
-        out: Tensor = out_RXD.view(lanes.num_lanes, spec.num_kv_heads, spec.group, self.num_tokens, spec.head_dim)
+        if self.observer is not None:
+            self.observer.queries(layer, q_QND)
+            self.observer.stored_mass(layer, stored_q_RXD, offset_RX, lse_RX, k_codec, _num_groups(k_scale))
+            self.observer.open_mass(layer, q_RXD, lse_RX, _NAMES[page_class.kv_dtype])
+        out: Tensor = out_RXD.view(batch.num_lanes, spec.num_kv_heads, spec.group, self.num_tokens, spec.head_dim)
         return out.permute(0, 3, 1, 2, 4).reshape(-1, spec.num_query_heads, spec.head_dim)
 
     def _rows(self, x_AND: Tensor, num_heads: int) -> Tensor:
         """[heads, packed tokens, D] as rows [B * H, heads per KV head * T, D]: a view where T is 1."""
-        num_lanes, head_dim = self.lanes.num_lanes, x_AND.shape[-1]
+        num_lanes, head_dim = self.batch.num_lanes, x_AND.shape[-1]
         x = x_AND.view(num_heads, -1, num_lanes, self.num_tokens, head_dim)
         return x.permute(2, 0, 1, 3, 4).reshape(num_lanes * num_heads, -1, head_dim).contiguous()
 
     def _by_lane(self, x_HND: Tensor) -> Tensor:
         """[H, packed tokens, D] as [B, H, T, D], wherever they lie."""
         num_heads, _, head_dim = x_HND.shape
-        return x_HND.view(num_heads, self.lanes.num_lanes, self.num_tokens, head_dim).transpose(0, 1)
+        return x_HND.view(num_heads, self.batch.num_lanes, self.num_tokens, head_dim).transpose(0, 1)
 
 
 def _codec_name(codec: Codec, kv_dtype: torch.dtype) -> str:

@@ -1,4 +1,4 @@
-"""What one captured step notes for scorers, for one new token a lane: all of it on the device, nothing waited for.
+"""Observer state that one captured step updates for scorers, one new token per lane, without a host sync.
 
 Mass: a kernel computes the weights again, given each query's log-sum-exp, over the tasks of stored slots and over the
 open block, which is a task of its own. Last queries: the earlier ones move up, the new one comes last. Lanes without a
@@ -23,26 +23,26 @@ class StepObserver:
     """Made at the start of a step; `fill_B`: slots of the open blocks before it."""
 
     def __init__(
-        self, watch: BatchObservers, tables: BlockTables, open_LB2: Tensor, memory: Tensor, fill_B: Tensor
+        self, observers: BatchObservers, tables: BlockTables, open_LB2: Tensor, memory: Tensor, fill_B: Tensor
     ) -> None:
-        self._watch, self._memory, self._layout, self._tables = watch, memory, watch.layout, tables
+        self._observers, self._memory, self._layout, self._tables = observers, memory, observers.layout, tables
         is_used_B = fill_B >= 0
-        if watch.layout.mass:
-            self._row_LBC = (tables.task_LBC[..., QUERY] // tables.num_turns).to(torch.int32)
-            watch.open_tasks.update(open_LB2, fill_B + 1)
+        if observers.layout.mass:
+            self._row_LBC = (tables.task_LBC[..., QUERY] // tables.num_shifts).to(torch.int32)
+            observers.open_tasks.update(open_LB2, fill_B + 1)
             # Behind the fill stands what drafts that rolled back had received.
-            slot_R = torch.arange(watch.layout.open_len, device=fill_B.device)
+            slot_R = torch.arange(observers.layout.open_len, device=fill_B.device)
             is_free_BR = (slot_R >= fill_B.unsqueeze(-1)) & is_used_B.unsqueeze(-1)
-            watch.open_LBHR.masked_fill_(is_free_BR.unsqueeze(1), 0.0)
-        if watch.layout.window:
+            observers.open_LBHR.masked_fill_(is_free_BR.unsqueeze(1), 0.0)
+        if observers.layout.window:
             number_B = torch.arange(len(fill_B), device=fill_B.device)
             self._lane_B = number_B.masked_fill(~is_used_B, len(fill_B))
-            _move_up(watch.last_LBQWD[:, :-1], is_used_B)
+            _move_up(observers.last_LBQWD[:, :-1], is_used_B)
 
     def queries(self, layer: int, q_QBD: Tensor) -> None:
         """The new queries of a layer, one a lane, as the model gave them."""
         if self._layout.window:
-            last_BQD = self._watch.last_LBQWD[layer, :, : q_QBD.shape[0], -1, : q_QBD.shape[2]]
+            last_BQD = self._observers.last_LBQWD[layer, :, : q_QBD.shape[0], -1, : q_QBD.shape[2]]
             last_BQD.index_copy_(0, self._lane_B, q_QBD.transpose(0, 1).to(last_BQD.dtype))
 
     def stored_mass(
@@ -61,22 +61,22 @@ class StepObserver:
                 codec,
                 groups,
                 self._layout.spec.layers[layer].scale,
-                self._watch.mass_LBHS[layer].view(-1),
+                self._observers.mass_LBHS[layer].view(-1),
                 has_bias=self._layout.classes[layer].has_bias,
-                has_skip=self._tables.num_turns > 1,
+                has_skip=self._tables.num_shifts > 1,
             )
 
     def open_mass(self, layer: int, q_RXD: Tensor, lse_RX: Tensor, kv_dtype: str) -> None:
         """What the open block received, the new slot in it: after it was stored."""
         if self._layout.mass:
             spec = self._layout.spec.layers[layer]
-            task_R, mass = self._watch.open_tasks.of(layer), self._watch.open_LBHR[layer].view(-1)
-            row_R = self._watch.open_tasks.row_N[: len(task_R)]
+            task_R, mass = self._observers.open_tasks.of(layer), self._observers.open_LBHR[layer].view(-1)
+            row_R = self._observers.open_tasks.row_N[: len(task_R)]
             ops.task_mass(q_RXD, None, self._memory, task_R, None, lse_RX, row_R, kv_dtype, 1, spec.scale, mass)
 
 
 def _move_up(last_LBQWD: Tensor, is_used_B: Tensor) -> None:
-    """The oldest query of the lanes in use goes."""
+    """Drop the oldest query of the lanes in use."""
     if last_LBQWD.shape[3] > 1:
         is_used = is_used_B.view(-1, 1, 1, 1)
         last_LBQWD[..., :-1, :] = torch.where(is_used, last_LBQWD[..., 1:, :], last_LBQWD[..., :-1, :])

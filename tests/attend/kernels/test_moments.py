@@ -1,4 +1,4 @@
-"""Sums over queries turned back in the kernel equal turning them back in plain operations.
+"""Sums over queries rotated back in the kernel equal turning them back in plain operations.
 
 Q query heads   T queries   D head dim
 """
@@ -46,10 +46,10 @@ def test_a_large_mean_leaves_the_covariance_alone(mean: float) -> None:
     by_plain = by_kernel = Moments.empty(spec, DEVICE)
     for begin in range(0, 300, 100):
         q_QTD = plain_QTD[:, begin : begin + 100].float().to(DEVICE)
-        turned = spec.rope.rotate(q_QTD, torch.arange(begin, begin + 100, device=DEVICE))
+        rotated = spec.rope.rotate(q_QTD, torch.arange(begin, begin + 100, device=DEVICE))
         by_plain = by_plain.plus(q_QTD)
         by_kernel = by_kernel.begun(q_QTD)
-        sums = summed(turned, spec.rope, begin, by_kernel.centre_QD, precision="ieee")
+        sums = summed(rotated, spec.rope, begin, by_kernel.centre_QD, precision="ieee")
         by_kernel = by_kernel.plus_sums(100, *sums)
     for found, tolerance in ((by_plain, 2e-3), (by_kernel, max(2e-3, 2e-6 * mean))):
         mean_QD, cov_QDD = found.mean_and_covariance()

@@ -23,7 +23,7 @@ def test_every_row_is_turned_by_each_of_its_shifts(
     q_RXD = torch.randn(3, 5, head_dim, device=DEVICE).to(dtype)
     shift_RV = torch.tensor([[0, 7], [3_000_000, 1], [12, 131_072]], dtype=torch.int32, device=DEVICE)
     arguments = (q_RXD, shift_RV, kind.inverse_periods(q_RXD.device), interleaved)
-    found, want = turn.launch(*arguments), reference.turned_query(*arguments)
+    found, want = turn.launch(*arguments), reference.rotated_query(*arguments)
     loose = 2e-2 if dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(found, want, atol=loose, rtol=loose)
     alone = kind.rotate(q_RXD[1], -shift_RV[1, 0].expand(5))
@@ -34,4 +34,4 @@ def test_every_row_is_turned_by_each_of_its_shifts(
 def test_torch_finds_the_declared_schema_true() -> None:
     q_RXD, shift_RV = torch.randn(2, 3, 16, device=DEVICE), torch.ones(2, 4, dtype=torch.int32, device=DEVICE)
     arguments = (q_RXD, shift_RV, rope(16).inverse_periods(q_RXD.device), False)
-    torch.library.opcheck(ops.turned_query, arguments, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(ops.rotated_query, arguments, test_utils=("test_schema", "test_faketensor"))

@@ -79,8 +79,8 @@ def test_one_launch_writes_what_plain_operations_write(policy: str, monkeypatch:
         for name in (field.name for field in a.page_class.fields):
             for x, y in zip(fields(a, name), fields(b, name), strict=True):
                 differing = (x.view(torch.uint8) != y.view(torch.uint8)).float().mean()
-                turned = name in ("k.code", "k.scale", "k.zero")  # by a sum that may be rounded otherwise
-                assert differing <= (0.005 if turned else 0.0), (i, name)
+                rotated = name in ("k.code", "k.scale", "k.zero")  # by a sum that may be rounded otherwise
+                assert differing <= (0.005 if rotated else 0.0), (i, name)
     fast.release()
     plain.release()
     assert arena.lent_bytes == 0

@@ -10,8 +10,8 @@ import torch
 
 from kvfold.pages.places import COLUMNS
 from kvfold.pages.sequence import SequenceCache
-from kvfold.passes.captured import position_shifts as moves_file
-from kvfold.passes.captured.position_shifts import PositionShifts, moves_of, stored_tables
+from kvfold.passes.captured import position_shifts
+from kvfold.passes.captured.position_shifts import PositionShifts, shifts_of, stored_tables
 from kvfold.passes.captured.split_kv import Part, cut, pieces_of
 from tests.attend.kernels.common import DEVICE
 from tests.attend.reference import part
@@ -35,9 +35,9 @@ def shifts(sequence: SequenceCache) -> list[list[int]]:
 
 
 def known(sequence: SequenceCache) -> PositionShifts:
-    moves = moves_of(sequence)
-    assert moves is not None
-    return moves
+    gaps = shifts_of(sequence)
+    assert gaps is not None
+    return gaps
 
 
 @pytest.fixture(params=["native", "int8", "kivi4"])
@@ -47,30 +47,28 @@ def gappy(request: pytest.FixtureRequest) -> Iterator[SequenceCache]:
 
 
 def test_every_slot_gets_its_distance(gappy: SequenceCache) -> None:
-    moves, want = known(gappy), shifts(gappy)
+    gaps, want = known(gappy), shifts(gappy)
     for row, mine in enumerate(want):
-        at = np.flatnonzero(moves.row_N == row)
-        ends = [*moves.slot_N[at][1:], len(mine)]
-        found = [
-            shift for i, end in zip(at, ends, strict=True) for shift in [moves.shift_N[i]] * (end - moves.slot_N[i])
-        ]
+        at = np.flatnonzero(gaps.row_N == row)
+        ends = [*gaps.slot_N[at][1:], len(mine)]
+        found = [shift for i, end in zip(at, ends, strict=True) for shift in [gaps.shift_N[i]] * (end - gaps.slot_N[i])]
         assert found == mine
-        assert moves.table(32)[row, : len(at)].tolist() == moves.shift_N[at].tolist()
-    assert moves.most > 2 and known(gappy) is moves
+        assert gaps.table(32)[row, : len(at)].tolist() == gaps.shift_N[at].tolist()
+    assert gaps.most > 2 and known(gappy) is gaps
 
 
 def test_tasks_cover_every_slot_once_with_its_distance(gappy: SequenceCache) -> None:
-    moves, want = known(gappy), shifts(gappy)
-    tasks = cut([Part(0, stored_tables(gappy), moves)], np.array([128, 128]))
+    gaps, want = known(gappy), shifts(gappy)
+    tasks = cut([Part(0, stored_tables(gappy), gaps)], np.array([128, 128]))
     seen: dict[tuple[int, int], int] = {}
-    table_XV = moves.table(moves.most)
-    for layer, head, first, skip, length, turn in zip(
-        tasks.layer_N, tasks.head_N, tasks.first_N, tasks.skip_N, tasks.length_N, tasks.turn_N, strict=True
+    table_XV = gaps.table(gaps.most)
+    for layer, head, first, skip, length, shift_id in zip(
+        tasks.layer_N, tasks.head_N, tasks.first_N, tasks.skip_N, tasks.length_N, tasks.shift_id_N, strict=True
     ):
         row = int(layer) * 3 + int(head)
-        assert skip < length and skip < moves.unit_X[row]
+        assert skip < length and skip < gaps.unit_X[row]
         for slot in range(first + skip, first + length):
-            assert want[row][slot] == table_XV[row, turn]
+            assert want[row][slot] == table_XV[row, shift_id]
             seen[row, slot] = seen.get((row, slot), 0) + 1
     assert seen == {(row, slot): 1 for row, mine in enumerate(want) for slot in range(len(mine))}
 
@@ -88,13 +86,13 @@ def test_without_gaps_the_device_is_not_asked(monkeypatch: pytest.MonkeyPatch) -
     sequence = new_sequence("full + slot", SPEC, page_size=16)
     assert known(sequence).most == 1
     fill(sequence, 40)
-    monkeypatch.setattr(moves_file, "_positions", None)
-    moves = known(sequence)
-    assert moves.most == 1 and not moves.shift_N.any() and len(moves.row_N) == 6
+    monkeypatch.setattr(position_shifts, "_positions", None)
+    gaps = known(sequence)
+    assert gaps.most == 1 and not gaps.shift_N.any() and len(gaps.row_N) == 6
 
 
 def test_too_many_distances_are_no_moves(gappy: SequenceCache, monkeypatch: pytest.MonkeyPatch) -> None:
     most = known(gappy).most
-    moves_file._known.clear()
-    monkeypatch.setattr(moves_file, "MOST_TURNS", most - 1)
-    assert moves_of(gappy) is None
+    position_shifts._known.clear()
+    monkeypatch.setattr(position_shifts, "MAX_SHIFTS", most - 1)
+    assert shifts_of(gappy) is None
