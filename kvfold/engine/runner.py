@@ -1,10 +1,8 @@
-"""The only place that calls the model. It takes a batch of sequences, packed along the token axis.
+"""The model runner: prefill, decode and verification of a batch of sequences, packed along the token axis.
 
 Prefill is layer-major: one forward over all new tokens in which every decoder layer runs its tokens chunk by chunk,
-then scores and drops before the next layer runs. `between_chunks` policies run the same pass once per chunk
-(token-major), in bounded memory (chunks.py).
-
-    packed tokens:  | sequence 0: chunk, chunk, … | sequence 1: chunk, … |
+then scores and evicts before the next layer runs. `between_chunks` policies run the same pass once per chunk
+(token-major), in bounded memory (chunked_prefill.py).
 """
 
 from __future__ import annotations
@@ -20,16 +18,15 @@ from torch import Tensor
 from kvfold.compress.observe import ObserverNeeds, ObserverSnapshot, forget_prompt
 from kvfold.compress.seal import prepare_seals
 from kvfold.core import HAS_TRITON, Compile, ModelSpec
-from kvfold.engine.chunked_prefill import default_chunk_len, passes, pieces
+from kvfold.engine.chunked_prefill import default_chunk_len, passes
 from kvfold.engine.cuda_graphs import cuda_graphs_of
-from kvfold.engine.layer_major import LayerMajor, Progress
+from kvfold.engine.forward import Forward
+from kvfold.engine.layer_major import Progress
 from kvfold.engine.logprobs import next_logprobs, surprise
 from kvfold.engine.replay import ReplayRunner
 from kvfold.engine.verify import Verified, commit_run
-from kvfold.errors import InputError, ModelError
-from kvfold.models.attach import is_attached, layers_wrapped, maskless
-from kvfold.models.fused_layers import fused
-from kvfold.models.pass_cache import DecodeCache, PassCache
+from kvfold.errors import InputError
+from kvfold.models.attach import maskless
 from kvfold.models.sentences import check_sentences, note_sentences
 from kvfold.models.spec import output_head
 from kvfold.pages.arena import Arena
@@ -56,11 +53,12 @@ class Runner:
         self.spec = spec
         self.arena = arena
         self.chunk_len = default_chunk_len(spec, arena.device) if chunk_len is None else chunk_len
+        self._forward = Forward(hf, spec.num_layers, arena.device)
         self.graphs = cuda_graphs_of(hf, compile) if arena.device.type == "cuda" and HAS_TRITON else None
 
     @property
     def setup_s(self) -> float:
-        """Seconds that capturing and compiling decode steps of this model have taken so far."""
+        """Seconds spent on CUDA graph capture and compilation of this model's decode steps so far."""
         return 0.0 if self.graphs is None else self.graphs.setup_s
 
     def new_sequence(self, policy: Policy, config: PageConfig | None = None) -> SequenceCache:
@@ -76,9 +74,9 @@ class Runner:
         compress: bool = True,
         progress: Progress | None = None,
     ) -> Tensor:
-        """Read new tokens; logits [batch, vocab] after the last token of each sequence. Drafts are rolled back.
+        """Prefill new tokens; logits [batch, vocab] after the last token of each sequence. Drafts are rolled back.
 
-        An interrupted pass leaves its sequences as they were; chunks that `between_chunks` finished before stay read.
+        An interrupted pass leaves its sequences as they were; chunks that `between_chunks` has finished stay.
         """
         self._check(sequences, tokens)
         seen = _seen_lens(sequences, tokens)
@@ -86,7 +84,7 @@ class Runner:
             sequence.open.rollback()
         logits: list[Tensor | None] = [None] * len(sequences)
         for batch, parts in passes(sequences, tokens, compress):
-            out = self._forward(
+            out = self._prefill_pass(
                 [sequences[i] for i in batch], parts, [seen[i] for i in batch], compress=compress, progress=progress
             )
             for i, row in zip(batch, out, strict=True):
@@ -100,10 +98,10 @@ class Runner:
     def prefill_many(
         self, sequences: Sequence[SequenceCache], tokens: Sequence[int], *, progress: Progress | None = None
     ) -> Tensor:
-        """Read the same tokens into several empty sequences of different policies: one forward serves all.
+        """Prefill the same tokens into several empty sequences of different policies in one forward.
 
-        Logits [sequences, vocab] after the last token. Sequences that leave tokens behind between layers share one
-        with those that leave the same; those that compress between chunks run on their own.
+        Logits [sequences, vocab] after the last token. Sequences whose policies prune tokens between layers share a
+        forward only with those that prune the same; those that compress between chunks run on their own.
         """
         if any(sequence.logical_len for sequence in sequences) or not sequences:
             raise InputError("prefill_many fills one or more empty sequences; use prefill to continue one")
@@ -115,10 +113,10 @@ class Runner:
             if isinstance(sequence.policy.prefill.when, BetweenChunks):
                 logits[i] = self.prefill([sequence], [tokens])[0]
             else:
-                together.setdefault(_left_behind_by(sequence.policy), []).append(i)
+                together.setdefault(_pruning_key(sequence.policy), []).append(i)
         for shared in together.values():
             first, *others = [sequences[i] for i in shared]
-            out = self._forward([first], [tokens], seen, compress=True, progress=progress, followers=others)
+            out = self._prefill_pass([first], [tokens], seen, compress=True, progress=progress, followers=others)
             progress = None  # the tokens have been counted
             for i in shared:
                 forget_prompt(sequences[i])
@@ -129,18 +127,19 @@ class Runner:
     def logprobs(
         self, sequence: SequenceCache, tokens: Sequence[int], *, compress: bool = True, progress: Progress | None = None
     ) -> Tensor:
-        """Read tokens and return log p(tokens[i + 1] | …tokens[i]), one fewer than tokens, fp32."""
+        """Prefill tokens and return log p(tokens[i + 1] | …tokens[i]), one fewer than tokens, fp32."""
         self._check([sequence], [tokens])
         seen = _seen_lens([sequence], [tokens])
         sequence.open.rollback()
         if compress and sequence.policy.token_pruning.prunes:
             raise InputError(
-                f'policy "{sequence.policy.short}" leaves tokens behind, which have no probabilities then; use dense'
+                f'policy "{sequence.policy.short}" prunes tokens between layers, so they have no log-probabilities; '
+                "remove the token-pruning term"
             )
         head = output_head(self.hf)
         found, at = [], 0
         for _, (part,) in passes([sequence], [tokens], compress):
-            hidden_TM = self._forward([sequence], [part], seen, compress=compress, progress=progress, hidden=True)
+            hidden_TM = self._prefill_pass([sequence], [part], seen, compress=compress, progress=progress, hidden=True)
             found.append(next_logprobs(head, hidden_TM, tokens[at + 1 : at + 1 + len(part)]))
             at += len(part)
         if compress:
@@ -169,15 +168,15 @@ class Runner:
         return logits
 
     def most_verified(self, sequence: SequenceCache) -> int:
-        """Tokens that are worth verifying in one pass."""
+        """The most tokens of a sequence that are worth verifying in one pass."""
         return sys.maxsize if self.graphs is None else self.graphs.most_tokens(sequence)
 
     @torch.inference_mode()
     def verify(self, sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]) -> list[Verified]:
         """Several tokens for each sequence, the last sampled one and a draft of what may follow, in one pass.
 
-        None of them is in the cache until it is kept. A pass never crosses the point where the open block seals: what
-        the tokens see is what they would have seen one by one.
+        A token enters the KV cache when it is accepted (`Verified.keep`). A pass never crosses the point where the open
+        block seals, so each token attends to what it would have attended to in a step of its own.
         """
         self._check(sequences, tokens)
         lens = [len(ids) for ids in tokens]
@@ -188,22 +187,23 @@ class Runner:
         note_sentences(self.hf, sequences, tokens)
         rows_NV = self._captured(step, tokens, stays=False)
         if rows_NV is None:
-            rows_NV = self._plain(step, tokens)
+            rows_NV = self._forward.decode(step, tokens)
         rows = rows_NV.split(step.num_tokens)
         return [Verified(step, index, logits_TV) for index, logits_TV in enumerate(rows)]
 
     @torch.inference_mode()
     def launch(self, sequences: Sequence[SequenceCache], token_B: Tensor) -> Tensor:
-        """One token of the device for each sequence, which a captured step reads there: the host does not wait for it.
-        Logits [batch, vocab]; a token is not in its cache until it is kept. Of sequences that note no sentences."""
+        """Launch a step on one device-side token for each sequence, without host synchronisation.
+
+        Logits [batch, vocab]; a token enters the KV cache when it is kept. Not for policies that need sentences."""
         step = DecodePass.begin(sequences)
         logits_BV = self._captured(step, token_B, stays=False)
-        return self._plain(step, token_B.unsqueeze(-1).tolist()) if logits_BV is None else logits_BV
+        return self._forward.decode(step, token_B.unsqueeze(-1).tolist()) if logits_BV is None else logits_BV
 
     def _captured(
         self, step: DecodePass, tokens: Sequence[Sequence[int]] | Tensor, *, stays: bool = True
     ) -> Tensor | None:
-        """Logits [packed tokens, vocab] from a captured graph, where there is one; it observes what it runs."""
+        """Logits [packed tokens, vocab] of a captured step, observers included; None where there is no CUDA graph."""
         if self.graphs is None:
             return None
         logits_NV = self.graphs.decode(self.hf, step.sequences, tokens, stays=stays)
@@ -211,22 +211,14 @@ class Runner:
         return logits_NV
 
     def _observed(self, step: DecodePass, tokens: Sequence[Sequence[int]]) -> Tensor:
-        """A plain pass that notes what it saw for the scorers, all of it or nothing."""
+        """An eager pass whose attention the scorers observe, wholly or, if it raises, not at all."""
         undo = ObserverSnapshot(step.sequences)
         try:
-            logits = self._plain(step, tokens)
+            logits = self._forward.decode(step, tokens)
             step.observe_all()
         except BaseException:
             undo.restore()
             raise
-        return logits
-
-    def _plain(self, step: DecodePass, tokens: Sequence[Sequence[int]]) -> Tensor:
-        positions = [s.logical_len + t for s, ids in zip(step.sequences, tokens, strict=True) for t in range(len(ids))]
-        packed = [token for ids in tokens for token in ids]
-        with maskless():
-            out = self._call(packed, positions, DecodeCache(step))
-        logits: Tensor = out.logits[0].float()
         return logits
 
     def _check(self, sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]) -> None:
@@ -239,7 +231,7 @@ class Runner:
             bad = low if low < 0 else high
             raise InputError(f"token id {bad} is outside the vocabulary of {self.spec.vocab_size}")
 
-    def _forward(
+    def _prefill_pass(
         self,
         sequences: Sequence[SequenceCache],
         tokens: Sequence[Sequence[int]],
@@ -250,13 +242,12 @@ class Runner:
         hidden: bool = False,
         followers: Sequence[SequenceCache] = (),
     ) -> Tensor:
-        """One layer-major pass, and a second reading where a policy asks for it; if they do not come to their end, the
-        sequences are as they were."""
+        """One layer-major pass, with a replay where a policy needs one; if it raises, the sequences are as before."""
         lens = [len(ids) for ids in tokens]
         current = PrefillPass.begin(sequences, lens, seen_lens, compress=compress, followers=followers)
         undo = ObserverSnapshot([*sequences, *followers])
         try:
-            out = self.read(current, tokens, progress, hidden=hidden)
+            out = self.run_pass(current, tokens, progress, hidden=hidden)
             current.finish()
         except BaseException:
             current.release()
@@ -264,7 +255,7 @@ class Runner:
             raise
         return out
 
-    def read(
+    def run_pass(
         self,
         current: PrefillPass,
         tokens: Sequence[Sequence[int]],
@@ -272,14 +263,16 @@ class Runner:
         *,
         hidden: bool = False,
     ) -> Tensor:
-        """The model over the tokens of a pass, twice where one of its rounds waits for that; nothing is written yet.
+        """Run the model over the tokens of a pass, and the replay that its rounds need; no slot is written yet.
 
         Logits [batch, vocab] after the last tokens; `hidden` stops at the last hidden states, [packed tokens, M].
         """
         followers = [follower for follower, _ in current.followers]
         note_sentences(self.hf, [*current.sequences, *followers], [*tokens, *([tokens[0]] * len(followers))])
         head = output_head(self.hf) if current.needs_surprise else None
-        out = self._layer_major(current, tokens, progress, hidden=hidden or head is not None)
+        out = self._forward.prefill(
+            current, tokens, self.chunk_len, progress, hidden=hidden or head is not None
+        )
         surprises = None
         if head is not None:
             parts = out.split(current.num_tokens)
@@ -287,48 +280,12 @@ class Runner:
             out = out if hidden else head(torch.stack([part_TM[-1] for part_TM in parts]))
         if current.full_prompts:
             with maskless():
-                ReplayRunner(self.hf, partial(self._call, hidden=True), self.chunk_len).run(current, tokens, surprises)
+                ReplayRunner(self.hf, partial(self._forward.call, hidden=True), self.chunk_len).run(current, tokens, surprises)
         return out
 
-    def _layer_major(
-        self, current: PrefillPass, tokens: Sequence[Sequence[int]], progress: Progress | None, *, hidden: bool
-    ) -> Tensor:
-        """The model over all tokens, each layer over all of them before the next."""
-        device, lens = self.arena.device, current.num_tokens
-        ends = None if hidden else torch.tensor(lens, device=device).cumsum(0) - 1
-        cut = list(pieces(current.sequences, tokens, self.chunk_len))
-        order = LayerMajor(current, cut, progress, self.spec.num_layers, ends)
-        starts = [sequence.sealed_len for sequence in current.sequences]
-        positions = torch.cat([torch.arange(s, s + n, device=device) for s, n in zip(starts, lens, strict=True)])
-        ids = [token for part in tokens for token in part]
-        with maskless(), layers_wrapped(self.hf, order.wrap):
-            out = self._call(ids, positions, order.cache, hidden=hidden)
-        found: Tensor = (out.last_hidden_state if hidden else out.logits)[0]
-        return found
 
-    def _call(
-        self,
-        ids: Sequence[int],
-        positions: Sequence[int] | Tensor,
-        cache: PassCache | DecodeCache,
-        *,
-        hidden: bool = False,
-    ) -> Any:
-        if not is_attached(self.hf):
-            raise ModelError("the model was detached from kvfold; call kvfold.attach(model) before using it again")
-        device = self.arena.device
-        model = self.hf.base_model if hidden else self.hf
-        with fused(self.hf):
-            return model(
-                input_ids=torch.tensor([list(ids)], device=device),
-                position_ids=torch.as_tensor(positions, device=device).unsqueeze(0),
-                past_key_values=cache,
-                use_cache=True,
-            )
-
-
-def _left_behind_by(policy: Policy) -> object:
-    """All that decides which tokens of a prompt are left behind between layers; None: every token stays."""
+def _pruning_key(policy: Policy) -> object:
+    """What decides which tokens of a prompt are pruned between layers; None: every token runs all layers."""
     if not policy.token_pruning.prunes:
         return None
     stage = policy.prefill
@@ -337,5 +294,5 @@ def _left_behind_by(policy: Policy) -> object:
 
 
 def _seen_lens(sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]) -> list[int]:
-    """Committed lengths once these tokens are read."""
+    """Committed lengths after these tokens."""
     return [sequence.committed_len + len(ids) for sequence, ids in zip(sequences, tokens, strict=True)]

@@ -59,7 +59,7 @@ def trace(runner: Runner, ids: Sequence[int], teacher: str) -> dict[int, Example
         with torch.inference_mode():
             current = _TracedPass.begin([sequence], [len(ids)])
             try:
-                runner.read(current, [ids], hidden=True)
+                runner.run_pass(current, [ids], hidden=True)
             finally:
                 current.release()
         return current.examples

@@ -163,13 +163,13 @@ def test_read_in_one_pass_with_others_it_stays_itself(shared: Shared, monkeypatc
     """A pass for those that leave nobody behind, one for each way of leaving tokens behind."""
     model, tokens, passes = shared(FAMILY), prompt(LENGTH), list[int]()
     runner: Runner = make_runner(model)
-    read = runner.read
+    read = runner.run_pass
 
     def counted(current: PrefillPass, *args: Any, **more: Any) -> Tensor:
         passes.append(1 + len(current.followers))
         return read(current, *args, **more)
 
-    monkeypatch.setattr(runner, "read", counted)
+    monkeypatch.setattr(runner, "run_pass", counted)
     snap, some = "snapkv(window=8)", "protect(sinks=2, recent=8)"
     short = "fastkv(rate=0.3, layer=0, window=8)"
     policies = [

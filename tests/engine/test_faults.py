@@ -35,7 +35,7 @@ from tests.engine.jobs import job
 
 ROOT = Path(kvfold.__file__).parent
 MANAGERS = ("scheduler", "queues", "admission", "prefill_manager", "decode_manager")
-PARTS = (*MANAGERS, "task", "generate", "output_processor", "sampling", "runner", "jobs")
+PARTS = (*MANAGERS, "task", "generate", "output_processor", "sampling", "runner", "forward", "jobs")
 LOOP = {str(ROOT / "engine" / f"{name}.py") for name in PARTS}
 # The loop's own state, which nothing outside can make raise.
 STATE = ("engine/supervisor", "engine/fair_queue", "engine/time_slice", "pages/arena")

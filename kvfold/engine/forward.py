@@ -1,0 +1,84 @@
+"""Forward calls of the transformers module over packed tokens: layer-major prefill and eager decode steps.
+
+Captured decode steps (cuda_graphs.py) and gradients (models/kv_gradients.py) call the module on their own.
+
+    packed tokens:  | sequence 0: chunk, chunk, … | sequence 1: chunk, … |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfold.engine.chunked_prefill import pieces
+from kvfold.engine.layer_major import LayerMajor, Progress
+from kvfold.errors import ModelError
+from kvfold.models.attach import is_attached, layers_wrapped, maskless
+from kvfold.models.fused_layers import fused
+from kvfold.models.pass_cache import DecodeCache, PassCache
+from kvfold.passes.decode import DecodePass
+from kvfold.passes.prefill import PrefillPass
+
+
+class Forward:
+    """The forward calls of one attached module."""
+
+    def __init__(self, hf: Any, num_layers: int, device: torch.device) -> None:
+        self._hf = hf
+        self._num_layers = num_layers
+        self._device = device
+
+    def prefill(
+        self,
+        current: PrefillPass,
+        tokens: Sequence[Sequence[int]],
+        chunk_len: int,
+        progress: Progress | None,
+        *,
+        hidden: bool,
+    ) -> Tensor:
+        """Each layer over all tokens, `chunk_len` at a time, before the next layer; returns logits [batch, vocab] after
+        the last tokens, or with `hidden` the last hidden states [packed tokens, M]."""
+        lens = current.num_tokens
+        ends = None if hidden else torch.tensor(lens, device=self._device).cumsum(0) - 1
+        cut = list(pieces(current.sequences, tokens, chunk_len))
+        order = LayerMajor(current, cut, progress, self._num_layers, ends)
+        starts = [sequence.sealed_len for sequence in current.sequences]
+        positions = torch.cat([torch.arange(s, s + n, device=self._device) for s, n in zip(starts, lens, strict=True)])
+        ids = [token for part in tokens for token in part]
+        with maskless(), layers_wrapped(self._hf, order.wrap):
+            out = self.call(ids, positions, order.cache, hidden=hidden)
+        found: Tensor = (out.last_hidden_state if hidden else out.logits)[0]
+        return found
+
+    def decode(self, step: DecodePass, tokens: Sequence[Sequence[int]]) -> Tensor:
+        """Logits [packed tokens, vocab] of a decode step, kernel by kernel."""
+        positions = [s.logical_len + t for s, ids in zip(step.sequences, tokens, strict=True) for t in range(len(ids))]
+        packed = [token for ids in tokens for token in ids]
+        with maskless():
+            out = self.call(packed, positions, DecodeCache(step))
+        logits: Tensor = out.logits[0].float()
+        return logits
+
+    def call(
+        self,
+        ids: Sequence[int],
+        positions: Sequence[int] | Tensor,
+        cache: PassCache | DecodeCache,
+        *,
+        hidden: bool = False,
+    ) -> Any:
+        """The module, or with `hidden` its base model without the output head, over packed token ids."""
+        if not is_attached(self._hf):
+            raise ModelError("the model was detached from kvfold; call kvfold.attach(model) before using it again")
+        model = self._hf.base_model if hidden else self._hf
+        with fused(self._hf):
+            return model(
+                input_ids=torch.tensor([list(ids)], device=self._device),
+                position_ids=torch.as_tensor(positions, device=self._device).unsqueeze(0),
+                past_key_values=cache,
+                use_cache=True,
+            )
