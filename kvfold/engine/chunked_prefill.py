@@ -1,7 +1,7 @@
-"""Where prompts are cut: into passes over the model, and each pass into pieces that a layer runs at a time.
+"""Chunked prefill: prompts are cut into passes over the model, and each pass into the pieces a layer runs at a time.
 
-Borders are absolute multiples of a chunk's length, so a sequence that continues runs the shapes it would have run in
-one go.
+Chunk borders are absolute multiples of the chunk length, so a continued sequence runs the same shapes as one prefilled
+at once.
 
     packed tokens:  | sequence 0: piece, piece, … | sequence 1: piece, … |
 """
@@ -19,8 +19,8 @@ from kvfold.triggers import BetweenChunks
 
 
 def default_chunk_len(spec: ModelSpec, device: torch.device) -> int:
-    """Tokens a layer runs at a time: as many as keep a GPU's matrix units busy; 512 where attention is a plain formula
-    over a map of chunk x slots (fp32 on a GPU, layers with a sliding window) or a CPU's caches are small."""
+    """Tokens a layer runs at a time: 8192 on CUDA, which keeps tensor cores busy; 512 on a CPU, and where attention
+    materialises a matrix of chunk x KV slots (fp32 on CUDA, sliding-window layers)."""
     fused = spec.dtype in (torch.float16, torch.bfloat16) and len(spec.compressible_layers) == spec.num_layers
     return 8192 if device.type == "cuda" and fused else 512
 
@@ -28,7 +28,7 @@ def default_chunk_len(spec: ModelSpec, device: torch.device) -> int:
 def passes(
     sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]], compress: bool
 ) -> Iterator[tuple[list[int], list[list[int]]]]:
-    """(sequences, their tokens) of each pass: everything at once, or chunk after chunk where a policy says so."""
+    """(sequences, their tokens) of each pass: the whole prompt, or one chunk under a between-chunks policy."""
     left = {i: list(ids) for i, ids in enumerate(tokens)}
     while left:
         batch, parts = [], []
@@ -46,7 +46,7 @@ def passes(
 
 
 def pieces(sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]], chunk_len: int) -> Iterator[Piece]:
-    """Of one pass, what a layer runs at a time."""
+    """The pieces of one pass, at most `chunk_len` tokens each."""
     begin = 0
     for index, (sequence, ids) in enumerate(zip(sequences, tokens, strict=True)):
         end = begin + len(ids)

@@ -1,10 +1,10 @@
-"""Decode steps as captured CUDA graphs around the transformers module: one per number of lanes and tokens a lane.
+"""CUDA graphs of decode steps around the transformers module, one per number of batch slots and of tokens per slot.
 
-Called operation by operation, an 8B model takes ten times the time its bytes need, to launch kernels; replayed, none.
-A graph holds addresses, never lengths: what a step reads comes from tables that are rewritten between replays.
-After some hundred steps the decoder layers are compiled as well, which fuses what stands between the matrix products.
+Launched kernel by kernel, a decode step of an 8B model takes ten times the time of its memory traffic; a replayed graph
+has no launch overhead. A graph holds addresses, never lengths: a step reads block tables that are rewritten between
+replays. After 512 steps the decoder layers are compiled as well, which fuses the operations between matrix products.
 
-    B lanes   T tokens of a lane   V vocabulary
+    B batch slots   T tokens of a slot   V vocabulary
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from kvfold.core import Compile
 from kvfold.models.attach import layers_wrapped, maskless
 from kvfold.models.fused_layers import fused
+from kvfold.models.module_state import ModuleState
 from kvfold.models.pass_cache import StepCache
 from kvfold.pages.async_copy import sent, staged
 from kvfold.pages.sequence import SequenceCache
@@ -41,13 +41,13 @@ _ONE_ROW: dict[str, Any] = {"coordinate_descent_tuning": True}
 
 
 class CudaGraphs:
-    """The captured steps of one model; of too many, the least recently used goes."""
+    """The captured steps of one model, at most eight; the least recently used is dropped (LRU)."""
 
     def __init__(self) -> None:
         self.enabled = True
-        self.captures = True  # on a GPU; tools that watch kernels want them launched one by one
+        self.captures = True  # on CUDA; False for profilers that need kernels launched one by one
         self.compile: Compile = "auto"
-        self.setup_s = 0.0  # spent on capturing and compiling, in all
+        self.setup_s = 0.0  # of capture and compilation, in total
         self._steps = 0
         self._captured: dict[tuple[int, int, int], _Captured] = {}
         self._compiled: dict[tuple[type[nn.Module], bool], Callable[..., Any]] = {}
@@ -55,10 +55,11 @@ class CudaGraphs:
     def decode(
         self, hf: Any, sequences: Sequence[SequenceCache], tokens: Tokens, *, stays: bool = True
     ) -> Tensor | None:
-        """Logits [packed tokens, V] after each token of every sequence, which go to its open block, uncounted.
+        """Logits [packed tokens, V] after each token of every sequence. Keys and values are written to the open blocks,
+        whose fill does not change yet.
 
-        None where the kernels do not serve the batch. Sequences have room for their tokens. The result is the
-        caller's to keep. `stays`: every token is known to; what scorers observe of one cannot be taken back.
+        None where the kernels do not support the batch. Open blocks have room for the tokens. The result is not
+        overwritten by later steps. `stays`: no token will be rejected; observations of a token cannot be undone.
         """
         layout = layout_of(sequences[0]) if self.enabled else None
         if layout is None or any(layout_of(sequence) is not layout for sequence in sequences):
@@ -86,7 +87,7 @@ class CudaGraphs:
         return logits
 
     def most_tokens(self, sequence: SequenceCache) -> int:
-        """Tokens of a sequence in one pass, beyond which the pass would be slower than captured steps one by one."""
+        """The most tokens of a sequence in one pass; with more, single captured steps are faster."""
         layout = layout_of(sequence) if self.enabled else None
         if layout is not None and layout.observes:
             return 1
@@ -95,12 +96,12 @@ class CudaGraphs:
         return sys.maxsize
 
     def _serves(self, captured: _Captured, sequence: SequenceCache) -> bool:
-        """Whether it reads the right arena and is as fast as it could be by now."""
-        is_here = captured.lanes.memory is sequence.arena.memory
+        """Whether it was captured over this arena, and compiled if it should be by now."""
+        is_here = captured.batch_slots.memory is sequence.arena.memory
         return is_here and (captured.is_compiled or not self._wants_compiled)
 
     def forget(self) -> None:
-        """Drop all graphs and the memory they hold."""
+        """Drop all graphs and their memory."""
         self._captured.clear()
 
     @property
@@ -112,20 +113,20 @@ class CudaGraphs:
     ) -> _Captured:
         while len(self._captured) >= _MOST_GRAPHS:
             self._captured.pop(next(iter(self._captured)))
-        num_lanes, num_tokens = shape
-        lanes = BatchSlots(layout, sequences, num_lanes)
-        graph = torch.cuda.CUDAGraph() if self.captures and lanes.memory.is_cuda else None
-        captured = _Captured(lanes, num_tokens, graph, is_compiled=self._wants_compiled)
+        num_slots, num_tokens = shape
+        batch_slots = BatchSlots(layout, sequences, num_slots)
+        graph = torch.cuda.CUDAGraph() if self.captures and batch_slots.memory.is_cuda else None
+        captured = _Captured(batch_slots, num_tokens, graph, is_compiled=self._wants_compiled)
         began = time.perf_counter()
         captured.capture(hf, sequences, self._layer_forward)
         self.setup_s += time.perf_counter() - began
         return captured
 
     def _layer_forward(self, forward: Callable[..., Any], num_rows: int) -> Callable[..., Any]:
-        """A decoder layer's forward, compiled; one compilation serves all layers of a class."""
+        """A decoder layer's compiled forward; one compilation serves all layers of a class."""
         function, layer = getattr(forward, "__func__", None), getattr(forward, "__self__", None)
         if function is None or not isinstance(layer, nn.Module):
-            return forward  # somebody else has wrapped it
+            return forward  # wrapped by other code
         key = type(layer), num_rows == 1
         if key not in self._compiled:
             options = _ONE_ROW if num_rows == 1 else None
@@ -137,16 +138,17 @@ class _Captured:
     """One graph, or none: inputs in `inbox_BI` (token ids, positions, fill), logits in `logits_BTV`."""
 
     def __init__(
-        self, lanes: BatchSlots, num_tokens: int, graph: torch.cuda.CUDAGraph | None, *, is_compiled: bool
+        self, batch_slots: BatchSlots, num_tokens: int, graph: torch.cuda.CUDAGraph | None, *, is_compiled: bool
     ) -> None:
-        self.lanes, self.num_tokens, self.graph, self.is_compiled = lanes, num_tokens, graph, is_compiled
-        self.inbox_BI = torch.zeros(lanes.num_lanes, 2 * num_tokens + 1, dtype=torch.int64, device=lanes.memory.device)
-        self.inbox_BI[:, -1] = -1  # while it is captured, a step belongs to nobody and writes nothing
+        self.batch_slots, self.num_tokens, self.graph, self.is_compiled = batch_slots, num_tokens, graph, is_compiled
+        shape, device = (batch_slots.num_lanes, 2 * num_tokens + 1), batch_slots.memory.device
+        self.inbox_BI = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.inbox_BI[:, -1] = -1  # fill -1: no sequence, so a step writes nothing during capture
         self.logits_BTV: Tensor | None = None
 
     def capture(self, hf: Any, sequences: Sequence[SequenceCache], compiled: Compiler) -> None:
-        """Run twice outside the graph first: kernels are built and libraries set up then."""
-        self.lanes.place(sequences)
+        """Two warm-up runs outside the graph build kernels and initialise libraries."""
+        self.batch_slots.place(sequences)
         if self.graph is None:
             return
         stream = torch.cuda.Stream()
@@ -159,10 +161,10 @@ class _Captured:
             self.logits_BTV = self._forward(hf, compiled)
 
     def run(self, hf: Any, sequences: Sequence[SequenceCache], tokens: Tokens) -> Tensor:
-        lanes = self.lanes.place(sequences)
-        is_packed = self.num_tokens == 1 and lanes == list(range(len(lanes)))  # rows are the tokens', in their order
-        row_N = None if is_packed else sent(self._rows(lanes, tokens), self.inbox_BI.device)
-        self._send(lanes, sequences, [] if isinstance(tokens, Tensor) else tokens)
+        slots = self.batch_slots.place(sequences)
+        is_packed = self.num_tokens == 1 and slots == list(range(len(slots)))  # rows are the tokens', in their order
+        row_N = None if is_packed else sent(self._rows(slots, tokens), self.inbox_BI.device)
+        self._send(slots, sequences, [] if isinstance(tokens, Tensor) else tokens)
         if isinstance(tokens, Tensor):
             self._put(tokens, row_N)
         if self.graph is None:
@@ -171,37 +173,36 @@ class _Captured:
             self.graph.replay()
         assert self.logits_BTV is not None
         logits_MV = self.logits_BTV.flatten(0, 1)
-        rows_NV = logits_MV[: len(lanes)] if row_N is None else logits_MV.index_select(0, row_N)
+        rows_NV = logits_MV[: len(slots)] if row_N is None else logits_MV.index_select(0, row_N)
         return rows_NV.to(torch.float32, copy=row_N is None)  # the next replay overwrites them
 
-    def _rows(self, lanes: Sequence[int], tokens: Tokens) -> NDArray[np.int64]:
-        """Where each of the packed tokens stands among those of all lanes."""
-        lens = [1] * len(lanes) if isinstance(tokens, Tensor) else [len(ids) for ids in tokens]
-        return np.concatenate([lane * self.num_tokens + np.arange(n) for lane, n in zip(lanes, lens, strict=True)])
+    def _rows(self, slots: Sequence[int], tokens: Tokens) -> NDArray[np.int64]:
+        """Rows of the packed tokens among those of all slots."""
+        lens = [1] * len(slots) if isinstance(tokens, Tensor) else [len(ids) for ids in tokens]
+        return np.concatenate([slot * self.num_tokens + np.arange(n) for slot, n in zip(slots, lens, strict=True)])
 
-    def _send(self, lanes: Sequence[int], sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]) -> None:
-        """Lanes without a sequence get fill -1; a draft that is shorter than T is padded, and its padding not read.
-        Tokens of the device come later."""
+    def _send(self, slots: Sequence[int], sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]) -> None:
+        """Slots without a sequence get fill -1; drafts shorter than T are padded; device-side tokens come later."""
         inbox_BI = np.zeros(self.inbox_BI.shape, dtype=np.int64)
         inbox_BI[:, -1] = -1
         fill_N = np.array([sequence.open.fill for sequence in sequences])
         start_N = np.array([sequence.sealed_len for sequence in sequences]) + fill_N
-        inbox_BI[lanes, self.num_tokens : -1] = start_N[:, None] + np.arange(self.num_tokens)
-        inbox_BI[lanes, -1] = fill_N
+        inbox_BI[slots, self.num_tokens : -1] = start_N[:, None] + np.arange(self.num_tokens)
+        inbox_BI[slots, -1] = fill_N
         if tokens:
-            inbox_BI[lanes, : self.num_tokens] = [[*ids, *[0] * (self.num_tokens - len(ids))] for ids in tokens]
+            inbox_BI[slots, : self.num_tokens] = [[*ids, *[0] * (self.num_tokens - len(ids))] for ids in tokens]
         self.inbox_BI.copy_(staged(inbox_BI, self.inbox_BI.device), non_blocking=True)
 
-    def _put(self, token_B: Tensor, lane_B: Tensor | None) -> None:
-        """Tokens that the host has not seen, one a lane."""
-        if lane_B is None:
+    def _put(self, token_B: Tensor, slot_B: Tensor | None) -> None:
+        """Copy device-side tokens, one per slot."""
+        if slot_B is None:
             self.inbox_BI[: len(token_B), 0].copy_(token_B)
         else:
-            self.inbox_BI[:, 0].index_copy_(0, lane_B, token_B)
+            self.inbox_BI[:, 0].index_copy_(0, slot_B, token_B)
 
     def _forward(self, hf: Any, compiled: Compiler | None) -> Tensor:
         ids_BT, position_BT, fill_B1 = self.inbox_BI.split((self.num_tokens, self.num_tokens, 1), dim=1)
-        cache = StepCache(Step(self.lanes, fill_B1.squeeze(1).to(torch.int32), self.num_tokens))
+        cache = StepCache(Step(self.batch_slots, fill_B1.squeeze(1).to(torch.int32), self.num_tokens))
 
         def wrap(index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
             run = compiled(forward, ids_BT.numel()) if compiled is not None and self.is_compiled else forward
@@ -219,18 +220,16 @@ class _Captured:
                 past_key_values=cache,
                 use_cache=True,
             )
-        logits: Tensor = out.logits[0].unflatten(0, (self.lanes.num_lanes, self.num_tokens))
+        logits: Tensor = out.logits[0].unflatten(0, (self.batch_slots.num_lanes, self.num_tokens))
         return logits
 
 
-_known: WeakKeyDictionary[nn.Module, CudaGraphs] = WeakKeyDictionary()
+_graphs: ModuleState[CudaGraphs] = ModuleState("cuda_graphs")
 
 
 def cuda_graphs_of(hf: Any, compile: Compile = "auto") -> CudaGraphs:
-    """The captured steps of a model, shared by all that run it."""
-    found = _known.get(hf)
-    if found is None:
-        found = _known[hf] = CudaGraphs()
+    """The CUDA graphs of a model, shared by all its runners."""
+    found = _graphs.get(hf) or _graphs.set(hf, CudaGraphs())
     found.compile = compile
     return found
 

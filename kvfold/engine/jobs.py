@@ -1,7 +1,7 @@
-"""What a scheduler is given and what it tells: jobs, where their sequences begin, and events on their way.
+"""Scheduler input and output: jobs, the sources of their sequences (prefix cache hits), and events.
 
 A job's listener is called in the scheduler's thread and must return at once; a job whose listener raises fails. Every
-job that was taken ends with exactly one `Ended`, whatever happens to it.
+submitted job ends with exactly one `Ended`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ EndReason = StopReason | Literal["read", "cancelled", "late", "failed"]
 
 @dataclass(frozen=True)
 class Began:
-    """The prompt has been read; `num_reused` of its tokens were not computed."""
+    """Prefill is done (TTFT ends here); `num_reused` prompt tokens came from the prefix cache."""
 
     num_reused: int
 
 
 @dataclass(frozen=True)
 class Wrote:
-    """Text that is final now."""
+    """A text delta."""
 
     text: str
 
@@ -51,11 +51,11 @@ Listener = Callable[[Event], None]
 
 @dataclass(frozen=True)
 class Begin:
-    """A sequence that has read the first `num_read` tokens, and the lengths at which reading makes a stop. Layers of
-    what it has read may still be on their way; if one is lost, the job begins again.
+    """A sequence that holds the first `num_read` tokens (the prefix cache hit), and the lengths at which prefill stops.
+    Layers of the hit may still be loading; if one is lost, the job starts again.
 
-    A policy compresses at each of the `cuts`, and what follows the last one is kept whole, which is everything where
-    there are none; with None for cuts it compresses at the end of the prompt.
+    A policy compresses at each of the `cuts`; tokens after the last cut stay uncompressed. None: it compresses at the
+    end of the prompt.
     """
 
     sequence: SequenceCache
@@ -64,25 +64,25 @@ class Begin:
 
 
 class Source(Protocol):
-    """Where a job's sequence begins; called in the scheduler's thread."""
+    """Where a job's sequence comes from; called in the scheduler's thread."""
 
     def begin(self) -> Begin:
-        """A sequence of the job's own; OutOfPages if there is no memory for one."""
+        """A new sequence of the job's own; OutOfPages if there is no memory for one."""
 
     def lost(self) -> None:
-        """What the last sequence began with was lost on its way, and the job begins again. A source that is told so a
-        few times begins with nothing: no job begins again for ever."""
+        """A layer of the prefix cache hit could not be loaded; the job starts again. After a few losses a source begins
+        without a hit, so no job restarts forever."""
 
     def reached(self, sequence: SequenceCache, num_read: int) -> None:
-        """The sequence has just read so many tokens, at a cut or at the end of the prompt."""
+        """Prefill has reached a cut or the end of the prompt, after `num_read` tokens."""
 
     def began(self) -> None:
-        """The whole prompt is read: the reply starts now."""
+        """Prefill is done: decoding starts."""
 
 
 @dataclass(eq=False)
 class Job:
-    """A prompt and how to continue it; `max_new_tokens` 0 only reads. `deadline` is a time of the scheduler's clock."""
+    """A prompt and its sampling parameters; `max_new_tokens` 0 only prefills. `deadline`: on the scheduler's clock."""
 
     tokens: Sequence[int]
     source: Source
@@ -104,7 +104,7 @@ class Job:
             raise InputError("stop is a list of non-empty strings")
 
     def end(self, ended: Ended) -> None:
-        """Tell the listener, once; what it raises now has nobody left to tell."""
+        """Tell the listener, once; an exception in it is only logged."""
         if self.has_ended:
             return
         self.has_ended = True

@@ -1,10 +1,10 @@
-"""Layer-major order inside one forward: every decoder layer runs all its tokens, piece by piece, before the next one.
+"""Layer-major prefill: every decoder layer runs all tokens of the prompt, piece by piece, before the next layer.
 
-The model is called once over the whole packed input; each decoder layer's forward is wrapped so that it sees one piece
-at a time. When a layer is through, the pass scores and drops, so only one layer's keys and values ever exist whole.
-Hidden states of all tokens stand once: a layer writes over what it has read. Where a policy leaves tokens behind, the
-states of the others go on, with what belongs to their positions. The last layer hands on only the rows that are asked
-for, or the final norm would hold every token in fp32.
+The model is called once over the whole packed input; each decoder layer's forward is wrapped so that it runs one piece
+at a time. After a layer the pass scores and evicts, so only one layer's uncompressed KV cache exists at a time. Hidden
+states are overwritten in place. Where a policy prunes tokens between layers, only the remaining hidden states and
+position arguments continue. The last layer returns only the rows that are needed, or the final norm would hold every
+token in fp32.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class LayerMajor:
                 out = self._run_piece(piece, forward, hidden_states, args, kwargs)
                 is_tuple = isinstance(out, tuple)
                 hidden_states[:, piece.begin : piece.end] = out[0] if is_tuple else out
-                del out  # or it would stand beside the next piece's
+                del out  # or it would live beside the next piece's output
                 self._report(piece.end - piece.begin)
             self.current.finish_layer(layer)
             hidden_states = self._prune(layer, hidden_states)
@@ -81,7 +81,7 @@ class LayerMajor:
         return hidden_states
 
     def _report(self, num_tokens: int) -> None:
-        """A token counts as done when its share of all layers is."""
+        """Progress in tokens: tokens times layers done, over the number of layers."""
         before = self._work // self.num_layers
         self._work += num_tokens
         if self.progress is not None and self._work // self.num_layers > before:
@@ -89,7 +89,7 @@ class LayerMajor:
 
 
 def _pieces(lens: Sequence[int], most: int) -> list[Piece]:
-    """Sequences of so many tokens, one behind the other, in pieces of at most so many."""
+    """Packed sequences of these lengths in pieces of at most `most` tokens."""
     starts = [0, *accumulate(lens)]
     return [
         Piece(index, start + begin, start + min(begin + most, length))
@@ -99,7 +99,7 @@ def _pieces(lens: Sequence[int], most: int) -> list[Piece]:
 
 
 def _cut(value: Any, mine: slice | Tensor, length: int) -> Any:
-    """The tokens `mine` of whatever a decoder layer is given per token."""
+    """The tokens `mine` of an argument that a decoder layer gets per token."""
     if isinstance(value, tuple):
         return tuple(_cut(item, mine, length) for item in value)
     if isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1] == length:

@@ -66,7 +66,7 @@ class OutputProcessor:
             self._verified.observe()
         if self._draft and self.request.drafter is not None:
             self.request.num_accepted += num_accepted
-            self.request.drafter.learn(len(self._draft), num_accepted)
+            self.request.drafter.update(len(self._draft), num_accepted)
         self._verified, self._draft = None, []
 
     def _sample_one(self) -> str:

@@ -1,9 +1,8 @@
-"""Reading a prompt a second time, after its whole cache is there and before anything is evicted.
+"""Replay: KVzip's context reconstruction, run over the uncompressed prompt cache before anything is evicted.
 
-Chunk after chunk the model is asked to repeat the text, and repeats it word for word (its tokens are given, not
-sampled); what it attends to meanwhile is what scorers that ask for a replay go by. Each repetition starts at the
-position after the prompt, and nothing of it stays. Policies over the same prompt share one replay, and one self-study
-(engine/self_study.py) where they want that too.
+Chunk by chunk the model is prompted to repeat the context, with teacher forcing; replay scorers use the attention of
+these passes. Each repetition starts at the position after the prompt and is not appended to the KV cache. Policies over
+the same prompt share one replay, and one self-study (engine/self_study.py) where they need it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from kvfold.score.base import Replay
 
 
 class ReplayRunner:
-    """The second readings of one model; `call` runs it, at most `piece_len` queries at a time attend."""
+    """Replays over one model; `call` runs it, and at most `piece_len` queries attend at a time."""
 
     def __init__(self, hf: Any, call: Call, piece_len: int) -> None:
         self.hf = hf

@@ -1,4 +1,4 @@
-"""One sequence's generation: what it starts from, when it ends, what came out."""
+"""A generation request: the sequence and logits it starts from, its limits, its output and its times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ StopReason = Literal["length", "eos", "stop"]
 
 @dataclass
 class Request:
-    """One sequence's generation: what it starts from, when it ends, what came out."""
+    """A generation request: the sequence and logits it starts from, its limits, its output and its times."""
 
     sequence: SequenceCache
     logits_V: Tensor
@@ -31,7 +31,7 @@ class Request:
     reason: StopReason | None = None
     decode_s: float = 0.0
     setup_s: float = 0.0
-    num_steps: int = 0  # tokens that entered the cache
+    num_steps: int = 0  # tokens that entered the KV cache
     num_passes: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
@@ -44,10 +44,10 @@ class Request:
 
     @property
     def decode_ms(self) -> float:
-        """Mean time of a token."""
+        """Mean inter-token latency."""
         return 1e3 * self.decode_s / max(self.num_steps, 1)
 
     @property
     def tokens_per_pass(self) -> float | None:
-        """1 without drafts; a pass gives one token more than it accepts."""
+        """Mean tokens per decode pass: 1 without drafts, one more than the accepted ones with them."""
         return 1 + self.num_accepted / self.num_passes if self.num_passes else None

@@ -1,7 +1,7 @@
-"""A computation that takes turns with its caller: like a generator, but it may yield from however deep inside.
+"""A resumable computation (a coroutine on a thread): pauses a prefill between layers and resumes it later.
 
-It runs on a thread of its own, for the stack of a model's forward cannot be put aside otherwise. Of the two threads one
-runs while the other waits, always, so what only one may touch (model, arena) needs no lock.
+It runs on its own thread, since the call stack of a model's forward cannot be suspended otherwise. Exactly one of the
+two threads runs at any time, so model and arena need no lock.
 
     caller:    resume() ......waits...... -> False   decode steps   resume() .... -> True
     its own:            layers, layers, is_due()                             layers, end
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Abandoned(BaseException):
-    """Raised at a yield point of a computation that nobody will resume; it undoes what it has done, and ends."""
+    """Raised at a yield point of an abandoned computation, which undoes its changes and ends."""
 
 
 class Resumable(Generic[T]):
@@ -35,7 +35,7 @@ class Resumable(Generic[T]):
         self._thread = Thread(target=self._run, name="kvfold-resumable", daemon=True)
 
     def resume(self) -> bool:
-        """Go on until a pause is due, or to the end: then it is True. What the work raises is raised here."""
+        """Run until a pause is due (False) or to the end (True); an exception of the work is raised here."""
         if self._thread.ident is None:
             self._thread.start()
         else:
@@ -47,16 +47,16 @@ class Resumable(Generic[T]):
             try:
                 raise error
             finally:
-                del error  # or this frame, which it remembers, would keep it
+                del error  # or its traceback, which holds this frame, would keep it alive
         return bool(self._found)
 
     @property
     def result(self) -> T:
-        """Of work that has come to its end."""
+        """Of work that has ended."""
         return self._found[0]
 
     def abandon(self) -> None:
-        """End it where it pauses, or soon after; what it does to undo itself is done when this returns."""
+        """End it at its yield point; its changes are undone when this returns."""
         self._is_abandoned = True
         if self._thread.is_alive():
             self._turn.release()
@@ -66,7 +66,7 @@ class Resumable(Generic[T]):
         try:
             with yields_to(self._pause):
                 self._found.append(self._work())
-        except BaseException as error:  # it is the caller's to handle
+        except BaseException as error:  # raised again in resume
             self._error = error
         self._callers_turn.release()
 

@@ -270,9 +270,8 @@ class Runner:
         followers = [follower for follower, _ in current.followers]
         note_sentences(self.hf, [*current.sequences, *followers], [*tokens, *([tokens[0]] * len(followers))])
         head = output_head(self.hf) if current.needs_surprise else None
-        out = self._forward.prefill(
-            current, tokens, self.chunk_len, progress, hidden=hidden or head is not None
-        )
+        all_hidden = hidden or head is not None
+        out = self._forward.prefill(current, tokens, self.chunk_len, progress, hidden=all_hidden)
         surprises = None
         if head is not None:
             parts = out.split(current.num_tokens)
@@ -280,7 +279,8 @@ class Runner:
             out = out if hidden else head(torch.stack([part_TM[-1] for part_TM in parts]))
         if current.full_prompts:
             with maskless():
-                ReplayRunner(self.hf, partial(self._forward.call, hidden=True), self.chunk_len).run(current, tokens, surprises)
+                replay = ReplayRunner(self.hf, partial(self._forward.call, hidden=True), self.chunk_len)
+                replay.run(current, tokens, surprises)
         return out
 
 

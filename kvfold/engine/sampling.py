@@ -1,8 +1,7 @@
-"""Pick the next token: greedy, or sampled with a seed.
+"""Sampling: greedy, or temperature with top-k and top-p and a seed.
 
-Every temperature and top_p that is accepted gives finite probabilities: the largest logit is subtracted before the
-division, and the likeliest token is never cut off. Logits of which the largest is NaN or infinite come of a broken
-model; they are refused rather than drawn from.
+Every accepted temperature and top_p gives finite probabilities: the largest logit is subtracted before the division,
+and the argmax token is never cut off. Logits whose maximum is NaN or infinite raise LogitsError.
 
     V vocabulary   T rows of one request   N rows
 """
@@ -18,8 +17,8 @@ from torch import Tensor
 
 from kvfold.errors import InputError, LogitsError
 
-NO_TOKEN = -1  # in place of the likeliest token of a row whose largest logit is not finite
-_FLAT = 1e37  # a temperature at which all tokens are equally likely; its inverse is one that is greedy
+NO_TOKEN = -1  # in place of the argmax token of a row whose largest logit is not finite
+_FLAT = 1e37  # a temperature at which all tokens are equally likely; its inverse is greedy
 
 
 @dataclass(frozen=True)
@@ -60,10 +59,10 @@ class Sampler:
         probs_V = torch.softmax(self._cut((logits_V - top) / temperature), dim=-1)
         return int(torch.multinomial(probs_V, 1, generator=self.generator))
 
-    def picks(self, logits_TV: Tensor, likeliest: Sequence[int] | None = None) -> Iterator[int]:
-        """A token for each row, drawn when it is asked for. `likeliest`: of the rows, where it is known."""
+    def picks(self, logits_TV: Tensor, greedy: Sequence[int] | None = None) -> Iterator[int]:
+        """A token for each row, drawn lazily. `greedy`: the argmax of each row, where it is known."""
         if self.sampling.temperature == 0:
-            yield from map(_checked, greedy_tokens(logits_TV).tolist() if likeliest is None else likeliest)
+            yield from map(_checked, greedy_tokens(logits_TV).tolist() if greedy is None else greedy)
         else:
             yield from map(self.pick, logits_TV.float().cpu())
 
@@ -84,7 +83,7 @@ class Sampler:
 
 
 def greedy_tokens(logits_NV: Tensor) -> Tensor:
-    """The likeliest token of each row, or NO_TOKEN; on the device, so that the host reads all rows at once."""
+    """The argmax token of each row, or NO_TOKEN; on the device, so that the host reads all rows at once."""
     token_N1 = logits_NV.argmax(-1, keepdim=True)  # of a NaN, if there is one
     is_finite_N1 = logits_NV.gather(-1, token_N1).isfinite()
     return token_N1.where(is_finite_N1, NO_TOKEN).squeeze(-1)

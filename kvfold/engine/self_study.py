@@ -1,7 +1,7 @@
-"""The model answers questions about a prompt over its full cache (self-study): calibration queries without a user.
+"""Self-study: the model answers generic questions about a prompt, over its uncompressed KV cache.
 
-All questions are answered side by side, greedily. Their tokens ask the cache what a user's may ask, where a repetition
-only asks for the next word of the text (engine/replay.py).
+All questions are answered in one batch, greedily. Their queries resemble a user's, while those of a replay only predict
+the next word of the prompt (engine/replay.py).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from kvfold.passes.self_study import SelfStudyPass
 
 
 def study(hf: Any, call: Call, prompt: FullPrompt, num_tokens: int) -> list[CalibrationTargets | None]:
-    """Of every layer, the queries of the questions and of answers of at most `num_tokens` tokens; `call` runs the model
-    up to its last hidden states."""
+    """Per layer, the queries of the questions and of answers of at most `num_tokens` tokens each; `call` runs the model
+    without its output head."""
     new, head = question_ids(hf), output_head(hf)
     lengths = [0] * len(new)
     current = SelfStudyPass(prompt, max(map(len, new)) + num_tokens)
@@ -37,7 +37,7 @@ def study(hf: Any, call: Call, prompt: FullPrompt, num_tokens: int) -> list[Cali
 def _next(
     call: Call, head: torch.nn.Module, current: SelfStudyPass, new: Sequence[Sequence[int]], lengths: list[int]
 ) -> list[list[int]]:
-    """The most likely token after each question that has new ones; these are read."""
+    """Run the new tokens of each question; returns the argmax token after each."""
     ids: list[int] = []
     positions: list[int] = []
     pieces: list[Piece] = []

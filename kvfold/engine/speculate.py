@@ -1,13 +1,13 @@
-"""Drafts for speculative decoding by lookup: what followed when the last tokens stood in the text before.
+"""Speculative decoding by n-gram lookup (prompt lookup): drafts are what followed the last tokens earlier in the text.
 
-Drafts come from the original token ids, whatever the cache has dropped of them; a pass over the cache verifies them. A
-draft is as long as the match that it continues, times the share of drafted tokens that were accepted lately: a copied
-passage doubles with every pass, and weak matches are left alone where they have not paid (SuffixDecoding,
-arXiv:2411.04975, bounds a draft by its match; fixed lengths waste work where acceptance is low).
+Drafts come from the original token ids, also of tokens evicted from the KV cache; a pass over the cache verifies them.
+Draft length = match length x recent acceptance rate: in a copied passage it doubles with every pass, and weak matches
+are not drafted while acceptance is low (SuffixDecoding, arXiv:2411.04975, bounds a draft by its match; fixed lengths
+waste work where acceptance is low).
 
-Accepting: draw a token from the model's distribution p as ever, and go on with the draft while the two agree. So a
-drafted x is accepted with probability p(x), and what replaces it is distributed as p without x, renormalised: the
-rejection rule (Leviathan et al., arXiv:2211.17192) for a draft that is certain of itself.
+Acceptance: sample from the model's distribution p as usual, and accept the draft while the two agree. So a drafted x is
+accepted with probability p(x), and its replacement is distributed as p without x, renormalised: the rejection rule of
+Leviathan et al. (arXiv:2211.17192) for a deterministic draft.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from kvfold.engine.ngram_index import NgramIndex
 from kvfold.errors import InputError
 
 MOST_DRAFTED = 16
-_MEMORY = 8  # drafts that the acceptance rate looks back on
-_LEAST_RATE = 1 / 8  # matches this good are always worth a token: the rate must be able to recover
+_MEMORY = 8  # drafts: horizon of the moving average of the acceptance rate
+_LEAST_RATE = 1 / 8  # so that the rate can recover
 
 
 class Drafter:
-    """Proposes continuations of one growing text."""
+    """The draft model of one request: an n-gram index over its text."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Drafter:
         earlier: Iterable[Sequence[int]] = (),
         never: frozenset[int] = frozenset(),
     ) -> None:
-        """`earlier`: outputs of other requests to draft from too; `never`: tokens that no draft contains."""
+        """`earlier`: outputs of other requests to draft from too; `never`: tokens that end a draft."""
         self.most_drafted = most_drafted
         self.rate = 1.0
         self._never = never
@@ -45,25 +45,25 @@ class Drafter:
         self._index.extend(tokens)
 
     def add(self, token: int) -> None:
-        """The text has grown."""
+        """Append a sampled token."""
         self._index.add(token)
 
     def draft(self, most: int) -> list[int]:
-        """At most so many tokens that may come next; often none."""
+        """At most `most` draft tokens; often none."""
         match = self._index.find() if most > 0 else None
         if match is None:
             return []
         length = min(int(match.length * self.rate), self.most_drafted, most)
         return list(takewhile(lambda token: token not in self._never, self._index.continuation(match.source, length)))
 
-    def learn(self, num_drafted: int, num_accepted: int) -> None:
-        """How a draft fared."""
+    def update(self, num_drafted: int, num_accepted: int) -> None:
+        """Update the acceptance rate."""
         self.rate += (num_accepted / num_drafted - self.rate) / _MEMORY
         self.rate = max(self.rate, _LEAST_RATE)
 
 
 def check_speculation(speculate: bool | int, draft_from: Sequence[Sequence[int]]) -> None:
-    """Tell users what they may ask for."""
+    """InputError for values that do not mean anything."""
     if not isinstance(speculate, int) or (speculate is not False and speculate < 1):
         raise InputError(f"speculate is {speculate!r}; write True, False, or how many tokens to draft, at least 1")
     if draft_from and not speculate:

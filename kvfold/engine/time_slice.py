@@ -1,4 +1,4 @@
-"""How long prompts are read between two decode steps, so that replies keep flowing while long prompts are read."""
+"""Prefill time slice between two decode steps, which bounds the inter-token latency while long prompts prefill."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import torch
 
-_SHARE = 4  # of a step's time that reading takes: a fifth of the time goes to replies
+_SHARE = 4  # prefill time over decode-step time: a fifth of the time goes to decoding
 _LEAST_S, _SOON_S, _MOST_S = 0.02, 0.2, 1.0
-_DEPTH = 2  # parts of a pass that a GPU may have queued when the clock is looked at
+_DEPTH = 2  # parts of a pass that may be queued on the GPU when the clock is read
 
 
 class TimeSlice:
@@ -35,7 +35,7 @@ class TimeSlice:
         self._end = self._clock() + self.length_s
 
     def stepped(self, seconds: float) -> None:
-        """A step of all replies took so long."""
+        """The last decode step took so long."""
         self._step_s = seconds
 
     def is_over(self) -> bool:
@@ -45,7 +45,7 @@ class TimeSlice:
         return self._clock() >= self._end
 
     def _follow_device(self) -> None:
-        """What the host queues takes no time: wait for the device, but for the last parts, which keep it busy."""
+        """Kernel launches return at once: wait for the device up to the last `_DEPTH` parts, which keep it busy."""
         event = torch.cuda.Event()
         event.record()
         self._queued.append(event)

@@ -1,7 +1,8 @@
-"""Join a transformers model: an attention function and a mask function under the name "kvfold", undone on exit.
+"""Attach kvfold to a transformers model: an attention and a mask function registered as "kvfold", undone on exit.
 
-On plain tensors the attention function is `sdpa`, bit for bit. When a cache of kvfold's returned a handle from
-`update`, the handle attends, over pages. Nothing is registered before `attach` is called, and no class is ever patched.
+On plain tensors the attention function is `sdpa`, bit for bit. Where the `update` of a kvfold cache returned a handle
+in place of keys, the handle computes attention over the paged KV cache. Nothing is registered before `attach` is
+called, and no class is ever patched.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvfold.core import ModelSpec
 from kvfold.errors import InputError, ModelError
+from kvfold.models.module_state import ModuleState
 from kvfold.models.spec import decoder_layers, read_spec
 from kvfold.pages.arena import Arena
 from kvfold.yielding import patched
@@ -35,7 +36,7 @@ _maskless: ContextVar[bool] = ContextVar("kvfold_maskless", default=False)
 
 @runtime_checkable
 class Handle(Protocol):
-    """What kvfold's caches return from `update` in place of keys."""
+    """What the `update` of kvfold's caches returns in place of keys."""
 
     def attend(self, query: Tensor, mask: Tensor | None) -> Tensor:
         """[B, Q, T, D] -> [B, T, Q, D]"""
@@ -55,7 +56,7 @@ def attention(
 
 
 def mask(**kwargs: Any) -> Tensor | None:
-    """The registered mask function: as for sdpa; None inside the runner, which knows every length itself."""
+    """The registered mask function: that of sdpa; None inside the runner, which masks by lengths."""
     if _maskless.get():
         return None
     found: Tensor | None = sdpa_mask(**kwargs)
@@ -73,7 +74,7 @@ def maskless() -> Iterator[None]:
 
 @dataclass
 class _Attached:
-    """What a model remembers of it: the attention implementation it had, and how often it was attached since."""
+    """The attention implementation that the model had, and how often it was attached since."""
 
     before: str
     count: int = 0
@@ -82,7 +83,7 @@ class _Attached:
 class attach:
     """Make `model` able to use kvfold's caches. Call it, or use it in a `with` statement to have it undone.
 
-    A model that is attached several times has its own attention again when the last of them has been detached.
+    A model that is attached several times gets its own attention back at the last detach.
     """
 
     def __init__(self, model: Any) -> None:
@@ -99,7 +100,7 @@ class attach:
         self._is_undone = False
 
     def detach(self) -> None:
-        """Undo this attach; the last one puts back the attention implementation that the model had."""
+        """Undo this attach; the last one restores the attention implementation that the model had."""
         if self._is_undone:
             return
         self._is_undone = True
@@ -119,14 +120,15 @@ class attach:
         self.detach()
 
 
-_arenas: WeakKeyDictionary[nn.Module, Arena] = WeakKeyDictionary()
+_arena: ModuleState[Arena] = ModuleState("arena")
 
 
 def arena_of(model: Any, capacity_bytes: int | None = None) -> Arena:
-    """The arena of a model, taken at first use and shared by its sessions and caches."""
-    known = _arenas.get(model)
+    """The arena (KV page pool) of a model, allocated at first use and shared by its sessions and caches."""
+    known = _arena.get(model)
     if known is None:
-        known = _arenas[model] = Arena(capacity_bytes or _default_capacity(model.device), device=model.device)
+        capacity = capacity_bytes or _default_capacity(model.device)
+        known = _arena.set(model, Arena(capacity, device=model.device))
     elif capacity_bytes is not None and capacity_bytes // known.superblock_bytes != known.num_superblocks:
         raise InputError(
             f"the model has an arena of {known.capacity_bytes} bytes already, not of {capacity_bytes}; "
@@ -137,10 +139,10 @@ def arena_of(model: Any, capacity_bytes: int | None = None) -> Arena:
 
 def set_arena(model: Any, arena: Arena) -> None:
     """Give a model an arena of your own making, before its first session or after all were closed."""
-    known = _arenas.get(model)
+    known = _arena.get(model)
     if known is not None and known.lent_bytes:
         raise InputError(f"{known.lent_bytes} bytes of the model's arena are in use; close its sessions first")
-    _arenas[model] = arena
+    _arena.set(model, arena)
 
 
 def _default_capacity(device: torch.device) -> int:

@@ -1,7 +1,7 @@
 """A model's chat template, cut into the pieces a growing conversation needs.
 
-    opening | user text | close | reply | end | reopen | user text | close | …
-                                              header (a reply after complete turns)
+opening | user text | close | reply | end | reopen | user text | close | …
+                                          header (a reply after complete turns)
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A model's own arithmetic in fewer and larger kernels, on a GPU and while kvfold runs it.
+"""Fused layers: QKV and gate-up projections as one matrix product each, RMSNorm and SwiGLU as one kernel each, on CUDA.
 
-Between two attentions transformers launches some forty kernels, most of which read and write what the one before wrote.
-Here linear layers of one input become one product (their weights move into one tensor, of which each is a view), and
-RMS norms and gated MLPs one kernel each. Modules are exchanged while a context lasts; nothing else of the model
-changes, and what looks unlike what is known, or was wrapped by somebody, is left alone. A compiled layer gets the plain
-norms and gates, which the compiler fuses with their neighbours; of its products of one row, those of the MLP are kept
-from becoming reductions, which run no faster and take twice as long to compile.
+Between two attentions transformers launches some forty kernels, most of which read what the one before wrote. Here
+linear layers of one input become one product (their weights move into one tensor, of which each is a view), and RMS
+norms and gated MLPs one kernel each. Modules are exchanged while a context lasts. Modules of other types, and those
+with hooks or a replaced forward, are left as they are. A layer under torch.compile gets the plain norms and gates,
+which the compiler fuses with their neighbours; its one-row MLP products are kept from becoming reductions, which run no
+faster and take twice as long to compile.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from kvfold.core import HAS_TRITON
+from kvfold.models.module_state import ModuleState
 from kvfold.yielding import patched
 
 _MOST_ROWS = 256  # of a joint product: with more, separate ones are as fast, and their outputs can be freed apart
-_TOLERANCE = 0.02  # relative, of a kernel against the module it stands for, tried once for each class
+_TOLERANCE = 0.02  # relative, of a fused module against the module it replaces, checked once per class
 
 
 class Joint(nn.Module):
-    """Linear layers of the same input as one product."""
+    """Linear layers of the same input as one matrix product (QKV, gate-up)."""
 
     weight: Tensor
     bias: Tensor | None
@@ -47,7 +47,7 @@ class Joint(nn.Module):
 
 
 class Part(nn.Module):
-    """Stands for one linear layer of several that are called with the same input, one after another."""
+    """Replaces one of several linear layers that are called with the same input, one after another."""
 
     def __init__(self, plain: nn.Linear, joint: Joint, index: int) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Part(nn.Module):
 
 
 class Gated(nn.Module):
-    """Stands for an MLP of the form down(silu(gate(x)) * up(x))."""
+    """Replaces a SwiGLU MLP, down(silu(gate(x)) * up(x))."""
 
     def __init__(self, plain: Any) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Gated(nn.Module):
 
 
 class Norm(nn.Module):
-    """Stands for a root-mean-square norm."""
+    """Replaces an RMSNorm."""
 
     def __init__(self, plain: Any) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Norm(nn.Module):
 
 @torch.library.custom_op("kvfold::linear", mutates_args=())
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`functional.linear`, which a compiler calls and does not look into."""
+    """`functional.linear`, opaque to torch.compile."""
     return functional.linear(x, weight, bias)
 
 
@@ -121,12 +121,12 @@ def num_rows(x: Tensor) -> int:
 
 
 def _is_reduced(x: Tensor) -> bool:
-    """A compiler makes a reduction of a product of one row. It fuses with what follows, and small ones gain by it."""
+    """Whether torch.compile makes the product a reduction, as it does for one row: that fuses with what follows."""
     return num_rows(x) == 1 and torch.compiler.is_compiling()
 
 
 class Exchange(NamedTuple):
-    """One module of the model, and what stands in its place."""
+    """One module of the model and its replacement."""
 
     parent: nn.Module
     name: str
@@ -135,7 +135,7 @@ class Exchange(NamedTuple):
 
     @property
     def is_valid(self) -> bool:
-        """Weights may have been moved to another place since."""
+        """False if the weights were moved to other storage since."""
         joint = getattr(self.fused, "joint", None)
         if joint is None:
             return True
@@ -143,18 +143,18 @@ class Exchange(NamedTuple):
         return bool(inside.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr())
 
 
-_known: WeakKeyDictionary[nn.Module, list[Exchange]] = WeakKeyDictionary()
+_exchanges: ModuleState[list[Exchange]] = ModuleState("fused_layers")
 
 
 @contextmanager
 def fused(hf: Any) -> Iterator[None]:
-    """Run the model with fewer kernels while the context lasts; without a GPU or triton, as it is."""
+    """Run the model with fused layers while the context lasts; without CUDA or triton, unchanged."""
     if hf.device.type != "cuda" or not HAS_TRITON:
         yield
         return
-    found = _known.get(hf)
+    found = _exchanges.get(hf)
     if found is None or not all(exchange.is_valid for exchange in found):
-        found = _known[hf] = exchanges(hf)
+        found = _exchanges.set(hf, exchanges(hf))
     with exchanged(found):
         yield
 
@@ -176,20 +176,20 @@ def exchanged(found: Sequence[Exchange]) -> Iterator[None]:
 @torch.inference_mode(False)
 @torch.no_grad()
 def exchanges(hf: nn.Module) -> list[Exchange]:
-    """What can be exchanged in a model. Weights move here, once."""
+    """The modules of a model that have a fused replacement. Weights move here, once."""
     found: list[Exchange] = []
     tried: dict[type[nn.Module], bool] = {}
     for parent in list(hf.modules()):
         found += _projections(parent)
         for name, module in parent.named_children():
             kind = type(module)
-            stand_in = _stand_in(module) if tried.get(kind, True) else None
-            if stand_in is None:
+            replacement = _replacement(module) if tried.get(kind, True) else None
+            if replacement is None:
                 continue
             if kind not in tried:
-                tried[kind] = _agree(module, stand_in)
+                tried[kind] = _agree(module, replacement)
             if tried[kind]:
-                found.append(Exchange(parent, name, module, stand_in))
+                found.append(Exchange(parent, name, module, replacement))
     return found
 
 
@@ -205,7 +205,7 @@ def _projections(attention: nn.Module) -> list[Exchange]:
     ]
 
 
-def _stand_in(module: Any) -> nn.Module | None:
+def _replacement(module: Any) -> nn.Module | None:
     if not _is_bare(module):
         return None
     if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
@@ -217,7 +217,7 @@ def _stand_in(module: Any) -> nn.Module | None:
 
 
 def _can_join(linears: Sequence[Any]) -> bool:
-    """Plain linear layers of one kind, none of which somebody else has changed."""
+    """Whether they are plain linear layers of one shape and dtype, without hooks."""
     if not all(type(linear) is nn.Linear and _is_bare(linear) for linear in linears):
         return False
     kinds = {(linear.in_features, linear.weight.dtype, linear.weight.device, linear.bias is None) for linear in linears}
@@ -229,17 +229,17 @@ def _is_bare(module: nn.Module) -> bool:
 
 
 def _moved(tensors: Sequence[Tensor]) -> Tensor:
-    """All of them in one tensor, whose parts they become."""
+    """All of them concatenated; each becomes a view of the result."""
     joined = torch.cat([tensor.data for tensor in tensors])
     for tensor, part in zip(tensors, joined.split([len(tensor) for tensor in tensors]), strict=True):
         tensor.data = part
     return joined
 
 
-def _agree(plain: nn.Module, stand_in: nn.Module) -> bool:
-    """Whether both give the same for some numbers."""
+def _agree(plain: nn.Module, replacement: nn.Module) -> bool:
+    """Whether both agree on a random input."""
     weight = next(plain.parameters())
     generator = torch.Generator(weight.device).manual_seed(0)
     x = torch.randn(2, weight.shape[-1], generator=generator, device=weight.device).to(weight.dtype)
-    expected, found = plain(x).float(), stand_in(x).float()
+    expected, found = plain(x).float(), replacement(x).float()
     return bool((found - expected).norm() <= _TOLERANCE * expected.norm())

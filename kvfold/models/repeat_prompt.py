@@ -1,8 +1,8 @@
-"""How a model is asked to repeat what it has read (KVzip, arXiv:2505.23416), in its own tokens.
+"""The repeat prompt of KVzip's context reconstruction (arXiv:2505.23416), in the model's own tokens.
 
-    | … text |  "Repeat …", where later chunks start, end of the user's turn  | the chunk again
+    | … context |  "Repeat …", last tokens before the chunk, end of the user's turn  | the chunk again
 
-The request is remembered with the model when its tokenizer is known; a model without one repeats without being asked.
+A model whose tokenizer is not known reconstructs without a prompt.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from kvfold.errors import ModelError
 from kvfold.models.chat_template import ChatTemplate
+from kvfold.models.module_state import ModuleState
 from kvfold.yielding import patched
 
 _FIRST = "\n\nRepeat the previous context exactly."
@@ -26,7 +26,7 @@ _NUM_LAST = 8  # tokens before a later chunk that tell where it starts
 
 @dataclass(frozen=True)
 class RepeatRequest:
-    """Token ids: of the request for the first chunk, of that for later ones, and of what lets the model reply."""
+    """Token ids: prompt for the first chunk, prompt for later ones, and the template text that opens the reply."""
 
     first: tuple[int, ...] = ()
     later: tuple[int, ...] = ()
@@ -38,7 +38,7 @@ class RepeatRequest:
         return cls(*(tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts))
 
     def before(self, read: Sequence[int]) -> list[int]:
-        """What comes before a chunk, given the tokens of the text before it."""
+        """Prompt tokens before a chunk, given the context tokens before it."""
         if not read:
             return [*self.first, *self.close]
         return [*self.later, *read[-_NUM_LAST:], *self.close] if self.later else []
@@ -47,36 +47,37 @@ class RepeatRequest:
 def _close(tokenizer: Any) -> str:
     try:
         template = ChatTemplate.of(tokenizer)
-    except ModelError:  # it cannot be cut into turns, so nobody talks to the model through it
+    except ModelError:  # it cannot be cut into turns, so no session uses it either
         template = None
     return "\n" if template is None else template.close
 
 
-_tokenizers: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
-_requests: WeakKeyDictionary[nn.Module, RepeatRequest] = WeakKeyDictionary()
+_tokenizer: ModuleState[Any] = ModuleState("tokenizer")
+_repeat_request: ModuleState[RepeatRequest] = ModuleState("repeat_request")
 
 
 def set_tokenizer(hf: nn.Module, tokenizer: Any) -> None:
-    """Let the model be asked in the tokens of this tokenizer."""
-    _tokenizers[hf] = tokenizer
-    _requests.pop(hf, None)
+    """Prompts for this model are tokenized by this tokenizer."""
+    _tokenizer.set(hf, tokenizer)
+    _repeat_request.clear(hf)
 
 
 def tokenizer_of(hf: nn.Module) -> Any:
     """The model's tokenizer, or None."""
-    return _tokenizers.get(hf)
+    return _tokenizer.get(hf)
 
 
 def repeat_request(hf: nn.Module) -> RepeatRequest:
-    """The model's request, made when it is first needed."""
-    if hf not in _requests:
-        _requests[hf] = RepeatRequest.of(_tokenizers[hf]) if hf in _tokenizers else RepeatRequest()
-    return _requests[hf]
+    """The model's repeat prompt, tokenized at first use."""
+    known, tokenizer = _repeat_request.get(hf), _tokenizer.get(hf)
+    if known is None:
+        known = _repeat_request.set(hf, RepeatRequest() if tokenizer is None else RepeatRequest.of(tokenizer))
+    return known
 
 
 @contextmanager
 def rotary_kept(hf: Any) -> Iterator[None]:
-    """Put rotary frequencies back: those that depend on the length follow the longest position that was read."""
+    """Restore rotary frequencies on exit: length-dependent RoPE scaling follows the largest position that ran."""
     module = getattr(hf.base_model, "rotary_emb", None)
     if module is None:
         yield

@@ -1,14 +1,14 @@
-"""Which tokens of a model end a sentence, told by their text."""
+"""Sentence boundaries by token id: which tokens of a vocabulary end a sentence."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from kvfold.errors import PolicyError
 from kvfold.evicted.recall import recall_of
+from kvfold.models.module_state import ModuleState
 from kvfold.models.repeat_prompt import tokenizer_of
 from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy
@@ -16,18 +16,18 @@ from kvfold.policy.policy import Policy
 _STOPS = (".", "!", "?", "…", "。", "！", "？")
 _CLOSING = " \t\"')]}*_»”’」』）"
 
-_found: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
+_ending_tokens: ModuleState[frozenset[int]] = ModuleState("sentence_ends")
 
 
 def needs_sentences(policy: Policy) -> bool:
-    """Whether any of its terms has to know where sentences end."""
+    """Whether any of its terms needs sentence boundaries."""
     recall = recall_of(policy)
     by_sentence = recall is not None and recall.unit == "sentence"
     return by_sentence or any(stage.evicts and stage.score.needs.sentence_len for _, stage in policy.stages())
 
 
 def check_sentences(hf: nn.Module, policy: Policy) -> None:
-    """PolicyError if the policy has to know where sentences end and this model cannot tell."""
+    """PolicyError if the policy needs sentence boundaries and the model has no tokenizer."""
     if needs_sentences(policy) and tokenizer_of(hf) is None:
         raise PolicyError(
             f'policy "{policy.short}" tells sentences by the text of tokens, and this model came without a tokenizer; '
@@ -36,19 +36,20 @@ def check_sentences(hf: nn.Module, policy: Policy) -> None:
 
 
 def note_sentences(hf: nn.Module, sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]) -> None:
-    """Where sentences end in what the sequences are going to read, for the policies that ask."""
+    """Record sentence boundaries of the tokens that run next, for policies that need them."""
     for sequence, ids in zip(sequences, tokens, strict=True):
         if needs_sentences(sequence.policy):
             sequence.sentences.note(sequence.logical_len, ids, ending_tokens(hf, sequence.spec.eos_token_ids))
 
 
 def ending_tokens(hf: nn.Module, eos: frozenset[int] = frozenset()) -> frozenset[int]:
-    """Ids of tokens that end a sentence, read from the whole vocabulary when they are first asked for, and `eos`."""
-    if hf not in _found:
+    """Ids of tokens that end a sentence, found over the whole vocabulary at first use, and `eos`."""
+    known = _ending_tokens.get(hf)
+    if known is None:
         tokenizer = tokenizer_of(hf)
         texts = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
-        _found[hf] = eos.union(token for token, text in enumerate(texts) if _ends(text))
-    return _found[hf]
+        known = _ending_tokens.set(hf, eos.union(token for token, text in enumerate(texts) if _ends(text)))
+    return known
 
 
 def _ends(text: str) -> bool:

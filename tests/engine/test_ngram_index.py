@@ -85,14 +85,14 @@ def test_bad_luck_shortens_drafts_and_good_luck_brings_them_back() -> None:
     text = "the sea is wide and deep"
     drafter = Drafter(ids(f"{text} | {text[:12]}"))
     for _ in range(40):
-        drafter.learn(4, 0)
+        drafter.update(4, 0)
     assert drafter.draft(100) == ids(text[12:13])  # a match of 12 is still worth a token
     assert Drafter(ids(f"{text} | {text[:3]}")).draft(100) != []
     weak = Drafter(ids(f"{text} | {text[:3]}"))
     weak.rate = drafter.rate
     assert weak.draft(100) == []
     for _ in range(40):
-        drafter.learn(1, 1)
+        drafter.update(1, 1)
     assert drafter.draft(100) == ids(text[12:23])  # the rate approaches 1 from below
 
 

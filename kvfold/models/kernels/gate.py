@@ -1,6 +1,6 @@
 """silu(gate) * up in one pass, rounded where the two operations would.
 
-    N rows   W width of the MLP
+N rows   W width of the MLP
 """
 
 from __future__ import annotations
