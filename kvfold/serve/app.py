@@ -245,6 +245,10 @@ def _check_type(request: Request) -> None:
     if given.partition(";")[0].strip().lower() != "application/json":
         told = "content-type: bodies are application/json (curl: -H 'content-type: application/json')"
         raise ApiError(400, f'{told}, not "{given[:80]}"', logged=told, code="unsupported_content_type")
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() != "identity":
+        told = "content-encoding: bodies are not compressed; leave the header out"
+        raise ApiError(400, f'{told}, not "{encoding[:80]}"', logged=told, code="unsupported_content_encoding")
 
 
 def page(names: Sequence[str], asked: Mapping[str, str]) -> tuple[Sequence[str], bool]:

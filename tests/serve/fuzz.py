@@ -169,6 +169,7 @@ def _broken(raw: bytes, rng: Random) -> bytes:
 
 _HEADERS = (
     ("content-type", "text/plain"), ("content-type", "application/json;charset=latin-1"), ("content-type", "\xff"),
+    ("content-encoding", "gzip"), ("content-encoding", "identity"),
     ("content-type", ""), ("anthropic-version", "1999-01-01"), ("anthropic-version", "\xff\xfe"), ("host", "[::1"),
     ("host", ""), ("x-api-key", "\xff"), ("authorization", "Bearer"), ("traceparent", "\xff" * 60),
     ("traceparent", "00-x"), ("accept-encoding", "nonsense"), ("x-request-id", "a b"), ("anthropic-beta", "x,,y"),

@@ -143,6 +143,15 @@ def test_bodies_are_json_by_their_content_type_too(server: Running, path: str, k
         assert "application/json" in check_refused(answer, path)
 
 
+@pytest.mark.parametrize("path", BODIES)
+def test_bodies_are_not_compressed(server: Running, path: str) -> None:
+    """A header that says so is refused, though the body itself is plain: proxies would read it otherwise."""
+    assert call(server, path, BODIES[path], content_encoding="identity").status == 200
+    for encoding in ("gzip", "identity, gzip", "\xff", ""):
+        answer = call(server, path, BODIES[path], content_encoding=encoding)
+        assert check_refused(answer, path).startswith("content-encoding: bodies are not compressed")
+
+
 @pytest.mark.parametrize("version", ["1999-01-01", "", "2023-06-01x", "\xff"])
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
 def test_a_version_that_never_was_is_refused(server: Running, path: str, version: str) -> None:
