@@ -9,10 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvfold.policy.registry import register
+from kvfold.policy.registry import Term, register
 
 
-class Position:
+class Position(Term):
+    """A choice of the `position` axis. `shifts`: keys are read at other positions than they were computed at."""
+
     shifts: ClassVar[bool] = False
 
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from kvfold.policy.registry import register
+from kvfold.policy.registry import Term, register
 from kvfold.policy.size import Floor, Percent
 
 
 @register("protect", "protect")
 @dataclass(frozen=True)
-class Protect:
+class Protect(Term):
     """Keep the first `sinks` and the last `recent` tokens, and pinned spans; `protect(none)` keeps nothing by rule.
 
     `recent` is a number of tokens or a share, such as 50%, of the slots that the size lets a head keep on average

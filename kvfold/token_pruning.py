@@ -16,12 +16,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvfold.policy.registry import register
+from kvfold.policy.registry import Term, register
 from kvfold.score.base import Needs, View
 from kvfold.score.snapkv import SnapKV
 
 
-class TokenPruning:
+class TokenPruning(Term):
     """A choice of the `prefill` axis. Without `prunes` no other method is called."""
 
     prunes: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""At which moments is the cache compressed? Triggers read host counters only, so no step waits for the device.
+"""Triggers: when slots are evicted. They read host counters only, so no step waits for the device.
 
 The prefill has one trigger and decoding another. Defaults: after the prompt (`after_prefill`); while decoding
 `on_overflow` for absolute sizes (`2048tok`, `512MB`: a bound is a bound), never for relative ones (`8x`).
@@ -6,11 +6,10 @@ The prefill has one trigger and decoding another. Defaults: after the prompt (`a
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from kvfold.policy.registry import register
+from kvfold.policy.registry import Term, register
 
 
 @dataclass(frozen=True)
@@ -22,12 +21,21 @@ class Counters:
     since_last: int  # tokens committed since the last compression
 
 
-class Trigger(ABC):
-    phase: ClassVar[Literal["prefill", "decode"]]
-    fires: ClassVar[bool] = True  # ever
+class Trigger(Term):
+    """A choice of the `when` axis for one phase."""
 
-    @abstractmethod
-    def due(self, counters: Counters) -> bool: ...
+    phase: ClassVar[Literal["prefill", "decode"]]
+    can_fire: ClassVar[bool] = True
+    repeats: ClassVar[bool] = True  # more than once a call, so that slots already stored are evicted
+
+    @property
+    def chunk_len(self) -> int | None:
+        """Prompt tokens after which a prefill compresses (chunked prefill); None: at the end of the prompt."""
+        return None
+
+    def due(self, counters: Counters) -> bool:
+        """Whether to evict when an open block is sealed; False for triggers of the prefill."""
+        return False
 
 
 @register("when", "after_prefill")
@@ -36,9 +44,7 @@ class AfterPrefill(Trigger):
     """Once, when the whole input of a call has been read; the result is that of a one-shot prefill."""
 
     phase: ClassVar[Literal["prefill", "decode"]] = "prefill"
-
-    def due(self, counters: Counters) -> bool:
-        return True
+    repeats: ClassVar[bool] = False
 
 
 @register("when", "between_chunks")
@@ -49,8 +55,9 @@ class BetweenChunks(Trigger):
     chunk: int = 512
     phase: ClassVar[Literal["prefill", "decode"]] = "prefill"
 
-    def due(self, counters: Counters) -> bool:
-        return True
+    @property
+    def chunk_len(self) -> int | None:
+        return self.chunk
 
 
 @register("when", "never")
@@ -59,10 +66,8 @@ class Never(Trigger):
     """Decoded tokens are kept and reported apart."""
 
     phase: ClassVar[Literal["prefill", "decode"]] = "decode"
-    fires: ClassVar[bool] = False
-
-    def due(self, counters: Counters) -> bool:
-        return False
+    can_fire: ClassVar[bool] = False
+    repeats: ClassVar[bool] = False
 
 
 @register("when", "on_overflow")

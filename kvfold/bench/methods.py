@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from kvfold.policy.defaults import NAMES, load_variants
-from kvfold.policy.registry import Term, terms
+from kvfold.policy.registry import Registration, terms
 
 # What a method protects, or how it shares its slots out, as its paper or its authors' code has it, where that is not
 # the default. NACL protects a twentieth of what it keeps: from 25,600 tokens on 256 sinks, here the usual four.
@@ -71,7 +71,7 @@ def _names(axis: str, *but: str) -> list[str]:
     return [term.name for term in _complete(axis) if term.name not in but]
 
 
-def _complete(axis: str) -> list[Term]:
+def _complete(axis: str) -> list[Registration]:
     """The terms of an axis that stand without arguments, but for its default."""
     load_variants()
     found = [term for term in terms(axis) if term.name != NAMES.get(axis)]

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from kvfold.budget.bounds import Budget
 from kvfold.budget.scores import Scores
+from kvfold.policy.registry import Term
 
 if TYPE_CHECKING:
     from kvfold.core import ModelSpec
     from kvfold.score.base import View
 
 
-class Allocator(ABC):
+class Allocator(Term, ABC):
     """`scope` "layer": `scores` is a list of the one layer in question, whose index among the compressible layers is
     `layer`. `scope` "model": `scores` are all layers up to and with `layer`; counts of earlier layers may only shrink
     from call to call, which is what lets the runner drop slots while it streams through the layers.
@@ -44,7 +45,7 @@ class Allocator(ABC):
         """What `allocate` is given of a layer in place of its scores: as many -inf and +inf in each head."""
         return score_HS
 
-    def check(self, spec: ModelSpec) -> None:  # noqa: B027 - most allocators fit every model
+    def check(self, spec: ModelSpec) -> None:
         """PolicyError if it does not fit this model."""
 
     @abstractmethod

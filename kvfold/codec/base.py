@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from kvfold.policy.registry import Term
+
 if TYPE_CHECKING:
     from kvfold.codec.basis import Basis
     from kvfold.core import ModelSpec
@@ -52,7 +54,7 @@ class Slots:
     below_ND: Tensor | None = None
 
 
-class Codec(ABC):
+class Codec(Term, ABC):
     """Stateless; what it learns from the first sealed slots (a mean key) is its State, kept with the segment."""
 
     relocatable: ClassVar[bool] = True
@@ -88,7 +90,7 @@ class Codec(ABC):
         """What it knows of a layer of a model, where it stores latents; shared by all sequences. Default: nothing."""
         return None
 
-    def check(self, spec: ModelSpec) -> None:  # noqa: B027 - most codecs store slots of any model
+    def check(self, spec: ModelSpec) -> None:
         """PolicyError if it cannot store slots of this model. Default: it can."""
 
     def learns(self, side: Side) -> bool:

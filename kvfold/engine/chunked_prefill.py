@@ -15,7 +15,6 @@ import torch
 from kvfold.core import ModelSpec
 from kvfold.models.pass_cache import Piece
 from kvfold.pages.sequence import SequenceCache
-from kvfold.triggers import BetweenChunks
 
 
 def default_chunk_len(spec: ModelSpec, device: torch.device) -> int:
@@ -34,9 +33,9 @@ def passes(
         batch, parts = [], []
         for i in list(left):
             take = len(left[i])
-            trigger = sequences[i].policy.prefill.when
-            if compress and isinstance(trigger, BetweenChunks):
-                take = trigger.chunk - sequences[i].committed_len % trigger.chunk
+            chunk_len = sequences[i].policy.prefill.when.chunk_len
+            if compress and chunk_len is not None:
+                take = chunk_len - sequences[i].committed_len % chunk_len
             batch.append(i)
             parts.append(left[i][:take])
             left[i] = left[i][take:]

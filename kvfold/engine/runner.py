@@ -36,7 +36,6 @@ from kvfold.passes.decode import DecodePass
 from kvfold.passes.prefill import PrefillPass
 from kvfold.policy.policy import Policy
 from kvfold.policy.size import Percent
-from kvfold.triggers import BetweenChunks
 
 __all__ = ["Progress", "Runner"]
 
@@ -110,7 +109,7 @@ class Runner:
         logits: dict[int, Tensor] = {}
         together: dict[object, list[int]] = {}
         for i, sequence in enumerate(sequences):
-            if isinstance(sequence.policy.prefill.when, BetweenChunks):
+            if sequence.policy.prefill.when.chunk_len is not None:
                 logits[i] = self.prefill([sequence], [tokens])[0]
             else:
                 together.setdefault(_pruning_key(sequence.policy), []).append(i)

@@ -13,6 +13,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from kvfold.policy.registry import Term
 from kvfold.score.base import Needs
 
 
@@ -68,7 +69,7 @@ class Refit(NamedTuple):
     bias_S: Tensor
 
 
-class Evicted(ABC):
+class Evicted(Term, ABC):
     """Only slots that are not sealed yet can take something over: codes never change."""
 
     changes: ClassVar[bool] = True  # False: `fold` is the identity and need not be called

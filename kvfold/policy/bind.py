@@ -17,7 +17,7 @@ from kvfold.errors import PolicyError
 from kvfold.policy.codecs import CodecPlan, LayerSlice
 from kvfold.policy.defaults import NAMES, default
 from kvfold.policy.parse import Argument, Call, Value
-from kvfold.policy.registry import Term, find, terms
+from kvfold.policy.registry import Registration, find, terms
 from kvfold.policy.size import Percent
 from kvfold.policy.text import listing, literal, noun, unknown_name
 
@@ -71,7 +71,7 @@ def _refuse_repeats(call: Call) -> None:
             raise PolicyError(f"{call.name}: argument {keyword} is given twice")
 
 
-def _variant(term: Term, arguments: tuple[Argument, ...]) -> Any:
+def _variant(term: Registration, arguments: tuple[Argument, ...]) -> Any:
     if term.name == "protect" and arguments == (Argument(None, Call("none")),):
         return term.variant(**{field.name: 0 for field in term.arguments})
     fields = {field.name: field for field in term.arguments if field.init}
@@ -90,17 +90,17 @@ def _variant(term: Term, arguments: tuple[Argument, ...]) -> Any:
 
 
 @cache
-def _hints(term: Term) -> dict[str, Any]:
+def _hints(term: Registration) -> dict[str, Any]:
     return get_type_hints(term.variant)
 
 
-def missing_arguments(term: Term, given: Collection[str]) -> list[str]:
+def missing_arguments(term: Registration, given: Collection[str]) -> list[str]:
     """Arguments that have no default and were not given."""
     fields = [field for field in term.arguments if field.init and field.name not in given]
     return [field.name for field in fields if _default_of(field) is dataclasses.MISSING]
 
 
-def _checked(term: Term, name: str, value: Value, hint: Any) -> Any:
+def _checked(term: Registration, name: str, value: Value, hint: Any) -> Any:
     axis = axis_of(hint)
     if axis is not None:
         return _inner(axis, value)
@@ -159,14 +159,14 @@ def _coerce_number(number: int | float, hint: Any) -> Any:
     return number if hint is int and isinstance(number, int) else _MISMATCH
 
 
-def arguments_text(term: Term) -> str:
+def arguments_text(term: Registration) -> str:
     """`window=32, kernel=5`, as an expression would write them; codecs but the default one take `layers` as well."""
     written = [_argument_text(field) for field in term.arguments if field.init]
     takes_layers = term.axis == "codec" and term.name != NAMES["codec"]
     return ", ".join([*written, "layers=:"] if takes_layers else written)
 
 
-def _signature(term: Term) -> str:
+def _signature(term: Registration) -> str:
     text = arguments_text(term)
     return f"arguments of {term.name}: {text}" if text else f"{noun(term.axis)} {term.name} takes no arguments"
 

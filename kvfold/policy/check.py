@@ -8,7 +8,7 @@ from kvfold.errors import PolicyError
 from kvfold.policy.bind import missing_arguments
 from kvfold.policy.defaults import default, default_trigger
 from kvfold.policy.parts import PolicyParts
-from kvfold.policy.registry import term_of, terms
+from kvfold.policy.registry import Term, term_of, terms
 from kvfold.policy.stage import Stage
 from kvfold.policy.text import noun
 
@@ -32,16 +32,15 @@ def check(policy: PolicyParts) -> None:
     _check_token_pruning(policy)
 
 
-def _check_arguments(variant: Any) -> None:
-    """Whole numbers are counts, and a trigger counts from 1; what else a variant refuses is its `validate`'s to say."""
+def _check_arguments(variant: Term) -> None:
+    """Whole numbers are counts, and a trigger counts from 1; `Term.validate` says what else is refused."""
     term = term_of(variant)
     least = 1 if term.axis == "when" else 0
     for field in term.arguments:
         value = getattr(variant, field.name)
         if type(value) is int and value < least:
             raise PolicyError(f"{term.name}: {field.name} is at least {least}, not {value}")
-    validate = getattr(variant, "validate", None)
-    reason = validate() if validate is not None else None
+    reason = variant.validate()
     if reason is not None:
         raise PolicyError(f"{term.name}: {reason}")
 
@@ -84,7 +83,7 @@ def _check_idle_terms(policy: PolicyParts) -> None:
 
 
 def _check_between_chunks(stage: Stage) -> None:
-    if not stage.evicts or _name(stage.when) != "between_chunks" or not stage.score.needs.end_of_prompt:
+    if not stage.evicts or stage.when.chunk_len is None or not stage.score.needs.end_of_prompt:
         return
     raise PolicyError(
         f"score {_name(stage.score)} looks at the end of the prompt, which is not there yet between_chunks; "
@@ -94,7 +93,7 @@ def _check_between_chunks(stage: Stage) -> None:
 
 def _check_replay(policy: PolicyParts) -> None:
     stage = policy.decode
-    if not stage.evicts or _name(stage.when) == "never" or stage.score.needs.replay is None:
+    if not stage.may_evict or stage.score.needs.replay is None:
         return
     name = _name(stage.score)
     raise PolicyError(
@@ -108,7 +107,7 @@ def _check_fit(policy: PolicyParts) -> None:
     """Fitting needs queries of a prompt that has ended, and readers that know of biases."""
     prefill, decode = policy.prefill, policy.decode
     fits = f"{_name(prefill.evicted)} answers for what is evicted by the queries of a whole prompt"
-    if decode.evicted.biased and decode.evicts and _name(decode.when) != "never":
+    if decode.evicted.biased and decode.may_evict:
         name = _name(decode.evicted)
         raise PolicyError(
             f"{name} answers for what is evicted by the queries of a prompt, and there is none while decoding; write "
@@ -116,7 +115,7 @@ def _check_fit(policy: PolicyParts) -> None:
         )
     if not prefill.evicted.biased or not prefill.evicts:
         return
-    if _name(prefill.when) == "between_chunks":
+    if prefill.when.chunk_len is not None:
         raise PolicyError(f"{fits}, which is not there yet between_chunks; use after_prefill")
     if policy.position.shifts:
         raise PolicyError(
@@ -148,7 +147,7 @@ def _check_codec(policy: PolicyParts) -> None:
     if not plan.layers.is_all and plan.k == plan.v == native:
         raise PolicyError(f"layers={plan.layers} has no effect on {_name(native)}; name a codec for these layers")
     fixed = [codec for codec in plan.codecs if not codec.relocatable]
-    moving = [_name(stage.when) for _, stage in policy.stages() if _name(stage.when) not in ("after_prefill", "never")]
+    moving = [_name(stage.when) for _, stage in policy.stages() if stage.when.repeats]
     if fixed and moving:
         free = [term.name for term in terms("codec") if term.variant.relocatable]
         raise PolicyError(
@@ -207,7 +206,7 @@ def _check_token_pruning(policy: PolicyParts) -> None:
             f"{name} leaves tokens behind, and score {_name(stage.score)} with {_name(stage.evicted)} looks at queries "
             "of all of them in every layer; use a score that looks at the end alone, such as snapkv, and drop"
         )
-    if _name(stage.when) == "between_chunks":
+    if stage.when.chunk_len is not None:
         raise PolicyError(
             f"{name} looks at the end of the prompt, which is not there yet between_chunks; use after_prefill"
         )

@@ -60,8 +60,7 @@ def default_trigger(phase: str, score: Scorer, size: Size | None) -> Trigger:
     """A bound is a bound: absolute sizes hold while decoding and, for scorers that ask for it, between chunks."""
     is_bound = size is not None and size.is_absolute
     if phase == "prefill":
-        bounded: str = getattr(score, "default_prefill_trigger", "after_prefill")
-        trigger: Trigger = named(bounded if is_bound else "after_prefill")
+        trigger: Trigger = named(score.default_prefill_trigger if is_bound else "after_prefill")
     else:
         trigger = named("on_overflow" if is_bound else "never")
     return trigger

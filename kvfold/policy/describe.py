@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvfold.policy.bind import arguments_text
 from kvfold.policy.defaults import NAMES, load_variants
-from kvfold.policy.registry import AXES, Term, term_of, terms
+from kvfold.policy.registry import AXES, Registration, term_of, terms
 from kvfold.policy.stage import Stage
 from kvfold.policy.text import plan_text, term_text
 
@@ -46,7 +46,7 @@ def rows() -> tuple[Row, ...]:
     return tuple(_row(term) for axis in AXES for term in terms(axis))
 
 
-def _row(term: Term) -> Row:
+def _row(term: Registration) -> Row:
     is_default = NAMES.get(term.axis) == term.name
     text = arguments_text(term)
     judges_by_end = term.axis == "score" and term.variant().needs.judges_by_end
@@ -105,7 +105,7 @@ def _phase(stage: Stage) -> str:
     if stage.size is None:
         return "everything is kept"
     name, summary = term_of(stage.when).name, term_of(stage.when).summary
-    if name == "never":
+    if not stage.when.can_fire:
         return f"nothing is evicted ({name}): {summary}"
     scored, shared = term_text(stage.score, False), term_text(stage.budget, False)
     stays, rest = term_text(stage.protect, True), term_text(stage.evicted, False)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvfold.policy.codecs import CodecPlan
 from kvfold.policy.reader import Reader
-from kvfold.policy.registry import nested
+from kvfold.policy.registry import Term, nested
 from kvfold.policy.stage import Stage
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class PolicyParts:
         return any(stage.watches_mass for _, stage in self.stages())
 
     @property
-    def variants(self) -> tuple[Any, ...]:
+    def variants(self) -> tuple[Term, ...]:
         """Every registered part of the policy, each once, also those that stand inside another."""
         staged = [part for _, stage in self.stages() for part in stage.variants]
         outer = (*staged, self.position, *self.codec.codecs, self.attend, self.token_pruning)

@@ -59,7 +59,7 @@ class Policy(PolicyParts):
         """The canonical form, in which variants that read a file stand for what is in it, not for where it lies."""
         text = str(self)
         for variant in self.variants:
-            if hasattr(variant, "identity"):
+            if variant.identity is not None:
                 written, said = term_text(variant, True), variant.identity
                 text = text.replace(written.removesuffix(")"), said.removesuffix(")"))  # a codec's layers may follow
         return text

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from kvfold.policy.registry import register
+from kvfold.policy.registry import Term, register
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,7 @@ class PageView:
     page_size: int  # P
 
 
-class Reader:
+class Reader(Term):
     """A choice of the `attend` axis. Without `chooses` everything is read and no other method is called."""
 
     chooses: ClassVar[bool] = False

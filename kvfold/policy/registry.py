@@ -25,9 +25,22 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
 _Variant = TypeVar("_Variant")
 
 
-@dataclass(frozen=True)
 class Term:
-    """A registered variant of one axis."""
+    """Base of every variant: what a policy asks of a term, whatever its axis."""
+
+    def validate(self) -> str | None:
+        """Why its arguments cannot work, as the end of an error message; None if they can."""
+        return None
+
+    @property
+    def identity(self) -> str | None:
+        """What stands for it in a fingerprint, for a term that reads a file; None: its own text."""
+        return None
+
+
+@dataclass(frozen=True)
+class Registration:
+    """A variant of one axis, registered under a name."""
 
     axis: str
     name: str
@@ -46,7 +59,7 @@ class Term:
         return dataclasses.fields(self.variant)
 
 
-_terms: dict[str, Term] = {}
+_terms: dict[str, Registration] = {}
 
 
 def register(
@@ -63,25 +76,25 @@ def register(
         known = _terms.get(name)
         if known is not None and known.variant.__qualname__ != variant.__qualname__:
             raise PolicyError(f'term "{name}" is registered twice, on axes {known.axis} and {axis}')
-        if not dataclasses.is_dataclass(variant):
-            raise PolicyError(f'term "{name}": {variant.__name__} must be a frozen dataclass')
-        _terms[name] = Term(axis, name, variant, revision, paper, cost, published)
+        if not dataclasses.is_dataclass(variant) or not issubclass(variant, Term):
+            raise PolicyError(f'term "{name}": {variant.__name__} must be a frozen dataclass that derives from Term')
+        _terms[name] = Registration(axis, name, variant, revision, paper, cost, published)
         return variant
 
     return decorate
 
 
-def terms(axis: str | None = None) -> tuple[Term, ...]:
+def terms(axis: str | None = None) -> tuple[Registration, ...]:
     """All registered terms, or those of one axis, in order of axis and name."""
     found = [term for term in _terms.values() if axis in (None, term.axis)]
     return tuple(sorted(found, key=lambda term: (AXES.index(term.axis), term.name)))
 
 
-def find(name: str) -> Term | None:
+def find(name: str) -> Registration | None:
     return _terms.get(name)
 
 
-def term_of(variant: object) -> Term:
+def term_of(variant: object) -> Registration:
     """The registration of an instance."""
     for term in _terms.values():
         if term.variant is type(variant):
@@ -89,7 +102,7 @@ def term_of(variant: object) -> Term:
     raise PolicyError(f"{type(variant).__name__} is not registered; decorate it with @register(axis, name)")
 
 
-def nested(variant: Any) -> Iterator[Any]:
+def nested(variant: Any) -> Iterator[Term]:
     """An instance and the terms among its arguments: `chunk(snapkv)` is two."""
     yield variant
     for field in dataclasses.fields(variant):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from kvfold.policy.registry import Term
 
 if TYPE_CHECKING:
     from kvfold.budget.base import Allocator
@@ -34,7 +36,7 @@ class Stage:
     @property
     def may_evict(self) -> bool:
         """Whether a trigger can fire."""
-        return self.evicts and self.when.fires
+        return self.evicts and self.when.can_fire
 
     @property
     def holds_bytes(self) -> bool:
@@ -47,6 +49,6 @@ class Stage:
         return self.evicts and self.score.needs.mass
 
     @property
-    def variants(self) -> tuple[Any, ...]:
+    def variants(self) -> tuple[Term, ...]:
         """The registered parts: everything but the size."""
         return self.score, self.budget, self.when, self.protect, self.evicted

@@ -15,7 +15,7 @@ from kvfold.errors import PolicyError
 from kvfold.policy.codecs import CodecPlan
 from kvfold.policy.defaults import default, default_trigger
 from kvfold.policy.parts import PolicyParts
-from kvfold.policy.registry import AXES, Term, term_of, terms
+from kvfold.policy.registry import AXES, Registration, term_of, terms
 from kvfold.policy.size import Percent, Size, number_text
 from kvfold.policy.stage import STAGE_AXES, Stage
 
@@ -159,7 +159,7 @@ def unknown_name(name: str, axis: str | None = None) -> PolicyError:
     return PolicyError(f'no {noun(axis) if axis else "term"} "{name}"; {hint}{known}')
 
 
-def _nearest(name: str, among: tuple[Term, ...]) -> list[Term]:
+def _nearest(name: str, among: tuple[Registration, ...]) -> list[Registration]:
     by_name = {term.name: term for term in among}
     return [by_name[close] for close in get_close_matches(name.lower(), by_name, n=3, cutoff=0.6)]
 

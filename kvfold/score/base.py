@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvfold.core import LayerSpec
+from kvfold.policy.registry import Term
 from kvfold.score.predictor import LayerPredictor
 
 
@@ -128,7 +129,7 @@ class View:
         return score_RS.float().masked_fill(~self.valid_RS, -torch.inf)
 
 
-class Scorer(ABC):
+class Scorer(Term, ABC):
     """One required method; class data says what it needs and whether it evicts at all."""
 
     keeps_all: bool = False  # `full`: no size, no eviction
@@ -141,6 +142,11 @@ class Scorer(ABC):
     @property
     def needs(self) -> Needs:
         return Needs()
+
+    @property
+    def default_prefill_trigger(self) -> str:
+        """The trigger of a prefill under an absolute size: `between_chunks` for scores that need positions alone."""
+        return "after_prefill"
 
     @abstractmethod
     def score(self, view: View) -> Tensor:

@@ -61,8 +61,7 @@ class Critical(Scorer):
 
     @property
     def default_prefill_trigger(self) -> str:
-        inner: str = getattr(self.scorer, "default_prefill_trigger", "after_prefill")
-        return inner
+        return self.scorer.default_prefill_trigger
 
     def score(self, view: View) -> Tensor:
         inner_RS = view.masked(self.scorer.score(view))

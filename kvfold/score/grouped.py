@@ -48,8 +48,7 @@ class Grouped(Scorer):
 
     @property
     def default_prefill_trigger(self) -> str:
-        inner: str = getattr(self.scorer, "default_prefill_trigger", "after_prefill")
-        return inner
+        return self.scorer.default_prefill_trigger
 
     @abstractmethod
     def group_RS(self, view: View) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -19,7 +18,9 @@ class Recent(Scorer):
     score = position - seen. Positions alone decide, so it may drop slots between prefill chunks by default.
     """
 
-    default_prefill_trigger: ClassVar[str] = "between_chunks"
+    @property
+    def default_prefill_trigger(self) -> str:
+        return "between_chunks"
 
     def score(self, view: View) -> Tensor:
         return view.masked(recency(view))

@@ -6,7 +6,6 @@ Softmax must put its mass somewhere, and trained models put it on the first toke
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -35,7 +34,6 @@ class Streaming(Scorer):
     """
 
     sinks: int = 4
-    default_prefill_trigger: ClassVar[str] = "between_chunks"
 
     def __post_init__(self) -> None:
         at_least("streaming", "sinks", self.sinks, 0)
@@ -43,6 +41,10 @@ class Streaming(Scorer):
     @property
     def needs(self) -> Needs:
         return Needs(sinks=self.sinks)
+
+    @property
+    def default_prefill_trigger(self) -> str:
+        return "between_chunks"
 
     def score(self, view: View) -> Tensor:
         return view.masked(recency(view).masked_fill(view.position_RS < self.sinks, torch.inf))

@@ -13,7 +13,7 @@ from kvfold.policy import Policy
 from kvfold.policy.bind import axis_of, bind
 from kvfold.policy.defaults import load_variants
 from kvfold.policy.parse import Call, parse
-from kvfold.policy.registry import Term, terms
+from kvfold.policy.registry import Registration, terms
 from kvfold.policy.size import Percent
 from kvfold.policy.text import literal
 
@@ -68,13 +68,13 @@ def _codec(draw: st.DrawFn) -> str:
     return draw(st.sampled_from([k, whole, f"codec(k={k}, v={v})", f"codec(v={v}, layers={layers})"]))
 
 
-def _call(term: Term) -> st.SearchStrategy[str]:
+def _call(term: Registration) -> st.SearchStrategy[str]:
     hints = get_type_hints(term.variant)
     arguments = {field.name: _values(hints[field.name]) for field in term.arguments}
     return st.fixed_dictionaries({}, optional=arguments).map(lambda given: _text(term, given)).filter(_is_accepted)
 
 
-def _text(term: Term, given: dict[str, Any]) -> str:
+def _text(term: Registration, given: dict[str, Any]) -> str:
     inside = ", ".join(f"{name}={literal(value)}" for name, value in given.items())
     return f"{term.name}({inside})" if inside else term.name
 
@@ -98,7 +98,7 @@ def _values(hint: Any) -> st.SearchStrategy[Any]:
     return known[hint]
 
 
-def _takes_terms(term: Term) -> bool:
+def _takes_terms(term: Registration) -> bool:
     hints = get_type_hints(term.variant)
     return any(axis_of(hints[field.name]) for field in term.arguments)
 

@@ -62,7 +62,7 @@ def test_recent_tells_neighbours_apart_far_into_a_stream() -> None:
 
 
 def test_position_scorers_may_run_between_chunks() -> None:
-    assert Recent.default_prefill_trigger == Streaming.default_prefill_trigger == "between_chunks"
+    assert Recent().default_prefill_trigger == Streaming().default_prefill_trigger == "between_chunks"
 
 
 def test_full_keeps_everything() -> None:
