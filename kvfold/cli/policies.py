@@ -1,4 +1,4 @@
-"""`kvfold policies`: every term of the policy language; with an expression, what that one does."""
+"""`kvfold policies`: every term of the policy language; with an expression or a term, what that one does."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvfold.errors import PolicyError
 from kvfold.policy import Policy
-from kvfold.policy.describe import Row, explain, rows
+from kvfold.policy.describe import Row, about, explain, rows
+from kvfold.policy.registry import find
 from kvfold.policy.size import EXAMPLES
 
 if TYPE_CHECKING:
@@ -26,27 +28,41 @@ _PIPED_WIDTH = 160  # without a terminal there is no width to fit
 def add_parser(subparsers: Subparsers) -> None:
     """Add the command to the subcommands of `kvfold`."""
     parser = subparsers.add_parser("policies", help="list the terms of the policy language, or explain an expression")
-    parser.add_argument("expression", nargs="?", help='explain this policy, e.g. "snapkv + ada + 8x + int4"')
+    explained = 'explain this policy, e.g. "snapkv + ada + 8x + int4", or this term, e.g. h2o'
+    parser.add_argument("expression", nargs="?", help=explained)
     parser.add_argument("--json", action="store_true", help="print JSON for machines")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """List or explain; a bad expression raises PolicyError."""
-    if args.expression is not None:
-        _show_one(Policy.parse(args.expression), args.json)
-    else:
+    """List or explain; a bad expression raises PolicyError. A term that is no policy by itself is explained alone."""
+    if args.expression is None:
         _show_all(rows(), args.json)
+        return 0
+    try:
+        policy = Policy.parse(args.expression)
+    except PolicyError:
+        term = find(args.expression.strip())
+        if term is None:
+            raise
+        _show_facts(about(term), args.json)
+        return 0
+    _show_one(policy, args.json)
     return 0
 
 
 def _show_one(policy: Policy, as_json: bool) -> None:
     facts = {"policy": policy.short, "canonical": str(policy), "fingerprint": policy.fingerprint, **explain(policy)}
+    if not as_json:
+        facts["fingerprint"] = policy.fingerprint[:_SHOWN_DIGITS]
+    _show_facts(facts, as_json)
+
+
+def _show_facts(facts: dict[str, str], as_json: bool) -> None:
     if as_json:
         _print_json(facts)
         return
     table = Table(box=None, show_header=False, pad_edge=False)
-    facts["fingerprint"] = policy.fingerprint[:_SHOWN_DIGITS]
     for name, text in facts.items():
         table.add_row(f"[bold]{name}[/bold]", escape(text))
     _console().print(table)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -53,6 +54,21 @@ def _row(term: Registration) -> Row:
     summary = f"{term.summary} {_NO_REUSE}" if judges_by_end else term.summary
     facts = (text, term.cost, term.paper, summary, term.published)
     return Row(term.axis, term.name, *facts, term.revision, is_default)
+
+
+def about(term: Term) -> dict[str, str]:
+    """What a term is, with the whole docstring of its class; facts that it has not are left out."""
+    row = _row(term)
+    facts = {
+        "term": row.name,
+        "axis": row.axis,
+        "arguments": row.arguments,
+        "cost": row.cost,
+        "paper": row.paper,
+        "against its paper": row.published,
+        "about": cleandoc(term.variant.__doc__ or ""),
+    }
+    return {name: text for name, text in facts.items() if text}
 
 
 def table() -> str:

@@ -57,6 +57,18 @@ def test_explains_an_expression(capsys: pytest.CaptureFixture[str]) -> None:
     assert facts["decode"].startswith("nothing is evicted")
 
 
+def test_a_term_that_is_no_policy_is_explained_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """`h2o` has no size, so it is no policy; what it does, and its arguments, are told all the same."""
+    assert _run(" h2o ") == 0
+    out = capsys.readouterr().out
+    assert "score" in out and "arXiv:2306.14048" in out and "attention" in out
+    told = _json(capsys, "snapkv")
+    assert told["term"] == "snapkv" and "window=" in told["arguments"] and "over_group" in told["about"]
+    assert _json(capsys, "int4")["policy"] == "int4"
+    with pytest.raises(PolicyError):
+        _run("h20")
+
+
 def test_explains_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
     policy = Policy.parse("knorm + 8x")
     said = _json(capsys, "knorm + 8x")
