@@ -56,7 +56,7 @@ def _row(term: Registration) -> Row:
     return Row(term.axis, term.name, *facts, term.revision, is_default)
 
 
-def about(term: Term) -> dict[str, str]:
+def about(term: Registration) -> dict[str, str]:
     """What a term is, with the whole docstring of its class; facts that it has not are left out."""
     row = _row(term)
     facts = {
