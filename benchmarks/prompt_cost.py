@@ -1,6 +1,6 @@
 """What does a request cost before it is admitted? CPU seconds to render and tokenize it, and to refuse a long body.
 
-    python benchmarks/prompt_cost.py [--model smollm2-135m] [--repeats 5] [--server]
+    python benchmarks/prompt_cost.py [--model smollm2-135m] [--repeats 5] [--server] [--save]
 
 The tokenizer is the model's; the template here has tools, each on a line as JSON, and calls as <tool_call>, as Qwen 2.5
 has them. CPU seconds are of all threads, the median of the repeats; a linear cost doubles with the count. `--server`
@@ -23,13 +23,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.rows import facts
+from benchmarks.rows import append_row, facts
 from benchmarks.served import Served, served
 from kvfold.models.loader import load_tokenizer
 from kvfold.serve.api.request import Block, ChatRequest
 from kvfold.serve.prompt import PromptRenderer
 
-COUNTS = (50, 100, 200, 400, 800, 1600)
+COUNTS = (50, 100, 200, 400, 800, 1000, 1600)
 _BODY_BYTES = 30_000_000
 _TEMPLATE = (
     "{% for tool in tools or [] %}{{ '\n' }}{{ tool | tojson }}{% endfor %}"
@@ -133,11 +133,15 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--server", action="store_true", help="bodies of 30 MB to a server, too")
+    parser.add_argument("--save", action="store_true", help="append a row to benchmarks/results/prompt_cost.jsonl")
     options = parser.parse_args()
     found: dict[str, Any] = {"counts": COUNTS, "cpu_s": measure_prompts(options.model, options.repeats)}
     if options.server:
         found["server"] = measure_server(options.model, options.repeats)
-    print(json.dumps({**facts(model=options.model, repeats=options.repeats), **found}))
+    row = facts(model=options.model, repeats=options.repeats) | found
+    if options.save:
+        append_row("prompt_cost", row)
+    print(json.dumps(row))
 
 
 if __name__ == "__main__":
