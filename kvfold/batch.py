@@ -39,8 +39,9 @@ def generate_batch(
     try:
         for _ in prompts:
             sessions.append(Session(model, policy, template=template))
-        turns, runner = sessions[0].turns, sessions[0].runner
-        ids = [turns.text_ids(prompt, "start", ()) + turns.reply_ids(turns.after_text) for prompt in prompts]
+        conversation, runner = sessions[0].conversation, sessions[0].runner
+        opening = conversation.reply_ids(conversation.after_text)
+        ids = [conversation.text_ids(prompt, "start", ()) + opening for prompt in prompts]
         logits = runner.prefill([session.cache for session in sessions], ids, progress=progress)
         eos = model.spec.eos_token_ids
         requests = [

@@ -26,7 +26,7 @@ from kvfold.engine.speculate import check_speculation, make_drafter
 from kvfold.errors import FileError, InputError, PolicyError
 from kvfold.models.chat_template import ChatTemplate
 from kvfold.models.check import check_policy
-from kvfold.models.conversation import Turn, Turns
+from kvfold.models.conversation import Conversation, Turn
 from kvfold.models.loader import Model
 from kvfold.pages.page_config import PageConfig
 from kvfold.pages.sequence import SequenceCache
@@ -77,7 +77,7 @@ class Session:
         self.policy = Policy.parse(policy)
         check_policy(self.policy, model.spec)
         self.template = ChatTemplate.of(model.tokenizer) if template == "auto" else None
-        self.turns = Turns(model.tokenizer, self.template, model.spec.eos_token_ids)
+        self.conversation = Conversation(model.tokenizer, self.template, model.spec.eos_token_ids)
         self.runner = Runner(model.hf, model.spec, model.arena, chunk_len=chunk_len, compile=model.compile)
         self.cache = self.runner.new_sequence(self.policy, PageConfig(page_size, open_len))
         self.token_ids: list[int] = []  # all of them; the last few may not be in the cache yet
@@ -104,10 +104,10 @@ class Session:
         if (text is None) == (messages is None):
             raise InputError("extend takes either text (or token ids) or messages=[…]")
         if messages is not None:
-            return self._read(self.turns.message_ids(messages, self._turn), "between", compress, pin, progress)
+            return self._read(self.conversation.message_ids(messages, self._turn), "between", compress, pin, progress)
         if isinstance(text, str):
-            ids = self.turns.text_ids(text, self._turn, self.token_ids)
-            return self._read(ids, self.turns.after_text, compress, pin, progress)
+            ids = self.conversation.text_ids(text, self._turn, self.token_ids)
+            return self._read(ids, self.conversation.after_text, compress, pin, progress)
         return self._read([int(token) for token in text or ()], self._turn, compress, pin, progress)
 
     def _read(
@@ -200,7 +200,7 @@ class Session:
 
     def _begin_reply(self) -> None:
         """Close an open user turn; run what was sampled last."""
-        opening = self.turns.reply_ids(self._turn)
+        opening = self.conversation.reply_ids(self._turn)
         if opening:
             self._read(opening, "reply", compress=False)
         for token in self.token_ids[self.cache.committed_len :]:

@@ -41,7 +41,8 @@ def study(full: Session, compressed: Session, questions: Sequence[str], num_toke
 def _asked(full: Session, compressed: Session, question: str, num_tokens: int) -> Studied:
     with full.fork() as asked:
         reply: Reply = asked.extend(question, compress=False).generate(max_new_tokens=num_tokens)
-    opening = full.turns.reply_ids(full.turns.after_text)  # of the reply; its last token predicts the first word
+    conversation = full.conversation
+    opening = conversation.reply_ids(conversation.after_text)  # its last token predicts the first word of the reply
     with full.fork() as whole, compressed.fork() as part:
         for branch in (whole, part):
             branch.extend(question, compress=False)

@@ -208,7 +208,7 @@ class _Captured:
             run = compiled(forward, ids_BT.numel()) if compiled is not None and self.is_compiled else forward
 
             def turn(*args: Any, **kwargs: Any) -> Any:
-                cache.turn_to(index)
+                cache.set_layer(index)
                 return run(*args, **kwargs)
 
             return turn

@@ -1,12 +1,12 @@
-"""The drop-in way: a transformers `Cache` for `model.generate(…, past_key_values=cache)`, batches and padding included.
+"""A drop-in transformers `Cache` for `model.generate(…, past_key_values=cache)`, batches and padding included.
 
     kvfold.attach(model)  # a transformers model; one of `kvfold.load` is attached
     cache = kvfold.Cache(model, "keydiff + 4x")
     model.generate(**inputs, past_key_values=cache)  # of a kvfold.Model: model.hf.generate
 
-Every row of the batch is a sequence of its own; padding (on the left) never enters it. `update` only stages; the
-attention function commits. What the last forward added can be cropped away again, as rejected drafts are; nothing
-older can. `copy.deepcopy` forks: sealed pages are shared.
+Every row of the batch is a sequence of its own, without its (left) padding. `update` only stages keys and values; the
+attention function commits them. Tokens of the last forward can be cropped, as assisted decoding does with rejected
+drafts; older ones cannot. `copy.deepcopy` forks: sealed pages are shared, copy-on-write.
 
     B batch   Q query heads   H KV heads   T tokens   D head dim
 """
@@ -25,10 +25,9 @@ from transformers.cache_utils import Cache as HfCache
 
 from kvfold.compress.observe import ObserverSnapshot, forget_prompt
 from kvfold.core import ModelSpec
-from kvfold.errors import InputError, ModelError, PolicyError
+from kvfold.errors import InputError, ModelError
 from kvfold.models.attach import arena_of, is_attached, module_of
-from kvfold.models.check import check_policy
-from kvfold.models.sentences import needs_sentences
+from kvfold.models.check import check_drop_in, check_policy
 from kvfold.models.spec import read_spec
 from kvfold.pages.crop import crop
 from kvfold.pages.page_config import PageConfig
@@ -41,20 +40,18 @@ from kvfold.stats import Stats, kept_positions, measure
 
 
 class Cache(HfCache):  # type: ignore[misc]
-    """One compressed cache for a batch, filled by the model's own forward calls."""
+    """The compressed KV cache of a batch, filled by the model's own forward calls."""
 
     def __init__(self, model: Any, policy: str | Policy, *, page_size: int = 16, open_len: int = 32) -> None:
         super().__init__(layers=[])
         hf = module_of(model)
         if not is_attached(hf):
             raise ModelError("the model is not attached; call kvfold.attach(model) before using kvfold.Cache")
-        self.spec: ModelSpec = read_spec(hf) if hf is model else model.spec  # which may keep slots in a smaller dtype
+        self.spec: ModelSpec = read_spec(hf) if hf is model else model.spec  # whose kv_dtype may be smaller
         self._model = ref(hf)
         self.policy = Policy.parse(policy)
         check_policy(self.policy, self.spec)
-        _refuse_replay(self.policy)
-        _refuse_propagation(self.policy)
-        _refuse_sentences(self.policy)
+        check_drop_in(self.policy)
         self.arena = arena_of(hf)
         self.config = PageConfig(page_size, open_len)
         self.sequences: list[SequenceCache] = []
@@ -64,13 +61,13 @@ class Cache(HfCache):  # type: ignore[misc]
         self._undo = ObserverSnapshot([])
         self._starts: list[int] = []  # first real token of each row in the current forward
 
-    # What transformers asks
+    # The interface of transformers' Cache
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._seen_len
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        if query_length == 0:  # transformers cuts off what the cache has read, and nothing was left
+        if query_length == 0:  # transformers removes the cached tokens from the input, and none was left
             raise InputError(
                 f"this cache has read {self._seen_len} tokens and the input is no longer than that; make a new "
                 "kvfold.Cache for another prompt, or call reset()"
@@ -97,18 +94,18 @@ class Cache(HfCache):  # type: ignore[misc]
             )
         return _Handle(self, layer_idx, key_states.detach(), value_states.detach()), None
 
-    # Looking
+    # Inspection
 
     @property
     def resident_bytes(self) -> int:
         return sum(sequence.resident_bytes for sequence in self.sequences)
 
     def stats(self, row: int = 0) -> Stats:
-        """Sizes of one row of the batch now: lengths, bytes held, bytes read per step, slots by layer and head."""
+        """Sizes of one row now: lengths, resident bytes, bytes read per decode step, slots by layer and head."""
         return measure(self._row(row))
 
     def kept(self, layer: int, head: int, row: int = 0) -> list[int]:
-        """Original positions of the slots that one head of a row still holds; padding is not counted."""
+        """Original positions of the slots that one head of a row keeps; padding is not counted."""
         return kept_positions(self._row(row), layer, head)
 
     def _row(self, row: int) -> SequenceCache:
@@ -129,8 +126,7 @@ class Cache(HfCache):  # type: ignore[misc]
     # Copies
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
-        """A cache of its own over the same tokens: rows are forked, and nothing of the arena is copied but the block of
-        newest tokens."""
+        """An independent cache over the same tokens: rows are forked, and only open blocks are copied."""
         if self._pass is not None:
             self._drop_interrupted()
         branch = object.__new__(Cache)
@@ -201,7 +197,7 @@ class Cache(HfCache):  # type: ignore[misc]
         self._undo = ObserverSnapshot(self.sequences)
 
     def _new_sequences(self, batch: int) -> list[SequenceCache]:
-        """One for each row, or, when the arena is full, none."""
+        """One for each row, or none if the arena is full."""
         found: list[SequenceCache] = []
         try:
             for _ in range(batch):
@@ -213,7 +209,7 @@ class Cache(HfCache):  # type: ignore[misc]
         return found
 
     def _drop_interrupted(self) -> None:
-        """A forward that did not reach the last layer has changed nothing but what scorers observed."""
+        """Undo a forward that did not reach the last layer: it has changed only the observer state."""
         if self._pass is not None:
             self._undo.restore()
             self._pass = None
@@ -245,8 +241,8 @@ class Cache(HfCache):  # type: ignore[misc]
         self.sequences = chosen
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back up to what the last forward added; a negative number, as transformers gives it. A prompt that was
-        read together with drafts was compressed with them there, which stays so."""
+        """Remove tokens of the last forward; a negative number, as transformers gives it. A prompt that ran together
+        with drafts stays compressed as it was with them."""
         count = abs(tokens_to_remove)
         if tokens_to_remove > 0:
             raise InputError(f"crop({tokens_to_remove}): give the tokens to remove as a negative number")
@@ -259,7 +255,7 @@ class Cache(HfCache):  # type: ignore[misc]
         self._num_added -= count
 
     def reset(self) -> None:
-        """Empty the cache and give its memory back."""
+        """Empty the cache and free its pages."""
         for sequence in self.sequences:
             sequence.release()
         self.sequences, self._seen_len, self._num_added, self._pass = [], 0, 0, None
@@ -281,34 +277,8 @@ class _Handle:
         return self.cache.attend(self.layer, query, self.k_BHTD, self.v_BHTD, mask)
 
 
-def _refuse_propagation(policy: Policy) -> None:
-    if policy.token_pruning.prunes:
-        raise PolicyError(
-            f'policy "{policy.short}" leaves tokens behind between layers, which only a runner can; use '
-            "kvfold.Session, or leave that term out"
-        )
-
-
-def _refuse_sentences(policy: Policy) -> None:
-    if needs_sentences(policy):
-        raise PolicyError(
-            f'policy "{policy.short}" tells sentences by token ids, which a drop-in cache is not shown; use '
-            "kvfold.Session or kvfold.generate, or runs of tokens, as chunk takes them"
-        )
-
-
-def _refuse_replay(policy: Policy) -> None:
-    stage = policy.prefill
-    for part, needs in (("its score", stage.score.needs), ("its fit", stage.evicted.needs)):
-        if stage.size is not None and needs.replay is not None:
-            raise PolicyError(
-                f'policy "{policy.short}": {part} reads the prompt a second time, which a drop-in cache cannot: it '
-                "does not run the model; use kvfold.Session or kvfold.generate"
-            )
-
-
 def _left_padding(mask: Tensor | None, batch: int, num_tokens: int, seen_len: int) -> list[int]:
-    """Padded tokens at the start of each row: token t is real where it may see itself."""
+    """Number of padding tokens at the start of each row: a token that may not attend to itself is padding."""
     if mask is None:
         return [0] * batch
     if mask.shape[-1] < seen_len + num_tokens:

@@ -1,4 +1,4 @@
-"""A model's chat template, cut into the pieces a growing conversation needs.
+"""A chat template, cut into the pieces that a growing conversation appends.
 
 opening | user text | close | reply | end | reopen | user text | close | …
                                           header (a reply after complete turns)

@@ -1,9 +1,10 @@
-"""What a policy asks of a model, beyond what its expression can tell."""
+"""Whether a model, or the drop-in cache, can run a policy: what the policy expression alone cannot tell."""
 
 from __future__ import annotations
 
 from kvfold.core import ModelSpec
 from kvfold.errors import PolicyError
+from kvfold.models.sentences import needs_sentences
 from kvfold.policy.policy import Policy
 from kvfold.policy.registry import term_of
 from kvfold.score.predictor import predictor_for
@@ -48,13 +49,13 @@ def _check_output(policy: Policy, spec: ModelSpec) -> None:
     asks = any(stage.size is not None and stage.score.needs.output for _, stage in policy.stages())
     if asks and any(spec.layers[i].wo_MX is None for i in spec.compressible_layers):
         raise PolicyError(
-            f'policy "{policy.short}": its score looks at the output projection of attention, which kvfold cannot find '
-            f"in {spec.name} as a plain matrix; use a score that does not, such as kvzip or snapkv"
+            f'policy "{policy.short}": its score needs the output projection of attention (o_proj), which kvfold '
+            f"cannot find in {spec.name} as a plain matrix; use a score that does not, such as kvzip or snapkv"
         )
 
 
 def _check_predictor(policy: Policy, spec: ModelSpec) -> None:
-    """What a trained score predicts with is there, and was trained on these weights."""
+    """The network of a trained score exists and was trained on these weights."""
     for _, stage in policy.stages():
         if stage.size is not None and stage.score.needs.predictor is not None:
             predictor_for(spec, stage.score.needs.predictor)
@@ -63,7 +64,7 @@ def _check_predictor(policy: Policy, spec: ModelSpec) -> None:
 def _check_reader(policy: Policy, spec: ModelSpec) -> None:
     if policy.attend.chooses and not any(policy.attend.at(i).chooses for i in spec.compressible_layers):
         raise PolicyError(
-            f'policy "{policy.short}": every layer of {spec.name} would read everything; let the reader skip fewer '
+            f'policy "{policy.short}": no layer of {spec.name} would select pages; let the reader skip fewer '
             f"layers than {spec.num_layers}, or leave it out"
         )
 
@@ -73,13 +74,16 @@ def _check_token_pruning(policy: Policy, spec: ModelSpec) -> None:
         return
     name = f'policy "{policy.short}": {term_of(policy.token_pruning).name}'
     if len(spec.compressible_layers) < spec.num_layers:
-        raise PolicyError(f"{name} leaves tokens behind that sliding windows of {spec.name} count; use dense")
+        raise PolicyError(
+            f"{name} prunes tokens between layers, but {spec.name} has sliding-window layers, whose windows count "
+            f"unpruned tokens; remove it"
+        )
     if not 0 <= policy.token_pruning.last_full_layer(spec.num_layers) < spec.num_layers - 1:
-        raise PolicyError(f"{name} needs a layer before the last of {spec.num_layers}; give layer=, or use dense")
+        raise PolicyError(f"{name} needs a layer before the last of {spec.num_layers}; give layer=, or remove it")
 
 
 def _check_below(policy: Policy, spec: ModelSpec) -> None:
-    """A codec that needs the layer below finds the same slots there only in a like layer that keeps everything."""
+    """A cross-layer codec needs a layer below with the same slots: same shape, without a sliding window."""
     for i in spec.compressible_layers:
         if not any(codec.needs_below for codec in policy.codec.sides(i, spec.num_layers)):
             continue
@@ -92,3 +96,24 @@ def _check_below(policy: Policy, spec: ModelSpec) -> None:
                 f'policy "{policy.short}": layer {i - 1} of {spec.name} does not hold the slots of layer {i}; leave '
                 f"layer {i} to another codec with layers="
             )
+
+
+def check_drop_in(policy: Policy) -> None:
+    """PolicyError for a policy that a transformers Cache cannot run: it gets no token ids and runs no model."""
+    name, stage = f'policy "{policy.short}"', policy.prefill
+    for part, needs in (("its score", stage.score.needs), ("its fit", stage.evicted.needs)):
+        if stage.size is not None and needs.replay is not None:
+            raise PolicyError(
+                f"{name}: {part} replays the prompt, and a transformers Cache does not run the model; use "
+                "kvfold.Session or kvfold.generate"
+            )
+    if policy.token_pruning.prunes:
+        raise PolicyError(
+            f"{name} prunes tokens between layers, which a transformers Cache cannot do; use kvfold.Session, or remove "
+            "that term"
+        )
+    if needs_sentences(policy):
+        raise PolicyError(
+            f"{name} needs token ids to find sentences, and a transformers Cache never receives them; use "
+            "kvfold.Session or kvfold.generate, or chunk(...)"
+        )

@@ -1,7 +1,7 @@
-"""From where a conversation stands to tokens: what goes before the next text, and what lets the model reply.
+"""A conversation as token ids: user texts and messages through the chat template, and the header of each reply.
 
-Special tokens in texts are text where there is a chat template, which writes its own; without one, texts are all there
-is, and go in as they are.
+With a chat template, special tokens inside user texts are encoded as plain text; without one, texts are encoded as they
+are.
 
     start ── text ──> user ── reply ──> reply ── text ──> user …        start ── messages ──> between
 """
@@ -21,8 +21,8 @@ Turn = Literal["start", "user", "between", "reply"]
 
 
 @dataclass(frozen=True)
-class Turns:
-    """Texts become tokens through the chat template, or, without one, as they are."""
+class Conversation:
+    """Token ids of texts, by what the conversation ended with last (`Turn`)."""
 
     tokenizer: Any
     template: ChatTemplate | None
@@ -37,7 +37,7 @@ class Turns:
         return "reply" if self.template is None else "user"
 
     def text_ids(self, text: str, turn: Turn, read: Sequence[int]) -> list[int]:
-        """Tokens of a user's text behind the tokens `read` so far."""
+        """Tokens of a user's text after the tokens `read` so far."""
         if not text:
             raise InputError("there is nothing to read: the text is empty")
         if self.template is None:
@@ -62,7 +62,7 @@ class Turns:
         return self._encoder.ids(render_messages(self.tokenizer, self._encoder.quote_json(messages)))
 
     def reply_ids(self, turn: Turn) -> list[int]:
-        """What closes the user's turn and opens the reply; nothing where the model just goes on."""
+        """Tokens that close the user's turn and open the reply; none where the model continues."""
         if self.template is None or turn in ("start", "reply"):
             return []
         return self._encoder.ids(self.template.close if turn == "user" else self.template.header)

@@ -1,8 +1,8 @@
 """sha256 of files and of a checkpoint's weights.
 
-A saved session holds keys and values of certain weights and means nothing under others, so it is bound to
-`weights_digest`. Hashing gigabytes takes seconds; the result is kept beside the weights, keyed by size and mtime. Of a
-module in memory there are two: of samples, in no time and whatever the dtype, and of every value.
+A saved KV cache is valid only for the weights that made it, so it is bound to `weights_digest`. Hashing gigabytes takes
+seconds; the result is kept beside the weights, keyed by size and mtime. A module in memory has two digests: of a sample
+of its weights, which is fast and independent of the dtype, and of every value.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 1 << 20
 CACHE_NAME = ".kvfold-digests.json"
-_SHOWN_BYTES = 32 << 20  # smaller files are hashed in a blink and not reported
+_SHOWN_BYTES = 32 << 20  # smaller files are not reported
 
 
 def file_digest(path: Path, report: Report = silent) -> str:

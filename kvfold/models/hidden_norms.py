@@ -1,4 +1,4 @@
-"""Norms of the hidden states that attention is given, noted as the model runs.
+"""Norms of the hidden states at the input of each attention layer, by forward hooks.
 
 T tokens
 """

@@ -1,4 +1,4 @@
-"""Keys and values that a model makes of a text, with the gradient of its loss by each: what the text hangs on.
+"""Keys and values of a text, with the gradient of the language-modelling loss by each (calibration).
 
 T tokens   H KV heads   D head dim
 """
@@ -17,7 +17,7 @@ from kvfold.models.pass_cache import ForwardCache
 _LEAST = 2  # tokens: the first predicts the second
 
 
-class Watched(NamedTuple):
+class KVGradients(NamedTuple):
     """Of one layer, as they would be cached."""
 
     k_HTD: Tensor
@@ -26,8 +26,8 @@ class Watched(NamedTuple):
     by_v_HTD: Tensor
 
 
-class _Watch(ForwardCache):
-    """Gives keys and values back as they came, but for a zero that gradients are asked for by."""
+class _GradientCache(ForwardCache):
+    """Returns keys and values plus zeros that require gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,10 +41,10 @@ class _Watch(ForwardCache):
         return key_states + zero_k, value_states + zero_v
 
 
-def watch(hf: Any, ids: Sequence[int]) -> dict[int, Watched]:
-    """Read a text of two tokens or more; the loss is the sum over its tokens of -log p, given those before."""
+def kv_gradients(hf: Any, ids: Sequence[int]) -> dict[int, KVGradients]:
+    """By layer, for a text of at least two tokens; the loss is the sum of -log p of its tokens."""
     assert len(ids) >= _LEAST
-    inputs, cache = torch.tensor([list(ids)], device=hf.device), _Watch()
+    inputs, cache = torch.tensor([list(ids)], device=hf.device), _GradientCache()
     positions = torch.arange(len(ids), device=hf.device).unsqueeze(0)
     with torch.enable_grad():
         logits = hf(inputs, past_key_values=cache, position_ids=positions, use_cache=True).logits[0, :-1]
@@ -52,5 +52,6 @@ def watch(hf: Any, ids: Sequence[int]) -> dict[int, Watched]:
         zeros = [zero for pair in cache.zeros.values() for zero in pair]
         by = iter(torch.autograd.grad(loss, zeros))
     return {
-        layer: Watched(k[0].detach(), v[0].detach(), next(by)[0], next(by)[0]) for layer, (k, v) in cache.found.items()
+        layer: KVGradients(k[0].detach(), v[0].detach(), next(by)[0], next(by)[0])
+        for layer, (k, v) in cache.found.items()
     }

@@ -1,7 +1,7 @@
-"""Load a model, ready to run: the transformers module, attached; its tokenizer; its arena and runner-to-be.
+"""Load a model: the transformers module, attached; its tokenizer; the spec and arena of its KV cache.
 
-`dtype="auto"` keeps the cache in bf16, as the checkpoints are, and computes in bf16 where the device can. CPUs without
-bf16 arithmetic emulate it at a fiftieth of the speed, so there the weights become fp32.
+`dtype="auto"` keeps the KV cache in bf16, as the checkpoints are, and computes in bf16 where the device can. CPUs
+without bf16 instructions emulate it at 1/50 of the speed, so there the weights become fp32.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Model:
     attached: attach | None = None  # what made the module use kvfold's caches, where `load` or `wrap` did
 
     def detach(self) -> None:
-        """Give the transformers module its own attention back; sessions over it can no longer run."""
+        """Restore the transformers module's own attention; sessions over it can no longer run."""
         if self.attached is not None:
             self.attached.detach()
 
@@ -55,17 +55,17 @@ class Model:
 
     @property
     def arena(self) -> Arena:
-        """Taken at first use, and kept for the model's life."""
+        """The KV page pool, allocated at first use and shared by all sessions of the model."""
         return arena_of(self.hf, self.memory_bytes)
 
     @property
     def weights_digest(self) -> str:
-        """What a saved session and a trained scorer are bound to: it samples, and is the same in every dtype."""
+        """What saved sessions and trained scorers are bound to: a hash of sampled weights, the same in every dtype."""
         return self.spec.weights_digest
 
     @cached_property
     def values_digest(self) -> str:
-        """What a store is bound to: every value of the weights as they are when it is first asked for."""
+        """What a prefix store is bound to: a hash of all weights, computed at first use."""
         return values_digest(self.hf)
 
 
@@ -80,8 +80,8 @@ def load(
 ) -> Model:
     """A catalogue name, a folder, or a hub id. `memory` bounds the arena: bytes or text such as "4GB".
 
-    `compile` is about decode steps on a GPU: True compiles them at once (seconds to half a minute), False never, "auto"
-    after some hundred steps.
+    `compile`: whether decode steps on CUDA go through torch.compile: True at once (seconds to half a minute), False
+    never, "auto" after 512 steps.
     """
     if compile not in ("auto", True, False):
         raise InputError(f'compile is {compile!r}; it is "auto", True or False')
@@ -110,7 +110,7 @@ def wrap(
 
 
 def load_tokenizer(name: str) -> Any:
-    """That of a model that `load` would find, without its weights."""
+    """The tokenizer of a model that `load` would find, without its weights."""
     source = str(resolve(name))
     with _loading(name, source):
         return AutoTokenizer.from_pretrained(source)
@@ -124,7 +124,7 @@ def _from_pretrained(name: str, source: str, dtype: torch.dtype) -> tuple[Any, A
 
 @contextmanager
 def _loading(name: str, source: str) -> Iterator[None]:
-    """No bars of transformers', and its errors as ours."""
+    """Without transformers' progress bars, and with its errors as ModelError."""
     bars = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()
     try:
@@ -138,7 +138,7 @@ def _loading(name: str, source: str) -> Iterator[None]:
 
 
 def _dtypes(dtype: str | torch.dtype, device: torch.device) -> tuple[torch.dtype, torch.dtype]:
-    """(of weights and attention, of the cache)"""
+    """(dtype of weights and attention, dtype of the KV cache)"""
     if isinstance(dtype, str):
         if dtype not in DTYPES:
             raise InputError(f'dtype "{dtype}" is not known; dtypes: {", ".join(DTYPES)}')
@@ -152,7 +152,7 @@ def _dtypes(dtype: str | torch.dtype, device: torch.device) -> tuple[torch.dtype
 
 
 def _cpu_has_bf16() -> bool:
-    """Whether it multiplies in bf16; oneDNN also says yes to AVX-512 without it, where it emulates."""
+    """Whether the CPU has bf16 instructions; oneDNN also says yes to AVX-512 without them, and emulates."""
     is_bare = torch.cpu._is_avx512_supported() and not torch.cpu._is_avx512_bf16_supported()
     return torch.ops.mkldnn._is_mkldnn_bf16_supported() and (not is_bare or torch.cpu._is_amx_tile_supported())
 

@@ -1,7 +1,7 @@
-"""The transformers `Cache` of one forward: `update` hands the new keys and values to the pass that is running.
+"""The transformers `Cache` of one forward: `update` hands new keys and values to the running pass.
 
-transformers keeps nothing in it. What `update` returns stands for the keys; the attention function of attach.py calls
-its `attend` with the queries.
+It stores nothing. `update` returns a handle in place of the keys; the attention function of attach.py calls its
+`attend` with the queries.
 
     H KV heads   Q query heads   N packed tokens   D head dim
 """
@@ -22,7 +22,7 @@ from kvfold.yielding import yield_point
 
 
 class Pass(Protocol):
-    """A pass that reads the tokens of a batch piece by piece: prefill, replay, self-study."""
+    """A pass that runs the tokens of a batch piece by piece: prefill, replay, self-study."""
 
     def attend(self, layer: int, index: int, q_QTD: Tensor, k_HTD: Tensor, v_HTD: Tensor) -> Tensor:
         """The next tokens of sequence `index`; returns the attention output [Q, T, D]."""
@@ -38,7 +38,7 @@ class Piece:
 
 
 class ForwardCache(HfCache):  # type: ignore[misc]
-    """Has no layers; what `update` returns knows of earlier tokens, so a mask is asked for new ones alone."""
+    """Without layers: the pass knows earlier tokens, so masks cover new tokens only."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -66,7 +66,7 @@ class _Keys:
 
 
 class PassCache(ForwardCache):
-    """For a pass that reads piece after piece."""
+    """For a pass that runs piece by piece (chunked prefill, replay, self-study)."""
 
     def __init__(self, current: Pass, pieces: Sequence[Piece]) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ Call = Callable[[Sequence[int], Sequence[int], PassCache], Any]  # the model ove
 
 
 class DecodeCache(ForwardCache):
-    """For a decode step, which takes the tokens of all sequences at once."""
+    """For a decode step, which runs the tokens of all sequences at once."""
 
     def __init__(self, step: DecodePass) -> None:
         super().__init__()
@@ -101,8 +101,8 @@ class DecodeCache(ForwardCache):
 class StepCache(ForwardCache):
     """For a captured decode step.
 
-    Which layer is running is told by whoever wraps the layers (`turn_to`), not by the index that the model passes: a
-    compiled layer would be compiled anew for every value of that number.
+    The wrapper of the layers sets the running layer (`set_layer`): with the index that the model passes, a compiled
+    layer would be recompiled for every value of it.
     """
 
     def __init__(self, step: Step) -> None:
@@ -110,7 +110,7 @@ class StepCache(ForwardCache):
         self.step = step
         self.layer = 0
 
-    def turn_to(self, layer: int) -> None:
+    def set_layer(self, layer: int) -> None:
         self.layer = layer
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:
@@ -125,6 +125,6 @@ class _StepKeys:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(self, query: Tensor, mask: Tensor | None) -> Tensor:
-        """Outside of what is compiled: its operators write to the arena, which a compiler would copy to be safe."""
+        """Excluded from torch.compile: its operators write to the arena, which a compiler would copy."""
         step, layer = self.cache.step, self.cache.layer
         return step.attend(layer, query[0], self.key_states[0], self.value_states[0]).unsqueeze(0)

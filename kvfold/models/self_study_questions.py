@@ -1,6 +1,6 @@
-"""What a model is asked about any text it has read, in its own tokens (self-study, arXiv:2506.06266, 2602.16284).
+"""Self-study prompts (arXiv:2506.06266, 2602.16284): generic questions about any context, in the model's own tokens.
 
-A user's turn of one question of every kind: gathering, ordering, asking, using, going on.
+One question of each kind: structuring, summarisation, question generation, use cases, continuation.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ QUESTIONS = (
 
 
 def question_ids(hf: Any) -> list[list[int]]:
-    """Each question behind a text, up to where the model replies."""
+    """Each question as a user turn after the context, up to where the reply starts."""
     tokenizer = tokenizer_of(hf)
     if tokenizer is None:
-        raise ModelError("self-study asks the model in words, and its tokenizer is not known; load it by kvfold.load")
+        raise ModelError(
+            "self-study asks questions, and its tokenizer is not known; load the model by kvfold.load"
+        )
     close = repeat_request(hf).close
     return [[*tokenizer(f"\n\n{text}", add_special_tokens=False)["input_ids"], *close] for text in QUESTIONS]

@@ -30,8 +30,8 @@ def check_sentences(hf: nn.Module, policy: Policy) -> None:
     """PolicyError if the policy needs sentence boundaries and the model has no tokenizer."""
     if needs_sentences(policy) and tokenizer_of(hf) is None:
         raise PolicyError(
-            f'policy "{policy.short}" tells sentences by the text of tokens, and this model came without a tokenizer; '
-            "load it with one, or use runs of tokens, as chunk takes them"
+            f'policy "{policy.short}" needs a tokenizer to find sentences, and this model has none; load it with one, '
+            "or use chunk(...)"
         )
 
 

@@ -1,4 +1,4 @@
-"""Read a transformers model's cache shape, and refuse by name what kvfold cannot serve."""
+"""The KV cache shape of a transformers model (ModelSpec); unsupported architectures are refused by name."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def read_spec(hf: Any, kv_dtype: torch.dtype | None = None) -> ModelSpec:
 
 
 def _name(name_or_path: str) -> str:
-    """Of a folder its own name: errors that a server's clients see do not say where it lies."""
+    """A folder's own name without its path, which a server's clients must not see."""
     folder = Path(name_or_path)
     return folder.resolve().name if name_or_path and folder.is_dir() else name_or_path
 
 
 def _digest(model: ref[nn.Module]) -> str:
-    """A spec outlives its model in layouts and captured steps, so it must not hold it."""
+    """Layouts and CUDA graphs hold specs, so a spec holds its model weakly."""
     hf = model()
     if hf is None:
         raise ModelError("the model was deleted, so its weights cannot be hashed any more; keep it until they are")
@@ -58,7 +58,7 @@ def _digest(model: ref[nn.Module]) -> str:
 
 
 def decoder_layers(hf: Any) -> list[nn.Module]:
-    """The blocks the model runs one after another."""
+    """The decoder blocks of the model, in order."""
     layers = getattr(hf.base_model, "layers", None)
     if layers is None:
         raise ModelError(
@@ -82,7 +82,7 @@ def attention_modules(hf: Any) -> list[nn.Module]:
 
 
 def output_head(hf: Any) -> nn.Module:
-    """The map from the last hidden state to logits; ModelError where the model changes logits after it."""
+    """The LM head; ModelError where the model changes logits after it."""
     config = hf.config.get_text_config()
     changes = [name for name in _LOGIT_CHANGES if getattr(config, name, None) not in (None, 1, 1.0)]
     if changes:
@@ -92,7 +92,7 @@ def output_head(hf: Any) -> nn.Module:
 
 
 def _refuse(hf: Any, config: Any) -> None:
-    """One sentence for the first thing that cannot work."""
+    """ModelError for the first unsupported feature."""
     for reason in (*_foreign_kinds(hf, config), *_foreign_attention(hf, config)):
         raise ModelError(f"{type(hf).__name__} ({config.model_type}) {reason}")
 
@@ -142,7 +142,7 @@ def _layer(hf: Any, config: Any, index: int, module: nn.Module) -> LayerSpec:
 
 
 def _output_weight(module: nn.Module, num_inputs: int) -> Tensor | None:
-    """The weight of the linear map behind attention, where the module has one by a usual name."""
+    """The weight of the output projection (o_proj), where the module has one by a usual name."""
     for name in _OUTPUT_NAMES:
         found = getattr(module, name, None)
         if isinstance(found, nn.Linear) and found.weight.shape[1] == num_inputs and found.weight.is_floating_point():

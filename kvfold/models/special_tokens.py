@@ -1,12 +1,12 @@
-"""From texts to token ids, where a special token's string in a user's text is text and ends no turn.
+"""Prompt-injection-safe tokenization: the string of a special token inside a user's text stays text and ends no turn.
 
-`quote` puts a mark in the place of each such string before the chat template sees the text. What is a special token in
-the rendering is then the template's own; a stretch with marks, up to the special tokens around it, is encoded with the
-strings themselves and without looking for special tokens:
+`quote` replaces each such string by a mark before the chat template renders the text. Special tokens of the rendering
+are then the template's own; a stretch with marks, up to the special tokens around it, is encoded with the original
+strings and without parsing special tokens:
 
     <|im_start|> user⏎say [mark 2] please <|im_end|>          parsed | as text, "<|im_end|>" for the mark | parsed
 
-Text without such strings is encoded in one piece, as it always was.
+Text without such strings is encoded in one piece.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-SECRET = str(secrets.randbits(64))  # nobody else can know, and so write, marks; digits have no case to be changed
+SECRET = str(secrets.randbits(64))  # so that no user can write marks; digits, since templates may change case
 OPEN, CLOSE = f"\ue000{SECRET}:", "\ue001"
 _QUOTED = re.compile(f"{OPEN}(\\d+){CLOSE}")
 
@@ -30,7 +30,7 @@ class _Piece(NamedTuple):
 
 
 class TextEncoder:
-    """Encodes from any number of threads: nothing of the tokenizer is changed after it was made."""
+    """Thread-safe: the tokenizer is never changed."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -45,7 +45,7 @@ class TextEncoder:
 
     @cached_property
     def _literal(self) -> Any:
-        """A copy that never looks for special tokens: one that is told so by turns would be changed by turns."""
+        """A copy that never parses special tokens: the option changes the tokenizer's state."""
         return copy.deepcopy(self._tokenizer)
 
     def quote(self, text: str) -> str:
@@ -63,11 +63,11 @@ class TextEncoder:
         return value
 
     def ids(self, text: str, *, special: bool = False) -> list[int]:
-        """Of one text; with `special` also what the tokenizer puts around a whole prompt."""
+        """Token ids of one text; `special` adds the tokenizer's BOS and EOS."""
         return self.batch([text], special=special)[0]
 
     def batch(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
-        """Of each text, as if it were alone; may have been quoted."""
+        """Token ids of each text on its own; texts may be quoted."""
         pieces = [list(self._pieces(text)) for text in texts]
         flat = [piece for some in pieces for piece in some]
         parsed = iter(_call(self._tokenizer, [one.text for one in flat if not one.is_literal], special, False))
@@ -93,7 +93,7 @@ class TextEncoder:
 
 
 def _any_of(texts: Sequence[str]) -> str:
-    """A pattern for the longest of them: a tree of characters, so that a place costs no more where there are many."""
+    """A pattern (trie) that matches the longest of the texts in time independent of their number."""
     rest: dict[str, list[str]] = {}
     for text in texts:
         if text:

@@ -20,7 +20,7 @@ from torch import Tensor
 from kvfold.codec.base import SIDES, Side
 from kvfold.codec.bases import Bases, SideBasis
 from kvfold.errors import InputError
-from kvfold.models.kv_gradients import Watched, watch
+from kvfold.models.kv_gradients import KVGradients, kv_gradients
 from kvfold.models.loader import Model
 from kvfold.models.pull.progress import Report, silent
 from kvfold.train.traces import MIN_LEN
@@ -61,9 +61,9 @@ def measure_bases(model: Model, texts: Sequence[Sequence[int]], num_heads: int =
     size = _divisor(model, num_heads)
     total: dict[tuple[int, Side], _Moments] = {}
     for done, ids in enumerate(texts, 1):
-        watched = watch(model.hf, ids)
+        gradients = kv_gradients(model.hf, ids)
         for layer in model.spec.compressible_layers:
-            for side, moments in _moments(model, layer, watched[layer], size).items():
+            for side, moments in _moments(model, layer, gradients[layer], size).items():
                 total.setdefault((layer, side), moments)
                 if total[layer, side] is not moments:
                     total[layer, side].add(moments)
@@ -73,7 +73,7 @@ def measure_bases(model: Model, texts: Sequence[Sequence[int]], num_heads: int =
     return Bases(model.name, model.weights_digest, how, size, layers)
 
 
-def _moments(model: Model, layer: int, found: Watched, size: int) -> dict[Side, _Moments]:
+def _moments(model: Model, layer: int, found: KVGradients, size: int) -> dict[Side, _Moments]:
     rope = model.spec.layers[layer].rope
     k, by_k = found.k_HTD.float(), found.by_k_HTD.float()
     if rope is not None:

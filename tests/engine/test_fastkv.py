@@ -216,7 +216,7 @@ def test_models_it_does_not_fit_are_refused(shared: Shared) -> None:
     model = shared(FAMILY)
     with pytest.raises(PolicyError, match="before the last"):
         check_policy(Policy.parse(f"fastkv(layer={model.spec.num_layers - 1})"), model.spec)
-    with pytest.raises(PolicyError, match="only a runner can"):
+    with pytest.raises(PolicyError, match="prunes tokens between layers"):
         kvfold.Cache(model.hf, "fastkv(layer=0)")
     policy = Policy.parse("fastkv(layer=0)")
     assert kind_of(policy, model.spec) == "snapshots"
@@ -224,7 +224,7 @@ def test_models_it_does_not_fit_are_refused(shared: Shared) -> None:
         check_reuse(policy, model.spec)
     runner = make_runner(model)
     sequence = make_sequence(runner, "fastkv(layer=0)")
-    with pytest.raises(InputError, match="no probabilities"):
+    with pytest.raises(InputError, match="no log-probabilities"):
         runner.logprobs(sequence, prompt(20))
     sequence.release()
 

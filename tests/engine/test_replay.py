@@ -331,7 +331,7 @@ def test_frequencies_that_follow_the_length_are_put_back(shared: Shared) -> None
 
 
 def test_a_drop_in_cache_cannot_read_twice(model: Model) -> None:
-    with pytest.raises(PolicyError, match=r"reads the prompt a second time, which a drop-in cache cannot"):
+    with pytest.raises(PolicyError, match=r"replays the prompt, and a transformers Cache does not run the model"):
         Cache(model.hf, "kvzip + 8x")
 
 
@@ -340,5 +340,5 @@ def test_a_projection_that_is_not_found_is_told(model: Model) -> None:
     check_policy(Policy.parse("kvzip + 8x"), bare)
     for policy in ("kvzip_plus + 8x", "critical + 8x", "defensive + 8x"):
         check_policy(Policy.parse(policy), model.spec)
-        with pytest.raises(PolicyError, match="looks at the output projection of attention"):
+        with pytest.raises(PolicyError, match="needs the output projection of attention"):
             check_policy(Policy.parse(policy), bare)

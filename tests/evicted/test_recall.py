@@ -253,5 +253,5 @@ def test_one_phase_may_recall_alone(model: Model) -> None:
 
 
 def test_sentence_units_need_token_ids(model: Model) -> None:
-    with pytest.raises(PolicyError, match="tells sentences by token ids"):
+    with pytest.raises(PolicyError, match="needs token ids to find sentences"):
         Cache(model.hf, "streaming + 64tok + recall(unit=sentence)")

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 from transformers import DynamicCache
 
-from kvfold.models.kv_gradients import watch
+from kvfold.models.kv_gradients import kv_gradients
 from kvfold.models.loader import Model
 from tests.tiny import prompt
 
@@ -22,7 +22,7 @@ def test_slots_are_those_of_the_models_own_cache(shared: Callable[[str], Model],
     cache = DynamicCache()
     with torch.inference_mode():
         hf(torch.tensor([IDS]), past_key_values=cache)
-    found = watch(hf, IDS)
+    found = kv_gradients(hf, IDS)
     assert sorted(found) == [0, 1, 2]
     for layer, mine in found.items():
         torch.testing.assert_close(mine.k_HTD, cache.layers[layer].keys[0])
@@ -33,7 +33,7 @@ def test_slots_are_those_of_the_models_own_cache(shared: Callable[[str], Model],
 def test_gradients_are_those_of_the_loss(model: Model) -> None:
     """The bias of a projection is in every slot: its gradient is the sum of theirs."""
     hf = model.hf
-    found = watch(hf, IDS)
+    found = kv_gradients(hf, IDS)
     for layer in (0, 2):
         bias = torch.zeros(32, requires_grad=True)
         hook = hf.model.layers[layer].self_attn.v_proj.register_forward_hook(lambda _, __, out, b=bias: out + b)
@@ -47,5 +47,5 @@ def test_gradients_are_those_of_the_loss(model: Model) -> None:
 
 
 def test_the_model_keeps_no_gradients(model: Model) -> None:
-    watch(model.hf, IDS)
+    kv_gradients(model.hf, IDS)
     assert all(parameter.grad is None for parameter in model.hf.parameters())

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from kvfold.models.chat_template import ChatTemplate
-from kvfold.models.conversation import Turns
+from kvfold.models.conversation import Conversation
 from kvfold.models.pull.home import model_folder
 from kvfold.models.special_tokens import TextEncoder
 from kvfold.serve.api.request import Block, ChatRequest
@@ -126,8 +126,8 @@ def test_the_longest_special_token_is_found_however_many_there_are() -> None:
 # Sessions
 
 
-def turns(given: Any) -> Turns:
-    return Turns(given, ChatTemplate.of(given), frozenset({given.convert_tokens_to_ids("<|im_end|>")}))
+def turns(given: Any) -> Conversation:
+    return Conversation(given, ChatTemplate.of(given), frozenset({given.convert_tokens_to_ids("<|im_end|>")}))
 
 
 def test_a_session_reads_them_as_text_too(given: Any) -> None:
@@ -145,6 +145,6 @@ def test_a_session_reads_them_as_text_too(given: Any) -> None:
 
 def test_a_session_without_a_template_takes_text_as_it_is() -> None:
     given = im_tokenizer()
-    assert Turns(given, None, frozenset()).text_ids("<|im_end|>", "start", [1]) == [
+    assert Conversation(given, None, frozenset()).text_ids("<|im_end|>", "start", [1]) == [
         given.convert_tokens_to_ids("<|im_end|>")
     ]

@@ -9,7 +9,7 @@ import torch
 
 from kvfold.codec.base import SIDES
 from kvfold.errors import InputError, PolicyError
-from kvfold.models.kv_gradients import watch
+from kvfold.models.kv_gradients import kv_gradients
 from kvfold.session import Session
 from kvfold.train.bases import measure_bases
 from tests.tiny import greedy, prompt, ready
@@ -23,7 +23,7 @@ def test_axes_and_worth_are_those_of_the_texts() -> None:
     bases, layer = measure_bases(model, TEXTS), 1
     rope = model.spec.layers[layer].rope
     assert rope is not None and (bases.num_heads, bases.measured) == (2, "2 texts of 200 to 200 tokens")
-    found = [watch(model.hf, ids)[layer] for ids in TEXTS]
+    found = [kv_gradients(model.hf, ids)[layer] for ids in TEXTS]
     back_T = -torch.arange(200)
     k_TX = torch.cat([rope.rotate(text.k_HTD, back_T).transpose(0, 1).flatten(1) for text in found])
     v_TX = torch.cat([text.v_HTD.transpose(0, 1).flatten(1) for text in found])
@@ -63,7 +63,7 @@ def test_the_measured_axes_lose_less_than_others() -> None:
     """Half of the channels that vary most, against half of those that vary least."""
     model = ready("llama")
     basis = measure_bases(model, TEXTS).layers[1]["v"]
-    v_TX = watch(model.hf, prompt(150, seed=5))[1].v_HTD.transpose(0, 1).flatten(1) - basis.mean_GX
+    v_TX = kv_gradients(model.hf, prompt(150, seed=5))[1].v_HTD.transpose(0, 1).flatten(1) - basis.mean_GX
     errors = []
     for axes_XX in (basis.axes_GXX[0], basis.axes_GXX[0].flip(-1)):
         kept = axes_XX[:, :16]

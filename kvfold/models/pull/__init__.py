@@ -1,1 +1,1 @@
-"""Models by name: where they can be had, downloaded, verified and converted to a transformers checkpoint."""
+"""Download models by name: catalogue, verified download, conversion to a transformers checkpoint."""

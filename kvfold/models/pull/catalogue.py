@@ -1,4 +1,4 @@
-"""The models kvfold knows by name, and where each can be had.
+"""The models kvfold knows by name, and the sources of each.
 
 Packages come first: they are checked by sha256, so a name means the same weights on every machine, and they are the
 smaller download. The hub, second, has the original weights; results differ, and a folder records what it was made from.

@@ -1,4 +1,4 @@
-"""Turn weights as they come (GGUF, llama2.c, the hub) into one plain transformers checkpoint folder.
+"""Convert weights (GGUF, llama2.c, the hub) to a plain transformers checkpoint folder.
 
 GGUF blocks are dequantised once and saved dense, because transformers takes minutes for it on each load. From 5.22 on
 transformers keeps GGUF blocks packed unless `GgufConfig(dequantize=True)` asks otherwise; before, it always unpacked.
@@ -72,7 +72,7 @@ def _dequantize() -> dict[str, Any]:
 
 
 def _forget_quantization(model: Any) -> None:
-    """Weights are dense now; what still calls them quantised would make save and load look for packed blocks."""
+    """Remove quantisation flags: the weights are dense now, and save and load would look for packed blocks."""
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.hf_quantizer = None

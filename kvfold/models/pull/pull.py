@@ -1,7 +1,7 @@
-"""Have a model by name: pulled once, verified, kept as a plain transformers checkpoint under KVFOLD_HOME.
+"""Download a model by name: pulled once, verified, kept as a plain transformers checkpoint under KVFOLD_HOME.
 
-A pull works in a hidden folder beside its goal and renames at the end, so a checkpoint is either whole or not there.
-What a killed pull leaves is taken up again: verified parts stay, everything half-written is thrown away.
+A pull works in a hidden folder beside its target and renames at the end, so a checkpoint is either complete or absent.
+A killed pull is resumed: verified parts are kept, partial files deleted.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _make(entry: Entry, folder: Path, scratch: Path, report: Report) -> None:
 
 
 def _build_from_first(entry: Entry, scratch: Path, checkpoint: Path, home: Path, report: Report) -> Origin:
-    """Build from the first source that can be had."""
+    """Build from the first source that is available."""
     reasons = []
     for source in entry.sources:
         _clear_leftovers(scratch)

@@ -1,4 +1,4 @@
-"""Where a model can be had: packages with a known sha256, or the Hugging Face hub.
+"""Sources of a model: packages with a known sha256, or the Hugging Face hub.
 
 A source does one thing: `build` a checkpoint folder. Weights of a package are the same everywhere, checked by hash; the
 hub gives the originals. The two differ (a package may hold 4-bit weights), so the origin is recorded with the result.

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
-from kvfold.models.pull.progress import Bars, Lines, reporting, silent
+from kvfold.models.pull.progress import PlainProgress, ProgressBars, reporting, silent
 
 
 def test_progress_selects_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,15 +21,15 @@ def test_progress_selects_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     with reporting(False) as report:
         assert report is silent
     with reporting(True) as report:
-        assert isinstance(report, Lines)
+        assert isinstance(report, PlainProgress)
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr("sys.stderr", terminal)
     with reporting(True) as report:
-        assert isinstance(report, Bars)
+        assert isinstance(report, ProgressBars)
 
 
 def test_lines_name_each_stage_once(capsys: pytest.CaptureFixture[str]) -> None:
-    report = Lines()
+    report = PlainProgress()
     for done in (0, 1, 2):
         report("fetch", done, 2)
     report("convert", 0, None)
@@ -39,7 +39,7 @@ def test_lines_name_each_stage_once(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bars_show_the_stage_at_work_and_leave_a_line() -> None:
     screen = io.StringIO()
     with Progress(console=Console(file=screen, width=80, force_terminal=True)) as progress:
-        report = Bars(progress)
+        report = ProgressBars(progress)
         report("fetch [part]", 1, 4)
         (task,) = progress.tasks
         assert (task.description, task.completed, task.total) == ("fetch [part]", 1, 4)
