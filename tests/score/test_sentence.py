@@ -89,7 +89,7 @@ def test_sequences_that_read_together_have_their_own(model: Model) -> None:
 
 
 def test_a_drop_in_cache_is_refused(model: Model) -> None:
-    with pytest.raises(PolicyError, match="tells sentences by token ids, which a drop-in cache is not shown"):
+    with pytest.raises(PolicyError, match="needs token ids to find sentences"):
         Cache(model.hf, "sentence + 4x")
 
 
@@ -97,7 +97,7 @@ def test_a_model_without_tokenizer_is_refused(model: Model, monkeypatch: pytest.
     from kvfold.models import repeat_prompt as repeat
 
     monkeypatch.setattr(repeat, "_tokenizers", {})
-    with pytest.raises(PolicyError, match="came without a tokenizer"):
+    with pytest.raises(PolicyError, match="needs a tokenizer to find sentences"):
         make_sequence(make_runner(model), "sentence + 4x")
 
 
