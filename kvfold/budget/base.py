@@ -18,7 +18,6 @@ from kvfold.budget.scores import Scores
 from kvfold.policy.registry import Term
 
 if TYPE_CHECKING:
-    from kvfold.core import ModelSpec
     from kvfold.score.base import View
 
 
@@ -44,9 +43,6 @@ class Allocator(Term, ABC):
     def weigh(self, score_HS: Tensor, view: View) -> Tensor:
         """What `allocate` is given of a layer in place of its scores: as many -inf and +inf in each head."""
         return score_HS
-
-    def check(self, spec: ModelSpec) -> None:
-        """PolicyError if it does not fit this model."""
 
     @abstractmethod
     def allocate(self, scores: Sequence[Scores], budget: Budget, layer: int) -> list[Tensor]:

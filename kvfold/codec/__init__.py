@@ -1,6 +1,7 @@
 """How a kept slot is stored. Importing this package registers every codec."""
 
-from kvfold.codec.base import Codec, Field, Fields, Side, Slots, State
+from kvfold.codec.base import Codec, CrossLayerCodec, Field, Fields, Side, Slots, State
+from kvfold.codec.basis import LowRankCodec
 from kvfold.codec.fp8 import Fp8
 from kvfold.codec.integer import Int2, Int4, Int8
 from kvfold.codec.kivi import Kivi2, Kivi4
@@ -11,6 +12,7 @@ from kvfold.codec.palu import Palu
 __all__ = [
     "Bf16",
     "Codec",
+    "CrossLayerCodec",
     "Field",
     "Fields",
     "Fp8",
@@ -19,6 +21,7 @@ __all__ = [
     "Int8",
     "Kivi2",
     "Kivi4",
+    "LowRankCodec",
     "MiniCache",
     "Native",
     "Palu",

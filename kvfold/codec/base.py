@@ -1,4 +1,4 @@
-"""How is a kept slot stored? A codec turns one side (keys or values) of flat slots into fields of bits and back.
+"""Codecs: how a kept slot is stored. A codec quantises one side (keys or values) of flat slots to fields, and back.
 
     N flat slots (any rows)   D head dim
 
@@ -16,16 +16,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kvfold.policy.registry import Term
-
-if TYPE_CHECKING:
-    from kvfold.codec.basis import Basis
-    from kvfold.core import ModelSpec
 
 Side = Literal["k", "v"]
 SIDES: tuple[Side, Side] = ("k", "v")
@@ -46,8 +42,8 @@ class Field:
 
 @dataclass(frozen=True)
 class Slots:
-    """What a codec encodes: N flat slots, the row each belongs to, and, if it asks (`needs_below`), the same slots of
-    the layer below as decoded, in the model's own basis and fp32."""
+    """What a codec encodes: N flat slots, the row each belongs to, and for a CrossLayerCodec the same slots of the
+    layer below as decoded, in the model's own basis and fp32."""
 
     x_ND: Tensor
     row_N: Tensor  # int64 index into the state's rows
@@ -58,25 +54,11 @@ class Codec(Term, ABC):
     """Stateless; what it learns from the first sealed slots (a mean key) is its State, kept with the segment."""
 
     relocatable: ClassVar[bool] = True
-    needs_below: ClassVar[bool] = False  # encode and decode need the same slots of the layer below
-    needs_basis: ClassVar[bool] = False  # encode and decode see latents (codec/basis.py), which pages make of slots
+    needs_below: ClassVar[bool] = False  # True for every CrossLayerCodec
+    needs_basis: ClassVar[bool] = False  # True for every LowRankCodec (codec/basis.py)
     lossless: ClassVar[bool] = False
     as_floats: ClassVar[bool] = False  # a slot is one row of floats, field "x", in the model's own basis
     fp_sinks: ClassVar[int] = 0  # first slots of a sequence also kept in full precision (pages/fp_sinks.py)
-
-    @property
-    def codecs(self) -> tuple[Codec, ...]:
-        """All that `at` may return."""
-        return (self,)
-
-    def at(self, layer: int) -> Codec:
-        """What stores this layer in its place. Default: itself."""
-        return self
-
-    @property
-    def heads_together(self) -> int:
-        """Heads that are read together, so that they have to hold the same slots; 1 for codecs without a basis."""
-        return 1
 
     def group(self, side: Side) -> int:
         """Slots that share metadata; 1 for relocatable codecs."""
@@ -85,13 +67,6 @@ class Codec(Term, ABC):
     @abstractmethod
     def fields(self, side: Side, head_dim: int, kv_dtype: torch.dtype) -> tuple[Field, ...]:
         """The arrays one side needs; their bytes are exactly what a page allocates."""
-
-    def basis(self, side: Side, spec: ModelSpec, layer: int, device: torch.device) -> Basis | None:
-        """What it knows of a layer of a model, where it stores latents; shared by all sequences. Default: nothing."""
-        return None
-
-    def check(self, spec: ModelSpec) -> None:
-        """PolicyError if it cannot store slots of this model. Default: it can."""
 
     def learns(self, side: Side) -> bool:
         """Whether `prepare` looks at the slots at all."""
@@ -106,18 +81,8 @@ class Codec(Term, ABC):
         """Codes of N slots; for group fields N is a multiple of the group (the caller repeats the last slot)."""
 
     @abstractmethod
-    def decode(self, side: Side, fields: Fields, dtype: torch.dtype, below_ND: Tensor | None = None) -> Tensor:
+    def decode(self, side: Side, fields: Fields, dtype: torch.dtype) -> Tensor:
         """Slots [N, D] in `dtype`; keys in the stored basis."""
-
-    def bend(self, side: Side, below_ND: Tensor, x_ND: Tensor) -> Tensor:
-        """What the layer below is to store instead of below_ND, where both layers' new slots x share something; whole
-        groups, before either is encoded. Default: what it has."""
-        return below_ND
-
-    @property
-    def bends(self) -> bool:
-        """Whether it changes the layer below at all."""
-        return type(self).bend is not Codec.bend
 
     def restore(self, side: Side, x_ND: Tensor, state: State, row_N: Tensor) -> Tensor:
         """Decoded slots back in the model's own basis, for scorers and shifted positions."""
@@ -126,3 +91,23 @@ class Codec(Term, ABC):
     def query(self, q_RXD: Tensor, state: State) -> tuple[Tensor, Tensor | None]:
         """Queries in the stored key basis, and the offset [R, X] to add to q.k (before scaling), or None."""
         return q_RXD, None
+
+
+class CrossLayerCodec(Codec):
+    """Stores a slot against the same slot of the layer below (MiniCache): `encode` and `decode` are given both."""
+
+    needs_below: ClassVar[bool] = True
+
+    @abstractmethod
+    def decode(self, side: Side, fields: Fields, dtype: torch.dtype, below_ND: Tensor | None = None) -> Tensor:
+        """Slots [N, D] in `dtype`, given those of the layer below in the model's own basis and fp32."""
+
+    def merge_below(self, side: Side, below_ND: Tensor, x_ND: Tensor) -> Tensor:
+        """What the layer below stores instead of its new slots, given this layer's x; whole groups, before either is
+        encoded. Default: its own."""
+        return below_ND
+
+    @property
+    def merges_below(self) -> bool:
+        """Whether it changes the layer below at all."""
+        return type(self).merge_below is not CrossLayerCodec.merge_below

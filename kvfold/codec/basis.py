@@ -15,14 +15,17 @@ hold the same slots, and one head is read together with the others.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kvfold.codec import grid
-from kvfold.core import Rope
+from kvfold.codec.base import Codec, Side
+from kvfold.core import ModelSpec, Rope
 from kvfold.errors import InputError
 
 
@@ -78,3 +81,18 @@ def mixing(size: int) -> Tensor:
     index = torch.arange(size, dtype=torch.float64)
     angle = torch.outer(index, index).remainder(size) * (2 * math.pi / size)
     return (angle.cos() + angle.sin()) / math.sqrt(size)
+
+
+class LowRankCodec(Codec):
+    """Stores latents: pages project slots onto a basis of the model, and the codec encodes the projections."""
+
+    needs_basis: ClassVar[bool] = True
+
+    @property
+    @abstractmethod
+    def heads_together(self) -> int:
+        """Heads that share their latents, so that they have to hold the same slots."""
+
+    @abstractmethod
+    def basis(self, side: Side, spec: ModelSpec, layer: int, device: torch.device) -> Basis:
+        """The basis of one side of a layer, shared by all sequences."""

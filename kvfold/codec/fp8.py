@@ -41,5 +41,5 @@ class Fp8(CentredCodec):
         code_ND = (x_ND / grid.divisor(scale_N1)).to(_FORMAT).view(torch.uint8)
         return {"code": code_ND, "scale": scale_N1}
 
-    def decode(self, side: Side, fields: Fields, dtype: torch.dtype, below_ND: Tensor | None = None) -> Tensor:
+    def decode(self, side: Side, fields: Fields, dtype: torch.dtype) -> Tensor:
         return fields["code"].view(_FORMAT).float().mul_(fields["scale"].float()).to(dtype)

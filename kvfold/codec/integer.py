@@ -48,7 +48,7 @@ class IntegerCodec(CentredCodec):
         code = packing.pack(grid.to_codes(x_NGC, kept, self.bits).flatten(-2), self.bits)
         return {"code": code, "scale": kept.scale.squeeze(-1), "zero": kept.zero.squeeze(-1)}
 
-    def decode(self, side: Side, fields: Fields, dtype: torch.dtype, below_ND: Tensor | None = None) -> Tensor:
+    def decode(self, side: Side, fields: Fields, dtype: torch.dtype) -> Tensor:
         x_ND = packing.unpack(fields["code"], self.bits).float()
         x_NGC = grid.grouped(x_ND, x_ND.shape[-1] // fields["scale"].shape[-1])
         # Two passes in place: addcmul_ with broadcast operands takes 1.5 times as long on a CPU.

@@ -55,7 +55,7 @@ class KiviCodec(Codec):
             "zero": kept.zero.squeeze(dim),
         }
 
-    def decode(self, side: Side, fields: Fields, dtype: torch.dtype, below_ND: Tensor | None = None) -> Tensor:
+    def decode(self, side: Side, fields: Fields, dtype: torch.dtype) -> Tensor:
         x_ND = packing.unpack(fields["code"], self.bits).float()
         if side == "k":
             x, dim = _by_slots(x_ND), 1

@@ -6,7 +6,7 @@ of keys -0.04 and -0.02), and merged layers cannot answer; try it on yours befor
 
 The layer below stores its own norm along a direction between both; this layer stores a norm, and finds the direction
 there. In every group of slots, those in which the two layers agree least are kept as they are, in both layers. RoPE
-turns both layers of a token alike, so keys are merged as they are cached.
+rotates both layers of a token alike, so keys are merged as they are cached.
 
     N flat slots   D head dim   B groups   K kept slots of a group
 """
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvfold.codec.base import Codec, Field, Fields, Side, Slots, State
+from kvfold.codec.base import CrossLayerCodec, Field, Fields, Side, Slots, State
 from kvfold.errors import InputError, PolicyError
 from kvfold.policy.registry import register
 
@@ -35,7 +35,7 @@ _FLAT = 1e-3  # angles whose sine is smaller are interpolated along the chord
     published="differs: `kept` of 16 slots stay whole, not those beyond a threshold",
 )
 @dataclass(frozen=True)
-class MiniCache(Codec):
+class MiniCache(CrossLayerCodec):
     """A layer shares the directions of the layer below and keeps its norms, and `kept` of 16 slots whole.
 
     e = sin((1-t) w)/sin(w) u1 + sin(t w)/sin(w) u2 with u1, u2 the directions of both layers' slots and w the angle
@@ -50,7 +50,6 @@ class MiniCache(Codec):
     kept: int = 1
 
     relocatable: ClassVar[bool] = False
-    needs_below: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.t <= 1:
@@ -68,21 +67,21 @@ class MiniCache(Codec):
         whole = Field("x", kv_dtype, self.kept * head_dim, "group")
         return (norm, whole, Field("which", torch.uint8, self.kept, "group"))
 
-    def bend(self, side: Side, below_ND: Tensor, x_ND: Tensor) -> Tensor:
+    def merge_below(self, side: Side, below_ND: Tensor, x_ND: Tensor) -> Tensor:
         """|x1| e, or x1 where the slot is kept."""
         lower_ND, upper_ND = below_ND.float(), x_ND.float()
         e_ND = between(functional.normalize(lower_ND, dim=-1), functional.normalize(upper_ND, dim=-1), self.t)
-        bent_ND: Tensor = (torch.linalg.vector_norm(lower_ND, dim=-1, keepdim=True) * e_ND).to(below_ND.dtype)
+        merged_ND: Tensor = (torch.linalg.vector_norm(lower_ND, dim=-1, keepdim=True) * e_ND).to(below_ND.dtype)
         kept_N = self._least_alike(lower_ND, upper_ND)
-        bent_ND[kept_N] = below_ND[kept_N]
-        return bent_ND
+        merged_ND[kept_N] = below_ND[kept_N]
+        return merged_ND
 
     def encode(self, side: Side, slots: Slots, state: State) -> dict[str, Tensor]:
         x_ND = slots.x_ND
         norm_N1 = torch.linalg.vector_norm(x_ND, dim=-1, keepdim=True, dtype=torch.float32).to(torch.bfloat16)
         if not self.kept:
             return {"norm": norm_N1}
-        # What is kept in the layer below was not bent, so these are again the least alike.
+        # What is kept in the layer below was not merged, so these are again the least alike.
         kept_N = self._least_alike(_given(slots.below_ND), x_ND.float())
         which_BK = kept_N % GROUP
         return {

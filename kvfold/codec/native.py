@@ -31,7 +31,7 @@ class Native(Codec):
     def encode(self, side: Side, slots: Slots, state: State) -> dict[str, Tensor]:
         return {"x": slots.x_ND}
 
-    def decode(self, side: Side, fields: Fields, dtype: torch.dtype, below_ND: Tensor | None = None) -> Tensor:
+    def decode(self, side: Side, fields: Fields, dtype: torch.dtype) -> Tensor:
         return fields["x"].to(dtype)
 
 
@@ -48,5 +48,5 @@ class Bf16(Codec):
     def encode(self, side: Side, slots: Slots, state: State) -> dict[str, Tensor]:
         return {"x": slots.x_ND.to(torch.bfloat16)}
 
-    def decode(self, side: Side, fields: Fields, dtype: torch.dtype, below_ND: Tensor | None = None) -> Tensor:
+    def decode(self, side: Side, fields: Fields, dtype: torch.dtype) -> Tensor:
         return fields["x"].to(dtype)

@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvfold.codec.base import SIDES, Codec, Field, Fields, Side, Slots, State
 from kvfold.codec.bases import Bases
-from kvfold.codec.basis import Basis, mixing
+from kvfold.codec.basis import Basis, LowRankCodec, mixing
 from kvfold.codec.native import Native
 from kvfold.errors import FileError, PolicyError
 from kvfold.policy.content import check_file_name, stated_content
@@ -39,7 +39,7 @@ _AS_THEY_ARE = Native()
     published="differs: ranks follow what each axis is worth, values are rebuilt",
 )
 @dataclass(frozen=True)
-class Palu(Codec):
+class Palu(LowRankCodec):
     """Groups of heads as latents of low rank, keys before RoPE; `rank` of the channels stay, coded by `latents`.
 
     latent = mix U_r^T (x - mean), with U_r the axes of the model that `kvfold calibrate` found worth most and mix an
@@ -55,7 +55,6 @@ class Palu(Codec):
     states it, as a saved session does, another content is refused.
     """
 
-    needs_basis: ClassVar[bool] = True
     file: str
     latents: Codec = _AS_THEY_ARE
     rank: float = 0.7
@@ -95,7 +94,7 @@ class Palu(Codec):
     def encode(self, side: Side, slots: Slots, state: State) -> dict[str, Tensor]:
         return self.latents.encode("v", slots, state)
 
-    def decode(self, side: Side, fields: Fields, dtype: torch.dtype, below_ND: Tensor | None = None) -> Tensor:
+    def decode(self, side: Side, fields: Fields, dtype: torch.dtype) -> Tensor:
         return self.latents.decode("v", fields, dtype)
 
     def check(self, spec: ModelSpec) -> None:

@@ -15,10 +15,8 @@ def check_policy(policy: Policy, spec: ModelSpec) -> None:
     evicts = policy.prefill.size is not None or policy.decode.size is not None
     if evicts and not spec.compressible_layers:
         raise PolicyError(f'policy "{policy.short}": every layer of {spec.name} is a sliding window; use "full"')
-    for _, stage in policy.stages():
-        stage.budget.check(spec)
-    for codec in policy.codec.codecs:
-        codec.check(spec)
+    for variant in policy.variants:
+        variant.check(spec)
     _check_layers(policy, spec)
     _check_output(policy, spec)
     _check_predictor(policy, spec)

@@ -51,7 +51,7 @@ class PageRewrite:
         self._kept.apply()
         copy_fp_sinks(self.sequence, self.changes)
         tail = self.sequence.tail
-        _write_new(tail, _bent(tail.layers, self.changes))
+        _write_new(tail, _merged_below(tail.layers, self.changes))
         for layer, change in zip(tail.layers, self.changes, strict=True):
             if not self.decoding:
                 layer.release_unused()
@@ -159,14 +159,14 @@ def _lost(lens: Sequence[int], keep: Sequence[Tensor]) -> list[int]:
     return [length - len(index) for length, index in zip(lens, keep, strict=True)]
 
 
-def _bent(layers: Sequence[LayerPages], changes: Sequence[LayerChange]) -> list[LayerChange]:
-    """The changes, where a codec wants the layer below to store something between the two layers."""
+def _merged_below(layers: Sequence[LayerPages], changes: Sequence[LayerChange]) -> list[LayerChange]:
+    """The changes, with the layer below merged where a cross-layer codec (MiniCache) asks for it."""
     found = list(changes)
     for i in reversed(range(1, len(layers))):
         upper, lower, counts = found[i], found[i - 1], found[i].counts
         if layers[i].page_class.needs_below and any(counts):
-            k_ND = layers[i].bend("k", lower.k_ND, upper.k_ND, counts)
-            v_ND = layers[i].bend("v", lower.v_ND, upper.v_ND, counts)
+            k_ND = layers[i].merge_below("k", lower.k_ND, upper.k_ND, counts)
+            v_ND = layers[i].merge_below("v", lower.v_ND, upper.v_ND, counts)
             found[i - 1] = replace(lower, k_ND=k_ND, v_ND=v_ND)
     return found
 

@@ -1,10 +1,9 @@
-"""Slots of one layer's pages, decoded run by run; where a codec needs the layer below, its slots are fetched here.
+"""Decode (dequantise) the slots of one layer's pages run by run; cross-layer codecs get the layer below here.
 
-A codec that stores what the layer below does not tell (`needs_below`) is given the same slots of that layer as a
-reader decodes them, in the model's own basis and fp32. Both layers hold
-the same slots in the same order, since such a codec is refused where anything is evicted; runs and page sizes may
-differ, so slots are matched by their place in the head's row. The layer below may need its own: each layer of a chain
-decodes all those under it, so `layers=1::2` reads least.
+A `CrossLayerCodec` is given the same slots of the layer below as decoded, in the model's own basis and fp32. Both
+layers hold the same slots in the same order, since such a codec is refused where anything is evicted; runs and page
+sizes may differ, so slots are matched by their place in the head's row. The layer below may need its own: each layer of
+a chain decodes all those under it, so `layers=1::2` reads least.
 
     N flat slots of a run, used or not   n slots of a head   D head dim
 """
@@ -16,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvfold.codec.base import SIDES, Side
+from kvfold.codec.base import SIDES, CrossLayerCodec, Side
 from kvfold.pages.extent import Run
 from kvfold.pages.latents import rebuilt_run
 from kvfold.pages.layer import LayerPages
@@ -27,9 +26,9 @@ def decode_run(pages: LayerPages, run: Run, side: Side, dtype: torch.dtype) -> T
     codec = pages.page_class.codec(side)
     if side in pages.bases:
         return rebuilt_run(pages, run, side).to(dtype)
-    if not codec.needs_below:
-        return codec.decode(side, run.side(side), dtype)
-    return codec.decode(side, run.side(side), dtype, _below_run(pages, run, side))
+    if isinstance(codec, CrossLayerCodec):
+        return codec.decode(side, run.side(side), dtype, _below_run(pages, run, side))
+    return codec.decode(side, run.side(side), dtype)
 
 
 def restored_run(pages: LayerPages, run: Run, side: Side, dtype: torch.dtype) -> Tensor:

@@ -18,7 +18,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kvfold.codec.base import Side, Slots, State
+from kvfold.codec.base import CrossLayerCodec, Side, Slots, State
 from kvfold.codec.basis import Basis
 from kvfold.pages.arena import Span
 from kvfold.pages.async_copy import row_numbers
@@ -164,15 +164,15 @@ class LayerPages:
             codes |= {f"{side}.{name}": rows for name, rows in fields.items()}
         return codes
 
-    def bend(self, side: Side, below_ND: Tensor, x_ND: Tensor, counts: Sequence[int]) -> Tensor:
+    def merge_below(self, side: Side, below_ND: Tensor, x_ND: Tensor, counts: Sequence[int]) -> Tensor:
         """New slots of the layer below as this layer's codec wants them stored there."""
         codec = self.page_class.codec(side)
-        if not codec.bends:
+        if not isinstance(codec, CrossLayerCodec) or not codec.merges_below:
             return below_ND
         index_N = _padded(counts, self.page_class.group).to(x_ND.device)
         first_N = torch.ones_like(index_N, dtype=torch.bool)
         first_N[1:] = index_N[1:] != index_N[:-1]
-        return codec.bend(side, below_ND[index_N], x_ND[index_N])[first_N]
+        return codec.merge_below(side, below_ND[index_N], x_ND[index_N])[first_N]
 
     def append(self, codes: Codes, counts: Sequence[int]) -> None:
         """Write codes (as `encode` or `gather` made them) behind each head's slots; room was reserved before."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvfold.codec.base import Codec, Side
-from kvfold.codec.basis import Basis
+from kvfold.codec.basis import Basis, LowRankCodec
 from kvfold.core import ModelSpec
 from kvfold.pages.arena import Arena
 from kvfold.pages.layer import LayerPages
@@ -25,7 +25,9 @@ class PageConfig:
 def layer_pages(spec: ModelSpec, policy: Policy, config: PageConfig, index: int, arena: Arena) -> LayerPages:
     """One layer of an empty segment."""
     codecs = _codecs(spec, policy, index)
-    bases = _known({side: codec.basis(side, spec, index, arena.device) for side, codec in codecs})
+    bases = {
+        side: codec.basis(side, spec, index, arena.device) for side, codec in codecs if isinstance(codec, LowRankCodec)
+    }
     page_class = _page_class(spec, policy, config, index, bases)
     return LayerPages(page_class, spec.layers[index].num_kv_heads, bases=bases)
 
@@ -36,11 +38,6 @@ def _codecs(spec: ModelSpec, policy: Policy, index: int) -> tuple[tuple[Side, Co
         return ()
     k, v = policy.codec.sides(index, spec.num_layers)
     return ("k", k), ("v", v)
-
-
-def _known(bases: dict[Side, Basis | None]) -> dict[Side, Basis]:
-    """Of the sides that a layer stores as latents."""
-    return {side: basis for side, basis in bases.items() if basis is not None}
 
 
 def _page_class(spec: ModelSpec, policy: Policy, config: PageConfig, index: int, bases: dict[Side, Basis]) -> PageClass:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from kvfold.errors import PolicyError
 from kvfold.policy.bind import missing_arguments
@@ -11,6 +11,10 @@ from kvfold.policy.parts import PolicyParts
 from kvfold.policy.registry import Term, term_of, terms
 from kvfold.policy.stage import Stage
 from kvfold.policy.text import noun
+
+if TYPE_CHECKING:
+    from kvfold.codec.base import Codec
+    from kvfold.codec.basis import LowRankCodec
 
 
 def check(policy: PolicyParts) -> None:
@@ -174,7 +178,7 @@ def _check_below(policy: PolicyParts) -> None:
 
 
 def _check_basis(policy: PolicyParts) -> None:
-    for codec in (codec for codec in policy.codec.codecs if codec.needs_basis):
+    for codec in filter(_is_low_rank, policy.codec.codecs):
         if policy.attend.chooses:
             raise PolicyError(
                 f"codec {_name(codec)} stores keys before RoPE, and reader {_name(policy.attend)} judges pages by keys "
@@ -185,6 +189,10 @@ def _check_basis(policy: PolicyParts) -> None:
                 f"codec {_name(codec)} with this file stores {codec.heads_together} heads together, and each head may "
                 "evict other slots; keep everything with full, or write a file with kvfold calibrate --heads 1"
             )
+
+
+def _is_low_rank(codec: Codec) -> TypeGuard[LowRankCodec]:
+    return codec.needs_basis
 
 
 def _check_reader(policy: PolicyParts) -> None:

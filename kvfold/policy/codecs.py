@@ -53,7 +53,7 @@ class CodecPlan:
     def sides(self, layer: int, num_layers: int) -> tuple[Codec, Codec]:
         """Codecs of the keys and of the values of one layer."""
         if self.layers.holds(layer, num_layers):
-            return self.k.at(layer), self.v.at(layer)
+            return self.k, self.v
         native: Codec = default("codec")
         return native, native
 
@@ -61,4 +61,4 @@ class CodecPlan:
     def codecs(self) -> tuple[Codec, ...]:
         """Every codec that some layer may use, each once."""
         outside = () if self.layers.is_all else (default("codec"),)
-        return tuple(dict.fromkeys((*self.k.codecs, *self.v.codecs, *outside)))
+        return tuple(dict.fromkeys((self.k, self.v, *outside)))

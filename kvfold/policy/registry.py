@@ -16,9 +16,12 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvfold.errors import PolicyError
+
+if TYPE_CHECKING:
+    from kvfold.core import ModelSpec
 
 AXES = ("score", "budget", "size", "when", "protect", "evicted", "position", "codec", "attend", "prefill")
 _NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
@@ -31,6 +34,9 @@ class Term:
     def validate(self) -> str | None:
         """Why its arguments cannot work, as the end of an error message; None if they can."""
         return None
+
+    def check(self, spec: ModelSpec) -> None:
+        """PolicyError if it does not fit this model. Default: it does."""
 
     @property
     def identity(self) -> str | None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvfold.codec import Codec, Field, Fields, Int8, Side, Slots, State
+from kvfold.codec import Codec, CrossLayerCodec, Field, Fields, Int8, Side, Slots, State
 from kvfold.errors import InputError
 from tests.codec.common import relative_error
 
@@ -24,10 +24,9 @@ SIDES: tuple[Side, ...] = ("k", "v")
 
 
 @dataclass(frozen=True)
-class Residual(Codec):
+class Residual(CrossLayerCodec):
     """int8 of the difference to the layer below, for both sides."""
 
-    needs_below: ClassVar[bool] = True
     inner: ClassVar[Codec] = Int8()
 
     def fields(self, side: Side, head_dim: int, kv_dtype: torch.dtype) -> tuple[Field, ...]:

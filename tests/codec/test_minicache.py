@@ -34,9 +34,9 @@ def pairs(num_slots: int, apart: float = 0.3, head_dim: int = 32) -> tuple[Tenso
 
 def merged(codec: MiniCache, lower_ND: Tensor, upper_ND: Tensor) -> tuple[Tensor, Tensor]:
     """Both layers as a reader gets them."""
-    bent_ND = codec.bend("k", lower_ND, upper_ND)
-    slots = Slots(upper_ND, torch.zeros(len(upper_ND), dtype=torch.int64), bent_ND)
-    return bent_ND, codec.decode("k", codec.encode("k", slots, {}), torch.float32, bent_ND)
+    merged_ND = codec.merge_below("k", lower_ND, upper_ND)
+    slots = Slots(upper_ND, torch.zeros(len(upper_ND), dtype=torch.int64), merged_ND)
+    return merged_ND, codec.decode("k", codec.encode("k", slots, {}), torch.float32, merged_ND)
 
 
 def test_two_slots_worked_by_hand() -> None:

@@ -27,7 +27,6 @@ from kvfold.passes.captured.block_tables import Layout
 from kvfold.passes.captured.observers import has_queries
 from kvfold.passes.captured.position_shifts import shifts_of
 from kvfold.passes.captured.step_observer import StepObserver
-from kvfold.policy.reader import All
 from kvfold.policy.registry import term_of
 
 _NAMES = {dtype: name for name, dtype in FLOATS.items()}
@@ -58,7 +57,7 @@ def _find_layout(sequence: SequenceCache) -> Layout | None:
     classes = tuple(layer.page_class for layer in sequence.tail.layers)
     known = all(_codec_name(codec, c.kv_dtype) in CODECS for c in classes for codec in (c.k, c.v))
     aligned = all(stride * c.page_size % 16 == 0 for c in classes for stride in slot_strides(c))
-    whole = isinstance(policy.attend, All) and recall_of(policy) is None
+    whole = not policy.attend.chooses and recall_of(policy) is None
     needs = ObserverNeeds.of([policy], decoding=True)
     if not known or not aligned or not whole or needs.query_stats or len(spec.compressible_layers) < spec.num_layers:
         return None
