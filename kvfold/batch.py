@@ -1,4 +1,4 @@
-"""Many prompts at once: read in one pass, answered together."""
+"""Offline batch inference: prompts prefilled in one pass and decoded together (static batching)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def generate_batch(
     draft_from: Sequence[Sequence[int]] = (),
     progress: Progress | None = None,
 ) -> list[Reply]:
-    """Replies to a ragged batch of prompts, prefilled and decoded together; each prompt is compressed whole."""
+    """Replies to a ragged batch of prompts, prefilled and decoded together; each is compressed at its end."""
     if isinstance(prompts, str) or not prompts:
         raise InputError("prompts is a non-empty list of texts")
     check_speculation(speculate, draft_from)

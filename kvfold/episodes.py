@@ -1,16 +1,16 @@
-"""A long conversation as a few episodes, each with a small cache of its own (EpiCache, arXiv:2509.17396).
+"""EpiCache (arXiv:2509.17396): a long conversation as a few episodes, each with a small KV cache of its own.
 
     with Episodes(model, turns, num_episodes=4, slots=512) as episodes:
         print(episodes.ask("What was the name of the hotel?").text)
 
-Turns are clustered by what they are about. For every cluster the whole history is read once, block by block, and after
-each block a cache keeps the slots that the cluster's most typical turns attend to: no block is ever compressed by its
-own end, and memory is bounded by `slots` and one block. A question goes to the cache of the cluster it is nearest to.
+Turns are clustered by topic. For every cluster the whole history is prefilled once, block by block, and after each
+block the cache keeps the slots that the cluster's medoid turns attend to: no block is scored by its own end, and memory
+is bounded by `slots` and one block. A question is routed to the cache of the nearest cluster.
 
 Differences from the reference: turns are compared by their words (TF-IDF), not by an embedding model; layers and heads
 share slots by a budget of the policy language (`ada`: heads; `global`: layers too), and only with a profile that was
-measured `--by keys` by how much the keys of a layer change when the past is cut; typical turns are read as they are,
-without an instruction in front; all caches stay on the device. Reading costs one prefill per episode.
+measured `--by keys` by how much the keys of a layer change when the past is cut; medoid turns are used as they are,
+without an instruction in front; all caches stay on the device. The cost is one prefill per episode.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _Kept = list[list[torch.Tensor]]  # positions, by layer and head
 
 
 class Episodes:
-    """Caches over one history, one for each of at most `num_episodes` clusters of `window` turns.
+    """KV caches over one history, one for each of at most `num_episodes` clusters of `window` turns.
 
-    `slots`: what a head of each cache keeps on average of the history. `block_len`: tokens that are read before the
-    next eviction, in whole turns. `num_typical`: windows nearest to a cluster's centre that say what it needs. `terms`:
-    more of the policy, such as "ada + int8".
+    `slots`: mean slots per head of each cache. `block_len`: tokens between two evictions, in whole turns.
+    `num_typical`: medoids of a cluster, the windows whose queries score the history. `terms`: more terms of the policy,
+    such as "ada + int8".
     """
 
     def __init__(
@@ -79,12 +79,12 @@ class Episodes:
             raise
 
     def _patch(self, episode: int, num_typical: int) -> list[int]:
-        """Tokens of the windows that are typical of an episode."""
+        """Tokens of an episode's medoid windows (the patched prompt of the paper)."""
         typical = [self.windows[i] for i in self.topics.medoids(episode, num_typical)]
         return self._ids("\n" + "\n".join(typical))
 
     def _start(self, patch_len: int, slots: int, terms: str) -> Session:
-        """The patch votes as the end of a prompt would, on the past alone."""
+        """A session whose observation window is the patch; only tokens before it are scored."""
         size = slots + patch_len + PageConfig.open_len
         return Session(self.model, f"prefill(epicache(window={patch_len}) + {size}tok) + {terms}")
 
@@ -104,11 +104,11 @@ class Episodes:
         return found
 
     def route(self, question: str) -> int:
-        """The number of the episode that a question belongs to."""
+        """Index of the episode nearest to a question."""
         return self.topics.nearest(question)
 
     def ask(self, question: str, **options: Any) -> Reply:
-        """Ask the episode that the question belongs to, changing nothing; options as for `Session.ask`."""
+        """Ask the nearest episode without changing it; options as for `Session.ask`."""
         if not self.sessions:
             raise InputError("the episodes are closed; make new ones")
         return self.sessions[self.route(question)].ask(question, **options)
@@ -118,7 +118,7 @@ class Episodes:
         return [session.stats() for session in self.sessions]
 
     def close(self) -> None:
-        """Give the memory back. Closing twice is fine."""
+        """Free the pages. Closing twice is fine."""
         for session in self.sessions:
             session.close()
         self.sessions = []
@@ -134,7 +134,7 @@ class Episodes:
 
 @torch.inference_mode()
 def _keep_for(session: Session, patch: Sequence[int]) -> None:
-    """Drop what does not survive when the patch is read next; of the patch itself nothing stays."""
+    """Evict the slots that a prefill of the patch would evict; the patch itself is not appended."""
     cache = session.cache
     heads = [range(layer.num_kv_heads) for layer in cache.spec.layers]
     with session.fork() as branch:
@@ -147,7 +147,7 @@ def _keep_for(session: Session, patch: Sequence[int]) -> None:
 
 
 def _without(cache: SequenceCache, layer: int, kept: Sequence[torch.Tensor]) -> LayerChange:
-    """The change that leaves a layer with the slots at these positions."""
+    """The change that keeps only the slots at these positions in a layer."""
     spec, device = cache.spec.layers[layer], cache.arena.device
     none_ND = torch.empty(0, spec.head_dim, dtype=cache.spec.kv_dtype, device=device)
     none_N = torch.empty(0, dtype=torch.int64, device=device)

@@ -1,11 +1,11 @@
-"""One conversation over one compressed cache: extend, ask, generate, fork, save, load.
+"""One conversation over one compressed KV cache: extend, ask, generate, fork, save, load.
 
     session = Session(model, policy="snapkv + ada + 8x + int4")
     session.extend(long_text)
     print(session.ask("What is the code?").text)
 
-With a chat model, text goes into an open user turn: `extend` adds to it, `ask` and `generate` close it and let the
-model reply. `template=None` leaves text as it is; token ids always go in as they are.
+With a chat model, text goes into an open user turn: `extend` adds to it, `ask` and `generate` close it and open the
+reply. `template=None` encodes text as it is; token ids are never changed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, NoReturn, overload
 
 from torch import Tensor
@@ -37,17 +36,17 @@ from kvfold.stats import Stats, kept_positions, measure
 
 @dataclass(frozen=True)
 class Reply:
-    """What a generation returned."""
+    """The result of a generation."""
 
     text: str
     token_ids: list[int]
     reason: StopReason
     stats: Stats
-    decode_ms: float  # mean over the tokens that ran
+    decode_ms: float  # mean inter-token latency
 
     @classmethod
     def of(cls, request: Request, stats: Stats) -> Reply:
-        """To a request that has ended; `stats` of its session now."""
+        """The reply of a request that has ended; `stats` of its session now."""
         assert request.reason is not None
         stats = replace(
             stats,
@@ -61,7 +60,7 @@ class Reply:
 
 
 class Session:
-    """A sequence of tokens and its cache. Close it, or use it in a `with` statement, to give its memory back."""
+    """A token sequence and its KV cache. Close it, or use it in a `with` statement, to free its pages."""
 
     def __init__(
         self,
@@ -80,13 +79,13 @@ class Session:
         self.conversation = Conversation(model.tokenizer, self.template, model.spec.eos_token_ids)
         self.runner = Runner(model.hf, model.spec, model.arena, chunk_len=chunk_len, compile=model.compile)
         self.cache = self.runner.new_sequence(self.policy, PageConfig(page_size, open_len))
-        self.token_ids: list[int] = []  # all of them; the last few may not be in the cache yet
+        self.token_ids: list[int] = []  # all of them; the last few may not be in the KV cache yet
         self.prefill_s = 0.0
         self._turn: Turn = "start"
         self._logits_V: Tensor | None = None
         self._is_closed = False
 
-    # Reading
+    # Prefill
 
     def extend(
         self,
@@ -97,9 +96,9 @@ class Session:
         pin: bool = False,
         progress: Progress | None = None,
     ) -> Session:
-        """Read text, token ids, or messages (through the chat template), and compress as the policy says.
+        """Prefill text, token ids, or messages (through the chat template), and compress by the policy.
 
-        `compress=False` keeps everything that is new; `pin=True` protects it from every later eviction.
+        `compress=False` keeps all new tokens; `pin=True` also protects them from every later eviction.
         """
         if (text is None) == (messages is None):
             raise InputError("extend takes either text (or token ids) or messages=[…]")
@@ -133,7 +132,7 @@ class Session:
         return self
 
     def _interrupted(self, ids: list[int], turn: Turn, pin: bool) -> None:
-        """Nothing was read, or, between chunks, the chunks that were finished."""
+        """Record the chunks that were finished before an interruption, where the policy compresses between chunks."""
         start, end = len(self.token_ids), self.cache.committed_len
         if pin:
             self.cache.pinned.pop()
@@ -148,10 +147,10 @@ class Session:
         if self._is_closed:
             raise InputError("the session is closed; make a new one")
 
-    # Writing
+    # Generation
 
     def ask(self, question: str, *, max_new_tokens: int = 64, **options: Any) -> Reply:
-        """Ask without changing the session: fork, read the question (kept whole), generate."""
+        """Ask without changing the session: fork, prefill the question uncompressed, generate."""
         with self.fork() as branch:
             in_turn = self.template is not None and self._turn == "user"
             branch.extend(f"\n\n{question}" if in_turn else question, compress=False)
@@ -164,10 +163,10 @@ class Session:
     def generate(self, *, stream: Literal[True], **options: Any) -> Iterator[str]: ...
     def generate(self, *, stream: bool = False, **options: Any) -> Reply | Iterator[str]:
         """Continue. Options: max_new_tokens (256), temperature (0: greedy), top_k, top_p, seed, stop (list of strings),
-        speculate (False; True or a number: draft so many tokens by lookup in the session's text, verify them in one
-        pass), draft_from (token ids of earlier outputs to look in too).
+        speculate (False; True or a number: draft so many tokens by n-gram lookup in the session's text and verify them
+        in one pass), draft_from (token ids of earlier outputs to look up too).
 
-        Returns a Reply, or with `stream` an iterator over pieces of text; the reply becomes part of the session.
+        Returns a Reply, or with `stream` an iterator over text deltas; the reply becomes part of the session.
         """
         request = self._request(**options)
         if stream:
@@ -199,7 +198,7 @@ class Session:
         return Request(self.cache, self._logits_V, max_new_tokens, sampling, stop, drafter)
 
     def _begin_reply(self) -> None:
-        """Close an open user turn; run what was sampled last."""
+        """Close an open user turn, and run sampled tokens that are not in the KV cache yet."""
         opening = self.conversation.reply_ids(self._turn)
         if opening:
             self._read(opening, "reply", compress=False)
@@ -216,38 +215,32 @@ class Session:
             self._turn = "reply"
             self._logits_V = request.logits_V
 
-    # Looking
-
     def kept(self, layer: int, head: int) -> list[int]:
-        """Original positions of the slots one head still holds."""
+        """Original positions of the slots that one head keeps."""
         return kept_positions(self.cache, layer, head)
 
     def stats(self) -> Stats:
-        """Sizes now: lengths, bytes held, bytes read per step, slots by layer and head."""
+        """Sizes now: lengths, resident bytes, bytes read per decode step, slots by layer and head."""
         return replace(measure(self.cache), prefill_s=self.prefill_s)
 
-    # Life
-
     def fork(self) -> Session:
-        """A second session over the same tokens; sealed memory is shared until one of them evicts."""
+        """A second session over the same tokens; sealed pages are shared, copy-on-write."""
         self._require_open()
-        cache = self.cache.fork()  # first: a branch that got no memory must not come to hold, and release, this cache
+        cache = self.cache.fork()  # first: if it raises, no branch exists that would release this cache
         branch = object.__new__(Session)
         branch.__dict__.update(self.__dict__ | {"cache": cache, "token_ids": list(self.token_ids)})
         return branch
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Session:
-        """A fork: the memory of a session is the arena's, which is not copied."""
         return self.fork()
 
-    def __copy__(self) -> Session:
-        return self.fork()
+    __copy__ = fork
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise InputError("a session cannot be pickled: its slots lie in one process; use save() and Session.load")
 
     def close(self) -> None:
-        """Give the memory back. Closing twice is fine."""
+        """Free the pages. Closing twice is fine."""
         self.cache.release()
         self.token_ids = []
         self._is_closed = True
@@ -255,9 +248,7 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:
@@ -266,7 +257,7 @@ class Session:
             cache.release()
 
     def save(self, path: str | Path) -> None:
-        """Write the session to a file: codes as they are stored, with checksum, policy and weights digest."""
+        """Write the session to a file: compressed pages as they are, with checksum, policy and weights digest."""
         self._require_open()
         state = SessionState(
             policy=str(self.policy),
@@ -283,7 +274,7 @@ class Session:
 
     @classmethod
     def load(cls, model: Model, path: str | Path) -> Session:
-        """Read a saved session; FileError if it is truncated, altered, or of other weights."""
+        """Load a saved session; FileError if it is truncated, altered, or of other weights."""
         path = Path(path)
         state, tensors = read_session(path, model)
         try:

@@ -1,4 +1,4 @@
-"""Three numbers, never one: bytes held, bytes read per decode step, prefill time; beside the full cache."""
+"""Cost of one KV cache beside the full cache: resident bytes, bytes read per decode step, prefill time."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ class Stats:
     full_bytes: int  # what the ordinary bf16 cache would hold
     bytes_per_step: int  # stored bytes one decode step reads
     slots: list[list[int]] = field(repr=False)  # by layer and head, open block included
-    host_bytes: int = 0  # evicted slots that may be recalled; not in resident_bytes
+    host_bytes: int = 0  # offloaded slots that may be recalled; not in resident_bytes
     prefill_s: float = 0.0
     decode_ms: float | None = None
-    setup_s: float = 0.0  # spent on capturing and compiling decode steps for this reply; not in decode_ms
-    drafted: int = 0  # tokens proposed by lookup while this reply was written
+    setup_s: float = 0.0  # CUDA graph capture and compilation during this reply; not in decode_ms
+    drafted: int = 0  # tokens drafted by n-gram lookup for this reply
     accepted: int = 0  # of these
     tokens_per_pass: float | None = None  # 1 without drafts
 
     @property
     def ratio(self) -> float:
-        """Full bytes over resident bytes."""
+        """Compression ratio: full bytes over resident bytes."""
         return self.full_bytes / max(self.resident_bytes, 1)
 
     @property
     def mean_slots(self) -> float:
-        """Slots per head."""
+        """Mean slots per head."""
         counts = [count for layer in self.slots for count in layer]
         return sum(counts) / max(len(counts), 1)
 
@@ -57,7 +57,7 @@ def measure(sequence: SequenceCache) -> Stats:
 
 
 def kept_positions(sequence: SequenceCache, layer: int, head: int) -> list[int]:
-    """Original positions of the slots that one head still holds; negative numbers count from the end."""
+    """Original positions of the slots that one head keeps; negative indices count from the end."""
     layers = sequence.spec.num_layers
     if not -layers <= layer < layers:
         raise InputError(f"layer {layer} does not exist; the model has layers 0 to {layers - 1}")

@@ -1,9 +1,8 @@
-"""Yield points: where a long computation lets others have the model, from however deep inside of it.
+"""Yield points: cooperative scheduling inside a forward pass, so that a chunked prefill can pause between layers.
 
-A computation that may be interrupted calls `yield_point()` between its parts. Nothing happens unless the thread that
-runs it was given a `switch`, which may run others before it returns, or raise to end the computation there. What a
-computation has changed in the model meanwhile, it changed through `patched`, and a switch runs others `unpatched`: they
-find the model as it was.
+A computation that may be interrupted calls `yield_point()` between its parts. Nothing happens unless its thread has a
+`switch`, which may run other work before it returns, or raise to end the computation. Changes to the model go through
+`patched`; a switch runs other work `unpatched`, so that it finds the model unchanged.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ _here = _Here()
 
 
 def yield_point(*, may_end: bool = True) -> None:
-    """Others may run now, if this thread lets them; not `may_end`: what has begun must be brought to its end."""
+    """Let other work run now, if this thread has a switch; `may_end=False`: the computation must not be ended here."""
     if _here.switch is not None:
         _here.switch(may_end)
 
 
 @contextmanager
 def yields_to(switch: Switch) -> Iterator[None]:
-    """Call `switch` at every yield point that this thread comes to while the context lasts."""
+    """Call `switch` at every yield point of this thread while the context lasts."""
     before, _here.switch = _here.switch, switch
     try:
         yield
@@ -51,7 +50,7 @@ def yields_to(switch: Switch) -> Iterator[None]:
 
 @contextmanager
 def patched(apply: Act, undo: Act) -> Iterator[None]:
-    """A change that lasts as long as the context, but for the time that the thread is `unpatched`."""
+    """A change that lasts as long as the context, except while the thread is `unpatched`."""
     _here.patches.append(_Patch(apply, undo))
     try:
         apply()

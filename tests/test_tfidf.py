@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 
-from kvfold.tfidf import Topics, Words
+from kvfold.tfidf import Topics, Vocabulary
 
 PIECES = [
     "the boat left the harbour",
@@ -24,7 +24,7 @@ PIECES = [
 
 def test_weights_are_tf_idf() -> None:
     """Two pieces; `b` stands in both, so it counts 1; `a` in one, so ln(3 / 2) + 1, twice."""
-    words = Words.of(["a b A", "b"])
+    words = Vocabulary.of(["a b A", "b"])
     a = 2 * (math.log(3 / 2) + 1)
     found = words.vectors(["a b A", "b", "unknown"])
     expected = torch.tensor([[a, 1.0], [0.0, 1.0], [0.0, 0.0]], dtype=torch.float64)
@@ -52,7 +52,7 @@ def test_a_question_of_strange_words_goes_to_the_largest() -> None:
 def test_medoids_are_the_nearest_to_the_centre_in_order() -> None:
     topics = Topics.of(PIECES, 2)
     mine = [1, 3, 5]
-    near = {i: float(topics.piece_NW[i] @ topics.centre_EW[topics.label_N[1]]) for i in mine}
+    near = {i: float(topics.text_NW[i] @ topics.centre_EW[topics.label_N[1]]) for i in mine}
     best = sorted(sorted(mine, key=lambda i: -near[i])[:2])
     assert topics.medoids(int(topics.label_N[1]), 2) == best
     assert topics.medoids(int(topics.label_N[1]), 9) == mine
