@@ -16,7 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,6 +50,14 @@ class Slots:
     below_ND: Tensor | None = None
 
 
+class KernelFormat(NamedTuple):
+    """How CUDA kernels read and write codes: rows of "float", "fp8" with a scale, or "int" on grids."""
+
+    form: Literal["float", "fp8", "int"]
+    bits: int = 0  # of a code; 0 for floats
+    clip: float = 1.0  # how much of its span an integer grid covers
+
+
 class Codec(Term, ABC):
     """Stateless; what it learns from the first sealed slots (a mean key) is its State, kept with the segment."""
 
@@ -59,6 +67,11 @@ class Codec(Term, ABC):
     lossless: ClassVar[bool] = False
     as_floats: ClassVar[bool] = False  # a slot is one row of floats, field "x", in the model's own basis
     fp_sinks: ClassVar[int] = 0  # first slots of a sequence also kept in full precision (pages/fp_sinks.py)
+
+    @property
+    def kernel(self) -> KernelFormat | None:
+        """The format that kernels know it by; None: pages and attention use PyTorch."""
+        return None
 
     def group(self, side: Side) -> int:
         """Slots that share metadata; 1 for relocatable codecs."""

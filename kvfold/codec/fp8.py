@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvfold.codec import grid
-from kvfold.codec.base import Field, Fields, Side, Slots, State
+from kvfold.codec.base import Field, Fields, KernelFormat, Side, Slots, State
 from kvfold.codec.centred import CentredCodec
 from kvfold.policy.registry import register
 
@@ -31,6 +31,10 @@ class Fp8(CentredCodec):
 
     The bits are kept as bytes, which every gather can move.
     """
+
+    @property
+    def kernel(self) -> KernelFormat:
+        return KernelFormat("fp8", 8)
 
     def fields(self, side: Side, head_dim: int, kv_dtype: torch.dtype) -> tuple[Field, ...]:
         return (Field("code", torch.uint8, head_dim), Field("scale", grid.META, 1))

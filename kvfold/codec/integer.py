@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvfold.codec import grid, packing
-from kvfold.codec.base import Field, Fields, Side, Slots, State
+from kvfold.codec.base import Field, Fields, KernelFormat, Side, Slots, State
 from kvfold.codec.centred import CentredCodec
 from kvfold.errors import PolicyError
 from kvfold.policy.registry import register
@@ -32,6 +32,10 @@ class IntegerCodec(CentredCodec):
     def __post_init__(self) -> None:
         if self.group_size is not None and self.group_size < 1:
             raise PolicyError(f"group_size={self.group_size} must be a positive number of channels; try group_size=64")
+
+    @property
+    def kernel(self) -> KernelFormat:
+        return KernelFormat("int", self.bits, self.clip)
 
     def fields(self, side: Side, head_dim: int, kv_dtype: torch.dtype) -> tuple[Field, ...]:
         num_groups = head_dim // self._channels(head_dim)

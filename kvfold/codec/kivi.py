@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvfold.codec import grid, packing
-from kvfold.codec.base import Codec, Field, Fields, Side, Slots, State
+from kvfold.codec.base import Codec, Field, Fields, KernelFormat, Side, Slots, State
 from kvfold.errors import InputError
 from kvfold.policy.registry import register
 
@@ -36,6 +36,10 @@ class KiviCodec(Codec):
 
     def group(self, side: Side) -> int:
         return GROUP if side == "k" else 1
+
+    @property
+    def kernel(self) -> KernelFormat:
+        return KernelFormat("int", self.bits)
 
     def fields(self, side: Side, head_dim: int, kv_dtype: torch.dtype) -> tuple[Field, ...]:
         code = Field("code", torch.uint8, packing.packed_width(head_dim, self.bits))

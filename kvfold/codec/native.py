@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvfold.codec.base import Codec, Field, Fields, Side, Slots, State
+from kvfold.codec.base import Codec, Field, Fields, KernelFormat, Side, Slots, State
 from kvfold.policy.registry import register
 
 
@@ -24,6 +24,10 @@ class Native(Codec):
 
     lossless: ClassVar[bool] = True
     as_floats: ClassVar[bool] = True
+
+    @property
+    def kernel(self) -> KernelFormat:
+        return KernelFormat("float")
 
     def fields(self, side: Side, head_dim: int, kv_dtype: torch.dtype) -> tuple[Field, ...]:
         return (Field("x", kv_dtype, head_dim),)
@@ -41,6 +45,10 @@ class Bf16(Codec):
     """Rounded to bf16, 2 bytes per channel; nothing is lost where the model computes in bf16."""
 
     as_floats: ClassVar[bool] = True
+
+    @property
+    def kernel(self) -> KernelFormat:
+        return KernelFormat("float")
 
     def fields(self, side: Side, head_dim: int, kv_dtype: torch.dtype) -> tuple[Field, ...]:
         return (Field("x", torch.bfloat16, head_dim),)

@@ -1,6 +1,6 @@
-"""What a kernel must know of a codec: how its codes lie in memory and how they become numbers.
+"""Formats that attention kernels dequantise: codecs by the names that operators take, from `Codec.kernel`.
 
-Facts of the codecs in kvfold/codec, under the names that the operators take. Nothing here needs triton.
+Nothing here needs triton.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Literal, NamedTuple
 import torch
 
 from kvfold.codec import Codec, Fp8, Int2, Int4, Int8, Kivi2, Kivi4, Native
-from kvfold.codec.kivi import GROUP
 from kvfold.errors import InputError
+from kvfold.policy.registry import term_of
 
 Form = Literal["float", "fp8", "int"]
 
@@ -54,16 +54,17 @@ class Format(NamedTuple):
         return head_dim if is_key and self.key_span > 1 else channel_groups
 
 
+def _packed(codec: Codec) -> Format:
+    kernel = codec.kernel
+    assert kernel is not None
+    return Format(codec, kernel.form, torch.uint8, kernel.bits, codec.group("k"))
+
+
 FLOATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 _FORMATS: dict[str, Format] = {
     **{name: Format(Native(), "float", dtype, dtype.itemsize * 8) for name, dtype in FLOATS.items()},
-    "fp8": Format(Fp8(), "fp8", torch.uint8, 8),
-    "int8": Format(Int8(), "int", torch.uint8, 8),
-    "int4": Format(Int4(), "int", torch.uint8, 4),
-    "int2": Format(Int2(), "int", torch.uint8, 2),
-    "kivi4": Format(Kivi4(), "int", torch.uint8, 4, GROUP),
-    "kivi2": Format(Kivi2(), "int", torch.uint8, 2, GROUP),
+    **{term_of(codec).name: _packed(codec) for codec in (Fp8(), Int8(), Int4(), Int2(), Kivi4(), Kivi2())},
 }
 CODECS = frozenset(_FORMATS)
 

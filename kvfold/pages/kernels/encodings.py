@@ -1,4 +1,4 @@
-"""What a kernel must know to encode slots: facts of the codecs in kvfold/codec. Nothing here needs triton."""
+"""Formats that page kernels quantise to, from `Codec.kernel` and the fields of a page. Nothing here needs triton."""
 
 from __future__ import annotations
 
@@ -6,10 +6,6 @@ from functools import cache
 from typing import Literal, NamedTuple
 
 from kvfold.codec.base import SIDES, Side
-from kvfold.codec.fp8 import Fp8
-from kvfold.codec.integer import IntegerCodec
-from kvfold.codec.kivi import KiviCodec
-from kvfold.codec.native import Bf16, Native
 from kvfold.pages.layout import PageClass
 
 
@@ -26,17 +22,12 @@ class Encoding(NamedTuple):
 def encoding_of(page_class: PageClass, side: Side) -> Encoding | None:
     """None where there is no kernel for it."""
     codec = page_class.codec(side)
-    match codec:
-        case Native() | Bf16() if _stays(page_class, side):
-            return Encoding("float")
-        case Fp8():
-            return Encoding("fp8")
-        case IntegerCodec():
-            return Encoding("int", codec.bits, codec.clip, _grid_channels(page_class, side))
-        case KiviCodec():
-            return Encoding("int", codec.bits, 1.0, _grid_channels(page_class, side), codec.group(side))
-        case _:
-            return None
+    kernel = codec.kernel
+    if kernel is None or (kernel.form == "float" and not _stays(page_class, side)):
+        return None
+    if kernel.form != "int":
+        return Encoding(kernel.form)
+    return Encoding("int", kernel.bits, kernel.clip, _grid_channels(page_class, side), codec.group(side))
 
 
 def _stays(page_class: PageClass, side: Side) -> bool:
