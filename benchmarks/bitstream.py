@@ -27,7 +27,7 @@ from kvfold.engine.runner import Runner
 from kvfold.models.loader import Model
 from kvfold.pages.sequence import SequenceCache
 from kvfold.store import HostTier, PrefixStore
-from kvfold.store.entry.encodings import FORMS, Form, Like
+from kvfold.store.entry.encodings import ENCODINGS, Encoding, TensorSpec
 from kvfold.store.entry.slots import read_slots
 from kvfold.store.key import CHUNK_LEN
 from tests.engine.reusing import prefill_reusing
@@ -66,19 +66,19 @@ class Case:
         return sum(sizes), torch.stack(steps).float().log_softmax(-1)
 
 
-def speeds(form: Form, sequence: SequenceCache, num_tokens: int) -> dict[str, float]:
+def speeds(form: Encoding, sequence: SequenceCache, num_tokens: int) -> dict[str, float]:
     """MB of exact bytes by seconds of the processor, over all layers."""
     seconds, num_bytes = {"pack": 0.0, "unpack": 0.0}, 0
     for layer in range(sequence.spec.num_layers):
         starts = range(0, num_tokens, CHUNK_LEN)
         chunks = [read_slots(sequence, layer, start, start + CHUNK_LEN) for start in starts]
-        likes = {name: Like(x.dtype, tuple(x.shape)) for name, x in chunks[0].items()}
+        specs = {name: TensorSpec(x.dtype, tuple(x.shape)) for name, x in chunks[0].items()}
         num_bytes += sum(x.nbytes for fields in chunks for x in fields.values())
         began = time.thread_time()
         packed = [form.pack(fields, layer / sequence.spec.num_layers) for fields in chunks]
         seconds["pack"] += time.thread_time() - began
         began = time.thread_time()
-        form.unpack(packed, likes)
+        form.unpack(packed, specs)
         seconds["unpack"] += time.thread_time() - began
     return {f"{name}_mb_s": num_bytes / 1e6 / value for name, value in seconds.items()}
 
@@ -88,7 +88,7 @@ def rows(case: Case) -> list[dict[str, object]]:
     sequence = case.runner.new_sequence(kvfold.Policy.parse("full"))
     case.runner.prefill([sequence], [case.prefix])
     found: list[dict[str, object]] = []
-    for policy, form in [*(("full", name) for name in FORMS), ("full + int8", "exact"), ("full + int4", "exact")]:
+    for policy, form in [*(("full", name) for name in ENCODINGS), ("full + int8", "exact"), ("full + int4", "exact")]:
         is_exact = (policy, form) == ("full", "exact")
         num_bytes, logs_SV = (exact_bytes, exact_SV) if is_exact else case.over(policy, form)
         kl = (exact_SV.exp() * (exact_SV - logs_SV)).sum(-1).mean()
@@ -96,7 +96,7 @@ def rows(case: Case) -> list[dict[str, object]]:
         row = {"policy": policy, "form": form, "bytes_per_token": num_bytes / len(case.prefix)}
         row |= {"ratio": exact_bytes / num_bytes, "kl": float(kl), "same": float(same)}
         if policy == "full" and not is_exact:
-            row |= speeds(FORMS[form], sequence, len(case.prefix))
+            row |= speeds(ENCODINGS[form], sequence, len(case.prefix))
         found.append(row)
         print(json.dumps(row), flush=True)
     sequence.release()

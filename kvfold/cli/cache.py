@@ -23,7 +23,7 @@ from kvfold.errors import InputError
 from kvfold.policy.size import bytes_text
 
 if TYPE_CHECKING:
-    from kvfold.store.inspect import Found, View
+    from kvfold.store.inspect import EntryInfo, StoreInspector
 
 _EPILOG = """ls, stats and verify only read, so they work while a server owns the folder; clear and verify --quarantine
 change it, so they need it for themselves. Entries are shown by their scope: one for each model with its weights, policy
@@ -64,34 +64,34 @@ def _add_verb(verbs: Subparsers, name: str, text: str, run: Any) -> argparse.Arg
 
 
 @contextmanager
-def _views(args: argparse.Namespace, *, signed: bool = False) -> Iterator[list[View]]:
-    """The places that the options name; `signed`: entries are read, not only their names."""
+def _inspectors(args: argparse.Namespace, *, signed: bool = False) -> Iterator[list[StoreInspector]]:
+    """Inspectors of --disk and --redis; `signed`: entries are read, not only listed."""
     from kvfold.store.entry.signing import read_secret
-    from kvfold.store.inspect import FolderView, RedisView
+    from kvfold.store.inspect import FolderInspector, RedisInspector
 
     if args.disk is None and args.redis is None:
         raise InputError("no store is named; give --disk DIR, --redis URL, or both")
     secret = read_secret(args.store_secret) if signed else b""
     with ExitStack() as stack:
-        views: list[View] = [] if args.disk is None else [FolderView(args.disk, secret)]
-        views += [] if args.redis is None else [RedisView(args.redis, secret)]
-        for view in views:
-            stack.callback(view.close)
-        yield views
+        inspectors: list[StoreInspector] = [] if args.disk is None else [FolderInspector(args.disk, secret)]
+        inspectors += [] if args.redis is None else [RedisInspector(args.redis, secret)]
+        for inspector in inspectors:
+            stack.callback(inspector.close)
+        yield inspectors
 
 
-def _found(views: Sequence[View]) -> list[Found]:
+def _found(inspectors: Sequence[StoreInspector]) -> list[EntryInfo]:
     """By scope, then along prompts as far as names tell."""
-    found = [one for view in views for one in view.find()]
-    return sorted(found, key=lambda one: (one.place, one.key.scope, one.key.start, one.key.digest))
+    found = [one for inspector in inspectors for one in inspector.find()]
+    return sorted(found, key=lambda one: (one.tier, one.key.scope, one.key.start, one.key.digest))
 
 
 # ls
 
 
 def _list(args: argparse.Namespace) -> int:
-    with _views(args) as views:
-        found = _found(views)
+    with _inspectors(args) as inspectors:
+        found = _found(inspectors)
     rows = [_row(one) for one in found]
     shown = rows[: args.limit or None]
     if args.json:
@@ -108,11 +108,11 @@ def _list(args: argparse.Namespace) -> int:
     return 0
 
 
-def _row(one: Found) -> dict[str, Any]:
+def _row(one: EntryInfo) -> dict[str, Any]:
     key = one.key
     facts = {"scope": key.scope, "digest": key.digest, "start": key.start, "end": key.end}
     life = {"lives_s": round(one.expires_at - time.time(), 1), "ttl_s": one.ttl_s, "saved_s": one.saved_s}
-    return {"place": one.place, **facts, "bytes": one.num_bytes, **life}
+    return {"place": one.tier, **facts, "bytes": one.num_bytes, **life}
 
 
 def seconds_text(seconds: float) -> str:
@@ -128,9 +128,9 @@ def seconds_text(seconds: float) -> str:
 
 
 def _stats(args: argparse.Namespace) -> int:
-    with _views(args, signed=True) as views:
-        scopes = [_scope(view, of) for view in views for of in _by_scope(view)]
-        in_use = [view.name for view in views if view.is_in_use]
+    with _inspectors(args, signed=True) as inspectors:
+        scopes = [_scope(inspector, of) for inspector in inspectors for of in _by_scope(inspector)]
+        in_use = [inspector.name for inspector in inspectors if inspector.is_in_use]
     content = {"scopes": scopes, "in_use": in_use, "quarantined": _quarantined(args.disk)}
     if args.json:
         print_json(content)
@@ -147,19 +147,19 @@ def _stats(args: argparse.Namespace) -> int:
     return 0
 
 
-def _by_scope(view: View) -> list[list[Found]]:
-    found: dict[str, list[Found]] = defaultdict(list)
-    for one in _found([view]):
+def _by_scope(inspector: StoreInspector) -> list[list[EntryInfo]]:
+    found: dict[str, list[EntryInfo]] = defaultdict(list)
+    for one in _found([inspector]):
         found[one.key.scope].append(one)
     return list(found.values())
 
 
-def _scope(view: View, entries: list[Found]) -> dict[str, Any]:
-    facts = next(filter(None, (view.facts(one.key) for one in entries)), {})
+def _scope(inspector: StoreInspector, entries: list[EntryInfo]) -> dict[str, Any]:
+    facts = next(filter(None, (inspector.facts(one.key) for one in entries)), {})
     bound = {name: str(value).removeprefix("torch.") for name, value in facts.items()}
     now = time.time()
     return {
-        "place": view.name,
+        "place": inspector.name,
         "scope": entries[0].key.scope,
         "entries": len(entries),
         "tokens": sum(one.key.num_tokens for one in entries),
@@ -183,17 +183,19 @@ def _verify(args: argparse.Namespace) -> int:
     if args.quarantine and args.disk is None:
         raise InputError("--quarantine moves bad entries into the folder of --disk; name one")
     bad: list[dict[str, str]] = []
-    with _views(args, signed=True) as views:
+    with _inspectors(args, signed=True) as inspectors:
         if args.quarantine:
-            views[0].take()
-        found = [(view, one) for view in views for one in _found([view])]
+            inspectors[0].lock()
+        found = [(inspector, one) for inspector in inspectors for one in _found([inspector])]
         with bar("verify", len(found)) as advance:
-            for view, one in found:
-                fault = view.check(one.key)
-                if fault is not None:
-                    bad.append({"place": view.name, "key": one.key.text, "reason": fault.reason, "detail": str(fault)})
-                    if args.quarantine and fault.reason != "unsigned":  # it may be good
-                        view.set_aside(one.key, Quarantine(Path(args.disk) / "quarantine"), fault)
+            for inspector, one in found:
+                error = inspector.check(one.key)
+                if error is not None:
+                    bad.append(
+                        {"place": inspector.name, "key": one.key.text, "reason": error.reason, "detail": str(error)}
+                    )
+                    if args.quarantine and error.reason != "unsigned":  # it may be good
+                        inspector.quarantine(one.key, Quarantine(Path(args.disk) / "quarantine"), error)
                 if advance is not None:
                     advance(1)
     if args.json:
@@ -216,13 +218,13 @@ def _say_bad(bad: Sequence[dict[str, str]], num_found: int, is_moved: bool) -> N
 def _clear(args: argparse.Namespace) -> int:
     now = time.time()
     num_bytes = num_entries = 0
-    with _views(args) as views:
-        for view in views:
-            view.take()
-            for one in _found([view]):
+    with _inspectors(args) as inspectors:
+        for inspector in inspectors:
+            inspector.lock()
+            for one in _found([inspector]):
                 is_kept = args.expired and one.expires_at > now
                 if not is_kept and one.key.scope.startswith(args.scope or ""):
-                    view.delete(one.key)
+                    inspector.delete(one.key)
                     num_entries, num_bytes = num_entries + 1, num_bytes + one.num_bytes
     if args.json:
         print_json({"deleted": num_entries, "bytes": num_bytes})

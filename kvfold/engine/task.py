@@ -28,7 +28,7 @@ from kvfold.engine.runner import Runner
 from kvfold.errors import SizeError
 from kvfold.pages.sequence import SequenceCache
 from kvfold.store.entry.format import Fields
-from kvfold.store.entry.snapshot import put_back, take
+from kvfold.store.entry.snapshot import restore_snapshot, snapshot_blocks
 
 _log = logging.getLogger("kvfold.engine")
 
@@ -167,7 +167,7 @@ class Task:
 
     def preempt(self) -> None:
         """Swap the KV cache out to the host and free its pages."""
-        self._host_copy = take(self.sequence)
+        self._host_copy = snapshot_blocks(self.sequence)
         self.preempted_len = self.sequence.committed_len
         self.release()
 
@@ -176,7 +176,7 @@ class Task:
         assert self._host_copy is not None
         sequence = self._runner.new_sequence(self.sequence.policy, self.sequence.config)
         try:
-            put_back(sequence, self.preempted_len, self._host_copy.items())
+            restore_snapshot(sequence, self.preempted_len, self._host_copy.items())
         except BaseException:
             sequence.release()
             raise

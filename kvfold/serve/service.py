@@ -36,8 +36,8 @@ from kvfold.serve.prompt import Prompt, PromptRenderer
 from kvfold.serve.reply import Reply, RequestContext, timed_out
 from kvfold.serve.settings import Settings
 from kvfold.store.binding import check_reuse, kind_of
-from kvfold.store.entry.encodings import FORMS, check_form
-from kvfold.store.markers import Marks
+from kvfold.store.entry.encodings import ENCODINGS, check_encoding
+from kvfold.store.markers import CacheMarkers
 from kvfold.store.store import PrefixStore
 
 T = TypeVar("T")
@@ -45,9 +45,9 @@ T = TypeVar("T")
 
 def check_served_form(name: str) -> None:
     """InputError for an unknown or a lossy encoding: a hit in a byte tier would differ from one on the device."""
-    check_form(name)
-    if not FORMS[name].is_exact:
-        exact = " or ".join(form.name for form in FORMS.values() if form.is_exact)
+    check_encoding(name)
+    if not ENCODINGS[name].is_exact:
+        exact = " or ".join(form.name for form in ENCODINGS.values() if form.is_exact)
         raise InputError(
             f"the form {name} is lossy: replies after a cache hit would differ from replies after a miss; "
             f'use {exact}, or a policy that stores less, such as "full + int4"'
@@ -219,7 +219,7 @@ class Service:
         if tenant not in self._prompt_caches:
             facts = {"prefill_len": self._runner.chunk_len, "tenant": tenant}
             prefixes = self.store.prefixes(self.model, self.policy, **facts)  # type: ignore[arg-type]
-            self._prompt_caches[tenant] = PromptCache(prefixes, Marks(self.store, prefixes.binding))
+            self._prompt_caches[tenant] = PromptCache(prefixes, CacheMarkers(self.store, prefixes.binding))
         cache = self._prompt_caches[tenant]
         return cache.split(cache_key) if cache_key else cache
 

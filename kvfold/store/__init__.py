@@ -1,4 +1,4 @@
-"""Reuse across requests: prefixes in tiers (device, host, disk, Redis), bound to model, policy and tenant."""
+"""Prefix cache: KV of prompt prefixes in tiers (device, host, disk, Redis), by tokens, model, policy and tenant."""
 
 from kvfold.store.events import Event
 from kvfold.store.prefixes import Hit, Prefixes

@@ -1,7 +1,7 @@
-"""Chunks of a prefix on their way from copies of entries to the pages of a sequence, layer by layer.
+"""Asynchronous, layer-wise load of stored chunks into the KV pages of a sequence.
 
-Reading and checking blocks takes most of the time, and needs no interpreter: threads do it for a layer while the one
-before it is written to its pages, and while the model runs over it.
+Reading and checking blocks takes most of the time and releases the GIL: threads do it for a layer while the layer
+before it is copied to its pages and the model runs on it.
 """
 
 from __future__ import annotations
@@ -14,46 +14,46 @@ from itertools import repeat
 from kvfold.errors import PrefixLost
 from kvfold.pages.layer import LayerPages
 from kvfold.pages.sequence import SequenceCache
-from kvfold.store.entry.format import EntryReader, Fault, Fields
-from kvfold.store.entry.slots import Filling
-from kvfold.store.tiers.cascade import Copy
+from kvfold.store.entry.format import EntryReader, Fields, InvalidEntry
+from kvfold.store.entry.slots import LayerwiseAppend
+from kvfold.store.tiers.tiered_cache import Copy
 
 _READERS = 4  # threads
 
-SetAside = Callable[[Copy, Fault], None]
+OnBadCopy = Callable[[Copy, InvalidEntry], None]
 Unpack = Callable[[Sequence[Copy], Sequence[Fields], LayerPages], list[Fields]]
 
 
 class BadCopy(Exception):
-    """A copy that must not be used, and why; becomes PrefixLost in the thread that runs the model."""
+    """An invalid copy and its error; becomes PrefixLost in the model's thread."""
 
-    def __init__(self, copy: Copy, fault: Fault) -> None:
-        super().__init__(str(fault))
+    def __init__(self, copy: Copy, error: InvalidEntry) -> None:
+        super().__init__(str(error))
         self.copy = copy
-        self.fault = fault
+        self.error = error
 
 
 @contextmanager
-def blaming(copy: Copy) -> Iterator[None]:
+def as_bad_copy(copy: Copy) -> Iterator[None]:
     try:
         yield
-    except Fault as fault:
-        raise BadCopy(copy, fault) from fault
+    except InvalidEntry as error:
+        raise BadCopy(copy, error) from error
 
 
 @contextmanager
-def losing(set_aside: SetAside) -> Iterator[None]:
-    """A bad copy is set aside, and what it was read for is lost."""
+def as_prefix_lost(on_bad_copy: OnBadCopy) -> Iterator[None]:
+    """Quarantines a bad copy and raises PrefixLost for the lookup."""
     try:
         yield
     except BadCopy as bad:
-        set_aside(bad.copy, bad.fault)
+        on_bad_copy(bad.copy, bad.error)
         raise PrefixLost(str(bad)) from bad
 
 
-class Arrival:
-    """Consecutive chunks for a sequence that ends where they begin, which it is to have as `loading`; OutOfPages where
-    it cannot. Closes the files of the copies."""
+class PrefixLoad:
+    """Loads consecutive chunks into a sequence that ends where they begin, as its `loading`; OutOfPages if they do not
+    fit. Closes the copies' files."""
 
     def __init__(
         self,
@@ -61,20 +61,20 @@ class Arrival:
         copies: Sequence[Copy],
         readers: Sequence[EntryReader],
         unpack: Unpack,
-        set_aside: SetAside,
+        on_bad_copy: OnBadCopy,
     ) -> None:
         self.then: Callable[[], None] = lambda: None
-        self._sequence, self._copies, self._unpack, self._set_aside = sequence, copies, unpack, set_aside
-        self._filling = Filling(sequence, copies[-1].key.end)
+        self._sequence, self._copies, self._unpack, self._on_bad_copy = sequence, copies, unpack, on_bad_copy
+        self._target = LayerwiseAppend(sequence, copies[-1].key.end)
         self._streams = [reader.blocks() for reader in readers]
         self._threads = ThreadPoolExecutor(_READERS, "kvfold-read")
         self._read = self._start_reading(0)
 
     def upto(self, layer: int) -> None:
-        while self._filling.num_filled <= layer:
-            with losing(self._set_aside):
+        while self._target.num_loaded <= layer:
+            with as_prefix_lost(self._on_bad_copy):
                 self._next_layer()
-            if self._filling.num_filled == len(self._filling.layers):
+            if self._target.num_loaded == len(self._target.layers):
                 self.close()
                 self.then()
 
@@ -85,20 +85,20 @@ class Arrival:
         self._sequence.loading = None
 
     def _next_layer(self) -> None:
-        index, layers = self._filling.num_filled, self._filling.layers
+        index, layers = self._target.num_loaded, self._target.layers
         packed = list(self._read)
         if index + 1 < len(layers):
             self._read = self._start_reading(index + 1)
-        self._filling.fill(self._unpack(self._copies, packed, layers[index]))
+        self._target.append(self._unpack(self._copies, packed, layers[index]))
 
     def _start_reading(self, layer: int) -> Iterator[Fields]:
         return self._threads.map(_next_block, self._copies, self._streams, repeat(layer))
 
 
 def _next_block(copy: Copy, stream: Iterator[tuple[str, Fields]], layer: int) -> Fields:
-    """The fields of a layer, of one copy."""
-    with blaming(copy):
+    """Fields of a layer from one copy."""
+    with as_bad_copy(copy):
         name, fields = next(stream, ("", {}))
         if name != str(layer):
-            raise Fault("corrupt", f'its block {layer} is called "{name}"')
+            raise InvalidEntry("corrupt", f'its block {layer} is called "{name}"')
     return fields

@@ -1,7 +1,7 @@
-"""Copies that were found bad, left out of lookups for a while.
+"""Deny list of invalid copies: lookups skip them for BAD_S seconds.
 
-A bad copy is deleted where its tier lets that happen. A read-only Redis replica, an account without DEL, or a read-only
-file system keep it: no lookup may rely on it being gone. What is remembered expires, since somebody may repair it.
+An invalid copy is deleted where its tier allows. A read-only Redis replica, an account without DEL or a read-only file
+system keep it, so lookups do not rely on deletion. Items expire, since the copy may have been repaired.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MAX_COPIES = 1 << 14
 
 
 class BadCopies:
-    """By tier and key, for `BAD_S` seconds of the clock; the oldest of too many are forgotten first."""
+    """By tier and key; at most _MAX_COPIES, the oldest are dropped first."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -31,8 +31,8 @@ class BadCopies:
             if len(self._until) > _MAX_COPIES:
                 self._until.popitem(last=False)
 
-    def replaced(self, tier: str, key: Key) -> None:
-        """The tier has taken another copy."""
+    def remove(self, tier: str, key: Key) -> None:
+        """The tier has stored a new copy."""
         with self._lock:
             self._until.pop((tier, key), None)
 

@@ -1,8 +1,8 @@
-"""What stored prefixes of a model under a policy are bound to, in which form they are kept, and what is refused.
+"""Binding of cached prefixes to model, tokenizer, policy and tenant; chunks or snapshots; which policies allow reuse.
 
-Where everything is kept as the model computed it, any whole chunk of a prompt is of use to every prompt that begins the
-same. What was compressed, or coded by a codec that learns, depends on where the compression happened: it is kept as a
-snapshot at that length, and serves prompts that begin with exactly those tokens.
+Under a lossless policy the KV cache is stored in chunks, which every prompt with the same beginning can reuse. Under an
+evicting policy or a codec fitted to its input, KV depends on where it was compressed: it is stored as a snapshot at
+that length and reused by prompts that begin with exactly those tokens.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def bind(
     form: str = "exact",
     signer: str = "",
 ) -> Binding:
-    """PolicyError or ModelError, with the reason, if prefixes cannot be reused; InputError if not in this form."""
+    """PolicyError or ModelError if prefixes cannot be reused; InputError if not in this encoding (`form`)."""
     check_reuse(policy, model.spec)
     kind = kind_of(policy, model.spec)
     if kind == "snapshots" and form != "exact":
         raise InputError(
-            f'prefixes of {model.spec.name} under "{policy.short}" are snapshots, which are stored in the form exact '
-            f"alone, not {form}; other forms are for policies that keep everything, such as full"
+            f'prefixes of {model.spec.name} under "{policy.short}" are snapshots, which support the form exact only, '
+            f"not {form}; use exact, or a lossless policy such as full"
         )
     return Binding(
         kind=kind,
@@ -55,7 +55,7 @@ def bind(
 
 
 def kind_of(policy: Policy, spec: ModelSpec) -> Kind:
-    """Sliding windows forget what a shorter prefix would need, so they are kept as they are at one length."""
+    """Snapshots also for sliding-window layers: they have dropped tokens that a shorter prefix would need."""
     evicts = policy.prefill.evicts or policy.decode.evicts or policy.token_pruning.prunes
     has_windows = len(spec.compressible_layers) < spec.num_layers
     is_lossless = all(codec.lossless for codec in policy.codec.codecs)
@@ -66,19 +66,19 @@ def check_reuse(policy: Policy, spec: ModelSpec) -> None:
     stage = policy.prefill
     if stage.evicts and stage.score.needs.judges_by_end:
         raise PolicyError(
-            f'policy "{policy.short}": score {term_of(stage.score).name} judges by the end of the prompt, and a stored '
-            "prefix is compressed before its question is known; use a score that needs no end, such as kvzip or "
-            "keydiff, or do not reuse prefixes"
+            f'policy "{policy.short}": score {term_of(stage.score).name} is question-aware (it scores by the end of '
+            "the prompt), and a cached prefix is compressed before its question arrives; use a question-agnostic "
+            "score such as kvzip or keydiff, or disable the prefix cache"
         )
     if policy.token_pruning.prunes:
         raise PolicyError(
-            f'policy "{policy.short}": {term_of(policy.token_pruning).name} judges by the end of the prompt, and a '
-            "stored prefix is read before its question is known; use dense, or do not reuse prefixes"
+            f'policy "{policy.short}": {term_of(policy.token_pruning).name} prunes tokens by the end of the prompt, '
+            "and a cached prefix is prefilled before its question arrives; use dense, or disable the prefix cache"
         )
     if any(layer.rope is not None and layer.rope.depends_on_length for layer in spec.layers):
         raise ModelError(
-            f"{spec.name} turns keys by angles that depend on the prompt's length, so a prefix of one prompt is none "
-            "of another; do not reuse prefixes with it"
+            f"{spec.name} uses length-dependent RoPE scaling (dynamic NTK), so its prefixes cannot be reused across "
+            "prompts; disable the prefix cache"
         )
 
 
@@ -87,7 +87,7 @@ def _rope_digest(spec: ModelSpec) -> str:
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Of what turns text into ids: a fast tokenizer's own description, else the vocabulary."""
+    """Digest of a fast tokenizer's serialization, else of the vocabulary."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         return digest_text(backend.to_str())

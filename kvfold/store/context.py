@@ -6,20 +6,20 @@ import time
 from collections.abc import Sequence
 
 from kvfold.errors import InputError
-from kvfold.store.entry.encodings import check_form
+from kvfold.store.entry.encodings import check_encoding
 from kvfold.store.entry.format import MAX_ENTRY_BYTES
 from kvfold.store.entry.signing import check_secret
 from kvfold.store.events import Events
 from kvfold.store.key import CHUNK_LEN
-from kvfold.store.key_index import Known
-from kvfold.store.tiers.background_queue import Job, Writer
+from kvfold.store.key_index import KeyIndex
+from kvfold.store.tiers.background_queue import BackgroundQueue, Job
 from kvfold.store.tiers.base import ByteTier, Clock
-from kvfold.store.tiers.cascade import Cascade
 from kvfold.store.tiers.device import DeviceTier
 from kvfold.store.tiers.quarantine import Quarantine
+from kvfold.store.tiers.tiered_cache import TieredCache
 
 QUEUE_BYTES = 1 << 30
-_MAX_FETCHES = 64  # prompts whose prefixes are on their way to the host, or wait for it
+_MAX_FETCHES = 64  # queued prefetches, one a prompt
 
 
 class StoreContext:
@@ -41,7 +41,7 @@ class StoreContext:
         if chunk_len < 1:
             raise InputError(f"chunk_len is {chunk_len}; it must be at least 1")
         check_secret(secret)
-        check_form(form)
+        check_encoding(form)
         self.events = Events()
         self.form = form
         self.device = device
@@ -49,11 +49,11 @@ class StoreContext:
         self.max_entry_bytes = max_entry_bytes
         self.secret = secret
         self.clock = clock
-        self._writer = Writer(queue_bytes)
-        self._fetcher = Writer(_MAX_FETCHES)
-        self.cascade = Cascade(tiers, self.events, self._writer, quarantine, clock)
-        self.known = Known()
-        self.events.subscribe(self.known.note)
+        self._write_queue = BackgroundQueue(queue_bytes)
+        self._fetch_queue = BackgroundQueue(_MAX_FETCHES)
+        self.tiered = TieredCache(tiers, self.events, self._write_queue, quarantine, clock)
+        self.key_index = KeyIndex()
+        self.events.subscribe(self.key_index.on_event)
         self._is_scanned = False
         for tier in tiers:
             tier.events = self.events
@@ -61,13 +61,13 @@ class StoreContext:
             device.events = self.events
 
     def snapshots(self, scope: str) -> list[int]:
-        """Lengths at which local tiers may hold snapshots; what they held before this process is found out once."""
+        """Lengths at which local tiers may hold snapshots; their keys are scanned once."""
         if not self._is_scanned:
             self._is_scanned = True
-            for tier in self.cascade.tiers:
-                self.known.found(tier.name, () if tier.is_shared else tier.keys())
-        return self.known.lens(scope)
+            for tier in self.tiered.tiers:
+                self.key_index.add(tier.name, () if tier.is_shared else tier.keys())
+        return self.key_index.lens(scope)
 
-    def fetch_later(self, job: Job) -> None:
-        """In a thread of its own: what is to be read soon does not stand in line behind what is written."""
-        self._fetcher.submit(1, job)
+    def fetch_async(self, job: Job) -> None:
+        """In a thread of its own, so that prefetches do not queue behind writes."""
+        self._fetch_queue.submit(1, job)

@@ -1,7 +1,7 @@
-"""What happens in a store, as events that can be subscribed to, and counters of them.
+"""Events of the prefix store (stored, hit, missed, promoted, evicted, quarantined, failed) and their counters.
 
-A subscriber runs in the thread in which the event happened and should return at once; one that raises is left out from
-then on, with a warning, so that nobody's metrics can lose a request.
+Subscribers run in the emitting thread and should return at once; one that raises is unsubscribed with a warning, so
+that it cannot fail a request.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvfold.store.key import Key
 
 Kind = Literal["stored", "hit", "missed", "promoted", "evicted", "quarantined", "failed"]
 # missed: absent … too_short; evicted: expired, space; quarantined: corrupt … unsigned;
-# failed, what was to be stored and was not: unavailable, no_room, queue_full
+# failed (an entry was not stored): unavailable, no_room, queue_full
 Reason = Literal[
     "absent", "expired", "space", "too_short", "no_memory",
     "corrupt", "truncated", "foreign", "swapped", "unsigned",
@@ -28,7 +28,7 @@ Reason = Literal[
 
 @dataclass(frozen=True)
 class Event:
-    """`tier` is empty where no tier had a part in it, as in a miss."""
+    """`tier` is empty where no tier is involved, as in a miss."""
 
     kind: Kind
     tier: str = ""
@@ -50,7 +50,7 @@ class Events:
         self._counts: Counter[str] = Counter()
 
     def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
-        """Returns what ends the subscription."""
+        """Returns a function that unsubscribes."""
         with self._lock:
             self._subscribers.append(subscriber)
         return lambda: self._unsubscribe(subscriber)
@@ -65,7 +65,7 @@ class Events:
             self._tell(subscriber, event)
 
     def counters(self) -> dict[str, int]:
-        """Events by "kind.tier.reason" (parts that do not apply are left out), and tokens by "kind_tokens"."""
+        """Events by "kind.tier.reason" (without absent parts), and tokens by "kind_tokens"."""
         with self._lock:
             return {name: count for name, count in sorted(self._counts.items()) if count}
 

@@ -1,7 +1,7 @@
-"""What a store holds, seen from outside: no ownership, no waiting for one, and reading makes nothing live longer.
+"""Read-only inspection of a prefix store's folder or Redis server (`kvfold cache`): list, check, delete entries.
 
-A folder is read by its files' names, sizes and times, so that an operator can look while a server works in it; what the
-server deletes meanwhile is simply not there. Only deleting asks for the folder itself.
+Reading needs no lock and refreshes no time to live, so an operator can look while a server uses the folder; entries
+deleted meanwhile are skipped. Deleting locks the folder.
 """
 
 from __future__ import annotations
@@ -15,67 +15,67 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from kvfold.errors import FileError, InputError
-from kvfold.store.entry.format import PREAMBLE_BYTES, EntryReader, Fault, peek
+from kvfold.store.entry.format import PREAMBLE_BYTES, EntryReader, InvalidEntry, peek
 from kvfold.store.key import Key
 from kvfold.store.tiers.disk import SUFFIX, key_of, path_of
-from kvfold.store.tiers.folder import is_owned, own
+from kvfold.store.tiers.folder import is_locked, lock_folder
 from kvfold.store.tiers.quarantine import Quarantine
 from kvfold.store.tiers.redis import RedisTier
 
 
 @dataclass(frozen=True)
-class Found:
-    """An entry as its place tells of it; `ttl_s` and `saved_s` are what its first bytes claim."""
+class EntryInfo:
+    """Metadata of an entry; `ttl_s` and `saved_s` are from its unchecked preamble."""
 
     key: Key
-    place: str
+    tier: str
     num_bytes: int
     expires_at: float
     ttl_s: int
     saved_s: float
 
 
-class View(ABC):
-    """`name`: disk or redis. `secret`: what the servers sign entries with."""
+class StoreInspector(ABC):
+    """`name`: disk or redis. `secret`: the servers' signing secret."""
 
     name: str
     secret: bytes
 
     @abstractmethod
-    def find(self) -> Iterator[Found]:
-        """Entries, in no order."""
+    def find(self) -> Iterator[EntryInfo]:
+        """Entries, unordered."""
 
     @abstractmethod
     def open(self, key: Key) -> BinaryIO | None:
-        """The bytes of an entry, if it is still there."""
+        """The bytes of an entry, or None."""
 
     @abstractmethod
     def delete(self, key: Key) -> None:
-        """Forget an entry; FileError if somebody else owns the place, or it does not let go of the entry."""
+        """Delete an entry; FileError if another process has the lock, or deletion is refused."""
 
     @property
     def is_in_use(self) -> bool:
-        """Whether a process owns the place, so that nobody else may change it."""
+        """Whether another process holds the folder's lock."""
         return False
 
     @abstractmethod
-    def take(self) -> None:
-        """Own the place until `close`; FileError if another process does."""
+    def lock(self) -> None:
+        """Lock for changes until `close`; FileError if another process holds the lock."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the place, and of connections."""
+        """Release the lock and connections."""
 
-    def set_aside(self, key: Key, quarantine: Quarantine, fault: Fault) -> None:
-        """Move a bad entry to quarantine."""
+    def quarantine(self, key: Key, quarantine: Quarantine, error: InvalidEntry) -> None:
+        """Move an invalid entry to quarantine."""
         file = self.open(key)
         if file is not None:
             with file:
-                quarantine.keep(key, file.read(quarantine.limit_bytes), str(fault))
+                quarantine.keep(key, file.read(quarantine.limit_bytes), str(error))
         self.delete(key)
 
-    def check(self, key: Key) -> Fault | None:
-        """Read an entry to its end: what is wrong with it, if anything is. One that has gone is not wrong."""
+    def check(self, key: Key) -> InvalidEntry | None:
+        """Read and check a whole entry; None if it is valid or no longer there."""
         file = self.open(key)
         if file is None:
             return None
@@ -83,21 +83,21 @@ class View(ABC):
             try:
                 for _ in EntryReader(file, key, None, secret=self.secret).blocks():
                     pass
-            except Fault as fault:
-                return fault
+            except InvalidEntry as error:
+                return error
         return None
 
     def facts(self, key: Key) -> dict[str, object] | None:
-        """What an entry is bound to; None if it cannot be read."""
+        """An entry's binding; None if it cannot be read."""
         file = self.open(key)
         if file is None:
             return None
-        with file, suppress(Fault):
+        with file, suppress(InvalidEntry):
             return EntryReader(file, key, None, secret=self.secret).facts
         return None
 
 
-class FolderView(View):
+class FolderInspector(StoreInspector):
     """The folder of a disk tier."""
 
     name = "disk"
@@ -105,15 +105,15 @@ class FolderView(View):
     def __init__(self, folder: str | Path, secret: bytes = b"") -> None:
         self.folder = Path(folder)
         self.secret = secret
-        self._owned: TextIO | None = None
+        self._lock_file: TextIO | None = None
         if not (self.folder / "entries").is_dir():
             raise FileError(f"{folder} holds no prefix store; name the folder that `kvfold serve --disk` was given")
 
     @property
     def is_in_use(self) -> bool:
-        return self._owned is None and is_owned(self.folder)
+        return self._lock_file is None and is_locked(self.folder)
 
-    def find(self) -> Iterator[Found]:
+    def find(self) -> Iterator[EntryInfo]:
         for path in (self.folder / "entries").glob(f"*/*/*{SUFFIX}"):
             with suppress(OSError):
                 found = _found(path)
@@ -127,28 +127,28 @@ class FolderView(View):
             return None
 
     def delete(self, key: Key) -> None:
-        self.take()
+        self.lock()
         try:
             path_of(self.folder, key).unlink(missing_ok=True)
         except OSError as error:
             raise FileError(f"an entry in {self.folder} cannot be deleted ({error}); make it writable") from error
 
-    def take(self) -> None:
-        if self._owned is None:
-            self._owned = own(self.folder, self.folder / "entries")
+    def lock(self) -> None:
+        if self._lock_file is None:
+            self._lock_file = lock_folder(self.folder, self.folder / "entries")
 
     def close(self) -> None:
-        if self._owned is not None:
-            self._owned.close()
-            self._owned = None
+        if self._lock_file is not None:
+            self._lock_file.close()
+            self._lock_file = None
 
 
-def _found(path: Path) -> Found | None:
+def _found(path: Path) -> EntryInfo | None:
     key, stat = key_of(path), path.stat()
     if key is None:
         return None
     with path.open("rb") as file:
-        return Found(key, "disk", stat.st_size, stat.st_mtime, *_claims(file.read(PREAMBLE_BYTES)))
+        return EntryInfo(key, "disk", stat.st_size, stat.st_mtime, *_claims(file.read(PREAMBLE_BYTES)))
 
 
 def _claims(begins: bytes) -> tuple[int, float]:
@@ -156,8 +156,8 @@ def _claims(begins: bytes) -> tuple[int, float]:
     return (0, 0.0) if preamble is None else (preamble.ttl_s, preamble.saved_s)
 
 
-class RedisView(View):
-    """What a Redis server holds of all kvfold servers that use it."""
+class RedisInspector(StoreInspector):
+    """A Redis server shared by kvfold servers."""
 
     name = "redis"
 
@@ -167,13 +167,13 @@ class RedisView(View):
         if not self._tier.answers():
             raise InputError("no Redis server answers at --redis; start it, or correct the address")
 
-    def find(self) -> Iterator[Found]:
+    def find(self) -> Iterator[EntryInfo]:
         keys = self._tier.keys()
         for key in keys:
             looked = self._tier.look(key)
             if looked is not None:
                 num_bytes, left_s, begins = looked
-                yield Found(key, "redis", num_bytes, time.time() + left_s, *_claims(begins))
+                yield EntryInfo(key, "redis", num_bytes, time.time() + left_s, *_claims(begins))
 
     def open(self, key: Key) -> BinaryIO | None:
         return self._tier.get(key, 0.0)
@@ -181,10 +181,10 @@ class RedisView(View):
     def delete(self, key: Key) -> None:
         self._tier.delete(key)
         if self._tier.look(key) is not None:
-            raise FileError("Redis does not delete an entry; use a server that is no replica, and an account with DEL")
+            raise FileError("Redis refused to delete an entry; use a primary server, and an account with DEL")
 
-    def take(self) -> None:
-        """Redis is shared: nobody owns it, and everybody may delete."""
+    def lock(self) -> None:
+        """No-op: Redis is shared, every client may delete."""
 
     def close(self) -> None:
         self._tier.close()

@@ -1,9 +1,8 @@
-"""Names of stored prefixes: a hash chain over token ids, under everything that what is stored depends on.
+"""Keys of cached prefixes: a hash chain over token ids (as vLLM's block hashes), rooted in a digest of the binding.
 
 A chunk's digest covers its parent's digest and its own token ids, so equal digests mean equal prefixes, and two prompts
-that begin alike share names exactly as far as they agree. A snapshot's digest also covers the lengths at which the
-prefix was compressed on the way, since what was kept depends on them. Nothing here depends on the process: no built-in
-hashes, no order of dictionaries.
+share keys exactly as far as they agree. A snapshot's digest also covers the lengths at which the prefix was compressed,
+since the kept slots depend on them. Keys do not depend on the process: no built-in hashes, no dictionary order.
 
     scope     blake2b-128 over a Binding: weights, dtypes, RoPE, tokenizer, policy, pages, tenant, format
     digest_0  blake2b-256(scope)
@@ -30,8 +29,7 @@ _TEXT = re.compile(r"([0-9a-f]{32})-([0-9a-f]{1,8})-([0-9a-f]{1,8})-([0-9a-f]{64
 
 
 class Key(NamedTuple):
-    """Slots of the tokens start … end of one prefix: of a chunk, of a part of one that ends at a marker, or of all from
-    0 on in a snapshot."""
+    """Tokens start … end of a prefix: a chunk, a partial chunk that ends at a marker, or from 0 on a snapshot."""
 
     scope: str
     start: int
@@ -48,7 +46,7 @@ class Key(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Key | None:
-        """None if this is no key's text."""
+        """None if the text is no key."""
         match = _TEXT.fullmatch(text)
         if match is None:
             return None
@@ -58,12 +56,12 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Binding:
-    """What stored slots depend on besides their tokens; a digest each, where the thing itself is large.
+    """Everything besides tokens that stored KV depends on; digests of what is large.
 
-    `pages` is empty where page sizes change nothing of what is stored. `prefill_len` are the tokens a layer ran at a
-    time: other shapes round differently, and a hit has to be bitwise what would have been computed. `form` is that of
-    `kvfold.store.entry.encodings`: what lost something in it is served to nobody who asked for another. `signer` names
-    the secret that entries are signed with: stores of different secrets leave each other's entries alone.
+    `pages` is empty where page sizes do not matter. `prefill_len`: the prefill chunk; other shapes round differently,
+    and a hit is bitwise equal to a computed prefix. `form`: the encoding (`kvfold.store.entry.encodings`), so lossy
+    entries are never served to a store of another one. `signer` identifies the signing secret: stores with different
+    secrets share no entries.
     """
 
     kind: Kind
@@ -82,7 +80,7 @@ class Binding:
     revision: int = FORMAT_REVISION
 
     def facts(self) -> dict[str, str | int]:
-        """For a header; the tenant appears as a digest only."""
+        """For an entry's header; the tenant as a digest."""
         return {**asdict(self), "tenant": digest_text(self.tenant)}
 
     @property
@@ -91,7 +89,7 @@ class Binding:
 
 
 def scope_of(facts: object) -> str:
-    """The scope of what a header says an entry is bound to."""
+    """Scope of the binding in an entry's header."""
     return digest_text(json.dumps(facts, sort_keys=True))
 
 
@@ -100,7 +98,7 @@ def digest_text(text: str) -> str:
 
 
 def chunk_keys(scope: str, tokens: Sequence[int], chunk_len: int, *, with_rest: bool = False) -> list[Key]:
-    """A key for every whole chunk, in order; `with_rest`, one also for the tokens behind them."""
+    """A key for every whole chunk, in order; `with_rest`: also for the partial chunk after them."""
     digests = [_root(scope), *_links(scope, tokens, chunk_len)]
     found = [Key(scope, i * chunk_len, (i + 1) * chunk_len, digest.hex()) for i, digest in enumerate(digests[1:])]
     whole = len(found) * chunk_len
@@ -112,8 +110,8 @@ def chunk_keys(scope: str, tokens: Sequence[int], chunk_len: int, *, with_rest: 
 def snapshot_keys(
     scope: str, tokens: Sequence[int], lens: Iterable[int], chunk_len: int, cuts: Sequence[int] = ()
 ) -> list[Key]:
-    """The keys of the first so many tokens, for every length; the last chunk of one may be a part. `cuts`, ascending,
-    are the lengths at which the tokens are compressed; those before its own are part of a key."""
+    """Keys of the prefixes of these lengths. `cuts`, ascending, are the lengths at which the prompt is compressed;
+    those below a snapshot's length are part of its key."""
     digests = [_root(scope), *_links(scope, tokens, chunk_len)]
     found = []
     for length in lens:

@@ -1,7 +1,7 @@
-"""What a process knows of its tiers from their events: who holds which key, and why a key is gone.
+"""In-process index of stored keys, built from store events: which tiers hold a key, and why a key was removed.
 
-It saves work (what is stored already is not written again, lengths of snapshots are known without asking) and answers
-"why was this a miss?". It may be behind: another process may have stored or deleted something. Nothing relies on it.
+It avoids rewriting stored entries, lists snapshot lengths without asking tiers, and gives the reason of a miss. It is a
+hint: another process may have stored or deleted entries.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from kvfold.store.key import Key
 _MAX_KEYS = 1 << 16
 
 
-class Known:
-    """Of the last keys there was news of."""
+class KeyIndex:
+    """The _MAX_KEYS most recently stored keys, in LRU order."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -26,8 +26,8 @@ class Known:
         self._gone: OrderedDict[Key, Reason] = OrderedDict()
         self._lens: dict[str, set[int]] = defaultdict(set)
 
-    def note(self, event: Event) -> None:
-        """A subscriber."""
+    def on_event(self, event: Event) -> None:
+        """Subscriber of the store's events."""
         if event.key is None or not event.tier:
             return
         with self._lock:
@@ -54,24 +54,24 @@ class Known:
         if len(self._gone) > _MAX_KEYS:
             self._gone.popitem(last=False)
 
-    def lost(self, keys: Iterable[Key]) -> None:
-        """Nobody has these (any more), or nobody can reach them."""
+    def discard(self, keys: Iterable[Key]) -> None:
+        """No tier has these keys, or they are unreachable without their parents."""
         with self._lock:
             for key in keys:
                 self._tiers.pop(key, None)
 
-    def found(self, tier: str, keys: Iterable[Key]) -> None:
-        """A tier said that it holds these."""
+    def add(self, tier: str, keys: Iterable[Key]) -> None:
+        """A tier listed these keys."""
         with self._lock:
             for key in keys:
                 self._add(key, tier)
 
-    def lives(self, key: Key, ttl_s: float) -> None:
+    def set_ttl(self, key: Key, ttl_s: float) -> None:
         with self._lock:
             self._ttl_s[key] = max(ttl_s, self._ttl_s.get(key, 0.0))
 
     def has(self, key: Key, ttl_s: float, tiers: Iterable[str]) -> bool:
-        """Whether one of these tiers holds it, to live at least so long."""
+        """Whether one of these tiers holds it with at least this time to live."""
         with self._lock:
             return not self._tiers.get(key, set()).isdisjoint(tiers) and self._ttl_s.get(key, 0.0) >= ttl_s
 
@@ -80,11 +80,11 @@ class Known:
             return key in self._tiers
 
     def lens(self, scope: str) -> list[int]:
-        """Lengths at which something of this scope was stored, ascending."""
+        """Lengths of stored prefixes of this scope, ascending."""
         with self._lock:
             return sorted(self._lens.get(scope, ()))
 
-    def why(self, key: Key) -> Reason:
-        """Why it is not there."""
+    def miss_reason(self, key: Key) -> Reason:
+        """Why a key is not stored."""
         with self._lock:
             return self._gone.get(key, "absent")

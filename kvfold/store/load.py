@@ -1,4 +1,4 @@
-"""From copies of entries to slots in pages, checked block by block and layer by layer; a bad one is set aside."""
+"""Loads entries into KV pages, checked block by block; invalid copies are quarantined."""
 
 from __future__ import annotations
 
@@ -7,59 +7,59 @@ from itertools import groupby
 
 from kvfold.pages.layer import LayerPages
 from kvfold.pages.sequence import SequenceCache
-from kvfold.store.async_load import Arrival, SetAside, blaming, losing
-from kvfold.store.entry.encodings import FORMS, Likes
-from kvfold.store.entry.format import EntryReader, Fault, Fields
-from kvfold.store.entry.slots import likes_of
-from kvfold.store.entry.snapshot import put_back
+from kvfold.store.async_load import OnBadCopy, PrefixLoad, as_bad_copy, as_prefix_lost
+from kvfold.store.entry.encodings import ENCODINGS, TensorSpecs
+from kvfold.store.entry.format import EntryReader, Fields, InvalidEntry
+from kvfold.store.entry.slots import chunk_specs
+from kvfold.store.entry.snapshot import restore_snapshot
 from kvfold.store.key import Binding
-from kvfold.store.tiers.cascade import Copy
+from kvfold.store.tiers.tiered_cache import Copy
 
 
 class Loader:
-    """Reads entries of one binding. What it raises, PrefixLost or OutOfPages, leaves a sequence to be released."""
+    """Reads entries of one binding. After PrefixLost or OutOfPages the caller releases the sequence."""
 
-    def __init__(self, binding: Binding, secret: bytes, max_bytes: int, set_aside: SetAside) -> None:
+    def __init__(self, binding: Binding, secret: bytes, max_bytes: int, on_bad_copy: OnBadCopy) -> None:
         self._binding = binding
-        self._form = FORMS[binding.form]
+        self._encoding = ENCODINGS[binding.form]
         self._secret = secret
         self._max_bytes = max_bytes
-        self._set_aside = set_aside
+        self._on_bad_copy = on_bad_copy
 
     def load_chunks(self, sequence: SequenceCache, copies: Sequence[Copy]) -> list[EntryReader]:
-        """Have consecutive chunks on their way to a sequence that ends where they begin."""
-        with losing(self._set_aside):
+        """Start loading consecutive chunks into a sequence that ends where they begin."""
+        with as_prefix_lost(self._on_bad_copy):
             readers = [self._open(copy) for copy in copies]
-        sequence.loading = Arrival(sequence, copies, readers, self._unpack_all, self._set_aside)
+        sequence.loading = PrefixLoad(sequence, copies, readers, self._unpack_all, self._on_bad_copy)
         return readers
 
     def load_snapshot(self, sequence: SequenceCache, copies: Sequence[Copy]) -> list[EntryReader]:
-        """Fill an empty sequence from the one copy given."""
+        """Restore an empty sequence from the one copy given."""
         (copy,) = copies
-        with losing(self._set_aside), copy.file:
+        with as_prefix_lost(self._on_bad_copy), copy.file:
             reader = self._open(copy)
-            with blaming(copy):
-                put_back(sequence, copy.key.end, reader.blocks())
+            with as_bad_copy(copy):
+                restore_snapshot(sequence, copy.key.end, reader.blocks())
         return [reader]
 
     def _open(self, copy: Copy) -> EntryReader:
-        with blaming(copy):
+        with as_bad_copy(copy):
             return EntryReader(copy.file, copy.key, self._binding, secret=self._secret, max_bytes=self._max_bytes)
 
     def _unpack_all(self, copies: Sequence[Copy], packed: Sequence[Fields], pages: LayerPages) -> list[Fields]:
-        """Of one layer, chunks that are equally long at once: all but a last one that ends at a marker."""
+        """One layer of all chunks; equally long ones at once (all but a last partial one)."""
         found: list[Fields] = []
         for num_tokens, group in groupby(copies, lambda copy: copy.key.num_tokens):
             mine, begin = list(group), len(found)
-            found += self._unpack(mine, packed[begin : begin + len(mine)], likes_of(pages, num_tokens))
+            found += self._unpack(mine, packed[begin : begin + len(mine)], chunk_specs(pages, num_tokens))
         return found
 
-    def _unpack(self, copies: Sequence[Copy], packed: Sequence[Fields], likes: Likes) -> list[Fields]:
-        """All at once; each on its own to find the one that is bad."""
+    def _unpack(self, copies: Sequence[Copy], packed: Sequence[Fields], specs: TensorSpecs) -> list[Fields]:
+        """All at once; on an error each on its own, to find the invalid copy."""
         try:
-            return self._form.unpack(packed, likes)
-        except Fault:
+            return self._encoding.unpack(packed, specs)
+        except InvalidEntry:
             for copy, fields in zip(copies, packed, strict=True):
-                with blaming(copy):
-                    self._form.unpack([fields], likes)
+                with as_bad_copy(copy):
+                    self._encoding.unpack([fields], specs)
             raise

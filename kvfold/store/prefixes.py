@@ -1,8 +1,8 @@
-"""The prefixes of one model under one policy, for one tenant: look up, save.
+"""Prefix-cache lookup and save for one model, policy and tenant.
 
-At least one token is always left to run, for its logits. If an entry turns out bad half-way, it is set aside, what was
-filled so far is dropped, and the lookup starts again without it. Where the caller does not `wait`, this may come out in
-the pass over the tokens behind the prefix, and the caller starts again.
+At least one prompt token is always left to prefill, for its logits. If an entry turns out invalid while it is loaded,
+it is quarantined and the lookup restarts without it. Without `wait` that may happen during the prefill of the remaining
+tokens (PrefixLost), and the caller looks up again.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from kvfold.pages.page_config import PageConfig
 from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy
 from kvfold.store.context import StoreContext
-from kvfold.store.entry.encodings import FORMS
+from kvfold.store.entry.encodings import ENCODINGS
 from kvfold.store.entry.format import Fields, encode
 from kvfold.store.entry.slots import copy_prefix, read_slots
-from kvfold.store.entry.snapshot import take
+from kvfold.store.entry.snapshot import snapshot_blocks
 from kvfold.store.events import Event, Reason
 from kvfold.store.key import Binding, Key, chunk_keys, snapshot_keys
 from kvfold.store.load import Loader
-from kvfold.store.lookup import Reading
+from kvfold.store.lookup import Lookup
 from kvfold.store.tiers.device import DeviceTier
 from kvfold.store.tiers.eviction import Lease
 
 Ttl = Literal["5m", "1h"] | float
 _TTL_S = {"5m": 300.0, "1h": 3600.0}
 _MAX_TTL_S = 30 * 86400.0
-_COPIED_CHUNKS = 16  # at a time
-_MOST_LOST = 8  # bad copies that one lookup comes upon before it is a miss
-_FLOPS = 1e13  # nominal: entries are compared with each other
+_COPIED_CHUNKS = 16  # device-to-host copies at a time
+_MOST_LOST = 8  # invalid copies in one lookup before it is a miss
+_FLOPS = 1e13  # nominal: only ratios between entries matter
 
 
 @dataclass(frozen=True)
 class Hit:
-    """A sequence of the caller's own that has read the first `matched_tokens`, and the slowest tier some came from; on
-    a miss the sequence is empty, and `miss` says why."""
+    """A sequence owned by the caller with the KV of the first `matched_tokens`, and the slowest tier read; on a miss
+    the sequence is empty and `miss` has the reason."""
 
     sequence: SequenceCache
     matched_tokens: int
@@ -49,7 +49,7 @@ class Hit:
 
 
 class Prefixes:
-    """Made by `PrefixStore.prefixes`; used by the thread that runs the model."""
+    """Made by `PrefixStore.prefixes`; used by the model's thread."""
 
     def __init__(self, store: StoreContext, model: Model, policy: Policy, config: PageConfig, binding: Binding) -> None:
         self.binding = binding
@@ -57,21 +57,21 @@ class Prefixes:
         self._model, self._policy, self._config = model, policy, config
         self._new = partial(SequenceCache, model.arena, model.spec, policy, config)
         self._device = store.device
-        self._form = FORMS[binding.form]
-        self._loader = Loader(binding, store.secret, store.max_entry_bytes, store.cascade.set_aside)
+        self._encoding = ENCODINGS[binding.form]
+        self._loader = Loader(binding, store.secret, store.max_entry_bytes, store.tiered.quarantine)
         self._seconds_per_token = 2 * sum(p.numel() for p in model.hf.parameters()) / _FLOPS
 
     def for_tenant(self, tenant: str) -> Prefixes:
-        """Of the same model and policy, for somebody else; quicker to make than the first ones."""
+        """The same model and policy for another tenant, without hashing the model again."""
         return Prefixes(self._store, self._model, self._policy, self._config, replace(self.binding, tenant=tenant))
 
     @property
     def has_chunks(self) -> bool:
-        """Whether any whole chunk can be reused, not only what was saved at exactly some marker."""
+        """Whether any whole chunk can be reused, not only snapshots at markers."""
         return self.binding.kind == "chunks"
 
     def stops(self, num_tokens: int, markers: Sequence[int] | None = None) -> list[int]:
-        """Lengths at which a prompt of so many tokens is to be saved, ascending: at least one token is left to run."""
+        """Lengths at which a prompt is saved, ascending; at least one token is left to prefill."""
         last = max(num_tokens - 1, 0)
         found = {marker for marker in markers or () if 0 < marker <= last}
         if self.has_chunks and (markers is None or max(markers, default=0) > last):
@@ -89,16 +89,15 @@ class Prefixes:
         at: float | None = None,
         wait: bool = True,
     ) -> Hit:
-        """The longest stored prefix, for a request that started `at` (now).
+        """The longest cached prefix, for a request that started `at` (default: now).
 
-        `markers` are lengths at which snapshots may lie (default: all that this process knows of); where chunks are
-        stored, reuse ends at the last one, or without markers with the last whole chunk. `cuts` are the lengths at
-        which this prompt is compressed (default: the markers): a snapshot that was compressed elsewhere on its way is
-        not the prefix of this prompt. OutOfPages only if there is no memory for an empty sequence.
+        `markers`: lengths at which snapshots may have been saved (default: all in the key index); with chunks, reuse
+        ends at the last marker, or without markers at the last whole chunk. `cuts`: lengths at which this prompt is
+        compressed (default: the markers); only snapshots compressed at the same lengths match. OutOfPages only if
+        there is no memory for an empty sequence.
 
-        Without `wait` the layers of chunks may still be on their way. The tokens that are left are to be read with
-        `Runner.prefill`, which waits for each layer where it needs it; on PrefixLost release the sequence and look up
-        again. The hit counts as one when all layers are there.
+        Without `wait`, chunks may still be loading. Prefill the remaining tokens with `Runner.prefill`, which waits for
+        each layer; on PrefixLost release the sequence and look up again. The hit is counted once all layers are loaded.
         """
         at = self._store.clock() if at is None else at
         keys = self._candidates(tokens, markers, cuts)
@@ -109,33 +108,31 @@ class Prefixes:
         return Hit(self._new(), 0, None, found)
 
     def empty(self) -> SequenceCache:
-        """What a lookup that finds nothing would begin with; OutOfPages if there is no memory for it."""
+        """An empty sequence, as on a miss; OutOfPages if there is no memory for it."""
         return self._new()
 
     def prefetch(
         self, tokens: Sequence[int], *, markers: Sequence[int], cuts: Sequence[int] | None = None, at: float
     ) -> None:
-        """Bring what such a lookup will ask for to the fastest tier, in the background; any thread may call this.
-
-        Copies are checked when they are looked up, as all are.
-        """
-        if len(self._store.cascade.tiers) > 1:
-            self._store.fetch_later(partial(self._fetch, tokens, markers, cuts, at))
+        """Copy what such a lookup would read to the fastest byte tier, in the background; thread-safe. Copies are
+        checked when they are read."""
+        if len(self._store.tiered.tiers) > 1:
+            self._store.fetch_async(partial(self._fetch, tokens, markers, cuts, at))
 
     def _fetch(self, tokens: Sequence[int], markers: Sequence[int], cuts: Sequence[int] | None, at: float) -> None:
-        """Chunks up to one that nobody has, or the longest snapshot there is; nothing if the device holds it all."""
+        """Chunks up to one that no tier has, or the longest snapshot; nothing if the device holds it all."""
         keys = self._candidates(tokens, markers, cuts)
-        if not keys or self._store.known.has(keys[-1], 0.0, [DeviceTier.name]):
+        if not keys or self._store.key_index.has(keys[-1], 0.0, [DeviceTier.name]):
             return
         for key in keys if self.has_chunks else reversed(keys):
-            is_there = self._store.cascade.bring(key, at, self._store.max_entry_bytes)
+            is_there = self._store.tiered.prefetch(key, at, self._store.max_entry_bytes)
             if is_there != self.has_chunks:
                 return
 
     def _candidates(
         self, tokens: Sequence[int], markers: Sequence[int] | None, cuts: Sequence[int] | None
     ) -> list[Key]:
-        """Keys of what may be stored, shortest first."""
+        """Keys to look up, shortest first."""
         scope, chunk_len = self.binding.scope, self.binding.chunk_len
         if self.has_chunks:
             end = max(self.stops(len(tokens), markers), default=0)
@@ -143,46 +140,46 @@ class Prefixes:
         lens = self.stops(len(tokens), self._store.snapshots(scope) if markers is None else markers)
         cuts = sorted(markers or ()) if cuts is None else cuts
         keys = snapshot_keys(scope, tokens, lens, chunk_len, cuts)
-        return [key for key in keys if markers is not None or key in self._store.known]
+        return [key for key in keys if markers is not None or key in self._store.key_index]
 
     def _find(self, keys: Sequence[Key], at: float, wait: bool) -> Hit | Reason:
-        """Try until an attempt ends. One that does not has met a bad copy, which the next leaves out, or frees memory;
-        a lookup that meets many bad copies is over: each attempt reads what is good once more."""
+        """Retry after an invalid copy, which the next attempt skips, and after freeing device memory. Ends as a miss
+        after _MOST_LOST invalid copies, since each attempt reads the valid ones again."""
         device, num_lost = self._store.device, 0
         while num_lost < _MOST_LOST:
-            reading = Reading(self._store, self._loader, self._new, at)
+            attempt = Lookup(self._store, self._loader, self._new, at)
             try:
-                found = reading.read_chunks(keys) if self.has_chunks else reading.read_snapshot(keys)
+                found = attempt.read_chunks(keys) if self.has_chunks else attempt.read_snapshot(keys)
                 if wait:
-                    reading.wait()
+                    attempt.wait()
             except PrefixLost:
                 num_lost += 1
             except OutOfPages:
                 if device is None or not device.shrink():
                     return "no_memory"
             else:
-                if reading.sequence is None:
+                if attempt.sequence is None:
                     break
-                hit = Hit(reading.sequence, found[-1].end, reading.tier)
+                hit = Hit(attempt.sequence, found[-1].end, attempt.tier)
                 if hit.sequence.loading is None:
-                    self._used(reading, found, at)
+                    self._on_hit(attempt, found, at)
                 else:
-                    hit.sequence.loading.then = partial(self._used, reading, found, at)
+                    hit.sequence.loading.then = partial(self._on_hit, attempt, found, at)
                 return hit
-        return self._store.known.why(keys[0] if self.has_chunks else keys[-1])
+        return self._store.key_index.miss_reason(keys[0] if self.has_chunks else keys[-1])
 
-    def _used(self, reading: Reading, keys: Sequence[Key], at: float) -> None:
-        """What was read goes to faster tiers, and all that was used lives longer."""
-        cascade, used = self._store.cascade, reading.used
-        self._store.events.emit(Event("hit", reading.tier, None, None, keys[-1].end))
+    def _on_hit(self, attempt: Lookup, keys: Sequence[Key], at: float) -> None:
+        """Promote what was read to faster tiers, and refresh the time to live of all that was used."""
+        tiered, used = self._store.tiered, attempt.used
+        self._store.events.emit(Event("hit", attempt.tier, None, None, keys[-1].end))
         for one in used:
-            self._store.known.lives(one.copy.key, one.lease.ttl_s)
-            cascade.promote_later(one.copy.key, one.copy.tier, one.num_bytes, one.lease)
-        cascade.slide_later([one.copy for one in used], keys, at)
-        if used and self._device is not None and reading.sequence is not None:
+            self._store.key_index.set_ttl(one.copy.key, one.lease.ttl_s)
+            tiered.promote_async(one.copy.key, one.copy.tier, one.num_bytes, one.lease)
+        tiered.touch_async([one.copy for one in used], keys, at)
+        if used and self._device is not None and attempt.sequence is not None:
             worth = sum(one.lease.saved_s for one in used)
             lease = Lease(at, min(one.lease.ttl_s for one in used), worth)
-            if self._device.put_chunks(keys, reading.sequence, lease):
+            if self._device.put_chunks(keys, attempt.sequence, lease):
                 self._device.emit("promoted", keys[-1], 0)
 
     # Saving
@@ -198,12 +195,12 @@ class Prefixes:
         at: float | None = None,
         prefill_s: float | None = None,
     ) -> int:
-        """Keep what the sequence has read of `tokens`, up to `upto` of them, for a request that started `at` (now).
+        """Store the sequence's KV of the first `upto` of `tokens`, for a request that started `at` (default: now).
 
-        Returns how many tokens can be found again from now on. Where chunks are stored, whole ones that are sealed
-        are, and the tokens behind the last one if `upto` names their end; a snapshot is kept at the sequence's own
-        length only, with `cuts`, the lengths at which it was compressed before. `prefill_s`, the time these tokens
-        took, tells what they are worth; without it that is estimated from the model's size.
+        Returns the number of tokens a lookup can find. Chunks: all sealed whole ones, and a partial one that ends at
+        `upto`. Snapshots: at the sequence's own length only; `cuts` are the lengths at which it was compressed before.
+        `prefill_s`, the prefill time of these tokens, is their value for eviction (default: estimated from the model's
+        size).
         """
         ttl_s, at = _ttl_s(ttl), self._store.clock() if at is None else at
         end = min(len(tokens) if upto is None else upto, len(tokens))
@@ -216,7 +213,7 @@ class Prefixes:
         if not keys:
             return 0
         per_token = self._seconds_per_token if prefill_s is None else prefill_s / end
-        self._hold(sequence, keys, Lease(at, ttl_s, per_token * keys[-1].end))
+        self._put_on_device(sequence, keys, Lease(at, ttl_s, per_token * keys[-1].end))
         missing = [key for key in keys if not self._is_stored(key, ttl_s)]
         for begin in range(0, len(missing), _COPIED_CHUNKS):
             group = missing[begin : begin + _COPIED_CHUNKS]
@@ -224,8 +221,8 @@ class Prefixes:
                 self._write(key, blocks, Lease(at, ttl_s, per_token * key.num_tokens))
         return keys[-1].end
 
-    def _hold(self, sequence: SequenceCache, keys: Sequence[Key], lease: Lease) -> None:
-        """On the device, by reference where the sequence ends with the last key, else as a copy."""
+    def _put_on_device(self, sequence: SequenceCache, keys: Sequence[Key], lease: Lease) -> None:
+        """Share pages copy-on-write if the sequence ends with the last key, else copy them."""
         device = self._device
         if device is None or device.serves(keys[-1], lease):
             return
@@ -241,12 +238,12 @@ class Prefixes:
         copy.release()
 
     def _is_stored(self, key: Key, ttl_s: float) -> bool:
-        return self._store.known.has(key, ttl_s, [tier.name for tier in self._store.cascade.tiers])
+        return self._store.key_index.has(key, ttl_s, [tier.name for tier in self._store.tiered.tiers])
 
     def _blocks(self, sequence: SequenceCache, keys: Sequence[Key]) -> list[dict[str, Fields]]:
-        """Of each key, copied to the host: of a device, a copy per layer is quicker than one per chunk."""
+        """Blocks of each key, copied to the host: one copy per layer is faster than one per chunk."""
         if not self.has_chunks:
-            return [take(sequence)]
+            return [snapshot_blocks(sequence)]
         found: list[dict[str, Fields]] = [{} for _ in keys]
         start = keys[0].start
         for i in range(sequence.spec.num_layers):
@@ -259,12 +256,12 @@ class Prefixes:
     def _write(self, key: Key, blocks: dict[str, Fields], lease: Lease) -> None:
         num_bytes = sum(tensor.nbytes for fields in blocks.values() for tensor in fields.values())
         job = partial(self._encode, key, blocks, lease)
-        if self._store.cascade.put_later(key, num_bytes, job, lease):
-            self._store.known.lives(key, lease.ttl_s)
+        if self._store.tiered.put_async(key, num_bytes, job, lease):
+            self._store.key_index.set_ttl(key, lease.ttl_s)
 
     def _encode(self, key: Key, blocks: dict[str, Fields], lease: Lease) -> bytes:
         if self.has_chunks:
-            blocks = {name: self._form.pack(x, int(name) / len(blocks)) for name, x in blocks.items()}
+            blocks = {name: self._encoding.pack(x, int(name) / len(blocks)) for name, x in blocks.items()}
         return encode(key, self.binding, blocks, lease, self._store.secret)
 
 
@@ -278,6 +275,6 @@ def _ttl_s(ttl: Ttl) -> float:
 def _check_length(end: int, sequence: SequenceCache) -> None:
     if end != sequence.committed_len:
         raise InputError(
-            f"the sequence has read {sequence.committed_len} tokens and {end} are to be saved; what was compressed "
-            "can be saved at its own length only: save it there"
+            f"the sequence has {sequence.committed_len} tokens and upto is {end}; a compressed sequence can be saved "
+            "at its own length only: save it there"
         )

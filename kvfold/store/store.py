@@ -1,4 +1,4 @@
-"""A store of prefixes: what one request computed, for the next one that begins the same.
+"""The prefix cache (automatic prefix caching across requests): tiers of KV prefixes, looked up by prompt tokens.
 
     store = PrefixStore([HostTier(8 << 30), DiskTier("prefixes", 100 << 30)], device=DeviceTier(4 << 30))
     prefixes = store.prefixes(model, "full", prefill_len=runner.chunk_len)
@@ -6,7 +6,7 @@
     runner.prefill([hit.sequence], [tokens[hit.matched_tokens :]])
     prefixes.save(hit.sequence, tokens)
 
-What goes wrong with what is stored is a miss, with an event that says why; it never reaches the caller.
+Invalid entries and tier failures are misses with an event that gives the reason; they never raise to the caller.
 """
 
 from __future__ import annotations
@@ -23,15 +23,12 @@ from kvfold.store.entry.signing import signer_of
 from kvfold.store.events import Subscriber
 from kvfold.store.prefixes import Prefixes
 
-QUEUE_BYTES = 1 << 30
-_MAX_FETCHES = 64  # prompts whose prefixes are on their way to the host, or wait for it
-
 
 class PrefixStore(StoreContext):
     """Byte tiers, fastest first, behind an optional device tier; one store per process, for any number of models.
 
-    `secret` keys every digest: whoever can write to a shared tier without knowing it can spoil entries, not forge them.
-    `form` is how the byte tiers hold prefixes (`kvfold.store.entry.encodings`); stores of other forms share nothing.
+    `secret` keys every digest: without it a writer to a shared tier can corrupt entries, not forge them. `form` is the
+    encoding of entries (`kvfold.store.entry.encodings`); stores with different encodings share no entries.
     """
 
     def prefixes(
@@ -43,9 +40,9 @@ class PrefixStore(StoreContext):
         config: PageConfig | None = None,
         tenant: str = "",
     ) -> Prefixes:
-        """Those of one model under one policy, for one tenant; `prefill_len` is the runner's `chunk_len`.
+        """Prefixes of one model, policy and tenant; `prefill_len` is the runner's `chunk_len`.
 
-        PolicyError or ModelError if they cannot be reused at all, InputError if not in the store's form.
+        PolicyError or ModelError if they cannot be reused, InputError if not in the store's encoding.
         """
         policy, config = Policy.parse(policy), config or PageConfig()
         binding = bind(
@@ -61,21 +58,21 @@ class PrefixStore(StoreContext):
         return Prefixes(self, model, policy, config, binding)
 
     def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
-        """Call it with every event; returns what ends that."""
+        """Call it with every event; returns a function that unsubscribes."""
         return self.events.subscribe(subscriber)
 
     def counters(self) -> dict[str, int]:
         return self.events.counters()
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until what was saved has been written, and what was asked for fetched; False if either took longer."""
-        return self._writer.flush(timeout_s) and self._fetcher.flush(timeout_s)
+        """Wait for queued writes and prefetches; False on time-out."""
+        return self._write_queue.flush(timeout_s) and self._fetch_queue.flush(timeout_s)
 
     def close(self) -> None:
-        """Write what waits, and let go of memory, folders and connections."""
-        self._fetcher.close()
-        self._writer.close()
-        for tier in self.cascade.tiers:
+        """Finish queued writes; release memory, folder locks and connections."""
+        self._fetch_queue.close()
+        self._write_queue.close()
+        for tier in self.tiered.tiers:
             tier.close()
         if self.device is not None:
             self.device.close()

@@ -149,7 +149,7 @@ def test_an_exception_on_the_way_to_the_host_or_back_fails_one_job_at_most(small
     sites, normal = sites_of(small, LONG)
     assert normal.scheduler.num_preempted > 0
     moving = {site: count for site, count in sites.items() if count <= 2 and site.caller.startswith(MOVING)}
-    assert {"can_preempt", "preempt", "take", "resume", "put_back", "new_sequence"} <= _names(moving)
+    assert {"can_preempt", "preempt", "snapshot_blocks", "resume", "restore_snapshot", "new_sequence"} <= _names(moving)
     for site in moving:
         _inject(small, LONG, normal, site, 1)
 

@@ -16,7 +16,7 @@ from kvfold.models.loader import Model
 from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy
 from kvfold.session import Session
-from kvfold.store.entry.snapshot import put_back, take
+from kvfold.store.entry.snapshot import restore_snapshot, snapshot_blocks
 from tests.engine.runs import make_runner, make_sequence, scorers
 from tests.tiny import build, greedy, prompt, ready
 
@@ -175,7 +175,7 @@ def test_a_sequence_set_aside_comes_back(model: Model) -> None:
     sequence, other = make_sequence(runner, STREAM), make_sequence(runner, STREAM)
     try:
         runner.prefill([sequence], [prompt(130)])
-        put_back(other, 130, take(sequence).items())
+        restore_snapshot(other, 130, snapshot_blocks(sequence).items())
         assert_nothing_is_lost(other)
         torch.testing.assert_close(runner.decode([other], [5]), runner.decode([sequence], [5]), rtol=0, atol=0)
     finally:

@@ -333,7 +333,7 @@ def test_a_policy_that_compresses_reads_what_it_wrote() -> None:
 
 def test_a_policy_that_knows_the_question_refuses_markers_and_serves_the_rest() -> None:
     with running(tool_model(), "snapkv + 80tok") as server:
-        with pytest.raises(anthropic.BadRequestError, match="score snapkv judges by the end of the prompt"):
+        with pytest.raises(anthropic.BadRequestError, match="score snapkv is question-aware"):
             create(server, user(text(LONG, MARK)))
         assert counts(create(server, user(text(LONG * 3))))[:2] == (0, 0)
         assert chat(server, {"role": "user", "content": LONG}).cached_tokens == 0
@@ -346,7 +346,7 @@ def test_an_entry_whose_tensors_are_gone_is_a_miss(server: Running) -> None:
     store, lost_before = server.service.store, _num_lost(server)
     assert store is not None
     assert store.device is not None
-    for tier in store.cascade.tiers:
+    for tier in store.tiered.tiers:
         for key in list(tier.keys()):
             tier.delete(key)
     while store.device.shrink():

@@ -35,7 +35,7 @@ from kvfold.serve.cache.prompt_cache import PromptCache
 from kvfold.serve.cache.source import CachedSource, PlainSource
 from kvfold.serve.prompt import PromptRenderer
 from kvfold.store import DeviceTier, DiskTier, HostTier, PrefixStore
-from kvfold.store.markers import Marks
+from kvfold.store.markers import CacheMarkers
 from kvfold.store.tiers.base import ByteTier
 from tests.serve.running import running, tool_model
 
@@ -116,7 +116,7 @@ class Bench:
             return PlainSource(lambda: self.runner.new_sequence(self.policy), len(tokens), points=points)
         if tenant not in self._prompt_caches:
             prefixes = self.store.prefixes(self.model, self.policy, prefill_len=CHUNK, tenant=tenant)
-            self._prompt_caches[tenant] = PromptCache(prefixes, Marks(self.store, prefixes.binding))
+            self._prompt_caches[tenant] = PromptCache(prefixes, CacheMarkers(self.store, prefixes.binding))
         return CachedSource(self._prompt_caches[tenant], tokens, plan, 0.0, now, points)
 
 

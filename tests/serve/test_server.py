@@ -32,7 +32,7 @@ def server() -> Iterator[Running]:
 
 
 def test_a_key_is_asked_for_in_both_formats(server: Running) -> None:
-    with pytest.raises(anthropic.AuthenticationError, match="not known"):
+    with pytest.raises(anthropic.AuthenticationError, match="unknown"):
         server.anthropic_as("wrong").messages.create(**ENDLESS)
     with pytest.raises(openai.AuthenticationError) as caught:
         server.openai_as("wrong").models.list()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvfold.errors import FileError, InputError
-from kvfold.store.inspect import FolderView, RedisView, View
+from kvfold.store.inspect import FolderInspector, RedisInspector, StoreInspector
 from kvfold.store.key import Binding
 from kvfold.store.tiers.base import ByteTier
 from kvfold.store.tiers.disk import DiskTier
@@ -23,33 +23,33 @@ def put(tier: ByteTier, number: int, lease: Lease) -> None:
     assert tier.put(make_key(number), make_entry(make_key(number), lease), lease)
 
 
-def lives(view: View) -> dict[str, float]:
-    return {found.key.digest: found.expires_at for found in view.find()}
+def lives(inspector: StoreInspector) -> dict[str, float]:
+    return {found.key.digest: found.expires_at for found in inspector.find()}
 
 
 def test_a_folder_is_read_while_another_owns_it(tmp_path: Path) -> None:
     clock = Clock()
-    tier, view = DiskTier(tmp_path, 1 << 20, clock=clock), FolderView(tmp_path)
+    tier, inspector = DiskTier(tmp_path, 1 << 20, clock=clock), FolderInspector(tmp_path)
     for number in range(3):
         put(tier, number, Lease(clock.now, 300 + number, 1.5))
-    found = sorted(view.find(), key=lambda one: one.ttl_s)
+    found = sorted(inspector.find(), key=lambda one: one.ttl_s)
     assert [one.key for one in found] == [make_key(number) for number in range(3)]
     assert [(one.ttl_s, one.saved_s, one.expires_at) for one in found] == [
         (300 + number, 1.5, clock.now + 300 + number) for number in range(3)
     ]
     assert sum(one.num_bytes for one in found) == tier.num_bytes
-    assert all(view.check(one.key) is None and view.facts(one.key) == BINDING.facts() for one in found)
-    assert lives(view) == {one.key.digest: one.expires_at for one in found}
-    assert view.is_in_use
+    assert all(inspector.check(one.key) is None and inspector.facts(one.key) == BINDING.facts() for one in found)
+    assert lives(inspector) == {one.key.digest: one.expires_at for one in found}
+    assert inspector.is_in_use
     with pytest.raises(FileError, match="in use by another store"):
-        view.delete(make_key(0))
+        inspector.delete(make_key(0))
     tier.close()
-    assert not view.is_in_use
-    view.delete(make_key(0))
+    assert not inspector.is_in_use
+    inspector.delete(make_key(0))
     assert len(entry_files(tmp_path)) == 2
     with pytest.raises(FileError, match="in use by another store"):
         DiskTier(tmp_path, 1 << 20)
-    view.close()
+    inspector.close()
     DiskTier(tmp_path, 1 << 20).close()
 
 
@@ -61,43 +61,43 @@ def test_damage_is_found(tmp_path: Path, reason: str, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
-    fault = FolderView(tmp_path).check(make_key(0))
-    assert fault is not None
-    assert fault.reason == reason
+    error = FolderInspector(tmp_path).check(make_key(0))
+    assert error is not None
+    assert error.reason == reason
     tier.close()
 
 
 def test_an_entry_in_the_place_of_another_is_found(tmp_path: Path) -> None:
     clock = Clock()
-    tier, view = DiskTier(tmp_path, 1 << 20, clock=clock), FolderView(tmp_path)
+    tier, inspector = DiskTier(tmp_path, 1 << 20, clock=clock), FolderInspector(tmp_path)
     lease = Lease(clock.now, 300, 1.0)
     other = Binding("chunks", "w2", "float32", "float32", "r", "t", "p", "", 16, 16, "")
     tier.put(make_key(0), make_entry(make_key(1), lease), lease)
     tier.put(make_key(2), make_entry(make_key(2), lease, binding=other), lease)
-    faults = [view.check(make_key(number)) for number in (0, 2)]
-    assert [fault and fault.reason for fault in faults] == ["swapped", "foreign"]
-    assert view.check(make_key(9)) is None  # gone is not wrong
+    errors = [inspector.check(make_key(number)) for number in (0, 2)]
+    assert [error and error.reason for error in errors] == ["swapped", "foreign"]
+    assert inspector.check(make_key(9)) is None  # gone is not wrong
     tier.close()
 
 
 def test_a_folder_without_a_store_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="holds no prefix store"):
-        FolderView(tmp_path)
+        FolderInspector(tmp_path)
 
 
 def test_redis_is_read_without_making_entries_live_longer(redis_server: RedisServer) -> None:
-    tier, view = RedisTier(redis_server.url), RedisView(redis_server.url)
+    tier, inspector = RedisTier(redis_server.url), RedisInspector(redis_server.url)
     put(tier, 0, Lease(time.time() - 100, 300, 2.5))
-    (found,) = view.find()
+    (found,) = inspector.find()
     assert (found.key, found.ttl_s, found.saved_s) == (make_key(0), 300, 2.5)
-    assert view.check(make_key(0)) is None
+    assert inspector.check(make_key(0)) is None
     assert 100 < found.expires_at - time.time() <= 200
-    (again,) = view.find()
+    (again,) = inspector.find()
     assert again.expires_at - time.time() <= 200
-    view.delete(make_key(0))
+    inspector.delete(make_key(0))
     assert list(tier.keys()) == []
     tier.close()
-    view.close()
+    inspector.close()
 
 
 @pytest.mark.parametrize("how", ["replica", "acl"])
@@ -105,28 +105,28 @@ def test_an_entry_that_redis_keeps_is_not_called_deleted(redis_server: RedisServ
     tier = RedisTier(redis_server.url)
     put(tier, 0, Lease(time.time(), 300, 2.5))
     tier.close()
-    view = RedisView(redis_server.refuse(how))
-    with pytest.raises(FileError, match="Redis does not delete an entry"):
-        view.delete(make_key(0))
-    view.close()
+    inspector = RedisInspector(redis_server.refuse(how))
+    with pytest.raises(FileError, match="Redis refused to delete an entry"):
+        inspector.delete(make_key(0))
+    inspector.close()
 
 
 def test_an_entry_that_a_folder_keeps_is_not_called_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = DiskTier(tmp_path, 1 << 20)
     put(tier, 0, Lease(time.time(), 300, 2.5))
     tier.close()
-    view = FolderView(tmp_path)
+    inspector = FolderInspector(tmp_path)
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(Path, "unlink", refuse)
     with pytest.raises(FileError, match="cannot be deleted"):
-        view.delete(make_key(0))
-    view.close()
+        inspector.delete(make_key(0))
+    inspector.close()
 
 
 def test_a_redis_that_does_not_answer_is_told(tmp_path: Path) -> None:
     pytest.importorskip("redis")
     with pytest.raises(InputError, match="no Redis server answers"):
-        RedisView(f"unix://{tmp_path}/nobody")
+        RedisInspector(f"unix://{tmp_path}/nobody")

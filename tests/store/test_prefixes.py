@@ -210,7 +210,7 @@ def test_what_was_compressed_is_saved_at_its_own_length_only(model: Model, store
 
 @pytest.mark.parametrize("policy", ["snapkv + 2x", "tova + 30tok", "prefill(snapkv + 2x) + decode(h2o + 60tok)"])
 def test_scores_that_look_at_the_end_are_refused(model: Model, store: PrefixStore, policy: str) -> None:
-    with pytest.raises(PolicyError, match="judges by the end of the prompt, and a stored prefix is compressed before"):
+    with pytest.raises(PolicyError, match="and a cached prefix is compressed before its question"):
         make_prefixes(store, model, policy)
 
 
@@ -392,7 +392,7 @@ def test_what_is_not_in_the_queue_in_time_is_dropped_and_counted(model: Model) -
         def wait() -> None:
             gate.wait()
 
-        store._writer.submit(1, wait)
+        store._write_queue.submit(1, wait)
         read(make_prefixes(store, model), model).sequence.release()
         gate.set()
         store.flush()

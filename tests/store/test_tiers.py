@@ -18,7 +18,7 @@ from kvfold.store.key import Key
 from kvfold.store.tiers.base import ByteTier
 from kvfold.store.tiers.disk import DiskTier
 from kvfold.store.tiers.eviction import Lease
-from kvfold.store.tiers.folder import write_whole
+from kvfold.store.tiers.folder import write_entry
 from kvfold.store.tiers.host import HostTier
 from kvfold.store.tiers.redis import RedisTier
 from tests.store.common import Clock, make_entry, make_key
@@ -91,7 +91,7 @@ def test_what_was_never_put_is_not_there(tier: ByteTier, clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("kind", ["host", "disk"])
-@pytest.mark.parametrize("use", ["get", "slide"])
+@pytest.mark.parametrize("use", ["get", "touch"])
 def test_time_to_live_slides_from_the_start_of_a_request(kind: str, use: str, tmp_path: Path, clock: Clock) -> None:
     tier, key = make_bounded(kind, tmp_path, clock), make_key(1)
     events: list[Event] = []
@@ -101,7 +101,7 @@ def test_time_to_live_slides_from_the_start_of_a_request(kind: str, use: str, tm
     if use == "get":  # by a request that has been running for four minutes
         assert content(tier, key, clock.now - 240) is not None
     else:
-        tier.slide(key, clock.now - 240)
+        tier.touch(key, clock.now - 240)
     clock.now += 59
     assert content(tier, key, 0.0) is not None
     clock.now += 1
@@ -124,7 +124,7 @@ def test_what_is_too_large_is_refused_and_nothing_goes(kind: str, tmp_path: Path
 def test_limits_hold_after_every_put(
     kind: str, tmp_path_factory: pytest.TempPathFactory, puts: list[tuple[int, int, int, int]]
 ) -> None:
-    """What is there is what a plain ledger of the newest, worthiest and living says it is; bytes are counted anew."""
+    """What is there is what a plain list of the newest, worthiest and living says it is; bytes are counted anew."""
     clock = Clock()
     tier = make_bounded(kind, tmp_path_factory.mktemp("store"), clock)
     gone: set[Key] = set()
@@ -166,9 +166,9 @@ def test_limits_of_a_folder_hold_while_many_put(tmp_path: Path, clock: Clock, mo
 
     def counted(path: Path, data: bytes, expires_at: float) -> None:
         seen.append(len(data) + sum(_size(other) for other in tmp_path.rglob("*.*")))
-        write_whole(path, data, expires_at)
+        write_entry(path, data, expires_at)
 
-    monkeypatch.setattr("kvfold.store.tiers.disk.write_whole", counted)
+    monkeypatch.setattr("kvfold.store.tiers.disk.write_entry", counted)
     _use_at_once(tier, clock)
     assert 0.5 * LIMIT < max(seen) <= LIMIT and tier.num_bytes <= LIMIT
     for key in tier.keys():  # noqa: SIM118 - not a mapping
@@ -184,9 +184,9 @@ def test_an_entry_asked_for_while_it_is_written_stays_counted(
     def asked_for(path: Path, data: bytes, expires_at: float) -> None:
         reader.start()
         reader.join(0.5)
-        write_whole(path, data, expires_at)
+        write_entry(path, data, expires_at)
 
-    monkeypatch.setattr("kvfold.store.tiers.disk.write_whole", asked_for)
+    monkeypatch.setattr("kvfold.store.tiers.disk.write_entry", asked_for)
     tier.put(key, bytes(3000), lease(clock))
     reader.join()
     assert answers == [bytes(3000)] and list(tier.keys()) == [key]
@@ -215,7 +215,7 @@ def test_what_saves_least_per_byte_goes_first_then_what_was_used_longest_ago(
     for number, saved_s in ((0, 9.0), (1, 1.0), (2, 5.0), (3, 5.0)):
         tier.put(make_key(number), bytes(LIMIT // 4), lease(clock, saved_s=saved_s))
         clock.now += 1
-    tier.slide(make_key(2), clock.now)
+    tier.touch(make_key(2), clock.now)
     for number, expected in ((4, {0, 2, 3, 4}), (5, {0, 2, 4, 5}), (6, {0, 4, 5, 6})):
         tier.put(make_key(number), bytes(LIMIT // 4), lease(clock, saved_s=7.0))
         assert set(tier.keys()) == {make_key(i) for i in expected}

@@ -10,50 +10,50 @@ import json
 
 from kvfold.serve.cache.breakpoints import Boundary, CacheWrite
 from kvfold.serve.cache.entries import Entries, Miss
-from kvfold.store.markers import Marks, Spot
+from kvfold.store.markers import CacheMarkers, Marker
 from kvfold.store.prefixes import Prefixes
 
 
 class PromptCache:
     """Used by the scheduler's thread only."""
 
-    def __init__(self, prefixes: Prefixes, marks: Marks, entries: Entries | None = None) -> None:
+    def __init__(self, prefixes: Prefixes, markers: CacheMarkers, entries: Entries | None = None) -> None:
         self.prefixes = prefixes
         self._entries = Entries() if entries is None else entries
-        self._marks = marks
+        self._markers = markers
 
     def split(self, cache_key: str) -> PromptCache:
         """The cache of one `prompt_cache_key`, with tensors of its own, so that not even the TTFT reveals what requests
         of another key sent. Digests of boundaries cover the key, so entries share one index."""
         tenant = json.dumps([self.prefixes.binding.tenant, cache_key])
         prefixes = self.prefixes.for_tenant(tenant)
-        return PromptCache(prefixes, self._marks.bound_to(prefixes.binding), self._entries)
+        return PromptCache(prefixes, self._markers.bound_to(prefixes.binding), self._entries)
 
     def look(self, boundary: Boundary, at: float, now: float) -> Miss | None:
         """None on a hit, for a request that started `at`."""
         missed = self._entries.look(boundary.digest, now)
         if missed is None:
             return None
-        ttl_s = self._marks.find(_spot(boundary), at)
+        ttl_s = self._markers.find(_marker(boundary), at)
         if ttl_s is None:
-            return "expired" if "expired" in (missed, self._marks.why(_spot(boundary))) else "absent"
+            return "expired" if "expired" in (missed, self._markers.miss_reason(_marker(boundary))) else "absent"
         self._entries.write(boundary.digest, ttl_s, at)
         return None
 
     def use(self, boundary: Boundary, at: float) -> None:
         """Refresh on a hit by a request that started `at`."""
         self._entries.use(boundary.digest, at)
-        self._marks.use(_spot(boundary), at)
+        self._markers.touch(_marker(boundary), at)
 
     def write(self, write: CacheWrite, at: float) -> None:
         self._entries.write(write.boundary.digest, write.ttl_s, at)
-        self._marks.write(_spot(write.boundary), write.ttl_s, at)
+        self._markers.write(_marker(write.boundary), write.ttl_s, at)
 
     def forget(self, boundary: Boundary) -> None:
         """Its tensors were evicted."""
         self._entries.forget(boundary.digest)
-        self._marks.forget(_spot(boundary))
+        self._markers.delete(_marker(boundary))
 
 
-def _spot(boundary: Boundary) -> Spot:
-    return Spot(boundary.end, boundary.digest)
+def _marker(boundary: Boundary) -> Marker:
+    return Marker(boundary.end, boundary.digest)

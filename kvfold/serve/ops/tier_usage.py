@@ -39,4 +39,4 @@ class TierUsage:
     def _tiers(self) -> Iterator[Tier[Any, Any]]:
         if self._store is not None:
             yield from () if self._store.device is None else (self._store.device,)
-            yield from self._store.cascade.tiers
+            yield from self._store.tiered.tiers

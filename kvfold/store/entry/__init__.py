@@ -1,1 +1,1 @@
-"""What a stored prefix is as bytes: header, blocks, digests, and the encodings of its tensors."""
+"""Serialization of cached prefixes: entry format, signing, snapshots, schema checks, encodings of tensors."""

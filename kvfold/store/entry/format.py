@@ -1,13 +1,13 @@
-"""The bytes of a stored prefix: a header that says what it is, then one block per layer, each with its own digest.
+"""Entry format of the prefix cache: preamble, signed JSON header, one safetensors block per layer with a digest each.
 
     preamble   magic, revision, time to live (s), header length, prefill time saved (µs)      28 bytes
     header     JSON: key, binding, and of every block its name, bytes and digest              at most 1 MiB
     digest     blake2b-256 over preamble and header
-    blocks     safetensors of one layer each, behind those of the whole sequence, if any
+    blocks     safetensors of one layer each, after those of the whole sequence, if any
 
-Every digest is keyed with the store's secret, where it has one. A reader trusts nothing: lengths are held against
-limits and the file's own size before anything is allocated, a block is handed out only when its digest is right, and
-nothing is unpickled. Blocks come one by one, so that a first layer can be used while later ones are still on their way.
+Every digest is keyed with the store's secret, if it has one. A reader trusts nothing: lengths are checked against
+limits and the file size before allocation, a block is returned only if its digest matches, nothing is unpickled. Blocks
+are read one by one, so that the first layers can be used while later ones are loading.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ _DIGEST_BYTES = 32
 _MAX_UINT32 = (1 << 32) - 1
 
 Fields = dict[str, Tensor]
-FaultReason = Literal["corrupt", "truncated", "foreign", "swapped", "unsigned"]
+InvalidReason = Literal["corrupt", "truncated", "foreign", "swapped", "unsigned"]
 
 
-class Fault(FileError):
-    """An entry that must not be used."""
+class InvalidEntry(FileError):
+    """An entry that cannot be used."""
 
-    def __init__(self, reason: FaultReason, detail: str) -> None:
-        super().__init__(f"a stored prefix is {reason}: {detail}; it is set aside and computed again")
+    def __init__(self, reason: InvalidReason, detail: str) -> None:
+        super().__init__(f"a cached prefix is {reason}: {detail}; it is quarantined and recomputed")
         self.reason = reason
 
 
 class Preamble(NamedTuple):
-    """What can be read of an entry before it is checked."""
+    """Readable before the entry is checked."""
 
     ttl_s: int
     saved_s: float
@@ -64,7 +64,7 @@ class _Block(NamedTuple):
 
 
 def encode(key: Key, binding: Binding, blocks: Mapping[str, Fields], lease: Lease, secret: bytes = b"") -> bytes:
-    """Blocks in their order; the names are those of layers, or "sequence"."""
+    """Blocks in order; names are layer numbers, or "sequence"."""
     payload = [save({name: tensor.contiguous() for name, tensor in fields.items()}) for fields in blocks.values()]
     listed = [(name, len(data), _digest(data, secret)) for name, data in zip(blocks, payload, strict=True)]
     header = json.dumps({"key": key.text, "binding": binding.facts(), "blocks": listed}).encode()
@@ -74,7 +74,7 @@ def encode(key: Key, binding: Binding, blocks: Mapping[str, Fields], lease: Leas
 
 
 def peek(data: bytes) -> Preamble | None:
-    """The preamble of an entry, unchecked; None if it is none of ours."""
+    """The unchecked preamble; None without the magic and revision."""
     if len(data) < PREAMBLE_BYTES:
         return None
     magic, revision, ttl_s, header_bytes, saved_us = _PREAMBLE.unpack_from(data)
@@ -82,8 +82,8 @@ def peek(data: bytes) -> Preamble | None:
 
 
 class EntryReader:
-    """One entry, block by block. Raises Fault where it is not what was asked for; without a `binding`, where it is not
-    what its name says. `facts`: what it is bound to."""
+    """Reads and checks one entry block by block. InvalidEntry if it does not match key and `binding`; with None for
+    `binding`, if it does not match its key. `facts`: the entry's binding."""
 
     def __init__(
         self,
@@ -108,44 +108,44 @@ class EntryReader:
         fixed = self._read(PREAMBLE_BYTES)
         preamble = peek(fixed)
         if preamble is None:
-            raise Fault("foreign", "it does not begin as entries of this revision do")
+            raise InvalidEntry("foreign", "it has no preamble of this revision")
         if preamble.header_bytes > MAX_HEADER_BYTES:
-            raise Fault("corrupt", f"its header claims {preamble.header_bytes} bytes")
+            raise InvalidEntry("corrupt", f"its header claims {preamble.header_bytes} bytes")
         text = self._read(preamble.header_bytes)
         if not hmac.compare_digest(self._read(_DIGEST_BYTES).hex(), _digest(fixed + text, self._secret)):
             if _signer(text, key) not in (None, signer_of(self._secret)):
-                raise Fault("unsigned", "it is signed with another secret, or with none")
-            raise Fault("corrupt", "its header does not match its digest")
+                raise InvalidEntry("unsigned", "it is signed with another secret, or with none")
+            raise InvalidEntry("corrupt", "its header does not match its digest")
         return preamble, _header(text)
 
     def _check_sizes(self, max_bytes: int) -> None:
         expected = self._file.tell() + sum(block.num_bytes for block in self._blocks)
         if expected > max_bytes:
-            raise Fault("corrupt", f"its blocks claim {expected} bytes, more than {max_bytes}")
+            raise InvalidEntry("corrupt", f"its blocks claim {expected} bytes, more than {max_bytes}")
         if expected != self.num_bytes:
-            raise Fault("truncated", f"it has {self.num_bytes} bytes of {expected}")
+            raise InvalidEntry("truncated", f"it has {self.num_bytes} bytes of {expected}")
 
     def names(self) -> list[str]:
         return [block.name for block in self._blocks]
 
     def blocks(self) -> Iterator[tuple[str, Fields]]:
-        """(name, tensors), each checked when it is asked for."""
+        """(name, tensors), checked lazily."""
         for block in self._blocks:
             data = self._read(block.num_bytes)
             if not hmac.compare_digest(_digest(data, self._secret), block.digest):
-                raise Fault("corrupt", f"block {block.name} does not match its digest")
+                raise InvalidEntry("corrupt", f"block {block.name} does not match its digest")
             try:
                 yield block.name, load(data)
             except SafetensorError as error:
-                raise Fault("corrupt", f"block {block.name} holds no tensors") from error
+                raise InvalidEntry("corrupt", f"block {block.name} holds no tensors") from error
 
     def _read(self, num_bytes: int) -> bytes:
         try:
             data = self._file.read(num_bytes)
         except OSError as error:
-            raise Fault("truncated", f"it cannot be read ({error})") from error
+            raise InvalidEntry("truncated", f"it cannot be read ({error})") from error
         if len(data) != num_bytes:
-            raise Fault("truncated", f"it ends {num_bytes - len(data)} bytes early")
+            raise InvalidEntry("truncated", f"it ends {num_bytes - len(data)} bytes early")
         return data
 
     def close(self) -> None:
@@ -156,33 +156,33 @@ def _header(text: bytes) -> dict[str, Any]:
     try:
         header = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Fault("corrupt", "its header is no JSON") from error
+        raise InvalidEntry("corrupt", "its header is no JSON") from error
     if not isinstance(header, dict):
-        raise Fault("corrupt", "its header is no object")
+        raise InvalidEntry("corrupt", "its header is no object")
     return header
 
 
 def _signer(text: bytes, key: Key) -> object:
-    """Names the secret that an entry of this key is signed with; None where the header does not fit the key."""
+    """Identifier of the secret that signed the entry; None if its header does not match the key."""
     facts = _header(text).get("binding")
     return facts.get("signer") if isinstance(facts, dict) and scope_of(facts) == key.scope else None
 
 
 def _check_header(header: dict[str, Any], key: Key, binding: Binding | None) -> None:
     if header.get("key") != key.text:
-        raise Fault("swapped", "it is another entry than the one that was asked for")
+        raise InvalidEntry("swapped", "its header has another key")
     facts = header.get("binding")
     if not isinstance(facts, dict) or (scope_of(facts) != key.scope if binding is None else facts != binding.facts()):
-        raise Fault("foreign", "it belongs to another model, policy or tenant")
+        raise InvalidEntry("foreign", "it belongs to another model, policy or tenant")
 
 
 def _listed(header: dict[str, Any]) -> list[_Block]:
     try:
         blocks = [_Block(str(name), int(size), str(digest)) for name, size, digest in header["blocks"]]
     except (KeyError, TypeError, ValueError) as error:
-        raise Fault("corrupt", "its list of blocks cannot be read") from error
+        raise InvalidEntry("corrupt", "its list of blocks cannot be read") from error
     if any(block.num_bytes < 0 for block in blocks):
-        raise Fault("corrupt", "a block has a negative size")
+        raise InvalidEntry("corrupt", "a block has a negative size")
     return blocks
 
 

@@ -1,6 +1,6 @@
-"""The secret that signs entries: every digest is keyed with it, so nobody without it can write one that is believed.
+"""The secret that signs entries: digests are keyed with it (blake2b), so entries cannot be forged without it.
 
-It comes from a file or from the environment, never from the command line, which other users of a machine can read.
+It is read from a file or the environment, never from the command line, which other users of a machine can read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MAX_BYTES = 64  # the longest key of blake2b
 
 
 def read_secret(path: str | Path | None) -> bytes:
-    """Of a file, else of the variable, else none; white space at the end is no part of it."""
+    """From a file, else the variable, else empty; trailing white space is stripped."""
     if path is None:
         text = os.environ.get(VARIABLE)
         return b"" if text is None else _checked(text.encode(), VARIABLE)
@@ -35,7 +35,7 @@ def _checked(data: bytes, place: str) -> bytes:
 
 
 def check_secret(secret: bytes) -> None:
-    """InputError unless it is none, or long enough and not too long."""
+    """InputError unless it is empty or of valid length."""
     if secret:
         _check_length(len(secret), "the secret")
 
@@ -47,5 +47,5 @@ def _check_length(num_bytes: int, name: str) -> None:
 
 
 def signer_of(secret: bytes) -> str:
-    """Names a secret without telling it; empty where there is none."""
+    """Public identifier of a secret; empty without one."""
     return hashlib.blake2b(b"kvfold signer", digest_size=16, key=secret).hexdigest() if secret else ""

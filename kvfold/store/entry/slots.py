@@ -1,7 +1,7 @@
-"""Slots of a range of tokens out of a sequence that keeps everything, and back into an empty one.
+"""KV slots of a token range read from a lossless sequence, and appended to another one layer by layer.
 
-Where nothing is evicted and no codec learns, slot i of every head is token i, whatever else was read behind it. Chunks
-of several entries then join to one prefix, layer by layer. Positions are not stored: they are the range.
+Without eviction and fitted codecs, slot i of every head is token i, whatever follows it, so chunks of several entries
+join to one prefix. Positions are not stored: they are the range.
 
     H KV heads   N tokens of the range   W width of a field
 """
@@ -17,12 +17,12 @@ from kvfold.codec.base import Field
 from kvfold.pages.layer import LayerPages
 from kvfold.pages.layout import POSITION, PageClass
 from kvfold.pages.sequence import SequenceCache
-from kvfold.store.entry.encodings import Like
+from kvfold.store.entry.encodings import TensorSpec
 from kvfold.store.entry.format import Fields
 
 
 def read_slots(sequence: SequenceCache, layer: int, start: int, end: int) -> Fields:
-    """Fields [H, N, W] of the tokens start … end, where the sequence has them."""
+    """Fields [H, N, W] of the tokens start … end."""
     sequence.wait_loaded(layer)
     parts = sequence.layer_parts(layer)
     found: list[dict[str, Tensor]] = []
@@ -43,21 +43,21 @@ def _gather(part: LayerPages, begin: int, stop: int) -> Fields:
     return {item.name: codes[item.name].unflatten(0, (part.num_heads, -1)) for item in _stored(part.page_class)}
 
 
-class Filling:
-    """The tokens from a sequence's end (nothing is open) up to `end`, which the sequence counts as its own from now on.
-    Memory for all is found first: OutOfPages. `num_filled`: layers that hold them already."""
+class LayerwiseAppend:
+    """Appends tokens up to `end` to a sequence with an empty open block, layer by layer; the sequence counts them at
+    once. Pages of all layers are allocated first: OutOfPages. `num_loaded`: layers appended so far."""
 
     def __init__(self, sequence: SequenceCache, end: int) -> None:
-        self.num_filled = 0
+        self.num_loaded = 0
         self.layers = sequence.tail.layers
         self._start, self._end = sequence.sealed_len, end
         sequence.tail.reserve([[end - sequence.sealed_len] * layer.num_heads for layer in self.layers])
         sequence.sealed_len = end
 
-    def fill(self, chunks: Sequence[Fields]) -> None:
-        """The next layer, with the fields of its chunks, which were checked."""
-        _append(self.layers[self.num_filled], chunks, self._start, self._end)
-        self.num_filled += 1
+    def append(self, chunks: Sequence[Fields]) -> None:
+        """The checked fields of the next layer's chunks."""
+        _append(self.layers[self.num_loaded], chunks, self._start, self._end)
+        self.num_loaded += 1
 
 
 def _append(pages: LayerPages, chunks: Sequence[Fields], start: int, end: int) -> None:
@@ -71,10 +71,10 @@ def _append(pages: LayerPages, chunks: Sequence[Fields], start: int, end: int) -
     pages.append(codes, [end - start] * pages.num_heads)
 
 
-def likes_of(pages: LayerPages, num_tokens: int) -> dict[str, Like]:
-    """What the fields of a chunk have to be."""
+def chunk_specs(pages: LayerPages, num_tokens: int) -> dict[str, TensorSpec]:
+    """Expected dtypes and shapes of a chunk's fields."""
     fields = _stored(pages.page_class)
-    return {item.name: Like(item.dtype, (pages.num_heads, num_tokens, item.width)) for item in fields}
+    return {item.name: TensorSpec(item.dtype, (pages.num_heads, num_tokens, item.width)) for item in fields}
 
 
 def _stored(page_class: PageClass) -> list[Field]:
@@ -82,12 +82,12 @@ def _stored(page_class: PageClass) -> list[Field]:
 
 
 def copy_prefix(sequence: SequenceCache, num_tokens: int) -> SequenceCache:
-    """The first tokens of a sequence that keeps everything, as a sequence of its own; raises OutOfPages."""
+    """A new sequence with the first tokens of a lossless sequence, copied; raises OutOfPages."""
     found = SequenceCache(sequence.arena, sequence.spec, sequence.policy, sequence.config)
     try:
-        filling = Filling(found, num_tokens)
+        target = LayerwiseAppend(found, num_tokens)
         for layer in range(sequence.spec.num_layers):
-            filling.fill([read_slots(sequence, layer, 0, num_tokens)])
+            target.append([read_slots(sequence, layer, 0, num_tokens)])
     except BaseException:
         found.release()
         raise

@@ -1,1 +1,1 @@
-"""Where stored prefixes lie: device, host memory, disk, Redis, and the cascade over them."""
+"""Storage tiers of the prefix cache: device, host memory, disk, Redis; eviction, write queue, tiered cache."""

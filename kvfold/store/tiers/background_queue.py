@@ -1,4 +1,4 @@
-"""Work in the background: one thread, a queue bounded in bytes. What does not fit is dropped, never waited for."""
+"""Background work queue: one thread, bounded in bytes; jobs that do not fit are dropped, never waited for."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from kvfold.errors import KvfoldWarning
 Job = Callable[[], None]
 
 
-class Writer:
-    """Jobs run in their order; the thread starts with the first of them and ends with `close`."""
+class BackgroundQueue:
+    """Runs jobs in FIFO order; the thread starts with the first job and ends with `close`."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -24,7 +24,7 @@ class Writer:
         self._is_closed = False
 
     def submit(self, num_bytes: int, job: Job) -> bool:
-        """False if the queue is full (one job always fits into an empty one) or closed."""
+        """False if the queue is full (an empty queue takes a job of any size) or closed."""
         with self._changed:
             full = self._pending_bytes > 0 and self._pending_bytes + num_bytes > self.limit_bytes
             if full or self._is_closed:
@@ -38,12 +38,12 @@ class Writer:
         return True
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until everything submitted so far has run; False if that took longer."""
+        """Wait until the queue is empty; False on time-out."""
         with self._changed:
             return self._changed.wait_for(lambda: self._pending_bytes == 0, timeout_s)
 
     def close(self) -> None:
-        """Run what is queued, then end."""
+        """Run queued jobs, then end the thread."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

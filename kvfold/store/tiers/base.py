@@ -1,8 +1,7 @@
-"""The contract of a tier: a place that keeps entries by key, and may lose them at any time.
+"""Contract of a storage tier: entries by key, each with a lease; a tier may evict any entry at any time.
 
-A tier never raises for what goes wrong in it: an entry that cannot be stored is not stored, one that cannot be read is
-not there, and both are events. Byte tiers (host, disk, Redis) hold entries as `kvfold.store.entry.format` writes them;
-the device tier holds live sequences.
+A tier does not raise on failure: a failed put stores nothing, a failed get is a miss, and both are events. Byte tiers
+(host, disk, Redis) hold entries in the format of `kvfold.store.entry.format`; the device tier holds live sequences.
 """
 
 from __future__ import annotations
@@ -21,30 +20,30 @@ Clock = Callable[[], float]  # seconds since 1970
 
 
 class Tier(ABC, Generic[Put, Got]):
-    """`name` appears in events; a store sets `events` when it takes the tier."""
+    """`name` appears in events; the store sets `events`."""
 
     name: str
     events: Events
-    is_shared: ClassVar[bool] = False  # by other machines, so that asking for everything takes long
+    is_shared: ClassVar[bool] = False  # by other machines: listing all keys is slow
 
     @abstractmethod
     def put(self, key: Key, value: Put, lease: Lease) -> bool:
-        """Keep an entry; False if that was not possible."""
+        """Store an entry; False if it was not stored."""
 
     @abstractmethod
     def get(self, key: Key, at: float) -> Got | None:
-        """An entry that is there and alive; a request that started `at` uses it, so it lives longer."""
+        """A live entry, or None; refreshes its time to live for a request that started `at`."""
 
     @abstractmethod
     def delete(self, key: Key) -> None:
-        """Forget an entry, if it is there."""
+        """Delete an entry if it is there."""
 
     @abstractmethod
     def keys(self) -> Iterator[Key]:
-        """What is there now, in no order."""
+        """Stored keys, unordered."""
 
     def close(self) -> None:
-        """Let go of files and connections; by default there are none."""
+        """Close files and connections; by default there are none."""
 
     def emit(self, kind: Kind, key: Key, num_bytes: int, reason: Reason | None = None) -> None:
         self.events.emit(Event(kind, self.name, reason, key, key.num_tokens, num_bytes))
@@ -53,8 +52,8 @@ class Tier(ABC, Generic[Put, Got]):
 class ByteTier(Tier[bytes, BinaryIO]):
     """Holds entries as bytes."""
 
-    def slide(self, key: Key, at: float) -> None:
-        """A request that started `at` used another tier's copy: this one lives longer too."""
+    def touch(self, key: Key, at: float) -> None:
+        """Refresh the time to live after a request that started `at` used another tier's copy."""
         file = self.get(key, at)
         if file is not None:
             file.close()

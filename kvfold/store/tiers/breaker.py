@@ -1,4 +1,4 @@
-"""A circuit breaker: after some failures in a row a service is left alone for a while, then tried once."""
+"""Circuit breaker: after consecutive failures calls are skipped for a pause, then one is tried."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from threading import Lock
 
 
 class Breaker:
-    """closed: everything passes; open, for `pause_s` after `num_failures` in a row: nothing; then one may try."""
+    """Closed: all calls pass. Open for `pause_s` after `num_failures` in a row: none. Half-open: one call may try."""
 
     def __init__(
         self, *, num_failures: int = 3, pause_s: float = 5.0, clock: Callable[[], float] = time.monotonic
@@ -26,13 +26,13 @@ class Breaker:
             return self._retry_at is not None and self._clock() < self._retry_at
 
     def enter(self) -> bool:
-        """Whether to try now; who is let through reports with `succeeded` or `failed`."""
+        """Whether to call now; the caller then reports with `succeeded` or `failed`."""
         with self._lock:
             if self._retry_at is None:
                 return True
             if self._clock() < self._retry_at:
                 return False
-            self._retry_at = self._clock() + self.pause_s  # the others wait for what this one finds
+            self._retry_at = self._clock() + self.pause_s  # half-open: others wait for this call's result
             return True
 
     def succeeded(self) -> None:

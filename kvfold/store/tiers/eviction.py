@@ -1,8 +1,8 @@
-"""Which entries a bounded tier holds, and which go when room is needed: plain bookkeeping, no I/O, no locks.
+"""Cost-aware LRU eviction with time to live for a byte-bounded tier: bookkeeping only, no I/O, no locks.
 
-Expired entries go first, then those that save the least prefill time per byte, then those that were used longest ago;
-of one prompt's chunks, used at the same time, the last goes first: without its parents a chunk cannot be reached. Worth
-is compared in powers of two: a short entry, of which more is header, does not give way to a long one nobody uses.
+Eviction order: expired entries, then the least prefill time saved per byte (rounded to a power of two), then LRU; of
+chunks used at the same time the last one first, since a chunk is unreachable without its parents. The rounding keeps a
+short entry, whose header weighs more, from being evicted before an unused long one.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from itertools import count
 
 from kvfold.store.key import Key
 
-_SLACK = 64  # heaps are rebuilt when they hold more than twice the entries and this
+_SLACK = 64  # heaps are rebuilt above twice the number of entries plus this
 
 
 @dataclass(frozen=True)
 class Lease:
-    """How long an entry lives and what it is worth: `at` is the start of the request that wrote or read it."""
+    """Time to live and value of an entry; `at`: start of the request that wrote or read it."""
 
     at: float
     ttl_s: float
@@ -33,7 +33,7 @@ class Lease:
 
 @dataclass
 class Record:
-    """An entry; marks in the heaps that have another version than it are old and do not count."""
+    """An entry; heap items with another `version` are stale."""
 
     num_bytes: int
     ttl_s: float
@@ -48,10 +48,10 @@ class Record:
         return float(round(math.log2(self.saved_s / max(1, self.num_bytes)))) if self.saved_s > 0 else -math.inf
 
 
-_Mark = tuple[float, float, int, str, int]
+_HeapItem = tuple[float, float, int, str, int]
 
 
-class Ledger:
+class Evictor:
     """`total_bytes <= limit_bytes` holds after every call."""
 
     def __init__(self, limit_bytes: int) -> None:
@@ -60,8 +60,8 @@ class Ledger:
         self._records: dict[Key, Record] = {}
         self._keys: dict[str, Key] = {}
         self._versions = count()
-        self._by_expiry: list[_Mark] = []
-        self._by_worth: list[_Mark] = []
+        self._by_expiry: list[_HeapItem] = []
+        self._by_worth: list[_HeapItem] = []
 
     def __contains__(self, key: Key) -> bool:
         return key in self._records
@@ -77,13 +77,13 @@ class Ledger:
         return record is not None and record.expires_at > now
 
     def add(self, key: Key, num_bytes: int, lease: Lease) -> None:
-        """The caller has made room."""
+        """The caller has evicted enough."""
         self.remove(key)
         assert self.total_bytes + num_bytes <= self.limit_bytes
         self._records[key] = Record(num_bytes, lease.ttl_s, lease.saved_s, lease.expires_at, lease.at)
         self._keys[key.text] = key
         self.total_bytes += num_bytes
-        self._mark(key)
+        self._push(key)
 
     def remove(self, key: Key) -> None:
         record = self._records.pop(key, None)
@@ -92,15 +92,15 @@ class Ledger:
             self.total_bytes -= record.num_bytes
 
     def touch(self, key: Key, at: float) -> Record:
-        """Used by a request that started then: its time to live starts anew, and never ends sooner than before."""
+        """Refresh recency and time to live for a request that started `at`; expiry never moves back."""
         record = self._records[key]
         record.used_at = max(record.used_at, at)
         record.expires_at = max(record.expires_at, at + record.ttl_s)
-        self._mark(key)
+        self._push(key)
         return record
 
     def expired(self, now: float) -> list[Key]:
-        """Entries whose time is over, to be removed by the caller."""
+        """Expired entries, to be removed by the caller."""
         found = []
         while (key := self._top(self._by_expiry)) is not None and self._records[key].expires_at <= now:
             heapq.heappop(self._by_expiry)
@@ -108,7 +108,7 @@ class Ledger:
         return found
 
     def victims(self, num_bytes: int) -> list[Key]:
-        """What has to go for so many bytes (the limit at most), least worth first, to be removed by the caller."""
+        """Entries to evict for `num_bytes` (at most the limit), least valuable first, to be removed by the caller."""
         found, free = [], self.limit_bytes - self.total_bytes
         while free < num_bytes and (key := self._top(self._by_worth)) is not None:
             heapq.heappop(self._by_worth)
@@ -116,15 +116,14 @@ class Ledger:
             free += self._records[key].num_bytes
         return found
 
-    def keep(self, key: Key) -> None:
-        """One that was `expired` or a victim, and could not be removed: it will be again."""
-        self._mark(key)
+    def reinsert(self, key: Key) -> None:
+        """Put back an `expired` entry or victim that could not be deleted."""
+        self._push(key)
 
-    def least(self) -> Key | None:
-        """The entry worth least."""
+    def least_valuable(self) -> Key | None:
         return self._top(self._by_worth)
 
-    def _mark(self, key: Key) -> None:
+    def _push(self, key: Key) -> None:
         record = self._records[key]
         record.version = next(self._versions)
         name = (-key.end, key.text, record.version)
@@ -134,19 +133,19 @@ class Ledger:
             self._by_expiry = self._current(self._by_expiry)
             self._by_worth = self._current(self._by_worth)
 
-    def _current(self, marks: list[_Mark]) -> list[_Mark]:
-        kept = [mark for mark in marks if self._owner(mark) is not None]
+    def _current(self, heap: list[_HeapItem]) -> list[_HeapItem]:
+        kept = [item for item in heap if self._owner(item) is not None]
         heapq.heapify(kept)
         return kept
 
-    def _top(self, marks: list[_Mark]) -> Key | None:
-        while marks:
-            key = self._owner(marks[0])
+    def _top(self, heap: list[_HeapItem]) -> Key | None:
+        while heap:
+            key = self._owner(heap[0])
             if key is not None:
                 return key
-            heapq.heappop(marks)
+            heapq.heappop(heap)
         return None
 
-    def _owner(self, mark: _Mark) -> Key | None:
-        key = self._keys.get(mark[3])
-        return key if key is not None and self._records[key].version == mark[4] else None
+    def _owner(self, item: _HeapItem) -> Key | None:
+        key = self._keys.get(item[3])
+        return key if key is not None and self._records[key].version == item[4] else None

@@ -1,8 +1,7 @@
-"""A folder that one process owns, and files in it that are whole or not there.
+"""Exclusive folder lock (flock) and atomic entry writes of the disk tier.
 
-Owning is a lock the kernel drops with the process, however it ends. It is on a file, not on its name: where somebody
-deletes the folder and makes it anew, whoever had it owns nothing that can be found. What is stored was read from
-somebody's prompts, so nobody else may read it.
+The kernel releases the lock when the process ends. It is on the file, not on its name: after the folder is deleted and
+recreated, the old lock does not hold the new one. Entries contain prompt data, so only the owner can read the files.
 """
 
 from __future__ import annotations
@@ -16,23 +15,23 @@ from typing import TextIO
 from kvfold.atomic_io import replacing
 from kvfold.errors import FileError
 
-_PATIENCE_S = 0.5  # somebody who only asks whether a folder is owned holds its lock for a moment
+_PATIENCE_S = 0.5  # `is_locked` holds the lock for a moment
 _PAUSE_S = 0.02
 _MOST_TRIES = 8
 
 
-def own(folder: Path, private: Path) -> TextIO:
-    """Make the folder, and in it one that nobody else may look into; own both until the file returned is closed."""
+def lock_folder(folder: Path, private: Path) -> TextIO:
+    """Create the folder and its `private` subfolder (mode 700) and lock it until the returned file is closed."""
     for _ in range(_MOST_TRIES):
         file = _locked(folder, private)
-        if owns(file, folder):
+        if holds_lock(file, folder):
             return file
-        file.close()  # somebody deleted it before it was locked
-    raise FileError(f"{folder} is deleted again and again by somebody else; choose another folder")
+        file.close()  # it was deleted before it was locked
+    raise FileError(f"{folder} is deleted again and again by another process; choose another folder")
 
 
-def owns(file: TextIO, folder: Path) -> bool:
-    """Whether what `own` returned is still the folder's lock."""
+def holds_lock(file: TextIO, folder: Path) -> bool:
+    """Whether the file of `lock_folder` is still the folder's lock."""
     try:
         return not file.closed and os.path.samestat(os.fstat(file.fileno()), os.stat(folder / "lock"))
     except OSError:
@@ -55,7 +54,7 @@ def _locked(folder: Path, private: Path) -> TextIO:
 
 
 def _lock(file: TextIO) -> None:
-    """For this process alone; OSError if another one does not let go of it soon."""
+    """OSError if another process keeps the lock for _PATIENCE_S."""
     until = time.monotonic() + _PATIENCE_S
     while True:
         try:
@@ -67,8 +66,8 @@ def _lock(file: TextIO) -> None:
         time.sleep(_PAUSE_S)
 
 
-def is_owned(folder: Path) -> bool:
-    """Whether a process owns the folder now."""
+def is_locked(folder: Path) -> bool:
+    """Whether a process holds the folder's lock now."""
     try:
         with (folder / "lock").open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -79,8 +78,8 @@ def is_owned(folder: Path) -> bool:
     return False
 
 
-def write_whole(path: Path, data: bytes, expires_at: float) -> None:
-    """Under its name or not at all, and the folder synced; FileError or OSError where that fails."""
+def write_entry(path: Path, data: bytes, expires_at: float) -> None:
+    """Atomic and durable: temporary file, sync, rename, folder sync. FileError or OSError on failure."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with replacing(path) as temporary:
         with temporary.open("wb") as file:
@@ -91,12 +90,12 @@ def write_whole(path: Path, data: bytes, expires_at: float) -> None:
 
 
 def set_expiry(path: Path, expires_at: float) -> None:
-    """The time of modification says when an entry expires."""
+    """The modification time is the expiry."""
     os.utime(path, (expires_at, expires_at))
 
 
 def _sync_folder(folder: Path) -> None:
-    """A rename is on the disk once the folder is."""
+    """A rename is durable once the folder is synced."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

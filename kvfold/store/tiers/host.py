@@ -1,4 +1,4 @@
-"""Entries in the host's memory, bounded in bytes."""
+"""Host tier: entries in CPU memory, bounded in bytes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvfold.errors import InputError
 from kvfold.store.events import Events, Reason
 from kvfold.store.key import Key
 from kvfold.store.tiers.base import ByteTier, Clock
-from kvfold.store.tiers.eviction import Lease, Ledger
+from kvfold.store.tiers.eviction import Evictor, Lease
 
 
 class HostTier(ByteTier):
-    """Holds at most `limit_bytes`, at all times."""
+    """At most `limit_bytes`, at all times."""
 
     name = "host"
 
@@ -26,7 +26,7 @@ class HostTier(ByteTier):
         self.events = Events()
         self._clock = clock
         self._lock = Lock()
-        self._ledger = Ledger(limit_bytes)
+        self._evictor = Evictor(limit_bytes)
         self._data: dict[Key, bytes] = {}
 
     @property
@@ -35,13 +35,13 @@ class HostTier(ByteTier):
             return sum(map(len, self._data.values()))
 
     def put(self, key: Key, value: bytes, lease: Lease) -> bool:
-        if len(value) > self._ledger.limit_bytes:
+        if len(value) > self._evictor.limit_bytes:
             self.emit("failed", key, len(value), "no_room")
             return False
         with self._lock:
             gone = self._make_room(key, len(value))
             self._data[key] = value
-            self._ledger.add(key, len(value), lease)
+            self._evictor.add(key, len(value), lease)
         for other, size, reason in gone:
             self.emit("evicted", other, size, reason)
         self.emit("stored", key, len(value))
@@ -50,20 +50,20 @@ class HostTier(ByteTier):
     def _make_room(self, key: Key, num_bytes: int) -> list[tuple[Key, int, Reason]]:
         self._drop(key)
         gone: list[tuple[Key, int, Reason]] = [
-            (other, self._drop(other), "expired") for other in self._ledger.expired(self._clock())
+            (other, self._drop(other), "expired") for other in self._evictor.expired(self._clock())
         ]
-        return gone + [(other, self._drop(other), "space") for other in self._ledger.victims(num_bytes)]
+        return gone + [(other, self._drop(other), "space") for other in self._evictor.victims(num_bytes)]
 
     def _drop(self, key: Key) -> int:
-        self._ledger.remove(key)
+        self._evictor.remove(key)
         return len(self._data.pop(key, b""))
 
     def get(self, key: Key, at: float) -> BinaryIO | None:
         with self._lock:
-            if self._ledger.is_live(key, self._clock()):
-                self._ledger.touch(key, at)
+            if self._evictor.is_live(key, self._clock()):
+                self._evictor.touch(key, at)
                 return io.BytesIO(self._data[key])
-            is_expired = key in self._ledger
+            is_expired = key in self._evictor
             size = self._drop(key)
         if is_expired:
             self.emit("evicted", key, size, "expired")
@@ -75,4 +75,4 @@ class HostTier(ByteTier):
 
     def keys(self) -> Iterator[Key]:
         with self._lock:
-            return iter(list(self._ledger))
+            return iter(list(self._evictor))

@@ -1,4 +1,4 @@
-"""Entries that must not be used, set aside with the reason, for somebody to look at; bounded in bytes."""
+"""Quarantine folder of invalid entries, each with its reason, for inspection; bounded in bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LIMIT_BYTES = 256 << 20
 
 
 class Quarantine:
-    """Holds the newest `limit_bytes`: of an entry KEY.kvp its bytes, and KEY.txt, which says what was wrong."""
+    """The newest `limit_bytes`: KEY.kvp has an entry's bytes, KEY.txt the reason."""
 
     def __init__(self, folder: str | Path, limit_bytes: int = LIMIT_BYTES) -> None:
         self.folder = Path(folder)
@@ -20,7 +20,7 @@ class Quarantine:
         self._lock = Lock()
 
     def keep(self, key: Key, data: bytes, why: str) -> None:
-        """Nothing is raised: what cannot be kept is lost."""
+        """Never raises: an entry that cannot be written is dropped."""
         with self._lock, suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             note = f"{why}\n".encode()

@@ -1,8 +1,8 @@
-"""Entries in Redis (or Valkey), shared by machines; they expire there by themselves.
+"""Redis (or Valkey) tier, shared between machines; entries expire by Redis TTL.
 
-How much Redis holds and what it drops first is its own setting (`maxmemory`, best with `volatile-ttl`). A server that
-is down or slow costs a few time-outs, then nothing until it is tried again; one that is full or read-only refuses
-what is new and still answers. Requests go on in either case.
+Capacity and eviction are Redis settings (`maxmemory`, best with `volatile-ttl`). A server that is down or slow costs a
+few time-outs, then circuit breakers skip it for a pause; one that is full or read-only refuses writes and still serves
+reads. Requests never fail.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from kvfold.store.tiers.eviction import Lease
 
 _PREFIX = "kvfold:"
 _MAX_VALUE_BYTES = 512 << 20  # of Redis itself
-Operation = Literal["read", "slide", "write", "delete"]
+Operation = Literal["read", "touch", "write", "delete"]
 
 
 class RedisTier(ByteTier):
-    """`url` as redis-py takes it, such as redis://host:6379/0; no answer is waited for longer than `timeout_s`.
+    """`url` for redis-py, such as redis://host:6379/0; `timeout_s` for every command.
 
-    Each kind of operation has a breaker of its own: reads that succeed do not hide that a server refuses writes, as a
-    replica or an account without DEL does, and writes that fail do not keep anybody from reading."""
+    Each operation has its own circuit breaker: successful reads do not hide that a replica or an account without DEL
+    refuses writes, and failing writes do not block reads."""
 
     name = "redis"
     is_shared = True
@@ -61,7 +61,7 @@ class RedisTier(ByteTier):
         return bool(is_stored)
 
     def _set(self, key: Key, value: bytes, left_ms: int) -> bool:
-        """False where the server is full."""
+        """False if the server is full."""
         try:
             return bool(self._redis.set(_name(key), value, px=left_ms))
         except self._full:
@@ -71,16 +71,16 @@ class RedisTier(ByteTier):
         data = self._read(key, _MAX_VALUE_BYTES, at)
         return io.BytesIO(data) if data else None
 
-    def slide(self, key: Key, at: float) -> None:
+    def touch(self, key: Key, at: float) -> None:
         self._read(key, PREAMBLE_BYTES, at)
 
     def _read(self, key: Key, num_bytes: int, at: float) -> bytes:
-        """At most so many bytes of an entry (none if it is not there), which lives longer from now on."""
+        """The first `num_bytes` of an entry (empty on a miss); refreshes its time to live."""
         data: bytes = self._try("read", lambda: self._redis.getrange(_name(key), 0, num_bytes - 1)) or b""
         preamble = peek(data)
         left_ms = 0 if preamble is None else self._left_ms(at + preamble.ttl_s)
         if left_ms > 0:
-            self._try("slide", lambda: self._redis.pexpire(_name(key), left_ms, gt=True))
+            self._try("touch", lambda: self._redis.pexpire(_name(key), left_ms, gt=True))
         return data
 
     def delete(self, key: Key) -> None:
@@ -95,7 +95,7 @@ class RedisTier(ByteTier):
         return bool(self._try("read", self._redis.ping))
 
     def look(self, key: Key) -> tuple[int, float, bytes] | None:
-        """Bytes of an entry, the seconds it has left, and how it begins; it does not live longer for that."""
+        """Size of an entry, seconds to live and preamble; does not refresh it."""
         num_bytes = self._try("read", lambda: self._redis.strlen(_name(key)))
         left_ms = self._try("read", lambda: self._redis.pttl(_name(key)))
         begins = self._try("read", lambda: self._redis.getrange(_name(key), 0, PREAMBLE_BYTES - 1))
@@ -108,7 +108,7 @@ class RedisTier(ByteTier):
         return round(1000 * (expires_at - self._clock()))
 
     def _try(self, operation: Operation, command: Callable[[], Any]) -> Any:
-        """What the server answers, or None where it does not, or refuses."""
+        """Result of the command; None if the server fails or the breaker is open."""
         breaker = self.breakers[operation]
         if not breaker.enter():
             return None
@@ -126,7 +126,7 @@ def _name(key: Key) -> str:
 
 
 def _connect(url: str, timeout_s: float) -> tuple[Any, type[Exception], tuple[type[Exception], ...]]:
-    """A client that tries once, what it raises when the server is full, and what it raises otherwise."""
+    """A client without retries, its exception for a full server, and its other exceptions."""
     try:
         import redis
         from redis.backoff import NoBackoff
@@ -138,5 +138,5 @@ def _connect(url: str, timeout_s: float) -> tuple[Any, type[Exception], tuple[ty
     try:
         client = redis.Redis.from_url(url, **options)
     except ValueError as error:
-        raise InputError(f'"{url}" is no address of a Redis server ({error}); write redis://host:6379/0') from error
+        raise InputError(f'"{url}" is no Redis URL ({error}); write redis://host:6379/0') from error
     return client, OutOfMemoryError, (RedisError, OSError)

@@ -18,7 +18,7 @@ from kvfold.serve.cache.prompt_cache import PromptCache
 from kvfold.serve.cache.source import CachedSource
 from kvfold.serve.cache.usage import Usage
 from kvfold.store import DiskTier, HostTier, PrefixStore
-from kvfold.store.markers import Marks
+from kvfold.store.markers import CacheMarkers
 from tests import tiny
 from tests.engine.jobs import Heard
 from tests.store.common import overwrite
@@ -34,7 +34,7 @@ def test_an_entry_can_be_read_once_the_reply_that_writes_it_begins(model: Model)
     plan = CachePlan([boundary], [boundary], [CacheWrite(boundary, 300.0)])
     with PrefixStore([HostTier(1 << 20, clock=now)], chunk_len=16, clock=now) as store:
         prefixes = store.prefixes(model, "full", prefill_len=16)
-        cache = PromptCache(prefixes, Marks(store, prefixes.binding))
+        cache = PromptCache(prefixes, CacheMarkers(store, prefixes.binding))
         first, second, third = (CachedSource(cache, tokens, plan, 0.0, now) for _ in range(3))
         begun = [source.begin() for source in (first, second)]
         assert [(one.num_read, list(one.cuts or ())) for one in begun] == [(0, [48]), (0, [48])]
@@ -61,7 +61,7 @@ def test_a_part_that_is_lost_alone_is_computed_and_stored_again(model: Model) ->
     plan, host = CachePlan([boundary], [boundary], [CacheWrite(boundary, 300.0)]), HostTier(1 << 20, clock=now)
     with PrefixStore([host], chunk_len=16, clock=now) as store:
         prefixes = store.prefixes(model, "full", prefill_len=16)
-        cache, found = PromptCache(prefixes, Marks(store, prefixes.binding)), list[tuple[int, int]]()
+        cache, found = PromptCache(prefixes, CacheMarkers(store, prefixes.binding)), list[tuple[int, int]]()
         for _ in range(3):
             source = CachedSource(cache, tokens, plan, 0.0, now)
             begun = source.begin()
@@ -88,7 +88,7 @@ def test_a_hit_is_bitwise_the_cold_request(model: Model, prefill_len: int, loses
     host = HostTier(1 << 20, clock=now)
     with PrefixStore([host], chunk_len=16, clock=now) as store:
         prefixes = store.prefixes(model, "full", prefill_len=prefill_len)
-        cache, found = PromptCache(prefixes, Marks(store, prefixes.binding)), []
+        cache, found = PromptCache(prefixes, CacheMarkers(store, prefixes.binding)), []
         for _ in range(2):
             task = Task(
                 Job(tokens, CachedSource(cache, tokens, plan, 0.0, now), lambda event: None),
@@ -116,7 +116,7 @@ def test_a_prefix_that_is_lost_while_the_model_runs_is_a_miss(model: Model, tmp_
     runner = Runner(model.hf, model.spec, model.arena, chunk_len=16)
     with PrefixStore([DiskTier(tmp_path, 1 << 24, clock=now)], chunk_len=16, clock=now) as store:
         prefixes = store.prefixes(model, "full", prefill_len=16)
-        cache = PromptCache(prefixes, Marks(store, prefixes.binding))
+        cache = PromptCache(prefixes, CacheMarkers(store, prefixes.binding))
         scheduler = Scheduler(runner, Policy.parse("full"), model.tokenizer)
         for _ in range(3):
             source, heard = CachedSource(cache, tokens, plan, 0.0, now), Heard()
@@ -146,7 +146,7 @@ def test_a_prefix_that_is_lost_every_time_is_read_without_the_store(
     runner, found = Runner(model.hf, model.spec, model.arena, chunk_len=16), list[tuple[str, int, str | None]]()
     with PrefixStore([host], chunk_len=16, clock=now) as store:
         prefixes = store.prefixes(model, "full", prefill_len=16)
-        cache = PromptCache(prefixes, Marks(store, prefixes.binding))
+        cache = PromptCache(prefixes, CacheMarkers(store, prefixes.binding))
         scheduler = Scheduler(runner, Policy.parse("full"), model.tokenizer)
         for _ in range(2):
             source, heard = CachedSource(cache, tokens, plan, 0.0, now), Heard()

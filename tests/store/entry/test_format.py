@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfold.store.entry.format import PREAMBLE_BYTES, EntryReader, Fault, encode, peek
+from kvfold.store.entry.format import PREAMBLE_BYTES, EntryReader, InvalidEntry, encode, peek
 from kvfold.store.key import FORMAT_REVISION, Key
 from kvfold.store.tiers.eviction import Lease
 from tests.store.common import BINDING, make_entry, make_key
@@ -27,8 +27,8 @@ def read(data: bytes, key: Key = KEY, **options: object) -> dict[str, dict[str, 
     return dict(EntryReader(io.BytesIO(data), key, BINDING, **options).blocks())  # type: ignore[arg-type]
 
 
-def fault(data: bytes, key: Key = KEY) -> str:
-    with pytest.raises(Fault) as caught:
+def reason(data: bytes, key: Key = KEY) -> str:
+    with pytest.raises(InvalidEntry) as caught:
         read(data, key)
     return caught.value.reason
 
@@ -53,28 +53,28 @@ def test_every_dtype_comes_back_bitwise(dtype: torch.dtype) -> None:
 def test_any_flipped_byte_is_found(position: int, flip: int) -> None:
     data = bytearray(DATA)
     data[position] ^= flip
-    assert fault(bytes(data)) in ("corrupt", "truncated", "foreign")
+    assert reason(bytes(data)) in ("corrupt", "truncated", "foreign")
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, len(DATA) - 1))
 def test_any_truncation_is_found(length: int) -> None:
-    assert fault(DATA[:length]) in ("truncated", "foreign")
+    assert reason(DATA[:length]) in ("truncated", "foreign")
 
 
 def test_more_than_was_written_is_found() -> None:
-    assert fault(DATA + b"x") == "truncated"
+    assert reason(DATA + b"x") == "truncated"
 
 
 def test_another_entry_under_this_key_is_swapped() -> None:
-    assert fault(make_entry(make_key(2), LEASE)) == "swapped"
+    assert reason(make_entry(make_key(2), LEASE)) == "swapped"
 
 
 @pytest.mark.parametrize("name", ["weights", "dtype", "kv_dtype", "rope", "tokenizer", "policy", "tenant"])
 def test_an_entry_of_another_binding_is_foreign(name: str) -> None:
     changed: dict[str, Any] = {name: "another"}
     other = replace(BINDING, **changed)
-    assert fault(make_entry(KEY, LEASE, binding=other)) == "foreign"
+    assert reason(make_entry(KEY, LEASE, binding=other)) == "foreign"
 
 
 def test_blocks_are_handed_out_before_later_ones_are_read() -> None:
@@ -84,7 +84,7 @@ def test_blocks_are_handed_out_before_later_ones_are_read() -> None:
     blocks = EntryReader(io.BytesIO(bytes(data)), KEY, BINDING).blocks()
     name, fields = next(blocks)
     assert name == "0" and fields["k.x"].tolist() == [[0.0] * 3] * 2
-    with pytest.raises(Fault, match="block 1"):
+    with pytest.raises(InvalidEntry, match="block 1"):
         next(blocks)
 
 
@@ -93,7 +93,7 @@ def test_a_secret_is_needed_to_write_what_is_believed() -> None:
     mine = encode(KEY, BINDING, blocks, LEASE, b"secret")
     assert read(mine, secret=b"secret")["0"]["x"].tolist() == [0.0] * 3
     for secret in (b"", b"other"):
-        with pytest.raises(Fault):
+        with pytest.raises(InvalidEntry):
             read(mine, secret=secret)
 
 
@@ -108,10 +108,10 @@ class Greedy(io.BytesIO):
 def test_sizes_are_checked_before_anything_is_read() -> None:
     """A header that claims gigabytes, in its length or in its list of blocks, allocates nothing."""
     lengths = struct.pack("<8sHxxIIQ", DATA[:8], FORMAT_REVISION, 300, 2**32 - 1, 0)
-    with pytest.raises(Fault, match="4294967295 bytes"):
+    with pytest.raises(InvalidEntry, match="4294967295 bytes"):
         EntryReader(Greedy(lengths + DATA[PREAMBLE_BYTES:]), KEY, BINDING)
     for claimed in (2**40, -1, 10**30, "9", None):
-        with pytest.raises(Fault):
+        with pytest.raises(InvalidEntry):
             EntryReader(Greedy(_with_block(claimed)), KEY, BINDING)
 
 

@@ -16,8 +16,8 @@ from kvfold.errors import FileError, InputError
 from kvfold.models.loader import Model
 from kvfold.store import PrefixStore, RedisTier
 from kvfold.store.entry.signing import VARIABLE, read_secret
-from kvfold.store.inspect import RedisView
-from kvfold.store.markers import Marks, Spot
+from kvfold.store.inspect import RedisInspector
+from kvfold.store.markers import CacheMarkers, Marker
 from tests.engine.reusing import prefill_reusing
 from tests.store.common import CHUNK, cold_logits, make_prefixes, make_runner
 from tests.store.servers import RedisServer
@@ -78,12 +78,12 @@ def test_what_is_forged_is_a_miss_where_there_is_a_secret(
 def test_a_forged_mark_is_a_miss_where_there_is_a_secret(
     model: Model, redis_server: RedisServer, secret: bytes
 ) -> None:
-    spot = Spot(40, bytes(range(32)))
+    marker = Marker(40, bytes(range(32)))
     with open_store(redis_server, secret) as store:
-        Marks(store, make_prefixes(store, model).binding).write(spot, 300.0, time())
+        CacheMarkers(store, make_prefixes(store, model).binding).write(marker, 300.0, time())
     assert forge(redis_server) == 1
     with open_store(redis_server, secret) as store:
-        found = Marks(store, make_prefixes(store, model).binding).find(spot, time())
+        found = CacheMarkers(store, make_prefixes(store, model).binding).find(marker, time())
         assert found == (None if secret else 3000)
         assert store.counters().get("quarantined.redis.corrupt", 0) == bool(secret)
 
@@ -104,10 +104,10 @@ def test_a_view_tells_what_was_signed_otherwise(model: Model, redis_server: Redi
     with open_store(redis_server, SECRET) as store:
         prefill_reusing(make_runner(model), make_prefixes(store, model), TOKENS).sequence.release()
     for secret, expected in ((SECRET, {None}), (b"", {"unsigned"}), (SECRET[::-1], {"unsigned"})):
-        view = RedisView(redis_server.url, secret)
-        faults = [view.check(one.key) for one in view.find()]
-        assert len(faults) == 3 and {fault and fault.reason for fault in faults} == expected
-        view.close()
+        inspector = RedisInspector(redis_server.url, secret)
+        errors = [inspector.check(one.key) for one in inspector.find()]
+        assert len(errors) == 3 and {error and error.reason for error in errors} == expected
+        inspector.close()
 
 
 def test_a_secret_is_read_from_a_file_or_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,10 @@ from torch import Tensor
 from kvfold.models.loader import Model
 from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy
-from kvfold.store.entry.encodings.base import check_likes
-from kvfold.store.entry.format import Fault, Fields
-from kvfold.store.entry.slots import copy_prefix, likes_of, read_slots
-from kvfold.store.entry.snapshot import put_back, take
+from kvfold.store.entry.encodings.base import check_specs
+from kvfold.store.entry.format import Fields, InvalidEntry
+from kvfold.store.entry.slots import chunk_specs, copy_prefix, read_slots
+from kvfold.store.entry.snapshot import restore_snapshot, snapshot_blocks
 from tests.engine.runs import Shared
 from tests.store.common import CHUNK, PAGES, make_runner, positions
 from tests.tiny import prompt
@@ -47,7 +47,7 @@ def empty(sequence: SequenceCache) -> SequenceCache:
 def test_a_snapshot_comes_back(model: Model, policy: str) -> None:
     sequence = filled(model, policy)
     again = empty(sequence)
-    put_back(again, LENGTH + 3, take(sequence).items())
+    restore_snapshot(again, LENGTH + 3, snapshot_blocks(sequence).items())
     assert positions(again) == positions(sequence) and again.open.fill == 3
     runner, token = make_runner(model), 5
     found = [runner.decode([one], [token]) for one in (sequence, again)]
@@ -59,11 +59,11 @@ def test_a_snapshot_comes_back(model: Model, policy: str) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_tensors_that_do_not_fit_are_refused(model: Model, policy: str) -> None:
     sequence = filled(model, policy)
-    blocks = take(sequence)
+    blocks = snapshot_blocks(sequence)
     for changed in (each for spoil in SPOILS.values() for each in _each_spoiled(blocks, spoil)):
         again = empty(sequence)
-        with pytest.raises(Fault, match="corrupt"):
-            put_back(again, LENGTH + 3, changed.items())
+        with pytest.raises(InvalidEntry, match="corrupt"):
+            restore_snapshot(again, LENGTH + 3, changed.items())
         again.release()
     sequence.release()
 
@@ -80,8 +80,8 @@ def _each_spoiled(blocks: dict[str, Fields], spoil: Callable[[Tensor], Tensor]) 
 def test_another_length_than_the_keys_is_refused(model: Model) -> None:
     sequence = filled(model, "knorm + 2x")
     again = empty(sequence)
-    with pytest.raises(Fault, match="holds 103 tokens, not 102"):
-        put_back(again, LENGTH + 2, take(sequence).items())
+    with pytest.raises(InvalidEntry, match="holds 103 tokens, not 102"):
+        restore_snapshot(again, LENGTH + 2, snapshot_blocks(sequence).items())
     again.release()
     sequence.release()
 
@@ -90,13 +90,13 @@ def test_another_length_than_the_keys_is_refused(model: Model) -> None:
 def test_chunks_that_do_not_fit_are_refused(model: Model, spoil: str) -> None:
     sequence = filled(model, "full", 0)
     pages, fields = sequence.tail.layers[0], read_slots(sequence, 0, 0, CHUNK)
-    likes = likes_of(pages, CHUNK)
-    check_likes(fields, likes)
+    specs = chunk_specs(pages, CHUNK)
+    check_specs(fields, specs)
     for name, tensor in fields.items():
-        with pytest.raises(Fault, match="its tensors are"):
-            check_likes({**fields, name: SPOILS[spoil](tensor)}, likes)
-        with pytest.raises(Fault, match="its tensors are"):
-            check_likes({other: x for other, x in fields.items() if other != name}, likes)
+        with pytest.raises(InvalidEntry, match="its tensors are"):
+            check_specs({**fields, name: SPOILS[spoil](tensor)}, specs)
+        with pytest.raises(InvalidEntry, match="its tensors are"):
+            check_specs({other: x for other, x in fields.items() if other != name}, specs)
     sequence.release()
 
 

@@ -43,11 +43,11 @@ def test_a_restart_finds_entries_with_their_lives_and_worth(tmp_path: Path) -> N
     for number, saved_s in enumerate((3.0, 1.0, 2.0)):
         put(tier, number, Lease(clock.now, 300, saved_s))
     clock.now += 200
-    tier.slide(make_key(0), clock.now)
+    tier.touch(make_key(0), clock.now)
     tier.close()
     again = DiskTier(tmp_path, LIMIT, clock=clock)
     assert {make_key(number) for number in range(3)} == set(again.keys())
-    assert again._ledger.least() == make_key(1)
+    assert again._evictor.least() == make_key(1)
     clock.now += 150  # the first one was used; the others have expired
     assert read_whole(again, 0, clock.now) == ["0", "1"]
     assert again.get(make_key(1), clock.now) is None and again.get(make_key(2), clock.now) is None

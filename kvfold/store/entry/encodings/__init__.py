@@ -1,16 +1,16 @@
-"""Forms in which byte tiers hold prefixes; `FORMS` names them all."""
+"""Encodings of KV tensors in byte tiers (`form=`, `--store-form`): exact, packed (lossless), cachegen (lossy)."""
 
 from kvfold.errors import InputError
-from kvfold.store.entry.encodings.base import Exact, Form, Like, Likes
+from kvfold.store.entry.encodings.base import Encoding, Exact, TensorSpec, TensorSpecs
 from kvfold.store.entry.encodings.cachegen import CacheGen
 from kvfold.store.entry.encodings.packed import Packed
 
-__all__ = ["FORMS", "Form", "Like", "Likes", "check_form"]
+__all__ = ["ENCODINGS", "Encoding", "TensorSpec", "TensorSpecs", "check_encoding"]
 
-FORMS: dict[str, Form] = {form.name: form for form in (Exact(), Packed(), CacheGen())}
+ENCODINGS: dict[str, Encoding] = {encoding.name: encoding for encoding in (Exact(), Packed(), CacheGen())}
 
 
-def check_form(name: str) -> None:
-    """InputError if there is no such form."""
-    if name not in FORMS:
-        raise InputError(f'no form "{name}"; forms: {", ".join(FORMS)}')
+def check_encoding(name: str) -> None:
+    """InputError if there is no such encoding."""
+    if name not in ENCODINGS:
+        raise InputError(f'no form "{name}"; forms: {", ".join(ENCODINGS)}')

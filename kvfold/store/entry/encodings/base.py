@@ -1,7 +1,7 @@
-"""The contract of a form: how the tensors of one layer stand in an entry, and back.
+"""Contract of an encoding: how the tensors of one layer are written to an entry and read back.
 
-What an entry holds is checked by its digest first. A form trusts it no more than that: what it makes of it has the
-dtypes and shapes that the reader expects, whatever the stream says, or is a Fault.
+An entry's digest is checked first. Decoding trusts the content no further: it returns tensors of the expected dtypes
+and shapes, or raises InvalidEntry.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from kvfold.store.entry.format import Fault, Fields
+from kvfold.store.entry.format import Fields, InvalidEntry
 
 
-class Like(NamedTuple):
-    """What a reader expects a tensor to be."""
+class TensorSpec(NamedTuple):
+    """Expected dtype and shape of a tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -27,39 +27,39 @@ class Like(NamedTuple):
         return math.prod(self.shape)
 
 
-Likes = Mapping[str, Like]
+TensorSpecs = Mapping[str, TensorSpec]
 
 
-class Form(ABC):
-    """`name` is part of what entries are bound to: nobody reads a form that was not asked for."""
+class Encoding(ABC):
+    """`name` is part of the binding: a store reads entries of its own encoding only."""
 
     name: ClassVar[str]
-    is_exact: ClassVar[bool] = True  # bit for bit what was stored
+    is_exact: ClassVar[bool] = True  # lossless
 
     @abstractmethod
     def pack(self, fields: Fields, depth: float) -> Fields:
-        """Of a layer at a depth of 0 (the first) to below 1: what is written of it."""
+        """Encode a layer at a relative depth from 0 (the first) to below 1."""
 
     @abstractmethod
-    def unpack(self, packed: Sequence[Fields], likes: Likes) -> list[Fields]:
-        """The same layer of several entries; Fault where one of them is nothing that `pack` makes of such tensors."""
+    def unpack(self, packed: Sequence[Fields], specs: TensorSpecs) -> list[Fields]:
+        """Decode the same layer of several entries; InvalidEntry if one is no output of `pack` for such tensors."""
 
 
-def check_likes(fields: Fields, likes: Likes) -> Fields:
-    """The same fields; Fault unless they are as expected."""
-    came = {name: Like(x.dtype, tuple(x.shape)) for name, x in fields.items()}
-    if came != likes:
-        raise Fault("corrupt", f"its tensors are {came}, not {dict(likes)}")
+def check_specs(fields: Fields, specs: TensorSpecs) -> Fields:
+    """The same fields; InvalidEntry unless they match."""
+    came = {name: TensorSpec(x.dtype, tuple(x.shape)) for name, x in fields.items()}
+    if came != specs:
+        raise InvalidEntry("corrupt", f"its tensors are {came}, not {dict(specs)}")
     return fields
 
 
-class Exact(Form):
-    """As it is: the tensors' own bytes."""
+class Exact(Encoding):
+    """The tensors' own bytes."""
 
     name = "exact"
 
     def pack(self, fields: Fields, depth: float) -> Fields:
         return fields
 
-    def unpack(self, packed: Sequence[Fields], likes: Likes) -> list[Fields]:
-        return [check_likes(fields, likes) for fields in packed]
+    def unpack(self, packed: Sequence[Fields], specs: TensorSpecs) -> list[Fields]:
+        return [check_specs(fields, specs) for fields in packed]

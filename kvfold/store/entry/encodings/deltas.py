@@ -1,4 +1,4 @@
-"""Slots as small integers: of every group of tokens an anchor in 8 bits, the others as differences to it (CacheGen).
+"""Delta quantization of CacheGen: per group of tokens an 8-bit anchor, the others as quantized differences to it.
 
 tokens 0, GROUP, 2 GROUP …: x is about symbol · scale of the token
 all others:                 x is about mean + weight · (anchor - mean) of the channel + symbol · bin of the head
@@ -34,7 +34,7 @@ def num_anchors(num_tokens: int) -> int:
 
 
 def quantise(x_THD: Floats, bin_share: float) -> Quantised:
-    """Bins are so much of the mean difference of their head, and as much wider as it takes for all to fit."""
+    """A head's bin is `bin_share` of its mean difference, or wider if needed to fit the largest one."""
     x_TC = x_THD.reshape(len(x_THD), -1)
     anchor_AC = x_TC[::GROUP]
     scale_A = np.abs(anchor_AC).max(1) / np.float32(_MOST)
@@ -52,7 +52,7 @@ def quantise(x_THD: Floats, bin_share: float) -> Quantised:
 
 
 def dequantise(found: Quantised, head_dim: int) -> Floats:
-    """[T, H, D]; not finite only where scales, bins or means are not, or too large."""
+    """[T, H, D]; not finite only where scales, bins or means are not finite or too large."""
     symbol_TC, num_tokens = found.symbol_TC.astype(np.float32), len(found.symbol_TC)
     mean_C = found.mean_C.astype(np.float32)
     anchor_AC = symbol_TC[::GROUP] * found.scale_A[:, None]
@@ -63,19 +63,19 @@ def dequantise(found: Quantised, head_dim: int) -> Floats:
 
 
 def _spread(anchor_AC: Floats, num_tokens: int) -> Floats:
-    """Every token's anchor."""
+    """Each token's anchor."""
     return np.repeat(anchor_AC, GROUP, 0)[:num_tokens]
 
 
 def _means(x_TC: Floats) -> Floats:
-    """Of all tokens but the anchors, as fp16 has them: the first token of a prompt is often like no other."""
+    """Channel means over non-anchor tokens, rounded to fp16: a prompt's first token is often an outlier."""
     others_NC = np.delete(x_TC, np.s_[::GROUP], 0)
     mean_C: Floats = others_NC.sum(0) / np.float32(max(len(others_NC), 1))
     return mean_C.clip(-_MOST_FP16, _MOST_FP16).astype(np.float16).astype(np.float32)
 
 
 def _weights(x_TC: Floats, base_TC: Floats) -> NDArray[np.uint8]:
-    """How much of its anchors a channel keeps to, by least squares over all tokens but the anchors."""
+    """Least-squares weight of a channel's anchor, over non-anchor tokens."""
     x_NC, base_NC = (np.delete(part_TC, np.s_[::GROUP], 0) for part_TC in (x_TC, base_TC))
     share_C: Floats = _divide((x_NC * base_NC).sum(0), (base_NC * base_NC).sum(0))
     steps_C: Floats = np.rint(_WEIGHTS * share_C.clip(0, 1))
@@ -87,5 +87,5 @@ def _weighted(base_TC: Floats, weight_C: NDArray[np.uint8]) -> Floats:
 
 
 def _divide(x: Floats, by: Floats) -> Floats:
-    """0 where there is nothing to divide by: there x is 0, too."""
+    """0 where `by` is 0 (x is 0 there, too)."""
     return np.divide(x, by, out=np.zeros_like(x), where=by > 0)

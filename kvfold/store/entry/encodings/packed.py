@@ -1,7 +1,7 @@
-"""Nothing lost, fewer bytes: exponents of neighbouring floats are alike, so their bytes are Huffman coded by zlib.
+"""Lossless compression of floats: exponents have low entropy, so their bytes are Huffman coded by zlib.
 
-A float is turned left by one bit, which brings its sign to the end: the top byte is then the exponent of bf16 and fp32,
-and that of fp16 with the first bits behind it. The other bytes are noise and stay as they are.
+Bits are rotated left by one, which moves the sign to the end: the top byte is then the exponent of bf16 and fp32, and
+that of fp16 with the first mantissa bits. The other bytes are stored as they are.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvfold.store.entry.encodings.base import Form, Like, Likes, check_likes
-from kvfold.store.entry.format import Fault, Fields
+from kvfold.store.entry.encodings.base import Encoding, TensorSpec, TensorSpecs, check_specs
+from kvfold.store.entry.format import Fields, InvalidEntry
 
 _RAW = -zlib.MAX_WBITS  # neither header nor checksum: entries have their own
 _MEMORY_LEVEL = 9  # the highest
 _UNSIGNED: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
-class Packed(Form):
-    """Bit for bit; about two thirds of the bytes of bf16."""
+class Packed(Encoding):
+    """Lossless; about two thirds of the bytes of bf16."""
 
     name = "packed"
 
@@ -36,24 +36,24 @@ class Packed(Form):
             packed[f"{name}.rest"] = torch.from_numpy(planes_NB[:, :-1].copy())
         return packed
 
-    def unpack(self, packed: Sequence[Fields], likes: Likes) -> list[Fields]:
-        return [_unpacked(fields, likes) for fields in packed]
+    def unpack(self, packed: Sequence[Fields], specs: TensorSpecs) -> list[Fields]:
+        return [_unpacked(fields, specs) for fields in packed]
 
 
-def _unpacked(packed: Fields, likes: Likes) -> Fields:
-    check_likes(packed, _packed_likes(likes, packed))
+def _unpacked(packed: Fields, specs: TensorSpecs) -> Fields:
+    check_specs(packed, _packed_specs(specs, packed))
     return {
-        name: _joined(_inflate(packed[f"{name}.top"], like.num_values), packed[f"{name}.rest"], like)
-        for name, like in likes.items()
+        name: _joined(_inflate(packed[f"{name}.top"], spec.num_values), packed[f"{name}.rest"], spec)
+        for name, spec in specs.items()
     }
 
 
-def _packed_likes(likes: Likes, packed: Fields) -> dict[str, Like]:
-    """The number of Huffman coded bytes alone is the stream's own."""
+def _packed_specs(specs: TensorSpecs, packed: Fields) -> dict[str, TensorSpec]:
+    """Expected parts; only the number of Huffman-coded bytes depends on the content."""
     found = {}
-    for name, like in likes.items():
-        found[f"{name}.rest"] = Like(torch.uint8, (like.num_values, like.dtype.itemsize - 1))
-        found[f"{name}.top"] = Like(torch.uint8, (packed.get(f"{name}.top", torch.empty(0)).numel(),))
+    for name, spec in specs.items():
+        found[f"{name}.rest"] = TensorSpec(torch.uint8, (spec.num_values, spec.dtype.itemsize - 1))
+        found[f"{name}.top"] = TensorSpec(torch.uint8, (packed.get(f"{name}.top", torch.empty(0)).numel(),))
     return found
 
 
@@ -64,15 +64,15 @@ def _planes(x: Tensor) -> NDArray[np.uint8]:
     return _turned(bits, 1).view(np.uint8).reshape(-1, size)
 
 
-def _joined(top_N: NDArray[np.uint8], rest: Tensor, like: Like) -> Tensor:
+def _joined(top_N: NDArray[np.uint8], rest: Tensor, spec: TensorSpec) -> Tensor:
     planes_NB = np.concatenate((rest.numpy(), top_N[:, None]), 1)
-    size = like.dtype.itemsize
+    size = spec.dtype.itemsize
     bits = _turned(planes_NB.reshape(-1).view(_UNSIGNED[size]), 8 * size - 1)
-    return torch.from_numpy(bits.view(np.uint8)).view(like.dtype).view(like.shape)
+    return torch.from_numpy(bits.view(np.uint8)).view(spec.dtype).view(spec.shape)
 
 
 def _turned(bits: NDArray[Any], by: int) -> NDArray[Any]:
-    """Left, in a circle."""
+    """Rotate left."""
     return (bits << by) | (bits >> (8 * bits.itemsize - by))
 
 
@@ -82,12 +82,12 @@ def _deflate(plane_N: NDArray[np.uint8]) -> Tensor:
 
 
 def _inflate(coded: Tensor, num_bytes: int) -> NDArray[np.uint8]:
-    """Never more than is expected, whatever the stream holds."""
+    """Allocates at most `num_bytes` + 1, whatever the stream holds."""
     coder = zlib.decompressobj(_RAW)
     try:
         found = coder.decompress(coded.numpy().tobytes(), num_bytes + 1)
     except zlib.error as error:
-        raise Fault("corrupt", f"its exponents cannot be read ({error})") from error
+        raise InvalidEntry("corrupt", f"its exponents cannot be read ({error})") from error
     if len(found) != num_bytes or not coder.eof or coder.unused_data:
-        raise Fault("corrupt", f"its exponents are not {num_bytes} bytes")
+        raise InvalidEntry("corrupt", f"its exponents are not {num_bytes} bytes")
     return np.frombuffer(found, np.uint8)

@@ -1,13 +1,13 @@
-"""Entropy coding by range asymmetric numeral systems (Duda, arXiv:1311.2540), many lanes side by side in numpy.
+"""rANS entropy coding (range asymmetric numeral systems, Duda, arXiv:1311.2540), interleaved over many lanes in numpy.
 
-A lane is a state of 32 bits that codes one symbol a step; all lanes share one stream of 16-bit words, which a decoder
-reads in the order of steps and, within one, of lanes. Several streams are decoded side by side: numpy is quick where
-lanes are many.
+A lane is a 32-bit state that codes one symbol a step; all lanes share one stream of 16-bit words, which a decoder reads
+in the order of steps and, within a step, of lanes. Several streams are decoded side by side, since numpy is fast with
+many lanes.
 
-    T steps   L lanes   R rows of a plan   K tables   S symbols of a table   B streams
+    T steps   L lanes   R rows of a table choice   K tables   S symbols of a table   B streams
 
-A decoder trusts nothing: it takes no word that is not there, and at the end every lane has to be back where coding
-began and every word used, else the stream is not what was written.
+The decoder trusts nothing: it reads no word beyond the stream, and at the end every lane must be back in the initial
+state and every word used, else the stream is invalid.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ States = NDArray[np.uint32]
 Symbols = NDArray[np.uint8]
 
 
-class BadStream(ValueError):
-    """Words and states that no encoder wrote."""
+class InvalidStream(ValueError):
+    """Words and states that no encoder has produced."""
 
 
 class Coded(NamedTuple):
@@ -38,8 +38,8 @@ class Coded(NamedTuple):
     words: Words
 
 
-class Plan(NamedTuple):
-    """Which table codes what: step t of lane l goes by table_RL[row_T[t], l]."""
+class TableChoice(NamedTuple):
+    """Step t of lane l is coded by table_RL[row_T[t], l]."""
 
     table_RL: NDArray[np.uint8]
     row_T: NDArray[np.intp]
@@ -56,19 +56,19 @@ class Tables:
 
     @cached_property
     def symbol(self) -> Symbols:
-        """Of every slot of every table, one after the other."""
+        """Symbol of every slot, table after table."""
         frequency_KS = self.frequency.reshape(-1, self.num_symbols)
         symbols = np.arange(self.num_symbols, dtype=np.uint8)
         return np.concatenate([np.repeat(symbols, row) for row in frequency_KS])
 
     def bits_KS(self) -> NDArray[np.float64]:
-        """What coding a symbol costs."""
+        """Bits to code each symbol."""
         frequency_KS = self.frequency.reshape(-1, self.num_symbols)
         return PRECISION - np.log2(frequency_KS)
 
 
-def encode(symbols_TL: Symbols, plan: Plan, tables: Tables) -> Coded:
-    """The last step is coded first, so that a decoder begins with the first."""
+def encode(symbols_TL: Symbols, plan: TableChoice, tables: Tables) -> Coded:
+    """Codes the last step first, so that decoding begins with the first one."""
     state_L = np.full(symbols_TL.shape[1], _LOW, dtype=np.uint32)
     base_RL = plan.table_RL.astype(np.intp) * tables.num_symbols
     written: list[Words] = []
@@ -83,7 +83,7 @@ def encode(symbols_TL: Symbols, plan: Plan, tables: Tables) -> Coded:
     return Coded(state_L, np.concatenate(written[::-1]))
 
 
-def decode(streams: Sequence[Coded], plan: Plan, tables: Tables) -> Symbols:
+def decode(streams: Sequence[Coded], plan: TableChoice, tables: Tables) -> Symbols:
     """Symbols [T, L] of streams of equally many lanes, side by side; BadStream where one is not what was written."""
     state_L = np.concatenate([stream.states_L for stream in streams])
     source = _Words([stream.words for stream in streams])
@@ -100,12 +100,12 @@ def decode(streams: Sequence[Coded], plan: Plan, tables: Tables) -> Symbols:
         low = np.flatnonzero(state_L < _LOW)
         state_L[low] = (state_L[low] << _WORD_BITS) | source.take(low // (len(state_L) // len(streams)))
     if not source.is_used_up or np.any(state_L != _LOW):
-        raise BadStream("a stream does not end where coding began")
+        raise InvalidStream("a stream does not end where coding began")
     return found_TL
 
 
 class _Words:
-    """Words of streams, one stream after the other, each read from its beginning."""
+    """Read positions in the words of several concatenated streams."""
 
     def __init__(self, streams: Sequence[Words]) -> None:
         lens_B = np.array([len(words) for words in streams], dtype=np.intp)
@@ -114,12 +114,12 @@ class _Words:
         self._next_B = self._end_B - lens_B
 
     def take(self, stream_N: NDArray[np.intp]) -> Words:
-        """The next word of each of these streams, which come in ascending order."""
+        """The next word of each of these streams, in ascending order."""
         count_B = np.bincount(stream_N, minlength=len(self._end_B))
         first_B = self._next_B - np.cumsum(count_B) + count_B
         self._next_B = self._next_B + count_B
         if np.any(self._next_B > self._end_B):
-            raise BadStream("a stream of words ends early")
+            raise InvalidStream("a stream of words ends early")
         return self._words.take(np.repeat(first_B, count_B) + np.arange(len(stream_N)))
 
     @property

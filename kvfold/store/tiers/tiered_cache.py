@@ -1,8 +1,7 @@
-"""Byte tiers one behind the other, fastest first: read through them, write back to all in the background.
+"""Tiered cache over byte tiers, fastest first: reads go through the tiers, writes go to all of them in the background.
 
-A reader gets the first copy there is, also of what still waits to be written; when it turned out good, faster tiers get
-one too, in the background. A copy that turned out bad goes from its tier to quarantine, and the next tier is asked;
-that one is not asked for it again for a while, also where it could not delete it.
+A read returns the first copy, also of an entry still in the write queue; valid copies are promoted to faster tiers in
+the background. An invalid copy is quarantined, deleted and skipped for a while, and the next tier is read.
 """
 
 from __future__ import annotations
@@ -13,17 +12,17 @@ from io import BytesIO
 from typing import BinaryIO, NamedTuple
 
 from kvfold.store.bad_copies import BadCopies
-from kvfold.store.entry.format import Fault, peek
+from kvfold.store.entry.format import InvalidEntry, peek
 from kvfold.store.events import Event, Events
 from kvfold.store.key import Key
-from kvfold.store.tiers.background_queue import Writer
+from kvfold.store.tiers.background_queue import BackgroundQueue
 from kvfold.store.tiers.base import ByteTier, Clock
 from kvfold.store.tiers.eviction import Lease
 from kvfold.store.tiers.quarantine import Quarantine
 
 
 class Copy(NamedTuple):
-    """An entry as one tier has it, or, where it `is_pending`, will have it; open to be read."""
+    """An open copy of an entry in one tier; `is_pending`: still in the write queue."""
 
     key: Key
     tier: ByteTier
@@ -31,20 +30,25 @@ class Copy(NamedTuple):
     is_pending: bool = False
 
 
-class Cascade:
+class TieredCache:
     def __init__(
-        self, tiers: Sequence[ByteTier], events: Events, writer: Writer, quarantine: Quarantine | None, clock: Clock
+        self,
+        tiers: Sequence[ByteTier],
+        events: Events,
+        queue: BackgroundQueue,
+        quarantine: Quarantine | None,
+        clock: Clock,
     ) -> None:
         self.tiers = list(tiers)
         self._events = events
-        self._writer = writer
+        self._write_queue = queue
         self._quarantine = quarantine
         self._bad = BadCopies(clock)
-        self._pending: dict[Key, tuple[Callable[[], bytes], Lease]] = {}  # what waits to be written
+        self._pending: dict[Key, tuple[Callable[[], bytes], Lease]] = {}  # in the write queue
 
     def get(self, key: Key, at: float) -> Copy | None:
-        encode, lease = self._pending.get(key, (None, None))  # before the tiers: it goes when they have it
-        for tier in self._asked(key):
+        encode, lease = self._pending.get(key, (None, None))  # read before the tiers: removed once they have it
+        for tier in self._tiers_for(key):
             file = tier.get(key, at)
             if file is not None:
                 return Copy(key, tier, file)
@@ -52,18 +56,18 @@ class Cascade:
             return None
         return Copy(key, self.tiers[0], BytesIO(encode()), is_pending=True)
 
-    def _asked(self, key: Key) -> list[ByteTier]:
-        """Tiers whose copy has not turned out bad."""
+    def _tiers_for(self, key: Key) -> list[ByteTier]:
+        """Tiers without a known invalid copy."""
         return [tier for tier in self.tiers if not self._bad.has(tier.name, key)]
 
     def _put(self, tier: ByteTier, key: Key, data: bytes, lease: Lease) -> bool:
         is_stored = tier.put(key, data, lease)
         if is_stored:
-            self._bad.replaced(tier.name, key)
+            self._bad.remove(tier.name, key)
         return is_stored
 
-    def put_later(self, key: Key, num_bytes: int, encode: Callable[[], bytes], lease: Lease) -> bool:
-        """Encode and write to every tier, in the background; False if too much waits to be written already."""
+    def put_async(self, key: Key, num_bytes: int, encode: Callable[[], bytes], lease: Lease) -> bool:
+        """Encode and write to every tier in the background; False if the write queue is full."""
 
         def work() -> None:
             try:
@@ -76,14 +80,14 @@ class Cascade:
         if not self.tiers:
             return False
         self._pending[key] = encode, lease
-        is_taken = self._writer.submit(num_bytes, work)
+        is_taken = self._write_queue.submit(num_bytes, work)
         if not is_taken:
             self._pending.pop(key, None)
             self._events.emit(Event("failed", "", "queue_full", key, key.num_tokens, num_bytes))
         return is_taken
 
-    def promote_later(self, key: Key, source: ByteTier, num_bytes: int, lease: Lease) -> None:
-        """Copy a good entry to all faster tiers, where there is time for it."""
+    def promote_async(self, key: Key, source: ByteTier, num_bytes: int, lease: Lease) -> None:
+        """Copy a valid entry to all faster tiers, unless the write queue is full."""
         faster = self.tiers[: self.tiers.index(source)]
 
         def work() -> None:
@@ -95,10 +99,10 @@ class Cascade:
             self._copy(key, data, faster, lease)
 
         if faster:
-            self._writer.submit(num_bytes, work)
+            self._write_queue.submit(num_bytes, work)
 
-    def bring(self, key: Key, at: float, max_bytes: int) -> bool:
-        """Have a copy in the fastest tier, unchecked; False if nobody has one, or one that cannot be an entry."""
+    def prefetch(self, key: Key, at: float, max_bytes: int) -> bool:
+        """Copy an entry, unchecked, to the fastest tier; False if no tier has one with a valid preamble."""
         copy = self.get(key, at)
         if copy is None:
             return False
@@ -115,32 +119,32 @@ class Cascade:
             if self._put(tier, key, data, lease):
                 tier.emit("promoted", key, len(data))
 
-    def slide_later(self, used: Sequence[Copy], keys: Sequence[Key], at: float) -> None:
-        """Copies that were not read live longer, too: nobody knows which tier is asked next."""
+    def touch_async(self, used: Sequence[Copy], keys: Sequence[Key], at: float) -> None:
+        """Refresh the time to live of the copies that were not read, in all tiers."""
         read = {(copy.tier.name, copy.key) for copy in used if not copy.is_pending}
 
         def work() -> None:
             for key in keys:
-                for tier in self._asked(key):
+                for tier in self._tiers_for(key):
                     if (tier.name, key) not in read:
-                        tier.slide(key, at)
+                        tier.touch(key, at)
 
-        self._writer.submit(0, work)
+        self._write_queue.submit(0, work)
 
-    def delete_later(self, key: Key) -> None:
+    def delete_async(self, key: Key) -> None:
         def work() -> None:
             for tier in self.tiers:
                 tier.delete(key)
 
-        self._writer.submit(0, work)
+        self._write_queue.submit(0, work)
 
-    def set_aside(self, copy: Copy, fault: Fault) -> None:
-        """To quarantine, where there is one, and away; where it cannot be deleted, it is left out of lookups."""
+    def quarantine(self, copy: Copy, error: InvalidEntry) -> None:
+        """Move an invalid copy to quarantine; lookups skip it for a while, in case it cannot be deleted."""
         self._bad.add(copy.tier.name, copy.key)
         file = copy.tier.get(copy.key, 0.0)
         if file is not None and self._quarantine is not None:
             with file, suppress(OSError):
-                self._quarantine.keep(copy.key, file.read(self._quarantine.limit_bytes), str(fault))
+                self._quarantine.keep(copy.key, file.read(self._quarantine.limit_bytes), str(error))
         self._pending.pop(copy.key, None)
         copy.tier.delete(copy.key)
-        copy.tier.emit("quarantined", copy.key, 0, fault.reason)
+        copy.tier.emit("quarantined", copy.key, 0, error.reason)
