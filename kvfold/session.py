@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NoReturn, overload
+from typing import Any, Literal, NoReturn, TypedDict, Unpack, overload
 
 from torch import Tensor
 
@@ -57,6 +57,26 @@ class Reply:
             tokens_per_pass=request.tokens_per_pass,
         )
         return cls(request.text, request.token_ids, request.reason, stats, request.decode_ms)
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Of `Session.generate` and `Session.ask`."""
+
+    temperature: float  # 0, the default: greedy
+    top_k: int  # 0: all tokens
+    top_p: float
+    seed: int
+    stop: Sequence[str]  # texts that end the reply, and are cut off
+    speculate: bool | int  # draft so many tokens by prompt lookup in the session's text, verify them in one pass
+    draft_from: Sequence[Sequence[int]]  # token ids of earlier outputs to look in, too
+
+
+def _checked(options: GenerateOptions) -> GenerateOptions:
+    for name in options:
+        if name not in GenerateOptions.__annotations__:
+            known = ", ".join(("max_new_tokens", *GenerateOptions.__annotations__))
+            raise TypeError(f"there is no option {name!r}; options: {known}")
+    return options
 
 
 class Session:
@@ -149,7 +169,7 @@ class Session:
 
     # Generation
 
-    def ask(self, question: str, *, max_new_tokens: int = 64, **options: Any) -> Reply:
+    def ask(self, question: str, *, max_new_tokens: int = 64, **options: Unpack[GenerateOptions]) -> Reply:
         """Ask without changing the session: fork, prefill the question uncompressed, generate."""
         with self.fork() as branch:
             in_turn = self.template is not None and self._turn == "user"
@@ -158,17 +178,21 @@ class Session:
             return reply
 
     @overload
-    def generate(self, *, stream: Literal[False] = False, **options: Any) -> Reply: ...
+    def generate(
+        self, *, stream: Literal[False] = False, max_new_tokens: int = 256, **options: Unpack[GenerateOptions]
+    ) -> Reply: ...
     @overload
-    def generate(self, *, stream: Literal[True], **options: Any) -> Iterator[str]: ...
-    def generate(self, *, stream: bool = False, **options: Any) -> Reply | Iterator[str]:
-        """Continue. Options: max_new_tokens (256), temperature (0: greedy), top_k, top_p, seed, stop (list of strings),
-        speculate (False; True or a number: draft so many tokens by n-gram lookup in the session's text and verify them
-        in one pass), draft_from (token ids of earlier outputs to look up too).
+    def generate(
+        self, *, stream: Literal[True], max_new_tokens: int = 256, **options: Unpack[GenerateOptions]
+    ) -> Iterator[str]: ...
+    def generate(
+        self, *, stream: bool = False, max_new_tokens: int = 256, **options: Unpack[GenerateOptions]
+    ) -> Reply | Iterator[str]:
+        """Continue; options are those of `GenerateOptions`.
 
         Returns a Reply, or with `stream` an iterator over text deltas; the reply becomes part of the session.
         """
-        request = self._request(**options)
+        request = self._request(max_new_tokens, **_checked(options))
         if stream:
             return self._stream(request)
         for _ in self._stream(request):
@@ -177,7 +201,7 @@ class Session:
 
     def _request(
         self,
-        max_new_tokens: int = 256,
+        max_new_tokens: int,
         temperature: float = 0.0,
         top_k: int = 0,
         top_p: float = 1.0,

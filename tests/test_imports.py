@@ -33,6 +33,7 @@ LEVELS = (
     ("pages",),
     ("score", "budget", "codec", "evicted", "triggers", "protect", "position", "token_pruning"),
     ("policy",),
+    ("plugins",),
     ("core", "errors", "atomic_io", "yielding"),
 )
 LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}

@@ -26,6 +26,7 @@ from kvfold.cli import (
     calibrate,
     chat,
     demo,
+    env,
     fit_prompt,
     models,
     policies,
@@ -36,9 +37,10 @@ from kvfold.cli import (
     train_scorer,
 )
 from kvfold.errors import KvfoldError, KvfoldWarning, OutOfPages
+from kvfold.plugins import VARIABLE
 
 _FITTING = (fit_prompt, train_scorer, profile, calibrate)
-COMMANDS = (run, chat, serve, cache, demo, bench, report, models, policies, *_FITTING)
+COMMANDS = (run, chat, serve, cache, demo, bench, report, models, policies, *_FITTING, env)
 _EPILOG = """examples:
   kvfold demo                                      what compression does to a small model, in minutes on any CPU
   kvfold run --context notes.txt --ask "Who wrote this?" --policy "keydiff + 4x" --compare full,int4
@@ -62,7 +64,16 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"kvfold {__version__}")
-    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    parser.add_argument(
+        "--import",
+        dest="imports",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="a module or .py file that registers terms or workloads; may be repeated (also: KVFOLD_IMPORT=A,B)",
+    )
+    parser.set_defaults(run=None)
+    subparsers = parser.add_subparsers(metavar="COMMAND")
     for command in COMMANDS:
         command.add_parser(subparsers)
     return parser
@@ -71,9 +82,15 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     _never_fail_to_encode()
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.run is None:
+        parser.print_help()
+        return 0
     try:
         with _plain_warnings():
+            if args.imports:  # by the environment, so that processes which a command starts import them, too
+                os.environ[VARIABLE] = ",".join(filter(None, (os.environ.get(VARIABLE), *args.imports)))
             code = int(args.run(args))
         sys.stdout.flush()  # here, where a closed pipe is still ours to handle
         return code

@@ -1,4 +1,4 @@
-"""`kvfold models`: list the catalogue, pull a model, verify a pulled one."""
+"""`kvfold models`: list the catalogue, pull a model, verify or remove a pulled one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvfold.models.pull.catalogue import CATALOGUE
-from kvfold.models.pull.pull import ModelRow, list_models, pull, verify
+from kvfold.models.pull.pull import ModelRow, list_models, pull, remove, verify
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -21,12 +21,16 @@ _PIPED_WIDTH = 140  # without a terminal there is no width to fit
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    """Add `models` with its verbs `list` (the default), `pull` and `verify`."""
-    parser = subparsers.add_parser("models", help="list, pull and verify models")
+    """Add `models` with its verbs `list` (the default), `pull`, `verify` and `rm`."""
+    parser = subparsers.add_parser("models", help="list, pull, verify and remove models")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run, verb="list")
     verbs = parser.add_subparsers(metavar="VERB")
-    for verb, help_text in (("pull", "fetch a model once"), ("verify", "hash every file of a pulled model")):
+    for verb, help_text in (
+        ("pull", "download a model once"),
+        ("verify", "hash every file of a pulled model"),
+        ("rm", "delete a pulled model, and what an interrupted pull left of it"),
+    ):
         sub = verbs.add_parser(verb, help=help_text)
         sub.add_argument("name", choices=list(CATALOGUE), metavar="NAME", help=", ".join(CATALOGUE))
         sub.set_defaults(verb=verb)
@@ -34,7 +38,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the chosen verb; errors are raised as ModelError."""
-    show = {"list": _list, "pull": _pull, "verify": _verify}[args.verb]
+    show = {"list": _list, "pull": _pull, "verify": _verify, "rm": _remove}[args.verb]
     show(args)
     return 0
 
@@ -61,6 +65,14 @@ def _verify(args: argparse.Namespace) -> None:
         _print_json(asdict(manifest))
     else:
         print(f"{args.name}: all files as pulled from {manifest.source} ({manifest.weights})")
+
+
+def _remove(args: argparse.Namespace) -> None:
+    num_bytes = remove(args.name)
+    if args.json:
+        _print_json({"name": args.name, "freed_bytes": num_bytes})
+    else:
+        print(f"{args.name}: {_short(num_bytes, ('B', 'kB', 'MB', 'GB'))} freed")
 
 
 def _print_json(content: object) -> None:

@@ -12,6 +12,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from kvfold.plugins import load_plugins
 from kvfold.policy.registry import AXES, find
 
 if TYPE_CHECKING:
@@ -35,11 +36,12 @@ _MODULES = {"when": "triggers", "prefill": "token_pruning"}  # of axes whose mod
 
 @cache
 def load_variants() -> None:
-    """Import the module of every axis that has one; sizes have none."""
+    """Import the module of every axis that has one (sizes have none), then the terms of other packages."""
     for axis in AXES:
         module = f"kvfold.{_MODULES.get(axis, axis)}"
         if find_spec(module) is not None:
             import_module(module)
+    load_plugins("kvfold.terms")
 
 
 def named(name: str) -> Any:

@@ -74,5 +74,8 @@ def _size(number: int | float, unit: str) -> Size:
         return Tokens(number)  # type: ignore[arg-type]  # it refuses what is not whole
     relative: dict[str, Callable[[float], Size]] = {"x": Ratio, "%mem": Share}
     if unit not in relative:
+        near = next((known for known in (*relative, "tok", *BYTE_UNITS) if known.lower() == unit.lower()), None)
+        if near is not None:
+            raise PolicyError(f'"{number_text(number)}{unit}" is no size; write {number_text(number)}{near}')
         raise PolicyError(f'"{number_text(number)}{unit}" is no size; sizes: {EXAMPLES}')
     return relative[unit](float(number))

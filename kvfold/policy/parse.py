@@ -67,6 +67,16 @@ def parse(text: str) -> tuple[Call | Size | Phase, ...]:
     return _Parser(tokens(text)).expression()
 
 
+def _spelt(token: Token) -> str:
+    """A size as other libraries write it, in ours: kvpress' compression_ratio is the share that is evicted."""
+    if isinstance(token.value, Percent) and 0 < token.value.percent < 100:
+        return f"for {token.text} of the bytes write {token.text}mem; "
+    if isinstance(token.value, float) and 0 < token.value < 1:
+        ratio = number_text(round(1 / (1 - token.value), 2))
+        return f"for a compression_ratio of {token.text}, as kvpress counts, write {ratio}x; "
+    return f"did you mean {token.text}x or {token.text}tok? " if isinstance(token.value, int) else ""
+
+
 class _Parser:
     def __init__(self, found: list[Token]) -> None:
         self._tokens = found
@@ -88,7 +98,7 @@ class _Parser:
     def _phase_term(self, where: str) -> Call | Size:
         token = self._peek()
         if token.kind in ("number", "percent"):
-            raise PolicyError(f'"{token.text}" is no size; sizes: {EXAMPLES}')
+            raise PolicyError(f'"{token.text}" is no size; {_spelt(token)}sizes: {EXAMPLES}')
         if token.text in PHASES and where in PHASES:
             raise PolicyError(f"{token.text}(...) cannot stand inside {where}(...); write the two side by side")
         if token.kind not in ("size", "name"):

@@ -80,14 +80,18 @@ def register(
 
     def decorate(variant: type[_Variant]) -> type[_Variant]:
         known = _terms.get(name)
-        if known is not None and known.variant.__qualname__ != variant.__qualname__:
-            raise PolicyError(f'term "{name}" is registered twice, on axes {known.axis} and {axis}')
+        if known is not None and _place(known.variant) != _place(variant):
+            raise PolicyError(f'term "{name}" is registered twice, by {_place(known.variant)} and {_place(variant)}')
         if not dataclasses.is_dataclass(variant) or not issubclass(variant, Term):
             raise PolicyError(f'term "{name}": {variant.__name__} must be a frozen dataclass that derives from Term')
         _terms[name] = Registration(axis, name, variant, revision, paper, cost, published)
         return variant
 
     return decorate
+
+
+def _place(variant: type[Any]) -> str:
+    return f"{variant.__module__}.{variant.__qualname__}"
 
 
 def terms(axis: str | None = None) -> tuple[Registration, ...]:

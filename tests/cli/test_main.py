@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import kvfold
-from kvfold.cli.main import COMMANDS, build_parser
+from kvfold.cli.main import COMMANDS, build_parser, main
 from tests.cli.conftest import Call, Start
 
 NAMES = [command.__name__.rpartition(".")[2].replace("_", "-") for command in COMMANDS]
@@ -86,3 +87,16 @@ def test_a_warning_is_told_once_in_one_line(call: Call, folder: Path, tmp_path: 
     assert done.code == 0
     assert [line for line in done.err.splitlines() if "1024" in line] == done.err.splitlines()
     assert done.err.count("\n") == 1 and done.err.startswith("warning: the sequence passes 1024 positions")
+
+
+def test_the_command_alone_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "usage: kvfold" in capsys.readouterr().out
+
+
+def test_env_tells_versions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["kvfold"] == kvfold.__version__ and found["torch"].startswith("2.") and "cores" in found["cpu"]
+    assert main(["env"]) == 0
+    assert capsys.readouterr().out.startswith("kvfold        ")

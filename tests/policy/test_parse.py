@@ -113,10 +113,28 @@ def test_refused(text: str, message: str) -> None:
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize("text", ["8", "8y", "512mb", "12.5%", "2048 tokens"])
+@pytest.mark.parametrize("text", ["8", "8y", "0.5", "12.5%", "2048 tokens", "1.5"])
 def test_what_is_no_size_is_told_the_units(text: str) -> None:
-    with pytest.raises(PolicyError, match=r"is no size; sizes: 8x, 2048tok, 12.5%mem, 512MB \(B, KB, MB"):
+    with pytest.raises(PolicyError, match=r"is no size; .*sizes: 8x, 2048tok, 12.5%mem, 512MB \(B, KB, MB"):
         parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "advice"),
+    [
+        ("8X", "write 8x"),
+        ("512mb", "write 512MB"),
+        ("64TOK", "write 64tok"),
+        ("50%", "for 50% of the bytes write 50%mem"),
+        ("0.5", "for a compression_ratio of 0.5, as kvpress counts, write 2x"),
+        ("0.875", "for a compression_ratio of 0.875, as kvpress counts, write 8x"),
+        ("8", "did you mean 8x or 8tok?"),
+    ],
+)
+def test_a_size_as_others_write_it_is_answered_in_our_spelling(text: str, advice: str) -> None:
+    with pytest.raises(PolicyError) as caught:
+        parse(f"snapkv + {text}")
+    assert f'"{text}" is no size; {advice}' in str(caught.value)
 
 
 @pytest.mark.parametrize("part", ["1", "a", "2:3"])

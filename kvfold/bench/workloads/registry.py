@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from kvfold.bench.workloads.base import Workload
 from kvfold.errors import InputError
+from kvfold.plugins import load_plugins
 
 _PACKAGE = "kvfold.bench.workloads"
 _Kind = TypeVar("_Kind", bound=type[Workload])
@@ -18,8 +19,9 @@ _kinds: dict[str, type[Workload]] = {}
 def workload(kind: _Kind) -> _Kind:
     """Class decorator: make a frozen dataclass known by its `name`."""
     known = _kinds.get(kind.name)
-    if known is not None and known.__qualname__ != kind.__qualname__:
-        raise InputError(f'workload "{kind.name}" is registered twice, by {known.__name__} and {kind.__name__}')
+    if known is not None and (known.__module__, known.__qualname__) != (kind.__module__, kind.__qualname__):
+        both = f"{known.__module__}.{known.__qualname__} and {kind.__module__}.{kind.__qualname__}"
+        raise InputError(f'workload "{kind.name}" is registered twice, by {both}')
     if not is_dataclass(kind):
         raise InputError(f'workload "{kind.name}": {kind.__name__} must be a frozen dataclass')
     _kinds[kind.name] = kind
@@ -47,4 +49,5 @@ def _load() -> dict[str, type[Workload]]:
     """Import every file beside this one: each registers what it defines."""
     for module in iter_modules(import_module(_PACKAGE).__path__):
         import_module(f"{_PACKAGE}.{module.name}")
+    load_plugins("kvfold.workloads")
     return _kinds

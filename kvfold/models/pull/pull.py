@@ -10,13 +10,14 @@ import os
 import re
 import shutil
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 from kvfold.errors import ModelError
 from kvfold.models.pull import manifest
 from kvfold.models.pull.catalogue import CATALOGUE, Entry, find
 from kvfold.models.pull.home import locked, model_folder, partial_folder
-from kvfold.models.pull.progress import Report, reporting
+from kvfold.models.pull.progress import Report, reporting, silent
 from kvfold.models.pull.sources import Origin
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z")
@@ -64,10 +65,25 @@ def resolve(name_or_path: str | Path, *, home: Path | None = None, progress: boo
         return _checkpoint(path)
     if isinstance(name_or_path, str) and _HUB_ID.match(name_or_path):
         return name_or_path
+    near = get_close_matches(str(name_or_path).lower(), CATALOGUE, n=1, cutoff=0.6)
+    hint = f"did you mean {near[0]}? " if near else ""
     names = ", ".join(CATALOGUE)
     raise ModelError(
-        f'no model "{name_or_path}"; give one of {names}, a checkpoint folder, or a hub id such as org/name'
+        f'no model "{name_or_path}"; {hint}give one of {names}, a checkpoint folder, or a hub id such as org/name'
     )
+
+
+def remove(name: str, *, home: Path | None = None) -> int:
+    """Delete a pulled model and what an interrupted pull left of it; returns the bytes that are free again."""
+    find(name)
+    folders = [path for path in (model_folder(name, home), partial_folder(name, home)) if path.is_dir()]
+    if not folders:
+        raise ModelError(f"{name} is not on this machine; kvfold models lists what is")
+    with locked(name, home, silent):
+        num_bytes = sum(file.stat().st_size for folder in folders for file in folder.rglob("*") if file.is_file())
+        for folder in folders:
+            shutil.rmtree(folder)
+    return num_bytes
 
 
 def _checkpoint(folder: Path) -> Path:

@@ -19,11 +19,11 @@ from kvfold.models.digest import file_digest
 from kvfold.models.pull import manifest
 from kvfold.models.pull.catalogue import CATALOGUE, Entry
 from kvfold.models.pull.home import home_folder
-from kvfold.models.pull.pull import list_models, pull, resolve, verify
+from kvfold.models.pull.pull import list_models, pull, remove, resolve, verify
 from kvfold.models.pull.sources import HubSource
 from tests.models.packages import NAME, tiny_entry, tiny_source
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -347,3 +347,17 @@ def test_real_models_speak(name: str, prompt: str, answer: str) -> None:
     ids = tokenizer(prompt, return_tensors="pt").input_ids
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
     assert tokenizer.decode(out[0, ids.shape[1] :]).startswith(answer)
+
+
+def test_a_model_is_removed_with_what_an_interrupted_pull_left(entry: Entry, home: Path) -> None:
+    folder = pull(NAME, home=home, progress=False)
+    partial = folder.parent / f".{NAME}.partial"
+    partial.mkdir()
+    (partial / "part-01").write_bytes(b"x" * 100)
+    num_bytes = sum(path.stat().st_size for path in (*folder.rglob("*"), *partial.rglob("*")) if path.is_file())
+    assert remove(NAME, home=home) == num_bytes > 100
+    assert not folder.exists() and not partial.exists()
+    with pytest.raises(ModelError, match=f"{NAME} is not on this machine"):
+        remove(NAME, home=home)
+    with pytest.raises(ModelError, match="did you mean smollm2-135m"):
+        resolve("smollm-135m")

@@ -1,0 +1,54 @@
+"""`kvfold env`: versions and devices, for bug reports."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+from kvfold import __version__
+from kvfold.cli import show
+from kvfold.cli.options import Subparsers
+from kvfold.models.pull.home import home_folder
+from kvfold.plugins import VARIABLE
+
+_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "triton", "numpy", "starlette", "redis", "vllm")
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the command to the subcommands of `kvfold`."""
+    parser = subparsers.add_parser("env", help="print versions and devices, for bug reports")
+    parser.add_argument("--json", action="store_true", help="print JSON for machines")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what a bug report needs; nothing of it is secret but the name of the home folder."""
+    found = {"kvfold": __version__, "python": platform.python_version(), "platform": platform.platform()}
+    found |= {name: _version(name) for name in _PACKAGES} | _devices()
+    found |= {"KVFOLD_HOME": str(home_folder()), VARIABLE: os.environ.get(VARIABLE) or "not set"}
+    if args.json:
+        show.print_json(found)
+    else:
+        for name, value in found.items():
+            sys.stdout.write(f"{name:<14}{value}\n")
+    return 0
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _devices() -> dict[str, str]:
+    import torch  # here: other commands come without it
+
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "cpu": f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads in torch",
+        "cuda": f"{torch.version.cuda}: {', '.join(gpus)}" if gpus else "no GPU that torch can use",
+    }
