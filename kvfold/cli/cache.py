@@ -97,7 +97,7 @@ def _list(args: argparse.Namespace) -> int:
     if args.json:
         print_json(shown)
         return 0
-    table = new_table("place", "scope", "digest", numbers=("tokens", "size", "lives", "ttl"))
+    table = new_table("tier", "scope", "digest", numbers=("tokens", "size", "lives", "ttl"))
     for row in shown:
         span, size = f"{row['start']}-{row['end']}", bytes_text(row["bytes"])
         life = seconds_text(row["lives_s"])
@@ -136,7 +136,7 @@ def _stats(args: argparse.Namespace) -> int:
         print_json(content)
         return 0
     numbers = ("entries", "tokens", "size", "expired")
-    table = new_table("place", "scope", "kind", "policy", "weights", "cache", numbers=numbers)
+    table = new_table("tier", "scope", "kind", "policy", "weights", "cache", numbers=numbers)
     for one in scopes:
         facts = [str(one["bound_to"].get(name, "?"))[:10] for name in ("kind", "policy", "weights", "kv_dtype")]
         counts = [f"{one['entries']:,}", f"{one['tokens']:,}", bytes_text(one["bytes"]), f"{one['expired']:,}"]

@@ -106,7 +106,7 @@ def _show(path: str, one: CacheExplanation) -> None:
     from kvfold.serve.cache.explain import nothing_cached
 
     print(f"{path}: {one.num_tokens} tokens for {one.request.model}, cached from {one.min_tokens} on")
-    table = new_table("place", "section", "begins", "marker", "cache", "lossy policies", numbers=("tokens",))
+    table = new_table("boundary", "section", "begins", "marker", "cache", "lossy policies", numbers=("tokens",))
     for step in one.steps:
         ttl = "" if step.ttl_s is None else "1h" if step.ttl_s > 300 else "5m"
         point = "compress" if step.is_point else ""

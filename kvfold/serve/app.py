@@ -19,8 +19,8 @@ from kvfold.serve.api.openai_chat import ChatWriter, read_chat
 from kvfold.serve.api.openai_completions import CompletionWriter, read_completion
 from kvfold.serve.api.openai_responses import ResponseWriter, read_input_tokens, read_response
 from kvfold.serve.api.request import ChatRequest
-from kvfold.serve.api.sse import EventStream, Json, Writer, cancel_on_disconnect, named_events, unnamed_events
-from kvfold.serve.api.strict_json import InvalidJson, parse_json
+from kvfold.serve.api.sse import EventStream, Writer, cancel_on_disconnect, named_events, unnamed_events
+from kvfold.serve.api.strict_json import InvalidJson, Json, parse_json
 from kvfold.serve.api.validation import Fields
 from kvfold.serve.cache.breakpoints import anthropic_plan
 from kvfold.serve.middleware import Handler, OnDone, RequestMiddleware
@@ -97,8 +97,8 @@ class App:
     async def _body(self, request: Request) -> bytearray:
         """413 before reading if content-length is over the limit, else as soon as the received bytes are."""
         _check_type(request)
-        told = request.headers.get("content-length", "")
-        self._check_length(int(told) if told.isdecimal() else 0)
+        length = request.headers.get("content-length", "")
+        self._check_length(int(length) if length.isdecimal() else 0)
         try:
             async with asyncio.timeout(self.service.settings.limits.body_s):
                 return await self._received(request)
@@ -243,12 +243,12 @@ def _check_type(request: Request) -> None:
     """As OpenAI does; a missing content-type means JSON."""
     given = request.headers.get("content-type", "application/json")
     if given.partition(";")[0].strip().lower() != "application/json":
-        told = "content-type: bodies are application/json (curl: -H 'content-type: application/json')"
-        raise ApiError(400, f'{told}, not "{given[:80]}"', logged=told, code="unsupported_content_type")
+        message = "content-type: bodies are application/json (curl: -H 'content-type: application/json')"
+        raise ApiError(400, f'{message}, not "{given[:80]}"', logged=message, code="unsupported_content_type")
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.strip().lower() != "identity":
-        told = "content-encoding: bodies are not compressed; leave the header out"
-        raise ApiError(400, f'{told}, not "{encoding[:80]}"', logged=told, code="unsupported_content_encoding")
+        message = "content-encoding: bodies are not compressed; leave the header out"
+        raise ApiError(400, f'{message}, not "{encoding[:80]}"', logged=message, code="unsupported_content_encoding")
 
 
 def page(names: Sequence[str], asked: Mapping[str, str]) -> tuple[Sequence[str], bool]:

@@ -62,9 +62,9 @@ class RequestMiddleware:
         except ClientDisconnect:
             return Response(status_code=499)
         except Exception as error:
-            told = as_api_error(error, trace.id)
-            trace.why = told.logged
-            return error_response(request, told, trace.id)
+            failure = as_api_error(error, trace.id)
+            trace.why = failure.logged
+            return error_response(request, failure, trace.id)
 
     def tenant(self, request: Request, *, is_listed: bool = False) -> str:
         """Tenant of the API key; `is_listed`: the request appears on the tenant's dashboard."""
@@ -96,5 +96,5 @@ class RequestMiddleware:
 
 def _check_method(request: Request, methods: Sequence[str]) -> None:
     if methods and request.method not in methods:
-        told = f"{request.scope['path'][:200]} takes {' and '.join(methods)}, not {request.method[:20]}"
-        raise ApiError(405, told, headers={"allow": ", ".join(methods)})
+        message = f"{request.scope['path'][:200]} takes {' and '.join(methods)}, not {request.method[:20]}"
+        raise ApiError(405, message, headers={"allow": ", ".join(methods)})

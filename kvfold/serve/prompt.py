@@ -21,6 +21,7 @@ from jinja2 import TemplateError
 from kvfold.models.special_tokens import SECRET, TextEncoder
 from kvfold.serve.api.errors import ApiError, bad_request
 from kvfold.serve.api.request import Block, ChatRequest
+from kvfold.serve.api.strict_json import Json
 
 _OPEN, _CLOSE = f"\ue002{SECRET}:", "\ue003"
 TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
@@ -30,7 +31,6 @@ _LEAST_TOKENS = {"tool": 8, "tool_use": 8}  # their names and the JSON around th
 # Sentinels of texts: none, at the end, or, for templates that trim texts, before trailing white space. An empty text
 # has none, since templates may test for text; it ends where the block before it does.
 SentinelAt = Literal["none", "end", "trimmed_end"]
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -93,13 +93,13 @@ class PromptRenderer:
             return
         num_least = sum(_LEAST_TOKENS.get(block.kind, 1) for block in request.blocks)
         if num_least > self._max_tokens:
-            told = f"its {len(request.blocks)} blocks take at least {num_least} tokens > {self._max_tokens} maximum"
-            raise bad_request(f"prompt is too long: {told}")
+            message = f"its {len(request.blocks)} blocks take at least {num_least} tokens > {self._max_tokens} maximum"
+            raise bad_request(f"prompt is too long: {message}")
         num_chars = len(request.raw_text or "") + sum(len(block.text) for block in request.blocks)
         most = self._max_tokens * self._longest_token
         if num_chars > most:
-            told = f"its {num_chars} characters are more than the {most} that {self._max_tokens} tokens can hold"
-            raise bad_request(f"prompt is too long: {told}")
+            message = f"its {num_chars} characters are more than the {most} that {self._max_tokens} tokens can hold"
+            raise bad_request(f"prompt is too long: {message}")
 
     @cached_property
     def _longest_token(self) -> int:
@@ -195,8 +195,8 @@ class PromptRenderer:
                 self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opens_reply, **more)
             )
         except (TemplateError, TypeError, KeyError, ValueError, RecursionError) as error:
-            told = "messages: the model's chat template rejects them"
-            raise bad_request(f"{told}: {error}", logged=told) from error
+            message = "messages: the model's chat template rejects them"
+            raise bad_request(f"{message}: {error}", logged=message) from error
 
     # Tokens
 

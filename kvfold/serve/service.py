@@ -127,8 +127,8 @@ class Service:
     def check_model(self, name: str) -> None:
         if name not in self.settings.names:
             served = f"served: {', '.join(self.settings.names)}; start kvfold serve with --alias NAME to add a name"
-            told = f'model: "{name[:80]}" is not served here; {served}'
-            raise ApiError(404, told, code="model_not_found")
+            message = f'model: "{name[:80]}" is not served here; {served}'
+            raise ApiError(404, message, code="model_not_found")
 
     async def prompt(self, request: ChatRequest, context: RequestContext) -> Prompt:
         self.check_model(request.model)
@@ -136,7 +136,7 @@ class Service:
 
     async def preprocess(self, tenant: str, num_bytes: int, work: Callable[[], T]) -> T:
         """Result of work on a body of `num_bytes` in a preprocessing thread; ApiError 504 if it times out."""
-        async with _in_time(self.settings.limits.request_s):
+        async with _timeout(self.settings.limits.request_s):
             return await self.preprocessor.run(tenant, num_bytes, work)
 
     async def start(self, request: ChatRequest, context: RequestContext) -> Reply:
@@ -262,7 +262,7 @@ def has_compression_points(policy: Policy, spec: ModelSpec) -> bool:
 
 
 @asynccontextmanager
-async def _in_time(seconds: float) -> AsyncIterator[None]:
+async def _timeout(seconds: float) -> AsyncIterator[None]:
     try:
         async with asyncio.timeout(seconds):
             yield

@@ -75,8 +75,8 @@ def check_version(headers: Mapping[str, str]) -> None:
     """A missing version means the latest."""
     found = headers.get("anthropic-version")
     if found is not None and found not in VERSIONS:
-        told = f"anthropic-version: one of {', '.join(VERSIONS)} is required"
-        raise bad_request(f'{told}, not "{found[:80]}"', logged=told)
+        message = f"anthropic-version: one of {', '.join(VERSIONS)} is required"
+        raise bad_request(f'{message}, not "{found[:80]}"', logged=message)
 
 
 def read_count(data: object) -> ChatRequest:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any
 
 from kvfold.serve.api.anthropic import MessagesBody, arguments_text
 from kvfold.serve.api.errors import ApiError
+from kvfold.serve.api.strict_json import Json
 from kvfold.serve.api.tool_calls import ToolCall
 from kvfold.serve.cache.diagnostics import fingerprint
 from kvfold.serve.reply import Reply
 from kvfold.serve.service import Service
-
-Json = dict[str, Any]
 
 
 class MessageWriter:

@@ -9,12 +9,12 @@ from typing import Any
 
 from kvfold.engine.sampling import Sampling
 from kvfold.serve.api.request import Block, ChatRequest, Role
+from kvfold.serve.api.strict_json import Json
 from kvfold.serve.api.validation import Fields, Neutral, Only, check_names, tool_name
 from kvfold.serve.cache.breakpoints import Boundary, CachePlan, openai_plan
 from kvfold.serve.cache.usage import WRITE_SHORT, Usage
 from kvfold.serve.settings import Settings
 
-Json = dict[str, Any]
 TTL_S = {"30m": 1800.0, "12h": 43200.0}
 NEUTRAL: dict[str, Neutral] = {
     "service_tier": Only("there is one tier here", ("auto", "default")),

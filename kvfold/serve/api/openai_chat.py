@@ -12,7 +12,6 @@ from kvfold.serve.api.errors import ApiError, bad_request
 from kvfold.serve.api.openai import (
     LOGIT_NEUTRAL,
     NEUTRAL,
-    Json,
     OpenAIBody,
     Parts,
     numbered,
@@ -29,7 +28,7 @@ from kvfold.serve.api.openai import (
     without_empty,
 )
 from kvfold.serve.api.request import Block, ChatRequest, check_calls
-from kvfold.serve.api.strict_json import InvalidJson, parse_json
+from kvfold.serve.api.strict_json import InvalidJson, Json, parse_json
 from kvfold.serve.api.tool_calls import ToolCall
 from kvfold.serve.api.validation import Fields, Neutral, Only, tool_name
 from kvfold.serve.reply import Reply

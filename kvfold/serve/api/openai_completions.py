@@ -9,7 +9,6 @@ from kvfold.serve.api.errors import ApiError
 from kvfold.serve.api.openai import (
     LOGIT_NEUTRAL,
     NEUTRAL,
-    Json,
     OpenAIBody,
     read_cache_options,
     read_sampling,
@@ -18,6 +17,7 @@ from kvfold.serve.api.openai import (
 )
 from kvfold.serve.api.openai_chat import failed_event, finish_reason, usage_json
 from kvfold.serve.api.request import Block, ChatRequest
+from kvfold.serve.api.strict_json import Json
 from kvfold.serve.api.validation import Fields, Neutral, Only
 from kvfold.serve.reply import Reply
 from kvfold.serve.service import Service

@@ -11,7 +11,6 @@ from kvfold.serve.api.anthropic import arguments_text
 from kvfold.serve.api.errors import ApiError, bad_request
 from kvfold.serve.api.openai import (
     NEUTRAL,
-    Json,
     OpenAIBody,
     numbered,
     read_cache_options,
@@ -28,6 +27,7 @@ from kvfold.serve.api.openai import (
 )
 from kvfold.serve.api.openai_chat import ROLES, parse_arguments
 from kvfold.serve.api.request import Block, ChatRequest, check_calls
+from kvfold.serve.api.strict_json import Json
 from kvfold.serve.api.tool_calls import ToolCall
 from kvfold.serve.api.validation import Fields, Neutral, Only, tool_name
 from kvfold.serve.reply import Reply
@@ -227,8 +227,8 @@ class ResponseWriter:
         yield self._event(self._status, response=self._response(self._status))
 
     def failed(self, error: ApiError) -> Json:
-        told = {"code": "server_error", "message": str(error)}
-        return self._event("failed", response={**self._response("failed"), "error": told})
+        failure = {"code": "server_error", "message": str(error)}
+        return self._event("failed", response={**self._response("failed"), "error": failure})
 
     @property
     def _where(self) -> Json:

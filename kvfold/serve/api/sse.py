@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from kvfold.errors import MissingExtra
 from kvfold.serve.api.errors import ApiError
+from kvfold.serve.api.strict_json import Json
 
 try:
     from starlette.requests import ClientDisconnect, Request
@@ -17,7 +18,6 @@ try:
 except ImportError as error:
     raise MissingExtra("the server needs Starlette and uvicorn; run: pip install 'kvfold[serve]'") from error
 
-Json = dict[str, Any]
 T = TypeVar("T")
 _log = logging.getLogger("kvfold.serve")
 

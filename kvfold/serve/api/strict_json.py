@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
+Json = dict[str, Any]  # an object
+
 MAX_DEPTH = 100
 MAX_DIGITS = 308  # of a double's largest power of ten
 _ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")

@@ -46,8 +46,8 @@ class Fields:
 
     def refuse(self, name: str, reason: str, but: str = "") -> NoReturn:
         """`but`: the value received, which is not logged."""
-        told = f"{self.path(name)}: {reason}"
-        raise bad_request(f"{told}, not {but}" if but else told, logged=told)
+        message = f"{self.path(name)}: {reason}"
+        raise bad_request(f"{message}, not {but}" if but else message, logged=message)
 
     def take(self, name: str) -> Any:
         """Its value of any type; None if absent."""
@@ -111,8 +111,8 @@ class Fields:
         if found is None:
             self.refuse(name, f"the field is required; supported: {', '.join(names)}")
         if not isinstance(found, str) or found not in names:
-            told = f"is not supported; supported: {', '.join(names)}"
-            raise bad_request(f"{self.path(name)}: {_shown(found)} {told}", logged=f"{self.path(name)}: it {told}")
+            reason = f"is not supported; supported: {', '.join(names)}"
+            raise bad_request(f"{self.path(name)}: {_shown(found)} {reason}", logged=f"{self.path(name)}: it {reason}")
         return found
 
     def items(self, name: str) -> list[Any]:

@@ -32,14 +32,14 @@ class Entries:
         self._max = max_entries
         self._found: OrderedDict[bytes, Entry] = OrderedDict()
 
-    def look(self, digest: bytes, now: float) -> Miss | None:
+    def miss_reason(self, digest: bytes, now: float) -> Miss | None:
         """None on a hit."""
         entry = self._found.get(digest)
         if entry is None:
             return "absent"
         return None if entry.is_live(now) else "expired"
 
-    def use(self, digest: bytes, at: float) -> None:
+    def touch(self, digest: bytes, at: float) -> None:
         """Refresh on a hit by a request that started `at`."""
         entry = self._found[digest]
         entry.used_at = max(entry.used_at, at)
@@ -51,7 +51,7 @@ class Entries:
         if len(self._found) > self._max:
             self._found.popitem(last=False)
 
-    def forget(self, digest: bytes) -> None:
+    def delete(self, digest: bytes) -> None:
         self._found.pop(digest, None)
 
     def __len__(self) -> int:

@@ -29,9 +29,9 @@ class PromptCache:
         prefixes = self.prefixes.for_tenant(tenant)
         return PromptCache(prefixes, self._markers.bound_to(prefixes.binding), self._entries)
 
-    def look(self, boundary: Boundary, at: float, now: float) -> Miss | None:
+    def miss_reason(self, boundary: Boundary, at: float, now: float) -> Miss | None:
         """None on a hit, for a request that started `at`."""
-        missed = self._entries.look(boundary.digest, now)
+        missed = self._entries.miss_reason(boundary.digest, now)
         if missed is None:
             return None
         ttl_s = self._markers.find(_marker(boundary), at)
@@ -40,18 +40,18 @@ class PromptCache:
         self._entries.write(boundary.digest, ttl_s, at)
         return None
 
-    def use(self, boundary: Boundary, at: float) -> None:
+    def touch(self, boundary: Boundary, at: float) -> None:
         """Refresh on a hit by a request that started `at`."""
-        self._entries.use(boundary.digest, at)
+        self._entries.touch(boundary.digest, at)
         self._markers.touch(_marker(boundary), at)
 
     def write(self, write: CacheWrite, at: float) -> None:
         self._entries.write(write.boundary.digest, write.ttl_s, at)
         self._markers.write(_marker(write.boundary), write.ttl_s, at)
 
-    def forget(self, boundary: Boundary) -> None:
+    def delete(self, boundary: Boundary) -> None:
         """Its tensors were evicted."""
-        self._entries.forget(boundary.digest)
+        self._entries.delete(boundary.digest)
         self._markers.delete(_marker(boundary))
 
 

@@ -103,17 +103,17 @@ class CachedSource:
     def _open(self, boundary: Boundary) -> Begin | None:
         """The sequence of a hit; an entry whose tensors were evicted is dropped."""
         cache, prefixes = self._cache, self._cache.prefixes
-        missed = cache.look(boundary, self._at, self._clock())
+        missed = cache.miss_reason(boundary, self._at, self._clock())
         if missed is not None:
             self.miss = "expired" if "expired" in (missed, self.miss) else self.miss
             return None
         hit, end = self._lookup([self._stored_end(boundary)]), self._stored_end(boundary)
         if hit.matched_tokens < (end - end % prefixes.binding.chunk_len if prefixes.has_chunks else end):
             hit.sequence.release()
-            cache.forget(boundary)
+            cache.delete(boundary)
             self.miss = "lost"
             return None
-        cache.use(boundary, self._at)
+        cache.touch(boundary, self._at)
         self._num_hit, self.miss = boundary.end, None
         return Begin(hit.sequence, hit.matched_tokens)
 

@@ -12,7 +12,7 @@ from importlib.resources import files
 from kvfold import __version__
 from kvfold.errors import MissingExtra
 from kvfold.serve.api.errors import ApiError
-from kvfold.serve.api.sse import Json
+from kvfold.serve.api.strict_json import Json
 from kvfold.serve.middleware import RequestMiddleware
 from kvfold.serve.ops.recent_requests import Percentiles, RecentRequests, percentiles
 from kvfold.serve.ops.request_trace import RequestTrace

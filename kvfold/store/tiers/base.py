@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import BinaryIO, ClassVar, Generic, TypeVar
 
+from kvfold.errors import InputError
 from kvfold.store.events import Event, Events, Kind, Reason
 from kvfold.store.key import Key
 from kvfold.store.tiers.eviction import Lease
@@ -17,6 +18,11 @@ from kvfold.store.tiers.eviction import Lease
 Put = TypeVar("Put")
 Got = TypeVar("Got")
 Clock = Callable[[], float]  # seconds since 1970
+
+
+def check_limit(tier: str, limit_bytes: int) -> None:
+    if limit_bytes < 1:
+        raise InputError(f"the {tier} tier's limit is {limit_bytes} bytes; give at least 1, or leave the tier out")
 
 
 class Tier(ABC, Generic[Put, Got]):

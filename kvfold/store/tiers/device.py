@@ -10,12 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-from kvfold.errors import InputError, OutOfPages
+from kvfold.errors import OutOfPages
 from kvfold.pages.sequence import SequenceCache
 from kvfold.store.entry.slots import copy_prefix
 from kvfold.store.events import Events, Reason
 from kvfold.store.key import Key
-from kvfold.store.tiers.base import Clock, Tier
+from kvfold.store.tiers.base import Clock, Tier, check_limit
 from kvfold.store.tiers.eviction import Evictor, Lease
 
 
@@ -25,8 +25,7 @@ class DeviceTier(Tier[SequenceCache, SequenceCache]):
     name = "device"
 
     def __init__(self, limit_bytes: int, *, clock: Clock = time.time) -> None:
-        if limit_bytes < 1:
-            raise InputError(f"the device tier's limit is {limit_bytes} bytes; give at least 1, or leave the tier out")
+        check_limit(self.name, limit_bytes)
         self.events = Events()
         self._clock = clock
         self._evictor = Evictor(limit_bytes)

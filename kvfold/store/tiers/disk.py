@@ -19,11 +19,11 @@ from threading import Lock
 from typing import BinaryIO
 
 from kvfold.atomic_io import TEMPORARY
-from kvfold.errors import FileError, InputError, KvfoldWarning
+from kvfold.errors import FileError, KvfoldWarning
 from kvfold.store.entry.format import PREAMBLE_BYTES, peek
 from kvfold.store.events import Events, Reason
 from kvfold.store.key import Key
-from kvfold.store.tiers.base import ByteTier, Clock
+from kvfold.store.tiers.base import ByteTier, Clock, check_limit
 from kvfold.store.tiers.eviction import Evictor, Lease
 from kvfold.store.tiers.folder import holds_lock, lock_folder, set_expiry, write_entry
 
@@ -47,8 +47,7 @@ class DiskTier(ByteTier):
     name = "disk"
 
     def __init__(self, folder: str | Path, limit_bytes: int, *, clock: Clock = time.time) -> None:
-        if limit_bytes < 1:
-            raise InputError(f"the disk tier's limit is {limit_bytes} bytes; give at least 1, or leave the tier out")
+        check_limit(self.name, limit_bytes)
         self.events = Events()
         self.folder = Path(folder)
         self._clock = clock

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from threading import Lock
 from typing import BinaryIO
 
-from kvfold.errors import InputError
 from kvfold.store.events import Events, Reason
 from kvfold.store.key import Key
-from kvfold.store.tiers.base import ByteTier, Clock
+from kvfold.store.tiers.base import ByteTier, Clock, check_limit
 from kvfold.store.tiers.eviction import Evictor, Lease
 
 
@@ -21,8 +20,7 @@ class HostTier(ByteTier):
     name = "host"
 
     def __init__(self, limit_bytes: int, *, clock: Clock = time.time) -> None:
-        if limit_bytes < 1:
-            raise InputError(f"the host tier's limit is {limit_bytes} bytes; give at least 1, or leave the tier out")
+        check_limit(self.name, limit_bytes)
         self.events = Events()
         self._clock = clock
         self._lock = Lock()

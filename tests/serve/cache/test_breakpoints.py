@@ -228,20 +228,20 @@ def test_explicit_mode_marks_nothing_unasked_and_four_entries_are_the_most() -> 
 def test_an_entry_lives_from_the_start_of_the_request_that_used_it_last() -> None:
     entries = Entries()
     entries.write(b"a", 300.0, at=1000.0)
-    assert entries.look(b"a", 1299.0) is None
-    assert entries.look(b"a", 1300.0) == "expired"
-    entries.use(b"a", at=1200.0)
-    entries.use(b"a", at=1100.0)  # one that started before is slower
-    assert entries.look(b"a", 1499.0) is None
-    assert entries.look(b"a", 1500.0) == "expired"
-    assert entries.look(b"b", 0.0) == "absent"
+    assert entries.miss_reason(b"a", 1299.0) is None
+    assert entries.miss_reason(b"a", 1300.0) == "expired"
+    entries.touch(b"a", at=1200.0)
+    entries.touch(b"a", at=1100.0)  # one that started before is slower
+    assert entries.miss_reason(b"a", 1499.0) is None
+    assert entries.miss_reason(b"a", 1500.0) == "expired"
+    assert entries.miss_reason(b"b", 0.0) == "absent"
 
 
 def test_entries_are_bounded() -> None:
     entries = Entries(max_entries=2)
     for name in (b"a", b"b", b"c"):
         entries.write(name, 300.0, 0.0)
-    assert [entries.look(name, 0.0) for name in (b"a", b"b", b"c")] == ["absent", None, None]
+    assert [entries.miss_reason(name, 0.0) for name in (b"a", b"b", b"c")] == ["absent", None, None]
 
 
 # Billing

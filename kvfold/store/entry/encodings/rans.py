@@ -84,7 +84,7 @@ def encode(symbols_TL: Symbols, plan: TableChoice, tables: Tables) -> Coded:
 
 
 def decode(streams: Sequence[Coded], plan: TableChoice, tables: Tables) -> Symbols:
-    """Symbols [T, L] of streams of equally many lanes, side by side; BadStream where one is not what was written."""
+    """Symbols [T, L] of streams of equally many lanes, side by side; InvalidStream where one is invalid."""
     state_L = np.concatenate([stream.states_L for stream in streams])
     source = _Words([stream.words for stream in streams])
     slot_base_RL = plan.table_RL.astype(np.intp) << PRECISION
