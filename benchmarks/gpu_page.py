@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.gpu_plot import draw
 from benchmarks.gpu_targets import Row, lines, shown, table
 from benchmarks.rows import RESULTS
-from kvfold.bench.page import written
+from kvfold.bench.docs_section import with_section
 from kvfold.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,7 +50,7 @@ def _origin(row: Row) -> tuple[object, ...]:
 
 def write_page() -> None:
     rows = {part: part_rows(part) for part in FILES}
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), BEGIN, END, body(rows)), encoding="utf-8")
+    PAGE.write_text(with_section(PAGE.read_text(encoding="utf-8"), BEGIN, END, body(rows)), encoding="utf-8")
     print(f"{PAGE.relative_to(ROOT)} written")
     if rows["sweep"]:
         draw(rows["sweep"], PLOT)

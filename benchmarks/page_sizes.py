@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.cpu_decode import timed
 from benchmarks.rows import append_row, facts, percentile
+from kvfold.bench.docs_section import with_section
 from kvfold.bench.haystack import prose
-from kvfold.bench.page import written
 from kvfold.compress.round import CompressionRound
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError, KvfoldError, SizeError
@@ -190,7 +190,7 @@ def _line(cells: Iterable[str]) -> str:
 def with_table(page: str, rows: Sequence[Row]) -> str:
     """The page with the part between its markers written anew."""
     about = dict.fromkeys(f"{row['model']}, {row['device']}, commit {row['commit']}, {row['date']}" for row in rows)
-    return written(page, BEGIN, END, f"{table(rows)}\n\n{'; '.join(about)}.")
+    return with_section(page, BEGIN, END, f"{table(rows)}\n\n{'; '.join(about)}.")
 
 
 def read_kept() -> list[Row]:

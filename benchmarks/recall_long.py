@@ -22,8 +22,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs where kvfold is not installed
 
-from kvfold.bench.facts import commit, device_name
-from kvfold.bench.page import written
+from kvfold.bench.docs_section import with_section
+from kvfold.bench.environment import commit, device_name
 from kvfold.bench.prompts import Prompter
 from kvfold.bench.workloads import Sample, Setting, find
 from kvfold.errors import KvfoldError
@@ -46,7 +46,7 @@ def main() -> int:
         return 1
     if options.docs:
         text = PAGE.read_text(encoding="utf-8")
-        PAGE.write_text(written(text, BEGIN, END, report(read_rows(KEPT))), encoding="utf-8")
+        PAGE.write_text(with_section(text, BEGIN, END, report(read_rows(KEPT))), encoding="utf-8")
         return 0
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with options.out.open("a", encoding="utf-8") as file:

@@ -19,11 +19,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from kvfold.bench.page import written
+from kvfold.bench.docs_section import with_section
 from kvfold.bench.record import OWN, RUN, Mode
 from kvfold.bench.report.cells import Scope, estimate, scope_of, weighted
 from kvfold.bench.report.merge import FULL, Section, read_sections
-from kvfold.bench.sizes import WHOLE, share_of
+from kvfold.bench.size_cache import WHOLE, share_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "results.md"
@@ -136,7 +136,7 @@ def body() -> str:
 
 
 def main() -> None:
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), BEGIN, END, body()), encoding="utf-8")
+    PAGE.write_text(with_section(PAGE.read_text(encoding="utf-8"), BEGIN, END, body()), encoding="utf-8")
     print(f"{PAGE.relative_to(ROOT)} written")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from kvfold.bench.facts import commit
+from kvfold.bench.environment import commit
 
 _ROOT = Path(__file__).resolve().parents[1]
 RESULTS = _ROOT / "benchmarks" / "results"

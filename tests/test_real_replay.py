@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvfold.bench.answers import answer
-from kvfold.bench.lanes import Job
+from kvfold.bench.batched_eval import EvalJob
 from kvfold.bench.prompts import Prompter
 from kvfold.bench.workloads import Setting, find
 from kvfold.engine.runner import Runner
@@ -22,7 +22,7 @@ def test_a_needle_is_kept_without_the_question(smollm2: Model) -> None:
     needle, prompter = find("needle"), Prompter(smollm2.tokenizer)
     sample = needle.sample(Setting(LENGTH, 0, prompter.count_tokens), "needles_1", 3)
     prompt = prompter.prompt(sample)
-    jobs = {Job(prompt, "unknown", f"{policy} + 4x", sample.max_new_tokens): policy for policy in (*keep, *lose)}
+    jobs = {EvalJob(prompt, "unknown", f"{policy} + 4x", sample.max_new_tokens): policy for policy in (*keep, *lose)}
     found = answer(Runner(smollm2.hf, smollm2.spec, smollm2.arena), list(jobs))
     replies = {jobs[job]: smollm2.tokenizer.decode(outcome.token_ids) for job, outcome in found.items()}
     assert {policy for policy, reply in replies.items() if needle.score(sample, reply)} == set(keep)

@@ -24,7 +24,7 @@ from benchmarks.peers.exchange import FORMAT, Header, write_jobs
 from benchmarks.peers.methods import FULL, PRESSES, QUANTIZED
 from benchmarks.peers.ours import answer_all
 from benchmarks.peers.prompts import Samples, end_tokens
-from kvfold.bench.facts import commit
+from kvfold.bench.environment import commit
 from kvfold.bench.record import MODES
 from kvfold.errors import KvfoldError
 from kvfold.models.pull.pull import resolve

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.peers.collect import PEER
 from benchmarks.peers.ours import SIDE
-from kvfold.bench.page import written
+from kvfold.bench.docs_section import with_section
 from kvfold.bench.record import Recorded, Row, read_run
 from kvfold.bench.statistics import Estimate, mean_interval, paired_difference
 
@@ -115,5 +115,5 @@ def write_docs(runs: Path) -> str:
     """Write the table of docs/peers.md that belongs to this folder."""
     begin = f"<!-- {runs.name}: begin; written by `python -m benchmarks.peers docs benchmarks/results/{runs.name}` -->"
     page = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(written(page, begin, f"<!-- {runs.name}: end -->", compare(runs)), encoding="utf-8")
+    PAGE.write_text(with_section(page, begin, f"<!-- {runs.name}: end -->", compare(runs)), encoding="utf-8")
     return f"docs/{PAGE.name} written from {runs}"

@@ -28,7 +28,7 @@ from benchmarks.peers.exchange import (
     read_jobs,
 )
 from kvfold import __version__
-from kvfold.bench.facts import commit, now
+from kvfold.bench.environment import commit, now
 from kvfold.engine.runner import Runner
 from kvfold.models.loader import Model, load
 from kvfold.pages.page_config import PageConfig

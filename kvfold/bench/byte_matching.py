@@ -1,14 +1,14 @@
-"""Budgets matched in bytes: the size at which a policy's cache, as it is held after a prompt, fits a share of the full.
+"""Byte-matched budgets: the largest size at which a policy's resident bytes fit a share of the full cache.
 
-`8x` compares slots, and slots differ in bytes: codes, scales, positions, padding of pages, mass that is kept. The size
-`12.5%mem` turns bytes into slots before anything is read. It reserves a page of padding for every head and a whole
-superblock, and knows neither codec states nor sliding layers nor the mass a first prompt will leave, so it lands under
-or over its share. Here the bytes of candidates are measured instead (search.py): one forward serves several
-(`prefill_many`), and two or three are usual. Bytes grow in steps: what remains of a budget is less than a page per
-head, rounded up to superblocks, and one superblock. Several policies and shares search side by side: what they ask for
-next is measured in the same forward, and what one has asked for is known to all.
+`8x` compares slots, and slots differ in bytes: codes, scales, positions, page padding, observer state. The size
+`12.5%mem` converts bytes to slots before the prefill. It reserves a page of padding per head and one superblock, and
+ignores codec states, sliding layers and observer state, so it lands under or over its share. Here the bytes of
+candidates are measured instead (size_search.py): one forward serves several (`prefill_many`), and two or three are
+usual. Bytes grow in steps: the unused rest of a budget is less than a page per head, rounded up to superblocks, and one
+superblock. Several policies and shares are searched at once: their next candidates are measured in the same forward,
+and measurements are shared.
 
-The answer is a ratio such as `7.4x`, which leaves decoded tokens alone; a number of tokens would bound them too.
+The result is a ratio such as `7.4x`, which does not bound decoded tokens, as a number of tokens would.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from contextlib import ExitStack
 
 import torch
 
-from kvfold.bench.room import in_room
-from kvfold.bench.size_search import Guess, Matched, Search, checked
+from kvfold.bench.memory_batches import fitting_batches
+from kvfold.bench.size_search import Guess, Matched, SizeSearch, checked
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError, OutOfPages, PolicyError, SizeError
 from kvfold.pages.page_config import PageConfig
@@ -32,8 +32,8 @@ def match(
 ) -> Matched:
     """The largest size of `policy`, given without one, whose cache of these tokens fits `share` of the full cache.
 
-    A policy that evicts nothing, such as int4, is returned as it is if it fits. SizeError names the smallest share
-    that can be had.
+    A policy that evicts nothing, such as int4, is returned as it is if it fits. SizeError names the smallest possible
+    share.
     """
     (found,) = match_many(runner, [(policy, share)], tokens, config=config)
     if isinstance(found, SizeError):
@@ -50,26 +50,28 @@ def match_many(
     config: PageConfig | None = None,
     guesses: Sequence[Guess | None] = (),
 ) -> list[Matched | SizeError]:
-    """`match` for several (policy, share) at once; the error takes the place of what cannot be had.
+    """`match` for several (policy, share) at once; a SizeError takes the place of one that is impossible.
 
-    With slack a search is content with a size that leaves no more than that share of its budget unused. Guesses, one
-    for each of the wanted if any, are tried first.
+    With slack a search accepts a size that leaves at most that share of its budget unused. Guesses, one for each of the
+    wanted if any, are tried first.
     """
     searches = [
         _search(runner, policy, share, tokens, slack, config, guess)
         for (policy, share), guess in zip(wanted, guesses or [None] * len(wanted), strict=True)
     ]
-    is_whole = [evicts_nothing(search.policy) for search in searches]
-    steps = [search.whole() if whole else search.sized() for search, whole in zip(searches, is_whole, strict=True)]
+    is_unsized = [evicts_nothing(search.policy) for search in searches]
+    steps = [
+        search.unsized() if unsized else search.sized() for search, unsized in zip(searches, is_unsized, strict=True)
+    ]
     found: dict[int, Matched | SizeError] = {}
     num_bytes: dict[str, int] = {}
     asked = {index: next(step) for index, step in enumerate(steps)}
     while asked:
         expected: dict[str, int] = {}
         for index, each in asked.items():
-            likely = searches[index].full_bytes if is_whole[index] else searches[index].target_bytes
+            likely = searches[index].full_bytes if is_unsized[index] else searches[index].target_bytes
             expected |= {text: likely for text in each if text not in num_bytes}
-        for part in in_room(list(expected), expected.__getitem__, runner.arena):
+        for part in fitting_batches(list(expected), expected.__getitem__, runner.arena):
             num_bytes |= zip(part, _resident_in_parts(runner, part, tokens, config), strict=True)
         answered, asked = asked, {}
         for index, each in answered.items():
@@ -85,7 +87,7 @@ def match_many(
 def resident_bytes(
     runner: Runner, policies: Iterable[str], tokens: Sequence[int], *, config: PageConfig | None = None
 ) -> list[int]:
-    """What the cache of each policy holds after one prompt; one forward serves all."""
+    """Resident bytes of each policy after one prompt; one forward serves all."""
     with ExitStack() as held:
         sequences = []
         for text in policies:
@@ -96,14 +98,14 @@ def resident_bytes(
 
 
 def evicts_nothing(policy: str) -> bool:
-    """Whether a policy stands without a size; one that already has a size is refused."""
+    """Whether a policy runs without a size; PolicyError if it already has one."""
     if has_own_size(policy):
         raise PolicyError(f'policy "{policy}" has a size of its own; leave it out, it is what is looked for')
     return not needs_size(policy)
 
 
 def has_own_size(policy: str) -> bool:
-    """Whether a policy evicts as it is written: it names a size, or decides on one."""
+    """Whether a policy evicts as it is written: it has a size, or its score decides on one."""
     if needs_size(policy):
         return False
     parsed = Policy.parse(policy)
@@ -111,11 +113,11 @@ def has_own_size(policy: str) -> bool:
 
 
 def needs_size(policy: str) -> bool:
-    """Whether a policy cannot run as it is written."""
+    """Whether a policy cannot run without a size."""
     try:
         Policy.parse(policy)
     except PolicyError:
-        Policy.parse(f"{policy} + 1x")  # what is wrong with more than the size is said here
+        Policy.parse(f"{policy} + 1x")  # raises for any other error
         return True
     return False
 
@@ -123,7 +125,7 @@ def needs_size(policy: str) -> bool:
 def _resident_in_parts(
     runner: Runner, policies: Sequence[str], tokens: Sequence[int], config: PageConfig | None
 ) -> list[int]:
-    """As many in one forward as memory holds."""
+    """Resident bytes, halving the batch when memory runs out."""
     try:
         return resident_bytes(runner, policies, tokens, config=config)
     except (OutOfPages, torch.OutOfMemoryError):
@@ -142,11 +144,11 @@ def _search(
     slack: float,
     config: PageConfig | None,
     guess: Guess | None,
-) -> Search:
+) -> SizeSearch:
     if not 0 < share <= 1:
         raise InputError(f"the budget is {share} of the full cache; a share is above 0 and at most 1, such as 0.125")
     full_bytes = runner.spec.full_bytes(len(tokens))
     target_bytes = math.floor(share * full_bytes)
     # With less than a superblock left, no larger size fits that takes more.
     left_bytes = max(math.floor(slack * target_bytes), runner.arena.superblock_bytes - 1) if slack else 0
-    return Search(runner, policy, target_bytes, target_bytes - left_bytes, full_bytes, tokens, config, guess)
+    return SizeSearch(runner, policy, target_bytes, target_bytes - left_bytes, full_bytes, tokens, config, guess)

@@ -12,11 +12,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvfold.bench import facts, plan
+from kvfold.bench import environment, plan
 from kvfold.bench.haystack import OWN_PROSE, Haystack, from_text, prose, read_text
 from kvfold.bench.record import MODES, OWN, Mode, Run
 from kvfold.bench.shard import Shard
-from kvfold.bench.sizes import FULL, cells, share_of
+from kvfold.bench.size_cache import FULL, cells, share_of
 from kvfold.bench.suites import find_suite
 from kvfold.core import ModelSpec
 from kvfold.errors import InputError, KvfoldWarning, PolicyError
@@ -106,10 +106,10 @@ class Wanted:
         dtypes = (str(dtype).removeprefix("torch.") for dtype in (model.spec.dtype, model.spec.kv_dtype))
         return Run(
             command=command,
-            commit=facts.commit(),
-            versions=facts.versions(),
-            device=facts.device_name(model.device),
-            started=facts.now(),
+            commit=environment.commit(),
+            versions=environment.versions(),
+            device=environment.device_name(model.device),
+            started=environment.now(),
             model=Path(model.name).name,
             weights=model.weights_digest,
             dtype="/".join(dtypes),

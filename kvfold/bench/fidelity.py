@@ -1,11 +1,11 @@
-"""How far a compressed cache moves a model, without a task: next-token distributions along a reference answer.
+"""Fidelity of a compressed cache without a task: KL divergence, argmax agreement and bits along a reference answer.
 
-Both caches are fed the same reference, whatever they would have said (teacher forcing), so errors do not pile up and
-rows stay comparable. With p of the full cache and q of the policy after each token:
+Both caches run the same reference tokens (teacher forcing), so errors do not accumulate and rows stay comparable. With
+p of the full cache and q of the policy after each token:
 
     KL(p || q) = sum p (log p - log q), in nats    bits lost = log2 p(next) - log2 q(next)    agreement: same argmax
 
-Bits lost may be negative: a policy can happen to like the reference better. KL cannot.
+Bits lost may be negative where a policy gives the reference a higher probability. KL cannot.
 
     T tokens of the reference   V vocabulary
 """

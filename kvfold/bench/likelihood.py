@@ -1,10 +1,10 @@
-"""What a compressed cache thinks of given text: log-likelihoods of continuations, of long texts, and replies.
+"""Log-likelihoods and generations over compressed caches: continuations, rolling texts, replies.
 
-    context[:-1]   read and compressed under the policy
-    context[-1]    decoded over what is left, then the continuation: no token is predicted from the full context
+    context[:-1]   prefilled and compressed under the policy
+    context[-1]    decoded over the compressed cache, then the continuation: no token is predicted from the full context
 
-A text without a context is read in blocks: each is predicted over the compressed past and its own exact beginning, then
-compressed with the past. A context too short for the policy's size is kept whole, and counted.
+A text without a context runs in blocks: each is predicted over the compressed past and its own uncompressed beginning,
+then compressed with the past. A context too short for the policy's size stays uncompressed, and is counted.
 
     B sequences   V vocabulary
 """
@@ -37,8 +37,8 @@ class Likelihood(NamedTuple):
     is_greedy: bool
 
 
-class Ask(NamedTuple):
-    """A reply to be written."""
+class GenerateUntil(NamedTuple):
+    """A generation up to a stop string."""
 
     context_ids: Sequence[int]
     max_new_tokens: int
@@ -46,7 +46,7 @@ class Ask(NamedTuple):
     sampling: Sampling = Sampling()
 
 
-class Judge:
+class PolicyLM:
     """One model under one policy."""
 
     def __init__(self, model: Model, policy: str, *, block_len: int = BLOCK_LEN) -> None:
@@ -56,30 +56,32 @@ class Judge:
         self.policy = Policy.parse(policy)
         self.block_len = block_len
         self.num_read = 0  # contexts and blocks
-        self.num_whole = 0  # of these, too short to be compressed
+        self.num_whole = 0  # of these, uncompressed: too short for the policy's size
         check_policy(self.policy, model.spec)
         self._runner = Runner(model.hf, model.spec, model.arena, compile=model.compile)
 
     def continuations(self, context_ids: Sequence[int], options: Sequence[Sequence[int]]) -> list[Likelihood]:
-        """Every option over the same compressed context, read once; all options are decoded as one batch."""
+        """Every option over the same compressed context, prefilled once; all options are decoded as one batch."""
         if not context_ids or not options or not all(options):
             raise InputError("a continuation is judged after one token or more, and has one or more itself")
         with self._read(context_ids[:-1]) as sequence, ExitStack() as held:
-            lanes = [held.enter_context(_forked(sequence)) for _ in options]
-            return self._judge(lanes, context_ids[-1], options)
+            branches = [held.enter_context(_forked(sequence)) for _ in options]
+            return self._judge(branches, context_ids[-1], options)
 
-    def _judge(self, lanes: Sequence[SequenceCache], last: int, options: Sequence[Sequence[int]]) -> list[Likelihood]:
+    def _judge(
+        self, branches: Sequence[SequenceCache], last: int, options: Sequence[Sequence[int]]
+    ) -> list[Likelihood]:
         total, greedy = [0.0] * len(options), [True] * len(options)
         for step in range(max(map(len, options))):
-            live = [lane for lane, option in enumerate(options) if step < len(option)]
-            fed = [options[lane][step - 1] if step else last for lane in live]
-            logits_BV = self._runner.decode([lanes[lane] for lane in live], fed)
-            wanted_B = torch.tensor([options[lane][step] for lane in live], device=logits_BV.device)
+            live = [branch for branch, option in enumerate(options) if step < len(option)]
+            fed = [options[branch][step - 1] if step else last for branch in live]
+            logits_BV = self._runner.decode([branches[branch] for branch in live], fed)
+            wanted_B = torch.tensor([options[branch][step] for branch in live], device=logits_BV.device)
             logprob_B = logits_BV.log_softmax(-1).gather(-1, wanted_B.unsqueeze(-1)).squeeze(-1)
             hit_B = logits_BV.argmax(-1) == wanted_B
-            for lane, logprob, hit in zip(live, logprob_B.tolist(), hit_B.tolist(), strict=True):
-                total[lane] += logprob
-                greedy[lane] &= hit
+            for branch, logprob, hit in zip(live, logprob_B.tolist(), hit_B.tolist(), strict=True):
+                total[branch] += logprob
+                greedy[branch] &= hit
         return [Likelihood(*found) for found in zip(total, greedy, strict=True)]
 
     def text(self, context_ids: Sequence[int], text_ids: Sequence[int]) -> float:
@@ -90,14 +92,14 @@ class Judge:
         with self._read(()) as past:
             for begin in range(0, len(ids) - 1, self.block_len):
                 end = min(begin + self.block_len, len(ids) - 1)
-                with _forked(past) as block:  # the next token is read along: it is the last one predicted
+                with _forked(past) as block:  # the next token included: it is the last one predicted
                     logprob_T = self._runner.logprobs(block, ids[begin : end + 1], compress=False)
                 found += logprob_T[max(0, scored - begin - 1) :].double().sum().item()
                 if end < len(ids) - 1:
                     self._extend(past, ids[begin:end])
         return found
 
-    def replies(self, asked: Sequence[Ask]) -> list[str]:
+    def replies(self, asked: Sequence[GenerateUntil]) -> list[str]:
         """Texts up to their stop strings; all are decoded as one batch."""
         with ExitStack() as held:
             sequences = [held.enter_context(self._read(ask.context_ids[:-1])) for ask in asked]
@@ -124,7 +126,7 @@ class Judge:
         self.num_read += 1
         try:
             self._runner.prefill([sequence], [token_ids])
-        except SizeError:  # the size would cut into what is protected
+        except SizeError:  # the size is below the protected slots
             self._runner.prefill([sequence], [token_ids], compress=False)
         if self.policy.prefill.size is not None and measure(sequence).mean_slots == sequence.logical_len:
             self.num_whole += 1

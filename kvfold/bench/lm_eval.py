@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from kvfold import __version__
-from kvfold.bench.likelihood import BLOCK_LEN, Ask, Judge
+from kvfold.bench.likelihood import BLOCK_LEN, GenerateUntil, PolicyLM
 from kvfold.engine.sampling import Sampling
 from kvfold.errors import InputError, KvfoldWarning, MissingExtra
 from kvfold.models.loader import load
@@ -38,7 +38,7 @@ Pair = tuple[Any, list[int], list[int]]  # the strings, or None; tokens of conte
 
 @register_model("kvfold")
 class KvfoldLM(TemplateLM):  # type: ignore[misc]
-    """`batch_size`: replies that are decoded together; `block_len`: of a rolling text, see `Judge.text`."""
+    """`batch_size`: replies that are decoded together; `block_len`: of a rolling text, see `PolicyLM.text`."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class KvfoldLM(TemplateLM):  # type: ignore[misc]
         # The harness's command line asks for cuda:0 where nobody named a device.
         usable = "auto" if device == "cuda:0" and not torch.cuda.is_available() else device
         self.loaded = load(model, dtype=dtype, device=usable, memory=memory)
-        self.judge = Judge(self.loaded, policy, block_len=block_len)
+        self.judge = PolicyLM(self.loaded, policy, block_len=block_len)
         self.tokenizer = self.loaded.tokenizer
         self.max_length = max_length or self.loaded.spec.max_positions
         self.batch_size = _whole("batch_size", batch_size)
@@ -121,13 +121,13 @@ class KvfoldLM(TemplateLM):  # type: ignore[misc]
         self._tell_whole()
         return found
 
-    def _ask(self, context: str, options: dict[str, Any]) -> Ask:
+    def _ask(self, context: str, options: dict[str, Any]) -> GenerateUntil:
         wanted = normalize_gen_kwargs(options, MAX_NEW_TOKENS)
         stop = tuple(text for text in wanted.pop("until") if text)
         most = wanted.pop("max_gen_toks")
         if most >= self.max_length:
             raise InputError(f"{most} new tokens leave no room for a context in {self.max_length}; ask for fewer")
-        return Ask(self.tok_encode(context)[-(self.max_length - most) :], most, stop, _sampling(wanted))
+        return GenerateUntil(self.tok_encode(context)[-(self.max_length - most) :], most, stop, _sampling(wanted))
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         return str(

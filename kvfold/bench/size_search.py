@@ -1,9 +1,9 @@
-"""The search for one size: candidates are asked for, their bytes are told, until one fills the budget.
+"""Search for the largest size within a byte budget: candidates are yielded, their measured bytes are sent back.
 
-Bytes are nearly a straight line in slots, and its slope, a slot of every head, is known before anything is read. So a
-search begins near its end, and two or three candidates are usual. Where all heads keep equally many, bytes stay the
-same up to the end of a page and rise by a page of every head there: a page's end and the slot behind it tell at once
-that nothing lies between them. Heads of different lengths end their pages one by one, and bytes rise smoothly.
+Bytes are nearly linear in slots, and the slope, one slot in every head, is known before any prefill. So a search starts
+near its end, and takes two or three candidates. Where all heads keep equally many slots, bytes are constant up to the
+end of a page and rise by one page per head there: a page's end and the slot behind it show at once that no size lies
+between them. With different lengths per head, bytes rise smoothly.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from kvfold.pages.page_config import PageConfig
 from kvfold.policy.policy import Policy
 from kvfold.policy.size import Ratio, exact, number_text
 
-_HALVED_FROM = 3  # rounds after which the middle is asked for too: lines may mislead
+_HALVED_FROM = 3  # rounds after which the midpoint is measured too, in case the linear model is wrong
 Steps = Generator[list[str], list[int], "Matched"]  # yields policies to be measured, is sent their bytes
 
 
 @dataclass(frozen=True)
 class Matched:
-    """A policy with its size, and what it really takes after the prompt beside what it was allowed."""
+    """A policy with its size, its measured bytes after the prompt, and its budget."""
 
     policy: str
     achieved_bytes: int
@@ -45,7 +45,7 @@ class Matched:
 
 @dataclass(frozen=True)
 class Guess:
-    """A policy with a size that served elsewhere: it is taken if its bytes lie between these, both included."""
+    """A sized policy from another prompt: accepted if its bytes lie between these, both included."""
 
     policy: str
     least_bytes: int
@@ -53,8 +53,8 @@ class Guess:
 
 
 @dataclass(frozen=True)
-class _Line:
-    """What is known of a policy's bytes before anything is read."""
+class _ByteModel:
+    """The linear model of a policy's bytes, known before any prefill."""
 
     first: int  # slots that fit if every head had a page of padding
     slot_bytes: float  # of a slot in every head
@@ -63,12 +63,12 @@ class _Line:
     is_even: bool  # heads keep equally many
 
     def page_end(self, slots: int) -> int:
-        """The most slots, up to so many, that fill their pages."""
+        """The largest number of slots, at most `slots`, that fills its pages."""
         return slots - (slots - self.open_len) % self.page_size
 
 
 @dataclass(frozen=True)
-class Search:
+class SizeSearch:
     """One policy, one budget, one prompt. A size is good enough if it takes `enough_bytes`."""
 
     runner: Runner
@@ -82,29 +82,29 @@ class Search:
 
     @property
     def slack_bytes(self) -> int:
-        """That may be left."""
+        """Bytes of the budget that may stay unused."""
         return self.target_bytes - self.enough_bytes
 
-    def whole(self) -> Steps:
-        """All slots stay: it fits or it does not."""
+    def unsized(self) -> Steps:
+        """For a policy that evicts nothing: it fits or it does not."""
         (found,) = yield from self._measured([self.policy])
         return self._fitting(found, "keeps every slot")
 
     def sized(self) -> Steps:
         """The largest size that fits, or one that is good enough."""
-        ends = _Ends(self)
+        bracket = _Bracket(self)
         if self.guess is not None and self._can_hold(slots := slots_of(self.guess.policy, len(self.tokens))):
             (found,) = yield from self._measured([self.guess.policy])
             if self.guess.least_bytes <= found.achieved_bytes <= self.guess.most_bytes:
                 return found
-            ends.note([slots], [found])
-        while not ends.met:
-            slots_asked = ends.candidates()
-            ends.note(slots_asked, (yield from self._measured([self._with_size(slots) for slots in slots_asked])))
-        if ends.fitting is None:
-            assert ends.above is not None
-            return self._fitting(ends.above, "has the smallest possible size")
-        return ends.fitting
+            bracket.note([slots], [found])
+        while not bracket.is_done:
+            slots_asked = bracket.candidates()
+            bracket.note(slots_asked, (yield from self._measured([self._with_size(slots) for slots in slots_asked])))
+        if bracket.fitting is None:
+            assert bracket.above is not None
+            return self._fitting(bracket.above, "has the smallest possible size")
+        return bracket.fitting
 
     def _with_size(self, slots: int) -> str:
         return f"{self.policy} + {ratio_text(slots, len(self.tokens))}"
@@ -114,19 +114,19 @@ class Search:
         return [Matched(*pair, self.target_bytes, self.full_bytes) for pair in zip(policies, found, strict=True)]
 
     @cached_property
-    def line(self) -> _Line:
+    def byte_model(self) -> _ByteModel:
         sequence = self.runner.new_sequence(checked(self.runner, self._with_size(len(self.tokens))), self.config)
         try:
             facts = size_facts(sequence, len(self.tokens))
             page_size = max(sequence.page_class(i).page_size for i in self.runner.spec.compressible_layers)
             slot_bytes = facts.bytes_per_slot * facts.num_heads
             first, is_even = facts.slots_in(self.target_bytes), sequence.policy.prefill.budget.is_even
-            return _Line(first, slot_bytes, page_size, facts.open_len, is_even)
+            return _ByteModel(first, slot_bytes, page_size, facts.open_len, is_even)
         finally:
             sequence.release()
 
-    def held(self, slots: int) -> int:
-        """So many slots, or the smallest size there is."""
+    def feasible(self, slots: int) -> int:
+        """So many slots, or the smallest possible size."""
         return slots if slots >= 1 and self._can_hold(slots) else self.least_slots
 
     @cached_property
@@ -155,10 +155,10 @@ class Search:
         )
 
 
-class _Ends:
-    """What has been measured on both sides of the budget: the most slots that fit, the fewest that do not."""
+class _Bracket:
+    """The bracket of the search: the most slots measured to fit, the fewest measured not to."""
 
-    def __init__(self, search: Search) -> None:
+    def __init__(self, search: SizeSearch) -> None:
         self.search = search
         self.low, self.high = 0, len(search.tokens) + 1
         self.fitting: Matched | None = None
@@ -167,10 +167,10 @@ class _Ends:
         self._one_sided = 0  # rounds that found no more than one of the two
 
     @property
-    def met(self) -> bool:
-        """Whether there is nothing better, or nothing at all."""
+    def is_done(self) -> bool:
+        """Whether no better size exists, or none at all."""
         if self.fitting is None:
-            return self.above is not None and self.high <= self.search.held(self.high - 1)
+            return self.above is not None and self.high <= self.search.feasible(self.high - 1)
         return self.fitting.achieved_bytes >= self.search.enough_bytes or self.high - self.low <= 1
 
     def note(self, slots: Sequence[int], measured: Sequence[Matched]) -> None:
@@ -185,11 +185,11 @@ class _Ends:
 
     def candidates(self) -> list[int]:
         """Ascending, one or more."""
-        guess, line = self._guess(), self.search.line
+        guess, model = self._guess(), self.search.byte_model
         wanted = {guess}
-        if self._looks_for_steps:
-            end = line.page_end(guess)
-            end += line.page_size if end <= self.low else 0
+        if self._is_stepped:
+            end = model.page_end(guess)
+            end += model.page_size if end <= self.low else 0
             wanted = {end, end + 1}
         elif self.search.slack_bytes == 0:
             wanted = {guess, guess + 1}
@@ -198,29 +198,29 @@ class _Ends:
         return sorted({self._inside(count) for count in wanted})
 
     @property
-    def _looks_for_steps(self) -> bool:
-        """Whether bytes rise by more than a search may leave, and where."""
-        line = self.search.line
-        return line.is_even and line.page_size * line.slot_bytes > self.search.slack_bytes
+    def _is_stepped(self) -> bool:
+        """Whether bytes rise in page steps larger than the slack."""
+        model = self.search.byte_model
+        return model.is_even and model.page_size * model.slot_bytes > self.search.slack_bytes
 
     def _guess(self) -> int:
-        """Where the line through what is known meets the middle of what is good enough."""
-        line, aim = self.search.line, self.search.target_bytes - self.search.slack_bytes / 2
+        """Linear interpolation to the middle of the accepted range."""
+        model, aim = self.search.byte_model, self.search.target_bytes - self.search.slack_bytes / 2
         if self.fitting is not None and self.above is not None:
             rise = (self.above.achieved_bytes - self.fitting.achieved_bytes) / (self.high - self.low)
             return self.low + math.floor((aim - self.fitting.achieved_bytes) / rise)
         further = 1 << max(0, self._one_sided - 1)
         if self.fitting is not None:
-            return self.low + further * math.ceil((aim - self.fitting.achieved_bytes) / line.slot_bytes)
+            return self.low + further * math.ceil((aim - self.fitting.achieved_bytes) / model.slot_bytes)
         if self.above is not None:
-            return self.high - further * math.ceil((self.above.achieved_bytes - aim) / line.slot_bytes)
-        if self._looks_for_steps:
-            return line.first + line.page_size - 1  # the last page fits whole
-        return line.first + line.page_size // 2 - math.floor(self.search.slack_bytes / 2 / line.slot_bytes)
+            return self.high - further * math.ceil((self.above.achieved_bytes - aim) / model.slot_bytes)
+        if self._is_stepped:
+            return model.first + model.page_size - 1  # the last page fits whole
+        return model.first + model.page_size // 2 - math.floor(self.search.slack_bytes / 2 / model.slot_bytes)
 
     def _inside(self, slots: int) -> int:
-        """The nearest that there is strictly between the ends."""
-        return self.search.held(min(max(slots, self.low + 1), self.high - 1))
+        """The nearest feasible number of slots strictly inside the bracket."""
+        return self.search.feasible(min(max(slots, self.low + 1), self.high - 1))
 
 
 def ratio_text(slots: int, num_tokens: int) -> str:

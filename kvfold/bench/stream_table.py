@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from kvfold.bench.page import written
+from kvfold.bench.docs_section import with_section
 from kvfold.bench.stream import Block
 from kvfold.errors import InputError
 
@@ -167,10 +167,10 @@ def caption(rows: Rows, found: Sequence[Mean]) -> str:
 def with_table(page: str, path: Path) -> str:
     """The page with the part between its markers written from a file of rows; empty while there is none."""
     if not path.exists():
-        return written(page, BEGIN, END, "")
+        return with_section(page, BEGIN, END, "")
     rows = read_rows([path])
     found = means(rows.blocks)
-    return written(page, BEGIN, END, f"## Blocks of 10,000 tokens\n\n{caption(rows, found)}\n\n{table(found)}")
+    return with_section(page, BEGIN, END, f"## Blocks of 10,000 tokens\n\n{caption(rows, found)}\n\n{table(found)}")
 
 
 def _line(cells: Iterable[str]) -> str:

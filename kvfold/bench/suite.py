@@ -1,42 +1,43 @@
-"""The benchmark's loop: batch after batch, rows written as they come, so that a run can be stopped and gone on with.
+"""The benchmark loop: batch after batch, rows written as they are measured, so that a run can be resumed.
 
-All lanes of a batch run whenever one of its rows is missing, and only missing rows are written: a lane's numbers may
-depend on its company in the last bits, so a run that was resumed has the rows of one that was not.
+All jobs of a batch run whenever one of its rows is missing, and only missing rows are written: results may depend on
+the batch in the last bits, so a resumed run has the rows of an uninterrupted one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from kvfold.bench.answers import answer
+from kvfold.bench.answers import Outcome, answer
+from kvfold.bench.batched_eval import EvalJob
 from kvfold.bench.countdown import Countdown
-from kvfold.bench.filled import filled, found_choice
 from kvfold.bench.haystack import Haystack, prose
-from kvfold.bench.lanes import Job
 from kvfold.bench.plan import Batch, Task, batches
 from kvfold.bench.prompts import Prompt, Prompter, prompt_row
-from kvfold.bench.record import Mode, Row, Run
+from kvfold.bench.record import Diagnostic, Mode, Row, Run
 from kvfold.bench.shard import Shard
-from kvfold.bench.sizes import Cell, Place, Sized, Sizes, cells
-from kvfold.bench.workloads import Sample, Setting
+from kvfold.bench.size_cache import Cell, Place, SizeCache, SizedPolicy, cells
+from kvfold.bench.workloads import Sample, Setting, Workload
 from kvfold.bench.writer import Writer
 from kvfold.engine.runner import Runner
 from kvfold.models.loader import Model
 
 SIZES = "sizes.json"
-_GPU_LANES = 64  # so many keep the overhead of a decode step small
+_DECIMALS = 4
+_KL_DECIMALS = 6  # a good codec's KL is below a thousandth
+_GPU_BATCH = 64  # sequences, which keep the overhead of a decode step small
 
 
 @dataclass(frozen=True)
-class Asked:
-    """One cell of one sample: a row to be filled in, and the job that does it unless the row says why there is none."""
+class RowJob:
+    """One cell of one sample: an unfilled row, and its job; None if the row's note says why it cannot run."""
 
     sample: Sample
     row: Row
-    job: Job | None
+    job: EvalJob | None
 
 
 class Bench:
@@ -55,24 +56,24 @@ class Bench:
         self.about = run
         self.tasks = tasks
         self.cells = cells(run.policies, run.memories)
-        for cell in self.cells:  # what this model cannot run is told before anything is written
+        for cell in self.cells:  # PolicyError before anything is written
             cell.check(model.spec)
         self.runner = Runner(model.hf, model.spec, model.arena, compile=model.compile)
         self.prompter = Prompter(model.tokenizer)
         self.haystack = haystack
         self.batches = batches(tasks, run.lengths, run.samples, self._at_once, Shard.parse(run.shard))
         self.writer = Writer(folder, run)
-        self.sizes = Sizes(folder / SIZES, self.runner, self.cells, known_sizes)
+        self.sizes = SizeCache(folder / SIZES, self.runner, self.cells, known_sizes)
 
     @property
     def _at_once(self) -> int:
         """Samples of a batch."""
         if self.model.device.type != "cuda":
             return 1
-        return max(1, _GPU_LANES // (len(self.cells) * len(self.about.modes)))
+        return max(1, _GPU_BATCH // (len(self.cells) * len(self.about.modes)))
 
     def run(self) -> None:
-        """All that is not there yet."""
+        """Run all batches with missing rows."""
         left = [batch for batch in self.batches if self._lacks(batch)]
         with Countdown(f"{self.about.model} {self.about.suite}", len(left)) as countdown:
             for batch in left:
@@ -80,7 +81,7 @@ class Bench:
                 countdown.step()
 
     def find_sizes(self, shard: Shard) -> None:
-        """Of the policies that a shard takes, wherever samples are run; nothing else."""
+        """Search the sizes of a shard's policies for all tasks, lengths and modes, and run nothing."""
         self.sizes.take(shard)
         for task in self.tasks:
             for length in self.about.lengths:
@@ -99,21 +100,21 @@ class Bench:
         self.writer.add_prompts(prompt_row(workload.name, batch.length, sample) for sample in samples)
         asked = [each for sample in samples for each in self._asked(batch, sample)]
         outcomes = answer(self.runner, list(dict.fromkeys(each.job for each in asked if each.job is not None)))
-        rows, choices = [], []
+        rows, diagnostics = [], []
         for each in asked:
             row = each.row
             if each.job is not None:
                 outcome = outcomes[each.job]
-                row = filled(row, outcome, workload, each.sample, self._text(outcome.token_ids))
-                choices += found_choice(row, outcome)
+                row = _filled(row, outcome, workload, each.sample, self._text(outcome.token_ids))
+                diagnostics += _diagnostics(row, outcome)
             rows.append(row)
-        self.writer.add(rows, choices)
+        self.writer.add(rows, diagnostics)
 
     def _sample(self, batch: Batch, index: int) -> Sample:
         setting = Setting(batch.length, self.about.seed, self.prompter.count_tokens, self.haystack)
         return batch.task.workload.sample(setting, batch.task.name, index)
 
-    def _asked(self, batch: Batch, sample: Sample) -> Iterator[Asked]:
+    def _asked(self, batch: Batch, sample: Sample) -> Iterator[RowJob]:
         """Every cell in every mode; cells of the same policy and size have the same job."""
         prompt = self.prompter.prompt(sample)
         for mode in self.about.modes:
@@ -131,20 +132,20 @@ class Bench:
                     note=sized.note,
                     facts=_plain(sample),
                 )
-                yield Asked(sample, row, None if sized.note else self._job(sample, prompt, mode, sized))
+                yield RowJob(sample, row, None if sized.note else self._job(sample, prompt, mode, sized))
 
-    def _sizes(self, batch: Batch, mode: Mode) -> dict[Cell, Sized]:
-        """The first task of the run is where sizes of a length are looked for first, whatever this shard runs."""
+    def _sizes(self, batch: Batch, mode: Mode) -> dict[Cell, SizedPolicy]:
+        """Sizes of a length are first searched on the run's first task (the anchor), whatever this shard runs."""
         anchor, first_mode = Batch(self.tasks[0], batch.length, (0,)), self.about.modes[0]
         self.sizes.at(_place(anchor, first_mode), partial(self._first, anchor, first_mode))
         return self.sizes.at(_place(batch, mode), partial(self._first, batch, mode), _place(anchor, first_mode))
 
     def _first(self, batch: Batch, mode: Mode) -> Sequence[int]:
-        """What sizes are looked for on."""
+        """The tokens that sizes are searched on."""
         return self.prompter.prompt(self._sample(batch, 0)).compressed(mode)
 
-    def _job(self, sample: Sample, prompt: Prompt, mode: Mode, sized: Sized) -> Job:
-        return Job(
+    def _job(self, sample: Sample, prompt: Prompt, mode: Mode, sized: SizedPolicy) -> EvalJob:
+        return EvalJob(
             prompt,
             mode,
             sized.resolved,
@@ -165,3 +166,33 @@ def _place(batch: Batch, mode: Mode) -> Place:
 def _plain(sample: Sample) -> dict[str, object]:
     """Facts that a table can group by: no lists, such as the ends of all turns."""
     return {name: value for name, value in sample.facts.items() if isinstance(value, (str, int, float))}
+
+
+def _filled(row: Row, outcome: Outcome, workload: Workload, sample: Sample, answer: str) -> Row:
+    """The row with the sizes, times and score of its job, rounded; with a note where the job could not run."""
+    stats, fidelity = outcome.stats, outcome.fidelity
+    if stats is None:
+        return replace(row, note=outcome.note)
+    return replace(
+        row,
+        new_tokens=len(outcome.token_ids),
+        resident_bytes=stats.resident_bytes,
+        full_bytes=stats.full_bytes,
+        bytes_per_step=stats.bytes_per_step,
+        prefill_s=round(outcome.prefill_s, 3),
+        first_token_s=round(outcome.first_token_s, 4),
+        decode_ms=None if outcome.decode_ms is None else round(outcome.decode_ms, 2),
+        score=round(workload.score(sample, answer), _DECIMALS),
+        answer=answer,
+        kl=None if fidelity is None else round(fidelity.kl_nats, _KL_DECIMALS),
+        agreement=None if fidelity is None else round(fidelity.agreement, _DECIMALS),
+        bits_lost=None if fidelity is None else round(fidelity.bits_lost, _DECIMALS),
+    )
+
+
+def _diagnostics(row: Row, outcome: Outcome) -> list[Diagnostic]:
+    """Which slots were kept, where that was measured."""
+    if outcome.kept is None:
+        return []
+    place = row.workload, row.task, row.length, row.index, row.mode, row.policy, row.memory, row.resolved
+    return [Diagnostic(*place, **asdict(outcome.kept))]

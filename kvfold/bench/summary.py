@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from kvfold.bench.record import OWN, Mode, Row
-from kvfold.bench.sizes import FULL, share_of
+from kvfold.bench.size_cache import FULL, share_of
 from kvfold.bench.statistics import Estimate, mean_interval, paired_difference
 
 _OVER = 1.0  # percent of its memory that a row may be above it unmentioned

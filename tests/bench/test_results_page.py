@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks import results_page
-from kvfold.bench.page import written
+from kvfold.bench.docs_section import with_section
 from kvfold.bench.record import OWN
 from tests.bench.report_runs import row, rows, write
 
 
 def test_the_page_is_what_the_kept_runs_give() -> None:
     page = results_page.PAGE.read_text(encoding="utf-8")
-    assert page == written(page, results_page.BEGIN, results_page.END, results_page.body())
+    assert page == with_section(page, results_page.BEGIN, results_page.END, results_page.body())
 
 
 def test_every_kept_run_has_tables_by_memory_and_tight_ones_by_task(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvfold.bench.byte_matching import needs_size
-from kvfold.bench.sizes import cells
+from kvfold.bench.size_cache import cells
 from kvfold.bench.suites import METHODS, SUITES, Suite
 from kvfold.engine.generate import Request, generate
 from kvfold.models.loader import Model

@@ -1,4 +1,4 @@
-"""How many caches are filled in one pass: what does not fit would cost the pass that finds it out."""
+"""Batches by expected memory: a batch that runs out of memory would waste its prefill."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import TypeVar
 
 from kvfold.pages.arena import Arena
 
-_USED = 0.9  # of what is free: expected bytes leave out the answers that are decoded, and are of another prompt
+_USED = 0.9  # of the free bytes: expected bytes exclude decoded tokens, and come from another prompt
 _Item = TypeVar("_Item")
 
 
-def in_room(items: Sequence[_Item], num_bytes: Callable[[_Item], int], arena: Arena) -> Iterator[list[_Item]]:
-    """The items in runs, each of one or more, whose caches are expected to fit into free memory together."""
+def fitting_batches(items: Sequence[_Item], num_bytes: Callable[[_Item], int], arena: Arena) -> Iterator[list[_Item]]:
+    """Consecutive batches of at least one item whose caches are expected to fit into free memory together."""
     room = _USED * arena.free_bytes
     run: list[_Item] = []
     taken = 0

@@ -1,4 +1,4 @@
-"""Hits and overlaps of hand-made positions, and the mass of a tiny model against its own attention maps."""
+"""OracleHits and overlaps of hand-made positions, and the mass of a tiny model against its own attention maps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvfold.bench.overlap import Hits, hits, jaccard, kept_mask, later_mass, layer_overlap, mask_of
+from kvfold.bench.oracle_overlap import OracleHits, jaccard, kept_mask, later_mass, layer_overlap, mask_of, oracle_hits
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError
 from kvfold.models.loader import Model
@@ -30,7 +30,7 @@ def test_hits_by_hand() -> None:
     """Head 0 keeps 0 and 3 where 3 and 1 matter: half. Head 1 keeps just what matters, four fifths of its mass."""
     kept = _mask([0, 3], [2, 3], num_tokens=4)
     mass = torch.tensor([[1.0, 3.0, 0.0, 4.0], [1.0, 1.0, 3.0, 5.0]])
-    found = hits(kept, mass)
+    found = oracle_hits(kept, mass)
     assert found.hit_rate == pytest.approx((0.5 + 1.0) / 2)
     assert found.mass_kept == pytest.approx((5 / 8 + 8 / 10) / 2)
     assert found.share_kept == 0.5
@@ -39,14 +39,14 @@ def test_hits_by_hand() -> None:
 def test_heads_of_different_length_are_judged_by_their_own() -> None:
     """One slot kept against the one best, three against the three best."""
     mass = torch.tensor([[5.0, 4.0, 3.0, 1.0], [5.0, 4.0, 3.0, 1.0]])
-    assert hits(_mask([1], [0, 2, 3], num_tokens=4), mass).hit_rate == pytest.approx((0 + 2 / 3) / 2)
+    assert oracle_hits(_mask([1], [0, 2, 3], num_tokens=4), mass).hit_rate == pytest.approx((0 + 2 / 3) / 2)
 
 
 def test_everything_and_nothing() -> None:
     mass = torch.tensor([[5.0, 4.0, 3.0, 1.0]])
-    assert hits(_mask([0, 1, 2, 3], num_tokens=4), mass) == Hits(1.0, 1.0, 1.0)
-    assert hits(_mask([], num_tokens=4), mass) == Hits(0.0, 0.0, 0.0)
-    assert hits(_mask([1], num_tokens=4), torch.zeros(1, 4)).mass_kept == 0.0
+    assert oracle_hits(_mask([0, 1, 2, 3], num_tokens=4), mass) == OracleHits(1.0, 1.0, 1.0)
+    assert oracle_hits(_mask([], num_tokens=4), mass) == OracleHits(0.0, 0.0, 0.0)
+    assert oracle_hits(_mask([1], num_tokens=4), torch.zeros(1, 4)).mass_kept == 0.0
 
 
 def test_jaccard_by_hand() -> None:
@@ -64,7 +64,7 @@ def test_layers_by_hand() -> None:
 
 def test_shapes_that_do_not_match_are_refused() -> None:
     with pytest.raises(InputError, match=r"shapes \(1, 8\) and \(2, 8\)"):
-        hits(_mask([1]), torch.zeros(2, 8))
+        oracle_hits(_mask([1]), torch.zeros(2, 8))
     with pytest.raises(InputError, match="2 layers to compare; give one or more as"):
         layer_overlap([_mask([1]), _mask([1], num_tokens=9)])
     with pytest.raises(InputError, match="0 layers"):
@@ -91,13 +91,13 @@ def test_layers_with_a_sliding_window_are_left_out(shared: Callable[[str], Model
     assert found[1].shape == (2, len(TOKENS))
 
 
-def _hits(model: Model, policy: str) -> list[Hits]:
+def _hits(model: Model, policy: str) -> list[OracleHits]:
     runner = Runner(model.hf, model.spec, model.arena)
     masses = later_mass(runner, TOKENS, LATER)
     sequence = runner.new_sequence(Policy.parse(policy))
     runner.prefill([sequence], [TOKENS])
     runner.prefill([sequence], [LATER], compress=False)
-    found = [hits(kept_mask(sequence, layer, len(TOKENS)), mass_HN) for layer, mass_HN in masses.items()]
+    found = [oracle_hits(kept_mask(sequence, layer, len(TOKENS)), mass_HN) for layer, mass_HN in masses.items()]
     sequence.release()
     return found
 

@@ -1,4 +1,4 @@
-"""Sizes of a run: within their memory, remembered, tried again before they are looked for."""
+"""SizeCache of a run: within their memory, remembered, tried again before they are looked for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from kvfold.bench.byte_matching import resident_bytes
 from kvfold.bench.record import TOO_SMALL
 from kvfold.bench.shard import Shard
-from kvfold.bench.sizes import Cell, Place, Sized, Sizes, cells, share_of
+from kvfold.bench.size_cache import Cell, Place, SizeCache, SizedPolicy, cells, share_of
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError, PolicyError
 from kvfold.models.loader import Model
@@ -59,7 +59,7 @@ def test_in_the_memory_own_policies_run_as_they_are_written(runner: Runner, tmp_
     found = cells([sized, chosen, "quest", "keydiff"], ["25%", "own"])
     assert found[1:3] == [(sized, "own"), (chosen, "own")]
     assert found[3:] == [("quest", "25%"), ("quest", "own"), ("keydiff", "25%")]
-    written = Sizes(tmp_path / "sizes.json", runner, found[:3]).at(FIRST, _unasked)
+    written = SizeCache(tmp_path / "sizes.json", runner, found[:3]).at(FIRST, _unasked)
     assert [(sized.resolved, sized.note) for sized in written.values()] == [(cell.policy, "") for cell in found[:3]]
     with pytest.raises(PolicyError, match="has a size of its own; leave it out, or add own to the memories"):
         cells([chosen], ["25%"])
@@ -67,23 +67,23 @@ def test_in_the_memory_own_policies_run_as_they_are_written(runner: Runner, tmp_
 
 def test_sizes_fit_and_are_remembered(runner: Runner, tmp_path: Path) -> None:
     path = tmp_path / "sizes.json"
-    found = Sizes(path, runner, WANTED).at(FIRST, lambda: TOKENS)
+    found = SizeCache(path, runner, WANTED).at(FIRST, lambda: TOKENS)
     for cell in WANTED[:3]:
         (taken,) = resident_bytes(runner, [found[cell].resolved], TOKENS)
         share = taken / runner.spec.full_bytes(len(TOKENS))
         assert found[cell].note == "" and found[cell].share == pytest.approx(share, abs=1e-4)
         assert share <= share_of(cell.memory) * (1 if cell.as_written else 0.99)
     assert found[WANTED[3]].note == TOO_SMALL
-    assert Sizes(path, runner, WANTED).at(FIRST, _unasked) == found
+    assert SizeCache(path, runner, WANTED).at(FIRST, _unasked) == found
     other = tmp_path / "other.json"
-    assert Sizes(other, runner, WANTED, known=path).at(FIRST, _unasked) == found
+    assert SizeCache(other, runner, WANTED, known=path).at(FIRST, _unasked) == found
     assert other.read_text() == path.read_text()
     with pytest.raises(InputError, match="no file of sizes"):
-        Sizes(other, runner, WANTED, known=tmp_path / "nothing.json")
+        SizeCache(other, runner, WANTED, known=tmp_path / "nothing.json")
 
 
 def test_what_fits_again_is_tried_once(runner: Runner, tmp_path: Path, forwards: list[int]) -> None:
-    found = Sizes(tmp_path / "sizes.json", runner, WANTED)
+    found = SizeCache(tmp_path / "sizes.json", runner, WANTED)
     first = found.at(FIRST, lambda: TOKENS)
     forwards.clear()
     second = found.at(SECOND, lambda: prompt(498, seed=5), FIRST)
@@ -96,26 +96,26 @@ def test_a_search_needs_few_tries(runner: Runner, tmp_path: Path, forwards: list
     """Three for a size on average; what is too small, or evicts nothing, is tried once."""
     policies = [KEYDIFF, f"{KEYDIFF} + int4", f"keydiff + ada + {SMALL}", f"h2o + {SMALL}", SNAPKV]
     wanted = cells([*policies, "int4"], ["60%", "45%", "30%", "2%"])[1:]
-    found = Sizes(tmp_path / "sizes.json", runner, wanted).at(FIRST, lambda: TOKENS)
+    found = SizeCache(tmp_path / "sizes.json", runner, wanted).at(FIRST, lambda: TOKENS)
     sized = [cell for cell in wanted if not cell.as_written and found[cell].note == ""]
     assert len(sized) >= 10 and sum(forwards) <= 3 * len(sized) + len(wanted) - len(sized)
     assert len(forwards) <= 5
 
 
 def test_shards_find_together_what_one_process_does(runner: Runner, tmp_path: Path) -> None:
-    found: dict[Cell, Sized] = {}
+    found: dict[Cell, SizedPolicy] = {}
     for index in range(2):
-        share = Sizes(tmp_path / f"{index}.json", runner, WANTED)
+        share = SizeCache(tmp_path / f"{index}.json", runner, WANTED)
         share.take(Shard(index, 2))
         assert 0 < len(share.wanted) < len(WANTED)
         found |= share.at(FIRST, lambda: TOKENS)
-    assert found == Sizes(tmp_path / "sizes.json", runner, WANTED).at(FIRST, lambda: TOKENS)
+    assert found == SizeCache(tmp_path / "sizes.json", runner, WANTED).at(FIRST, lambda: TOKENS)
 
 
 def test_what_does_not_fit_again_is_looked_for(runner: Runner, tmp_path: Path) -> None:
     """A prompt of a third of the length, where the open block weighs more."""
     short = prompt(170, seed=5)
-    found = Sizes(tmp_path / "sizes.json", runner, WANTED[:1])
+    found = SizeCache(tmp_path / "sizes.json", runner, WANTED[:1])
     first, second = found.at(FIRST, lambda: TOKENS)[WANTED[0]], found.at(SECOND, lambda: short, FIRST)[WANTED[0]]
     assert second.resolved != first.resolved
     assert second.note == TOO_SMALL or second.share <= 0.6
@@ -124,4 +124,4 @@ def test_what_does_not_fit_again_is_looked_for(runner: Runner, tmp_path: Path) -
 def test_a_foreign_file_is_refused(runner: Runner, tmp_path: Path) -> None:
     (tmp_path / "sizes.json").write_text('[{"colour": 1}]')
     with pytest.raises(InputError, match="holds no sizes of a run"):
-        Sizes(tmp_path / "sizes.json", runner, WANTED)
+        SizeCache(tmp_path / "sizes.json", runner, WANTED)

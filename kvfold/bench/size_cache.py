@@ -1,9 +1,9 @@
-"""The size of every policy in every memory, looked for once and remembered in the folder of a run.
+"""Cache of byte-matched sizes: the size of every policy in every memory budget, searched once per run (RUN/sizes.json).
 
-A size is looked for on sample 0 of each task, length and mode, whatever shard a process runs, so that all shards agree.
-What was found at one place, the anchor, is tried first at the others: one forward tells whether it fits again, and as a
-rule it does. A hundredth of the memory is left to samples that take more than the first did; rows say what they took.
-Nothing is looked for in the memory "own": there a policy runs as it is written.
+A size is searched on sample 0 of each task, length and mode, whatever shard a process runs, so that all shards agree.
+The size found at one place, the anchor, is tried first at the others: one forward tells whether it fits, and usually it
+does. 1 % of the budget is left to samples that take more than the first; rows record what they took. In the memory
+"own" nothing is searched: a policy runs as it is written.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _Tokens = Callable[[], Sequence[int]]
 
 
 class Place(NamedTuple):
-    """Where one size holds."""
+    """What a size is valid for."""
 
     workload: str
     task: str
@@ -52,7 +52,7 @@ class Cell(NamedTuple):
 
     @property
     def as_written(self) -> bool:
-        """Whether the policy runs as it is written, without a size that was looked for."""
+        """Whether the policy runs as it is written, without a searched size."""
         return self.memory == OWN or evicts_nothing(self.policy)
 
     def check(self, spec: ModelSpec) -> None:
@@ -61,9 +61,9 @@ class Cell(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sized:
-    """The policy to run, or why there is none; `share` is what it took of the full cache on sample 0, and 1 where
-    nothing was looked for."""
+class SizedPolicy:
+    """The policy to run, or a note why there is none; `share`: its bytes on sample 0 over the full cache's, 1 where
+    nothing was searched."""
 
     workload: str
     task: str
@@ -91,13 +91,16 @@ def share_of(memory: str) -> float:
 
 
 def cells(policies: Sequence[str], memories: Sequence[str]) -> list[Cell]:
-    """The full cache once, and every other policy where it can stand."""
+    """The full cache once, and every other policy in the memories it can run in."""
     others = [policy for policy in policies if policy != FULL]
-    return [Cell(FULL, WHOLE), *(Cell(policy, memory) for policy in others for memory in _standing(policy, memories))]
+    return [
+        Cell(FULL, WHOLE),
+        *(Cell(policy, memory) for policy in others for memory in _memories_of(policy, memories)),
+    ]
 
 
-def _standing(policy: str, memories: Sequence[str]) -> list[str]:
-    """Below 100 % where a size is looked for, in OWN where there is one, everywhere where nothing is evicted."""
+def _memories_of(policy: str, memories: Sequence[str]) -> list[str]:
+    """Below 100 % if a size is searched, OWN if the policy has one, all if nothing is evicted."""
     shares = {memory: share_of(memory) for memory in memories if memory != OWN}
     if needs_size(policy):
         return [memory for memory, share in shares.items() if share < 1]
@@ -108,15 +111,15 @@ def _standing(policy: str, memories: Sequence[str]) -> list[str]:
     return [OWN]
 
 
-class Sizes:
-    """Sizes of one run, in RUN/sizes.json; `known`: such a file of another shard or run, to begin with."""
+class SizeCache:
+    """Sizes of one run, in RUN/sizes.json; `known`: such a file of another shard or run, to start from."""
 
     def __init__(self, path: Path, runner: Runner, wanted: Sequence[Cell], known: Path | None = None) -> None:
         self.path = path
         self.runner = runner
         self.written = [cell for cell in wanted if cell.policy == FULL or cell.memory == OWN]
         self.wanted = [cell for cell in wanted if cell not in self.written]
-        self._found: dict[tuple[Place, Cell], Sized] = {}
+        self._found: dict[tuple[Place, Cell], SizedPolicy] = {}
         if known is not None and not known.is_file():
             raise InputError(f"{known} is no file of sizes; name the sizes.json of a run")
         for sized in [*(_read(known) if known is not None else []), *_read(path)]:
@@ -124,42 +127,42 @@ class Sizes:
         self._write()
 
     def take(self, shard: Shard) -> None:
-        """Look for the sizes of a shard's policies only. No search knows of another policy's, so shards find what one
-        process does."""
+        """Search the sizes of a shard's policies only. Searches are independent, so shards find the same sizes as one
+        process."""
         policies = list(dict.fromkeys(cell.policy for cell in self.wanted))
         self.wanted = [cell for cell in self.wanted if shard.takes(policies.index(cell.policy))]
 
-    def at(self, place: Place, tokens: _Tokens, anchor: Place | None = None) -> dict[Cell, Sized]:
-        """Every cell at this place; `tokens`, those of sample 0, are asked for where something is not known yet."""
+    def at(self, place: Place, tokens: _Tokens, anchor: Place | None = None) -> dict[Cell, SizedPolicy]:
+        """The size of every cell at this place; `tokens`, of sample 0, is called if one has to be searched."""
         missing = [cell for cell in self.wanted if (place, cell) not in self._found]
         if missing:
-            for sized in self._looked_for(place, missing, tokens(), anchor):
+            for sized in self._search(place, missing, tokens(), anchor):
                 self._add(sized)
             self._write()
-        written = {cell: Sized(*place, *cell, cell.policy, "", 1.0) for cell in self.written}
+        written = {cell: SizedPolicy(*place, *cell, cell.policy, "", 1.0) for cell in self.written}
         return written | {cell: self._found[place, cell] for cell in self.wanted}
 
     def _write(self) -> None:
         write_whole(self.path, json.dumps([asdict(sized) for sized in self._found.values()], indent=1) + "\n")
 
-    def _add(self, sized: Sized) -> None:
+    def _add(self, sized: SizedPolicy) -> None:
         place = Place(sized.workload, sized.task, sized.length, sized.mode)
         self._found[place, Cell(sized.policy, sized.memory)] = sized
 
-    def _looked_for(
+    def _search(
         self, place: Place, missing: Sequence[Cell], tokens: Sequence[int], anchor: Place | None
-    ) -> list[Sized]:
+    ) -> list[SizedPolicy]:
         full_bytes = self.runner.spec.full_bytes(len(tokens))
         guesses = [_guess(cell, self._found.get((anchor, cell)) if anchor else None, full_bytes) for cell in missing]
         wanted = [(cell.policy, _share(cell)) for cell in missing]
         try:
             matches = match_many(self.runner, wanted, tokens, slack=_SLACK, guesses=guesses)
         except (OutOfPages, torch.OutOfMemoryError):
-            return [Sized(*place, *cell, "", OUT_OF_MEMORY, 0.0) for cell in missing]
+            return [SizedPolicy(*place, *cell, "", OUT_OF_MEMORY, 0.0) for cell in missing]
         return [_sized(place, cell, match) for cell, match in zip(missing, matches, strict=True)]
 
 
-def _guess(cell: Cell, there: Sized | None, full_bytes: int) -> Guess | None:
+def _guess(cell: Cell, there: SizedPolicy | None, full_bytes: int) -> Guess | None:
     """What was found at the anchor is good here too if it fits, and leaves little more than it did there."""
     if there is None or cell.as_written or not there.resolved:
         return None
@@ -173,17 +176,17 @@ def _share(cell: Cell) -> float:
     return share if cell.as_written else share * (1 - _HEADROOM)
 
 
-def _sized(place: Place, cell: Cell, found: Matched | SizeError) -> Sized:
+def _sized(place: Place, cell: Cell, found: Matched | SizeError) -> SizedPolicy:
     """What cannot be made smaller is named all the same."""
     if isinstance(found, SizeError):
-        return Sized(*place, *cell, cell.policy if cell.as_written else "", TOO_SMALL, 0.0)
-    return Sized(*place, *cell, found.policy, "", round(found.share, 5))
+        return SizedPolicy(*place, *cell, cell.policy if cell.as_written else "", TOO_SMALL, 0.0)
+    return SizedPolicy(*place, *cell, found.policy, "", round(found.share, 5))
 
 
-def _read(path: Path) -> list[Sized]:
+def _read(path: Path) -> list[SizedPolicy]:
     if not path.exists():
         return []
     try:
-        return [Sized(**found) for found in json.loads(path.read_text(encoding="utf-8"))]
+        return [SizedPolicy(**found) for found in json.loads(path.read_text(encoding="utf-8"))]
     except (ValueError, TypeError) as error:
         raise InputError(f"{path} holds no sizes of a run ({error}); remove it and run again") from None

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from kvfold.bench.answers import answer
+from kvfold.bench.batched_eval import EvalJob
 from kvfold.bench.fidelity import measure
-from kvfold.bench.lanes import Job
-from kvfold.bench.overlap import hits, kept_mask, later_mass
+from kvfold.bench.oracle_overlap import kept_mask, later_mass, oracle_hits
 from kvfold.bench.prompts import Prompt
 from kvfold.bench.record import Mode
 from kvfold.engine.runner import Runner
@@ -27,8 +27,8 @@ def _runner(model: Model) -> Runner:
     return Runner(model.hf, model.spec, model.arena)
 
 
-def _jobs(mode: Mode) -> list[Job]:
-    return [Job(PROMPT, mode, policy, 12, compares=True, diagnoses=True) for policy in POLICIES]
+def _jobs(mode: Mode) -> list[EvalJob]:
+    return [EvalJob(PROMPT, mode, policy, 12, compares=True, diagnoses=True) for policy in POLICIES]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -53,24 +53,24 @@ def test_fidelity_is_that_of_two_caches_alone(model: Model, mode: Mode) -> None:
 def test_choices_are_those_of_the_compressed_cache(model: Model, mode: Mode) -> None:
     runner, jobs = _runner(model), _jobs(mode)
     found = answer(runner, jobs)
-    assert found[jobs[0]].choice is None  # the full cache chooses nothing
+    assert found[jobs[0]].kept is None  # the full cache chooses nothing
     tokens = PROMPT.compressed(mode)
     later = [*PROMPT.rest(mode), PROMPT.last_id, *found[jobs[0]].token_ids]
     mass = later_mass(runner, tokens, later)
     sequence = runner.new_sequence(Policy.parse(POLICIES[1]))
     runner.prefill([sequence], [tokens])
-    expected = [hits(kept_mask(sequence, layer, len(tokens)), mass[layer]).hit_rate for layer in mass]
+    expected = [oracle_hits(kept_mask(sequence, layer, len(tokens)), mass[layer]).hit_rate for layer in mass]
     sequence.release()
-    choice = found[jobs[1]].choice
-    assert choice is not None and choice.layers == tuple(mass)
-    assert choice.hit_rate == pytest.approx(expected, abs=1e-4)
-    assert len(choice.overlap) == len(choice.overlap[0]) == len(mass)
+    kept_slots = found[jobs[1]].kept
+    assert kept_slots is not None and kept_slots.layers == tuple(mass)
+    assert kept_slots.hit_rate == pytest.approx(expected, abs=1e-4)
+    assert len(kept_slots.overlap) == len(kept_slots.overlap[0]) == len(mass)
 
 
 def test_a_step_is_timed_and_does_not_change_the_answer(model: Model) -> None:
     runner, (plain, timed) = (
         _runner(model),
-        [Job(PROMPT, "known", POLICIES[1], 6, diagnoses=each) for each in (False, True)],
+        [EvalJob(PROMPT, "known", POLICIES[1], 6, diagnoses=each) for each in (False, True)],
     )
     found = answer(runner, [plain]) | answer(runner, [timed])
     assert found[plain].decode_ms is None and found[timed].decode_ms is not None
@@ -83,6 +83,6 @@ def test_parts_of_a_batch_without_room_for_all_are_compared_too(model: Model) ->
     apart = answer(runner, [replace(job, num_bytes=model.arena.free_bytes) for job in jobs])
     for job in jobs:
         whole, part = together[job], apart[job]
-        assert part.token_ids == whole.token_ids and (part.choice is None) == (whole.choice is None)
+        assert part.token_ids == whole.token_ids and (part.kept is None) == (whole.kept is None)
         assert whole.fidelity is not None and part.fidelity is not None
         assert part.fidelity.kl_nats == pytest.approx(whole.fidelity.kl_nats, rel=1e-3, abs=1e-9)

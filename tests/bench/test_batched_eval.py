@@ -1,4 +1,4 @@
-"""Lanes of a batch: the same answers as alone, one prefill for what is shared, ends where it should."""
+"""BatchedEval of a batch: the same answers as alone, one prefill for what is shared, ends where it should."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvfold.bench.answers import answer
-from kvfold.bench.lanes import Job, Lanes
+from kvfold.bench.batched_eval import BatchedEval, EvalJob
 from kvfold.bench.prompts import Prompt
 from kvfold.bench.record import TOO_SMALL
 from kvfold.engine.cuda_graphs import CudaGraphs
@@ -27,8 +27,8 @@ def runner(model: Model) -> Runner:
     return Runner(model.hf, model.spec, model.arena)
 
 
-def _jobs(*prompts: Prompt) -> list[Job]:
-    return [Job(each, mode, policy, 8) for each in prompts for mode in ("known", "unknown") for policy in POLICIES]
+def _jobs(*prompts: Prompt) -> list[EvalJob]:
+    return [EvalJob(each, mode, policy, 8) for each in prompts for mode in ("known", "unknown") for policy in POLICIES]
 
 
 def test_a_batch_answers_like_each_job_alone(runner: Runner) -> None:
@@ -60,7 +60,7 @@ def test_a_shared_context_is_read_once_where_the_question_is_unknown(
 def test_questions_read_by_steps_are_answered_as_those_read_at_once(runner: Runner) -> None:
     pytest.importorskip("triton")
     prompts = [Prompt(CONTEXT[:60], tuple(prompt(length, seed=length))) for length in (4, 38)]  # past an open block
-    jobs = [Job(each, "unknown", policy, 3) for each in prompts for policy in ("full", f"keydiff + {SMALL} + 2x")]
+    jobs = [EvalJob(each, "unknown", policy, 3) for each in prompts for policy in ("full", f"keydiff + {SMALL} + 2x")]
     at_once = answer(runner, jobs)
     runner.graphs = CudaGraphs()
     by_steps = answer(runner, jobs)
@@ -69,17 +69,17 @@ def test_questions_read_by_steps_are_answered_as_those_read_at_once(runner: Runn
 
 
 def test_lanes_end_at_an_end_token_or_with_their_tokens(runner: Runner) -> None:
-    job = Job(PROMPTS[0], "known", "full", 8)
+    job = EvalJob(PROMPTS[0], "known", "full", 8)
     whole = answer(runner, [job])[job].token_ids
     assert len(whole) == 8
-    with Lanes(runner, [job]) as lanes:
-        lanes.read()
-        lanes.decode(frozenset({whole[3]}))
-        assert tuple(lanes.all[0].token_ids) == whole[: whole.index(whole[3]) + 1]
+    with BatchedEval(runner, [job]) as batch:
+        batch.prefill()
+        batch.decode(frozenset({whole[3]}))
+        assert tuple(batch.all[0].token_ids) == whole[: whole.index(whole[3]) + 1]
 
 
 def test_a_size_that_cannot_be_is_a_note(runner: Runner) -> None:
-    jobs = [Job(PROMPTS[0], "known", policy, 4) for policy in ("full", "snapkv + 200x")]
+    jobs = [EvalJob(PROMPTS[0], "known", policy, 4) for policy in ("full", "snapkv + 200x")]
     found = answer(runner, jobs)
     assert [found[job].note for job in jobs] == ["", TOO_SMALL]
     assert found[jobs[1]].stats is None and found[jobs[0]].stats is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvfold.bench.room import in_room
+from kvfold.bench.memory_batches import fitting_batches
 from kvfold.pages.arena import Arena
 
 MIB = 2**20
@@ -21,4 +21,4 @@ MIB = 2**20
 )
 def test_runs_hold_what_is_expected_to_fit(megabytes: list[int], runs: list[list[int]]) -> None:
     arena = Arena(11 * MIB)
-    assert list(in_room(megabytes, lambda count: count * MIB, arena)) == runs
+    assert list(fitting_batches(megabytes, lambda count: count * MIB, arena)) == runs

@@ -1,14 +1,14 @@
-"""What a scorer chose, looked at by itself: did it keep what later queries attend to, and do layers agree?
+"""Kept slots against an oracle: hit rate and attention mass of later queries, and overlap between layers.
 
-A policy's score on a task mixes the choice of slots with all that follows. Here the slots that a cache kept are held
-against the attention mass that later tokens give to every slot of the full cache (the oracle that H2O,
-arXiv:2306.14048, estimates from the past):
+A task's score mixes the selection of slots with all that follows. Here the slots that a cache kept are compared with
+the attention mass that later tokens give to every slot of the full cache (the oracle that H2O, arXiv:2306.14048,
+estimates from the past):
 
     hit rate  = |kept ∩ top| / |top|, where top are as many slots as were kept, those of largest later mass
     mass kept = later mass on kept slots / later mass on all
 
-A choice by chance hits the share of slots that it keeps. Layers are compared by the Jaccard index |a ∩ b| / |a ∪ b| of
-the positions that their heads kept.
+A random selection has a hit rate equal to the share of slots it keeps. Layers are compared by the Jaccard index
+|a ∩ b| / |a ∪ b| of the positions that their heads kept.
 
     H KV heads   N tokens of the prompt   L layers   R heads of all layers
 """
@@ -26,25 +26,25 @@ from kvfold.errors import InputError
 from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy
 
-_WATCHING = "h2o + 1x"  # keeps everything, and adds up the mass of every slot
+_OBSERVING = "h2o + 1x"  # evicts nothing, and accumulates the attention mass of every slot
 
 
 @dataclass(frozen=True)
-class Hits:
+class OracleHits:
     """Of one layer, averaged over its heads."""
 
     hit_rate: float
     mass_kept: float
-    share_kept: float  # of the slots: the hit rate of chance
+    share_kept: float  # of the slots: the hit rate of a random selection
 
 
 def later_mass(runner: Runner, tokens: Sequence[int], later: Sequence[int]) -> dict[int, Tensor]:
-    """Mass [H, N], by position, that later tokens give to a prompt in the full cache, by layer; layers with a sliding
-    window choose nothing and are left out. Query heads of a group are added up."""
-    sequence = runner.new_sequence(Policy.parse(_WATCHING))
+    """By layer, the attention mass [H, N] that later tokens give to the prompt's positions in the full cache, summed
+    over the query heads of a group (GQA); sliding-window layers are left out."""
+    sequence = runner.new_sequence(Policy.parse(_OBSERVING))
     try:
         runner.prefill([sequence], [tokens])
-        for side in sequence.observed.layers:  # what the prompt gave to itself does not count
+        for side in sequence.observed.layers:  # the prompt's own attention does not count
             side.mass_HS = None
         runner.prefill([sequence], [later])
         masses = {layer: side.mass_HS for layer, side in enumerate(sequence.observed.layers)}
@@ -54,7 +54,7 @@ def later_mass(runner: Runner, tokens: Sequence[int], later: Sequence[int]) -> d
 
 
 def kept_mask(sequence: SequenceCache, layer: int, num_tokens: int) -> Tensor:
-    """Which of the first tokens the heads of a layer hold, bool [H, N]."""
+    """Which of the first `num_tokens` tokens the heads of a layer keep, bool [H, N]."""
     heads = range(sequence.spec.layers[layer].num_kv_heads)
     return mask_of([sequence.positions(layer, head) for head in heads], num_tokens)
 
@@ -67,8 +67,8 @@ def mask_of(positions: Sequence[Tensor], num_tokens: int) -> Tensor:
     return kept_HN
 
 
-def hits(kept_HN: Tensor, mass_HN: Tensor) -> Hits:
-    """The slots that heads kept against the mass that came later; heads that kept nothing hit nothing."""
+def oracle_hits(kept_HN: Tensor, mass_HN: Tensor) -> OracleHits:
+    """Kept slots against the oracle mass; a head without slots has a hit rate of 0."""
     if kept_HN.shape != mass_HN.shape or not kept_HN.numel():
         shapes = f"{tuple(kept_HN.shape)} and {tuple(mass_HN.shape)}"
         raise InputError(f"kept slots and mass have shapes {shapes}; give both as [heads, tokens] of one layer")
@@ -77,7 +77,7 @@ def hits(kept_HN: Tensor, mass_HN: Tensor) -> Hits:
     top_HN = rank_HN < count_H.unsqueeze(-1)
     hit_H = (kept_HN & top_HN).sum(-1) / count_H.clamp(min=1)
     mass_H = (mass_HN * kept_HN).sum(-1) / mass_HN.sum(-1).clamp(min=torch.finfo(mass_HN.dtype).tiny)
-    return Hits(float(hit_H.mean()), float(mass_H.mean()), float(kept_HN.float().mean()))
+    return OracleHits(float(hit_H.mean()), float(mass_H.mean()), float(kept_HN.float().mean()))
 
 
 def layer_overlap(kept: Sequence[Tensor]) -> Tensor:

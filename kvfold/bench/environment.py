@@ -1,4 +1,4 @@
-"""On what a run was measured: commit, versions, device."""
+"""The environment of a run: commit, package versions, device."""
 
 from __future__ import annotations
 
