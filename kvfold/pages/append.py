@@ -10,10 +10,10 @@ With hundreds of sequences, tens of thousands of heads append at once, so places
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -150,6 +150,7 @@ class AllPlaces:
     capacity_E: Ints
     ends: list[int]
     last: _Append | None = None
+    derived: dict[str, Any] = field(default_factory=dict)  # by kernels
 
 
 @lru_cache(maxsize=2)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from kvfold.errors import InputError, OutOfPages
 from kvfold.pages.layout import PageClass
 
 SUPERBLOCK_BYTES = 64 * 1024
+_Value = TypeVar("_Value")
 
 
 class Arena:
@@ -41,12 +42,18 @@ class Arena:
         self.memory = torch.empty(self.num_superblocks * superblock_bytes, dtype=torch.uint8, device=self.device)
         self._free: list[tuple[int, int]] = [(0, self.num_superblocks)]  # (start, length), sorted, never adjacent
         self.peak_bytes = 0
+        self._interned: dict[Any, Any] = {}
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Also what `copy` asks for: a copy would take as much memory again, and lend what others hold."""
         raise InputError(
             f"an arena of {self.capacity_bytes} bytes is neither copied nor pickled; fork the session or cache in it"
         )
+
+    def intern(self, value: _Value) -> _Value:
+        """One object for all equal values of sequences in this arena (page classes, layouts), compared by identity."""
+        found: _Value = self._interned.setdefault(value, value)
+        return found
 
     @property
     def capacity_bytes(self) -> int:

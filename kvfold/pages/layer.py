@@ -54,9 +54,6 @@ class Changes:
             write()
 
 
-_classes: dict[PageClass, PageClass] = {}
-
-
 @dataclass
 class LayerPages:
     """Extents per head, and what the codecs learnt (State) when the first slot was sealed.
@@ -77,7 +74,6 @@ class LayerPages:
     _runs_at: int | None = field(default=None, repr=False, compare=False)  # the change they were made after
 
     def __post_init__(self) -> None:
-        self.page_class = _classes.setdefault(self.page_class, self.page_class)  # equal ones compare by identity then
         self._extents = [[] for _ in range(self.num_heads)]
 
     @property

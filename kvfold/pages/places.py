@@ -10,8 +10,9 @@ are appended change lengths only; `Places` stays the same object, which tells re
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +48,7 @@ class Places:
     address_EF: Ints  # bytes from the start of the arena
     stride_LF: Ints  # bytes from slot to slot
     heads: Heads
+    derived: dict[str, Any] = field(default_factory=dict, repr=False)  # by kernels
 
     @classmethod
     def of(cls, row_E: Ints, capacity_E: Ints, address_EF: Ints, stride_LF: Ints, heads: Heads) -> Places:

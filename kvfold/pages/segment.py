@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,9 +47,11 @@ class Segment:
         self.changes = Changes()
         for layer in self.layers:
             layer.changes = self.changes
+            layer.page_class = arena.intern(layer.page_class)
         for lower, upper in pairwise(self.layers):
             upper.below = lower if upper.page_class.needs_below else None
         self.spans: dict[PageClass, list[Span]] = defaultdict(list)
+        self.derived: dict[str, Any] = {}  # by kernels, as long as its codecs' states stay
         self.refs = 1
         self.end_len = 0
 
@@ -57,8 +59,7 @@ class Segment:
     def like(cls, other: Segment) -> Segment:
         """An empty segment with the same page classes and codec states."""
         layers = [
-            LayerPages(layer.page_class, layer.num_heads, dict(layer.state), layer.bases)
-            for layer in other.layers
+            LayerPages(layer.page_class, layer.num_heads, dict(layer.state), layer.bases) for layer in other.layers
         ]
         return cls(other.arena, layers)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -43,16 +42,13 @@ class _Learnt(NamedTuple):
     mean_L: Ints  # address of the first head's mean key; 0 where none are stored
 
 
-_learnt: WeakKeyDictionary[Segment, _Learnt] = WeakKeyDictionary()
-
-
 def _learnt_by(tail: Segment) -> _Learnt | None:
     """None while a kernel cannot seal it."""
-    found = _learnt.get(tail)
+    found: _Learnt | None = tail.derived.get("learnt")
     if found is None and all(_is_ready(layer) for layer in tail.layers):
         classes = [layer.page_class for layer in tail.layers]
         layers = {mine: np.array([other is mine for other in classes]) for mine in dict.fromkeys(classes)}
-        found = _learnt[tail] = _Learnt(layers, np.array([mean_address(layer) for layer in tail.layers]))
+        found = tail.derived["learnt"] = _Learnt(layers, np.array([mean_address(layer) for layer in tail.layers]))
     return found
 
 
@@ -110,14 +106,11 @@ class _Extents:
     extent_N: Ints | None = None  # the extents that they go to
 
 
-_extents: WeakKeyDictionary[AllPlaces, _Extents] = WeakKeyDictionary()
-
-
 def _extents_of(sequences: Sequence[SequenceCache], places: AllPlaces) -> _Extents:
     """Kept as long as the places are: a tail that another sequence takes over was shared, which gave it new ones."""
-    found = _extents.get(places)
+    found: _Extents | None = places.derived.get("extents")
     if found is None:
-        found = _extents[places] = _describe(sequences, places)
+        found = places.derived["extents"] = _describe(sequences, places)
     return found
 
 
@@ -127,14 +120,11 @@ def _describe(sequences: Sequence[SequenceCache], places: AllPlaces) -> _Extents
     return _Extents(list(_classes_of(learnt, places)), sent(row_E, sequences[0].arena.device))
 
 
-_rows: WeakKeyDictionary[Places, Ints] = WeakKeyDictionary()
-
-
 def _rows_of(sequence: SequenceCache, places: Places) -> Ints:
     """The extents of one tail as rows of seal.py, kept as long as the places are."""
-    found = _rows.get(places)
+    found: Ints | None = places.derived.get("rows")
     if found is None:
-        found = _rows[places] = _describe_one(sequence, places)
+        found = places.derived["rows"] = _describe_one(sequence, places)
     return found
 
 

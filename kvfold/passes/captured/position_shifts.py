@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -54,14 +53,12 @@ class PositionShifts:
         return shift_XV
 
 
-_known: WeakKeyDictionary[SequenceCache, tuple[int, PositionShifts | None]] = WeakKeyDictionary()
-
-
 def shifts_of(sequence: SequenceCache) -> PositionShifts | None:
     """The shifts of a sequence, the same object until slots change; None if a head has more than MAX_SHIFTS."""
-    known, number = _known.get(sequence), sequence.tail.changes.number
+    known: tuple[int, PositionShifts | None] | None = sequence.derived.get("shifts")
+    number = sequence.tail.changes.number
     if known is None or known[0] != number:
-        known = _known[sequence] = number, _find(sequence)
+        known = sequence.derived["shifts"] = number, _find(sequence)
     return known[1]
 
 

@@ -9,8 +9,6 @@ seal (tasks, open blocks, mean keys) is rewritten in place, so a captured graph 
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary, ref
-
 import torch
 from torch import Tensor
 
@@ -30,8 +28,6 @@ from kvfold.passes.captured.step_observer import StepObserver
 from kvfold.policy.registry import term_of
 
 _NAMES = {dtype: name for name, dtype in FLOATS.items()}
-_layouts: WeakKeyDictionary[SequenceCache, Layout | None] = WeakKeyDictionary()
-_same_layout: WeakKeyDictionary[Layout, ref[Layout]] = WeakKeyDictionary()  # a layout holds weights
 
 
 def layout_of(sequence: SequenceCache) -> Layout | None:
@@ -40,10 +36,9 @@ def layout_of(sequence: SequenceCache) -> Layout | None:
     They do if every slot is read, heads have few position shifts, and scorers observe attention mass or a full window
     of queries at most. Other policies, and sliding-window layers, run in `DecodePass`.
     """
-    try:
-        found = _layouts[sequence]
-    except KeyError:
-        found = _layouts.setdefault(sequence, _find_layout(sequence))
+    if "layout" not in sequence.derived:
+        sequence.derived["layout"] = _find_layout(sequence)
+    found: Layout | None = sequence.derived["layout"]
     return found if found is not None and _is_ready(sequence, found) else None
 
 
@@ -70,7 +65,7 @@ def _find_layout(sequence: SequenceCache) -> Layout | None:
         needs.last_queries,
         0 if sequence.fp_sinks is None else sequence.fp_sinks.num_slots,
     )
-    return _same_layout.setdefault(layout, ref(layout))() or layout
+    return sequence.arena.intern(layout)
 
 
 class Step:

@@ -93,6 +93,6 @@ def test_without_gaps_the_device_is_not_asked(monkeypatch: pytest.MonkeyPatch) -
 
 def test_too_many_distances_are_no_moves(gappy: SequenceCache, monkeypatch: pytest.MonkeyPatch) -> None:
     most = known(gappy).most
-    position_shifts._known.clear()
+    gappy.derived.clear()
     monkeypatch.setattr(position_shifts, "MAX_SHIFTS", most - 1)
     assert shifts_of(gappy) is None
