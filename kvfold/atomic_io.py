@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and tensors whose header says what they are.
+"""Atomic file writes (temporary file, fsync, rename), and safetensors files whose header names their format.
 
 A tensor file is safetensors with JSON in its metadata, under "kvfold", that names its format.
 """

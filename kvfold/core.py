@@ -1,4 +1,4 @@
-"""Plain types that every layer speaks of: the shape of a model's cache, its rotary embedding, its usage.
+"""Plain types of all levels: the shape of a model's KV cache (GQA heads, sliding windows) and its rotary embedding.
 
 Imports nothing of ours. Shape suffixes used all over the project:
 
@@ -26,7 +26,7 @@ Compile = Literal["auto"] | bool  # whether decode steps on a GPU are compiled: 
 @cache
 def _on_device(frequencies: tuple[float, ...], device: torch.device) -> Tensor:
     """float64; copied once, for a copy to a GPU waits until the GPU has done all it was given."""
-    with torch.inference_mode(False):  # or nobody outside of it could compute with them later
+    with torch.inference_mode(False):  # or they could not be used outside of it
         return torch.tensor(frequencies, dtype=torch.float64, device=device)
 
 
@@ -131,12 +131,12 @@ class ModelSpec:
     max_positions: int
     vocab_size: int
     eos_token_ids: frozenset[int] = field(default_factory=frozenset)
-    # Hashes the weights; called when somebody asks, for that takes a moment.
+    # Hashes the weights; called on first use, since it takes seconds.
     digest: Callable[[], str] = field(default=str, compare=False, repr=False)
 
     @cached_property
     def weights_digest(self) -> str:
-        """What tells these weights from all others; empty where nobody knows them."""
+        """Digest of the weights; empty if unknown."""
         return self.digest()
 
     @property

@@ -3,11 +3,11 @@
 KvfoldError
 ├── PolicyError      a policy expression that cannot work (also ValueError)
 │   └── SizeError    a size below what must be kept
-├── ModelError       a model that cannot be had, or that kvfold does not support
+├── ModelError       a model that cannot be loaded, or that kvfold does not support
 ├── InputError       bad text, token ids, positions or options of a call (also ValueError)
 ├── FileError        a saved session that is truncated, altered or foreign
-├── PrefixLost       a stored prefix turned out bad while it was read; it is set aside: look up again
-├── OutOfPages       the arena is full; nothing was changed (also MemoryError)
+├── PrefixLost       a cached prefix failed its check while it was loaded; it is quarantined: look up again
+├── OutOfPages       the arena (KV block pool) is full; nothing was changed (also MemoryError)
 ├── LogitsError      the model computed logits that are not finite (also ArithmeticError)
 ├── Overloaded       too many requests wait; try again later
 └── MissingExtra     an optional dependency is not installed (also ImportError)
@@ -33,7 +33,7 @@ class SizeError(PolicyError):
 
 
 class ModelError(KvfoldError):
-    """A model that cannot be had or is not supported."""
+    """A model that cannot be loaded or is not supported."""
 
 
 class InputError(KvfoldError, ValueError):
@@ -45,11 +45,12 @@ class FileError(KvfoldError):
 
 
 class PrefixLost(KvfoldError):
-    """A layer of a stored prefix turned out bad on its way, and was set aside; look the prefix up again."""
+    """A layer of a cached prefix failed its check while it was loaded, and was quarantined; look the prefix up
+    again."""
 
 
 class OutOfPages(KvfoldError, MemoryError):
-    """The arena cannot lend the memory a step needs; raised before the step changes anything."""
+    """The arena (KV block pool) has too few free pages for a step; raised before the step changes anything."""
 
 
 class LogitsError(KvfoldError, ArithmeticError):
@@ -57,7 +58,7 @@ class LogitsError(KvfoldError, ArithmeticError):
 
 
 class Overloaded(KvfoldError):
-    """Too many requests wait already; nothing was queued."""
+    """The request queue is full; nothing was queued."""
 
 
 class MissingExtra(KvfoldError, ImportError):

@@ -1,4 +1,4 @@
-"""Which position does a kept key have?
+"""Positions of kept keys.
 
 `keep`: the one it was computed at. `slot`: positions close up over the gaps, counted back from the query, so a stream
 never leaves the trained window; queries keep their true position and keys appear shifted (StreamingLLM).

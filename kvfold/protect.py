@@ -1,4 +1,4 @@
-"""What is never dropped? The first tokens (attention sinks), the latest ones, and pinned spans.
+"""Protection: slots that are never evicted, which are attention sinks, recent tokens and pinned spans.
 
 Seven published policies collapse without a protected border (arXiv:2605.18053), so the default protects one.
 """

@@ -1,10 +1,9 @@
-"""How is the prompt run? `dense`: every token through every layer. `fastkv`: later layers run on what matters by then.
+"""Token pruning during prefill: `dense` runs every token through every layer, `fastkv` prunes tokens in later layers.
 
-Prompts run layer by layer, the hidden states of all tokens held in between, so tokens can be left behind between two
-layers. From there on their states are not computed and later layers store nothing of them; the others keep their
-positions.
+Prompts run layer by layer, the hidden states of all tokens held in between, so tokens can be pruned between two layers.
+Later layers neither compute their states nor store slots of them; kept tokens keep their positions.
 
-    R rows (the KV heads of one sequence)   S slots, stored then new   T new tokens   K tokens that go on
+    R rows (the KV heads of one sequence)   S slots, stored then new   T new tokens   K kept tokens
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ class TokenPruning(Term):
         return Needs()
 
     def last_full_layer(self, num_layers: int) -> int:
-        """The last layer that runs on all tokens, counted from the bottom."""
+        """The last layer that runs on all tokens, counted from 0."""
         raise NotImplementedError
 
     def scores_layer(self, layer: int, num_layers: int) -> bool:
-        """Whether the importance of tokens in this layer counts; the last whole layer's always does."""
+        """Whether this layer scores tokens; the last full layer always does."""
         raise NotImplementedError
 
     def num_kept(self, num_tokens: int) -> int:
-        """How many of so many new tokens go on, if no more must."""
+        """How many of so many new tokens are kept, if no more are protected."""
         raise NotImplementedError
 
     def importance(self, view: View) -> Tensor:
-        """[R, S] of a layer that is asked; their sum over rows and layers decides."""
+        """[R, S] of a scoring layer; the sum over rows and layers decides."""
         raise NotImplementedError
 
 
@@ -113,13 +112,13 @@ class FastKV(TokenPruning):
 
 
 def at_new_tokens(value_RS: Tensor, view: View, num_tokens: int) -> Tensor:
-    """[R, T]: what stands at the new tokens, which are the last slots of each row."""
+    """[R, T]: the values of the new tokens, which are the last slots of each row."""
     new_T = torch.arange(num_tokens, device=value_RS.device)
     return value_RS.gather(1, view.len_R.unsqueeze(-1) - num_tokens + new_T)
 
 
 def kept_tokens(importance_T: Tensor, num_kept: int, protected_T: Tensor) -> Tensor:
-    """The new tokens that go on, ascending [K]: those that must, and the most important of the others."""
+    """The kept tokens, ascending [K]: protected ones, and the most important of the others."""
     total_T = importance_T.masked_fill(protected_T, torch.inf)
     count = max(num_kept, int(total_T.isinf().sum()))
     return total_T.topk(min(count, len(total_T))).indices.sort().values

@@ -1,6 +1,6 @@
-"""Attention over stored pages and new tokens: prefill passes and decode steps, in plain PyTorch.
+"""Attention over KV pages: PyTorch and SDPA on any device, Triton kernels for captured decode steps (kernels/).
 
-Importing this registers every reader that chooses what a step reads.
+Importing this package registers every reader (sparse attention: Quest, RocketKV).
 """
 
 from kvfold.attend.quest import Quest

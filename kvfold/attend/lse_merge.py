@@ -1,7 +1,7 @@
-"""Attention in parts: each part gives its output and log-sum-exp, and parts merge exactly.
+"""Attention in parts, merged exactly by log-sum-exp (FlashDecoding's split-KV, done over storage).
 
-This is how sealed pages of several codecs, the open block and the tokens of the current chunk are attended to without
-ever being concatenated (FlashDecoding's split, done over storage).
+So paged KV of several codecs, the open block and the tokens of the current chunk are attended to without being
+concatenated.
 
     H KV heads   G query heads per KV head   T queries   S slots   D head dim
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvfold.attend.sdpa import fused, fused_with_bias
+from kvfold.attend.sdpa import sdpa, sdpa_with_bias
 
 
 def compute_dtype(q: Tensor) -> torch.dtype:
@@ -35,9 +35,9 @@ def attend(
     if mask_TS is None and q_HGTD.is_cuda and q_HGTD.dtype in (torch.float16, torch.bfloat16):
         q_QTD = q_HGTD.flatten(0, 1)
         if bias_HS is None:
-            out_QTD, lse_QT = fused(q_QTD, k_HSD, v_HSD, scale, causal)
+            out_QTD, lse_QT = sdpa(q_QTD, k_HSD, v_HSD, scale, causal)
         else:
-            out_QTD, lse_QT = fused_with_bias(q_QTD, k_HSD, v_HSD, scale, bias_HS)
+            out_QTD, lse_QT = sdpa_with_bias(q_QTD, k_HSD, v_HSD, scale, bias_HS)
         return out_QTD.unflatten(0, q_HGTD.shape[:2]), lse_QT.unflatten(0, q_HGTD.shape[:2])
     if q_HGTD.device.type != "cpu":
         return attend_reference(q_HGTD, k_HSD, v_HSD, scale, causal=causal, mask_TS=mask_TS, bias_HS=bias_HS)
@@ -107,7 +107,8 @@ def attend_reference(
 
 
 class LseMerge:
-    """Running sum over parts, in fp32. A part may cover some of the heads; parts of rising heads are joined first."""
+    """Running merge of parts, in fp32. A part may cover some of the heads; parts of ascending heads are joined
+    first."""
 
     def __init__(self, q_HGTD: Tensor) -> None:
         self._q = q_HGTD

@@ -1,7 +1,7 @@
-"""Attention to what was evicted: the pages whose summaries fit the queries best are brought back from the host.
+"""Attention to offloaded KV pages (`recall`): the top pages by Quest's bound are copied back from host memory.
 
-A decoded token chooses for itself, also in a draft, so drafting changes no result; the tokens of a prompt's piece
-choose together, and see the same pages.
+A decoded token selects for itself, also in a draft, so speculative decoding changes no result; the tokens of a prefill
+chunk select together and see the same pages.
 
     H KV heads   G query heads per KV head   T queries   X choices: T, or 1   M pages   W pages read   P slots of a page
     R rows: the (KV head, choice) pairs   S slots of a row, W * P   D head dim
@@ -18,17 +18,17 @@ from kvfold.pages.host_offload import OffloadedLayer
 from kvfold.pages.sequence import SequenceCache
 
 _TILE = 64  # queries whose bounds of all pages exist at once
-_UNUSED = -3e4  # bias of a slot that is not there: below every score, and a number in every dtype
+_UNUSED = -3e4  # bias of an unused slot: below every score, and finite in every dtype
 
 
 def merge_offloaded(merge: LseMerge, sequence: SequenceCache, layer: int, q_HGTD: Tensor, *, together: bool) -> None:
-    """Merge attention to recalled slots of one layer, if it has offloaded any."""
+    """Merge attention to recalled pages of one layer, if it has offloaded any."""
     offloaded = sequence.offloaded.layers.get(layer) if sequence.offloaded is not None else None
     if offloaded is None or not offloaded.num_pages:
         return
-    q_HGTD = _facing(sequence, layer, offloaded, q_HGTD)
-    index_HXW = choose_pages(offloaded, q_HGTD, together=together)
-    k_RSD, v_RSD, bias_RS = _staged(offloaded, index_HXW, q_HGTD)
+    q_HGTD = _shifted_queries(sequence, layer, offloaded, q_HGTD)
+    index_HXW = topk_pages(offloaded, q_HGTD, together=together)
+    k_RSD, v_RSD, bias_RS = _gathered(offloaded, index_HXW, q_HGTD)
     q_RGXD = q_HGTD if together else q_HGTD.transpose(1, 2).flatten(0, 1).unsqueeze(2)
     out, lse = attend(q_RGXD, k_RSD, v_RSD, offloaded.spec.scale, bias_HS=bias_RS)
     if not together:
@@ -37,7 +37,7 @@ def merge_offloaded(merge: LseMerge, sequence: SequenceCache, layer: int, q_HGTD
     merge.add(slice(0, len(q_HGTD)), out, lse)
 
 
-def choose_pages(offloaded: OffloadedLayer, q_HGTD: Tensor, *, together: bool) -> Tensor:
+def topk_pages(offloaded: OffloadedLayer, q_HGTD: Tensor, *, together: bool) -> Tensor:
     """Pages of largest weight, int64 [H, X, W]; all of them where there are no more."""
     num_pages = offloaded.num_pages
     most = min(offloaded.recall.num_pages, num_pages)
@@ -59,8 +59,8 @@ def _weights(offloaded: OffloadedLayer, q_HGTD: Tensor) -> Tensor:
     return weight_HTM.masked_fill(unused_HM.unsqueeze(1), -1.0)
 
 
-def _facing(sequence: SequenceCache, layer: int, offloaded: OffloadedLayer, q_HGTD: Tensor) -> Tensor:
-    """Queries as pages see them: with `slot` positions a page of P slots ends where the first stored slot stands."""
+def _shifted_queries(sequence: SequenceCache, layer: int, offloaded: OffloadedLayer, q_HGTD: Tensor) -> Tensor:
+    """With `slot` positions, queries rotated so that a page of P slots ends where the first stored slot is."""
     if not offloaded.rotates:
         return q_HGTD
     assert offloaded.spec.rope is not None
@@ -69,7 +69,7 @@ def _facing(sequence: SequenceCache, layer: int, offloaded: OffloadedLayer, q_HG
     return offloaded.spec.rope.rotate(q_HGTD, -shift_H.view(-1, 1, 1))
 
 
-def _staged(offloaded: OffloadedLayer, index_HXW: Tensor, q_HGTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _gathered(offloaded: OffloadedLayer, index_HXW: Tensor, q_HGTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Keys, values [R, S, D] and biases [R, S] of pages, gathered on the host and sent on the queue of the device."""
     heads, choices, _ = index_HXW.shape
     index_HN = index_HXW.flatten(1)

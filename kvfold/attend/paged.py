@@ -1,10 +1,10 @@
-"""Attention to sealed pages, in the codec's own basis: row by row where that is cheap beside the work, else run by run.
+"""Paged attention in PyTorch: attend to a layer's KV pages in the codec's own basis, row by row or run by run.
 
 Attention in parts is exact but for rounding, and rounding depends on where the parts end. A row is all that a head
-stores, wherever its pages lie: a prompt that goes on over a stored prefix rounds as the one that computed it.
+stores, whatever pages it is in: a prompt that continues a cached prefix rounds as the one that computed it.
 
 Keys keep their stored rotation. With `slot` positions they appear moved towards the query by the gaps behind them:
-q at position p - shift against a key at its original position gives the distance to the moved key, so a stretch of
+q at position p - shift against a key at its original position gives the distance to the moved key, so a run of
 slots with one shift is read by rotating q, and only a row with many gaps has its keys rotated.
 
     H KV heads   G query heads per KV head   T queries   S slots   D head dim   N flat slots of a run
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvfold.attend.lse_merge import LseMerge, attend
 from kvfold.attend.offloaded import merge_offloaded
-from kvfold.attend.topk import TopkSlots, choose
+from kvfold.attend.topk import TopkSlots, select_topk
 from kvfold.core import Rope
 from kvfold.pages.extent import Run
 from kvfold.pages.fp_sinks import layer_fp_sinks
@@ -30,11 +30,11 @@ from kvfold.pages.read import decode_run, in_basis, restored_run
 from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.shifts import Piece
 
-_TILE = 128  # queries whose scores over a stretch exist at once
+_TILE = 128  # queries whose scores over a part exist at once
 
 
 @dataclass
-class Stretch:
+class KVPart:
     """Slots of consecutive heads, ready for one attention call: queries already in the basis of the keys."""
 
     heads: slice
@@ -80,21 +80,21 @@ def merge_paged(
 
 def read_parts(
     sequence: SequenceCache, layer: int, q_HGTD: Tensor, start: int, *, whole: bool = False
-) -> Iterator[Stretch | TopkSlots]:
-    """What the queries read of the sealed slots: what the policy's reader chooses, or (`whole`) all they can see."""
-    if not whole and sequence.tail.layers[layer].page_class.reader.chooses:
-        chosen = choose(sequence, layer, q_HGTD)
+) -> Iterator[KVPart | TopkSlots]:
+    """The sealed slots that queries read: those the policy's reader selects, or (`whole`) all they can see."""
+    if not whole and sequence.tail.layers[layer].page_class.reader.selects:
+        chosen = select_topk(sequence, layer, q_HGTD)
         if chosen is not None:
             if layer_fp_sinks(sequence, layer):
                 yield _fp_sinks(sequence, layer, q_HGTD)
             yield chosen
             return
-    yield from stretches(sequence, layer, q_HGTD, start, whole=whole)
+    yield from kv_parts(sequence, layer, q_HGTD, start, whole=whole)
 
 
-def stretches(
+def kv_parts(
     sequence: SequenceCache, layer: int, q_HGTD: Tensor, start: int, *, whole: bool = True
-) -> Iterator[Stretch]:
+) -> Iterator[KVPart]:
     """Every sealed slot of one layer that a query can see: row by row, or, for a step (not `whole`) over slots that
     need no decoding, in as few pieces as storage allows without a copy."""
     spec = sequence.spec.layers[layer]
@@ -110,22 +110,22 @@ def stretches(
         pages = segment.layers[layer]
         if spec.sliding_window is not None:
             if segment is sequence.tail or segment.end_len > start + 1 - spec.sliding_window:
-                yield from plain(pages, q_HGTD, first, (spec.sliding_window, start))
+                yield from run_parts(pages, q_HGTD, first, (spec.sliding_window, start))
         elif sequence.policy.position.shifts:
             yield from _shifted(sequence, layer, pages, q_HGTD, first)
         else:
-            yield from plain(pages, q_HGTD, first, skip=skip)
+            yield from run_parts(pages, q_HGTD, first, skip=skip)
         first = [n + length for n, length in zip(first, pages.lens, strict=True)]
 
 
-def _fp_sinks(sequence: SequenceCache, layer: int, q_HGTD: Tensor) -> Stretch:
-    """The first slots as they came; their codes are skipped."""
+def _fp_sinks(sequence: SequenceCache, layer: int, q_HGTD: Tensor) -> KVPart:
+    """The full-precision sinks; their codes are skipped."""
     assert sequence.fp_sinks is not None
     k_HSD, v_HSD = (side[layer].to(q_HGTD.dtype) for side in (sequence.fp_sinks.k, sequence.fp_sinks.v))
-    return Stretch(slice(0, len(k_HSD)), [0] * len(k_HSD), q_HGTD, k_HSD, v_HSD)
+    return KVPart(slice(0, len(k_HSD)), [0] * len(k_HSD), q_HGTD, k_HSD, v_HSD)
 
 
-def _by_row(parts: Sequence[LayerPages], q_HGTD: Tensor, skip: int) -> Iterator[Stretch]:
+def _by_row(parts: Sequence[LayerPages], q_HGTD: Tensor, skip: int) -> Iterator[KVPart]:
     """All slots of each head but the first `skip`, from however many pages they come; heads of one length together."""
     parts = [pages for pages in parts if pages.runs()]
     if not parts:
@@ -140,10 +140,10 @@ def _by_row(parts: Sequence[LayerPages], q_HGTD: Tensor, skip: int) -> Iterator[
             continue
         k_hSD, v_hSD = _stacked([row.k for row in mine]), _stacked([row.v for row in mine])
         mine_offset = None if offset is None else offset[heads]
-        stretch = Stretch(heads, [skip] * len(mine), q[heads], k_hSD[:, skip:], v_hSD[:, skip:], mine_offset)
+        part = KVPart(heads, [skip] * len(mine), q[heads], k_hSD[:, skip:], v_hSD[:, skip:], mine_offset)
         biases = [row.bias[skip:] for row in mine if row.bias is not None]
-        stretch.bias_hS = torch.stack(biases) if biases else None
-        yield stretch
+        part.bias_hS = torch.stack(biases) if biases else None
+        yield part
 
 
 class _Row(NamedTuple):
@@ -182,16 +182,16 @@ def _stacked(rows: Sequence[Tensor]) -> Tensor:
     return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(list(rows))
 
 
-def plain(
+def run_parts(
     pages: LayerPages,
     q_HGTD: Tensor,
     first: list[int],
     window: tuple[int, int] | None = None,
     *,
     skip: int = 0,
-) -> Iterator[Stretch]:
-    """Pages of one layer with keys where they were; `first`: slots of each head that came before, `window`: its length
-    and the position of the first query, `skip`: first slots of the sequence that are left out."""
+) -> Iterator[KVPart]:
+    """Pages of one layer with keys at their original positions; `first`: slots of each head that came before, `window`:
+    its length and the position of the first query, `skip`: first slots of the sequence that are left out."""
     if not pages.runs():
         return
     q, offset = in_basis(pages, q_HGTD)
@@ -204,13 +204,13 @@ def plain(
                 continue
             places = [place + out for place in done[heads]]
             its_offset = None if offset is None else offset[heads]
-            stretch = Stretch(heads, places, q[heads], k_hSD[:, out:], v_hSD[:, out:], its_offset)
+            part = KVPart(heads, places, q[heads], k_hSD[:, out:], v_hSD[:, out:], its_offset)
             if window is not None:
                 position_S = run.position_N[begins[0] :][: k_hSD.shape[1]]  # heads of such a layer never differ
-                stretch.mask_TS = _window_mask(*window, q_HGTD.shape[2], position_S)
+                part.mask_TS = _window_mask(*window, q_HGTD.shape[2], position_S)
             if run.bias_N is not None:
-                stretch.bias_hS = torch.stack([run.bias_N[begin : begin + k_hSD.shape[1]] for begin in begins])
-            yield stretch
+                part.bias_hS = torch.stack([run.bias_N[begin : begin + k_hSD.shape[1]] for begin in begins])
+            yield part
         _advance(done, run)
 
 
@@ -232,7 +232,7 @@ def _window_mask(window: int, start: int, num_queries: int, position_S: Tensor) 
 
 def _shifted(
     sequence: SequenceCache, layer: int, pages: LayerPages, q_HGTD: Tensor, first: list[int]
-) -> Iterator[Stretch]:
+) -> Iterator[KVPart]:
     """`slot` positions: stored slot i of n appears n - i before the first token that is not sealed."""
     rope = sequence.spec.layers[layer].rope
     assert rope is not None  # checked when the session was made
@@ -247,11 +247,11 @@ def _shifted(
             slot_S = torch.arange(length, device=k_ND.device)
             shift_hS = apparent_h.to(k_ND.device).unsqueeze(-1) + slot_S - position_hS
             pieces = sequence.shifts.pieces(run, heads.start, shift_hS, sequence.sealed_len)
-            yield from _by_shift(rope, Stretch(heads, done[heads], q_HGTD[heads], k_hSD, v_hSD), shift_hS, pieces)
+            yield from _by_shift(rope, KVPart(heads, done[heads], q_HGTD[heads], k_hSD, v_hSD), shift_hS, pieces)
         _advance(done, run)
 
 
-def _by_shift(rope: Rope, whole: Stretch, shift_hS: Tensor, pieces: list[Piece] | None) -> Iterator[Stretch]:
+def _by_shift(rope: Rope, whole: KVPart, shift_hS: Tensor, pieces: list[Piece] | None) -> Iterator[KVPart]:
     """Split where the shift changes if it changes rarely (sinks and a window), else rotate the keys."""
     if pieces is None:
         yield replace(whole, k_hSD=rope.rotate(whole.k_hSD, shift_hS))
@@ -259,4 +259,4 @@ def _by_shift(rope: Rope, whole: Stretch, shift_hS: Tensor, pieces: list[Piece] 
     for slots, shift_h in pieces:
         q_hGTD = rope.rotate(whole.q_hGTD, -shift_h.view(-1, 1, 1))
         first = [at + slots.start for at in whole.first]
-        yield Stretch(whole.heads, first, q_hGTD, whole.k_hSD[:, slots], whole.v_hSD[:, slots])
+        yield KVPart(whole.heads, first, q_hGTD, whole.k_hSD[:, slots], whole.v_hSD[:, slots])

@@ -39,7 +39,7 @@ class Quest(Reader):
     reference keeps its last page; there is no least number of 3 pages.
     """
 
-    chooses: ClassVar[bool] = True
+    selects: ClassVar[bool] = True
 
     tokens: int = 1024
     skip_layers: int = 2

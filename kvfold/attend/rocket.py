@@ -64,7 +64,7 @@ class Rocket(Reader):
     competes at every step.
     """
 
-    chooses: ClassVar[bool] = True
+    selects: ClassVar[bool] = True
 
     tokens: int = 1024
     skip_layers: int = 0

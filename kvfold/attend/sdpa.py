@@ -1,4 +1,4 @@
-"""Attention of one part on a GPU by the fused kernel that torch itself would choose there, with its log-sum-exp.
+"""Fused SDPA of one part on a GPU, with its log-sum-exp: the kernel that PyTorch would choose there.
 
 On Hopper that is cuDNN's, elsewhere FlashAttention 2. Both read grouped queries without repeating keys. They differ in
 what "causal" means when there are more slots than queries: FlashAttention aligns the mask at the bottom right, so one
@@ -20,7 +20,7 @@ from kvfold.core import HAS_TRITON
 _FEWEST_QUERIES = 1024
 
 
-def fused(q_QTD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+def sdpa(q_QTD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     """Output [Q, T, D] and natural-log-sum-exp [Q, T]; `causal`: query t sees slots 0 .. S - T + t."""
     if not _prefers_cudnn(q_QTD, k_HSD, v_HSD, scale):
         found = torch.ops.aten._scaled_dot_product_flash_attention(
@@ -34,10 +34,8 @@ def fused(q_QTD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float, causal: boo
     return blend(*_cudnn(q_QTD, k_HSD[:, :before], v_HSD[:, :before], scale, False), *own)
 
 
-def fused_with_bias(
-    q_QTD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float, bias_HS: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The same where slots have log-biases, which these kernels know nothing of: they become two more channels.
+def sdpa_with_bias(q_QTD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float, bias_HS: Tensor) -> tuple[Tensor, Tensor]:
+    """The same with log-biases of slots, which these kernels do not take: they become two more channels.
 
     q' = [q, 1, 1] and k' = [k, b, r] with b the bias over the scale and r what rounding took from it, so that 16 bits
     of the bias count; kernels want a multiple of 8 channels.
@@ -49,7 +47,7 @@ def fused_with_bias(
     q, k, v = (functional.pad(x, (0, wide - head_dim)) for x in (q_QTD, k_HSD, v_HSD))
     q[..., head_dim : head_dim + 2] = 1.0
     k[..., head_dim], k[..., head_dim + 1] = high_HS, low_HS
-    out, lse = fused(q, k, v, scale, False)
+    out, lse = sdpa(q, k, v, scale, False)
     return out[..., :head_dim], lse
 
 

@@ -1,6 +1,6 @@
-"""Attention to chosen slots: what a reader picks for each query, gathered and read in one call.
+"""Sparse attention while decoding: the top slots that a reader (Quest, RocketKV) selects for each query, in one call.
 
-Every query of a draft chooses for itself, as it would have alone, so drafting changes no result.
+Every query of a draft selects for itself, as it would alone, so speculative decoding changes no result.
 
     H KV heads   G query heads per KV head   T queries   R rows: the (KV head, query) pairs   D head dim
     U units of the longest head   W units read by a row   P slots of a unit   S slots of a row, W * P
@@ -23,7 +23,7 @@ from kvfold.policy.reader import PageView
 
 @dataclass(frozen=True)
 class TopkSlots:
-    """Slots of the units each row picked; queries in the basis of the keys."""
+    """Slots of the units selected by each row; queries in the basis of the keys."""
 
     heads: slice  # all of them
     q_RGD: Tensor
@@ -55,8 +55,8 @@ class TopkSlots:
         return x_HTG.transpose(1, 2)
 
 
-def choose(sequence: SequenceCache, layer: int, q_HGTD: Tensor) -> TopkSlots | None:
-    """What the layer's reader picks for these queries; None where that would be everything."""
+def select_topk(sequence: SequenceCache, layer: int, q_HGTD: Tensor) -> TopkSlots | None:
+    """The slots that the layer's reader selects for these queries; None if that would be all."""
     pages = sequence.page_list(layer)
     page_class = pages.page_class
     unit = page_class.reader.unit(page_class.page_size, page_class.group)

@@ -1,4 +1,4 @@
-"""How much, and where? Allocators, and the one place that chooses slots. Importing this registers every budget."""
+"""Budgets: how many slots each head of each layer keeps. Importing this package registers every allocator."""
 
 from kvfold.budget.ada import Ada
 from kvfold.budget.adaptive import Adaptive

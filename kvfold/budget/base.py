@@ -1,8 +1,8 @@
-"""How much, and where? An allocator turns scores into the number of slots each head keeps.
+"""Allocators: from scores to the number of slots that each head of each layer keeps.
 
 It works on one sequence: `scores` holds the [H, S] scores of each compressible layer seen so far (padding and missing
-slots are -inf, protected slots +inf), `budget` the slots that all compressible layers may keep together. The core
-chooses the top slots per head afterwards, once.
+slots are -inf, protected slots +inf), `budget` the slots that all compressible layers may keep together. The
+top slots per head are selected afterwards, once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What becomes of evicted slots. Importing this package registers every way."""
+"""What happens to evicted slots: drop, merge, fit, offload. Importing this package registers every term."""
 
 from kvfold.evicted.base import CalibrationTargets, Evicted, KeptSlots, Refit, Split
 from kvfold.evicted.d2o import D2o

@@ -1,6 +1,6 @@
-"""What becomes of the rest? Called once per layer, after the choice and before anything is encoded.
+"""What happens to evicted slots: they are dropped, merged into kept ones, fitted or offloaded, layer by layer.
 
-H KV heads   N queries   S slots that stay   D head dim
+H KV heads   N queries   S kept slots   D head dim
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvfold.score.base import Needs
 
 @dataclass
 class Split:
-    """One head's unsealed slots (n of them, position order), and which of them stay."""
+    """One head's unsealed slots (n of them, position order), and which of them are kept."""
 
     k_ND: Tensor
     v_ND: Tensor
@@ -29,12 +29,12 @@ class Split:
 
 @dataclass(frozen=True)
 class CalibrationTargets:
-    """Queries and what a layer's heads answered while everything was there: outputs, log-sum-exps of scaled scores."""
+    """Calibration queries, and a layer's outputs to them over the full cache, with log-sum-exps of scaled scores."""
 
     q_HND: Tensor
     out_HND: Tensor  # in the precision that attention has
     lse_HN: Tensor  # fp32
-    share_HN: Tensor  # fp32: of each query's attention, what the layer's slots had of it
+    share_HN: Tensor  # fp32: the cache's share of each query's attention
     scale: float
     position_N: Tensor | None = None  # where given, a query sees slots up to its own position
 
@@ -45,7 +45,7 @@ class CalibrationTargets:
         return replace(self, q_HND=q_HND, out_HND=out_HND, lse_HN=lse_HN, share_HN=share_HN)
 
     def joined(self, other: CalibrationTargets) -> CalibrationTargets:
-        """With queries of another reading behind these; all of them see every slot."""
+        """With the queries of another pass behind these; all of them see every slot."""
         q_HND, out_HND = torch.cat((self.q_HND, other.q_HND), 1), torch.cat((self.out_HND, other.out_HND), 1)
         lse_HN, share_HN = torch.cat((self.lse_HN, other.lse_HN), 1), torch.cat((self.share_HN, other.share_HN), 1)
         return replace(self, q_HND=q_HND, out_HND=out_HND, lse_HN=lse_HN, share_HN=share_HN)
@@ -53,7 +53,7 @@ class CalibrationTargets:
 
 @dataclass(frozen=True)
 class KeptSlots:
-    """One head's slots that stay: the first `num_sealed` as they are stored, the others to be encoded."""
+    """One head's kept slots: the first `num_sealed` as they are stored, the others to be encoded."""
 
     k_SD: Tensor
     v_SD: Tensor
@@ -70,21 +70,21 @@ class Refit(NamedTuple):
 
 
 class Evicted(Term, ABC):
-    """Only slots that are not sealed yet can take something over: codes never change."""
+    """Only slots that are not sealed yet can be changed: codes never are."""
 
     changes: ClassVar[bool] = True  # False: `fold` is the identity and need not be called
-    offloads: ClassVar[bool] = False  # True: what goes is written to the host, where reads find it
-    biased: ClassVar[bool] = False  # True: slots have log-biases, and `refit` is called once the choice is final
+    offloads: ClassVar[bool] = False  # True: evicted slots are offloaded to the host, and reads recall them
+    biased: ClassVar[bool] = False  # True: slots have log-biases, and `refit` is called once the selection is final
 
     @property
     def needs(self) -> Needs:
-        """What has to be observed for `refit`: last queries, or queries of a second reading."""
+        """What has to be observed for `refit`: last queries, or queries of a replay."""
         return Needs()
 
     @abstractmethod
     def fold(self, split: Split) -> tuple[Tensor, Tensor]:
-        """Keys and values [n_kept, D] of the slots that stay."""
+        """Keys and values [n_kept, D] of the kept slots."""
 
     def refit(self, targets: CalibrationTargets, heads: Sequence[KeptSlots]) -> list[Refit]:
-        """Values and biases with which what stays of each head answers as everything did; as they were by default."""
+        """Values and biases with which the kept slots of each head reproduce the targets; default: unchanged."""
         return [Refit(slots.v_SD[slots.num_sealed :], slots.bias_S[slots.num_sealed :]) for slots in heads]

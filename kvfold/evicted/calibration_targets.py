@@ -1,8 +1,8 @@
-"""What the heads of a layer answer to a prompt's last queries while the whole cache is there: targets of `fit(prompt)`.
+"""Calibration targets of `fit(prompt)`: a layer's outputs to the prompt's last queries over the full cache.
 
 In tiles of queries, so that no more than a few hundred megabytes of scores exist at once.
 
-    H KV heads   G query heads per KV head   T tokens whose queries are asked   N = G * T   S slots   D head dim
+    H KV heads   G query heads per KV head   T query tokens   N = G * T   S slots   D head dim
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MOST_SCORES = 1 << 25  # at once, 128 MiB
 
 
 def targets_of(view: View, q_HGTD: Tensor, position_T: Tensor) -> CalibrationTargets:
-    """Every head's answers to queries that see slots up to their own position, and nothing else."""
+    """Every head's outputs to queries that see slots up to their own position."""
     position_N = position_T.repeat(q_HGTD.shape[1])
     q_HND, hidden_HS = q_HGTD.flatten(1, 2), ~view.valid_RS
     k_HSD, v_HSD = (x_HSD.masked_fill(hidden_HS.unsqueeze(-1), 0.0).float() for x_HSD in (view.k_RSD, view.v_RSD))

@@ -1,4 +1,4 @@
-"""`drop`: an evicted slot is gone."""
+"""`drop`: evicted slots are discarded."""
 
 from __future__ import annotations
 

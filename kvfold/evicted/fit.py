@@ -1,11 +1,11 @@
-"""`fit`: what stays learns to answer for what goes, in closed form (Attention Matching, arXiv:2602.16284).
+"""`fit`: values and log-biases of kept slots, fitted in closed form to the full cache (Attention Matching, 2602.16284).
 
 Later tokens see a cache through two things: its output and its mass, by which it is weighed against what came after it.
 Both are matched per KV head on calibration queries q_i, for which the whole cache gave output y_i and log-sum-exp l_i.
 With s_ij = q_i.k_j * scale and x_ij = exp(s_ij - l_i), keys as they are:
 
     mass      w  =  argmin |C (X w - 1)|^2 + m |w - 1|^2      in [e^-limit, e^limit]; the log-bias of slot j is ln w_j
-    values    V' =  argmin |C (P V' - Y)|^2 + m' |V' - V|^2   with P = softmax(s + ln w) over what stays
+    values    V' =  argmin |C (P V' - Y)|^2 + m' |V' - V|^2   with P = softmax(s + ln w) over the kept slots
 
 C is diagonal: a query counts by the share of its attention that the cache had, while the rest went to the reading it
 was asked in. What the cache answers reaches it by this share; queries that look elsewhere would only blur what others
@@ -14,7 +14,7 @@ codes and biases; the new ones make up for what they do not answer.
 
 Heads of a layer are solved in batches of similar length.
 
-    B heads   N queries   S slots that stay, new ones first   M new ones   D head dim
+    B heads   N queries   S kept slots, new ones first   M new ones   D head dim
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _MOST_PADDING = 1.5  # the longest head of a batch over the shortest
 
 @dataclass(frozen=True)
 class Padded:
-    """Slots that stay of some heads: the first `num_new` columns to be encoded, the others as they are stored."""
+    """Kept slots of some heads: the first `num_new` columns to be encoded, the others as they are stored."""
 
     k_BSD: Tensor
     v_BSD: Tensor

@@ -1,4 +1,4 @@
-"""`recall`: what is evicted goes to the host page by page, and queries bring the best pages back.
+"""`recall`: evicted slots are offloaded to the host in pages, and each read copies the best pages back.
 
 A summary of each page stays on the device: the smallest and largest value of every key channel, as in Quest
 (arXiv:2406.10774). No key of the page can score higher than sum_d max(q_d * min_d, q_d * max_d). ArkVale (NeurIPS 2024)

@@ -60,7 +60,7 @@ def _check_predictor(policy: Policy, spec: ModelSpec) -> None:
 
 
 def _check_reader(policy: Policy, spec: ModelSpec) -> None:
-    if policy.attend.chooses and not any(policy.attend.at(i).chooses for i in spec.compressible_layers):
+    if policy.attend.selects and not any(policy.attend.at(i).selects for i in spec.compressible_layers):
         raise PolicyError(
             f'policy "{policy.short}": no layer of {spec.name} would select pages; let the reader skip fewer '
             f"layers than {spec.num_layers}, or leave it out"

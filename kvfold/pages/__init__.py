@@ -1,1 +1,1 @@
-"""Memory: the arena and its superblocks, pages owned by heads, shared segments, the open block, the commit line."""
+"""Paged KV cache: the arena (block pool), pages and page tables, shared segments (copy-on-write), the open block."""

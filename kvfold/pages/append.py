@@ -1,5 +1,5 @@
-"""Make room for blocks of new slots behind every head and say where each slot goes: the host's part of a seal that
-evicts nothing. A kernel then encodes the slots of all layers, heads and sequences in one launch.
+"""Append open blocks to the KV pages of many sequences: allocate pages and compute slot addresses on the host, for a
+seal that evicts nothing. A kernel then encodes the slots of all layers, heads and sequences in one launch.
 
 With hundreds of sequences, tens of thousands of heads append at once, so places are worked out on arrays.
 

@@ -1,4 +1,4 @@
-"""One piece of memory, lent in runs of superblocks; base addresses never move.
+"""The arena: the block pool of the paged KV cache, one allocation lent in runs of superblocks; addresses never move.
 
 A *superblock* is the unit the arena counts in. A *span* is a run of adjacent superblocks lent to one page class: it
 holds `num_pages` pages laid out field by field, so that adjacent pages form one dense array per field:

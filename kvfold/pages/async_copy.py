@@ -1,4 +1,4 @@
-"""Small facts between host and device without a wait, and indices of known number.
+"""Asynchronous copies between host and device through pinned memory, and indices of known number.
 
 An ordinary copy from the host's memory, a `tolist` and a `nonzero` all end only when the device has done everything
 that was queued before; then it stands idle until the host has caught up. A copy through page-locked memory joins the

@@ -16,7 +16,7 @@ def stored_bytes_read(sequence: SequenceCache, layer: int) -> float:
     every += sink_bytes
     if page_class.needs_below:  # which may need its own
         every += stored_bytes_read(sequence, layer - 1)
-    if not page_class.reader.chooses:
+    if not page_class.reader.selects:
         return every
     heads = [[extent for part in parts for extent in part.extents[head]] for head in range(parts[0].num_heads)]
     pages = [sum(page_class.pages_for(extent.length) for extent in extents) for extents in heads]

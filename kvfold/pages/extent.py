@@ -1,4 +1,4 @@
-"""Adjacent pages: the extents that heads own, and the runs that readers decode in one go.
+"""Adjacent KV pages: the extents that heads own, and the runs of extents that are decoded in one call.
 
 N flat slots, head after head   D head dim
 """

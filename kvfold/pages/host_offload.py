@@ -1,7 +1,7 @@
-"""Slots that a sequence has evicted and may recall: on the host, in pages, with a summary of each page on the device.
+"""KV offload: evicted slots of a sequence in host memory, in pages, with page summaries on the device (`recall`).
 
-Pages are written once, so forks share them. The layers of a sequence take rotates at one staging area, into which the
-pages of a read are copied.
+Pages are written once, so forks share them. The layers of a sequence share one staging area, into which the pages of a
+read are copied.
 
     H KV heads   N slots of a head on the host   M pages   D head dim   n slots that go at once
 """
@@ -123,7 +123,7 @@ class OffloadedSlots:
 
     @property
     def resident_bytes(self) -> int:
-        """Summaries, and the staging area that the layers take rotates at."""
+        """Summaries, and the staging area that the layers share."""
         staging = max((layer.staging_bytes for layer in self.layers.values()), default=0)
         return staging + sum(layer.pages.num_bytes for layer in self.layers.values())
 

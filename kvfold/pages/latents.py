@@ -1,4 +1,4 @@
-"""Slots rebuilt from latents, run by run (codec/basis.py).
+"""Low-rank decoding: slots rebuilt from latents, run by run (codec/basis.py).
 
 A head is rebuilt from the latents of its whole group, of which its own pages hold a share. Heads of a group hold the
 same slots in the same order; their extents usually lie in one run at the same places, and where memory was scattered

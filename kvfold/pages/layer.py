@@ -1,4 +1,4 @@
-"""The pages of one layer: which head owns which, how codes get in and out, and what a reader sees of them.
+"""The KV pages of one layer: which head owns which (its page table), encoding, appending and gathering of slots.
 
 A head's pages lie in *extents*, stretches of adjacent pages of one span; heads usually get adjacent extents, which
 readers see as one *run* (a single decode, and with equal lengths a single [H, slots, D] view).
@@ -35,8 +35,8 @@ class Changes:
     """`number` rises whenever slots or pages change, to one that no state of any pages has had before.
 
     `unwritten`: changes that so far stand in arrays only (pages/places.py). Thousands of heads grow at a seal and
-    nobody looks at their extents until the next prompt, so extents are brought up to date when they are asked for.
-    `table`: the present state as arrays, where somebody has asked for it.
+    extents are not read until the next prompt, so they are brought up to date on access.
+    `table`: the page table as arrays, once built.
     """
 
     def __init__(self) -> None:
@@ -59,8 +59,7 @@ class LayerPages:
     """Extents per head, and what the codecs learnt (State) when the first slot was sealed.
 
     `bases`: of sides that are stored as latents; the model's, not the sequence's.
-    `below`: that layer in the same segment, where a codec needs it. Layers of a segment share
-    `changes`.
+    `below`: the layer below in the same segment, for a cross-layer codec. Layers of a segment share `changes`.
     """
 
     page_class: PageClass

@@ -1,8 +1,8 @@
-"""What a page holds: P slots of one KV head of one layer, as fields of fixed width.
+"""Page layout: a page holds P KV slots of one head of one layer, as fields of fixed width.
 
 Every page has the codec's fields for keys ("k.*") and values ("v.*") and the original position of each slot (int32).
-Where slots stand for others that are gone (evicted/fit.py), each has a log-bias that is added to its scaled scores.
-A reader that chooses adds summaries of the page or its slots ("page.*"), computed from what the page holds whenever
+Under `fit` (evicted/fit.py) each slot has a log-bias that is added to its scaled scores.
+A reader that selects adds summaries of the page or its slots ("page.*"), computed from what the page holds whenever
 that changes: they are memory like the rest, but no part of a slot's code, so nothing moves or saves them.
 """
 
@@ -22,7 +22,7 @@ POSITION = Field("position", torch.int32, 1)
 BIAS = Field("bias", torch.float32, 1)  # natural log
 SUMMARY = "page."  # prefix of the fields that a reader adds
 _ALIGNMENT = 64  # bytes: each region of a span starts on one
-_ENTRY_BYTES = 8  # what a reader that chooses pages keeps of each: its number and the slots used
+_ENTRY_BYTES = 8  # what a reader that selects pages keeps of each: its number and the slots used
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class PageClass:
     @cached_property
     def is_plain(self) -> bool:
         """Whether keys and values are rows of floats, all of which are read, and nothing else bears on attention."""
-        return self.k.as_floats and self.v.as_floats and not self.has_bias and not self.reader.chooses
+        return self.k.as_floats and self.v.as_floats and not self.has_bias and not self.reader.selects
 
     def codec(self, side: Side) -> Codec:
         return self.k if side == "k" else self.v
@@ -121,7 +121,7 @@ class PageClass:
     @property
     def entry_bytes(self) -> int:
         """Of a page, what the reader's list of pages takes."""
-        return _ENTRY_BYTES if self.reader.chooses else 0
+        return _ENTRY_BYTES if self.reader.selects else 0
 
     @property
     def bytes_per_slot(self) -> float:

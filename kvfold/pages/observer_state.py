@@ -1,7 +1,7 @@
-"""What keeps changing after slots are sealed: attention mass, the last queries, query moments.
+"""Observer state of a sequence: attention mass of its slots, the last queries, query moments.
 
-It belongs to one sequence, is counted in its resident bytes and copied on fork. Tensors exist only where the policy's
-scorers ask for them.
+It counts in the resident bytes of the sequence and is copied on fork. Tensors exist only if the policy's scorers need
+them.
 
     H KV heads   Q query heads   S stored slots   W window   D head dim
 """
@@ -68,8 +68,8 @@ class Moments:
 class LayerObserverState:
     """`mass_HS` follows the row order of stored slots (padding 0); `open_mass_HR` that of the open block.
 
-    Last queries and moments are of tokens one behind the other, the last of them at `query_end` - 1: what is read or
-    decoded while nobody watches ends the run, and the next query that is noted begins a new one.
+    Last queries and moments are of consecutive tokens, the last of them at `query_end` - 1: tokens that were not
+    observed end the run, and the next query that is observed begins a new one.
     """
 
     mass_HS: Tensor | None = None
@@ -93,10 +93,10 @@ class LayerObserverState:
         return LayerObserverState(*tensors, moments, self.query_end)
 
     def go_on_at(self, position: int) -> None:
-        """The next query is of this position: keep what leads up to it."""
+        """The next query is of this position: keep the queries just before it."""
         if position > self.query_end:
             self.last_q_QWD = self.moments = None
-        elif position < self.query_end and self.last_q_QWD is not None:  # drafts were noted and did not stay
+        elif position < self.query_end and self.last_q_QWD is not None:  # drafts were observed and rejected
             kept = self.last_q_QWD.shape[1] - (self.query_end - position)
             self.last_q_QWD = self.last_q_QWD[:, :kept].clone() if kept > 0 else None
         self.query_end = position
@@ -110,7 +110,7 @@ class LayerObserverState:
 
 @dataclass
 class ObserverState:
-    """`is_live`: captured steps write its tensors in place, so whoever wants to come back to them copies them."""
+    """`is_live`: captured steps write its tensors in place, so a snapshot has to copy them."""
 
     layers: list[LayerObserverState] = field(default_factory=list)
     is_live: bool = False
@@ -120,7 +120,7 @@ class ObserverState:
         return sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors())
 
     def set_query_end(self, position: int) -> None:
-        """A captured step has noted a query in every layer."""
+        """A captured step has observed a query in every layer."""
         for layer in self.layers:
             layer.query_end = position
 

@@ -1,4 +1,4 @@
-"""The open block: where new slots wait, in the cache's own dtype, until they are committed and sealed.
+"""The open block (residual buffer): the newest KV slots in the cache's own dtype, until they are committed and sealed.
 
 R slots per head and one fill count for the whole sequence, so all heads append and seal at the same step, known on the
 host without a sync. Slots past the commit line (drafts, a cancelled step) roll back.

@@ -1,7 +1,7 @@
-"""Pages for all heads of a tail at once, worked out on arrays: what a seal that needs memory costs the host.
+"""Batched page allocation: pages for all heads of a tail at once, computed on arrays.
 
-The table of a segment (pages/places.py) is carried on, not built anew: new pages are rows behind each head's others.
-Extents are written down when somebody asks for them.
+The page table of a segment (pages/places.py) is extended, not rebuilt: new pages are rows behind each head's others.
+Extents are updated on access.
 
     E extents   X heads of all layers   P pieces: adjacent pages that one head gets   R runs of free pages
     F address columns of pages/places.py

@@ -1,7 +1,7 @@
-"""All pages of one layer as one list, and codes of some units of them: how a reader that chooses sees storage.
+"""Page table of one layer for sparse readers (Quest, RocketKV), and a gather of the codes of selected units.
 
-Pages are numbered run after run, used or not. Runs lie in different places of memory, so picking units asks the device
-once per layer how many come from each run.
+Pages are numbered run after run, used or not. Runs lie in different places of memory, so a gather reads back once per
+layer how many units come from each run.
 
     H KV heads   M pages of the longest head   U units of it, slots of a page in a row   N units picked
 """

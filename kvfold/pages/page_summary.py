@@ -1,4 +1,4 @@
-"""Summaries of pages: what a reader that chooses (policy/reader.py) keeps of each or of its slots, beside their codes.
+"""Page summaries of sparse readers (policy/reader.py), such as Quest's channel bounds, stored beside the codes.
 
 They are computed from the keys as a reader will decode them, for every page that slots were written to: sealing,
 compaction and loading all write through the same place, so a summary is never older than its page.

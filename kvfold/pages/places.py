@@ -1,8 +1,7 @@
-"""Where every slot of a segment lies, as arrays: what kernels are given instead of views, and what many appends at
-once are worked out on instead of extents.
+"""Page table of a segment as arrays: address and stride of every extent, for kernels and for batched appends.
 
 An extent is one dense array per field, so an address and a stride per field say where each of its slots is. Slots that
-are appended change lengths only; `Places` stays the same object, which tells readers that nothing has moved.
+are appended change lengths only; `Places` stays the same object as long as nothing has moved.
 
     E extents, layer by layer, then head by head, oldest first   L layers   X heads of all layers
     F the fields a kernel reads (COLUMNS), then positions

@@ -1,4 +1,4 @@
-"""Reading stored slots back: per run for attention, per head in the model's own basis for scorers.
+"""Read (dequantise) stored KV slots: per run for attention, per head in the model's own basis for scorers.
 
 N flat slots of a run, used or not   D head dim   H KV heads   G query heads per KV head   T queries
 """

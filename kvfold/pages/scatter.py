@@ -1,4 +1,4 @@
-"""Write codes to their places in pages: few launches, however many heads and fields there are.
+"""Scatter codes into KV pages: few launches, however many heads and fields there are.
 
 Codes lie head after head; their places do too, but for the unused end of each head's last page. Places that meet end to
 end take one copy per field (heads of full pages); others one indexed copy per field, or on a CPU, where launches are

@@ -1,7 +1,7 @@
-"""Segments: sets of pages of all layers and heads over one range of committed tokens.
+"""Segments: refcounted KV pages of all layers and heads over one range of committed tokens (shared prefix blocks).
 
-A sequence is a list of shared segments, which never change again, and one private tail. References are counted here,
-never on pages: a long prompt has hundreds of thousands of them.
+A sequence is a list of shared segments, which never change (copy-on-write), and one private tail. Refcounts are kept
+per segment, not per page: a long prompt has hundreds of thousands of pages.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Segment:
         how many of each head."""
         codes, counts = [], []
         for layer in self.layers:
-            size = layer.page_class.page_size if layer.page_class.reader.chooses else 1
+            size = layer.page_class.page_size if layer.page_class.reader.selects else 1
             rest = [length % size for length in layer.lens]
             index = [torch.arange(n - r, n, device=self.arena.device) for n, r in zip(layer.lens, rest, strict=True)]
             codes.append(layer.gather(index))

@@ -1,6 +1,6 @@
-"""The page table of a segment as arrays, built from its extents when somebody asks for it.
+"""Builds the page table of a segment (places.py) from its extents, on first use.
 
-    E extents   L layers   F the fields a kernel reads (COLUMNS), then positions
+E extents   L layers   F the fields a kernel reads (COLUMNS), then positions
 """
 
 from __future__ import annotations

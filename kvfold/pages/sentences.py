@@ -1,4 +1,4 @@
-"""Where the sentences of a sequence end: told as tokens are read, asked for by the positions of slots.
+"""Sentence boundaries of a sequence: recorded as tokens are read, looked up by the positions of slots.
 
 N positions   E sentences
 """

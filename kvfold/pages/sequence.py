@@ -94,7 +94,7 @@ class SequenceCache:
         return [segment.layers[layer] for segment in (*self.segments, self.tail)]
 
     def page_list(self, layer: int) -> PageList:
-        """The pages of one layer for a reader that chooses; the same object until they change."""
+        """The pages of one layer for a reader that selects; the same object until they change."""
         parts, known = self.layer_parts(layer), self._lists.get(layer)
         if known is None or not known.covers(parts):
             known = self._lists[layer] = PageList.of(parts)
@@ -177,7 +177,7 @@ class SequenceCache:
     def _splits_pages(self) -> bool:
         """Whether a reader ranks pages, which then must end where they would without a fork."""
         layers = self.tail.layers
-        ranked = any(layer.page_class.reader.chooses for layer in layers)
+        ranked = any(layer.page_class.reader.selects for layer in layers)
         return ranked and all(layer.page_class.relocatable for layer in layers)
 
     def _freeze_tail(self) -> Segment:

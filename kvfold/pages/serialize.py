@@ -1,4 +1,4 @@
-"""A sequence as flat tensors, codes byte for byte, and back: what files and other machines hold of it.
+"""Serialise the KV cache of a sequence to flat tensors, codes byte for byte, and back.
 
     {layer}.lens              int64 [pieces, heads]: slots of each head's pieces
     {layer}.{field}           rows of a field, piece after piece, in each head after head

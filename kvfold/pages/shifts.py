@@ -1,4 +1,4 @@
-"""How far kept keys appear moved under `slot` positions, where that changes rarely: known until slots change.
+"""Position shifts of kept keys under `slot` positions, cached until slots change (eager decode).
 
 Finding the borders asks the device, which a decode step should not wait for. What was found of a run holds as long as
 no slot is sealed or evicted: the run is made anew when its own slots change, and every seal moves the rest.

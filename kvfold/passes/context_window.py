@@ -1,8 +1,8 @@
-"""How far back a query looks, against the positions the model was trained on.
+"""Warn when queries reach past the context window that the model was trained on.
 
 A rotary model sees distances only. With `keep` positions the first slot is as far away as the sequence is long; with
 `slot` positions gaps close up, and it is as far away as slots are stored. Past the trained window models break down
-(StreamingLLM, arXiv:2309.17453; measured in docs/streaming.md), which is worth a word, not an error.
+(StreamingLLM, arXiv:2309.17453; measured in docs/streaming.md), which is a warning, not an error.
 """
 
 from __future__ import annotations

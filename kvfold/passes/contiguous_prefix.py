@@ -1,8 +1,7 @@
-"""A stored prefix in one piece with what is read behind it, so that a hit rounds as the cold run did.
+"""A cached prefix copied in front of the new tokens, so that a prefix-cache hit is bitwise equal to the cold run.
 
-Attention in parts is exact but for rounding, and rounding depends on where the parts end: at the borders of what was
-stored together. A run that stops and goes on over slots that are stored as they were computed attends to all of them at
-once, wherever they came from, when they stand in front of the new ones.
+Attention in parts is exact but for rounding, and rounding depends on where the parts end. Lossless slots of a prefix
+are copied in front of the new tokens' keys and values, and attention reads both in one call.
 
     H KV heads   S stored slots   T new tokens   N flat slots of a run   D head dim
 """
@@ -18,7 +17,7 @@ from kvfold.pages.sequence import SequenceCache
 
 
 def can_join(sequence: SequenceCache, layer: int) -> bool:
-    """Whether the layer holds every token of the sequence as it was computed, and in its place."""
+    """Whether the layer holds every token of the sequence, lossless and in order."""
     length = sequence.sealed_len
     if not length or sequence.policy.position.shifts:
         return False

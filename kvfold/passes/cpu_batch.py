@@ -1,4 +1,4 @@
-"""One token for each of many sequences on a CPU: rows of like length are read in one call.
+"""Batched decode attention on a CPU: one token for each of many sequences, rows of like length in one call.
 
 Attention to a few hundred slots takes less time than calling it, and calling it apart for pages and open block twice
 as long. So slots that are stored as floats are copied side by side, in fp32, as which a CPU reads them anyhow. Their
@@ -132,7 +132,7 @@ def _places(k_HSD: Tensor, v_HSD: Tensor, row: Row, num_open: int) -> Iterator[T
 
 @dataclass
 class CpuBatch:
-    """The calls of a step. Layers take turns at the room of a call where their slots are as many."""
+    """The attention calls of a step. Layers with as many slots share the buffers of a call."""
 
     sequences: Sequence[SequenceCache]
     _calls: dict[object, list[Call]] = field(default_factory=dict)

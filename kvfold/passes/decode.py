@@ -1,8 +1,8 @@
-"""A decode step: one new token, or a draft, for each sequence of a batch, read from pages and open block.
+"""A decode step: one new token, or a draft, for each sequence of a batch, over KV pages and open block.
 
 The open block is sealed at the start of the step that would not fit, so an arena that is full is told before the step
 has changed anything. New slots are written behind the fill and count once they are kept; what scorers observe of a
-token is noted after the model has run, so that a rejected draft leaves nothing behind.
+token is noted after the model has run, so that a rejected draft changes nothing.
 
     H KV heads   G query heads per KV head   Q query heads   T tokens   N packed tokens   B rows of a call
     D head dim   R open block

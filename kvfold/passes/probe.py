@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvfold.attend.lse_merge import LseMerge
-from kvfold.attend.paged import Stretch, plain, stretches
+from kvfold.attend.paged import KVPart, kv_parts, run_parts
 from kvfold.compress.full_prompt import FullPrompt
 from kvfold.evicted.base import CalibrationTargets
 from kvfold.passes.prefill import LayerBuffer, merge_new
@@ -40,7 +40,7 @@ class ProbeAttention:
         offset = buffer.filled - q_HGTD.shape[2]
         self.q_HGTD = q_HGTD
         self._cache, self._own = LseMerge(q_HGTD), LseMerge(q_HGTD)
-        self.stored = added(self._cache, stretches(prompt.sequence, layer, q_HGTD, prompt.end + offset), spec.scale)
+        self.stored = added(self._cache, kv_parts(prompt.sequence, layer, q_HGTD, prompt.end + offset), spec.scale)
         stored_HGT = self._cache.lse_HGT
         self.prompt = added(self._cache, _prompt_parts(prompt, layer, q_HGTD, offset), spec.scale)
         merge_new(self._own, q_HGTD, buffer, offset, spec.scale, spec.sliding_window)
@@ -78,7 +78,7 @@ def grown(
     return found
 
 
-def added(merge: LseMerge, parts: Iterable[Stretch], scale: float) -> list[Stretch]:
+def added(merge: LseMerge, parts: Iterable[KVPart], scale: float) -> list[KVPart]:
     """Merge attention to parts; returns them as a list."""
     found = list(parts)
     for part in found:
@@ -92,7 +92,7 @@ def joined_targets(parts: Sequence[Answers], scale: float) -> CalibrationTargets
     return CalibrationTargets(q_HND, out_HND, lse_HN, share_HN, scale)
 
 
-def _prompt_parts(prompt: FullPrompt, layer: int, q_HGTD: Tensor, offset: int) -> Iterator[Stretch]:
+def _prompt_parts(prompt: FullPrompt, layer: int, q_HGTD: Tensor, offset: int) -> Iterator[KVPart]:
     window = prompt.sequence.spec.layers[layer].sliding_window
     reach = None if window is None else (window, prompt.end + offset)
-    return plain(prompt.segment.layers[layer], q_HGTD, [0] * q_HGTD.shape[0], reach)
+    return run_parts(prompt.segment.layers[layer], q_HGTD, [0] * q_HGTD.shape[0], reach)

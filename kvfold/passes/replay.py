@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from kvfold.attend.lse_merge import LseMerge, compute_dtype
-from kvfold.attend.paged import Stretch
+from kvfold.attend.paged import KVPart
 from kvfold.compress.full_prompt import FullPrompt
 from kvfold.evicted.base import CalibrationTargets
 from kvfold.pages.async_copy import upload
@@ -174,7 +174,7 @@ def _range(part: slice) -> range:
     return range(part.start, part.stop)
 
 
-def _cut(parts: Iterable[Stretch], slots: slice) -> list[Stretch]:
+def _cut(parts: Iterable[KVPart], slots: slice) -> list[KVPart]:
     """The parts' slots among `slots`; heads of one part start at one slot."""
     found = []
     for part in parts:
@@ -187,7 +187,7 @@ def _cut(parts: Iterable[Stretch], slots: slice) -> list[Stretch]:
     return found
 
 
-def _raise(total_HGS: Tensor, part: Stretch, lse_HGT: Tensor, scale: float) -> None:
+def _raise(total_HGS: Tensor, part: KVPart, lse_HGT: Tensor, scale: float) -> None:
     lse_hGT = lse_HGT[part.heads]
     if part.offset_hGT is not None:
         lse_hGT = lse_hGT - part.offset_hGT * scale

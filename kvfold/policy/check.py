@@ -125,7 +125,7 @@ def _check_fit(policy: PolicyParts) -> None:
         raise PolicyError(
             f"{fits} at the positions keys had, and position {_name(policy.position)} moves them; use keep"
         )
-    if policy.attend.chooses:
+    if policy.attend.selects:
         raise PolicyError(
             f"{_name(prefill.evicted)} gives slots biases, and reader {_name(policy.attend)} judges pages by keys "
             "alone; read everything with all"
@@ -170,7 +170,7 @@ def _check_below(policy: PolicyParts) -> None:
             f"codec {_name(stacked[0])} stores a slot against the same slot of the layer below, which may be evicted "
             "there; keep everything with full, or store each layer by itself, as int4 does"
         )
-    if policy.attend.chooses:
+    if policy.attend.selects:
         raise PolicyError(
             f"codec {_name(stacked[0])} decodes a layer together with the one below, so reader {_name(policy.attend)} "
             "cannot read some of its pages alone; read everything with all"
@@ -179,7 +179,7 @@ def _check_below(policy: PolicyParts) -> None:
 
 def _check_basis(policy: PolicyParts) -> None:
     for codec in filter(_is_low_rank, policy.codec.codecs):
-        if policy.attend.chooses:
+        if policy.attend.selects:
             raise PolicyError(
                 f"codec {_name(codec)} stores keys before RoPE, and reader {_name(policy.attend)} judges pages by keys "
                 "as they are stored; read everything with all"
@@ -196,7 +196,7 @@ def _is_low_rank(codec: Codec) -> TypeGuard[LowRankCodec]:
 
 
 def _check_reader(policy: PolicyParts) -> None:
-    if policy.attend.chooses and policy.position.shifts:
+    if policy.attend.selects and policy.position.shifts:
         raise PolicyError(
             f"reader {_name(policy.attend)} judges pages by keys as they are stored, and position "
             f"{_name(policy.position)} moves them when they are read; use keep, or read everything with all"

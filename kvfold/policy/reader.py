@@ -1,6 +1,6 @@
 """Which stored slots does a step read? The contract of the `attend` axis, and `all`.
 
-A reader that chooses declares summaries, numbers kept of each page or slot beside its code. They are computed from the
+A reader that selects declares summaries, numbers kept of each page or slot beside its code. They are computed from the
 keys as they will be decoded, whenever slots are sealed or moved. At a decode step it is shown the queries and a layer's
 summaries, and returns the units that each query of each KV head reads; prefill always reads everything. A unit is some
 slots of a page in a row: the whole page, or as few as can be decoded alone.
@@ -44,9 +44,9 @@ class PageView:
 
 
 class Reader(Term):
-    """A choice of the `attend` axis. Without `chooses` everything is read and no other method is called."""
+    """A choice of the `attend` axis. Without `selects` everything is read and no other method is called."""
 
-    chooses: ClassVar[bool] = False
+    selects: ClassVar[bool] = False
 
     def at(self, layer: int) -> Reader:
         """The reader of one layer, counted from the bottom."""

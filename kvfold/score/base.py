@@ -1,4 +1,4 @@
-"""What is worth keeping? A scorer gives every stored slot of a layer a number; higher means keep.
+"""Scorers: which KV slots to keep. A scorer gives every stored slot of a layer a number; higher means keep.
 
 A scorer is vectorised over rows (R = all (sequence, KV head) pairs of one layer, sequence-major) and never sees the
 batch. Rows are padded on the right; `valid_RS` tells which slots exist. Slots stand in order of position. What a
@@ -105,8 +105,7 @@ class View:
     position_RS: Tensor  # int64; padding holds 0
     valid_RS: Tensor  # bool
     seen_R: Tensor  # int64: tokens committed at the end of this call, the logical length
-    bias_RS: Tensor | None = None  # fp32: log-biases, where slots stand for others that are gone
-    seed: int = 0
+    bias_RS: Tensor | None = None  # fp32: log-biases of fitted slots (evicted/fit.py)
     slots_per_head: int = 0  # what a head keeps on average, sealed slots only; 0 where it is not asked for
     q_RGWD: Tensor | None = None  # the last W queries; a shorter prompt pads on the left
     q_position_RW: Tensor | None = None  # int64; -1 where padded

@@ -24,7 +24,7 @@ _LOW_32 = 0xFFFFFFFF
 class Random(Scorer):
     """Keep slots at random.
 
-    score = hash(seed, the run's seed, layer, head, position), uniform in [0, 1) with 24 bits. kvpress draws from one
+    score = hash(seed, 0, layer, head, position), uniform in [0, 1) with 24 bits. kvpress draws from one
     seeded generator and repeats the same numbers in every layer.
     """
 
@@ -33,7 +33,7 @@ class Random(Scorer):
     def score(self, view: View) -> Tensor:
         head_R = torch.arange(view.position_RS.shape[0], device=view.position_RS.device) % view.num_heads
         hash_RS = torch.zeros_like(view.position_RS)
-        for part in (self.seed, view.seed, view.layer, head_R.unsqueeze(-1), view.position_RS):
+        for part in (self.seed, 0, view.layer, head_R.unsqueeze(-1), view.position_RS):
             hash_RS = mix(hash_RS ^ part)
         return view.masked((hash_RS >> 8).float() / 2**24)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvfold.attend.lse_merge import LseMerge, attend_reference
-from kvfold.attend.offloaded import choose_pages, merge_offloaded
+from kvfold.attend.offloaded import merge_offloaded, topk_pages
 from kvfold.core import LayerSpec
 from kvfold.evicted.recall import Recall
 from kvfold.models.loader import Model
@@ -43,14 +43,14 @@ def test_a_page_is_summarised_by_its_smallest_and_largest_keys() -> None:
 
 def test_each_query_chooses_its_page() -> None:
     """Bounds of (1, 1) are 2 and 3, those of (-1, 2) are 2 and -2."""
-    index_HXW = choose_pages(two_pages(), queries((1, 1), (-1, 2)), together=False)
+    index_HXW = topk_pages(two_pages(), queries((1, 1), (-1, 2)), together=False)
     assert index_HXW.tolist() == [[[1], [0]]]
 
 
 def test_queries_that_choose_together_add_up_their_weights() -> None:
     """Weights are 0.27 and 0.73, then 0.98 and 0.02: the first page has more of both together."""
-    assert choose_pages(two_pages(), queries((1, 1), (-1, 2)), together=True).tolist() == [[[0]]]
-    assert choose_pages(two_pages(), queries(*[(1, 1)] * 3, (-1, 2)), together=True).tolist() == [[[1]]]
+    assert topk_pages(two_pages(), queries((1, 1), (-1, 2)), together=True).tolist() == [[[0]]]
+    assert topk_pages(two_pages(), queries(*[(1, 1)] * 3, (-1, 2)), together=True).tolist() == [[[1]]]
 
 
 def test_heads_may_have_no_pages() -> None:
@@ -58,7 +58,7 @@ def test_heads_may_have_no_pages() -> None:
     found = OffloadedLayer(Recall(tokens=2, page=2), spec, torch.float32, torch.device("cpu"), rotates=False)
     found.offload(1, KEYS[:3], KEYS[:3], torch.arange(3), [2, 1])
     q_HGTD = torch.tensor([[1.0, 2.0], [1.0, 2.0]]).view(2, 1, 1, 2)
-    assert choose_pages(found, q_HGTD, together=False)[1].tolist() == [[0]]  # bounds 3 and 1
+    assert topk_pages(found, q_HGTD, together=False)[1].tolist() == [[0]]  # bounds 3 and 1
 
 
 def recalled_of(sequence: SequenceCache, layer: int, q_HGTD: Tensor, *, together: bool) -> tuple[Tensor, Tensor]:
@@ -79,7 +79,7 @@ def test_attention_is_that_over_the_chosen_slots(model: Model) -> None:
         q_HGTD = torch.randn(2, 2, 3, 16, generator=torch.Generator().manual_seed(0))
         for together in (True, False):
             out, lse = recalled_of(sequence, 1, q_HGTD, together=together)
-            index_HXW = choose_pages(offloaded, q_HGTD, together=together)
+            index_HXW = topk_pages(offloaded, q_HGTD, together=together)
             for head in range(2):
                 for t in range(3):
                     pages_W = index_HXW[head, 0 if together else t].tolist()
@@ -111,7 +111,7 @@ def test_slot_puts_a_page_before_what_is_stored(model: Model) -> None:
         q_HGTD = torch.randn(2, 2, 1, 16, generator=torch.Generator().manual_seed(0))
         out, _ = recalled_of(moved, 0, q_HGTD, together=False)
         facing = rope.rotate(q_HGTD, torch.full((1, 1, 1), -64))
-        pages_W = choose_pages(closed, facing, together=False)[0, 0]
+        pages_W = topk_pages(closed, facing, together=False)[0, 0]
         slots = (4 * pages_W.unsqueeze(-1) + torch.arange(4)).flatten()
         apparent_SD = rope.rotate(k_ND[slots], 64 + place_N[slots] - position_N[slots])
         v_SD = true.slots.tensors["v"][0, slots]

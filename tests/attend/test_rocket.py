@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvfold.attend.rabitq import products, rotate, sketch
 from kvfold.attend.rocket import Rocket
-from kvfold.attend.topk import choose
+from kvfold.attend.topk import select_topk
 from kvfold.errors import PolicyError
 from kvfold.pages.arena import Arena
 from kvfold.pages.change import LayerChange
@@ -199,7 +199,7 @@ def test_codecs_that_decode_groups_are_read_by_the_group() -> None:
     page_class = sequence.page_list(0).page_class
     assert page_class.reader.unit(page_class.page_size, page_class.group) == 32
     q_HGTD = layers[0][0][:, 320:].unflatten(0, (1, -1))
-    chosen = choose(sequence, 0, q_HGTD)
+    chosen = select_topk(sequence, 0, q_HGTD)
     assert chosen is not None and chosen.slot_RS.shape == (1, 64)
     assert chosen.slot_RS[0].view(2, 32).diff(dim=1).eq(1).all() and int(chosen.slot_RS[0, 0]) == 0
 
@@ -214,7 +214,7 @@ def test_slots_come_from_the_run_that_holds_them() -> None:
         prefill(sequence, [(q[:, now], k[:, now], v[:, now]) for q, k, v in layers])
     assert len(sequence.page_list(0).runs) > 1
     q, k_HSD, v_HSD = layers[0]
-    chosen = choose(sequence, 0, q[:, 99:].unflatten(0, (2, -1)))
+    chosen = select_topk(sequence, 0, q[:, 99:].unflatten(0, (2, -1)))
     assert chosen is not None and chosen.valid_RS.all()
     for head in range(2):
         torch.testing.assert_close(chosen.k_RSD[head], k_HSD[head, chosen.slot_RS[head]])
@@ -248,7 +248,7 @@ def test_pages_are_the_published_second_stage(ratio: float) -> None:
     sequence = new_sequence(f"full + rocket(tokens=10, reader=pages, ratio={ratio})", spec, page_size=12)
     q, k, v = random_layers(spec, 61, seed=7)[0]
     prefill(sequence, [(q[:, :60], k[:, :60], v[:, :60])])
-    chosen = choose(sequence, 0, q[:, 60:].unflatten(0, (2, -1)))
+    chosen = select_topk(sequence, 0, q[:, 60:].unflatten(0, (2, -1)))
     assert chosen is not None and chosen.valid_RS.all()
     for head in range(2):
         expected_S = published_order(q[3 * head : 3 * head + 3, 60], k[head, :60], ratio)
@@ -266,7 +266,7 @@ def test_pages_that_end_with_a_memory_page_are_shorter() -> None:
     prefill(sequence, [(k, k, k)])
     for bigger, slot in ((0, 7), (1, 13)):
         q[..., bigger] = 50.0
-        chosen = choose(sequence, 0, q)
+        chosen = select_topk(sequence, 0, q)
         assert chosen is not None
         read = int(chosen.slot_RS[0, 0])
         assert read == slot if slot == 7 else read in (12, 13)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvfold.attend.lse_merge import attend, attend_reference
-from kvfold.attend.sdpa import blend_reference, fused
+from kvfold.attend.sdpa import blend_reference, sdpa
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="fused kernels run on a GPU")
@@ -88,7 +88,7 @@ def test_causal_queries_are_the_last_slots(t: int, s: int) -> None:
 def test_fused_equals_the_formula(t: int, s: int, causal: bool) -> None:
     """Short queries go to FlashAttention, long ones to whatever torch prefers on this device."""
     q, k, v = draw(t, s, 128, torch.bfloat16)
-    out, lse = fused(q.flatten(0, 1), k, v, 0.09, causal)
+    out, lse = sdpa(q.flatten(0, 1), k, v, 0.09, causal)
     expected = attend_reference(q, k, v, 0.09, causal=causal)
     error = (out.float() - expected[0].flatten(0, 1).float()).norm() / expected[0].float().norm()
     assert error < 1e-2

@@ -1,4 +1,4 @@
-"""Seal the full open blocks of many sequences at once: the host finds places, one launch per page class encodes.
+"""Batched seal: quantise and append the open blocks of many sequences, one kernel launch per page class.
 
 N stretches   E extents   O sequences   L layers   D head dim
 """
@@ -29,7 +29,7 @@ from kvfold.pages.sequence import SequenceCache
 
 
 def can_seal(sequence: SequenceCache) -> bool:
-    """Whether a kernel can do it: there is one for these codecs, and what they have to learn is learnt."""
+    """Whether a kernel can seal it: it knows these codecs, and their states (mean keys) are there."""
     if not sequence.arena.memory.is_cuda or not HAS_TRITON or sequence.policy.watches_mass:
         return False
     return _learnt_by(sequence.tail) is not None and not awaits_fp_sinks(sequence)

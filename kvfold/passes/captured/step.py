@@ -52,7 +52,7 @@ def _find_layout(sequence: SequenceCache) -> Layout | None:
     classes = tuple(layer.page_class for layer in sequence.tail.layers)
     known = all(_codec_name(codec, c.kv_dtype) in CODECS for c in classes for codec in (c.k, c.v))
     aligned = all(stride * c.page_size % 16 == 0 for c in classes for stride in slot_strides(c))
-    whole = not policy.attend.chooses and recall_of(policy) is None
+    whole = not policy.attend.selects and recall_of(policy) is None
     needs = ObserverNeeds.of([policy], decoding=True)
     if not known or not aligned or not whole or needs.query_stats or len(spec.compressible_layers) < spec.num_layers:
         return None
