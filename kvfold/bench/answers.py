@@ -80,9 +80,9 @@ class _Batch:
     def outcomes(self) -> dict[EvalJob, Outcome]:
         with BatchedEval(self.runner, self.jobs) as batch:
             batch.prefill(self._note_kept)
-            self.forks = {request.job: batch.fork(request) for request in batch.able if request.job.compares}
+            self.forks = {request.job: batch.fork(request) for request in batch.runnable if request.job.compares}
             batch.decode(self.runner.spec.eos_token_ids)
-            for same in grouped(batch.able, lambda request: (request.job.prompt, request.job.mode)):
+            for same in grouped(batch.runnable, lambda request: (request.job.prompt, request.job.mode)):
                 self._compare(same)
             return {request.job: self._outcome(request) for request in batch.all}
 

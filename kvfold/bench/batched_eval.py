@@ -86,7 +86,7 @@ class BatchedEval:
         self._held.close()
 
     @property
-    def able(self) -> list[EvalRequest]:
+    def runnable(self) -> list[EvalRequest]:
         return [request for request in self.all if not request.note]
 
     def _open(self, job: EvalJob) -> EvalRequest:
@@ -103,9 +103,9 @@ class BatchedEval:
 
     def prefill(self, look: Callable[[EvalRequest], None] | None = None) -> None:
         """Run all of every prompt but its last token; `look` is called with each request after its compression."""
-        for requests in grouped(self.able, lambda request: request.job.compressed):
+        for requests in grouped(self.runnable, lambda request: request.job.compressed):
             self._compress(requests, look)
-        rest = [request for request in self.able if request.rest]
+        rest = [request for request in self.runnable if request.rest]
         captured = [
             request for request in rest if self.runner.graphs is not None and layout_of(request.sequence) is not None
         ]
@@ -153,7 +153,7 @@ class BatchedEval:
 
     def decode(self, end_ids: frozenset[int]) -> None:
         """Greedy, until each request has `max_new_tokens` or an end token."""
-        groups = self._batches(self.able)
+        groups = self._batches(self.runnable)
         began = time.perf_counter()
         while groups:
             tokens = next_tokens(

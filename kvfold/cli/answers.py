@@ -1,8 +1,8 @@
-"""Ask a document questions under one policy, and measure: what `kvfold run` and `kvfold demo` are made of.
+"""Questions about a document under one policy, with sizes and times: the core of `kvfold run` and `kvfold demo`.
 
-A question that is *known* is part of the compressed prompt, so the policy can look at what it needs: one prefill per
-question. Otherwise the document is compressed once, blindly, and asked many times. Methods that look at the end of
-the prompt differ a lot between the two, so every output says which of them it is.
+Question-aware (the question is *known*): it is part of the compressed prompt, with one prefill per question.
+Question-agnostic: the document is compressed once, without the question, and asked many times. Scores that look at the
+end of the prompt differ a lot between the two, so every output says which of them it is.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Positions = list[list[list[int]]]  # by layer, head and slot
 
 @dataclass(frozen=True)
 class Answer:
-    """One reply, with the sizes of the compressed prompt that it was given from."""
+    """One reply, with the sizes of the compressed prompt."""
 
     policy: Policy
     question_known: bool
@@ -33,7 +33,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Asking:
-    """What is asked of a document, and how, whatever the policy."""
+    """Questions and generation options, for all policies."""
 
     questions: Sequence[str]
     question_known: bool

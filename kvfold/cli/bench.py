@@ -24,12 +24,12 @@ _EPILOG = f"""suites:
 
 examples:
   kvfold bench                                     the quick suite: a small model on a CPU, in minutes
-  kvfold bench --list                              what workloads there are
+  kvfold bench --list                              list the workloads
   kvfold bench --workloads passkey,ruler:vt --policies "snapkv + ada, int4" --memory 50%,25% --samples 20
   kvfold bench --suite standard --model qwen2.5-coder-1.5b --lengths 4k,8k --device cuda --shard 0/12
   kvfold bench --suite tight --also "keydiff + int4, tova + ada" --device cuda
 
-A run that was stopped goes on with the same command. docs/benchmark.md tells what is matched and measured.
+An interrupted run is resumed by the same command. docs/benchmark.md explains what is matched and measured.
 """
 
 
@@ -37,19 +37,21 @@ def add_parser(subparsers: Subparsers) -> None:
     """Add the command to the subcommands of `kvfold`."""
     parser = subparsers.add_parser(
         "bench",
-        help="compare policies at equal bytes on tasks with a right answer",
-        description="Run every policy in every memory over samples of every workload, with the question known and "
-        "unknown when the cache is compressed; end with a table and a report.",
+        help="benchmark policies at equal KV-cache bytes",
+        description="Run every policy at every memory budget on samples of every workload, question-aware (known) and "
+        "question-agnostic (unknown); print a table and write a report.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--list", action="store_true", help="list the workloads and end")
+    parser.add_argument("--list", action="store_true", help="list the workloads and exit")
     _add_choices(parser)
     share = parser.add_mutually_exclusive_group()
-    share.add_argument("--shard", default="0/1", metavar="I/N", help="one of N processes that share the run")
-    share.add_argument("--find-sizes", metavar="I/N", help="only look for sizes, of one policy in N, and end")
-    parser.add_argument("--sizes", type=Path, metavar="FILE", help="sizes.json of a run that found them already")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/MODEL-SUITE-HASH")
+    share.add_argument("--shard", default="0/1", metavar="I/N", help="run shard I of N, one per process")
+    share.add_argument(
+        "--find-sizes", metavar="I/N", help="only search byte-matched sizes, for shard I of N policies, and exit"
+    )
+    parser.add_argument("--sizes", type=Path, metavar="FILE", help="reuse the sizes.json of another run")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="output folder (default: runs/MODEL-SUITE-HASH)")
     add_model_options(parser, memory="--arena")
     parser.set_defaults(run=run)
 
@@ -57,28 +59,39 @@ def add_parser(subparsers: Subparsers) -> None:
 def _add_choices(parser: argparse.ArgumentParser) -> None:
     """What is run."""
     parser.add_argument("--suite", default="quick", help=f"{', '.join(SUITES)} (default: quick)")
-    parser.add_argument("--workloads", metavar="A,B:TASK", help="workloads, or single tasks of them")
-    parser.add_argument("--policies", metavar="A, B", help='without sizes, e.g. "snapkv + ada, int4"; full comes along')
-    parser.add_argument("--also", default="", metavar="A, B", help="policies beside those of the suite")
+    parser.add_argument("--workloads", metavar="A,B:TASK", help="workloads, or single tasks (WORKLOAD:TASK)")
     parser.add_argument(
-        "--memory", dest="memories", metavar="P%,P%", help="shares of the full cache's bytes; own: as written"
+        "--policies", metavar="A, B", help='without sizes, e.g. "snapkv + ada, int4"; full is always included'
     )
-    parser.add_argument("--lengths", metavar="N,N", help="tokens of a prompt, e.g. 1000,4k")
-    parser.add_argument("--samples", type=_count, metavar="N", help="of each task")
-    parser.add_argument("--modes", help="known, unknown, or known,unknown")
+    parser.add_argument("--also", default="", metavar="A, B", help="policies in addition to the suite's")
+    parser.add_argument(
+        "--memory",
+        dest="memories",
+        metavar="P%,P%",
+        help="budgets in percent of the full cache's bytes; own: policies with their own size",
+    )
+    parser.add_argument("--lengths", metavar="N,N", help="prompt lengths in tokens, e.g. 1000,4k")
+    parser.add_argument("--samples", type=_count, metavar="N", help="samples per task")
+    parser.add_argument("--modes", help="known (question-aware), unknown (question-agnostic), or known,unknown")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    parser.add_argument("--fidelity", type=_count, metavar="N", help="samples of each task compared token by token")
-    parser.add_argument("--diagnostics", type=_count, metavar="N", help="samples of each task timed and looked into")
-    parser.add_argument("--haystack", type=Path, metavar="FILE", help="text to hide things in (default: own prose)")
-    parser.add_argument("--data", action="append", default=[], metavar="W.OPTION=FILE", help="a file workload W reads")
+    parser.add_argument(
+        "--fidelity", type=_count, metavar="N", help="samples per task whose KL to the full cache is measured"
+    )
+    parser.add_argument(
+        "--diagnostics", type=_count, metavar="N", help="samples per task with decode-step time and kept slots"
+    )
+    parser.add_argument(
+        "--haystack", type=Path, metavar="FILE", help="filler text for needles (default: generated prose)"
+    )
+    parser.add_argument("--data", action="append", default=[], metavar="W.OPTION=FILE", help="input file of workload W")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run what is missing, then tell. A bad option is told before the model is loaded."""
+    """Run what is missing, then print the table. Options are checked before the model is loaded."""
     if args.list:
         bench_table.print_workloads()
         return 0
-    from kvfold.bench.configure import default_folder  # here: help comes without torch
+    from kvfold.bench.configure import default_folder  # here: --help must not import torch
     from kvfold.bench.shard import Shard
     from kvfold.bench.suite import Bench
 
@@ -95,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             bench.find_sizes(finds)
     except KeyboardInterrupt:
-        print(f"stopped; {command} goes on from {folder}", file=sys.stderr)
+        print(f"interrupted; {command} resumes from {folder}", file=sys.stderr)
         return INTERRUPTED
     if bench.batches and finds is None:  # a shard may have none
         _tell(folder)

@@ -1,4 +1,4 @@
-"""How `kvfold bench` looks: the list of workloads, and the table of a run."""
+"""Output of `kvfold bench`: the list of workloads, and the results table of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _LEGEND = """
 score and difference to the full cache in percent, with 95 % intervals; * excludes zero
-bytes held after compression, of the full bf16 cache; ms of a decode step alone; KL in nats, to the full cache"""
+resident bytes in percent of the full bf16 cache; ms of a decode step at batch size 1; KL to the full cache in nats"""
 
 
 def print_workloads() -> None:

@@ -1,4 +1,4 @@
-"""`kvfold cache`: what a prefix store holds, whether it is whole, and what it would save; also beside a running server.
+"""`kvfold cache`: inspect, verify, warm and clear a prefix cache, also beside a running server.
 
 kvfold cache stats --disk prefixes
 kvfold cache verify --disk prefixes --quarantine
@@ -25,39 +25,40 @@ from kvfold.policy.size import bytes_text
 if TYPE_CHECKING:
     from kvfold.store.inspect import EntryInfo, StoreInspector
 
-_EPILOG = """ls, stats and verify only read, so they work while a server owns the folder; clear and verify --quarantine
-change it, so they need it for themselves. Entries are shown by their scope: one for each model with its weights, policy
-and tenant."""
+_EPILOG = """ls, stats and verify are read-only and work while a server owns the folder; clear and verify --quarantine
+need exclusive access. Entries are grouped by scope: one for each combination of weights, policy and tenant."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
     """Add `cache` and its verbs."""
     parser = subparsers.add_parser(
         "cache",
-        help="look at, check, warm and clear stored prefixes",
-        description="Look at, check, warm and clear what servers keep of prompts.",
+        help="inspect, verify, warm and clear the prefix cache",
+        description="Inspect, verify, warm and clear the prefix cache of a server.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verbs = parser.add_subparsers(metavar="VERB", required=True)
-    listed = _add_verb(verbs, "ls", "one line for each entry: range of tokens, size, life", _list)
-    listed.add_argument("--limit", type=int, default=50, metavar="N", help="most lines (default: %(default)s; 0: all)")
-    stats = _add_verb(verbs, "stats", "entries, tokens and bytes by scope, and what the scopes are", _stats)
+    listed = _add_verb(verbs, "ls", "list entries: token range, size, time to live", _list)
+    listed.add_argument(
+        "--limit", type=int, default=50, metavar="N", help="at most N lines (default: %(default)s; 0: all)"
+    )
+    stats = _add_verb(verbs, "stats", "entries, tokens and bytes by scope", _stats)
     add_secret_option(stats)
-    verify = _add_verb(verbs, "verify", "check every entry's digests; exit code 1 if any is bad", _verify)
+    verify = _add_verb(verbs, "verify", "check the digests of every entry; exit code 1 if any is bad", _verify)
     add_secret_option(verify)
     verify.add_argument("--quarantine", action="store_true", help="move bad entries to DIR/quarantine, with the reason")
-    clear = _add_verb(verbs, "clear", "delete entries; nothing is asked", _clear)
-    clear.add_argument("--expired", action="store_true", help="only entries whose time is over")
-    clear.add_argument("--scope", metavar="PREFIX", help="only entries whose scope begins so, as ls shows it")
+    clear = _add_verb(verbs, "clear", "delete entries, without confirmation", _clear)
+    clear.add_argument("--expired", action="store_true", help="only expired entries")
+    clear.add_argument("--scope", metavar="PREFIX", help="only entries whose scope (see ls) starts with PREFIX")
     cache_warm.add_parser(verbs)
     cache_explain.add_parser(verbs)
 
 
 def _add_verb(verbs: Subparsers, name: str, text: str, run: Any) -> argparse.ArgumentParser:
     parser = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-    parser.add_argument("--disk", metavar="DIR", help="folder of a server's --disk")
-    parser.add_argument("--redis", metavar="URL", help="a Redis server that servers share, e.g. redis://host:6379/0")
+    parser.add_argument("--disk", metavar="DIR", help="the server's --disk folder")
+    parser.add_argument("--redis", metavar="URL", help="the shared Redis server, e.g. redis://host:6379/0")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
     return parser

@@ -1,4 +1,4 @@
-"""`kvfold cache explain`: what a request leaves in the prompt cache, why the next one finds it or not, and the price.
+"""`kvfold cache explain`: which prefixes a request caches, why the next one hits or misses, and the price.
 
 kvfold cache explain first.json second.json --model smollm2-135m
 """
@@ -34,15 +34,17 @@ _STATUS = {
 def add_parser(verbs: Subparsers) -> None:
     parser = verbs.add_parser(
         "explain",
-        help="tell what requests would cache and read, offline",
-        description="Tell what requests would cache and read, why one misses what another wrote, and when it pays.",
+        help="explain cache hits and misses of requests, offline",
+        description="Show which prefixes requests write and read, why one misses another's, and when caching pays.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("first", metavar="FIRST", help="file with the body of a request")
-    parser.add_argument("second", metavar="SECOND", nargs="?", help="file with the body of the request after it")
+    parser.add_argument("second", metavar="SECOND", nargs="?", help="file with the body of the next request")
     parser.add_argument("--model", default=DEFAULT_MODEL, help="whose tokenizer to use (default: %(default)s)")
-    parser.add_argument("--cache-min-tokens", type=int, metavar="N", help="least length cached; default: by model name")
+    parser.add_argument(
+        "--cache-min-tokens", type=int, metavar="N", help="minimum cacheable prefix; default: by model name"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 

@@ -1,4 +1,4 @@
-"""`kvfold cache warm`: have a running server read prompts before anybody asks for them.
+"""`kvfold cache warm`: prefill prompts on a running server, so that later requests hit the prefix cache.
 
 kvfold cache warm requests.jsonl --url http://localhost:8080
 """
@@ -23,13 +23,13 @@ _MAX_ANSWER_BYTES = 1 << 20
 def add_parser(verbs: Subparsers) -> None:
     parser = verbs.add_parser(
         "warm",
-        help="have a running server read prompts ahead",
-        description="Have a running server read prompts ahead: each is sent with max_tokens 0, so no reply is written.",
-        epilog="Exit code 1 if the server refuses a request; the others are sent all the same.",
+        help="warm the prefix cache of a running server",
+        description="Warm the prefix cache of a running server: requests are sent with max_tokens 0 and only prefill.",
+        epilog="Exit code 1 if the server refuses a request; the others are still sent.",
     )
-    parser.add_argument("file", metavar="FILE", help="the body of a request to /v1/messages on each line, as JSON")
-    parser.add_argument("--url", default="http://127.0.0.1:8080", help="of the server (default: %(default)s)")
-    parser.add_argument("--key", metavar="KEY", help="API key, where the server asks for one")
+    parser.add_argument("file", metavar="FILE", help="JSON lines: bodies of requests to /v1/messages")
+    parser.add_argument("--url", default="http://127.0.0.1:8080", help="server URL (default: %(default)s)")
+    parser.add_argument("--key", metavar="KEY", help="API key, if the server needs one")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 

@@ -1,4 +1,4 @@
-"""`kvfold calibrate`: find the low-rank bases of a model's keys and values, for the codec `palu`."""
+"""`kvfold calibrate`: low-rank bases of a model's keys and values, for the codec `palu`."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "calibrate",
         run,
-        writes="what was found is",
+        writes="the bases are",
         texts=14,
         length=512,
-        help="find the low-rank bases of keys and values, for the codec palu",
-        description="Read texts with gradients and find, for each layer and group of heads, the directions that keys "
-        "and values keep to and what each is worth; the codec palu(FILE) stores the best of them.",
+        help="compute low-rank bases of keys and values for the codec palu",
+        description="Run texts with gradients and compute, for each layer and group of heads, the principal directions "
+        "of keys and values, weighted by the loss gradient; the codec palu(FILE) stores the top ones.",
         epilog=_EPILOG,
     )
     parser.add_argument(
@@ -40,7 +40,7 @@ def add_parser(subparsers: Subparsers) -> None:
         type=positive,
         default=4,
         metavar="N",
-        help="KV heads stored together, at most; 1 for policies that evict (default: %(default)s)",
+        help="KV heads per group, at most; 1 for policies that evict (default: %(default)s)",
     )
 
 

@@ -1,4 +1,4 @@
-"""Commands that read texts to measure a model or to train on, and write what they found to a file."""
+"""Options of commands that run calibration texts and write a file: calibrate, profile, train-scorer."""
 
 from __future__ import annotations
 
@@ -31,16 +31,22 @@ def add_reading_parser(
     length: int,
     **about: Any,
 ) -> argparse.ArgumentParser:
-    """The options that such commands have in common; `texts` and `length` are defaults."""
+    """The shared options; `texts` and `length` are defaults."""
     form = argparse.RawDescriptionHelpFormatter
     parser = subparsers.add_parser(name, formatter_class=form, **about)
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help=f"where {writes} written")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help=f"file that {writes} written to")
     parser.add_argument(
-        "--text", type=Path, action="append", metavar="FILE", help="text to read; may be repeated (default: own)"
+        "--text",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help="calibration text; may be repeated (default: generated)",
     )
-    parser.add_argument("--texts", type=positive, default=texts, metavar="N", help="texts read (default: %(default)s)")
     parser.add_argument(
-        "--length", type=positive, default=length, metavar="N", help="tokens of each (default: %(default)s)"
+        "--texts", type=positive, default=texts, metavar="N", help="number of texts (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--length", type=positive, default=length, metavar="N", help="tokens per text (default: %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -51,7 +57,7 @@ def add_reading_parser(
 
 @contextmanager
 def reading(args: argparse.Namespace) -> Iterator[Reading]:
-    """What the options name, and somebody to tell of progress."""
+    """The model and texts of the options, and a progress reporter."""
     from kvfold.models.pull.progress import reporting  # here: help comes without torch
 
     model = load_model(args)
@@ -61,7 +67,7 @@ def reading(args: argparse.Namespace) -> Iterator[Reading]:
 
 
 def _read_texts(args: argparse.Namespace, model: kvfold.Model) -> list[list[int]]:
-    """Token ids of the files, or of text of the project's own."""
+    """Token ids of the files, or of generated text."""
     from kvfold.train.calibration_data import file_texts, own_texts  # here: help comes without torch
 
     if args.text:

@@ -1,7 +1,7 @@
-"""`kvfold chat`: a conversation without end in constant memory.
+"""`kvfold chat`: a chat of unbounded length in constant KV-cache memory.
 
 The default policy keeps the first tokens and the latest ones (StreamingLLM, arXiv:2309.17453) and closes the gap
-between them (`slot`), so that distances stay within what the model was trained on however long the talk becomes.
+between them (`slot`), so that positions stay within the trained context window, however long the chat becomes.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from kvfold.policy.size import bytes_text
 
 DEFAULT_POLICY = "streaming + 1024tok + slot"
 HELP = """\
-/stats      tokens seen, slots kept, memory held
+/stats      tokens seen, slots kept, resident bytes
 /save FILE  write the conversation to a file
 /load FILE  continue a saved conversation, under the policy it was saved with
-/reset      forget everything but the prefix
+/reset      start over, with the prefix if there is one
 /help       this text
 /quit       end; so does Ctrl-D
 Ctrl-C stops a reply."""
@@ -36,8 +36,8 @@ def add_parser(subparsers: Subparsers) -> None:
     """Add the command to the subcommands of `kvfold`."""
     parser = subparsers.add_parser(
         "chat",
-        help="talk to a model in constant memory",
-        description="Talk to a model; piped lines are answered one by one, without a prompt.",
+        help="chat with a model in constant KV-cache memory",
+        description="Chat with a model; piped lines are answered one by one, without a prompt sign.",
         epilog=f"commands in the chat:\n{HELP}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -47,7 +47,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "--prefix",
         type=Path,
         metavar="SESSION",
-        help="begin with a saved session (see fit-prompt), keep the talk whole",
+        help="start from a saved session (see fit-prompt), and do not compress the chat",
     )
     add_sampling_options(parser, max_new_tokens=256)
     add_model_options(parser)
@@ -55,7 +55,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Talk until the input ends. Errors end a piped chat; on a terminal they are told and the chat goes on."""
+    """Chat until the input ends. An error ends a piped chat; on a terminal it is printed and the chat continues."""
     policy = Policy.parse(args.policy)
     chat = Chat(load_model(args), policy, sampling(args), args.prefix)
     is_terminal = sys.stdin.isatty()
@@ -76,8 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Chat:
-    """A session and the commands on it. It begins empty, or with a prefix, which was compressed for good: what is said
-    behind it is kept whole."""
+    """A session and its commands. It starts empty, or with a compressed prefix, after which nothing is compressed."""
 
     def __init__(
         self, model: kvfold.Model, policy: Policy, options: dict[str, Any], prefix: Path | None = None
@@ -126,7 +125,7 @@ class Chat:
         stats = self.session.stats()
         print(
             f"{self.session.policy.short}: {stats.logical_len} tokens seen, {stats.mean_slots:.0f} slots per head, "
-            f"{bytes_text(stats.resident_bytes)} held (full cache: {bytes_text(stats.full_bytes)}), "
+            f"{bytes_text(stats.resident_bytes)} resident (full cache: {bytes_text(stats.full_bytes)}), "
             f"{bytes_text(stats.bytes_per_step)} read per step"
         )
 
@@ -172,7 +171,7 @@ def _lines(prompt: str) -> Iterator[str]:
 
 @contextmanager
 def deferred_interrupt() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C only raises a flag, so that a cache is never left between two tokens; a second one interrupts at once."""
+    """Ctrl-C only sets a flag, so that a decode step is never interrupted; a second one interrupts at once."""
     seen: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:

@@ -1,7 +1,7 @@
 """`kvfold demo`: one document, two questions, the full cache beside several policies; real answers, real bytes.
 
 The right answers are known, so each answer is marked by whether it contains them. Policies that lose a fact are part of
-the demonstration: what is dropped cannot be asked for.
+the demonstration: evicted tokens cannot be recalled.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EXPECTED = {
 
 @dataclass(frozen=True)
 class Case:
-    """A policy to show, and whether it may see the question while compressing."""
+    """A policy, and whether compression is question-aware."""
 
     policy: str
     question_known: bool = False
@@ -54,7 +54,7 @@ def add_parser(subparsers: Subparsers) -> None:
     """Add the command to the subcommands of `kvfold`."""
     parser = subparsers.add_parser(
         "demo",
-        help="a document and two questions under several policies",
+        help="compare policies on a document and two questions",
         description="Ask a short handbook two questions, with the full cache and with compressed ones.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -1,8 +1,8 @@
 """`kvfold fit-prompt`: compress a system prompt once, for every session that starts with it.
 
-The prompt is read as a system message (as plain text where the model has no chat template), what stays of its cache is
-fitted to answer for the rest (docs/fit.md), and the session is written to a file that `kvfold.Session.load` and
-`kvfold chat --prefix` begin with. What that costs is measured on questions the prompt was not compressed for.
+The prompt is prefilled as a system message (as plain text if the model has no chat template), the kept slots are fitted
+to reproduce the attention of all (docs/fit.md), and the session is written to a file for `kvfold.Session.load` and
+`kvfold chat --prefix`. The loss is measured on questions that the compression has not seen.
 """
 
 from __future__ import annotations
@@ -34,17 +34,21 @@ def add_parser(subparsers: Subparsers) -> None:
     """Add the command to the subcommands of `kvfold`."""
     parser = subparsers.add_parser(
         "fit-prompt",
-        help="compress a system prompt once, for every session that starts with it",
-        description="Compress a system prompt, write it as a session file, and measure what that costs.",
+        help="compress a system prompt once, for many sessions",
+        description="Compress a system prompt, write it as a session file, and measure the loss.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("file", metavar="FILE", help="the prompt, UTF-8 text; - is stdin")
-    parser.add_argument("--out", required=True, type=Path, metavar="SESSION", help="the file to write")
-    parser.add_argument("--ratio", type=float, default=20.0, metavar="R", help="one slot in R stays (default: 20)")
+    parser.add_argument("--out", required=True, type=Path, metavar="SESSION", help="session file to write")
+    parser.add_argument(
+        "--ratio", type=float, default=20.0, metavar="R", help="compression ratio in slots (default: 20)"
+    )
     parser.add_argument("--policy", default=DEFAULT_POLICY, help="without a size (default: %(default)s)")
-    parser.add_argument("--ask", action="append", metavar="QUESTION", help="measure on this; may be repeated")
-    parser.add_argument("--answer-tokens", type=int, default=48, metavar="N", help="of a reference (default: 48)")
+    parser.add_argument("--ask", action="append", metavar="QUESTION", help="question to measure on; may be repeated")
+    parser.add_argument(
+        "--answer-tokens", type=int, default=48, metavar="N", help="tokens of each reference answer (default: 48)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_model_options(parser)
     parser.set_defaults(run=run)
@@ -120,7 +124,7 @@ def _print(report: dict[str, Any]) -> None:
         f"{report['file']}: {report['num_tokens']} tokens under {report['policy']}, "
         f"{report['slots_per_head']:.0f} slots per head, in {report['prefill_s']:.1f} s\n"
         f"cache {full} before, {held} after ({report['ratio']:.1f}x); file {bytes_text(report['file_bytes'])}\n"
-        f"along {report['reference_tokens']} tokens of the whole cache's answers: same next token "
+        f"along {report['reference_tokens']} tokens of the full cache's answers: same next token "
         f"{report['agreement']:.0%}, KL {report['kl_nats']:.3f} nats\n"
     )
     table = show.new_table("question", numbers=("same next token", "KL nats"))

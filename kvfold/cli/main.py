@@ -1,11 +1,11 @@
-"""The command `kvfold`: its subcommands, and what becomes of errors.
+"""The command `kvfold`: subcommands and exit codes.
 
     0    done
-    1    the arena is out of pages, nobody reads the output any more, or `cache verify` found damage
+    1    out of KV pages, closed output pipe, or `cache verify` found damage
     2    bad input: arguments, policy, model, file
     130  interrupted with Ctrl-C
 
-An error is one line on stderr that starts with `error:`; so is a warning, with `warning:`, and it is told once.
+An error is one line on stderr that starts with `error:`; a warning starts with `warning:` and is printed once.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from kvfold.plugins import VARIABLE
 _FITTING = (fit_prompt, train_scorer, profile, calibrate)
 COMMANDS = (run, chat, serve, cache, demo, bench, report, models, policies, *_FITTING, env)
 _EPILOG = """examples:
-  kvfold demo                                      what compression does to a small model, in minutes on any CPU
+  kvfold demo                                      KV cache compression on a small model, in minutes on any CPU
   kvfold run --context notes.txt --ask "Who wrote this?" --policy "keydiff + 4x" --compare full,int4
   kvfold chat --policy "streaming + 1024tok + slot"
   kvfold serve --policy "keydiff + 4x"             for clients of Anthropic's and OpenAI's APIs
-  kvfold cache stats --disk prefixes               what a server's prompt cache holds; also when it runs
-  kvfold policies "snapkv + ada + 8x + int4"       what this policy does
-  kvfold bench                                     policies compared at equal bytes, with a table and a report
+  kvfold cache stats --disk prefixes               contents of a server's prefix cache, also while it runs
+  kvfold policies "snapkv + ada + 8x + int4"       explain a policy
+  kvfold bench                                     compare policies at equal bytes, with a table and a report
   kvfold models pull smollm2-135m
 
 Models are kept under KVFOLD_HOME (default: the cache folder of the user).
@@ -59,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
     parser = argparse.ArgumentParser(
         "kvfold",
-        description="Compress, reuse and shorten the context of language models.",
+        description="KV cache compression and prefix caching for language models.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if args.imports:  # by the environment, so that processes which a command starts import them, too
                 os.environ[VARIABLE] = ",".join(filter(None, (os.environ.get(VARIABLE), *args.imports)))
             code = int(args.run(args))
-        sys.stdout.flush()  # here, where a closed pipe is still ours to handle
+        sys.stdout.flush()  # here, where a closed pipe can still be handled
         return code
     except KvfoldError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -101,14 +101,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The interpreter flushes stdout once more on its way out; let that go nowhere.
+        # The interpreter flushes stdout once more at exit; redirect that to devnull.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 
 @contextmanager
 def _plain_warnings() -> Iterator[None]:
-    """Tell each warning of ours once, in one line; those of others as Python does."""
+    """Print each KvfoldWarning once, in one line; others as Python does."""
     with warnings.catch_warnings():
         warnings.simplefilter("once", KvfoldWarning)
         others = warnings.showwarning
@@ -124,7 +124,7 @@ def _plain_warnings() -> Iterator[None]:
 
 
 def _never_fail_to_encode() -> None:
-    """A model writes any character; a terminal that cannot show one gets a question mark."""
+    """Characters that the terminal cannot encode become question marks."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 

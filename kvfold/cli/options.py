@@ -1,6 +1,6 @@
-"""Options that several commands share: which model and where, how to sample, and what they say of bad values.
+"""Options that several commands share: model, device, KV-cache memory, sampling.
 
-Nothing here or in the commands imports torch before the arguments are parsed, so that help comes at once.
+No command imports torch before its arguments are parsed, so that --help is fast.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def add_secret_option(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--store-secret",
         metavar="FILE",
-        help="file with the secret that stored entries are signed with, 16 to 64 bytes; default: the variable "
+        help="file with the secret that signs stored entries, 16 to 64 bytes; default: the environment variable "
         "KVFOLD_STORE_SECRET, else none",
     )
 
@@ -36,25 +36,40 @@ def add_model_options(parser: argparse.ArgumentParser, *, memory: str = "--memor
     group.add_argument("--device", default="auto", type=_device, help="auto, cpu, cuda, cuda:1 (default: %(default)s)")
     group.add_argument("--dtype", default="auto", choices=DTYPE_NAMES, help=f"one of {', '.join(DTYPE_NAMES)}")
     group.add_argument(
-        memory, dest="memory", metavar="SIZE", help="most memory for caches, e.g. 512MB; default: half the machine's"
+        memory,
+        dest="memory",
+        metavar="SIZE",
+        help="KV-cache memory, e.g. 512MB; default: half the machine's, or 70 %% of the GPU's free memory",
     )
     group.add_argument(
         "--compile",
         default="auto",
         choices=_COMPILE,
-        help="compile decode steps on a GPU: at once (now), never, or after some hundred steps (auto, the default)",
+        help="torch.compile decode steps on CUDA: at once (now), never, or after 512 steps (auto, the default)",
     )
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     """What `Session.generate` takes."""
-    group = parser.add_argument_group("answers")
-    group.add_argument("--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help="default: %(default)s")
+    group = parser.add_argument_group("sampling")
+    group.add_argument(
+        "--max-new-tokens",
+        type=int,
+        default=max_new_tokens,
+        metavar="N",
+        help="maximum tokens of a reply (default: %(default)s)",
+    )
     group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy, the default")
-    group.add_argument("--top-k", type=int, default=0, metavar="K", help="sample from the K best tokens; 0: all")
-    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample from the best tokens of mass P")
+    group.add_argument("--top-k", type=int, default=0, metavar="K", help="sample from the K most likely tokens; 0: all")
+    group.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="nucleus sampling: the most likely tokens of total probability P",
+    )
     group.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end at this text; may be repeated")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop string; may be repeated")
     group.add_argument(
         "--speculate",
         nargs="?",
@@ -62,8 +77,8 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_new_tokens: int) -
         const=True,
         default=False,
         metavar="N",
-        help=f"draft up to N tokens (default: {MOST_DRAFTED}) by lookup in the text, verify them in one pass; off "
-        "unless given: it pays where answers repeat the text",
+        help=f"speculative decoding by n-gram lookup: draft up to N tokens (default: {MOST_DRAFTED}) from the text and "
+        "verify them in one pass; off unless given: it pays where answers repeat the text",
     )
 
 

@@ -27,7 +27,7 @@ _PIPED_WIDTH = 160  # without a terminal there is no width to fit
 
 def add_parser(subparsers: Subparsers) -> None:
     """Add the command to the subcommands of `kvfold`."""
-    parser = subparsers.add_parser("policies", help="list the terms of the policy language, or explain an expression")
+    parser = subparsers.add_parser("policies", help="list the terms of the policy language, or explain a policy")
     explained = 'explain this policy, e.g. "snapkv + ada + 8x + int4", or this term, e.g. h2o'
     parser.add_argument("expression", nargs="?", help=explained)
     parser.add_argument("--json", action="store_true", help="print JSON for machines")

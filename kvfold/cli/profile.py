@@ -1,4 +1,4 @@
-"""`kvfold profile`: measure what each head of a model needs, for the budget `profile`."""
+"""`kvfold profile`: per-head KV budgets of a model, measured offline, for the budget `profile`."""
 
 from __future__ import annotations
 
@@ -32,19 +32,23 @@ def add_parser(subparsers: Subparsers) -> None:
         writes="the profile is",
         texts=14,
         length=1024,
-        help="measure what each head of a model needs",
-        description="Read texts and measure, for each KV head, the share of slots that hold nearly all of its "
+        help="measure per-head KV budgets of a model",
+        description="Run texts and measure, for each KV head, the share of slots that hold all but --loss of its "
         "attention, or for each layer how much its keys change when the past is cut; the budget profile(file=...) "
-        "shares slots by it.",
+        "allocates slots by it.",
         epilog=_EPILOG,
     )
     parser.add_argument(
         "--by",
         choices=("attention", "keys"),
         default="attention",
-        help="what heads look at (default), or how much a layer's keys change when the past is cut, as in EpiCache",
+        help="attention mass of heads (default), or how much a layer's keys change when the past is cut (EpiCache)",
     )
-    parser.add_argument("--loss", type=float, help=f"by attention: of a head's attention (default: {LOSS})")
+    parser.add_argument(
+        "--loss",
+        type=float,
+        help=f"with --by attention: share of a head's attention that may be lost (default: {LOSS})",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,4 +76,4 @@ def _tell(args: argparse.Namespace, measured: HeadProfile) -> None:
     for place, layer in enumerate(measured.needs):
         table.add_row(str(place), *(f"{100 * need:.1f} %" for need in (min(layer), statistics.mean(layer), max(layer))))
     show.console().print(table)
-    print(f"\n{args.out}: what heads of {measured.model} need of {measured.measured}")
+    print(f"\n{args.out}: shares of slots that heads of {measured.model} need, on {measured.measured}")

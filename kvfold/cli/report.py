@@ -1,4 +1,4 @@
-"""`kvfold report`: runs of the benchmark as one page that opens from disk."""
+"""`kvfold report`: an HTML report of benchmark runs, in one file."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 def add_parser(subparsers: Subparsers) -> None:
     """Add the command to the subcommands of `kvfold`."""
-    parser = subparsers.add_parser("report", help="one page of what benchmark runs found")
+    parser = subparsers.add_parser("report", help="write an HTML report of benchmark runs")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder that kvfold bench wrote")
     parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="default: %(default)s")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the page and say where."""
+    """Write the report and print its path."""
     from kvfold.bench.report import write_report  # here: help comes without it
 
     write_report(args.runs, args.out)

@@ -1,4 +1,4 @@
-"""`kvfold run`: ask a document questions under a policy, beside other policies, with what each of them costs."""
+"""`kvfold run`: ask questions about a document under one or more policies, with the cost of each."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ def add_parser(subparsers: Subparsers) -> None:
     """Add the command to the subcommands of `kvfold`."""
     parser = subparsers.add_parser(
         "run",
-        help="ask a document questions under a policy",
-        description="Read a document, compress its cache as the policy says, and answer questions from what is left.",
+        help="ask questions about a document under a policy",
+        description="Prefill a document, compress its KV cache by the policy, and answer questions over it.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--policy", default="full", help='e.g. "keydiff + 4x" (default: full); see kvfold policies')
-    parser.add_argument("--compare", default="", metavar="POLICIES", help="further policies, separated by commas")
+    parser.add_argument("--compare", default="", metavar="POLICIES", help="more policies, separated by commas")
     parser.add_argument("--context", required=True, metavar="FILE", help="the document; - is stdin")
-    parser.add_argument("--ask", required=True, action="append", metavar="QUESTION", help="may be repeated")
+    parser.add_argument("--ask", required=True, action="append", metavar="QUESTION", help="question; may be repeated")
     parser.add_argument(
         "--question-known",
         action="store_true",
-        help="compress document and question together, once per question; else the document alone, once",
+        help="question-aware: compress document and question together, once per question (default: question-agnostic)",
     )
     parser.add_argument("--show-kept", action="store_true", help="draw which positions each layer kept")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -51,7 +51,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer every question under every policy; a bad policy is told before the model is loaded."""
+    """Answer every question under every policy; policies are checked before the model is loaded."""
     policies = [Policy.parse(text) for text in (args.policy, *split_policies(args.compare))]
     document = read_document(args.context)
     model = load_model(args)
@@ -107,7 +107,7 @@ def _print(args: argparse.Namespace, answers: list[Answer]) -> None:
     console.print(_table(answers, len(args.ask), is_comparison))
     setup_s = sum(answer.reply.stats.setup_s for answer in answers)
     if setup_s:
-        console.print(f"capturing and compiling decode steps took {setup_s:.1f} s, which ms/token leaves out")
+        console.print(f"CUDA graph capture and compilation took {setup_s:.1f} s, not counted in ms/token")
     _print_kept(answers)
 
 

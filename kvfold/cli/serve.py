@@ -1,4 +1,4 @@
-"""`kvfold serve`: one model over HTTP, for Anthropic's and OpenAI's clients, with a prompt cache.
+"""`kvfold serve`: one model over HTTP, for Anthropic and OpenAI clients, with a prefix cache.
 
 kvfold serve --model smollm2-135m --policy "keydiff + 4x" --disk prefixes --disk-size 20GB
 """
@@ -28,15 +28,15 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "serve",
         help="serve a model over HTTP",
-        description="Serve a model to Anthropic's and OpenAI's clients; prompts that begin alike share work.",
+        description="Serve a model to Anthropic and OpenAI clients, with continuous batching and a prefix cache.",
     )
     parser.add_argument("--policy", default="full", help="default: %(default)s")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to bind (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8080, help="default: %(default)s")
     parser.add_argument("--alias", action="append", default=[], metavar="NAME", help="another name for the model")
-    parser.add_argument("--keys", metavar="FILE", help="API keys: a key and its tenant on each line; default: none")
-    parser.add_argument("--log", choices=("text", "json"), default="text", help="lines on stderr (%(default)s)")
-    parser.add_argument("--otel", metavar="URL", help="send traces to this collector, e.g. http://localhost:4318")
+    parser.add_argument("--keys", metavar="FILE", help="API keys, a key and its tenant per line; default: none")
+    parser.add_argument("--log", choices=("text", "json"), default="text", help="log format on stderr (%(default)s)")
+    parser.add_argument("--otel", metavar="URL", help="OpenTelemetry collector for traces, e.g. http://localhost:4318")
     _add_cache_options(parser)
     _add_limits(parser)
     add_model_options(parser)
@@ -44,51 +44,70 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def _add_cache_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("prompt cache")
-    group.add_argument("--host-memory", default="4GB", metavar="SIZE", help="of the host, for it; default: %(default)s")
-    group.add_argument("--disk", metavar="DIR", help="folder for prefixes that survive a restart")
-    group.add_argument("--disk-size", default="20GB", metavar="SIZE", help="most that it holds; default: %(default)s")
-    group.add_argument("--redis", metavar="URL", help="share prefixes with other servers, e.g. redis://host:6379/0")
+    group = parser.add_argument_group("prefix cache")
+    group.add_argument(
+        "--host-memory", default="4GB", metavar="SIZE", help="size of the host-memory tier; default: %(default)s"
+    )
+    group.add_argument("--disk", metavar="DIR", help="folder of the disk tier, which persists across restarts")
+    group.add_argument(
+        "--disk-size", default="20GB", metavar="SIZE", help="size of the disk tier; default: %(default)s"
+    )
+    group.add_argument("--redis", metavar="URL", help="Redis tier shared by several servers, e.g. redis://host:6379/0")
     group.add_argument(
         "--store-form",
         default="exact",
         metavar="FORM",
-        help="of prefixes in memory, on disk and in Redis: exact, or packed (a third smaller, nothing lost); default: "
-        "%(default)s",
+        help="encoding of entries in host memory, on disk and in Redis: exact, or packed (lossless, a third smaller); "
+        "default: %(default)s",
     )
     add_secret_option(group)
-    group.add_argument("--cache-min-tokens", type=int, metavar="N", help="least length cached; default: by model name")
-    group.add_argument("--price", type=float, nargs=2, metavar=("IN", "OUT"), help="dollars for a million tokens")
+    group.add_argument(
+        "--cache-min-tokens", type=int, metavar="N", help="minimum cacheable prefix; default: by model name"
+    )
+    group.add_argument(
+        "--price", type=float, nargs=2, metavar=("IN", "OUT"), help="dollars per million input and output tokens"
+    )
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("limits")
-    group.add_argument("--max-running", type=int, default=64, metavar="N", help="replies at a time (%(default)s)")
-    group.add_argument("--max-waiting", type=int, default=256, metavar="N", help="requests in line (%(default)s)")
+    group.add_argument("--max-running", type=int, default=64, metavar="N", help="running requests (%(default)s)")
+    group.add_argument("--max-waiting", type=int, default=256, metavar="N", help="queued requests (%(default)s)")
     group.add_argument(
         "--max-per-tenant",
         type=int,
         metavar="N",
-        help="requests of one at a time; default: half of --max-running with --keys, else all of it",
+        help="concurrent requests of one tenant; default: half of --max-running with --keys, else all of it",
     )
-    group.add_argument("--max-output", type=int, default=32_768, metavar="N", help="tokens of a reply (%(default)s)")
     group.add_argument(
-        "--max-body", metavar="SIZE", help="bytes of a request; default: 32 for each token of the context, and 64 KiB"
+        "--max-output", type=int, default=32_768, metavar="N", help="maximum max_tokens of a request (%(default)s)"
+    )
+    group.add_argument(
+        "--max-body",
+        metavar="SIZE",
+        help="maximum request body; default: 32 bytes per token of the context window, plus 64 KiB",
     )
     group.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds for a request (%(default)s)")
     group.add_argument(
-        "--max-connections", type=int, metavar="N", help="clients at a time (1024, or what file descriptors allow)"
+        "--max-connections",
+        type=int,
+        metavar="N",
+        help="concurrent connections (1024, or as many as file descriptors allow)",
     )
     seconds: dict[str, Any] = {"type": float, "metavar": "S"}
-    group.add_argument("--header-timeout", default=10.0, help="for a request's head to come (%(default)s)", **seconds)
-    group.add_argument("--body-timeout", default=60.0, help="for its body to come (%(default)s)", **seconds)
     group.add_argument(
-        "--write-timeout", default=30.0, help="for a client to take what is written to it (%(default)s)", **seconds
+        "--header-timeout", default=10.0, help="seconds to receive a request's headers (%(default)s)", **seconds
+    )
+    group.add_argument("--body-timeout", default=60.0, help="seconds to receive its body (%(default)s)", **seconds)
+    group.add_argument(
+        "--write-timeout", default=30.0, help="seconds that a write to a client may block (%(default)s)", **seconds
     )
     group.add_argument(
-        "--shutdown-timeout", default=5.0, help="from Ctrl-C or SIGTERM to the end (%(default)s)", **seconds
+        "--shutdown-timeout", default=5.0, help="seconds from Ctrl-C or SIGTERM to exit (%(default)s)", **seconds
     )
-    group.add_argument("--temperature", type=float, default=1.0, metavar="T", help="where a request names none")
+    group.add_argument(
+        "--temperature", type=float, default=1.0, metavar="T", help="default temperature of requests (%(default)s)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -156,7 +175,7 @@ def make_settings(args: argparse.Namespace) -> Settings:
 
 
 def served_name(model: str) -> str:
-    """What clients call a model: of a folder its own name, since where it lies is nobody's business."""
+    """The model name clients use: of a folder its own name, without the path."""
     folder = Path(model).expanduser()
     return folder.resolve().name if folder.is_dir() else model
 

@@ -1,4 +1,4 @@
-"""How results look: tables and bars on a terminal, plain text in a pipe, JSON for machines."""
+"""Output helpers: tables and progress bars on a terminal, plain text in a pipe, JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHADES = " ▁▂▃▄▅▆▇█"
 
 
 def console() -> Console:
-    """Bound to today's stdout."""
+    """A console on the current stdout."""
     return Console(width=None if sys.stdout.isatty() else PIPED_WIDTH, highlight=False)
 
 
@@ -37,13 +37,13 @@ def new_table(*headings: str, numbers: Sequence[str] = ()) -> Table:
 @contextmanager
 def prefill_bar(label: str, num_tokens: int) -> Iterator[Callable[[int], None] | None]:
     """A bar over the tokens of a prompt."""
-    with bar(f"read, {label}", num_tokens) as advance:
+    with bar(f"prefill, {label}", num_tokens) as advance:
         yield advance
 
 
 @contextmanager
 def bar(label: str, total: int) -> Iterator[Callable[[int], None] | None]:
-    """Gone when done; None where stderr is no terminal."""
+    """A transient progress bar; None where stderr is no terminal."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -57,7 +57,7 @@ def bar(label: str, total: int) -> Iterator[Callable[[int], None] | None]:
 def kept_lines(positions: list[list[list[int]]], num_tokens: int) -> list[str]:
     """One line per layer: which share of each bin of positions its heads kept, and how long the heads are.
 
-        layer  0 |█▂▂▁▃…▇█| 130..512, mean 256
+    layer  0 |█▂▂▁▃…▇█| 130..512, mean 256
     """
     return [
         f"layer {index:>2} |{_picture(heads, num_tokens)}| {_lengths(heads)}" for index, heads in enumerate(positions)

@@ -1,4 +1,4 @@
-"""`kvfold train-scorer`: fit the score `learned` to a model, in minutes, and say how well it predicts."""
+"""`kvfold train-scorer`: train the score `learned` for a model, in minutes, and evaluate it."""
 
 from __future__ import annotations
 
@@ -31,16 +31,20 @@ def add_parser(subparsers: Subparsers) -> None:
         writes="the networks are",
         texts=20,
         length=512,
-        help="fit the score `learned` to a model",
-        description="Read texts twice, as a teacher does, and fit small networks that tell from a slot's key and "
-        "value what the second reading would find; judge them on texts kept out of the fit.",
+        help="train the score `learned` for a model",
+        description="Score texts with a teacher that replays the prompt, and train small networks that predict its "
+        "scores from a slot's key and value; evaluate them on held-out texts.",
         epilog=_EPILOG,
     )
     parser.add_argument(
-        "--teacher", default="kvzip", metavar="SCORE", help="one that reads twice, as kvzip_plus (default: %(default)s)"
+        "--teacher", default="kvzip", metavar="SCORE", help="a replay score: kvzip or kvzip_plus (default: %(default)s)"
     )
-    parser.add_argument("--steps", type=positive, default=400, metavar="N", help="of the fit (default: %(default)s)")
-    parser.add_argument("--hidden", type=positive, default=64, metavar="N", help="units of a head's network")
+    parser.add_argument(
+        "--steps", type=positive, default=400, metavar="N", help="training steps (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--hidden", type=positive, default=64, metavar="N", help="hidden units per head (default: %(default)s)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -70,4 +74,4 @@ def _tell(args: argparse.Namespace, model: kvfold.Model, trained: Trained) -> No
     means = sum(row.explained for row in rows) / count, sum(row.rank for row in rows) / count
     table.add_row("mean", *(f"{mean:.2f}" for mean in means))
     show.console().print(table)
-    print(f"\n{args.out}, {bytes_text(num_bytes)}, for {model.name}; on texts kept out of the fit")
+    print(f"\n{args.out}, {bytes_text(num_bytes)}, for {model.name}; measured on held-out texts")

@@ -50,7 +50,7 @@ def test_ctrl_c_leaves_a_run_and_says_how_to_go_on(folder: Path, tmp_path: Path,
     process.send_signal(signal.SIGINT)
     _, told = process.communicate()
     assert process.returncode == 130
-    assert f"--out {tmp_path / 'run'} --seed 1 goes on from" in told and "Traceback" not in told
+    assert f"--out {tmp_path / 'run'} --seed 1 resumes from" in told and "Traceback" not in told
 
 
 def test_list_names_every_workload_and_what_lacks_a_file(call: Call) -> None:
