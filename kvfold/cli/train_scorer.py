@@ -50,12 +50,12 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train, write, tell."""
     from kvfold.score.predictor import save_predictor  # here and below: help comes without torch
-    from kvfold.train.fit import Fitting
+    from kvfold.train.fit import TrainingConfig
     from kvfold.train.scorer import train_scorer
 
-    fitting = Fitting(steps=args.steps, hidden=args.hidden, seed=args.seed)
+    config = TrainingConfig(steps=args.steps, hidden=args.hidden, seed=args.seed)
     with reading(args) as (model, texts, report):
-        trained = train_scorer(model, texts, fitting, report, teacher=args.teacher)
+        trained = train_scorer(model, texts, config, report, teacher=args.teacher)
     save_predictor(trained.predictor, args.out)
     _tell(args, model, trained)
     return 0

@@ -1,1 +1,1 @@
-"""What is learned about a model before it serves: the networks of the score `learned`."""
+"""Offline calibration and training for a model: learned scorer, head profiles, low-rank bases."""

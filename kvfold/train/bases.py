@@ -1,10 +1,10 @@
-"""The bases of a model's layers for the codec `palu`: what keys and values keep to, and what each axis is worth.
+"""Low-rank bases of keys and values for the codec `palu`: principal axes per group of heads, and the worth of each.
 
-Texts are read with gradients. The axes of a group of heads are the eigenvectors of the covariance of its keys before
-RoPE, and of its values. Leaving an axis out changes a slot by its latent h and the loss, to first order, by g h with g
-the loss's gradient along it; so an axis is worth E[h^2], its variance, times the mean of E[g^2] over the channels of
-its group, their Fisher information. The paper shares ranks out among layers and sides by the Fisher information of
-their weights alone; with SmolLM2-135M that loses twice as much (dev/LOG.md).
+Texts are run with gradients. The axes of a group of heads are the eigenvectors of the covariance of its keys before
+RoPE, and of its values. Dropping an axis changes a slot by its latent h and the loss, to first order, by g h with g the
+gradient along it; so the worth of an axis is its variance E[h^2] times the mean of E[g^2] over the channels of its
+group (Fisher information). The paper allocates ranks to layers and sides by the Fisher information of their weights
+alone; with SmolLM2-135M that loses twice as much (dev/LOG.md).
 
     G groups   X channels of a group   T tokens   H KV heads   D head dim
 """
@@ -55,7 +55,7 @@ class _Moments:
 
 
 def measure_bases(model: Model, texts: Sequence[Sequence[int]], num_heads: int = 4, report: Report = silent) -> Bases:
-    """Read texts of token ids, each alone; `num_heads` go together at most, as many as divide the model's."""
+    """Bases from texts of token ids, each run alone; groups of at most `num_heads` heads that divide the model's."""
     if not texts or min(map(len, texts)) < MIN_LEN:
         raise InputError(f"bases are measured on one text or more, each of at least {MIN_LEN} tokens")
     size = _divisor(model, num_heads)

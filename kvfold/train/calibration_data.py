@@ -1,7 +1,7 @@
-"""Texts that predictors are trained on: prompts of the benchmark's workloads under seeds of their own, or files.
+"""Calibration data: prompts of the benchmark's workloads under separate seeds, or text files.
 
-The kinds take turns, so that any number of texts is a mixture: prose with things hidden in it, records, conversations,
-documents and lists. A benchmark asks with small seeds; `OWN_SEEDS` keeps these prompts apart from those.
+The kinds alternate, so that any number of texts is a mixture: prose with needles, records, conversations, documents and
+lists. Benchmarks use small seeds; `OWN_SEEDS` keeps calibration prompts apart from them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KINDS = (
 
 
 def own_texts(tokenizer: Any, count: int, length: int, seed: int) -> Iterator[list[int]]:
-    """So many prompts of about `length` tokens, without their questions."""
+    """`count` prompts of about `length` tokens, without their questions."""
     prompter = Prompter(tokenizer)
     setting = Setting(length, OWN_SEEDS + seed, prompter.count_tokens)
     for index in range(count):

@@ -1,8 +1,8 @@
-"""Fitting the predictor of one layer, and how well it does: cross-entropy, Adam, a rate that falls to zero.
+"""Training and evaluation of one layer's score predictor: binary cross-entropy, AdamW, cosine learning rate.
 
-A score is a share, 0 to 1, and what a network says is its log-odds. Cross-entropy makes that share the expected one: a
-slot that is all or nothing comes before one that is always little, which least squares on logs puts the other way.
-Features are brought to mean 0 and spread 1 while fitting; the scales then go into the weights.
+A score is between 0 and 1, and the network's output is its log-odds. Cross-entropy fits the expected score: a slot that
+is sometimes 1 and sometimes 0 ranks above one that is always small, which least squares on logs would reverse. Features
+are standardised for training; the scales are then folded into the weights.
 
     H KV heads   N examples   F features   E hidden units   B batch
 """
@@ -24,8 +24,8 @@ _LEAST_SHARE = 1e-6
 
 
 @dataclass(frozen=True)
-class Fitting:
-    """How a layer is fitted; the same seed gives the same weights on one machine."""
+class TrainingConfig:
+    """Hyperparameters; the same seed gives the same weights on one machine."""
 
     steps: int = 400
     hidden: int = 64
@@ -37,35 +37,35 @@ class Fitting:
 
 @dataclass(frozen=True)
 class Quality:
-    """On texts that were not trained on; means over the KV heads of a layer."""
+    """Quality on held-out texts; means over the KV heads of a layer."""
 
     layer: int
     explained: float  # R^2 of the scores: 1 - squared error / variance
     rank: float  # Spearman's correlation: 1 where both sort slots alike
 
 
-def fit_layer(examples: Examples, fitting: Fitting, layer: int) -> LayerPredictor:
-    """Networks for the heads of a layer, all at once; each has its own weights."""
+def fit_layer(examples: Examples, config: TrainingConfig, layer: int) -> LayerPredictor:
+    """One network per head of a layer, trained together."""
     x_HNF = examples.x_HNF.float()
     mean_HF, spread_HF = x_HNF.mean(1), x_HNF.std(1).clamp(min=_LEAST_SPREAD)
     x_HNF = (x_HNF - mean_HF.unsqueeze(1)) / spread_HF.unsqueeze(1)
-    inner_HFE, bias_HE, outer_HE = _descend(x_HNF, examples.y_HN, fitting, layer)
-    # In the precision of the file, so that quality is told of what is kept.
+    inner_HFE, bias_HE, outer_HE = _descend(x_HNF, examples.y_HN, config, layer)
+    # In the precision of the file, so that evaluation measures the saved weights.
     return LayerPredictor(mean_HF, (inner_HFE / spread_HF.unsqueeze(-1)).half(), bias_HE, outer_HE)
 
 
-def _descend(x_HNF: Tensor, y_HN: Tensor, fitting: Fitting, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+def _descend(x_HNF: Tensor, y_HN: Tensor, config: TrainingConfig, layer: int) -> tuple[Tensor, Tensor, Tensor]:
     num_heads, num_examples, num_features = x_HNF.shape
-    draw = torch.Generator().manual_seed(fitting.seed * 1009 + layer)
-    inner_HFE = torch.randn(num_heads, num_features, fitting.hidden, generator=draw) / math.sqrt(num_features)
-    outer_HE = torch.randn(num_heads, fitting.hidden + 1, generator=draw) / math.sqrt(fitting.hidden)
+    draw = torch.Generator().manual_seed(config.seed * 1009 + layer)
+    inner_HFE = torch.randn(num_heads, num_features, config.hidden, generator=draw) / math.sqrt(num_features)
+    outer_HE = torch.randn(num_heads, config.hidden + 1, generator=draw) / math.sqrt(config.hidden)
     outer_HE[:, -1] = y_HN.mean(1).logit(_LEAST_SHARE).cpu()
-    starts = (inner_HFE, torch.zeros(num_heads, fitting.hidden), outer_HE)
+    starts = (inner_HFE, torch.zeros(num_heads, config.hidden), outer_HE)
     inner, bias, outer = (start.to(x_HNF.device).requires_grad_() for start in starts)
-    descent = torch.optim.AdamW((inner, bias, outer), lr=fitting.rate, weight_decay=fitting.decay)
-    for step in range(fitting.steps):
-        descent.param_groups[0]["lr"] = fitting.rate * (1 + math.cos(math.pi * step / fitting.steps)) / 2
-        chosen_B = torch.randint(num_examples, (fitting.batch,), generator=draw).to(x_HNF.device)
+    descent = torch.optim.AdamW((inner, bias, outer), lr=config.rate, weight_decay=config.decay)
+    for step in range(config.steps):
+        descent.param_groups[0]["lr"] = config.rate * (1 + math.cos(math.pi * step / config.steps)) / 2
+        chosen_B = torch.randint(num_examples, (config.batch,), generator=draw).to(x_HNF.device)
         hidden_HBE = functional.gelu(x_HNF[:, chosen_B] @ inner + bias.unsqueeze(1))
         guess_HB = (hidden_HBE @ outer[:, :-1, None]).squeeze(-1) + outer[:, -1:]
         descent.zero_grad()
@@ -74,8 +74,8 @@ def _descend(x_HNF: Tensor, y_HN: Tensor, fitting: Fitting, layer: int) -> tuple
     return inner.detach(), bias.detach(), outer.detach()
 
 
-def judge(predictor: LayerPredictor, examples: Examples, layer: int) -> Quality:
-    """How well a predictor does on examples."""
+def evaluate(predictor: LayerPredictor, examples: Examples, layer: int) -> Quality:
+    """Quality of a predictor on examples."""
     y_HN = examples.y_HN
     guess_HN = predictor(examples.x_HNF.float())
     error_H = (guess_HN.sigmoid() - y_HN).square().mean(1)

@@ -1,9 +1,9 @@
-"""How much each layer suffers when the past is cut: its keys with everything in sight, against those in a window.
+"""Per-layer sensitivity to eviction: cosine similarity of keys with the full context and with a sliding window.
 
-EpiCache (arXiv:2509.17396) shares slots out among layers by this. A text is read twice, whole and block by block with
-sinks and a window of a quarter of the text; the mean cosine of a layer's keys in both is brought to 0..1 over the
-layers (their least to 0, their largest to 1), and a layer needs (1 - that)^1.1, all of its heads the same. With the
-publication's least share of a layer, a quarter of the mean: `profile(file=…, floor=0.25)`.
+EpiCache (arXiv:2509.17396) allocates slots to layers by it. A text is prefilled twice, whole and block by block with
+sinks and a window of a quarter of the text; the mean cosine of a layer's keys in both is min-max normalised over the
+layers, and a layer needs (1 - that)^1.1, the same for all its heads. With the paper's minimum share of a layer, a
+quarter of the mean: `profile(file=…, floor=0.25)`.
 
     H KV heads   T tokens of a block   D head dim
 """
@@ -29,7 +29,7 @@ MIN_LEN = 320  # a quarter of it holds a block beside sinks and an open block
 
 
 def measure_layers(model: Model, texts: Sequence[Sequence[int]], report: Report = silent) -> HeadProfile:
-    """Read texts of token ids, each alone."""
+    """The profile of texts of token ids, each run alone."""
     if not texts or min(map(len, texts)) < MIN_LEN:
         raise InputError(f"keys are compared on one text or more, each of at least {MIN_LEN} tokens")
     total = torch.zeros(len(model.spec.compressible_layers), dtype=torch.float64)
@@ -44,7 +44,7 @@ def measure_layers(model: Model, texts: Sequence[Sequence[int]], report: Report 
 
 
 def needs_of(similarity: Sequence[float]) -> list[float]:
-    """A layer's share of what layers may need, by how alike its keys stay; the same for all where all are alike."""
+    """Needs of layers from the similarity of their keys, from 0 to 1; 1 for all where all are equal."""
     least, largest = min(similarity), max(similarity)
     if largest == least:
         return [1.0] * len(similarity)
@@ -52,7 +52,7 @@ def needs_of(similarity: Sequence[float]) -> list[float]:
 
 
 def key_similarity(model: Model, ids: Sequence[int]) -> list[float]:
-    """By compressible layer, the mean over tokens and heads."""
+    """By compressible layer, the mean cosine over tokens and heads."""
     window = len(ids) // 4
     block = window // 2
     policy = f"streaming(sinks={SINKS}) + {window}tok + protect(sinks={SINKS}, recent={RECENT})"

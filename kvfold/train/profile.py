@@ -1,8 +1,8 @@
-"""What each head of a model needs: the share of a text's slots that hold nearly all of its attention.
+"""Head profile: the share of slots that hold all but `loss` of each head's attention, measured on texts.
 
-For each text, `adaptive` keeps as few slots of a head as lose no more than `loss` of what its last 32 queries look at,
-in the order of that attention itself (snapkv without pooling). What a head keeps beyond sinks and recent tokens, over
-all it could keep, is its need; the profile holds the mean over texts.
+For each text, `adaptive` keeps the fewest slots of a head that lose at most `loss` of the attention of its last 32
+queries, ranked by that attention (snapkv without pooling). The need of a head is the slots it keeps beyond sinks and
+recent tokens, over all it could keep; the profile holds the mean over texts.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from kvfold.models.pull.progress import Report, silent
 from kvfold.session import Session
 
 WINDOW, SINKS = 32, 4
-MIN_LEN = 4 * (WINDOW + SINKS)  # below, what is protected is most of a text
+MIN_LEN = 4 * (WINDOW + SINKS)  # below, protected slots are most of a text
 
 
 def measure_heads(
     model: Model, texts: Sequence[Sequence[int]], loss: float = 0.05, report: Report = silent
 ) -> HeadProfile:
-    """Read texts of token ids, each alone."""
+    """The profile of texts of token ids, each run alone."""
     if not texts or min(map(len, texts)) < MIN_LEN:
         raise InputError(f"a profile is measured on one text or more, each of at least {MIN_LEN} tokens")
     kept = f"adaptive(loss={loss!r}, window={WINDOW}) + protect(sinks={SINKS}, recent={WINDOW})"

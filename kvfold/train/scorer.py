@@ -1,6 +1,6 @@
-"""Training the score `learned` for a model: read texts twice, fit a predictor for every layer, judge it on other texts.
+"""Training of the score `learned`: replay texts with a teacher, train a predictor per layer, evaluate it.
 
-Every fifth text is kept out of the fit and told apart in what is reported.
+Every fifth text is held out.
 """
 
 from __future__ import annotations
@@ -13,36 +13,36 @@ from kvfold.errors import InputError
 from kvfold.models.loader import Model
 from kvfold.models.pull.progress import Report, silent
 from kvfold.score.predictor import LayerPredictor, Predictor
-from kvfold.train.fit import Fitting, Quality, fit_layer, judge
+from kvfold.train.fit import Quality, TrainingConfig, evaluate, fit_layer
 from kvfold.train.traces import TEACHER, Examples, joined, trace
 
-JUDGED = 5  # every so many texts one is for judging
+HELD_OUT_EVERY = 5  # texts
 
 
 class Trained(NamedTuple):
     predictor: Predictor
-    qualities: list[Quality]  # layer by layer, on texts kept out of the fit
+    qualities: list[Quality]  # layer by layer, on held-out texts
 
 
 def train_scorer(
     model: Model,
     texts: Sequence[Sequence[int]],
-    fitting: Fitting | None = None,
+    config: TrainingConfig | None = None,
     report: Report = silent,
     *,
     teacher: str = TEACHER,
 ) -> Trained:
-    """A predictor for this model of what `teacher`, a score that reads twice, would find; texts are token ids."""
+    """A predictor of the scores of `teacher`, a replay score such as kvzip; texts are token ids."""
     if len(texts) < 2:
         raise InputError(f"{len(texts)} texts cannot be fitted and judged; give at least 2")
-    fitting, found = fitting or Fitting(), _trace_all(model, texts, teacher, report)
-    kept_out = [text for index, text in enumerate(found) if index % JUDGED == 0]
-    fitted_on = [text for index, text in enumerate(found) if index % JUDGED]
+    config, found = config or TrainingConfig(), _trace_all(model, texts, teacher, report)
+    held_out = [text for index, text in enumerate(found) if index % HELD_OUT_EVERY == 0]
+    fitted_on = [text for index, text in enumerate(found) if index % HELD_OUT_EVERY]
     layers: dict[int, LayerPredictor] = {}
     qualities: list[Quality] = []
     for layer in model.spec.compressible_layers:
-        layers[layer] = fit_layer(joined(fitted_on, layer), fitting, layer)
-        qualities.append(judge(layers[layer], joined(kept_out, layer), layer))
+        layers[layer] = fit_layer(joined(fitted_on, layer), config, layer)
+        qualities.append(evaluate(layers[layer], joined(held_out, layer), layer))
         report("fit layers", len(layers), len(model.spec.compressible_layers))
     return Trained(Predictor(model.weights_digest, layers), qualities)
 

@@ -1,4 +1,4 @@
-"""What a second reading finds in a model's own cache: the examples that predictors are trained on.
+"""Training examples of the learned score: features of slots, and the teacher's scores from a replay.
 
 H KV heads   N examples (slots)   F features
 """
@@ -48,7 +48,7 @@ class _TracedPass(PrefillPass):
 
 
 def trace(runner: Runner, ids: Sequence[int], teacher: str) -> dict[int, Examples]:
-    """Read a text twice; examples by layer, of all its tokens but the sinks, with what this score gives them."""
+    """Prefill and replay a text; by layer, the features and teacher scores of all its tokens but the sinks."""
     if len(ids) < MIN_LEN:
         raise InputError(f"a text of {len(ids)} tokens teaches nothing; give texts of at least {MIN_LEN}")
     policy = Policy.parse(f"{teacher} + 2x")

@@ -53,8 +53,8 @@ def test_memory_is_bounded_however_long_the_talk(talk: Talk) -> None:
     kept = [int(line.split("seen, ")[1].split()[0]) for line in stats]
     assert seen[-1] > 5 * 96
     assert max(kept) <= 96
-    held = [line.split("head, ")[1].split(" held")[0] for line in stats]
-    assert held[-1] == held[len(held) // 2]
+    resident = [line.split("head, ")[1].split(" resident")[0] for line in stats]
+    assert resident[-1] == resident[len(resident) // 2]
 
 
 def test_reset_forgets(talk: Talk, folder: Path) -> None:

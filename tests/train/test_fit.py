@@ -1,4 +1,4 @@
-"""Fitting: networks learn what can be learned, scales go into the weights, and quality is told as defined.
+"""Training: networks learn what can be learned, scales go into the weights, and quality is told as defined.
 
 H KV heads   N examples   F features
 """
@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from kvfold.score.predictor import LayerPredictor
-from kvfold.train.fit import Fitting, fit_layer, judge, spearman
+from kvfold.train.fit import TrainingConfig, evaluate, fit_layer, spearman
 from kvfold.train.traces import Examples
 
-FAST = Fitting(steps=400, hidden=16, batch=128)
+FAST = TrainingConfig(steps=400, hidden=16, batch=128)
 
 
 def examples(seed: int, num_examples: int = 2000) -> Examples:
@@ -24,15 +24,15 @@ def examples(seed: int, num_examples: int = 2000) -> Examples:
 
 
 def test_a_fit_predicts_examples_it_has_not_seen() -> None:
-    fitted = judge(fit_layer(examples(0), FAST, 0), examples(1), 0)
-    started = judge(fit_layer(examples(0), Fitting(steps=1, hidden=16, batch=128), 0), examples(1), 0)
+    fitted = evaluate(fit_layer(examples(0), FAST, 0), examples(1), 0)
+    started = evaluate(fit_layer(examples(0), TrainingConfig(steps=1, hidden=16, batch=128), 0), examples(1), 0)
     assert fitted.explained > 0.9 and fitted.rank > 0.9
     assert started.explained < 0.5
 
 
 def test_the_same_seed_gives_the_same_weights() -> None:
     first, second = (fit_layer(examples(0), FAST, 3) for _ in range(2))
-    other = fit_layer(examples(0), Fitting(steps=200, hidden=16, batch=128, seed=1), 3)
+    other = fit_layer(examples(0), TrainingConfig(steps=200, hidden=16, batch=128, seed=1), 3)
     assert all(a.equal(b) for a, b in zip(vars(first).values(), vars(second).values(), strict=True))
     assert not first.inner_HFE.equal(other.inner_HFE)
 
@@ -49,9 +49,9 @@ def test_quality_is_that_of_the_definitions() -> None:
     """A predictor that always says log-odds 0, a share of .5: its variance explained is that of the mean, or less."""
     constant = LayerPredictor(torch.zeros(1, 1), torch.zeros(1, 1, 1), torch.zeros(1, 1), torch.zeros(1, 2))
     x_HNF = torch.zeros(1, 4, 1).half()
-    assert judge(constant, Examples(x_HNF, torch.tensor([[0.0, 1.0, 0.0, 1.0]])), 5).explained == pytest.approx(0)
-    assert judge(constant, Examples(x_HNF, torch.tensor([[0.0, 0.5, 0.0, 0.5]])), 5).explained == pytest.approx(-1)
-    assert judge(constant, Examples(x_HNF, torch.tensor([[0.0, 0.5, 0.0, 0.5]])), 5).layer == 5
+    assert evaluate(constant, Examples(x_HNF, torch.tensor([[0.0, 1.0, 0.0, 1.0]])), 5).explained == pytest.approx(0)
+    assert evaluate(constant, Examples(x_HNF, torch.tensor([[0.0, 0.5, 0.0, 0.5]])), 5).explained == pytest.approx(-1)
+    assert evaluate(constant, Examples(x_HNF, torch.tensor([[0.0, 0.5, 0.0, 0.5]])), 5).layer == 5
 
 
 def test_rank_correlation_worked_by_hand() -> None:

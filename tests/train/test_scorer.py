@@ -14,13 +14,13 @@ from kvfold.score import KVzip, KVzipPlus
 from kvfold.score.predictor import save_predictor
 from kvfold.session import Session
 from kvfold.train.calibration_data import KINDS, file_texts, own_texts
-from kvfold.train.fit import Fitting
+from kvfold.train.fit import TrainingConfig
 from kvfold.train.scorer import train_scorer
 from kvfold.train.traces import MIN_LEN, trace
 from tests.engine.test_replay import read, watched
 from tests.tiny import prompt, ready, tokenizer
 
-FAST = Fitting(steps=20, hidden=4, batch=64)
+FAST = TrainingConfig(steps=20, hidden=4, batch=64)
 TEXTS = [prompt(140, seed=seed) for seed in range(6)]
 
 
