@@ -1,4 +1,4 @@
-"""Scores of slots from the least and largest key channels of the few slots around them, in the channels that count.
+"""Approximate attention by min/max of key channels of small pages, in the top channels (RocketKV, Quest, SparQ).
 
 The second stage of RocketKV (arXiv:2502.14051), which joins Quest's bound on a page (arXiv:2406.10774) with SparQ's
 choice of channels (arXiv:2312.04985). For a group of queries q_g that share keys, with s = sum_g q_g:

@@ -1,4 +1,4 @@
-"""A sketch of keys: one bit of each channel, from which q.k is told well enough to see which slots matter.
+"""One-bit sketch of keys (RaBitQ): an estimate of q.k from the sign of each channel, to select slots.
 
 Keys are rotated, so that no channel stands out. Of a page the mean y is kept in 8-bit codes, and of each slot the signs
 s of what is left, r = rotate(k) - y, with one factor (RaBitQ, arXiv:2405.12497):

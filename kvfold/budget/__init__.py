@@ -4,13 +4,13 @@ from kvfold.budget.ada import Ada
 from kvfold.budget.adaptive import Adaptive
 from kvfold.budget.base import Allocator
 from kvfold.budget.bounds import Budget
-from kvfold.budget.choose import choose
 from kvfold.budget.dynamickv import DynamicKV
 from kvfold.budget.global_ import Global
 from kvfold.budget.lava import Lava
 from kvfold.budget.pages import Pages
 from kvfold.budget.profile import Profile
 from kvfold.budget.pyramid import Pyramid
+from kvfold.budget.select import select_top
 from kvfold.budget.uniform import Uniform
 from kvfold.budget.xkv import Xkv
 
@@ -27,5 +27,5 @@ __all__ = [
     "Pyramid",
     "Uniform",
     "Xkv",
-    "choose",
+    "select_top",
 ]

@@ -1,4 +1,4 @@
-"""Heads of a layer compete for its slots (Ada-KV, arXiv:2407.11550).
+"""`ada`: heads of a layer compete for its slots (Ada-KV, arXiv:2407.11550).
 
 Minimising the paper's bound on the error of a layer's output means keeping the layer's highest scores, whichever head
 they are in: a head that looks at many places gets many slots, one that looks at few gets few.
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from kvfold.budget.base import Allocator
 from kvfold.budget.bounds import Budget, check_floor, floor_slots
-from kvfold.budget.choose import count_top
 from kvfold.budget.scores import Scores
+from kvfold.budget.select import count_top
 from kvfold.policy.registry import register
 
 

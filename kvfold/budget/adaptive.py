@@ -1,4 +1,4 @@
-"""The prompt decides how much is kept: as few slots as lose no more attention than is allowed.
+"""`adaptive`: as few slots as lose no more than an allowed share of attention, by prompt.
 
 What attention loses when slots go is known before they go: the weights its last queries give them. A head that looks at
 its sinks and its neighbours loses nothing with a few dozen slots; one that reads the whole prompt needs most of it.
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from kvfold.budget.base import Allocator
 from kvfold.budget.bounds import Budget
-from kvfold.budget.choose import count_top
 from kvfold.budget.scores import Scores
+from kvfold.budget.select import count_top
 from kvfold.errors import PolicyError
 from kvfold.policy.registry import register
 from kvfold.score.attention import window_sum

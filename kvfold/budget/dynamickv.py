@@ -1,4 +1,4 @@
-"""Layers get as many slots as they have among the model's best (DynamicKV, arXiv:2412.14838).
+"""`dynamickv`: a layer's slots follow its share of the model's top scores (DynamicKV, arXiv:2412.14838).
 
 H heads   S slots
 """
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kvfold.budget.base import Allocator
 from kvfold.budget.bounds import Budget
-from kvfold.budget.choose import choose_same, count_top
 from kvfold.budget.scores import Scores
+from kvfold.budget.select import count_top, select_same
 from kvfold.budget.uniform import even_total
 from kvfold.errors import PolicyError
 from kvfold.policy.registry import register
@@ -57,5 +57,5 @@ class DynamicKV(Allocator):
 
 def _top(score_HS: Tensor, count: int) -> Tensor:
     """The highest `count` scores of a layer and those that must stay; -inf elsewhere."""
-    stays_HS = choose_same(score_HS.view(1, -1), count).view(score_HS.shape) | (score_HS == torch.inf)
+    stays_HS = select_same(score_HS.view(1, -1), count).view(score_HS.shape) | (score_HS == torch.inf)
     return score_HS.where(stays_HS, -torch.inf)

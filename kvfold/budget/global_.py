@@ -1,4 +1,5 @@
-"""Heads of all layers compete for the model's slots (KVzip, arXiv:2505.23416; Layer-DefensiveKV, arXiv:2510.13334).
+"""`global`: heads of all layers compete for the model's slots (KVzip, arXiv:2505.23416; Layer-DefensiveKV,
+arXiv:2510.13334).
 
 What is not among the top K of the layers seen so far cannot be among the top K of all, so the choice is exact in a
 stream: each layer that arrives only takes slots away from the earlier ones.
@@ -16,8 +17,8 @@ from torch import Tensor
 
 from kvfold.budget.base import Allocator
 from kvfold.budget.bounds import Budget, check_floor, floor_slots
-from kvfold.budget.choose import count_top
 from kvfold.budget.scores import Scores
+from kvfold.budget.select import count_top
 from kvfold.policy.registry import register
 
 

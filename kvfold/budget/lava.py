@@ -1,4 +1,4 @@
-"""Layers share the model's slots by the entropy of their scores, heads by the scores (LAVa, arXiv:2509.09754).
+"""`lava`: layers share the model's slots by the entropy of their scores, heads by the scores (LAVa, arXiv:2509.09754).
 
 A layer whose attention is spread out loses more when slots go than one that looks at few; entropy measures the spread,
 and is known when the layer has been scored, so budgets shrink in a stream and nothing is kept until the end.
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from kvfold.budget.base import Allocator
 from kvfold.budget.bounds import Budget, check_floor, floor_slots
-from kvfold.budget.choose import count_top
 from kvfold.budget.mass import mass
 from kvfold.budget.scores import Scores
+from kvfold.budget.select import count_top
 from kvfold.budget.shares import share_free
 from kvfold.policy.registry import register
 

@@ -1,4 +1,4 @@
-"""Scores as shares: what a budget that weighs layers or heads adds up.
+"""Scores as shares of a sum, for allocators that weigh layers or heads.
 
 Attention is never negative and sums to something; norms and cosines (knorm, keydiff) may lie below 0. Those are shifted
 up by the lowest score of their layer, so that the order of slots and the gaps between them stay.

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from kvfold.budget.base import Allocator
 from kvfold.budget.bounds import Budget
-from kvfold.budget.choose import count_top
 from kvfold.budget.scores import Scores
+from kvfold.budget.select import count_top
 from kvfold.errors import PolicyError
 from kvfold.policy.registry import register
 

@@ -1,4 +1,4 @@
-"""Heads share the model's slots by what each was measured to need, once for the model (`kvfold profile`).
+"""`profile`: heads share the model's slots by measured needs, once per model (`kvfold profile`).
 
 H heads   S slots
 """

@@ -1,4 +1,5 @@
-"""Fewer slots for higher layers (PyramidKV, arXiv:2406.02069): low layers read broadly, high layers narrowly.
+"""`pyramid`: fewer slots for higher layers (PyramidKV, arXiv:2406.02069): low layers read broadly, high layers
+narrowly.
 
 H heads   S slots
 """

@@ -1,7 +1,6 @@
-"""The scores of one layer, and what follows from them for every size: several policies may share them, so each of it is
-found once.
+"""The scores of one layer with their ranks and bounds, computed once and shared by several policies.
 
-    H heads   S slots
+H heads   S slots
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ import torch
 from torch import Tensor
 
 from kvfold.budget.bounds import Bounds, bounds
-from kvfold.budget.choose import ranks
+from kvfold.budget.select import ranks
 
 
 @dataclass(eq=False)
 class Scores:
-    score_HS: Tensor  # -inf: there is no slot, +inf: it must stay
+    score_HS: Tensor  # -inf: there is no slot, +inf: protected
 
     @cached_property
     def rank_HS(self) -> Tensor:
@@ -32,7 +31,7 @@ class Scores:
     def exists_HS(self) -> Tensor:
         return self.score_HS != -torch.inf
 
-    def choose(self, count_H: Tensor) -> Tensor:
+    def select(self, count_H: Tensor) -> Tensor:
         """bool [H, S]: the count_H[h] highest scores of each head."""
         return self.rank_HS < count_H.unsqueeze(-1)
 
@@ -48,11 +47,11 @@ class Scores:
         return self.rank_HS.masked_fill(self.score_HS == torch.inf, torch.iinfo(self.rank_HS.dtype).max)
 
     @cached_property
-    def turn_SH(self) -> Tensor:
+    def kept_SH(self) -> Tensor:
         """How many slots a layer keeps when head h takes its s-th, if protected slots come first and then the heads,
         in order, one slot each and again; beyond all counts where it takes none."""
         low_H, high_H = self.bounds
         level_S1 = torch.arange(self.score_HS.shape[1], device=low_H.device).unsqueeze(-1)
         takes_SH = (level_S1 >= low_H) & (level_S1 < high_H)
-        turn_SH = takes_SH.flatten().cumsum(0).view(takes_SH.shape) + low_H.sum()
-        return turn_SH.masked_fill(~takes_SH, torch.iinfo(turn_SH.dtype).max)
+        kept_SH = takes_SH.flatten().cumsum(0).view(takes_SH.shape) + low_H.sum()
+        return kept_SH.masked_fill(~takes_SH, torch.iinfo(kept_SH.dtype).max)

@@ -1,4 +1,4 @@
-"""The same number of slots for every head of every layer."""
+"""`uniform`: the same number of slots for every head of every layer."""
 
 from __future__ import annotations
 
@@ -40,4 +40,4 @@ def even_total(scores: Scores, total: int | Tensor) -> Tensor:
     What `apportion` gives for equal weights, computed where the scores are: after the protected slots heads take turns
     until the total is reached.
     """
-    return scores.bounds.protected_H + (scores.turn_SH <= total).sum(0)
+    return scores.bounds.protected_H + (scores.kept_SH <= total).sum(0)

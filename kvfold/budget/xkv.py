@@ -1,4 +1,4 @@
-"""Each further slot goes to the layer that gains most from it (XKV, arXiv:2412.05896).
+"""`xkv`: each further slot goes to the layer that gains most from it (XKV, arXiv:2412.05896).
 
 What a layer has of its scores' sum after b slots per head grows ever slower with b, so the greedy choice, one slot
 after the other to the layer with the largest gain, is the best one, and it is a top-k over all gains.
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from kvfold.budget.base import Allocator
 from kvfold.budget.bounds import Budget
-from kvfold.budget.choose import count_top
 from kvfold.budget.mass import mass, ranked
 from kvfold.budget.scores import Scores
+from kvfold.budget.select import count_top
 from kvfold.budget.uniform import even_total
 from kvfold.policy.registry import register
 

@@ -1,4 +1,4 @@
-"""How a kept slot is stored. Importing this package registers every codec."""
+"""Codecs: how KV slots are quantised. Importing this package registers every codec."""
 
 from kvfold.codec.base import Codec, CrossLayerCodec, Field, Fields, Side, Slots, State
 from kvfold.codec.basis import LowRankCodec

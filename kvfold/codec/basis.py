@@ -1,4 +1,4 @@
-"""The directions that a layer's keys and values keep to: slots become latents and come back (Palu, arXiv:2407.21118).
+"""Low-rank bases: keys and values projected to latents and back (Palu, arXiv:2407.21118).
 
 Palu takes a projection W apart, whitened by its inputs: with S S^T = E[x x^T] over texts, the best rank-r part of W S
 is U U^T W S for the first r left singular vectors U. These are the eigenvectors of W E[x x^T] W^T, the covariance of

@@ -1,7 +1,7 @@
-"""What a codec needs to know of a model, measured once (`kvfold calibrate`), and the file it is kept in.
+"""Calibration files of codecs: what is measured of a model once (`kvfold calibrate`).
 
-    metadata   "kvfold": JSON with the format, the model, the digest of its weights, and how it was measured
-    tensors    fp32, as the kind says
+metadata   "kvfold": JSON with the format, the model, the digest of its weights, and how it was measured
+tensors    fp32, as the kind says
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Rotating q and k alike leaves q.k as it is and spreads an outlier channel over all channels of its block, so that one
 scale per slot suffices (QuaRot, arXiv:2404.00456). Sylvester's matrix divided by sqrt(block) is symmetric and its own
-inverse, so the same function rotates and turns back.
+inverse, so the same function rotates both ways.
 
     N flat slots   D head dim   B block (largest power of two that divides D)
 """

@@ -1,4 +1,4 @@
-"""`palu`: latents of low rank instead of keys and values (Palu, arXiv:2407.21118); the way there is codec/basis.py.
+"""`palu`: low-rank latents instead of keys and values (Palu, arXiv:2407.21118); the projection is codec/basis.py.
 
 G groups   X channels of a group   r latents of a group
 """
@@ -105,7 +105,7 @@ class Palu(LowRankCodec):
             )
         if any((rope := spec.layers[i].rope) is not None and rope.depends_on_length for i in spec.compressible_layers):
             raise PolicyError(
-                f"palu turns keys back to position 0, and RoPE frequencies of {spec.name} depend on the length; use "
+                f"palu rotates keys back to position 0, and RoPE frequencies of {spec.name} depend on the length; use "
                 "int4 for this model"
             )
 

@@ -41,7 +41,7 @@ class ObserverNeeds:
         needs = [need for policy in policies for need in _stage_needs(policy, decoding)]
         return cls(
             last_queries=max((need.last_queries for need in needs), default=0),
-            mass=any(policy.watches_mass for policy in policies),
+            mass=any(policy.observes_mass for policy in policies),
             query_stats=any(need.query_stats for need in needs),
             new_queries=not decoding and any(need.new_queries for need in needs),
         )

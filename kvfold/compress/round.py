@@ -143,7 +143,7 @@ class CompressionRound:
             return allocate(budget.slots_per_head)
         first = 0 if allocator.scope == "model" else place
         costs = slot_costs(self.sequence)[first : place + 1]
-        if not self.sequence.policy.watches_mass and len(set(costs)) == 1:
+        if not self.sequence.policy.observes_mass and len(set(costs)) == 1:
             return allocate(budget.slots_per_head)
         return within_cost(allocate, budget.slots_per_head, partial(slots_cost, self.sequence, costs))
 

@@ -53,14 +53,14 @@ class Selection:
 
     def num_stored_kept(self, count_H: Tensor) -> Tensor:
         """int64 [H]: how many of the best slots of each head are already stored."""
-        return (self.scores.choose(count_H) & self._is_stored_HS).sum(-1)
+        return (self.scores.select(count_H) & self._is_stored_HS).sum(-1)
 
     def trim(self, count_H: Tensor, numbers: KeptCounts, evicted: Evicted) -> None:
         """Keep the best slots of each head; the host knows the counts, so nothing waits for the device."""
         stored, new = numbers
         kept_stored = self.num_stored if self.change.keep is None else [len(index) for index in self.change.keep]
         if new != self.change.counts or stored != kept_stored:
-            self._drop(self.scores.choose(count_H), new, stored, evicted)
+            self._drop(self.scores.select(count_H), new, stored, evicted)
 
     def _drop(self, keep_HS: Tensor, new: list[int], stored: list[int], evicted: Evicted) -> None:
         slot_N = self._slot_N

@@ -87,7 +87,7 @@ def size_facts(sequence: SequenceCache, seen_len: int) -> SizeFacts:
     num_heads = sum(layer.num_kv_heads for _, layer in layers)
     slot_bytes = sum(c * layer.num_kv_heads for c, (_, layer) in zip(slot_costs(sequence), layers, strict=True))
     padding = sum(sequence.page_class(i).bytes_per_page * layer.num_kv_heads for i, layer in layers)
-    mass_bytes = MASS_BYTES if sequence.policy.watches_mass else 0
+    mass_bytes = MASS_BYTES if sequence.policy.observes_mass else 0
     return SizeFacts(
         num_tokens=seen_len,
         num_heads=num_heads,
@@ -108,7 +108,7 @@ def size_facts(sequence: SequenceCache, seen_len: int) -> SizeFacts:
 def slot_costs(sequence: SequenceCache) -> list[float]:
     """Bytes of one sealed slot of one head, for each compressible layer. If decoding evicts, no two pages of a head
     need be adjacent: each counts with its own page-table entry."""
-    mass_bytes = MASS_BYTES if sequence.policy.watches_mass else 0
+    mass_bytes = MASS_BYTES if sequence.policy.observes_mass else 0
     entry_bytes = TABLE_BYTES if sequence.policy.decode.may_evict else 0
     classes = [sequence.page_class(i) for i in sequence.spec.compressible_layers]
     return [c.bytes_per_slot + entry_bytes / c.page_size + mass_bytes for c in classes]
@@ -116,7 +116,7 @@ def slot_costs(sequence: SequenceCache) -> list[float]:
 
 def slots_cost(sequence: SequenceCache, costs: Sequence[float], counts: Sequence[Sequence[int]]) -> float:
     """Bytes of so many slots in each head of some layers; attention mass is kept in rows as long as the longest."""
-    mass_bytes = MASS_BYTES if sequence.policy.watches_mass else 0
+    mass_bytes = MASS_BYTES if sequence.policy.observes_mass else 0
     padding = sum(max(heads) * len(heads) - sum(heads) for heads in counts)
     return sum(cost * sum(heads) for cost, heads in zip(costs, counts, strict=True)) + mass_bytes * padding
 

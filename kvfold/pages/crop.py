@@ -1,4 +1,4 @@
-"""Take back the newest tokens of a sequence after they were sealed, as rejected drafts have to be.
+"""Crop: remove the newest tokens of a sequence after they were sealed, such as rejected drafts.
 
 Slots keep their original positions, so the slots of the tokens that go are the last ones of every head. What the
 compression decided while those tokens were there stays decided.

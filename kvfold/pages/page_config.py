@@ -65,8 +65,8 @@ def num_fp_sinks(policy: Policy, spec: ModelSpec) -> int:
     """Sinks that a policy keeps in full precision: those its codecs ask for and that are never evicted; 0 if slots have
     biases, if keys are rotated when read, or if decoding adds up attention mass."""
     wanted = max((codec_fp_sinks(policy, spec, layer) for layer in spec.compressible_layers), default=0)
-    notes_mass = policy.decode.evicts and policy.decode.score.needs.mass
-    if policy.prefill.evicted.biased or policy.position.shifts or notes_mass:
+    observes_mass = policy.decode.evicts and policy.decode.score.needs.mass
+    if policy.prefill.evicted.biased or policy.position.shifts or observes_mass:
         return 0
     return min([wanted, *(stage.protect.sinks for _, stage in policy.stages() if stage.evicts)])
 

@@ -260,7 +260,7 @@ class PrefillPass:
 
 def _for_policy(new: NewSlots, sequence: SequenceCache) -> NewSlots:
     """Without the mass that only another policy of the pass observes."""
-    return new if new.mass_HS is None or sequence.policy.watches_mass else new.without_mass
+    return new if new.mass_HS is None or sequence.policy.observes_mass else new.without_mass
 
 
 def merge_new(

@@ -34,9 +34,9 @@ class PolicyParts:
         yield "decode", self.decode
 
     @cached_property
-    def watches_mass(self) -> bool:
+    def observes_mass(self) -> bool:
         """Whether attention mass is kept for each slot in a phase."""
-        return any(stage.watches_mass for _, stage in self.stages())
+        return any(stage.observes_mass for _, stage in self.stages())
 
     @property
     def variants(self) -> tuple[Term, ...]:

@@ -1,4 +1,4 @@
-"""Which stored slots does a step read? The contract of the `attend` axis, and `all`.
+"""Readers: which stored slots a decode step reads (the `attend` axis; sparse attention), and `all`.
 
 A reader that selects declares summaries, numbers kept of each page or slot beside its code. They are computed from the
 keys as they will be decoded, whenever slots are sealed or moved. At a decode step it is shown the queries and a layer's

@@ -44,7 +44,7 @@ class Stage:
         return self.may_evict and self.size is not None and self.size.counts_bytes
 
     @property
-    def watches_mass(self) -> bool:
+    def observes_mass(self) -> bool:
         """Whether attention mass is kept for each slot."""
         return self.evicts and self.score.needs.mass
 

@@ -1,4 +1,4 @@
-"""What is worth keeping? Importing this registers every scorer."""
+"""Scorers: which KV slots to keep. Importing this package registers every scorer."""
 
 from kvfold.score.a2sf import A2SF
 from kvfold.score.base import Needs, QueryStats, Replay, Scorer, View

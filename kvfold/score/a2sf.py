@@ -1,5 +1,4 @@
-"""Attention that is forgotten (A2SF, accumulative attention with a forgetting factor): the fix of H2O's position bias
-that lets votes fade with age, since early tokens had more queries to collect from.
+"""`a2sf`: accumulated attention with a forgetting factor (A2SF), which removes H2O's bias towards early tokens.
 
 R rows   S slots   G query heads per KV head   W queries of the window
 """

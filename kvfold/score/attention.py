@@ -1,4 +1,4 @@
-"""Attention of the last queries on the stored slots, computed once more for the scorers that look at it.
+"""Attention weights of the last queries (observation window) on the stored slots, recomputed for scorers.
 
 Only W rows of the attention map are formed, so the prefill itself can stay fused (the observation window of SnapKV,
 arXiv:2404.14469).

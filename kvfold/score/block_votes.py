@@ -1,4 +1,4 @@
-"""Attention inside blocks of a prompt, in both directions: every token is voted on by what stands before and after it.
+"""Bidirectional attention inside blocks of a prompt: every token is scored by queries before and after it.
 
 A causal map cannot tell how much the end of a passage is needed by what comes later; inside a block all queries see all
 keys (Compactor, arXiv:2507.08143).

@@ -1,4 +1,4 @@
-"""Tokens stay or go together with their neighbours (ChunkKV, arXiv:2502.00299): meaning lies in phrases, not in tokens.
+"""`chunk`: tokens are kept or evicted in chunks of neighbours (ChunkKV, arXiv:2502.00299).
 
 R rows   S slots   P positions   C chunks
 """

@@ -1,4 +1,4 @@
-"""The largest weight each slot received, given every query's log-sum-exp: a second pass over tiles, never a whole map.
+"""Column maxima of the attention map: the largest weight of each slot, from tiles, given every query's log-sum-exp.
 
 R rows   G query heads per KV head   T queries   S slots   D head dim
 """

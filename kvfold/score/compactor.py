@@ -1,5 +1,4 @@
-"""Keys that others cannot stand for, and tokens their surroundings look at (Compactor, arXiv:2507.08143); no question
-needed, one pass.
+"""`compactor`: leverage of keys and blockwise attention, question-agnostic, in one pass (Compactor, arXiv:2507.08143).
 
 R rows   S slots   D head dim   G query heads per KV head   T new queries   P positions   B sequences
 """

@@ -1,4 +1,4 @@
-"""Slots whose loss would change attention's output most (CriticalKV, arXiv:2502.03805): weights times values.
+"""`critical`: attention weights times the norm of projected values (CriticalKV, arXiv:2502.03805).
 
 A slot that is evicted changes the output by its weight times what its value becomes in the output projection. Half of
 the budget goes by weights alone, as they are sure; the other half by both.

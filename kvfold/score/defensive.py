@@ -1,4 +1,4 @@
-"""Prepare for the worst (DefensiveKV, arXiv:2510.13334): what any query of the window needed, some later one may need.
+"""`defensive`: the largest attention weight of the window, not the mean (DefensiveKV, arXiv:2510.13334).
 
 An average over the window assumes that attention goes on as it was; a slot that mattered once and little on average is
 lost by it. Here the largest weight counts, with a floor, times what the value becomes in attention's output.

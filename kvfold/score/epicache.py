@@ -1,4 +1,4 @@
-"""What some text, read behind the stored slots, looks for in them (EpiCache, arXiv:2509.17396).
+"""`epicache`: largest attention of the last queries (a patched prompt) to earlier slots (EpiCache, arXiv:2509.17396).
 
 R rows   S slots   G query heads per KV head   W queries of the window
 """

@@ -1,4 +1,4 @@
-"""Attention that future queries are expected to pay (Expected Attention, arXiv:2510.00636).
+"""`expected`: the expected attention of future queries (Expected Attention, arXiv:2510.00636).
 
 If queries are Gaussian, the mean of exp(q.k) has a closed form in their mean and covariance; both are measured before
 RoPE on the prompt and rotated to the positions that come next. No attention map, no question needed.

@@ -1,5 +1,5 @@
-"""Heads of different kinds (FastGen, arXiv:2310.01801): some look at the first tokens, some at a few hitters, some at
-what is near, some everywhere; each keeps the cheapest kind of set that holds nearly all of its attention.
+"""`fastgen`: each head keeps the cheapest of several sets (special, frequent, local, full) that covers its attention
+(FastGen, arXiv:2310.01801).
 
 R rows   S slots   K kinds
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.budget.choose import choose
+from kvfold.budget.select import select_top
 from kvfold.errors import PolicyError
 from kvfold.policy.registry import register
 from kvfold.score.base import Needs, Scorer, View
@@ -73,6 +73,6 @@ class FastGen(Scorer):
         """bool [R, K, S]: the sets of the kinds, from the cheapest to everything."""
         slot_S = torch.arange(share_RS.shape[1], device=share_RS.device)
         first_RS = (view.position_RS < self.sinks) & view.valid_RS
-        hit_RS = first_RS | choose(view.masked(share_RS), (self.frequent * view.len_R).long())
+        hit_RS = first_RS | select_top(view.masked(share_RS), (self.frequent * view.len_R).long())
         latest_RS = hit_RS | (slot_S >= (view.len_R - (self.local * view.len_R).long()).unsqueeze(-1)) & view.valid_RS
         return torch.stack((first_RS, hit_RS, latest_RS, view.valid_RS), dim=1)

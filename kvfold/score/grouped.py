@@ -1,4 +1,4 @@
-"""Slots that stay or go together: each takes the mean of another score over its group.
+"""Base of `chunk` and `sentence`: each slot gets the mean of another score over its group.
 
 R rows   S slots   B sequences   C groups of a sequence
 """

@@ -1,4 +1,4 @@
-"""Heavy hitters (H2O, arXiv:2306.14048): a few tokens receive most of the attention, and go on receiving it.
+"""`h2o`: heavy hitters, the slots of largest accumulated attention mass (H2O, arXiv:2306.14048).
 
 R rows   S slots
 """

@@ -1,4 +1,4 @@
-"""Keys unlike the others matter (KeyDiff, arXiv:2504.15364): attention favours keys far from the mean direction.
+"""`keydiff`: dissimilarity of a key to the mean key (KeyDiff, arXiv:2504.15364).
 
 R rows   S slots   D head dim
 """

@@ -1,4 +1,4 @@
-"""Keys of small norm draw attention (arXiv:2406.11430): the L2 norm of a key alone ranks the slots."""
+"""`knorm`: slots of small key norm are kept (L2 norm, arXiv:2406.11430)."""
 
 from __future__ import annotations
 

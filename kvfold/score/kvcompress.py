@@ -1,4 +1,4 @@
-"""Squared attention (KV-Compress, arXiv:2410.00161): a slot that one query needs badly beats one that many glance at.
+"""`kvcompress`: squared attention weights of the window, summed (KV-Compress, arXiv:2410.00161).
 
 R rows   S slots   G query heads per KV head   W queries of the window
 """

@@ -1,7 +1,7 @@
-"""What a text can be rebuilt from (KVzip, arXiv:2505.23416): attention of the model while it repeats the text.
+"""`kvzip`: question-agnostic score by context reconstruction (KVzip, arXiv:2505.23416).
 
-A question asked later is answered from some part of the text; a cache that the whole text can be repeated from serves
-all of them. The prompt is read a second time for it.
+Slots are scored by the attention of the model while it repeats the prompt: a cache that the whole text can be repeated
+from serves every later question. The prompt is read a second time for it (replay).
 
     R rows   S slots   G query heads per KV head
 """

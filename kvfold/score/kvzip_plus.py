@@ -1,4 +1,4 @@
-"""KVzip with what a slot can change (KVzip+, arXiv:2601.07891): weights count by the value behind them.
+"""`kvzip_plus`: KVzip's weights times the norm of projected values (KVzip+, arXiv:2601.07891).
 
 R rows   S slots   G query heads per KV head
 """

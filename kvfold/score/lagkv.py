@@ -1,4 +1,4 @@
-"""Slots unlike what follows them (LagKV, arXiv:2504.04704): no attention, only keys and values against the next block.
+"""`lagkv`: keys and values against the next block of tokens, without attention (LagKV, arXiv:2504.04704).
 
 R rows   S slots   D head dim   N blocks   L slots of a block
 """

@@ -1,4 +1,4 @@
-"""What the end of the prompt attends to, weighed by the largest value of the head (LAVa, arXiv:2509.09754).
+"""`lava_score`: attention of the last queries times the head's largest value norm (LAVa, arXiv:2509.09754).
 
 Dropping a slot changes a layer's output by at most its weight times its value's norm; bounded by the head's largest
 value, the factor is one for the whole head: it leaves the order inside a head and moves slots between heads.

@@ -1,4 +1,4 @@
-"""A network's guess of what a second reading would find (KVzap, arXiv:2601.07891): the worth of a slot in one pass.
+"""`learned`: a trained predictor of the replay's scores, without the replay (KVzap, arXiv:2601.07891).
 
 R rows   S slots
 """

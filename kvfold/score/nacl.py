@@ -1,4 +1,4 @@
-"""A few late queries vote, and chance keeps a part (NACL, arXiv:2408.03675).
+"""`nacl`: attention of proxy tokens at the end of the prompt, and a randomly sampled share (NACL, arXiv:2408.03675).
 
 Proxies at the end of the prompt give every candidate the same number of votes; sampling a share of the budget hedges
 against their bias: what they do not look at now may be asked for later.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.budget.choose import choose
+from kvfold.budget.select import select_top
 from kvfold.errors import PolicyError
 from kvfold.policy.registry import register
 from kvfold.score.attention import window_sum
@@ -70,7 +70,7 @@ class NACL(Scorer):
         stays_RS = is_proxy_RS | given("nacl", view.protected_RS, "protected_RS")
         vote_RS = view.masked(window_sum(view, q_RGWD, q_position_RW).mean(1)).masked_fill(stays_RS, -torch.inf)
         free_R = (view.slots_per_head - (stays_RS & view.valid_RS).sum(-1)).clamp(min=0)
-        safe_RS = choose(vote_RS, ((1 - self.share) * free_R.double()).round())
+        safe_RS = select_top(vote_RS, ((1 - self.share) * free_R.double()).round())
         score_RS = vote_RS + torch.where(safe_RS, _ABOVE_ALL_SAMPLES, self._noise(view))
         return view.masked(score_RS.masked_fill(stays_RS, torch.inf))
 

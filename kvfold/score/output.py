@@ -1,4 +1,4 @@
-"""How much a value adds to the hidden state if it is attended to: the norm of its way through the output projection.
+"""Norm of a value after attention's output projection: how much it adds to the hidden state if attended to.
 
 Values of equal norm differ in what attention's output projection makes of them (CriticalKV, arXiv:2502.03805), and a
 value passes through one part of it for every query head of its group.

@@ -1,4 +1,4 @@
-"""Numbers of slots laid out by position: where rows hold different slots, tokens still meet there.
+"""Slot values scattered to positions, so that rows that hold different slots can be combined by token.
 
 R rows   S slots   P positions, and one more column at the end that padding is sent to
 """

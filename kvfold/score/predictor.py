@@ -1,4 +1,4 @@
-"""Small networks that predict scores from what is stored, one for each KV head, and the file they are kept in.
+"""Predictors of scores: a small MLP per KV head over stored keys and values, and its safetensors file.
 
 Keys and values of a slot tell much of what a second reading of the prompt would find (KVzap, arXiv:2601.07891, predicts
 it from hidden states, Locret, arXiv:2410.01805, from queries, keys and values). Here the key before RoPE and the value

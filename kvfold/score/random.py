@@ -1,4 +1,4 @@
-"""Keep slots at random: what any scorer must beat.
+"""`random`: slots kept at random, the baseline of every scorer.
 
 Randomness is a hash of what a slot is (seed, layer, head, position), not a draw from a generator, so the same slot has
 the same score on every device, in every batch and after every earlier eviction.

@@ -1,4 +1,4 @@
-"""Keep the latest tokens: the sliding window that every other method must beat."""
+"""`recent`: the latest tokens (sliding window), a baseline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers that take the scores of the layer before them (layer-wise index reuse, arXiv:2502.00299).
+"""Layer-wise index reuse: layers that take the scores of the layer below (ChunkKV, arXiv:2502.00299).
 
 Neighbouring layers look for much the same tokens; where a scorer says `reuse_layers` = n, only every n-th compressible
 layer is scored and the n - 1 above it choose by its scores. Scores meet by position, so layers that hold different

@@ -1,4 +1,4 @@
-"""Important and not said again (R-KV, arXiv:2505.24133): reasoning repeats itself, and repetitions draw attention.
+"""`rkv`: attention minus redundancy, the mean cosine of a key with the others (R-KV, arXiv:2505.24133).
 
 R rows   S slots   D head dim   G query heads per KV head   W queries of the window   X slots of a tile
 """

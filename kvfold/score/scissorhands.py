@@ -1,4 +1,4 @@
-"""What mattered goes on mattering (Scissorhands, arXiv:2305.17118): tokens that recent queries ignored can go.
+"""`scissorhands`: how often recent queries gave a slot less than uniform weight (Scissorhands, arXiv:2305.17118).
 
 R rows   S slots   G query heads per KV head   W queries of the window
 """

@@ -1,4 +1,4 @@
-"""Tokens stay or go with their sentence (SentenceKV, arXiv:2504.00970): half a fact is none.
+"""`sentence`: tokens are kept or evicted by sentence (SentenceKV, arXiv:2504.00970).
 
 R rows   S slots   C sentences
 """

@@ -1,4 +1,4 @@
-"""The end of the prompt votes (SnapKV, arXiv:2404.14469): what the last queries attend to is what the answer needs.
+"""`snapkv`: attention of the last queries (observation window), pooled over neighbours (SnapKV, arXiv:2404.14469).
 
 R rows   S slots   D head dim   G query heads per KV head   W queries of the window
 """

@@ -1,4 +1,4 @@
-"""Attention sinks and a sliding window (StreamingLLM, arXiv:2309.17453).
+"""`streaming`: attention sinks and a sliding window (StreamingLLM, arXiv:2309.17453).
 
 Softmax must put its mass somewhere, and trained models put it on the first tokens; a window that drops them breaks.
 """

@@ -1,4 +1,4 @@
-"""The last token votes (TOVA, arXiv:2401.06104): attention of the last query, shared by all heads of a layer.
+"""`tova`: attention of the last query, averaged over all heads of a layer (TOVA, arXiv:2401.06104).
 
 R rows   S slots   D head dim   G query heads per KV head   B sequences   H KV heads   P positions
 """

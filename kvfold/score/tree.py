@@ -1,4 +1,4 @@
-"""Neighbours compete in turn (TreeKV, arXiv:2501.04987): the past thins out smoothly, like the levels of a tree.
+"""`tree`: neighbours compete pairwise, so that slots thin out smoothly with age (TreeKV, arXiv:2501.04987).
 
 A pointer walks through the cache; whenever a token is added to a full cache, the less attended one of the two slots at
 the pointer goes. With n slots and no change of length, one walk from end to end meets disjoint pairs of the n stored

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvfold.budget import Budget, Global, choose
-from kvfold.budget.choose import count_top
+from kvfold.budget import Budget, Global, select_top
+from kvfold.budget.select import count_top
 from tests.budget.scores import allocated, layers_of_scores
 
 FLOORS = st.sampled_from([0.0, 0.2, 0.5, 1.0])
@@ -25,9 +25,8 @@ def stream(allocator: Global, scores: list[Tensor], budget: Budget) -> list[list
     history = []
     for layer, score_HS in enumerate(scores):
         counts = allocated(allocator, [*held, score_HS], budget, layer)
-        held = [
-            s.masked_fill(~choose(s, count_H), -torch.inf) for s, count_H in zip([*held, score_HS], counts, strict=True)
-        ]
+        pairs = zip([*held, score_HS], counts, strict=True)
+        held = [s.masked_fill(~select_top(s, count_H), -torch.inf) for s, count_H in pairs]
         history.append(counts)
     return history
 

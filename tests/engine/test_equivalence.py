@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from kvfold.budget.choose import ranks
+from kvfold.budget.select import ranks
 from kvfold.engine.generate import Request, generate
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError

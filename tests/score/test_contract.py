@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvfold.budget import choose
+from kvfold.budget import select_top
 from kvfold.errors import InputError
 from kvfold.policy.registry import terms
 from kvfold.score import (
@@ -99,7 +99,7 @@ def test_a_ragged_batch_equals_single_runs(scorer: Scorer, view: View) -> None:
         rows = score_RS[index * HEADS : (index + 1) * HEADS, : alone_RS.shape[1]]
         torch.testing.assert_close(rows, alone_RS, rtol=1e-6, atol=1e-7)
         half_R = (alone.len_R + 1) // 2
-        assert torch.equal(choose(rows, half_R), choose(alone_RS, half_R))
+        assert torch.equal(select_top(rows, half_R), select_top(alone_RS, half_R))
 
 
 def test_what_lies_in_the_padding_does_not_matter(scorer: Scorer, view: View) -> None:

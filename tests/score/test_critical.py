@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvfold.budget import choose
+from kvfold.budget import select_top
 from kvfold.errors import PolicyError
 from kvfold.score import Critical, Full, KVzip, SnapKV, View
 from kvfold.score.critical import ranks
@@ -36,7 +36,7 @@ def test_the_first_stage_goes_by_weight_alone() -> None:
     assert order == [[2, 3, 1, 0]]
     assert ranks(replace(SCORER, first=0.0).score(view_of(2))).tolist() == [[2, 3, 0, 1]]
     assert ranks(replace(SCORER, first=1.0).score(view_of(2))).tolist() == [[1, 3, 2, 0]]
-    assert choose(SCORER.score(view_of(2)), torch.tensor([2])).tolist() == [[False, False, True, True]]
+    assert select_top(SCORER.score(view_of(2)), torch.tensor([2])).tolist() == [[False, False, True, True]]
 
 
 def test_nobody_says_a_budget_means_no_first_stage() -> None:

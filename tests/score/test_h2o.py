@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvfold.budget import choose
+from kvfold.budget import select_top
 from kvfold.errors import PolicyError
 from kvfold.protect import Protect
 from kvfold.score import H2O, Needs, View
@@ -31,7 +31,7 @@ def test_one_decode_step_evicts_the_lightest(recent: int) -> None:
     protected_RS = Protect(sinks=0, recent=recent).mask(view.position_RS, view.seen_R)
     score_RS = H2O().score(view)
     torch.testing.assert_close(score_RS[0], torch.tensor([0.9, 0.3, 0.5, 0.5]))
-    kept_RS = choose(score_RS.masked_fill(protected_RS, torch.inf), torch.tensor([3, 3]))
+    kept_RS = select_top(score_RS.masked_fill(protected_RS, torch.inf), torch.tensor([3, 3]))
     assert kept_RS[0].nonzero().flatten().tolist() == [0, 2, 3]
     torch.testing.assert_close(mass_S[kept_RS[0]], torch.tensor([0.9, 0.5, 0.5]))
 

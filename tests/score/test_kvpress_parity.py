@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvfold.budget import Budget, Uniform, choose
+from kvfold.budget import Budget, Uniform, select_top
 from kvfold.score import TOVA, Expected, KeyDiff, KNorm, Scorer, SnapKV
 from tests.budget.scores import allocated
 from tests.data.compare import assert_same_kept
@@ -27,7 +27,7 @@ def test_same_slots_as_kvpress(case: Case, method: str) -> None:
     for layer in range(case.num_layers):
         score_HS = scorer.score(case.view(layer, max(1, scorer.needs.last_queries)))
         (count_H,) = allocated(Uniform(), [score_HS], Budget(case.kept, case.num_layers), layer)
-        assert_same_kept(choose(score_HS, count_H), case.kept_LHT(method)[layer], score_HS, case.ties)
+        assert_same_kept(select_top(score_HS, count_H), case.kept_LHT(method)[layer], score_HS, case.ties)
 
 
 def test_vectors_say_where_they_come_from() -> None:

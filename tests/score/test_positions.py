@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvfold.budget import Budget, Uniform, choose
+from kvfold.budget import Budget, Uniform, select_top
 from kvfold.errors import PolicyError
 from kvfold.score import Full, Needs, Random, Recent, Scorer, Streaming, View
 from tests.budget.scores import allocated
@@ -28,7 +28,7 @@ def step(scorer: Scorer, position_S: Tensor, seen: int, slots: int) -> Tensor:
     """Positions that stay when the cache is cut to `slots` after `seen` tokens."""
     score_RS = scorer.score(positions_view(position_S, seen))
     (count_H,) = allocated(Uniform(), [score_RS], Budget(slots, 1), 0)
-    return position_S[choose(score_RS, count_H)[0]]
+    return position_S[select_top(score_RS, count_H)[0]]
 
 
 def test_streaming_trace() -> None:

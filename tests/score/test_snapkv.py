@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 import torch
 
-from kvfold.budget import Budget, Uniform, choose
+from kvfold.budget import Budget, Uniform, select_top
 from kvfold.errors import PolicyError
 from kvfold.score import SnapKV, View, attention
 from tests.budget.scores import allocated
@@ -24,7 +24,7 @@ WINDOW = 4
 def kept(scorer: SnapKV, slots: int) -> list[int]:
     score_RS = scorer.score(votes_view(VOTES, WINDOW))
     (count_H,) = allocated(Uniform(), [score_RS], Budget(slots, 1), 0)
-    return choose(score_RS, count_H)[0].nonzero().flatten().tolist()
+    return select_top(score_RS, count_H)[0].nonzero().flatten().tolist()
 
 
 def test_pooled_votes() -> None:

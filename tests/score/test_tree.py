@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfold.budget import choose
+from kvfold.budget import select_top
 from kvfold.errors import PolicyError
 from kvfold.score import Needs, Tree
 from kvfold.score.tree import thinned
@@ -47,7 +47,7 @@ def test_sinks_and_recent_slots_stay_and_the_past_thins_out() -> None:
     """Of 1003 slots 3 sinks, 64 recent ones and 61 in the tree: each 61 older ones hold about half as many."""
     view = make_view((1003,), (1003, 1003), Needs(mass=True))
     view = replace(view, slots_per_head=128)
-    kept_RS = choose(Tree(sinks=3).score(view), torch.tensor([128, 128]))
+    kept_RS = select_top(Tree(sinks=3).score(view), torch.tensor([128, 128]))
     for kept_S in kept_RS:
         assert kept_S[:3].all() and kept_S[-64:].all()
         counts = [int(kept_S[939 - 61 * (age + 1) : 939 - 61 * age].sum()) for age in range(4)]

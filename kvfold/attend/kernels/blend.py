@@ -1,4 +1,4 @@
-"""Join two parts of attention by their log-sum-exps in one pass over the outputs.
+"""Log-sum-exp merge of two attention outputs in one pass.
 
 In plain operations the same costs five passes, most of them in fp32: as much as a tenth of the attention itself when a
 prompt runs in chunks.

@@ -1,4 +1,4 @@
-"""The second pass of scorers that follow attention mass: what each stored slot received from the queries of a step.
+"""Attention mass kernel: the weight each stored slot receives from the queries of a step, given log-sum-exps.
 
 Scores are computed again, because a slot's share needs the log-sum-exp over everything its row saw, which is known only
 after the parts were merged; keeping the scores of the first pass would write more bytes than codes of 4 bits read.

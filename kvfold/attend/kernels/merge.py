@@ -1,4 +1,4 @@
-"""The second stage of a decode step: merge the tasks of a row with its open block, and append the new slots.
+"""Second stage of split-KV decode: merge the tasks of a row with its open block, and append the new slots.
 
 One program per row, query and stretch of channels, on plain arithmetic: what it reads is small, so its time is the
 latency of its loads. Those of the first tiles, mostly the only ones, are sent off before any is used. Every program of

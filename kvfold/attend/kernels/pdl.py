@@ -1,4 +1,4 @@
-"""Let a kernel begin while the one before it still runs: programmatic dependent launch, on NVIDIA GPUs from compute
+"""Programmatic dependent launch (PDL): a kernel begins while the one before it still runs, on NVIDIA GPUs from compute
 capability 9.0 on (CUDA programming guide; PTX griddepcontrol).
 
 A layer's attention takes about 20 microseconds over an eighth of 128k tokens, so the microseconds between two kernels

@@ -1,4 +1,4 @@
-"""Queries as keys that appear moved see them (`slot` positions), for all distances of a row in one launch.
+"""RoPE shift of queries for `slot` positions (StreamingLLM), for all shifts of a row in one launch.
 
 A key at position p that appears at p + shift is met by the query at its own position minus shift: rotating q back by
 the shift leaves stored keys as they are (StreamingLLM, arXiv:2309.17453). Angles are reduced to one turn in fp64, or

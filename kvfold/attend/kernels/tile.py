@@ -1,4 +1,4 @@
-"""What kernels do with a tile of stored slots: load its codes and metadata, restore numbers, multiply.
+"""Tiles of quantised slots in kernels: load codes, scales and zeros, dequantise, multiply.
 
 Packed codes are loaded, copied to shared memory and handed to the threads as words of 16 bits: the size of a bf16
 number, so a word lies where the tensor cores want the numbers made of it, and unpacking moves nothing. Each part of a

@@ -30,7 +30,7 @@ from kvfold.pages.sequence import SequenceCache
 
 def can_seal(sequence: SequenceCache) -> bool:
     """Whether a kernel can seal it: it knows these codecs, and their states (mean keys) are there."""
-    if not sequence.arena.memory.is_cuda or not HAS_TRITON or sequence.policy.watches_mass:
+    if not sequence.arena.memory.is_cuda or not HAS_TRITON or sequence.policy.observes_mass:
         return False
     return _learnt_by(sequence.tail) is not None and not awaits_fp_sinks(sequence)
 

@@ -1,4 +1,4 @@
-"""Write what survives a compression, of all layers and heads of a sequence: one launch for each page class.
+"""Write the kept slots of a compression round, all layers and heads of a sequence, one launch per page class.
 
 By plain operations a layer would take some thirty of them in floats, and hundreds in integers.
 

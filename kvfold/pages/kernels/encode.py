@@ -1,4 +1,4 @@
-"""Slots as pages hold them, on a GPU: the arithmetic of codec/integer.py, codec/kivi.py and codec/fp8.py, step by step.
+"""Quantisation in Triton: the arithmetic of codec/integer.py, codec/kivi.py and codec/fp8.py, step by step.
 
 Rotations are products with the signs of the Hadamard matrix instead of butterflies, so a code may differ by one where a
 number lies within fp32 rounding of the border between two. Signs are exact in bf16, and three bf16 numbers hold an fp32

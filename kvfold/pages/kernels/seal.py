@@ -1,4 +1,4 @@
-"""Sealing as one launch: every block of new slots, of all layers, heads and sequences, is encoded where it will lie.
+"""Seal kernel: quantise the open blocks of all layers, heads and sequences into their pages in one launch.
 
 N stretches (program each)   E extents   B slots of an open block   D head dim (a power of two)
 """

@@ -1,4 +1,4 @@
-"""New slots of all layers and heads of a sequence, encoded where they will lie.
+"""Write kernel: quantise new slots of all layers and heads of a sequence into their pages.
 
 N stretches   B slots of a program   D head dim (a power of two)
 """

@@ -1,6 +1,6 @@
-"""Which slots stay? The highest scores of each head, chosen here and nowhere else.
+"""Top-k selection: the highest scores of each head are kept; the one place that selects slots.
 
-Ties go to the lower index and, over several heads or layers, to the earlier one, so that a choice never depends on
+Ties go to the lower index and, over several heads or layers, to the earlier one, so that a selection never depends on
 the device or on the order a sort happens to leave equal values in.
 
     H heads   S slots
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 
-def choose(score_HS: Tensor, count_H: Tensor) -> Tensor:
+def select_top(score_HS: Tensor, count_H: Tensor) -> Tensor:
     """bool [H, S]: the count_H[h] highest scores of each head, or all its slots (score > -inf) where fewer exist."""
     return ranks(score_HS) < count_H.unsqueeze(-1)
 
@@ -30,8 +30,8 @@ def ranks(score_HS: Tensor) -> Tensor:
     return rank_HS.masked_fill_(known_HS == -torch.inf, torch.iinfo(torch.int32).max)
 
 
-def choose_same(score_HS: Tensor, count: int) -> Tensor:
-    """`choose` with one count for all heads, without a sort: everything above the lowest score that is in, then the
+def select_same(score_HS: Tensor, count: int) -> Tensor:
+    """`select_top` with one count for all heads, without a sort: everything above the lowest score that is in, then the
     first of those level with it."""
     count = min(count, score_HS.shape[-1])
     if count == 0:
@@ -44,7 +44,7 @@ def choose_same(score_HS: Tensor, count: int) -> Tensor:
 
 def count_top(scores: Sequence[Tensor], total: int) -> list[Tensor]:
     """How many of the `total` highest scores of all heads of all layers each head holds: int64 [H] per layer. Slots
-    that must stay (+inf) count even beyond the total, so nobody has to ask a device how many there are."""
+    that must stay (+inf) count even beyond the total, so no count is read back from the device."""
     row_RS = torch.cat(_equally_long(scores)) if len(scores) > 1 else scores[0]
     # What is no number is chosen last of all (`ranks`), so it does not count either.
     row_RS = row_RS.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
