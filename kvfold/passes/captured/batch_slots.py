@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from kvfold.pages.async_copy import sent
-from kvfold.pages.layout import PageClass
 from kvfold.pages.open_block import OpenBlock
 from kvfold.pages.places import Ints, Places, SegmentTable, is_first
 from kvfold.pages.segment_table import segment_table
@@ -28,7 +27,16 @@ from kvfold.passes.captured.block_tables import BlockTables, Layout
 from kvfold.passes.captured.observers import BatchObservers
 from kvfold.passes.captured.position_shifts import shifts_of, stored_tables
 from kvfold.passes.captured.shifted_queries import ShiftedQueries
-from kvfold.passes.captured.split_kv import Part, choose_splits, cut, num_pieces
+from kvfold.passes.captured.split_kv import (
+    Part,
+    are_uneven,
+    choose_splits,
+    cut,
+    num_pieces,
+    num_processors,
+    num_tasks,
+    task_capacity,
+)
 
 _MANY_LANES = 32
 _MOST_ROOM = np.iinfo(np.int64).max  # of tasks that never grow
@@ -90,18 +98,18 @@ class BatchSlots:
         self.shifted_queries = ShiftedQueries(layout, sequences, num_lanes) if layout.shifts else None
         parts = self._parts(list(enumerate(sequences)))
         every = [table for part in parts for table in part.tables]
-        processors, rows_L = _num_processors(arena.device), num_lanes * layout.heads_L
+        processors, rows_L = num_processors(arena.device), num_lanes * layout.heads_L
         work = [(c, rows, processors) for c, rows in zip(layout.classes, rows_L.tolist(), strict=True)]
-        self.split_L = choose_splits(every, np.array([_num_tasks(*shape) for shape in work]))
+        self.split_L = choose_splits(every, np.array([num_tasks(*shape) for shape in work]))
         first, most_heads = cut(parts, self.split_L), int(layout.heads_L.max())
         unit = 8 if num_lanes > _MANY_LANES else 32
-        capacity = _room_for(first.most, 3 * most_heads, unit)
+        capacity = task_capacity(first.most, 3 * most_heads, unit)
         num_programs = None
-        if any(_are_uneven(*shape) for shape in work):
+        if any(are_uneven(*shape) for shape in work):
             num_programs = num_lanes * capacity
             if num_lanes > _MANY_LANES:
                 in_use = first.most_of_all * num_lanes // len(sequences)
-                num_programs = _room_for(in_use, 2 * most_heads * num_lanes, unit)
+                num_programs = task_capacity(in_use, 2 * most_heads * num_lanes, unit)
         self.observers = BatchObservers(layout, sequences, num_lanes) if layout.observes else None
         self.tables = BlockTables(
             layout,
@@ -282,35 +290,3 @@ class BatchSlots:
             self._has_sinks[lane] = bool(is_filled)
         count_LN = np.ascontiguousarray(self.layout.sinks_L[:, None] * filled_N)
         self.sinks_LB.index_copy_(1, lane_N, sent(count_LN, lane_N.device))
-
-
-def _num_processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
-
-
-def _num_tasks(page_class: PageClass, num_rows: int, processors: int) -> int:
-    """Tasks of a layer: at least as many as run at once, 4 on a processor or 8 of codes, which are bound by unpacking.
-
-    The numbers were measured on an H200.
-    """
-    if _are_uneven(page_class, num_rows, processors):
-        return processors * 24
-    return processors * (4 if _bytes_per_channel(page_class) > 3 and num_rows <= processors // 2 else 8)
-
-
-def _are_uneven(page_class: PageClass, num_rows: int, processors: int) -> bool:
-    """Many rows end in many tasks that are shorter than the others, so processors would have unequal work; small tasks,
-    the longest first, even that out. It pays for codes of 4 bits and fewer, not for 8 and 16."""
-    return num_rows > processors // 2 and _bytes_per_channel(page_class) < 1.5
-
-
-def _bytes_per_channel(page_class: PageClass) -> float:
-    """Of both sides."""
-    return page_class.bytes_per_slot / page_class.head_dim
-
-
-def _room_for(num_tasks: int, num_extents: int, unit: int) -> int:
-    """Tasks there is room for: a quarter more, and those of extents to come, which every head gets whenever pages are
-    added (after an eighth of what it holds). A table that is full costs a capture, so few lanes get more than that; an
-    empty task costs the time to see that it is, a nanosecond on an H200, and many lanes have thousands of them."""
-    return -(-(num_tasks + num_tasks // 4 + num_extents) // unit) * unit
