@@ -23,7 +23,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs where kvfold is not installed
 
 from benchmarks.rows import facts
-from kvfold.bench.prompts import Prompter
+from kvfold.bench.prompts import PromptBuilder
 from kvfold.bench.workloads import Sample, Setting, find
 from kvfold.engine.runner import Runner
 from kvfold.models.check import check_policy
@@ -48,7 +48,7 @@ def main() -> None:
     policies = [Policy.parse(text) for text in ("full", *sized)]
     for policy in policies:
         check_policy(policy, model.spec)
-    setting = Setting(options.tokens, options.seed, Prompter(model.tokenizer).count_tokens)
+    setting = Setting(options.tokens, options.seed, PromptBuilder(model.tokenizer).count_tokens)
     samples = islice(find("ruler").samples(setting, options.samples, TASKS), options.samples)
     found: list[list[Found]] = []
     with suppress(KeyboardInterrupt):
@@ -63,7 +63,7 @@ def ask(model: Model, policies: list[Policy], sample: Sample) -> list[Found]:
     """One prefill for all policies, then question and answer for each."""
     runner = Runner(model.hf, model.spec, model.arena)
     sequences = [runner.new_sequence(policy) for policy in policies]
-    prompt = Prompter(model.tokenizer).prompt(sample)
+    prompt = PromptBuilder(model.tokenizer).prompt(sample)
     answer = model.tokenizer(", ".join(sample.answers), add_special_tokens=False)["input_ids"]
     asked = [*prompt.question_ids, *answer]
     found = []

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs where kvfol
 
 from kvfold.bench.docs_section import with_section
 from kvfold.bench.environment import commit, device_name
-from kvfold.bench.prompts import Prompter
+from kvfold.bench.prompts import PromptBuilder
 from kvfold.bench.workloads import Sample, Setting, find
 from kvfold.errors import KvfoldError
 from kvfold.models.loader import Model, load
@@ -76,7 +76,7 @@ def parse_options() -> argparse.Namespace:
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     model = load(options.model, device=options.device, memory=options.memory)
-    setting = Setting(options.length, options.seed, Prompter(model.tokenizer).count_tokens)
+    setting = Setting(options.length, options.seed, PromptBuilder(model.tokenizer).count_tokens)
     recalling = f"streaming + {options.slots}tok + {options.positions} + {options.recall}"
     found: dict[str, list[dict[str, float]]] = defaultdict(list)
     for sample in find("needle").samples(setting, options.samples, ["needles_1"]):
@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def answer(model: Model, policy: str, sample: Sample) -> dict[str, float]:
     """Read the document, and what a branch replies to the question."""
-    prompt = Prompter(model.tokenizer).prompt(sample)
+    prompt = PromptBuilder(model.tokenizer).prompt(sample)
     began = time.perf_counter()
     with Session(model, policy, template=None) as session:
         session.extend(prompt.context_ids)

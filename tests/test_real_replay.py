@@ -6,7 +6,7 @@ import pytest
 
 from kvfold.bench.answers import answer
 from kvfold.bench.batched_eval import EvalJob
-from kvfold.bench.prompts import Prompter
+from kvfold.bench.prompts import PromptBuilder
 from kvfold.bench.workloads import Setting, find
 from kvfold.engine.runner import Runner
 from kvfold.models.loader import Model
@@ -19,7 +19,7 @@ def test_a_needle_is_kept_without_the_question(smollm2: Model) -> None:
     """Scores of the repetition with a budget over all heads keep a number of seven digits; the same scores, shared
     evenly by heads, and those of the end of the prompt lose it."""
     keep, lose = ("kvzip + global", "kvzip_plus + global"), ("kvzip", "snapkv + global")
-    needle, prompter = find("needle"), Prompter(smollm2.tokenizer)
+    needle, prompter = find("needle"), PromptBuilder(smollm2.tokenizer)
     sample = needle.sample(Setting(LENGTH, 0, prompter.count_tokens), "needles_1", 3)
     prompt = prompter.prompt(sample)
     jobs = {EvalJob(prompt, "unknown", f"{policy} + 4x", sample.max_new_tokens): policy for policy in (*keep, *lose)}

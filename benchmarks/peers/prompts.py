@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoTokenizer, GenerationConfig
 
 from benchmarks.peers.exchange import Header, Prompt
-from kvfold.bench.prompts import Prompter
+from kvfold.bench.prompts import PromptBuilder
 from kvfold.bench.workloads import Sample, Setting, Workload, find
 from kvfold.errors import InputError
 
@@ -19,7 +19,7 @@ class Samples:
     def __init__(self, header: Header) -> None:
         self.header = header
         self.tokenizer: Any = AutoTokenizer.from_pretrained(header.folder)
-        self._prompter = Prompter(self.tokenizer)
+        self._prompter = PromptBuilder(self.tokenizer)
         self._setting = Setting(header.length, header.seed, self._prompter.count_tokens)
 
     def __iter__(self) -> Iterator[tuple[Workload, Sample]]:

@@ -1,1 +1,1 @@
-"""Workloads, the sweep that runs policies over them, and the tables they end in."""
+"""The benchmark: workloads, byte-matched policies, runs, statistics and reports."""

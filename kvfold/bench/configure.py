@@ -1,4 +1,4 @@
-"""From what a user asks for to a run: a suite fills in what is left out, and errors come before a model loads."""
+"""Configuration of a benchmark run: a suite fills in defaults, and errors are raised before a model loads."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _THOUSAND = 1024  # 4k is 4096 tokens
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What a user asks for; None leaves the choice to the suite. Checked when it is made."""
+class BenchConfig:
+    """Options of a run; None takes the suite's. Validated on construction."""
 
     suite: str = "quick"
     workloads: Sequence[str] | None = None
@@ -73,7 +73,7 @@ class Wanted:
         return tuple(" ".join(policy.split()) for policy in (*(self.policies or ()), *self.also))
 
     def _policies(self, spec: ModelSpec) -> tuple[str, ...]:
-        """The full cache, then the others in the order they came, without those of a suite that cannot be run here."""
+        """The full cache, then the others in order, without those of a suite that this model cannot run."""
         own = find_suite(self.suite).policies() if self.policies is None else ()
         found = [policy for policy in own if policy in self._named or self._can_run(policy, spec)]
         return tuple(dict.fromkeys((FULL, *found, *self._named)))
@@ -130,7 +130,7 @@ class Wanted:
 
 
 def default_folder(run: Run) -> Path:
-    """Named by model, suite and a hash of all that rows depend on; processes that share a run do not share it."""
+    """Named by model, suite and a hash of the configuration; every shard has its own."""
     text = json.dumps(run.configuration, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     part = "" if run.shard == "0/1" else f"-{run.shard.replace('/', 'of')}"

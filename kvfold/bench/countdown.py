@@ -1,4 +1,4 @@
-"""How far a run is and how long it still takes: a rich bar on a terminal, plain lines elsewhere."""
+"""Progress and remaining time of a run: a rich bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LINE_EVERY_S = 10.0
 
 
 class Countdown:
-    """Counts equal pieces of work; `step_s` is what one has taken on average."""
+    """Counts steps of equal work; `step_s` is their mean time."""
 
     def __init__(self, label: str, total: int) -> None:
         self.label = label

@@ -1,4 +1,4 @@
-"""Policies that take part with every registered term: what the suite `methods` compares.
+"""Policies of the suite `methods`: every registered term in at least one policy.
 
 Terms that need a file measured for the model and named in the expression (`profile`, `palu`) are left to
 `--also`.
@@ -29,8 +29,8 @@ _ROCKET = "snapkv(window=32, kernel=63, pool=max, over_window=sum, over_group=su
 
 @cache
 def methods() -> tuple[str, ...]:
-    """Each term once or more, methods in their published form: budgets and treatments of what goes under scores that
-    they serve, codecs alone and under eviction."""
+    """Each term at least once, methods as published: budgets and compensation under the scores they fit, codecs alone
+    and with eviction."""
     return (
         *scores(),
         "snapkv + ada",

@@ -1,7 +1,7 @@
-"""What a run consists of: tasks, lengths, samples in batches, and the options of workloads that read files.
+"""The plan of a run: tasks, lengths, samples in batches, and options of workloads that read files.
 
-Batches take turns over lengths and tasks, so a run that is stopped anywhere is balanced; they are numbered over the
-whole run, and a shard takes every n-th.
+Batches alternate over lengths and tasks, so that an interrupted run is balanced; they are numbered over the whole run,
+and a shard takes every n-th.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""From a sample to tokens: what a policy may compress, and what is read over the compressed cache.
+"""Prompts as tokens: what a policy compresses, and what runs over the compressed cache.
 
-    known     | opening context question close reply_prefix[:-1] |   compressed      [-1] answer      kept whole
-    unknown   | opening context |   compressed      question close reply_prefix answer                kept whole
+    known     | opening context question close reply_prefix[:-1] |   compressed      [-1] answer      uncompressed
+    unknown   | opening context |   compressed      question close reply_prefix answer                uncompressed
 
 The tokens are the same in both modes: context and question are tokenized apart. Opening and close are those of the
 model's chat template, where it has one and the sample does not ask for plain text.
@@ -35,7 +35,7 @@ class Prompt:
         return self.context_ids + self.question_ids[:-1] if mode == "known" else self.context_ids
 
     def rest(self, mode: Mode) -> tuple[int, ...]:
-        """The tokens that are read before the last one, kept whole."""
+        """The uncompressed tokens before the last one."""
         return () if mode == "known" else self.question_ids[:-1]
 
     @property
@@ -49,8 +49,8 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Prompter:
-    """Puts samples into a model's words."""
+class PromptBuilder:
+    """Tokenizes samples with a model's chat template."""
 
     tokenizer: Any
 

@@ -1,13 +1,13 @@
-"""What a run of the benchmark leaves behind: a folder of plain JSON that can be resumed, merged and reported.
+"""Files of a benchmark run: a folder of plain JSON that can be resumed, merged and reported.
 
     run.json            what was run: command, versions, model, settings
     rows.jsonl          one row per sample, policy, memory and mode
     prompts.jsonl       one row per sample: what was asked
-    diagnostics.jsonl   for a few samples: what was kept, against what was attended to later
-    *.jsonl.xz          the same, compressed, in a run that is kept; a run that goes on appends to *.jsonl beside it
+    diagnostics.jsonl   for a few samples: kept slots against the attention of later tokens
+    *.jsonl.xz          the same, compressed, in an archived run; a resumed run appends to *.jsonl beside it
 
-Files of rows grow by appending, so a run that was killed goes on where it stopped; a last line that was cut off is left
-out. Shards of one run are runs of the same configuration, and merge.
+Rows are appended, so a killed run resumes where it stopped; a truncated last line is dropped. Shards of one run are
+runs of the same configuration, and merge.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How far a compressed prompt moves the answers to questions that any text allows (self-study, arXiv:2506.06266).
+"""Fidelity of a compressed prompt on generic questions (self-study, arXiv:2506.06266).
 
-The whole cache answers each question greedily; then both caches are fed that answer, and their next-token distributions
-compared (bench/fidelity.py). No question is known when the prompt is compressed.
+The full cache answers each question greedily; then both caches run that answer, and their next-token distributions are
+compared (bench/fidelity.py). Compression is question-agnostic.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ QUESTIONS = (
 
 
 @dataclass(frozen=True)
-class Studied:
-    """One question, the whole cache's answer, and how well the compressed cache follows it."""
+class StudyResult:
+    """One question, the full cache's answer, and the fidelity of the compressed cache along it."""
 
     question: str
     answer: str
     fidelity: Fidelity
 
 
-def study(full: Session, compressed: Session, questions: Sequence[str], num_tokens: int) -> list[Studied]:
+def study(full: Session, compressed: Session, questions: Sequence[str], num_tokens: int) -> list[StudyResult]:
     """Both sessions have read the same; they stay as they are. Answers are at most `num_tokens` long."""
     if full.token_ids != compressed.token_ids:
         read = f"{len(full.token_ids)} and {len(compressed.token_ids)} tokens"
@@ -38,7 +38,7 @@ def study(full: Session, compressed: Session, questions: Sequence[str], num_toke
     return [_asked(full, compressed, question, num_tokens) for question in questions]
 
 
-def _asked(full: Session, compressed: Session, question: str, num_tokens: int) -> Studied:
+def _asked(full: Session, compressed: Session, question: str, num_tokens: int) -> StudyResult:
     with full.fork() as asked:
         reply: Reply = asked.extend(question, compress=False).generate(max_new_tokens=num_tokens)
     conversation = full.conversation
@@ -49,10 +49,10 @@ def _asked(full: Session, compressed: Session, question: str, num_tokens: int) -
             if opening[:-1]:
                 branch.extend(opening[:-1], compress=False)
         tokens = [*opening[-1:], *reply.token_ids]
-        return Studied(question, reply.text, measure(full.runner, whole.cache, part.cache, tokens))
+        return StudyResult(question, reply.text, measure(full.runner, whole.cache, part.cache, tokens))
 
 
-def mean(studied: Sequence[Studied]) -> Fidelity:
+def mean(studied: Sequence[StudyResult]) -> Fidelity:
     """Over the tokens of all answers."""
     total = sum(item.fidelity.num_tokens for item in studied)
 

@@ -1,8 +1,8 @@
-"""A share of a run's work, so that several processes divide it without talking to each other.
+"""Shards of a run, so that several processes divide it without communication.
 
     shard 1/4 takes items 1, 5, 9, …
 
-Tasks, streams and difficulty take turns along the items, so the shares of one run are alike in length.
+Tasks, streams and difficulty alternate along the items, so the shards of a run take about equally long.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How sure a mean is: bootstrap intervals, paired differences, and a ranking that admits its ties.
+"""Bootstrap confidence intervals, paired differences, and rankings with ties.
 
 Percentile bootstrap (Efron 1979): draw as many samples as there are, with replacement, many times; the middle 95 % of
 the means so drawn is the interval. Policies are compared on the same samples, and a draw takes the same samples of
@@ -40,7 +40,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Standing:
+class Rank:
     """One place of a ranking; `tied`: the names whose difference to this one is not significant, best first."""
 
     name: str
@@ -62,7 +62,7 @@ def paired_difference(
     return mean_interval((pair["samples"] - pair["baseline"]).tolist(), resamples=resamples, seed=seed)
 
 
-def ranked(scores: Mapping[str, Sequence[float]], *, resamples: int = RESAMPLES, seed: int = 0) -> tuple[Standing, ...]:
+def ranked(scores: Mapping[str, Sequence[float]], *, resamples: int = RESAMPLES, seed: int = 0) -> tuple[Rank, ...]:
     """Names by mean, highest first, all scored on the same samples; names of equal mean in the order they came.
 
     Each pair is judged by its own 95 % interval: of pairs that are equal in truth, about one in twenty is told apart.
@@ -78,7 +78,7 @@ def ranked(scores: Mapping[str, Sequence[float]], *, resamples: int = RESAMPLES,
             ties[lower].append(upper)
     places = {name: index for index, name in enumerate(order)}
     return tuple(
-        Standing(name, _estimate(values[name], means[name]), tuple(sorted(ties[name], key=places.__getitem__)))
+        Rank(name, _estimate(values[name], means[name]), tuple(sorted(ties[name], key=places.__getitem__)))
         for name in order
     )
 

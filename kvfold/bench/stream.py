@@ -1,4 +1,4 @@
-"""Endless streams, block by block: how well the next tokens are predicted, and what is held in memory.
+"""Streaming perplexity, block by block, and resident memory.
 
 Texts differ in difficulty from block to block, so one stream cannot tell drift from difficulty. Streams are therefore
 rotations of one joined text: the same block of each stream stands elsewhere in it, and a mean over streams compares
@@ -8,8 +8,8 @@ blocks over much the same text.
     stream 0      |-> blocks 0, 1, 2 …
     stream 1                  |-> blocks 0, 1, 2 … and round
 
-The control reads every block in a fresh sequence of the same policy: a stream that works stays at its control, however
-much came before. (The control starts a block without context, which costs it a little.)
+The control runs every block in a fresh sequence of the same policy: a stream without drift stays at its control,
+however long it is. (The control starts a block without context, which costs it a little.)
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def rotations(tokens: Sequence[int], num_streams: int, num_tokens: int) -> list[
 
 
 def read_blocks(model: Model, name: str, stream: int, tokens: Sequence[int], block_len: int) -> Iterator[Block]:
-    """Read one stream under a run of RUNS; all memory is given back, however this ends."""
+    """Run one stream under one of RUNS; all pages are freed, also if it raises."""
     if block_len < 2 or not tokens or len(tokens) % block_len:
         raise InputError(f"{len(tokens)} tokens are no whole blocks of {block_len}; blocks have at least 2 tokens")
     run, policy = RUNS[name], Policy.parse(RUNS[name].policy)

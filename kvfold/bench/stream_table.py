@@ -1,4 +1,4 @@
-"""From blocks of streams to means: perplexity by block over streams, beside the first block and beside the control.
+"""Tables of streaming perplexity: means by block over streams, relative to the first block and to the control.
 
 Log losses are averaged, then exponentiated: the perplexity over streams is that of all their tokens together. Ratios
 are differences of log losses, stream by stream, so the text cancels out.

@@ -16,12 +16,12 @@ from kvfold.bench.batched_eval import EvalJob
 from kvfold.bench.countdown import Countdown
 from kvfold.bench.haystack import Haystack, prose
 from kvfold.bench.plan import Batch, Task, batches
-from kvfold.bench.prompts import Prompt, Prompter, prompt_row
+from kvfold.bench.prompts import Prompt, PromptBuilder, prompt_row
 from kvfold.bench.record import Diagnostic, Mode, Row, Run
 from kvfold.bench.shard import Shard
 from kvfold.bench.size_cache import Cell, Place, SizeCache, SizedPolicy, cells
 from kvfold.bench.workloads import Sample, Setting, Workload
-from kvfold.bench.writer import Writer
+from kvfold.bench.writer import RunWriter
 from kvfold.engine.runner import Runner
 from kvfold.models.loader import Model
 
@@ -59,10 +59,10 @@ class Bench:
         for cell in self.cells:  # PolicyError before anything is written
             cell.check(model.spec)
         self.runner = Runner(model.hf, model.spec, model.arena, compile=model.compile)
-        self.prompter = Prompter(model.tokenizer)
+        self.prompter = PromptBuilder(model.tokenizer)
         self.haystack = haystack
         self.batches = batches(tasks, run.lengths, run.samples, self._at_once, Shard.parse(run.shard))
-        self.writer = Writer(folder, run)
+        self.writer = RunWriter(folder, run)
         self.sizes = SizeCache(folder / SIZES, self.runner, self.cells, known_sizes)
 
     @property

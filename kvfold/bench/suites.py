@@ -1,4 +1,4 @@
-"""The named suites: what `kvfold bench` runs where it is not told otherwise."""
+"""The named suites: default workloads, policies, budgets and lengths of `kvfold bench`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table at the end of a run: per task, length and mode, every policy in every memory beside the full cache.
+"""Summary table of a run: by task, length and mode, every policy at every budget against the full cache.
 
 Scores are in percent with a 95 % bootstrap interval; differences to the full cache are paired, sample by sample. Both
 follow `kvfold.bench.statistics`; of a single sample there is no interval.
@@ -18,7 +18,7 @@ _OVER = 1.0  # percent of its memory that a row may be above it unmentioned
 
 
 @dataclass(frozen=True)
-class Line:
+class SummaryRow:
     """One policy in one memory, over all samples of a task; `score` is None where it could not run."""
 
     workload: str
@@ -36,7 +36,7 @@ class Line:
     note: str
 
 
-def lines(rows: Iterable[Row]) -> list[Line]:
+def lines(rows: Iterable[Row]) -> list[SummaryRow]:
     """One line per (task, length, mode, policy, memory), in the order of their first rows."""
     groups: dict[tuple[str, str, int, Mode, str, str], list[Row]] = {}
     for row in rows:
@@ -45,10 +45,10 @@ def lines(rows: Iterable[Row]) -> list[Line]:
     return [_line(members, full.get(key[:4], [])) for key, members in groups.items()]
 
 
-def _line(rows: Sequence[Row], full: Sequence[Row]) -> Line:
+def _line(rows: Sequence[Row], full: Sequence[Row]) -> SummaryRow:
     ran = [row for row in rows if row.score is not None]
     first = rows[0]
-    return Line(
+    return SummaryRow(
         first.workload,
         first.task,
         first.length,
@@ -86,7 +86,7 @@ def _middle(values: Iterable[float | None]) -> float | None:
 
 
 def above_memory(rows: Iterable[Row]) -> list[Row]:
-    """Rows that took noticeably more than their memory: the size was found on another sample."""
+    """Rows above their memory budget by more than 1 %: the size was searched on another sample."""
     matched = (row for row in rows if row.score is not None and row.policy != FULL and row.memory != OWN)
     return [row for row in matched if _percent_over(row) > _OVER]
 
@@ -95,7 +95,7 @@ def _percent_over(row: Row) -> float:
     return 100 * (row.resident_bytes / (share_of(row.memory) * row.full_bytes) - 1)
 
 
-def score_text(line: Line) -> str:
+def score_text(line: SummaryRow) -> str:
     """75 [50, 100]"""
     if line.score is None:
         return line.note or "-"
@@ -104,7 +104,7 @@ def score_text(line: Line) -> str:
     return f"{mean:.0f}{interval}" + (f" ({line.note})" if line.note else "")
 
 
-def difference_text(line: Line) -> str:
+def difference_text(line: SummaryRow) -> str:
     """-25 [-50, 0]; with a star where the interval excludes zero"""
     if line.difference is None:
         return ""

@@ -1,4 +1,4 @@
-"""The folder of a run while it grows: begun once, refused to another configuration, appended to row by row."""
+"""Writer of a run folder: created once, bound to one configuration, appended to row by row."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from kvfold.bench.record import (
 from kvfold.errors import InputError
 
 
-class Writer:
-    """Appends what is not there yet."""
+class RunWriter:
+    """Appends rows that are missing."""
 
     def __init__(self, folder: Path, run: Run) -> None:
         self.folder = folder
@@ -61,7 +61,7 @@ class Writer:
 
 
 def _check_same(folder: Path, there: Run, run: Run) -> None:
-    """Rows of other settings must not get in between."""
+    """InputError if the folder holds a run of another configuration."""
     found = there.configuration | {"shard": there.shard}
     wanted = run.configuration | {"shard": run.shard}
     for name, value in wanted.items():

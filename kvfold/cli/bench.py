@@ -14,7 +14,7 @@ from kvfold.cli.options import Subparsers, add_model_options, load_model
 from kvfold.cli.run import split_policies
 
 if TYPE_CHECKING:
-    from kvfold.bench.configure import Wanted
+    from kvfold.bench.configure import BenchConfig
 
 REPORT = "report.html"
 INTERRUPTED = 130
@@ -124,12 +124,12 @@ def _tell(folder: Path) -> None:
     print(f"\nrows and {REPORT} are in {folder}")
 
 
-def wanted_of(args: argparse.Namespace) -> Wanted:
-    from kvfold.bench.configure import Wanted, parse_length
+def wanted_of(args: argparse.Namespace) -> BenchConfig:
+    from kvfold.bench.configure import BenchConfig, parse_length
     from kvfold.bench.plan import workload_options
     from kvfold.bench.shard import Shard
 
-    return Wanted(
+    return BenchConfig(
         suite=args.suite,
         workloads=_split(args.workloads),
         policies=None if args.policies is None else split_policies(args.policies),

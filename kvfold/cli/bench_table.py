@@ -10,7 +10,7 @@ from kvfold.cli import show
 
 if TYPE_CHECKING:
     from kvfold.bench.record import Recorded
-    from kvfold.bench.summary import Line
+    from kvfold.bench.summary import SummaryRow
 
 _LEGEND = """
 score and difference to the full cache in percent, with 95 % intervals; * excludes zero
@@ -35,7 +35,7 @@ def print_run(recorded: Recorded) -> None:
     """A table for every task, length and mode, then what is worth a remark."""
     from kvfold.bench.summary import above_memory, lines
 
-    groups: dict[tuple[str, str, int, str], list[Line]] = {}
+    groups: dict[tuple[str, str, int, str], list[SummaryRow]] = {}
     for line in lines(recorded.rows):
         groups.setdefault((line.workload, line.task, line.length, line.mode), []).append(line)
     console = show.console()
@@ -50,7 +50,7 @@ def print_run(recorded: Recorded) -> None:
         console.print(f"{share} took over 1 % more than their memory, up to {worst:.1%} of the full cache")
 
 
-def _table(lines: list[Line]) -> object:
+def _table(lines: list[SummaryRow]) -> object:
     from kvfold.bench.summary import difference_text, score_text
 
     table = show.new_table("policy", numbers=("memory", "score", "difference", "bytes", "ms", "KL", "n"))

@@ -20,7 +20,7 @@ from kvfold.policy import Policy
 from kvfold.policy.size import bytes_text
 
 if TYPE_CHECKING:
-    from kvfold.bench.self_study import Studied
+    from kvfold.bench.self_study import StudyResult
 
 DEFAULT_POLICY = "kvzip + global + fit(study)"
 _EPILOG = """examples:
@@ -88,7 +88,7 @@ def _read(session: kvfold.Session, text: str) -> None:
             session.extend(messages=[{"role": "system", "content": text}], progress=progress)
 
 
-def _report(path: Path, fitted: kvfold.Session, studied: list[Studied]) -> dict[str, Any]:
+def _report(path: Path, fitted: kvfold.Session, studied: list[StudyResult]) -> dict[str, Any]:
     from kvfold.bench.self_study import mean
 
     stats, overall = fitted.stats(), mean(studied)

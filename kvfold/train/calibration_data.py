@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvfold.bench.haystack import read_text
-from kvfold.bench.prompts import Prompter
+from kvfold.bench.prompts import PromptBuilder
 from kvfold.bench.workloads import Setting, find
 from kvfold.errors import InputError
 from kvfold.train.traces import MIN_LEN
@@ -30,7 +30,7 @@ KINDS = (
 
 def own_texts(tokenizer: Any, count: int, length: int, seed: int) -> Iterator[list[int]]:
     """`count` prompts of about `length` tokens, without their questions."""
-    prompter = Prompter(tokenizer)
+    prompter = PromptBuilder(tokenizer)
     setting = Setting(length, OWN_SEEDS + seed, prompter.count_tokens)
     for index in range(count):
         name, task = KINDS[index % len(KINDS)]

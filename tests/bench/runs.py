@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvfold.bench.configure import Wanted
+from kvfold.bench.configure import BenchConfig
 from kvfold.bench.record import Row, read_run
 from kvfold.bench.suite import Bench
 from kvfold.models.loader import Model
@@ -15,7 +15,7 @@ SMALL = "protect(sinks=2, recent=4)"
 SIZED = (f"keydiff + {SMALL}", f"snapkv(window=8) + ada + int4 + {SMALL}")
 
 
-def wanted(**change: Any) -> Wanted:
+def wanted(**change: Any) -> BenchConfig:
     """Two tasks, two policies that evict and one that does not, in two memories; int4 is too large for one."""
     values: dict[str, Any] = {
         "workloads": ("passkey", "chat:requests"),
@@ -26,7 +26,7 @@ def wanted(**change: Any) -> Wanted:
         "fidelity": 1,
         "diagnostics": 1,
     }
-    return Wanted(**values | change)
+    return BenchConfig(**values | change)
 
 
 def bench(model: Model, folder: Path, **change: Any) -> Bench:

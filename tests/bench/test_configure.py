@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvfold.bench.configure import Wanted, default_folder, parse_length
+from kvfold.bench.configure import BenchConfig, default_folder, parse_length
 from kvfold.bench.haystack import OWN_PROSE
 from kvfold.bench.shard import Shard
 from kvfold.bench.suites import CURVE, METHODS, QUICK
@@ -17,7 +17,9 @@ from kvfold.models.loader import Model
 
 
 def test_the_suite_fills_in_what_is_left_out(model: Model) -> None:
-    run = Wanted(samples=7, policies=["int4", "keydiff  +  ada", "full"]).describe(model, "kvfold bench --samples 7")
+    run = BenchConfig(samples=7, policies=["int4", "keydiff  +  ada", "full"]).describe(
+        model, "kvfold bench --samples 7"
+    )
     assert (run.samples, run.policies) == (7, ("full", "int4", "keydiff + ada"))
     assert (run.memories, run.lengths, run.fidelity) == (QUICK.memories, QUICK.lengths, QUICK.fidelity)
     assert run.weights == model.weights_digest and run.haystack == OWN_PROSE
@@ -26,21 +28,21 @@ def test_the_suite_fills_in_what_is_left_out(model: Model) -> None:
 
 def test_policies_may_stand_beside_the_suite_and_modes_are_its_own(model: Model) -> None:
     with pytest.warns(KvfoldWarning, match="learned [+] global [+] int4 is left out"):  # a random model has no network
-        run = Wanted(suite="curve", also=["int4", "keydiff"]).describe(model, "")
+        run = BenchConfig(suite="curve", also=["int4", "keydiff"]).describe(model, "")
     own = [policy for policy in CURVE.policies() if "learned" not in policy]
     assert run.policies == ("full", *own, "int4") and run.modes == ("known",)
-    assert Wanted(suite="curve", modes=["unknown"]).describe(model, "").modes == ("unknown",)
-    assert Wanted(policies=["int4"], also=["int8"]).describe(model, "").policies == ("full", "int4", "int8")
+    assert BenchConfig(suite="curve", modes=["unknown"]).describe(model, "").modes == ("unknown",)
+    assert BenchConfig(policies=["int4"], also=["int8"]).describe(model, "").policies == ("full", "int4", "int8")
 
 
 def test_what_the_model_cannot_run_is_left_out_of_a_suite_unless_it_was_asked_for(model: Model) -> None:
     with pytest.warns(KvfoldWarning) as told:
-        run = Wanted(suite="methods").describe(model, "")
+        run = BenchConfig(suite="methods").describe(model, "")
     left_out = ["learned + global", "minicache(layers=14::2)"]
     assert [policy for policy in METHODS.policies() if policy not in run.policies] == left_out
     assert [str(each.message).partition(" is left out: ")[0] for each in told] == left_out
     with pytest.warns(KvfoldWarning) as told:
-        run = Wanted(suite="methods", memories=["50%"], also=["learned + global"]).describe(model, "")
+        run = BenchConfig(suite="methods", memories=["50%"], also=["learned + global"]).describe(model, "")
     assert "kvzip + adaptive is left out: " in str(told[0].message)  # it has a size of its own
     assert "learned + global" in run.policies  # where it is an error: test_suite.py
 
@@ -59,26 +61,26 @@ def test_what_the_model_cannot_run_is_left_out_of_a_suite_unless_it_was_asked_fo
 )
 def test_nonsense_is_told_at_once(change: dict[str, Any], told: str) -> None:
     with pytest.raises(InputError, match=told):
-        Wanted(**change)
+        BenchConfig(**change)
 
 
 @pytest.mark.parametrize("policy", ["keydiff + 8x", "nonsense", "snapkv + tova"])
 def test_policies_that_cannot_be_sized_are_told_at_once(policy: str) -> None:
     with pytest.raises(PolicyError):
-        Wanted(policies=[policy])
+        BenchConfig(policies=[policy])
 
 
 def test_folders_are_named_by_what_rows_depend_on(model: Model, tmp_path: Path) -> None:
-    run = Wanted().describe(model, "kvfold bench")
+    run = BenchConfig().describe(model, "kvfold bench")
     same = replace(run, command="another", commit="c0ffee", started="later", device="another")
     assert default_folder(run) == default_folder(same)
     assert default_folder(run).name.startswith("llama-quick-")
-    assert default_folder(Wanted(seed=1).describe(model, "")) != default_folder(run)
-    shard = Wanted(shard=Shard(3, 12)).describe(model, "")
+    assert default_folder(BenchConfig(seed=1).describe(model, "")) != default_folder(run)
+    shard = BenchConfig(shard=Shard(3, 12)).describe(model, "")
     assert default_folder(shard).name == default_folder(run).name + "-3of12"
     haystack = tmp_path / "book.txt"
     haystack.write_text("One sentence. Another sentence. " * 40)
-    assert default_folder(Wanted(haystack=haystack).describe(model, "")) != default_folder(run)
+    assert default_folder(BenchConfig(haystack=haystack).describe(model, "")) != default_folder(run)
 
 
 def test_lengths() -> None:

@@ -23,7 +23,7 @@ from kvfold.bench.record import (
     write_compressed,
     write_run,
 )
-from kvfold.bench.writer import Writer
+from kvfold.bench.writer import RunWriter
 from kvfold.errors import InputError
 
 EXAMPLE = Path(__file__).parent / "data" / "example_run"
@@ -58,7 +58,7 @@ def test_a_kept_run_is_compressed_and_can_go_on(folder: Path) -> None:
     write_compressed(folder / ROWS, found.rows[:5])
     assert [path.name for path in folder.glob(f"{ROWS}*")] == [f"{ROWS}.xz"]
     assert read_run(folder).rows == found.rows[:5]
-    Writer(folder, found.run).add(found.rows, [])  # only what is missing
+    RunWriter(folder, found.run).add(found.rows, [])  # only what is missing
     assert read_run(folder) == found
 
 
@@ -125,7 +125,7 @@ def test_shards_merge_and_other_runs_stay_apart() -> None:
 def test_a_run_that_goes_on_names_every_commit_once(folder: Path) -> None:
     run = read_run(folder).run
     for commit in ("abc1234", "abc1234", run.commit):
-        Writer(folder, replace(run, commit=commit))
+        RunWriter(folder, replace(run, commit=commit))
     assert read_run(folder).run == replace(run, commit=f"{run.commit}, abc1234")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvfold.bench.report.cells import estimate, scope_of, weighted
-from kvfold.bench.report.contest import contests
+from kvfold.bench.report.comparison import comparisons
 from kvfold.bench.report.pareto import Point, front, points
 from kvfold.bench.statistics import Estimate
 from tests.bench.report_runs import row, rows
@@ -52,8 +52,8 @@ def test_a_policy_that_is_the_same_in_two_memories_is_one_point() -> None:
 
 def test_rankings_by_hand() -> None:
     listed = [*FULL, *rows("worse", "25%", [0.0, 0.0, 0.0, 1.0]), *rows("better", "25%", [1.0, 1.0, 0.5, 0.0])]
-    (contest,) = contests(scope_of("all", listed), "known")
-    better, worse = contest.entries
+    (comparison,) = comparisons(scope_of("all", listed), "known")
+    better, worse = comparison.entries
     assert (better.cell.policy, better.score.mean, worse.cell.policy, worse.score.mean) == (
         "better",
         0.625,
@@ -73,46 +73,48 @@ def test_no_ranked_interval_passes_what_a_score_can_be() -> None:
     """One of two workloads has one sample in seven, and a resample may draw it more than once."""
     other = [*rows("full", "100%", [1.0] * 6), *rows("int4", "25%", [1.0] * 6)]
     needle = [*rows("full", "100%", [1.0], workload="needle"), *rows("int4", "25%", [1.0], workload="needle")]
-    (contest,) = contests(scope_of("all", other + needle), "known")
-    (entry,) = contest.entries
+    (comparison,) = comparisons(scope_of("all", other + needle), "known")
+    (entry,) = comparison.entries
     assert entry.score.mean == pytest.approx(1.0)
     assert entry.score.high == 1.0
 
 
 def test_the_full_cache_does_not_compete() -> None:
-    (contest,) = contests(scope_of("all", FULL + rows("int4", "100%", [1.0, 1.0, 1.0, 0.0])), "known")
-    assert [entry.cell.policy for entry in contest.entries] == ["int4"]
+    (comparison,) = comparisons(scope_of("all", FULL + rows("int4", "100%", [1.0, 1.0, 1.0, 0.0])), "known")
+    assert [entry.cell.policy for entry in comparison.entries] == ["int4"]
 
 
 def test_modes_are_apart() -> None:
     listed = FULL + rows("keydiff", "25%", [1.0] * 4) + rows("full", "100%", [0.0] * 2, mode="unknown")
     scope = scope_of("all", listed)
-    assert contests(scope, "unknown") == [] and len(contests(scope, "known")) == 1
+    assert comparisons(scope, "unknown") == [] and len(comparisons(scope, "known")) == 1
 
 
 def test_a_policy_that_failed_somewhere_is_not_ranked() -> None:
     """Its mean over the prompts that it could run says nothing beside means over all of them."""
     lucky = [*rows("lucky", "25%", [1.0] * 19), row("lucky", "25%", None, 19, note="too small")]
     listed = rows("full", "100%", [1.0] * 20) + lucky + rows("plain", "25%", [0.0] * 20)
-    (contest,) = contests(scope_of("all", listed), "known")
-    assert [entry.cell.policy for entry in contest.entries] == ["plain"]
-    assert [cell.policy for cell in contest.left_out] == ["lucky"] and contest.left_out[0].failures == {"too small": 1}
+    (comparison,) = comparisons(scope_of("all", listed), "known")
+    assert [entry.cell.policy for entry in comparison.entries] == ["plain"]
+    assert [cell.policy for cell in comparison.left_out] == ["lucky"] and comparison.left_out[0].failures == {
+        "too small": 1
+    }
 
 
 @pytest.mark.parametrize(("num_scored", "is_ranked"), [(20, True), (18, True), (17, False)])
 def test_one_sample_in_ten_may_be_missing(num_scored: int, is_ranked: bool) -> None:
     listed = rows("full", "100%", [1.0] * 20) + rows("stopped", "25%", [1.0] * num_scored)
-    (contest,) = contests(scope_of("all", listed), "known")
-    assert bool(contest.entries) == is_ranked
-    assert contest.num_samples == (num_scored if is_ranked else 0)
+    (comparison,) = comparisons(scope_of("all", listed), "known")
+    assert bool(comparison.entries) == is_ranked
+    assert comparison.num_samples == (num_scored if is_ranked else 0)
 
 
 def test_a_ranking_takes_the_samples_that_all_have() -> None:
     listed = rows("full", "100%", [1.0] * 10) + rows("a", "25%", [0.0] * 9) + rows("b", "25%", [0.0] * 9 + [1.0])
-    (contest,) = contests(scope_of("all", listed), "known")
-    assert contest.num_samples == 9 and [entry.score.mean for entry in contest.entries] == [0.0, 0.0]
+    (comparison,) = comparisons(scope_of("all", listed), "known")
+    assert comparison.num_samples == 9 and [entry.score.mean for entry in comparison.entries] == [0.0, 0.0]
 
 
 def test_a_single_sample_ties_everyone() -> None:
-    (contest,) = contests(scope_of("all", FULL[:1] + rows("a", "25%", [0.0]) + rows("b", "25%", [1.0])), "known")
-    assert [(entry.cell.policy, entry.tied) for entry in contest.entries] == [("b", ("a",)), ("a", ("b",))]
+    (comparison,) = comparisons(scope_of("all", FULL[:1] + rows("a", "25%", [0.0]) + rows("b", "25%", [1.0])), "known")
+    assert [(entry.cell.policy, entry.tied) for entry in comparison.entries] == [("b", ("a",)), ("a", ("b",))]

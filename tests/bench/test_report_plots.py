@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvfold.bench.report.heat import depth_of, heat_of, heat_svg
+from kvfold.bench.report.heatmap import depth_of, heat_of, heat_svg
 from kvfold.bench.report.html import tag, text
-from kvfold.bench.report.look import looks
 from kvfold.bench.report.pareto import Point
 from kvfold.bench.report.plot import BASE, TOP, Axis, plot, y
-from kvfold.bench.report.words import bytes_text, counted, difference_text, listed, percent_text, score_text
+from kvfold.bench.report.policy_style import styles
+from kvfold.bench.report.text import bytes_text, counted, difference_text, listed, percent_text, score_text
 from kvfold.bench.statistics import Estimate
 from tests.bench.report_runs import Elements, row
 
@@ -42,7 +42,7 @@ def test_scores_go_from_base_to_top() -> None:
 def test_a_plot_has_a_line_and_a_band_of_each_policy_and_rings_on_the_front() -> None:
     found = _points(("a", 0.25, 0.5), ("a", 0.5, 0.8), ("b", 0.25, 0.4))
     axis = Axis([0.25, 0.5])
-    elements = Elements(plot(found, axis, looks(["a", "b"]), "a title"))
+    elements = Elements(plot(found, axis, styles(["a", "b"]), "a title"))
     classes = elements.values("path", "class")
     assert classes.count("line") == 2 and classes.count("band") == 1  # one point has no band
     rings = [(found["cx"], found["cy"]) for name, found in elements.tags if name == "circle"]
@@ -53,13 +53,13 @@ def test_a_plot_has_a_line_and_a_band_of_each_policy_and_rings_on_the_front() ->
 
 
 def test_policies_are_told_apart_without_colours() -> None:
-    made = list(looks(POLICIES).values())
-    assert len({(look.colour, look.shape) for look in made}) == len(made)
-    assert len({(look.shape, look.dash) for look in made[:15]}) == 15
+    made = list(styles(POLICIES).values())
+    assert len({(style.colour, style.shape) for style in made}) == len(made)
+    assert len({(style.shape, style.dash) for style in made[:15]}) == 15
 
 
 def test_a_policy_named_full_is_drawn_in_ink() -> None:
-    assert looks(["full", "a"])["full"].colour == "var(--ink)" and list(looks(["a", "full"])) == ["full", "a"]
+    assert styles(["full", "a"])["full"].colour == "var(--ink)" and list(styles(["a", "full"])) == ["full", "a"]
 
 
 @pytest.mark.parametrize(("depth", "band"), [(0, 0), (0.05, 0), (0.1, 1), (0.95, 9), (1, 9)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvfold.bench.fidelity import Fidelity
-from kvfold.bench.self_study import Studied, mean, study
+from kvfold.bench.self_study import StudyResult, mean, study
 from kvfold.errors import InputError
 from kvfold.models.loader import Model
 from kvfold.session import Session
@@ -46,5 +46,5 @@ def test_sessions_must_have_read_the_same(model: Model) -> None:
 
 
 def test_the_mean_is_over_tokens() -> None:
-    rows = [Studied("a", "", Fidelity(1, 4.0, 0.0, 8.0)), Studied("b", "", Fidelity(3, 0.0, 1.0, 0.0))]
+    rows = [StudyResult("a", "", Fidelity(1, 4.0, 0.0, 8.0)), StudyResult("b", "", Fidelity(3, 0.0, 1.0, 0.0))]
     assert mean(rows) == Fidelity(4, 1.0, 0.75, 2.0)

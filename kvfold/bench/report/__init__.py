@@ -1,4 +1,4 @@
-"""Runs of the benchmark as one page that opens from disk: quality against memory, costs, losses, origins."""
+"""HTML report of benchmark runs, in one file: quality against memory, costs, regressions, provenance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From rows to cells: one policy at one memory with the question known or unknown, over the samples of a scope.
+"""Cells of the report: one policy at one memory budget, question-aware or -agnostic, over the samples of a scope.
 
 A scope is a workload, or all of them; in all of them every workload counts the same, however many samples it has. Means
 are compared on the same samples only. The samples of a comparison are those of the full cache (of the cell that has

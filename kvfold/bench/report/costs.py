@@ -1,4 +1,4 @@
-"""Bytes and speed: what a policy holds, what a step reads and what it takes, beside the full cache of the same run.
+"""Bytes and speed: resident bytes, bytes read per step, and times, against the full cache of the same run.
 
 Bytes are means over samples, so that rows of equal bytes show them exactly; times are medians, which one slow step does
 not move. Lengths and devices stand apart: neither bytes nor times may be mixed over them.
@@ -13,9 +13,9 @@ from itertools import product
 
 from kvfold.bench.record import MODES, Mode, Row
 from kvfold.bench.report.html import Html, join, table, tag, text
-from kvfold.bench.report.look import Look
 from kvfold.bench.report.merge import Section
-from kvfold.bench.report.words import bytes_text, named, percent_text
+from kvfold.bench.report.policy_style import PolicyStyle
+from kvfold.bench.report.text import bytes_text, named, percent_text
 
 _NUMBERS = ("resident", "of full", "read per step", "prefill s", "first token s", "decode ms")
 _MISSING = "–"
@@ -55,31 +55,31 @@ def costs(section: Section) -> list[Cost]:
     return [Cost(*key, tuple(groups[key])) for key in order if key in groups]
 
 
-def cost_table(section: Section, looks: Mapping[str, Look]) -> Html:
+def cost_table(section: Section, styles: Mapping[str, PolicyStyle]) -> Html:
     """A fold for each length, the longest open; the device is a column where there are several."""
     found = costs(section)
     lengths = sorted({cost.length for cost in found})
     several = len({cost.device for cost in found}) > 1
     by_length = [[cost for cost in found if cost.length == length] for length in lengths]
-    return join(_fold(costs_of, costs_of is by_length[-1], looks, several) for costs_of in by_length)
+    return join(_fold(costs_of, costs_of is by_length[-1], styles, several) for costs_of in by_length)
 
 
-def _fold(found: Sequence[Cost], is_open: bool, looks: Mapping[str, Look], several: bool) -> Html:
+def _fold(found: Sequence[Cost], is_open: bool, styles: Mapping[str, PolicyStyle], several: bool) -> Html:
     headings = ["policy", "memory", "question", *(["device"] if several else []), *_NUMBERS]
     summary = tag("summary", text(f"Prompts of {found[0].length:,} tokens"))
-    lines = [_line(cost, looks, several) for cost in found]
+    lines = [_line(cost, styles, several) for cost in found]
     inner = table(headings, lines, words=len(headings) - len(_NUMBERS))
     return tag("details", summary, inner, open=is_open, class_="fold")
 
 
-def _line(cost: Cost, looks: Mapping[str, Look], several: bool) -> Sequence[Html]:
+def _line(cost: Cost, styles: Mapping[str, PolicyStyle], several: bool) -> Sequence[Html]:
     words = [cost.memory, cost.mode, *([cost.device] if several else [])]
     resident, full = cost.mean_bytes("resident_bytes"), cost.mean_bytes("full_bytes")
     read = cost.mean_bytes("bytes_per_step")
     times = [cost.median(name) for name in ("prefill_s", "first_token_s", "decode_ms")]
     shown = [_MISSING if seconds is None else f"{seconds:.3g}" for seconds in times]
     sizes = [_bytes(resident), text(percent_text(resident / full)), _bytes(read)]
-    return [named(cost.policy, looks), *map(text, words), *sizes, *map(text, shown)]
+    return [named(cost.policy, styles), *map(text, words), *sizes, *map(text, shown)]
 
 
 def _bytes(number: float) -> Html:

@@ -1,4 +1,4 @@
-"""How far policies move the model without a task, and what their scorers kept: means over the samples measured."""
+"""Fidelity to the full cache, and kept slots against the oracle: means over the samples measured."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from itertools import chain, product
 
 from kvfold.bench.record import MODES, Diagnostic, Row
 from kvfold.bench.report.html import NOTHING, Html, join, table, tag, text
-from kvfold.bench.report.look import Look
 from kvfold.bench.report.merge import Section
-from kvfold.bench.report.words import named, percent_text
+from kvfold.bench.report.policy_style import PolicyStyle
+from kvfold.bench.report.text import named, percent_text
 
 _FIDELITY = ("policy", "memory", "question", "samples", "KL, nats", "same token", "bits lost per token")
 _SCORERS = ("policy", "memory", "question", "samples", "hit rate", "by chance", "attention kept", "layers agree")
 
 
-def fidelity_table(section: Section, looks: Mapping[str, Look]) -> Html:
+def fidelity_table(section: Section, styles: Mapping[str, PolicyStyle]) -> Html:
     """Nothing where no row was measured."""
     measured = [row for row in section.rows if row.kl is not None]
     lines = []
     for policy, memory, mode in product(section.policies, section.memories, MODES):
         rows = [row for row in measured if (row.policy, row.memory, row.mode) == (policy, memory, mode)]
         if rows:
-            lines.append([named(policy, looks), *map(text, (memory, mode, len(rows), *_moved(rows)))])
+            lines.append([named(policy, styles), *map(text, (memory, mode, len(rows), *_moved(rows)))])
     return table(_FIDELITY, lines, words=3) if lines else NOTHING
 
 
@@ -37,13 +37,13 @@ def _moved(rows: Sequence[Row]) -> tuple[str, str, str]:
     )
 
 
-def scorer_table(section: Section, looks: Mapping[str, Look]) -> Html:
+def scorer_table(section: Section, styles: Mapping[str, PolicyStyle]) -> Html:
     """Nothing where no cache was looked at."""
     lines = []
-    for policy, memory, mode in product(looks, section.memories, MODES):
+    for policy, memory, mode in product(styles, section.memories, MODES):
         found = [d for d in section.diagnostics if (d.policy, d.memory, d.mode) == (policy, memory, mode) and d.layers]
         if found:
-            lines.append([named(policy, looks), *map(text, (memory, mode, len(found), *_kept(found)))])
+            lines.append([named(policy, styles), *map(text, (memory, mode, len(found), *_kept(found)))])
     return table(_SCORERS, lines, words=3) if lines else NOTHING
 
 
@@ -59,9 +59,9 @@ def _pairs(overlap: Sequence[Sequence[float]]) -> list[float]:
     return [value for place, line in enumerate(overlap) for value in line[place + 1 :]]
 
 
-def fidelity(section: Section, looks: Mapping[str, Look]) -> Html:
+def fidelity(section: Section, styles: Mapping[str, PolicyStyle]) -> Html:
     """Both tables, each with what its columns mean."""
-    moved, kept = fidelity_table(section, looks), scorer_table(section, looks)
+    moved, kept = fidelity_table(section, styles), scorer_table(section, styles)
     parts = []
     if moved:
         parts += [tag("p", text(_MOVED_TOLD)), moved]

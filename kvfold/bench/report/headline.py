@@ -1,4 +1,4 @@
-"""What was run and what came out, for someone who has never heard of it."""
+"""The headline of the report: what was run, and the best policy at each budget."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Mapping, Sequence
 
 from kvfold.bench.record import MODES, Mode
 from kvfold.bench.report.cells import Scope, estimate, weighted
-from kvfold.bench.report.contest import Contest, contests
+from kvfold.bench.report.comparison import Comparison, comparisons
 from kvfold.bench.report.html import Html, join, table, tag, text
-from kvfold.bench.report.look import Look
 from kvfold.bench.report.merge import FULL, Section, percent, sample_of
-from kvfold.bench.report.words import counted, difference_text, listed, named, score_text
+from kvfold.bench.report.policy_style import PolicyStyle
+from kvfold.bench.report.text import counted, difference_text, listed, named, score_text
 
 
-def headline(section: Section, overall: Scope, looks: Mapping[str, Look]) -> Html:
+def headline(section: Section, overall: Scope, styles: Mapping[str, PolicyStyle]) -> Html:
     """Two sentences, and who won at each memory."""
     lead = tag("p", text(f"{_asked(section)} {_scored(overall)}"), class_="lead")
     note = tag("p", text(_MODES_TOLD), class_="note")
-    return join([lead, winners(overall, looks), note])
+    return join([lead, winners(overall, styles), note])
 
 
 def _asked(section: Section) -> str:
@@ -46,19 +46,19 @@ def _full_told(overall: Scope, mode: Mode) -> str:
     return f"{100 * score.mean:.1f} (question {mode})"
 
 
-def winners(overall: Scope, looks: Mapping[str, Look]) -> Html:
+def winners(overall: Scope, styles: Mapping[str, PolicyStyle]) -> Html:
     """The best policy in each memory, question known and unknown."""
-    found = [contest for mode in MODES if mode in overall.samples for contest in contests(overall, mode)]
-    found.sort(key=lambda contest: -percent(contest.memory))
-    lines = [_winner(contest, looks) for contest in found if contest.entries]
+    found = [comparison for mode in MODES if mode in overall.samples for comparison in comparisons(overall, mode)]
+    found.sort(key=lambda comparison: -percent(comparison.memory))
+    lines = [_winner(comparison, styles) for comparison in found if comparison.entries]
     headings = ("memory", "question", "best policy", "score", "against full", "not told apart from it")
     return table(headings, lines, words=3, class_="winners") if lines else tag("p", text(_NOBODY))
 
 
-def _winner(contest: Contest, looks: Mapping[str, Look]) -> list[Html]:
-    best = contest.entries[0]
+def _winner(comparison: Comparison, styles: Mapping[str, PolicyStyle]) -> list[Html]:
+    best = comparison.entries[0]
     difference = difference_text(best.beside.difference) if best.beside else text("–")
-    words = [text(contest.memory), text(contest.mode), named(best.cell.policy, looks)]
+    words = [text(comparison.memory), text(comparison.mode), named(best.cell.policy, styles)]
     return [*words, score_text(best.score), difference, text(_tied(best.tied))]
 
 

@@ -9,14 +9,14 @@ from kvfold.bench.report.cells import Scope, scope_of
 from kvfold.bench.report.costs import cost_table
 from kvfold.bench.report.fidelity import fidelity
 from kvfold.bench.report.headline import headline
-from kvfold.bench.report.heat import heat_maps
+from kvfold.bench.report.heatmap import heat_maps
 from kvfold.bench.report.html import NOTHING, Html, buttons, embedded_json, join, tag, text
-from kvfold.bench.report.look import looks
 from kvfold.bench.report.merge import Section
-from kvfold.bench.report.origin import failures, origin
+from kvfold.bench.report.policy_style import styles
+from kvfold.bench.report.provenance import failures, origin
 from kvfold.bench.report.quality import quality
 from kvfold.bench.report.regressions import article, embedded, regressions, shown
-from kvfold.bench.report.words import counted, listed
+from kvfold.bench.report.text import counted, listed
 
 OVERALL = "all workloads"
 
@@ -56,16 +56,16 @@ def scopes_of(section: Section) -> list[Scope]:
 
 
 def _section(section: Section, number: int, name: str) -> Html:
-    scopes, look = scopes_of(section), looks(section.policies)
+    scopes, style = scopes_of(section), styles(section.policies)
     parts = [
         tag("h2", text(name)),
-        headline(section, scopes[0], look),
-        _part("Quality against memory", _QUALITY, quality(scopes, look, f"scope-{number}")),
-        _part("Where it forgets", _HEAT, heat_maps(section, look, f"heat-{number}")),
-        _part("Bytes and speed", _COSTS, cost_table(section, look)),
-        _part("Without a task", "", fidelity(section, look)),
+        headline(section, scopes[0], style),
+        _part("Quality against memory", _QUALITY, quality(scopes, style, f"scope-{number}")),
+        _part("Where it forgets", _HEAT, heat_maps(section, style, f"heat-{number}")),
+        _part("Bytes and speed", _COSTS, cost_table(section, style)),
+        _part("Without a task", "", fidelity(section, style)),
         _part("What was lost", "", _lost(section, number)),
-        _part("What could not run", "", failures(section, look)),
+        _part("What could not run", "", failures(section, style)),
         _part("Where this comes from", "", origin(section)),
     ]
     return join(parts)

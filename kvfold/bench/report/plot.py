@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from kvfold.bench.report.html import NOTHING, Html, join, tag, text
-from kvfold.bench.report.look import Look
 from kvfold.bench.report.pareto import Point, front
-from kvfold.bench.report.words import counted, percent_text
+from kvfold.bench.report.policy_style import PolicyStyle
+from kvfold.bench.report.text import counted, percent_text
 
 WIDTH, HEIGHT = 440, 320
 LEFT, RIGHT, TOP, BASE = 34, 430, 12, 278
@@ -43,12 +43,12 @@ def y(score: float) -> float:
     return BASE - (BASE - TOP) * score
 
 
-def plot(points: Sequence[Point], axis: Axis, looks: Mapping[str, Look], title: str) -> Html:
+def plot(points: Sequence[Point], axis: Axis, styles: Mapping[str, PolicyStyle], title: str) -> Html:
     """Points sorted by policy and share; `title` says to those who cannot see it what it shows."""
     best = front(points)
     lines = [list(group) for _, group in groupby(points, key=lambda point: point.policy)]
     parts = [tag("title", text(title)), _frame(axis), _front(best, axis)]
-    parts += [_line(line, axis, looks[line[0].policy]) for line in lines]
+    parts += [_line(line, axis, styles[line[0].policy]) for line in lines]
     parts += [_ring(point, axis) for point in best]
     return tag("svg", *parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", class_="plot")
 
@@ -69,19 +69,19 @@ def _label(x_at: float, y_at: float, content: str, anchor: str) -> Html:
     return tag("text", text(content), x=x_at, y=y_at, text_anchor=anchor)
 
 
-def _line(line: Sequence[Point], axis: Axis, look: Look) -> Html:
+def _line(line: Sequence[Point], axis: Axis, style: PolicyStyle) -> Html:
     upper = [f"{axis.x(p.share):.1f} {y(p.score.high):.1f}" for p in line]
     lower = [f"{axis.x(p.share):.1f} {y(p.score.low):.1f}" for p in reversed(line)]
-    band = tag("path", d=f"M{'L'.join(upper + lower)}Z", fill=look.colour, class_="band")
+    band = tag("path", d=f"M{'L'.join(upper + lower)}Z", fill=style.colour, class_="band")
     way = "L".join(f"{axis.x(p.share):.1f} {y(p.score.mean):.1f}" for p in line)
-    stroke = tag("path", d=f"M{way}", stroke=look.colour, stroke_dasharray=look.dash, class_="line")
-    markers = [_whisker(p, axis, look) + look.marker(axis.x(p.share), y(p.score.mean), _told(p)) for p in line]
-    return tag("g", band if len(line) > 1 else NOTHING, stroke, *map(Html, markers), data_policy=look.number)
+    stroke = tag("path", d=f"M{way}", stroke=style.colour, stroke_dasharray=style.dash, class_="line")
+    markers = [_whisker(p, axis, style) + style.marker(axis.x(p.share), y(p.score.mean), _told(p)) for p in line]
+    return tag("g", band if len(line) > 1 else NOTHING, stroke, *map(Html, markers), data_policy=style.number)
 
 
-def _whisker(point: Point, axis: Axis, look: Look) -> Html:
+def _whisker(point: Point, axis: Axis, style: PolicyStyle) -> Html:
     d = f"M{axis.x(point.share):.1f} {y(point.score.low):.1f}V{y(point.score.high):.1f}"
-    return tag("path", d=d, stroke=look.colour, class_="whisker")
+    return tag("path", d=d, stroke=style.colour, class_="whisker")
 
 
 def _told(point: Point) -> Html:

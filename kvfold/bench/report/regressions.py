@@ -1,4 +1,4 @@
-"""Samples that the full cache got right and a policy got wrong: what was asked, and what both said.
+"""Regressions: samples that the full cache answered right and a policy wrong, with both answers.
 
 The worst come first: the largest loss of score, then the most memory, since losing little with much memory is no
 excuse. At most a few of each policy stand in the page itself, so that one bad policy does not fill it; a script browses
@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvfold.bench.record import PromptRow, Row
-from kvfold.bench.report.contest import REGRESSION
+from kvfold.bench.report.comparison import REGRESSION
 from kvfold.bench.report.html import Html, join, tag, text
 from kvfold.bench.report.merge import FULL, Section, percent, sample_of
 

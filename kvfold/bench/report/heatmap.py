@@ -1,4 +1,4 @@
-"""Heat maps of depth against length: where in a prompt a policy forgets (needle in a haystack, Kamradt 2023).
+"""Needle-in-a-haystack heat maps of depth against length (Kamradt 2023).
 
 Ten bands of depth, one column for each length. A cell is as opaque as its mean score, and says it in digits.
 """
@@ -12,9 +12,9 @@ from itertools import product
 from kvfold.bench.record import MODES, Row
 from kvfold.bench.report.cells import Place
 from kvfold.bench.report.html import NOTHING, Html, buttons, join, tag, text, view
-from kvfold.bench.report.look import Look
 from kvfold.bench.report.merge import Section
-from kvfold.bench.report.words import ASKED, named
+from kvfold.bench.report.policy_style import PolicyStyle
+from kvfold.bench.report.text import ASKED, named
 
 NUM_BANDS = 10
 _WIDE, _HIGH, _LEFT, _BELOW = 34, 17, 34, 18
@@ -79,7 +79,7 @@ def _thousands(length: int) -> str:
     return f"{length / 1000:.3g}k" if length >= 1000 else str(length)
 
 
-def heat_maps(section: Section, looks: Mapping[str, Look], group: str) -> Html:
+def heat_maps(section: Section, styles: Mapping[str, PolicyStyle], group: str) -> Html:
     """For each memory the maps of all policies; nothing where no sample has a depth."""
     maps: dict[Place, list[Row]] = {}
     for row in section.rows:
@@ -89,24 +89,24 @@ def heat_maps(section: Section, looks: Mapping[str, Look], group: str) -> Html:
     if not memories:
         return NOTHING
     shown = memories[len(memories) // 2]
-    views = [view(group, memory, shown, _maps(maps, memory, looks)) for memory in memories]
+    views = [view(group, memory, shown, _maps(maps, memory, styles)) for memory in memories]
     return join([buttons(group, memories, shown), *views])
 
 
-def _maps(maps: Mapping[Place, Sequence[Row]], memory: str, looks: Mapping[str, Look]) -> Html:
+def _maps(maps: Mapping[Place, Sequence[Row]], memory: str, styles: Mapping[str, PolicyStyle]) -> Html:
     lengths = sorted({row.length for rows in maps.values() for row in rows})
     width = max(_x(len(lengths)), _NARROWEST)
     columns = f"grid-template-columns: repeat(auto-fill, minmax(min(100%, {width}px), 1fr))"
     parts = []
     for mode in MODES:
         made = [
-            _figure(policy, heat_svg(heat_of(rows), lengths, f"{policy} in {memory}, question {mode}"), looks)
-            for policy in looks
+            _figure(policy, heat_svg(heat_of(rows), lengths, f"{policy} in {memory}, question {mode}"), styles)
+            for policy in styles
             if (rows := maps.get((mode, policy, memory)))
         ]
         parts += [tag("h4", text(ASKED[mode])), tag("div", *made, class_="maps", style=columns)] if made else []
     return join(parts)
 
 
-def _figure(policy: str, svg: Html, looks: Mapping[str, Look]) -> Html:
-    return tag("figure", tag("figcaption", named(policy, looks)), svg)
+def _figure(policy: str, svg: Html, styles: Mapping[str, PolicyStyle]) -> Html:
+    return tag("figure", tag("figcaption", named(policy, styles)), svg)

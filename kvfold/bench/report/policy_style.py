@@ -1,4 +1,4 @@
-"""How a policy looks everywhere in the page: a colour, a marker and a dash, so that no one has to tell colours apart.
+"""Style of a policy in all plots: colour, marker and dash, readable without colour vision.
 
 Colours are those of Okabe and Ito (2008), which people with any kind of colour vision tell apart; the stylesheet has a
 lighter set for dark screens. Seven colours times seven markers never repeat before the fiftieth policy.
@@ -27,7 +27,7 @@ _FULL_SHAPE = "M-4.6 0a4.6 4.6 0 1 0 9.2 0a4.6 4.6 0 1 0-9.2 0ZM-2.2 0a2.2 2.2 0
 
 
 @dataclass(frozen=True)
-class Look:
+class PolicyStyle:
     """`number` names the policy in attributes: expressions hold characters that selectors would have to quote."""
 
     number: int
@@ -45,15 +45,15 @@ class Look:
         return tag("svg", stroke, self.marker(11, 6), viewBox="0 0 22 12", class_="icon", aria_hidden="true")
 
 
-def looks(policies: Sequence[str]) -> dict[str, Look]:
+def styles(policies: Sequence[str]) -> dict[str, PolicyStyle]:
     """The full cache is a ring in the colour of the text."""
-    made = {FULL: Look(0, "var(--ink)", _FULL_SHAPE, None)}
+    made = {FULL: PolicyStyle(0, "var(--ink)", _FULL_SHAPE, None)}
     for number, policy in enumerate((policy for policy in policies if policy != FULL), 1):
         made[policy] = _look(number)
     return made
 
 
-def _look(number: int) -> Look:
+def _look(number: int) -> PolicyStyle:
     turn, place = divmod(number - 1, NUM_COLOURS)
     shape = list(_SHAPES.values())[(place + turn) % len(_SHAPES)]
-    return Look(number, f"var(--c{place})", shape, _DASHES[turn % len(_DASHES)])
+    return PolicyStyle(number, f"var(--c{place})", shape, _DASHES[turn % len(_DASHES)])

@@ -1,11 +1,11 @@
-"""Numbers and names as the page writes them, the same in every table."""
+"""Text formats of numbers and names, the same in every table."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 from kvfold.bench.report.html import Html, join, tag, text
-from kvfold.bench.report.look import Look
+from kvfold.bench.report.policy_style import PolicyStyle
 from kvfold.bench.statistics import Estimate
 
 ASKED = {"known": "Question known while compressing", "unknown": "Question not yet known"}
@@ -30,9 +30,9 @@ def _signed(difference: float, digits: int) -> str:
     return shown[1:] if float(shown) == 0 else shown.replace("-", "−")
 
 
-def named(policy: str, looks: Mapping[str, Look]) -> Html:
+def named(policy: str, styles: Mapping[str, PolicyStyle]) -> Html:
     """A policy with its marker."""
-    return tag("span", looks[policy].icon(), tag("code", text(policy)), class_="named")
+    return tag("span", styles[policy].icon(), tag("code", text(policy)), class_="named")
 
 
 def percent_text(share: float) -> str:

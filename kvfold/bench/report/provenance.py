@@ -1,4 +1,4 @@
-"""What could not run, and where all numbers come from: commands, commits, versions, devices, seeds."""
+"""Failures and provenance: commands, commits, versions, devices, seeds."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Mapping
 
 from kvfold.bench.record import Run
 from kvfold.bench.report.html import Html, join, table, tag, text
-from kvfold.bench.report.look import Look
 from kvfold.bench.report.merge import Section
-from kvfold.bench.report.words import counted, listed, named
+from kvfold.bench.report.policy_style import PolicyStyle
+from kvfold.bench.report.text import counted, listed, named
 
 _HEADINGS = ("policy", "memory", "question", "workload", "why", "samples")
 
 
-def failures(section: Section, looks: Mapping[str, Look]) -> Html:
+def failures(section: Section, styles: Mapping[str, PolicyStyle]) -> Html:
     """Cells without a score, counted by reason."""
     found: Counter[tuple[str, str, str, str, str]] = Counter(
         (row.policy, row.memory, row.mode, row.workload, row.note or "no score")
@@ -24,7 +24,7 @@ def failures(section: Section, looks: Mapping[str, Look]) -> Html:
     if not found:
         return tag("p", text("Every policy ran at every memory that was asked for."))
     lines = [
-        [named(policy, looks), *map(text, (memory, mode, workload, note, count))]
+        [named(policy, styles), *map(text, (memory, mode, workload, note, count))]
         for (policy, memory, mode, workload, note), count in found.items()
     ]
     told = f"{counted(found.total(), 'row')} of {len(section.rows):,} have no score and count in no mean."
