@@ -78,7 +78,7 @@ def test_a_file_and_a_module_of_the_user_add_terms(tmp_path: Path) -> None:
     by_variable = kvfold("policies", "newest", cwd=tmp_path, KVFOLD_IMPORT="my_scorer")
     assert "Keep the newest slots" in by_variable.stdout
     without = kvfold("policies", "newest + 4x", cwd=tmp_path)
-    assert without.returncode == 2 and 'no score "newest"' in without.stderr
+    assert without.returncode == 2 and 'no term "newest"' in without.stderr
 
 
 def test_installed_packages_add_terms_and_workloads(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_options_have_help() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [(), ("fly",), ("run",), ("run", "--context", "x", "--ask", "y", "--dtype", "int3")]
+    "arguments", [("fly",), ("run",), ("run", "--context", "x", "--ask", "y", "--dtype", "int3")]
 )
 def test_a_bad_command_line_exits_with_2(call: Call, arguments: tuple[str, ...]) -> None:
     done = call(*arguments)

@@ -43,9 +43,9 @@ def test_the_mean_rotation_is_the_mean_of_rotations(interleaved: bool) -> None:
     rope = replace(PARTIAL, interleaved=interleaved)
     stats = stats_of(view_of(Expected()))
     matrix_DD = torch.stack([rotated(torch.eye(8), rope, 40 + ahead) for ahead in range(5)]).mean(0).T
-    rotated = rotate_ahead(stats, rope, torch.tensor([40, 40]), future=5)
-    torch.testing.assert_close(rotated.mean_RGD, stats.mean_RGD @ matrix_DD.T)
-    torch.testing.assert_close(rotated.cov_RGDD, matrix_DD @ stats.cov_RGDD @ matrix_DD.T)
+    ahead_stats = rotate_ahead(stats, rope, torch.tensor([40, 40]), future=5)
+    torch.testing.assert_close(ahead_stats.mean_RGD, stats.mean_RGD @ matrix_DD.T)
+    torch.testing.assert_close(ahead_stats.cov_RGDD, matrix_DD @ stats.cov_RGDD @ matrix_DD.T)
 
 
 def test_dims_without_rotation_are_untouched() -> None:
