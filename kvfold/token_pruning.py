@@ -87,7 +87,7 @@ class FastKV(TokenPruning):
 
     def validate(self) -> str | None:
         if not 0.0 < self.rate <= 1.0:
-            return f"rate is the share of tokens that go on, above 0 and at most 1, not {self.rate}"
+            return f"rate is the share of tokens that are kept, above 0 and at most 1, not {self.rate}"
         if self.window < 1:
             return f"window is at least 1, not {self.window}"
         if self.voters < 1:

@@ -17,7 +17,8 @@ Cost = Callable[[list[list[int]]], float]  # of so many slots in each head of ea
 
 def within_cost(allocate: Callable[[int], list[Tensor]], slots_per_head: int, cost: Cost) -> list[Tensor]:
     """`allocate(n)`, int64 [H] of each layer, for the largest n that costs no more than `slots_per_head` slots in every
-    head would. Fewer slots are never others: what went before, because it was not among more of them, is gone."""
+    head would. Fewer slots are never others: a slot that was evicted before, not being among more of them, stays
+    evicted."""
     counts = allocate(slots_per_head)
     most = cost([[slots_per_head] * len(count_H) for count_H in counts])
     if cost(_on_host(counts)) <= most:

@@ -46,8 +46,8 @@ class FullPrompt:
             self.segment.reserve(counts)
         except OutOfPages as error:
             raise OutOfPages(
-                f"{error}; the score reads the prompt twice, and between the two the whole cache of its "
-                f"{self.num_tokens} tokens is held: read less at a time, or use a score that reads once"
+                f"{error}; the score replays the prompt, so {self.num_tokens} tokens are held uncompressed until then: "
+                "prefill fewer tokens at a time, or use a score without a replay"
             ) from None
         self.sequence.full_prompt_bytes = self.segment.num_bytes
 

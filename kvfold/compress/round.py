@@ -235,7 +235,7 @@ class CompressionRound:
 
 def finish_all(rounds: Sequence[tuple[CompressionRound, int]], release: Callable[[], None] = lambda: None) -> None:
     """Write rounds, each with the tokens it seals; OutOfPages leaves every sequence as it was. `release` frees pages
-    that these rounds, and nobody else, may take."""
+    that these rounds take."""
     changes = [compression.changes() for compression, _ in rounds]
     release()
     found: list[PageRewrite] = []

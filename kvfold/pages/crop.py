@@ -17,7 +17,7 @@ from kvfold.pages.sequence import SequenceCache
 
 def crop(sequence: SequenceCache, num_tokens: int) -> None:
     """Drop the last `num_tokens` tokens, open ones first. InputError or PolicyError, with nothing changed, where slots
-    that the shorter sequence would need are gone or cannot be dropped one by one."""
+    that the shorter sequence would need were evicted or cannot be dropped one by one."""
     num_open = min(num_tokens, sequence.open.fill)
     if num_open < num_tokens:
         _crop_sealed(sequence, sequence.sealed_len - (num_tokens - num_open))
@@ -35,7 +35,7 @@ def _crop_sealed(sequence: SequenceCache, length: int) -> None:
     if sequence.fp_sinks is not None:
         sequence.fp_sinks.fill = sequence.fp_sinks.committed = min(sequence.fp_sinks.fill, length)
     for side, change in zip(sequence.observed.layers, changes, strict=True):
-        side.last_q_QWD = None  # the last of them are queries of tokens that are gone
+        side.last_q_QWD = None  # the last of them are queries of cropped tokens
         if side.mass_HS is not None and change.keep is not None:
             rows = [mass_S[keep_S] for mass_S, keep_S in zip(side.mass_HS, change.keep, strict=True)]
             side.mass_HS = pad_sequence(rows, batch_first=True)

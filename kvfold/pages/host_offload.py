@@ -143,7 +143,7 @@ class GrowingRows:
         """Tensors without rows say what a row is like."""
         self.tensors = dict(tensors)
         self.lens = [0] * len(next(iter(self.tensors.values())))
-        self._written = list(self.lens)  # by whoever shares the tensors
+        self._written = list(self.lens)  # by any copy that shares the tensors
 
     @property
     def capacity(self) -> int:

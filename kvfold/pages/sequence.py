@@ -136,7 +136,7 @@ class SequenceCache:
         self.open.commit(self.open.fill - self.open.committed)
 
     def reclaim_tail(self) -> None:
-        """The last segment, once nobody shares it any more, is the tail again: what it holds may move and grow.
+        """The last segment, once its refcount is 1, is the tail again: its slots may move and grow.
 
         Raises OutOfPages, before anything changes, where the slots of a tail that is not empty find no room in it.
         """

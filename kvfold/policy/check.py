@@ -108,13 +108,13 @@ def _check_replay(policy: PolicyParts) -> None:
 
 
 def _check_fit(policy: PolicyParts) -> None:
-    """Fitting needs queries of a prompt that has ended, and readers that know of biases."""
+    """Fitting needs queries of a whole prompt, and readers that add biases."""
     prefill, decode = policy.prefill, policy.decode
-    fits = f"{_name(prefill.evicted)} answers for what is evicted by the queries of a whole prompt"
+    fits = f"{_name(prefill.evicted)} calibrates kept slots on the queries of a whole prompt"
     if decode.evicted.biased and decode.may_evict:
         name = _name(decode.evicted)
         raise PolicyError(
-            f"{name} answers for what is evicted by the queries of a prompt, and there is none while decoding; write "
+            f"{name} calibrates kept slots on the queries of a prompt, and there is none while decoding; write "
             f"prefill(... + {name}), alone or with decode(...), which then drops or merges"
         )
     if not prefill.evicted.biased or not prefill.evicts:
@@ -127,7 +127,7 @@ def _check_fit(policy: PolicyParts) -> None:
         )
     if policy.attend.selects:
         raise PolicyError(
-            f"{_name(prefill.evicted)} gives slots biases, and reader {_name(policy.attend)} judges pages by keys "
+            f"{_name(prefill.evicted)} gives slots biases, and reader {_name(policy.attend)} ranks pages by keys "
             "alone; read everything with all"
         )
 
@@ -137,7 +137,7 @@ def _check_recall(policy: PolicyParts) -> None:
     for stage in recalling:
         if stage.size is not None and stage.size.counts_bytes:
             raise PolicyError(
-                f"recall keeps a summary of all that went, which grows with the text, so {stage.size} cannot hold; "
+                f"recall keeps summaries of all evicted pages, which grow with the text, so {stage.size} cannot hold; "
                 "give a number of slots, such as 2048tok or 8x"
             )
     if len({stage.evicted for stage in recalling}) > 1:
@@ -181,7 +181,7 @@ def _check_basis(policy: PolicyParts) -> None:
     for codec in filter(_is_low_rank, policy.codec.codecs):
         if policy.attend.selects:
             raise PolicyError(
-                f"codec {_name(codec)} stores keys before RoPE, and reader {_name(policy.attend)} judges pages by keys "
+                f"codec {_name(codec)} stores keys before RoPE, and reader {_name(policy.attend)} ranks pages by keys "
                 "as they are stored; read everything with all"
             )
         if codec.heads_together > 1 and (policy.prefill.evicts or policy.decode.evicts):
@@ -198,21 +198,22 @@ def _is_low_rank(codec: Codec) -> TypeGuard[LowRankCodec]:
 def _check_reader(policy: PolicyParts) -> None:
     if policy.attend.selects and policy.position.shifts:
         raise PolicyError(
-            f"reader {_name(policy.attend)} judges pages by keys as they are stored, and position "
+            f"reader {_name(policy.attend)} ranks pages by keys as they are stored, and position "
             f"{_name(policy.position)} moves them when they are read; use keep, or read everything with all"
         )
 
 
 def _check_token_pruning(policy: PolicyParts) -> None:
-    """Layers that do not run on every token see no consecutive positions, and store no slot of some tokens."""
+    """Pruned layers have no queries and slots of some tokens, and their positions are not consecutive."""
     if not policy.token_pruning.prunes:
         return
     name, stage = _name(policy.token_pruning), policy.prefill
     needs = [part.needs for part in (stage.score, stage.evicted) if stage.evicts]
     if any(need.replay or need.query_stats or need.new_queries for need in needs):
         raise PolicyError(
-            f"{name} leaves tokens behind, and score {_name(stage.score)} with {_name(stage.evicted)} looks at queries "
-            "of all of them in every layer; use a score that looks at the end alone, such as snapkv, and drop"
+            f"{name} prunes tokens between layers, and score {_name(stage.score)} with {_name(stage.evicted)} "
+            "looks at queries of all of them in every layer; use a score that looks at the end alone, such as snapkv, "
+            "and drop"
         )
     if stage.when.chunk_len is not None:
         raise PolicyError(
@@ -220,7 +221,7 @@ def _check_token_pruning(policy: PolicyParts) -> None:
         )
     if policy.position.shifts:
         raise PolicyError(
-            f"{name} leaves gaps in later layers alone, which {_name(policy.position)} would close; use keep"
+            f"{name} prunes tokens in later layers, where position {_name(policy.position)} would close gaps; use keep"
         )
     if any(codec.needs_below for codec in policy.codec.codecs):
         raise PolicyError(f"{name} stores fewer slots in later layers, and the codec needs the same in the layer below")
@@ -231,7 +232,7 @@ def _evicting_scores() -> list[str]:
 
 
 def _scores_without_end() -> list[str]:
-    """Scores that may be asked at any time; what a score needs may depend on arguments, so defaults decide."""
+    """Scores that need no end of the prompt; needs may depend on arguments, so defaults decide."""
     complete = [term for term in terms("score") if not missing_arguments(term, ())]
     return [term.name for term in complete if not (term.variant.keeps_all or term.variant().needs.end_of_prompt)]
 

@@ -307,7 +307,7 @@ def test_sizes_in_bytes_count_summaries() -> None:
 
 
 def test_moved_positions_are_refused() -> None:
-    with pytest.raises(PolicyError, match="reader quest judges pages by keys as they are stored"):
+    with pytest.raises(PolicyError, match="reader quest ranks pages by keys as they are stored"):
         Policy.parse("streaming + 64tok + slot + quest")
 
 

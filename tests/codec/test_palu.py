@@ -114,7 +114,7 @@ def test_latents_of_latents_are_refused(file: Path) -> None:
     [
         ("knorm + 2x", "stores 2 heads together, and each head may evict other slots"),
         ("prefill(knorm + 2x)", "kvfold calibrate --heads 1"),
-        ("quest", "reader quest judges pages by keys as they are stored"),
+        ("quest", "reader quest ranks pages by keys as they are stored"),
     ],
 )
 def test_policies_that_cannot_serve_it_are_refused(file: Path, policy: str, reason: str) -> None:

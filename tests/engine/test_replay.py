@@ -293,7 +293,7 @@ def test_the_arena_must_hold_the_whole_cache() -> None:
     runner = make_runner(small)
     sequence = make_sequence(runner, POLICY)
     lent = small.arena.lent_bytes
-    with pytest.raises(OutOfPages, match="the whole cache of its 150 tokens is held"):
+    with pytest.raises(OutOfPages, match="150 tokens are held uncompressed"):
         runner.prefill([sequence], [ids])
     assert (small.arena.lent_bytes, sequence.logical_len) == (lent, 0)
     runner.prefill([sequence], [ids[:100]])

@@ -253,7 +253,7 @@ def test_says_what_it_needs() -> None:
         ("keydiff + 64tok + fit", "there is none while decoding; write prefill"),
         ("keydiff + 8x + fit + between_chunks", "not there yet between_chunks"),
         ("keydiff + 8x + fit + slot", "position slot moves them"),
-        ("keydiff + 8x + fit + quest", "reader quest judges pages by keys alone"),
+        ("keydiff + 8x + fit + quest", "reader quest ranks pages by keys alone"),
         ("keydiff + 8x + fit(ridge=0)", "ridge is a number above 0"),
         ("keydiff + 8x + fit(limit=31)", "limit is a number from 0 to 30"),
         ("keydiff + 8x + fit(tokens=0)", "tokens is at least 1"),

@@ -96,7 +96,7 @@ def mass_kernel(
                 score += load_each(bias, n, length, True)[:, None] * _LOG2E
             share = tl.sum(tl.exp2(score), 1)
             own = (n >= skip) & (n < length)
-            # A slot belongs to one task of a launch, so nobody else adds here.
+            # A slot belongs to one task of a launch, so no other program adds here.
             tl.store(mass + n, tl.load(mass + n, mask=own, other=0.0) + share, mask=own)
             k_scale_n, k_zero_n = next_k_scale_n, next_k_zero_n
 

@@ -80,7 +80,7 @@ def _stretches(table: SegmentTable, count_X: Ints) -> tuple[Ints, Ints, Ints]:
 
 def _sources(tail: Segment, changes: Sequence[LayerChange]) -> tuple[Ints, list[Tensor]]:
     """[L, 5]: where keys, values, positions and biases of each layer's first new slot lie, and its first head's mean
-    key, in bytes from the start of the arena; and those of these tensors that nobody else holds."""
+    key, in bytes from the start of the arena; and those of these tensors that are made here."""
     zero_N = torch.zeros(max(sum(change.counts) for change in changes), device=tail.arena.device)
     start, rows, held = tail.arena.memory.data_ptr(), [], [zero_N]
     for layer, change in zip(tail.layers, changes, strict=True):

@@ -81,7 +81,7 @@ def _find(sequence: SequenceCache) -> PositionShifts | None:
     end_X = np.cumsum(length_X)
     first_X = end_X - length_X
     first_N = first_X[length_X > 0]
-    if (length_X == sequence.sealed_len).all():  # nothing is gone
+    if (length_X == sequence.sealed_len).all():  # nothing was evicted
         at_N, position_N = first_N, np.zeros_like(first_N)
     else:
         at_N, position_N = _gaps(_positions(sequence, tables), first_N, MAX_SHIFTS * len(length_X))
