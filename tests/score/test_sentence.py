@@ -95,8 +95,9 @@ def test_a_drop_in_cache_is_refused(model: Model) -> None:
 
 def test_a_model_without_tokenizer_is_refused(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvfold.models import repeat_prompt as repeat
+    from kvfold.models.module_state import ModuleState
 
-    monkeypatch.setattr(repeat, "_tokenizers", {})
+    monkeypatch.setattr(repeat, "_tokenizer", ModuleState[object]("none"))
     with pytest.raises(PolicyError, match="needs a tokenizer to find sentences"):
         make_sequence(make_runner(model), "sentence + 4x")
 
