@@ -36,7 +36,7 @@ def shared() -> Iterator[Callable[[str], Model]]:
 
     yield get
     gc.collect()
-    assert all(model.arena.lent_bytes == 0 for model in used)
+    assert all(model.arena.used_bytes == 0 for model in used)
 
 
 @pytest.fixture

@@ -92,10 +92,10 @@ def test_blocks_are_whole_turns(model: Model) -> None:
 
 def test_closing_gives_everything_back(model: Model) -> None:
     episodes = made(model)
-    assert model.arena.lent_bytes > 0
+    assert model.arena.used_bytes > 0
     episodes.close()
     episodes.close()
-    assert model.arena.lent_bytes == 0
+    assert model.arena.used_bytes == 0
     with pytest.raises(InputError, match="closed"):
         episodes.ask("Where?")
 
@@ -106,7 +106,7 @@ def test_a_failure_on_the_way_gives_everything_back(model: Model) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         made(model, progress=stop)
-    assert model.arena.lent_bytes == 0
+    assert model.arena.used_bytes == 0
 
 
 @pytest.mark.parametrize(("turns", "options"), [([], {}), ("text", {}), ([" "], {}), (TURNS, {"slots": 0})])

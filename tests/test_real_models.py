@@ -77,7 +77,7 @@ def test_bytes_after_a_prompt_of_4000_tokens(text: str) -> None:
     assert any(len(set(layer)) > 1 for layer in plain.slots)  # heads really differ in length
     for session in sessions:
         session.close()
-    assert model.arena.lent_bytes == 0
+    assert model.arena.used_bytes == 0
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ def plain(model: Model, policy: str = "full", **options: Any) -> Session:
 
 def snapshot(session: Session) -> tuple[Any, ...]:
     logits = None if session._logits_V is None else session._logits_V.tolist()
-    return session.stats(), session.token_ids, kept(session.cache), logits, session.model.arena.lent_bytes
+    return session.stats(), session.token_ids, kept(session.cache), logits, session.model.arena.used_bytes
 
 
 # Asking and forking
@@ -294,7 +294,7 @@ def test_a_closed_session_is_closed(model: Model) -> None:
     session = plain(model).extend(prompt(20))
     session.close()
     session.close()
-    assert model.arena.lent_bytes == 0
+    assert model.arena.used_bytes == 0
     for call in (lambda: session.extend("x"), lambda: session.generate(), session.fork, lambda: session.ask("x")):
         with pytest.raises(InputError, match="the session is closed"):
             call()
@@ -304,10 +304,10 @@ def test_memory_returns_with_the_last_reference(model: Model) -> None:
     session = plain(model).extend(prompt(20))
     branch = session.fork()
     del session
-    assert model.arena.lent_bytes > 0
+    assert model.arena.used_bytes > 0
     assert len(branch.generate(max_new_tokens=3).token_ids) == 3
     del branch
-    assert model.arena.lent_bytes == 0
+    assert model.arena.used_bytes == 0
 
 
 def test_policies_a_model_cannot_run(shared: Shared) -> None:
@@ -340,7 +340,7 @@ def test_a_batch_that_does_not_fit_gives_everything_back() -> None:
     model = ready(capacity=16 * 4096)
     with pytest.raises(OutOfPages):
         kvfold.generate(model, [TEXT] * 20)
-    assert model.arena.lent_bytes == 0
+    assert model.arena.used_bytes == 0
 
 
 def test_memory_is_bounded_and_given_once() -> None:

@@ -132,11 +132,11 @@ def saved(model: Model, path: Path) -> bytes:
 
 
 def refused(model: Model, path: Path, message: str) -> None:
-    lent = model.arena.lent_bytes
+    lent = model.arena.used_bytes
     with pytest.raises(FileError, match=message) as caught:
         Session.load(model, path)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
-    assert model.arena.lent_bytes == lent
+    assert model.arena.used_bytes == lent
 
 
 def test_truncated_anywhere(model: Model, tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_no_room_for_the_session(tmp_path: Path) -> None:
     set_arena(model.hf, Arena(3 * 4096, superblock_bytes=4096))
     with pytest.raises(OutOfPages):
         Session.load(model, path)
-    assert model.arena.lent_bytes == 0
+    assert model.arena.used_bytes == 0
 
 
 def test_the_temporary_file_never_stays(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

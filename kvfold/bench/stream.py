@@ -103,7 +103,7 @@ def _memory(sequence: SequenceCache) -> tuple[int, int, int | None, int | None, 
     on_gpu = device.type == "cuda"
     return (
         sequence.resident_bytes,
-        sequence.arena.lent_bytes,
+        sequence.arena.used_bytes,
         torch.cuda.memory_allocated(device) if on_gpu else None,
         torch.cuda.memory_reserved(device) if on_gpu else None,
         host_bytes(),

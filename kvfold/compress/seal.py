@@ -17,7 +17,7 @@ from kvfold.compress.round import CompressionRound, decode_target
 from kvfold.compress.view import NewSlots
 from kvfold.errors import OutOfPages
 from kvfold.pages.append import lacks_room, num_ahead
-from kvfold.pages.kernels.batch_seal import can_seal, expect_seal, find_pages_ahead, seal_blocks
+from kvfold.pages.kernels.batch_seal import can_seal, expect_seal, reserve_pages_ahead, seal_blocks
 from kvfold.pages.sequence import SequenceCache
 from kvfold.triggers import Counters
 
@@ -40,7 +40,7 @@ def prepare_seals(sequences: Sequence[SequenceCache]) -> None:
     waiting.sort(key=lambda sequence: sequence.open.room)
     try:
         for sequence in waiting[: num_ahead([sequence.open.room for sequence in waiting])]:
-            find_pages_ahead(sequence)
+            reserve_pages_ahead(sequence)
     except OutOfPages:
         return  # the seal raises it, if nothing is free by then
     expect_seal([sequence for sequence in sequences if sequence.open.room == 1 and _grows(sequence)])

@@ -140,8 +140,8 @@ def arena_of(model: Any, capacity_bytes: int | None = None) -> Arena:
 def set_arena(model: Any, arena: Arena) -> None:
     """Give a model an arena of your own making, before its first session or after all were closed."""
     known = _arena.get(model)
-    if known is not None and known.lent_bytes:
-        raise InputError(f"{known.lent_bytes} bytes of the model's arena are in use; close its sessions first")
+    if known is not None and known.used_bytes:
+        raise InputError(f"{known.used_bytes} bytes of the model's arena are in use; close its sessions first")
     _arena.set(model, arena)
 
 

@@ -4,7 +4,7 @@ seal that evicts nothing. A kernel then encodes the slots of all layers, heads a
 With hundreds of sequences, tens of thousands of heads append at once, so places are worked out on arrays.
 
     O sequences   E extents of all of them   R extents with room
-    N stretches: new slots of one head that go to adjacent places of one extent
+    N runs: new slots of one head that go to adjacent places of one extent
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvfold.errors import OutOfPages
-from kvfold.pages.page_allocation import give_pages, put_off
+from kvfold.pages.page_allocation import allocate_pages, defer_extents
 from kvfold.pages.places import Ints, Places, SegmentTable, before_in_group
 from kvfold.pages.segment import GROWTH, Segment
 from kvfold.pages.segment_table import segment_table
 from kvfold.pages.sequence import SequenceCache
 
 
-class Stretches(NamedTuple):
-    """`count_N` new slots from the open block's slot `begin_N` on go behind the first `filled_N` of an extent."""
+class AppendPlan(NamedTuple):
+    """Where new slots go: `count_N` of them, from the open block's slot `begin_N` on, behind the first `filled_N` of an
+    extent."""
 
     places: AllPlaces
     extent_N: Ints  # which of `places`
@@ -35,8 +36,8 @@ class Stretches(NamedTuple):
     filled_N: Ints
 
 
-def make_room(sequence: SequenceCache) -> SegmentTable:
-    """Find pages for the committed slots of the open block; returns the tail's table, which has room for them.
+def reserve_pages(sequence: SequenceCache) -> SegmentTable:
+    """Allocate pages for the committed slots of the open block; returns the tail's page table with room for them.
     OutOfPages leaves the sequence as it was."""
     sequence.reclaim_tail()
     num_slots, tail = sequence.open.committed, sequence.tail
@@ -44,9 +45,9 @@ def make_room(sequence: SequenceCache) -> SegmentTable:
     if table.least_room >= num_slots:
         return table
     try:
-        give_pages(tail, table, _wanted_pages(tail, table.room_X, num_slots, _spare(table)))
+        allocate_pages(tail, table, _wanted_pages(tail, table.room_X, num_slots, _spare(table)))
     except OutOfPages:
-        give_pages(tail, table, _wanted_pages(tail, table.room_X, num_slots, 0))
+        allocate_pages(tail, table, _wanted_pages(tail, table.room_X, num_slots, 0))
     return segment_table(tail)
 
 
@@ -55,10 +56,10 @@ def lacks_room(sequence: SequenceCache) -> bool:
     return segment_table(sequence.tail).least_room < sequence.open.num_slots
 
 
-def make_room_ahead(sequence: SequenceCache) -> None:
-    """Find the pages that `make_room` would find when the open block is full. OutOfPages leaves it to that."""
+def reserve_ahead(sequence: SequenceCache) -> None:
+    """Allocate what `reserve_pages` would when the open block is full. OutOfPages leaves it to that."""
     tail, table = sequence.tail, segment_table(sequence.tail)
-    give_pages(tail, table, _wanted_pages(tail, table.room_X, sequence.open.num_slots, _spare(table)))
+    allocate_pages(tail, table, _wanted_pages(tail, table.room_X, sequence.open.num_slots, _spare(table)))
 
 
 def num_ahead(rooms: Sequence[int]) -> int:
@@ -81,7 +82,7 @@ def _wanted_pages(tail: Segment, room_X: Ints, num_slots: int, spare: int) -> In
     return np.asarray(-(-missing_X // size_X))
 
 
-def append_blocks(sequences: Sequence[SequenceCache], tables: Sequence[SegmentTable]) -> Stretches:
+def append_blocks(sequences: Sequence[SequenceCache], tables: Sequence[SegmentTable]) -> AppendPlan:
     """Count the committed slots of the open blocks as sealed; the tails' tables have room for them. The caller writes
     the slots: until then what the new places hold is undefined.
 
@@ -89,7 +90,7 @@ def append_blocks(sequences: Sequence[SequenceCache], tables: Sequence[SegmentTa
     objects as then.
     """
     counts = [sequence.open.committed for sequence in sequences]
-    every = together(tuple(table.places for table in tables))
+    every = joined_places(tuple(table.places for table in tables))
     last = every.last
     if last is not None and last.goes_on(tables, counts):
         length_E, (at_N, begin_N, count_N) = last.length_E.copy(), last.taken
@@ -105,12 +106,12 @@ def append_blocks(sequences: Sequence[SequenceCache], tables: Sequence[SegmentTa
         sequence.sealed_len += count
         mine_E = length_E[end - len(table.length_E) : end]
         after.append(SegmentTable(table.places, mine_E, table.least_room - count))
-        put_off(sequence.tail, after[-1])
+        defer_extents(sequence.tail, after[-1])
         if count % sequence.tail.group:
             sequence.tail.changes.rise()  # groups that are closed early end their extents: the table no longer holds
     is_one_each = len(at_N) == sum(item.num_rows for item in every.each)
     every.last = _Append(after, counts, length_E, (at_N, begin_N, count_N), room) if is_one_each else None
-    return Stretches(every, at_N, begin_N, count_N, filled_N)
+    return AppendPlan(every, at_N, begin_N, count_N, filled_N)
 
 
 def _places_for(counts: Sequence[int], every: AllPlaces, room_E: Ints) -> tuple[Ints, Ints, Ints]:
@@ -130,7 +131,7 @@ class _Append(NamedTuple):
     tables: list[SegmentTable]  # as it left them
     counts: list[int]
     length_E: Ints
-    taken: tuple[Ints, Ints, Ints]  # the first columns of Stretches
+    taken: tuple[Ints, Ints, Ints]  # the first columns of AppendPlan
     room: int  # that is left in the fullest of the extents
 
     def goes_on(self, tables: Sequence[SegmentTable], counts: list[int]) -> bool:
@@ -154,7 +155,7 @@ class AllPlaces:
 
 
 @lru_cache(maxsize=2)
-def together(places: tuple[Places, ...]) -> AllPlaces:
+def joined_places(places: tuple[Places, ...]) -> AllPlaces:
     """Kept, for most seals change lengths only."""
     sizes = [len(item.row_E) for item in places]
     rows_before = np.cumsum([0, *(item.num_rows for item in places[:-1])])

@@ -1,7 +1,7 @@
-"""The arena: the block pool of the paged KV cache, one allocation lent in runs of superblocks; addresses never move.
+"""The arena: the block pool of the paged KV cache, allocated in runs of superblocks; addresses never move.
 
-A *superblock* is the unit the arena counts in. A *span* is a run of adjacent superblocks lent to one page class: it
-holds `num_pages` pages laid out field by field, so that adjacent pages form one dense array per field:
+A *superblock* is the unit the arena counts in. A *span* is a run of adjacent superblocks allocated to one page class:
+it holds `num_pages` pages laid out field by field, so that adjacent pages form one dense array per field:
 
     span: | k of page 0, 1, 2 … | v of page 0, 1, 2 … | positions of page 0, 1, 2 … | … padding |
 
@@ -26,7 +26,7 @@ _Value = TypeVar("_Value")
 
 
 class Arena:
-    """Lends spans; `free_bytes + lent_bytes == capacity_bytes` always holds."""
+    """Allocates and frees spans; `free_bytes + used_bytes == capacity_bytes` always holds."""
 
     def __init__(
         self, capacity_bytes: int, *, device: torch.device | str = "cpu", superblock_bytes: int = SUPERBLOCK_BYTES
@@ -45,7 +45,7 @@ class Arena:
         self._interned: dict[Any, Any] = {}
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Also what `copy` asks for: a copy would take as much memory again, and lend what others hold."""
+        """Also called by `copy`: a copy would take as much memory again, and hand out spans that are in use."""
         raise InputError(
             f"an arena of {self.capacity_bytes} bytes is neither copied nor pickled; fork the session or cache in it"
         )
@@ -64,21 +64,21 @@ class Arena:
         return sum(length for _, length in self._free) * self.superblock_bytes
 
     @property
-    def lent_bytes(self) -> int:
+    def used_bytes(self) -> int:
         return self.capacity_bytes - self.free_bytes
 
-    def lend(self, page_class: PageClass, num_pages: int, *, whole: bool = False) -> list[Span]:
+    def allocate(self, page_class: PageClass, num_pages: int, *, whole: bool = False) -> list[Span]:
         """Spans with at least num_pages pages in all: one if a run is long enough (`whole`: one or none), else the
-        largest runs there are. Raises OutOfPages, with nothing lent, if that is not to be had.
+        largest runs there are. Raises OutOfPages, with nothing allocated, if they do not fit.
         """
         spans: list[Span] = []
         missing = num_pages
         while missing > 0:
-            span = self._lend_one(page_class, missing)
+            span = self._allocate_run(page_class, missing)
             if span is None or (whole and span.num_pages < missing):
                 spans += [span] if span is not None else []
-                for lent in spans:
-                    self.take_back(lent)
+                for taken in spans:
+                    self.free(taken)
                 raise OutOfPages(
                     f"the arena of {self.capacity_bytes} bytes has {self.free_bytes} free, but "
                     f"{page_class.span_bytes(num_pages)} are needed; free a session, choose a smaller policy size, "
@@ -86,11 +86,11 @@ class Arena:
                 )
             spans.append(span)
             missing -= span.num_pages
-        self.peak_bytes = max(self.peak_bytes, self.lent_bytes)
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         return spans
 
-    def take_back(self, span: Span) -> None:
-        """Return a span; its neighbours join it."""
+    def free(self, span: Span) -> None:
+        """Free a span; adjacent free runs are joined."""
         start, length = span.start, span.num_superblocks
         at = bisect_left(self._free, (start, 0))
         if at < len(self._free) and self._free[at][0] == start + length:
@@ -100,7 +100,7 @@ class Arena:
             start, length = before_start, before_length + length
         insort(self._free, (start, length))
 
-    def _lend_one(self, page_class: PageClass, num_pages: int) -> Span | None:
+    def _allocate_run(self, page_class: PageClass, num_pages: int) -> Span | None:
         """A span of num_pages or, where no run is that long, of the longest run; its superblocks are filled up."""
         if not self._free:
             return None
@@ -122,7 +122,7 @@ class Arena:
 
 @dataclass(eq=False)
 class Span:
-    """Adjacent superblocks lent to one page class, and which of its pages are free."""
+    """Adjacent superblocks allocated to one page class, and which of its pages are free."""
 
     arena: Arena
     page_class: PageClass

@@ -36,13 +36,13 @@ class OpenBlock:
         self.spans: list[Span] = []
         self.k: list[Tensor] = []
         self.v: list[Tensor] = []
-        self._lend()
+        self._allocate()
 
     @staticmethod
     def page_class(head_dim: int, kv_dtype: torch.dtype, num_slots: int) -> PageClass:
         return PageClass(Native(), Native(), head_dim, kv_dtype, page_size=num_slots, has_positions=False)
 
-    def _lend(self) -> None:
+    def _allocate(self) -> None:
         heads: dict[int, int] = defaultdict(int)
         for layer in self.spec.layers:
             heads[layer.head_dim] += layer.num_kv_heads
@@ -50,7 +50,7 @@ class OpenBlock:
         try:
             for head_dim, num_heads in heads.items():
                 page_class = self.page_class(head_dim, self.spec.kv_dtype, self.num_slots)
-                by_dim[head_dim] = self.arena.lend(page_class, num_heads, whole=True)[0]
+                by_dim[head_dim] = self.arena.allocate(page_class, num_heads, whole=True)[0]
         finally:
             self.spans = list(by_dim.values())
             if len(by_dim) < len(heads):
@@ -119,5 +119,5 @@ class OpenBlock:
 
     def release(self) -> None:
         for span in self.spans:
-            self.arena.take_back(span)
+            self.arena.free(span)
         self.spans = []

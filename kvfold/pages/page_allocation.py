@@ -51,7 +51,7 @@ class _Unwritten:
             extent.length = length
 
 
-def put_off(tail: Segment, table: SegmentTable, added: _Pieces | None = None) -> None:
+def defer_extents(tail: Segment, table: SegmentTable, added: _Pieces | None = None) -> None:
     """This is the tail's table now; its extents follow when they are asked for."""
     later = tail.changes.unwritten
     if not isinstance(later, _Unwritten):
@@ -63,19 +63,20 @@ def put_off(tail: Segment, table: SegmentTable, added: _Pieces | None = None) ->
     tail.changes.table = table
 
 
-def give_pages(tail: Segment, table: SegmentTable, pages_X: Ints) -> None:
-    """So many pages for each head. Raises OutOfPages before anything changes."""
+def allocate_pages(tail: Segment, table: SegmentTable, pages_X: Ints) -> None:
+    """Allocate so many pages for each head. Raises OutOfPages before anything changes."""
     classes = tuple(layer.page_class for layer in tail.layers)
     rows = _rows_by_class(classes, tuple(layer.num_heads for layer in tail.layers))
     wanted = {page_class: int(pages_X[row_X].sum()) for page_class, row_X in rows.items()}
-    for page_class, spans in tail.lend({page_class: count for page_class, count in wanted.items() if count}).items():
+    missing = {page_class: count for page_class, count in wanted.items() if count}
+    for page_class, spans in tail.allocate_spans(missing).items():
         tail.spans[page_class] += spans
     for page_class, count in wanted.items():
         if count:
             row_X = rows[page_class][pages_X[rows[page_class]] > 0]
             pieces = _cut(list(free_runs(tail.spans[page_class], count)), row_X, pages_X[row_X])
             table = _extended(table, pieces, page_class)
-            put_off(tail, table, pieces)
+            defer_extents(tail, table, pieces)
 
 
 @cache

@@ -26,16 +26,16 @@ Wanted = dict[tuple[int, int], int]  # (layer, head) -> pages
 
 
 class Room(NamedTuple):
-    """Pages a segment is going to take, and the spans that were lent for them; the segment is still as it was."""
+    """Pages that heads of a segment want, and the spans allocated for them; the segment is still as it was."""
 
     wanted: Wanted
-    lent: Mapping[PageClass, list[Span]]
+    spans: Mapping[PageClass, list[Span]]
 
     def cancel(self) -> None:
-        """The segment will not take them."""
-        for spans in self.lent.values():
+        """Free the spans; the segment takes nothing."""
+        for spans in self.spans.values():
             for span in spans:
-                span.arena.take_back(span)
+                span.arena.free(span)
 
 
 class Segment:
@@ -98,21 +98,21 @@ class Segment:
         """
         try:
             wanted = self._wanted_pages(counts, growing)
-            return Room(wanted, self._lend(wanted))
+            return Room(wanted, self._allocate(wanted))
         except OutOfPages:
             wanted = self._wanted_pages(counts, ())
-            return Room(wanted, self._lend(wanted))
+            return Room(wanted, self._allocate(wanted))
 
     def take(self, room: Room) -> None:
         """Give the pages to the heads that wanted them."""
-        for page_class, spans in room.lent.items():
+        for page_class, spans in room.spans.items():
             self.spans[page_class] += spans
         heads: dict[PageClass, list[tuple[LayerPages, int, int]]] = defaultdict(list)
         for (index, head), num_pages in room.wanted.items():
             layer = self.layers[index]
             heads[layer.page_class].append((layer, head, num_pages))
         for page_class, wanting in heads.items():
-            _give_pages(self.spans[page_class], wanting)
+            _assign_pages(self.spans[page_class], wanting)
         self.changes.rise()
 
     def reserve(self, counts: Sequence[Sequence[int]], *, growing: Collection[int] = ()) -> None:
@@ -130,31 +130,31 @@ class Segment:
                     wanted[i, head] = layer.page_class.pages_for(missing + (spare if i in growing else 0))
         return wanted
 
-    def _lend(self, wanted: Wanted) -> Mapping[PageClass, list[Span]]:
+    def _allocate(self, wanted: Wanted) -> Mapping[PageClass, list[Span]]:
         num_pages: dict[PageClass, int] = defaultdict(int)
         for (layer, _), count in wanted.items():
             num_pages[self.layers[layer].page_class] += count
-        return self.lend(num_pages)
+        return self.allocate_spans(num_pages)
 
-    def lend(self, num_pages: Mapping[PageClass, int]) -> Mapping[PageClass, list[Span]]:
-        """Spans for what free pages do not cover, of all classes or of none; the caller makes them the segment's."""
-        lent: dict[PageClass, list[Span]] = {}
+    def allocate_spans(self, num_pages: Mapping[PageClass, int]) -> Mapping[PageClass, list[Span]]:
+        """Spans for what free pages do not cover, of all classes or of none; the caller adds them to the segment."""
+        found: dict[PageClass, list[Span]] = {}
         try:
             for page_class, count in num_pages.items():
                 free = sum(span.num_free_pages for span in self.spans.get(page_class, ()))
                 if count > free:
-                    lent[page_class] = self.arena.lend(page_class, count - free)
+                    found[page_class] = self.arena.allocate(page_class, count - free)
         except OutOfPages:
-            for span in (span for spans in lent.values() for span in spans):
-                self.arena.take_back(span)
+            for span in (span for spans in found.values() for span in spans):
+                self.arena.free(span)
             raise
-        return lent
+        return found
 
     def trim(self) -> None:
         """Return spans of which no page is in use."""
         for page_class, spans in self.spans.items():
             for span in [span for span in spans if span.num_free_pages == span.num_pages]:
-                self.arena.take_back(span)
+                self.arena.free(span)
                 spans.remove(span)
             self.spans[page_class] = spans
 
@@ -198,11 +198,11 @@ class Segment:
         if self.refs == 0:
             for spans in self.spans.values():
                 for span in spans:
-                    self.arena.take_back(span)
+                    self.arena.free(span)
             self.spans.clear()
 
 
-def _give_pages(spans: Sequence[Span], heads: Sequence[tuple[LayerPages, int, int]]) -> None:
+def _assign_pages(spans: Sequence[Span], heads: Sequence[tuple[LayerPages, int, int]]) -> None:
     """(layer, head, pages it wants): heads that follow one another get adjacent pages, where there are enough."""
     runs = free_runs(spans, sum(num_pages for _, _, num_pages in heads))
     span, first, left = next(runs)
@@ -217,7 +217,7 @@ def _give_pages(spans: Sequence[Span], heads: Sequence[tuple[LayerPages, int, in
 
 def free_runs(spans: Sequence[Span], num_pages: int) -> Iterator[tuple[Span, int, int]]:
     """(span, first page, how many) of runs taken for so many pages in all; from the newest span first: it may have
-    just been lent for them."""
+    just been allocated for them."""
     for span in reversed(spans):
         while num_pages and (run := span.take(num_pages)):
             yield span, *run

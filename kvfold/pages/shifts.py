@@ -49,7 +49,7 @@ class Shifts:
 
 
 def find_pieces(shift_hS: Tensor) -> list[Piece] | None:
-    """Stretches of equal shifts (sinks and a window have two), or None if they are many."""
+    """Runs of equal shifts (sinks and a window have two), or None if they are many."""
     shift_Nh, count_N = torch.unique_consecutive(shift_hS.T, dim=0, return_counts=True)
     if len(shift_Nh) > _MOST_PIECES:
         return None

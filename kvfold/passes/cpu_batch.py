@@ -27,7 +27,7 @@ _CALL_BYTES = 4 << 20  # of the copies that a call reads: what a core's cache ho
 _MOST_COPIED = 1 << 20  # of slots that could be read where they are
 
 
-class Part(NamedTuple):
+class RowPart(NamedTuple):
     """Stored slots of some heads: those of theirs before these, keys and values [h, S, D] as they are stored."""
 
     heads: slice
@@ -39,7 +39,7 @@ class Part(NamedTuple):
 class Row(NamedTuple):
     """What a new token reads of one layer of its sequence, beside the open block."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[RowPart, ...]
     lens: tuple[int, ...]  # stored slots of each head
 
     @property
@@ -66,7 +66,7 @@ def row_of(sequence: SequenceCache, layer: int) -> Row | None:
                     return None
                 for mine in _alike(heads, lens):
                     own = slice(mine.start - heads.start, mine.stop - heads.start)
-                    parts.append(Part(mine, lens[mine.start], k_hSD[own], v_hSD[own]))
+                    parts.append(RowPart(mine, lens[mine.start], k_hSD[own], v_hSD[own]))
                     lens[mine] = [lens[mine.start] + k_hSD.shape[1]] * (mine.stop - mine.start)
     return Row(tuple(parts), tuple(lens))
 

@@ -58,7 +58,7 @@ class DecodePass:
     def __init__(self, sequences: Sequence[SequenceCache], num_tokens: Sequence[int]) -> None:
         self.sequences, self.num_tokens = list(sequences), list(num_tokens)
         self._base = [sequence.open.fill for sequence in self.sequences]
-        self._together = CpuBatch(self.sequences)
+        self._cpu_batch = CpuBatch(self.sequences)
         self._seen: dict[int, list[_Seen]] = defaultdict(list)  # by sequence, as are the tokens observed
         self._num_observed: dict[int, int] = defaultdict(int)
 
@@ -77,7 +77,7 @@ class DecodePass:
                 new = q_QND[:, mine], k_HND[:, mine], v_HND[:, mine]
                 out_NQD[mine] = self.attend(layer, index, *new).transpose(0, 1)
         if rows:
-            self._attend_together(layer, rows, q_QND, (k_HND, v_HND), out_NQD)
+            self._attend_batched(layer, rows, q_QND, (k_HND, v_HND), out_NQD)
         return out_NQD
 
     def _rows(self, layer: int) -> dict[int, Row]:
@@ -87,7 +87,7 @@ class DecodePass:
         found = {index: row_of(sequence, layer) for index, sequence in enumerate(self.sequences)}
         return {index: row for index, row in found.items() if row is not None}
 
-    def _attend_together(
+    def _attend_batched(
         self, layer: int, rows: dict[int, Row], q_QND: Tensor, new: tuple[Tensor, Tensor], out_NQD: Tensor
     ) -> None:
         spec = self.sequences[0].spec.layers[layer]
@@ -95,7 +95,7 @@ class DecodePass:
         for index in rows:
             self.sequences[index].open.write(layer, k_HTD[index], v_HTD[index])
         q_NHGD = q_QND.transpose(0, 1).to(compute_dtype(q_QND)).unflatten(1, (spec.num_kv_heads, spec.group))
-        for call in self._together.calls(layer, rows):
+        for call in self._cpu_batch.calls(layer, rows):
             call.fill([x for index in call.rows for x in self._slots(layer, index, rows[index])])
             q_BHGD = q_NHGD[call.index_B]
             out_BHGD, lse_BHG = call.attend(q_BHGD, spec.scale)

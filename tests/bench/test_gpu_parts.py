@@ -60,7 +60,7 @@ def test_the_memory_of_a_case_is_free_before_the_next_one_asks_for_its_own() -> 
     model = llama("cpu", torch.float32, **SMALL)
     case = gpu_decode.Case("unequal", "bf16", ())
     with attach(model) as attached, gpu_decode.batch_of(model, attached.spec, case, 16, 64, 2) as (runner, sequences):
-        assert len(sequences) == 2 and runner.arena.lent_bytes > 0
+        assert len(sequences) == 2 and runner.arena.used_bytes > 0
     assert runner.arena.memory.untyped_storage().nbytes() == 0  # although it is still held here
 
 
@@ -74,7 +74,7 @@ def test_a_copy_says_the_same_from_pages_of_its_own(text: str) -> None:
         copy = copied(source)
         assert copy is not None and slot_bytes([copy]) == slot_bytes([source]) > 0
         assert copy.resident_bytes == source.resident_bytes and open_bytes([copy]) == copy.open.num_bytes / 2
-        assert runner.arena.lent_bytes == source.resident_bytes + copy.resident_bytes - _outside_the_arena(source) * 2
+        assert runner.arena.used_bytes == source.resident_bytes + copy.resident_bytes - _outside_the_arena(source) * 2
         assert [copy.positions(1, head).tolist() for head in range(2)] == [
             source.positions(1, head).tolist() for head in range(2)
         ]

@@ -66,7 +66,7 @@ def test_blocks_say_where_they_stand_and_memory_stays(model: Model) -> None:
     ]
     assert len({block.arena_bytes for block in found}) == len({block.resident_bytes for block in found}) == 1
     assert found[0].arena_bytes > 0 and found[0].cuda_bytes is None and (found[0].host_bytes or 1) > 0
-    assert model.arena.lent_bytes == 0
+    assert model.arena.used_bytes == 0
 
 
 def test_the_control_forgets_and_the_stream_does_not(model: Model) -> None:
@@ -80,9 +80,9 @@ def test_the_control_forgets_and_the_stream_does_not(model: Model) -> None:
 def test_memory_is_given_back_when_reading_stops(model: Model) -> None:
     blocks = read_blocks(model, "stream", 0, prompt(2 * BLOCK_LEN), BLOCK_LEN)
     next(blocks)
-    assert model.arena.lent_bytes > 0
+    assert model.arena.used_bytes > 0
     blocks.close()  # type: ignore[attr-defined]
-    assert model.arena.lent_bytes == 0
+    assert model.arena.used_bytes == 0
 
 
 @pytest.mark.parametrize(("num_tokens", "block_len"), ((100, 30), (0, 10), (5, 1)))

@@ -178,4 +178,4 @@ def test_memory_is_given_back_however_a_batch_ends(
     monkeypatch.setattr(first.runner, "decode", interrupted)
     with pytest.raises(KeyboardInterrupt):
         first.run()
-    assert model.arena.lent_bytes == 0
+    assert model.arena.used_bytes == 0

@@ -128,12 +128,12 @@ def test_who_stops_listening_finds_the_cache_where_the_text_ends(model: Model) -
 def test_a_full_arena_is_told_after_the_text(model: Model) -> None:
     (plain, expected), (fast, found) = both(model, "full")
     page_class = found[0].sequence.tail.layers[0].page_class
-    blocker = model.arena.lend(page_class, model.arena.free_bytes // page_class.bytes_per_page)
+    blocker = model.arena.allocate(page_class, model.arena.free_bytes // page_class.bytes_per_page)
     for runner, group in ((plain, expected), (fast, found)):
         with pytest.raises(OutOfPages):
             list(generate(runner, group, model.tokenizer))
     for span in blocker:
-        model.arena.take_back(span)
+        model.arena.free(span)
     for mine, theirs in zip(found, expected, strict=True):
         same_state(mine, theirs)
     release(expected, found)

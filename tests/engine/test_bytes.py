@@ -40,7 +40,7 @@ def roomy(request: pytest.FixtureRequest) -> Iterator[Model]:
     model = _model(request.param)
     set_arena(model.hf, Arena(PLENTY, superblock_bytes=SUPERBLOCK))
     yield model
-    assert model.arena.lent_bytes == 0
+    assert model.arena.used_bytes == 0
 
 
 def run(model: Model, policy: str, capacity: int) -> tuple[list[int], int]:
@@ -63,7 +63,7 @@ def test_the_reported_peak_is_enough_and_least(roomy: Model, policy: str) -> Non
             smaller, least_so_far = run(roomy, policy, least - SUPERBLOCK)
             assert smaller == tokens and least_so_far <= least - SUPERBLOCK
             least = least_so_far
-    assert roomy.arena.lent_bytes == 0
+    assert roomy.arena.used_bytes == 0
     assert least >= peak * 7 // 8
 
 
@@ -74,7 +74,7 @@ def test_resident_bytes_are_what_the_arena_lent(roomy: Model) -> None:
         outside = cache.observed.num_bytes + sum(
             segment.table_bytes + segment.state_bytes for segment in (*cache.segments, cache.tail)
         )
-        assert session.stats().resident_bytes == roomy.arena.lent_bytes + outside
+        assert session.stats().resident_bytes == roomy.arena.used_bytes + outside
 
 
 @pytest.mark.parametrize("policy", ["knorm", "h2o", "h2o + int4", "h2o + ada + int2", "tova + int4", "expected + int8"])
@@ -116,7 +116,7 @@ def test_a_cache_that_finds_no_room_holds_none(roomy: Model) -> None:
     set_arena(roomy.hf, Arena(SUPERBLOCK, superblock_bytes=SUPERBLOCK))
     with pytest.raises(OutOfPages):
         Session(roomy, "full", template=None)
-    assert roomy.arena.lent_bytes == 0
+    assert roomy.arena.used_bytes == 0
 
 
 def test_fork_of_a_full_arena_changes_nothing(roomy: Model) -> None:
@@ -135,9 +135,9 @@ def test_forks_share_what_is_sealed(roomy: Model) -> None:
     runner = make_runner(roomy)
     sequence = make_sequence(runner, "full")
     runner.prefill([sequence], [prompt(200)])
-    before = roomy.arena.lent_bytes
+    before = roomy.arena.used_bytes
     branch = sequence.fork()
-    assert roomy.arena.lent_bytes == before + branch.open.num_bytes
+    assert roomy.arena.used_bytes == before + branch.open.num_bytes
     branch.release()
-    assert roomy.arena.lent_bytes == before
+    assert roomy.arena.used_bytes == before
     sequence.release()

@@ -221,11 +221,11 @@ def test_every_codec_runs_and_seals_once(model: Model, codec: str) -> None:
     sequence = make_sequence(runner, f"full + {codec}", open_len=8)
     logits = runner.prefill([sequence], [prompt(LENGTH)])
     before = model.arena.memory.clone()
-    lent = model.arena.lent_bytes
+    lent = model.arena.used_bytes
     branch = sequence.fork()
     _continue(model, runner, [branch], logits, 20)
     branch.release()
-    assert model.arena.lent_bytes == lent
+    assert model.arena.used_bytes == lent
     spans = [span for spans in sequence.segments[0].spans.values() for span in spans]
     for span in spans:
         mine = slice(span.start * 4096, (span.start + span.num_superblocks) * 4096)

@@ -116,7 +116,7 @@ def run_all(model: Model, asked: dict[int, Options]) -> Ran:
     finally:
         assert scheduler.close(60)
     gc.collect()
-    assert model.arena.lent_bytes == 0
+    assert model.arena.used_bytes == 0
     return Ran(ends, [heard.text for _, heard in made], scheduler)
 
 

@@ -221,9 +221,9 @@ def test_replay_leaves_no_trace(model: Model, monkeypatch: pytest.MonkeyPatch) -
     run, checked = ReplayRunner._read, []
 
     def compared(self: ReplayRunner, *args: Any) -> Any:
-        before, lent, sealed = model.arena.memory.clone(), model.arena.lent_bytes, sequence.sealed_len
+        before, lent, sealed = model.arena.memory.clone(), model.arena.used_bytes, sequence.sealed_len
         found = run(self, *args)
-        checked.append(torch.equal(model.arena.memory, before) and model.arena.lent_bytes == lent)
+        checked.append(torch.equal(model.arena.memory, before) and model.arena.used_bytes == lent)
         assert sequence.sealed_len == sealed == 100 and sequence.open.fill == 0
         return found
 
@@ -292,10 +292,10 @@ def test_the_arena_must_hold_the_whole_cache() -> None:
     small = ready(capacity=peak - 4096)
     runner = make_runner(small)
     sequence = make_sequence(runner, POLICY)
-    lent = small.arena.lent_bytes
+    lent = small.arena.used_bytes
     with pytest.raises(OutOfPages, match="150 tokens are held uncompressed"):
         runner.prefill([sequence], [ids])
-    assert (small.arena.lent_bytes, sequence.logical_len) == (lent, 0)
+    assert (small.arena.used_bytes, sequence.logical_len) == (lent, 0)
     runner.prefill([sequence], [ids[:100]])
     sequence.release()
 
@@ -304,7 +304,7 @@ def test_an_interrupted_replay_changes_nothing(model: Model, monkeypatch: pytest
     runner = make_runner(model)
     sequence = make_sequence(runner, "prefill(kvzip + 60tok) + decode(tova + 60tok)")
     runner.prefill([sequence], [prompt(100)])
-    lent, noted, call = model.arena.lent_bytes, sequence.observed.num_bytes, Runner._call
+    lent, noted, call = model.arena.used_bytes, sequence.observed.num_bytes, Runner._call
 
     def interrupted(self: Runner, *args: Any, hidden: bool = False) -> Any:
         if hidden:
@@ -314,7 +314,7 @@ def test_an_interrupted_replay_changes_nothing(model: Model, monkeypatch: pytest
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Runner, "_call", interrupted)
         runner.prefill([sequence], [prompt(LENGTH)])
-    assert (model.arena.lent_bytes, sequence.sealed_len, sequence.observed.num_bytes) == (lent, 100, noted)
+    assert (model.arena.used_bytes, sequence.sealed_len, sequence.observed.num_bytes) == (lent, 100, noted)
     runner.prefill([sequence], [prompt(LENGTH)])
     assert sequence.sealed_len == 100 + LENGTH
     sequence.release()

@@ -115,7 +115,7 @@ def test_a_pass_that_is_abandoned_anywhere_leaves_its_sequence_as_it_was(model: 
         if sequence.committed_len == 0:  # but for chunks that were finished, or a write that had begun
             assert_same(state(sequence, runner.prefill([sequence], [PROMPTS[0]])), expected)
         sequence.release()
-        assert model.arena.lent_bytes == 0
+        assert model.arena.used_bytes == 0
 
 
 def _pauses(one: Resumable[Tensor]) -> Iterator[None]:
@@ -133,7 +133,7 @@ def test_what_a_pass_raises_is_raised_in_its_caller() -> None:
     assert sequence.committed_len == 0
     assert_unpatched(small)
     sequence.release()
-    assert small.arena.lent_bytes == 0
+    assert small.arena.used_bytes == 0
 
 
 def test_without_a_switch_a_yield_point_is_nothing_and_an_abandoned_one_never_starts() -> None:

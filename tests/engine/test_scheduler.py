@@ -34,7 +34,7 @@ def scheduling(model: Model, policy: str = "full", *, chunk_len: int = 16, **opt
     finally:
         scheduler.close()
         gc.collect()
-        assert model.arena.lent_bytes == 0
+        assert model.arena.used_bytes == 0
 
 
 def alone(model: Model, tokens: list[int], policy: str, num_new: int, **options: Any) -> str:

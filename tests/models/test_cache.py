@@ -42,7 +42,7 @@ def llama() -> Iterator[Any]:
 
 def _checked(model: Any) -> Iterator[Any]:
     yield model
-    assert arena_of(model).lent_bytes == 0
+    assert arena_of(model).used_bytes == 0
 
 
 def batch(*lengths: int, seed: int = 3) -> dict[str, Tensor]:
@@ -160,10 +160,10 @@ def test_a_copy_is_a_fork(llama: Any, copied: Any) -> None:
     prefix = kvfold.Cache(llama, policy, **PAGES)
     with torch.inference_mode():
         llama(**first, past_key_values=prefix)
-    before = arena_of(llama).lent_bytes
+    before = arena_of(llama).used_bytes
     branch = copied(prefix)
     assert branch.arena is prefix.arena and branch.stats(1).slots == prefix.stats(1).slots
-    assert arena_of(llama).lent_bytes - before < prefix.resident_bytes / 2  # sealed pages are shared
+    assert arena_of(llama).used_bytes - before < prefix.resident_bytes / 2  # sealed pages are shared
     longer = {
         "input_ids": torch.cat((first["input_ids"], torch.tensor([[5, 6], [7, 8]])), 1),
         "attention_mask": torch.cat((first["attention_mask"], torch.ones(2, 2, dtype=torch.int64)), 1),
@@ -342,11 +342,11 @@ def test_no_room_for_all_rows_holds_none() -> None:
         past = kvfold.Cache(model, "full", page_size=4, open_len=4)
         with pytest.raises(OutOfPages):
             model(batch(4, 4, 4, 4)["input_ids"], past_key_values=past)
-        assert past.sequences == [] and arena_of(model).lent_bytes == 0
+        assert past.sequences == [] and arena_of(model).used_bytes == 0
 
 
 def test_memory_returns_with_the_last_reference(llama: Any) -> None:
     past = kvfold.Cache(llama, "full")
     generated(llama, batch(9, 5), past)
-    assert arena_of(llama).lent_bytes > 0
+    assert arena_of(llama).used_bytes > 0
     del past

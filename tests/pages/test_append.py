@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfold.pages.append import append_blocks, lacks_room, make_room, make_room_ahead, num_ahead
+from kvfold.pages.append import append_blocks, lacks_room, num_ahead, reserve_ahead, reserve_pages
 from kvfold.pages.arena import Arena
 from kvfold.pages.places import COLUMNS, SegmentTable
 from kvfold.pages.segment_table import segment_table
@@ -30,7 +30,7 @@ def waiting(sequence: SequenceCache, num_tokens: int) -> None:
 def append(sequences: Sequence[SequenceCache]) -> None:
     """Seal as the kernel does, but positions only."""
     starts = [sequence.sealed_len for sequence in sequences]
-    tables = [make_room(sequence) for sequence in sequences]
+    tables = [reserve_pages(sequence) for sequence in sequences]
     words = sequences[0].arena.memory.view(torch.int32)
     places, *stretches = append_blocks(sequences, tables)
     address_E = np.concatenate([item.address_EF[:, POSITION_COLUMN] for item in places.each])
@@ -68,7 +68,7 @@ def test_every_head_gets_the_next_positions(
         for i, sequence in enumerate(sequences):
             waiting(sequence, min(num_tokens + i, 8))
         for sequence in filter(lacks_room, sequences if is_ahead else ()):
-            make_room_ahead(sequence)
+            reserve_ahead(sequence)
             assert not lacks_room(sequence)
         append(sequences)
     for sequence in sequences:
@@ -78,7 +78,7 @@ def test_every_head_gets_the_next_positions(
         sequence.tail.changes.rise()  # forgets it
         same_table(known, segment_table(sequence.tail))
         sequence.release()
-    assert arena.lent_bytes == 0
+    assert arena.used_bytes == 0
 
 
 def test_heads_of_unequal_length_keep_their_own_ends() -> None:
@@ -113,11 +113,11 @@ def test_pages_found_ahead_are_those_that_the_seal_would_find(policy: str) -> No
         fill(sequence, 60)
         waiting(sequence, 8)
     assert lacks_room(early)
-    make_room_ahead(early)
-    lent_bytes = early.arena.lent_bytes
+    reserve_ahead(early)
+    used_bytes = early.arena.used_bytes
     for sequence in (early, late):
         append([sequence])
-    assert early.arena.lent_bytes == late.arena.lent_bytes == lent_bytes
+    assert early.arena.used_bytes == late.arena.used_bytes == used_bytes
     same_table(segment_table(early.tail), segment_table(late.tail))
     for sequence in (early, late):
         sequence.release()
@@ -127,13 +127,13 @@ def test_a_tail_that_has_pages_but_no_slots_is_empty() -> None:
     sequence = new_sequence("full", SPEC, page_size=4, open_len=8)
     fill(sequence, 20)
     branch = sequence.fork()
-    make_room_ahead(branch)
+    reserve_ahead(branch)
     assert branch.tail.is_empty
     again = branch.fork()
     assert len(again.segments) == 1
     for each in (sequence, branch, again):
         each.release()
-    assert sequence.arena.lent_bytes == 0
+    assert sequence.arena.used_bytes == 0
 
 
 @given(st.lists(st.integers(1, 32), min_size=1, max_size=80))

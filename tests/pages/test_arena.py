@@ -49,9 +49,9 @@ class ArenaMachine(RuleBasedStateMachine):
         fits = num_pages <= (max(in_runs, default=0) if whole else sum(in_runs))
         if not fits:
             with pytest.raises(OutOfPages, match="free a session"):
-                self.arena.lend(page_class, num_pages, whole=whole)
+                self.arena.allocate(page_class, num_pages, whole=whole)
             return
-        spans = self.arena.lend(page_class, num_pages, whole=whole)
+        spans = self.arena.allocate(page_class, num_pages, whole=whole)
         assert sum(span.num_pages for span in spans) >= num_pages
         assert all(span.num_pages == page_class.pages_in(span.num_bytes) for span in spans)
         assert len(spans) <= 1 or not whole
@@ -66,14 +66,14 @@ class ArenaMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def take_back(self, data: st.DataObject) -> None:
         span, _ = self.lent.pop(data.draw(st.integers(0, len(self.lent) - 1)))
-        self.arena.take_back(span)
+        self.arena.free(span)
 
     @invariant()
     def nothing_overlaps_and_nothing_is_lost(self) -> None:
         taken = self.blocks_taken()
         assert len(taken) == len(set(taken))
-        assert self.arena.lent_bytes == len(taken) * BLOCK
-        assert self.arena.free_bytes + self.arena.lent_bytes == self.arena.capacity_bytes == NUM_BLOCKS * BLOCK
+        assert self.arena.used_bytes == len(taken) * BLOCK
+        assert self.arena.free_bytes + self.arena.used_bytes == self.arena.capacity_bytes == NUM_BLOCKS * BLOCK
         assert self.arena.peak_bytes == self.peak
 
     @invariant()
@@ -90,10 +90,10 @@ class ArenaMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for span, _ in self.lent:
-            self.arena.take_back(span)
+            self.arena.free(span)
         assert self.arena.free_bytes == self.arena.capacity_bytes
         whole = CLASSES[0].pages_in(self.arena.capacity_bytes)
-        assert len(self.arena.lend(CLASSES[0], whole, whole=True)) == 1  # the runs joined again
+        assert len(self.arena.allocate(CLASSES[0], whole, whole=True)) == 1  # the runs joined again
 
 
 TestArena = ArenaMachine.TestCase
@@ -105,7 +105,7 @@ class SpanMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.span = Arena(4 * BLOCK, superblock_bytes=BLOCK).lend(CLASSES[0], 20)[0]
+        self.span = Arena(4 * BLOCK, superblock_bytes=BLOCK).allocate(CLASSES[0], 20)[0]
         self.all = range(self.span.num_pages)
         self.taken: list[tuple[int, int]] = []
 

@@ -61,7 +61,7 @@ def test_resident_bytes_are_all_there_is() -> None:
     mass = sum(4 * 4 * (max(sequence.stored_lens(i)) + 4) for i in range(2))  # fp32: stored slots and open block
     means = 2 * 4 * 64 * 4  # int8 keys: a mean of 64 floats for each head of each layer
     assert sequence.observed.num_bytes == mass
-    assert sequence.resident_bytes == sequence.arena.lent_bytes + 24 * extents + means + mass
+    assert sequence.resident_bytes == sequence.arena.used_bytes + 24 * extents + means + mass
 
 
 def test_a_branch_counts_what_it_shares() -> None:
@@ -70,7 +70,7 @@ def test_a_branch_counts_what_it_shares() -> None:
     alone = sequence.resident_bytes
     branch = sequence.fork()
     assert sequence.resident_bytes == branch.resident_bytes == alone
-    assert sequence.arena.lent_bytes == sequence.segments[0].num_bytes + 2 * sequence.open.num_bytes
+    assert sequence.arena.used_bytes == sequence.segments[0].num_bytes + 2 * sequence.open.num_bytes
 
 
 def test_forking_returns_what_was_reserved_for_growth() -> None:

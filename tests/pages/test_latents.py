@@ -99,7 +99,7 @@ def test_heads_are_read_together_wherever_their_pages_lie(tmp_path: Path, given:
     random_bases(spec, 2).write(path)
     sequence = new_sequence(f'palu("{path}", rank=1.0)', spec)
     pages = sequence.tail.layers[0]
-    (span,) = sequence.arena.lend(pages.page_class, 9)
+    (span,) = sequence.arena.allocate(pages.page_class, 9)
     for head, first, count in given:
         pages.grow(head, span, first, count)
     ((_, k, v),) = random_layers(spec, 12)

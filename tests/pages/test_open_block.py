@@ -65,6 +65,6 @@ def test_a_released_sequence_holds_nothing() -> None:
     fill(sequence, 20)
     step(sequence, 2)
     sequence.release()
-    assert sequence.arena.lent_bytes == sequence.resident_bytes == sequence.logical_len == 0
+    assert sequence.arena.used_bytes == sequence.resident_bytes == sequence.logical_len == 0
     sequence.release()  # again: nothing is returned twice
     assert sequence.arena.free_bytes == sequence.arena.capacity_bytes

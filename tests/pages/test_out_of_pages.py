@@ -46,12 +46,12 @@ def only_free(arena: Arena, num_blocks: int) -> Any:
     """Lend all but num_blocks superblocks to nobody."""
     held: list[Span] = []
     while arena.free_bytes > num_blocks * arena.superblock_bytes:
-        held += arena.lend(BALLAST, 1)
+        held += arena.allocate(BALLAST, 1)
     try:
         yield
     finally:
         for span in held:
-            arena.take_back(span)
+            arena.free(span)
 
 
 def snapshot(sequence: SequenceCache) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def snapshot(sequence: SequenceCache) -> dict[str, Any]:
         "codes": codes(sequence),
         "states": [{side: dict(state) for side, state in layer.state.items()} for layer in sequence.tail.layers],
         "open": [x[:, : sequence.open.fill].clone().tolist() for x in (*sequence.open.k, *sequence.open.v)],
-        "bytes": (sequence.resident_bytes, sequence.arena.lent_bytes, len(sequence.segments)),
+        "bytes": (sequence.resident_bytes, sequence.arena.used_bytes, len(sequence.segments)),
         "extents": [layer.extents for layer in sequence.tail.layers],
     }
 
@@ -94,7 +94,7 @@ def test_a_step_without_memory_changes_nothing(
         seal(twin, compress=False)
     before = snapshot(sequence)
     with only_free(sequence.arena, num_blocks):
-        before["bytes"] = (sequence.resident_bytes, sequence.arena.lent_bytes, len(sequence.segments))
+        before["bytes"] = (sequence.resident_bytes, sequence.arena.used_bytes, len(sequence.segments))
         try:
             STEPS[step](sequence)
         except OutOfPages:
@@ -138,7 +138,7 @@ def test_an_open_block_that_does_not_fit_takes_nothing() -> None:
     arena = Arena(2 * SMALL_BLOCK, superblock_bytes=SMALL_BLOCK)
     with pytest.raises(OutOfPages, match="the arena of 8192 bytes has 8192 free"):
         new_sequence("full", SPEC, arena=arena, open_len=64)
-    assert arena.lent_bytes == 0
+    assert arena.used_bytes == 0
 
 
 def test_evicting_from_a_private_tail_needs_no_memory() -> None:
@@ -177,7 +177,7 @@ def test_a_batch_is_read_as_a_whole_or_not_at_all(policy: str, kind: str, num_bl
     before = [snapshot(sequence) for sequence in (*batch, *followers)]
     with only_free(arena, num_blocks):
         for known in before:
-            known["bytes"] = (known["bytes"][0], arena.lent_bytes, known["bytes"][2])
+            known["bytes"] = (known["bytes"][0], arena.used_bytes, known["bytes"][2])
         try:
             read_together(batch, followers)
         except OutOfPages:
@@ -189,4 +189,4 @@ def test_a_batch_is_read_as_a_whole_or_not_at_all(policy: str, kind: str, num_bl
     assert len({sequence.sealed_len for sequence in (*batch, *followers)}) == 1
     for sequence in (*batch, *followers):
         sequence.release()
-    assert arena.lent_bytes == 0
+    assert arena.used_bytes == 0

@@ -28,7 +28,7 @@ def draw_codes(page_class: PageClass, num_slots: int) -> Codes:
 def check(codec: Codec, drawn: Drawn, indexed: bool) -> None:
     page_class = PageClass(codec, codec, 32, torch.float32, page_size=32)
     arena = Arena(1 << 22, superblock_bytes=4096)
-    spans = [arena.lend(page_class, 60, whole=True)[0] for _ in range(2)]
+    spans = [arena.allocate(page_class, 60, whole=True)[0] for _ in range(2)]
     arena.memory.fill_(0)
     places, ends = [], [0, 0]
     for which, gap, num_slots in drawn:

@@ -109,14 +109,14 @@ class SegmentMachine(RuleBasedStateMachine):
 
     @invariant()
     def bytes_are_those_of_the_spans(self) -> None:
-        assert self.segment.num_bytes == self.arena.lent_bytes
+        assert self.segment.num_bytes == self.arena.used_bytes
 
     def teardown(self) -> None:
         self.segment.share()
         self.segment.release()
-        assert self.segment.num_bytes == self.arena.lent_bytes
+        assert self.segment.num_bytes == self.arena.used_bytes
         self.segment.release()
-        assert self.arena.lent_bytes == 0
+        assert self.arena.used_bytes == 0
 
 
 def pages_of(extent: Extent) -> list[tuple[int, int]]:
@@ -204,4 +204,4 @@ def test_reserving_all_classes_or_none() -> None:
     segment = Segment(arena, [LayerPages(page_class, 1) for page_class in CLASSES])
     with pytest.raises(OutOfPages):
         segment.reserve([[4], [10_000]])
-    assert arena.lent_bytes == 0 and segment.layers[0].extents == [[]]
+    assert arena.used_bytes == 0 and segment.layers[0].extents == [[]]

@@ -217,7 +217,7 @@ class SequenceMachine(RuleBasedStateMachine):
         held = sum(segment.num_bytes for segment in segments)
         held += sum(sequence.open.num_bytes for sequence, _ in self.live)
         if self.live or hasattr(self, "arena"):
-            assert held == self.arena.lent_bytes
+            assert held == self.arena.used_bytes
         for segment in segments:
             owners = [s for s, _ in self.live for part in (*s.segments, s.tail) if part is segment]
             assert segment.refs == len(owners)
@@ -226,7 +226,7 @@ class SequenceMachine(RuleBasedStateMachine):
         for sequence, _ in self.live:
             sequence.release()
         if hasattr(self, "arena"):
-            assert self.arena.lent_bytes == 0
+            assert self.arena.used_bytes == 0
 
 
 def some_of(change: LayerChange, stay: list[list[int]], num_stored: list[int]) -> LayerChange:

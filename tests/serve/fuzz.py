@@ -268,7 +268,7 @@ class Fuzzer:
         assert service.store is not None
         device = service.store.device
         assert device is not None
-        until(lambda: self._server.lent_bytes == device.arena_bytes)
+        until(lambda: self._server.used_bytes == device.arena_bytes)
 
     def close(self) -> None:
         if self._connection is not None:

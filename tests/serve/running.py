@@ -65,8 +65,8 @@ class Running:
         self.service.store.flush()
 
     @property
-    def lent_bytes(self) -> int:
-        return self.service.model.arena.lent_bytes
+    def used_bytes(self) -> int:
+        return self.service.model.arena.used_bytes
 
 
 def typed(method: Any, **options: Any) -> Any:
@@ -125,4 +125,4 @@ def running(
             server.should_exit = True
             thread.join()
     gc.collect()
-    assert model.arena.lent_bytes == 0
+    assert model.arena.used_bytes == 0

@@ -143,7 +143,7 @@ def benching(model: Model, policy: str, *, with_device: bool = False, disk: Path
     device = DeviceTier(1 << 24, clock=now) if with_device else None
     with PrefixStore(tiers, device=device, chunk_len=16, clock=now) as store:
         yield Bench(model, policy, store)
-    assert model.arena.lent_bytes == 0
+    assert model.arena.used_bytes == 0
 
 
 def assert_same(one: Replied, *others: Replied) -> None:

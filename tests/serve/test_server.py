@@ -103,7 +103,7 @@ def test_a_client_that_goes_away_gives_its_memory_back(server: Running, is_strea
         connection.getresponse().read(20)
     connection.close()
     until(lambda: server.service.scheduler.num_running == 0)
-    until(lambda: server.lent_bytes == 0)
+    until(lambda: server.used_bytes == 0)
     assert server.service.scheduler.num_cancelled == 1, "it did not just come to its end"
 
 
@@ -165,8 +165,8 @@ def test_when_nothing_runs_only_prefixes_hold_memory(server: Running) -> None:
         blocks: Any = [{"type": "text", "text": text, "cache_control": marker} for text in texts[:length]]
         server.anthropic.messages.create(model="tiny", max_tokens=3, messages=[{"role": "user", "content": blocks}])
     until(lambda: server.service.scheduler.num_running == 0)
-    until(lambda: f"kvfold_arena_prefix_bytes {server.lent_bytes}\n" in server.service.metrics.text())
-    assert server.lent_bytes > 0
+    until(lambda: f"kvfold_arena_prefix_bytes {server.used_bytes}\n" in server.service.metrics.text())
+    assert server.used_bytes > 0
 
 
 def test_failures_inside_are_told_without_details(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

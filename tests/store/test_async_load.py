@@ -86,7 +86,7 @@ def test_whoever_needs_all_layers_waits_for_them(model: Model, store: PrefixStor
         assert torch.equal(runner.decode([found.sequence], TOKENS[MARKER : MARKER + 1]), expected)
     for sequence in (complete.sequence, stepping.sequence, branch, saved.sequence, found.sequence):
         sequence.release()
-    assert model.arena.lent_bytes == 0 and not is_reading()
+    assert model.arena.used_bytes == 0 and not is_reading()
 
 
 def test_who_leaves_while_layers_are_on_their_way_leaves_nothing(model: Model, store: PrefixStore) -> None:
@@ -97,7 +97,7 @@ def test_who_leaves_while_layers_are_on_their_way_leaves_nothing(model: Model, s
         if layer is not None:
             hit.sequence.wait_loaded(layer)
         hit.sequence.release()
-        assert model.arena.lent_bytes == 0 and not is_reading()
+        assert model.arena.used_bytes == 0 and not is_reading()
     assert not {"hit.host", "quarantined.host.corrupt"} & set(store.counters())
 
 
@@ -112,7 +112,7 @@ def test_a_bad_block_ends_the_pass_that_needs_it(model: Model, host: HostTier, s
         finish(model, hit, TOKENS)
     assert hit.sequence.committed_len == MARKER and there(hit.sequence) == [MARKER, MARKER, 0]
     hit.sequence.release()
-    assert not is_reading() and model.arena.lent_bytes == 0
+    assert not is_reading() and model.arena.used_bytes == 0
     assert (store.counters()["quarantined.host.corrupt"], store.counters().get("hit.host", 0)) == (1, 0)
     again = prefixes.lookup(TOKENS, markers=[MARKER], wait=False)
     assert (again.matched_tokens, again.miss) == (start, None if start else "corrupt")
@@ -153,16 +153,16 @@ def test_out_of_pages_in_the_middle_changes_nothing(host: HostTier, store: Prefi
     small = ready("llama", capacity=100 * 4096)
     prefixes, cold = written(store, small), cold_logits(small, TOKENS, [MARKER])
     hit = prefixes.lookup(TOKENS, markers=[MARKER], wait=False)
-    held = [small.arena.lend(hit.sequence.page_class(0), 1) for _ in range(small.arena.free_bytes // 4096)]
+    held = [small.arena.allocate(hit.sequence.page_class(0), 1) for _ in range(small.arena.free_bytes // 4096)]
     more = [*TOKENS[MARKER:], *prompt(60, seed=3)]
     with pytest.raises(OutOfPages):
         make_runner(small).prefill([hit.sequence], [more])
     assert there(hit.sequence) == [MARKER] * 3 and hit.sequence.committed_len == MARKER
     for span in (span for spans in held for span in spans):
-        small.arena.take_back(span)
+        small.arena.free(span)
     assert torch.equal(finish(small, hit, TOKENS), cold)
     hit.sequence.release()
-    assert small.arena.lent_bytes == 0 and store.counters()["hit.host"] == 1
+    assert small.arena.used_bytes == 0 and store.counters()["hit.host"] == 1
 
 
 def test_what_arrived_is_held_on_the_device_as_long_as_it_was(model: Model, host: HostTier) -> None:
@@ -176,4 +176,4 @@ def test_what_arrived_is_held_on_the_device_as_long_as_it_was(model: Model, host
             found.sequence.release()
             assert (found.matched_tokens, found.tier) == (MARKER, tier) and torch.equal(found.logits_V, cold)
     gc.collect()
-    assert model.arena.lent_bytes == 0
+    assert model.arena.used_bytes == 0

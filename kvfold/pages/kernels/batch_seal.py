@@ -1,6 +1,6 @@
 """Batched seal: quantise and append the open blocks of many sequences, one kernel launch per page class.
 
-N stretches   E extents   O sequences   L layers   D head dim
+N plan   E extents   O sequences   L layers   D head dim
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvfold.core import HAS_TRITON
-from kvfold.pages.append import AllPlaces, Stretches, append_blocks, make_room, make_room_ahead, together
+from kvfold.pages.append import AllPlaces, AppendPlan, append_blocks, joined_places, reserve_ahead, reserve_pages
 from kvfold.pages.async_copy import sent
 from kvfold.pages.fp_sinks import awaits_fp_sinks
 from kvfold.pages.kernels.compact_write import mean_address
@@ -64,7 +64,7 @@ def seal_blocks(sequences: Sequence[SequenceCache]) -> None:
     tables: list[SegmentTable] = []
     try:
         for sequence in sequences:
-            tables.append(make_room(sequence))
+            tables.append(reserve_pages(sequence))
     finally:
         if tables:
             _encode(sequences[: len(tables)], tables)
@@ -72,23 +72,23 @@ def seal_blocks(sequences: Sequence[SequenceCache]) -> None:
 
 def _encode(sequences: Sequence[SequenceCache], tables: Sequence[SegmentTable]) -> None:
     start_O = np.array([sequence.sealed_len for sequence in sequences])  # positions of the open blocks' first slots
-    stretches = append_blocks(sequences, tables)
-    extents = _extents_of(sequences, stretches.places)
-    if extents.extent_N is stretches.extent_N:
+    plan = append_blocks(sequences, tables)
+    extents = _extents_of(sequences, plan.places)
+    if extents.extent_N is plan.extent_N:
         for item_5N in extents.items:  # those of the last seal: counts stay, positions and lengths go on by them
             item_5N[3:] += item_5N[2]
     else:
-        extents.items = list(_items(stretches, start_O, extents, sequences[0].arena.device))
-        extents.extent_N = stretches.extent_N
+        extents.items = list(_items(plan, start_O, extents, sequences[0].arena.device))
+        extents.extent_N = plan.extent_N
     for (page_class, _), item_5N in zip(extents.classes, extents.items, strict=True):
         _launch(sequences, page_class, item_5N, extents.row_E)
     for sequence in sequences:
         sequence.open.drop_committed()
 
 
-def _items(stretches: Stretches, start_O: Ints, extents: _Extents, device: torch.device) -> Iterator[Tensor]:
+def _items(plan: AppendPlan, start_O: Ints, extents: _Extents, device: torch.device) -> Iterator[Tensor]:
     """Of each page class, as rows of seal.py."""
-    places, extent_N, begin_N, count_N, filled_N = stretches
+    places, extent_N, begin_N, count_N, filled_N = plan
     item_5N = np.empty((5, len(extent_N)), dtype=np.int32)
     item_5N[0], item_5N[1], item_5N[2], item_5N[4] = extent_N, begin_N, count_N, filled_N
     np.add(start_O[places.owner_E[extent_N]], begin_N, out=item_5N[3], casting="same_kind")
@@ -142,15 +142,14 @@ def _describe_one(sequence: SequenceCache, places: Places) -> Ints:
 
 
 def expect_seal(sequences: Sequence[SequenceCache]) -> None:
-    """These are the next to seal, together: what that takes to know of their pages is found and sent now."""
+    """These are the next to seal, in one launch: send their page tables to the device now."""
     if sequences:
-        _extents_of(sequences, together(tuple(segment_table(sequence.tail).places for sequence in sequences)))
+        _extents_of(sequences, joined_places(tuple(segment_table(sequence.tail).places for sequence in sequences)))
 
 
-def find_pages_ahead(sequence: SequenceCache) -> None:
-    """All that a seal of this sequence would have to do with new pages, before it is due. OutOfPages leaves it to
-    that."""
-    make_room_ahead(sequence)
+def reserve_pages_ahead(sequence: SequenceCache) -> None:
+    """Allocate the pages of the next seal of this sequence before it is due. OutOfPages leaves that to the seal."""
+    reserve_ahead(sequence)
     _rows_of(sequence, segment_table(sequence.tail).places)
 
 

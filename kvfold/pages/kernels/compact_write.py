@@ -20,7 +20,7 @@ from kvfold.pages.change import LayerChange
 from kvfold.pages.kernels.encodings import knows
 from kvfold.pages.layer import LayerPages
 from kvfold.pages.layout import BIAS, PageClass
-from kvfold.pages.page_allocation import put_off
+from kvfold.pages.page_allocation import defer_extents
 from kvfold.pages.places import Ints, SegmentTable, before_in_group
 from kvfold.pages.segment import Segment
 from kvfold.pages.segment_table import segment_table
@@ -64,7 +64,7 @@ def write_new(tail: Segment, changes: Sequence[LayerChange]) -> None:
             source_N5[:, -1] += head_N[its] * page_class.head_dim * _SINGLE
             _launch(tail, page_class, count_N[its], np.column_stack((count_N[its], source_N5, address_NF[its])))
     length_E[extent_N] += count_N
-    put_off(tail, SegmentTable.of(places, length_E))
+    defer_extents(tail, SegmentTable.of(places, length_E))
     if (count_N % tail.group).any():
         tail.changes.rise()  # groups that are closed early end their extents: the table no longer holds
 

@@ -28,7 +28,7 @@ from kvfold.passes.captured.observers import BatchObservers
 from kvfold.passes.captured.position_shifts import shifts_of, stored_tables
 from kvfold.passes.captured.shifted_queries import ShiftedQueries
 from kvfold.passes.captured.split_kv import (
-    Part,
+    LaneTables,
     are_uneven,
     choose_splits,
     cut,
@@ -247,9 +247,9 @@ class BatchSlots:
         """Where a task does not depend on how many slots its head has before it."""
         return self.shifted_queries is None and not self.layout.mass
 
-    def _parts(self, placed: list[tuple[int, SequenceCache]]) -> list[Part]:
+    def _parts(self, placed: list[tuple[int, SequenceCache]]) -> list[LaneTables]:
         return [
-            Part(
+            LaneTables(
                 lane,
                 stored_tables(sequence),
                 None if self.shifted_queries is None else shifts_of(sequence),

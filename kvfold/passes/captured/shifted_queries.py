@@ -19,7 +19,7 @@ from kvfold.pages.async_copy import sent
 from kvfold.pages.sequence import SequenceCache
 from kvfold.passes.captured.block_tables import Layout
 from kvfold.passes.captured.position_shifts import shifts_of
-from kvfold.passes.captured.split_kv import Part
+from kvfold.passes.captured.split_kv import LaneTables
 
 _FEWEST = 2  # sinks and a window
 
@@ -38,7 +38,7 @@ class ShiftedQueries:
             torch.zeros(num_lanes, heads, self.num_shifts, dtype=torch.int32, device=device) for heads in self._heads
         ]
 
-    def put(self, parts: Sequence[Part]) -> bool:
+    def put(self, parts: Sequence[LaneTables]) -> bool:
         """Write the shifts of these lanes; False if one of them has too many."""
         shifts = [part.shifts for part in parts if part.shifts is not None]
         if max(item.most for item in shifts) > self.num_shifts:

@@ -22,7 +22,7 @@ from kvfold.passes.captured.position_shifts import PositionShifts, stored_lens
 _ALIGNMENT = 128  # slots: tasks begin at multiples, so that tiles and groups of slots are whole
 
 
-class Part(NamedTuple):
+class LaneTables(NamedTuple):
     """The page tables of one lane, and under `slot` positions its position shifts."""
 
     lane: int
@@ -77,7 +77,7 @@ def num_pieces(length_E: Ints, split_E: Ints) -> Ints:
     return -(-length_E // split_E)
 
 
-def cut(parts: Sequence[Part], split_L: Ints) -> Tasks:
+def cut(parts: Sequence[LaneTables], split_L: Ints) -> Tasks:
     """The tasks of all lanes."""
     found = [pieces_of(part.tables, part.shifts) for part in parts]
     counts = [len(pieces.length_P) for pieces in found]

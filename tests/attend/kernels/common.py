@@ -167,7 +167,7 @@ def _seal(
 ) -> None:
     """Slots begin .. end of each head, in pages of a span of their own."""
     page_class, counts = pages.page_class, [b - a for a, b in zip(begin, end, strict=True)]
-    span = arena.lend(page_class, max(1, sum(page_class.pages_for(count) for count in counts)))[0]
+    span = arena.allocate(page_class, max(1, sum(page_class.pages_for(count) for count in counts)))[0]
     for head, count in enumerate(counts):
         taken = span.take(page_class.pages_for(count)) if count else None
         if taken is not None:

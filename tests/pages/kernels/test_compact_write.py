@@ -83,7 +83,7 @@ def test_one_launch_writes_what_plain_operations_write(policy: str, monkeypatch:
                 assert differing <= (0.005 if rotated else 0.0), (i, name)
     fast.release()
     plain.release()
-    assert arena.lent_bytes == 0
+    assert arena.used_bytes == 0
 
 
 def test_a_block_that_ends_within_a_group_ends_its_extent(monkeypatch: pytest.MonkeyPatch) -> None:

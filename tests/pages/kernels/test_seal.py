@@ -125,7 +125,7 @@ def test_one_launch_writes_what_the_plain_seal_writes(policy: str, spec: ModelSp
         assert_same(mine, theirs, 0.002 if "int" in policy or "fp8" in policy else 0.0)
     for item in (*plain, *fast):
         item.release()
-    assert arena.lent_bytes == 0
+    assert arena.used_bytes == 0
 
 
 @pytest.mark.parametrize(("lengths", "policy"), [((40, 77), "int4(layers=1:)"), ((64, 64), "kivi4")])
@@ -145,7 +145,7 @@ def test_seals_go_on_where_the_last_one_ended(lengths: tuple[int, int], policy: 
             assert_same(fast[i], plain[i], 0.002)
     for item in (*plain, *fast):
         item.release()
-    assert arena.lent_bytes == 0
+    assert arena.used_bytes == 0
 
 
 @pytest.mark.parametrize("policy", ["kivi4", "kivi2(layers=1:)"])
@@ -189,13 +189,13 @@ def test_an_arena_that_is_full_is_told_and_the_sequence_stays() -> None:
     arena = Arena(1 << 24, device=DEVICE, superblock_bytes=4096)
     first, second = sequence("full", arena, 48, 0), sequence("full", arena, 48, 1)
     page_class = first.tail.layers[0].page_class
-    blocker = arena.lend(page_class, arena.free_bytes // page_class.bytes_per_page)
+    blocker = arena.allocate(page_class, arena.free_bytes // page_class.bytes_per_page)
     before = second.sealed_len, second.open.fill, [layer.lens for layer in second.tail.layers]
     with pytest.raises(OutOfPages):
         seal_blocks([second])
     assert before == (second.sealed_len, second.open.fill, [layer.lens for layer in second.tail.layers])
     for span in blocker:
-        arena.take_back(span)
+        arena.free(span)
     seal_blocks([first, second])
     assert second.sealed_len == 48 + OPEN
 
@@ -230,13 +230,13 @@ def test_pages_are_found_before_a_seal_is_due_by_one_sequence_a_step(monkeypatch
             item.open.advance(1)
             item.open.commit(1)
         if not sequences[0].open.room:
-            lent_bytes = arena.lent_bytes
+            used_bytes = arena.used_bytes
             seal_blocks(sequences)
-            assert arena.lent_bytes == lent_bytes
+            assert arena.used_bytes == used_bytes
     assert found[:4] == [1, 1, 1, 0] and max(found) == 1 and sum(found) > 3
     for item in sequences:
         item.release()
-    assert arena.lent_bytes == 0
+    assert arena.used_bytes == 0
 
 
 @pytest.mark.parametrize("policy", ["int4", "decode(keydiff + 96tok) + int4", "full + slot"])
@@ -248,7 +248,7 @@ def test_pages_are_not_found_ahead_without_memory_or_where_seals_do_more_than_ad
     waiting = stored(policy, arena, 40, 0, spec=ONE)
     if policy == "int4":
         page_class = waiting.tail.layers[0].page_class
-        arena.lend(page_class, arena.free_bytes // page_class.bytes_per_page)
+        arena.allocate(page_class, arena.free_bytes // page_class.bytes_per_page)
     assert lacks_room(waiting)
     prepare_seals([waiting])
     assert lacks_room(waiting)

@@ -9,7 +9,7 @@ import torch
 
 from kvfold.attend.kernels.formats import LENGTH
 from kvfold.compress.seal import seal
-from kvfold.pages.append import make_room_ahead
+from kvfold.pages.append import reserve_ahead
 from kvfold.pages.arena import Arena
 from kvfold.pages.places import Ints
 from kvfold.pages.sequence import SequenceCache
@@ -128,7 +128,7 @@ def test_a_seal_into_pages_with_room_sends_lengths_only(monkeypatch: pytest.Monk
     append(sequences[1:])
     check(lanes, sequences)
     assert written == [[1]]
-    make_room_ahead(sequences[0])
+    reserve_ahead(sequences[0])
     check(lanes, sequences)
     assert written == [[1], [0]]
     for num_slots in (4, 3):
@@ -152,7 +152,7 @@ def test_the_longest_tasks_of_narrow_codes_begin_first() -> None:
     for _ in range(20):
         for sequence in sequences:
             waiting(sequence, 8)
-            make_room_ahead(sequence)
+            reserve_ahead(sequence)
         append(sequences)
         check_order(lanes, sequences)
     check_order(lanes, sequences[1:])
@@ -179,7 +179,7 @@ def test_many_lanes_have_programs_for_little_more_than_their_tasks() -> None:
     assert order_P is not None and 2 * 33 < len(order_P) < 33 * lanes.tables.capacity
     for _ in range(3):
         for sequence in sequences:
-            make_room_ahead(sequence)
+            reserve_ahead(sequence)
             waiting(sequence, 8)
         lanes.place(sequences)  # with tasks for the new pages, which have no slots yet
         append(sequences)

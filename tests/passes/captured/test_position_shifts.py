@@ -12,7 +12,7 @@ from kvfold.pages.places import COLUMNS
 from kvfold.pages.sequence import SequenceCache
 from kvfold.passes.captured import position_shifts
 from kvfold.passes.captured.position_shifts import PositionShifts, shifts_of, stored_tables
-from kvfold.passes.captured.split_kv import Part, cut, pieces_of
+from kvfold.passes.captured.split_kv import LaneTables, cut, pieces_of
 from tests.attend.kernels.common import DEVICE
 from tests.attend.reference import part
 from tests.attend.test_paged import mixed
@@ -59,7 +59,7 @@ def test_every_slot_gets_its_distance(gappy: SequenceCache) -> None:
 
 def test_tasks_cover_every_slot_once_with_its_distance(gappy: SequenceCache) -> None:
     gaps, want = known(gappy), shifts(gappy)
-    tasks = cut([Part(0, stored_tables(gappy), gaps)], np.array([128, 128]))
+    tasks = cut([LaneTables(0, stored_tables(gappy), gaps)], np.array([128, 128]))
     seen: dict[tuple[int, int], int] = {}
     table_XV = gaps.table(gaps.most)
     for layer, head, first, skip, length, shift_id in zip(

@@ -115,7 +115,7 @@ def test_what_is_held_gives_way_to_a_request() -> None:
             assert hit.matched_tokens == 4 * CHUNK
             hit.sequence.release()
         assert store.counters()["evicted.device.space"] > 3
-    assert model.arena.lent_bytes == 0
+    assert model.arena.used_bytes == 0
 
 
 def test_a_lookup_without_memory_misses_with_that_reason() -> None:
@@ -132,7 +132,7 @@ def test_a_lookup_without_memory_misses_with_that_reason() -> None:
         assert hit.matched_tokens == 0
         for sequence in hog:
             sequence.release()
-    assert model.arena.lent_bytes == 0
+    assert model.arena.used_bytes == 0
 
 
 def test_an_impossible_limit_is_refused() -> None:
