@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from kvfold.models.cache import Cache
     from kvfold.models.loader import Model, load, wrap
     from kvfold.policy import Policy
-    from kvfold.session import Reply, Session
+    from kvfold.reply import Reply
+    from kvfold.session import Session
     from kvfold.stats import Stats
 
 __version__ = "0.1.0"
@@ -53,7 +54,7 @@ _SOURCES = {
     "Episodes": ("kvfold.episodes", "Episodes"),
     "Model": ("kvfold.models.loader", "Model"),
     "Policy": ("kvfold.policy", "Policy"),
-    "Reply": ("kvfold.session", "Reply"),
+    "Reply": ("kvfold.reply", "Reply"),
     "Session": ("kvfold.session", "Session"),
     "Stats": ("kvfold.stats", "Stats"),
     "attach": ("kvfold.models.attach", "attach"),

@@ -12,7 +12,8 @@ from kvfold.engine.speculate import check_speculation, make_drafter
 from kvfold.errors import InputError
 from kvfold.models.loader import Model
 from kvfold.policy.policy import Policy
-from kvfold.session import Reply, Session
+from kvfold.reply import Reply
+from kvfold.session import Session
 
 
 def generate_batch(

@@ -29,7 +29,8 @@ from kvfold.pages.change import LayerChange
 from kvfold.pages.compaction import rewrite
 from kvfold.pages.page_config import PageConfig
 from kvfold.pages.sequence import SequenceCache
-from kvfold.session import Reply, Session
+from kvfold.reply import Reply
+from kvfold.session import Session
 from kvfold.stats import Stats
 from kvfold.tfidf import Topics
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypedDict, Unpack, overload
+from typing import Any, Literal, NoReturn, Unpack, overload
 
 from torch import Tensor
 
-from kvfold.engine.generate import Request, StopReason, generate
+from kvfold.engine.generate import Request, generate
 from kvfold.engine.runner import Progress, Runner
 from kvfold.engine.sampling import Sampling
 from kvfold.engine.speculate import check_speculation, make_drafter
@@ -30,53 +30,9 @@ from kvfold.models.loader import Model
 from kvfold.pages.page_config import PageConfig
 from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy
+from kvfold.reply import GenerateOptions, Reply, checked
 from kvfold.session_io import SessionState, read_session, restore_cache, save_session
 from kvfold.stats import Stats, kept_positions, measure
-
-
-@dataclass(frozen=True)
-class Reply:
-    """The result of a generation."""
-
-    text: str
-    token_ids: list[int]
-    reason: StopReason
-    stats: Stats
-    decode_ms: float  # mean inter-token latency
-
-    @classmethod
-    def of(cls, request: Request, stats: Stats) -> Reply:
-        """The reply of a request that has ended; `stats` of its session now."""
-        assert request.reason is not None
-        stats = replace(
-            stats,
-            decode_ms=request.decode_ms,
-            setup_s=request.setup_s,
-            drafted=request.num_drafted,
-            accepted=request.num_accepted,
-            tokens_per_pass=request.tokens_per_pass,
-        )
-        return cls(request.text, request.token_ids, request.reason, stats, request.decode_ms)
-
-
-class GenerateOptions(TypedDict, total=False):
-    """Of `Session.generate` and `Session.ask`."""
-
-    temperature: float  # 0, the default: greedy
-    top_k: int  # 0: all tokens
-    top_p: float
-    seed: int
-    stop: Sequence[str]  # texts that end the reply, and are cut off
-    speculate: bool | int  # draft so many tokens by prompt lookup in the session's text, verify them in one pass
-    draft_from: Sequence[Sequence[int]]  # token ids of earlier outputs to look in, too
-
-
-def _checked(options: GenerateOptions) -> GenerateOptions:
-    for name in options:
-        if name not in GenerateOptions.__annotations__:
-            known = ", ".join(("max_new_tokens", *GenerateOptions.__annotations__))
-            raise TypeError(f"there is no option {name!r}; options: {known}")
-    return options
 
 
 class Session:
@@ -192,7 +148,7 @@ class Session:
 
         Returns a Reply, or with `stream` an iterator over text deltas; the reply becomes part of the session.
         """
-        request = self._request(max_new_tokens, **_checked(options))
+        request = self._request(max_new_tokens, **checked(options))
         if stream:
             return self._stream(request)
         for _ in self._stream(request):

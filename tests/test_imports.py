@@ -23,7 +23,7 @@ LEVELS = (
     ("serve", "bench", "train"),
     ("__init__",),  # the public names
     ("batch", "episodes", "session"),
-    ("session_io", "tfidf"),
+    ("reply", "session_io", "tfidf"),
     ("engine",),
     ("models", "store"),
     ("stats",),

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from kvfold.bench.fidelity import Fidelity, measure
 from kvfold.errors import InputError
-from kvfold.session import Reply, Session
+from kvfold.reply import Reply
+from kvfold.session import Session
 
 QUESTIONS = (
     "Summarise the text above in a few sentences.",

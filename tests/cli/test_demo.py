@@ -11,7 +11,7 @@ import pytest
 from kvfold.cli.answers import Answer
 from kvfold.cli.demo import CASES, EXPECTED, Case, is_right, summary
 from kvfold.policy import Policy
-from kvfold.session import Reply
+from kvfold.reply import Reply
 from kvfold.stats import Stats
 from tests.cli.conftest import Call
 

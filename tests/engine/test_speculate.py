@@ -23,7 +23,8 @@ from kvfold.engine.speculate import Drafter
 from kvfold.errors import InputError
 from kvfold.models.loader import Model
 from kvfold.pages.serialize import dump
-from kvfold.session import Reply, Session
+from kvfold.reply import Reply
+from kvfold.session import Session
 from tests.engine.runs import Shared, kept, make_runner, make_sequence
 from tests.tiny import VOCAB_SIZE, prompt
 
