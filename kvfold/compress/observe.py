@@ -61,17 +61,17 @@ def _stage_needs(policy: Policy, decoding: bool) -> list[Needs]:
 
 def observe_queries(sequence: SequenceCache, layer: int, q_QTD: Tensor, start: int, needs: ObserverNeeds) -> None:
     """Keep the last queries, add up the moments of pre-RoPE queries, from position `start` on."""
-    spec, side = sequence.spec.layers[layer], sequence.observed.layers[layer]
+    spec, state = sequence.spec.layers[layer], sequence.observed.layers[layer]
     if not spec.compressible:
         return
-    side.go_on_at(start)
+    state.continue_at(start)
     if needs.last_queries:
-        side.remember(q_QTD, needs.last_queries)
+        state.add_queries(q_QTD, needs.last_queries)
     if needs.query_stats:
         skipped = min(max(_NUM_SINKS - start, 0), q_QTD.shape[1])
-        before = side.moments or Moments.empty(spec, q_QTD.device)
-        side.moments = _with_moments(before, spec, q_QTD[:, skipped:], start + skipped)
-    side.query_end = start + q_QTD.shape[1]
+        before = state.moments or Moments.empty(spec, q_QTD.device)
+        state.moments = _with_moments(before, spec, q_QTD[:, skipped:], start + skipped)
+    state.query_end = start + q_QTD.shape[1]
 
 
 def _with_moments(before: Moments, spec: LayerSpec, q_QTD: Tensor, start: int) -> Moments:
@@ -146,8 +146,8 @@ def _kept(observed: ObserverState) -> ObserverState:
 def forget_prompt(sequence: SequenceCache) -> None:
     """Drop observer state that only the prompt's compression needed."""
     needs = ObserverNeeds.of([sequence.policy], decoding=True)
-    for side in sequence.observed.layers:
+    for state in sequence.observed.layers:
         if not needs.last_queries:
-            side.last_q_QWD = None
+            state.last_q_QWD = None
         if not needs.query_stats:
-            side.moments = None
+            state.moments = None

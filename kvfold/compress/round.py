@@ -220,9 +220,9 @@ class CompressionRound:
         rewrite.write(num_tokens)
         for index, heads in offloaded.items():
             offload(self.sequence, index, heads)
-        for side, layer in zip(self.sequence.observed.layers, self._layers, strict=True):
+        for state, layer in zip(self.sequence.observed.layers, self._layers, strict=True):
             if layer.mass_HS is not None:
-                side.mass_HS = layer.kept_mass_HS
+                state.mass_HS = layer.kept_mass_HS
         if self.budget is not None:
             self.sequence.last_compressed_len = self.sequence.sealed_len
 

@@ -70,9 +70,9 @@ def seal(sequence: SequenceCache, *, compress: bool = True) -> None:
         compression.add_layer(layer, NewSlots(k, v, sequence.sealed_len, _sealed_mass(sequence, layer, num_tokens)))
     compression.finish(num_tokens)
     block.drop_committed()
-    for side in sequence.observed.layers:
-        if side.open_mass_HR is not None:  # drafts moved to the front, and their mass with them
-            side.open_mass_HR = functional.pad(side.open_mass_HR[:, num_tokens:], (0, num_tokens))
+    for state in sequence.observed.layers:
+        if state.open_mass_HR is not None:  # drafts moved to the front, and their mass with them
+            state.open_mass_HR = functional.pad(state.open_mass_HR[:, num_tokens:], (0, num_tokens))
 
 
 def _due(sequence: SequenceCache) -> bool:
@@ -91,13 +91,13 @@ def _due(sequence: SequenceCache) -> bool:
 
 def _sealed_mass(sequence: SequenceCache, layer: int, num_tokens: int) -> Tensor | None:
     """Mass of stored slots, then of the open block's, in row order."""
-    side = sequence.observed.layers[layer]
-    if side.open_mass_HR is None:
+    state = sequence.observed.layers[layer]
+    if state.open_mass_HR is None:
         return None
     lens = sequence.stored_lens(layer)
-    old_HS = side.mass_HS if side.mass_HS is not None else side.open_mass_HR[:, :0]
+    old_HS = state.mass_HS if state.mass_HS is not None else state.open_mass_HR[:, :0]
     rows = [
         torch.cat((old[:length], new[:num_tokens]))
-        for old, new, length in zip(old_HS, side.open_mass_HR, lens, strict=True)
+        for old, new, length in zip(old_HS, state.open_mass_HR, lens, strict=True)
     ]
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)

@@ -179,13 +179,13 @@ def _joined(stored: Sequence[Tensor], new: Tensor) -> Tensor:
     return pad_sequence([torch.cat(parts) for parts in zip(stored, new, strict=True)], batch_first=True)
 
 
-def _observe(view: View, side: LayerObserverState, new: NewSlots, needs: Needs) -> None:
+def _observe(view: View, state: LayerObserverState, new: NewSlots, needs: Needs) -> None:
     shape = (view.num_heads, view.spec.group)
     if needs.last_queries:
-        assert side.last_q_QWD is not None
-        q_QWD = side.last_q_QWD[:, -needs.last_queries :]
+        assert state.last_q_QWD is not None
+        q_QWD = state.last_q_QWD[:, -needs.last_queries :]
         # Drafts that have run may follow the slots that are sealed.
-        positions = torch.arange(side.query_end - q_QWD.shape[1], side.query_end, device=q_QWD.device)
+        positions = torch.arange(state.query_end - q_QWD.shape[1], state.query_end, device=q_QWD.device)
         view.q_RGWD, view.q_position_RW = q_QWD.unflatten(0, shape), positions.expand(view.num_heads, -1)
     if needs.new_queries:
         none_QTD = new.k_HTD.new_empty(view.spec.num_query_heads, 0, view.spec.head_dim)
@@ -198,6 +198,6 @@ def _observe(view: View, side: LayerObserverState, new: NewSlots, needs: Needs) 
     if needs.output:
         view.wo_HGDM = view.spec.wo_HGDM
     if needs.query_stats:
-        assert side.moments is not None
-        mean_QD, cov_QDD = side.moments.mean_and_covariance()
+        assert state.moments is not None
+        mean_QD, cov_QDD = state.moments.mean_and_covariance()
         view.stats = QueryStats(mean_QD.unflatten(0, shape), cov_QDD.unflatten(0, shape))

@@ -34,11 +34,11 @@ def _crop_sealed(sequence: SequenceCache, length: int) -> None:
     sequence.last_compressed_len = min(sequence.last_compressed_len, length)
     if sequence.fp_sinks is not None:
         sequence.fp_sinks.fill = sequence.fp_sinks.committed = min(sequence.fp_sinks.fill, length)
-    for side, change in zip(sequence.observed.layers, changes, strict=True):
-        side.last_q_QWD = None  # the last of them are queries of cropped tokens
-        if side.mass_HS is not None and change.keep is not None:
-            rows = [mass_S[keep_S] for mass_S, keep_S in zip(side.mass_HS, change.keep, strict=True)]
-            side.mass_HS = pad_sequence(rows, batch_first=True)
+    for state, change in zip(sequence.observed.layers, changes, strict=True):
+        state.last_q_QWD = None  # the last of them are queries of cropped tokens
+        if state.mass_HS is not None and change.keep is not None:
+            rows = [mass_S[keep_S] for mass_S, keep_S in zip(state.mass_HS, change.keep, strict=True)]
+            state.mass_HS = pad_sequence(rows, batch_first=True)
 
 
 def _check_windows(sequence: SequenceCache, length: int) -> None:

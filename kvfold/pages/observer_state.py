@@ -92,7 +92,7 @@ class LayerObserverState:
         tensors = clone(self.mass_HS), clone(self.open_mass_HR), clone(self.last_q_QWD)
         return LayerObserverState(*tensors, moments, self.query_end)
 
-    def go_on_at(self, position: int) -> None:
+    def continue_at(self, position: int) -> None:
         """The next query is of this position: keep the queries just before it."""
         if position > self.query_end:
             self.last_q_QWD = self.moments = None
@@ -101,7 +101,7 @@ class LayerObserverState:
             self.last_q_QWD = self.last_q_QWD[:, :kept].clone() if kept > 0 else None
         self.query_end = position
 
-    def remember(self, q_QTD: Tensor, window: int) -> None:
+    def add_queries(self, q_QTD: Tensor, window: int) -> None:
         """Keep the last `window` queries seen; the new ones follow the others."""
         old = self.last_q_QWD
         joined = q_QTD if old is None else torch.cat((old, q_QTD), dim=1)

@@ -173,14 +173,14 @@ def _fill_fp_sinks(sequence: SequenceCache, layers: Sequence[Tensors]) -> None:
     block.committed, block.fill = known, known if known == block.num_slots else 0
 
 
-def _observed(side: LayerObserverState) -> dict[str, Tensor]:
-    named = {"side.mass": side.mass_HS, "side.open_mass": side.open_mass_HR, "side.last_q": side.last_q_QWD}
-    if side.moments is not None:
-        named |= {"side.centre": side.moments.centre_QD, "side.sum": side.moments.sum_QD}
-        named["side.outer"] = side.moments.outer_QDD
-        named["side.count"] = torch.tensor([side.moments.count])
-    if side.last_q_QWD is not None or side.moments is not None:
-        named["side.query_end"] = torch.tensor([side.query_end])
+def _observed(state: LayerObserverState) -> dict[str, Tensor]:
+    named = {"side.mass": state.mass_HS, "side.open_mass": state.open_mass_HR, "side.last_q": state.last_q_QWD}
+    if state.moments is not None:
+        named |= {"side.centre": state.moments.centre_QD, "side.sum": state.moments.sum_QD}
+        named["side.outer"] = state.moments.outer_QDD
+        named["side.count"] = torch.tensor([state.moments.count])
+    if state.last_q_QWD is not None or state.moments is not None:
+        named["side.query_end"] = torch.tensor([state.query_end])
     return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 

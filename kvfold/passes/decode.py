@@ -145,18 +145,18 @@ class DecodePass:
 
     def _observe(self, index: int, seen: _Seen, new: slice) -> None:
         sequence, needs, layer = self.sequences[index], self._needs[index], seen.layer
-        side, block, fill = sequence.observed.layers[layer], sequence.open, self._base[index] + new.start
+        state, block, fill = sequence.observed.layers[layer], sequence.open, self._base[index] + new.start
         start = sequence.sealed_len + fill
         observe_queries(sequence, layer, seen.q_QTD[:, new], start, needs)
         if needs.mass:
             q_HGTD, lse_HGT = seen.q_HGTD[:, :, new], seen.lse_HGT[:, :, new]
             old = stored_mass(sequence, layer, q_HGTD, lse_HGT, start)
-            side.mass_HS = old if side.mass_HS is None else side.mass_HS + old
+            state.mass_HS = old if state.mass_HS is None else state.mass_HS + old
             k_HSD = block.k[layer][:, : self._base[index] + new.stop].to(q_HGTD.dtype)
             mass = new_mass(q_HGTD, k_HSD, lse_HGT, sequence.spec.layers[layer].scale, fill)
-            if side.open_mass_HR is not None:  # past the fill stands what drafts that rolled back had received
-                mass[:, :fill] += side.open_mass_HR[:, :fill]
-            side.open_mass_HR = functional.pad(mass, (0, block.num_slots - mass.shape[1]))
+            if state.open_mass_HR is not None:  # past the fill stands what drafts that rolled back had received
+                mass[:, :fill] += state.open_mass_HR[:, :fill]
+            state.open_mass_HR = functional.pad(mass, (0, block.num_slots - mass.shape[1]))
 
     def observe_all(self) -> None:
         """Note what all tokens asked for."""

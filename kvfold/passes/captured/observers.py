@@ -101,8 +101,8 @@ class BatchObservers:
         held = self._held[lane]
         if held is None or held.sequence() is not sequence:
             return False
-        sides = zip(held.places, sequence.observed.layers, strict=True)
-        return all(all(map(is_, place.tensors(), _observed(side))) for place, side in sides)
+        states = zip(held.places, sequence.observed.layers, strict=True)
+        return all(all(map(is_, place.tensors(), _observed(state))) for place, state in states)
 
     def _leave(self, lane: int) -> None:
         """The sequence that had the lane gets copies."""
@@ -116,14 +116,14 @@ class BatchObservers:
         places = [self._place(lane, layer, sequence) for layer in range(self.layout.spec.num_layers)]
         to: list[Tensor] = []
         of: list[Tensor] = []
-        for place, side in zip(places, sequence.observed.layers, strict=True):
-            for mine, theirs in zip(place.tensors(), _observed(side), strict=True):
+        for place, state in zip(places, sequence.observed.layers, strict=True):
+            for mine, theirs in zip(place.tensors(), _observed(state), strict=True):
                 if mine is not None and theirs is None:
                     mine.zero_()
                 elif mine is not None and theirs is not None and mine.numel():
                     to.append(mine)
                     of.append(theirs[:, -mine.shape[1] :])  # a prompt's scorer may have looked at more queries
-            side.mass_HS, side.open_mass_HR, side.last_q_QWD = place.tensors()
+            state.mass_HS, state.open_mass_HR, state.last_q_QWD = place.tensors()
         if to:
             torch._foreach_copy_(to, of)
         sequence.observed.is_live = True
@@ -143,13 +143,13 @@ def has_queries(sequence: SequenceCache, window: int) -> bool:
     """Whether the queries just before the next token are known, as many as the window holds; layers see the same."""
     if not window:
         return True
-    side = sequence.observed.layers[0]
-    is_whole = side.last_q_QWD is not None and side.last_q_QWD.shape[1] >= window
-    return is_whole and side.query_end == sequence.logical_len
+    state = sequence.observed.layers[0]
+    is_whole = state.last_q_QWD is not None and state.last_q_QWD.shape[1] >= window
+    return is_whole and state.query_end == sequence.logical_len
 
 
-def _observed(side: LayerObserverState) -> list[Tensor | None]:
-    return [side.mass_HS, side.open_mass_HR, side.last_q_QWD]
+def _observed(state: LayerObserverState) -> list[Tensor | None]:
+    return [state.mass_HS, state.open_mass_HR, state.last_q_QWD]
 
 
 def _row_len(sequence: SequenceCache, layer: int) -> int:
