@@ -14,7 +14,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from kvfold.bench.prose import ANY, NUMBERED, NUMBERS, TOPICS, WORDS, Topic
+from kvfold.bench.prose import ANY, NUMBERED, NUMBERS, WORDS, Topic
+from kvfold.bench.prose_topics import TOPICS
 from kvfold.errors import InputError
 
 Haystack = Callable[[Random], Iterator[str]]
