@@ -22,14 +22,14 @@ EndReason = StopReason | Literal["read", "cancelled", "late", "failed"]
 
 
 @dataclass(frozen=True)
-class Began:
+class PrefillDone:
     """Prefill is done (TTFT ends here); `num_reused` prompt tokens came from the prefix cache."""
 
     num_reused: int
 
 
 @dataclass(frozen=True)
-class Wrote:
+class TextDelta:
     """A text delta."""
 
     text: str
@@ -45,12 +45,12 @@ class Ended:
     error: Exception | None = None
 
 
-Event = Began | Wrote | Ended
+Event = PrefillDone | TextDelta | Ended
 Listener = Callable[[Event], None]
 
 
 @dataclass(frozen=True)
-class Begin:
+class SequenceStart:
     """A sequence that holds the first `num_read` tokens (the prefix cache hit), and the lengths at which prefill stops.
     Layers of the hit may still be loading; if one is lost, the job starts again.
 
@@ -66,7 +66,7 @@ class Begin:
 class Source(Protocol):
     """Where a job's sequence comes from; called in the scheduler's thread."""
 
-    def begin(self) -> Begin:
+    def begin(self) -> SequenceStart:
         """A new sequence of the job's own; OutOfPages if there is no memory for one."""
 
     def lost(self) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvfold.engine.jobs import Began, Ended, EndReason, Job, Wrote
+from kvfold.engine.jobs import Ended, EndReason, Job, PrefillDone, TextDelta
 from kvfold.engine.output_processor import OutputProcessor
 from kvfold.engine.request import Request
 from kvfold.engine.resumable import Resumable
@@ -126,7 +126,7 @@ class Task:
     def _begin_decode(self, logits_V: Tensor) -> None:
         job, self.sequence.pinned = self.job, []
         job.source.began()
-        job.listener(Began(self.num_reused))
+        job.listener(PrefillDone(self.num_reused))
         request = Request(self.sequence, logits_V, max(job.max_new_tokens, 1), job.sampling, job.stop)
         self._processor = OutputProcessor(request, self._tokenizer, self._runner.spec.eos_token_ids)
 
@@ -139,7 +139,7 @@ class Task:
             return False
         delta, request = self.output.sample(), self.output.request
         if delta:
-            self.job.listener(Wrote(delta))
+            self.job.listener(TextDelta(delta))
         if request.reason is not None:
             self.end(request.reason)
             return False

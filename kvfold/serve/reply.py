@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kvfold.engine.jobs import Began, Ended, Event, Wrote
+from kvfold.engine.jobs import Ended, Event, PrefillDone, TextDelta
 from kvfold.errors import KvfoldError, LogitsError
 from kvfold.serve.api.errors import ApiError, bad_request
 from kvfold.serve.api.request import ChatRequest
@@ -82,7 +82,7 @@ class Reply:
             event = await self._events.get()
             if isinstance(event, Ended):
                 self._fail(event)
-            assert isinstance(event, Began)
+            assert isinstance(event, PrefillDone)
             self._note_start(event)
         except BaseException:
             self.close()
@@ -101,7 +101,7 @@ class Reply:
             self.close()
 
     def _taken(self, event: Event, parser: ToolCallParser) -> list[str | ToolCall]:
-        if isinstance(event, Wrote):
+        if isinstance(event, TextDelta):
             return parser.add(event.text)
         assert isinstance(event, Ended)
         if event.reason in ("late", "failed", "cancelled"):
@@ -129,7 +129,7 @@ class Reply:
         self._is_closed = True
         self._cancel()
 
-    def _note_start(self, event: Began) -> None:
+    def _note_start(self, event: PrefillDone) -> None:
         metrics, usage = self._metrics, self.usage
         metrics.add("kvfold_reused_tokens_total", event.num_reused)
         for name, count in (("read", usage.num_read), ("written", usage.num_written), ("plain", usage.num_plain)):

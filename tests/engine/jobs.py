@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from threading import Event as Flag
 from typing import Any
 
-from kvfold.engine.jobs import Began, Begin, Ended, Event, Job, Wrote
+from kvfold.engine.jobs import Ended, Event, Job, PrefillDone, SequenceStart, TextDelta
 from kvfold.engine.runner import Runner
 from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy
@@ -19,8 +19,8 @@ class Fresh:
         self.runner, self.policy, self.cuts = runner, Policy.parse(policy), cuts
         self.lens: list[int] = []
 
-    def begin(self) -> Begin:
-        return Begin(self.runner.new_sequence(self.policy), 0, self.cuts)
+    def begin(self) -> SequenceStart:
+        return SequenceStart(self.runner.new_sequence(self.policy), 0, self.cuts)
 
     def lost(self) -> None:
         raise AssertionError("it began with nothing")
@@ -42,16 +42,16 @@ class Heard:
 
     def __call__(self, event: Event) -> None:
         self.events.append(event)
-        if isinstance(event, Began):
+        if isinstance(event, PrefillDone):
             self.has_begun.set()
-        elif isinstance(event, Wrote):
+        elif isinstance(event, TextDelta):
             self.has_written.set()
         else:
             self.has_ended.set()
 
     @property
     def text(self) -> str:
-        return "".join(event.text for event in self.events if isinstance(event, Wrote))
+        return "".join(event.text for event in self.events if isinstance(event, TextDelta))
 
     def end(self, timeout_s: float = 60) -> Ended:
         """How it ended, once it has."""

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvfold.engine import task as task_module
-from kvfold.engine.jobs import Began, Event, Job
+from kvfold.engine.jobs import Event, Job, PrefillDone
 from kvfold.engine.resumable import Resumable
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError
@@ -69,7 +69,7 @@ def noting(order: list[str], name: str, one: Job, heard: Heard) -> None:
     """Let a job note its name when it begins to reply."""
 
     def listen(event: Event) -> None:
-        if isinstance(event, Began):
+        if isinstance(event, PrefillDone):
             order.append(name)
         heard(event)
 

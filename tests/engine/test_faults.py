@@ -22,7 +22,7 @@ from torch import Tensor
 
 import kvfold
 from kvfold.engine import supervisor
-from kvfold.engine.jobs import Begin, Ended, Event
+from kvfold.engine.jobs import Ended, Event, SequenceStart
 from kvfold.engine.runner import Runner
 from kvfold.engine.sampling import Sampling
 from kvfold.engine.scheduler import Scheduler
@@ -223,7 +223,7 @@ def test_of_a_batch_that_raises_only_whoever_is_at_fault_fails(model: Model, mon
         made = [job(runner, tiny.prompt(9, seed=i), max_new_tokens=6) for i in range(7)]
         victim, begin = made[2][0], made[2][0].source.begin
 
-        def spoilt() -> Begin:
+        def spoilt() -> SequenceStart:
             found = begin()
             bad.append(found.sequence)
             return found

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvfold.engine.generate import Request, generate
-from kvfold.engine.jobs import Began, Ended, Event, Job, Wrote
+from kvfold.engine.jobs import Ended, Event, Job, PrefillDone, TextDelta
 from kvfold.engine.runner import Runner
 from kvfold.engine.sampling import Sampling
 from kvfold.engine.scheduler import Scheduler
@@ -101,8 +101,8 @@ def test_a_step_waits_for_no_more_than_a_chunk(model: Model, length: int, betwee
         made = [job(scheduler.runner, tiny.prompt(length, seed=i), max_new_tokens=1) for i in range(4)]
         written: list[int] = []  # by the first, when each of the others begins
         for one, heard in made:
-            one.listener = _on(Began, lambda: written.append(len(writing.events)), heard)
-        first.listener = _on(Wrote, _asking(scheduler, made), writing)  # between two turns, so all come at once
+            one.listener = _on(PrefillDone, lambda: written.append(len(writing.events)), heard)
+        first.listener = _on(TextDelta, _asking(scheduler, made), writing)  # between two turns, so all come at once
         scheduler.submit(first)
         assert [heard.end().reason for _, heard in made] == ["length"] * 4
     assert [later - earlier for earlier, later in pairwise(written)] == between
@@ -115,8 +115,8 @@ def test_few_prompts_are_read_at_a_time(model: Model) -> None:
         made = [job(scheduler.runner, tiny.prompt(60, seed=i), max_new_tokens=1) for i in range(7)]
         first, heard_first = job(scheduler.runner, tiny.prompt(4), max_new_tokens=400)
         for one, heard in made:
-            one.listener = _on(Began, lambda: waiting.append(scheduler.num_waiting), heard)
-        first.listener = _on(Wrote, _asking(scheduler, made), heard_first)
+            one.listener = _on(PrefillDone, lambda: waiting.append(scheduler.num_waiting), heard)
+        first.listener = _on(TextDelta, _asking(scheduler, made), heard_first)
         scheduler.submit(first)
         assert [heard.end().reason for _, heard in made] == ["length"] * 7
     assert waiting[0] == 4, "of four places to read one is kept for a short prompt"
@@ -130,7 +130,7 @@ def test_cuts_are_told_and_compress(model: Model) -> None:
         assert heard.end() == Ended("read")
     assert isinstance(one.source, Fresh)
     assert one.source.lens == [40, 90, 100, 0]
-    assert heard.events[0] == Began(0)
+    assert heard.events[0] == PrefillDone(0)
 
 
 def test_a_prompt_too_short_for_the_size_is_kept_whole(model: Model) -> None:
@@ -183,7 +183,7 @@ def test_a_burst_of_one_tenant_does_not_hold_up_another(model: Model) -> None:
         made = []
         for tenant in ("a", "a", "a", "b"):
             one, heard = job(scheduler.runner, tiny.prompt(5), max_new_tokens=1, tenant=tenant)
-            one.listener = _on(Began, partial(order.append, tenant), heard)
+            one.listener = _on(PrefillDone, partial(order.append, tenant), heard)
             made.append(heard)
             scheduler.submit(one)
         scheduler.cancel(first)

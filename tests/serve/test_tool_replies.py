@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvfold.engine.jobs import Began, Ended, Event, Wrote
+from kvfold.engine.jobs import Ended, Event, PrefillDone, TextDelta
 from kvfold.serve.api.anthropic import MessagesBody
 from kvfold.serve.api.anthropic_reply import MessageWriter
 from kvfold.serve.api.openai import OpenAIBody
@@ -35,8 +35,8 @@ def service() -> Iterator[Service]:
 
 async def _collected(service: Service, make: Callable[..., Any], body: Any, is_streamed: bool) -> Any:
     events: asyncio.Queue[Event] = asyncio.Queue()
-    written: list[Event] = [Wrote(TEXT[i : i + 5]) for i in range(0, len(TEXT), 5)]
-    for event in (Began(0), *written, Ended("eos", 9)):
+    written: list[Event] = [TextDelta(TEXT[i : i + 5]) for i in range(0, len(TEXT), 5)]
+    for event in (PrefillDone(0), *written, Ended("eos", 9)):
         events.put_nowait(event)
     source = PlainSource(service._new_sequence, 7)
     reply = Reply(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from kvfold.engine.jobs import Begin
+from kvfold.engine.jobs import SequenceStart
 from kvfold.pages.sequence import SequenceCache
 from kvfold.serve.cache.breakpoints import Boundary, CachePlan
 from kvfold.serve.cache.entries import Miss
@@ -36,8 +36,8 @@ class PlainSource:
     def prefetch(self) -> None:
         """No lookup follows."""
 
-    def begin(self) -> Begin:
-        return Begin(self._new_sequence(), 0, self._points)
+    def begin(self) -> SequenceStart:
+        return SequenceStart(self._new_sequence(), 0, self._points)
 
     def lost(self) -> None:
         """Cannot happen."""
@@ -74,12 +74,12 @@ class CachedSource:
         ends = list(map(self._stored_end, boundaries))
         self._cache.prefixes.prefetch(self._tokens, markers=ends, cuts=self._points, at=self._at)
 
-    def begin(self) -> Begin:
+    def begin(self) -> SequenceStart:
         self._num_hit, self.miss = 0, "absent"
         if self._num_lost < MOST_LOST:
             found = next(filter(None, map(self._open, self._plan.candidates)), None) or self._stored()
         else:
-            found, self.miss = Begin(self._cache.prefixes.empty()), "lost"
+            found, self.miss = SequenceStart(self._cache.prefixes.empty()), "lost"
         self.usage = usage_of(len(self._tokens), self._num_hit, self._plan.writes)
         if self._points is None:
             return replace(found, cuts=self._write_ends)
@@ -100,7 +100,7 @@ class CachedSource:
     def lost(self) -> None:
         self._num_lost += 1
 
-    def _open(self, boundary: Boundary) -> Begin | None:
+    def _open(self, boundary: Boundary) -> SequenceStart | None:
         """The sequence of a hit; an entry whose tensors were evicted is dropped."""
         cache, prefixes = self._cache, self._cache.prefixes
         missed = cache.miss_reason(boundary, self._at, self._clock())
@@ -115,13 +115,13 @@ class CachedSource:
             return None
         cache.touch(boundary, self._at)
         self._num_hit, self.miss = boundary.end, None
-        return Begin(hit.sequence, hit.matched_tokens)
+        return SequenceStart(hit.sequence, hit.matched_tokens)
 
-    def _stored(self) -> Begin:
+    def _stored(self) -> SequenceStart:
         """Tensors stored by concurrent requests that have no entry yet: they save prefill, and usage still counts this
         request's entries as written."""
         hit = self._lookup(self._write_ends)
-        return Begin(hit.sequence, hit.matched_tokens)
+        return SequenceStart(hit.sequence, hit.matched_tokens)
 
     def _lookup(self, ends: Sequence[int]) -> Hit:
         return self._cache.prefixes.lookup(self._tokens, markers=ends, cuts=self._points, at=self._at, wait=False)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from kvfold.engine.jobs import Begin, Ended, Event, Listener
+from kvfold.engine.jobs import Ended, Event, Listener, SequenceStart
 from kvfold.pages.sequence import SequenceCache
 from kvfold.serve.cache.source import CachedSource, PlainSource
 from kvfold.serve.cache.usage import Usage
@@ -136,7 +136,7 @@ class TracedSource:
     def __init__(self, source: CachedSource | PlainSource, listener: Listener, trace: RequestTrace) -> None:
         self._source, self._listener, self._trace = source, listener, trace
 
-    def begin(self) -> Begin:
+    def begin(self) -> SequenceStart:
         trace = self._trace
         trace.scheduled = _now()
         found = self._source.begin()

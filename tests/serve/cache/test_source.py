@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvfold.engine.jobs import Began, Job
+from kvfold.engine.jobs import Job, PrefillDone
 from kvfold.engine.runner import Runner
 from kvfold.engine.scheduler import Scheduler
 from kvfold.engine.task import Task
@@ -122,7 +122,7 @@ def test_a_prefix_that_is_lost_while_the_model_runs_is_a_miss(model: Model, tmp_
             source, heard = CachedSource(cache, tokens, plan, 0.0, now), Heard()
             scheduler.submit(Job(tokens, source, heard, max_new_tokens=12))
             assert heard.end().reason == "length" and store.flush()
-            (began,) = (event for event in heard.events if isinstance(event, Began))
+            (began,) = (event for event in heard.events if isinstance(event, PrefillDone))
             found.append((heard.text, began.num_reused, source.miss))
             if len(found) == 2:
                 (path,) = tmp_path.glob(f"entries/{prefixes.binding.scope}/*/{start:x}-*")
@@ -152,7 +152,7 @@ def test_a_prefix_that_is_lost_every_time_is_read_without_the_store(
             source, heard = CachedSource(cache, tokens, plan, 0.0, now), Heard()
             scheduler.submit(Job(tokens, source, heard, max_new_tokens=12))
             assert heard.end().reason == "length" and store.flush()
-            (began,) = (event for event in heard.events if isinstance(event, Began))
+            (began,) = (event for event in heard.events if isinstance(event, PrefillDone))
             found.append((heard.text, began.num_reused, source.miss))
             scope = prefixes.binding.scope
             host._data = {key: data[:-1] + bytes([data[-1] ^ (key.scope == scope)]) for key, data in host._data.items()}
