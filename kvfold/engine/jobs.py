@@ -23,7 +23,7 @@ EndReason = StopReason | Literal["read", "cancelled", "late", "failed"]
 
 @dataclass(frozen=True)
 class PrefillDone:
-    """Prefill is done (TTFT ends here); `num_reused` prompt tokens came from the prefix cache."""
+    """Prefill is done; `num_reused` prompt tokens came from the prefix cache."""
 
     num_reused: int
 

@@ -28,7 +28,7 @@ def test_the_example_has_every_part(tmp_path: Path) -> None:
     text = Elements(_page(EXAMPLE, folder=tmp_path)).text
     assert "example answered 6 prompts of 1,000 to 1,002 tokens from 2 workloads" in text
     assert "it scored 100.0 (question known) and 100.0 (question unknown) out of 100." in text
-    for heading in ("Quality against memory", "Where it forgets", "Bytes and speed", "Without a task"):
+    for heading in ("Quality against memory", "Score by depth and length", "Bytes and speed", "Fidelity"):
         assert heading in text
     assert "8 answers scored less" in text and "12 rows of 48 have no score" in text
     assert "kvfold bench --suite standard --samples 3" in text and "transformers 5.22.2" in text

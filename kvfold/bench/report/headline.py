@@ -26,8 +26,8 @@ def _asked(section: Section) -> str:
     lengths = dict.fromkeys((min(tokens), max(tokens))) if tokens else {}
     long = f"of {' to '.join(f'{length:,}' for length in lengths)} tokens " if lengths else ""
     rivals = sum(policy != FULL for policy in section.policies)
-    ways = f"under {counted(rivals, 'way')} of making that smaller" if rivals else "and nothing else"
-    beside = "with its full cache of what it has read and " if FULL in section.policies else ""
+    ways = f"under {rivals} compression polic{'y' if rivals == 1 else 'ies'}" if rivals else "without compression"
+    beside = "with its full cache and " if FULL in section.policies and rivals else ""
     prompts = f"{counted(len(samples), 'prompt')} {long}from {counted(len(section.workloads), 'workload')}"
     return f"{section.runs[0].model} answered {prompts}, {beside}{ways}."
 
@@ -70,7 +70,7 @@ def _tied(policies: Sequence[str]) -> str:
 
 _MOST_NAMED = 2
 _MODES_TOLD = (
-    "Known: the question was read before the cache was made smaller, so a policy could keep what it asks for. "
-    "Unknown: the context was made smaller first."
+    "Known (question-aware): the question was part of the compressed prompt. Unknown (question-agnostic): the context "
+    "was compressed without it."
 )
 _NOBODY = "No policy ran on all samples of the full cache, so none is called best."

@@ -36,7 +36,7 @@ def page(sections: Sequence[Section]) -> str:
             tag("style", _asset("style.css")),
         ]
     )
-    header = tag("header", tag("h1", text("What a smaller cache costs")), buttons("model", names, names[0]))
+    header = tag("header", tag("h1", text("KV cache compression: quality and cost")), buttons("model", names, names[0]))
     body = tag("body", tag("main", header, *bodies), tag("script", _asset("script.js")))
     return f"<!doctype html>\n{tag('html', tag('head', head), body, lang='en')}\n"
 
@@ -61,12 +61,12 @@ def _section(section: Section, number: int, name: str) -> Html:
         tag("h2", text(name)),
         headline(section, scopes[0], style),
         _part("Quality against memory", _QUALITY, quality(scopes, style, f"scope-{number}")),
-        _part("Where it forgets", _HEAT, heat_maps(section, style, f"heat-{number}")),
+        _part("Score by depth and length", _HEAT, heat_maps(section, style, f"heat-{number}")),
         _part("Bytes and speed", _COSTS, cost_table(section, style)),
-        _part("Without a task", "", fidelity(section, style)),
-        _part("What was lost", "", _lost(section, number)),
-        _part("What could not run", "", failures(section, style)),
-        _part("Where this comes from", "", origin(section)),
+        _part("Fidelity", "", fidelity(section, style)),
+        _part("Regressions", "", _lost(section, number)),
+        _part("Failures", "", failures(section, style)),
+        _part("Provenance", "", origin(section)),
     ]
     return join(parts)
 
@@ -92,16 +92,16 @@ def _asset(name: str) -> Html:
 
 
 _QUALITY = (
-    "Score from 0 to 100 against the bytes that the cache really holds, as a share of an ordinary bf16 cache's. Bands "
-    "and small numbers are 95% intervals; in all workloads each counts the same. Lost and gained count samples that "
-    "moved by half a point or more against the full cache; a difference in grey may be chance."
+    "Score from 0 to 100 against resident bytes, as a share of a full bf16 cache's. Bands and small numbers are 95% "
+    "intervals; in all workloads each counts the same. Lost and gained count samples that moved by half a point or "
+    "more against the full cache; a difference in grey is not significant."
 )
 _HEAT = (
-    "Mean score by where in the prompt the answer stands (down, 0% is the beginning) and by the length of the prompt "
-    "in tokens (across), for workloads that know the place."
+    "Mean score by depth of the answer in the prompt (down, 0% is the beginning) and by prompt length in tokens "
+    "(across), for workloads with a depth."
 )
 _COSTS = (
-    "Resident is what the compressed prompt holds in memory, and read per step what one decode step reads of it. The "
-    "prefill serves all policies of a prompt at once, and a decode step all lanes of a batch: times compare runs, not "
+    "Resident: bytes of the compressed prompt in memory; read per step: bytes of it that one decode step reads. One "
+    "prefill serves all policies of a prompt, and a decode step all sequences of a batch: times compare runs, not "
     "single policies."
 )
