@@ -79,7 +79,7 @@ def recode(codec: Codec) -> Recode:
         rows, slots, dim = x_RSD.shape
         pad = -slots % codec.group(side)
         x = torch.cat((x_RSD, x_RSD[:, -1:].expand(-1, pad, -1)), 1)
-        state = codec.prepare(side, x_RSD, torch.ones(rows, slots, dtype=torch.bool))
+        state = codec.init_state(side, x_RSD, torch.ones(rows, slots, dtype=torch.bool))
         row_N = torch.arange(rows).repeat_interleave(slots + pad)
         fields = codec.encode(side, Slots(x.flatten(0, 1), row_N), state)
         back = codec.decode(side, fields, torch.float32).view_as(x)[:, :slots]
@@ -194,7 +194,7 @@ def decode_us(codec: Codec, side: Side, layer: Layer, num_slots: int = 3008) -> 
     """p20, median and p80 of decoding num_slots slots to fp32, in microseconds."""
     x = (layer.k_RSD if side == "k" else layer.v_RSD).flatten(0, 1)
     x = x[torch.arange(num_slots) % x.shape[0]]
-    state = codec.prepare(side, x[None], torch.ones(1, num_slots, dtype=torch.bool))
+    state = codec.init_state(side, x[None], torch.ones(1, num_slots, dtype=torch.bool))
     fields = codec.encode(side, Slots(x, torch.zeros(num_slots, dtype=torch.int64)), state)
     times = []
     for _ in range(220):

@@ -100,7 +100,7 @@ class LayerSpec:
     scale: float  # factor on q.k
     sliding_window: int | None = None
     rope: Rope | None = None
-    # The projection of attention's output [M, Q * D], the model's own tensor, for scorers that look at it.
+    # The projection of attention's output [M, Q * D], the model's own tensor, for scorers that need it.
     wo_MX: Tensor | None = field(default=None, compare=False, repr=False)
 
     @property

@@ -130,7 +130,7 @@ def _by_row(parts: Sequence[LayerPages], q_HGTD: Tensor, skip: int) -> Iterator[
     parts = [pages for pages in parts if pages.runs()]
     if not parts:
         return
-    q, offset = in_basis(parts[0], q_HGTD)  # segments of a sequence share what codecs learnt
+    q, offset = in_basis(parts[0], q_HGTD)  # segments of a sequence share codec states
     rows = _rows(parts, q_HGTD.dtype)
     lens = {len(row.k) for row in rows}
     alike = [slice(0, len(rows))] if len(lens) == 1 else [slice(head, head + 1) for head in range(len(rows))]

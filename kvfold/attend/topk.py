@@ -63,7 +63,7 @@ def select_topk(sequence: SequenceCache, layer: int, q_HGTD: Tensor) -> TopkSlot
     num_units = page_class.reader.num_units(unit)
     if pages.num_pages * page_class.page_size <= num_units * unit:
         return None
-    q, offset = in_basis(sequence.tail.layers[layer], q_HGTD)  # segments of a sequence share what codecs learnt
+    q, offset = in_basis(sequence.tail.layers[layer], q_HGTD)  # segments of a sequence share codec states
     scale = sequence.spec.layers[layer].scale
     view = PageView(q, offset, scale, pages, pages.used_HU(unit), num_units, page_class.page_size)
     index_HTW = page_class.reader.select(view)

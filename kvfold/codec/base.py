@@ -59,7 +59,7 @@ class KernelFormat(NamedTuple):
 
 
 class Codec(Term, ABC):
-    """Stateless; what it learns from the first sealed slots (a mean key) is its State, kept with the segment."""
+    """Stateless; what it computes from the first sealed slots (a mean key) is its State, kept with the segment."""
 
     relocatable: ClassVar[bool] = True
     needs_below: ClassVar[bool] = False  # True for every CrossLayerCodec
@@ -81,12 +81,12 @@ class Codec(Term, ABC):
     def fields(self, side: Side, head_dim: int, kv_dtype: torch.dtype) -> tuple[Field, ...]:
         """The arrays one side needs; their bytes are exactly what a page allocates."""
 
-    def learns(self, side: Side) -> bool:
-        """Whether `prepare` looks at the slots at all."""
-        return type(self).prepare is not Codec.prepare
+    def has_state(self, side: Side) -> bool:
+        """Whether a side has a state (a mean key) that is computed from its first slots."""
+        return type(self).init_state is not Codec.init_state
 
-    def prepare(self, side: Side, x_RSD: Tensor, valid_RS: Tensor) -> State:
-        """Learn from the first slots that will be sealed; one row per (KV head). Default: nothing."""
+    def init_state(self, side: Side, x_RSD: Tensor, valid_RS: Tensor) -> State:
+        """The state of a side, from the first slots that are sealed; one row per KV head. Default: none."""
         return {}
 
     @abstractmethod

@@ -22,10 +22,10 @@ from kvfold.codec.base import Codec, Side, Slots, State
 class CentredCodec(Codec):
     """Common part; how slots are coded in that basis is left to others."""
 
-    def learns(self, side: Side) -> bool:
+    def has_state(self, side: Side) -> bool:
         return side == "k"
 
-    def prepare(self, side: Side, x_RSD: Tensor, valid_RS: Tensor) -> State:
+    def init_state(self, side: Side, x_RSD: Tensor, valid_RS: Tensor) -> State:
         """Keys: the mean of each row's valid slots, fp32 [R, D] (0 for a row without slots)."""
         if side == "v":
             return {}

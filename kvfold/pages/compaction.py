@@ -175,7 +175,7 @@ def _write_new(tail: Segment, changes: Sequence[LayerChange]) -> None:
     """New slots of every layer, behind the stored ones."""
     at_once = can_write(tail, changes)
     for layer, change in zip(tail.layers, changes, strict=True):
-        _prepare(layer, change)
+        _init_state(layer, change)
         if not at_once:
             yield_point(may_end=False)
             below = latest_below(layer, change.counts)
@@ -185,14 +185,14 @@ def _write_new(tail: Segment, changes: Sequence[LayerChange]) -> None:
         write_new(tail, changes)
 
 
-def _prepare(layer: LayerPages, change: LayerChange) -> None:
-    """Let codecs learn from the first slots that are ever sealed."""
+def _init_state(layer: LayerPages, change: LayerChange) -> None:
+    """Compute the codecs' states from the first slots that are sealed."""
     if layer.state or not any(change.counts):
         return
     sides: tuple[tuple[Side, Tensor], ...] = (("k", change.k_ND), ("v", change.v_ND))
     for side, x_ND in sides:
         codec = layer.page_class.codec(side)
-        layer.state[side] = codec.prepare(side, *_by_row(x_ND, change.counts)) if codec.learns(side) else {}
+        layer.state[side] = codec.init_state(side, *_by_row(x_ND, change.counts)) if codec.has_state(side) else {}
 
 
 def _by_row(x_ND: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:

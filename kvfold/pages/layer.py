@@ -56,7 +56,7 @@ class Changes:
 
 @dataclass
 class LayerPages:
-    """Extents per head, and what the codecs learnt (State) when the first slot was sealed.
+    """Extents per head, and the codecs' states (mean keys) from the first sealed slots.
 
     `bases`: of sides that are stored as latents; the model's, not the sequence's.
     `below`: the layer below in the same segment, for a cross-layer codec. Layers of a segment share `changes`.
@@ -160,7 +160,7 @@ class LayerPages:
         return codes
 
     def merge_below(self, side: Side, below_ND: Tensor, x_ND: Tensor, counts: Sequence[int]) -> Tensor:
-        """New slots of the layer below as this layer's codec wants them stored there."""
+        """New slots of the layer below, merged with this layer's by a cross-layer codec."""
         codec = self.page_class.codec(side)
         if not isinstance(codec, CrossLayerCodec) or not codec.merges_below:
             return below_ND

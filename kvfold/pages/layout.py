@@ -152,9 +152,9 @@ class PageClass:
 
 @cache
 def state_bytes(page_class: PageClass, num_heads: int) -> int:
-    """What the codecs of a layer learn from its first slots, whatever these are."""
+    """Bytes of the codecs' states in a layer."""
     x_RSD = torch.zeros(num_heads, 1, page_class.head_dim)
     valid_RS = torch.ones(x_RSD.shape[:2], dtype=torch.bool)
     sides: tuple[Side, Side] = ("k", "v")
-    states = [page_class.codec(side).prepare(side, x_RSD, valid_RS) for side in sides]
+    states = [page_class.codec(side).init_state(side, x_RSD, valid_RS) for side in sides]
     return sum(tensor.nbytes for state in states for tensor in state.values())

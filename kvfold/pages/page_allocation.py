@@ -52,7 +52,7 @@ class _Unwritten:
 
 
 def defer_extents(tail: Segment, table: SegmentTable, added: _Pieces | None = None) -> None:
-    """This is the tail's table now; its extents follow when they are asked for."""
+    """Set the tail's page table; its extents are updated on access."""
     later = tail.changes.unwritten
     if not isinstance(later, _Unwritten):
         later = tail.changes.unwritten = _Unwritten(tail.layers, table.length_E)

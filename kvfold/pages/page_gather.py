@@ -103,7 +103,7 @@ class PageList:
 
 @dataclass(frozen=True)
 class _Pick:
-    """Units wanted of each run, and the way back to the order they were asked for in."""
+    """Units to gather from each run, and the permutation back to the order given."""
 
     units: list[Tensor]  # within its run
     back_N: Tensor

@@ -86,7 +86,7 @@ class Segment:
 
     @property
     def state_bytes(self) -> int:
-        """What the codecs learnt; segments of one sequence share it."""
+        """Bytes of the codecs' states, which segments of one sequence share."""
         states = [state for layer in self.layers for state in layer.state.values()]
         return sum(tensor.nbytes for state in states for tensor in state.values())
 

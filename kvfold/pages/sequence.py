@@ -184,7 +184,7 @@ class SequenceCache:
         """Make the tail a shared segment, and return a second private tail, for a branch.
 
         A shared segment never grows, so what was reserved for growth goes back. Where a reader ranks pages, slots of
-        the last, half-filled page of a head are copied on write: each branch goes on filling a page of its own.
+        the last, half-filled page of a head are copied on write: each branch then fills a page of its own.
         """
         rest = self.tail.partial_pages() if self._splits_pages else None
         tails = [Segment.like(self.tail), Segment.like(self.tail)]

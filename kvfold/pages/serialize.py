@@ -2,10 +2,10 @@
 
     {layer}.lens              int64 [pieces, heads]: slots of each head's pieces
     {layer}.{field}           rows of a field, piece after piece, in each head after head
-    {layer}.state.{side}.*    what the codecs learnt
+    {layer}.state.{side}.*    codec states (mean keys)
     {layer}.open.k, .v        the committed slots of the open block [H, n, D]
     {layer}.exact.k, .v       full-precision sinks, where a codec asks for them
-    {layer}.side.*            what scorers observed (the count of moments, the end of queries: int64 [1])
+    {layer}.side.*            observer state (the count of moments, the end of queries: int64 [1])
     pinned                    int64 [spans, 2]
     lens                      int64 [2]: sealed length, length at the last compression
 

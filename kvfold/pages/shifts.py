@@ -1,6 +1,6 @@
 """Position shifts of kept keys under `slot` positions, cached until slots change (eager decode).
 
-Finding the borders asks the device, which a decode step should not wait for. What was found of a run holds as long as
+Finding the borders reads back from the device, which a decode step should not wait for. A result holds as long as
 no slot is sealed or evicted: the run is made anew when its own slots change, and every seal moves the rest.
 
     h heads of a stretch   S slots   N pieces

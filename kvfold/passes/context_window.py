@@ -14,7 +14,7 @@ from kvfold.pages.sequence import SequenceCache
 
 
 def warn_if_passing(sequence: SequenceCache, num_tokens: int) -> None:
-    """Warn if these new tokens are the first to look further back than the model was trained for."""
+    """Warn if these new tokens are the first to attend beyond the trained context window."""
     limit = sequence.spec.max_positions
     if not limit or sequence.logical_len + num_tokens <= limit:  # what is stored is never longer
         return

@@ -138,7 +138,7 @@ class CpuBatch:
     _calls: dict[object, list[Call]] = field(default_factory=dict)
 
     def calls(self, layer: int, rows: Mapping[int, Row]) -> list[Call]:
-        """For rows of a layer, by their number in the step; in the order in which `fill` wants their slots."""
+        """For rows of a layer, by their number in the step; in the order in which `fill` takes their slots."""
         spec = self.sequences[0].spec.layers[layer]
         key = (spec.num_kv_heads, spec.head_dim, *((index, row.shape) for index, row in rows.items()))
         if key not in self._calls:

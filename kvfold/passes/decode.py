@@ -1,8 +1,8 @@
 """A decode step: one new token, or a draft, for each sequence of a batch, over KV pages and open block.
 
-The open block is sealed at the start of the step that would not fit, so an arena that is full is told before the step
+The open block is sealed at the start of the step that would not fit, so OutOfPages is raised before the step
 has changed anything. New slots are written behind the fill and count once they are kept; what scorers observe of a
-token is noted after the model has run, so that a rejected draft changes nothing.
+token is recorded after the model has run, so that a rejected draft changes nothing.
 
     H KV heads   G query heads per KV head   Q query heads   T tokens   N packed tokens   B rows of a call
     D head dim   R open block
@@ -64,7 +64,7 @@ class DecodePass:
 
     @cached_property
     def _needs(self) -> list[ObserverNeeds]:
-        """Not asked for by kernels, which observe nothing."""
+        """Lazy: kernels do not use it."""
         return [ObserverNeeds.of([sequence.policy], decoding=True) for sequence in self.sequences]
 
     def attend_packed(self, layer: int, q_QND: Tensor, k_HND: Tensor, v_HND: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ class DecodePass:
         return merge.result().flatten(0, 1).to(q_QTD.dtype)
 
     def observe(self, index: int, num_tokens: int) -> None:
-        """Note for the scorers what the first `num_tokens` new tokens of a sequence asked for, once each."""
+        """Update the observer state with the first `num_tokens` new tokens of a sequence, once each."""
         begin = self._num_observed[index]
         if num_tokens > begin:
             for seen in self._seen[index]:
@@ -159,12 +159,12 @@ class DecodePass:
             state.open_mass_HR = functional.pad(mass, (0, block.num_slots - mass.shape[1]))
 
     def observe_all(self) -> None:
-        """Note what all tokens asked for."""
+        """Update the observer state with all tokens."""
         for index in self._seen:
             self.observe(index, self.num_tokens[index])
 
     def finish(self) -> None:
-        """All tokens stay. Observing may be interrupted, counting not, so it comes last."""
+        """Keep all tokens. Observing may be interrupted, counting not, so it comes last."""
         self.observe_all()
         for sequence, length in zip(self.sequences, self.num_tokens, strict=True):
             sequence.open.advance(length)

@@ -46,7 +46,7 @@ class LayerBuffer:
     filled: int = 0
     stored_mass_HS: Tensor | None = None
     new_mass_HT: Tensor | None = None
-    queries: list[Tensor] = field(default_factory=list)  # [Q, T, D] of each chunk, if a scorer wants them all
+    queries: list[Tensor] = field(default_factory=list)  # [Q, T, D] of each chunk, if a scorer needs all queries
 
     @classmethod
     def empty(cls, num_tokens: int, k_HTD: Tensor, v_HTD: Tensor, dtype: torch.dtype) -> LayerBuffer:

@@ -166,7 +166,7 @@ class ReplayPass:
 
 
 def _without_queries(kind: Replay) -> Replay:
-    """What tells which weights are observed."""
+    """The kind as far as it decides which weights are observed."""
     return replace(kind, queries=0, study=0)
 
 

@@ -1,6 +1,6 @@
 """The registry, filled and with the default of every axis.
 
-A variant registers itself when its module is imported. The first look at the language imports the module of every axis
+A variant registers itself when its module is imported. The first use of the language imports the module of every axis
 by name: an expression means the same whatever its caller has imported, while static imports still point from the axes
 to here.
 """

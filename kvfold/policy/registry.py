@@ -29,7 +29,7 @@ _Variant = TypeVar("_Variant")
 
 
 class Term:
-    """Base of every variant: what a policy asks of a term, whatever its axis."""
+    """Base of every variant: the hooks that a policy calls on a term of any axis."""
 
     def validate(self) -> str | None:
         """Why its arguments cannot work, as the end of an error message; None if they can."""

@@ -39,7 +39,7 @@ def slots_like_keys(num_rows: int, num_slots: int, head_dim: int, seed: int = 0)
 
 def sample(codec: Codec, side: Side, x_RSD: Tensor) -> Sample:
     num_rows, num_slots, _ = x_RSD.shape
-    state = codec.prepare(side, x_RSD, torch.ones(num_rows, num_slots, dtype=torch.bool))
+    state = codec.init_state(side, x_RSD, torch.ones(num_rows, num_slots, dtype=torch.bool))
     return Sample(Slots(x_RSD.flatten(0, 1), torch.arange(num_rows).repeat_interleave(num_slots)), state)
 
 

@@ -22,13 +22,13 @@ fine = pytest.mark.parametrize(("codec", "error"), [(Fp8(), 0.03), (Int8(), 0.01
 def test_mean_is_over_valid_slots_of_each_row(codec: CentredCodec) -> None:
     x_RSD = torch.tensor([[[1.0], [3.0], [99.0]], [[5.0], [7.0], [9.0]], [[1.0], [1.0], [1.0]]])
     valid_RS = torch.tensor([[True, True, False], [True, True, True], [False, False, False]])
-    assert codec.prepare("k", x_RSD, valid_RS)["mean"].flatten().tolist() == [2.0, 7.0, 0.0]
-    assert codec.prepare("v", x_RSD, valid_RS) == {}
+    assert codec.init_state("k", x_RSD, valid_RS)["mean"].flatten().tolist() == [2.0, 7.0, 0.0]
+    assert codec.init_state("v", x_RSD, valid_RS) == {}
 
 
 def test_padding_that_is_not_a_number_leaves_the_mean_alone() -> None:
     x_RSD = torch.tensor([[[1.0, 2.0], [torch.nan, torch.inf]]])
-    assert Int4().prepare("k", x_RSD, torch.tensor([[True, False]]))["mean"].tolist() == [[1.0, 2.0]]
+    assert Int4().init_state("k", x_RSD, torch.tensor([[True, False]]))["mean"].tolist() == [[1.0, 2.0]]
 
 
 @fine

@@ -146,7 +146,7 @@ def test_a_broken_slot_does_not_reach_the_state(name: str) -> None:
     x_RSD = slots_like_keys(1, 32, 64)
     x_RSD[0, 0, 0] = torch.nan
     x_RSD[0, 1, 0] = torch.inf
-    state = CODECS[name].prepare("k", x_RSD, torch.ones(1, 32, dtype=torch.bool))
+    state = CODECS[name].init_state("k", x_RSD, torch.ones(1, 32, dtype=torch.bool))
     assert all(learned.isfinite().all() for learned in state.values())
 
 

@@ -89,7 +89,7 @@ def attend_kernel(
     if HAS_ORDER:
         nth = tl.load(order + nth)
     task = tasks + nth.to(tl.int64) * NUM_COLUMNS
-    # Everything a program waits for is asked for at once, before it knows whether there is a task.
+    # All loads are issued at once, before the program knows whether it has a task.
     length = tl.load(task + 1).to(tl.int32)
     row = tl.load(task)
     k_code = k_memory + elements(tl.load(task + 2), k_memory.dtype.element_ty)

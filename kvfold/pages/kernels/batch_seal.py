@@ -32,28 +32,28 @@ def can_seal(sequence: SequenceCache) -> bool:
     """Whether a kernel can seal it: it knows these codecs, and their states (mean keys) are there."""
     if not sequence.arena.memory.is_cuda or not HAS_TRITON or sequence.policy.observes_mass:
         return False
-    return _learnt_by(sequence.tail) is not None and not awaits_fp_sinks(sequence)
+    return _seal_tables(sequence.tail) is not None and not awaits_fp_sinks(sequence)
 
 
-class _Learnt(NamedTuple):
-    """What no seal of a tail changes once its codecs have learnt."""
+class _SealTables(NamedTuple):
+    """Tables of a tail that no seal changes, once its codecs have their states."""
 
     layers: dict[PageClass, NDArray[np.bool]]  # which layers are of a page class
     mean_L: Ints  # address of the first head's mean key; 0 where none are stored
 
 
-def _learnt_by(tail: Segment) -> _Learnt | None:
+def _seal_tables(tail: Segment) -> _SealTables | None:
     """None while a kernel cannot seal it."""
-    found: _Learnt | None = tail.derived.get("learnt")
+    found: _SealTables | None = tail.derived.get("seal")
     if found is None and all(_is_ready(layer) for layer in tail.layers):
         classes = [layer.page_class for layer in tail.layers]
         layers = {mine: np.array([other is mine for other in classes]) for mine in dict.fromkeys(classes)}
-        found = tail.derived["learnt"] = _Learnt(layers, np.array([mean_address(layer) for layer in tail.layers]))
+        found = tail.derived["seal"] = _SealTables(layers, np.array([mean_address(layer) for layer in tail.layers]))
     return found
 
 
 def _is_ready(layer: LayerPages) -> bool:
-    return knows(layer.page_class) and bool(layer.state or not layer.page_class.k.learns("k"))
+    return knows(layer.page_class) and bool(layer.state or not layer.page_class.k.has_state("k"))
 
 
 def seal_blocks(sequences: Sequence[SequenceCache]) -> None:
@@ -75,7 +75,7 @@ def _encode(sequences: Sequence[SequenceCache], tables: Sequence[SegmentTable]) 
     plan = append_blocks(sequences, tables)
     extents = _extents_of(sequences, plan.places)
     if extents.extent_N is plan.extent_N:
-        for item_5N in extents.items:  # those of the last seal: counts stay, positions and lengths go on by them
+        for item_5N in extents.items:  # those of the last seal: counts stay, positions and lengths advance by them
             item_5N[3:] += item_5N[2]
     else:
         extents.items = list(_items(plan, start_O, extents, sequences[0].arena.device))
@@ -115,9 +115,9 @@ def _extents_of(sequences: Sequence[SequenceCache], places: AllPlaces) -> _Exten
 
 
 def _describe(sequences: Sequence[SequenceCache], places: AllPlaces) -> _Extents:
-    learnt = [item for sequence in sequences if (item := _learnt_by(sequence.tail)) is not None]
+    known = [item for sequence in sequences if (item := _seal_tables(sequence.tail)) is not None]
     row_E = np.concatenate([_rows_of(*item) for item in zip(sequences, places.each, strict=True)])
-    return _Extents(list(_classes_of(learnt, places)), sent(row_E, sequences[0].arena.device))
+    return _Extents(list(_classes_of(known, places)), sent(row_E, sequences[0].arena.device))
 
 
 def _rows_of(sequence: SequenceCache, places: Places) -> Ints:
@@ -129,14 +129,14 @@ def _rows_of(sequence: SequenceCache, places: Places) -> Ints:
 
 
 def _describe_one(sequence: SequenceCache, places: Places) -> Ints:
-    learnt, spec, arena = _learnt_by(sequence.tail), sequence.spec, sequence.arena
-    assert learnt is not None  # or can_seal had said no
+    known, spec, arena = _seal_tables(sequence.tail), sequence.spec, sequence.arena
+    assert known is not None  # can_seal has checked it
     layer_E, head_E = places.layer_E, places.head_E
     channel_E = head_E * np.array([layer.head_dim for layer in spec.layers])[layer_E]  # the head's first, of its layer
     row_E = np.empty((len(layer_E), 3 + places.address_EF.shape[1]), dtype=np.int64)
     row_E[:, :2] = sequence.open.addresses[layer_E]
     row_E[:, :2] += (channel_E * (sequence.open.num_slots * spec.kv_dtype.itemsize))[:, None]
-    row_E[:, 2] = (learnt.mean_L - arena.memory.data_ptr())[layer_E] + channel_E * torch.float32.itemsize
+    row_E[:, 2] = (known.mean_L - arena.memory.data_ptr())[layer_E] + channel_E * torch.float32.itemsize
     row_E[:, 3:] = places.address_EF
     return row_E
 
@@ -153,10 +153,10 @@ def reserve_pages_ahead(sequence: SequenceCache) -> None:
     _rows_of(sequence, segment_table(sequence.tail).places)
 
 
-def _classes_of(learnt: Sequence[_Learnt], places: AllPlaces) -> Iterator[tuple[PageClass, NDArray[np.bool] | None]]:
-    none_L = np.zeros(len(learnt[0].mean_L), dtype=bool)
-    for page_class in dict.fromkeys(page_class for item in learnt for page_class in item.layers):
-        is_its_OL = np.stack([item.layers.get(page_class, none_L) for item in learnt])
+def _classes_of(known: Sequence[_SealTables], places: AllPlaces) -> Iterator[tuple[PageClass, NDArray[np.bool] | None]]:
+    none_L = np.zeros(len(known[0].mean_L), dtype=bool)
+    for page_class in dict.fromkeys(page_class for item in known for page_class in item.layers):
+        is_its_OL = np.stack([item.layers.get(page_class, none_L) for item in known])
         yield page_class, None if is_its_OL.all() else is_its_OL[places.owner_E, places.layer_E]
 
 

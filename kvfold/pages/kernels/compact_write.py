@@ -46,8 +46,8 @@ def _serves(layer: LayerPages, change: LayerChange) -> bool:
 
 
 def write_new(tail: Segment, changes: Sequence[LayerChange]) -> None:
-    """Encode the new slots of every layer behind the stored ones. There is room for them, and what codecs learn from
-    their first slots is learnt."""
+    """Encode the new slots of every layer behind the stored ones. There is room for them, and codecs have
+    their states."""
     table = segment_table(tail)
     places, length_E = table.places, table.length_E.copy()
     extent_N, begin_N, count_N = _stretches(table, np.array([n for change in changes for n in change.counts]))

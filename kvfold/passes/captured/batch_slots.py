@@ -63,7 +63,7 @@ class _Held:
 
 
 class _Growth(NamedTuple):
-    """By how much extents grew, and what the tables were told."""
+    """By how much extents grew, and what was sent to the block tables."""
 
     by_E: Ints
     at_N: Tensor
@@ -260,7 +260,7 @@ class BatchSlots:
         ]
 
     def _is_new(self, lane: int) -> bool:
-        """Codecs learn from the first slots that are sealed, so before them a lane knows no mean keys; full-precision
+        """Codec states come with the first sealed slots, so before them a lane has no mean keys; full-precision
         sinks may be sealed one by one."""
         held = self._held[lane]
         return held is None or not len(held.length_E) or (self.layout.sink_len > 0 and not self._has_sinks[lane])

@@ -2,7 +2,7 @@
 
 Mass: a kernel computes the weights again, given each query's log-sum-exp, over the tasks of stored slots and over the
 open block, which is a task of its own. Last queries: the earlier ones move up, the new one comes last. Lanes without a
-sequence (`fill` < 0: also while a step is captured) note nothing.
+sequence (`fill` < 0: also while a step is captured) are not updated.
 
     L layers   B lanes   H KV heads   Q query heads   C tasks of a lane   R open block   D head dim   W window
     X queries of a row

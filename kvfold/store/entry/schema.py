@@ -98,6 +98,6 @@ def _state_rules(sequence: SequenceCache, layer: int) -> dict[str, TensorRule]:
     valid_RS = torch.ones(x_RSD.shape[:2], dtype=torch.bool)
     found = {}
     for side in _SIDES:
-        for name, tensor in pages.codec(side).prepare(side, x_RSD, valid_RS).items():
+        for name, tensor in pages.codec(side).init_state(side, x_RSD, valid_RS).items():
             found[f"state.{side}.{name}"] = TensorRule((tensor.dtype,), tuple(tensor.shape))
     return found

@@ -152,7 +152,7 @@ def store(
     k_RSD = (torch.randn(len(lens), most, head_dim) + key_shift).to(DEVICE, kv_dtype)
     v_RSD = (torch.randn(len(lens), most, head_dim) + 0.5).to(DEVICE, kv_dtype)
     valid = (torch.arange(most) < torch.tensor(lens).unsqueeze(-1)).to(DEVICE)
-    pages.state = {"k": page_class.k.prepare("k", k_RSD, valid), "v": page_class.v.prepare("v", v_RSD, valid)}
+    pages.state = {"k": page_class.k.init_state("k", k_RSD, valid), "v": page_class.v.init_state("v", v_RSD, valid)}
     for begin, end in (([0] * len(lens), early), (early, list(lens))):
         _seal(arena, pages, k_RSD, v_RSD, begin, end)
     q = (torch.randn(len(lens), num_queries, head_dim) * 2).to(DEVICE, dtype)
