@@ -15,7 +15,7 @@ class Suite:
     name: str
     summary: str
     workloads: tuple[str, ...]
-    policies: Callable[[], tuple[str, ...]]  # the registry is read when somebody asks
+    policies: Callable[[], tuple[str, ...]]  # called late: it reads the registry
     memories: tuple[str, ...]
     lengths: tuple[int, ...]
     samples: int  # of each task

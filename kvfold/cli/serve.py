@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvfold.serve.settings import Settings
 
 _NO_SECRET = (
-    "whoever can write to this Redis server decides what the model says: sign entries with --store-secret FILE, the "
+    "anyone who can write to this Redis server can forge KV caches: sign entries with --store-secret FILE, the "
     "same for all servers that share it"
 )
 

@@ -41,40 +41,40 @@ class ReplayRunner:
         for index, prompt in current.full_prompts.items():
             studied: dict[int, list[CalibrationTargets | None]] = {}
             for kinds in _by_chunk(current, index):
-                again = ReplayPass(prompt, kinds, None if surprises is None else surprises[index])
-                self._read(again, tokens[index])
+                replay = ReplayPass(prompt, kinds, None if surprises is None else surprises[index])
+                self._replay(replay, tokens[index])
                 for kind in kinds:
-                    targets = again.targets(kind)
+                    targets = replay.targets(kind)
                     if kind.study:
                         if kind.study not in studied:
                             studied[kind.study] = self._study(prompt, kind.study)
                         targets = _joined(targets, studied[kind.study])
-                    current.select_after_replay(index, kind, again.maxima(kind), targets)
+                    current.select_after_replay(index, kind, replay.maxima(kind), targets)
 
     def _study(self, prompt: FullPrompt, num_tokens: int) -> list[CalibrationTargets | None]:
         with rotary_kept(self.hf):
             return study(self.hf, self.call, prompt, num_tokens)
 
-    def _read(self, again: ReplayPass, tokens: Sequence[int]) -> None:
-        chunk_len = again.kinds[0].chunk
+    def _replay(self, replay: ReplayPass, tokens: Sequence[int]) -> None:
+        chunk_len = replay.kinds[0].chunk
 
         def note(norm_T: Tensor) -> None:
-            again.hidden_norm_T = norm_T
+            replay.hidden_norm_T = norm_T
 
         with ExitStack() as stack:
             stack.enter_context(rotary_kept(self.hf))
-            if again.needs_hidden_norms:
+            if replay.needs_hidden_norms:
                 stack.enter_context(hidden_norms(self.hf, note))
             for begin in range(0, len(tokens), chunk_len):
-                self._repeat(again, tokens, slice(begin, min(begin + chunk_len, len(tokens))))
+                self._repeat(replay, tokens, slice(begin, min(begin + chunk_len, len(tokens))))
 
-    def _repeat(self, again: ReplayPass, tokens: Sequence[int], chunk: slice) -> None:
+    def _repeat(self, replay: ReplayPass, tokens: Sequence[int], chunk: slice) -> None:
         ids = [*repeat_request(self.hf).before(tokens[: chunk.start]), *tokens[chunk]]
-        positions = range(again.prompt.end, again.prompt.end + len(ids))
+        positions = range(replay.prompt.end, replay.prompt.end + len(ids))
         begins = range(0, len(ids), self.piece_len)
         pieces = [Piece(0, begin, min(begin + self.piece_len, len(ids))) for begin in begins]
-        again.begin(chunk, len(ids))
-        self.call(ids, positions, PassCache(again, pieces))
+        replay.begin(chunk, len(ids))
+        self.call(ids, positions, PassCache(replay, pieces))
 
 
 def _by_chunk(current: PrefillPass, index: int) -> list[list[Replay]]:

@@ -108,7 +108,7 @@ class attach:
         found.count -= 1
         if found.count == 0:
             delattr(self.model, _ATTACHED)
-            if is_attached(self.model):  # nobody has chosen another one since
+            if is_attached(self.model):  # no other implementation was set since
                 self.model.set_attn_implementation(found.before)
 
     def __enter__(self) -> attach:
