@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from kvfold.engine.forward import Forward
 from kvfold.engine.replay import ReplayRunner
-from kvfold.engine.runner import Runner
 from kvfold.errors import ModelError, OutOfPages, PolicyError
 from kvfold.models.cache import Cache
 from kvfold.models.check import check_policy
@@ -218,7 +218,7 @@ def test_replay_leaves_no_trace(model: Model, monkeypatch: pytest.MonkeyPatch) -
     runner = make_runner(model)
     sequence = make_sequence(runner, POLICY)
     runner.prefill([sequence], [prompt(100)])
-    run, checked = ReplayRunner._read, []
+    run, checked = ReplayRunner._replay, []
 
     def compared(self: ReplayRunner, *args: Any) -> Any:
         before, lent, sealed = model.arena.memory.clone(), model.arena.used_bytes, sequence.sealed_len
@@ -227,7 +227,7 @@ def test_replay_leaves_no_trace(model: Model, monkeypatch: pytest.MonkeyPatch) -
         assert sequence.sealed_len == sealed == 100 and sequence.open.fill == 0
         return found
 
-    monkeypatch.setattr(ReplayRunner, "_read", compared)
+    monkeypatch.setattr(ReplayRunner, "_replay", compared)
     runner.prefill([sequence], [prompt(LENGTH)])
     assert checked == [True]
     sequence.release()
@@ -242,13 +242,13 @@ def test_logits_are_those_of_one_reading(model: Model) -> None:
 
 
 def test_one_replay_serves_all_policies(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    read_again, readings = ReplayRunner._read, []
+    read_again, readings = ReplayRunner._replay, []
 
     def counted(self: ReplayRunner, again: ReplayPass, tokens: Any) -> None:
         readings.append(len(again.kinds))
         read_again(self, again, tokens)
 
-    monkeypatch.setattr(ReplayRunner, "_read", counted)
+    monkeypatch.setattr(ReplayRunner, "_replay", counted)
     scores = ("kvzip", "kvzip(surprise=3)", "kvzip_plus", "tova")
     policies = [f"{score} + {rest}" for score in scores for rest in ("2x", "global + 3x + int4")]
     runner, ids = make_runner(model, chunk_len=40), prompt(LENGTH)
@@ -304,15 +304,15 @@ def test_an_interrupted_replay_changes_nothing(model: Model, monkeypatch: pytest
     runner = make_runner(model)
     sequence = make_sequence(runner, "prefill(kvzip + 60tok) + decode(tova + 60tok)")
     runner.prefill([sequence], [prompt(100)])
-    lent, noted, call = model.arena.used_bytes, sequence.observed.num_bytes, Runner._call
+    lent, noted, call = model.arena.used_bytes, sequence.observed.num_bytes, Forward.call
 
-    def interrupted(self: Runner, *args: Any, hidden: bool = False) -> Any:
+    def interrupted(self: Forward, *args: Any, hidden: bool = False) -> Any:
         if hidden:
             raise KeyboardInterrupt
         return call(self, *args)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Runner, "_call", interrupted)
+        patch.setattr(Forward, "call", interrupted)
         runner.prefill([sequence], [prompt(LENGTH)])
     assert (model.arena.used_bytes, sequence.sealed_len, sequence.observed.num_bytes) == (lent, 100, noted)
     runner.prefill([sequence], [prompt(LENGTH)])
