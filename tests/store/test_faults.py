@@ -88,7 +88,7 @@ def test_truncated_files_are_a_miss(model: Model, written: Path, length: int, st
     assert matched == start and torch.equal(logits, cold_logits(model, TOKENS, [END]))
     assert counters.get("quarantined.disk.truncated", 0) + counters.get("quarantined.disk.foreign", 0) == 1
     (note,) = (written / "quarantine").glob("*.txt")
-    assert "a stored prefix is" in note.read_text()
+    assert "a cached prefix is" in note.read_text()
 
 
 @pytest.mark.parametrize("start", [2 * CHUNK, 4 * CHUNK])

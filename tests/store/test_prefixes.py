@@ -215,7 +215,7 @@ def test_scores_that_look_at_the_end_are_refused(model: Model, store: PrefixStor
 
 
 def test_angles_that_depend_on_the_length_are_refused(shared: Shared, store: PrefixStore) -> None:
-    with pytest.raises(ModelError, match="depend on the prompt's length"):
+    with pytest.raises(ModelError, match="length-dependent RoPE scaling"):
         make_prefixes(store, shared("dynamic_rope"))
 
 

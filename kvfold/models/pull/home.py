@@ -1,8 +1,8 @@
-"""Where kvfold keeps models, and the lock that lets one process at a time write one of them.
+"""Model folders under KVFOLD_HOME, and the file lock that lets one process at a time pull a model.
 
 <home>/models/<name>/            a finished checkpoint, with kvfold.json
-<home>/models/.<name>.partial/   what a pull has so far: verified parts survive a kill
-<home>/models/.<name>.lock       flock; the system drops it when its process dies, so it is never stale
+<home>/models/.<name>.partial/   an unfinished pull: verified parts are kept after a kill
+<home>/models/.<name>.lock       released by the kernel when its process dies, so it is never stale
 """
 
 from __future__ import annotations
@@ -13,13 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from kvfold.errors import ModelError
 from kvfold.models.pull.progress import Report
-
-try:
-    import fcntl
-except ImportError:  # Windows: pulls of one model are not kept apart there
-    fcntl = None  # type: ignore[assignment]
 
 
 def home_folder() -> Path:
@@ -43,26 +40,22 @@ def partial_folder(name: str, home: Path | None = None) -> Path:
 
 @contextmanager
 def locked(name: str, home: Path | None, report: Report) -> Iterator[None]:
-    """Hold the model's lock; wait, and say so, while another process has it."""
+    """Hold the model's lock; wait, and report that, while another process has it."""
     path = model_folder(f".{name}.lock", home)
+    lock = FileLock(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("w")
+        lock.acquire(blocking=False)
+    except Timeout:
+        label = f"wait for another process that pulls {name}"
+        report(label, 0, None)
+        lock.acquire()
+        report(label, 1, 1)
     except OSError as error:
         raise ModelError(
             f"cannot write to {path.parent} ({error.strerror}); set KVFOLD_HOME to a folder you own"
         ) from error
-    with file:
-        if fcntl is not None:
-            _wait_for_lock(file.fileno(), name, report)
-        yield
-
-
-def _wait_for_lock(descriptor: int, name: str, report: Report) -> None:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        label = f"wait for another process that pulls {name}"
-        report(label, 0, None)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        report(label, 1, 1)
+        yield
+    finally:
+        lock.release()

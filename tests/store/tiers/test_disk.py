@@ -47,7 +47,7 @@ def test_a_restart_finds_entries_with_their_lives_and_worth(tmp_path: Path) -> N
     tier.close()
     again = DiskTier(tmp_path, LIMIT, clock=clock)
     assert {make_key(number) for number in range(3)} == set(again.keys())
-    assert again._evictor.least() == make_key(1)
+    assert again._evictor.least_valuable() == make_key(1)
     clock.now += 150  # the first one was used; the others have expired
     assert read_whole(again, 0, clock.now) == ["0", "1"]
     assert again.get(make_key(1), clock.now) is None and again.get(make_key(2), clock.now) is None
@@ -156,7 +156,7 @@ def test_an_owner_whose_folder_was_deleted_uses_it_no_more(tmp_path: Path, made_
     if other is not None:
         put(other, 1, lease)
     tier.events.subscribe(events.append)
-    with pytest.warns(KvfoldWarning, match="is not used any more"):
+    with pytest.warns(KvfoldWarning, match="is no longer used"):
         assert tier.get(make_key(1), time.time()) is None
     assert not tier.put(make_key(2), make_entry(make_key(2), lease), lease)
     tier.delete(make_key(1))

@@ -128,7 +128,7 @@ def test_processes_share_what_one_has_stored(model: Model, redis_server: RedisSe
 
 def test_no_address_is_refused() -> None:
     pytest.importorskip("redis")
-    with pytest.raises(InputError, match="no address of a Redis server"):
+    with pytest.raises(InputError, match="is no Redis URL"):
         RedisTier("http://localhost")
 
 
