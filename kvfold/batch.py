@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from kvfold.engine.generate import Request, generate
-from kvfold.engine.runner import Progress
+from kvfold.engine.generate import generate
+from kvfold.engine.layer_major import Progress
+from kvfold.engine.request import Request
 from kvfold.engine.sampling import Sampling
 from kvfold.engine.speculate import check_speculation, make_drafter
 from kvfold.errors import InputError

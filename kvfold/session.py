@@ -18,8 +18,10 @@ from typing import Any, Literal, NoReturn, Unpack, overload
 
 from torch import Tensor
 
-from kvfold.engine.generate import Request, generate
-from kvfold.engine.runner import Progress, Runner
+from kvfold.engine.generate import generate
+from kvfold.engine.layer_major import Progress
+from kvfold.engine.request import Request
+from kvfold.engine.runner import Runner
 from kvfold.engine.sampling import Sampling
 from kvfold.engine.speculate import check_speculation, make_drafter
 from kvfold.errors import FileError, InputError, PolicyError

@@ -145,6 +145,29 @@ def test_no_modules_import_each_other() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == [["b", "c"]]
 
 
+def defined(source: str) -> set[str]:
+    """Names that a module defines at its top, also under a condition."""
+    found: set[str] = set()
+    for statement in ast.parse(source).body:
+        nodes = ast.walk(statement) if isinstance(statement, ast.If | ast.Try) else [statement]
+        for node in nodes:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                found |= {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
+    return found
+
+
+def test_a_name_is_imported_from_where_it_is_defined() -> None:
+    """A name has one home; what `kvfold` and its packages export in their `__init__.py` is for users."""
+    modules = {dotted(module): defined(SOURCES[module]) for module in MODULES if module.name != "__init__.py"}
+    for module in MODULES:
+        for name in imports_of(SOURCES[module], typed=True):
+            home, _, short = name.rpartition(".")
+            if home in modules:
+                assert short in modules[home], f"{module} imports {short} from {home}, which does not define it"
+
+
 def test_the_check_itself_sees_imports() -> None:
     source = "import a.b\nfrom c import d\nif TYPE_CHECKING:\n    import e\nelse:\n    import f\ndef g():\n    import h"
     assert imports_of(source) == ["a.b", "c.d", "f", "h"]

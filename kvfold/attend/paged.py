@@ -23,10 +23,11 @@ from kvfold.attend.lse_merge import LseMerge, attend
 from kvfold.attend.offloaded import merge_offloaded
 from kvfold.attend.topk import TopkSlots, select_topk
 from kvfold.core import Rope
+from kvfold.pages.decode import decode_run, restored_run
 from kvfold.pages.extent import Run
 from kvfold.pages.fp_sinks import layer_fp_sinks
 from kvfold.pages.layer import LayerPages
-from kvfold.pages.read import decode_run, in_basis, restored_run
+from kvfold.pages.read import in_basis
 from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.shifts import Piece
 

@@ -19,11 +19,9 @@ import torch
 
 from kvfold.engine.async_decode import AsyncTokens, InFlightStep, can_decode_async, launch_next
 from kvfold.engine.output_processor import OutputProcessor, StepTime
-from kvfold.engine.request import Request, StopReason
+from kvfold.engine.request import Request
 from kvfold.engine.runner import Runner
 from kvfold.engine.sampling import greedy_tokens
-
-__all__ = ["Request", "StopReason", "decode_async", "decode_step", "generate"]
 
 Deliver = Callable[[], None]  # hands a step's logits to one request; an exception in it is that request's alone
 

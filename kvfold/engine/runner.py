@@ -37,8 +37,6 @@ from kvfold.passes.prefill import PrefillPass
 from kvfold.policy.policy import Policy
 from kvfold.policy.size import Percent
 
-__all__ = ["Progress", "Runner"]
-
 
 class Runner:
     """Runs prompts and decode steps of one attached model over one arena."""

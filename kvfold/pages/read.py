@@ -11,12 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.pages.decode import decode_run, restored_run
+from kvfold.pages.decode import restored_run
 from kvfold.pages.fp_sinks import layer_fp_sinks
 from kvfold.pages.layer import LayerPages
 from kvfold.pages.sequence import SequenceCache
-
-__all__ = ["StoredSlots", "decode_run", "in_basis", "restored_run", "slots_of", "stored_slots"]
 
 
 @dataclass

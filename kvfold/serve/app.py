@@ -26,7 +26,8 @@ from kvfold.serve.cache.breakpoints import anthropic_plan
 from kvfold.serve.middleware import Handler, OnDone, RequestMiddleware
 from kvfold.serve.ops.dashboard import Dashboard
 from kvfold.serve.ops.metrics import CONTENT_TYPE
-from kvfold.serve.service import RequestContext, Service
+from kvfold.serve.reply import RequestContext
+from kvfold.serve.service import Service
 
 try:
     from starlette.applications import Starlette

@@ -7,7 +7,8 @@ import pytest
 from kvfold.bench.byte_matching import needs_size
 from kvfold.bench.size_cache import cells
 from kvfold.bench.suites import METHODS, SUITES, Suite
-from kvfold.engine.generate import Request, generate
+from kvfold.engine.generate import generate
+from kvfold.engine.request import Request
 from kvfold.models.loader import Model
 from kvfold.policy.policy import Policy
 from kvfold.policy.registry import term_of, terms

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvfold.engine.runner import Progress, Runner
+from kvfold.engine.layer_major import Progress
+from kvfold.engine.runner import Runner
 from kvfold.errors import PrefixLost
 from kvfold.pages.sequence import SequenceCache
 from kvfold.store.events import Reason

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from kvfold.budget.select import ranks
-from kvfold.engine.generate import Request, generate
+from kvfold.engine.generate import generate
+from kvfold.engine.request import Request
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError
 from kvfold.models.loader import Model

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvfold.engine.generate import Request, generate
+from kvfold.engine.generate import generate
+from kvfold.engine.request import Request
 from kvfold.errors import InputError
 from kvfold.models.loader import Model
 from kvfold.pages.sequence import SequenceCache

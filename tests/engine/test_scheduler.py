@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvfold.engine.generate import Request, generate
+from kvfold.engine.generate import generate
 from kvfold.engine.jobs import Ended, Event, Job, PrefillDone, TextDelta
+from kvfold.engine.request import Request
 from kvfold.engine.runner import Runner
 from kvfold.engine.sampling import Sampling
 from kvfold.engine.scheduler import Scheduler

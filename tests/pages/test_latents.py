@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from kvfold.codec import Palu
-from kvfold.pages.read import decode_run, stored_slots
+from kvfold.pages.decode import decode_run
+from kvfold.pages.read import stored_slots
 from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.serialize import dump, restore
 from kvfold.passes.captured.step import layout_of

@@ -17,8 +17,8 @@ from kvfold.serve.api.openai_responses import ResponseWriter
 from kvfold.serve.api.request import Block, ChatRequest
 from kvfold.serve.cache.breakpoints import CachePlan
 from kvfold.serve.cache.source import PlainSource
-from kvfold.serve.reply import Reply
-from kvfold.serve.service import RequestContext, Service
+from kvfold.serve.reply import Reply, RequestContext
+from kvfold.serve.service import Service
 from kvfold.serve.settings import Settings
 from tests import tiny
 
