@@ -234,7 +234,7 @@ def test_a_fork_reads_as_a_sequence_that_was_not_forked(policy: str, reader: str
     plain, forked = new_sequence(expression, SPEC), new_sequence(expression, SPEC)
     for sequence in (plain, forked):
         prefill(sequence, part(layers, 0, 101))
-    branches = []
+    branches: list[SequenceCache] = []
     for at in range(101, 171):
         expected = decode(plain, layers, at)
         for sequence in (forked, *branches):
