@@ -159,7 +159,7 @@ class Session:
 
     def _request(
         self,
-        max_new_tokens: int,
+        max_new_tokens: int = 256,
         temperature: float = 0.0,
         top_k: int = 0,
         top_p: float = 1.0,

@@ -23,8 +23,6 @@ def question_ids(hf: Any) -> list[list[int]]:
     """Each question as a user turn after the context, up to where the reply starts."""
     tokenizer = tokenizer_of(hf)
     if tokenizer is None:
-        raise ModelError(
-            "self-study asks questions, and its tokenizer is not known; load the model by kvfold.load"
-        )
+        raise ModelError("self-study asks questions, and its tokenizer is not known; load the model by kvfold.load")
     close = repeat_request(hf).close
     return [[*tokenizer(f"\n\n{text}", add_special_tokens=False)["input_ids"], *close] for text in QUESTIONS]
