@@ -22,7 +22,7 @@ LEVELS = (
     ("cli",),
     ("serve", "bench", "train"),
     ("__init__",),  # the public names
-    ("batch", "episodes", "session"),
+    ("batch", "drop_in", "episodes", "session"),
     ("reply", "session_io", "tfidf"),
     ("engine",),
     ("models", "store"),

@@ -157,6 +157,11 @@ def module_of(model: Any) -> Any:
     return model if isinstance(model, nn.Module) else getattr(model, "hf", model)
 
 
+def spec_of(model: Any) -> ModelSpec:
+    """The spec of what `kvfold.load` returned, whose cache dtype may be smaller than the module's, or the module's."""
+    return read_spec(model) if isinstance(model, nn.Module) else model.spec
+
+
 def is_attached(model: Any) -> bool:
     return bool(model.config._attn_implementation == NAME)
 

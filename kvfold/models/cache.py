@@ -1,7 +1,6 @@
 """A drop-in transformers `Cache` for `model.generate(…, past_key_values=cache)`, batches and padding included.
 
-    kvfold.attach(model)  # a transformers model; one of `kvfold.load` is attached
-    cache = kvfold.Cache(model, "keydiff + 4x")
+    cache = kvfold.Cache(model, "keydiff + 4x")  # a transformers model, or one of `kvfold.load`
     model.generate(**inputs, past_key_values=cache)  # of a kvfold.Model: model.hf.generate
 
 Every row of the batch is a sequence of its own, without its (left) padding. `update` only stages keys and values; the
@@ -26,9 +25,8 @@ from transformers.cache_utils import Cache as HfCache
 from kvfold.compress.observe import ObserverSnapshot, forget_prompt
 from kvfold.core import ModelSpec
 from kvfold.errors import InputError, ModelError
-from kvfold.models.attach import arena_of, is_attached, module_of
+from kvfold.models.attach import arena_of, attach, is_attached, module_of, spec_of
 from kvfold.models.check import check_drop_in, check_policy
-from kvfold.models.spec import read_spec
 from kvfold.pages.crop import crop
 from kvfold.pages.page_config import PageConfig
 from kvfold.pages.sequence import SequenceCache
@@ -40,20 +38,37 @@ from kvfold.stats import Stats, kept_positions, measure
 
 
 class Cache(HfCache):  # type: ignore[misc]
-    """The compressed KV cache of a batch, filled by the model's own forward calls."""
+    """The compressed KV cache of a batch, filled by the model's own forward calls, or before them by `kvfold.compress`.
+
+    A model that is not attached is attached; `kvfold.attach(model)` in a `with` statement undoes that at its end.
+    """
 
     def __init__(self, model: Any, policy: str | Policy, *, page_size: int = 16, open_len: int = 32) -> None:
+        self._setup(model, Policy.parse(policy), PageConfig(page_size, open_len))
+        check_drop_in(self.policy)
+
+    @classmethod
+    def filled(
+        cls, model: Any, policy: Policy, config: PageConfig, sequences: Sequence[SequenceCache], seen_len: int
+    ) -> Cache:
+        """Over sequences that have read `seen_len` tokens, padding included. Later prompts are not compressed."""
+        found = object.__new__(cls)
+        found._setup(model, policy, config)
+        found.sequences, found._seen_len, found._compresses = list(sequences), seen_len, False
+        return found
+
+    def _setup(self, model: Any, policy: Policy, config: PageConfig) -> None:
         super().__init__(layers=[])
         hf = module_of(model)
         if not is_attached(hf):
-            raise ModelError("the model is not attached; call kvfold.attach(model) before using kvfold.Cache")
-        self.spec: ModelSpec = read_spec(hf) if hf is model else model.spec  # whose kv_dtype may be smaller
+            attach(hf)
+        self.spec: ModelSpec = spec_of(model)
         self._model = ref(hf)
-        self.policy = Policy.parse(policy)
+        self.policy = policy
         check_policy(self.policy, self.spec)
-        check_drop_in(self.policy)
         self.arena = arena_of(hf)
-        self.config = PageConfig(page_size, open_len)
+        self.config = config
+        self._compresses = True  # the prompts that forward calls read
         self.sequences: list[SequenceCache] = []
         self._seen_len = 0  # tokens of the padded batch, which is what transformers counts
         self._num_added = 0  # of these, by the last forward
@@ -182,7 +197,8 @@ class Cache(HfCache):  # type: ignore[misc]
     def _begin(self, k_BHTD: Tensor, mask: Tensor | None) -> None:
         batch, num_tokens = k_BHTD.shape[0], k_BHTD.shape[2]
         if not self.sequences:
-            self.sequences = self._new_sequences(batch)
+            check_drop_in(self.policy)
+            self.sequences, self._compresses = self._new_sequences(batch), True
         if batch != len(self.sequences):
             raise InputError(f"the cache holds {len(self.sequences)} rows, the input {batch}; use a cache per batch")
         starts = _left_padding(mask, batch, num_tokens, self._seen_len)
@@ -193,7 +209,8 @@ class Cache(HfCache):  # type: ignore[misc]
         if grows and num_tokens <= self.config.open_len:
             self._pass = DecodePass.begin(self.sequences, num_tokens)
         else:
-            self._pass = PrefillPass.begin(self.sequences, [num_tokens - start for start in starts])
+            lens = [num_tokens - start for start in starts]
+            self._pass = PrefillPass.begin(self.sequences, lens, compress=self._compresses)
         self._undo = ObserverSnapshot(self.sequences)
 
     def _new_sequences(self, batch: int) -> list[SequenceCache]:

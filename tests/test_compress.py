@@ -1,0 +1,89 @@
+"""`compress`: a cache for `model.generate` under policies that a transformers cache cannot run by itself."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from kvfold.drop_in import compress
+from kvfold.errors import InputError, PolicyError
+from kvfold.models.attach import attach, is_attached, set_arena
+from kvfold.models.cache import Cache
+from kvfold.models.loader import Model
+from kvfold.pages.arena import Arena
+from kvfold.session import Session
+from tests.tiny import build, prompt
+
+CONTEXT, QUESTION = prompt(320, seed=4), prompt(40, seed=5)  # longer than an open block: a prefill, as a session has it
+
+
+def generated(hf: Any, ids: list[list[int]], cache: Any, **more: Any) -> list[list[int]]:
+    inputs = torch.tensor(ids)
+    with torch.inference_mode():
+        found = hf.generate(inputs, past_key_values=cache, max_new_tokens=8, do_sample=False, **more)
+    rows: list[list[int]] = found[:, inputs.shape[1] :].tolist()
+    return rows
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "full",
+        "kvzip(chunk=64) + global + 4x + int4",
+        "kvzip(chunk=64) + ada + 3x + fit(tokens=40)",
+        "fastkv(rate=0.5, window=8) + snapkv(window=8) + 2x",
+        "sentence(keydiff) + 3x",
+        "keydiff + 3x",
+    ],
+)
+def test_generate_goes_on_as_a_session_does(model: Model, policy: str) -> None:
+    """The question is read uncompressed behind the compressed context: tokens are those of `Session.ask`."""
+    with Session(model, policy, template=None) as session:
+        session.extend(CONTEXT)
+        with session.fork() as branch:
+            branch.extend(QUESTION, compress=False)
+            expected = branch.generate(max_new_tokens=8).token_ids
+    cache = compress(model, CONTEXT, policy)
+    assert generated(model.hf, [CONTEXT + QUESTION], copy.deepcopy(cache)) == [expected]
+    assert generated(model.hf, [CONTEXT + QUESTION], cache) == [expected]  # the copy left it as it was
+    assert cache.stats().logical_len == len(CONTEXT) + len(QUESTION) + 7
+
+
+def test_a_padded_batch_is_its_rows(model: Model) -> None:
+    policy = "kvzip(chunk=64) + global + 3x"
+    contexts = [prompt(290, seed=1), prompt(260, seed=2)]
+    alone = [generated(model.hf, [ids + QUESTION], compress(model, ids, policy))[0] for ids in contexts]
+    padded = [contexts[0], [0] * 30 + contexts[1]]
+    mask = [[1] * 290, [0] * 30 + [1] * 260]
+    cache = compress(model, {"input_ids": torch.tensor(padded), "attention_mask": torch.tensor(mask)}, policy)
+    ids = [row + QUESTION for row in padded]
+    whole = torch.tensor([row + [1] * len(QUESTION) for row in mask])
+    assert generated(model.hf, ids, cache, attention_mask=whole) == alone
+
+
+def test_a_model_that_was_not_attached_is(model: Model) -> None:
+    hf = build("llama")
+    set_arena(hf, Arena(16 << 20, superblock_bytes=4096))
+    assert not is_attached(hf)
+    with attach(hf):
+        expected = generated(hf, [CONTEXT], Cache(hf, "keydiff + 2x"))
+    assert not is_attached(hf)
+    assert generated(hf, [CONTEXT], Cache(hf, "keydiff + 2x")) == expected and is_attached(hf)
+
+
+def test_what_cannot_be_is_told(model: Model) -> None:
+    with pytest.raises(PolicyError, match="evicts by sentences while decoding"):
+        compress(model, CONTEXT, "sentence(keydiff) + 80tok")
+    with pytest.raises(InputError, match=r"token ids \[batch, tokens\]"):
+        compress(model, torch.zeros(1, 0, dtype=torch.long), "full")
+    with pytest.raises(InputError, match="padding must be on the left"):
+        compress(model, {"input_ids": [[1, 2]], "attention_mask": [[1, 0]]}, "full")
+    cache = compress(model, CONTEXT, "kvzip(chunk=64) + 3x")
+    with pytest.raises(InputError, match="has read 320 tokens"):
+        generated(model.hf, [CONTEXT[:50]], cache)
+    cache.reset()
+    with pytest.raises(PolicyError, match="replays the prompt"):
+        generated(model.hf, [CONTEXT], cache)
