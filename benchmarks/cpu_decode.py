@@ -28,8 +28,8 @@ from transformers import DynamicCache
 
 import kvfold
 from benchmarks.rows import append_row, facts, percentile
-from kvfold.compress.round import CompressionRound
-from kvfold.compress.view import NewSlots
+from kvfold.compression.round import CompressionRound
+from kvfold.compression.view import NewSlots
 from kvfold.engine.runner import Runner
 from kvfold.models.loader import Model
 from kvfold.pages.sequence import SequenceCache

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from kvfold.compress.round import CompressionRound
+from kvfold.compression.round import CompressionRound
 from kvfold.passes import prefill
 from kvfold.passes.prefill import PrefillPass
 from kvfold.policy.policy import Policy

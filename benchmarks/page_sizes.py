@@ -30,7 +30,7 @@ from benchmarks.cpu_decode import timed
 from benchmarks.rows import append_row, facts, percentile
 from kvfold.bench.docs_section import with_section
 from kvfold.bench.haystack import prose
-from kvfold.compress.round import CompressionRound
+from kvfold.compression.round import CompressionRound
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError, KvfoldError, SizeError
 from kvfold.models.loader import Model, load

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = ("policy", "score", "budget", "codec", "evicted", "pages", "attend", "compress", "passes", "engine", "store")
+PARTS = ("policy", "score", "budget", "codec", "evicted", "pages", "attend", "compression", "passes", "engine", "store")
 QUICK = "not slow and not model and not thorough"  # what `make test` runs, without downloads
-ABOVE = ("tests/compress", "tests/passes", "tests/pages", "tests/engine", "tests/test_session.py", "tests/store")
+ABOVE = ("tests/compression", "tests/passes", "tests/pages", "tests/engine", "tests/test_session.py", "tests/store")
 _BINARY = {
     ast.Add: ast.Sub,
     ast.Sub: ast.Add,

@@ -18,6 +18,7 @@ from kvfold.errors import KvfoldError, KvfoldWarning
 if TYPE_CHECKING:
     from kvfold import budget, codec, evicted, score
     from kvfold.batch import generate_batch as generate
+    from kvfold.drop_in import compress
     from kvfold.episodes import Episodes
     from kvfold.models.attach import attach
     from kvfold.models.cache import Cache
@@ -41,6 +42,7 @@ __all__ = [
     "attach",
     "budget",
     "codec",
+    "compress",
     "evicted",
     "generate",
     "load",
@@ -60,6 +62,7 @@ _SOURCES = {
     "attach": ("kvfold.models.attach", "attach"),
     "budget": ("kvfold.budget", None),
     "codec": ("kvfold.codec", None),
+    "compress": ("kvfold.drop_in", "compress"),
     "evicted": ("kvfold.evicted", None),
     "generate": ("kvfold.batch", "generate_batch"),
     "load": ("kvfold.models.loader", "load"),

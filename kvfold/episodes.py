@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from kvfold.compress.observe import forget_prompt
+from kvfold.compression.observe import forget_prompt
 from kvfold.engine.layer_major import Progress
 from kvfold.errors import InputError
 from kvfold.models.loader import Model

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvfold.drop_in import compress
+from kvfold import compress
 from kvfold.errors import InputError, PolicyError
 from kvfold.models.attach import attach, is_attached, set_arena
 from kvfold.models.cache import Cache

@@ -28,7 +28,7 @@ LEVELS = (
     ("models", "store"),
     ("stats",),
     ("passes",),
-    ("compress",),
+    ("compression",),
     ("attend",),
     ("pages",),
     ("score", "budget", "codec", "evicted", "triggers", "protect", "position", "token_pruning"),

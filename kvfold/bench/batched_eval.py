@@ -20,7 +20,7 @@ import torch
 
 from kvfold.bench.prompts import Prompt
 from kvfold.bench.record import TOO_SMALL, Mode
-from kvfold.compress.round import CompressionRound
+from kvfold.compression.round import CompressionRound
 from kvfold.engine.runner import Runner
 from kvfold.errors import SizeError
 from kvfold.pages.sequence import SequenceCache

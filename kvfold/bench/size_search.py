@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
-from kvfold.compress.round import CompressionRound
-from kvfold.compress.view import size_facts
+from kvfold.compression.round import CompressionRound
+from kvfold.compression.view import size_facts
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError, SizeError
 from kvfold.models.check import check_policy

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvfold.compress.observe import ObserverNeeds
-from kvfold.compress.seal import may_evict
+from kvfold.compression.observe import ObserverNeeds
+from kvfold.compression.seal import may_evict
 from kvfold.engine.runner import Runner
 from kvfold.engine.sampling import greedy_tokens
 from kvfold.engine.verify import commit_run

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvfold.compress.full_prompt import full_prompt_classes
+from kvfold.compression.full_prompt import full_prompt_classes
 from kvfold.engine.runner import Runner
 from kvfold.pages.layout import PageClass
 from kvfold.pages.sequence import SequenceCache

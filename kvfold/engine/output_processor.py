@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from kvfold.compress.observe import ObserverSnapshot
+from kvfold.compression.observe import ObserverSnapshot
 from kvfold.engine.detokenizer import Detokenizer
 from kvfold.engine.request import Request
 from kvfold.engine.sampling import Sampler

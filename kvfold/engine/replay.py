@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvfold.compress.full_prompt import FullPrompt
+from kvfold.compression.full_prompt import FullPrompt
 from kvfold.engine.self_study import study
 from kvfold.evicted.base import CalibrationTargets
 from kvfold.models.hidden_norms import hidden_norms

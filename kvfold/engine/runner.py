@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.compress.observe import ObserverNeeds, ObserverSnapshot, forget_prompt
-from kvfold.compress.seal import prepare_seals
+from kvfold.compression.observe import ObserverNeeds, ObserverSnapshot, forget_prompt
+from kvfold.compression.seal import prepare_seals
 from kvfold.core import HAS_TRITON, Compile, ModelSpec
 from kvfold.engine.chunked_prefill import default_chunk_len, passes
 from kvfold.engine.cuda_graphs import cuda_graphs_of

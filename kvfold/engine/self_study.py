@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvfold.compress.full_prompt import FullPrompt
+from kvfold.compression.full_prompt import FullPrompt
 from kvfold.evicted.base import CalibrationTargets
 from kvfold.models.pass_cache import Call, PassCache, Piece
 from kvfold.models.self_study_questions import question_ids

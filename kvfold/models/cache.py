@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache as HfCache
 
-from kvfold.compress.observe import ObserverSnapshot, forget_prompt
+from kvfold.compression.observe import ObserverSnapshot, forget_prompt
 from kvfold.core import ModelSpec
 from kvfold.errors import InputError, ModelError
 from kvfold.models.attach import arena_of, attach, is_attached, module_of, spec_of

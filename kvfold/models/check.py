@@ -103,11 +103,11 @@ def check_drop_in(policy: Policy) -> None:
         if stage.size is not None and needs.replay is not None:
             raise PolicyError(
                 f"{name}: {part} replays the prompt, and a transformers Cache does not run the model; use "
-                "kvfold.Session or kvfold.generate"
+                "kvfold.compress, kvfold.Session or kvfold.generate"
             )
     if policy.token_pruning.prunes:
         raise PolicyError(
-            f"{name} prunes tokens between layers, which a transformers Cache cannot do; use kvfold.Session, or remove "
+            f"{name} prunes tokens between layers, which a transformers Cache cannot do; use kvfold.compress, or remove "
             "that term"
         )
     if needs_sentences(policy):

@@ -50,7 +50,7 @@ class SequenceCache:
     sentences: Sentences = field(init=False, default_factory=Sentences)
     offloaded: OffloadedSlots | None = field(init=False)  # evicted slots on the host, if the policy recalls
     loading: AsyncLoad | None = field(init=False, default=None)  # a stored prefix whose layers are still being loaded
-    full_prompt_bytes: int = field(init=False, default=0)  # while a replay is awaited (compress/full_prompt.py)
+    full_prompt_bytes: int = field(init=False, default=0)  # while a replay is awaited (compression/full_prompt.py)
     is_torn: bool = field(init=False, default=False)  # a change of its pages has begun and not come to its end
     derived: dict[str, Any] = field(init=False, default_factory=dict)  # by captured steps; a fork has its own
     _lists: dict[int, PageList] = field(init=False, default_factory=dict)

@@ -22,8 +22,8 @@ from torch.nn import functional
 
 from kvfold.attend.lse_merge import LseMerge, attend, compute_dtype
 from kvfold.attend.paged import merge_paged
-from kvfold.compress.observe import ObserverNeeds, new_mass, observe_queries, stored_mass
-from kvfold.compress.seal import seal_all
+from kvfold.compression.observe import ObserverNeeds, new_mass, observe_queries, stored_mass
+from kvfold.compression.seal import seal_all
 from kvfold.pages.sequence import SequenceCache
 from kvfold.passes.context_window import warn_if_passing
 from kvfold.passes.cpu_batch import CpuBatch, Row, row_of

@@ -19,12 +19,12 @@ from torch import Tensor
 from kvfold.attend.lse_merge import LseMerge, attend, compute_dtype
 from kvfold.attend.paged import merge_paged
 from kvfold.codec.base import Side
-from kvfold.compress.full_prompt import FullPrompt
-from kvfold.compress.observe import ObserverNeeds, new_mass, observe_queries, stored_mass
-from kvfold.compress.round import CompressionRound, check_decode_size, finish_all
-from kvfold.compress.seal import seal
-from kvfold.compress.token_pruning import PrunedTokens
-from kvfold.compress.view import NewSlots
+from kvfold.compression.full_prompt import FullPrompt
+from kvfold.compression.observe import ObserverNeeds, new_mass, observe_queries, stored_mass
+from kvfold.compression.round import CompressionRound, check_decode_size, finish_all
+from kvfold.compression.seal import seal
+from kvfold.compression.token_pruning import PrunedTokens
+from kvfold.compression.view import NewSlots
 from kvfold.evicted.base import CalibrationTargets
 from kvfold.pages.observer_state import LayerObserverState
 from kvfold.pages.sequence import SequenceCache

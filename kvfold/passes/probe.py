@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvfold.attend.lse_merge import LseMerge
 from kvfold.attend.paged import KVPart, kv_parts, run_parts
-from kvfold.compress.full_prompt import FullPrompt
+from kvfold.compression.full_prompt import FullPrompt
 from kvfold.evicted.base import CalibrationTargets
 from kvfold.passes.prefill import LayerBuffer, merge_new
 

@@ -26,7 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kvfold.attend.lse_merge import LseMerge, compute_dtype
 from kvfold.attend.paged import KVPart
-from kvfold.compress.full_prompt import FullPrompt
+from kvfold.compression.full_prompt import FullPrompt
 from kvfold.evicted.base import CalibrationTargets
 from kvfold.pages.async_copy import upload
 from kvfold.passes.prefill import LayerBuffer

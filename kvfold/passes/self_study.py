@@ -10,7 +10,7 @@ from collections import defaultdict
 from torch import Tensor
 
 from kvfold.attend.lse_merge import compute_dtype
-from kvfold.compress.full_prompt import FullPrompt
+from kvfold.compression.full_prompt import FullPrompt
 from kvfold.evicted.base import CalibrationTargets
 from kvfold.passes.prefill import LayerBuffer
 from kvfold.passes.probe import Answers, ProbeAttention, grown, joined_targets

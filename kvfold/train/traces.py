@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvfold.compress.view import build_view
+from kvfold.compression.view import build_view
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError
 from kvfold.evicted.base import CalibrationTargets

@@ -10,7 +10,7 @@ from collections import defaultdict
 import pytest
 import torch
 
-from kvfold.compress.seal import seal
+from kvfold.compression.seal import seal
 from kvfold.pages.read import stored_slots
 from kvfold.pages.sequence import SequenceCache
 from kvfold.passes.decode import DecodePass

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from kvfold.compress import view as views
-from kvfold.compress.view import NewSlots
+from kvfold.compression import view as views
+from kvfold.compression.view import NewSlots
 from kvfold.models.loader import Model
 from kvfold.pages.observer_state import LayerObserverState
 from kvfold.score.base import Needs, View

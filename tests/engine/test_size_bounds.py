@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvfold.budget.heads import HeadProfile
-from kvfold.compress.view import size_facts
+from kvfold.compression.view import size_facts
 from kvfold.core import ModelSpec
 from kvfold.errors import KvfoldError, PolicyError, SizeError
 from kvfold.models.loader import Model

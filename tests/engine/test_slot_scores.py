@@ -9,8 +9,8 @@ import torch
 
 from kvfold.attend.lse_merge import LseMerge
 from kvfold.attend.paged import merge_paged
-from kvfold.compress import view as views
-from kvfold.compress.view import NewSlots
+from kvfold.compression import view as views
+from kvfold.compression.view import NewSlots
 from kvfold.models.loader import Model
 from kvfold.pages.observer_state import LayerObserverState
 from kvfold.score.base import Needs, View

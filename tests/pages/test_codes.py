@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvfold.compress.seal import seal
+from kvfold.compression.seal import seal
 from kvfold.errors import PolicyError
 from kvfold.pages.read import stored_slots
 from kvfold.pages.sequence import SequenceCache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvfold.compress.seal import seal
+from kvfold.compression.seal import seal
 from kvfold.errors import InputError
 from kvfold.pages.sequence import SequenceCache
 from tests.pages.tiny import fill, new_sequence, readable, step, tokens_of

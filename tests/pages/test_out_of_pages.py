@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvfold.compress.seal import seal
+from kvfold.compression.seal import seal
 from kvfold.errors import OutOfPages
 from kvfold.pages.arena import Arena, Span
 from kvfold.pages.layout import PageClass

@@ -17,8 +17,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvfold.compress.seal import seal
-from kvfold.compress.view import NewSlots
+from kvfold.compression.seal import seal
+from kvfold.compression.view import NewSlots
 from kvfold.core import ModelSpec
 from kvfold.errors import OutOfPages
 from kvfold.pages.arena import Arena

@@ -16,7 +16,7 @@ from kvfold.attend.kernels import ops
 from kvfold.attend.kernels.formats import CODECS, FLOATS
 from kvfold.codec.base import Codec, Field
 from kvfold.codec.centred import CentredCodec
-from kvfold.compress.observe import ObserverNeeds
+from kvfold.compression.observe import ObserverNeeds
 from kvfold.evicted.recall import recall_of
 from kvfold.pages.places import columns, slot_strides
 from kvfold.pages.sequence import SequenceCache

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from kvfold.attend.kernels.moments import can_sum, summed
-from kvfold.compress.observe import before_rope
+from kvfold.compression.observe import before_rope
 from kvfold.core import LayerSpec, Rope
 from kvfold.pages.observer_state import Moments
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from kvfold.compress.seal import seal
+from kvfold.compression.seal import seal
 from kvfold.pages import compaction as rewrite
 from kvfold.pages.arena import Arena
 from kvfold.pages.change import LayerChange

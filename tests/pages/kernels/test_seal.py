@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvfold.compress import seal as sealing
-from kvfold.compress.seal import prepare_seals, seal
+from kvfold.compression import seal as sealing
+from kvfold.compression.seal import prepare_seals, seal
 from kvfold.core import ModelSpec
 from kvfold.errors import OutOfPages
 from kvfold.pages.append import lacks_room

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvfold.attend.kernels.formats import LENGTH
-from kvfold.compress.seal import seal
+from kvfold.compression.seal import seal
 from kvfold.pages.append import reserve_ahead
 from kvfold.pages.arena import Arena
 from kvfold.pages.places import Ints

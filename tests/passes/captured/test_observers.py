@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from kvfold.compress.observe import ObserverSnapshot
+from kvfold.compression.observe import ObserverSnapshot
 from kvfold.engine.cuda_graphs import CudaGraphs
 from kvfold.engine.generate import generate
 from kvfold.engine.request import Request

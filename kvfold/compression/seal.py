@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvfold.attend.lse_merge import compute_dtype
-from kvfold.compress.round import CompressionRound, decode_target
-from kvfold.compress.view import NewSlots
+from kvfold.compression.round import CompressionRound, decode_target
+from kvfold.compression.view import NewSlots
 from kvfold.errors import OutOfPages
 from kvfold.pages.append import lacks_room, num_ahead
 from kvfold.pages.kernels.batch_seal import can_seal, expect_seal, reserve_pages_ahead, seal_blocks

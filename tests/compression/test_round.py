@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvfold.compress.round import CompressionRound
-from kvfold.compress.view import NewSlots
+from kvfold.compression.round import CompressionRound
+from kvfold.compression.view import NewSlots
 from kvfold.core import ModelSpec
 from kvfold.errors import SizeError
 from kvfold.evicted import Merge, Split

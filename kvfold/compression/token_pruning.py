@@ -12,8 +12,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from kvfold.compress.round import protected
-from kvfold.compress.view import NewSlots, build_view
+from kvfold.compression.round import protected
+from kvfold.compression.view import NewSlots, build_view
 from kvfold.pages.sequence import SequenceCache
 from kvfold.score.base import View
 from kvfold.token_pruning import at_new_tokens, kept_tokens

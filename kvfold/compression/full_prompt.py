@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvfold.codec.native import Native
-from kvfold.compress.view import NewSlots
+from kvfold.compression.view import NewSlots
 from kvfold.errors import OutOfPages
 from kvfold.pages.layer import LayerPages
 from kvfold.pages.layout import PageClass

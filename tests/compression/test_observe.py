@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvfold.compress.view import NewSlots, build_view
+from kvfold.compression.view import NewSlots, build_view
 from kvfold.score.base import Needs, View
 from tests.attend.reference import part, rotated
 from tests.pages.tiny import decode, new_sequence, prefill, random_layers, rope, tiny_spec

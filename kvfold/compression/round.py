@@ -19,10 +19,10 @@ from torch import Tensor
 from kvfold.budget.bounds import Budget
 from kvfold.budget.costs import within_cost
 from kvfold.budget.scores import Scores
-from kvfold.compress.offload import HeadSlots, evicted_slots, offload
-from kvfold.compress.refit import refitted
-from kvfold.compress.selection import PendingSelection, RoundLayer, Selection
-from kvfold.compress.view import NewSlots, build_view, size_facts, slot_costs, slots_cost
+from kvfold.compression.offload import HeadSlots, evicted_slots, offload
+from kvfold.compression.refit import refitted
+from kvfold.compression.selection import PendingSelection, RoundLayer, Selection
+from kvfold.compression.view import NewSlots, build_view, size_facts, slot_costs, slots_cost
 from kvfold.evicted.calibration_targets import targets_of
 from kvfold.pages.change import LayerChange
 from kvfold.pages.compaction import PageRewrite
