@@ -113,5 +113,5 @@ def check_drop_in(policy: Policy) -> None:
     if needs_sentences(policy):
         raise PolicyError(
             f"{name} needs token ids to find sentences, and a transformers Cache never receives them; use "
-            "kvfold.Session or kvfold.generate, or chunk(...)"
+            "kvfold.compress, kvfold.Session or kvfold.generate, or chunk(...)"
         )
