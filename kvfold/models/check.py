@@ -107,8 +107,8 @@ def check_drop_in(policy: Policy) -> None:
             )
     if policy.token_pruning.prunes:
         raise PolicyError(
-            f"{name} prunes tokens between layers, which a transformers Cache cannot do; use kvfold.compress, or remove "
-            "that term"
+            f"{name} prunes tokens between layers, which a transformers Cache cannot do; use kvfold.compress, or "
+            "remove that term"
         )
     if needs_sentences(policy):
         raise PolicyError(
