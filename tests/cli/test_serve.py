@@ -42,8 +42,8 @@ def test_options_become_settings(tmp_path: Path) -> None:
         (["--store-form", "zip"], 'no form "zip"; forms: exact, packed, cachegen'),
         (["--store-form", "cachegen"], "cachegen is lossy"),
         (["--store-secret", "nowhere"], "the secret in nowhere cannot be read"),
-        (["--redis", "redis://localhost"], "warning: whoever can write to this Redis server decides what"),
-        (["--keys", "nowhere"], "the keys in nowhere cannot be read"),
+        (["--redis", "redis://localhost"], "warning: anyone who can write to this Redis server can forge"),
+        (["--keys", "nowhere"], "the API keys in nowhere cannot be read"),
         (["--policy", "snapkv + int3"], "int3"),
     ],
 )

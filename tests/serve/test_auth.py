@@ -28,7 +28,7 @@ def test_a_file_names_keys_and_tenants(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("alone\n", "line 1 of .* must hold a new key and its tenant"),
+        ("alone\n", "line 1 of .* must hold a new key, a space and its tenant"),
         ("a x\na y\n", "line 2 of .* must hold a new key"),
         ("# nothing\n", "holds no keys"),
         ("x" * (1 << 21), "longer than"),

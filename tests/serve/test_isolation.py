@@ -69,7 +69,7 @@ def test_load_and_counters_need_a_key(server: Running) -> None:
 
 
 def test_a_failure_is_told_without_a_key(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server.service.scheduler, "_state", "failed")
+    monkeypatch.setattr(server.service.scheduler._supervisor, "_state", "failed")
     status, text, _ = get(server, "/health")
     assert (status, json.loads(text)) == (503, {"status": "failed"})
     assert get(server, "/ready")[0] == 503

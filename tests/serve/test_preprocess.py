@@ -80,12 +80,12 @@ def test_lines_are_bounded_for_a_tenant_and_for_all() -> None:
     async def crowd(preprocessor: Preprocessor) -> None:
         mine = [asyncio.create_task(preprocessor.run("a", 1, gate.wait)) for _ in range(4)]
         await asyncio.sleep(0)
-        with pytest.raises(ApiError, match="4 requests of yours") as caught:
+        with pytest.raises(ApiError, match="4 requests of this tenant") as caught:
             await preprocessor.run("a", 1, gate.wait)
         assert (caught.value.status, caught.value.retry_after_s) == (429, 1)
         others = [asyncio.create_task(preprocessor.run("b", 1, gate.wait))]
         await asyncio.sleep(0)
-        with pytest.raises(ApiError, match="3 requests wait") as caught:
+        with pytest.raises(ApiError, match="3 requests are queued") as caught:
             await preprocessor.run("c", LARGE, gate.wait)
         assert caught.value.status == 529
         gate.set()
