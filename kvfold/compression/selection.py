@@ -82,7 +82,7 @@ class Selection:
 
     def _folded(self, keep_N: Tensor, index_N: Tensor, evicted: Evicted) -> tuple[Tensor, Tensor]:
         change = self.change
-        if not evicted.changes:
+        if not evicted.folds:
             return change.k_ND[index_N], change.v_ND[index_N]
         columns = (change.k_ND, change.v_ND, change.position_N, keep_N)
         heads = zip(*(column.split(change.counts) for column in columns), strict=True)

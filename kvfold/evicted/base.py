@@ -72,9 +72,9 @@ class Refit(NamedTuple):
 class Evicted(Term, ABC):
     """Only slots that are not sealed yet can be changed: codes never are."""
 
-    changes: ClassVar[bool] = True  # False: `fold` is the identity and need not be called
+    folds: ClassVar[bool] = True  # False: `fold` is the identity and need not be called
     offloads: ClassVar[bool] = False  # True: evicted slots are offloaded to the host, and reads recall them
-    biased: ClassVar[bool] = False  # True: slots have log-biases, and `refit` is called once the selection is final
+    has_bias: ClassVar[bool] = False  # True: slots have log-biases, and `refit` is called once the selection is final
 
     @property
     def needs(self) -> Needs:

@@ -16,7 +16,7 @@ from kvfold.policy.registry import register
 class Drop(Evicted):
     """Evicted slots are gone; the kept ones stay as they are."""
 
-    changes: ClassVar[bool] = False
+    folds: ClassVar[bool] = False
 
     def fold(self, split: Split) -> tuple[Tensor, Tensor]:
         return split.k_ND[split.keep_N], split.v_ND[split.keep_N]

@@ -65,8 +65,8 @@ class Fit(Evicted):
     limit: float = 3.0  # of a bias, either way
     keys: Literal["score"] = "score"
 
-    changes: ClassVar[bool] = False
-    biased: ClassVar[bool] = True
+    folds: ClassVar[bool] = False
+    has_bias: ClassVar[bool] = True
 
     def validate(self) -> str | None:
         if self.tokens < 1:

@@ -48,7 +48,7 @@ class Recall(Evicted):
     page: int = 16
     unit: Literal["page", "sentence"] = "page"
 
-    changes: ClassVar[bool] = False
+    folds: ClassVar[bool] = False
     offloads: ClassVar[bool] = True
 
     def validate(self) -> str | None:

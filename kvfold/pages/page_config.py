@@ -55,7 +55,7 @@ def _page_class(spec: ModelSpec, policy: Policy, config: PageConfig, index: int,
         spec.kv_dtype,
         -(-config.page_size // group) * group,
         reader=policy.attend.at(index),
-        has_bias=policy.prefill.evicted.biased,
+        has_bias=policy.prefill.evicted.has_bias,
         k_width=widths.get("k"),
         v_width=widths.get("v"),
     )
@@ -66,7 +66,7 @@ def num_fp_sinks(policy: Policy, spec: ModelSpec) -> int:
     biases, if keys are rotated when read, or if decoding adds up attention mass."""
     wanted = max((codec_fp_sinks(policy, spec, layer) for layer in spec.compressible_layers), default=0)
     observes_mass = policy.decode.evicts and policy.decode.score.needs.mass
-    if policy.prefill.evicted.biased or policy.position.shifts or observes_mass:
+    if policy.prefill.evicted.has_bias or policy.position.shifts or observes_mass:
         return 0
     return min([wanted, *(stage.protect.sinks for _, stage in policy.stages() if stage.evicts)])
 

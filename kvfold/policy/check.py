@@ -111,13 +111,13 @@ def _check_fit(policy: PolicyParts) -> None:
     """Fitting needs queries of a whole prompt, and readers that add biases."""
     prefill, decode = policy.prefill, policy.decode
     fits = f"{_name(prefill.evicted)} calibrates kept slots on the queries of a whole prompt"
-    if decode.evicted.biased and decode.may_evict:
+    if decode.evicted.has_bias and decode.may_evict:
         name = _name(decode.evicted)
         raise PolicyError(
             f"{name} calibrates kept slots on the queries of a prompt, and there is none while decoding; write "
             f"prefill(... + {name}), alone or with decode(...), which then drops or merges"
         )
-    if not prefill.evicted.biased or not prefill.evicts:
+    if not prefill.evicted.has_bias or not prefill.evicts:
         return
     if prefill.when.chunk_len is not None:
         raise PolicyError(f"{fits}, which is not there yet between_chunks; use after_prefill")

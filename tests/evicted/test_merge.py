@@ -51,12 +51,12 @@ def test_every_way_keeps_the_kept_slots_in_order(way: Evicted, keep: list[int], 
     k_KD, v_KD = way.fold(split)
     assert k_KD.equal(split.k_ND[keep]) or (isinstance(way, D2o) and 0 < len(keep) < 6)
     assert (v_KD.dtype, v_KD.shape) == (dtype, k_KD.shape)
-    if not way.changes or len(keep) == 6:
+    if not way.folds or len(keep) == 6:
         assert v_KD.equal(split.v_ND[keep])
 
 
 def test_drop_says_that_it_changes_nothing() -> None:
-    assert (Drop.changes, Merge.changes) == (False, True)
+    assert (Drop.folds, Merge.folds) == (False, True)
 
 
 @settings(max_examples=60, deadline=None)
