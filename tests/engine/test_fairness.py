@@ -146,7 +146,7 @@ def test_a_prompt_that_ends_in_the_middle_leaves_nothing(model: Model, parts: Pa
             "cancelled": partial(scheduler.cancel, one),
             "late": partial(now.__setitem__, 0, 5.0),
             "failed": fail,
-            "closed": partial(setattr, scheduler, "_is_closed", True),
+            "closed": partial(setattr, scheduler._supervisor, "is_closed", True),
         }
         parts.at[parts.num + 2 * model.spec.num_layers + 8] = acts[how]
         scheduler.submit(one)
