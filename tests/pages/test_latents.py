@@ -125,7 +125,8 @@ def test_a_file_and_a_fork_give_the_same_slots(file: Path) -> None:
     for other in (again, sequence.fork()):
         for i in range(SPEC.num_layers):
             mine, theirs = stored_slots(other, i, torch.float32), stored_slots(sequence, i, torch.float32)
-            assert all(map(torch.equal, mine.k + mine.v, theirs.k + theirs.v))
+            for x_SD, y_SD in zip(mine.k + mine.v, theirs.k + theirs.v, strict=True):
+                torch.testing.assert_close(x_SD, y_SD, rtol=1e-6, atol=1e-6)  # products round by the slots of a run
 
 
 def test_bytes_are_those_of_the_latents(file: Path) -> None:
