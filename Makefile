@@ -1,4 +1,4 @@
-# make demo | test | lint | fuzz: on a machine with Python 3.11 or newer (with venv) and nothing else.
+# make demo | test | test-all | lint | fuzz: on a machine with Python 3.11 or newer (with venv) and nothing else.
 # The first call builds .venv from the pinned packages of requirements.txt; later ones start at once.
 
 PYTHON ?= python3
@@ -10,14 +10,18 @@ READY := $(VENV)/.ready
 SEED ?= 0
 COUNT ?= 50000
 
-.PHONY: demo test lint fuzz clean
+.PHONY: demo test test-all lint fuzz clean
 
 demo: $(READY)
 	@$(BIN)/kvfold demo
 
 # One thread per worker: two pools of threads on two cores are slower than either.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" -n $(JOBS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow and not thorough" -n $(JOBS) --durations=30
+
+# The rest of the large matrices.
+test-all: test
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "thorough and not slow" -n $(JOBS) --durations=30
 
 # Damaged and valid requests to a server of its own; a request that fails is printed with what sends it again.
 fuzz: $(READY)
