@@ -1,6 +1,6 @@
 """Do the tests notice a wrong formula? Change operators, comparisons and constants at random places, one at a time.
 
-    python dev/mutate.py [--count 20] [--seed 0] [--jobs 2] [--timeout-s 600] [--part compress --part codec …]
+    python dev/mutate.py [--count 20] [--seed 0] [--jobs 2] [--timeout-s 600] [--part pages --part codec …]
 
 A mutant swaps one arithmetic or comparison operator, or moves one number, in a copy of the package; the tests of the
 same folder run on it first, then those of the folders above that use it. A mutant that no test fails on has survived;
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -142,7 +142,8 @@ def main() -> None:
     mutants = draw(args.count, args.seed, tuple(args.part or PARTS))
     num_survived = 0
     with ThreadPoolExecutor(args.jobs) as pool:
-        for mutant, end in pool.map(lambda one: survives(one, args.timeout_s), mutants):
+        for done in as_completed([pool.submit(survives, one, args.timeout_s) for one in mutants]):
+            mutant, end = done.result()
             num_survived += end == "survived"
             print(f"{mutant.path}:{mutant.line}  {mutant.before}  ->  {mutant.after}\n    {end}", flush=True)
     print(f"{len(mutants) - num_survived} of {len(mutants)} killed")

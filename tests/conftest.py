@@ -16,8 +16,14 @@ if not torch.cuda.is_available():  # kernels run in triton's interpreter; it is 
 
 from kvfold.models.loader import Model
 from tests.real import load
+from tests.speeds import mark_thorough
 from tests.store.servers import RedisServer
 from tests.tiny import ready
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_thorough(items)
 
 
 @cache

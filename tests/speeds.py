@@ -1,17 +1,244 @@
-"""Two speeds: `make test` runs the first cases of a large matrix, `make test-all` all of them."""
+"""Two speeds: `make test` runs some cases of long tests, `make test-all` all of them.
+
+Of a test in this table so many cases run in `make test`, evenly spread over its parameters; the others are marked
+`thorough`. All cases of tests that are not in the table run in both. The table was made from `--durations=0`: tests
+that take more than about five seconds in all are cut to three or four.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
 import pytest
 
-thorough = pytest.mark.thorough
+QUICK: dict[str, dict[str, int]] = {
+    "tests/attend/kernels/test_hadamard_query.py": {
+        "test_queries_are_those_of_the_codec": 7,
+    },
+    "tests/attend/kernels/test_kernels.py": {
+        "test_every_codec": 1,
+        "test_merged_rows": 1,
+        "test_slots_of_others_at_the_front_are_skipped": 1,
+    },
+    "tests/attend/kernels/test_moments.py": {
+        "test_a_large_mean_leaves_the_covariance_alone": 1,
+        "test_sums_equal_plain_operations": 1,
+    },
+    "tests/attend/test_mass.py": {
+        "test_mass_is_the_column_sum": 1,
+    },
+    "tests/attend/test_quest.py": {
+        "test_a_fork_reads_as_a_sequence_that_was_not_forked": 2,
+        "test_summaries_follow_eviction_forks_and_files": 1,
+    },
+    "tests/attend/test_slot_positions.py": {
+        "test_random_gaps": 4,
+    },
+    "tests/bench/test_byte_matching.py": {
+        "test_bytes_fit_the_budget_and_fill_it_but_for_a_page_per_head": 3,
+    },
+    "tests/bench/test_results_page.py": {
+        "test_the_page_is_what_the_kept_runs_give": 0,
+    },
+    "tests/bench/test_shards.py": {
+        "test_a_limit_leaves_no_process_and_says_how_to_go_on": 0,
+        "test_a_process_that_fails_ends_all_and_is_heard": 0,
+        "test_a_run_that_is_terminated_leaves_no_process": 0,
+        "test_shards_give_the_rows_of_one_process": 0,
+    },
+    "tests/bench/test_stream_script.py": {
+        "test_shards_table_keep_page_plot": 0,
+    },
+    "tests/bench/test_suite.py": {
+        "test_a_run_goes_on_where_it_stopped": 0,
+        "test_every_cell_has_a_row": 0,
+        "test_shards_make_up_the_run_row_by_row": 0,
+    },
+    "tests/bench/workloads/test_contract.py": {
+        "test_a_perfect_reply_scores_one_and_nothing_scores_by_itself": 24,
+        "test_prompts_have_the_wanted_length": 15,
+        "test_samples_depend_on_seed_task_and_index_alone": 6,
+    },
+    "tests/bench/workloads/test_rag.py": {
+        "test_needed_paragraphs_stay_whatever_the_length": 1,
+    },
+    "tests/bench/workloads/test_retrieval.py": {
+        "test_depths_spread_evenly": 2,
+    },
+    "tests/bench/workloads/test_ruler.py": {
+        "test_questions_come_once_each_and_not_the_impossible_ones": 0,
+    },
+    "tests/budget/test_contract.py": {
+        "test_counts_lie_between_protected_and_existing": 2,
+        "test_the_total_is_the_budget_as_far_as_slots_allow": 1,
+    },
+    "tests/budget/test_field.py": {
+        "test_earlier_layers_only_shrink": 2,
+    },
+    "tests/cli/test_bench.py": {
+        "test_table_report_and_going_on_after_a_kill": 0,
+    },
+    "tests/cli/test_demo.py": {
+        "test_a_random_model_is_shown_to_fail": 0,
+    },
+    "tests/cli/test_main.py": {
+        "test_a_closed_pipe_is_quiet": 1,
+    },
+    "tests/codec/test_minicache.py": {
+        "test_pages_hold_merged_layers": 1,
+    },
+    "tests/engine/test_budget_matrix.py": {
+        "test_every_score_spends_its_size": 3,
+    },
+    "tests/engine/test_bytes.py": {
+        "test_sizes_in_bytes_hold_what_is_observed_too": 3,
+        "test_the_reported_peak_is_enough_and_least": 3,
+    },
+    "tests/engine/test_consecutive_queries.py": {
+        "test_drafts_leave_no_queries_behind": 2,
+        "test_short_turns_of_a_conversation": 3,
+    },
+    "tests/engine/test_equivalence.py": {
+        "test_between_chunks_holds_its_bound": 4,
+        "test_layer_major_is_one_shot": 4,
+        "test_layer_major_is_one_shot_for_every_budget": 3,
+        "test_prefix_hit_is_bitwise_the_cold_run": 7,
+    },
+    "tests/engine/test_fairness.py": {
+        "test_a_prompt_that_ends_in_the_middle_leaves_nothing": 2,
+        "test_replies_step_between_the_layers_of_a_prompt": 1,
+    },
+    "tests/engine/test_faults.py": {
+        "test_an_exception_at_any_call_fails_one_job_at_most": 0,
+        "test_an_exception_on_the_way_to_the_host_or_back_fails_one_job_at_most": 0,
+    },
+    "tests/engine/test_generate.py": {
+        "test_stop_text_was_never_generated": 4,
+    },
+    "tests/engine/test_identity.py": {
+        "test_any_chunk_length": 5,
+        "test_ragged_batch": 3,
+    },
+    "tests/engine/test_replay.py": {
+        "test_maxima_are_those_of_whole_maps": 5,
+    },
+    "tests/engine/test_resumable.py": {
+        "test_a_pass_that_is_abandoned_anywhere_leaves_its_sequence_as_it_was": 2,
+        "test_two_passes_and_a_reply_take_turns": 3,
+    },
+    "tests/engine/test_scheduler.py": {
+        "test_replies_are_those_of_single_runs": 1,
+    },
+    "tests/engine/test_size_bounds.py": {
+        "test_layers_whose_slots_differ_in_bytes": 2,
+        "test_no_size_is_exceeded": 1,
+    },
+    "tests/engine/test_slot_scores.py": {
+        "test_scores_see_the_distances_that_attention_sees": 4,
+    },
+    "tests/engine/test_speculate.py": {
+        "test_a_limit_inside_a_draft": 4,
+        "test_a_stop_string_inside_a_draft": 3,
+        "test_greedy_is_the_same_function": 3,
+    },
+    "tests/evicted/test_recall.py": {
+        "test_no_score_loses_a_token": 7,
+    },
+    "tests/models/pull/test_pull.py": {
+        "test_a_folder_that_is_not_whole_is_made_anew": 1,
+        "test_a_killed_pull_is_taken_up_again": 1,
+    },
+    "tests/models/test_cache.py": {
+        "test_second_generate_continues": 10,
+    },
+    "tests/models/test_fused_layers.py": {
+        "test_the_model_says_the_same": 1,
+    },
+    "tests/pages/kernels/test_compact_write.py": {
+        "test_one_launch_writes_what_plain_operations_write": 3,
+    },
+    "tests/pages/kernels/test_seal.py": {
+        "test_one_launch_writes_what_the_plain_seal_writes": 4,
+    },
+    "tests/pages/test_codes.py": {
+        "test_codes_never_change": 3,
+    },
+    "tests/pages/test_out_of_pages.py": {
+        "test_a_batch_is_read_as_a_whole_or_not_at_all": 76,
+    },
+    "tests/passes/captured/test_step.py": {
+        "test_steps_agree_with_the_plain_pass_across_seals": 3,
+    },
+    "tests/policy/test_fingerprint.py": {
+        "test_same_in_every_process": 1,
+    },
+    "tests/serve/test_ending.py": {
+        "test_one_that_is_idle_ends_with_0": 1,
+    },
+    "tests/serve/test_refusals.py": {
+        "test_a_bad_entry_that_cannot_be_deleted_is_a_miss_and_others_are_served": 1,
+    },
+    "tests/serve/test_same_reply.py": {
+        "test_a_conversation_with_a_moving_marker_hits_and_replies_as_cold": 2,
+    },
+    "tests/serve/test_slow_clients.py": {
+        "test_a_late_request_is_answered_while_the_scheduler_is_stuck": 1,
+    },
+    "tests/store/test_faults.py": {
+        "test_truncated_files_are_a_miss": 4,
+    },
+    "tests/store/test_prefixes.py": {
+        "test_a_snapshot_is_the_sequence_that_was_saved": 3,
+    },
+    "tests/store/test_real_store.py": {
+        "test_every_tier_gives_the_same_tokens": 1,
+    },
+    "tests/store/test_refusals.py": {
+        "test_a_bad_entry_that_redis_keeps_is_a_miss": 4,
+    },
+    "tests/store/tiers/test_disk.py": {
+        "test_a_kill_loses_at_most_the_entry_being_written": 0,
+    },
+    "tests/test_plugins.py": {
+        "test_a_file_and_a_module_of_the_user_add_terms": 0,
+        "test_what_the_user_names_is_refused_in_one_line": 0,
+    },
+    "tests/test_real_lookup.py": {
+        "test_greedy_tokens_are_the_same": 1,
+    },
+    "tests/test_real_models.py": {
+        "test_bytes_after_a_prompt_of_4000_tokens": 0,
+    },
+    "tests/test_real_reads.py": {
+        "test_pages_chosen_by_channels_answer_as_everything_does": 0,
+    },
+    "tests/test_real_replay.py": {
+        "test_a_needle_is_kept_without_the_question": 0,
+    },
+    "tests/test_session.py": {
+        "test_asking_between_extends_leaves_one_piece": 3,
+        "test_interrupted_extend_leaves_the_session_unchanged": 3,
+    },
+    "tests/test_session_io.py": {
+        "test_headers_and_tensors_that_do_not_fit": 5,
+        "test_round_trip_goes_on_token_for_token": 2,
+    },
+}
 
 
-def first(count: int, cases: Iterable[Any]) -> list[Any]:
-    """The cases, those behind the first `count` marked `thorough`; a tuple is one case of several arguments."""
-    found = list(cases)
-    rest = [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=thorough) for case in found[count:]]
-    return [*found[:count], *rest]
+def _key(item: pytest.Item) -> tuple[str, str]:
+    file, _, name = item.nodeid.partition("::")
+    return file, name.partition("[")[0]
+
+
+def mark_thorough(items: Iterable[pytest.Item]) -> None:
+    """Mark the cases that only `make test-all` runs."""
+    found = list(items)
+    total, seen = Counter(map(_key, found)), Counter[tuple[str, str]]()
+    for item in found:
+        file, name = key = _key(item)
+        number, seen[key] = seen[key], seen[key] + 1
+        quick = QUICK.get(file, {}).get(name)
+        if quick is not None and number * quick % total[key] >= quick:
+            item.add_marker(pytest.mark.thorough)

@@ -229,20 +229,20 @@ def test_a_fork_reads_as_a_sequence_that_was_not_forked(policy: str, reader: str
     also when it is forked again and again, and when the branch has gone."""
     if codec == "kivi4" and policy != "full":
         pytest.skip("kivi4 shares scales between slots: none can be evicted alone")
-    layers = random_layers(SPEC, 180)
+    layers = random_layers(SPEC, 140)
     expression = f"{policy} + {reader} + {codec}"
     plain, forked = new_sequence(expression, SPEC), new_sequence(expression, SPEC)
     for sequence in (plain, forked):
         prefill(sequence, part(layers, 0, 101))
     branches: list[SequenceCache] = []
-    for at in range(101, 171):
+    for at in range(101, 136):
         expected = decode(plain, layers, at)
         for sequence in (forked, *branches):
             for found, wanted in zip(decode(sequence, layers, at), expected, strict=True):
                 torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
-        if at in (103, 118, 141):
+        if at in (103, 110, 121):
             branches.append(forked.fork())
-        if at == 150:
+        if at == 126:
             branches.pop(0).release()
     shapes = [[len(pages) for pages in pages_of(plain, 1, head)] for head in range(3)]
     assert all([[len(pages) for pages in pages_of(one, 1, head)] for head in range(3)] == shapes for one in branches)
