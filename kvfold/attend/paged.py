@@ -23,7 +23,7 @@ from kvfold.attend.lse_merge import LseMerge, attend
 from kvfold.attend.offloaded import merge_offloaded
 from kvfold.attend.topk import TopkSlots, select_topk
 from kvfold.core import Rope
-from kvfold.pages.decode import decode_run, restored_run
+from kvfold.pages.dequantize import decode_run, restored_run
 from kvfold.pages.extent import Run
 from kvfold.pages.fp_sinks import layer_fp_sinks
 from kvfold.pages.layer import LayerPages

@@ -152,7 +152,7 @@ def build_view(sequence: SequenceCache, index: int, new: NewSlots, needs: Needs)
     )
     if sequence.page_class(index).has_bias:
         view.bias_RS = _joined(stored.bias, torch.zeros(new.k_HTD.shape[:2], device=device))
-    _observe(view, sequence.observed.layers[index], new, needs)
+    _fill_observations(view, sequence.observed.layers[index], new, needs)
     if needs.sentence_len:
         view.sentence_RS = sequence.sentences.numbers(view.position_RS, needs.sentence_len)
     if needs.predictor is not None:
@@ -179,7 +179,8 @@ def _joined(stored: Sequence[Tensor], new: Tensor) -> Tensor:
     return pad_sequence([torch.cat(parts) for parts in zip(stored, new, strict=True)], batch_first=True)
 
 
-def _observe(view: View, state: LayerObserverState, new: NewSlots, needs: Needs) -> None:
+def _fill_observations(view: View, state: LayerObserverState, new: NewSlots, needs: Needs) -> None:
+    """What the scorer asks for: the observation window of SnapKV and others (last queries), attention mass, moments."""
     shape = (view.num_heads, view.spec.group)
     if needs.last_queries:
         assert state.last_q_QWD is not None

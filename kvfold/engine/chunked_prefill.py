@@ -1,4 +1,4 @@
-"""Chunked prefill: prompts are cut into passes over the model, and each pass into the pieces a layer runs at a time.
+"""Chunks of a chunked prefill: a prompt is cut into passes, and each pass into the pieces a layer runs at a time.
 
 Chunk borders are absolute multiples of the chunk length, so a continued sequence runs the same shapes as one prefilled
 at once.

@@ -1,4 +1,4 @@
-"""Chunked prefill between decode steps: which prompt runs its next chunk, and when decoding has a turn again.
+"""The scheduler's chunked prefill: which prompt runs its next chunk, and when decoding has a turn again.
 
 Tenants share prefill time equally (fair_queue.py). A prompt that is not done pauses between two layers until its next
 turn, and one that runs out of pages waits for pages of decoding tasks.

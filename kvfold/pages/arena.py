@@ -161,7 +161,7 @@ class Span:
     def num_free_pages(self) -> int:
         return sum(length for _, length in self._free)
 
-    def take(self, num_pages: int) -> tuple[int, int] | None:
+    def allocate_pages(self, num_pages: int) -> tuple[int, int] | None:
         """(first page, how many): the first run of num_pages, or the longest there is; None when full."""
         if not self._free:
             return None
@@ -173,7 +173,7 @@ class Span:
             insort(self._free, (run[0] + taken, run[1] - taken))
         return run[0], taken
 
-    def give(self, first: int, num_pages: int) -> None:
+    def free_pages(self, first: int, num_pages: int) -> None:
         """Return pages to this span."""
         insort(self._free, (first, num_pages))
         joined: list[tuple[int, int]] = []

@@ -21,7 +21,7 @@ from kvfold.codec.base import Side
 from kvfold.errors import PolicyError
 from kvfold.pages.async_copy import upload
 from kvfold.pages.change import LayerChange
-from kvfold.pages.decode import latest_below
+from kvfold.pages.dequantize import latest_below
 from kvfold.pages.fp_sinks import copy_fp_sinks
 from kvfold.pages.kernels.compact_write import can_write, write_new
 from kvfold.pages.layer import LayerPages

@@ -135,7 +135,7 @@ class LayerPages:
         """Codes of flat slots, head after head (counts per head); groups are filled by repeating a head's last slot.
         Without biases, slots that have one get 0.
 
-        `below`: the same slots of the layer below, for a codec that needs them (pages/decode.py).
+        `below`: the same slots of the layer below, for a codec that needs them (pages/dequantize.py).
         """
         group, device = self.page_class.group, k_ND.device
         below = below or {}
@@ -220,7 +220,7 @@ class LayerPages:
                 kept = min(extent.num_pages, used + spare)
                 spare -= kept - used
                 if kept < extent.num_pages:
-                    extent.span.give(extent.first + kept, extent.num_pages - kept)
+                    extent.span.free_pages(extent.first + kept, extent.num_pages - kept)
                     extent.num_pages = kept
             self.extents[head] = [extent for extent in extents if extent.num_pages]
         self.touch()

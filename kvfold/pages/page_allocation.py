@@ -21,7 +21,7 @@ from kvfold.pages.arena import Span
 from kvfold.pages.layer import LayerPages, add_pages
 from kvfold.pages.layout import PageClass
 from kvfold.pages.places import Ints, Places, SegmentTable, heads_of, is_first, span_address
-from kvfold.pages.segment import Segment, free_runs
+from kvfold.pages.segment import Segment, take_free_runs
 
 
 class _Pieces(NamedTuple):
@@ -74,7 +74,7 @@ def allocate_pages(tail: Segment, table: SegmentTable, pages_X: Ints) -> None:
     for page_class, count in wanted.items():
         if count:
             row_X = rows[page_class][pages_X[rows[page_class]] > 0]
-            pieces = _cut(list(free_runs(tail.spans[page_class], count)), row_X, pages_X[row_X])
+            pieces = _cut(list(take_free_runs(tail.spans[page_class], count)), row_X, pages_X[row_X])
             table = _extended(table, pieces, page_class)
             defer_extents(tail, table, pieces)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.pages.decode import restored_run
+from kvfold.pages.dequantize import restored_run
 from kvfold.pages.fp_sinks import layer_fp_sinks
 from kvfold.pages.layer import LayerPages
 from kvfold.pages.sequence import SequenceCache

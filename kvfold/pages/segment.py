@@ -204,7 +204,7 @@ class Segment:
 
 def _assign_pages(spans: Sequence[Span], heads: Sequence[tuple[LayerPages, int, int]]) -> None:
     """(layer, head, pages it wants): heads that follow one another get adjacent pages, where there are enough."""
-    runs = free_runs(spans, sum(num_pages for _, _, num_pages in heads))
+    runs = take_free_runs(spans, sum(num_pages for _, _, num_pages in heads))
     span, first, left = next(runs)
     for layer, head, num_pages in heads:
         while num_pages:
@@ -215,10 +215,10 @@ def _assign_pages(spans: Sequence[Span], heads: Sequence[tuple[LayerPages, int, 
             first, left, num_pages = first + taken, left - taken, num_pages - taken
 
 
-def free_runs(spans: Sequence[Span], num_pages: int) -> Iterator[tuple[Span, int, int]]:
+def take_free_runs(spans: Sequence[Span], num_pages: int) -> Iterator[tuple[Span, int, int]]:
     """(span, first page, how many) of runs taken for so many pages in all; from the newest span first: it may have
     just been allocated for them."""
     for span in reversed(spans):
-        while num_pages and (run := span.take(num_pages)):
+        while num_pages and (run := span.allocate_pages(num_pages)):
             yield span, *run
             num_pages -= run[1]

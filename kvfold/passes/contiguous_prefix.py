@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvfold.codec.base import Side
-from kvfold.pages.decode import decode_run
+from kvfold.pages.dequantize import decode_run
 from kvfold.pages.sequence import SequenceCache
 
 

@@ -1,8 +1,8 @@
-"""Prefill, whole or chunked: new tokens of a batch attend to the KV cache and to themselves, layer by layer.
+"""A prefill pass, of a whole prompt or of a chunk (chunked prefill): new tokens attend to the KV cache and themselves.
 
-The model runs a layer over all tokens (in chunks) before the next, so a layer's keys and values exist only while it
-runs; then its slots are scored and all but the selected ones dropped. The result is that of a one-shot prefill, at the
-memory of one layer. Chunked prefill runs one pass per chunk of the prompt.
+The model runs a layer over all tokens (in pieces) before the next. Under eviction a layer's keys and values exist only
+while it runs: then its slots are scored and all but the selected ones dropped. The result is that of a one-shot
+prefill, at the memory of one layer. Chunked prefill runs one pass per chunk of the prompt.
 
     H KV heads   G query heads per KV head   Q query heads   T tokens   D head dim
 """

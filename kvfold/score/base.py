@@ -1,8 +1,9 @@
 """Scorers: which KV slots to keep. A scorer gives every stored slot of a layer a number; higher means keep.
 
-A scorer is vectorised over rows (R = all (sequence, KV head) pairs of one layer, sequence-major) and never sees the
-batch. Rows are padded on the right; `valid_RS` tells which slots exist. Slots stand in order of position. What a
-scorer needs to look at is data on its class, and the runner provides exactly that.
+With GQA the query heads of a group share one score per KV head. A scorer is vectorised over rows (R = all (sequence, KV
+head) pairs of one layer, sequence-major) and never sees the batch. Rows are padded on the right; `valid_RS` tells which
+slots exist. Slots stand in order of position. What a scorer needs to look at is data on its class, and the runner
+provides exactly that.
 
     R rows   S slots   D head dim   G query heads per KV head   W queries of the window   T new queries
 """

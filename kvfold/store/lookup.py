@@ -1,4 +1,4 @@
-"""One attempt at a prefix-cache lookup: share the device's prefix copy-on-write, load the rest from the byte tiers.
+"""One lookup in the prefix cache: share the device's prefix copy-on-write, load the rest from the byte tiers.
 
 A failed attempt (invalid copy, out of pages) releases everything; the caller decides whether to retry. The last chunks
 may still be loading when it ends.

@@ -1,4 +1,4 @@
-"""Prefix-cache lookup and save for one model, policy and tenant.
+"""The prefix cache of one model, policy and tenant: where a hit is decided (lookup), and what is saved.
 
 At least one prompt token is always left to prefill, for its logits. If an entry turns out invalid while it is loaded,
 it is quarantined and the lookup restarts without it. Without `wait` that may happen during the prefill of the remaining
@@ -70,7 +70,7 @@ class Prefixes:
         """Whether any whole chunk can be reused, not only snapshots at markers."""
         return self.binding.kind == "chunks"
 
-    def stops(self, num_tokens: int, markers: Sequence[int] | None = None) -> list[int]:
+    def save_lengths(self, num_tokens: int, markers: Sequence[int] | None = None) -> list[int]:
         """Lengths at which a prompt is saved, ascending; at least one token is left to prefill."""
         last = max(num_tokens - 1, 0)
         found = {marker for marker in markers or () if 0 < marker <= last}
@@ -135,9 +135,9 @@ class Prefixes:
         """Keys to look up, shortest first."""
         scope, chunk_len = self.binding.scope, self.binding.chunk_len
         if self.has_chunks:
-            end = max(self.stops(len(tokens), markers), default=0)
+            end = max(self.save_lengths(len(tokens), markers), default=0)
             return chunk_keys(scope, tokens[:end], chunk_len, with_rest=True)
-        lens = self.stops(len(tokens), self._store.snapshots(scope) if markers is None else markers)
+        lens = self.save_lengths(len(tokens), self._store.snapshots(scope) if markers is None else markers)
         cuts = sorted(markers or ()) if cuts is None else cuts
         keys = snapshot_keys(scope, tokens, lens, chunk_len, cuts)
         return [key for key in keys if markers is not None or key in self._store.key_index]

@@ -13,7 +13,7 @@ from kvfold.attend.quest import Quest, upper_bound
 from kvfold.core import ModelSpec
 from kvfold.errors import PolicyError
 from kvfold.models.check import check_policy
-from kvfold.pages.decode import decode_run
+from kvfold.pages.dequantize import decode_run
 from kvfold.pages.fp_sinks import layer_fp_sinks
 from kvfold.pages.read import stored_slots
 from kvfold.pages.sequence import SequenceCache

@@ -71,11 +71,11 @@ def _read_behind(
 ) -> Read:
     """What was not found; PrefixLost, with nothing held, if not all that was found can be read."""
     sequence, saved = hit.sequence, hit.matched_tokens
-    stops = [stop for stop in prefixes.stops(len(tokens), markers) if stop > hit.matched_tokens]
+    stops = [stop for stop in prefixes.save_lengths(len(tokens), markers) if stop > hit.matched_tokens]
     try:
         for stop in stops:
             runner.prefill([sequence], [tokens[sequence.committed_len : stop]], progress=progress)
-            cuts = prefixes.stops(len(tokens), markers)
+            cuts = prefixes.save_lengths(len(tokens), markers)
             saved = prefixes.save(sequence, tokens, upto=stop, cuts=cuts, ttl=ttl, at=at)
         rest, whole = tokens[sequence.committed_len :], not prefixes.has_chunks and bool(sequence.committed_len)
         logits = runner.prefill([sequence], [rest], compress=not whole, progress=progress)[0]

@@ -115,7 +115,7 @@ class SpanMachine(RuleBasedStateMachine):
     @rule(num_pages=st.integers(1, 9))
     def take(self, num_pages: int) -> None:
         free = set(self.all) - set(self.pages())
-        found = self.span.take(num_pages)
+        found = self.span.allocate_pages(num_pages)
         if found is None:
             assert not free
             return
@@ -129,7 +129,7 @@ class SpanMachine(RuleBasedStateMachine):
     def give_a_part(self, data: st.DataObject) -> None:
         first, count = self.taken.pop(data.draw(st.integers(0, len(self.taken) - 1)))
         kept = data.draw(st.integers(0, count - 1))
-        self.span.give(first + kept, count - kept)
+        self.span.free_pages(first + kept, count - kept)
         if kept:
             self.taken.append((first, kept))
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvfold.codec import Palu
-from kvfold.pages.decode import decode_run
+from kvfold.pages.dequantize import decode_run
 from kvfold.pages.read import stored_slots
 from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.serialize import dump, restore

@@ -11,7 +11,7 @@ Tables: a row of `task` (int64, columns in formats.py) is a stretch of adjacent 
 None: all) begin in that order, and those of length 0 do not run. Codes, scales, zeros (bf16) and biases (fp32, natural
 log) begin at multiples of 16 bytes. `has_skip`: tasks may begin with slots of others (column SKIP). Output row r has
 the tasks task_range[r, 0] .. task_range[r, 1] - 1 (int32 [R, 2]). Tables and fill counts may be read while the
-operation right before still runs (early.py), so it is not the one that writes them.
+operation right before still runs (pdl.py), so it is not the one that writes them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Quantisation in Triton: the arithmetic of codec/integer.py, codec/kivi.py and codec/fp8.py, step by step.
+"""Quantise and pack on a GPU (int8, int4, int2, kivi, fp8): the arithmetic of the codecs, step by step.
 
 Rotations are products with the signs of the Hadamard matrix instead of butterflies, so a code may differ by one where a
 number lies within fp32 rounding of the border between two. Signs are exact in bf16, and three bf16 numbers hold an fp32
@@ -7,7 +7,7 @@ which is why kernels divide to the nearest and are not to fuse products with sum
 
 A side (keys or values) is described to the compiler by the same names everywhere:
 
-    FORM, BITS, CLIP, CHANNELS, SPAN as in forms.py
+    FORM, BITS, CLIP, CHANNELS, SPAN as in encodings.py
     B slots   D head dim (a power of two)   W bytes of a code   R rows of grids   G grids of a row
 """
 
@@ -82,7 +82,7 @@ def _put_fp8(
 
 
 @triton.jit
-def _put_integers(
+def _pack_integers(
     x_BD: tl.tensor,
     first: tl.tensor,
     count: tl.tensor,
@@ -96,7 +96,8 @@ def _put_integers(
     CHANNELS: tl.constexpr,
     SPAN: tl.constexpr,
 ) -> None:
-    """Codes, scales and zeros of one side. A grid runs along the slots of one channel, or along channels of a slot."""
+    """Quantise and pack int8, int4 or int2: codes, scales and zeros of one side. A grid runs along the slots of one
+    channel, or along channels of a slot."""
     PARTS: tl.constexpr = 8 // BITS
     W: tl.constexpr = D // PARTS
     TOP: tl.constexpr = (1 << BITS) - 1.0
@@ -150,7 +151,7 @@ def _put_side(
     elif FORM == "fp8":
         _put_fp8(x_BD, first, count, places, bytes_, halves, B, D)
     else:
-        _put_integers(x_BD, first, count, places, bytes_, halves, B, D, BITS, CLIP, CHANNELS, SPAN)
+        _pack_integers(x_BD, first, count, places, bytes_, halves, B, D, BITS, CLIP, CHANNELS, SPAN)
 
 
 @triton.jit

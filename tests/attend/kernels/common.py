@@ -169,7 +169,7 @@ def _seal(
     page_class, counts = pages.page_class, [b - a for a, b in zip(begin, end, strict=True)]
     span = arena.allocate(page_class, max(1, sum(page_class.pages_for(count) for count in counts)))[0]
     for head, count in enumerate(counts):
-        taken = span.take(page_class.pages_for(count)) if count else None
+        taken = span.allocate_pages(page_class.pages_for(count)) if count else None
         if taken is not None:
             pages.grow(head, span, *taken)
     k_ND, v_ND = (
