@@ -127,7 +127,7 @@ QUICK: dict[str, dict[str, int]] = {
         "test_a_pass_that_is_abandoned_anywhere_leaves_its_sequence_as_it_was": 2,
         "test_two_passes_and_a_reply_take_turns": 3,
     },
-    "tests/engine/test_scheduler.py": {
+    "tests/engine/scheduling/test_scheduler.py": {
         "test_replies_are_those_of_single_runs": 1,
     },
     "tests/engine/test_size_bounds.py": {

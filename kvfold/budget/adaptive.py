@@ -22,7 +22,7 @@ from kvfold.budget.scores import Scores
 from kvfold.budget.select import count_top
 from kvfold.errors import PolicyError
 from kvfold.policy.registry import register
-from kvfold.score.attention import window_sum
+from kvfold.score.shared.attention import window_sum
 
 if TYPE_CHECKING:
     from kvfold.score.base import View

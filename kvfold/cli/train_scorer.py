@@ -49,7 +49,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train, write, tell."""
-    from kvfold.score.predictor import save_predictor  # here and below: help comes without torch
+    from kvfold.score.shared.predictor import save_predictor  # here and below: help comes without torch
     from kvfold.train.fit import TrainingConfig
     from kvfold.train.scorer import train_scorer
 

@@ -31,7 +31,7 @@ from kvfold.policy.size import Floor, Size, check_floor
 from kvfold.policy.stage import Stage
 from kvfold.protect import Protect
 from kvfold.score.base import Needs, Replay
-from kvfold.score.reuse import Reuse
+from kvfold.score.shared.reuse import Reuse
 from kvfold.yielding import yield_point
 
 

@@ -26,7 +26,7 @@ from kvfold.pages.segment import TABLE_BYTES
 from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.size import SizeFacts
 from kvfold.score.base import Needs, QueryStats, View
-from kvfold.score.predictor import predictor_for
+from kvfold.score.shared.predictor import predictor_for
 
 
 @dataclass

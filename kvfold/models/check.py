@@ -7,7 +7,7 @@ from kvfold.errors import PolicyError
 from kvfold.models.sentences import needs_sentences
 from kvfold.policy.policy import Policy
 from kvfold.policy.registry import term_of
-from kvfold.score.predictor import predictor_for
+from kvfold.score.shared.predictor import predictor_for
 
 
 def check_policy(policy: Policy, spec: ModelSpec) -> None:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from kvfold.errors import PolicyError
 from kvfold.policy.registry import register
-from kvfold.score.attention import over_window
 from kvfold.score.base import Needs, Scorer, View
-from kvfold.score.checks import given
+from kvfold.score.shared.attention import over_window
+from kvfold.score.shared.checks import given
 
 _FORGOTTEN = 1e-3  # share of all weight that may lie before the window
 

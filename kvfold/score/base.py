@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvfold.core import LayerSpec
 from kvfold.policy.registry import Term
-from kvfold.score.predictor import LayerPredictor
+from kvfold.score.shared.predictor import LayerPredictor
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from torch.nn import functional
 
 from kvfold.policy.registry import register
 from kvfold.score.base import Scorer, View
-from kvfold.score.checks import at_least
-from kvfold.score.grouped import Grouped
-from kvfold.score.positions import by_position
+from kvfold.score.shared.checks import at_least
+from kvfold.score.shared.grouped import Grouped
+from kvfold.score.shared.positions import by_position
 from kvfold.score.snapkv import SnapKV
 
 _SNAPKV = SnapKV()

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvfold.policy.registry import register
-from kvfold.score.attention import row_blocks
 from kvfold.score.base import Needs, Scorer, View
-from kvfold.score.block_votes import block_votes
-from kvfold.score.checks import at_least, given
+from kvfold.score.shared.attention import row_blocks
+from kvfold.score.shared.block_votes import block_votes
+from kvfold.score.shared.checks import at_least, given
 
 _UNKNOWN_BLEND = 0.35  # the authors' weight where no size is known
 _RIDGE = 1e-2

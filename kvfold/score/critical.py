@@ -16,8 +16,8 @@ from torch import Tensor
 from kvfold.errors import PolicyError
 from kvfold.policy.registry import register, term_of
 from kvfold.score.base import Needs, Scorer, View
-from kvfold.score.checks import at_least
-from kvfold.score.output import output_norms
+from kvfold.score.shared.checks import at_least
+from kvfold.score.shared.output import output_norms
 from kvfold.score.snapkv import SnapKV
 
 _SNAPKV = SnapKV()

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from kvfold.policy.registry import register
-from kvfold.score.attention import over_window
 from kvfold.score.base import Needs, Scorer, View
-from kvfold.score.checks import at_least, given
+from kvfold.score.shared.attention import over_window
+from kvfold.score.shared.checks import at_least, given
 from kvfold.score.snapkv import window_start
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from kvfold.core import HAS_TRITON, Rope
 from kvfold.errors import PolicyError
 from kvfold.policy.registry import register
-from kvfold.score.attention import masked_softmax, row_blocks
 from kvfold.score.base import Needs, QueryStats, Scorer, View
-from kvfold.score.checks import at_least, given
+from kvfold.score.shared.attention import masked_softmax, row_blocks
+from kvfold.score.shared.checks import at_least, given
 
 
 @register(

@@ -15,7 +15,7 @@ from kvfold.budget.select import select_top
 from kvfold.errors import PolicyError
 from kvfold.policy.registry import register
 from kvfold.score.base import Needs, Scorer, View
-from kvfold.score.checks import at_least, given
+from kvfold.score.shared.checks import at_least, given
 
 
 @register(

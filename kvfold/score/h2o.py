@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvfold.policy.registry import register
 from kvfold.score.base import Needs, Scorer, View
-from kvfold.score.checks import given, one_of
+from kvfold.score.shared.checks import given, one_of
 
 
 @register(

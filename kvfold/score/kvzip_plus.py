@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvfold.policy.registry import register
 from kvfold.score.base import Needs, Replay, Scorer, View
-from kvfold.score.checks import at_least, given
-from kvfold.score.output import output_norms
+from kvfold.score.shared.checks import at_least, given
+from kvfold.score.shared.output import output_norms
 
 
 @register(

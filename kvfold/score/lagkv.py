@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from kvfold.policy.registry import register
-from kvfold.score.attention import row_blocks
 from kvfold.score.base import Needs, Scorer, View
-from kvfold.score.checks import at_least
+from kvfold.score.shared.attention import row_blocks
+from kvfold.score.shared.checks import at_least
 
 
 @register(

@@ -16,7 +16,7 @@ from kvfold.errors import PolicyError
 from kvfold.policy.content import check_file_name
 from kvfold.policy.registry import register
 from kvfold.score.base import Needs, Scorer, View
-from kvfold.score.checks import at_least, given
+from kvfold.score.shared.checks import at_least, given
 
 
 @register(

@@ -16,10 +16,10 @@ from torch import Tensor
 from kvfold.budget.select import select_top
 from kvfold.errors import PolicyError
 from kvfold.policy.registry import register
-from kvfold.score.attention import window_sum
 from kvfold.score.base import Needs, Scorer, View
-from kvfold.score.checks import at_least, given
 from kvfold.score.random import Random
+from kvfold.score.shared.attention import window_sum
+from kvfold.score.shared.checks import at_least, given
 from kvfold.score.snapkv import window_start
 
 _ABOVE_ALL_SAMPLES = 1e4  # votes are at most the number of proxies, noise at most 17

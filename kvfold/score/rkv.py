@@ -13,9 +13,9 @@ from torch.nn import functional
 
 from kvfold.errors import PolicyError
 from kvfold.policy.registry import register
-from kvfold.score.attention import dots, masked_softmax, row_blocks
 from kvfold.score.base import Needs, Scorer, View
-from kvfold.score.checks import at_least, given
+from kvfold.score.shared.attention import dots, masked_softmax, row_blocks
+from kvfold.score.shared.checks import at_least, given
 from kvfold.score.snapkv import window_start
 
 _TILE = 512  # rows of the similarity map that stand at a time

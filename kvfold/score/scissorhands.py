@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvfold.policy.registry import register
-from kvfold.score.attention import over_window
 from kvfold.score.base import Needs, Scorer, View
-from kvfold.score.checks import at_least, given
+from kvfold.score.shared.attention import over_window
+from kvfold.score.shared.checks import at_least, given
 
 _UNIFORM = 1 - 1e-5  # weight times t of a query that looks everywhere alike, less what softmax may round
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvfold.policy.registry import register
 from kvfold.score.base import Needs, Scorer, View
-from kvfold.score.checks import at_least, given
-from kvfold.score.grouped import Grouped
+from kvfold.score.shared.checks import at_least, given
+from kvfold.score.shared.grouped import Grouped
 from kvfold.score.snapkv import SnapKV
 
 _SNAPKV = SnapKV()

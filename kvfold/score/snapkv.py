@@ -14,9 +14,9 @@ from torch.nn import functional
 
 from kvfold.errors import PolicyError
 from kvfold.policy.registry import register
-from kvfold.score.attention import row_blocks, window_attention, window_sum
 from kvfold.score.base import Needs, Scorer, View
-from kvfold.score.checks import at_least, given, one_of
+from kvfold.score.shared.attention import row_blocks, window_attention, window_sum
+from kvfold.score.shared.checks import at_least, given, one_of
 
 Reduction = Literal["mean", "sum", "max"]
 _REDUCTIONS = ("mean", "sum", "max")

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvfold.policy.registry import register
 from kvfold.score.base import Needs, Scorer, View
-from kvfold.score.checks import at_least
 from kvfold.score.recent import recency
+from kvfold.score.shared.checks import at_least
 
 
 @register(

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from kvfold.policy.registry import register
-from kvfold.score.attention import window_attention
 from kvfold.score.base import Needs, Scorer, View
-from kvfold.score.checks import given
+from kvfold.score.shared.attention import window_attention
+from kvfold.score.shared.checks import given
 
 
 @register(

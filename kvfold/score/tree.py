@@ -20,7 +20,7 @@ from torch.nn import functional
 from kvfold.errors import PolicyError
 from kvfold.policy.registry import register
 from kvfold.score.base import Needs, Scorer, View
-from kvfold.score.checks import at_least, given
+from kvfold.score.shared.checks import at_least, given
 
 
 @register(

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 
-from kvfold.engine.jobs import Ended, Event
+from kvfold.engine.scheduling.jobs import Ended, Event
 
 
 class EventQueue:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kvfold.engine.jobs import Ended, Event, PrefillDone, TextDelta
+from kvfold.engine.scheduling.jobs import Ended, Event, PrefillDone, TextDelta
 from kvfold.errors import KvfoldError, LogitsError
 from kvfold.serve.api.errors import ApiError, bad_request
 from kvfold.serve.api.request import ChatRequest

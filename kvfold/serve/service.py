@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvfold.core import ModelSpec
-from kvfold.engine.jobs import Job
 from kvfold.engine.runner import Runner
-from kvfold.engine.scheduler import Scheduler
+from kvfold.engine.scheduling.jobs import Job
+from kvfold.engine.scheduling.scheduler import Scheduler
 from kvfold.errors import InputError, ModelError, Overloaded, PolicyError
 from kvfold.models.check import check_policy
 from kvfold.models.loader import Model

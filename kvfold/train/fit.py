@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvfold.score.predictor import LayerPredictor
+from kvfold.score.shared.predictor import LayerPredictor
 from kvfold.train.traces import Examples
 
 _LEAST_SPREAD = 1e-4

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from threading import Event as Flag
 from typing import Any
 
-from kvfold.engine.jobs import Ended, Event, Job, PrefillDone, SequenceStart, TextDelta
 from kvfold.engine.runner import Runner
+from kvfold.engine.scheduling.jobs import Ended, Event, Job, PrefillDone, SequenceStart, TextDelta
 from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy
 

@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
-from kvfold.engine import task as task_module
-from kvfold.engine.jobs import Event, Job, PrefillDone
 from kvfold.engine.resumable import Resumable
 from kvfold.engine.runner import Runner
+from kvfold.engine.scheduling import task as task_module
+from kvfold.engine.scheduling.jobs import Event, Job, PrefillDone
 from kvfold.errors import InputError
 from kvfold.models import pass_cache
 from kvfold.models.loader import Model
 from kvfold.yielding import yield_point
 from tests import tiny
 from tests.engine.jobs import Heard, job
-from tests.engine.test_scheduler import alone, scheduling
+from tests.engine.scheduling.test_scheduler import alone, scheduling
 
 LONG = tiny.prompt(140, seed=3)
 POLICIES = (

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 import kvfold
-from kvfold.engine import supervisor
-from kvfold.engine.jobs import Ended, Event, SequenceStart
 from kvfold.engine.runner import Runner
 from kvfold.engine.sampling import Sampling
-from kvfold.engine.scheduler import Scheduler
+from kvfold.engine.scheduling import supervisor
+from kvfold.engine.scheduling.jobs import Ended, Event, SequenceStart
+from kvfold.engine.scheduling.scheduler import Scheduler
 from kvfold.errors import LogitsError, Overloaded
 from kvfold.models.loader import Model
 from kvfold.pages.sequence import SequenceCache
@@ -34,11 +34,14 @@ from tests import tiny
 from tests.engine.jobs import job
 
 ROOT = Path(kvfold.__file__).parent
-MANAGERS = ("scheduler", "queues", "admission", "prefill_manager", "decode_manager")
-PARTS = (*MANAGERS, "task", "generate", "output_processor", "sampling", "runner", "forward", "jobs")
+MANAGERS = tuple(
+    f"scheduling/{name}" for name in ("scheduler", "queues", "admission", "prefill_manager", "decode_manager")
+)
+PARTS = (*MANAGERS, "scheduling/task", "scheduling/jobs")
+PARTS += ("generate", "output_processor", "sampling", "runner", "forward")
 LOOP = {str(ROOT / "engine" / f"{name}.py") for name in PARTS}
 # The loop's own state, which nothing outside can make raise.
-STATE = ("engine/supervisor", "engine/fair_queue", "engine/time_slice", "pages/arena")
+STATE = (*(f"engine/scheduling/{name}" for name in ("supervisor", "fair_queue", "time_slice")), "pages/arena")
 OWN = {str(ROOT / f"{name}.py") for name in (*STATE, *(f"engine/{name}" for name in MANAGERS))}
 # What a whole batch has in common once its pass has run: numbers, and which tokens are the likeliest.
 WHOLE = {"finish", "advance", "commit_run", "commit", "logical_len", "setup_s", "greedy_tokens"}

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import IO, Any, NoReturn
 
 from kvfold.engine.runner import Runner
-from kvfold.engine.scheduler import Scheduler
+from kvfold.engine.scheduling.scheduler import Scheduler
 from kvfold.serve.run import open_store, serve, service_of
 from kvfold.serve.server import end_process
 from kvfold.serve.settings import Limits, Settings

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from threading import Event, Thread
 
-from kvfold.engine.jobs import Job
+from kvfold.engine.scheduling.jobs import Job
 from kvfold.serve.cache.source import PlainSource
 from tests.serve.running import Running, running, tool_model
 from tests.serve.test_restart import ask

@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvfold.engine.jobs import Job
 from kvfold.engine.runner import Runner
-from kvfold.engine.task import Task
+from kvfold.engine.scheduling.jobs import Job
+from kvfold.engine.scheduling.task import Task
 from kvfold.models.loader import Model
 from kvfold.policy.policy import Policy
 from kvfold.serve.api.request import Block, ChatRequest

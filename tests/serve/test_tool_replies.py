@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvfold.engine.jobs import Ended, Event, PrefillDone, TextDelta
+from kvfold.engine.scheduling.jobs import Ended, Event, PrefillDone, TextDelta
 from kvfold.serve.api.anthropic import MessagesBody
 from kvfold.serve.api.anthropic_reply import MessageWriter
 from kvfold.serve.api.openai import OpenAIBody

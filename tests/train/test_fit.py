@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvfold.score.predictor import LayerPredictor
+from kvfold.score.shared.predictor import LayerPredictor
 from kvfold.train.fit import TrainingConfig, evaluate, fit_layer, spearman
 from kvfold.train.traces import Examples
 

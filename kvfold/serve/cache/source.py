@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from kvfold.engine.jobs import SequenceStart
+from kvfold.engine.scheduling.jobs import SequenceStart
 from kvfold.pages.sequence import SequenceCache
 from kvfold.serve.cache.breakpoints import Boundary, CachePlan
 from kvfold.serve.cache.entries import Miss

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from kvfold.engine.jobs import Ended, Event, Listener, SequenceStart
+from kvfold.engine.scheduling.jobs import Ended, Event, Listener, SequenceStart
 from kvfold.pages.sequence import SequenceCache
 from kvfold.serve.cache.source import CachedSource, PlainSource
 from kvfold.serve.cache.usage import Usage

@@ -11,9 +11,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kvfold.score import columns
-from kvfold.score.columns import column_max_reference
 from kvfold.score.kernels.columns import can_take, fused_column_max
+from kvfold.score.shared import columns
+from kvfold.score.shared.columns import column_max_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(2, 2, 70, 130, 64), (1, 3, 5, 300, 16), (3, 1, 64, 1, 32)]

@@ -10,8 +10,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from kvfold.score.attention import masked_softmax
 from kvfold.score.kernels.votes import can_vote, window_votes
+from kvfold.score.shared.attention import masked_softmax
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

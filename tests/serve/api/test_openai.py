@@ -10,7 +10,7 @@ import pytest
 
 from kvfold.serve.settings import Limits
 from tests import tiny
-from tests.engine.test_scheduler import alone
+from tests.engine.scheduling.test_scheduler import alone
 from tests.serve.running import Running, running, tool_model
 
 HELLO: Any = [{"role": "user", "content": "the cat sat on the mat"}]

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvfold.engine.jobs import Job, PrefillDone
 from kvfold.engine.runner import Runner
-from kvfold.engine.scheduler import Scheduler
-from kvfold.engine.task import Task
+from kvfold.engine.scheduling.jobs import Job, PrefillDone
+from kvfold.engine.scheduling.scheduler import Scheduler
+from kvfold.engine.scheduling.task import Task
 from kvfold.models.loader import Model
 from kvfold.policy.policy import Policy
 from kvfold.serve.cache.breakpoints import Boundary, CachePlan, CacheWrite

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from kvfold.engine.generate import generate
-from kvfold.engine.jobs import Ended, Event, Job, PrefillDone, TextDelta
 from kvfold.engine.request import Request
 from kvfold.engine.runner import Runner
 from kvfold.engine.sampling import Sampling
-from kvfold.engine.scheduler import Scheduler
+from kvfold.engine.scheduling.jobs import Ended, Event, Job, PrefillDone, TextDelta
+from kvfold.engine.scheduling.scheduler import Scheduler
 from kvfold.errors import InputError, OutOfPages, Overloaded
 from kvfold.models.loader import Model
 from kvfold.policy.policy import Policy

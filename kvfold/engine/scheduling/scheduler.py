@@ -30,14 +30,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvfold.engine.admission import Admission
-from kvfold.engine.decode_manager import DecodeManager
-from kvfold.engine.jobs import Ended, Job
-from kvfold.engine.prefill_manager import PrefillManager
-from kvfold.engine.queues import Queues, is_over
 from kvfold.engine.runner import Runner
-from kvfold.engine.supervisor import State, Supervisor
-from kvfold.engine.time_slice import TimeSlice
+from kvfold.engine.scheduling.admission import Admission
+from kvfold.engine.scheduling.decode_manager import DecodeManager
+from kvfold.engine.scheduling.jobs import Ended, Job
+from kvfold.engine.scheduling.prefill_manager import PrefillManager
+from kvfold.engine.scheduling.queues import Queues, is_over
+from kvfold.engine.scheduling.supervisor import State, Supervisor
+from kvfold.engine.scheduling.time_slice import TimeSlice
 from kvfold.errors import InputError, Overloaded
 from kvfold.policy.policy import Policy
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvfold.score.attention import dots, masked_softmax
 from kvfold.score.base import View
-from kvfold.score.positions import by_position
+from kvfold.score.shared.attention import dots, masked_softmax
+from kvfold.score.shared.positions import by_position
 
 
 def block_votes(view: View, q_RGTD: Tensor, among_RS: Tensor, first: int, block: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvfold.errors import PolicyError
 from kvfold.policy.registry import term_of
 from kvfold.score.base import Needs, Scorer, View
-from kvfold.score.checks import at_least
+from kvfold.score.shared.checks import at_least
 
 
 class Grouped(Scorer):

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from kvfold.engine.fair_queue import FairShare
-from kvfold.engine.jobs import Job
-from kvfold.engine.queues import Queues, is_over
 from kvfold.engine.runner import Runner
-from kvfold.engine.task import Task
-from kvfold.engine.time_slice import TimeSlice
+from kvfold.engine.scheduling.fair_queue import FairShare
+from kvfold.engine.scheduling.jobs import Job
+from kvfold.engine.scheduling.queues import Queues, is_over
+from kvfold.engine.scheduling.task import Task
+from kvfold.engine.scheduling.time_slice import TimeSlice
 from kvfold.errors import OutOfPages, PrefixLost
 
 _MIN_COST = 8  # a piece costs at least this fraction of a chunk: reading the weights takes as long as few tokens do

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvfold.engine.jobs import Ended, Job
-from kvfold.engine.kv_bounds import KVBounds
-from kvfold.engine.queues import Queues
 from kvfold.engine.runner import Runner
-from kvfold.engine.task import Task
+from kvfold.engine.scheduling.jobs import Ended, Job
+from kvfold.engine.scheduling.kv_bounds import KVBounds
+from kvfold.engine.scheduling.queues import Queues
+from kvfold.engine.scheduling.task import Task
 from kvfold.errors import OutOfPages
 from kvfold.policy.policy import Policy
 from kvfold.store.binding import kind_of

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvfold.core import HAS_TRITON
-from kvfold.score.attention import MAX_ENTRIES, dots
+from kvfold.score.shared.attention import MAX_ENTRIES, dots
 
 
 def column_max(q_RGTD: Tensor, k_RSD: Tensor, lse_RGT: Tensor, scale: float) -> Tensor:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvfold.engine.async_decode import InFlightStep, can_decode_async
 from kvfold.engine.generate import Deliver, decode_async, decode_step
-from kvfold.engine.queues import Queues
 from kvfold.engine.runner import Runner
-from kvfold.engine.task import Task
-from kvfold.engine.time_slice import TimeSlice
+from kvfold.engine.scheduling.queues import Queues
+from kvfold.engine.scheduling.task import Task
+from kvfold.engine.scheduling.time_slice import TimeSlice
 from kvfold.errors import OutOfPages
 
 

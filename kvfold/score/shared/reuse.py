@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvfold.score.base import Scorer, View
-from kvfold.score.positions import by_position
+from kvfold.score.shared.positions import by_position
 
 
 class Reuse:

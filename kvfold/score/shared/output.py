@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvfold.score.attention import MAX_ENTRIES
 from kvfold.score.base import View
-from kvfold.score.checks import given
+from kvfold.score.shared.attention import MAX_ENTRIES
+from kvfold.score.shared.checks import given
 
 
 def output_norms(term: str, view: View, order: int) -> Tensor:

@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Callable
 from threading import Condition
 
-from kvfold.engine.fair_queue import FairQueue
-from kvfold.engine.jobs import Ended, EndReason, Job
-from kvfold.engine.task import Task
+from kvfold.engine.scheduling.fair_queue import FairQueue
+from kvfold.engine.scheduling.jobs import Ended, EndReason, Job
+from kvfold.engine.scheduling.task import Task
 
 _log = logging.getLogger("kvfold.engine")
 

@@ -20,11 +20,11 @@ from typing import Any
 
 from torch import Tensor
 
-from kvfold.engine.jobs import Ended, EndReason, Job, PrefillDone, TextDelta
 from kvfold.engine.output_processor import OutputProcessor
 from kvfold.engine.request import Request
 from kvfold.engine.resumable import Resumable
 from kvfold.engine.runner import Runner
+from kvfold.engine.scheduling.jobs import Ended, EndReason, Job, PrefillDone, TextDelta
 from kvfold.errors import SizeError
 from kvfold.pages.sequence import SequenceCache
 from kvfold.store.entry.format import Fields

@@ -1,0 +1,1 @@
+"""Parts that several scorers share: attention maps, column maxima, grouping, position lookup, predictors."""
