@@ -2,7 +2,7 @@
 
 Of a test in this table so many cases run in `make test`, evenly spread over its parameters; the others are marked
 `thorough`. All cases of tests that are not in the table run in both. The table was made from `--durations=0`: tests
-that take more than about five seconds in all are cut to three or four.
+that take more than two seconds in all are cut to one or two.
 """
 
 from __future__ import annotations
@@ -14,29 +14,45 @@ import pytest
 
 QUICK: dict[str, dict[str, int]] = {
     "tests/attend/kernels/test_hadamard_query.py": {
-        "test_queries_are_those_of_the_codec": 7,
+        "test_queries_are_those_of_the_codec": 4,
     },
     "tests/attend/kernels/test_kernels.py": {
         "test_every_codec": 1,
+        "test_every_codec_in_bf16": 1,
+        "test_lengths_about_a_tile": 2,
+        "test_mass": 1,
         "test_merged_rows": 1,
+        "test_odd_shapes_and_mixed_sides": 1,
         "test_slots_of_others_at_the_front_are_skipped": 1,
     },
     "tests/attend/kernels/test_moments.py": {
         "test_a_large_mean_leaves_the_covariance_alone": 1,
         "test_sums_equal_plain_operations": 1,
     },
+    "tests/attend/kernels/test_rope_shift.py": {
+        "test_every_row_is_turned_by_each_of_its_shifts": 8,
+    },
+    "tests/attend/kernels/test_unpack.py": {
+        "test_plain_arithmetic_gives_the_codec_s_numbers": 11,
+    },
     "tests/attend/test_mass.py": {
         "test_mass_is_the_column_sum": 1,
     },
+    "tests/attend/test_paged.py": {
+        "test_reading_equals_attention_over_restored_slots": 8,
+    },
     "tests/attend/test_quest.py": {
-        "test_a_fork_reads_as_a_sequence_that_was_not_forked": 2,
+        "test_a_fork_reads_as_a_sequence_that_was_not_forked": 1,
+        "test_a_step_reads_the_pages_of_largest_bound": 4,
         "test_summaries_follow_eviction_forks_and_files": 1,
+        "test_with_room_for_every_page_it_is_full": 3,
     },
     "tests/attend/test_slot_positions.py": {
-        "test_random_gaps": 4,
+        "test_random_gaps": 2,
     },
     "tests/bench/test_byte_matching.py": {
-        "test_bytes_fit_the_budget_and_fill_it_but_for_a_page_per_head": 3,
+        "test_bytes_fit_the_budget_and_fill_it_but_for_a_page_per_head": 2,
+        "test_the_smallest_share_that_is_named_does_fit": 2,
     },
     "tests/bench/test_results_page.py": {
         "test_the_page_is_what_the_kept_runs_give": 0,
@@ -55,26 +71,33 @@ QUICK: dict[str, dict[str, int]] = {
         "test_every_cell_has_a_row": 0,
         "test_shards_make_up_the_run_row_by_row": 0,
     },
+    "tests/bench/workloads/test_chat.py": {
+        "test_the_fact_is_told_once_at_its_depth": 6,
+    },
     "tests/bench/workloads/test_contract.py": {
-        "test_a_perfect_reply_scores_one_and_nothing_scores_by_itself": 24,
-        "test_prompts_have_the_wanted_length": 15,
-        "test_samples_depend_on_seed_task_and_index_alone": 6,
+        "test_a_perfect_reply_scores_one_and_nothing_scores_by_itself": 15,
+        "test_prompts_have_the_wanted_length": 9,
+        "test_prompts_have_the_wanted_length_for_smollm2": 3,
+        "test_samples_depend_on_seed_task_and_index_alone": 3,
+    },
+    "tests/bench/workloads/test_instruct.py": {
+        "test_rules_stand_first_and_the_fact_at_an_even_depth": 1,
     },
     "tests/bench/workloads/test_rag.py": {
         "test_needed_paragraphs_stay_whatever_the_length": 1,
     },
     "tests/bench/workloads/test_retrieval.py": {
-        "test_depths_spread_evenly": 2,
+        "test_depths_spread_evenly": 1,
     },
     "tests/bench/workloads/test_ruler.py": {
         "test_questions_come_once_each_and_not_the_impossible_ones": 0,
     },
     "tests/budget/test_contract.py": {
-        "test_counts_lie_between_protected_and_existing": 2,
+        "test_counts_lie_between_protected_and_existing": 1,
         "test_the_total_is_the_budget_as_far_as_slots_allow": 1,
     },
     "tests/budget/test_field.py": {
-        "test_earlier_layers_only_shrink": 2,
+        "test_earlier_layers_only_shrink": 1,
     },
     "tests/cli/test_bench.py": {
         "test_table_report_and_going_on_after_a_kill": 0,
@@ -88,25 +111,33 @@ QUICK: dict[str, dict[str, int]] = {
     "tests/codec/test_minicache.py": {
         "test_pages_hold_merged_layers": 1,
     },
+    "tests/engine/scheduling/test_scheduler.py": {
+        "test_replies_are_those_of_single_runs": 1,
+    },
     "tests/engine/test_budget_matrix.py": {
-        "test_every_score_spends_its_size": 3,
+        "test_a_shared_prefill_keeps_what_single_ones_keep": 1,
+        "test_every_score_spends_its_size": 2,
     },
     "tests/engine/test_bytes.py": {
-        "test_sizes_in_bytes_hold_what_is_observed_too": 3,
-        "test_the_reported_peak_is_enough_and_least": 3,
+        "test_sizes_in_bytes_hold_what_is_observed_too": 2,
+        "test_the_reported_peak_is_enough_and_least": 2,
     },
     "tests/engine/test_consecutive_queries.py": {
-        "test_drafts_leave_no_queries_behind": 2,
-        "test_short_turns_of_a_conversation": 3,
+        "test_drafts_leave_no_queries_behind": 1,
+        "test_forks_and_files": 1,
+        "test_short_turns_of_a_conversation": 1,
     },
     "tests/engine/test_equivalence.py": {
-        "test_between_chunks_holds_its_bound": 4,
-        "test_layer_major_is_one_shot": 4,
-        "test_layer_major_is_one_shot_for_every_budget": 3,
-        "test_prefix_hit_is_bitwise_the_cold_run": 7,
+        "test_any_prefix_hit_is_the_cold_run": 3,
+        "test_between_chunks_holds_its_bound": 3,
+        "test_every_codec_runs_and_seals_once": 2,
+        "test_layer_major_is_one_shot": 2,
+        "test_layer_major_is_one_shot_for_every_budget": 2,
+        "test_prefix_hit_is_bitwise_the_cold_run": 4,
     },
     "tests/engine/test_fairness.py": {
-        "test_a_prompt_that_ends_in_the_middle_leaves_nothing": 2,
+        "test_a_prompt_that_ends_in_the_middle_leaves_nothing": 1,
+        "test_a_short_prompt_does_not_wait_for_a_long_one": 1,
         "test_replies_step_between_the_layers_of_a_prompt": 1,
     },
     "tests/engine/test_faults.py": {
@@ -114,91 +145,140 @@ QUICK: dict[str, dict[str, int]] = {
         "test_an_exception_on_the_way_to_the_host_or_back_fails_one_job_at_most": 0,
     },
     "tests/engine/test_generate.py": {
-        "test_stop_text_was_never_generated": 4,
+        "test_an_interrupted_step_or_prompt_leaves_no_trace": 2,
+        "test_stop_text_was_never_generated": 2,
     },
     "tests/engine/test_identity.py": {
-        "test_any_chunk_length": 5,
-        "test_ragged_batch": 3,
+        "test_any_chunk_length": 3,
+        "test_any_page_and_block": 2,
+        "test_forks_at_every_stage": 2,
+        "test_generating_in_parts": 2,
+        "test_pages_are_what_is_read": 2,
+        "test_ragged_batch": 2,
+        "test_two_extends_are_one": 2,
     },
     "tests/engine/test_replay.py": {
-        "test_maxima_are_those_of_whole_maps": 5,
+        "test_many_extends_hold_the_size": 1,
+        "test_maxima_are_those_of_whole_maps": 3,
+        "test_queries_count_by_the_surprise_of_what_they_repeat": 2,
     },
     "tests/engine/test_resumable.py": {
-        "test_a_pass_that_is_abandoned_anywhere_leaves_its_sequence_as_it_was": 2,
-        "test_two_passes_and_a_reply_take_turns": 3,
-    },
-    "tests/engine/scheduling/test_scheduler.py": {
-        "test_replies_are_those_of_single_runs": 1,
+        "test_a_pass_that_is_abandoned_anywhere_leaves_its_sequence_as_it_was": 1,
+        "test_two_passes_and_a_reply_take_turns": 2,
     },
     "tests/engine/test_size_bounds.py": {
-        "test_layers_whose_slots_differ_in_bytes": 2,
+        "test_layers_whose_slots_differ_in_bytes": 1,
         "test_no_size_is_exceeded": 1,
+        "test_what_a_score_always_keeps_is_inside_the_size": 3,
     },
     "tests/engine/test_slot_scores.py": {
-        "test_scores_see_the_distances_that_attention_sees": 4,
+        "test_scores_see_the_distances_that_attention_sees": 3,
     },
     "tests/engine/test_speculate.py": {
-        "test_a_limit_inside_a_draft": 4,
-        "test_a_stop_string_inside_a_draft": 3,
-        "test_greedy_is_the_same_function": 3,
+        "test_a_limit_inside_a_draft": 3,
+        "test_a_rejected_draft_leaves_nothing": 2,
+        "test_a_stop_string_inside_a_draft": 1,
+        "test_an_end_token_inside_a_draft": 2,
+        "test_ctrl_c_leaves_the_session_usable": 2,
+        "test_every_kind_of_attention": 2,
+        "test_greedy_is_the_same_function": 2,
     },
     "tests/evicted/test_recall.py": {
-        "test_no_score_loses_a_token": 7,
+        "test_all_pages_recalled_are_the_full_cache": 2,
+        "test_no_score_loses_a_token": 4,
     },
     "tests/models/pull/test_pull.py": {
         "test_a_folder_that_is_not_whole_is_made_anew": 1,
         "test_a_killed_pull_is_taken_up_again": 1,
     },
     "tests/models/test_cache.py": {
-        "test_second_generate_continues": 10,
+        "test_beams": 7,
+        "test_second_generate_continues": 6,
     },
     "tests/models/test_fused_layers.py": {
         "test_the_model_says_the_same": 1,
     },
     "tests/pages/kernels/test_compact_write.py": {
-        "test_one_launch_writes_what_plain_operations_write": 3,
+        "test_one_launch_writes_what_plain_operations_write": 2,
     },
     "tests/pages/kernels/test_seal.py": {
-        "test_one_launch_writes_what_the_plain_seal_writes": 4,
+        "test_one_launch_writes_what_the_plain_seal_writes": 2,
+    },
+    "tests/pages/test_below.py": {
+        "test_a_step_reads_what_is_stored": 1,
+        "test_slots_come_back_however_long_the_chain": 1,
+    },
+    "tests/pages/test_bytes.py": {
+        "test_bounded_decoding_holds_its_bytes": 1,
     },
     "tests/pages/test_codes.py": {
-        "test_codes_never_change": 3,
+        "test_codes_never_change": 2,
+        "test_forty_rounds_cost_no_more_than_one": 1,
+    },
+    "tests/pages/test_latents.py": {
+        "test_a_step_reads_what_is_stored": 3,
+        "test_slots_on_the_axes_come_back": 3,
     },
     "tests/pages/test_out_of_pages.py": {
-        "test_a_batch_is_read_as_a_whole_or_not_at_all": 76,
+        "test_a_batch_is_read_as_a_whole_or_not_at_all": 47,
     },
     "tests/passes/captured/test_step.py": {
-        "test_steps_agree_with_the_plain_pass_across_seals": 3,
+        "test_steps_agree_with_the_plain_pass_across_seals": 2,
     },
     "tests/policy/test_fingerprint.py": {
         "test_same_in_every_process": 1,
     },
+    "tests/serve/cache/test_source.py": {
+        "test_a_hit_is_bitwise_the_cold_request": 2,
+    },
     "tests/serve/test_ending.py": {
         "test_one_that_is_idle_ends_with_0": 1,
+    },
+    "tests/serve/test_prompt_cache.py": {
+        "test_what_a_change_leaves_of_tools_system_and_messages": 3,
     },
     "tests/serve/test_refusals.py": {
         "test_a_bad_entry_that_cannot_be_deleted_is_a_miss_and_others_are_served": 1,
     },
     "tests/serve/test_same_reply.py": {
-        "test_a_conversation_with_a_moving_marker_hits_and_replies_as_cold": 2,
+        "test_a_conversation_with_a_moving_marker_hits_and_replies_as_cold": 1,
+        "test_so_it_does_from_the_device_after_it_gave_way_and_after_a_restart": 1,
     },
     "tests/serve/test_slow_clients.py": {
         "test_a_late_request_is_answered_while_the_scheduler_is_stuck": 1,
+        "test_what_no_route_sees_is_refused_in_the_vendors_shape": 1,
+    },
+    "tests/store/entry/encodings/test_encodings.py": {
+        "test_a_hit_is_the_same_run_or_near_it": 2,
+    },
+    "tests/store/entry/test_snapshot.py": {
+        "test_a_snapshot_comes_back": 2,
+        "test_chunks_that_do_not_fit_are_refused": 2,
+        "test_tensors_that_do_not_fit_are_refused": 2,
+    },
+    "tests/store/test_async_load.py": {
+        "test_lookups_are_made_again_until_what_they_found_is_good": 2,
     },
     "tests/store/test_faults.py": {
-        "test_truncated_files_are_a_miss": 4,
+        "test_truncated_files_are_a_miss": 2,
     },
     "tests/store/test_prefixes.py": {
-        "test_a_snapshot_is_the_sequence_that_was_saved": 3,
+        "test_a_hit_at_a_marker_is_bitwise_a_run_that_stops_there": 2,
+        "test_a_snapshot_is_the_sequence_that_was_saved": 2,
+        "test_any_whole_chunk_that_agrees_is_reused": 2,
+        "test_hit_and_miss_are_bitwise_one_run": 2,
     },
     "tests/store/test_real_store.py": {
         "test_every_tier_gives_the_same_tokens": 1,
     },
     "tests/store/test_refusals.py": {
-        "test_a_bad_entry_that_redis_keeps_is_a_miss": 4,
+        "test_a_bad_entry_that_redis_keeps_is_a_miss": 2,
     },
     "tests/store/tiers/test_disk.py": {
         "test_a_kill_loses_at_most_the_entry_being_written": 0,
+    },
+    "tests/test_compress.py": {
+        "test_generate_goes_on_as_a_session_does": 2,
     },
     "tests/test_plugins.py": {
         "test_a_file_and_a_module_of_the_user_add_terms": 0,
@@ -217,12 +297,18 @@ QUICK: dict[str, dict[str, int]] = {
         "test_a_needle_is_kept_without_the_question": 0,
     },
     "tests/test_session.py": {
-        "test_asking_between_extends_leaves_one_piece": 3,
-        "test_interrupted_extend_leaves_the_session_unchanged": 3,
+        "test_ask_leaves_the_session_unchanged": 1,
+        "test_asking_between_extends_leaves_one_piece": 1,
+        "test_forks_are_independent": 1,
+        "test_interrupted_extend_leaves_the_session_unchanged": 2,
+        "test_stream_is_the_reply_in_pieces": 2,
     },
     "tests/test_session_io.py": {
-        "test_headers_and_tensors_that_do_not_fit": 5,
-        "test_round_trip_goes_on_token_for_token": 2,
+        "test_headers_and_tensors_that_do_not_fit": 3,
+        "test_round_trip_goes_on_token_for_token": 1,
+    },
+    "tests/train/test_bases.py": {
+        "test_the_whole_rank_answers_token_for_token": 2,
     },
 }
 
