@@ -57,6 +57,9 @@ QUICK: dict[str, dict[str, int]] = {
     "tests/bench/test_results_page.py": {
         "test_the_page_is_what_the_kept_runs_give": 0,
     },
+    "tests/bench/test_serve_load.py": {
+        "test_a_short_load_leaves_nothing_behind": 0,
+    },
     "tests/bench/test_shards.py": {
         "test_a_limit_leaves_no_process_and_says_how_to_go_on": 0,
         "test_a_process_that_fails_ends_all_and_is_heard": 0,
@@ -100,10 +103,15 @@ QUICK: dict[str, dict[str, int]] = {
         "test_earlier_layers_only_shrink": 1,
     },
     "tests/cli/test_bench.py": {
+        "test_ctrl_c_leaves_a_run_and_says_how_to_go_on": 0,
         "test_table_report_and_going_on_after_a_kill": 0,
+    },
+    "tests/cli/test_chat.py": {
+        "test_ctrl_c_stops_the_reply_only": 0,
     },
     "tests/cli/test_demo.py": {
         "test_a_random_model_is_shown_to_fail": 0,
+        "test_json": 0,
     },
     "tests/cli/test_main.py": {
         "test_a_closed_pipe_is_quiet": 1,
@@ -188,8 +196,8 @@ QUICK: dict[str, dict[str, int]] = {
         "test_no_score_loses_a_token": 4,
     },
     "tests/models/pull/test_pull.py": {
-        "test_a_folder_that_is_not_whole_is_made_anew": 1,
-        "test_a_killed_pull_is_taken_up_again": 1,
+        "test_a_folder_that_is_not_whole_is_made_anew": 0,
+        "test_a_killed_pull_is_taken_up_again": 0,
     },
     "tests/models/test_cache.py": {
         "test_beams": 7,
@@ -267,6 +275,7 @@ QUICK: dict[str, dict[str, int]] = {
         "test_a_snapshot_is_the_sequence_that_was_saved": 2,
         "test_any_whole_chunk_that_agrees_is_reused": 2,
         "test_hit_and_miss_are_bitwise_one_run": 2,
+        "test_scopes_are_the_same_in_every_process": 0,
     },
     "tests/store/test_real_store.py": {
         "test_every_tier_gives_the_same_tokens": 1,
