@@ -43,7 +43,7 @@ Shown = list[tuple[list[int], Tensor]]  # positions that were told, and the quer
 def watched() -> Iterator[Shown]:
     """What layer 0 is shown of queries."""
     shown: Shown = []
-    observe = views._observe
+    observe = views._fill_observations
 
     def watching(view: View, side: LayerObserverState, new: NewSlots, needs: Needs) -> None:
         observe(view, side, new, needs)
@@ -51,7 +51,7 @@ def watched() -> Iterator[Shown]:
             shown.append((view.q_position_RW[0].tolist(), view.q_RGWD.flatten(0, 1).clone()))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(views, "_observe", watching)
+        patch.setattr(views, "_fill_observations", watching)
         yield shown
 
 

@@ -27,7 +27,7 @@ def test_scores_see_the_distances_that_attention_sees(
     model: Model, monkeypatch: pytest.MonkeyPatch, score: str, position: str
 ) -> None:
     """The log-sum of a query's weights over the stored slots of each head is that of the reader."""
-    observe = views._observe
+    observe = views._fill_observations
     apart: list[Any] = []
 
     def watching(view: View, side: LayerObserverState, new: NewSlots, needs: Needs) -> None:
@@ -43,7 +43,7 @@ def test_scores_see_the_distances_that_attention_sees(
                 logit_GTS = q_HGTD[head] @ view.k_RSD[head, :length].T * view.spec.scale
                 apart.append((logit_GTS.logsumexp(-1) - merge.lse_HGT[head]).abs().max().item())
 
-    monkeypatch.setattr(views, "_observe", watching)
+    monkeypatch.setattr(views, "_fill_observations", watching)
     policy = f"{score} + 48tok + {position} + protect(sinks=2, recent=4)"
     with Session(model, policy, template=None, page_size=4, open_len=8) as session:
         session.extend(prompt(120))
