@@ -1,6 +1,7 @@
 """How long does one client wait for another's long prompts? Streams beside them, and first tokens of other tenants.
 
-    python benchmarks/serve_fairness.py [--model smollm2-135m] [--tokens 6000] [--policy POLICY …] [--save] [-- OPTIONS]
+    python benchmarks/serve_fairness.py [--model smollm2-135m] [--tokens 6000] [--policy POLICY …] [--only beside]
+                                        [--save] [-- OPTIONS]
 
 For each policy a server runs with keys of two tenants. (1) Tenant B streams a reply; once it flows, A sends a prompt of
 `--tokens` tokens. Reported: seconds until A's first token, and the largest gap between two texts of B meanwhile. (2) A
@@ -37,7 +38,9 @@ def measure(args: argparse.Namespace, policy: str, folder: Path) -> dict[str, An
     with served(args.model, *options, log=folder / "log") as server, ThreadPoolExecutor(_NUM_LONG + 1) as pool:
         a, b = (server.as_tenant(key) for key in _KEYS.values())
         _said(b.ask(b.body([user("warm up")], 8)))
-        return {"policy": policy, **beside(args, a, b, pool), **before(args, a, b, pool)}
+        parts = {"beside": beside, "before": before}
+        chosen = [part for name, part in parts.items() if args.only in (None, name)]
+        return {"policy": policy} | {name: value for part in chosen for name, value in part(args, a, b, pool).items()}
 
 
 def beside(args: argparse.Namespace, a: Served, b: Served, pool: ThreadPoolExecutor) -> dict[str, float]:
@@ -81,11 +84,11 @@ def table(rows: list[dict[str, Any]]) -> str:
         "| policy | largest gap of a stream (s): alone, beside the prompt | the prompt (s) "
         '| first token of "hi" (s): alone, beside four prompts | the four (s) |'
     )
-    lines = [
-        f"| `{row['policy']}` | {row['alone_gap_s']:.3f}, {row['gap_s']:.3f} | {row['prompt_s']:.1f} "
-        f"| {row['alone_first_s']:.3f}, {row['first_s']:.3f} | {row['four_s']:.1f} |"
-        for row in rows
-    ]
+    names = (("alone_gap_s", "gap_s"), ("prompt_s",), ("alone_first_s", "first_s"), ("four_s",))
+    lines = []
+    for row in rows:
+        cells = (", ".join(f"{row[name]:.3f}" for name in cell if name in row) for cell in names)
+        lines.append(f"| `{row['policy']}` | {' | '.join(cells)} |")
     return "\n".join([head, "|---|---|---|---|---|", *lines])
 
 
@@ -97,6 +100,7 @@ def main() -> None:
     parser.add_argument("--policy", action="append", help=f"may be repeated; default: {', '.join(_POLICIES)}")
     parser.add_argument("--memory", default="2GB", metavar="SIZE", help="of the arena (%(default)s)")
     parser.add_argument("--settle-s", type=float, default=1.0, metavar="S", help="before the second request comes")
+    parser.add_argument("--only", choices=("beside", "before"), help="(1) or (2) alone")
     parser.add_argument("--save", action="store_true", help="append a row to benchmarks/results/serve_fairness.jsonl")
     parser.add_argument("options", nargs="*", metavar="OPTIONS", help="of `kvfold serve`, behind --")
     args = parser.parse_args()
