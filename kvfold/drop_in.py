@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvfold.engine.layer_major import Progress
 from kvfold.engine.runner import Runner
@@ -36,10 +36,14 @@ def compress(
     """Prefill `inputs` and compress them: a cache for `model.generate(..., past_key_values=cache)`, under any policy.
 
     `model` is a transformers module or what `kvfold.load` returned; `inputs` what a tokenizer returned (padded on the
-    left), token ids [batch, tokens], or the ids of one prompt. Give `generate` the same tokens followed by new ones,
-    which it alone reads and keeps; `copy.deepcopy(cache)` keeps the compressed context for the next question.
+    left), token ids [batch, tokens], or the ids of one prompt. The last token is left for `generate` to read: give it
+    the same tokens, or the same tokens followed by a question, which stays uncompressed. `copy.deepcopy(cache)` keeps
+    the compressed context for the next question.
     """
     hf, policy, config = module_of(model), Policy.parse(policy), PageConfig(page_size, open_len)
+    if not isinstance(hf, nn.Module):
+        raise InputError(f"model is a transformers module or what kvfold.load returned, not {type(model).__name__}")
+    rows, num_tokens = _rows(inputs)
     if not is_attached(hf):
         attach(hf)
     spec = spec_of(model)
@@ -49,7 +53,6 @@ def compress(
             f'policy "{policy.short}" evicts by sentences while decoding, and model.generate tells a cache no token '
             "ids; use kvfold.Session, or a relative size such as 4x"
         )
-    rows, num_tokens = _rows(inputs)
     runner = Runner(hf, spec, arena_of(hf), compile="auto" if hf is model else model.compile)
     sequences: list[SequenceCache] = []
     try:
@@ -64,17 +67,31 @@ def compress(
 
 
 def _rows(inputs: Tensor | Mapping[str, Any] | Sequence[int]) -> tuple[list[list[int]], int]:
-    """Token ids of each row without padding, and the length of the padded batch."""
-    given = inputs["input_ids"] if isinstance(inputs, Mapping) else inputs
-    ids = torch.as_tensor(given)
-    ids = ids.unsqueeze(0) if ids.dim() == 1 else ids
-    if ids.dim() != 2 or not ids.numel() or ids.is_floating_point():
-        raise InputError(f"inputs are token ids [batch, tokens], at least one of each, not {list(ids.shape)}")
-    mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
-    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else torch.as_tensor(mask).bool().to(ids.device)
-    starts = (~real).sum(-1)
-    ordered = real == (torch.arange(ids.shape[1], device=ids.device) >= starts.unsqueeze(-1))
-    if not bool(ordered.all()) or bool((starts == ids.shape[1]).any()):
-        raise InputError("padding must be on the left, and every row needs a token; set tokenizer.padding_side='left'")
-    rows = [row[start:].tolist() for row, start in zip(ids, starts.tolist(), strict=True)]
-    return rows, ids.shape[1]
+    """Token ids of each row without padding and without its last token, and the length of such a padded batch."""
+    given, mask = (inputs, None)
+    if isinstance(inputs, Mapping):
+        if "input_ids" not in inputs:
+            raise InputError("inputs have no input_ids; give what a tokenizer returned, or token ids")
+        given, mask = inputs["input_ids"], inputs.get("attention_mask")
+    ids = _tensor("token ids", given)
+    real = torch.ones_like(ids) if mask is None else _tensor("an attention mask", mask).to(ids.device)
+    if ids.dim() != 2 or ids.shape[1] < 2 or not len(ids) or real.shape != ids.shape:
+        shapes = f"not {list(ids.shape)}" if mask is None else f"not {list(ids.shape)} and {list(real.shape)}"
+        raise InputError(f"inputs are token ids [batch, tokens], at least two tokens, with a mask alike, {shapes}")
+    starts = (real == 0).sum(-1)
+    ordered = (real != 0) == (torch.arange(ids.shape[1], device=ids.device) >= starts.unsqueeze(-1))
+    if not bool(ordered.all()) or bool((starts > ids.shape[1] - 2).any()):
+        raise InputError("padding must be on the left, and rows need two tokens; set tokenizer.padding_side='left'")
+    rows = [row[start:-1].tolist() for row, start in zip(ids, starts.tolist(), strict=True)]
+    return rows, ids.shape[1] - 1
+
+
+def _tensor(name: str, given: Any) -> Tensor:
+    """Whole numbers [batch, tokens]; one row may come without its batch."""
+    try:
+        found = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise InputError(f"inputs hold no {name}: rows must be whole numbers, all of one length; pad them") from error
+    if found.is_floating_point() or found.is_complex() or (found.dtype == torch.bool and name == "token ids"):
+        raise InputError(f"inputs: {name} are whole numbers, not {str(found.dtype).removeprefix('torch.')}")
+    return found.unsqueeze(0) if found.dim() == 1 else found

@@ -33,7 +33,7 @@ def load_plugins(group: Group) -> None:
     for point in entry_points(group=group):
         try:
             point.load()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             package = "" if point.dist is None else f" of {point.dist.name}"
             text = f'entry point "{point.name}"{package} in {group} is left out: {_reason(error)}'
             warnings.warn(text, KvfoldWarning, stacklevel=2)
@@ -50,7 +50,7 @@ def import_named(name: str) -> None:
             if (here := os.getcwd()) not in sys.path:
                 sys.path.append(here)
             import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(f'"{name}" cannot be imported: {_reason(error)}') from error
 
 
@@ -69,6 +69,6 @@ def _import_file(path: Path) -> None:
         raise
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return text if isinstance(error, KvfoldError) else f"{type(error).__name__}: {text}"

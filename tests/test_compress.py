@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from kvfold import compress
-from kvfold.errors import InputError, PolicyError
+from kvfold.errors import InputError, ModelError, PolicyError
 from kvfold.models.attach import attach, is_attached, set_arena
 from kvfold.models.cache import Cache
 from kvfold.models.loader import Model
@@ -17,13 +18,12 @@ from kvfold.pages.arena import Arena
 from kvfold.session import Session
 from tests.tiny import build, prompt
 
-CONTEXT, QUESTION = prompt(320, seed=4), prompt(40, seed=5)  # longer than an open block: a prefill, as a session has it
+CONTEXT, QUESTION = prompt(320, seed=4), prompt(40, seed=5)
 
 
 def generated(hf: Any, ids: list[list[int]], cache: Any, **more: Any) -> list[list[int]]:
     inputs = torch.tensor(ids)
-    with torch.inference_mode():
-        found = hf.generate(inputs, past_key_values=cache, max_new_tokens=8, do_sample=False, **more)
+    found = hf.generate(inputs, past_key_values=cache, max_new_tokens=8, do_sample=False, **more)
     rows: list[list[int]] = found[:, inputs.shape[1] :].tolist()
     return rows
 
@@ -37,19 +37,27 @@ def generated(hf: Any, ids: list[list[int]], cache: Any, **more: Any) -> list[li
         "fastkv(rate=0.5, window=8) + snapkv(window=8) + 2x",
         "sentence(keydiff) + 3x",
         "keydiff + 3x",
+        "h2o + 100tok",
+        "keydiff + 100tok + recall(tokens=32)",
+        "full + quest(tokens=64, skip_layers=0)",
     ],
 )
-def test_generate_goes_on_as_a_session_does(model: Model, policy: str) -> None:
-    """The question is read uncompressed behind the compressed context: tokens are those of `Session.ask`."""
+@pytest.mark.parametrize("num_asked", [40, 5, 0])
+def test_generate_goes_on_as_a_session_does(model: Model, policy: str, num_asked: int) -> None:
+    """The question is read uncompressed behind the compressed context: tokens are those of `Session.ask`, also where
+    the question fits into an open block, or `generate` is given the very tokens that were compressed."""
+    if not num_asked and "quest" in policy:
+        pytest.skip("one token is a decode step, in which quest selects pages")
+    question = QUESTION[:num_asked]
     with Session(model, policy, template=None) as session:
-        session.extend(CONTEXT)
+        session.extend(CONTEXT[:-1])
         with session.fork() as branch:
-            branch.extend(QUESTION, compress=False)
+            branch.extend([CONTEXT[-1], *question], compress=False)
             expected = branch.generate(max_new_tokens=8).token_ids
     cache = compress(model, CONTEXT, policy)
-    assert generated(model.hf, [CONTEXT + QUESTION], copy.deepcopy(cache)) == [expected]
-    assert generated(model.hf, [CONTEXT + QUESTION], cache) == [expected]  # the copy left it as it was
-    assert cache.stats().logical_len == len(CONTEXT) + len(QUESTION) + 7
+    assert generated(model.hf, [CONTEXT + question], copy.deepcopy(cache)) == [expected]
+    assert generated(model.hf, [CONTEXT + question], cache) == [expected]  # the copy left it as it was
+    assert cache.stats().logical_len == len(CONTEXT) + num_asked + 7
 
 
 def test_a_padded_batch_is_its_rows(model: Model) -> None:
@@ -77,13 +85,36 @@ def test_a_model_that_was_not_attached_is(model: Model) -> None:
 def test_what_cannot_be_is_told(model: Model) -> None:
     with pytest.raises(PolicyError, match="evicts by sentences while decoding"):
         compress(model, CONTEXT, "sentence(keydiff) + 80tok")
-    with pytest.raises(InputError, match=r"token ids \[batch, tokens\]"):
+    with pytest.raises(InputError, match=r"token ids \[batch, tokens\], at least two"):
         compress(model, torch.zeros(1, 0, dtype=torch.long), "full")
     with pytest.raises(InputError, match="padding must be on the left"):
         compress(model, {"input_ids": [[1, 2]], "attention_mask": [[1, 0]]}, "full")
+    for bad, told in (
+        ([[1, 2, 3], [1, 2]], "all of one length"),
+        (torch.rand(1, 8), "not float32"),
+        (torch.ones(1, 8, dtype=torch.bool), "not bool"),
+        ([7], "at least two tokens"),
+        (None, "no token ids"),
+        ({"ids": [1]}, "no input_ids"),
+        ({"input_ids": [[1, 2, 3]], "attention_mask": [[1, 1]]}, "with a mask alike"),
+    ):
+        with pytest.raises(InputError, match=told):
+            compress(model, bad, "full")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="transformers module"):
+        compress("smollm2-135m", CONTEXT, "full")
+    with pytest.raises(InputError, match=r"page_size is 16\.0"):
+        compress(model, CONTEXT, "full", page_size=16.0)  # type: ignore[arg-type]
     cache = compress(model, CONTEXT, "kvzip(chunk=64) + 3x")
-    with pytest.raises(InputError, match="has read 320 tokens"):
+    with pytest.raises(InputError, match="has read 319 tokens"):
         generated(model.hf, [CONTEXT[:50]], cache)
     cache.reset()
     with pytest.raises(PolicyError, match="replays the prompt"):
         generated(model.hf, [CONTEXT], cache)
+
+
+def test_a_cache_of_another_model_is_refused(model: Model, shared: Callable[[str], Model]) -> None:
+    other = shared("qwen3")
+    with pytest.raises(ModelError, match="made for another model"):
+        generated(other.hf, [CONTEXT + QUESTION], compress(model, CONTEXT, "keydiff + 3x"))
+    with pytest.raises(ModelError, match="made for another model"):
+        generated(other.hf, [CONTEXT], Cache(model, "keydiff + 3x"))

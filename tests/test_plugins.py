@@ -100,11 +100,13 @@ def test_a_broken_package_is_left_out_and_told(tmp_path: Path) -> None:
 
 def test_what_the_user_names_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("1 / 0")
+    (tmp_path / "leaves.py").write_text("raise SystemExit(0)")
     (tmp_path / "again.py").write_text(SCORER.format(name="keydiff"))
     for name, told in (
         ("broken.py", "ZeroDivisionError"),
         ("nowhere", "ModuleNotFoundError"),
         ("missing.py", "no Python file"),
+        ("leaves.py", "SystemExit"),
         ("again.py", "by kvfold.score.keydiff.KeyDiff and again.Newest"),
     ):
         done = kvfold("--import", name, "policies", "int4", cwd=tmp_path)

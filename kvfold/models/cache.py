@@ -27,6 +27,7 @@ from kvfold.core import ModelSpec
 from kvfold.errors import InputError, ModelError
 from kvfold.models.attach import arena_of, attach, is_attached, module_of, spec_of
 from kvfold.models.check import check_drop_in, check_policy
+from kvfold.models.spec import attention_modules
 from kvfold.pages.crop import crop
 from kvfold.pages.page_config import PageConfig
 from kvfold.pages.sequence import SequenceCache
@@ -64,6 +65,7 @@ class Cache(HfCache):  # type: ignore[misc]
             attach(hf)
         self.spec: ModelSpec = spec_of(model)
         self._model = ref(hf)
+        self.attention_ids = {id(module) for module in attention_modules(hf)}
         self.policy = policy
         check_policy(self.policy, self.spec)
         self.arena = arena_of(hf)
@@ -206,7 +208,8 @@ class Cache(HfCache):  # type: ignore[misc]
         self._commit()
         self._starts = starts
         grows = all(sequence.logical_len for sequence in self.sequences) and not any(starts)
-        if grows and num_tokens <= self.config.open_len:
+        reads_prompt = not self._compresses and num_tokens > 1  # behind a compressed context, as a session reads it
+        if grows and num_tokens <= self.config.open_len and not reads_prompt:
             self._pass = DecodePass.begin(self.sequences, num_tokens)
         else:
             lens = [num_tokens - start for start in starts]
@@ -288,6 +291,10 @@ class _Handle:
     layer: int
     k_BHTD: Tensor
     v_BHTD: Tensor
+
+    @property
+    def attention_ids(self) -> set[int]:
+        return self.cache.attention_ids
 
     @torch.no_grad()
     def attend(self, query: Tensor, mask: Tensor | None) -> Tensor:

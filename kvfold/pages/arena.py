@@ -147,10 +147,11 @@ class Span:
     def fields(self) -> dict[str, Tensor]:
         """Name -> [slots or groups of the whole span, width]; kernels go by addresses and never ask."""
         found = {}
-        for item, num_rows in self.page_class.regions(self.num_pages):
-            offset = self.addresses[item.name]
-            raw = self.arena.memory[offset : offset + num_rows * item.bytes()]
-            found[item.name] = raw.view(item.dtype).view(num_rows, item.width)
+        with torch.inference_mode(False):  # views that are made inside of it could not be written to outside
+            for item, num_rows in self.page_class.regions(self.num_pages):
+                offset = self.addresses[item.name]
+                raw = self.arena.memory[offset : offset + num_rows * item.bytes()]
+                found[item.name] = raw.view(item.dtype).view(num_rows, item.width)
         return found
 
     @property

@@ -167,7 +167,8 @@ class GrowingRows:
         """To tensors that no copy shares."""
         used = max(self.lens)
         for name, old in self.tensors.items():
-            new = torch.zeros(len(old), capacity, *old.shape[2:], dtype=old.dtype, device=old.device)
+            with torch.inference_mode(False):  # rows are written outside of it, too
+                new = torch.zeros(len(old), capacity, *old.shape[2:], dtype=old.dtype, device=old.device)
             new[:, :used] = old[:, :used]
             self.tensors[name] = new
         self._written = list(self.lens)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kvfold.codec.base import Codec, Side
 from kvfold.codec.basis import Basis, LowRankCodec
 from kvfold.core import ModelSpec
+from kvfold.errors import InputError
 from kvfold.pages.arena import Arena
 from kvfold.pages.layer import LayerPages
 from kvfold.pages.layout import PageClass
@@ -20,6 +21,11 @@ class PageConfig:
 
     page_size: int = 16
     open_len: int = 32
+
+    def __post_init__(self) -> None:
+        for name, value in (("page_size", self.page_size), ("open_len", self.open_len)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise InputError(f"{name} is {value!r}; it must be a whole number of at least 1")
 
 
 def layer_pages(spec: ModelSpec, policy: Policy, config: PageConfig, index: int, arena: Arena) -> LayerPages:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvfold.core import ModelSpec
 
 AXES = ("score", "budget", "size", "when", "protect", "evicted", "position", "codec", "attend", "prefill")
+_WORDS = ("prefill", "decode", "min", "max", "none")
 _NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
 _Variant = TypeVar("_Variant")
 
@@ -75,6 +76,8 @@ def register(
     `published` says what the term is against its paper: "as published ..." or "differs: ..."."""
     if axis not in AXES:
         raise PolicyError(f'no axis "{axis}"; axes: {", ".join(AXES)}')
+    if name in _WORDS:
+        raise PolicyError(f'"{name}" is a word of the language; choose another name for the term')
     if not _NAME.match(name):
         raise PolicyError(f'term name "{name}" must match [a-z][a-z0-9_]*')
 
@@ -82,7 +85,8 @@ def register(
         known = _terms.get(name)
         if known is not None and _place(known.variant) != _place(variant):
             raise PolicyError(f'term "{name}" is registered twice, by {_place(known.variant)} and {_place(variant)}')
-        if not dataclasses.is_dataclass(variant) or not issubclass(variant, Term):
+        is_frozen = dataclasses.is_dataclass(variant) and variant.__dataclass_params__.frozen  # type: ignore[attr-defined]
+        if not is_frozen or not issubclass(variant, Term):
             raise PolicyError(f'term "{name}": {variant.__name__} must be a frozen dataclass that derives from Term')
         _terms[name] = Registration(axis, name, variant, revision, paper, cost, published)
         return variant
