@@ -1,4 +1,4 @@
-"""Output processing of one request: sample, detokenize, match stop strings, accept drafts, roll back.
+"""Output processing of one request: sample, detokenize, cut at stop strings, accept drafts, roll back.
 
 A sampled token enters the KV cache when the next step runs it. Tokens whose text may still become part of a stop string
 are run but not committed; when the stop string completes, they are rolled back. A token that holds both the end of the

@@ -1,1 +1,11 @@
-"""Paged KV cache: the arena (block pool), pages and page tables, shared segments (copy-on-write), the open block."""
+"""Paged KV cache: the block pool, page tables of heads, shared prefix segments, the open block.
+
+    arena.py             block pool: spans of pages are allocated and freed here
+    layer.py             the page table of a layer: which head owns which pages
+    segment.py           pages of all layers over one range of tokens; shared by refcount, copy-on-write
+    sequence.py          the KV cache of one sequence: segments, tail, open block, observer state
+    open_block.py        the newest tokens, not yet quantised
+    compaction.py        seal new slots and evict stored ones: memory first, then the write
+    dequantize.py        slots back from codes
+    serialize.py         a sequence as flat tensors, for files and tiers
+"""

@@ -1,7 +1,7 @@
 """Batched page allocation: pages for all heads of a tail at once, computed on arrays.
 
 The page table of a segment (pages/places.py) is extended, not rebuilt: new pages are rows behind each head's others.
-Extents are updated on access.
+Extents are updated on access. Pages are freed in arena.py (`Span.free_pages`, `Arena.free`).
 
     E extents   X heads of all layers   P pieces: adjacent pages that one head gets   R runs of free pages
     F address columns of pages/places.py
