@@ -16,7 +16,7 @@ from kvfold.engine.layer_major import Progress
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError, PolicyError
 from kvfold.models.attach import arena_of, attach, is_attached, module_of, spec_of
-from kvfold.models.cache import Cache
+from kvfold.models.cache import Cache, first_real
 from kvfold.models.check import check_policy
 from kvfold.models.sentences import needs_sentences
 from kvfold.pages.page_config import PageConfig
@@ -68,7 +68,7 @@ def compress(
 
 def _rows(inputs: Tensor | Mapping[str, Any] | Sequence[int]) -> tuple[list[list[int]], int]:
     """Token ids of each row without padding and without its last token, and the length of such a padded batch."""
-    given, mask = (inputs, None)
+    given, mask = inputs, None
     if isinstance(inputs, Mapping):
         if "input_ids" not in inputs:
             raise InputError("inputs have no input_ids; give what a tokenizer returned, or token ids")
@@ -78,11 +78,7 @@ def _rows(inputs: Tensor | Mapping[str, Any] | Sequence[int]) -> tuple[list[list
     if ids.dim() != 2 or ids.shape[1] < 2 or not len(ids) or real.shape != ids.shape:
         shapes = f"not {list(ids.shape)}" if mask is None else f"not {list(ids.shape)} and {list(real.shape)}"
         raise InputError(f"inputs are token ids [batch, tokens], at least two tokens, with a mask alike, {shapes}")
-    starts = (real == 0).sum(-1)
-    ordered = (real != 0) == (torch.arange(ids.shape[1], device=ids.device) >= starts.unsqueeze(-1))
-    if not bool(ordered.all()) or bool((starts > ids.shape[1] - 2).any()):
-        raise InputError("padding must be on the left, and rows need two tokens; set tokenizer.padding_side='left'")
-    rows = [row[start:-1].tolist() for row, start in zip(ids, starts.tolist(), strict=True)]
+    rows = [row[start:-1].tolist() for row, start in zip(ids, first_real(real != 0, least=2), strict=True)]
     return rows, ids.shape[1] - 1
 
 

@@ -308,10 +308,18 @@ def _left_padding(mask: Tensor | None, batch: int, num_tokens: int, seen_len: in
     if mask.shape[-1] < seen_len + num_tokens:
         raise InputError(f"the attention mask covers {mask.shape[-1]} tokens, not the {seen_len + num_tokens} seen")
     own = mask.expand(batch, -1, -1, -1)[:, 0].diagonal(offset=seen_len, dim1=-2, dim2=-1)[:, :num_tokens]
-    real = own if own.dtype == torch.bool else own == 0
-    starts = (~real).sum(-1)
-    ordered = real == (torch.arange(num_tokens, device=real.device) >= starts.unsqueeze(-1))
-    if not bool(ordered.all()) or bool((starts == num_tokens).any()):
-        raise InputError("padding must be on the left, and every row needs a token; set tokenizer.padding_side='left'")
-    found: list[int] = starts.tolist()
+    return first_real(own if own.dtype == torch.bool else own == 0)
+
+
+def first_real(real_BT: Tensor, least: int = 1) -> list[int]:
+    """The first token of each row that is no padding; InputError unless padding is on the left of `least` tokens."""
+    num_tokens = real_BT.shape[1]
+    start_B = (~real_BT).sum(-1)
+    ordered_BT = real_BT == (torch.arange(num_tokens, device=real_BT.device) >= start_B.unsqueeze(-1))
+    if not bool(ordered_BT.all()) or bool((start_B > num_tokens - least).any()):
+        needed = "a token" if least == 1 else f"{least} tokens"
+        raise InputError(
+            f"padding must be on the left, and every row needs {needed}; set tokenizer.padding_side='left'"
+        )
+    found: list[int] = start_B.tolist()
     return found

@@ -38,7 +38,7 @@ class Config(NamedTuple):
 
 
 # By the bits of the wider side, for head dims up to 128; wider heads take half the slots. The limits let as many tasks
-# run at once as there are for a processor (split_kv.py): one task more is waited for as long as all the others.
+# run at once as there are for a processor (passes/captured/split_kv.py): one more is waited for as long as all others.
 _CONFIG: dict[int, Config] = {
     32: Config(32, 4, 2),
     16: Config(32, 1, 4),
