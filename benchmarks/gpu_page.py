@@ -1,4 +1,4 @@
-"""The measured part of docs/gpu.md, written from rows: the table of targets, then what every part measured."""
+"""The measured part of docs/research/gpu.md, written from rows: the table of targets, then what every part measured."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvfold.bench.docs_section import with_section
 from kvfold.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, PLOT = ROOT / "docs" / "gpu.md", ROOT / "docs" / "gpu.svg"
+PAGE, PLOT = ROOT / "docs" / "research" / "gpu.md", ROOT / "docs" / "research" / "gpu.svg"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 FILES = {
     "attention": "gpu_attention", "step": "gpu_decode", "prefill": "gpu_prefill", "capacity": "gpu_capacity",

@@ -1,4 +1,4 @@
-"""docs/gpu.svg: how bytes a second of attention and tokens a second of a step change with the length of the context."""
+"""docs/research/gpu.svg: bytes a second of attention, and tokens a second of a step, by length of the context."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     python benchmarks/gpu_table.py [--parts attention,step,prefill,capacity,lookup,peers,sweep] [--site FOLDER]
                                    [--lookup-model qwen2.5-coder-1.5b] [--limit-s 580] [--logs FOLDER]
     python benchmarks/gpu_table.py --table      the table of the last run of every part
-    python benchmarks/gpu_table.py --docs       rewrite docs/gpu.md from these, and draw docs/gpu.svg
+    python benchmarks/gpu_table.py --docs       rewrite docs/research/gpu.md from these, and draw docs/research/gpu.svg
 
 Every part is a process of its own with a time limit, so that its memory is free for the next; one that fails or runs
 out of time says so and the rest goes on. Rows are appended to benchmarks/results/ as they come, so what a part had
@@ -134,7 +134,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=580, help="for all parts together (default: %(default)s)")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="write the parts' output there, not to the screen")
     parser.add_argument("--table", action="store_true", help="only print the table of rows that were saved")
-    parser.add_argument("--docs", action="store_true", help="only write docs/gpu.md and docs/gpu.svg from saved rows")
+    parser.add_argument("--docs", action="store_true", help="only write gpu.md and gpu.svg from saved rows")
     args = parser.parse_args()
     known = parts(None, "")
     if unknown := [name for name in args.parts if name not in known]:

@@ -2,7 +2,7 @@
 
     python benchmarks/page_sizes.py --save            bytes after real prompts, for every combination of sizes
     python benchmarks/page_sizes.py --time --save     ms per token on this CPU, one size varied at a time
-    python benchmarks/page_sizes.py --docs            rewrite the table of docs/sizes.md from saved rows
+    python benchmarks/page_sizes.py --docs            rewrite the table of docs/research/sizes.md from saved rows
 
 Small pages leave little of their last page empty, small superblocks little of their last superblock; but each is one
 more thing to look up, and a short open block is sealed more often. One forward over the prompt fills the caches of all
@@ -42,7 +42,7 @@ from kvfold.stats import measure
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "benchmarks" / "results" / "page_sizes.jsonl"
-PAGE = ROOT / "docs" / "sizes.md"
+PAGE = ROOT / "docs" / "research" / "sizes.md"
 BEGIN = "<!-- page sizes: begin; written by `python benchmarks/page_sizes.py --docs` -->"
 END = "<!-- page sizes: end -->"
 POLICIES = ("snapkv + ada + 8x", "snapkv + ada + 8x + int4")
@@ -207,7 +207,7 @@ def main() -> int:
     parser.add_argument("--time", action="store_true", help="time decode steps instead of counting bytes")
     parser.add_argument("--steps", type=int, default=128, help="timed steps of each (default: 128, the longest block)")
     parser.add_argument("--save", action="store_true", help="append rows to benchmarks/results/page_sizes.jsonl")
-    parser.add_argument("--docs", action="store_true", help="only rewrite docs/sizes.md from saved rows")
+    parser.add_argument("--docs", action="store_true", help="only rewrite docs/research/sizes.md from saved rows")
     options = parser.parse_args()
     try:
         if options.docs:

@@ -1,7 +1,7 @@
 """Does a long stream find its needle again, in the same device bytes, when what it evicts can be recalled?
 
     python benchmarks/recall_long.py --model smollm2-135m --length 16000 --positions slot
-    python benchmarks/recall_long.py --docs            rewrite docs/recall.md from benchmarks/results/recall.jsonl
+    python benchmarks/recall_long.py --docs            rewrite docs/research/recall.md from the kept rows
 
 One number is hidden in filler text, anywhere in it; the text is read in chunks of 512 under a bound of a few hundred
 slots, and then asked for the number (task needles_1 of workload needle, the question unknown). `streaming`
@@ -32,7 +32,7 @@ from kvfold.session import Session
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "benchmarks" / "results" / "recall.jsonl"
-PAGE = ROOT / "docs" / "recall.md"
+PAGE = ROOT / "docs" / "research" / "recall.md"
 BEGIN, END = "<!-- recall: begin; written by `python benchmarks/recall_long.py --docs` -->", "<!-- recall: end -->"
 _COLUMNS = ("tokens read", "policy", "needles found", "device MB", "host MB", "reading s", "ms a token")
 
@@ -60,7 +60,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--model", help="catalogue name or folder of a model to run")
-    what.add_argument("--docs", action="store_true", help="rewrite docs/recall.md from the kept rows")
+    what.add_argument("--docs", action="store_true", help="rewrite docs/research/recall.md from the kept rows")
     parser.add_argument("--length", type=int, default=16000, help="tokens of a prompt (default: 16000)")
     parser.add_argument("--samples", type=int, default=10, help="prompts (default: 10)")
     parser.add_argument("--slots", type=int, default=512, help="slots that stay (default: 512)")

@@ -4,8 +4,8 @@
     python benchmarks/stream_perplexity.py --text … --shard 0/8 --out …           one of eight processes
     python benchmarks/stream_perplexity.py --table ROWS.jsonl [ROWS.jsonl …]      perplexity and memory by block
     python benchmarks/stream_perplexity.py --keep ROWS.jsonl [ROWS.jsonl …]       keep a run under benchmarks/results/
-    python benchmarks/stream_perplexity.py --docs                                 rewrite docs/streaming.md from it
-    python benchmarks/stream_perplexity.py --plot                                 draw docs/stream.svg from it
+    python benchmarks/stream_perplexity.py --docs                            rewrite docs/research/streaming.md from it
+    python benchmarks/stream_perplexity.py --plot                            draw docs/research/stream.svg from it
 
 The texts are joined; stream i of N starts at i/N of them and goes round. Every stream is read, in blocks of 10,000, by
 each run: `stream` (sinks, the latest tokens, closed-up positions), `control` (the same in a fresh sequence for every
@@ -37,8 +37,8 @@ from kvfold.models.loader import DTYPES, Model, load
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "benchmarks" / "results" / "streams.jsonl"
-PAGE = ROOT / "docs" / "streaming.md"
-PLOT = ROOT / "docs" / "stream.svg"
+PAGE = ROOT / "docs" / "research" / "streaming.md"
+PLOT = ROOT / "docs" / "research" / "stream.svg"
 
 
 def main() -> int:
@@ -66,8 +66,8 @@ def parse_options() -> argparse.Namespace:
     what.add_argument("--text", nargs="+", type=Path, metavar="FILE", help="texts to read, joined in this order")
     what.add_argument("--table", nargs="+", type=Path, metavar="ROWS", help="print the table of files of rows")
     what.add_argument("--keep", nargs="+", type=Path, metavar="ROWS", help=f"write rows to {KEPT.relative_to(ROOT)}")
-    what.add_argument("--docs", action="store_true", help="rewrite docs/streaming.md from kept rows")
-    what.add_argument("--plot", action="store_true", help="draw docs/stream.svg from kept rows")
+    what.add_argument("--docs", action="store_true", help="rewrite docs/research/streaming.md from kept rows")
+    what.add_argument("--plot", action="store_true", help="draw docs/research/stream.svg from kept rows")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda (default: auto)")
     parser.add_argument("--dtype", default="auto", choices=DTYPES, help="of weights and cache (default: auto)")

@@ -16,7 +16,7 @@ from kvfold.cli.main import build_parser
 from tests import tiny
 
 ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 MAX_README_LINES = 150
 
 
@@ -43,7 +43,7 @@ def test_the_python_of_pages_runs(folder: Path, tmp_path: Path) -> None:
     programs = []
     for page in PAGES:
         if blocks := _blocks(page, "python"):
-            programs.append(tmp_path / f"{page.stem}.py")
+            programs.append(tmp_path / f"{'_'.join(page.relative_to(ROOT).with_suffix('').parts)}.py")
             programs[-1].write_text("\n".join(blocks).replace("smollm2-135m", str(folder)), encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     run_all = "import runpy, sys; [runpy.run_path(path, run_name='__main__') for path in sys.argv[1:]]"

@@ -1,1 +1,1 @@
-"""Other libraries' caches on kvfold's prompts: the same tokens in, rows of the same kind out (docs/peers.md)."""
+"""Other libraries' caches on kvfold's prompts: same tokens in, same kind of rows out (docs/research/peers.md)."""

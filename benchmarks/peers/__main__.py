@@ -6,7 +6,7 @@
     python -m benchmarks.peers answer WORK                              kvfold
     python -m benchmarks.peers collect WORK --out RUNS                  RUNS/kvfold and RUNS/peer, for `kvfold report`
     python -m benchmarks.peers compare RUNS                             a table on standard output
-    python -m benchmarks.peers docs RUNS                                the table of docs/peers.md
+    python -m benchmarks.peers docs RUNS                                the table of docs/research/peers.md
 
 All of them go on where they stopped. The exit code is 0 when all is done, 3 when the time limit came first.
 """

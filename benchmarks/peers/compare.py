@@ -16,7 +16,7 @@ from kvfold.bench.docs_section import with_section
 from kvfold.bench.record import Recorded, Row, read_run
 from kvfold.bench.statistics import Estimate, mean_interval, paired_difference
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "peers.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "research" / "peers.md"
 Cell = tuple[str, str, str]  # policy, memory, mode
 
 
@@ -112,8 +112,8 @@ def caption(ours: Recorded, peer: Recorded) -> str:
 
 
 def write_docs(runs: Path) -> str:
-    """Write the table of docs/peers.md that belongs to this folder."""
+    """Write the table of docs/research/peers.md that belongs to this folder."""
     begin = f"<!-- {runs.name}: begin; written by `python -m benchmarks.peers docs benchmarks/results/{runs.name}` -->"
     page = PAGE.read_text(encoding="utf-8")
     PAGE.write_text(with_section(page, begin, f"<!-- {runs.name}: end -->", compare(runs)), encoding="utf-8")
-    return f"docs/{PAGE.name} written from {runs}"
+    return f"docs/research/{PAGE.name} written from {runs}"

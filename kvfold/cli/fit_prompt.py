@@ -1,8 +1,8 @@
 """`kvfold fit-prompt`: compress a system prompt once, for every session that starts with it.
 
 The prompt is prefilled as a system message (as plain text if the model has no chat template), the kept slots are fitted
-to reproduce the attention of all (docs/fit.md), and the session is written to a file for `kvfold.Session.load` and
-`kvfold chat --prefix`. The loss is measured on questions that the compression has not seen.
+to reproduce the attention of all (docs/research/fit.md), and the session is written to a file for
+`kvfold.Session.load` and `kvfold chat --prefix`. The loss is measured on questions that the compression has not seen.
 """
 
 from __future__ import annotations

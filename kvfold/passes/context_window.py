@@ -2,7 +2,7 @@
 
 A rotary model sees distances only. With `keep` positions the first slot is as far away as the sequence is long; with
 `slot` positions gaps close up, and it is as far away as slots are stored. Past the trained window models break down
-(StreamingLLM, arXiv:2309.17453; measured in docs/streaming.md), which is a warning, not an error.
+(StreamingLLM, arXiv:2309.17453; measured in docs/research/streaming.md), which is a warning, not an error.
 """
 
 from __future__ import annotations

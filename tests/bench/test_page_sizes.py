@@ -105,5 +105,5 @@ def test_run_saves_rows_and_the_page_shows_them(
 
 
 def test_docs_page_is_current() -> None:
-    page = (ROOT / "docs" / "sizes.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "research" / "sizes.md").read_text(encoding="utf-8")
     assert page == with_table(page, page_sizes.read_kept()), "run `python benchmarks/page_sizes.py --docs`"
