@@ -7,6 +7,7 @@
     python -m benchmarks.peers collect WORK --out RUNS                  RUNS/kvfold and RUNS/peer, for `kvfold report`
     python -m benchmarks.peers compare RUNS                             a table on standard output
     python -m benchmarks.peers docs RUNS                                the table of docs/research/peers.md
+    python -m benchmarks.peers natural RUNS                             docs/natural_questions.svg and its table
 
 All of them go on where they stopped. The exit code is 0 when all is done, 3 when the time limit came first.
 """
@@ -16,12 +17,14 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.peers.collect import collect
-from benchmarks.peers.compare import compare, write_docs
+from benchmarks.peers.compare import PAGE, compare, write_docs
 from benchmarks.peers.exchange import FORMAT, Header, write_jobs
-from benchmarks.peers.methods import FULL, PRESSES, QUANTIZED
+from benchmarks.peers.methods import FULL, NATURAL, PRESSES, QUANTIZED
+from benchmarks.peers.natural import draw, table
 from benchmarks.peers.ours import answer_all
 from benchmarks.peers.prompts import Samples, end_tokens
 from kvfold.bench.environment import commit
@@ -30,7 +33,7 @@ from kvfold.errors import KvfoldError
 from kvfold.models.pull.pull import resolve
 
 OUT_OF_TIME = 3
-METHODS = {"presses": (FULL, *PRESSES), "quantized": (FULL, *QUANTIZED)}
+METHODS = {"presses": (FULL, *PRESSES), "quantized": (FULL, *QUANTIZED), "natural": (replace(FULL, ours=""), *NATURAL)}
 TASKS = ("needle:needles_1", "passkey:passkey", "needle:needles_3")
 
 
@@ -43,7 +46,11 @@ def main() -> int:
             return 0 if answer_all(options.folder, options.limit_s) else OUT_OF_TIME
         if options.what == "collect":
             return collect(options.folder, options.out)
-        print(compare(options.folder) if options.what == "compare" else write_docs(options.folder))
+        if options.what == "natural":
+            draw(options.folder, PAGE.parents[1] / "natural_questions.svg")
+            print(write_docs(options.folder, table))
+        else:
+            print(compare(options.folder) if options.what == "compare" else write_docs(options.folder, compare))
     except KvfoldError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -52,7 +59,7 @@ def main() -> int:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("jobs", "answer", "collect", "compare", "docs"))
+    parser.add_argument("what", choices=("jobs", "answer", "collect", "compare", "docs", "natural"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", default="smollm2-135m", help="catalogue name or folder (default: smollm2-135m)")
     parser.add_argument("--dtype", default="float32", help="of weights, attention and cache (default: float32)")
@@ -61,6 +68,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=15, help="of each task (default: 15)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), metavar="WORKLOAD:TASK")
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
+    parser.add_argument("--data", action="append", default=[], metavar="W.OPTION=FILE", help="input file of workload W")
     parser.add_argument("--methods", default="presses", choices=tuple(METHODS), help="of jobs (default: presses)")
     parser.add_argument("--ratios", nargs="+", type=int, default=[2, 4, 8], help="default: 2 4 8")
     parser.add_argument("--out", type=Path, default=Path("runs/peers"), help="of collect (default: runs/peers)")
@@ -92,9 +101,10 @@ def requested(options: argparse.Namespace) -> Header:
         options.seed,
         options.samples,
         tuple(options.tasks),
-        MODES,
+        tuple(options.modes),
         tuple(options.ratios),
         METHODS[options.methods],
+        tuple(options.data),
     )
 
 

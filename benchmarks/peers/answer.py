@@ -1,11 +1,12 @@
 """Answer kvfold's prompts with kvpress' presses and transformers' quantised caches.
 
-    PEER-ENVIRONMENT/bin/python benchmarks/peers/answer.py WORK [--alone] [--limit-s S]
+    PEER-ENVIRONMENT/bin/python benchmarks/peers/answer.py WORK [--alone] [--part 0/4] [--limit-s S]
 
 Runs in the environment of environment.sh and never imports kvfold. A press works in a hook after a layer's attention
 and leaves the layer's output alone, so one forward serves all of them: each press's own `forward_hook` is called on a
 copy of the layer's cache. `--alone` runs every press as its users do, `with press(model)`, a forward each; answers are
-the same. A quantised cache returns what it was given at its first update, so the same forward fills it.
+the same. A press that masks slots instead of evicting them (KVzip, Ada-KV) leaves its mask on the model, so it always
+reads and answers alone. A quantised cache returns what it was given at its first update, so the same forward fills it.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from benchmarks.peers.exchange import (
     Origin,
     Prompt,
     num_kept,
+    part_of,
     read_jobs,
 )
 
@@ -62,7 +64,10 @@ def open_lane(model: Any, method: Method, ratio: int, num_tokens: int) -> Lane:
         return Lane(method, ratio, DynamicCache())
     # kvpress keeps floor(T * (1 - ratio)); half a slot more makes that exactly what is wanted, whatever floats round to
     removed = 1 - (num_kept(num_tokens, ratio) + 0.5) / num_tokens
-    press = getattr(kvpress, method.target)(compression_ratio=removed, **arguments)
+    *outer, inner = method.target.split(":")
+    press = getattr(kvpress, inner)(compression_ratio=removed, **arguments)
+    for name in outer:
+        press = getattr(kvpress, name)(press)
     press.post_init_from_model(model)
     return Lane(method, ratio, DynamicCache(), press)
 
@@ -153,8 +158,20 @@ def held_bytes(found: Any) -> int:
 
 def run(model: Any, header: Header, prompt: Prompt, mode: Mode, read: Callable[..., None]) -> list[Answer]:
     """A row for every method and ratio."""
-    compressed, after = prompt.parts(mode)
+    compressed, _ = prompt.parts(mode)
     lanes = [open_lane(model, *lane, len(compressed)) for lane in header.lanes()]
+    shared = [lane for lane in lanes if lane.method.kind != "masked"]
+    answers = answer(model, header, prompt, mode, read, shared) if shared else []
+    for lane in lanes:
+        if lane.method.kind == "masked":
+            answers += answer(model, header, prompt, mode, read_alone, [lane])
+    return answers
+
+
+def answer(
+    model: Any, header: Header, prompt: Prompt, mode: Mode, read: Callable[..., None], lanes: list[Lane]
+) -> list[Answer]:
+    compressed, after = prompt.parts(mode)
     began = time.perf_counter()
     read(model, torch.tensor([compressed], device=model.device), lanes)
     prefill_s = time.perf_counter() - began
@@ -188,6 +205,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", type=Path, help="folder with jobs.jsonl, where peer.jsonl is written")
     parser.add_argument("--alone", action="store_true", help="a forward of its own for every method")
+    parser.add_argument("--part", type=part_of, default=(0, 1), metavar="I/N", help="every Nth prompt, from the Ith on")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin no prompt after so many seconds")
     options = parser.parse_args()
     began, started = time.monotonic(), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -198,10 +216,12 @@ def main() -> int:
     model.to(header.device).eval()
     device = torch.cuda.get_device_name() if header.device == "cuda" else "CPU"
     side = "peer_alone" if options.alone else "peer"
-    file = AnswerFile(options.work / f"{side}.jsonl", Origin(FORMAT, side, header.commit, started, device, versions()))
+    index, count = options.part
+    name = f"{side}.jsonl" if count == 1 else f"{side}.{index}of{count}.jsonl"
+    file = AnswerFile(options.work / name, Origin(FORMAT, side, header.commit, started, device, versions()))
     lanes = [(method.name, ratio) for method, ratio in header.lanes()]
     with torch.inference_mode():
-        for number, prompt in enumerate(prompts, 1):
+        for number, prompt in enumerate(prompts[index::count], 1):
             for mode in header.modes:
                 place = (prompt.workload, prompt.task, prompt.index, mode)
                 if all((*place, *lane) in file.done for lane in lanes):

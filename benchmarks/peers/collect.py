@@ -39,11 +39,16 @@ def collect(work: Path, out: Path) -> int:
         (prompt.workload, prompt.task, prompt.index): (*sample, prompt)
         for sample, prompt in zip(samples, prompts, strict=True)
     }
-    for side in SIDES:
-        path = work / f"{side}.jsonl"
-        if not path.exists():
-            raise InputError(f"{path} does not exist; let that side answer first")
-        origin, answers = read_answers(path)
+    sides = {side: sorted([*work.glob(f"{side}.jsonl"), *work.glob(f"{side}.*of*.jsonl")]) for side in SIDES}
+    if any(method.ours for method in header.methods) and not sides[SIDE]:
+        raise InputError(f"{work / SIDE}.jsonl does not exist; let that side answer first")
+    if not sides[PEER]:
+        raise InputError(f"{work / PEER}.jsonl does not exist; let that side answer first")
+    for side, paths in sides.items():
+        if not paths:
+            continue
+        found = [read_answers(path) for path in paths]
+        origin, answers = found[0][0], [answer for _, each in found for answer in each]
         _write(out / side, describe(header, origin, model), header, samples, asked, model, answers)
         print(f"{len(answers)} rows in {out / side}")
     return 0

@@ -6,7 +6,7 @@ should be equal token by token: a much sharper test than equal scores.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,9 +111,12 @@ def caption(ours: Recorded, peer: Recorded) -> str:
     )
 
 
-def write_docs(runs: Path) -> str:
+def write_docs(runs: Path, table: Callable[[Path], str]) -> str:
     """Write the table of docs/research/peers.md that belongs to this folder."""
-    begin = f"<!-- {runs.name}: begin; written by `python -m benchmarks.peers docs benchmarks/results/{runs.name}` -->"
+    what = "docs" if table is compare else "natural"
+    begin = (
+        f"<!-- {runs.name}: begin; written by `python -m benchmarks.peers {what} benchmarks/results/{runs.name}` -->"
+    )
     page = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(with_section(page, begin, f"<!-- {runs.name}: end -->", compare(runs)), encoding="utf-8")
+    PAGE.write_text(with_section(page, begin, f"<!-- {runs.name}: end -->", table(runs)), encoding="utf-8")
     return f"docs/research/{PAGE.name} written from {runs}"

@@ -9,6 +9,7 @@ JSON lines; this file needs nothing but the standard library, and both import it
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,7 +20,7 @@ from typing import Any, Literal, TypeVar
 FORMAT = "kvfold-peers-1"
 JOBS = "jobs.jsonl"
 WHOLE = 1  # the ratio of a cache that nothing is dropped from
-Kind = Literal["full", "press", "quantized"]
+Kind = Literal["full", "press", "masked", "quantized"]
 Mode = Literal["known", "unknown"]
 
 
@@ -28,14 +29,14 @@ class Method:
     """One way to hold a cache, by its name on both sides."""
 
     name: str  # in the peer's rows, e.g. "kvpress:snapkv"
-    ours: str  # kvfold's policy without its size
-    kind: Kind
-    target: str = ""  # the press's class, or the backend of the quantised cache
+    ours: str  # kvfold's policy without its size; "" where none claims to be the same
+    kind: Kind  # masked: a press that hides slots from attention by head, and frees none
+    target: str = ""  # the press's class ("Outer:Inner" where one wraps another), or the quantised cache's backend
     arguments: Mapping[str, Any] | None = None
 
     @property
     def has_ratio(self) -> bool:
-        return self.kind == "press"
+        return self.kind in ("press", "masked")
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Header:
     modes: tuple[Mode, ...]
     ratios: tuple[int, ...]  # 4: one slot in four stays
     methods: tuple[Method, ...]
+    data: tuple[str, ...] = ()  # input files of workloads, "longbench.folder=…"
 
     def lanes(self) -> list[tuple[Method, int]]:
         """Every method at every ratio it has."""
@@ -139,6 +141,14 @@ def read_jobs(work: Path) -> tuple[Header, list[Prompt]]:
     return header, [_made(Prompt, found) for found in rest]
 
 
+def part_of(text: str) -> tuple[int, int]:
+    """ "0/4": the first of four processes, which takes every fourth prompt."""
+    index, slash, count = text.partition("/")
+    if not (slash and index.isdigit() and count.isdigit() and int(index) < int(count)):
+        raise argparse.ArgumentTypeError(f'"{text}" is no part; write for example 0/4')
+    return int(index), int(count)
+
+
 def read_answers(path: Path) -> tuple[Origin, list[Answer]]:
     first, *rest = _objects(path)
     return _made(Origin, first), [_made(Answer, found) for found in rest]
@@ -165,7 +175,7 @@ def _objects(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _made(kind: type[_Line], found: Mapping[str, Any]) -> _Line:
-    values: dict[str, Any] = {field.name: found[field.name] for field in fields(kind)}
+    values: dict[str, Any] = {field.name: found[field.name] for field in fields(kind) if field.name in found}
     frozen: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
     }

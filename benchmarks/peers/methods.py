@@ -15,6 +15,14 @@ PRESSES = (
     Method("kvpress:keydiff", "keydiff + protect(none)", "press", "KeyDiffPress"),
     Method("kvpress:tova", "tova + protect(none)", "press", "TOVAPress"),
 )
+# What users of kvpress run on documents of their own, without a claim that kvfold has the same: `kvfold bench` answers.
+NATURAL = (
+    Method("kvpress:SnapKV", "", "press", "SnapKVPress"),
+    Method("kvpress:ExpectedAttention", "", "press", "ExpectedAttentionPress"),
+    Method("kvpress:KeyDiff", "", "press", "KeyDiffPress"),
+    Method("kvpress:KVzip", "", "masked", "KVzipPress"),
+    Method("kvpress:AdaKV(ExpectedAttention)", "", "masked", "AdaKVPress:ExpectedAttentionPress", {"epsilon": 1e-2}),
+)
 # No pair claims to be the same here: grouping, rotation and scales differ. The bits are.
 QUANTIZED = (
     Method("transformers:quanto4", "full + int4", "quantized", "quanto", {"nbits": 4}),

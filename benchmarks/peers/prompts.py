@@ -8,6 +8,7 @@ from typing import Any
 from transformers import AutoTokenizer, GenerationConfig
 
 from benchmarks.peers.exchange import Header, Prompt
+from kvfold.bench.plan import workload_options
 from kvfold.bench.prompts import PromptBuilder
 from kvfold.bench.workloads import Sample, Setting, Workload, find
 from kvfold.errors import InputError
@@ -24,15 +25,15 @@ class Samples:
 
     def __iter__(self) -> Iterator[tuple[Workload, Sample]]:
         for index in range(self.header.samples):
-            for name in self.header.tasks:
-                yield self._sample(name, index)
+            for workload, task in map(self._task, self.header.tasks):
+                if index < workload.num_samples(task, self.header.samples):
+                    yield workload, workload.sample(self._setting, task, index)
 
-    def _sample(self, name: str, index: int) -> tuple[Workload, Sample]:
+    def _task(self, name: str) -> tuple[Workload, str]:
         workload, colon, task = name.partition(":")
         if not colon:
             raise InputError(f'"{name}" names no task; write WORKLOAD:TASK, for example needle:needles_1')
-        found = find(workload)
-        return found, found.sample(self._setting, task, index)
+        return find(workload, **workload_options(self.header.data).get(workload, {})), task
 
     def prompt(self, workload: Workload, sample: Sample) -> Prompt:
         made = self._prompter.prompt(sample)
