@@ -1,1 +1,1 @@
-"""Thin scripts, one per question; results are appended under results/, never overwritten."""
+"""Benchmarks of the repository; README.md beside this file lists them."""

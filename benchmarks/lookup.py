@@ -1,6 +1,6 @@
 """How many tokens does a pass give, and how much faster is a reply, when drafts are looked up in the text?
 
-    python benchmarks/lookup.py [--model smollm2-135m] [--dtype float32] [--policy full] [--tokens 96] [--save]
+    python -m benchmarks.lookup [--model smollm2-135m] [--dtype float32] [--policy full] [--tokens 96] [--save]
 
 Two prompts whose answers repeat them (a function to be changed in one place, a passage to be quoted) and one whose
 answer does not (a story). Each is read once; the reply is then written with and without drafts, from forks of that
@@ -12,17 +12,15 @@ pass gives; the last line is JSON.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
+from collections.abc import Iterator, Sequence
 from itertools import islice, takewhile
-from pathlib import Path
 from random import Random
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs where kvfold is not installed
-
 import kvfold
-from benchmarks.rows import append_row, facts, percentile
+from benchmarks.commands import argument_parser, run_main
+from benchmarks.rows import Row, percentile, report
 from kvfold.bench.haystack import prose
 from kvfold.core import Compile
 from kvfold.models.loader import DTYPES
@@ -57,7 +55,7 @@ def measure(session: kvfold.Session, speculate: bool | int, num_tokens: int) -> 
     return reply, reply.decode_ms * max(len(reply.token_ids) - 1, 1) / 1e3
 
 
-def compare(session: kvfold.Session, args: argparse.Namespace) -> dict[str, object]:
+def compare(session: kvfold.Session, args: argparse.Namespace) -> Row:
     runs: dict[bool, list[tuple[kvfold.Reply, float]]] = {False: [], True: []}
     for round_ in range(args.repeats + 1):
         for drafts, found in runs.items():
@@ -86,8 +84,8 @@ def compare(session: kvfold.Session, args: argparse.Namespace) -> dict[str, obje
     }
 
 
-def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argument_parser("lookup", __doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="float32", choices=DTYPES)
@@ -98,29 +96,24 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=96, help="longest reply (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="measured turns (default: %(default)s)")
     parser.add_argument("--save", action="store_true", help="append rows to benchmarks/results/lookup.jsonl")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
-def main() -> None:
-    args = parse_options()
-    model = kvfold.load(args.model, dtype=args.dtype, device=args.device, compile=COMPILE[args.compile])
-    about = facts(model=args.model, dtype=str(model.spec.dtype), kv_dtype=str(model.spec.kv_dtype), draft=args.draft)
-    rows = []
+def rows(model: kvfold.Model, args: argparse.Namespace) -> Iterator[Row]:
     for policy in args.policy or ["full"]:
         for name in args.prompts:
             with kvfold.Session(model, policy) as session:
                 session.extend(prompts()[name])
                 what = {"question": "lookup", "prompt": name, "policy": policy, "prompt_len": len(session.token_ids)}
-                row = {**what, **compare(session, args)}
-            print(
-                "  ".join(f"{key} {x:.3f}" if isinstance(x, float) else f"{key} {x}" for key, x in row.items()),
-                flush=True,
-            )
-            rows.append(row)
-            if args.save:
-                append_row("lookup", {**row, **about})
-    print(json.dumps({"rows": rows, **about}))
+                yield {**what, **compare(session, args)}
+
+
+def main(arguments: Sequence[str]) -> None:
+    args = parse_options(arguments)
+    model = kvfold.load(args.model, dtype=args.dtype, device=args.device, compile=COMPILE[args.compile])
+    about = {"dtype": str(model.spec.dtype), "kv_dtype": str(model.spec.kv_dtype), "draft": args.draft}
+    report("lookup", rows(model, args), save=args.save, model=args.model, **about)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_main(main, sys.argv[1:]))

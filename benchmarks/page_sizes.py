@@ -1,8 +1,8 @@
 """Which page size, open block and superblock? Bytes held beside the slots, and the time of a decode step.
 
-    python benchmarks/page_sizes.py --save            bytes after real prompts, for every combination of sizes
-    python benchmarks/page_sizes.py --time --save     ms per token on this CPU, one size varied at a time
-    python benchmarks/page_sizes.py --docs            rewrite the table of docs/research/sizes.md from saved rows
+    python -m benchmarks.page_sizes --save            bytes after real prompts, for every combination of sizes
+    python -m benchmarks.page_sizes --time --save     ms per token on this CPU, one size varied at a time
+    python -m benchmarks.page_sizes --docs            rewrite the table of docs/research/sizes.md from saved rows
 
 Small pages leave little of their last page empty, small superblocks little of their last superblock; but each is one
 more thing to look up, and a short open block is sealed more often. One forward over the prompt fills the caches of all
@@ -20,19 +20,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice, product
-from pathlib import Path
 from random import Random
-from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from benchmarks.commands import argument_parser, run_main
 from benchmarks.cpu_decode import timed
-from benchmarks.rows import append_row, facts, percentile
+from benchmarks.rows import RESULTS, ROOT, Row, append_row, facts, markdown_table, percentile, read_rows
 from kvfold.bench.docs_section import with_section
 from kvfold.bench.haystack import prose
 from kvfold.compression.round import CompressionRound
 from kvfold.engine.runner import Runner
-from kvfold.errors import InputError, KvfoldError, SizeError
+from kvfold.errors import InputError, SizeError
 from kvfold.models.loader import Model, load
 from kvfold.pages.arena import SUPERBLOCK_BYTES, Arena
 from kvfold.pages.page_config import PageConfig
@@ -40,10 +37,9 @@ from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy
 from kvfold.stats import measure
 
-ROOT = Path(__file__).resolve().parents[1]
-KEPT = ROOT / "benchmarks" / "results" / "page_sizes.jsonl"
+KEPT = RESULTS / "page_sizes.jsonl"
 PAGE = ROOT / "docs" / "research" / "sizes.md"
-BEGIN = "<!-- page sizes: begin; written by `python benchmarks/page_sizes.py --docs` -->"
+BEGIN = "<!-- page sizes: begin; written by `python -m benchmarks.page_sizes --docs` -->"
 END = "<!-- page sizes: end -->"
 POLICIES = ("snapkv + ada + 8x", "snapkv + ada + 8x + int4")
 AXES = {
@@ -52,7 +48,6 @@ AXES = {
     "superblock_bytes": tuple(kib * 1024 for kib in (16, 32, 64, 128, 256)),
 }
 ARENA_BYTES = 256 * 2**20  # an address range: memory is committed when it is written
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -152,14 +147,13 @@ def run(options: argparse.Namespace) -> None:
 def table(rows: Sequence[Row]) -> str:
     """Markdown: one size varied at a time down, policies and lengths across; the defaults are bold."""
     columns = list(dict.fromkeys((row["policy"], row["tokens"]) for row in rows))
-    headings = ["size", *(f"`{policy}`, {tokens:,}" for policy, tokens in columns)]
-    lines = [_line(headings), _line(["---"] * len(headings))]
+    lines = []
     for axis, values in AXES.items():
         for value in values:
             sizes = replace(Sizes(), **{axis: value})
             cells = [_cell([row for row in rows if _is_of(row, column, sizes)]) for column in columns]
-            lines.append(_line([_label(axis, value), *cells]))
-    return "\n".join(lines)
+            lines.append([_label(axis, value), *cells])
+    return markdown_table(["size", *(f"`{policy}`, {tokens:,}" for policy, tokens in columns)], lines)
 
 
 def _is_of(row: Row, column: tuple[str, int], sizes: Sizes) -> bool:
@@ -183,24 +177,14 @@ def _label(axis: str, value: int) -> str:
     return f"**{name}**" if getattr(Sizes(), axis) == value else name
 
 
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
 def with_table(page: str, rows: Sequence[Row]) -> str:
     """The page with the part between its markers written anew."""
     about = dict.fromkeys(f"{row['model']}, {row['device']}, commit {row['commit']}, {row['date']}" for row in rows)
     return with_section(page, BEGIN, END, f"{table(rows)}\n\n{'; '.join(about)}.")
 
 
-def read_kept() -> list[Row]:
-    if not KEPT.exists():
-        raise InputError(f"{KEPT} does not exist; run with --save first")
-    return [json.loads(line) for line in KEPT.read_text(encoding="utf-8").splitlines()]
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str]) -> None:
+    parser = argument_parser("page_sizes", __doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1000, 4000], help="of the prompts")
@@ -208,17 +192,12 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=128, help="timed steps of each (default: 128, the longest block)")
     parser.add_argument("--save", action="store_true", help="append rows to benchmarks/results/page_sizes.jsonl")
     parser.add_argument("--docs", action="store_true", help="only rewrite docs/research/sizes.md from saved rows")
-    options = parser.parse_args()
-    try:
-        if options.docs:
-            PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), read_kept()), encoding="utf-8")
-        else:
-            run(options)
-    except KvfoldError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    options = parser.parse_args(arguments)
+    if options.docs:
+        PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), read_rows(KEPT)), encoding="utf-8")
+    else:
+        run(options)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main(main, sys.argv[1:]))

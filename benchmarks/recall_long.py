@@ -1,7 +1,7 @@
 """Does a long stream find its needle again, in the same device bytes, when what it evicts can be recalled?
 
-    python benchmarks/recall_long.py --model smollm2-135m --length 16000 --positions slot
-    python benchmarks/recall_long.py --docs            rewrite docs/research/recall.md from the kept rows
+    python -m benchmarks.recall_long --model smollm2-135m --length 16000 --positions slot
+    python -m benchmarks.recall_long --docs            rewrite docs/research/recall.md from the kept rows
 
 One number is hidden in filler text, anywhere in it; the text is read in chunks of 512 under a bound of a few hundred
 slots, and then asked for the number (task needles_1 of workload needle, the question unknown). `streaming`
@@ -16,48 +16,41 @@ import json
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs where kvfold is not installed
-
+from benchmarks.commands import argument_parser, run_main
+from benchmarks.rows import RESULTS, ROOT, Row, markdown_table, read_rows
 from kvfold.bench.docs_section import with_section
 from kvfold.bench.environment import commit, device_name
 from kvfold.bench.prompts import PromptBuilder
 from kvfold.bench.workloads import Sample, Setting, find
-from kvfold.errors import KvfoldError
 from kvfold.models.loader import Model, load
 from kvfold.session import Session
 
-ROOT = Path(__file__).resolve().parents[1]
-KEPT = ROOT / "benchmarks" / "results" / "recall.jsonl"
+KEPT = RESULTS / "recall.jsonl"
 PAGE = ROOT / "docs" / "research" / "recall.md"
-BEGIN, END = "<!-- recall: begin; written by `python benchmarks/recall_long.py --docs` -->", "<!-- recall: end -->"
+BEGIN, END = "<!-- recall: begin; written by `python -m benchmarks.recall_long --docs` -->", "<!-- recall: end -->"
 _COLUMNS = ("tokens read", "policy", "needles found", "device MB", "host MB", "reading s", "ms a token")
 
 
-def main() -> int:
-    options = parse_options()
-    try:
-        rows = [] if options.docs else run(options)
-    except KvfoldError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+def main(arguments: Sequence[str]) -> None:
+    options = parse_options(arguments)
     if options.docs:
         text = PAGE.read_text(encoding="utf-8")
         PAGE.write_text(with_section(text, BEGIN, END, report(read_rows(KEPT))), encoding="utf-8")
-        return 0
+        return
+    rows = run(options)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with options.out.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
     print(report(rows))
     print(json.dumps(rows))
-    return 0
 
 
-def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argument_parser("recall_long", __doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--model", help="catalogue name or folder of a model to run")
     what.add_argument("--docs", action="store_true", help="rewrite docs/research/recall.md from the kept rows")
@@ -71,10 +64,10 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda (default: auto)")
     parser.add_argument("--memory", metavar="BYTES", help="of the arena, e.g. 2GB (default: most of what is free)")
     parser.add_argument("--out", type=Path, default=KEPT, help="file of rows (default: results/recall.jsonl)")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
-def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+def run(options: argparse.Namespace) -> list[Row]:
     model = load(options.model, device=options.device, memory=options.memory)
     setting = Setting(options.length, options.seed, PromptBuilder(model.tokenizer).count_tokens)
     recalling = f"streaming + {options.slots}tok + {options.positions} + {options.recall}"
@@ -109,7 +102,7 @@ def answer(model: Model, policy: str, sample: Sample) -> dict[str, float]:
     }
 
 
-def row(options: argparse.Namespace, model: Model, policy: str, samples: list[dict[str, float]]) -> dict[str, Any]:
+def row(options: argparse.Namespace, model: Model, policy: str, samples: list[dict[str, float]]) -> Row:
     means = {name: sum(each[name] for each in samples) / len(samples) for name in samples[0] if name != "hit"}
     return {
         "model": model.name,
@@ -125,28 +118,24 @@ def row(options: argparse.Namespace, model: Model, policy: str, samples: list[di
     }
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def report(rows: list[dict[str, Any]]) -> str:
+def report(rows: list[Row]) -> str:
     """A table for each run: rows of one model, length, commit and device."""
-    runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    runs: dict[str, list[Row]] = defaultdict(list)
     for each in rows:
         caption = f"{each['model']}, {each['samples']} prompts (seed {each['seed']}); {each['device']}; "
         runs[f"{caption}commit {each['commit']}, {each['date']}."].append(each)
     return "\n\n".join(f"{caption}\n\n{_table(mine)}" for caption, mine in runs.items())
 
 
-def _table(rows: list[dict[str, Any]]) -> str:
-    lines = [_COLUMNS, ["---"] * len(_COLUMNS)]
+def _table(rows: list[Row]) -> str:
+    lines = []
     for each in rows:
         sizes = [f"{each[name] / 1e6:.1f}" for name in ("device_bytes", "host_bytes")]
         times = [f"{each['read_s']:.0f}", f"{each['decode_ms']:.0f}"]
         hits = f"{each['hits']} of {each['samples']}"
         lines.append([f"{each['length']:,}", f"`{each['policy']}`", hits, *sizes, *times])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(_COLUMNS, lines)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main(main, sys.argv[1:]))

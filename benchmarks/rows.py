@@ -1,4 +1,4 @@
-"""Tidy result rows: what was measured, on what, at which commit."""
+"""Tidy result rows: what was measured, on what, at which commit; tables and plots of them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,24 @@ import json
 import os
 import platform
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 
 from kvfold.bench.environment import commit
+from kvfold.errors import InputError, MissingExtra
 
-_ROOT = Path(__file__).resolve().parents[1]
-RESULTS = _ROOT / "benchmarks" / "results"
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+Row = dict[str, Any]
 
 
-def facts(**more: object) -> dict[str, object]:
-    """Commit, device and versions of this run; KVFOLD_RUN names it where several scripts are parts of one."""
+def facts(**more: object) -> Row:
+    """Commit, device and versions of this run; KVFOLD_RUN names it where several commands are parts of one."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU"
     return {
         "commit": commit(),
@@ -32,12 +37,53 @@ def facts(**more: object) -> dict[str, object]:
     }
 
 
-def append_row(name: str, row: dict[str, object]) -> None:
+def append_row(name: str, row: Row) -> None:
     """Append one JSON line to benchmarks/results/<name>.jsonl."""
     path = RESULTS / f"{name}.jsonl"
     path.parent.mkdir(exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
+
+
+def read_rows(path: Path) -> list[Row]:
+    if not path.exists():
+        raise InputError(f"{path} does not exist; run the benchmark that saves it first")
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def report(name: str, rows: Iterable[Row], *, save: bool, **about: object) -> None:
+    """Print rows for people as they come and a last line of JSON.
+
+    With `save`, each is appended to benchmarks/results/<name>.jsonl at once: what comes later may fail.
+    """
+    known, shown = facts(**about), []
+    for row in rows:
+        print("  ".join(_shown(key, value) for key, value in row.items()), flush=True)
+        shown.append(row)
+        if save:
+            append_row(name, {**row, **known})
+    print(json.dumps({"rows": shown, **known}))
+
+
+def _shown(key: str, value: object) -> str:
+    return f"{key} {value:.4g}" if isinstance(value, float) else value if isinstance(value, str) else f"{key} {value}"
+
+
+def markdown_table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *lines))
+
+
+def svg_pyplot() -> Any:
+    """matplotlib.pyplot, set up so that the same rows draw the same file."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise MissingExtra("plots need matplotlib; install it with: pip install 'kvfold[bench]'") from None
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "kvfold"
+    from matplotlib import pyplot
+
+    return pyplot
 
 
 def percentile(values: list[float], percent: float) -> float:

@@ -1,11 +1,11 @@
 """Does an endless stream stay readable in constant memory?
 
-    python benchmarks/stream_perplexity.py --text A.txt B.txt --out ROWS.jsonl    run 8 streams of 100,000 tokens
-    python benchmarks/stream_perplexity.py --text … --shard 0/8 --out …           one of eight processes
-    python benchmarks/stream_perplexity.py --table ROWS.jsonl [ROWS.jsonl …]      perplexity and memory by block
-    python benchmarks/stream_perplexity.py --keep ROWS.jsonl [ROWS.jsonl …]       keep a run under benchmarks/results/
-    python benchmarks/stream_perplexity.py --docs                            rewrite docs/research/streaming.md from it
-    python benchmarks/stream_perplexity.py --plot                            draw docs/research/stream.svg from it
+    python -m benchmarks.stream_perplexity --text A.txt B.txt --out ROWS.jsonl    run 8 streams of 100,000 tokens
+    python -m benchmarks.stream_perplexity --text … --shard 0/8 --out …           one of eight processes
+    python -m benchmarks.stream_perplexity --table ROWS.jsonl [ROWS.jsonl …]      perplexity and memory by block
+    python -m benchmarks.stream_perplexity --keep ROWS.jsonl [ROWS.jsonl …]       keep a run under benchmarks/results/
+    python -m benchmarks.stream_perplexity --docs                            rewrite docs/research/streaming.md from it
+    python -m benchmarks.stream_perplexity --plot                            draw docs/research/stream.svg from it
 
 The texts are joined; stream i of N starts at i/N of them and goes round. Every stream is read, in blocks of 10,000, by
 each run: `stream` (sinks, the latest tokens, closed-up positions), `control` (the same in a fresh sequence for every
@@ -24,44 +24,37 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs where kvfold is not installed
-
-from benchmarks.rows import facts
+from benchmarks.commands import argument_parser, run_main
+from benchmarks.rows import RESULTS, ROOT, facts, svg_pyplot
 from kvfold.bench.countdown import Countdown
 from kvfold.bench.haystack import read_text
 from kvfold.bench.shard import Shard
 from kvfold.bench.stream import DEFAULT_RUNS, RUNS, read_blocks, rotations
 from kvfold.bench.stream_table import Mean, caption, means, read_rows, table, with_table
-from kvfold.errors import InputError, KvfoldError, MissingExtra
+from kvfold.errors import InputError
 from kvfold.models.loader import DTYPES, Model, load
 
-ROOT = Path(__file__).resolve().parents[1]
-KEPT = ROOT / "benchmarks" / "results" / "streams.jsonl"
+KEPT = RESULTS / "streams.jsonl"
 PAGE = ROOT / "docs" / "research" / "streaming.md"
 PLOT = ROOT / "docs" / "research" / "stream.svg"
 
 
-def main() -> int:
-    options = parse_options()
-    try:
-        if options.plot:
-            plot(means(read_rows([KEPT]).blocks), PLOT)
-        elif options.docs:
-            PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), KEPT), encoding="utf-8")
-        elif options.keep:
-            keep(options.keep)
-        elif options.table:
-            show(options.table)
-        else:
-            run(options)
-    except KvfoldError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+def main(arguments: Sequence[str]) -> None:
+    options = parse_options(arguments)
+    if options.plot:
+        plot(means(read_rows([KEPT]).blocks), PLOT)
+    elif options.docs:
+        PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), KEPT), encoding="utf-8")
+    elif options.keep:
+        keep(options.keep)
+    elif options.table:
+        show(options.table)
+    else:
+        run(options)
 
 
-def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argument_parser("stream_perplexity", __doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--text", nargs="+", type=Path, metavar="FILE", help="texts to read, joined in this order")
     what.add_argument("--table", nargs="+", type=Path, metavar="ROWS", help="print the table of files of rows")
@@ -79,7 +72,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--shard", default="0/1", metavar="I/N", help="only every Nth pair of run and stream")
     parser.add_argument("--out", type=Path, default=Path("streams.rows.jsonl"), metavar="ROWS", help="new file of rows")
     parser.add_argument("--commit", help="what to record where git cannot tell")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -134,15 +127,7 @@ def keep(paths: Sequence[Path]) -> None:
 
 def plot(found: Sequence[Mean], path: Path) -> None:
     """Perplexity of all runs above, memory of the first run below, over the tokens read."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise MissingExtra("plots need matplotlib; install it with: pip install 'kvfold[bench]'") from None
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "kvfold"  # the same rows draw the same file
-    from matplotlib import pyplot
-
+    pyplot = svg_pyplot()
     figure, (upper, lower) = pyplot.subplots(2, 1, figsize=(7, 5.5), sharex=True, height_ratios=(3, 2))
     for name in dict.fromkeys(mean.run for mean in found):
         mine = [mean for mean in found if mean.run == name]
@@ -172,4 +157,4 @@ def memory_lines(found: Sequence[Mean]) -> dict[str, list[int]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main(main, sys.argv[1:]))

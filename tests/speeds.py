@@ -13,6 +13,21 @@ from collections.abc import Iterable
 import pytest
 
 QUICK: dict[str, dict[str, int]] = {
+    "benchmarks/tests/test_results_page.py": {
+        "test_the_page_is_what_the_kept_runs_give": 0,
+    },
+    "benchmarks/tests/test_server_load.py": {
+        "test_a_short_load_leaves_nothing_behind": 0,
+    },
+    "benchmarks/tests/test_shards.py": {
+        "test_a_limit_leaves_no_process_and_says_how_to_go_on": 0,
+        "test_a_process_that_fails_ends_all_and_is_heard": 0,
+        "test_a_run_that_is_terminated_leaves_no_process": 0,
+        "test_shards_give_the_rows_of_one_process": 0,
+    },
+    "benchmarks/tests/test_stream_perplexity.py": {
+        "test_shards_table_keep_page_plot": 0,
+    },
     "tests/attend/kernels/test_hadamard_query.py": {
         "test_queries_are_those_of_the_codec": 4,
     },
@@ -53,21 +68,6 @@ QUICK: dict[str, dict[str, int]] = {
     "tests/bench/test_byte_matching.py": {
         "test_bytes_fit_the_budget_and_fill_it_but_for_a_page_per_head": 2,
         "test_the_smallest_share_that_is_named_does_fit": 2,
-    },
-    "tests/bench/test_results_page.py": {
-        "test_the_page_is_what_the_kept_runs_give": 0,
-    },
-    "tests/bench/test_serve_load.py": {
-        "test_a_short_load_leaves_nothing_behind": 0,
-    },
-    "tests/bench/test_shards.py": {
-        "test_a_limit_leaves_no_process_and_says_how_to_go_on": 0,
-        "test_a_process_that_fails_ends_all_and_is_heard": 0,
-        "test_a_run_that_is_terminated_leaves_no_process": 0,
-        "test_shards_give_the_rows_of_one_process": 0,
-    },
-    "tests/bench/test_stream_script.py": {
-        "test_shards_table_keep_page_plot": 0,
     },
     "tests/bench/test_suite.py": {
         "test_a_run_goes_on_where_it_stopped": 0,

@@ -19,7 +19,7 @@ from kvfold.bench.stream import Block
 from kvfold.errors import InputError
 
 CONTROL = "control"
-BEGIN = "<!-- streams: begin; written by `python benchmarks/stream_perplexity.py --docs` -->"
+BEGIN = "<!-- streams: begin; written by `python -m benchmarks.stream_perplexity --docs` -->"
 END = "<!-- streams: end -->"
 _FACTS = ("device", "dtype", "torch", "transformers", "commit", "date")
 

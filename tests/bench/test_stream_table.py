@@ -120,4 +120,4 @@ def test_page_is_written_between_its_markers(tmp_path: Path) -> None:
 def test_docs_page_is_current() -> None:
     page = (ROOT / "docs" / "research" / "streaming.md").read_text(encoding="utf-8")
     kept = ROOT / "benchmarks" / "results" / "streams.jsonl"
-    assert page == with_table(page, kept), "run `python benchmarks/stream_perplexity.py --docs`"
+    assert page == with_table(page, kept), "run `python -m benchmarks.stream_perplexity --docs`"

@@ -1,0 +1,3 @@
+"""The prefix store without a server."""
+
+COMMANDS = ("tiers", "encodings")
