@@ -17,12 +17,14 @@ from kvfold.errors import KvfoldError, KvfoldWarning
 
 if TYPE_CHECKING:
     from kvfold import budget, codec, evicted, score
+    from kvfold.answering import Answers, answer
     from kvfold.batch import generate_batch as generate
     from kvfold.drop_in import compress
     from kvfold.episodes import Episodes
     from kvfold.models.attach import attach
     from kvfold.models.cache import Cache
     from kvfold.models.loader import Model, load, wrap
+    from kvfold.pipeline import register_pipeline
     from kvfold.policy import Policy
     from kvfold.reply import Reply
     from kvfold.session import Session
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "Answers",
     "Cache",
     "Episodes",
     "KvfoldError",
@@ -39,19 +42,23 @@ __all__ = [
     "Reply",
     "Session",
     "Stats",
+    "answer",
     "attach",
     "budget",
     "codec",
     "compress",
     "evicted",
+    "example_text",
     "generate",
     "load",
+    "register_pipeline",
     "score",
     "wrap",
 ]
 
 # Where a name comes from: a module and what it is called there; without the latter the module itself.
 _SOURCES = {
+    "Answers": ("kvfold.answering", "Answers"),
     "Cache": ("kvfold.models.cache", "Cache"),
     "Episodes": ("kvfold.episodes", "Episodes"),
     "Model": ("kvfold.models.loader", "Model"),
@@ -59,6 +66,7 @@ _SOURCES = {
     "Reply": ("kvfold.reply", "Reply"),
     "Session": ("kvfold.session", "Session"),
     "Stats": ("kvfold.stats", "Stats"),
+    "answer": ("kvfold.answering", "answer"),
     "attach": ("kvfold.models.attach", "attach"),
     "budget": ("kvfold.budget", None),
     "codec": ("kvfold.codec", None),
@@ -66,9 +74,17 @@ _SOURCES = {
     "evicted": ("kvfold.evicted", None),
     "generate": ("kvfold.batch", "generate_batch"),
     "load": ("kvfold.models.loader", "load"),
+    "register_pipeline": ("kvfold.pipeline", "register_pipeline"),
     "score": ("kvfold.score", None),
     "wrap": ("kvfold.models.loader", "wrap"),
 }
+
+
+def example_text() -> str:
+    """The handbook that `kvfold demo` asks about: 4 kB of English, 970 tokens of SmolLM2's, for examples."""
+    from importlib.resources import files
+
+    return (files("kvfold") / "data" / "handbook.txt").read_text(encoding="utf-8").strip()
 
 
 def __getattr__(name: str) -> Any:

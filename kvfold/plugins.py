@@ -12,6 +12,7 @@ module that the user named is refused.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 import warnings
@@ -55,18 +56,30 @@ def import_named(name: str) -> None:
 
 
 def _import_file(path: Path) -> None:
-    if path.stem in sys.modules and getattr(sys.modules[path.stem], "__file__", None) == str(path.resolve()):
+    path = path.resolve()
+    name = path.stem
+    if _is_of_another(name, path):  # a file beside it, or a module such as `random` that others import
+        name = f"{name}_{hashlib.sha256(bytes(path)).hexdigest()[:8]}"
+    if name in sys.modules:
         return
-    spec = util.spec_from_file_location(path.stem, path.resolve())
+    spec = util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not path.is_file():
         raise InputError(f"{path} is no Python file")
     module = util.module_from_spec(spec)
-    sys.modules[path.stem] = module
+    sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[path.stem]
+        del sys.modules[name]
         raise
+
+
+def _is_of_another(name: str, path: Path) -> bool:
+    """Whether the name is that of a module from another file, or of one of Python's."""
+    known = sys.modules.get(name)
+    if known is not None:
+        return getattr(known, "__file__", None) != str(path)
+    return name in sys.stdlib_module_names
 
 
 def _reason(error: BaseException) -> str:

@@ -72,18 +72,22 @@ class Session:
         messages: list[dict[str, Any]] | None = None,
         compress: bool = True,
         pin: bool = False,
+        max_tokens: int | None = None,
         progress: Progress | None = None,
     ) -> Session:
         """Prefill text, token ids, or messages (through the chat template), and compress by the policy.
 
-        `compress=False` keeps all new tokens; `pin=True` also protects them from every later eviction.
+        `compress=False` keeps all new tokens; `pin=True` also protects them from every later eviction. Of a text longer
+        than `max_tokens` the first ones are read.
         """
         if (text is None) == (messages is None):
             raise InputError("extend takes either text (or token ids) or messages=[…]")
+        if max_tokens is not None and (max_tokens < 1 or not isinstance(text, str)):
+            raise InputError(f"max_tokens is {max_tokens}: it is at least 1, and cuts text, not token ids or messages")
         if messages is not None:
             return self._read(self.conversation.message_ids(messages, self._turn), "between", compress, pin, progress)
         if isinstance(text, str):
-            ids = self.conversation.text_ids(text, self._turn, self.token_ids)
+            ids = self.conversation.text_ids(text, self._turn, self.token_ids)[:max_tokens]
             return self._read(ids, self.conversation.after_text, compress, pin, progress)
         return self._read([int(token) for token in text or ()], self._turn, compress, pin, progress)
 
@@ -127,11 +131,23 @@ class Session:
 
     # Generation
 
-    def ask(self, question: str, *, max_new_tokens: int = 64, **options: Unpack[GenerateOptions]) -> Reply:
-        """Ask without changing the session: fork, prefill the question uncompressed, generate."""
+    def ask(
+        self,
+        question: str,
+        *,
+        answer_prefix: str = "",
+        max_new_tokens: int = 64,
+        **options: Unpack[GenerateOptions],
+    ) -> Reply:
+        """Ask without changing the session: fork, prefill the question uncompressed, generate.
+
+        The model continues an answer that begins with `answer_prefix`; the reply's text is what comes behind it.
+        """
         with self.fork() as branch:
             in_turn = self.template is not None and self._turn == "user"
             branch.extend(f"\n\n{question}" if in_turn else question, compress=False)
+            if answer_prefix:
+                branch._begin_reply(answer_prefix)
             reply: Reply = branch.generate(max_new_tokens=max_new_tokens, **options)
             return reply
 
@@ -179,9 +195,9 @@ class Session:
         drafter = make_drafter(self.token_ids, speculate, draft_from, self.model.spec.eos_token_ids)
         return Request(self.cache, self._logits_V, max_new_tokens, sampling, stop, drafter)
 
-    def _begin_reply(self) -> None:
-        """Close an open user turn, and run sampled tokens that are not in the KV cache yet."""
-        opening = self.conversation.reply_ids(self._turn)
+    def _begin_reply(self, prefix: str = "") -> None:
+        """Close an open user turn, begin the reply with `prefix`, and run sampled tokens that are not cached yet."""
+        opening = self.conversation.reply_ids(self._turn, prefix)
         if opening:
             self._read(opening, "reply", compress=False)
         for token in self.token_ids[self.cache.committed_len :]:

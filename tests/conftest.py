@@ -15,6 +15,7 @@ if not torch.cuda.is_available():  # kernels run in triton's interpreter; it is 
     os.environ["TRITON_INTERPRET"] = "1"
 
 from kvfold.models.loader import Model
+from kvfold.policy import registry
 from tests.real import load
 from tests.speeds import mark_thorough
 from tests.store.servers import RedisServer
@@ -49,6 +50,12 @@ def shared() -> Iterator[Callable[[str], Model]]:
 def model(shared: Callable[[str], Model]) -> Model:
     """The tiny Llama."""
     return shared("llama")
+
+
+@pytest.fixture
+def own_terms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Terms that a test registers are forgotten when it ends."""
+    monkeypatch.setattr(registry, "_terms", dict(registry._terms))
 
 
 @pytest.fixture(scope="session")

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import random
+import re
+import runpy
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
 from kvfold.errors import InputError, PolicyError
 from kvfold.plugins import import_named
-from kvfold.policy.registry import Term, register
+from kvfold.policy.registry import Term, find, register
 
 ROOT = Path(__file__).resolve().parents[1]
 SCORER = '''
@@ -29,7 +33,7 @@ class Newest(Scorer):
     def score(self, view: View):
         return view.position_RS.float()
 '''
-WORKLOAD = '''
+WORKLOAD = """
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -51,7 +55,7 @@ class Echo(Workload):
 
     def score(self, sample, reply):
         return float("word" in reply)
-'''
+"""
 
 
 def kvfold(*words: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -120,6 +124,47 @@ def test_a_module_that_is_named_twice_is_imported_once(tmp_path: Path) -> None:
     assert sys.counted == 1  # type: ignore[attr-defined]
     with pytest.raises(InputError, match="cannot be imported"):
         import_named("a module")
+
+
+def registering(folder: Path, name: str, module: str = "my_scorer") -> str:
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{module}.py"
+    path.write_text(SCORER.format(name=name))
+    return str(path)
+
+
+@pytest.mark.usefixtures("own_terms")
+def test_files_of_one_name_are_two_modules(tmp_path: Path) -> None:
+    first, second = registering(tmp_path / "a", "of_a"), registering(tmp_path / "b", "of_b")
+    hides_pythons = registering(tmp_path, "of_random", module="random")
+    for path in (first, second, hides_pythons, first):
+        import_named(path)
+    files = {name: found.file for name in ("of_a", "of_b", "of_random") if (found := find(name)) is not None}
+    assert files == {"of_a": first, "of_b": second, "of_random": hides_pythons}
+    assert random.__name__ == "random" and sys.modules["random"] is random
+
+
+@pytest.mark.usefixtures("own_terms")
+def test_a_class_of_the_same_name_in_another_file_is_refused(tmp_path: Path) -> None:
+    """Two programs are `__main__` one after the other, as two modules may be found under one name."""
+    first, second = registering(tmp_path / "c", "of_c"), registering(tmp_path / "d", "of_c")
+    runpy.run_path(first, run_name="main_of_test")
+    runpy.run_path(first, run_name="main_of_test")  # the same file again takes the place of what it registered
+    told = f"by main_of_test.Newest in {first} and main_of_test.Newest in {second}"
+    with pytest.raises(PolicyError, match=re.escape(told)):
+        runpy.run_path(second, run_name="main_of_test")
+
+
+@pytest.mark.usefixtures("own_terms")
+def test_a_cell_of_a_notebook_runs_again() -> None:
+    """What a notebook defines is of `__main__`, which has no file there; code of a cell is compiled for itself."""
+    notebook = types.ModuleType("notebook_of_test")
+    sys.modules[notebook.__name__] = notebook
+    for power in (1, 2):
+        cell = SCORER.format(name="of_notebook").replace("view.position_RS", f"{power} * view.position_RS")
+        exec(compile(cell, f"<cell {power}>", "exec"), vars(notebook))
+    found = find("of_notebook")
+    assert found is not None and found.variant is notebook.Newest
 
 
 def test_a_name_that_is_taken_names_both_places() -> None:

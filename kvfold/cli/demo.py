@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from importlib.resources import files
 
 from rich.markup import escape
 
@@ -20,7 +19,6 @@ from kvfold.cli.run import answer_json
 from kvfold.policy import Policy
 from kvfold.policy.size import bytes_text
 
-DOCUMENT = "data/handbook.txt"
 EXPECTED = {
     "What is the code of the wine cellar?": "4817",
     "What is the name of the parrot in the bar?": "Admiral",
@@ -77,10 +75,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _answers(model: kvfold.Model, case: Case) -> list[Answer]:
-    document = (files("kvfold") / DOCUMENT).read_text(encoding="utf-8").strip()
     one_sentence = {"max_new_tokens": 16, "stop": (".", "\n")}
     asking = Asking(list(EXPECTED), case.question_known, one_sentence)
-    return answer_all(model, Policy.parse(case.policy), document, asking)
+    return answer_all(model, Policy.parse(case.policy), kvfold.example_text(), asking)
 
 
 def is_right(answer: Answer) -> bool:

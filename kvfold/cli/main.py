@@ -29,6 +29,7 @@ from kvfold.cli import (
     env,
     fit_prompt,
     models,
+    new,
     policies,
     profile,
     report,
@@ -40,7 +41,7 @@ from kvfold.errors import KvfoldError, KvfoldWarning, OutOfPages
 from kvfold.plugins import VARIABLE
 
 _FITTING = (fit_prompt, train_scorer, profile, calibrate)
-COMMANDS = (run, chat, serve, cache, demo, bench, report, models, policies, *_FITTING, env)
+COMMANDS = (run, chat, serve, cache, demo, bench, report, models, policies, new, *_FITTING, env)
 _EPILOG = """examples:
   kvfold demo                                      KV cache compression on a small model, in minutes on any CPU
   kvfold run --context notes.txt --ask "Who wrote this?" --policy "keydiff + 4x" --compare full,int4

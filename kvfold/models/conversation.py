@@ -61,8 +61,11 @@ class Conversation:
             raise InputError("messages start a conversation; continue this one with extend(text) or a new Session")
         return self._encoder.ids(render_messages(self.tokenizer, self._encoder.quote_json(messages)))
 
-    def reply_ids(self, turn: Turn) -> list[int]:
-        """Tokens that close the user's turn and open the reply; none where the model continues."""
-        if self.template is None or turn in ("start", "reply"):
-            return []
-        return self._encoder.ids(self.template.close if turn == "user" else self.template.header)
+    def reply_ids(self, turn: Turn, prefix: str = "") -> list[int]:
+        """Tokens that close the user's turn and open the reply, which begins with `prefix`; without a template, those
+        of `prefix` alone."""
+        header = ""
+        if self.template is not None and turn not in ("start", "reply"):
+            header = self.template.close if turn == "user" else self.template.header
+        begun = prefix if self.template is None else self._encoder.quote(prefix)
+        return self._encoder.ids(header + begun) if header + begun else []

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -56,6 +57,12 @@ class Registration:
     paper: str
     cost: str
     published: str
+    file: str | None  # that defined it; None in a notebook
+
+    @property
+    def place(self) -> str:
+        """The class by its dotted name."""
+        return f"{self.variant.__module__}.{self.variant.__qualname__}"
 
     @property
     def summary(self) -> str:
@@ -73,29 +80,46 @@ def register(
     axis: str, name: str, *, revision: int = 1, paper: str = "", cost: str = "none", published: str = ""
 ) -> Callable[[type[_Variant]], type[_Variant]]:
     """Class decorator: make a frozen dataclass the term `name` of `axis`. Raise `revision` when its results change.
-    `published` says what the term is against its paper: "as published ..." or "differs: ..."."""
+    `published` says what the term is against its paper: "as published ..." or "differs: ...".
+
+    A class of the same name in the same module and file takes the place of the earlier one, as when a cell of a
+    notebook runs again; any other class under a name that is taken is refused."""
     if axis not in AXES:
         raise PolicyError(f'no axis "{axis}"; axes: {", ".join(AXES)}')
-    if name in _WORDS:
-        raise PolicyError(f'"{name}" is a word of the language; choose another name for the term')
-    if not _NAME.match(name):
-        raise PolicyError(f'term name "{name}" must match [a-z][a-z0-9_]*')
+    check_name(name)
 
     def decorate(variant: type[_Variant]) -> type[_Variant]:
-        known = _terms.get(name)
-        if known is not None and _place(known.variant) != _place(variant):
-            raise PolicyError(f'term "{name}" is registered twice, by {_place(known.variant)} and {_place(variant)}')
+        term = Registration(axis, name, variant, revision, paper, cost, published, _file(variant))
+        _refuse_another(term, _terms.get(name))
         is_frozen = dataclasses.is_dataclass(variant) and variant.__dataclass_params__.frozen  # type: ignore[attr-defined]
         if not is_frozen or not issubclass(variant, Term):
             raise PolicyError(f'term "{name}": {variant.__name__} must be a frozen dataclass that derives from Term')
-        _terms[name] = Registration(axis, name, variant, revision, paper, cost, published)
+        _terms[name] = term
         return variant
 
     return decorate
 
 
-def _place(variant: type[Any]) -> str:
-    return f"{variant.__module__}.{variant.__qualname__}"
+def check_name(name: str) -> None:
+    """PolicyError if no term can have this name."""
+    if name in _WORDS:
+        raise PolicyError(f'"{name}" is a word of the language; choose another name for the term')
+    if not _NAME.match(name):
+        raise PolicyError(f'term name "{name}" must match [a-z][a-z0-9_]*')
+
+
+def _refuse_another(term: Registration, known: Registration | None) -> None:
+    if known is None or (known.place, known.file) == (term.place, term.file):
+        return
+    places = [known.place, term.place]
+    if known.place == term.place:  # two files, imported under one name
+        places = [f"{one.place} in {one.file or 'a notebook'}" for one in (known, term)]
+    raise PolicyError(f'term "{term.name}" is registered twice, by {" and ".join(places)}')
+
+
+def _file(variant: type[Any]) -> str | None:
+    """The file of the module that is being imported; later the module's name may stand for another file."""
+    return getattr(sys.modules.get(variant.__module__), "__file__", None)
 
 
 def terms(axis: str | None = None) -> tuple[Registration, ...]:

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from kvfold.budget import Allocator, Budget
 from kvfold.budget.scores import Scores
-
-VALUES = [0.0, 0.25, 0.25, 0.5, 1.0, -1.0, torch.inf, -torch.inf]
+from kvfold.testing.allocator import VALUES
 
 
 def allocated(allocator: Allocator, scores: Sequence[Tensor], budget: Budget, layer: int) -> list[Tensor]:

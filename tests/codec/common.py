@@ -1,53 +1,13 @@
-"""Slots to encode, and the way through a codec and back, for all codec tests.
-
-R rows   S slots of a row   N flat slots (R * S)   D head dim
-"""
+"""The codecs that store a layer by itself, and slots to encode from what `kvfold.testing` has for everybody."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
-from torch import Tensor
-
-from kvfold.codec import Codec, Side, Slots, State
+from kvfold.codec import Codec
 from kvfold.policy.registry import terms
+from kvfold.testing.slots import relative_error, sample, slots_like_keys, there_and_back
+
+__all__ = ["CODECS", "relative_error", "sample", "slots_like_keys", "there_and_back"]
 
 CODECS: dict[str, Codec] = {
     term.name: term.variant() for term in terms("codec") if not (term.variant.needs_below or term.variant.needs_basis)
 }
-HEAD_DIMS = (48, 64, 80, 96, 128, 256)
-SIDES: tuple[Side, ...] = ("k", "v")
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Flat slots of several rows, with the state learned from them."""
-
-    slots: Slots
-    state: State
-
-
-def slots_like_keys(num_rows: int, num_slots: int, head_dim: int, seed: int = 0) -> Tensor:
-    """[R, S, D] with what makes real keys hard: channels large for every slot, another set in each row."""
-    generator = torch.Generator().manual_seed(seed)
-    bias = torch.zeros(num_rows, 1, head_dim)
-    for row in range(num_rows):
-        bias[row, 0, row :: head_dim // 4] = 12.0
-    return torch.randn(num_rows, num_slots, head_dim, generator=generator) + bias
-
-
-def sample(codec: Codec, side: Side, x_RSD: Tensor) -> Sample:
-    num_rows, num_slots, _ = x_RSD.shape
-    state = codec.init_state(side, x_RSD, torch.ones(num_rows, num_slots, dtype=torch.bool))
-    return Sample(Slots(x_RSD.flatten(0, 1), torch.arange(num_rows).repeat_interleave(num_slots)), state)
-
-
-def there_and_back(codec: Codec, side: Side, x_RSD: Tensor) -> Tensor:
-    """The slots [R, S, D] as they come back, in the stored basis."""
-    of = sample(codec, side, x_RSD)
-    return codec.decode(side, codec.encode(side, of.slots, of.state), torch.float32).view_as(x_RSD)
-
-
-def relative_error(found: Tensor, exact: Tensor) -> float:
-    return float((found - exact).norm() / exact.norm())
