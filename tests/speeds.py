@@ -290,6 +290,11 @@ QUICK: dict[str, dict[str, int]] = {
     },
     "tests/test_compress.py": {
         "test_generate_goes_on_as_a_session_does": 2,
+        "test_turns_on_one_cache_are_those_of_a_session": 1,
+    },
+    "tests/test_extras.py": {
+        "test_the_library_and_its_commands_need_no_extra": 0,
+        "test_what_needs_an_extra_names_it": 0,
     },
     "tests/test_plugins.py": {
         "test_a_file_and_a_module_of_the_user_add_terms": 0,
@@ -317,6 +322,12 @@ QUICK: dict[str, dict[str, int]] = {
     "tests/test_session_io.py": {
         "test_headers_and_tensors_that_do_not_fit": 3,
         "test_round_trip_goes_on_token_for_token": 1,
+    },
+    "tests/test_wheel.py": {
+        "test_a_client_of_the_server_is_answered": 0,
+        "test_a_program_generates": 0,
+        "test_a_scorer_of_the_user_is_compared_with_the_full_cache": 0,
+        "test_it_holds_what_the_package_reads_and_says_what_it_is": 0,
     },
     "tests/train/test_bases.py": {
         "test_the_whole_rank_answers_token_for_token": 2,

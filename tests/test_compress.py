@@ -60,6 +60,22 @@ def test_generate_goes_on_as_a_session_does(model: Model, policy: str, num_asked
     assert cache.stats().logical_len == len(CONTEXT) + num_asked + 7
 
 
+@pytest.mark.parametrize("policy", ["full", "kvzip(chunk=64) + global + 4x + int4", "h2o + 100tok"])
+def test_turns_on_one_cache_are_those_of_a_session(model: Model, policy: str) -> None:
+    """Each `generate` is given the whole conversation, as chat programs do; the cache reads what is new of it."""
+    turns = [prompt(length, seed=length) for length in (40, 3, 33)]
+    cache, ids = compress(model, CONTEXT, policy), list(CONTEXT)
+    with Session(model, policy, template=None) as session:
+        session.extend(CONTEXT[:-1])
+        for turn in turns:
+            session.extend([CONTEXT[-1], *turn] if ids == CONTEXT else turn, compress=False)
+            ids += turn
+            (found,) = generated(model.hf, [ids], cache)
+            assert found == session.generate(max_new_tokens=8).token_ids
+            ids += found
+    assert cache.stats().logical_len == len(ids) - 1
+
+
 def test_a_padded_batch_is_its_rows(model: Model) -> None:
     policy = "kvzip(chunk=64) + global + 3x"
     contexts = [prompt(290, seed=1), prompt(260, seed=2)]
