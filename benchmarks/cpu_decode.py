@@ -44,6 +44,7 @@ def filled(runner: Runner, policy: str, length: int) -> SequenceCache:
     """A sequence of random slots under a policy, as a prefill would have left it."""
     sequence = runner.new_sequence(kvfold.Policy.parse(policy))
     generator = torch.Generator().manual_seed(0)
+    sequence.observed.set_query_end(length)
     compression = CompressionRound(sequence, sequence.policy.prefill, length)
     for index, layer in enumerate(runner.spec.layers):
         shape = (layer.num_kv_heads, length, layer.head_dim)

@@ -67,10 +67,23 @@ def test_a_shown_command_exists(command: str) -> None:
         build_parser().parse_args(words)
 
 
-def test_the_readme_is_short_and_shows_a_result_early() -> None:
+def test_the_readme_is_short_and_begins_with_a_picture() -> None:
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= MAX_README_LINES
-    assert max(index for index, line in enumerate(lines[:60]) if "right: " in line) < 40
+    assert any(line.startswith("![") for line in lines[:12])
+
+
+def test_links_of_the_readme_are_absolute_and_lead_to_files_of_the_repository() -> None:
+    """The page of the package index shows the README without the repository around it."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    targets = [*re.findall(r"\]\(([^)]+)\)", text), *re.findall(r"^\[[^\]^]+\]: (\S+)$", text, re.MULTILINE)]
+    assert all(target.startswith("https://") for target in targets)
+    own = re.compile(
+        r"https://(?:github\.com/kvfold/kvfold/(?:blob|tree)|raw\.githubusercontent\.com/kvfold/kvfold)/(?:main/)?(.+)"
+    )
+    files = [match[1] for target in targets if (match := own.match(target))]
+    assert len(files) > 10
+    assert [name for name in files if not (ROOT / name).exists()] == []
 
 
 def test_the_shown_demo_is_the_one_that_runs() -> None:
