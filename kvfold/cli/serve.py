@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.cli.options import Subparsers, add_model_options, add_secret_option, load_model
-from kvfold.errors import InputError, KvfoldWarning
+from kvfold.errors import InputError, KvfoldWarning, MissingExtra
 from kvfold.policy import Policy
 
 if TYPE_CHECKING:
@@ -115,10 +115,12 @@ def run(args: argparse.Namespace) -> int:
     policy = Policy.parse(args.policy)
     if not 0 <= args.port < 1 << 16:
         raise InputError(f"port {args.port} does not exist; give 0 (any free one) to 65535")
+    try:
+        from kvfold.serve.server import end_process, open_store, serve, service_of
+    except ModuleNotFoundError as error:
+        raise MissingExtra(f"the server needs {error.name}; run: pip install 'kvfold[serve]'") from error
     from kvfold.serve.ops.request_log import log_to_stderr
     from kvfold.serve.ops.tracing import trace_exporter
-    from kvfold.serve.run import open_store, serve, service_of
-    from kvfold.serve.server import end_process
     from kvfold.serve.service import check_served_form
     from kvfold.store.entry.signing import read_secret
 

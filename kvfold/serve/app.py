@@ -7,35 +7,27 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from kvfold import __version__
-from kvfold.errors import MissingExtra
 from kvfold.serve.api.anthropic import check_version, read_count, read_messages
 from kvfold.serve.api.anthropic_reply import MessageWriter
 from kvfold.serve.api.errors import ApiError, bad_request
-from kvfold.serve.api.openai import OpenAIBody, has_explicit
-from kvfold.serve.api.openai_chat import ChatWriter, read_chat
-from kvfold.serve.api.openai_completions import CompletionWriter, read_completion
+from kvfold.serve.api.openai_chat import ChatWriter, CompletionWriter, read_chat, read_completion
 from kvfold.serve.api.openai_responses import ResponseWriter, read_input_tokens, read_response
 from kvfold.serve.api.request import ChatRequest
-from kvfold.serve.api.sse import EventStream, Writer, cancel_on_disconnect, named_events, unnamed_events
+from kvfold.serve.api.sse import EventStream, Writer, cancel_on_disconnect, sse_lines
 from kvfold.serve.api.strict_json import InvalidJson, Json, parse_json
 from kvfold.serve.api.validation import Fields
-from kvfold.serve.cache.breakpoints import anthropic_plan
 from kvfold.serve.middleware import Handler, OnDone, RequestMiddleware
 from kvfold.serve.ops.dashboard import Dashboard
 from kvfold.serve.ops.metrics import CONTENT_TYPE
-from kvfold.serve.reply import RequestContext
+from kvfold.serve.reply import Body, RequestContext
 from kvfold.serve.service import Service
-
-try:
-    from starlette.applications import Starlette
-    from starlette.requests import Request
-    from starlette.responses import JSONResponse, PlainTextResponse, Response
-except ImportError as error:
-    raise MissingExtra("the server needs Starlette and uvicorn; run: pip install 'kvfold[serve]'") from error
-
 
 MAX_PAGE = 1000  # Anthropic's
 _INLINE_BYTES = 16 << 10  # JSON this short is decoded in the event loop: waking a thread would take longer
@@ -53,18 +45,22 @@ class App:
     def asgi(self, on_start: Callable[[], None] = lambda: None) -> Starlette:
         """The application; `on_start` is called when it begins to take requests."""
 
+        dashboard = Dashboard(self.service, self._middleware)
+
         @asynccontextmanager
         async def lifespan(_: Starlette) -> AsyncIterator[None]:
             on_start()
+            history = asyncio.create_task(dashboard.keep_history())
             yield
+            history.cancel()
 
         post: dict[str, Handler] = {
-            "/v1/messages": self._messages,
-            "/v1/messages/count_tokens": self._count_tokens,
-            "/v1/chat/completions": partial(self._openai, read_chat, ChatWriter),
-            "/v1/completions": partial(self._openai, read_completion, CompletionWriter),
-            "/v1/responses": partial(self._openai, read_response, ResponseWriter),
-            "/v1/responses/input_tokens": self._input_tokens,
+            "/v1/messages": partial(self._reply, read_messages, MessageWriter),
+            "/v1/messages/count_tokens": partial(self._count, read_count, {}),
+            "/v1/chat/completions": partial(self._reply, read_chat, ChatWriter),
+            "/v1/completions": partial(self._reply, read_completion, CompletionWriter),
+            "/v1/responses": partial(self._reply, read_response, ResponseWriter),
+            "/v1/responses/input_tokens": partial(self._count, read_input_tokens, {"object": "response.input_tokens"}),
         }
         get: dict[str, Handler] = {
             "/v1/models": self._models,
@@ -72,7 +68,7 @@ class App:
             "/health": self._health,
             "/ready": self._ready,
             "/metrics": self._metrics,
-            **Dashboard(self.service, self._middleware).handlers,
+            **dashboard.handlers,
         }
         route = self._middleware.route
         routes = [route(path, handler, ["POST"]) for path, handler in post.items()]
@@ -86,6 +82,34 @@ class App:
 
         return Starlette(routes=[*routes, rest], lifespan=lifespan, exception_handlers={404: no_path})
 
+    # Replies and token counts
+
+    async def _reply(self, read: Callable[..., Body], make: Callable[..., Writer], request: Request) -> Response:
+        """The reply as JSON or as a stream; a client that disconnects cancels the job."""
+        service, state = self.service, request.state
+        tenant = self._middleware.tenant(request, is_listed=True)
+        body = await self._read(request, tenant, partial(read, settings=service.settings))
+        if service.no_reuse is not None and body.request.has_markers:
+            raise bad_request(f"prompt caching is not available: {service.no_reuse}")
+        context = RequestContext(tenant, state.at, body.planner, body.cache_key, state.trace, state.num_bytes)
+        reply = await cancel_on_disconnect(request, service.start(body.request, context))
+        try:
+            writer = make(service, body, reply)
+            if not body.is_streamed:
+                return JSONResponse(await cancel_on_disconnect(request, writer.whole()))
+        except BaseException:
+            reply.close()
+            raise
+        return EventStream(sse_lines(writer, state.trace), reply.close)
+
+    async def _count(self, read: Callable[[object], ChatRequest], more: Json, request: Request) -> Response:
+        """Prompt tokens."""
+        tenant = self._middleware.tenant(request)
+        chat_request = await self._read(request, tenant, read)
+        context = RequestContext(tenant, request.state.at, num_bytes=request.state.num_bytes)
+        prompt = await cancel_on_disconnect(request, self.service.prompt(chat_request, context))
+        return JSONResponse({**more, "input_tokens": len(prompt.tokens)})
+
     async def _read(self, request: Request, tenant: str, read: Callable[[object], T]) -> T:
         """`read` applied to the JSON of a size-limited body; a large body is decoded outside the event loop."""
         raw = await self._body(request)
@@ -97,89 +121,24 @@ class App:
 
     async def _body(self, request: Request) -> bytearray:
         """413 before reading if content-length is over the limit, else as soon as the received bytes are."""
-        _check_type(request)
-        length = request.headers.get("content-length", "")
+        _check_headers(request)
+        length, found = request.headers.get("content-length", ""), bytearray()
         self._check_length(int(length) if length.isdecimal() else 0)
+        body_s = self.service.settings.limits.body_s
         try:
-            async with asyncio.timeout(self.service.settings.limits.body_s):
-                return await self._received(request)
-        except TimeoutError:
-            raise self._too_slow() from None
-
-    async def _received(self, request: Request) -> bytearray:
-        found = bytearray()
-        async for piece in request.stream():
-            found += piece
-            self._check_length(len(found))
+            async with asyncio.timeout(body_s):
+                async for piece in request.stream():
+                    found += piece
+                    self._check_length(len(found))
+        except TimeoutError:  # the connection is closed, too: the rest may never arrive
+            message = f"the body did not arrive within {body_s:g} s; send the request again"
+            raise ApiError(408, message, headers={"connection": "close"}) from None
         return found
 
     def _check_length(self, num_bytes: int) -> None:
         limit = self.service.body_bytes
         if num_bytes > limit:
             raise ApiError(413, f"the body has {num_bytes} bytes or more; the limit is {limit}; shorten it")
-
-    def _too_slow(self) -> ApiError:
-        """The connection is closed, too: the rest of the body may never arrive."""
-        message = f"the body did not arrive within {self.service.settings.limits.body_s:g} s; send the request again"
-        return ApiError(408, message, headers={"connection": "close"})
-
-    async def _answer(
-        self, request: Request, context: RequestContext, make: Callable[..., Writer], body: Any
-    ) -> Response:
-        """The reply as JSON or as a stream; a client that disconnects cancels the job."""
-        reply = await cancel_on_disconnect(request, self.service.start(body.request, context))
-        try:
-            writer = make(self.service, body, reply)
-            if not body.is_streamed:
-                return JSONResponse(await cancel_on_disconnect(request, writer.whole()))
-        except BaseException:
-            reply.close()
-            raise
-        is_named = make is not ChatWriter and make is not CompletionWriter
-        lines = (named_events if is_named else unnamed_events)(writer, request.state.trace.id)
-        return EventStream(lines, reply.close)
-
-    # Anthropic
-
-    async def _messages(self, request: Request) -> Response:
-        tenant = self._middleware.tenant(request, is_listed=True)
-        check_version(request.headers)
-        body = await self._read(request, tenant, partial(read_messages, settings=self.service.settings))
-        self._check_markers(body.request)
-        num_bytes, trace = request.state.num_bytes, request.state.trace
-        context = RequestContext(tenant, request.state.at, anthropic_plan, trace=trace, num_bytes=num_bytes)
-        return await self._answer(request, context, MessageWriter, body)
-
-    def _check_markers(self, chat_request: ChatRequest) -> None:
-        if self.service.no_reuse is not None and has_explicit(chat_request):
-            raise bad_request(f"prompt caching is not available: {self.service.no_reuse}")
-
-    async def _count_tokens(self, request: Request) -> Response:
-        tenant = self._middleware.tenant(request)
-        check_version(request.headers)
-        return JSONResponse({"input_tokens": await self._count(request, tenant, read_count)})
-
-    async def _count(self, request: Request, tenant: str, read: Callable[[object], ChatRequest]) -> int:
-        """Prompt tokens."""
-        chat_request = await self._read(request, tenant, read)
-        context = RequestContext(tenant, request.state.at, num_bytes=request.state.num_bytes)
-        return len((await cancel_on_disconnect(request, self.service.prompt(chat_request, context))).tokens)
-
-    # OpenAI
-
-    async def _openai(self, read: Callable[..., OpenAIBody], make: Callable[..., Writer], request: Request) -> Response:
-        tenant = self._middleware.tenant(request, is_listed=True)
-        body = await self._read(request, tenant, partial(read, settings=self.service.settings))
-        self._check_markers(body.request)
-        cache_options = body.cache_options
-        planner = None if cache_options is None else cache_options.plan
-        cache_key, trace = "" if cache_options is None else cache_options.key, request.state.trace
-        context = RequestContext(tenant, request.state.at, planner, cache_key, trace, request.state.num_bytes)
-        return await self._answer(request, context, make, body)
-
-    async def _input_tokens(self, request: Request) -> Response:
-        num_tokens = await self._count(request, self._middleware.tenant(request), read_input_tokens)
-        return JSONResponse({"object": "response.input_tokens", "input_tokens": num_tokens})
 
     # Models, health, metrics
 
@@ -240,8 +199,10 @@ async def _not_found(request: Request) -> Response:
     raise ApiError(404, f"there is no {there} here; see docs/serving.md", logged="there is no such path")
 
 
-def _check_type(request: Request) -> None:
+def _check_headers(request: Request) -> None:
     """As OpenAI does; a missing content-type means JSON."""
+    if request.scope["path"].startswith("/v1/messages"):
+        check_version(request.headers)
     given = request.headers.get("content-type", "application/json")
     if given.partition(";")[0].strip().lower() != "application/json":
         message = "content-type: bodies are application/json (curl: -H 'content-type: application/json')"

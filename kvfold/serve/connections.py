@@ -18,14 +18,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvfold.errors import InputError, MissingExtra
-from kvfold.serve.settings import Limits
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-try:
-    import h11
-    from uvicorn.protocols.http.h11_impl import H11Protocol
-except ImportError as error:
-    raise MissingExtra("the server needs Starlette and uvicorn; run: pip install 'kvfold[serve]'") from error
+from kvfold.errors import InputError
+from kvfold.serve.settings import Limits
 
 BACKLOG = 64  # listen backlog of the socket
 _MOST_REFUSED = 32  # connections that are being sent a 503

@@ -6,20 +6,16 @@ import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
-from kvfold.errors import MissingExtra
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
 from kvfold.serve.api.errors import ApiError
 from kvfold.serve.api.sse import EventStream, as_api_error, error_response
 from kvfold.serve.auth import tenant_of
 from kvfold.serve.ops.request_log import log_request
 from kvfold.serve.ops.request_trace import RequestTrace
 from kvfold.serve.service import Service
-
-try:
-    from starlette.requests import ClientDisconnect, Request
-    from starlette.responses import Response
-    from starlette.routing import Route
-except ImportError as error:
-    raise MissingExtra("the server needs Starlette and uvicorn; run: pip install 'kvfold[serve]'") from error
 
 Handler = Callable[[Request], Awaitable[Response]]
 OnDone = Callable[[RequestTrace], None]

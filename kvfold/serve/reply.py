@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 from kvfold.engine.scheduling.jobs import Ended, Event, PrefillDone, TextDelta
 from kvfold.errors import KvfoldError, LogitsError
 from kvfold.serve.api.errors import ApiError, bad_request
 from kvfold.serve.api.request import ChatRequest
 from kvfold.serve.api.tool_calls import ToolCall, ToolCallParser
-from kvfold.serve.cache.breakpoints import CachePlan
+from kvfold.serve.cache.breakpoints import Boundary, CachePlan
 from kvfold.serve.cache.source import CachedSource, PlainSource
 from kvfold.serve.cache.usage import Usage
 from kvfold.serve.ops.metrics import Metrics
 from kvfold.serve.ops.request_trace import RequestTrace
 
 _log = logging.getLogger("kvfold.serve")
+CachePlanner = Callable[[Sequence[Boundary], int], CachePlan]  # from boundaries and the minimum cacheable length
 
 
-CachePlanner = Callable[[Any, int], CachePlan]  # boundaries and the minimum cacheable length -> plan
+@dataclass(frozen=True)
+class Body:
+    """What an API has parsed. `planner` decides what is cached, None: nothing."""
+
+    request: ChatRequest
+    is_streamed: bool = False
+    planner: CachePlanner | None = None
+    cache_key: str = ""
 
 
 @dataclass(frozen=True)
 class RequestContext:
-    """Tenant and arrival time of a request; `planner` decides what is cached, None: nothing."""
+    """Tenant and arrival time of a request, and how it is cached."""
 
     tenant: str
     at: float
@@ -38,10 +47,39 @@ class RequestContext:
     num_bytes: int = 0  # of the body
 
 
-class EventReader(Protocol):
-    """Events of a job, in order."""
+class EventQueue:
+    """Events of one job, from the scheduler's thread to the event loop, with the job's time-out.
 
-    async def get(self) -> Event: ...
+    `on_end` is called once, in the event loop, when the job has ended or timed out, whether or not the events are
+    read and whatever the scheduler's thread is doing."""
+
+    def __init__(self, timeout_s: float, on_end: Callable[[], None]) -> None:
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._on_end = on_end
+        self._has_ended = False
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(timeout_s, self._add, Ended("late"))
+
+    def put(self, event: Event) -> None:
+        """From any thread."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._add, event)
+
+    def close(self) -> None:
+        """The job was not submitted."""
+        self._add(Ended("cancelled"))
+
+    async def get(self) -> Event:
+        return await self._events.get()
+
+    def _add(self, event: Event) -> None:
+        if self._has_ended:
+            return  # it timed out before the scheduler reported it
+        self._events.put_nowait(event)
+        if isinstance(event, Ended):
+            self._has_ended = True
+            self._timer.cancel()
+            self._on_end()
 
 
 class Reply:
@@ -51,7 +89,7 @@ class Reply:
         self,
         request: ChatRequest,
         context: RequestContext,
-        events: EventReader,
+        events: EventQueue,
         source: CachedSource | PlainSource,
         plan: CachePlan,
         *,
@@ -99,6 +137,16 @@ class Reply:
                     yield part
         finally:
             self.close()
+
+    async def joined_parts(self) -> list[str | ToolCall]:
+        """All parts; texts that follow each other are one."""
+        found: list[str | ToolCall] = []
+        async for part in self.parts():
+            if isinstance(part, str) and found and isinstance(found[-1], str):
+                found[-1] += part
+            else:
+                found.append(part)
+        return found
 
     def _taken(self, event: Event, parser: ToolCallParser) -> list[str | ToolCall]:
         if isinstance(event, TextDelta):

@@ -24,16 +24,14 @@ from kvfold.serve.api.errors import ApiError, bad_request
 from kvfold.serve.api.request import ChatRequest
 from kvfold.serve.cache.breakpoints import Boundary, CachePlan, boundaries_of, compression_points
 from kvfold.serve.cache.diagnostics import CacheDiagnostics
-from kvfold.serve.cache.entries import Miss
-from kvfold.serve.cache.prompt_cache import PromptCache
+from kvfold.serve.cache.prompt_cache import Miss, PromptCache
 from kvfold.serve.cache.source import CachedSource, PlainSource
-from kvfold.serve.event_queue import EventQueue
 from kvfold.serve.ops.metrics import Metrics
 from kvfold.serve.ops.recent_requests import RecentRequests
 from kvfold.serve.ops.request_trace import TracedSource
 from kvfold.serve.preprocess import Preprocessor
 from kvfold.serve.prompt import Prompt, PromptRenderer
-from kvfold.serve.reply import Reply, RequestContext, timed_out
+from kvfold.serve.reply import EventQueue, Reply, RequestContext, timed_out
 from kvfold.serve.settings import Settings
 from kvfold.store.binding import check_reuse, kind_of
 from kvfold.store.entry.encodings import ENCODINGS, check_encoding
@@ -106,10 +104,11 @@ class Service:
         return self.store is not None and self.store.device is not None and self.store.device.shrink()
 
     def _add_gauges(self) -> None:
-        arena, scheduler, gauge = self.model.arena, self.scheduler, self.metrics.gauge
+        arena, scheduler, gauge, counter = self.model.arena, self.scheduler, self.metrics.gauge, self.metrics.counter
         gauge("kvfold_requests_running", "Running requests (KV pages allocated).", lambda: scheduler.num_running)
         gauge("kvfold_requests_waiting", "Queued requests (no KV pages yet).", lambda: scheduler.num_waiting)
-        gauge("kvfold_replies_demoted", "Preemptions: KV caches swapped to host.", lambda: scheduler.num_preempted)
+        counter("kvfold_preemptions_total", "Preemptions: KV caches swapped to host.", lambda: scheduler.num_preempted)
+        gauge("kvfold_replies_demoted", "Old name of kvfold_preemptions_total.", lambda: scheduler.num_preempted)
         gauge("kvfold_requests_cancelled", "Requests cancelled by their client.", lambda: scheduler.num_cancelled)
         gauge("kvfold_arena_bytes", "KV-cache capacity in bytes.", lambda: arena.capacity_bytes)
         gauge("kvfold_arena_free_bytes", "Free KV-cache bytes.", lambda: arena.free_bytes)
@@ -228,6 +227,9 @@ class Service:
         if tenant not in self._recent:
             self._recent[tenant] = RecentRequests(self.settings.price)
         return self._recent[tenant]
+
+    def all_recent(self) -> list[RecentRequests]:
+        return list(self._recent.values())
 
     # Limits
 

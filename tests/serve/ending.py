@@ -17,8 +17,7 @@ from typing import IO, Any, NoReturn
 
 from kvfold.engine.runner import Runner
 from kvfold.engine.scheduling.scheduler import Scheduler
-from kvfold.serve.run import open_store, serve, service_of
-from kvfold.serve.server import end_process
+from kvfold.serve.server import end_process, open_store, serve, service_of
 from kvfold.serve.settings import Limits, Settings
 from kvfold.store.prefixes import Prefixes
 from tests.serve.running import tool_model

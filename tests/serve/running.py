@@ -15,8 +15,7 @@ import openai
 
 from kvfold.models.loader import Model
 from kvfold.serve.middleware import OnDone
-from kvfold.serve.run import service_of
-from kvfold.serve.server import Server
+from kvfold.serve.server import Server, service_of
 from kvfold.serve.service import Service
 from kvfold.serve.settings import Limits, Settings
 from kvfold.store import DeviceTier, DiskTier, HostTier, PrefixStore, RedisTier

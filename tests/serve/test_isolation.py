@@ -13,7 +13,7 @@ import pytest
 from kvfold.errors import InputError, ModelError
 from kvfold.models.loader import Model
 from kvfold.models.spec import read_spec
-from kvfold.serve.run import service_of
+from kvfold.serve.server import service_of
 from kvfold.serve.settings import Settings
 from kvfold.store import HostTier, PrefixStore
 from tests.serve.asking import TENANTS, get, send

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvfold import __version__
 from kvfold.serve.cache.usage import Price
 from tests.serve.asking import SECRET, TENANTS, send
+from tests.serve.bodies import call
 from tests.serve.browser import CHROMIUM, Page, browser
 from tests.serve.ops.test_dashboard import NUM_HEADS, NUM_LAYERS
 from tests.serve.running import running, tool_model
 
+HELLO: Any = [{"role": "user", "content": "hi"}]
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 
 
@@ -42,9 +46,12 @@ def test_it_asks_for_a_key_and_shows_a_request(page: Page) -> None:
         page.until("document.querySelectorAll('#map .cell').length > 0")
         assert page.eval("document.querySelectorAll('#map .cell').length") == NUM_LAYERS * NUM_HEADS
         row = page.text("#requests tbody")
-        assert "red" in row
+        assert page.text("#tenant") == "tenant red"
         assert str(reply.usage.cache_creation_input_tokens + reply.usage.input_tokens) in row
-        assert "not there" in row
+        assert "stored now" in row
+        assert "length limit" in row
+        assert page.text("h1") == f"kvfold {__version__}"
+        assert page.text("#timed") == "of the latest 1 reply"
         send(server)
         page.until("document.getElementById('hit-rate').innerText === '50 %'")
         assert SECRET[:7] not in page.text()
@@ -86,3 +93,44 @@ def test_a_server_that_is_gone_is_told(page: Page) -> None:
         page.open(server.url)
         page.until("document.getElementById('state').className === 'live'")
     page.until("document.getElementById('state').className === 'lost'")
+
+
+def test_charts_reasons_and_the_compressed_prompt(page: Page) -> None:
+    with running(tool_model(), "keydiff + ada + 4x") as server:
+        send(server)
+        server.openai.chat.completions.create(model="tiny", max_tokens=3, messages=[{"role": "user", "content": "hi"}])
+        hostile = "<img src=x onerror=alert(1)>"
+        assert call(server, "/v1/chat/completions", {"model": hostile, "messages": []}).status == 400
+        assert call(server, "/v1/messages", {"model": hostile, "max_tokens": 1, "messages": HELLO}).status == 404
+        page.resize(1400)
+        page.open(server.url)
+        page.until("document.querySelectorAll('#map .cell').length > 0")
+        rows = page.eval("[...document.querySelectorAll('#requests tbody tr')].map((row) => row.innerText)")
+        assert hostile in rows[0]
+        assert "messages: at least one is required" in rows[1]
+        assert "100 %" in rows[2]
+        assert page.eval("document.querySelectorAll('img').length") == 0
+        assert "400 tokens" in page.text("#map-about"), "the newest is too short; the one before is shown"
+        page.eval("document.querySelectorAll('#requests button')[2].click()")
+        page.until("document.getElementById('map').hidden")
+        assert "too short to be compressed" in page.text("#map-about")
+        assert page.eval("document.querySelector('.figures thead').innerText.trim().split(/\\s+/)") == [
+            "median",
+            "slowest",
+        ]
+        assert page.text("#speed-chart").startswith("Generated tokens per second")
+        assert page.eval("document.querySelectorAll('figure .line').length") >= 3
+        assert page.faults == []
+
+
+def test_a_phone_shows_the_latest_requests_and_the_others_on_demand(page: Page) -> None:
+    with running(tool_model()) as server:
+        for _ in range(7):
+            call(server, "/v1/messages", {"model": "tiny"})
+        page.resize(390)
+        page.open(server.url)
+        page.until("document.querySelectorAll('#requests tbody tr').length === 5")
+        assert page.text("#more") == "Show all 7"
+        page.eval("document.getElementById('more').click()")
+        page.until("document.querySelectorAll('#requests tbody tr').length === 7")
+        assert _is_within(page, 390)

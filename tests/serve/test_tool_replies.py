@@ -17,7 +17,7 @@ from kvfold.serve.api.openai_responses import ResponseWriter
 from kvfold.serve.api.request import Block, ChatRequest
 from kvfold.serve.cache.breakpoints import CachePlan
 from kvfold.serve.cache.source import PlainSource
-from kvfold.serve.reply import Reply, RequestContext
+from kvfold.serve.reply import EventQueue, Reply, RequestContext
 from kvfold.serve.service import Service
 from kvfold.serve.settings import Settings
 from tests import tiny
@@ -34,10 +34,10 @@ def service() -> Iterator[Service]:
 
 
 async def _collected(service: Service, make: Callable[..., Any], body: Any, is_streamed: bool) -> Any:
-    events: asyncio.Queue[Event] = asyncio.Queue()
+    events = EventQueue(60.0, lambda: None)
     written: list[Event] = [TextDelta(TEXT[i : i + 5]) for i in range(0, len(TEXT), 5)]
     for event in (PrefillDone(0), *written, Ended("eos", 9)):
-        events.put_nowait(event)
+        events.put(event)
     source = PlainSource(service._new_sequence, 7)
     reply = Reply(
         ASK,
@@ -76,20 +76,20 @@ def test_a_stream_of_a_message(service: Service) -> None:
 
 
 def test_a_chat_completion(service: Service) -> None:
-    found = asyncio.run(_collected(service, ChatWriter, OpenAIBody(ASK, None), False))["choices"][0]
+    found = asyncio.run(_collected(service, ChatWriter, OpenAIBody(ASK), False))["choices"][0]
     assert (found["finish_reason"], found["message"]["content"]) == ("tool_calls", "I look.")
     assert found["message"]["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"at": "é"}'}
-    chunks = asyncio.run(_collected(service, ChatWriter, OpenAIBody(ASK, None, True), True))
+    chunks = asyncio.run(_collected(service, ChatWriter, OpenAIBody(ASK, True), True))
     calls = [chunk["choices"][0]["delta"].get("tool_calls") for chunk in chunks]
     assert [call[0]["index"] for call in calls if call] == [0]
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
 def test_a_response(service: Service) -> None:
-    found = asyncio.run(_collected(service, ResponseWriter, OpenAIBody(ASK, None), False))
+    found = asyncio.run(_collected(service, ResponseWriter, OpenAIBody(ASK), False))
     assert [item["type"] for item in found["output"]] == ["message", "function_call"]
     assert (found["output"][1]["name"], found["output"][1]["arguments"]) == ("look", '{"at": "é"}')
-    events = asyncio.run(_collected(service, ResponseWriter, OpenAIBody(ASK, None, True), True))
+    events = asyncio.run(_collected(service, ResponseWriter, OpenAIBody(ASK, True), True))
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert [item["type"] for item in events[-1]["response"]["output"]] == ["message", "function_call"]
     assert events[-1]["type"] == "response.completed"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,38 +10,20 @@ from typing import Any
 from kvfold.engine.sampling import Sampling
 from kvfold.serve.api.errors import bad_request
 from kvfold.serve.api.request import Block, ChatRequest, Role, check_calls
-from kvfold.serve.api.validation import Fields, Neutral, Only, check_names, tool_name
+from kvfold.serve.api.validation import Fields, check_names
+from kvfold.serve.cache.breakpoints import anthropic_plan
+from kvfold.serve.reply import Body
 from kvfold.serve.settings import Settings
 
 TTL_S = {"5m": 300.0, "1h": 3600.0}
 MAX_MARKERS = 4
 VERSIONS = ("2023-01-01", "2023-06-01", "2026-10-21")  # of the API; SDKs before 2 send the second, later ones the third
 
-_STEERED = "how much the model thinks is not steered here"
-NEUTRAL: dict[str, Neutral] = {
-    "thinking": {"type": Only(_STEERED, ("disabled",))},
-    "output_config": {"effort": Only(_STEERED, ("high",)), "format": Only("replies are not held to a format here")},
-    "speed": Only("there is one speed here", ("standard",)),
-    "mcp_servers": Only("this server calls no tools itself", ([],)),
-    "context_management": {"edits": Only("this server does not edit conversations", ([],))},
-}
-_NEUTRAL_TOOL: dict[str, Neutral] = {
-    "strict": Only("calls are not held to a schema here", (False,)),
-    "defer_loading": Only("tools are always loaded here", (False,)),
-    "eager_input_streaming": Only("arguments of a call are sent in one piece here", (False,)),
-    "allowed_callers": Only("tools are called by the model alone", (["direct"],)),
-    "input_examples": Only("examples of calls are not rendered here; put them into the description", ([],)),
-}
-_NEUTRAL_CALL: dict[str, Neutral] = {"caller": {"type": Only("tools are called by the model alone", ("direct",))}}
-_NEUTRAL_TEXT: dict[str, Neutral] = {"citations": Only("citations are not supported", ([],))}
-
 
 @dataclass(frozen=True)
-class MessagesBody:
+class MessagesBody(Body):
     """`previous_id`: `diagnostics.previous_message_id`, used where `is_diagnosed`."""
 
-    request: ChatRequest
-    is_streamed: bool = False
     is_diagnosed: bool = False
     previous_id: str | None = None
 
@@ -62,13 +43,13 @@ def read_messages(data: object, settings: Settings) -> MessagesBody:
     if metadata is not None:
         metadata.optional_text("user_id")
         metadata.end()
-    body.neutral({"service_tier": Only("there is one tier here", ("auto", "standard_only"))})
+    body.neutral("messages_reply")
     model, blocks, tool_choice = _prompt_fields(body)
     body.end()
     if max_tokens == 0 and is_streamed:
         raise bad_request("stream: a request with max_tokens 0 has nothing to stream; leave stream out")
     request = ChatRequest(model, blocks, max_tokens, sampling, stop, tool_choice)
-    return MessagesBody(request, is_streamed, diagnostics is not None, previous_id)
+    return MessagesBody(request, is_streamed, anthropic_plan, "", diagnostics is not None, previous_id)
 
 
 def check_version(headers: Mapping[str, str]) -> None:
@@ -90,7 +71,7 @@ def read_count(data: object) -> ChatRequest:
 def _prompt_fields(body: Fields) -> tuple[str, list[Block], str]:
     """Fields of both endpoints."""
     model = body.text("model")
-    body.neutral(NEUTRAL)
+    body.neutral("messages")
     blocks = [*_tools(body), *_system(body), *_messages(body)]
     automatic = _ttl(body)
     check_calls(blocks, "messages")
@@ -109,7 +90,7 @@ def _tool_choice(body: Fields) -> str:
     if choice is None:
         return "auto"
     found = choice.choice("type", ("auto", "none"))
-    choice.neutral({"disable_parallel_tool_use": Only("the number of calls is the model's", (False,))})
+    choice.neutral("messages_tool_choice")
     choice.end()
     return found
 
@@ -154,19 +135,13 @@ def _mark_last(blocks: list[Block], ttl_s: float) -> list[Block]:
 
 
 def _tools(body: Fields) -> list[Block]:
-    found = []
-    for i, item in enumerate(body.items("tools")):
-        tool = Fields(item, f"tools.{i}")
+    tools, found = body.objects("tools"), []
+    for tool in tools:
         tool.choice("type", ("custom",), "custom")
-        definition = {
-            "name": tool_name(tool),
-            "description": tool.text("description", ""),
-            "parameters": tool.data("input_schema"),
-        }
-        tool.neutral(_NEUTRAL_TOOL)
-        found.append(Block("tool", data=definition, ttl_s=_ttl(tool)))
+        tool.neutral("messages_tool")
+        found.append(Block("tool", data=tool.definition("input_schema"), ttl_s=_ttl(tool)))
         tool.end()
-    check_names((f"tools.{i}", block.data["name"]) for i, block in enumerate(found))
+    check_names(tools, [block.data["name"] for block in found])
     return found
 
 
@@ -177,11 +152,11 @@ def _system(body: Fields) -> list[Block]:
     items = [{"type": "text", "text": given}] if isinstance(given, str) else given
     if not isinstance(items, list):
         body.refuse("system", "a string or a list of text blocks is required")
-    return [_text(Fields(item, f"system.{i}"), "system", "system", -1) for i, item in enumerate(items)]
+    return [_text(block, "system", "system", -1) for block in body.each("system", items)]
 
 
 def _messages(body: Fields) -> list[Block]:
-    items = [Fields(item, f"messages.{i}") for i, item in enumerate(body.items("messages"))]
+    items = body.objects("messages")
     roles = [item.choice("role", ("user", "assistant", "system")) for item in items]
     _check_roles(roles)
     found: list[Block] = []
@@ -214,15 +189,15 @@ def _content(message: Fields, role: str, number: int) -> list[Block]:
         message.refuse("content", "a string or a list of blocks is required")
     if not items:
         message.refuse("content", "at least one block is required")
-    return [_block(Fields(item, f"{message.path('content')}.{i}"), role, number) for i, item in enumerate(items)]
+    return [_block(block, role, number) for block in message.each("content", items)]
 
 
 def _block(block: Fields, role: str, number: int) -> Block:
     allowed = {"user": ("text", "tool_result"), "assistant": ("text", "tool_use"), "system": ("text",)}[role]
     kind = block.choice("type", allowed)
     if kind == "tool_use":
-        data = {"id": block.text("id"), "name": tool_name(block), "arguments": block.data("input")}
-        block.neutral(_NEUTRAL_CALL)
+        data = {"id": block.text("id"), "name": block.tool_name(), "arguments": block.data("input")}
+        block.neutral("messages_tool_use")
         return _ended(block, Block("tool_use", "assistant", message=number, data=data, ttl_s=_ttl(block)))
     if kind == "tool_result":
         data = {"id": block.text("tool_use_id")}
@@ -234,7 +209,7 @@ def _block(block: Fields, role: str, number: int) -> Block:
 def _text(block: Fields, kind: Any, role: Role, number: int) -> Block:
     block.choice("type", ("text",), "text")
     text, ttl_s = block.filled_text("text"), _ttl(block)
-    block.neutral(_NEUTRAL_TEXT)
+    block.neutral("messages_text")
     return _ended(block, Block(kind, role, text, number, ttl_s=ttl_s))
 
 
@@ -245,7 +220,7 @@ def _result(block: Fields) -> tuple[str, float | None]:
     if content is not None and not isinstance(content, str | list):
         block.refuse("content", "a string or a list of text blocks is required")
     items = content if isinstance(content, list) else [{"text": content}] if content else []
-    parts = [_text(Fields(item, f"{block.path('content')}.{i}"), "text", "tool", 0) for i, item in enumerate(items)]
+    parts = [_text(part, "text", "tool", 0) for part in block.each("content", items)]
     marks = [mark for mark in (*(part.ttl_s for part in parts), ttl_s) if mark is not None]
     if len(marks) > 1:
         block.refuse("cache_control", "a result and its content may carry one; all mark the result's end")
@@ -258,8 +233,3 @@ def _result(block: Fields) -> tuple[str, float | None]:
 def _ended(fields: Fields, block: Block) -> Block:
     fields.end()
     return block
-
-
-def arguments_text(arguments: object) -> str:
-    """A tool call's arguments as JSON text."""
-    return json.dumps(arguments, ensure_ascii=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-from kvfold.serve.api.anthropic import MessagesBody, arguments_text
+from kvfold.serve.api.anthropic import MessagesBody
 from kvfold.serve.api.errors import ApiError
 from kvfold.serve.api.strict_json import Json
 from kvfold.serve.api.tool_calls import ToolCall
@@ -29,7 +29,7 @@ class MessageWriter:
         diagnostics.keep(self._id, mine)
         return {"cache_miss_reason": reason} if self._body.is_diagnosed else None
 
-    def message(self, content: list[Json]) -> Json:
+    def _message(self, content: list[Json]) -> Json:
         """The complete message; with empty content, that of `message_start`."""
         found: Json = {
             "id": self._id,
@@ -39,11 +39,11 @@ class MessageWriter:
             "content": content,
             "stop_reason": self._stop_reason,
             "stop_sequence": None if self._reply.end is None else self._reply.end.stop,
-            "usage": self.usage(),
+            "usage": self._usage(),
         }
         return found if self._diagnostics is None else {**found, "diagnostics": self._diagnostics}
 
-    def usage(self) -> Json:
+    def _usage(self) -> Json:
         usage, num_output = self._reply.usage, self._reply.num_output
         found: Json = {
             "input_tokens": usage.num_plain,
@@ -70,19 +70,11 @@ class MessageWriter:
         return "stop_sequence" if end.reason == "stop" else "max_tokens"
 
     async def whole(self) -> Json:
-        content: list[Json] = []
-        async for part in self._reply.parts():
-            if isinstance(part, ToolCall):
-                content.append(_tool_use(part, part.arguments))
-            elif content and content[-1]["type"] == "text":
-                content[-1]["text"] += part
-            else:
-                content.append({"type": "text", "text": part})
-        return self.message(content)
+        return self._message([_content(part) for part in await self._reply.joined_parts()])
 
     async def events(self) -> AsyncIterator[Json]:
         """Each has its SSE name under "type"."""
-        yield {"type": "message_start", "message": self.message([])}
+        yield {"type": "message_start", "message": self._message([])}
         index, is_open = 0, False
         async for part in self._reply.parts():
             if isinstance(part, ToolCall):
@@ -94,7 +86,7 @@ class MessageWriter:
                 index, is_open = index + 1, False
                 continue
             if not is_open:
-                yield _block_start(index, {"type": "text", "text": ""})
+                yield _block_start(index, _content(""))
                 is_open = True
             yield _delta(index, {"type": "text_delta", "text": part})
         if is_open:
@@ -103,7 +95,7 @@ class MessageWriter:
         yield {
             "type": "message_delta",
             "delta": {"stop_reason": self._stop_reason, "stop_sequence": stop},
-            "usage": self.usage(),
+            "usage": self._usage(),
         }
         yield {"type": "message_stop"}
 
@@ -113,14 +105,16 @@ class MessageWriter:
 
 def _call_events(call: ToolCall, index: int) -> list[Json]:
     return [
-        _block_start(index, _tool_use(call, {})),
-        _delta(index, {"type": "input_json_delta", "partial_json": arguments_text(call.arguments)}),
+        _block_start(index, {**_content(call), "input": {}}),
+        _delta(index, {"type": "input_json_delta", "partial_json": call.arguments_text}),
         {"type": "content_block_stop", "index": index},
     ]
 
 
-def _tool_use(call: ToolCall, arguments: Json) -> Json:
-    return {"type": "tool_use", "id": f"toolu_{call.id}", "name": call.name, "input": arguments}
+def _content(part: str | ToolCall) -> Json:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    return {"type": "tool_use", "id": f"toolu_{part.id}", "name": part.name, "input": part.arguments}
 
 
 def _block_start(index: int, block: Json) -> Json:

@@ -3,158 +3,137 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
 
 from kvfold.engine.sampling import Sampling
-from kvfold.serve.api.request import Block, ChatRequest, Role
-from kvfold.serve.api.strict_json import Json
-from kvfold.serve.api.validation import Fields, Neutral, Only, check_names, tool_name
-from kvfold.serve.cache.breakpoints import Boundary, CachePlan, openai_plan
+from kvfold.serve.api.errors import bad_request
+from kvfold.serve.api.request import Block, Kind, Role, check_calls
+from kvfold.serve.api.strict_json import InvalidJson, Json, parse_json
+from kvfold.serve.api.validation import Fields, check_names
+from kvfold.serve.cache.breakpoints import openai_plan
 from kvfold.serve.cache.usage import WRITE_SHORT, Usage
+from kvfold.serve.reply import Body, CachePlanner
 from kvfold.serve.settings import Settings
 
 TTL_S = {"30m": 1800.0, "12h": 43200.0}
-NEUTRAL: dict[str, Neutral] = {
-    "service_tier": Only("there is one tier here", ("auto", "default")),
-    "store": Only("this server keeps no replies", (False,)),
-}
-LOGIT_NEUTRAL: dict[str, Neutral] = {
-    "n": Only("one reply is written for each request", (1,)),
-    "presence_penalty": Only("penalties are not supported", (0,)),
-    "frequency_penalty": Only("penalties are not supported", (0,)),
-    "logit_bias": Only("logits are not biased here", ({},)),
-}
-_NEUTRAL_TOOL: dict[str, Neutral] = {
-    "strict": Only("calls are not held to a schema here", (False,)),
-    "defer_loading": Only("tools are always loaded here", (False,)),
-    "async": Only("calls are not asynchronous here", (False,)),
-    "allowed_callers": Only("tools are called by the model alone", (["direct"],)),
-}
-_NEUTRAL_PART: dict[str, Neutral] = {  # of a reply that is sent back
-    "annotations": Only("annotations are not supported", ([],)),
-    "logprobs": Only("log probabilities are not supported", ([],)),
-}
 
 
 @dataclass(frozen=True)
-class CacheOptions:
-    """`prompt_cache_options` and `prompt_cache_key` (`key`): requests of different keys share no cache."""
+class OpenAIBody(Body):
+    """`shows_usage`: at the end of a stream. `echo`: request fields repeated in the response."""
 
-    is_implicit: bool = True
-    ttl_s: float = TTL_S["30m"]
-    key: str = ""
-
-    def plan(self, boundaries: Sequence[Boundary], min_tokens: int) -> CachePlan:
-        return openai_plan(boundaries, min_tokens, self.ttl_s, is_implicit=self.is_implicit)
-
-
-@dataclass(frozen=True)
-class OpenAIBody:
-    """A request; `cache_options` None: no caching. `shows_usage`: at the end of a stream."""
-
-    request: ChatRequest
-    cache_options: CacheOptions | None
-    is_streamed: bool = False
     shows_usage: bool = False
-    echo: Json = field(default_factory=dict)  # request fields repeated in the response
+    echo: Json = field(default_factory=dict)
 
 
-def read_sampling(body: Fields, settings: Settings) -> Sampling:
-    temperature = body.number("temperature", settings.temperature, 0.0, 2.0)
-    top_p = body.number("top_p", 1.0, 1e-6, 1.0)
-    seed = body.optional_integer("seed", -(1 << 63), (1 << 63) - 1)
-    return Sampling(temperature, 0, top_p, secrets.randbits(63) if seed is None else seed & ((1 << 63) - 1))
+class OpenAIFields(Fields):
+    """Fields that the three APIs share."""
 
+    def sampling(self, settings: Settings) -> Sampling:
+        temperature = self.number("temperature", settings.temperature, 0.0, 2.0)
+        top_p = self.number("top_p", 1.0, 1e-6, 1.0)
+        seed = self.optional_integer("seed", -(1 << 63), (1 << 63) - 1)
+        return Sampling(temperature, 0, top_p, secrets.randbits(63) if seed is None else seed & ((1 << 63) - 1))
 
-def read_cache_options(body: Fields, ttls: Iterable[str]) -> CacheOptions:
-    key = body.text("prompt_cache_key", "")
-    options = body.object("prompt_cache_options")
-    if options is None:
-        return CacheOptions(key=key)
-    mode = options.choice("mode", ("implicit", "explicit"), "implicit")
-    ttl = options.choice("ttl", ttls, "30m")
-    options.end()
-    return CacheOptions(mode == "implicit", TTL_S[ttl], key)
+    def cache_options(self, *ttls: str) -> tuple[CachePlanner, str]:
+        """`prompt_cache_options` and `prompt_cache_key`: requests of different keys share no cache."""
+        options = self.object("prompt_cache_options") or OpenAIFields({})
+        mode = options.choice("mode", ("implicit", "explicit"), "implicit")
+        ttl = options.choice("ttl", ttls, "30m")
+        options.end()
+        plan = partial(openai_plan, ttl_s=TTL_S[ttl], is_implicit=mode == "implicit")
+        return plan, self.text("prompt_cache_key", "")
 
+    def who(self) -> Json:
+        """Fields without effect, for the client's own bookkeeping."""
+        who: Json = {name: self.optional_text(name) for name in ("user", "safety_identifier")}
+        return {**who, "metadata": self.pairs("metadata")}
 
-def read_who(body: Fields) -> Json:
-    """Fields without effect, for the client's own bookkeeping."""
-    who: Json = {name: body.optional_text(name) for name in ("user", "safety_identifier")}
-    return {**who, "metadata": body.pairs("metadata")}
+    def stream(self) -> tuple[bool, bool]:
+        """`stream`, and whether usage is sent at the end of the stream."""
+        is_streamed, options = self.flag("stream", False), self.object("stream_options")
+        if options is None:
+            return is_streamed, False
+        if not is_streamed:
+            self.refuse("stream_options", "the field is for streams; leave it out, or set stream to true")
+        shows_usage = options.flag("include_usage", False)
+        options.neutral("openai_stream")
+        options.end()
+        return is_streamed, shows_usage
 
+    def tools(self, *, is_nested: bool) -> list[Block]:
+        """Function tools; chat completions nest their definition (`is_nested`)."""
+        outer = self.objects("tools")
+        for tool in outer:
+            tool.choice("type", ("function",))
+        inner = [tool.required_object("function") for tool in outer] if is_nested else outer
+        found = [Block("tool", data=tool.definition("parameters", {})) for tool in inner]
+        for tool in inner:
+            tool.neutral("openai_tool")
+        for tool in (*inner, *outer):
+            tool.end()
+        check_names(inner, [block.data["name"] for block in found])
+        return found
 
-def read_stream(body: Fields) -> tuple[bool, bool]:
-    """`stream`, and whether usage is sent at the end of the stream."""
-    is_streamed, options = body.flag("stream", False), body.object("stream_options")
-    if options is None:
-        return is_streamed, False
-    if not is_streamed:
-        body.refuse("stream_options", "the field is for streams; leave it out, or set stream to true")
-    shows_usage = options.flag("include_usage", False)
-    options.neutral({"include_obfuscation": Only("streams are not padded here", (False,))})
-    options.end()
-    return is_streamed, shows_usage
+    def tool_choice(self) -> str:
+        found = self.choice("tool_choice", ("auto", "none"), "auto")
+        self.neutral("openai_tools")
+        return found
 
+    def arguments(self) -> Json:
+        """The JSON text under "arguments"."""
+        try:
+            found = parse_json(self.text("arguments") or "{}")
+        except InvalidJson:
+            found = None
+        if not isinstance(found, dict):
+            self.refuse("arguments", "the text of a JSON object is required")
+        return found
 
-def read_tools(body: Fields, *, is_nested: bool) -> list[Block]:
-    """Function tools; chat completions nest their definition (`is_nested`)."""
-    found = []
-    for i, item in enumerate(body.items("tools")):
-        tool = Fields(item, f"tools.{i}")
-        tool.choice("type", ("function",))
-        inner = (tool.object("function") if is_nested else tool) or Fields(None, f"tools.{i}.function")
-        definition = {
-            "name": tool_name(inner),
-            "description": inner.text("description", ""),
-            "parameters": inner.data("parameters", {}),
-        }
-        inner.neutral(_NEUTRAL_TOOL)
-        inner.end()
-        tool.end()
-        found.append(Block("tool", data=definition))
-    inside = ".function" if is_nested else ""
-    check_names((f"tools.{i}{inside}", block.data["name"]) for i, block in enumerate(found))
-    return found
+    def text_parts(self, kinds: tuple[str, ...], name: str = "content") -> Parts:
+        """Text parts of a required field."""
+        content = self.require(name)
+        if isinstance(content, str):
+            return [(content, False)]
+        if not isinstance(content, list):
+            self.refuse(name, "a string or a list of text parts is required")
+        if not content:
+            self.refuse(name, "at least one part is required")
+        return [part._text_part(kinds) for part in self.each(name, content)]
 
-
-def read_tool_choice(body: Fields) -> str:
-    found = body.choice("tool_choice", ("auto", "none"), "auto")
-    body.neutral({"parallel_tool_calls": Only("the number of calls is the model's", (True,))})
-    return found
+    def _text_part(self, kinds: tuple[str, ...]) -> tuple[str, bool]:
+        self.choice("type", kinds)
+        text, breakpoint_ = self.text("text"), self.object("prompt_cache_breakpoint")
+        if breakpoint_ is not None:
+            breakpoint_.choice("mode", ("explicit",))
+            breakpoint_.end()
+            if not text:
+                self.refuse("prompt_cache_breakpoint", "an empty text cannot carry it")
+        self.neutral("openai_part")
+        self.end()
+        return text, breakpoint_ is not None
 
 
 Parts = list[tuple[str, bool]]  # texts, and whether each has an explicit breakpoint
 
 
-def text_parts(message: Fields, kinds: tuple[str, ...], name: str = "content") -> Parts:
-    """Text parts of a required field."""
-    content = message.require(name)
-    if isinstance(content, str):
-        return [(content, False)]
-    if not isinstance(content, list):
-        message.refuse(name, "a string or a list of text parts is required")
-    if not content:
-        message.refuse(name, "at least one part is required")
-    return [_text_part(Fields(item, f"{message.path(name)}.{i}"), kinds) for i, item in enumerate(content)]
+Turn = tuple[Role, Callable[[int], list[Block]]]  # of a message: its role, and what reads its blocks, given its index
 
 
-def _text_part(part: Fields, kinds: tuple[str, ...]) -> tuple[str, bool]:
-    part.choice("type", kinds)
-    text, breakpoint_ = part.text("text"), part.object("prompt_cache_breakpoint")
-    if breakpoint_ is not None:
-        breakpoint_.choice("mode", ("explicit",))
-        breakpoint_.end()
-        if not text:
-            part.refuse("prompt_cache_breakpoint", "an empty text cannot carry it")
-    part.neutral(_NEUTRAL_PART)
-    part.end()
-    return text, breakpoint_ is not None
+def read_conversation(name: str, turns: Sequence[Turn]) -> list[Block]:
+    """Blocks of the messages under the field `name`."""
+    roles = [role for role, _ in turns]
+    if not roles or roles[-1] == "assistant":
+        raise bad_request(f"{name}: at least one is required, and the last must not be the assistant's")
+    found = [block for number, (_, read) in zip(_numbered(roles), turns, strict=True) for block in read(number)]
+    check_calls(found, name)
+    return _without_empty(found)
 
 
 def text_blocks(parts: Parts, role: Role, number: int) -> list[Block]:
-    kind: Any = "system" if role == "system" and number < 0 else "text"
+    kind: Kind = "system" if role == "system" and number < 0 else "text"
     return [Block(kind, role, text, number, ttl_s=_ttl(marked)) for text, marked in parts]
 
 
@@ -168,7 +147,7 @@ def _ttl(is_marked: bool) -> float | None:
     return TTL_S["30m"] if is_marked else None
 
 
-def without_empty(blocks: Sequence[Block]) -> list[Block]:
+def _without_empty(blocks: Sequence[Block]) -> list[Block]:
     """Drop empty texts of messages that have other content; keep one of an empty message."""
     filled = {block.message for block in blocks if block.text or block.kind in ("tool_use", "tool_result")}
     kept, empty = list[Block](), set[int]()
@@ -182,7 +161,7 @@ def without_empty(blocks: Sequence[Block]) -> list[Block]:
     return kept
 
 
-def numbered(roles: Sequence[str]) -> list[int]:
+def _numbered(roles: Sequence[str]) -> list[int]:
     """Message indices: -1 for leading system messages; consecutive messages of one role share an index."""
     found: list[int] = []
     number, before = -1, ""
@@ -201,7 +180,3 @@ def with_cost(found: Json, settings: Settings, usage: Usage, num_output: int) ->
         return found
     price = replace(settings.price, long_factor=WRITE_SHORT)
     return {**found, "cost_usd": price.cost(usage, num_output)}
-
-
-def has_explicit(request: ChatRequest) -> bool:
-    return any(block.ttl_s is not None for block in request.blocks)

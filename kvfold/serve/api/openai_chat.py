@@ -1,72 +1,56 @@
-"""OpenAI's chat completions API: parses requests, writes replies as JSON or server-sent events."""
+"""OpenAI's chat completions and text completions APIs: parse requests, write replies as JSON or server-sent events.
+
+The prompt of a text completion is tokenized without a chat template.
+"""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from collections.abc import AsyncIterator
+from functools import partial
 
-from kvfold.serve.api.anthropic import arguments_text
-from kvfold.serve.api.errors import ApiError, bad_request
+from kvfold.serve.api.errors import ApiError
 from kvfold.serve.api.openai import (
-    LOGIT_NEUTRAL,
-    NEUTRAL,
     OpenAIBody,
+    OpenAIFields,
     Parts,
-    numbered,
-    read_cache_options,
-    read_sampling,
-    read_stream,
-    read_tool_choice,
-    read_tools,
-    read_who,
+    read_conversation,
     result_block,
     text_blocks,
-    text_parts,
     with_cost,
-    without_empty,
 )
-from kvfold.serve.api.request import Block, ChatRequest, check_calls
-from kvfold.serve.api.strict_json import InvalidJson, Json, parse_json
+from kvfold.serve.api.request import Block, ChatRequest, Role
+from kvfold.serve.api.strict_json import Json
 from kvfold.serve.api.tool_calls import ToolCall
-from kvfold.serve.api.validation import Fields, Neutral, Only, tool_name
 from kvfold.serve.reply import Reply
 from kvfold.serve.service import Service
 from kvfold.serve.settings import Settings
 
-CHAT_NEUTRAL: dict[str, Neutral] = {
-    **NEUTRAL,
-    **LOGIT_NEUTRAL,
-    "logprobs": Only("log probabilities are not supported", (False,)),
-    "top_logprobs": Only("log probabilities are not supported", (0,)),
-    "response_format": {"type": Only("replies are text and not held to a format here", ("text",))},
-    "modalities": Only("replies are text", (["text"],)),
-    "reasoning_effort": Only("how much the model thinks is not steered here", ("none",)),
-    "verbosity": Only("how much the model writes is not steered here", ("medium",)),
-}
-_NEUTRAL_MESSAGE: dict[str, Neutral] = {"annotations": Only("annotations are not supported", ([],))}
 _NAME = re.compile(r"[^\s<|\\/>]{1,64}")  # OpenAI's
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+ROLES: dict[str, Role] = {
+    "system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"
+}  # fmt: skip
+DEFAULT_MAX_TOKENS = 16  # of a text completion; OpenAI's
 
 
 def read_chat(data: object, settings: Settings) -> OpenAIBody:
     """POST /v1/chat/completions."""
-    body = Fields(data)
-    model, (is_streamed, shows_usage) = body.text("model"), read_stream(body)
+    body = OpenAIFields(data)
+    model, (is_streamed, shows_usage) = body.text("model"), body.stream()
     max_tokens = _max_tokens(body, settings.limits.output_tokens)
-    sampling, stop = read_sampling(body, settings), body.texts("stop", 4)
-    body.neutral(CHAT_NEUTRAL)
-    read_who(body)
-    cache_options = read_cache_options(body, ("30m",))
-    blocks = [*read_tools(body, is_nested=True), *_messages(body)]
-    tool_choice = read_tool_choice(body)
+    sampling, stop = body.sampling(settings), body.texts("stop", 4)
+    body.neutral("openai", "completions", "chat")
+    body.who()
+    planner, cache_key = body.cache_options("30m")
+    blocks = [*body.tools(is_nested=True), *_messages(body.objects("messages"))]
+    tool_choice = body.tool_choice()
     body.end()
     request = ChatRequest(model, blocks, max_tokens, sampling, stop, tool_choice)
-    return OpenAIBody(request, cache_options, is_streamed, shows_usage)
+    return OpenAIBody(request, is_streamed, planner, cache_key, shows_usage)
 
 
-def _max_tokens(body: Fields, most: int) -> int:
+def _max_tokens(body: OpenAIFields, most: int) -> int:
     """`max_completion_tokens`, or the deprecated `max_tokens`."""
     if body.has("max_completion_tokens") and body.has("max_tokens"):
         body.refuse("max_tokens", "max_completion_tokens is given too; leave one out")
@@ -77,39 +61,38 @@ def _max_tokens(body: Fields, most: int) -> int:
     return body.integer(name, most, 1, most)
 
 
-def _messages(body: Fields) -> list[Block]:
-    items = [Fields(item, f"messages.{i}") for i, item in enumerate(body.items("messages"))]
-    roles = [ROLES[item.choice("role", ROLES)] for item in items]
-    if not roles or roles[-1] == "assistant":
-        raise bad_request("messages: at least one is required, and the last must not be the assistant's")
-    found: list[Block] = []
+def _messages(items: list[OpenAIFields]) -> list[Block]:
     names: dict[str, str] = {}  # call id -> tool name
-    for item, role, number in zip(items, roles, numbered(roles), strict=True):
-        blocks = [_result(item, names, number)] if role == "tool" else _message(item, role, number)
-        names |= {block.data["id"]: block.data["name"] for block in blocks if block.kind == "tool_use"}
-        found += blocks
-        item.end()
-    check_calls(found, "messages")
-    return without_empty(found)
+    roles = [ROLES[item.choice("role", ROLES)] for item in items]
+    return read_conversation(
+        "messages", [(role, partial(_message, item, role, names)) for role, item in zip(roles, items, strict=True)]
+    )
 
 
-def _result(message: Fields, names: Mapping[str, str], number: int) -> Block:
+def _message(message: OpenAIFields, role: Role, names: dict[str, str], number: int) -> list[Block]:
+    """`names`: of tools by the id of a call, which calls add to."""
+    blocks = [_result(message, names, number)] if role == "tool" else _texts_and_calls(message, role, number)
+    names.update({block.data["id"]: block.data["name"] for block in blocks if block.kind == "tool_use"})
+    message.end()
+    return blocks
+
+
+def _result(message: OpenAIFields, names: dict[str, str], number: int) -> Block:
     call_id, given = message.text("tool_call_id"), message.optional_text("name")
     called = names.get(call_id)
     if given is not None and called is not None and given != called:
         message.refuse("name", f"the call is of {called}; leave the name out")
-    return result_block(text_parts(message, ("text",)), call_id, number)
+    return result_block(message.text_parts(("text",)), call_id, number)
 
 
-def _message(message: Fields, role: Any, number: int) -> list[Block]:
-    items = message.items("tool_calls") if role == "assistant" else []
-    calls = [_call(Fields(item, f"{message.where}.tool_calls.{i}"), number) for i, item in enumerate(items)]
-    parts = text_parts(message, ("text",)) if message.has("content") or not calls else []
-    message.neutral(_NEUTRAL_MESSAGE)
+def _texts_and_calls(message: OpenAIFields, role: Role, number: int) -> list[Block]:
+    calls = [_call(call, number) for call in message.objects("tool_calls")] if role == "assistant" else []
+    parts = message.text_parts(("text",)) if message.has("content") or not calls else []
+    message.neutral("chat_message")
     return [*text_blocks(_named(message, parts), role, number), *calls]
 
 
-def _named(message: Fields, parts: Parts) -> Parts:
+def _named(message: OpenAIFields, parts: Parts) -> Parts:
     """A participant's name is put before the text, since chat templates have no field for it."""
     name = message.optional_text("name")
     if name is None:
@@ -122,76 +105,111 @@ def _named(message: Fields, parts: Parts) -> Parts:
     return [(f"{name}: {text}", is_marked), *rest]
 
 
-def _call(call: Fields, number: int) -> Block:
+def _call(call: OpenAIFields, number: int) -> Block:
     call.choice("type", ("function",), "function")
-    function = call.object("function") or Fields(None, call.path("function"))
-    data = {"id": call.text("id"), "name": tool_name(function), "arguments": parse_arguments(function)}
+    function = call.required_object("function")
+    data = {"id": call.text("id"), "name": function.tool_name(), "arguments": function.arguments()}
     function.end()
     call.end()
     return Block("tool_use", "assistant", message=number, data=data)
 
 
-def parse_arguments(fields: Fields) -> Json:
-    """The JSON text under "arguments"."""
-    try:
-        found = parse_json(fields.text("arguments") or "{}")
-    except InvalidJson:
-        found = None
-    if not isinstance(found, dict):
-        fields.refuse("arguments", "the text of a JSON object is required")
+def read_completion(data: object, settings: Settings) -> OpenAIBody:
+    """POST /v1/completions."""
+    body = OpenAIFields(data)
+    model, (is_streamed, shows_usage) = body.text("model"), body.stream()
+    prompt, most = _prompt(body), settings.limits.output_tokens
+    max_tokens = body.integer("max_tokens", min(DEFAULT_MAX_TOKENS, most), 1, most)
+    sampling, stop = body.sampling(settings), body.texts("stop", 4)
+    body.neutral("openai", "completions", "text_completion")
+    body.who()
+    planner, cache_key = body.cache_options("30m")
+    body.end()
+    request = ChatRequest(model, [Block("text", "user", prompt, 0)], max_tokens, sampling, stop, raw_text=prompt)
+    return OpenAIBody(request, is_streamed, planner, cache_key, shows_usage)
+
+
+def _prompt(body: OpenAIFields) -> str:
+    """A text, or a list of one, as some clients send it."""
+    found = body.require("prompt")
+    if isinstance(found, list) and len(found) == 1:
+        found = found[0]
+    if not isinstance(found, str) or not found:
+        body.refuse("prompt", "one text that is not empty is required; send a request for each prompt")
     return found
 
 
-def usage_json(service: Service, reply: Reply) -> Json:
-    """`usage` of chat and text completions."""
-    usage, num_output = reply.usage, reply.num_output
-    found: Json = {
-        "prompt_tokens": usage.num_tokens,
-        "completion_tokens": num_output,
-        "total_tokens": usage.num_tokens + num_output,
-        "prompt_tokens_details": {"cached_tokens": usage.num_read, "cache_write_tokens": usage.num_written},
-    }
-    return with_cost(found, service.settings, usage, num_output)
+# Replies
 
 
-def finish_reason(reply: Reply) -> str | None:
-    if reply.end is None:
-        return None
-    if reply.end.reason == "eos" and reply.has_calls:
-        return "tool_calls"
-    return "length" if reply.end.reason == "length" else "stop"
+class CompletionWriter:
+    """One reply as a text completion."""
 
-
-class ChatWriter:
-    """One reply as a chat completion."""
+    prefix = "cmpl"
 
     def __init__(self, service: Service, body: OpenAIBody, reply: Reply) -> None:
         self._service, self._body, self._reply = service, body, reply
         self._created = int(time.time())
 
-    def _head(self, kind: str) -> Json:
-        model = self._reply.request.model
-        return {"id": f"chatcmpl-{self._reply.id}", "object": kind, "created": self._created, "model": model}
+    def _completion(self, kind: str, **choice: object) -> Json:
+        """With one choice, or none."""
+        head = {"id": f"{self.prefix}-{self._reply.id}", "object": kind, "created": self._created}
+        choices = [{"index": 0, "logprobs": None, **choice}] if choice else []
+        return {**head, "model": self._reply.request.model, "choices": choices}
+
+    def _usage(self) -> Json:
+        usage, num_output = self._reply.usage, self._reply.num_output
+        found: Json = {
+            "prompt_tokens": usage.num_tokens,
+            "completion_tokens": num_output,
+            "total_tokens": usage.num_tokens + num_output,
+            "prompt_tokens_details": {"cached_tokens": usage.num_read, "cache_write_tokens": usage.num_written},
+        }
+        return {"usage": with_cost(found, self._service.settings, usage, num_output)}
+
+    @property
+    def _finish_reason(self) -> str | None:
+        end = self._reply.end
+        if end is None:
+            return None
+        if end.reason == "eos" and self._reply.has_calls:
+            return "tool_calls"
+        return "length" if end.reason == "length" else "stop"
+
+    def _text(self, text: str, reason: str | None = None) -> Json:
+        return self._completion("text_completion", text=text, finish_reason=reason)
 
     async def whole(self) -> Json:
-        texts, calls = [], []
+        text = "".join(map(str, await self._reply.joined_parts()))
+        return self._text(text, self._finish_reason) | self._usage()
+
+    async def events(self) -> AsyncIterator[Json]:
         async for part in self._reply.parts():
-            if isinstance(part, ToolCall):
-                calls.append(_call_out(part))
-            else:
-                texts.append(part)
+            yield self._text(str(part))
+        yield self._text("", self._finish_reason)
+        if self._body.shows_usage:
+            yield self._completion("text_completion") | self._usage()
+
+    def failed(self, error: ApiError) -> Json:
+        return {"error": {"message": str(error), "type": error.kind, "param": None, "code": error.status}}
+
+
+class ChatWriter(CompletionWriter):
+    """One reply as a chat completion."""
+
+    prefix = "chatcmpl"
+
+    async def whole(self) -> Json:
+        parts = await self._reply.joined_parts()
+        texts = [part for part in parts if isinstance(part, str)]
+        calls = [_call_out(part) for part in parts if isinstance(part, ToolCall)]
         message: Json = {"role": "assistant", "content": "".join(texts) if texts or not calls else None}
         message |= {"tool_calls": calls} if calls else {}
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason(self._reply)}
-        return {
-            **self._head("chat.completion"),
-            "choices": [choice],
-            "usage": usage_json(self._service, self._reply),
-        }
+        found = self._completion("chat.completion", message=message, finish_reason=self._finish_reason)
+        return found | self._usage()
 
     def _chunk(self, delta: Json, reason: str | None = None) -> Json:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
-        return {**self._head("chat.completion.chunk"), "choices": [choice]}
+        return self._completion("chat.completion.chunk", delta=delta, finish_reason=reason)
 
     async def events(self) -> AsyncIterator[Json]:
         yield self._chunk({"role": "assistant", "content": ""})
@@ -202,23 +220,11 @@ class ChatWriter:
                 num_calls += 1
             else:
                 yield self._chunk({"content": part})
-        yield self._chunk({}, finish_reason(self._reply))
+        yield self._chunk({}, self._finish_reason)
         if self._body.shows_usage:
-            yield {
-                **self._head("chat.completion.chunk"),
-                "choices": [],
-                "usage": usage_json(self._service, self._reply),
-            }
-
-    def failed(self, error: ApiError) -> Json:
-        return failed_event(error)
-
-
-def failed_event(error: ApiError) -> Json:
-    """Error event of chat and text completions."""
-    return {"error": {"message": str(error), "type": error.kind, "param": None, "code": error.status}}
+            yield self._completion("chat.completion.chunk") | self._usage()
 
 
 def _call_out(call: ToolCall) -> Json:
-    function = {"name": call.name, "arguments": arguments_text(call.arguments)}
+    function = {"name": call.name, "arguments": call.arguments_text}
     return {"id": f"call_{call.id}", "type": "function", "function": function}

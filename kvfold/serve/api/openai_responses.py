@@ -4,134 +4,96 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from itertools import count
 from typing import Any
 
-from kvfold.serve.api.anthropic import arguments_text
-from kvfold.serve.api.errors import ApiError, bad_request
+from kvfold.serve.api.errors import ApiError
 from kvfold.serve.api.openai import (
-    NEUTRAL,
     OpenAIBody,
-    numbered,
-    read_cache_options,
-    read_sampling,
-    read_stream,
-    read_tool_choice,
-    read_tools,
-    read_who,
+    OpenAIFields,
+    Turn,
+    read_conversation,
     result_block,
     text_blocks,
-    text_parts,
     with_cost,
-    without_empty,
 )
-from kvfold.serve.api.openai_chat import ROLES, parse_arguments
-from kvfold.serve.api.request import Block, ChatRequest, check_calls
+from kvfold.serve.api.openai_chat import ROLES
+from kvfold.serve.api.request import Block, ChatRequest, Role
 from kvfold.serve.api.strict_json import Json
 from kvfold.serve.api.tool_calls import ToolCall
-from kvfold.serve.api.validation import Fields, Neutral, Only, tool_name
 from kvfold.serve.reply import Reply
 from kvfold.serve.service import Service
 from kvfold.serve.settings import Settings
 
 _PARTS = ("input_text", "output_text")
 _STATES = ("in_progress", "completed", "incomplete")
-_STEERED = "how much the model thinks is not steered here"
-PROMPT_NEUTRAL: dict[str, Neutral] = {
-    "text": {
-        "format": {"type": Only("replies are text and not held to a format here", ("text",))},
-        "verbosity": Only("how much the model writes is not steered here", ("medium",)),
-    },
-    "reasoning": {
-        "effort": Only(_STEERED, ("none",)),
-        "summary": Only("there is no reasoning to sum up"),
-        "generate_summary": Only("there is no reasoning to sum up"),
-        "context": Only(_STEERED, ("auto",)),
-        "mode": Only(_STEERED, ("standard",)),
-    },
-    "truncation": Only("prompts that are too long are refused, not cut", ("disabled",)),
-}
-RESPONSE_NEUTRAL: dict[str, Neutral] = {
-    **NEUTRAL,
-    "background": Only("a reply is written while its client waits", (False,)),
-    "include": Only("replies have nothing more to include", ([], ["reasoning.encrypted_content"])),
-    "top_logprobs": Only("log probabilities are not supported", (0,)),
-}
-_NEUTRAL_CALL: dict[str, Neutral] = {
-    "caller": {"type": Only("tools are called by the model alone", ("direct",))},
-    "async": Only("calls are not asynchronous here", (False,)),
-}
 
 
 def read_response(data: object, settings: Settings) -> OpenAIBody:
     """POST /v1/responses."""
-    body = Fields(data)
-    (is_streamed, shows_usage), most = read_stream(body), settings.limits.output_tokens
+    body = OpenAIFields(data)
+    (is_streamed, shows_usage), most = body.stream(), settings.limits.output_tokens
     if shows_usage:
         body.refuse("stream_options.include_usage", "responses always tell their usage; leave it out")
     limit = body.optional_integer("max_output_tokens", 1, most)
-    sampling = read_sampling(body, settings)
-    body.neutral(RESPONSE_NEUTRAL)
-    echo = {"max_output_tokens": limit, "instructions": body.peek("instructions"), **read_who(body)}
+    sampling = body.sampling(settings)
+    body.neutral("openai", "response")
+    echo = {"max_output_tokens": limit, "instructions": body.peek("instructions"), **body.who()}
     model, blocks, tool_choice = _read_prompt(body)
-    cache_options = read_cache_options(body, ("30m", "12h"))
+    planner, cache_key = body.cache_options("30m", "12h")
     body.end()
     request = ChatRequest(model, blocks, most if limit is None else limit, sampling, (), tool_choice)
-    return OpenAIBody(request, cache_options, is_streamed, echo={**echo, "prompt_cache_key": cache_options.key or None})
+    echo["prompt_cache_key"] = cache_key or None
+    return OpenAIBody(request, is_streamed, planner, cache_key, echo=echo)
 
 
 def read_input_tokens(data: object) -> ChatRequest:
     """POST /v1/responses/input_tokens."""
-    body = Fields(data)
+    body = OpenAIFields(data)
     model, blocks, tool_choice = _read_prompt(body)
     body.end()
     return ChatRequest(model, blocks, 0, tool_choice=tool_choice)
 
 
-def _read_prompt(body: Fields) -> tuple[str, list[Block], str]:
+def _read_prompt(body: OpenAIFields) -> tuple[str, list[Block], str]:
     model, instructions = body.text("model"), body.optional_text("instructions")
-    body.neutral(PROMPT_NEUTRAL)
+    body.neutral("response_prompt")
     given = body.require("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not items:
         body.refuse("input", "a string or a list of items is required")
-    fields = [Fields(item, f"input.{i}") for i, item in enumerate(items)]
-    blocks = read_tools(body, is_nested=False)
+    turns = list(map(_turn, body.each("input", items)))
+    blocks = body.tools(is_nested=False)
     if instructions:
         blocks.append(Block("system", "system", instructions))
-    return model, [*blocks, *_items(fields)], read_tool_choice(body)
+    return model, [*blocks, *read_conversation("input", turns)], body.tool_choice()
 
 
-def _items(items: list[Fields]) -> list[Block]:
-    kinds = [item.choice("type", ("message", "function_call", "function_call_output"), "message") for item in items]
-    roles = [_role(item, kind) for item, kind in zip(items, kinds, strict=True)]
-    if roles[-1] == "assistant":
-        raise bad_request("input: the last item must not be the assistant's")
-    found: list[Block] = []
-    for item, kind, role, number in zip(items, kinds, roles, numbered(roles), strict=True):
-        item.optional_text("id")
-        item.choice("status", _STATES, "completed")
-        found += _item(item, kind, role, number)
-        item.end()
-    check_calls(found, "input")
-    return without_empty(found)
-
-
-def _role(item: Fields, kind: str) -> str:
+def _turn(item: OpenAIFields) -> Turn:
+    kind = item.choice("type", ("message", "function_call", "function_call_output"), "message")
+    role: Role = "assistant" if kind == "function_call" else "tool"
     if kind == "message":
-        return ROLES[item.choice("role", [role for role in ROLES if role != "tool"])]
-    return "assistant" if kind == "function_call" else "tool"
+        role = ROLES[item.choice("role", [role for role in ROLES if role != "tool"])]
+    return role, partial(_blocks, item, kind, role)
 
 
-def _item(item: Fields, kind: str, role: Any, number: int) -> list[Block]:
-    if kind == "message":
-        return text_blocks(text_parts(item, _PARTS), role, number)
+def _blocks(item: OpenAIFields, kind: str, role: Role, number: int) -> list[Block]:
+    item.optional_text("id")
+    item.choice("status", _STATES, "completed")
+    found = text_blocks(item.text_parts(_PARTS), role, number) if kind == "message" else [_call(item, kind, number)]
+    item.end()
+    return found
+
+
+def _call(item: OpenAIFields, kind: str, number: int) -> Block:
+    """A call, or its output."""
     call_id = item.text("call_id")
-    item.neutral(_NEUTRAL_CALL)
-    if kind == "function_call":
-        data = {"id": call_id, "name": tool_name(item), "arguments": parse_arguments(item)}
-        return [Block("tool_use", "assistant", message=number, data=data)]
-    return [result_block(text_parts(item, ("input_text",), "output"), call_id, number)]
+    item.neutral("response_call")
+    if kind == "function_call_output":
+        return result_block(item.text_parts(("input_text",), "output"), call_id, number)
+    data = {"id": call_id, "name": item.tool_name(), "arguments": item.arguments()}
+    return Block("tool_use", "assistant", message=number, data=data)
 
 
 class ResponseWriter:
@@ -187,13 +149,9 @@ class ResponseWriter:
         return "incomplete" if self._reply.end is not None and self._reply.end.reason == "length" else "completed"
 
     async def whole(self) -> Json:
-        async for part in self._reply.parts():
-            if isinstance(part, ToolCall):
-                self._output.append(_call_item(part, "completed"))
-            elif self._output and self._output[-1]["type"] == "message":
-                self._output[-1]["content"][0]["text"] += part
-            else:
-                self._output.append(self._message(part, "completed"))
+        for part in await self._reply.joined_parts():
+            item = _call_item(part) if isinstance(part, ToolCall) else self._message(part, "completed")
+            self._output.append(item)
         return self._response(self._status)
 
     def _message(self, text: str | None, status: str) -> Json:
@@ -259,7 +217,7 @@ class ResponseWriter:
         return found
 
     def _called(self, call: ToolCall) -> list[Json]:
-        index, item = len(self._output), _call_item(call, "completed")
+        index, item = len(self._output), _call_item(call)
         where = {"item_id": item["id"], "output_index": index}
         started = {**item, "arguments": "", "status": "in_progress"}
         self._output.append(item)
@@ -275,7 +233,6 @@ def _text_part(text: str) -> Json:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _call_item(call: ToolCall, status: str) -> Json:
-    arguments = arguments_text(call.arguments)
+def _call_item(call: ToolCall) -> Json:
     names = {"id": f"fc_{call.id}", "call_id": f"call_{call.id}", "name": call.name}
-    return {"type": "function_call", **names, "arguments": arguments, "status": status}
+    return {"type": "function_call", **names, "arguments": call.arguments_text, "status": "completed"}

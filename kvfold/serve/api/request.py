@@ -82,5 +82,9 @@ class ChatRequest:
         return [block for block in self.blocks if block.kind == "tool"]
 
     @property
+    def has_markers(self) -> bool:
+        return any(block.ttl_s is not None for block in self.blocks)
+
+    @property
     def calls_tools(self) -> bool:
         return bool(self.tools) and self.tool_choice == "auto"

@@ -8,15 +8,12 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
-from kvfold.errors import MissingExtra
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, StreamingResponse
+
 from kvfold.serve.api.errors import ApiError
 from kvfold.serve.api.strict_json import Json
-
-try:
-    from starlette.requests import ClientDisconnect, Request
-    from starlette.responses import JSONResponse, StreamingResponse
-except ImportError as error:
-    raise MissingExtra("the server needs Starlette and uvicorn; run: pip install 'kvfold[serve]'") from error
+from kvfold.serve.ops.request_trace import RequestTrace
 
 T = TypeVar("T")
 _log = logging.getLogger("kvfold.serve")
@@ -48,24 +45,26 @@ class Writer(Protocol):
     def failed(self, error: ApiError) -> Json: ...
 
 
-async def named_events(writer: Writer, request_id: str) -> AsyncIterator[str]:
-    async for event in _until_failed(writer, request_id):
-        yield f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n"
+async def sse_lines(writer: Writer, trace: RequestTrace) -> AsyncIterator[str]:
+    """Events that have a type are named by it; a stream of others ends with [DONE], as OpenAI's first API does."""
+    is_named = False
+    async for event in _until_failed(writer, trace):
+        is_named = "type" in event
+        name = f"event: {event['type']}\n" if is_named else ""
+        yield f"{name}data: {json.dumps(event, ensure_ascii=False)}\n\n"
+    if not is_named:
+        yield "data: [DONE]\n\n"
 
 
-async def unnamed_events(writer: Writer, request_id: str) -> AsyncIterator[str]:
-    async for event in _until_failed(writer, request_id):
-        yield f"data: {json.dumps(event, ensure_ascii=False)}\n\n"
-    yield "data: [DONE]\n\n"
-
-
-async def _until_failed(writer: Writer, request_id: str) -> AsyncIterator[Json]:
+async def _until_failed(writer: Writer, trace: RequestTrace) -> AsyncIterator[Json]:
     """The status line is sent already, so a stream reports an error in its last event."""
     try:
         async for event in writer.events():
             yield event
     except Exception as error:
-        yield writer.failed(as_api_error(error, request_id))
+        failure = as_api_error(error, trace.id)
+        trace.why = failure.logged
+        yield writer.failed(failure)
 
 
 def as_api_error(error: Exception, request_id: str) -> ApiError:

@@ -5,6 +5,7 @@ Text is emitted as soon as it cannot begin a call. A call that is no valid JSON 
 
 from __future__ import annotations
 
+import json
 import secrets
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,10 @@ class ToolCall:
     name: str
     arguments: dict[str, Any]
     id: str = field(default_factory=lambda: secrets.token_hex(12))
+
+    @property
+    def arguments_text(self) -> str:
+        return json.dumps(self.arguments, ensure_ascii=False)
 
 
 class ToolCallParser:

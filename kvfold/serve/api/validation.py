@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias
+from functools import cache
+from importlib.resources import files
+from typing import Any, NoReturn, Self
 
 from kvfold.serve.api.errors import bad_request
 from kvfold.serve.settings import MAX_STOP_CHARS
@@ -17,15 +19,9 @@ from kvfold.serve.settings import MAX_STOP_CHARS
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 
 
-@dataclass(frozen=True)
-class Only:
-    """A field accepted only with these `values`, which have no effect; `why`: the reason others are refused."""
-
-    why: str
-    values: tuple[object, ...] = ()
-
-
-Neutral: TypeAlias = "Only | Mapping[str, Neutral]"  # a mapping: an object whose fields are neutral
+@cache
+def _neutral_tables() -> Mapping[str, Any]:
+    return tomllib.loads((files("kvfold.serve.api") / "neutral_fields.toml").read_text(encoding="utf-8"))
 
 
 class Fields:
@@ -44,10 +40,10 @@ class Fields:
     def has(self, name: str) -> bool:
         return name in self._left
 
-    def refuse(self, name: str, reason: str, but: str = "") -> NoReturn:
+    def refuse(self, name: str, reason: str, but: str = "", why: str = "") -> NoReturn:
         """`but`: the value received, which is not logged."""
-        message = f"{self.path(name)}: {reason}"
-        raise bad_request(f"{message}, not {but}" if but else message, logged=message)
+        message, why = f"{self.path(name)}: {reason}", f"; {why}" if why else ""
+        raise bad_request(f"{message}, not {but}{why}" if but else message + why, logged=message + why)
 
     def take(self, name: str) -> Any:
         """Its value of any type; None if absent."""
@@ -85,7 +81,8 @@ class Fields:
         found = self.take(name)
         found = default if found is None else found
         if not isinstance(found, int) or isinstance(found, bool) or not low <= found <= high:
-            self.refuse(name, f"a whole number from {low} to {high} is required", _shown(found))
+            wanted = f"a whole number from {low} to {high} is required" if low < high else f"only {low} is supported"
+            self.refuse(name, wanted, _shown(found))
         return found
 
     def optional_integer(self, name: str, low: int, high: int) -> int | None:
@@ -137,9 +134,20 @@ class Fields:
             self.refuse(name, f"strings of up to {MAX_STOP_CHARS} characters are required; one has {longest}")
         return found
 
-    def object(self, name: str) -> Fields | None:
+    def object(self, name: str) -> Self | None:
         found = self.take(name)
-        return None if found is None else Fields(found, self.path(name))
+        return None if found is None else type(self)(found, self.path(name))
+
+    def required_object(self, name: str) -> Self:
+        return type(self)(self.take(name), self.path(name))
+
+    def objects(self, name: str) -> list[Self]:
+        """A list of objects; empty if absent."""
+        return self.each(name, self.items(name))
+
+    def each(self, name: str, items: Iterable[Any]) -> list[Self]:
+        """The objects of a list that is or was under `name`."""
+        return [type(self)(item, f"{self.path(name)}.{i}") for i, item in enumerate(items)]
 
     def data(self, name: str, default: dict[str, Any] | None = None) -> dict[str, Any]:
         """An object that is passed on unchecked."""
@@ -156,19 +164,38 @@ class Fields:
             self.refuse(name, "up to 16 pairs of strings are required, names up to 64 characters and values up to 512")
         return found
 
-    def neutral(self, table: Mapping[str, Neutral]) -> None:
-        """Read fields that are accepted with no-effect values only; refuse any other value."""
+    def tool_name(self) -> str:
+        found = self.text("name")
+        if not TOOL_NAME.fullmatch(found):
+            self.refuse("name", "1 to 128 letters, digits, _ and - are required", _shown(found))
+        return found
+
+    def definition(self, schema: str, default: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Of a tool whose parameters are under `schema`."""
+        name, description = self.tool_name(), self.text("description", "")
+        return {"name": name, "description": description, "parameters": self.data(schema, default)}
+
+    def neutral(self, *tables: str) -> None:
+        """Read the fields of tables of neutral_fields.toml, which have one value each that is taken."""
+        for table in tables:
+            self._neutral(_neutral_tables()[table])
+
+    def _neutral(self, table: Mapping[str, Any]) -> None:
         for name, allowed in table.items():
-            if not isinstance(allowed, Only):
+            if "why" not in allowed:
                 inside = self.object(name)
                 if inside is not None:
-                    inside.neutral(allowed)
+                    inside._neutral(allowed)
                     inside.end()
                 continue
-            found = self.take(name)
-            if found is not None and not any(_is_same(found, value) for value in allowed.values):
-                instead = "".join(f" or send {json.dumps(value)}" for value in allowed.values)
-                self.refuse(name, f"{allowed.why}; leave it out{instead}")
+            found, values = self.take(name), allowed.get("only", ())
+            if found is None or any(_is_same(found, value) for value in values):
+                continue
+            if not values:
+                self.refuse(name, f"{allowed['why']}; leave it out")
+            only = " or ".join(map(json.dumps, values))
+            but = "" if isinstance(found, list | dict) else _shown(found)
+            self.refuse(name, f"only {only} is supported", but, allowed["why"])
 
     def end(self) -> None:
         """Refuse unread fields."""
@@ -177,20 +204,13 @@ class Fields:
             self.refuse(name[:80], f"the field is not supported here; supported: {allowed}")
 
 
-def tool_name(fields: Fields) -> str:
-    found = fields.text("name")
-    if not TOOL_NAME.fullmatch(found):
-        fields.refuse("name", "1 to 128 letters, digits, _ and - are required", _shown(found))
-    return found
-
-
-def check_names(tools: Iterable[tuple[str, str]]) -> None:
-    """Tool names are unique; `tools`: (path, name) pairs."""
+def check_names(tools: Iterable[Fields], names: Iterable[str]) -> None:
+    """Names of tools are unique."""
     seen: dict[str, str] = {}
-    for path, name in tools:
+    for tool, name in zip(tools, names, strict=True):
         if name in seen:
-            raise bad_request(f'{path}.name: "{name}" is the name of {seen[name]} too; give each tool its own')
-        seen[name] = path
+            raise bad_request(f'{tool.path("name")}: "{name}" is the name of {seen[name]} too; give each tool its own')
+        seen[name] = tool.where
 
 
 def _is_same(found: object, value: object) -> bool:
@@ -204,10 +224,8 @@ def _is_pair(name: str, value: object) -> bool:
 
 def _shown(value: object) -> str:
     """The received value, shortened."""
-    if isinstance(value, bool):
-        return "a boolean"
-    if isinstance(value, int | float):
-        return f"{value!r}"[:80]
+    if isinstance(value, bool | int | float):
+        return json.dumps(value)[:80]
     return f'"{value[:80]}"' if isinstance(value, str) else _kind(value)
 
 

@@ -7,9 +7,11 @@ next process or another server finds them.
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Literal
 
 from kvfold.serve.cache.breakpoints import Boundary, CacheWrite
-from kvfold.serve.cache.entries import Entries, Miss
 from kvfold.store.markers import CacheMarkers, Marker
 from kvfold.store.prefixes import Prefixes
 
@@ -57,3 +59,50 @@ class PromptCache:
 
 def _marker(boundary: Boundary) -> Marker:
     return Marker(boundary.end, boundary.digest)
+
+
+MAX_ENTRIES = 1 << 16
+
+Miss = Literal["absent", "expired", "lost", "unmarked", "refused"]
+
+
+@dataclass
+class Entry:
+    ttl_s: float
+    used_at: float
+
+    def is_live(self, now: float) -> bool:
+        return now < self.used_at + self.ttl_s
+
+
+class Entries:
+    """By digest, in LRU order; used by the scheduler's thread only."""
+
+    def __init__(self, max_entries: int = MAX_ENTRIES) -> None:
+        self._max = max_entries
+        self._found: OrderedDict[bytes, Entry] = OrderedDict()
+
+    def miss_reason(self, digest: bytes, now: float) -> Miss | None:
+        """None on a hit."""
+        entry = self._found.get(digest)
+        if entry is None:
+            return "absent"
+        return None if entry.is_live(now) else "expired"
+
+    def touch(self, digest: bytes, at: float) -> None:
+        """Refresh on a hit by a request that started `at`."""
+        entry = self._found[digest]
+        entry.used_at = max(entry.used_at, at)
+        self._found.move_to_end(digest)
+
+    def write(self, digest: bytes, ttl_s: float, at: float) -> None:
+        self._found[digest] = Entry(ttl_s, at)
+        self._found.move_to_end(digest)
+        if len(self._found) > self._max:
+            self._found.popitem(last=False)
+
+    def delete(self, digest: bytes) -> None:
+        self._found.pop(digest, None)
+
+    def __len__(self) -> int:
+        return len(self._found)

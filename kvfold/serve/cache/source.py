@@ -13,8 +13,7 @@ from dataclasses import replace
 from kvfold.engine.scheduling.jobs import SequenceStart
 from kvfold.pages.sequence import SequenceCache
 from kvfold.serve.cache.breakpoints import Boundary, CachePlan
-from kvfold.serve.cache.entries import Miss
-from kvfold.serve.cache.prompt_cache import PromptCache
+from kvfold.serve.cache.prompt_cache import Miss, PromptCache
 from kvfold.serve.cache.usage import Usage, usage_of
 from kvfold.store.prefixes import Hit
 

@@ -5,27 +5,30 @@ The static files are public; the JSON needs the API key where the server has key
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from importlib.resources import files
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from kvfold import __version__
-from kvfold.errors import MissingExtra
 from kvfold.serve.api.errors import ApiError
 from kvfold.serve.api.strict_json import Json
 from kvfold.serve.middleware import RequestMiddleware
-from kvfold.serve.ops.recent_requests import Percentiles, RecentRequests, percentiles
+from kvfold.serve.ops.recent_requests import SAMPLE_S, Percentiles, RecentRequests, percentiles
 from kvfold.serve.ops.request_trace import RequestTrace
-from kvfold.serve.ops.tier_usage import TierUsage
 from kvfold.serve.service import Service
+from kvfold.store.store import PrefixStore
+from kvfold.store.tiers.base import Tier
 
-try:
-    from starlette.requests import Request
-    from starlette.responses import JSONResponse, Response
-except ImportError as error:
-    raise MissingExtra("the server needs Starlette and uvicorn; run: pip install 'kvfold[serve]'") from error
-
-FILES = {"/": "index.html", "/dashboard/style.css": "style.css", "/dashboard/script.js": "script.js"}
+MAX_AGE_S = 5.0  # of counted bytes
+_ASSETS = ("style.css", "script.js", "charts.js")
+FILES = {"/": "index.html", **{f"/dashboard/{name}": name for name in _ASSETS}}
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -56,8 +59,19 @@ class Dashboard:
         return Response(self._files[name], media_type=kind, headers=_HEADERS)
 
     async def _state(self, request: Request) -> Response:
-        recent = self._service.recent(self._middleware.tenant(request))
-        return JSONResponse({**await self._server(), **_requests(recent)}, headers=_PRIVATE)
+        tenant = self._middleware.tenant(request)
+        recent, scheduler = self._service.recent(tenant), self._service.scheduler
+        now = recent.sample(scheduler.num_running, scheduler.num_waiting)
+        history = {"tenant": tenant, "history": [*recent.history, now]}
+        return JSONResponse({**await self._server(), **history, **_requests(recent)}, headers=_PRIVATE)
+
+    async def keep_history(self) -> None:
+        """Sample every tenant's state, until it is cancelled."""
+        service = self._service
+        while True:
+            for recent in service.all_recent():
+                recent.history.append(recent.sample(service.scheduler.num_running, service.scheduler.num_waiting))
+            await asyncio.sleep(SAMPLE_S)
 
     async def _kept(self, request: Request) -> Response:
         trace = self._service.recent(self._middleware.tenant(request)).find(request.path_params["id"])
@@ -69,8 +83,9 @@ class Dashboard:
     async def _server(self) -> Json:
         service = self._service
         arena, scheduler = service.model.arena, service.scheduler
-        facts = {"model": service.settings.names[0], "policy": service.policy.short, "version": __version__}
-        load = {"running": scheduler.num_running, "waiting": scheduler.num_waiting}
+        policy = service.policy
+        facts = {"model": service.settings.names[0], "policy": policy.short, "version": __version__}
+        load = {"evicts": policy.prefill.evicts, "running": scheduler.num_running, "waiting": scheduler.num_waiting}
         held = {"bytes": arena.capacity_bytes - arena.free_bytes, "limit_bytes": arena.capacity_bytes}
         events, tiers = {} if service.store is None else service.store.counters(), await self._tier_usage.read()
         found = [{"name": name, "bytes": size, "hits": events.get(f"hit.{name}", 0)} for name, size in tiers.items()]
@@ -97,7 +112,8 @@ def _shown(found: Percentiles | None) -> Json | None:
 
 def _row(trace: RequestTrace) -> Json:
     now = "done" if trace.done is not None else _stage(trace)
-    return {**trace.facts(), "at": trace.at, "now": now, "lookup": trace.lookup, "has_map": trace.kept is not None}
+    kept = None if trace.kept is None else trace.kept.share
+    return {**trace.facts(), "at": trace.at, "now": now, "lookup": trace.lookup, "kept": kept}
 
 
 def _stage(trace: RequestTrace) -> str:
@@ -107,3 +123,32 @@ def _stage(trace: RequestTrace) -> str:
     if trace.scheduled is not None:
         return "prefill"
     return "queue" if trace.queued is not None else "reading"
+
+
+class TierUsage:
+    """Bytes by tier, fastest first, counted in a thread and cached, since counting a folder is slow; None for tiers
+    that do not count, such as Redis."""
+
+    def __init__(self, store: PrefixStore | None, max_age_s: float = MAX_AGE_S) -> None:
+        self._store, self._max_age_s = store, max_age_s
+        self._counted_at: float | None = None
+        self._found: dict[str, int | None] = {}
+
+    async def read(self) -> dict[str, int | None]:
+        """At most `max_age_s` old."""
+        if self._counted_at is None or time.monotonic() - self._counted_at > self._max_age_s:
+            self._counted_at = time.monotonic()
+            self._found = await asyncio.to_thread(self._count)
+        return self._found
+
+    def _count(self) -> dict[str, int | None]:
+        found = dict(self._found)
+        for tier in self._tiers():
+            with suppress(OSError):  # a file was deleted meanwhile: keep the previous count
+                found[tier.name] = getattr(tier, "num_bytes", None)
+        return found
+
+    def _tiers(self) -> Iterator[Tier[Any, Any]]:
+        if self._store is not None:
+            yield from () if self._store.device is None else (self._store.device,)
+            yield from self._store.tiered.tiers

@@ -27,7 +27,7 @@ class Metrics:
     def __init__(self) -> None:
         self._lock = Lock()
         self._counts: dict[str, defaultdict[Labels, float]] = {}
-        self._gauges: dict[str, tuple[str, Callable[[], float]]] = {}
+        self._read: dict[str, tuple[str, str, Callable[[], float]]] = {}  # name -> type, help, reader
 
     def add(self, name: str, amount: float = 1, **labels: str) -> None:
         with self._lock:
@@ -44,7 +44,11 @@ class Metrics:
 
     def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         """A value that is asked for when it is shown."""
-        self._gauges[name] = text, read
+        self._read[name] = "gauge", text, read
+
+    def counter(self, name: str, text: str, read: Callable[[], float]) -> None:
+        """A count that is kept elsewhere."""
+        self._read[name] = "counter", text, read
 
     def text(self, more: Mapping[str, Mapping[str, int]] | None = None) -> str:
         """Everything; `more` are counters kept elsewhere: name -> event -> count."""
@@ -55,8 +59,8 @@ class Metrics:
         lines: list[str] = []
         for name in sorted(counts):
             lines += [*_head(name), *(f"{name}{_labels(key)} {value:g}" for key, value in _ordered(counts[name]))]
-        for name, (text, read) in sorted(self._gauges.items()):
-            lines += [f"# HELP {name} {text}", f"# TYPE {name} gauge", f"{name} {read():.17g}"]
+        for name, (kind, text, read) in sorted(self._read.items()):
+            lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}", f"{name} {read():.17g}"]
         return "\n".join(lines) + "\n"
 
 

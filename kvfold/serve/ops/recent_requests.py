@@ -1,4 +1,4 @@
-"""Recent requests of one tenant, totals over all of them, and percentiles of TTFT and inter-token latency.
+"""Recent requests of one tenant, totals over all of them, their history, and percentiles of TTFT and ITL.
 
 Percentiles are exact, over a bounded window. Used by the event loop only.
 """
@@ -6,6 +6,7 @@ Percentiles are exact, over a bounded window. Used by the event loop only.
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter, deque
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from kvfold.serve.ops.request_trace import RequestTrace
 
 NUM_LISTED = 64
 NUM_TIMED = 512
+SAMPLE_S, NUM_SAMPLES = 5.0, 120  # the history: ten minutes
 
 
 class Percentiles(NamedTuple):
@@ -35,6 +37,17 @@ def percentiles(values: Iterable[float]) -> Percentiles | None:
     return Percentiles(len(found), *(found[rank - 1] for rank in ranks))
 
 
+class Sample(NamedTuple):
+    """Load of the server, and the tenant's totals since the start: generated tokens, cache hits and lookups."""
+
+    at: float  # seconds since 1970
+    running: int
+    waiting: int
+    output: int
+    hits: int
+    lookups: int
+
+
 class RecentRequests:
     """Costs are counted only with a `price`."""
 
@@ -46,6 +59,7 @@ class RecentRequests:
         self.cost_usd = self.saved_usd = 0.0
         self.first_token_ms: deque[float] = deque(maxlen=num_timed)
         self.token_ms: deque[float] = deque(maxlen=num_timed)
+        self.history = deque([Sample(time.time(), 0, 0, 0, 0, 0)], maxlen=NUM_SAMPLES)
         self._listed: deque[RequestTrace] = deque(maxlen=num_listed)
 
     def add(self, trace: RequestTrace) -> None:
@@ -68,6 +82,12 @@ class RecentRequests:
             self.first_token_ms.append(trace.first_token_ms)
         if trace.token_ms is not None:
             self.token_ms.append(trace.token_ms)
+
+    def sample(self, running: int, waiting: int) -> Sample:
+        """The present state; tokens of unfinished replies count."""
+        output = self.tokens["output"] + sum(trace.num_output for trace in self._listed if trace.done is None)
+        looked_up = self.lookups.total() - self.lookups["unmarked"] - self.lookups["refused"]
+        return Sample(time.time(), running, waiting, output, self.lookups["hit"], looked_up)
 
     def listed(self) -> list[RequestTrace]:
         """Newest first."""

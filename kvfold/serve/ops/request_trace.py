@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from kvfold.engine.scheduling.jobs import Ended, Event, Listener, SequenceStart
+from kvfold.engine.scheduling.jobs import Ended, Event, Listener, SequenceStart, TextDelta
 from kvfold.pages.sequence import SequenceCache
 from kvfold.serve.cache.source import CachedSource, PlainSource
 from kvfold.serve.cache.usage import Usage
@@ -40,6 +40,11 @@ class KeptSlots:
         num_open, layers = sequence.open.committed, range(sequence.spec.num_layers)
         slots = [[stored + num_open for stored in sequence.stored_lens(layer)] for layer in layers]
         return KeptSlots(sequence.committed_len, slots)
+
+    @property
+    def share(self) -> float:
+        """Of the prompt's KV entries."""
+        return sum(map(sum, self.slots)) / max(self.num_tokens * sum(map(len, self.slots)), 1)
 
 
 @dataclass(eq=False)
@@ -157,7 +162,9 @@ class TracedSource:
         trace.miss, trace.usage, trace.first_token = self._source.miss, self._source.usage, _now()
 
     def listen(self, event: Event) -> None:
-        if isinstance(event, Ended):
-            trace = self._trace
+        trace = self._trace
+        if isinstance(event, TextDelta):
+            trace.num_output += 1  # a token or more; the end says how many
+        elif isinstance(event, Ended):
             trace.end, trace.num_output, trace.ended = event.reason, event.num_tokens, _now()
         self._listener(event)

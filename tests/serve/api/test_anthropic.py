@@ -79,12 +79,12 @@ def test_old_headers_are_taken_too(server: Running) -> None:
     ("options", "message"),
     [
         ({"max_tokens": 257}, "max_tokens: a whole number from 0 to 256 is required, not 257"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.type: how much the model thinks is not"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, 'thinking.type: only "disabled" is'),
         (
             {"tool_choice": {"type": "any"}, "tools": [TOOL]},
             'tool_choice.type: "any" is not supported; supported: auto',
         ),
-        ({"output_config": {"effort": "low"}}, "output_config.effort: how much the model thinks is not steered here"),
+        ({"output_config": {"effort": "low"}}, 'output_config.effort: only "high" is supported, not "low"; '),
         ({"messages": []}, "messages: at least one message is required, and the first must be the user's"),
         ({"messages": [*HELLO, {"role": "assistant", "content": "x"}]}, "messages: the last one must not be the assi"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 'messages.0.content.0.type: "image" is not'),

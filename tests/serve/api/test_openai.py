@@ -111,11 +111,14 @@ def test_models_are_listed(server: Running) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"n": 2}, "n: one reply is written for each request; leave it out or send 1"),
-        ({"logprobs": True}, "logprobs: log probabilities are not supported; leave it out or send false"),
-        ({"store": True}, "store: this server keeps no replies"),
-        ({"logit_bias": {"1": 5}}, "logit_bias: logits are not biased here; leave it out or send {}"),
-        ({"response_format": {"type": "json_object"}}, "response_format.type: replies are text and not held to a form"),
+        ({"n": 2}, "n: only 1 is supported, not 2; one reply is written for each request"),
+        ({"logprobs": True}, "logprobs: only false is supported, not true; log probabilities are not computed here"),
+        ({"store": True}, "store: only false is supported, not true; this server keeps no replies"),
+        ({"logit_bias": {"1": 5}}, "logit_bias: only {} is supported; logits are not biased here"),
+        (
+            {"response_format": {"type": "json_object"}},
+            'response_format.type: only "text" is supported, not "jso',
+        ),
         ({"extra_body": {"top_k": 5}}, "top_k: the field is not supported here; supported: model, stream"),
         ({"prompt_cache_options": {"ttl": "12h"}}, 'prompt_cache_options.ttl: "12h" is not supported; supported: 30m'),
         ({"temperature": "hot"}, 'temperature: a number from 0 to 2 is required, not "hot"'),

@@ -201,11 +201,17 @@ def test_replies_can_be_sent_back_as_they_came(server: Running) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"n": True}, "n: one reply is written for each request; leave it out or send 1"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty: penalties are not supported; leave it out or send 0"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls: the number of calls is the model's; leave it out"),
-        ({"reasoning_effort": "high"}, "reasoning_effort: how much the model thinks is not steered here; leave it out"),
-        ({"modalities": ["text", "audio"]}, 'modalities: replies are text; leave it out or send ["text"]'),
+        ({"n": True}, "n: only 1 is supported, not true; one reply is written for each request"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty: only 0 is supported, not 0.5; penalties are not applied here"),
+        (
+            {"parallel_tool_calls": False},
+            "parallel_tool_calls: only true is supported, not false; the number of calls is",
+        ),
+        (
+            {"reasoning_effort": "high"},
+            'reasoning_effort: only "none" is supported, not "high"; how much the model thinks is not',
+        ),
+        ({"modalities": ["text", "audio"]}, 'modalities: only ["text"] is supported; replies are text'),
         ({"tool_choice": "required"}, 'tool_choice: "required" is not supported; supported: auto, none'),
         ({"tool_choice": {"type": "function"}}, "tool_choice: an object is not supported; supported: auto, none"),
         ({"metadata": {"a": 1}}, "metadata: up to 16 pairs of strings are required"),

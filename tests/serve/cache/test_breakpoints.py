@@ -10,7 +10,7 @@ from kvfold.serve.api.anthropic import read_messages
 from kvfold.serve.api.errors import ApiError
 from kvfold.serve.api.request import Block, ChatRequest
 from kvfold.serve.cache.breakpoints import Boundary, CacheWrite, anthropic_plan, boundaries_of, openai_plan
-from kvfold.serve.cache.entries import Entries
+from kvfold.serve.cache.prompt_cache import Entries
 from kvfold.serve.cache.usage import Price, Usage, min_tokens_of, read_factor_of, usage_of
 from kvfold.serve.prompt import Prompt
 from kvfold.serve.settings import Settings

@@ -54,7 +54,11 @@ def test_the_state_adds_up(server: Running) -> None:
     assert (found["running"], found["waiting"], found["done"], found["refused"]) == (0, 0, 2, 1)
     assert found["lookups"] == {"absent": 1, "hit": 1}
     refused, hit, miss = found["requests"]
-    assert (refused["status"], refused["has_map"], "tokens_in" in refused) == (404, False, False)
+    assert (refused["status"], refused["kept"], "tokens_in" in refused) == (404, None, False)
+    assert refused["why"].startswith(
+        'model: "other" is not served here; served: tiny, tiny-too; start kvfold serve with'
+    )
+    assert 0 < miss["kept"] < 0.5, "it was compressed"
     assert (hit["status"], hit["tenant"], hit["lookup"], hit["now"]) == (200, "red", "hit", "done")
     assert (miss["lookup"], miss["miss"], miss["tokens_reused"]) == ("absent", "absent", 0)
     assert 0 < hit["tokens_reused"] < hit["tokens_in"] == miss["tokens_in"]
@@ -63,6 +67,14 @@ def test_the_state_adds_up(server: Running) -> None:
     assert found["first_token_ms"]["p50"] <= found["first_token_ms"]["p99"]
     read, written = hit["tokens_reused"], hit["tokens_reused"]
     assert found["usd"]["saved"] == pytest.approx((0.9 * read - 0.25 * written) * 3 / 1e6)
+
+
+def test_the_history_is_the_tenants_own(server: Running) -> None:
+    history = _state(server, "key-a")["history"]
+    assert history[0][3:] == [0, 0, 0]
+    assert history[-1][3:] == [10, 1, 2], "tokens, hits and lookups"
+    assert [sample[0] for sample in history] == sorted(sample[0] for sample in history)
+    assert _state(server, "key-b")["history"][-1][3:] == [2, 0, 1]
 
 
 def test_tiers_tell_what_they_hold(server: Running) -> None:
@@ -110,6 +122,12 @@ def test_a_reply_on_its_way_is_listed() -> None:
         until(lambda: json.loads(get(server, "/dashboard/state")[1])["done"] == 1)
         last = json.loads(get(server, "/dashboard/state")[1])["requests"][0]
         assert (last["now"], last["end"], last["tenant"]) == ("done", "cancelled", "default")
+
+
+def test_preemptions_are_counted_under_both_names(server: Running) -> None:
+    lines = get(server, "/metrics", **{"x-api-key": "key-a"})[1].splitlines()
+    assert {"# TYPE kvfold_preemptions_total counter", "kvfold_preemptions_total 0"} <= set(lines)
+    assert {"# TYPE kvfold_replies_demoted gauge", "kvfold_replies_demoted 0"} <= set(lines)
 
 
 def test_replies_fill_the_histograms(server: Running) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvfold.serve.cache.usage import Price, Usage
-from kvfold.serve.ops.recent_requests import RecentRequests, percentiles
+from kvfold.serve.ops.recent_requests import NUM_SAMPLES, RecentRequests, percentiles
 from kvfold.serve.ops.request_trace import RequestTrace
 
 
@@ -69,3 +69,15 @@ def test_without_a_price_no_dollars_are_counted() -> None:
     recent = RecentRequests()
     recent.finish(_done(1, usage=Usage(9, 0, 0, 1), num_prompt=10))
     assert (recent.cost_usd, recent.saved_usd) == (0.0, 0.0)
+
+
+def test_the_history_counts_tokens_of_replies_that_still_run_and_is_bounded() -> None:
+    recent, running = RecentRequests(), RequestTrace("req_9", num_output=4)
+    recent.add(running)
+    recent.add(_done(1, miss="unmarked", usage=Usage(0, 0, 0, 7), done=3.0))
+    recent.finish(_done(1, miss="unmarked", usage=Usage(0, 0, 0, 7)))
+    recent.finish(_done(2, usage=Usage(7, 0, 0, 0)))
+    assert recent.sample(1, 0)[1:] == (1, 0, 8, 1, 1), "an unmarked prompt is no lookup"
+    for _ in range(2 * NUM_SAMPLES):
+        recent.history.append(recent.sample(1, 0))
+    assert len(recent.history) == NUM_SAMPLES
