@@ -17,9 +17,11 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.commands import argument_parser, run_main
 from benchmarks.peers.collect import collect
 from benchmarks.peers.compare import PAGE, compare, write_docs
 from benchmarks.peers.exchange import FORMAT, Header, write_jobs
@@ -29,7 +31,6 @@ from benchmarks.peers.ours import answer_all
 from benchmarks.peers.prompts import Samples, end_tokens
 from kvfold.bench.environment import commit
 from kvfold.bench.record import MODES
-from kvfold.errors import KvfoldError
 from kvfold.models.pull.pull import resolve
 
 OUT_OF_TIME = 3
@@ -37,28 +38,24 @@ METHODS = {"presses": (FULL, *PRESSES), "quantized": (FULL, *QUANTIZED), "natura
 TASKS = ("needle:needles_1", "passkey:passkey", "needle:needles_3")
 
 
-def main() -> int:
-    options = parse_options()
-    try:
-        if options.what == "jobs":
-            return write_prompts(options)
-        if options.what == "answer":
-            return 0 if answer_all(options.folder, options.limit_s) else OUT_OF_TIME
-        if options.what == "collect":
-            return collect(options.folder, options.out)
-        if options.what == "natural":
-            draw(options.folder, PAGE.parents[1] / "natural_questions.svg")
-            print(write_docs(options.folder, table))
-        else:
-            print(compare(options.folder) if options.what == "compare" else write_docs(options.folder, compare))
-    except KvfoldError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+def main(arguments: Sequence[str]) -> int:
+    options = parse_options(arguments)
+    if options.what == "jobs":
+        return write_prompts(options)
+    if options.what == "answer":
+        return 0 if answer_all(options.folder, options.limit_s) else OUT_OF_TIME
+    if options.what == "collect":
+        return collect(options.folder, options.out)
+    if options.what == "natural":
+        draw(options.folder, PAGE.parents[1] / "natural_questions.svg")
+        print(write_docs(options.folder, table))
+    else:
+        print(compare(options.folder) if options.what == "compare" else write_docs(options.folder, compare))
     return 0
 
 
-def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argument_parser("peers", __doc__)
     parser.add_argument("what", choices=("jobs", "answer", "collect", "compare", "docs", "natural"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", default="smollm2-135m", help="catalogue name or folder (default: smollm2-135m)")
@@ -74,7 +71,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--ratios", nargs="+", type=int, default=[2, 4, 8], help="default: 2 4 8")
     parser.add_argument("--out", type=Path, default=Path("runs/peers"), help="of collect (default: runs/peers)")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="of answer: begin no prompt after this")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def write_prompts(options: argparse.Namespace) -> int:
@@ -109,4 +106,4 @@ def requested(options: argparse.Namespace) -> Header:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main(main, sys.argv[1:]))

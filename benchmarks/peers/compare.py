@@ -12,11 +12,12 @@ from pathlib import Path
 
 from benchmarks.peers.collect import PEER
 from benchmarks.peers.ours import SIDE
+from benchmarks.rows import ROOT, markdown_table
 from kvfold.bench.docs_section import with_section
 from kvfold.bench.record import Recorded, Row, read_run
 from kvfold.bench.statistics import Estimate, mean_interval, paired_difference
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "research" / "peers.md"
+PAGE = ROOT / "docs" / "research" / "peers.md"
 Cell = tuple[str, str, str]  # policy, memory, mode
 
 
@@ -97,7 +98,7 @@ def compare(runs: Path) -> str:
     """Caption and Markdown table of RUNS/kvfold against RUNS/peer."""
     ours, peer = read_run(runs / SIDE), read_run(runs / PEER)
     rows = [line.cells for line in lines_of(ours, peer)]
-    table = "\n".join(f"| {' | '.join(cells)} |" for cells in (HEADINGS, ["---"] * len(HEADINGS), *rows))
+    table = markdown_table(HEADINGS, rows)
     return f"{caption(ours, peer)}\n\n{table}"
 
 

@@ -17,8 +17,9 @@ import numpy as np
 
 from benchmarks.peers.collect import PEER
 from benchmarks.peers.ours import SIDE
+from benchmarks.rows import markdown_table, svg_pyplot
 from kvfold.bench.record import Recorded, Row, read_run
-from kvfold.errors import InputError, MissingExtra
+from kvfold.errors import InputError
 
 FULL, FULL_PEER = "full", "transformers:full"
 _RESAMPLES = 2000
@@ -99,36 +100,26 @@ def table(runs: Path) -> str:
     ours, peer = _read(runs)
     tasks = ", ".join(name.partition(":")[2] for name in ours.run.workloads)
     packages = ", ".join(f"{name} {peer.run.versions[name]}" for name in ("kvpress", "transformers", "torch"))
-    lines = [
+    caption = (
         f"{ours.run.model}, {ours.run.dtype.split('/')[0]}, {ours.run.device}: {num_prompts} prompts of at most "
         f"{ours.run.lengths[0]:,} tokens ({tasks}; seed {ours.run.seed}), question-agnostic. "
-        f"The full cache scores {whole:.1f}. kvfold at commit {ours.run.commit}, {ours.run.started[:10]}; {packages}.",
-        "",
-        "| policy | size asked for | bytes held | score | difference to the full cache |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+        f"The full cache scores {whole:.1f}. kvfold at commit {ours.run.commit}, {ours.run.started[:10]}; {packages}."
+    )
+    lines = []
     for point in sorted(found, key=lambda point: (point.is_peer, point.policy, -point.share)):
         difference, low, high = point.loss
-        lines.append(
-            f"| `{point.policy}` | {point.memory} | {point.held:.1%} | {point.score:.1f} | "
-            f"{difference:+.1f} [{low:+.1f}, {high:+.1f}] |"
-        )
-    return "\n".join(lines)
+        loss = f"{difference:+.1f} [{low:+.1f}, {high:+.1f}]"
+        lines.append([f"`{point.policy}`", point.memory, f"{point.held:.1%}", f"{point.score:.1f}", loss])
+    head = ("policy", "size asked for", "bytes held", "score", "difference to the full cache")
+    return f"{caption}\n\n{markdown_table(head, lines)}"
 
 
 _COLOURS = ("#0b6e4f", "#1f9d74", "#73c6a5", "#b3412e", "#d9734e", "#e3a45f", "#8d5a97", "#b98fc4")
 
 
 def draw(runs: Path, path: Path) -> None:
-    try:
-        import matplotlib
-    except ImportError:
-        raise MissingExtra("plots need matplotlib; install it with: pip install 'kvfold[bench]'") from None
-
-    matplotlib.use("svg")
-    matplotlib.rcParams.update({"svg.hashsalt": "kvfold", "font.size": 11, "font.family": "sans-serif"})
-    from matplotlib import pyplot
-
+    pyplot = svg_pyplot()
+    pyplot.rcParams.update({"font.size": 11, "font.family": "sans-serif"})
     found, _, whole = points(runs)
     figure, axes = pyplot.subplots(figsize=(8, 4.4))
     axes.axhline(whole, color="#555555", linewidth=1, linestyle=":")
