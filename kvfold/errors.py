@@ -52,6 +52,8 @@ class PrefixLost(KvfoldError):
 class OutOfPages(KvfoldError, MemoryError):
     """The arena (KV block pool) has too few free pages for a step; raised before the step changes anything."""
 
+    ADVICE = "free a session, choose a smaller policy size, or load the model with more memory"
+
 
 class LogitsError(KvfoldError, ArithmeticError):
     """The model computed logits that are NaN or infinite; no token can be chosen."""

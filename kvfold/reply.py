@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypedDict
 
@@ -45,6 +45,7 @@ class GenerateOptions(TypedDict, total=False):
     stop: Sequence[str]  # stop strings, which are cut off
     speculate: bool | int  # draft so many tokens by n-gram lookup in the text, and verify them in one pass
     draft_from: Sequence[Sequence[int]]  # token ids of earlier outputs to look up too
+    on_text: Callable[[str], None]  # called with each text delta, as soon as it is final
 
 
 def checked(options: GenerateOptions) -> GenerateOptions:

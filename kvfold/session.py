@@ -11,7 +11,7 @@ reply. `template=None` encodes text as it is; token ids are never changed.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Unpack, overload
@@ -166,10 +166,12 @@ class Session:
 
         Returns a Reply, or with `stream` an iterator over text deltas; the reply becomes part of the session.
         """
-        request = self._request(max_new_tokens, **checked(options))
+        on_text = checked(options).pop("on_text", None)
+        request = self._request(max_new_tokens, **options)
+        pieces = self._stream(request, on_text)
         if stream:
-            return self._stream(request)
-        for _ in self._stream(request):
+            return pieces
+        for _ in pieces:
             pass
         return Reply.of(request, self.stats())
 
@@ -203,9 +205,11 @@ class Session:
         for token in self.token_ids[self.cache.committed_len :]:
             self._logits_V = self.runner.decode([self.cache], [token])[0]
 
-    def _stream(self, request: Request) -> Iterator[str]:
+    def _stream(self, request: Request, on_text: Callable[[str], None] | None) -> Iterator[str]:
         try:
             for _, piece in generate(self.runner, [request], self.model.tokenizer):
+                if on_text is not None:
+                    on_text(piece)
                 yield piece
         finally:  # also when the caller stops reading, or interrupts
             self.cache.commit_all()

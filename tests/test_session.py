@@ -10,7 +10,8 @@ import torch
 
 import kvfold
 from kvfold.errors import InputError, OutOfPages, PolicyError, SizeError
-from kvfold.models.loader import Model, parse_bytes, wrap
+from kvfold.models.loader import Model, wrap
+from kvfold.policy.size import parse_bytes
 from kvfold.session import Session
 from tests.engine.runs import NUM_NEW, Shared, kept, reference
 from tests.tiny import build, prompt, ready, tokenizer

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import ExitStack
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kvfold.models.pull.progress import repeated_line
 
 _LINE_EVERY_S = 10.0
 
@@ -21,6 +24,7 @@ class Countdown:
         self.done = 0
         self._began = time.monotonic()
         self._shown = -_LINE_EVERY_S
+        self._running = ExitStack()
         self._bar = _bar() if sys.stderr.isatty() else None
         self._task = self._bar.add_task(label, total=total, left="") if self._bar else None
 
@@ -32,24 +36,29 @@ class Countdown:
     def left(self) -> str:
         return duration(self.step_s * (self.total - self.done)) + " left"
 
-    def step(self) -> None:
+    def step(self, result: str = "") -> None:
+        """One more is done; `result` is printed, if there is one."""
         self.done += 1
         if self._bar and self._task is not None:
+            if result:
+                self._bar.console.print(result, markup=False, highlight=False)
             self._bar.update(self._task, completed=self.done, left=self.left)
-        elif self.done == self.total or time.monotonic() - self._began - self._shown >= _LINE_EVERY_S:
+            return
+        if result:
+            print(result, file=sys.stderr, flush=True)
+        if self.done == self.total or time.monotonic() - self._began - self._shown >= _LINE_EVERY_S:
             self._shown = time.monotonic() - self._began
             print(f"{self.label} {self.done}/{self.total}, {self.left}", file=sys.stderr, flush=True)
 
     def __enter__(self) -> Countdown:
-        if self._bar:
-            self._bar.start()
+        lines = repeated_line(lambda: f"{self.label} {self.done}/{self.total}", _LINE_EVERY_S)
+        self._running.enter_context(self._bar or lines)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._bar:
-            self._bar.stop()
+        self._running.close()
 
 
 def duration(seconds: float) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 from kvfold.bench.prose import ANY, NUMBERED, NUMBERS, WORDS, Topic
 from kvfold.bench.prose_topics import TOPICS
 from kvfold.errors import InputError
+from kvfold.text_io import read_text_file
 
 Haystack = Callable[[Random], Iterator[str]]
 OWN_PROSE = "own prose with numbers"  # the name of what the project brings along; runs on another do not merge
@@ -52,11 +53,7 @@ def from_text(text: str) -> Haystack:
 
 def read_text(path: Path) -> str:
     """A file of plain text or, if its name ends in .json, of one {"text": …} or a list of them, joined in order."""
-    try:
-        content = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise InputError(f"the text {path} cannot be read: {reason}") from None
+    content = read_text_file(path)
     return "\n\n".join(_essays(path, content)) if path.suffix == ".json" else content
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import mean
 
 from kvfold.bench.answers import Outcome, answer
 from kvfold.bench.batched_eval import EvalJob
@@ -19,7 +20,7 @@ from kvfold.bench.plan import Batch, Task, batches
 from kvfold.bench.prompts import Prompt, PromptBuilder, prompt_row
 from kvfold.bench.record import Diagnostic, Mode, Row, Run
 from kvfold.bench.shard import Shard
-from kvfold.bench.size_cache import Cell, Place, SizeCache, SizedPolicy, cells
+from kvfold.bench.size_cache import FULL, Cell, Place, SizeCache, SizedPolicy, cells
 from kvfold.bench.workloads import Sample, Setting, Workload
 from kvfold.bench.writer import RunWriter
 from kvfold.engine.runner import Runner
@@ -77,8 +78,7 @@ class Bench:
         left = [batch for batch in self.batches if self._lacks(batch)]
         with Countdown(f"{self.about.model} {self.about.suite}", len(left)) as countdown:
             for batch in left:
-                self._run(batch)
-                countdown.step()
+                countdown.step(_scores_text(self._run(batch)))
 
     def find_sizes(self, shard: Shard) -> None:
         """Search the sizes of a shard's policies for all tasks, lengths and modes, and run nothing."""
@@ -94,7 +94,7 @@ class Bench:
         places = [(*task, index, mode) for index in batch.indices for mode in self.about.modes]
         return any((*place, *cell) not in self.writer.done for place in places for cell in self.cells)
 
-    def _run(self, batch: Batch) -> None:
+    def _run(self, batch: Batch) -> list[Row]:
         workload = batch.task.workload
         samples = [self._sample(batch, index) for index in batch.indices]
         self.writer.add_prompts(prompt_row(workload.name, batch.length, sample) for sample in samples)
@@ -109,6 +109,7 @@ class Bench:
                 diagnostics += _diagnostics(row, outcome)
             rows.append(row)
         self.writer.add(rows, diagnostics)
+        return rows
 
     def _sample(self, batch: Batch, index: int) -> Sample:
         setting = Setting(batch.length, self.about.seed, self.prompter.count_tokens, self.haystack)
@@ -157,6 +158,20 @@ class Bench:
 
     def _text(self, token_ids: Sequence[int]) -> str:
         return str(self.model.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+
+def _scores_text(rows: Sequence[Row]) -> str:
+    """Mean scores of a batch in percent: `kv:kv, 700 tokens, question known: full 100, keydiff at 50% 62`."""
+    lines: dict[str, dict[str, list[float]]] = {}
+    for row in rows:
+        cells = lines.setdefault(f"{row.workload}:{row.task}, {row.length} tokens, question {row.mode}", {})
+        if row.score is not None:
+            cell = row.policy if row.policy == FULL else f"{row.policy} at {row.memory}"
+            cells.setdefault(cell, []).append(row.score)
+    texts = {
+        place: (f"{cell} {100 * mean(scores):.0f}" for cell, scores in cells.items()) for place, cells in lines.items()
+    }
+    return "\n".join(f"{place}: {', '.join(text)}" for place, text in texts.items())
 
 
 def _place(batch: Batch, mode: Mode) -> Place:

@@ -7,12 +7,13 @@ end of the prompt differ a lot between the two, so every output says which of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import kvfold
-from kvfold.cli.show import prefill_bar
+from kvfold.cli.show import bar
 from kvfold.policy import Policy
 
 Positions = list[list[list[int]]]  # by layer, head and slot
@@ -39,41 +40,43 @@ class Asking:
     question_known: bool
     options: dict[str, Any]  # of Session.generate
     with_positions: bool = False
+    on_text: Callable[[str], None] | None = None  # called with text as it is generated; None: progress is shown
 
 
-def answer_all(model: kvfold.Model, policy: Policy, document: str, asking: Asking) -> list[Answer]:
-    """One answer for each question."""
-    if not asking.question_known:
-        return _unknown(model, policy, document, asking)
-    return [_known(model, policy, document, question, asking) for question in asking.questions]
-
-
-def _known(model: kvfold.Model, policy: Policy, document: str, question: str, asking: Asking) -> Answer:
+def answer_all(model: kvfold.Model, policy: Policy, document: str, asking: Asking) -> Iterator[Answer]:
+    """One answer for each question, as they come."""
+    if asking.question_known:
+        for question in asking.questions:
+            with kvfold.Session(model, policy) as session:
+                sizes, positions = _read(session, f"{document}\n\n{question}", asking)
+                with _generating(policy, asking) as options:
+                    reply = session.generate(**options)
+                yield Answer(policy, True, question, reply, sizes, True, positions)
+        return
     with kvfold.Session(model, policy) as session:
-        _read(session, f"{document}\n\n{question}")
-        sizes, positions = session.stats(), _positions(session, asking)
-        return Answer(policy, True, question, session.generate(**asking.options), sizes, True, positions)
+        sizes, positions = _read(session, document, asking)
+        for number, question in enumerate(asking.questions):
+            with _generating(policy, asking) as options:
+                reply = session.ask(question, **options)
+            yield Answer(policy, False, question, reply, sizes, number == 0, positions)
 
 
-def _unknown(model: kvfold.Model, policy: Policy, document: str, asking: Asking) -> list[Answer]:
-    with kvfold.Session(model, policy) as session:
-        _read(session, document)
-        sizes, positions = session.stats(), _positions(session, asking)
-        replies = [session.ask(question, **asking.options) for question in asking.questions]
-    return [
-        Answer(policy, False, question, reply, sizes, number == 0, positions)
-        for number, (question, reply) in enumerate(zip(asking.questions, replies, strict=True))
-    ]
-
-
-def _read(session: kvfold.Session, text: str) -> None:
-    num_tokens = len(session.model.tokenizer(text)["input_ids"]) if text else 0
-    with prefill_bar(session.policy.short, num_tokens) as progress:
+def _read(session: kvfold.Session, text: str, asking: Asking) -> tuple[kvfold.Stats, Positions | None]:
+    """Prefill and compress; the sizes then, and the kept positions if they are asked for."""
+    num_tokens = len(session.model.tokenizer(text)["input_ids"])
+    with bar(f"prefill, {session.policy.short}", num_tokens, "tokens") as progress:
         session.extend(text, progress=progress)
-
-
-def _positions(session: kvfold.Session, asking: Asking) -> Positions | None:
     if not asking.with_positions:
-        return None
+        return session.stats(), None
     heads = [range(layer.num_kv_heads) for layer in session.model.spec.layers]
-    return [[session.kept(layer, head) for head in mine] for layer, mine in enumerate(heads)]
+    return session.stats(), [[session.kept(layer, head) for head in mine] for layer, mine in enumerate(heads)]
+
+
+@contextmanager
+def _generating(policy: Policy, asking: Asking) -> Iterator[dict[str, Any]]:
+    """Options of `Session.generate` under which the text is shown as it comes, or else how much there is."""
+    if asking.on_text is not None:
+        yield {**asking.options, "on_text": asking.on_text}
+        return
+    with bar(f"answer, {policy.short}", asking.options["max_new_tokens"], "tokens at most") as advance:
+        yield {**asking.options, "on_text": lambda _: advance(1)}

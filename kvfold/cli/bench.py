@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kvfold.bench.suites import SUITES
 from kvfold.cli import bench_table
-from kvfold.cli.options import Subparsers, add_model_options, load_model
-from kvfold.cli.run import split_policies
+from kvfold.cli.options import Subparsers, add_model_options, count, load_model, seed, split_policies
+from kvfold.text_io import read_text_file
 
 if TYPE_CHECKING:
     from kvfold.bench.configure import BenchConfig
@@ -41,7 +41,6 @@ def add_parser(subparsers: Subparsers) -> None:
         description="Run every policy at every memory budget on samples of every workload, question-aware (known) and "
         "question-agnostic (unknown); print a table and write a report.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--list", action="store_true", help="list the workloads and exit")
     _add_choices(parser)
@@ -61,9 +60,14 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--suite", default="quick", help=f"{', '.join(SUITES)} (default: quick)")
     parser.add_argument("--workloads", metavar="A,B:TASK", help="workloads, or single tasks (WORKLOAD:TASK)")
     parser.add_argument(
-        "--policies", metavar="A, B", help='without sizes, e.g. "snapkv + ada, int4"; full is always included'
+        "--policies",
+        type=split_policies,
+        metavar="A, B",
+        help='without sizes, e.g. "snapkv + ada, int4"; full is always included',
     )
-    parser.add_argument("--also", default="", metavar="A, B", help="policies in addition to the suite's")
+    parser.add_argument(
+        "--also", default=[], type=split_policies, metavar="A, B", help="policies in addition to the suite's"
+    )
     parser.add_argument(
         "--memory",
         dest="memories",
@@ -71,14 +75,14 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         help="budgets in percent of the full cache's bytes; own: policies with their own size",
     )
     parser.add_argument("--lengths", metavar="N,N", help="prompt lengths in tokens, e.g. 1000,4k")
-    parser.add_argument("--samples", type=_count, metavar="N", help="samples per task")
+    parser.add_argument("--samples", type=count, metavar="N", help="samples per task")
     parser.add_argument("--modes", help="known (question-aware), unknown (question-agnostic), or known,unknown")
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="seed of the samples (default: %(default)s)")
     parser.add_argument(
-        "--fidelity", type=_count, metavar="N", help="samples per task whose KL to the full cache is measured"
+        "--fidelity", type=count, metavar="N", help="samples per task whose KL to the full cache is measured"
     )
     parser.add_argument(
-        "--diagnostics", type=_count, metavar="N", help="samples per task with decode-step time and kept slots"
+        "--diagnostics", type=count, metavar="N", help="samples per task with decode-step time and kept slots"
     )
     parser.add_argument(
         "--haystack", type=Path, metavar="FILE", help="filler text for needles (default: generated prose)"
@@ -96,11 +100,15 @@ def run(args: argparse.Namespace) -> int:
     from kvfold.bench.suite import Bench
 
     finds = None if args.find_sizes is None else Shard.parse(args.find_sizes)
-    wanted, model = wanted_of(args), load_model(args)
+    wanted = wanted_of(args)
+    filler = wanted.filler[0]
+    if args.sizes is not None:
+        read_text_file(args.sizes)
+    model = load_model(args)
     command = shlex.join(["kvfold", *sys.argv[1:]])
     about = wanted.describe(model, command)
     folder = args.out or default_folder(about)
-    bench = Bench(model, about, wanted.tasks, folder, wanted.filler[0], args.sizes)
+    bench = Bench(model, about, wanted.tasks, folder, filler, args.sizes)
     print(f"{len(bench.batches)} batches in {folder}", file=sys.stderr)
     try:
         if finds is None:
@@ -132,8 +140,8 @@ def wanted_of(args: argparse.Namespace) -> BenchConfig:
     return BenchConfig(
         suite=args.suite,
         workloads=_split(args.workloads),
-        policies=None if args.policies is None else split_policies(args.policies),
-        also=split_policies(args.also),
+        policies=args.policies,
+        also=args.also,
         memories=_split(args.memories),
         lengths=None if args.lengths is None else [parse_length(text) for text in args.lengths.split(",")],
         samples=args.samples,
@@ -149,9 +157,3 @@ def wanted_of(args: argparse.Namespace) -> BenchConfig:
 
 def _split(text: str | None) -> list[str] | None:
     return None if text is None else [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit():
-        raise argparse.ArgumentTypeError(f'"{text}" is no number of samples; write 0 or more')
-    return int(text)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich.markup import escape
-
 from kvfold.cli import show
 
 if TYPE_CHECKING:
@@ -20,15 +18,14 @@ resident bytes in percent of the full bf16 cache; ms of a decode step at batch s
 def print_workloads() -> None:
     from kvfold.bench.workloads import workloads  # here: help comes at once
 
-    table = show.new_table("workload", "tasks", "tests", "source", "score")
+    table = show.Table("workload", "tasks", "tests", "source", "score")
     for each in workloads():
         tasks = [task if not each.lacks(task) else f"({task})" for task in each.tasks]
         shown = tasks if len(tasks) <= 14 else [*tasks[:12], f"… {len(tasks) - 12} more"]
         cells = (each.name, ", ".join(shown), each.summary, each.source, each.metric)
-        table.add_row(*map(escape, cells))
-    console = show.console()
-    console.print(table)
-    console.print("Tasks in brackets read files: --data WORKLOAD.OPTION=FILE, see docs/workloads.md", markup=False)
+        table.add(*cells)
+    table.print()
+    print("Tasks in brackets read files: --data WORKLOAD.OPTION=FILE, see docs/workloads.md")
 
 
 def print_run(recorded: Recorded) -> None:
@@ -38,22 +35,21 @@ def print_run(recorded: Recorded) -> None:
     groups: dict[tuple[str, str, int, str], list[SummaryRow]] = {}
     for line in lines(recorded.rows):
         groups.setdefault((line.workload, line.task, line.length, line.mode), []).append(line)
-    console = show.console()
     for (workload, task, length, mode), members in groups.items():
-        console.print(f"\n{workload}:{task}, {length} tokens, question {mode}", style="bold", markup=False)
-        console.print(_table(members))
-    console.print(_LEGEND, markup=False)
+        print(f"\n{workload}:{task}, {length} tokens, question {mode}")
+        _table(members).print()
+    print(_LEGEND)
     above = above_memory(recorded.rows)
     if above:
         worst = max(row.resident_bytes / row.full_bytes for row in above)
         share = f"{len(above)} of {len(recorded.rows)} rows"
-        console.print(f"{share} took over 1 % more than their memory, up to {worst:.1%} of the full cache")
+        print(f"{share} took over 1 % more than their memory, up to {worst:.1%} of the full cache")
 
 
-def _table(lines: list[SummaryRow]) -> object:
+def _table(lines: list[SummaryRow]) -> show.Table:
     from kvfold.bench.summary import difference_text, score_text
 
-    table = show.new_table("policy", numbers=("memory", "score", "difference", "bytes", "ms", "KL", "n"))
+    table = show.Table("policy", numbers=("memory", "score", "difference", "bytes", "ms", "KL", "n"))
     for line in lines:
         ran = line.score is not None
         numbers = (
@@ -63,5 +59,5 @@ def _table(lines: list[SummaryRow]) -> object:
             str(line.num_samples) if ran else "",
         )
         cells = (line.policy, line.memory, score_text(line), difference_text(line), *numbers)
-        table.add_row(*map(escape, cells))
+        table.add(*cells)
     return table

@@ -9,6 +9,7 @@ kvfold cache explain first.json second.json --model smollm2-135m
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -17,16 +18,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.cli import cache_explain, cache_warm
-from kvfold.cli.options import Subparsers, add_secret_option
-from kvfold.cli.show import bar, console, new_table, print_json
+from kvfold.cli.options import Parser, Subparsers, add_json_option, add_secret_option, count
+from kvfold.cli.show import Table, bar, print_json
 from kvfold.errors import InputError
 from kvfold.policy.size import bytes_text
 
 if TYPE_CHECKING:
     from kvfold.store.inspect import EntryInfo, StoreInspector
 
-_EPILOG = """ls, stats and verify are read-only and work while a server owns the folder; clear and verify --quarantine
-need exclusive access. Entries are grouped by scope: one for each combination of weights, policy and tenant."""
+_EPILOG = """examples:
+  kvfold cache stats --disk prefixes
+  kvfold cache verify --disk prefixes --quarantine
+  kvfold cache clear --disk prefixes --expired
+  kvfold cache warm requests.jsonl --url http://localhost:8080
+  kvfold cache explain first.json second.json --model smollm2-135m
+
+ls, stats and verify are read-only and work while a server owns the folder; clear and verify --quarantine need exclusive
+access. Entries are grouped by scope: one for each combination of weights, policy and tenant.
+"""
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -36,30 +45,30 @@ def add_parser(subparsers: Subparsers) -> None:
         help="inspect, verify, warm and clear the prefix cache",
         description="Inspect, verify, warm and clear the prefix cache of a server.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verbs = parser.add_subparsers(metavar="VERB", required=True)
     listed = _add_verb(verbs, "ls", "list entries: token range, size, time to live", _list)
     listed.add_argument(
-        "--limit", type=int, default=50, metavar="N", help="at most N lines (default: %(default)s; 0: all)"
+        "--limit", type=count, default=50, metavar="N", help="at most N lines (default: %(default)s; 0: all)"
     )
     stats = _add_verb(verbs, "stats", "entries, tokens and bytes by scope", _stats)
     add_secret_option(stats)
     verify = _add_verb(verbs, "verify", "check the digests of every entry; exit code 1 if any is bad", _verify)
     add_secret_option(verify)
     verify.add_argument("--quarantine", action="store_true", help="move bad entries to DIR/quarantine, with the reason")
-    clear = _add_verb(verbs, "clear", "delete entries, without confirmation", _clear)
+    clear = _add_verb(verbs, "clear", "delete entries, after a confirmation", _clear)
+    clear.add_argument("--yes", action="store_true", help="delete without asking; needed where there is no terminal")
     clear.add_argument("--expired", action="store_true", help="only expired entries")
     clear.add_argument("--scope", metavar="PREFIX", help="only entries whose scope (see ls) starts with PREFIX")
     cache_warm.add_parser(verbs)
     cache_explain.add_parser(verbs)
 
 
-def _add_verb(verbs: Subparsers, name: str, text: str, run: Any) -> argparse.ArgumentParser:
+def _add_verb(verbs: Subparsers, name: str, text: str, run: Any) -> Parser:
     parser = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
     parser.add_argument("--disk", metavar="DIR", help="the server's --disk folder")
     parser.add_argument("--redis", metavar="URL", help="the shared Redis server, e.g. redis://host:6379/0")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json_option(parser)
     parser.set_defaults(run=run)
     return parser
 
@@ -98,12 +107,12 @@ def _list(args: argparse.Namespace) -> int:
     if args.json:
         print_json(shown)
         return 0
-    table = new_table("tier", "scope", "digest", numbers=("tokens", "size", "lives", "ttl"))
+    table = Table("tier", "scope", "digest", numbers=("tokens", "size", "lives", "ttl"))
     for row in shown:
         span, size = f"{row['start']}-{row['end']}", bytes_text(row["bytes"])
         life = seconds_text(row["lives_s"])
-        table.add_row(row["place"], row["scope"][:8], row["digest"][:12], span, size, life, seconds_text(row["ttl_s"]))
-    console().print(table)
+        table.add(row["place"], row["scope"][:8], row["digest"][:12], span, size, life, seconds_text(row["ttl_s"]))
+    table.print()
     more = f", {len(shown)} shown; --limit 0 shows all" if len(shown) < len(rows) else ""
     print(f"{len(rows)} entries, {bytes_text(sum(row['bytes'] for row in rows))}{more}")
     return 0
@@ -137,12 +146,12 @@ def _stats(args: argparse.Namespace) -> int:
         print_json(content)
         return 0
     numbers = ("entries", "tokens", "size", "expired")
-    table = new_table("tier", "scope", "kind", "policy", "weights", "cache", numbers=numbers)
+    table = Table("tier", "scope", "kind", "policy", "weights", "cache", numbers=numbers)
     for one in scopes:
         facts = [str(one["bound_to"].get(name, "?"))[:10] for name in ("kind", "policy", "weights", "kv_dtype")]
         counts = [f"{one['entries']:,}", f"{one['tokens']:,}", bytes_text(one["bytes"]), f"{one['expired']:,}"]
-        table.add_row(one["place"], one["scope"][:8], *facts, *counts)
-    console().print(table)
+        table.add(one["place"], one["scope"][:8], *facts, *counts)
+    table.print()
     owner = "; a server owns the folder now" if in_use else ""
     print(f"{sum(one['entries'] for one in scopes)} entries, {content['quarantined']} in quarantine{owner}")
     return 0
@@ -197,8 +206,7 @@ def _verify(args: argparse.Namespace) -> int:
                     )
                     if args.quarantine and error.reason != "unsigned":  # it may be good
                         inspector.quarantine(one.key, Quarantine(Path(args.disk) / "quarantine"), error)
-                if advance is not None:
-                    advance(1)
+                advance(1)
     if args.json:
         print_json({"checked": len(found), "bad": bad, "moved": bool(bad) and args.quarantine})
     else:
@@ -217,18 +225,30 @@ def _say_bad(bad: Sequence[dict[str, str]], num_found: int, is_moved: bool) -> N
 
 
 def _clear(args: argparse.Namespace) -> int:
+    if not args.yes and not sys.stdin.isatty():
+        raise InputError("cache clear deletes entries and there is no terminal to ask on; add --yes")
     now = time.time()
-    num_bytes = num_entries = 0
     with _inspectors(args) as inspectors:
         for inspector in inspectors:
             inspector.lock()
-            for one in _found([inspector]):
-                is_kept = args.expired and one.expires_at > now
-                if not is_kept and one.key.scope.startswith(args.scope or ""):
-                    inspector.delete(one.key)
-                    num_entries, num_bytes = num_entries + 1, num_bytes + one.num_bytes
+        found = [
+            (inspector, one)
+            for inspector in inspectors
+            for one in _found([inspector])
+            if (not args.expired or one.expires_at <= now) and one.key.scope.startswith(args.scope or "")
+        ]
+        num_bytes = sum(one.num_bytes for _, one in found)
+        if found and not args.yes and not _confirms(f"delete {len(found)} entries, {bytes_text(num_bytes)}?"):
+            raise InputError("nothing was deleted")
+        for inspector, one in found:
+            inspector.delete(one.key)
     if args.json:
-        print_json({"deleted": num_entries, "bytes": num_bytes})
+        print_json({"deleted": len(found), "bytes": num_bytes})
     else:
-        print(f"{num_entries} entries deleted, {bytes_text(num_bytes)}")
+        print(f"{len(found)} entries deleted, {bytes_text(num_bytes)}")
     return 0
+
+
+def _confirms(question: str) -> bool:
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -9,8 +9,8 @@ import argparse
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from kvfold.cli.options import Subparsers
-from kvfold.cli.show import console, new_table, print_json
+from kvfold.cli.options import Subparsers, add_json_option, count
+from kvfold.cli.show import Table, print_json
 from kvfold.errors import FileError, InputError
 from kvfold.models.pull.catalogue import DEFAULT_MODEL
 
@@ -19,7 +19,11 @@ if TYPE_CHECKING:
     from kvfold.serve.cache.usage import Usage
 
 _SHOWN_COUNTS = (1, 2, 3, 5, 10, 100)
-_EPILOG = """A file holds the JSON body of a request to /v1/messages. Its "model" decides the least length of a cached
+_EPILOG = """examples:
+  kvfold cache explain first.json
+  kvfold cache explain first.json second.json --model smollm2-135m
+
+A file holds the JSON body of a request to /v1/messages. Its "model" decides the least length of a cached
 prefix and the price of reading, as it does with `kvfold serve --alias`; the tokens are those of --model. Prices are
 multiples of uncached input: writing for five minutes 1.25, for an hour 2, reading 0.1. A lossy policy compresses at the
 boundaries that say so, marked or not, and recomputes the tokens between such a boundary and a marker after it."""
@@ -37,15 +41,14 @@ def add_parser(verbs: Subparsers) -> None:
         help="explain cache hits and misses of requests, offline",
         description="Show which prefixes requests write and read, why one misses another's, and when caching pays.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("first", metavar="FIRST", help="file with the body of a request")
     parser.add_argument("second", metavar="SECOND", nargs="?", help="file with the body of the next request")
     parser.add_argument("--model", default=DEFAULT_MODEL, help="whose tokenizer to use (default: %(default)s)")
     parser.add_argument(
-        "--cache-min-tokens", type=int, metavar="N", help="minimum cacheable prefix; default: by model name"
+        "--cache-min-tokens", type=count, metavar="N", help="minimum cacheable prefix; default: by model name"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json_option(parser)
     parser.set_defaults(run=run)
 
 
@@ -108,12 +111,12 @@ def _show(path: str, one: CacheExplanation) -> None:
     from kvfold.serve.cache.explain import nothing_cached
 
     print(f"{path}: {one.num_tokens} tokens for {one.request.model}, cached from {one.min_tokens} on")
-    table = new_table("boundary", "section", "begins", "marker", "cache", "lossy policies", numbers=("tokens",))
+    table = Table("boundary", "section", "begins", "marker", "cache", "lossy policies", numbers=("tokens",))
     for step in one.steps:
         ttl = "" if step.ttl_s is None else "1h" if step.ttl_s > 300 else "5m"
         point = "compress" if step.is_point else ""
-        table.add_row(str(step.number), step.section, step.begins, ttl, _STATUS[step.status], point, f"{step.end:,}")
-    console().print(table)
+        table.add(str(step.number), step.section, step.begins, ttl, _STATUS[step.status], point, f"{step.end:,}")
+    table.print()
     if not one.plan.writes:
         print(f"nothing is cached: {nothing_cached(one)}\n")
         return

@@ -12,12 +12,18 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
-from kvfold.cli.options import Subparsers
+from kvfold.cli.options import Subparsers, add_json_option
 from kvfold.cli.show import bar, print_json
 from kvfold.errors import FileError, InputError
 
 _TIMEOUT_S = 3600.0
 _MAX_ANSWER_BYTES = 1 << 20
+_EPILOG = """examples:
+  kvfold cache warm requests.jsonl
+  kvfold cache warm requests.jsonl --url http://localhost:8080 --key "$KEY"
+
+Exit code 1 if the server refuses a request; the others are still sent.
+"""
 
 
 def add_parser(verbs: Subparsers) -> None:
@@ -25,12 +31,12 @@ def add_parser(verbs: Subparsers) -> None:
         "warm",
         help="warm the prefix cache of a running server",
         description="Warm the prefix cache of a running server: requests are sent with max_tokens 0 and only prefill.",
-        epilog="Exit code 1 if the server refuses a request; the others are still sent.",
+        epilog=_EPILOG,
     )
     parser.add_argument("file", metavar="FILE", help="JSON lines: bodies of requests to /v1/messages")
     parser.add_argument("--url", default="http://127.0.0.1:8080", help="server URL (default: %(default)s)")
     parser.add_argument("--key", metavar="KEY", help="API key, if the server needs one")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json_option(parser)
     parser.set_defaults(run=run)
 
 
@@ -44,8 +50,7 @@ def run(args: argparse.Namespace) -> int:
             tokens.update(usage)
             if error is not None:
                 refused.append({"line": line, "error": error})
-            if advance is not None:
-                advance(1)
+            advance(1)
     found = {"requests": len(bodies), "hits": tokens["hits"], "read_tokens": tokens["read"]}
     found |= {"written_tokens": tokens["written"], "plain_tokens": tokens["plain"]}
     if args.json:

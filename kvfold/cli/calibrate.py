@@ -6,8 +6,8 @@ import argparse
 from typing import TYPE_CHECKING
 
 from kvfold.cli import show
-from kvfold.cli.calibration_data import add_reading_parser, positive, reading
-from kvfold.cli.options import Subparsers
+from kvfold.cli.calibration_data import add_reading_parser, reading
+from kvfold.cli.options import Subparsers, positive
 from kvfold.policy.size import bytes_text
 
 if TYPE_CHECKING:
@@ -65,10 +65,10 @@ def _tell_bases(args: argparse.Namespace, measured: Bases) -> None:
         layers = [{"layer": layer, "k": k, "v": v} for layer, k, v in rows]
         show.print_json(found | {"measured": measured.measured, "rank": kept.rank, "layers": layers})
         return
-    table = show.new_table(numbers=("layer", "keys", "values"))
+    table = show.Table(numbers=("layer", "keys", "values"))
     for row in rows:
-        table.add_row(*map(str, row))
-    show.console().print(table)
+        table.add(*map(str, row))
+    table.print()
     print(
         f"\n{args.out}, {bytes_text(num_bytes)}: {measured.model}, heads stored by {measured.num_heads}; the "
         f"table shows how many channels of a head palu keeps at rank={kept.rank}"

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvfold.cli.options import Subparsers, add_model_options, load_model
+from kvfold.cli.options import Subparsers, add_json_option, add_model_options, check_out, load_model, positive, seed
 
 if TYPE_CHECKING:
     import kvfold
@@ -32,8 +32,7 @@ def add_reading_parser(
     **about: Any,
 ) -> argparse.ArgumentParser:
     """The shared options; `texts` and `length` are defaults."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = subparsers.add_parser(name, formatter_class=form, **about)
+    parser = subparsers.add_parser(name, **about)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help=f"file that {writes} written to")
     parser.add_argument(
         "--text",
@@ -48,8 +47,10 @@ def add_reading_parser(
     parser.add_argument(
         "--length", type=positive, default=length, metavar="N", help="tokens per text (default: %(default)s)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--seed", type=seed, default=0, metavar="N", help="seed of generated texts (default: %(default)s)"
+    )
+    add_json_option(parser)
     add_model_options(parser)
     parser.set_defaults(run=run)
     return parser
@@ -58,8 +59,12 @@ def add_reading_parser(
 @contextmanager
 def reading(args: argparse.Namespace) -> Iterator[Reading]:
     """The model and texts of the options, and a progress reporter."""
-    from kvfold.models.pull.progress import reporting  # here: help comes without torch
+    from kvfold.bench.haystack import read_text  # here: help comes without torch
+    from kvfold.models.pull.progress import reporting
 
+    check_out(args.out)
+    for path in args.text or ():
+        read_text(path)
     model = load_model(args)
     texts = _read_texts(args, model)
     with reporting(True) as report:
@@ -73,10 +78,3 @@ def _read_texts(args: argparse.Namespace, model: kvfold.Model) -> list[list[int]
     if args.text:
         return list(file_texts(model.tokenizer, args.text, args.texts, args.length))
     return list(own_texts(model.tokenizer, args.texts, args.length, args.seed))
-
-
-def positive(text: str) -> int:
-    """A count, as an argument."""
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f'"{text}" is no count; write a whole number from 1 on')
-    return int(text)

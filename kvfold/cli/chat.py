@@ -16,7 +16,14 @@ from types import FrameType
 from typing import Any
 
 import kvfold
-from kvfold.cli.options import Subparsers, add_model_options, add_sampling_options, load_model, sampling
+from kvfold.cli.options import (
+    Subparsers,
+    add_model_options,
+    add_sampling_options,
+    load_model,
+    parse_policy,
+    sampling,
+)
 from kvfold.errors import FileError, InputError, KvfoldError
 from kvfold.policy import Policy
 from kvfold.policy.size import bytes_text
@@ -30,6 +37,16 @@ HELP = """\
 /help       this text
 /quit       end; so does Ctrl-D
 Ctrl-C stops a reply."""
+_COMMANDS = HELP.replace("\n", "\n  ")
+_EPILOG = f"""examples:
+  kvfold chat
+  kvfold chat --policy "keydiff + 4x" --model qwen2.5-coder-1.5b --temperature 0.7
+  kvfold chat --prefix rules.kvfold
+  printf 'Hello\\n/stats\\n' | kvfold chat
+
+commands in the chat:
+  {_COMMANDS}
+"""
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -38,8 +55,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "chat",
         help="chat with a model in constant KV-cache memory",
         description="Chat with a model; piped lines are answered one by one, without a prompt sign.",
-        epilog=f"commands in the chat:\n{HELP}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_EPILOG,
     )
     start = parser.add_mutually_exclusive_group()
     start.add_argument("--policy", default=DEFAULT_POLICY, help="default: %(default)s")
@@ -56,8 +72,10 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Chat until the input ends. An error ends a piped chat; on a terminal it is printed and the chat continues."""
-    policy = Policy.parse(args.policy)
-    chat = Chat(load_model(args), policy, sampling(args), args.prefix)
+    policy, options = parse_policy(args.policy), sampling(args)
+    if args.prefix is not None and not args.prefix.is_file():
+        raise FileError(f"--prefix: there is no file {args.prefix}; write one with kvfold fit-prompt")
+    chat = Chat(load_model(args), policy, options, args.prefix)
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         with suppress(ImportError):

@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from rich.markup import escape
+from rich.text import Text
 
 import kvfold
 from kvfold.cli import show
 from kvfold.cli.answers import Answer, Asking, answer_all
-from kvfold.cli.options import Subparsers, add_model_options, load_model
+from kvfold.cli.options import Subparsers, add_json_option, add_model_options, load_model
 from kvfold.cli.run import answer_json
 from kvfold.policy import Policy
 from kvfold.policy.size import bytes_text
@@ -53,31 +53,40 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "demo",
         help="compare policies on a document and two questions",
-        description="Ask a short handbook two questions, with the full cache and with compressed ones.",
+        description="Ask a short handbook two questions, with the full cache and with compressed ones. The right "
+        "answers are known, so each answer is marked; the policies that lose a fact are part of it.",
+        epilog="examples:\n  kvfold demo\n  kvfold demo --model qwen2.5-coder-1.5b --device cuda\n  kvfold demo --json",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json_option(parser)
     add_model_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run every case and sum up."""
+    """Run every case, each with a row of the table as soon as it is done, and sum up."""
     model = load_model(args)
-    if not args.json:
-        print(f"{model.name} reads a handbook and answers:", *EXPECTED, sep="\n  ", end="\n\n", flush=True)
-    results = {case: _answers(model, case) for case in CASES}
     if args.json:
-        rows = [answer for answers in results.values() for answer in answers]
+        rows = [answer for case in CASES for answer in _answers(model, case)]
         show.print_json([answer_json(answer) | {"is_right": is_right(answer)} for answer in rows])
-    else:
-        _print(results)
+        return 0
+    print(f"{model.name} reads a handbook and answers:", *EXPECTED, sep="\n  ", end="\n\n", flush=True)
+    numbers, widths = (
+        ("slots/tokens", "resident", "ratio", "prefill s"),
+        {"policy": max(len(case.title) for case in CASES)},
+    )
+    table = show.Table("policy", "answers", numbers=numbers, widths=widths)
+    results = {}
+    for case in CASES:
+        results[case] = _answers(model, case)
+        table.add(*_cells(case, results[case]))
+    print(f"\n{summary(results)}")
     return 0
 
 
 def _answers(model: kvfold.Model, case: Case) -> list[Answer]:
     one_sentence = {"max_new_tokens": 16, "stop": (".", "\n")}
     asking = Asking(list(EXPECTED), case.question_known, one_sentence)
-    return answer_all(model, Policy.parse(case.policy), kvfold.example_text(), asking)
+    return list(answer_all(model, Policy.parse(case.policy), kvfold.example_text(), asking))
 
 
 def is_right(answer: Answer) -> bool:
@@ -85,25 +94,21 @@ def is_right(answer: Answer) -> bool:
     return EXPECTED[answer.question] in answer.reply.text
 
 
-def _print(results: dict[Case, list[Answer]]) -> None:
-    table = show.new_table("policy", "answers", numbers=("slots/tokens", "resident", "ratio", "prefill s"))
-    for case, answers in results.items():
-        sizes = answers[0].sizes
-        table.add_row(
-            escape(case.title),
-            "\n".join(map(_marked, answers)),
-            f"{sizes.mean_slots:.0f}/{sizes.logical_len}",
-            bytes_text(sizes.resident_bytes),
-            f"{sizes.ratio:.2f}x",
-            f"{sum(answer.sizes.prefill_s for answer in answers if answer.is_first):.1f}",
-        )
-    show.console().print(table)
-    print(f"\n{summary(results)}")
+def _cells(case: Case, answers: list[Answer]) -> tuple[str | Text, ...]:
+    sizes = answers[0].sizes
+    return (
+        case.title,
+        Text("\n").join(map(_marked, answers)),
+        f"{sizes.mean_slots:.0f}/{sizes.logical_len}",
+        bytes_text(sizes.resident_bytes),
+        f"{sizes.ratio:.2f}x",
+        f"{sum(answer.sizes.prefill_s for answer in answers if answer.is_first):.1f}",
+    )
 
 
-def _marked(answer: Answer) -> str:
-    verdict = "[green]right[/green]" if is_right(answer) else "[red]wrong[/red]"
-    return f"{verdict}: {escape(answer.reply.text.strip())}"
+def _marked(answer: Answer) -> Text:
+    verdict = ("right", "green") if is_right(answer) else ("wrong", "red")
+    return Text.assemble(verdict, f": {answer.reply.text.strip()}")
 
 
 def summary(results: dict[Case, list[Answer]]) -> str:

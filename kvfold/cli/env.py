@@ -10,8 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from kvfold import __version__
 from kvfold.cli import show
-from kvfold.cli.options import Subparsers
-from kvfold.models.pull.home import home_folder
+from kvfold.cli.options import Subparsers, add_json_option
+from kvfold.models.pull.home import HOME_HELP, home_folder
 from kvfold.plugins import VARIABLE
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "triton", "numpy", "starlette", "redis", "vllm")
@@ -19,14 +19,22 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "triton", "nu
 
 def add_parser(subparsers: Subparsers) -> None:
     """Add the command to the subcommands of `kvfold`."""
-    parser = subparsers.add_parser("env", help="print versions and devices, for bug reports")
-    parser.add_argument("--json", action="store_true", help="print JSON for machines")
+    parser = subparsers.add_parser(
+        "env",
+        help="print versions and devices, for bug reports",
+        description="Print the versions of kvfold and of the packages it uses, the commit, devices and folders.",
+        epilog=f"examples:\n  kvfold env\n  kvfold env --json\n\n{HOME_HELP}",
+    )
+    add_json_option(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print what a bug report needs; nothing of it is secret but the name of the home folder."""
-    found = {"kvfold": __version__, "python": platform.python_version(), "platform": platform.platform()}
+    from kvfold.bench.environment import commit  # here: other commands come without torch
+
+    found = {"kvfold": __version__, "commit": commit()}
+    found |= {"python": platform.python_version(), "platform": platform.platform()}
     found |= {name: _version(name) for name in _PACKAGES} | _devices()
     found |= {"KVFOLD_HOME": str(home_folder()), VARIABLE: os.environ.get(VARIABLE) or "not set"}
     if args.json:

@@ -13,10 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import kvfold
 from kvfold.cli import show
-from kvfold.cli.options import Subparsers, add_model_options, load_model
-from kvfold.cli.run import read_document
-from kvfold.errors import FileError, InputError
-from kvfold.policy import Policy
+from kvfold.cli.options import (
+    Subparsers,
+    add_json_option,
+    add_model_options,
+    check_out,
+    load_model,
+    nonempty,
+    parse_policy,
+    positive,
+    read_document,
+)
+from kvfold.errors import InputError
 from kvfold.policy.size import bytes_text
 
 if TYPE_CHECKING:
@@ -37,7 +45,6 @@ def add_parser(subparsers: Subparsers) -> None:
         help="compress a system prompt once, for many sessions",
         description="Compress a system prompt, write it as a session file, and measure the loss.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("file", metavar="FILE", help="the prompt, UTF-8 text; - is stdin")
     parser.add_argument("--out", required=True, type=Path, metavar="SESSION", help="session file to write")
@@ -45,11 +52,17 @@ def add_parser(subparsers: Subparsers) -> None:
         "--ratio", type=float, default=20.0, metavar="R", help="compression ratio in slots (default: 20)"
     )
     parser.add_argument("--policy", default=DEFAULT_POLICY, help="without a size (default: %(default)s)")
-    parser.add_argument("--ask", action="append", metavar="QUESTION", help="question to measure on; may be repeated")
     parser.add_argument(
-        "--answer-tokens", type=int, default=48, metavar="N", help="tokens of each reference answer (default: 48)"
+        "--ask",
+        action="append",
+        type=nonempty,
+        metavar="QUESTION",
+        help="question to measure on; may be repeated (default: four general ones)",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--answer-tokens", type=positive, default=48, metavar="N", help="tokens of each reference answer (default: 48)"
+    )
+    add_json_option(parser)
     add_model_options(parser)
     parser.set_defaults(run=run)
 
@@ -58,11 +71,8 @@ def run(args: argparse.Namespace) -> int:
     """Fit, save, measure, tell."""
     if not args.ratio > 1:
         raise InputError(f"--ratio {args.ratio:g} compresses nothing; give a number above 1")
-    if args.answer_tokens < 1:
-        raise InputError(f"--answer-tokens is {args.answer_tokens}; give 1 or more")
-    if not args.out.parent.is_dir():
-        raise FileError(f"the folder {args.out.parent} does not exist; name one that does")
-    policy, text = Policy.parse(f"{args.policy} + {args.ratio:g}x"), read_document(args.file)
+    check_out(args.out)
+    policy, text = parse_policy(f"{args.policy} + {args.ratio:g}x"), read_document(args.file)
     model = load_model(args)
     from kvfold.bench.self_study import QUESTIONS, study
 
@@ -71,7 +81,8 @@ def run(args: argparse.Namespace) -> int:
         fitted.save(args.out)
         with kvfold.Session(model) as full:
             _read(full, text)
-            studied = study(full, fitted, args.ask or QUESTIONS, args.answer_tokens)
+            with show.waiting("measure the loss"):
+                studied = study(full, fitted, args.ask or QUESTIONS, args.answer_tokens)
         report = _report(args.out, fitted, studied)
     if args.json:
         show.print_json(report)
@@ -81,7 +92,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read(session: kvfold.Session, text: str) -> None:
-    with show.prefill_bar(session.policy.short, len(session.model.tokenizer(text)["input_ids"])) as progress:
+    num_tokens = len(session.model.tokenizer(text)["input_ids"])
+    with show.bar(f"prefill, {session.policy.short}", num_tokens, "tokens") as progress:
         if session.template is None:
             session.extend(text, progress=progress)
         else:
@@ -127,7 +139,7 @@ def _print(report: dict[str, Any]) -> None:
         f"along {report['reference_tokens']} tokens of the full cache's answers: same next token "
         f"{report['agreement']:.0%}, KL {report['kl_nats']:.3f} nats\n"
     )
-    table = show.new_table("question", numbers=("same next token", "KL nats"))
+    table = show.Table("question", numbers=("same next token", "KL nats"))
     for row in report["questions"]:
-        table.add_row(row["question"], f"{row['agreement']:.0%}", f"{row['kl_nats']:.3f}")
-    show.console().print(table, markup=False)
+        table.add(row["question"], f"{row['agreement']:.0%}", f"{row['kl_nats']:.3f}")
+    table.print()

@@ -25,6 +25,7 @@ from kvfold.cli import (
     cache,
     calibrate,
     chat,
+    completion,
     demo,
     env,
     fit_prompt,
@@ -37,12 +38,15 @@ from kvfold.cli import (
     serve,
     train_scorer,
 )
+from kvfold.cli.options import Parser
 from kvfold.errors import KvfoldError, KvfoldWarning, OutOfPages
+from kvfold.models.pull.home import HOME_HELP
 from kvfold.plugins import VARIABLE
 
 _FITTING = (fit_prompt, train_scorer, profile, calibrate)
-COMMANDS = (run, chat, serve, cache, demo, bench, report, models, policies, new, *_FITTING, env)
-_EPILOG = """examples:
+COMMANDS = (run, chat, serve, cache, demo, bench, report, models, policies, new, *_FITTING, env, completion)
+_ADVICE = "raise {}, use a policy that keeps less, or shorten the text"
+_EPILOG = f"""examples:
   kvfold demo                                      KV cache compression on a small model, in minutes on any CPU
   kvfold run --context notes.txt --ask "Who wrote this?" --policy "keydiff + 4x" --compare full,int4
   kvfold chat --policy "streaming + 1024tok + slot"
@@ -52,18 +56,17 @@ _EPILOG = """examples:
   kvfold bench                                     compare policies at equal bytes, with a table and a report
   kvfold models pull smollm2-135m
 
-Models are kept under KVFOLD_HOME (default: the cache folder of the user).
+Output: tables on a terminal; in a pipe one row per line with a tab between columns; JSON with --json. Progress and
+errors go to stderr. Exit codes: 0 done, 1 out of KV-cache memory or damage found, 2 bad input, 130 Ctrl-C.
+
+{HOME_HELP}
 """
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The whole command line."""
-    parser = argparse.ArgumentParser(
-        "kvfold",
-        description="KV cache compression and prefix caching for language models.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    description = "KV cache compression and prefix caching for language models."
+    parser = Parser("kvfold", description=description, epilog=_EPILOG)
     parser.add_argument("--version", action="version", version=f"kvfold {__version__}")
     parser.add_argument(
         "--import",
@@ -73,7 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="MODULE",
         help="a module or .py file that registers terms or workloads; may be repeated (also: KVFOLD_IMPORT=A,B)",
     )
-    parser.set_defaults(run=None)
+    parser.set_defaults(run=None, parser=parser)  # the whole command line, for completion
     subparsers = parser.add_subparsers(metavar="COMMAND")
     for command in COMMANDS:
         command.add_parser(subparsers)
@@ -84,11 +87,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     _never_fail_to_encode()
     parser = build_parser()
-    args = parser.parse_args(argv)
-    if args.run is None:
-        parser.print_help()
-        return 0
+    args = argparse.Namespace()
     try:
+        args = parser.parse_args(argv)
+        if args.run is None:
+            parser.print_help()
+            return 0
         with _plain_warnings():
             if args.imports:  # by the environment, so that processes which a command starts import them, too
                 os.environ[VARIABLE] = ",".join(filter(None, (os.environ.get(VARIABLE), *args.imports)))
@@ -96,7 +100,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # here, where a closed pipe can still be handled
         return code
     except KvfoldError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        advice = _ADVICE.format("--arena" if getattr(args, "run", None) is bench.run else "--memory")
+        text = str(error).replace(OutOfPages.ADVICE, advice)
+        print(f"error: {' '.join(text.split())}", file=sys.stderr)
         return 1 if isinstance(error, OutOfPages) else 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

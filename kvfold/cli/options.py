@@ -1,4 +1,4 @@
-"""Options that several commands share: model, device, KV-cache memory, sampling.
+"""Options that several commands share, and their checks, which all come before a model is loaded.
 
 No command imports torch before its arguments are parsed, so that --help is fast.
 """
@@ -6,17 +6,172 @@ No command imports torch before its arguments are parsed, so that --help is fast
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any, TypeAlias
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
 
 import kvfold
+from kvfold.cli import show
 from kvfold.engine.speculate import MOST_DRAFTED
+from kvfold.errors import FileError, InputError, KvfoldError, PolicyError
 from kvfold.models.pull.catalogue import DEFAULT_MODEL, DTYPE_NAMES
+from kvfold.models.pull.pull import resolve
+from kvfold.policy import Policy
+from kvfold.policy.size import parse_bytes
+from kvfold.text_io import decode_text, read_text_file
 
 if TYPE_CHECKING:
     from kvfold.core import Compile
 
 _COMPILE: dict[str, Compile] = {"auto": "auto", "now": True, "never": False}
-Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+_Value = TypeVar("_Value")
+Subparsers: TypeAlias = "argparse._SubParsersAction[Parser]"
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Wraps paragraphs, and keeps those with indented lines, such as examples, as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        blocks = text.strip("\n").split("\n\n")
+        return "\n\n".join(block if "\n  " in block else textwrap.fill(block, width) for block in blocks)
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors are one line."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"formatter_class": HelpFormatter, **kwargs})
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}; see {self.prog} --help\n")
+
+
+# Values
+
+
+def checked(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:
+    """`parse` as the type of an argument: its own sentence becomes the error, behind the name of the argument."""
+
+    def convert(text: str) -> _Value:
+        try:
+            return parse(text)
+        except KvfoldError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
+
+
+size_bytes = checked(parse_bytes)
+
+
+@checked
+def count(text: str) -> int:
+    """A whole number from 0 on."""
+    if not text.isascii() or not text.isdigit():
+        raise InputError(f'"{text}" is no count; write a whole number from 0 on')
+    return int(text)
+
+
+@checked
+def positive(text: str) -> int:
+    """A whole number from 1 on."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise InputError(f'"{text}" is no count; write a whole number from 1 on')
+    return int(text)
+
+
+@checked
+def seed(text: str) -> int:
+    """What `torch.Generator.manual_seed` takes."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 1 << 64
+    if not -(1 << 63) <= number < 1 << 64:
+        raise InputError(f'"{text}" is no seed; write a whole number below 2^64')
+    return number
+
+
+@checked
+def nonempty(text: str) -> str:
+    if not text.strip():
+        raise InputError("the text is empty; write something between the quotes")
+    return text
+
+
+@checked
+def _device(text: str) -> str:
+    if text == "auto":
+        return text
+    import torch  # here: a command line without a device is read without it
+
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        raise InputError(f'no device "{text}"; write auto, cpu, cuda or cuda:1') from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(f'"{text}" is not here: torch sees {torch.cuda.device_count()} CUDA devices; use auto or cpu')
+    return text
+
+
+@checked
+def _memory(text: str) -> int:
+    from kvfold.pages.arena import SUPERBLOCK_BYTES  # here: a command line without a size is read without torch
+
+    num_bytes = parse_bytes(text)
+    if num_bytes < SUPERBLOCK_BYTES:
+        raise InputError(f"{text} is too little for any KV cache; give {SUPERBLOCK_BYTES >> 10}KiB or more")
+    return num_bytes
+
+
+def parse_policy(text: str, option: str = "--policy") -> Policy:
+    """PolicyError names the option."""
+    try:
+        return Policy.parse(text)
+    except PolicyError as error:
+        raise PolicyError(f"{option}: {error}") from None
+
+
+@checked
+def split_policies(text: str) -> list[str]:
+    """Split at commas outside parentheses: `full, snapkv(8, 5) + 2x` are two policies."""
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character == "(") - (character == ")")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    if not text.strip():
+        return []
+    if not all(map(str.strip, parts)):
+        raise InputError(f'"{text}" has a comma without a policy beside it; write for example "full, int4"')
+    return [part.strip() for part in parts]
+
+
+# Files
+
+
+def read_document(name: str) -> str:
+    """A file's text, or stdin's for `-`."""
+    if name != "-":
+        return read_text_file(Path(name))
+    if sys.stdin.isatty():
+        print("reading the text from this terminal; Ctrl-D ends it", file=sys.stderr)
+    return decode_text(sys.stdin.buffer.read(), "stdin")
+
+
+def check_out(path: Path) -> None:
+    """FileError if a file cannot be written there, as far as can be told beforehand."""
+    if path.is_dir():
+        raise FileError(f"{path} is a folder; name a file")
+    if not path.parent.is_dir():
+        raise FileError(f"the folder {path.parent} does not exist; name one that does")
+
+
+# Options
 
 
 def add_secret_option(parser: argparse._ActionsContainer) -> None:
@@ -29,17 +184,26 @@ def add_secret_option(parser: argparse._ActionsContainer) -> None:
     )
 
 
+def add_json_option(parser: argparse.ArgumentParser, default: Any = False) -> None:
+    parser.add_argument("--json", action="store_true", default=default, help="print JSON on stdout, for machines")
+
+
 def add_model_options(parser: argparse.ArgumentParser, *, memory: str = "--memory") -> None:
     """`--model`, `--device`, `--dtype`, `--memory` (or another name for it), `--compile`."""
     group = parser.add_argument_group("model")
-    group.add_argument("--model", default=DEFAULT_MODEL, help="catalogue name, folder or hub id (default: %(default)s)")
+    group.add_argument(
+        "--model", default=DEFAULT_MODEL, help="name (see kvfold models), folder or hub id (default: %(default)s)"
+    )
     group.add_argument("--device", default="auto", type=_device, help="auto, cpu, cuda, cuda:1 (default: %(default)s)")
-    group.add_argument("--dtype", default="auto", choices=DTYPE_NAMES, help=f"one of {', '.join(DTYPE_NAMES)}")
+    group.add_argument(
+        "--dtype", default="auto", choices=DTYPE_NAMES, help="of weights and KV cache (default: %(default)s)"
+    )
     group.add_argument(
         memory,
         dest="memory",
+        type=_memory,
         metavar="SIZE",
-        help="KV-cache memory, e.g. 512MB; default: half the machine's, or 70 %% of the GPU's free memory",
+        help="KV-cache memory, e.g. 512MB (default: half the machine's, or 70 %% of the GPU's free memory)",
     )
     group.add_argument(
         "--compile",
@@ -54,26 +218,30 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_new_tokens: int) -
     group = parser.add_argument_group("sampling")
     group.add_argument(
         "--max-new-tokens",
-        type=int,
+        type=positive,
         default=max_new_tokens,
         metavar="N",
         help="maximum tokens of a reply (default: %(default)s)",
     )
     group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy, the default")
-    group.add_argument("--top-k", type=int, default=0, metavar="K", help="sample from the K most likely tokens; 0: all")
+    group.add_argument(
+        "--top-k", type=count, default=0, metavar="K", help="sample from the K most likely tokens; 0: all"
+    )
     group.add_argument(
         "--top-p",
         type=float,
         default=1.0,
         metavar="P",
-        help="nucleus sampling: the most likely tokens of total probability P",
+        help="nucleus sampling: the most likely tokens of total probability P (default: %(default)s)",
     )
-    group.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop string; may be repeated")
+    group.add_argument("--seed", type=seed, default=0, metavar="N", help="seed of sampling (default: %(default)s)")
+    group.add_argument(
+        "--stop", action="append", type=nonempty, default=[], metavar="TEXT", help="stop string; may be repeated"
+    )
     group.add_argument(
         "--speculate",
         nargs="?",
-        type=int,
+        type=positive,
         const=True,
         default=False,
         metavar="N",
@@ -82,27 +250,18 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_new_tokens: int) -
     )
 
 
-def load_model(args: argparse.Namespace) -> kvfold.Model:
-    """The model the options name; a pull shows its progress on stderr."""
-    how = _COMPILE[args.compile]
-    return kvfold.load(args.model, dtype=args.dtype, device=args.device, memory=args.memory, compile=how)
-
-
 def sampling(args: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments for `Session.generate` and `Session.ask`."""
+    """Keyword arguments for `Session.generate` and `Session.ask`, checked."""
+    from kvfold.engine.sampling import Sampling  # here: help comes without torch
+
+    Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop", "speculate")
     return {name: getattr(args, name) for name in names}
 
 
-def _device(text: str) -> str:
-    if text == "auto":
-        return text
-    import torch  # here: a command line without a device is read without it
-
-    try:
-        device = torch.device(text)
-    except RuntimeError:
-        raise argparse.ArgumentTypeError(f'no device "{text}"; write auto, cpu, cuda or cuda:1') from None
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise argparse.ArgumentTypeError(f'"{text}" is not here: torch sees {torch.cuda.device_count()} CUDA devices')
-    return text
+def load_model(args: argparse.Namespace) -> kvfold.Model:
+    """The model the options name; a pull and the load show their progress on stderr."""
+    resolve(args.model)
+    how = _COMPILE[args.compile]
+    with show.waiting(f"load {args.model}"):
+        return kvfold.load(args.model, dtype=args.dtype, device=args.device, memory=args.memory, compile=how)

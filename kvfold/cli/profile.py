@@ -58,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.by == "keys" and args.loss is not None:
         raise InputError("--loss is a share of attention; leave it out with --by keys")
+    if args.loss is not None and not 0 <= args.loss < 1:
+        raise InputError(f"--loss is {args.loss:g}; the loss is a share of a head's attention, from 0 to below 1")
     with reading(args) as (model, texts, report):
         if args.by == "keys":
             measured = measure_layers(model, texts, report)
@@ -72,8 +74,8 @@ def _tell(args: argparse.Namespace, measured: HeadProfile) -> None:
     if args.json:
         show.print_json({"file": str(args.out), "digest": measured.digest, **vars(measured)})
         return
-    table = show.new_table(numbers=("layer", "least", "mean", "most"))
+    table = show.Table(numbers=("layer", "least", "mean", "most"))
     for place, layer in enumerate(measured.needs):
-        table.add_row(str(place), *(f"{100 * need:.1f} %" for need in (min(layer), statistics.mean(layer), max(layer))))
-    show.console().print(table)
+        table.add(str(place), *(f"{100 * need:.1f} %" for need in (min(layer), statistics.mean(layer), max(layer))))
+    table.print()
     print(f"\n{args.out}: shares of slots that heads of {measured.model} need, on {measured.measured}")

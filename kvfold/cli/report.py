@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from kvfold.cli.options import Subparsers, check_out
 from kvfold.policy.size import bytes_text
 
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+_EPILOG = """examples:
+  kvfold report runs/smollm2-135m-quick-1a2b3c4d
+  kvfold report runs/first runs/second --out both.html
+"""
 
 
 def add_parser(subparsers: Subparsers) -> None:
     """Add the command to the subcommands of `kvfold`."""
-    parser = subparsers.add_parser("report", help="write an HTML report of benchmark runs")
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder that kvfold bench wrote")
-    parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="default: %(default)s")
+    parser = subparsers.add_parser(
+        "report",
+        help="write an HTML report of benchmark runs",
+        description="Write one HTML file with tables and charts of one or more runs of kvfold bench.",
+        epilog=_EPILOG,
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="DIR", help="folder that kvfold bench wrote")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("report.html"),
+        metavar="FILE",
+        help="HTML file to write (default: %(default)s)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -24,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
     """Write the report and print its path."""
     from kvfold.bench.report import write_report  # here: help comes without it
 
+    check_out(args.out)
     write_report(args.runs, args.out)
     print(f"{args.out}, {bytes_text(args.out.stat().st_size)}")
     return 0

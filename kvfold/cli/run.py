@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
 from typing import Any
-
-from rich.markup import escape
-from rich.table import Table
 
 import kvfold
 from kvfold.cli import show
 from kvfold.cli.answers import Answer, Asking, answer_all
-from kvfold.cli.options import Subparsers, add_model_options, add_sampling_options, load_model, sampling
-from kvfold.errors import InputError
-from kvfold.policy import Policy
+from kvfold.cli.options import (
+    Subparsers,
+    add_json_option,
+    add_model_options,
+    add_sampling_options,
+    load_model,
+    nonempty,
+    parse_policy,
+    read_document,
+    sampling,
+    split_policies,
+)
 from kvfold.policy.size import bytes_text
 
+_NUMBERS = ("slots/tokens", "resident", "ratio", "read/step", "prefill s", "ms/token")
 _EPILOG = """examples:
   kvfold run --context notes.txt --ask "Who wrote this?" --policy "keydiff + 4x"
   kvfold run --context notes.txt --ask "Who?" --ask "When?" --policy int4 --compare "full, keydiff + 2x + int4"
   kvfold run --context - --ask "What is the code?" --policy "snapkv + ada + 8x" --question-known < notes.txt
+
+Answers are printed as they are generated, then a table: slots per head of tokens read, resident bytes of the KV cache,
+its ratio to an ordinary bf16 cache, bytes read per decode step, and times. With --compare each answer is a row of it.
 """
 
 
@@ -32,62 +40,81 @@ def add_parser(subparsers: Subparsers) -> None:
         help="ask questions about a document under a policy",
         description="Prefill a document, compress its KV cache by the policy, and answer questions over it.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--policy", default="full", help='e.g. "keydiff + 4x" (default: full); see kvfold policies')
-    parser.add_argument("--compare", default="", metavar="POLICIES", help="more policies, separated by commas")
-    parser.add_argument("--context", required=True, metavar="FILE", help="the document; - is stdin")
-    parser.add_argument("--ask", required=True, action="append", metavar="QUESTION", help="question; may be repeated")
+    parser.add_argument("--context", required=True, metavar="FILE", help="the document, UTF-8 text; - is stdin")
+    parser.add_argument(
+        "--ask", required=True, action="append", type=nonempty, metavar="QUESTION", help="question; may be repeated"
+    )
+    parser.add_argument(
+        "--policy", default="full", help='e.g. "keydiff + 4x" (default: full); kvfold policies lists the terms'
+    )
+    parser.add_argument(
+        "--compare", default=[], type=split_policies, metavar="POLICIES", help="more policies, separated by commas"
+    )
     parser.add_argument(
         "--question-known",
         action="store_true",
         help="question-aware: compress document and question together, once per question (default: question-agnostic)",
     )
     parser.add_argument("--show-kept", action="store_true", help="draw which positions each layer kept")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json_option(parser)
     add_sampling_options(parser, max_new_tokens=64)
     add_model_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer every question under every policy; policies are checked before the model is loaded."""
-    policies = [Policy.parse(text) for text in (args.policy, *split_policies(args.compare))]
-    document = read_document(args.context)
+    """Answer every question under every policy; arguments and document are checked before the model is loaded."""
+    policies = [parse_policy(args.policy), *(parse_policy(text, "--compare") for text in args.compare)]
+    document, options = read_document(args.context), sampling(args)
     model = load_model(args)
+    is_comparison = bool(args.compare)
+    stream = None if args.json or is_comparison else _Stream()
+    asking = Asking(args.ask, args.question_known, options, args.show_kept, stream)
+    texts = ("policy", "ask", "answer") if is_comparison else ("policy", "ask")
+    widths = {"policy": max(len(policy.short) for policy in policies), "ask": 3}
+    table = show.Table(*texts, numbers=_NUMBERS, widths=widths if is_comparison and not args.json else None)
     if not args.json:
         _print_questions(args)
-    asking = Asking(args.ask, args.question_known, sampling(args), with_positions=args.show_kept)
-    answers = [answer for policy in policies for answer in answer_all(model, policy, document, asking)]
+    answers = []
+    for policy in policies:
+        for number, answer in enumerate(answer_all(model, policy, document, asking), 1):
+            answers.append(answer)
+            if stream is not None:
+                stream.end_answer()
+            cells = (policy.short, str(number), answer.reply.text.strip())
+            table.add(*cells[: len(texts)], *_numbers(answer))
     if args.json:
         show.print_json(_as_json(args, model, answers))
-    else:
-        _print(args, answers)
+        return 0
+    if not is_comparison:
+        print()
+        table.print()
+    _print_remarks(answers)
     return 0
 
 
-def split_policies(text: str) -> list[str]:
-    """Split at commas outside parentheses: `full, snapkv(8, 5) + 2x` are two policies."""
-    parts, depth = [""], 0
-    for character in text:
-        depth += (character == "(") - (character == ")")
-        if character == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return [part.strip() for part in parts] if text.strip() else []
+class _Stream:
+    """Prints answers as they are generated, each behind its number, without blanks around it."""
 
+    def __init__(self) -> None:
+        self._number = 1
+        self._is_begun = False
+        self._blanks = ""  # printed once something follows
 
-def read_document(name: str) -> str:
-    """A file's text, or stdin's for `-`."""
-    try:
-        return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(
-            f"the context {name} cannot be read ({error.strerror}); name a text file, or - for stdin"
-        ) from None
-    except UnicodeDecodeError:
-        raise InputError(f"the context {name} is not UTF-8 text; convert it first") from None
+    def __call__(self, piece: str) -> None:
+        text = self._blanks + piece
+        if not self._is_begun:
+            text = text.lstrip()
+        shown = text.rstrip()
+        self._blanks = text[len(shown) :]
+        if shown:
+            print("" if self._is_begun else f"{self._number}. ", shown, sep="", end="", flush=True)
+            self._is_begun = True
+
+    def end_answer(self) -> None:
+        print("" if self._is_begun else f"{self._number}.", flush=True)
+        self._number, self._is_begun, self._blanks = self._number + 1, False, ""
 
 
 def _print_questions(args: argparse.Namespace) -> None:
@@ -98,17 +125,15 @@ def _print_questions(args: argparse.Namespace) -> None:
     print(flush=True)
 
 
-def _print(args: argparse.Namespace, answers: list[Answer]) -> None:
-    console, is_comparison = show.console(), bool(args.compare)
-    if not is_comparison:
-        for number, answer in enumerate(answers, 1):
-            console.print(f"{number}. {answer.reply.text.strip()}", markup=False)
-        console.print()
-    console.print(_table(answers, len(args.ask), is_comparison))
+def _print_remarks(answers: list[Answer]) -> None:
     setup_s = sum(answer.reply.stats.setup_s for answer in answers)
     if setup_s:
-        console.print(f"CUDA graph capture and compilation took {setup_s:.1f} s, not counted in ms/token")
-    _print_kept(answers)
+        print(f"CUDA graph capture and compilation took {setup_s:.1f} s, not counted in ms/token")
+    for answer in answers:
+        if answer.is_first and answer.positions is not None:
+            asked = f" (asked: {answer.question})" if answer.question_known else ""
+            print(f"\n{answer.policy.short}{asked}: kept positions 0 to {answer.sizes.logical_len - 1}, slots per head")
+            print("\n".join(show.kept_lines(answer.positions, answer.sizes.logical_len)))
 
 
 def mode_text(question_known: bool, num_questions: int) -> str:
@@ -117,15 +142,6 @@ def mode_text(question_known: bool, num_questions: int) -> str:
         return "question known: document and question are compressed together, once per question"
     times = "one question" if num_questions == 1 else f"{num_questions} questions"
     return f"question unknown: the document is compressed once, without the question, then asked {times}"
-
-
-def _table(answers: list[Answer], num_questions: int, is_comparison: bool) -> Table:
-    texts = ("policy", "ask", "answer") if is_comparison else ("policy", "ask")
-    table = show.new_table(*texts, numbers=("slots/tokens", "resident", "ratio", "read/step", "prefill s", "ms/token"))
-    for index, answer in enumerate(answers):  # policy by policy, all questions each
-        cells = [answer.policy.short, str(index % num_questions + 1), answer.reply.text.strip()]
-        table.add_row(*map(escape, cells[: len(texts)]), *_numbers(answer))
-    return table
 
 
 def _numbers(answer: Answer) -> list[str]:
@@ -138,14 +154,6 @@ def _numbers(answer: Answer) -> list[str]:
         f"{sizes.prefill_s:.1f}" if answer.is_first else "shared",
         f"{answer.reply.decode_ms:.{0 if answer.reply.decode_ms >= 20 else 1}f}",
     ]
-
-
-def _print_kept(answers: list[Answer]) -> None:
-    for answer in answers:
-        if answer.is_first and answer.positions is not None:
-            asked = f" (asked: {answer.question})" if answer.question_known else ""
-            print(f"\n{answer.policy.short}{asked}: kept positions 0 to {answer.sizes.logical_len - 1}, slots per head")
-            print("\n".join(show.kept_lines(answer.positions, answer.sizes.logical_len)))
 
 
 def _as_json(args: argparse.Namespace, model: kvfold.Model, answers: list[Answer]) -> dict[str, Any]:

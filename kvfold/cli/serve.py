@@ -10,13 +10,30 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvfold.cli.options import Subparsers, add_model_options, add_secret_option, load_model
+from kvfold.cli.options import (
+    Subparsers,
+    add_model_options,
+    add_secret_option,
+    count,
+    load_model,
+    nonempty,
+    parse_policy,
+    size_bytes,
+)
 from kvfold.errors import InputError, KvfoldWarning, MissingExtra
 from kvfold.policy import Policy
 
 if TYPE_CHECKING:
     from kvfold.serve.settings import Settings
 
+_EPILOG = """examples:
+  kvfold serve --policy "keydiff + 4x"
+  kvfold serve --model qwen2.5-coder-1.5b --disk prefixes --disk-size 20GB --alias gpt-4o
+  kvfold serve --host 0.0.0.0 --keys keys.txt --log json
+
+Clients use http://HOST:PORT (Anthropic) or http://HOST:PORT/v1 (OpenAI) as their base URL; / is a dashboard, /metrics
+is for Prometheus. Ctrl-C ends the server.
+"""
 _NO_SECRET = (
     "anyone who can write to this Redis server can forge KV caches: sign entries with --store-secret FILE, the "
     "same for all servers that share it"
@@ -29,11 +46,21 @@ def add_parser(subparsers: Subparsers) -> None:
         "serve",
         help="serve a model over HTTP",
         description="Serve a model to Anthropic and OpenAI clients, with continuous batching and a prefix cache.",
+        epilog=_EPILOG,
     )
-    parser.add_argument("--policy", default="full", help="default: %(default)s")
+    parser.add_argument(
+        "--policy", default="full", help="of all requests (default: %(default)s); kvfold policies lists the terms"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to bind (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8080, help="default: %(default)s")
-    parser.add_argument("--alias", action="append", default=[], metavar="NAME", help="another name for the model")
+    parser.add_argument("--port", type=count, default=8080, help="0 takes any free one (default: %(default)s)")
+    parser.add_argument(
+        "--alias",
+        action="append",
+        type=nonempty,
+        default=[],
+        metavar="NAME",
+        help="another name for the model, e.g. the one your app asks for; may be repeated",
+    )
     parser.add_argument("--keys", metavar="FILE", help="API keys, a key and its tenant per line; default: none")
     parser.add_argument("--log", choices=("text", "json"), default="text", help="log format on stderr (%(default)s)")
     parser.add_argument("--otel", metavar="URL", help="OpenTelemetry collector for traces, e.g. http://localhost:4318")
@@ -46,11 +73,19 @@ def add_parser(subparsers: Subparsers) -> None:
 def _add_cache_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prefix cache")
     group.add_argument(
-        "--host-memory", default="4GB", metavar="SIZE", help="size of the host-memory tier; default: %(default)s"
+        "--host-memory",
+        default="4GB",
+        type=size_bytes,
+        metavar="SIZE",
+        help="size of the host-memory tier; default: %(default)s",
     )
     group.add_argument("--disk", metavar="DIR", help="folder of the disk tier, which persists across restarts")
     group.add_argument(
-        "--disk-size", default="20GB", metavar="SIZE", help="size of the disk tier; default: %(default)s"
+        "--disk-size",
+        default="20GB",
+        type=size_bytes,
+        metavar="SIZE",
+        help="size of the disk tier; default: %(default)s",
     )
     group.add_argument("--redis", metavar="URL", help="Redis tier shared by several servers, e.g. redis://host:6379/0")
     group.add_argument(
@@ -62,7 +97,7 @@ def _add_cache_options(parser: argparse.ArgumentParser) -> None:
     )
     add_secret_option(group)
     group.add_argument(
-        "--cache-min-tokens", type=int, metavar="N", help="minimum cacheable prefix; default: by model name"
+        "--cache-min-tokens", type=count, metavar="N", help="minimum cacheable prefix; default: by model name"
     )
     group.add_argument(
         "--price", type=float, nargs=2, metavar=("IN", "OUT"), help="dollars per million input and output tokens"
@@ -84,6 +119,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--max-body",
+        type=size_bytes,
         metavar="SIZE",
         help="maximum request body; default: 32 bytes per token of the context window, plus 64 KiB",
     )
@@ -112,11 +148,11 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Load, and serve until Ctrl-C."""
-    policy = Policy.parse(args.policy)
+    policy = parse_policy(args.policy)
     if not 0 <= args.port < 1 << 16:
         raise InputError(f"port {args.port} does not exist; give 0 (any free one) to 65535")
     try:
-        from kvfold.serve.server import end_process, open_store, serve, service_of
+        from kvfold.serve.server import check_address, end_process, open_store, serve, service_of
     except ModuleNotFoundError as error:
         raise MissingExtra(f"the server needs {error.name}; run: pip install 'kvfold[serve]'") from error
     from kvfold.serve.ops.request_log import log_to_stderr
@@ -126,15 +162,16 @@ def run(args: argparse.Namespace) -> int:
 
     check_served_form(args.store_form)
     settings, secret = make_settings(args), read_secret(args.store_secret)
+    check_address(args.host, args.port)
     if args.redis is not None and not secret:
         warnings.warn(_NO_SECRET, KvfoldWarning, stacklevel=1)
     with trace_exporter(args.otel) as on_done:
-        model, size = load_model(args), _bytes
+        model = load_model(args)
         store = open_store(
             model,
-            host_bytes=size(args.host_memory),
+            host_bytes=args.host_memory,
             disk=args.disk,
-            disk_bytes=size(args.disk_size),
+            disk_bytes=args.disk_size,
             redis=args.redis,
             form=args.store_form,
             secret=secret,
@@ -157,7 +194,7 @@ def make_settings(args: argparse.Namespace) -> Settings:
     return Settings(
         names=names,
         limits=Limits(
-            body_bytes=None if args.max_body is None else _bytes(args.max_body),
+            body_bytes=args.max_body,
             output_tokens=args.max_output,
             per_tenant=args.max_per_tenant,
             running=args.max_running,
@@ -180,12 +217,6 @@ def served_name(model: str) -> str:
     """The model name clients use: of a folder its own name, without the path."""
     folder = Path(model).expanduser()
     return folder.resolve().name if folder.is_dir() else model
-
-
-def _bytes(text: str) -> int:
-    from kvfold.models.loader import parse_bytes
-
-    return parse_bytes(text)
 
 
 def _say(args: argparse.Namespace, policy: Policy, port: int) -> None:

@@ -1,57 +1,114 @@
-"""Output helpers: tables and progress bars on a terminal, plain text in a pipe, JSON."""
+"""Output helpers: tables and progress bars on a terminal, tab-separated rows and plain lines in a pipe, JSON.
+
+What is asked for goes to stdout, progress to stderr.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Table as RichTable
+from rich.text import Text
 
-PIPED_WIDTH = 140  # without a terminal there is no width to fit
+from kvfold.models.pull.progress import repeated_line
+
 MAX_BINS = 64
+_NUMBER_WIDTH = 8
 _SHADES = " ▁▂▃▄▅▆▇█"
-
-
-def console() -> Console:
-    """A console on the current stdout."""
-    return Console(width=None if sys.stdout.isatty() else PIPED_WIDTH, highlight=False)
 
 
 def print_json(content: object) -> None:
     print(json.dumps(content, indent=2, ensure_ascii=False))
 
 
-def new_table(*headings: str, numbers: Sequence[str] = ()) -> Table:
-    """An empty table; `numbers` are the headings of further columns, set to the right."""
-    table = Table(*headings, box=box.SIMPLE_HEAD if sys.stdout.isatty() else None, pad_edge=False)
-    for heading in numbers:
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table
+class Table:
+    """Rows under headings; `numbers` are the headings of further columns, set to the right.
+
+    In a pipe: a line of headings, then a line for each row, a tab between cells; lines of a cell are joined by " | ".
+    With `widths` of text columns a row is printed as it is added; a text without a width has the rest of the line.
+    """
+
+    def __init__(self, *texts: str, numbers: Sequence[str] = (), widths: Mapping[str, int] | None = None) -> None:
+        self.headings = (*texts, *numbers)
+        self.numbers = numbers
+        self.widths = widths
+        self._rows: list[tuple[str | Text, ...]] = []
+
+    def add(self, *cells: str | Text) -> None:
+        self._rows.append(cells)
+        if self.widths is not None:
+            self._print([cells], with_headings=len(self._rows) == 1)
+
+    def print(self) -> None:
+        """The whole table."""
+        self._print(self._rows, with_headings=True)
+
+    def _print(self, rows: Sequence[tuple[str | Text, ...]], with_headings: bool) -> None:
+        if sys.stdout.isatty():
+            Console(highlight=False).print(self._rich(rows, with_headings))
+            return
+        for cells in ([self.headings] if with_headings else []) + list(rows):
+            print("\t".join(map(_plain, cells)), flush=True)
+
+    def _rich(self, rows: Sequence[tuple[str | Text, ...]], with_headings: bool) -> RichTable:
+        is_row_by_row = self.widths is not None
+        style = None if is_row_by_row else box.SIMPLE_HEAD
+        table = RichTable(box=style, pad_edge=False, show_header=with_headings, expand=is_row_by_row)
+        for heading in self.headings:
+            is_number = heading in self.numbers
+            width = None
+            if self.widths is not None:
+                width = max(len(heading), _NUMBER_WIDTH) if is_number else self.widths.get(heading)
+            table.add_column(
+                heading,
+                width=width,
+                ratio=1 if is_row_by_row and width is None else None,
+                justify="right" if is_number else "left",
+                no_wrap=is_number or heading == self.headings[0],
+            )
+        for cells in rows:
+            table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
+        return table
+
+
+def _plain(cell: str | Text) -> str:
+    return " | ".join(" ".join(line.split()) for line in str(cell).strip().splitlines())
 
 
 @contextmanager
-def prefill_bar(label: str, num_tokens: int) -> Iterator[Callable[[int], None] | None]:
-    """A bar over the tokens of a prompt."""
-    with bar(f"prefill, {label}", num_tokens) as advance:
-        yield advance
-
-
-@contextmanager
-def bar(label: str, total: int) -> Iterator[Callable[[int], None] | None]:
-    """A transient progress bar; None where stderr is no terminal."""
+def bar(label: str, total: int, unit: str = "") -> Iterator[Callable[[int], None]]:
+    """Yields a callable that takes how much was done: a transient bar, or a line every few seconds in a pipe."""
     if not sys.stderr.isatty():
-        yield None
+        done = 0
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+
+        with repeated_line(lambda: f"{label}: {done}/{total} {unit}".rstrip()):
+            yield advance
         return
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    bars = Progress(*columns, console=Console(file=sys.stderr), transient=True, redirect_stdout=False)
-    with bars:
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True, redirect_stdout=False) as bars:
         task = bars.add_task(label, total=total)
-        yield lambda done: bars.advance(task, done)
+        yield lambda count: bars.advance(task, count)
+
+
+@contextmanager
+def waiting(label: str) -> Iterator[None]:
+    """While something of unknown length runs: a transient spinner, or a line every few seconds in a pipe."""
+    if sys.stderr.isatty():
+        with Console(file=sys.stderr, highlight=False).status(label):
+            yield
+    else:
+        with repeated_line(lambda: label):
+            yield
 
 
 def kept_lines(positions: list[list[list[int]]], num_tokens: int) -> list[str]:

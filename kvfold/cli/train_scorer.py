@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from kvfold.cli import show
-from kvfold.cli.calibration_data import add_reading_parser, positive, reading
-from kvfold.cli.options import Subparsers
+from kvfold.cli.calibration_data import add_reading_parser, reading
+from kvfold.cli.options import Subparsers, positive
 from kvfold.policy.size import bytes_text
 
 if TYPE_CHECKING:
@@ -52,7 +52,9 @@ def run(args: argparse.Namespace) -> int:
     from kvfold.score.shared.predictor import save_predictor  # here and below: help comes without torch
     from kvfold.train.fit import TrainingConfig
     from kvfold.train.scorer import train_scorer
+    from kvfold.train.traces import teacher_policy
 
+    teacher_policy(args.teacher)
     config = TrainingConfig(steps=args.steps, hidden=args.hidden, seed=args.seed)
     with reading(args) as (model, texts, report):
         trained = train_scorer(model, texts, config, report, teacher=args.teacher)
@@ -67,11 +69,11 @@ def _tell(args: argparse.Namespace, model: kvfold.Model, trained: Trained) -> No
         found = {"file": str(args.out), "bytes": num_bytes, "weights": trained.predictor.weights}
         show.print_json(found | {"layers": [asdict(row) for row in rows]})
         return
-    table = show.new_table(numbers=("layer", "R²", "rank correlation"))
+    table = show.Table(numbers=("layer", "R²", "rank correlation"))
     for row in rows:
-        table.add_row(str(row.layer), f"{row.explained:.2f}", f"{row.rank:.2f}")
+        table.add(str(row.layer), f"{row.explained:.2f}", f"{row.rank:.2f}")
     count = len(rows)
     means = sum(row.explained for row in rows) / count, sum(row.rank for row in rows) / count
-    table.add_row("mean", *(f"{mean:.2f}" for mean in means))
-    show.console().print(table)
+    table.add("mean", *(f"{mean:.2f}" for mean in means))
+    table.print()
     print(f"\n{args.out}, {bytes_text(num_bytes)}, for {model.name}; measured on held-out texts")

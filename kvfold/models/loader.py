@@ -6,7 +6,6 @@ without bf16 instructions emulate it at 1/50 of the speed, so there the weights 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from kvfold.models.pull.pull import resolve
 from kvfold.models.repeat_prompt import set_tokenizer
 from kvfold.models.spec import read_spec
 from kvfold.pages.arena import Arena
-from kvfold.policy.size import BYTE_UNITS
+from kvfold.policy.size import parse_bytes
 
 DTYPES: dict[str, torch.dtype | None] = {name: getattr(torch, name, None) for name in DTYPE_NAMES}
 
@@ -129,12 +128,17 @@ def _loading(name: str, source: str) -> Iterator[None]:
     hf_logging.disable_progress_bar()
     try:
         yield
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f'model "{name}" could not be loaded from {source}: {reason}') from error
+    except Exception as error:  # tokenizers raises nothing more special
+        raise ModelError(f'model "{name}" could not be loaded from {source}: {_sentence(error)}') from error
     finally:
         if bars:
             hf_logging.enable_progress_bar()
+
+
+def _sentence(error: Exception) -> str:
+    """The whole message in one line; of a KeyError, whose message is a bare key, also that."""
+    text = " ".join(str(error).split())
+    return text if text and not isinstance(error, KeyError) else f"{type(error).__name__} {text}".strip()
 
 
 def _dtypes(dtype: str | torch.dtype, device: torch.device) -> tuple[torch.dtype, torch.dtype]:
@@ -155,13 +159,3 @@ def _cpu_has_bf16() -> bool:
     """Whether the CPU has bf16 instructions; oneDNN also says yes to AVX-512 without them, and emulates."""
     is_bare = torch.cpu._is_avx512_supported() and not torch.cpu._is_avx512_bf16_supported()
     return torch.ops.mkldnn._is_mkldnn_bf16_supported() and (not is_bare or torch.cpu._is_amx_tile_supported())
-
-
-def parse_bytes(text: str | int) -> int:
-    """4096, "4GB", "512 MiB"."""
-    if isinstance(text, int):
-        return text
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)?\s*", text)
-    if match is None or (match[2] or "B") not in BYTE_UNITS:
-        raise InputError(f'"{text}" is no amount of memory; write for example 4GB or 512MiB')
-    return int(float(match[1]) * BYTE_UNITS[match[2] or "B"])

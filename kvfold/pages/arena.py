@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kvfold.errors import InputError, OutOfPages
 from kvfold.pages.layout import PageClass
+from kvfold.policy.size import bytes_text
 
 SUPERBLOCK_BYTES = 64 * 1024
 _Value = TypeVar("_Value")
@@ -80,9 +81,9 @@ class Arena:
                 for taken in spans:
                     self.free(taken)
                 raise OutOfPages(
-                    f"the arena of {self.capacity_bytes} bytes has {self.free_bytes} free, but "
-                    f"{page_class.span_bytes(num_pages)} are needed; free a session, choose a smaller policy size, "
-                    "or load the model with more memory"
+                    f"the arena (KV-cache memory) of {bytes_text(self.capacity_bytes)} has "
+                    f"{bytes_text(self.free_bytes)} free, but {bytes_text(page_class.span_bytes(num_pages))} are "
+                    f"needed; {OutOfPages.ADVICE}"
                 )
             spans.append(span)
             missing -= span.num_pages

@@ -8,12 +8,13 @@ the committed length; absolute ones (`2048tok`, `512MB`) are bounds, which decod
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from kvfold.errors import PolicyError, SizeError
+from kvfold.errors import InputError, PolicyError, SizeError
 
 BYTE_UNITS = {
     "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -29,6 +30,16 @@ def bytes_text(number: float) -> str:
             return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
         number /= 1000
     return f"{number:.1f} GB"
+
+
+def parse_bytes(text: str | int) -> int:
+    """4096, "4GB", "512 MiB"."""
+    if isinstance(text, int):
+        return text
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)?\s*", text)
+    if match is None or (match[2] or "B") not in BYTE_UNITS:
+        raise InputError(f'"{text}" is no amount of memory; write for example 4GB or 512MiB')
+    return int(float(match[1]) * BYTE_UNITS[match[2] or "B"])
 
 
 @dataclass(frozen=True)

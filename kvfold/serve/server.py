@@ -138,14 +138,22 @@ def service_of(model: Model, policy: str | Policy, settings: Settings, store: Pr
         store.close()
 
 
+def check_address(host: str, port: int) -> None:
+    """InputError if no server can listen there now."""
+    _listen(host, port).close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), backlog=BACKLOG)
+    except OSError as error:
+        raise InputError(f"cannot listen at {host}:{port} ({error.strerror}); choose another --port") from error
+
+
 def serve(service: Service, host: str, port: int, started: Callable[[int], None], on_done: OnDone) -> int:
     """Serve until interrupted; `started` is called with the port once requests are accepted, `on_done` with the trace
     of each finished request. Returns the exit code: 1 if the scheduler failed."""
-    try:
-        listening = socket.create_server((host, port), backlog=BACKLOG)
-    except OSError as error:
-        raise InputError(f"cannot listen at {host}:{port} ({error.strerror}); choose another --port") from error
-    with listening:
+    with _listen(host, port) as listening:
         server = Server(service, on_done, lambda: started(listening.getsockname()[1]))
         server.end_on_signals()
         server.run(sockets=[listening])

@@ -47,14 +47,19 @@ class _TracedPass(PrefillPass):
             self.examples[layer] = _examples(build_view(sequence, layer, new, teacher.needs), teacher)
 
 
+def teacher_policy(teacher: str) -> Policy:
+    """A policy with this score; InputError if the score does not replay the prompt."""
+    policy = Policy.parse(f"{teacher} + 2x")
+    if policy.prefill.score.needs.replay is None:
+        raise InputError(f'"{teacher}" does not read a text twice, so it needs no prediction; use kvzip or kvzip_plus')
+    return policy
+
+
 def trace(runner: Runner, ids: Sequence[int], teacher: str) -> dict[int, Examples]:
     """Prefill and replay a text; by layer, the features and teacher scores of all its tokens but the sinks."""
     if len(ids) < MIN_LEN:
         raise InputError(f"a text of {len(ids)} tokens teaches nothing; give texts of at least {MIN_LEN}")
-    policy = Policy.parse(f"{teacher} + 2x")
-    if policy.prefill.score.needs.replay is None:
-        raise InputError(f'"{teacher}" does not read a text twice, so it needs no prediction; use kvzip or kvzip_plus')
-    sequence = runner.new_sequence(policy)
+    sequence = runner.new_sequence(teacher_policy(teacher))
     try:
         with torch.inference_mode():
             current = _TracedPass.begin([sequence], [len(ids)])

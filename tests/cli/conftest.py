@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,6 +29,13 @@ class Done(NamedTuple):
 Call = Callable[..., Done]
 
 
+class Terminal(io.StringIO):
+    """Somebody types, or watches."""
+
+    def isatty(self) -> bool:
+        return True
+
+
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama of three layers, which never ends by itself, as a checkpoint folder."""
@@ -42,6 +51,17 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "document.txt"
     path.write_text(" ".join(f"line {number} tells of the sea." for number in range(24)), encoding="utf-8")
     return path
+
+
+def without_progress(err: str) -> str:
+    """What a process said on stderr beside lines of progress, which a busy machine makes it print."""
+    return re.sub(r"^(load|prefill|answer|fetch)\b.* s\n", "", err, flags=re.MULTILINE)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine takes longer than users see it; no line of progress comes between."""
+    monkeypatch.setattr("kvfold.models.pull.progress.LINE_EVERY_S", 600.0)
 
 
 @pytest.fixture

@@ -68,7 +68,7 @@ def test_list_names_every_workload_and_what_lacks_a_file(call: Call) -> None:
         (("--lengths", "long"), '"long" is no length'),
         (("--workloads", "nothing"), 'no workload "nothing"'),
         (("--data", "rag"), "is no option of a workload"),
-        (("--samples", "-1"), "no number of samples"),
+        (("--samples", "-1"), "is no count"),
         (("--shard", "4/4"), "shard 4/4 does not exist"),
         (("--find-sizes", "2/2"), "shard 2/2 does not exist"),
         (("--shard", "0/2", "--find-sizes", "0/2"), "not allowed with argument --shard"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +19,7 @@ from kvfold.store.entry.signing import VARIABLE, signer_of
 from kvfold.store.tiers.disk import DiskTier
 from kvfold.store.tiers.eviction import Lease
 from kvfold.store.tiers.redis import RedisTier
-from tests.cli.conftest import Call
+from tests.cli.conftest import Call, Terminal
 from tests.store.common import BINDING, CHUNK, entry_files, make_entry, make_key
 from tests.store.servers import RedisServer
 
@@ -98,15 +100,26 @@ def test_signed_entries_are_verified_with_their_secret(
 
 
 def test_entries_are_cleared(call: Call, disk: Path) -> None:
-    assert read(call("cache", "clear", "--disk", disk, "--scope", "none", "--json"))["deleted"] == 0
-    assert read(call("cache", "clear", "--disk", disk, "--expired", "--json"))["deleted"] == 1
-    assert "2 entries deleted" in call("cache", "clear", "--disk", disk, "--scope", BINDING.scope[:4]).out
+    assert read(call("cache", "clear", "--disk", disk, "--scope", "none", "--yes", "--json"))["deleted"] == 0
+    assert read(call("cache", "clear", "--disk", disk, "--expired", "--yes", "--json"))["deleted"] == 1
+    assert "2 entries deleted" in call("cache", "clear", "--disk", disk, "--scope", BINDING.scope[:4], "--yes").out
     assert entry_files(disk) == []
+
+
+def test_clear_asks_first(call: Call, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+    done = call("cache", "clear", "--disk", disk)
+    assert (done.code, done.err.count("\n")) == (2, 1) and "no terminal to ask on; add --yes" in done.err
+    for answer, code, num_left in (("\n", 2, 3), ("no\n", 2, 3), ("", 2, 3), ("y\n", 0, 0)):
+        monkeypatch.setattr(sys, "stdin", Terminal(answer))
+        done = call("cache", "clear", "--disk", disk)
+        assert (done.code, len(entry_files(disk))) == (code, num_left)
+        assert done.err.startswith("delete 3 entries, ") and "? [y/N] " in done.err
 
 
 def test_a_folder_that_is_in_use_is_not_changed(call: Call, disk: Path) -> None:
     tier = DiskTier(disk, 1 << 20)
-    for words in (("clear",), ("verify", "--quarantine")):
+    for words in (("clear", "--yes"), ("verify", "--quarantine")):
         done = call("cache", *words, "--disk", disk)
         assert (done.code, "in use by another store" in done.err) == (2, True)
     assert len(entry_files(disk)) == 3
@@ -120,7 +133,7 @@ def test_redis_and_a_folder_are_shown_together(call: Call, disk: Path, redis_ser
     assert [row["place"] for row in read(call("cache", "ls", *both, "--json"))] == ["disk"] * 3 + ["redis"]
     assert read(call("cache", "verify", *both, "--json"))["checked"] == 4
     assert [one["place"] for one in read(call("cache", "stats", *both, "--json"))["scopes"]] == ["disk", "redis"]
-    assert read(call("cache", "clear", "--redis", redis_server.url, "--json"))["deleted"] == 1
+    assert read(call("cache", "clear", "--redis", redis_server.url, "--yes", "--json"))["deleted"] == 1
     assert len(entry_files(disk)) == 3
     tier.close()
 

@@ -37,4 +37,4 @@ def test_bad_input_is_one_line(call: Call, folder: Path, document: Path, tmp_pat
     long = call("calibrate", "--model", folder, "--text", document, "--length", 5000, *out)
     assert (long.code, long.err.count("\n")) == (2, 1) and "0 pieces of 5000" in long.err
     lost = call("calibrate", "--model", folder, "--text", document, *SMALL, "--out", tmp_path / "no" / "where")
-    assert lost.code == 2 and "cannot be written" in lost.err
+    assert lost.code == 2 and "does not exist" in lost.err

@@ -68,8 +68,8 @@ def test_a_random_model_is_shown_to_fail(call: Call, folder: Path) -> None:
     done = call("demo", "--model", folder)
     assert done.code == 0
     assert done.err.startswith("warning: the sequence passes 1024 positions") and done.err.count("\n") == 1
-    assert done.out.count("wrong: ") == 2 * len(CASES)
-    assert "right: " not in done.out
+    assert done.out.count("wrong:") == 2 * len(CASES)
+    assert "right:" not in done.out
     assert done.out.rstrip().splitlines()[-1].startswith("No policy answered both questions")
 
 

@@ -66,7 +66,7 @@ def test_a_chat_begins_with_the_prefix_and_keeps_the_talk(
     [
         (("--ratio", 1), "compresses nothing"),
         (("--ratio", "nan"), "compresses nothing"),
-        (("--answer-tokens", 0), "give 1 or more"),
+        (("--answer-tokens", 0), "is no count"),
         (("--policy", "full"), "keeps everything"),
         (("--ratio", 500), "the smallest possible"),
     ],

@@ -12,7 +12,7 @@ import pytest
 
 import kvfold
 from kvfold.cli.main import COMMANDS, build_parser, main
-from tests.cli.conftest import Call, Start
+from tests.cli.conftest import Call, Start, without_progress
 
 NAMES = [command.__name__.rpartition(".")[2].replace("_", "-") for command in COMMANDS]
 
@@ -48,9 +48,7 @@ def test_options_have_help() -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize(
-    "arguments", [("fly",), ("run",), ("run", "--context", "x", "--ask", "y", "--dtype", "int3")]
-)
+@pytest.mark.parametrize("arguments", [("fly",), ("run",), ("run", "--context", "x", "--ask", "y", "--dtype", "int3")])
 def test_a_bad_command_line_exits_with_2(call: Call, arguments: tuple[str, ...]) -> None:
     done = call(*arguments)
     assert done.code == 2
@@ -62,9 +60,11 @@ def test_ctrl_c_is_one_line_and_130(start: Start, folder: Path, document: Path) 
     process = start("run", "--model", folder, "--context", document, "--ask", "x", "--max-new-tokens", 10**6)
     assert process.stdout is not None
     assert process.stdout.readline().startswith("question unknown")  # printed when the work starts
+    assert (process.stdout.readline(), process.stdout.readline()) == ("1. x\n", "\n")
+    assert process.stdout.read(3) == "1. "  # the answer comes while it is generated
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=120)
-    assert (process.returncode, err) == (130, "interrupted\n")
+    assert (process.returncode, without_progress(err)) == (130, "interrupted\n")
 
 
 @pytest.mark.parametrize("arguments", [("policies",), ("policies", "--json"), ("policies", "int4", "--json")])

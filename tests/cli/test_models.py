@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvfold.cli import models
+from kvfold.cli.options import Parser
 from kvfold.errors import ModelError
 from kvfold.models.pull.catalogue import CATALOGUE
 from tests.models.packages import NAME, tiny_entry, tiny_source
@@ -33,7 +33,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def kvfold(*arguments: str) -> int:
-    parser = argparse.ArgumentParser("kvfold")
+    parser = Parser("kvfold")
     models.add_parser(parser.add_subparsers())
     args = parser.parse_args(arguments)
     return int(args.run(args))
@@ -43,17 +43,23 @@ def test_the_table_has_a_row_per_model(home: Path, capsys: pytest.CaptureFixture
     assert kvfold("models") == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["name", *CATALOGUE]
-    assert lines[1].split()[-4:] == ["Apache-2.0", "135M", "8,192", "-"]
-    assert lines[2].split()[-3:] == ["1.5B", "32,768", "-"]
+    assert lines[1].split("\t")[2:] == ["Apache-2.0", "135M", "8,192", "-"]
+    assert lines[2].split("\t")[3:] == ["1.5B", "32,768", "-"]
+    kvfold("models", "list")
+    assert capsys.readouterr().out.splitlines() == lines
 
 
 def test_pull_prints_the_folder_and_the_list_its_size(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert kvfold("models", "pull", NAME) == 0
     assert capsys.readouterr().out == f"{home / 'models' / NAME}\n"
-    kvfold("models", "--json")
+    (home / "models" / ".stories15m.partial").mkdir()
+    (home / "models" / ".stories15m.partial" / "part-01").write_bytes(b"x" * 1500)
+    kvfold("models", "list", "--json")
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows[NAME]["disk_bytes"] > 0
-    assert rows["stories15m"]["disk_bytes"] is None
+    assert (rows["stories15m"]["disk_bytes"], rows["stories15m"]["partial_bytes"]) == (None, 1500)
+    kvfold("models")
+    assert "\t1.5 kB partial\n" in capsys.readouterr().out
 
 
 def test_verify_tells_the_source(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from typing import Any
 
 import pytest
 
+from kvfold.cli.options import Parser
 from kvfold.cli.policies import add_parser
 from kvfold.errors import PolicyError
 from kvfold.policy import Policy
@@ -16,7 +16,7 @@ from kvfold.policy.registry import terms
 
 
 def _run(*words: str) -> int:
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     add_parser(parser.add_subparsers())
     args = parser.parse_args(["policies", *words])
     code: int = args.run(args)
@@ -30,13 +30,12 @@ def _json(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
 
 def test_lists_every_term_under_its_axis(capsys: pytest.CaptureFixture[str]) -> None:
     assert _run() == 0
-    out = capsys.readouterr().out
-    lines = [line.split()[0] for line in out.splitlines() if line.strip()]
-    for term in terms():
-        assert term.name in lines or f"{term.name}*" in lines
-        assert term.axis in lines
-    assert "full*" in lines
-    assert "12.5%mem" in out
+    heading, *lines = capsys.readouterr().out.splitlines()
+    assert heading.split("\t") == ["axis", "term", "arguments", "cost", "paper", "what it does"]
+    listed = [tuple(line.split("\t")[:2]) for line in lines]
+    assert [(axis, name.rstrip("*")) for axis, name in listed[:-1]] == [(term.axis, term.name) for term in terms()]
+    assert ("score", "full*") in listed
+    assert listed[-1][0] == "size" and "12.5%mem" in listed[-1][1]
 
 
 def test_lists_for_machines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,4 +74,4 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
         server.send_signal(signal.SIGINT)
         _, errors = server.communicate(timeout=60)
     assert server.returncode in (0, 130), errors
-    assert json.loads(errors.splitlines()[0])["path"] == "/health"
+    assert json.loads(next(line for line in errors.splitlines() if line.startswith("{")))["path"] == "/health"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
-from kvfold.cli.show import MAX_BINS, kept_lines
+from kvfold.cli.show import MAX_BINS, Table, bar, kept_lines, waiting
+from kvfold.models.pull.progress import repeated_line
 from kvfold.policy.size import bytes_text
+from tests.cli.conftest import Terminal
 
 
 @pytest.mark.parametrize(
@@ -34,3 +38,45 @@ def test_a_single_slot_among_many_is_seen() -> None:
     assert len(picture) == MAX_BINS
     assert picture.strip() == "▁"
     assert picture.index("▁") == MAX_BINS // 2
+
+
+def test_a_table_in_a_pipe_is_a_line_per_row(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table("policy", "answer", numbers=("ratio",))
+    table.add("int4 [4]", "one\n  two \nthree  ", "2.94x")
+    table.print()
+    assert capsys.readouterr().out == "policy\tanswer\tratio\nint4 [4]\tone | two | three\t2.94x\n"
+
+
+def test_rows_with_known_widths_are_printed_as_they_come(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = Table("policy", "answer", numbers=("ratio",), widths={"policy": 10})
+    table.add("int4", "yes", "2.94x")
+    assert capsys.readouterr().out == "policy\tanswer\tratio\nint4\tyes\t2.94x\n"
+    table.add("full", "no", "1.00x")
+    assert capsys.readouterr().out == "full\tno\t1.00x\n"
+    monkeypatch.setattr("sys.stdout", screen := Terminal())
+    monkeypatch.setenv("COLUMNS", "60")
+    table = Table("policy", "answer", numbers=("ratio",), widths={"policy": 10})
+    for number in range(2):
+        table.add("int4", "a long answer that goes on " * number, "2.94x")
+    lines = [line for line in screen.getvalue().splitlines() if "2.94x" in line]
+    assert len({line.index("2.94x") for line in lines}) == 1 and len(lines) == 2
+
+
+def test_long_work_in_a_pipe_tells_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    told = threading.Event()
+    lines = []
+
+    def text() -> str:
+        lines.append(f"prefill: {len(lines)}/9 tokens")
+        if len(lines) > 2:
+            told.set()
+        return lines[-1]
+
+    with repeated_line(text, 0.001):
+        assert told.wait(60)
+    assert capsys.readouterr().err.startswith("prefill: 0/9 tokens, 0 s\nprefill: 1/9 tokens, 0 s\n")
+    with bar("prefill", 9, "tokens") as advance, waiting("load"):
+        advance(1)
+    assert capsys.readouterr().err == ""  # over within seconds

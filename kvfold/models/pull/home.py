@@ -18,6 +18,11 @@ from filelock import FileLock, Timeout
 from kvfold.errors import ModelError
 from kvfold.models.pull.progress import Report
 
+HOME_HELP = (
+    "Models are kept under KVFOLD_HOME (default: ~/.cache/kvfold, or kvfold under XDG_CACHE_HOME; macOS: "
+    "~/Library/Caches/kvfold; Windows: kvfold under LOCALAPPDATA)."
+)
+
 
 def home_folder() -> Path:
     """KVFOLD_HOME, or kvfold in the platform's cache folder."""

@@ -1,4 +1,4 @@
-"""Progress of downloads and conversions: rich bars on a terminal, one plain line per stage elsewhere, or nothing.
+"""Progress of downloads and conversions: rich bars on a terminal, plain lines elsewhere, or nothing.
 
 Work reports through one callable, `report(label, done, total)`: a stage begins when its label first comes and ends when
 `done` reaches `total`; `total` is None while it is unknown. Callers may pass a callable of their own.
@@ -7,6 +7,8 @@ Work reports through one callable, `report(label, done, total)`: a stage begins 
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -14,19 +16,40 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 Report = Callable[[str, int, "int | None"], None]
+LINE_EVERY_S = 5.0  # of long work, where there is no terminal
 
 
 def silent(label: str, done: int, total: int | None) -> None:
     """Show nothing."""
 
 
+@contextmanager
+def repeated_line(text: Callable[[], str], every_s: float | None = None) -> Iterator[None]:
+    """Print `text()` and the seconds so far on stderr, again and again; nothing if it is over before the first."""
+    began, is_over, every_s = time.monotonic(), threading.Event(), every_s or LINE_EVERY_S
+
+    def tell() -> None:
+        while not is_over.wait(every_s):
+            print(f"{text()}, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
 class PlainProgress:
-    """One line per stage, for logs and pipes."""
+    """One line per stage, for logs and pipes; `text` is how far the current one is."""
 
     def __init__(self) -> None:
+        self.text = "start"
         self._seen: set[str] = set()
 
     def __call__(self, label: str, done: int, total: int | None) -> None:
+        self.text = f"{label}: {done / total:.0%}" if total else label
         if label not in self._seen:
             self._seen.add(label)
             print(label, file=sys.stderr, flush=True)
@@ -61,7 +84,9 @@ def reporting(progress: bool | Report) -> Iterator[Report]:
     elif not progress:
         yield silent
     elif not sys.stderr.isatty():
-        yield PlainProgress()
+        plain = PlainProgress()
+        with repeated_line(lambda: plain.text):
+            yield plain
     else:
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
         # The console is bound to today's stderr, and rich must not wrap it: libraries are muted by redirecting it.

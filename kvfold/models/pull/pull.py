@@ -25,7 +25,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z")
 
 @dataclass(frozen=True)
 class ModelRow:
-    """What `kvfold models` prints of one model; the last two are None until it is pulled."""
+    """What `kvfold models` prints of one model; `disk_bytes` and `source` are None until it is pulled."""
 
     name: str
     description: str
@@ -34,6 +34,7 @@ class ModelRow:
     context_len: int
     disk_bytes: int | None
     source: str | None
+    partial_bytes: int = 0  # of an interrupted pull
 
 
 def pull(name: str, *, home: Path | None = None, progress: bool | Report = True) -> Path:
@@ -80,7 +81,7 @@ def remove(name: str, *, home: Path | None = None) -> int:
     if not folders:
         raise ModelError(f"{name} is not on this machine; kvfold models lists what is")
     with locked(name, home, silent):
-        num_bytes = sum(file.stat().st_size for folder in folders for file in folder.rglob("*") if file.is_file())
+        num_bytes = sum(map(_folder_bytes, folders))
         for folder in folders:
             shutil.rmtree(folder)
     return num_bytes
@@ -94,16 +95,24 @@ def _checkpoint(folder: Path) -> Path:
 
 def list_models(*, home: Path | None = None) -> list[ModelRow]:
     """One row per catalogue entry."""
-    return [_row(entry, model_folder(entry.name, home)) for entry in CATALOGUE.values()]
+    return [
+        _row(entry, model_folder(entry.name, home), _folder_bytes(partial_folder(entry.name, home)))
+        for entry in CATALOGUE.values()
+    ]
 
 
-def _row(entry: Entry, folder: Path) -> ModelRow:
+def _row(entry: Entry, folder: Path, partial_bytes: int) -> ModelRow:
     facts = (entry.name, entry.description, entry.licence, entry.num_parameters, entry.context_len)
     pulled = manifest.read(folder) if manifest.is_complete(folder) else None
     if pulled is None:
-        return ModelRow(*facts, disk_bytes=None, source=None)
+        return ModelRow(*facts, disk_bytes=None, source=None, partial_bytes=partial_bytes)
     disk_bytes = sum(file.num_bytes for file in pulled.files.values())
-    return ModelRow(*facts, disk_bytes=disk_bytes, source=f"{pulled.source} ({pulled.weights})")
+    source = f"{pulled.source} ({pulled.weights})"
+    return ModelRow(*facts, disk_bytes=disk_bytes, source=source, partial_bytes=partial_bytes)
+
+
+def _folder_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def _make(entry: Entry, folder: Path, scratch: Path, report: Report) -> None:

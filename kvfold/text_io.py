@@ -1,0 +1,44 @@
+"""Text files of the user: UTF-8, with or without a byte-order mark; anything else is refused with the way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvfold.errors import InputError
+
+_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+
+
+def read_text_file(path: Path) -> str:
+    """The text of a file, its line ends as "\\n"."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"the text {path} cannot be read ({error.strerror}); name a text file") from None
+    return decode_text(content, str(path))
+
+
+def decode_text(content: bytes, name: str) -> str:
+    """The text in `content`, which the user knows as `name`; InputError if there is none."""
+    if content.startswith(_UTF16_MARKS):
+        raise _wrong_encoding(name, "UTF-16")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        if b"\0" in content:
+            raise _binary(name) from None
+        raise _wrong_encoding(name, "WINDOWS-1252") from None
+    if "\0" in text:
+        raise _binary(name)
+    if not text.strip():
+        raise InputError(f"{name} is empty; there is nothing to read")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _binary(name: str) -> InputError:
+    return InputError(f"{name} is a binary file, not text; convert it to UTF-8 text first")
+
+
+def _wrong_encoding(name: str, encoding: str) -> InputError:
+    seems = "is UTF-16" if encoding == "UTF-16" else "is not UTF-8, perhaps Windows-1252 or Latin-1"
+    return InputError(f"{name} {seems}; convert it: iconv -f {encoding} -t UTF-8 {name} > utf8.txt")
