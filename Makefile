@@ -1,4 +1,4 @@
-# make demo | test | test-all | lint | fuzz: on a machine with Python 3.11 or newer (with venv) and nothing else.
+# make demo | test | test-all | lint | docs | fuzz: on a machine with Python 3.11 or newer (with venv) and nothing else.
 # The first call builds .venv from the pinned packages of requirements.txt; later ones start at once.
 
 PYTHON ?= python3
@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 SEED ?= 0
 COUNT ?= 50000
 
-.PHONY: demo test test-all lint fuzz clean
+.PHONY: demo test test-all lint docs fuzz clean
 
 demo: $(READY)
 	@$(BIN)/kvfold demo
@@ -31,6 +31,10 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# The site, into site/; a broken link or anchor fails.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 $(READY): requirements.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("kvfold needs Python 3.11 or newer: make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
@@ -40,4 +44,4 @@ $(READY): requirements.txt pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

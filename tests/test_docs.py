@@ -1,4 +1,4 @@
-"""The README and the pages under docs/ say what the code does: their Python runs, their commands parse."""
+"""The README and the pages under docs/ say what the code does: their Python runs, their commands and policies parse."""
 
 from __future__ import annotations
 
@@ -13,10 +13,16 @@ import pytest
 
 from kvfold.cli.demo import CASES
 from kvfold.cli.main import build_parser
+from kvfold.policy import Policy
 from tests import tiny
+from tests.serve.running import running
 
 ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+DOCS = ROOT / "docs"
+PAGES = (ROOT / "README.md", *sorted(DOCS.rglob("*.md")))
+SERVED = DOCS / "tutorials" / "prompt-caching.md"  # its Python talks to a server
+POLICY_TABLES = {"choosing.md": 15, "migrating-from-kvpress.md": 30}  # pages, and how many policies they have at least
+CHECKPOINTS = ("smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct")
 MAX_README_LINES = 150
 
 
@@ -27,6 +33,10 @@ def _blocks(page: Path, language: str) -> list[str]:
 def _commands(page: Path) -> list[str]:
     lines = [line.removeprefix("$ ") for block in _blocks(page, "(?:sh|text)") for line in block.splitlines()]
     return [line for line in lines if line.startswith(("kvfold ", "make "))]
+
+
+def _name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +52,13 @@ def test_the_python_of_pages_runs(folder: Path, tmp_path: Path) -> None:
     """All blocks of a page are one program. One process runs them all, and keeps what they register."""
     programs = []
     for page in PAGES:
-        if blocks := _blocks(page, "python"):
-            programs.append(tmp_path / f"{'_'.join(page.relative_to(ROOT).with_suffix('').parts)}.py")
-            programs[-1].write_text("\n".join(blocks).replace("smollm2-135m", str(folder)), encoding="utf-8")
+        blocks = _blocks(page, "python")
+        if blocks and page != SERVED:
+            text = "\n".join(blocks)
+            for name in CHECKPOINTS:
+                text = text.replace(name, str(folder))
+            programs.append(tmp_path / f"{_name(page).removesuffix('.md').replace('/', '_')}.py")
+            programs[-1].write_text(text.replace("handbook.kvfold", str(tmp_path / "handbook.kvfold")), encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     run_all = "import runpy, sys; [runpy.run_path(path, run_name='__main__') for path in sys.argv[1:]]"
     command = [sys.executable, "-c", run_all, *map(str, programs)]
@@ -52,19 +66,44 @@ def test_the_python_of_pages_runs(folder: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_tutorial_of_the_server_runs() -> None:
+    """Against a server under the policy and the shortest prefix that the page's own command sets."""
+    (command,) = (line for line in _commands(SERVED) if line.startswith("kvfold serve --model"))
+    options = build_parser().parse_args(shlex.split(command)[1:])
+    model = tiny.ready("llama")
+    with running(model, options.policy, cache_min_tokens=options.cache_min_tokens, point_tokens=512) as server:
+        for block in ["\n".join(_blocks(SERVED, "python"))]:
+            text = block.replace("http://localhost:8080", server.url).replace("smollm2-135m", "tiny")
+            exec(compile(text, str(SERVED), "exec"), {"__name__": "__main__"})
+
+
 def test_there_is_python_on_the_pages_that_promise_it() -> None:
-    assert len(_blocks(ROOT / "docs" / "extending.md", "python")) == 3
-    assert _blocks(ROOT / "README.md", "python")
+    assert len(_blocks(DOCS / "extending.md", "python")) >= 3
+    for page in (ROOT / "README.md", DOCS / "index.md", DOCS / "quickstart.md", *(DOCS / "tutorials").glob("*.md")):
+        assert _blocks(page, "python"), page
 
 
 @pytest.mark.parametrize("command", sorted({command for page in PAGES for command in _commands(page)}))
 def test_a_shown_command_exists(command: str) -> None:
     program, *words = shlex.split(command, comments=True)
     if program == "make":
-        targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
         assert set(words) <= set(targets)
     else:
-        build_parser().parse_args(words)
+        args = build_parser().parse_args(words)
+        for text in (getattr(args, name, None) for name in ("policy", "expression")):
+            assert not text or Policy.parse(text)
+
+
+@pytest.mark.parametrize("page", POLICY_TABLES)
+def test_policies_of_the_tables_parse(page: str) -> None:
+    """Whatever stands in a table as code and has a plus, or is the first code of a policy column, is a policy."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    found = {code for line in text.splitlines() if line.startswith("| ") for code in re.findall(r"`([^`]+ \+ [^`]+)`", line)}
+    found = {code for code in found if not code.startswith(("kvfold ", "--"))}
+    assert len(found) >= POLICY_TABLES[page]
+    for code in found:
+        Policy.parse(code if "profile(" not in code else code.replace('profile(file="heads.json")', "ada"))
 
 
 def test_the_readme_is_short_and_begins_with_a_picture() -> None:
@@ -93,8 +132,8 @@ def test_the_shown_demo_is_the_one_that_runs() -> None:
     assert titles == [case.title for case in CASES]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), target

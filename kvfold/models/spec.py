@@ -17,6 +17,7 @@ from kvfold.models.digest import parameters_digest
 
 _INTERLEAVED = {"cohere", "cohere2", "glm", "glm4", "gptj", "ernie4_5", "helium"}
 _LENGTH_DEPENDENT = {"dynamic", "longrope"}
+_OPENS_CACHE = {"diffllama", "doge", "jetmoe"}  # their layers compute with what the cache returns, before attention
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _OUTPUT_NAMES = ("o_proj", "out_proj", "dense", "wo")
 _LOGIT_CHANGES = ("logit_scale", "logits_scaling", "final_logit_softcapping")
@@ -118,6 +119,8 @@ def _foreign_attention(hf: Any, config: Any) -> Iterator[str]:
         yield "uses ALiBi, a bias on distances that kvfold does not apply; kvfold supports rotary positions"
     if getattr(config, "attn_logit_softcapping", None):
         yield "soft-caps attention logits, which kvfold's attention does not do"
+    if config.model_type in _OPENS_CACHE:
+        yield "changes cached keys or values before it calls its attention function; kvfold hands out none"
     if getattr(config, "use_bidirectional_attention", False):
         yield "attends in both directions; kvfold supports causal models"
     if any(name.rpartition(".")[2] == "sinks" for name, _ in hf.named_parameters()):
