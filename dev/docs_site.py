@@ -1,7 +1,8 @@
 """Hooks of mkdocs.yml: pages that are made while the site is built, so that they cannot be out of date.
 
 - docs/reference/cli.md gets a section for every command, made from its argument parser.
-- docs/changelog.md gets the text of CHANGELOG.md, with links as they are from docs/.
+- docs/changelog.md and docs/contributing.md get the texts of CHANGELOG.md and CONTRIBUTING.md, with links as they are
+  from docs/.
 """
 
 from __future__ import annotations
@@ -13,21 +14,21 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 CLI_MARK = "<!-- commands -->"
-CHANGELOG_MARK = "<!-- changelog -->"
+INCLUDED = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """What mkdocs calls with the text of every page."""
     if page.file.src_uri == "reference/cli.md":
         return markdown.replace(CLI_MARK, cli_sections())
-    if page.file.src_uri == "changelog.md":
-        return markdown.replace(CHANGELOG_MARK, changelog_text())
+    if page.file.src_uri in INCLUDED:
+        return markdown.replace(f"<!-- {page.file.src_uri.removesuffix('.md')} -->", included(page.file.src_uri))
     return markdown
 
 
-def changelog_text() -> str:
-    """CHANGELOG.md without its title."""
-    _, _, text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").partition("\n")
+def included(page: str) -> str:
+    """The file of the root that a page shows, without its title."""
+    _, _, text = (ROOT / INCLUDED[page]).read_text(encoding="utf-8").partition("\n")
     return text.replace("](docs/", "](").strip()
 
 

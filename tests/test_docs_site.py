@@ -61,10 +61,11 @@ def test_every_command_and_option_is_on_the_page() -> None:
     assert "%(default)s" not in page and "==SUPPRESS==" not in page
 
 
-def test_the_changelog_has_links_of_the_site() -> None:
-    text = docs_site.changelog_text()
-    links = [link for link in re.findall(r"\]\(([^)#]+)", text) if not link.startswith("http")]
+@pytest.mark.parametrize("page", docs_site.INCLUDED)
+def test_included_texts_have_links_of_the_site(page: str) -> None:
+    links = [link for link in re.findall(r"\]\(([^)#]+)", docs_site.included(page)) if not link.startswith("http")]
     assert links and all((ROOT / "docs" / link).exists() for link in links)
+    assert f"<!-- {page.removesuffix('.md')} -->" in (ROOT / "docs" / page).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
@@ -87,7 +88,9 @@ def _serve_options(words: list[str]) -> argparse.Namespace:
 
 def test_deployments_start_the_server_with_options_that_exist() -> None:
     docker = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
-    entry, command = (yaml.safe_load(re.findall(rf"^{name} (\[.*\])$", docker, re.MULTILINE)[0]) for name in ("ENTRYPOINT", "CMD"))
+    entry, command = (
+        yaml.safe_load(re.findall(rf"^{name} (\[.*\])$", docker, re.MULTILINE)[0]) for name in ("ENTRYPOINT", "CMD")
+    )
     assert _serve_options(entry + command).host == "0.0.0.0"
     unit = (DEPLOY / "kvfold.service").read_text(encoding="utf-8").replace("\\\n", " ")
     (start,) = re.findall(r"^ExecStart=(.*)$", unit, re.MULTILINE)
