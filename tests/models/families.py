@@ -50,7 +50,7 @@ _SIZES: dict[str, Any] = {
 }  # fmt: skip
 # What a configuration needs to be consistent at this size.
 _OWN: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("mistral", "ministral3", "mixtral", "phi3", "phimoe"), {"sliding_window": None}),
+    **{key: {"sliding_window": None} for key in ("mistral", "ministral3", "mixtral", "phi3", "phimoe")},
     "gemma3n_text": {
         "num_kv_shared_layers": 1,
         "vocab_size_per_layer_input": VOCAB_SIZE,
