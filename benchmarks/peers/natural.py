@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.peers.collect import PEER
 from benchmarks.peers.ours import SIDE
@@ -79,17 +81,22 @@ def _mean(scores: Scores) -> float:
     return float(np.mean([np.mean(each) for each in scores.values()]))
 
 
+@cache
+def _resamples(lens: tuple[int, ...]) -> list[NDArray[np.int64]]:
+    """Prompts drawn for each task, [resamples, prompts]: the same for all policies."""
+    random = np.random.default_rng(0)
+    drawn = [[random.integers(0, length, length) for length in lens] for _ in range(_RESAMPLES)]
+    return [np.stack(each) for each in zip(*drawn, strict=True)]
+
+
 def _point(policy: str, memory: str, rows: list[Row], whole: Scores) -> Point:
     held = float(np.mean([row.resident_bytes / row.full_bytes for row in rows]))
     nominal = float(memory.removesuffix("%")) / 100
     scores = _scores({(row.task, row.index): row for row in rows}, [(row.task, row.index) for row in rows])
     differences = [np.subtract(scores[task], whole[task]) for task in scores]
-    random = np.random.default_rng(0)
-    drawn = [
-        np.mean([each[random.integers(0, len(each), len(each))].mean() for each in differences])
-        for _ in range(_RESAMPLES)
-    ]
-    low, high = np.percentile(drawn, (2.5, 97.5))
+    drawn = zip(differences, _resamples(tuple(map(len, differences))), strict=True)
+    means = np.mean([each[prompts].mean(axis=1) for each, prompts in drawn], axis=0)
+    low, high = np.percentile(means, (2.5, 97.5))
     loss = (_mean(scores) - _mean(whole), float(low), float(high))
     return Point(policy, memory, nominal if policy.startswith("kvpress:") else held, held, _mean(scores), loss)
 
