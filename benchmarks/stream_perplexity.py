@@ -28,7 +28,7 @@ from benchmarks.commands import argument_parser, run_main
 from benchmarks.rows import RESULTS, ROOT, facts, svg_pyplot
 from kvfold.bench.countdown import Countdown
 from kvfold.bench.haystack import read_text
-from kvfold.bench.shard import Shard
+from kvfold.bench.plan import Shard
 from kvfold.bench.stream import DEFAULT_RUNS, RUNS, read_blocks, rotations
 from kvfold.bench.stream_table import Mean, caption, means, read_rows, table, with_table
 from kvfold.errors import InputError

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.bench.batched_eval import BatchedEval, EvalJob, EvalRequest, grouped
+from kvfold.bench.batched_eval import BatchedEval, EvalJob, EvalRequest, fitting_batches, grouped
 from kvfold.bench.diagnostics import KeptSlots, fidelities, kept_masks, kept_slots, step_ms
 from kvfold.bench.fidelity import Fidelity
-from kvfold.bench.memory_batches import fitting_batches
 from kvfold.bench.record import OUT_OF_MEMORY
 from kvfold.bench.size_cache import FULL
 from kvfold.engine.runner import Runner

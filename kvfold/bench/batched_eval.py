@@ -12,9 +12,10 @@ requests at a time: one by one they would launch a thousand times as many kernel
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
@@ -23,6 +24,7 @@ from kvfold.bench.record import TOO_SMALL, Mode
 from kvfold.compression.round import CompressionRound
 from kvfold.engine.runner import Runner
 from kvfold.errors import SizeError
+from kvfold.pages.arena import Arena
 from kvfold.pages.sequence import SequenceCache
 from kvfold.passes.captured.step import layout_of
 from kvfold.policy.policy import Policy
@@ -196,3 +198,22 @@ def grouped(requests: Iterable[EvalRequest], key: Callable[[EvalRequest], object
     for request in requests:
         groups.setdefault(key(request), []).append(request)
     return list(groups.values())
+
+
+_USED = 0.9  # of the free bytes: expected bytes exclude decoded tokens, and come from another prompt
+_Item = TypeVar("_Item")
+
+
+def fitting_batches(items: Sequence[_Item], num_bytes: Callable[[_Item], int], arena: Arena) -> Iterator[list[_Item]]:
+    """Consecutive batches of at least one item whose caches are expected to fit into free memory together."""
+    room = _USED * arena.free_bytes
+    run: list[_Item] = []
+    taken = 0
+    for item in items:
+        if run and taken + num_bytes(item) > room:
+            yield run
+            run, taken = [], 0
+        run.append(item)
+        taken += num_bytes(item)
+    if run:
+        yield run

@@ -19,7 +19,7 @@ from contextlib import ExitStack
 
 import torch
 
-from kvfold.bench.memory_batches import fitting_batches
+from kvfold.bench.batched_eval import fitting_batches
 from kvfold.bench.size_search import Guess, Matched, SizeSearch, checked
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError, OutOfPages, PolicyError, SizeError

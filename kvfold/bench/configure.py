@@ -14,8 +14,8 @@ from typing import Any
 
 from kvfold.bench import environment, plan
 from kvfold.bench.haystack import OWN_PROSE, Haystack, from_text, prose, read_text
+from kvfold.bench.plan import Shard
 from kvfold.bench.record import MODES, OWN, Mode, Run
-from kvfold.bench.shard import Shard
 from kvfold.bench.size_cache import FULL, cells, share_of
 from kvfold.bench.suites import find_suite
 from kvfold.core import ModelSpec

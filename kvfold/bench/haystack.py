@@ -2,6 +2,11 @@
 
 A haystack is a function from a random generator to an endless run of sentences; the same generator state gives the
 same sentences on every machine.
+
+The project's own prose (prose.json) needs no corpus. A quarter of its sentences hold numbers (years, counts, prices,
+times, serial numbers of up to seven digits): a score that keeps whatever has a digit finds no needle by that alone.
+Braces of a pattern name a word list: a topic's own `{who}`, `{where}`, `{what}`, one of `WORDS`, which all topics
+share, or one of `NUMBERS`.
 """
 
 from __future__ import annotations
@@ -9,13 +14,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from importlib.resources import files
 from itertools import count
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
-from kvfold.bench.prose import ANY, NUMBERED, NUMBERS, WORDS, Topic
-from kvfold.bench.prose_topics import TOPICS
 from kvfold.errors import InputError
 from kvfold.text_io import read_text_file
 
@@ -25,6 +29,23 @@ OWN_PROSE = "own prose with numbers"  # the name of what the project brings alon
 _PARAGRAPH = (5, 9)  # sentences on one topic before the next
 _OWN_SHARE, _NUMBERED_SHARE = 0.5, 0.25  # of a paragraph: its topic's patterns, those with numbers; the rest fit any
 _END_OF_SENTENCE = re.compile(r"(?<=[.!?])\s+")
+
+
+class Topic(NamedTuple):
+    """Word lists and sentence patterns of one subject."""
+
+    who: list[str]
+    where: list[str]
+    what: list[str]
+    patterns: list[str]
+
+
+_OWN: dict[str, Any] = json.loads((files("kvfold.bench") / "prose.json").read_text(encoding="utf-8"))
+WORDS: dict[str, list[str]] = _OWN["words"]
+NUMBERS: dict[str, tuple[int, int]] = _OWN["numbers"]  # smallest and largest value; `year2`: a second one in a sentence
+ANY: list[str] = _OWN["any"]  # patterns that fit every topic
+NUMBERED: list[str] = _OWN["numbered"]
+TOPICS = [Topic(**topic) for topic in _OWN["topics"]]
 
 
 def prose(random: Random) -> Iterator[str]:

@@ -1,18 +1,18 @@
 """The plan of a run: tasks, lengths, samples in batches, and options of workloads that read files.
 
 Batches alternate over lengths and tasks, so that an interrupted run is balanced; they are numbered over the whole run,
-and a shard takes every n-th.
+and a shard takes every n-th: several processes divide a run without communication, and shards take about equally long.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from kvfold.bench.shard import Shard
 from kvfold.bench.workloads import Workload, find
 from kvfold.errors import InputError
 
@@ -105,3 +105,27 @@ def _digest(value: Any) -> str:
     if not isinstance(value, Path) or not value.is_file():
         return str(value)
     return f"{value.name} {hashlib.sha256(value.read_bytes()).hexdigest()[:8]}"
+
+
+@dataclass(frozen=True)
+class Shard:
+    index: int = 0
+    num_shards: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.num_shards:
+            raise InputError(f"shard {self} does not exist; shards of {self.num_shards} are 0 to {self.num_shards - 1}")
+
+    @classmethod
+    def parse(cls, text: str) -> Shard:
+        """ "3/12": the share 3 of 12, counted from 0."""
+        match = re.fullmatch(r"(\d+)/(\d+)", text)
+        if match is None:
+            raise InputError(f'"{text}" is no shard; write I/N, for example 0/8 for the first of eight')
+        return cls(int(match[1]), int(match[2]))
+
+    def takes(self, item: int) -> bool:
+        return item % self.num_shards == self.index
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.num_shards}"

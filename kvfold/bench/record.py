@@ -125,7 +125,7 @@ class PromptRow:
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """What the layers of one cache kept: see `kvfold.bench.oracle_overlap`."""
+    """What the layers of one cache kept: see `kvfold.bench.diagnostics`."""
 
     workload: str
     task: str

@@ -19,8 +19,8 @@ import torch
 
 from kvfold.atomic_io import write_whole
 from kvfold.bench.byte_matching import evicts_nothing, has_own_size, match_many, needs_size
+from kvfold.bench.plan import Shard
 from kvfold.bench.record import OUT_OF_MEMORY, OWN, TOO_SMALL, Mode
-from kvfold.bench.shard import Shard
 from kvfold.bench.size_search import Guess, Matched
 from kvfold.core import ModelSpec
 from kvfold.engine.runner import Runner

@@ -16,10 +16,9 @@ from kvfold.bench.answers import Outcome, answer
 from kvfold.bench.batched_eval import EvalJob
 from kvfold.bench.countdown import Countdown
 from kvfold.bench.haystack import Haystack, prose
-from kvfold.bench.plan import Batch, Task, batches
+from kvfold.bench.plan import Batch, Shard, Task, batches
 from kvfold.bench.prompts import Prompt, PromptBuilder, prompt_row
 from kvfold.bench.record import Diagnostic, Mode, Row, Run
-from kvfold.bench.shard import Shard
 from kvfold.bench.size_cache import FULL, Cell, Place, SizeCache, SizedPolicy, cells
 from kvfold.bench.workloads import Sample, Setting, Workload
 from kvfold.bench.writer import RunWriter

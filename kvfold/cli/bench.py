@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         bench_table.print_workloads()
         return 0
     from kvfold.bench.configure import default_folder  # here: --help must not import torch
-    from kvfold.bench.shard import Shard
+    from kvfold.bench.plan import Shard
     from kvfold.bench.suite import Bench
 
     finds = None if args.find_sizes is None else Shard.parse(args.find_sizes)
@@ -134,8 +134,7 @@ def _tell(folder: Path) -> None:
 
 def wanted_of(args: argparse.Namespace) -> BenchConfig:
     from kvfold.bench.configure import BenchConfig, parse_length
-    from kvfold.bench.plan import workload_options
-    from kvfold.bench.shard import Shard
+    from kvfold.bench.plan import Shard, workload_options
 
     return BenchConfig(
         suite=args.suite,

@@ -28,7 +28,7 @@ from kvfold.errors import InputError
 from kvfold.policy.size import bytes_text
 
 if TYPE_CHECKING:
-    from kvfold.bench.self_study import StudyResult
+    from kvfold.bench.fidelity import StudyResult
 
 DEFAULT_POLICY = "kvzip + global + fit(study)"
 _EPILOG = """examples:
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     check_out(args.out)
     policy, text = parse_policy(f"{args.policy} + {args.ratio:g}x"), read_document(args.file)
     model = load_model(args)
-    from kvfold.bench.self_study import QUESTIONS, study
+    from kvfold.bench.fidelity import QUESTIONS, study
 
     with kvfold.Session(model, policy) as fitted:
         _read(fitted, text)
@@ -101,7 +101,7 @@ def _read(session: kvfold.Session, text: str) -> None:
 
 
 def _report(path: Path, fitted: kvfold.Session, studied: list[StudyResult]) -> dict[str, Any]:
-    from kvfold.bench.self_study import mean
+    from kvfold.bench.fidelity import mean
 
     stats, overall = fitted.stats(), mean(studied)
     return {

@@ -53,8 +53,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, write, tell."""
-    from kvfold.train.key_shift import measure_layers  # here and below: help comes without torch
-    from kvfold.train.profile import measure_heads
+    from kvfold.train.profile import measure_heads, measure_layers  # here and below: help comes without torch
 
     if args.by == "keys" and args.loss is not None:
         raise InputError("--loss is a share of attention; leave it out with --by keys")

@@ -50,8 +50,7 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train, write, tell."""
     from kvfold.score.shared.predictor import save_predictor  # here and below: help comes without torch
-    from kvfold.train.fit import TrainingConfig
-    from kvfold.train.scorer import train_scorer
+    from kvfold.train.scorer import TrainingConfig, train_scorer
     from kvfold.train.traces import teacher_policy
 
     teacher_policy(args.teacher)

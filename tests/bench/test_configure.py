@@ -10,7 +10,7 @@ import pytest
 
 from kvfold.bench.configure import BenchConfig, default_folder, parse_length
 from kvfold.bench.haystack import OWN_PROSE
-from kvfold.bench.shard import Shard
+from kvfold.bench.plan import Shard
 from kvfold.bench.suites import CURVE, METHODS, QUICK
 from kvfold.errors import InputError, KvfoldWarning, PolicyError
 from kvfold.models.loader import Model

@@ -8,8 +8,8 @@ import pytest
 
 from kvfold.bench.answers import answer
 from kvfold.bench.batched_eval import EvalJob
+from kvfold.bench.diagnostics import kept_mask, later_mass, oracle_hits
 from kvfold.bench.fidelity import measure
-from kvfold.bench.oracle_overlap import kept_mask, later_mass, oracle_hits
 from kvfold.bench.prompts import Prompt
 from kvfold.bench.record import Mode
 from kvfold.engine.runner import Runner

@@ -11,9 +11,7 @@ from string import Formatter
 
 import pytest
 
-from kvfold.bench.haystack import from_text, prose, read_text
-from kvfold.bench.prose import ANY, NUMBERED, NUMBERS, WORDS, Topic
-from kvfold.bench.prose_topics import TOPICS
+from kvfold.bench.haystack import ANY, NUMBERED, NUMBERS, TOPICS, WORDS, Topic, from_text, prose, read_text
 from kvfold.errors import InputError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvfold.bench.memory_batches import fitting_batches
+from kvfold.bench.batched_eval import fitting_batches
 from kvfold.pages.arena import Arena
 
 MIB = 2**20

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvfold.bench.oracle_overlap import OracleHits, jaccard, kept_mask, later_mass, layer_overlap, mask_of, oracle_hits
+from kvfold.bench.diagnostics import OracleHits, jaccard, kept_mask, later_mass, layer_overlap, mask_of, oracle_hits
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError
 from kvfold.models.loader import Model

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvfold.bench.plan import batches, digests, tasks, workload_options
-from kvfold.bench.shard import Shard
+from kvfold.bench.plan import Shard, batches, digests, tasks, workload_options
 from kvfold.bench.suites import SUITES
 from kvfold.bench.workloads import workloads
 from kvfold.errors import InputError

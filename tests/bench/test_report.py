@@ -30,13 +30,22 @@ def test_the_example_has_every_part(tmp_path: Path) -> None:
     assert "it scored 100.0 (question known) and 100.0 (question unknown) out of 100." in text
     for heading in ("Quality against memory", "Score by depth and length", "Bytes and speed", "Fidelity"):
         assert heading in text
+    assert "kvfold 0.1.0, measured 2026-11-15" in text
     assert "8 answers scored less" in text and "12 rows of 48 have no score" in text
     assert "kvfold bench --suite standard --samples 3" in text and "transformers 5.22.2" in text
 
 
+def test_contents_lead_to_parts_that_are_there(tmp_path: Path) -> None:
+    bare = write(tmp_path / "bare", rows("keydiff", "25%", [None]), model="bare")  # nothing but failures
+    elements = Elements(_page(EXAMPLE, bare, folder=tmp_path))
+    links = elements.values("a", "href")
+    places = {*elements.values("section", "id"), *elements.values("div", "id")}
+    assert len(links) > 10 and {link.removeprefix("#") for link in links} <= places
+
+
 def test_nothing_is_loaded_from_elsewhere(tmp_path: Path) -> None:
     page = _page(EXAMPLE, folder=tmp_path)
-    assert not re.search(r"(src|href)=|url\(|@import|https?://|\bfetch\(|XMLHttpRequest", page)
+    assert not re.search(r"src=|href=\"[^#]|url\(|@import|https?://|\bfetch\(|XMLHttpRequest", page)
 
 
 def test_bytes_are_those_of_the_rows(tmp_path: Path) -> None:
@@ -63,7 +72,7 @@ def test_what_models_write_stays_text(tmp_path: Path) -> None:
     assert not elements.values("b", "class") and "b" not in {name for name, _ in elements.tags}
     assert elements.text.count(HOSTILE) >= 3  # legend, regression and its answer
     embedded = re.search(r'<script type="application/json"[^>]*>(.*?)</script>', page, re.DOTALL)
-    assert embedded and json.loads(embedded[1])[0]["answer"] == HOSTILE
+    assert embedded and json.loads(embedded[1])[0]["facts"][-1] == [HOSTILE, HOSTILE]
 
 
 def test_regressions_name_question_and_both_answers(tmp_path: Path) -> None:

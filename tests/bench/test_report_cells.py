@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvfold.bench.report.cells import estimate, scope_of, weighted
-from kvfold.bench.report.comparison import comparisons
-from kvfold.bench.report.pareto import Point, front, points
+from kvfold.bench.report.cells import Point, comparisons, estimate, front, points, scope_of, weighted
 from kvfold.bench.statistics import Estimate
 from tests.bench.report_runs import row, rows
 

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from kvfold.bench.report.heatmap import depth_of, heat_of, heat_svg
-from kvfold.bench.report.html import tag, text
-from kvfold.bench.report.pareto import Point
-from kvfold.bench.report.plot import BASE, TOP, Axis, plot, y
-from kvfold.bench.report.policy_style import styles
-from kvfold.bench.report.text import bytes_text, counted, difference_text, listed, percent_text, score_text
+from kvfold.bench.report.cells import Point
+from kvfold.bench.report.charts import BASE, TOP, Axis, bars, plot, spread, y
+from kvfold.bench.report.markup import (
+    bytes_text,
+    counted,
+    difference_text,
+    listed,
+    percent_text,
+    score_text,
+    shortened,
+    styles_of,
+    tag,
+)
+from kvfold.bench.report.tables import depth_of, heat_map
 from kvfold.bench.statistics import Estimate
 from tests.bench.report_runs import Elements, row
 
@@ -23,7 +31,7 @@ def _points(*places: tuple[str, float, float]) -> list[Point]:
 def test_halving_is_the_same_step_everywhere() -> None:
     axis = Axis([0.06, 1.01])
     steps = [axis.x(2 * share) - axis.x(share) for share in (0.0625, 0.1, 0.25, 0.5)]
-    assert steps == pytest.approx([steps[0]] * 4) and steps[0] > 0
+    assert steps == pytest.approx([steps[0]] * 4) and steps[0] < 0  # fewer bytes stand further right
     assert axis.ticks == [1.0, 0.5, 0.25, 0.125, 0.0625]
 
 
@@ -42,9 +50,11 @@ def test_scores_go_from_base_to_top() -> None:
 def test_a_plot_has_a_line_and_a_band_of_each_policy_and_rings_on_the_front() -> None:
     found = _points(("a", 0.25, 0.5), ("a", 0.5, 0.8), ("b", 0.25, 0.4))
     axis = Axis([0.25, 0.5])
-    elements = Elements(plot(found, axis, styles(["a", "b"]), "a title"))
+    elements = Elements(plot(found, axis, styles_of(["a", "b"]), "a title"))
     classes = elements.values("path", "class")
     assert classes.count("line") == 2 and classes.count("band") == 1  # one point has no band
+    names = [found["y"] for name, found in elements.tags if name == "text" and found.get("class") == "name"]
+    assert len(names) == 2 and len(set(names)) == 2
     rings = [(found["cx"], found["cy"]) for name, found in elements.tags if name == "circle"]
     assert rings == [
         (f"{axis.x(s):.1f}".removesuffix(".0"), f"{y(m):.1f}".removesuffix(".0")) for s, m in ((0.25, 0.5), (0.5, 0.8))
@@ -53,18 +63,19 @@ def test_a_plot_has_a_line_and_a_band_of_each_policy_and_rings_on_the_front() ->
 
 
 def test_policies_are_told_apart_without_colours() -> None:
-    made = list(styles(POLICIES).values())
+    made = list(styles_of(POLICIES).values())
     assert len({(style.colour, style.shape) for style in made}) == len(made)
     assert len({(style.shape, style.dash) for style in made[:15]}) == 15
 
 
 def test_a_policy_named_full_is_drawn_in_ink() -> None:
-    assert styles(["full", "a"])["full"].colour == "var(--ink)" and list(styles(["a", "full"])) == ["full", "a"]
+    assert styles_of(["full", "a"])["full"].colour == "var(--ink)" and list(styles_of(["a", "full"])) == ["full", "a"]
 
 
 @pytest.mark.parametrize(("depth", "band"), [(0, 0), (0.05, 0), (0.1, 1), (0.95, 9), (1, 9)])
 def test_depths_fall_into_ten_bands(depth: float, band: int) -> None:
-    assert heat_of([row("full", "100%", 0.5, facts={"depth": depth})]) == {(band, 1000): [0.5]}
+    found = heat_map([row("full", "100%", 0.5, facts={"depth": depth})], "known", styles_of(["full"]))
+    assert [means for means in found.rows if means != [None]] == [[0.5]] and found.rows[band] == [0.5]
 
 
 @pytest.mark.parametrize("depth", [None, "deep", -0.1, 1.1, float("nan")])
@@ -73,16 +84,30 @@ def test_what_is_no_depth_has_no_place(depth: object) -> None:
 
 
 def test_rows_without_a_score_have_no_place() -> None:
-    assert heat_of([row("full", "100%", None, facts={"depth": 0.5})]) == {}
+    assert depth_of(row("full", "100%", None, facts={"depth": 0.5})) is None
 
 
-def test_heat_maps_say_means() -> None:
-    elements = Elements(heat_svg({(0, 1000): [1.0, 0.5], (9, 4000): [0.0]}, [1000, 4000], "a title"))
-    assert elements.text.startswith("a title" + "75" + "0" + "1k" + "4k")
-    assert [found["style"] for _, found in elements.tags if found.get("class") == "hot"] == [
-        "fill-opacity:0.75",
-        "fill-opacity:0.00",
-    ]
+def test_heat_maps_have_a_column_of_each_policy_and_length_and_hold_means() -> None:
+    places = [("a", 1000, 0.0, 1.0), ("a", 1000, 0.05, 0.5), ("a", 4000, 1.0, 0.0), ("full", 1000, 0.0, 1.0)]
+    rows = [row(p, "100%", score, length=n, facts={"depth": depth}) for p, n, depth, score in places]
+    found = heat_map(rows, "known", styles_of(["full", "a", "b"]))
+    assert len(found.policies) == 2 and list(found.lengths) == ["1k", "4k"]
+    assert found.rows[0] == [1.0, None, 0.75, None] and found.rows[9] == [None, None, None, 0.0]
+
+
+def test_labels_move_apart_and_stay_inside() -> None:
+    assert spread([10, 11, 50], 10, 0, 100) == [10, 20, 50]
+    assert spread([95, 96, 97], 10, 0, 100) == [80, 90, 100]
+
+
+def test_a_label_is_no_longer_than_its_room() -> None:
+    assert shortened("snapkv + ada", 12) == "snapkv + ada" and shortened("snapkv + ada", 8) == "snapkv …"
+
+
+def test_bars_are_as_long_as_their_values() -> None:
+    elements = Elements(bars([("a", 10.0, "10 B"), ("b", 5.0, "5 B")], styles_of(["a", "b"]), "a title"))
+    wide, half = (float(width) for width in elements.values("rect", "width"))
+    assert wide == 2 * half > 0 and "10 B" in elements.text
 
 
 def test_numbers_in_words() -> None:
@@ -101,4 +126,4 @@ def test_a_difference_that_may_be_chance_is_grey() -> None:
 
 
 def test_markup_escapes_content_and_attributes() -> None:
-    assert tag("p", text("a < b"), title='"<', data_x=True, hidden=False) == '<p title="&quot;&lt;" data-x>a &lt; b</p>'
+    assert tag("p", "a < b", title='"<', data_x=True, hidden=False) == '<p title="&#34;&lt;" data-x>a &lt; b</p>'

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvfold.bench.fidelity import Fidelity
-from kvfold.bench.self_study import StudyResult, mean, study
+from kvfold.bench.fidelity import Fidelity, StudyResult, mean, study
 from kvfold.errors import InputError
 from kvfold.models.loader import Model
 from kvfold.session import Session

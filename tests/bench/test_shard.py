@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfold.bench.shard import Shard
+from kvfold.bench.plan import Shard
 from kvfold.errors import InputError
 
 

@@ -10,8 +10,8 @@ import pytest
 from torch import Tensor
 
 from kvfold.bench.byte_matching import resident_bytes
+from kvfold.bench.plan import Shard
 from kvfold.bench.record import TOO_SMALL
-from kvfold.bench.shard import Shard
 from kvfold.bench.size_cache import Cell, Place, SizeCache, SizedPolicy, cells, share_of
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError, PolicyError

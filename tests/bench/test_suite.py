@@ -106,7 +106,7 @@ def test_a_run_goes_on_where_it_stopped(
 
 
 def test_shards_make_up_the_run_row_by_row(done: Path, model: Model, tmp_path: Path) -> None:
-    from kvfold.bench.shard import Shard
+    from kvfold.bench.plan import Shard
 
     found: list[Row] = []
     for index in range(2):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvfold.score.shared.predictor import LayerPredictor
-from kvfold.train.fit import TrainingConfig, evaluate, fit_layer, spearman
+from kvfold.train.scorer import TrainingConfig, evaluate, fit_layer, spearman
 from kvfold.train.traces import Examples
 
 FAST = TrainingConfig(steps=400, hidden=16, batch=128)

@@ -7,7 +7,7 @@ import torch
 
 from kvfold.errors import InputError
 from kvfold.models.loader import Model
-from kvfold.train.key_shift import key_similarity, measure_layers, needs_of
+from kvfold.train.profile import key_similarity, measure_layers, needs_of
 from tests.tiny import prompt, ready
 
 TEXT = prompt(400)

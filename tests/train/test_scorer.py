@@ -14,8 +14,7 @@ from kvfold.score import KVzip, KVzipPlus
 from kvfold.score.shared.predictor import save_predictor
 from kvfold.session import Session
 from kvfold.train.calibration_data import KINDS, file_texts, own_texts
-from kvfold.train.fit import TrainingConfig
-from kvfold.train.scorer import train_scorer
+from kvfold.train.scorer import TrainingConfig, train_scorer
 from kvfold.train.traces import MIN_LEN, trace
 from tests.engine.test_replay import read, watched
 from tests.tiny import prompt, ready, tokenizer

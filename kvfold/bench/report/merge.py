@@ -10,14 +10,18 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from kvfold.bench.record import OWN, Diagnostic, Key, PromptRow, Recorded, Row, Run, read_run
-from kvfold.bench.report.check import check
 from kvfold.errors import InputError
 
 FULL = "full"
 Sample = tuple[str, str, int, int]  # workload, task, length, index
+_COUNTS = ("length", "index", "prompt_tokens", "new_tokens", "resident_bytes", "full_bytes", "bytes_per_step")
+_BY_LAYER = ("hit_rate", "mass_kept", "share_kept")
+_TYPES: Mapping[type, Mapping[str, Any]] = {kind: get_type_hints(kind) for kind in (Run, Row, PromptRow, Diagnostic)}
+_MOST_TOLD = 200  # characters of values that may be of any size
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ def read_sections(folders: Sequence[Path]) -> tuple[Section, ...]:
         recorded = read_run(folder)
         if not recorded.rows:
             raise InputError(f"{folder} holds no rows yet; finish the run first")
-        check(folder, recorded)
+        _check(folder, recorded)
         run = recorded.run
         groups.setdefault((run.model, run.weights, run.seed, run.haystack), []).append((folder, recorded))
     return tuple(_section(group) for group in groups.values())
@@ -113,3 +117,58 @@ def _untimed(row: Row | PromptRow) -> Row | PromptRow:
 
 def _differing(one: Any, other: Any) -> Iterable[str]:
     return (name for name, value in vars(one).items() if value != vars(other)[name])
+
+
+def _check(folder: Path, recorded: Recorded) -> None:
+    """InputError for the first part with a wrong value."""
+    parts: Iterable[Run | Row | PromptRow | Diagnostic] = (
+        recorded.run,
+        *recorded.rows,
+        *recorded.prompts,
+        *recorded.diagnostics,
+    )
+    for part in parts:
+        wrong = wrong_fields(part)
+        if wrong:
+            told = ", ".join(f"{name} {getattr(part, name)!r}" for name in wrong)[:_MOST_TOLD]
+            kind = type(part).__name__
+            raise InputError(f"{folder} holds a {kind} with {told}; give a folder that the benchmark wrote")
+
+
+def wrong_fields(part: Run | Row | PromptRow | Diagnostic) -> list[str]:
+    """Names of fields that cannot be so."""
+    wrong = [name for name, kind in _TYPES[type(part)].items() if not _fits(getattr(part, name), kind)]
+    if not wrong and isinstance(part, Row):
+        return _impossible(part)
+    if not wrong and isinstance(part, Diagnostic):
+        return [name for name in _BY_LAYER if len(getattr(part, name)) != len(part.layers)]
+    return wrong
+
+
+def _fits(value: object, kind: Any) -> bool:
+    """Of the types that records declare: tuples are all tuple[X, ...]."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return value in arguments
+    if origin in (Union, UnionType):
+        return any(_fits(value, each) for each in arguments)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_fits(each, arguments[0]) for each in value)
+    if origin is Mapping:
+        return isinstance(value, Mapping) and all(_fits(each, arguments[1]) for each in value.values())
+    if kind is float:
+        return _is_number(value, (int, float)) and math.isfinite(value)  # type: ignore[arg-type]
+    return _is_number(value, (int,)) if kind is int else kind is Any or isinstance(value, kind)
+
+
+def _is_number(value: object, kinds: tuple[type, ...]) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)
+
+
+def _impossible(row: Row) -> list[str]:
+    wrong = [name for name in _COUNTS if getattr(row, name) < 0]
+    if row.score is not None and not 0 <= row.score <= 1:
+        wrong.append("score")
+    if row.score is not None and not row.full_bytes:
+        wrong.append("full_bytes")
+    return wrong

@@ -1,44 +1,67 @@
-"""The page: sections in order, with style, script and data inline, so that one file opens without a network."""
+"""The page: what the template shows of each section, with style and script inline, so that one file opens without a
+network."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from importlib.resources import files
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from typing import Any
 
-from kvfold.bench.report.cells import Scope, scope_of
-from kvfold.bench.report.costs import cost_table
-from kvfold.bench.report.fidelity import fidelity
-from kvfold.bench.report.headline import headline
-from kvfold.bench.report.heatmap import heat_maps
-from kvfold.bench.report.html import NOTHING, Html, buttons, embedded_json, join, tag, text
-from kvfold.bench.report.merge import Section
-from kvfold.bench.report.policy_style import styles
-from kvfold.bench.report.provenance import failures, origin
-from kvfold.bench.report.quality import quality
-from kvfold.bench.report.regressions import article, embedded, regressions, shown
-from kvfold.bench.report.text import counted, listed
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from kvfold.atomic_io import write_whole
+from kvfold.bench.record import MODES, Run
+from kvfold.bench.report.cells import Scope, estimate, points, scope_of, weighted
+from kvfold.bench.report.charts import Axis, bars, plot
+from kvfold.bench.report.markup import Styles, bytes_text, counted, listed, named, styles_of
+from kvfold.bench.report.merge import FULL, Section, percent, read_sections, sample_of
+from kvfold.bench.report.regressions import embedded, regressions, shown
+from kvfold.bench.report.tables import (
+    Cost,
+    cost_table,
+    costs_of,
+    failures,
+    fidelity_table,
+    heat_maps,
+    rankings,
+    scorer_table,
+    winners,
+)
 
 OVERALL = "all workloads"
+
+
+def write_report(runs: Sequence[Path], out: Path) -> None:
+    """Read the run folders and write the page, whole or not at all."""
+    write_whole(out, page(read_sections(runs)))
 
 
 def page(sections: Sequence[Section]) -> str:
     """The whole document. Without the script all sections stand below each other."""
     names = section_names(sections)
-    pairs = enumerate(zip(sections, names, strict=True))
-    bodies = [tag("div", _section(s, i, name), data_view="model", data_name=name) for i, (s, name) in pairs]
-    title = f"kvfold: {listed(names)}"
-    head = join(
-        [
-            tag("meta", charset="utf-8"),
-            tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-            tag("meta", name="color-scheme", content="light dark"),
-            tag("title", text(title)),
-            tag("style", _asset("style.css")),
-        ]
+    shown_sections = [_section(section, name) for section, name in zip(sections, names, strict=True)]
+    return _environment().get_template("report.html.j2").render(names=names, sections=shown_sections)
+
+
+@cache
+def _environment() -> Environment:
+    made = Environment(
+        loader=PackageLoader("kvfold.bench", "report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
-    header = tag("header", tag("h1", text("KV cache compression: quality and cost")), buttons("model", names, names[0]))
-    body = tag("body", tag("main", header, *bodies), tag("script", _asset("script.js")))
-    return f"<!doctype html>\n{tag('html', tag('head', head), body, lang='en')}\n"
+    loader = made.loader
+    assert loader is not None
+    made.globals["asset"] = lambda name: Markup(loader.get_source(made, name)[0])
+    made.globals["counted"] = counted
+    return made
 
 
 def section_names(sections: Sequence[Section]) -> list[str]:
@@ -49,59 +72,122 @@ def section_names(sections: Sequence[Section]) -> list[str]:
     return [name if models.count(name) == 1 else long for name, long in zip(models, longer, strict=True)]
 
 
-def scopes_of(section: Section) -> list[Scope]:
+def _section(section: Section, name: str) -> dict[str, Any]:
+    """What the template reads."""
+    scopes, styles = _scopes(section), styles_of(section.policies)
+    lost = regressions(section)
+    return {
+        "name": name,
+        "origin": _origin(section.runs),
+        "lead": f"{_asked(section)} {_scored(scopes[0])}",
+        "winners": winners(scopes[0], styles),
+        "legend": [(style.number, named(policy, styles)) for policy, style in styles.items()],
+        "scopes": {scope.name: (_panels(scope, styles), *_folds(scope, styles)) for scope in scopes},
+        "heat": heat_maps(section, styles),
+        **_costs(section, styles),
+        "fidelity": fidelity_table(section, styles),
+        "scorers": scorer_table(section, styles),
+        "num_lost": len(lost),
+        "lost": shown(lost),
+        "lost_json": [asdict(each) for each in embedded(lost)],
+        "failures": failures(section, styles),
+        "num_rows": len(section.rows),
+        "num_failed": sum(row.score is None for row in section.rows),
+        "runs": [(run.command, _facts(run)) for run in section.runs],
+    }
+
+
+def _scopes(section: Section) -> list[Scope]:
     """All workloads first, then each where there are several."""
     each = [scope_of(name, (row for row in section.rows if row.workload == name)) for name in section.workloads]
     return [scope_of(OVERALL, section.rows), *each] if len(each) > 1 else each
 
 
-def _section(section: Section, number: int, name: str) -> Html:
-    scopes, style = scopes_of(section), styles(section.policies)
-    parts = [
-        tag("h2", text(name)),
-        headline(section, scopes[0], style),
-        _part("Quality against memory", _QUALITY, quality(scopes, style, f"scope-{number}")),
-        _part("Score by depth and length", _HEAT, heat_maps(section, style, f"heat-{number}")),
-        _part("Bytes and speed", _COSTS, cost_table(section, style)),
-        _part("Fidelity", "", fidelity(section, style)),
-        _part("Regressions", "", _lost(section, number)),
-        _part("Failures", "", failures(section, style)),
-        _part("Provenance", "", origin(section)),
-    ]
-    return join(parts)
+def _origin(runs: Sequence[Run]) -> str:
+    """kvfold 0.1.0, measured 2026-11-17."""
+    versions = sorted({run.versions["kvfold"] for run in runs if "kvfold" in run.versions})
+    days = sorted({run.started[:10] for run in runs})
+    return (
+        f"{' '.join(['kvfold', listed(versions)]).strip()}, measured {' to '.join(dict.fromkeys((days[0], days[-1])))}"
+    )
 
 
-def _part(title: str, told: str, content: Html) -> Html:
-    """Nothing at all where there is nothing to show."""
-    intro = tag("p", text(told)) if told else NOTHING
-    return tag("section", tag("h3", text(title)), intro, content) if content else NOTHING
+def _asked(section: Section) -> str:
+    samples = {sample_of(row) for row in section.rows}
+    tokens = [row.prompt_tokens for row in section.rows if row.prompt_tokens]
+    lengths = dict.fromkeys((min(tokens), max(tokens))) if tokens else {}
+    long = f"of {' to '.join(f'{length:,}' for length in lengths)} tokens " if lengths else ""
+    rivals = sum(policy != FULL for policy in section.policies)
+    ways = f"under {rivals} compression polic{'y' if rivals == 1 else 'ies'}" if rivals else "without compression"
+    beside = "with its full cache and " if FULL in section.policies and rivals else ""
+    prompts = f"{counted(len(samples), 'prompt')} {long}from {counted(len(section.workloads), 'workload')}"
+    return f"{section.runs[0].model} answered {prompts}, {beside}{ways}."
 
 
-def _lost(section: Section, number: int) -> Html:
-    found = regressions(section)
-    if not found:
-        return tag("p", text("No policy lost half a point or more on a sample that the full cache got right."))
-    told = f"{counted(len(found), 'answer')} scored less than the full cache's by half a point or more."
-    articles = tag("div", *map(article, shown(found)), class_="articles")
-    data = embedded_json(f"regressions-{number}", embedded(found))
-    return tag("div", tag("p", text(told)), articles, data, class_="lost", data_regressions=number)
+def _scored(overall: Scope) -> str:
+    told = []
+    for mode in MODES:
+        if full := overall.full(mode):
+            score = estimate(weighted(full.scores, overall.common([full])))
+            told.append(f"{100 * score.mean:.1f} (question {mode})")
+    if not told:
+        return "The full cache was not run, so nothing here says what compression costs."
+    return f"With the full cache it scored {listed(told)} out of 100."
 
 
-def _asset(name: str) -> Html:
-    return Html((files("kvfold.bench.report") / name).read_text(encoding="utf-8"))
+def _panels(scope: Scope, styles: Styles) -> dict[str, Markup]:
+    """A figure for each mode, on one axis."""
+    found = {mode: points(scope, mode) for mode in MODES if mode in scope.samples}
+    axis = Axis([point.share for listed in found.values() for point in listed])
+    title = f"Score against bytes, {scope.name}, question {{}}; numbers are in the tables"
+    return {mode: plot(listed, axis, styles, title.format(mode)) for mode, listed in found.items()}
 
 
-_QUALITY = (
-    "Score from 0 to 100 against resident bytes, as a share of a full bf16 cache's. Bands and small numbers are 95% "
-    "intervals; in all workloads each counts the same. Lost and gained count samples that moved by half a point or "
-    "more against the full cache; a difference in grey is not significant."
-)
-_HEAT = (
-    "Mean score by depth of the answer in the prompt (down, 0% is the beginning) and by prompt length in tokens "
-    "(across), for workloads with a depth."
-)
-_COSTS = (
-    "Resident: bytes of the compressed prompt in memory; read per step: bytes of it that one decode step reads. One "
-    "prefill serves all policies of a prompt, and a decode step all sequences of a batch: times compare runs, not "
-    "single policies."
-)
+def _folds(scope: Scope, styles: Styles) -> tuple[Mapping[str, Any], str | None]:
+    """Rankings by memory, and the middle memory, whose tables are open."""
+    found = rankings(scope, styles)
+    return found, sorted(found, key=percent)[(len(found) - 1) // 2] if found else None
+
+
+def _costs(section: Section, styles: Styles) -> dict[str, Any]:
+    """A table for each length, and bars by memory for the longest prompts, question-agnostic if that was measured."""
+    costs = sorted(costs_of(section), key=lambda cost: cost.length)
+    by_length = {length: list(found) for length, found in groupby(costs, key=lambda cost: cost.length)}
+    drawn: dict[str, Any] = {}
+    if by_length:
+        longest = list(by_length.values())[-1]
+        mode, device = max(cost.mode for cost in longest), longest[0].device  # "unknown" follows "known"
+        longest = [cost for cost in longest if (cost.mode, cost.device) == (mode, device)]
+        for memory in section.memories:
+            found = [cost for cost in longest if cost.memory == memory and cost.policy != FULL]
+            full = [cost for cost in longest if cost.policy == FULL]
+            drawn |= {memory: _bars([*full, *found], styles, memory)} if found else {}
+    tables = {length: cost_table(found, styles) for length, found in by_length.items()}
+    return {"costs": tables, "bars": drawn}
+
+
+def _bars(costs: Sequence[Cost], styles: Styles, memory: str) -> dict[str, Markup]:
+    sizes = {"Resident bytes": "resident_bytes", "Bytes read per decode step": "bytes_per_step"}
+    made = {}
+    for title, name in sizes.items():
+        values = [(cost.policy, cost.mean_bytes(name)) for cost in costs]
+        made[title] = bars([(p, v, bytes_text(v)) for p, v in values], styles, f"{title} in {memory}")
+    steps = [(cost.policy, step, f"{step:.3g} ms") for cost in costs if (step := cost.median("decode_ms")) is not None]
+    if steps:
+        made["Decode step of the batch"] = bars(steps, styles, f"Milliseconds of a decode step in {memory}")
+    return made
+
+
+def _facts(run: Run) -> dict[str, object]:
+    return {
+        "commit": run.commit,
+        "versions": ", ".join(f"{name} {version}" for name, version in run.versions.items()),
+        "device": run.device,
+        "model": f"{run.model}, {run.dtype}, weights {run.weights[:16]}",
+        "seed": run.seed,
+        "samples": f"{run.samples} of each task, {listed([f'{length:,}' for length in run.lengths])} tokens",
+        "haystack": run.haystack,
+        "started": run.started,
+        "shard": run.shard,
+        **run.options,
+    }

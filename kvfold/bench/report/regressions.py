@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from kvfold.bench.record import PromptRow, Row
-from kvfold.bench.report.comparison import REGRESSION
-from kvfold.bench.report.html import Html, join, tag, text
+from kvfold.bench.report.cells import REGRESSION
 from kvfold.bench.report.merge import FULL, Section, percent, sample_of
 
 MOST_EMBEDDED = 400
@@ -24,25 +22,16 @@ _MOST_CHARACTERS = 600  # of an answer: enough to see what went wrong
 
 @dataclass(frozen=True)
 class Regression:
-    """One row beside the full cache's answer to the same sample."""
+    """One row beside the full cache's answer to the same sample, as the page and its script show it."""
 
     policy: str
     memory: str
     mode: str
-    resolved: str
     sample: str
     full_score: float
     score: float
-    question: str
-    expected: tuple[str, ...]
-    begin: str
-    end: str
-    full_answer: str
-    answer: str
-
-    @property
-    def loss(self) -> float:
-        return self.full_score - self.score
+    facts: tuple[tuple[str, str], ...]  # asked, expected, and both answers
+    prompt: str
 
 
 def regressions(section: Section) -> list[Regression]:
@@ -53,24 +42,22 @@ def regressions(section: Section) -> list[Regression]:
         right = full.get((sample_of(row), row.mode))
         if right and right.score is not None and row.score is not None and right.score - row.score >= REGRESSION:
             found.append(_regression(right, row, section.prompts.get(sample_of(row))))
-    return sorted(found, key=lambda each: (-each.loss, -percent(each.memory)))
+    return sorted(found, key=lambda each: (each.score - each.full_score, -percent(each.memory)))
 
 
 def _regression(right: Row, row: Row, prompt: PromptRow | None) -> Regression:
+    asked, expected = (prompt.question, " | ".join(prompt.answers)) if prompt else ("", "")
+    facts = [("asked", asked), ("expected", expected)]
+    facts += [("full cache", _cut(right.answer)), (row.resolved, _cut(row.answer))]
     return Regression(
         row.policy,
         row.memory,
         row.mode,
-        row.resolved,
         sample=f"{row.workload}, {row.task}, {row.length:,} tokens, sample {row.index}",
         full_score=right.score or 0.0,
         score=row.score or 0.0,
-        question=prompt.question.strip() if prompt else "",
-        expected=prompt.answers if prompt else (),
-        begin=prompt.begin if prompt else "",
-        end=prompt.end if prompt else "",
-        full_answer=_cut(right.answer),
-        answer=_cut(row.answer),
+        facts=tuple((name, said.strip() or "(nothing)") for name, said in facts),
+        prompt=f"{prompt.begin} […] {prompt.end}" if prompt else "",
     )
 
 
@@ -78,10 +65,9 @@ def _cut(answer: str) -> str:
     return answer if len(answer) <= _MOST_CHARACTERS else f"{answer[:_MOST_CHARACTERS]} …"
 
 
-def embedded(found: Sequence[Regression]) -> list[dict[str, Any]]:
+def embedded(found: Sequence[Regression]) -> list[Regression]:
     """For the script; worst first, as many as a page should carry, and of every policy its share."""
-    most = max(1, MOST_EMBEDDED // max(1, len({each.policy for each in found})))
-    return [asdict(each) for each in _spread(found, most)]
+    return _spread(found, max(1, MOST_EMBEDDED // max(1, len({each.policy for each in found}))))
 
 
 def shown(found: Sequence[Regression]) -> list[Regression]:
@@ -96,14 +82,3 @@ def _spread(found: Sequence[Regression], most_of_a_policy: int) -> list[Regressi
         if taken[each.policy] <= most_of_a_policy:
             spread.append(each)
     return spread
-
-
-def article(each: Regression) -> Html:
-    """One sample. The script builds the same from JSON."""
-    scores = f"{100 * each.full_score:.0f} → {100 * each.score:.0f}"
-    head = tag("h4", tag("code", text(each.policy)), text(f" in {each.memory}, question {each.mode}: {scores}"))
-    facts = [("asked", each.question), ("expected", " | ".join(each.expected))]
-    facts += [("full cache", each.full_answer), (each.resolved, each.answer)]
-    pairs = (join([tag("dt", text(name)), tag("dd", text(said.strip() or "(nothing)"))]) for name, said in facts)
-    context = tag("details", tag("summary", text("the prompt")), tag("p", text(f"{each.begin} […] {each.end}")))
-    return tag("article", head, tag("p", text(each.sample), class_="note"), tag("dl", *pairs), context)

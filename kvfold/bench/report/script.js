@@ -3,7 +3,7 @@
 // page without this script; whatever a model wrote is set as text, never as markup.
 
 const choose = (group, button) => {
-  for (const other of group.children) other.setAttribute("aria-pressed", String(other === button));
+  for (const other of group.querySelectorAll("button")) other.setAttribute("aria-pressed", String(other === button));
   for (const view of document.querySelectorAll(`[data-view="${group.dataset.group}"]`)) {
     view.hidden = view.dataset.name !== button.dataset.choose;
   }
@@ -29,43 +29,51 @@ for (const legend of document.querySelectorAll(".legend")) {
   });
 }
 
-const made = (name, content, className) => {
-  const element = document.createElement(name);
-  if (className) element.className = className;
-  if (content !== undefined) element.textContent = content;
-  return element;
+// A sign on tables and figures that are wider than the page, until they have been scrolled to their end.
+const sign = (area) => {
+  const rest = area.scrollWidth - area.clientWidth - area.scrollLeft;
+  area.parentElement.classList.toggle("more", area.clientWidth > 0 && rest > 4);
 };
+const watch = new ResizeObserver((entries) => entries.forEach((entry) => sign(entry.target)));
+for (const area of document.querySelectorAll(".scroll")) {
+  const frame = document.createElement("div");
+  frame.className = "frame";
+  area.replaceWith(frame);
+  frame.append(area);
+  area.addEventListener("scroll", () => sign(area), { passive: true });
+  watch.observe(area);
+}
 
-const article = (lost) => {
-  const head = made("h4");
+// A copy of an article of the page, filled with another answer.
+const article = (pattern, lost) => {
+  const made = pattern.cloneNode(true);
   const scores = `${Math.round(100 * lost.full_score)} → ${Math.round(100 * lost.score)}`;
-  head.append(made("code", lost.policy), ` in ${lost.memory}, question ${lost.mode}: ${scores}`);
-  const facts = made("dl");
-  const said = [["asked", lost.question], ["expected", lost.expected.join(" | ")], ["full cache", lost.full_answer],
-    [lost.resolved, lost.answer]];
-  for (const [name, content] of said) facts.append(made("dt", name), made("dd", content.trim() || "(nothing)"));
-  const context = made("details");
-  context.append(made("summary", "the prompt"), made("p", `${lost.begin} […] ${lost.end}`));
-  const whole = made("article");
-  whole.append(head, made("p", lost.sample, "note"), facts, context);
-  return whole;
+  made.querySelector("details").open = false;
+  made.querySelector(".policy").textContent = lost.policy;
+  made.querySelector(".head").textContent = `in ${lost.memory}, question ${lost.mode}: ${scores}`;
+  made.querySelector(".sample").textContent = lost.sample;
+  made.querySelectorAll("dt").forEach((name, i) => { name.textContent = lost.facts[i][0]; });
+  made.querySelectorAll("dd").forEach((said, i) => { said.textContent = lost.facts[i][1]; });
+  made.querySelector(".prompt").textContent = lost.prompt;
+  return made;
 };
 
 const mostShown = 20;
 for (const part of document.querySelectorAll("[data-regressions]")) {
-  const all = JSON.parse(document.getElementById(`regressions-${part.dataset.regressions}`).textContent);
+  const all = JSON.parse(document.getElementById(`regressions-json-${part.dataset.regressions}`).textContent);
   const articles = part.querySelector(".articles");
   const worst = [...articles.children];
-  const filters = made("div", undefined, "filters");
+  const filters = document.createElement("div");
+  filters.className = "filters";
   const chosen = {};
   const show = () => {
     const names = Object.keys(chosen).filter((name) => chosen[name]);
-    const found = all.filter((lost) => names.every((name) => lost[name] === chosen[name]));
-    articles.replaceChildren(...(names.length ? found.slice(0, mostShown).map(article) : worst));
-    if (names.length && found.length === 0) articles.append(made("p", "None among the worst that this page carries."));
+    const found = all.filter((lost) => names.every((name) => lost[name] === chosen[name])).slice(0, mostShown);
+    articles.replaceChildren(...(names.length ? found.map((lost) => article(worst[0], lost)) : worst));
+    if (names.length && found.length === 0) articles.append("None among the worst that this page carries.");
   };
   for (const [name, label] of [["policy", "every policy"], ["memory", "every memory"], ["mode", "known or not"]]) {
-    const select = made("select");
+    const select = document.createElement("select");
     select.setAttribute("aria-label", name);
     select.append(new Option(label, ""), ...[...new Set(all.map((lost) => lost[name]))].map((v) => new Option(v, v)));
     select.addEventListener("change", () => { chosen[name] = select.value; show(); });

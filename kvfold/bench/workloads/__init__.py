@@ -1,6 +1,5 @@
 """The workloads of the benchmark, a file each; `workloads()` lists them and `find(name)` gives one."""
 
-from kvfold.bench.workloads.base import Sample, Setting, Workload
-from kvfold.bench.workloads.registry import find, workload, workloads
+from kvfold.bench.workloads.base import Sample, Setting, Workload, find, workload, workloads
 
 __all__ = ["Sample", "Setting", "Workload", "find", "workload", "workloads"]

@@ -17,11 +17,9 @@ from itertools import accumulate, islice
 from random import Random
 from typing import ClassVar, NamedTuple
 
-from kvfold.bench.prose import WORDS
-from kvfold.bench.workloads.base import Sample, Setting, Workload
-from kvfold.bench.workloads.fill import Text, fit
-from kvfold.bench.workloads.plant import spread
-from kvfold.bench.workloads.registry import workload
+from kvfold.bench.haystack import WORDS
+from kvfold.bench.workloads.base import Sample, Setting, Workload, workload
+from kvfold.bench.workloads.fill import Text, fit, spread
 from kvfold.bench.workloads.words import numbers
 
 NUM_FACTS = 8  # in a conversation, at even depths; as many requests share one

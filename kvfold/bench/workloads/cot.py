@@ -19,11 +19,9 @@ from itertools import pairwise
 from random import Random
 from typing import ClassVar, NamedTuple
 
-from kvfold.bench.workloads.base import Sample, Setting, Workload
-from kvfold.bench.workloads.fill import Text, fit
+from kvfold.bench.workloads.base import Sample, Setting, Workload, workload
+from kvfold.bench.workloads.fill import Planted, Text, fit, scatter
 from kvfold.bench.workloads.metrics import bag_f1
-from kvfold.bench.workloads.plant import Planted, scatter
-from kvfold.bench.workloads.registry import workload
 
 _MODULUS = 97
 _NUM_STEPS = (4, 8, 16)

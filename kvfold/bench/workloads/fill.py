@@ -1,16 +1,17 @@
 """Make a prompt as long as wanted: the number of units (words, lines, pairs) that comes nearest.
 
 Most sources take the largest number that stays below the length. The nearest one halves the distance, which matters at
-a thousand tokens when a unit has forty.
+a thousand tokens when a unit has forty. What a sample hides stands among the units at depths from 0 (the beginning) to
+1 (the end).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from kvfold.bench.workloads.base import Sample, Setting
 from kvfold.errors import InputError
@@ -100,3 +101,38 @@ class Text:
         missing = self._ends[last] - num_words
         words = self._sentences[last].split()
         return [*self._sentences[:last], " ".join(words[: len(words) - missing])]
+
+
+class Planted(NamedTuple):
+    depth: float
+    text: str
+
+
+def spread(place: int, count: int) -> float:
+    """The depth of one of `count` things that stand in the middles of equal parts."""
+    return (place + 0.5) / count
+
+
+def scatter(planted: Sequence[Planted], sentences: Sequence[str]) -> list[str]:
+    """The sentences with each planted one before the one at its depth; those at one depth keep their order."""
+    found = list(sentences)
+    for depth, text in sorted(planted, key=lambda each: each.depth)[::-1]:
+        found.insert(round(depth * len(sentences)), text)
+    return found
+
+
+# The five sentences that stand for nothing, in passkey retrieval (arXiv:2305.16300) and whatever followed it.
+SENTENCES = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
+
+
+def lines(hidden: Sequence[tuple[float, str]], count: int) -> str:
+    """`count` lines of noise with each hidden line at its depth."""
+    return insert(hidden, [" ".join(SENTENCES)] * count, "\n")
+
+
+def insert(hidden: Sequence[tuple[float, str]], units: Sequence[str], between: str) -> str:
+    """The units, joined, with each hidden one before the unit at its depth from 0 (the start) to 1 (the end)."""
+    found = list(units)
+    for depth, unit in sorted(hidden, key=lambda pair: pair[0], reverse=True):
+        found.insert(int(depth * len(units)), unit)
+    return between.join(found)

@@ -15,16 +15,13 @@ from random import Random
 from statistics import median
 from typing import ClassVar
 
-from kvfold.bench.workloads.base import Sample, Setting, Workload
-from kvfold.bench.workloads.fill import Supply, even_depth, fit
-from kvfold.bench.workloads.matching import first_digits, first_number, split_words
-from kvfold.bench.workloads.noise import lines
-from kvfold.bench.workloads.registry import workload
-from kvfold.bench.workloads.words import uuids
+from kvfold.bench.workloads.base import Sample, Setting, Workload, workload
+from kvfold.bench.workloads.fill import Supply, even_depth, fit, lines
+from kvfold.bench.workloads.metrics import first_digits, first_number, split_words
+from kvfold.bench.workloads.retrieval import ask_pair
 
 _HIDDEN = "There is an important info hidden inside a lot of irrelevant text."
 _QUIZ = "I will quiz you about the important information there.\n\n"
-_EXTRACT = "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n"
 _LOWEST, _HIGHEST = (0, 40), (59, 99)  # the ends of a list are drawn from these, or they could be guessed
 _LEAST_NUMBERS = 64  # few enough to fit anywhere, enough to have three largest
 _RANKS: dict[str, Callable[[Sequence[int]], float]] = {
@@ -79,18 +76,7 @@ def _digits(setting: Setting, task: str, index: int, random: Random) -> Sample:
 
 
 def _pairs(setting: Setting, task: str, index: int, random: Random) -> Sample:
-    source, depth = uuids(random), even_depth(index)
-    supply = Supply(zip(source, source, strict=True))
-
-    def make(count: int) -> Sample:
-        pairs = supply.take(count)
-        key, value = pairs[int(depth * count)]
-        record = ", ".join(f'"{name}": "{held}"' for name, held in pairs)
-        context = f"{_EXTRACT}{{{record}}}"
-        begun = "The value associated with the specified key is:"
-        return Sample(task, index, context, f'\n\nKey: "{key}"', (value,), 50, begun, {"depth": depth, "pairs": count})
-
-    return fit(setting, make)
+    return ask_pair(setting, task, index, random, ", ", 50, "The value associated with the specified key is:")
 
 
 def _list(setting: Setting, task: str, index: int, random: Random) -> Sample:

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import ClassVar, NamedTuple
 
-from kvfold.bench.workloads.base import Sample, Setting, Workload
-from kvfold.bench.workloads.fill import Text, even_depth, fit
-from kvfold.bench.workloads.plant import Planted, scatter
-from kvfold.bench.workloads.registry import workload
+from kvfold.bench.workloads.base import Sample, Setting, Workload, workload
+from kvfold.bench.workloads.fill import Planted, Text, even_depth, fit, scatter
 from kvfold.bench.workloads.words import NOUNS, numbers, pairs
 
 NUM_RULES = {"one": 1, "three": 3, "five": 5}

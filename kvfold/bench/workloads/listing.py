@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvfold.bench.workloads.base import Workload
-from kvfold.bench.workloads.registry import workloads
+from kvfold.bench.workloads.base import Workload, workloads
 
 _COLUMNS = ("name", "tasks", "what it tests", "source", "score", "differences from the source")
 

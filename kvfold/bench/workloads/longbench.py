@@ -11,6 +11,9 @@ or come from the hub by `hub=OWNER/NAME`, a dataset of plain files with one conf
 package no longer runs loading scripts, and the original of LongBench is one: unpack its data.zip and give the folder.)
 
 A prompt longer than the setting's length loses the middle of its context.
+
+Prompts, lengths of replies and metrics (longbench.json) are those of the benchmark, word for word, oddities of spacing
+included: a score depends on them.
 """
 
 from __future__ import annotations
@@ -20,21 +23,36 @@ import json
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
 
-from kvfold.bench.workloads.base import Sample, Setting
+from kvfold.bench.workloads import metrics
+from kvfold.bench.workloads.base import Sample, Setting, workload
 from kvfold.bench.workloads.files import FileWorkload, Row, read_rows, want
-from kvfold.bench.workloads.longbench_tasks import CHINESE_WORDS, EVEN, TASKS, Task
-from kvfold.bench.workloads.metrics import classification
-from kvfold.bench.workloads.registry import workload
 from kvfold.errors import InputError, MissingExtra
 
 _MAX_CHARS_PER_TOKEN = 32  # no text averages more: bounds how much of a long context is ever tokenised
 _GROUPS = ((4000, "0-4k"), (8000, "4-8k"))  # of LongBench-E, by words
+
+
+@dataclass(frozen=True)
+class Task:
+    prompt: str  # with {context} and, mostly, {input}
+    max_new_tokens: int
+    metric: str  # of kvfold.bench.workloads.metrics
+    chat: bool = True  # whether the benchmark puts the prompt into a chat template
+    first_line: bool = False  # whether only the first line of a reply counts
+    even: bool = False  # whether LongBench-E has it, at evenly spread lengths
+
+
+_TASKS: dict[str, Any] = json.loads((files("kvfold.bench.workloads") / "longbench.json").read_text(encoding="utf-8"))
+TASKS = {name: Task(**task) for name, task in _TASKS.items()}
+EVEN = tuple(name for name, task in TASKS.items() if task.even)
+_CHINESE_WORDS = ("token_f1_zh", "rouge_l_zh")  # metrics over words, which jieba has to find
 
 
 @workload
@@ -60,7 +78,7 @@ class LongBench(FileWorkload):
             raise InputError(f"longbench has two sources, folder={self.folder} and hub={self.hub}; give one")
 
     def lacks(self, task: str) -> str:
-        if task in CHINESE_WORDS and find_spec("jieba") is None:
+        if _task(task).metric in _CHINESE_WORDS and find_spec("jieba") is None:
             return 'jieba, which is not installed; pip install "kvfold[longbench]"'
         if self.hub or (self.folder and _file(Path(self.folder), task)):
             return ""
@@ -139,11 +157,12 @@ def _task(name: str) -> Task:
 
 
 def _metric(task: Task, sample: Sample) -> Callable[[str, str], float]:
-    if task.metric is not None:
-        return task.metric
+    if task.metric != "classification":
+        metric: Callable[[str, str], float] = getattr(metrics, task.metric)
+        return metric
     classes = sample.facts["classes"]
     assert isinstance(classes, tuple)
-    return lambda reply, answer: classification(reply, answer, classes)
+    return partial(metrics.classification, classes=classes)
 
 
 def _group(num_words: int) -> str:

@@ -12,12 +12,9 @@ from itertools import islice
 from random import Random
 from typing import ClassVar
 
-from kvfold.bench.workloads.base import Sample, Setting, Workload
-from kvfold.bench.workloads.fill import Text, even_depth, fit
-from kvfold.bench.workloads.magic import Magic
-from kvfold.bench.workloads.matching import match_all
-from kvfold.bench.workloads.plant import Planted, scatter
-from kvfold.bench.workloads.registry import workload
+from kvfold.bench.workloads.base import Sample, Setting, Workload, workload
+from kvfold.bench.workloads.fill import Planted, Text, even_depth, fit, scatter
+from kvfold.bench.workloads.metrics import match_all
 from kvfold.bench.workloads.words import numbers, pairs
 
 _COUNTS = {"needles_1": 1, "needles_3": 3, "needles_10": 10, "needles_100": 100}
@@ -58,3 +55,41 @@ class NeedleGrid(Workload):
 def _longest(values: Sequence[str]) -> str:
     """The wordiest way in which models list numbers."""
     return "".join(f"\n{i}. {value}" for i, value in enumerate(values, 1))
+
+
+@dataclass(frozen=True)
+class Magic:
+    """Needles of one kind: "numbers", "uuids" or "words"."""
+
+    kind: str
+    keys: tuple[str, ...]  # asked for
+    num_answers: int  # of all keys together
+
+    def sentence(self, key: str, value: str) -> str:
+        return f"One of the special magic {self.kind} for {key} is: {value}."
+
+    @property
+    def instruction(self) -> str:
+        hidden = f"A special magic {self._noun} is" if self.num_answers == 1 else f"Some special magic {self._noun} are"
+        return (
+            f"{hidden} hidden within the following text. Make sure to memorize it. "
+            f"I will quiz you about the {self._noun} afterwards.\n"
+        )
+
+    @property
+    def question(self) -> str:
+        return f"\nWhat {'is' if self.num_answers == 1 else 'are all'} the {self._asked}?"
+
+    @property
+    def begun(self) -> str:
+        return f"The {self._asked} {'is' if self.num_answers == 1 else 'are'}"
+
+    @property
+    def _asked(self) -> str:
+        *first, last = self.keys
+        listed = f"{', '.join(first)}, and {last}" if first else last
+        return f"special magic {self._noun} for {listed} mentioned in the provided text"
+
+    @property
+    def _noun(self) -> str:
+        return self.kind.removesuffix("s") if self.num_answers == 1 else self.kind

@@ -15,10 +15,8 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import ClassVar, NamedTuple
 
-from kvfold.bench.workloads.base import Sample, Setting, Workload
-from kvfold.bench.workloads.fill import Text, fit
-from kvfold.bench.workloads.plant import Planted, scatter, spread
-from kvfold.bench.workloads.registry import workload
+from kvfold.bench.workloads.base import Sample, Setting, Workload, workload
+from kvfold.bench.workloads.fill import Planted, Text, fit, scatter, spread
 from kvfold.bench.workloads.words import NOUNS, numbers
 
 NUM_EDITS = 8

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import ClassVar
 
-from kvfold.bench.workloads.base import Sample, Setting, Workload
+from kvfold.bench.workloads.base import Sample, Setting, Workload, workload
 from kvfold.bench.workloads.fill import Supply, fit
-from kvfold.bench.workloads.registry import workload
 
 _EVERY = 10  # lines between questions
 _LAG = 20  # lines from an answer to its question

@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 from kvfold.bench.haystack import prose
-from kvfold.bench.workloads.longbench_tasks import EVEN, TASKS
+from kvfold.bench.workloads.longbench import EVEN, TASKS
 
 CLASSES = ("Food", "Date", "Order, rank", "Date of birth")
 _ANSWERS = {

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from kvfold.bench.workloads import Sample, Setting, find
-from kvfold.bench.workloads.longbench import LongBench, shorten
-from kvfold.bench.workloads.longbench_tasks import EVEN, TASKS
+from kvfold.bench.workloads.longbench import EVEN, TASKS, LongBench, shorten
 from kvfold.errors import InputError, MissingExtra
 from tests.bench.workloads.given_rows import longbench, longbench_row, v2_row, write_lines
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvfold.bench.workloads.matching import (
+from kvfold.bench.workloads.metrics import (
     first_digits,
     first_number,
     last_digits,

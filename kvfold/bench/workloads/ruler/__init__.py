@@ -15,13 +15,10 @@ from pathlib import Path
 from random import Random
 from typing import ClassVar
 
-from kvfold.bench.workloads.base import Sample, Setting, Workload
-from kvfold.bench.workloads.matching import match_all, match_part
-from kvfold.bench.workloads.registry import workload
+from kvfold.bench.workloads.base import Sample, Setting, Workload, workload
+from kvfold.bench.workloads.metrics import match_all, match_part
 from kvfold.bench.workloads.ruler.documents import Corpus, qa, read_hotpot, read_squad
-from kvfold.bench.workloads.ruler.frequency import cwe, fwe
-from kvfold.bench.workloads.ruler.niah import NEEDLES, niah
-from kvfold.bench.workloads.ruler.tracking import vt
+from kvfold.bench.workloads.ruler.synthetic import NEEDLES, cwe, fwe, niah, vt
 
 _OTHERS = {"vt": vt, "cwe": cwe, "fwe": fwe}
 
