@@ -26,11 +26,11 @@ from typing import Any
 
 from benchmarks.commands import argument_parser, run_main
 from benchmarks.rows import RESULTS, ROOT, facts, svg_pyplot
+from benchmarks.stream_blocks import DEFAULT_RUNS, RUNS, read_blocks, rotations
+from benchmarks.stream_table import Mean, caption, means, read_rows, table, with_table
 from kvfold.bench.countdown import Countdown
 from kvfold.bench.haystack import read_text
 from kvfold.bench.plan import Shard
-from kvfold.bench.stream import DEFAULT_RUNS, RUNS, read_blocks, rotations
-from kvfold.bench.stream_table import Mean, caption, means, read_rows, table, with_table
 from kvfold.errors import InputError
 from kvfold.models.loader import DTYPES, Model, load
 

@@ -9,10 +9,10 @@ from types import ModuleType
 
 import pytest
 
+from benchmarks import stream_blocks as stream
 from benchmarks import stream_perplexity
 from benchmarks.commands import run_main
-from kvfold.bench import stream
-from kvfold.bench.stream_table import BEGIN, END, read_rows
+from benchmarks.stream_table import BEGIN, END, read_rows
 
 Main = Callable[..., int]
 TEXT = "The rain fell on the garden, and the old stone wall grew dark. " * 12

@@ -1,4 +1,4 @@
-"""The named suites: default workloads, policies, budgets and lengths of `kvfold bench`.
+"""The named suites (suites.toml): default workloads, policies, budgets and lengths of `kvfold bench`.
 
 The suite `methods` has every registered term in at least one policy. Terms that need a file measured for the model and
 named in the expression (`profile`, `palu`) are left to `--also`.
@@ -7,12 +7,13 @@ named in the expression (`profile`, `palu`) are left to `--also`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import tomllib
 from dataclasses import dataclass
 from functools import cache
+from importlib.resources import files
 from typing import Any
 
-from kvfold.bench.record import MODES, OWN, Mode
+from kvfold.bench.record import MODES, Mode
 from kvfold.errors import InputError
 from kvfold.policy.defaults import NAMES, load_variants
 from kvfold.policy.registry import Registration, terms
@@ -23,50 +24,16 @@ class Suite:
     name: str
     summary: str
     workloads: tuple[str, ...]
-    policies: Callable[[], tuple[str, ...]]  # called late: it reads the registry
     memories: tuple[str, ...]
     lengths: tuple[int, ...]
     samples: int  # of each task
     fidelity: int = 0  # samples of each task
     diagnostics: int = 0
     modes: tuple[Mode, ...] = MODES
+    listed: tuple[str, ...] = ()  # policies; none: every method there is
 
-
-def _tight() -> tuple[str, ...]:
-    kvzip, surprised, open_end = "kvzip + global", "kvzip(surprise=2) + global", "protect(recent=0)"
-    return (
-        kvzip,
-        f"{kvzip} + fit",
-        f"{kvzip} + {open_end} + fit",
-        f"{surprised} + {open_end}",
-        f"{surprised} + {open_end} + fit",
-        "learned + global",
-        "keydiff",
-        "keydiff + int4",
-        f"{kvzip} + int4",
-        f"{kvzip} + int4 + fit",
-        f"{kvzip} + int4 + fit(study)",
-        f"{surprised} + {open_end} + int4 + fit",
-        f"{kvzip} + int2",
-        f"{kvzip} + int2 + fit",
-        "learned + global + int4",
-        "learned + global + int4 + fit",
-    )
-
-
-def _curve() -> tuple[str, ...]:
-    kvzip = "kvzip + global"
-    return (
-        "streaming",
-        "snapkv",
-        "snapkv + ada",
-        "snapkv + ada + int4",
-        "keydiff",
-        "keydiff + int4",
-        kvzip,
-        f"{kvzip} + int4",
-        "learned + global + int4",
-    )
+    def policies(self) -> tuple[str, ...]:
+        return self.listed or methods()
 
 
 # What a method protects, or how it shares its slots out, as its paper or its authors' code has it, where that is not
@@ -138,85 +105,12 @@ def _is_optional(argument: dataclasses.Field[Any]) -> bool:
     return argument.default is not dataclasses.MISSING or argument.default_factory is not dataclasses.MISSING
 
 
-QUICK = Suite(
-    name="quick",
-    summary="what a 135M model can do at all, in minutes on a CPU",
-    workloads=("needle:needles_1", "ruler:niah_multikey_1", "chat:turns"),
-    policies=lambda: ("streaming", "snapkv + ada", "keydiff", "int4", "keydiff + int4"),
-    memories=("100%", "50%", "25%"),
-    lengths=(768,),
-    samples=2,
-    fidelity=1,
-    diagnostics=1,
-)
-STANDARD = Suite(
-    name="standard",
-    summary="retrieval, tracing, lookup, conversation and questions over documents",
-    workloads=(
-        "needle:needles_1",
-        "needle:needles_3",
-        "ruler:niah_single_2",
-        "ruler:niah_multikey_1",
-        "ruler:niah_multivalue",
-        "ruler:vt",
-        "lines",
-        "kv",
-        "passkey",
-        "chat:requests",
-        "rag:planted",
-    ),
-    policies=lambda: (
-        "streaming",
-        "snapkv + ada",
-        "keydiff",
-        "expected + ada",
-        "kvzip + global",
-        "learned + global",
-        "int4",
-        "int2",
-        "kivi2",
-        "keydiff + int4",
-        "learned + global + int4",
-        "kvzip + global + int4",
-        "kvzip + global + int2",
-    ),
-    memories=("100%", "50%", "25%", "12.5%", "6.25%"),
-    lengths=(4096,),
-    samples=100,
-    fidelity=8,
-    diagnostics=1,
-)
-_NEEDLES = ("ruler:niah_single_2", "ruler:niah_multikey_1", "ruler:niah_multivalue")
-METHODS = Suite(
-    name="methods",
-    summary="every method there is, on needles",
-    workloads=_NEEDLES,
-    policies=methods,
-    memories=("100%", "50%", "25%", "12.5%", "6.25%", OWN),
-    lengths=(4096,),
-    samples=8,
-)
-TIGHT = Suite(
-    name="tight",
-    summary="what keeps most needles in few bytes when no question is known",
-    workloads=_NEEDLES,
-    policies=_tight,
-    memories=("12.5%", "6.25%"),
-    lengths=(2000,),
-    samples=33,
-    modes=("unknown",),
-)
-CURVE = Suite(
-    name="curve",
-    summary="how few bytes can be when the question is known, halving by halving",
-    workloads=_NEEDLES,
-    policies=_curve,
-    memories=("50%", "25%", "12.5%", "6.25%", "3.125%", "1.5625%"),
-    lengths=(8192,),
-    samples=14,
-    modes=("known",),
-)
-SUITES = {suite.name: suite for suite in (QUICK, STANDARD, METHODS, TIGHT, CURVE)}
+def _suite(name: str, given: dict[str, Any]) -> Suite:
+    return Suite(name, **{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
+
+
+_GIVEN = tomllib.loads((files("kvfold.bench") / "suites.toml").read_text(encoding="utf-8"))
+SUITES = {name: _suite(name, given) for name, given in _GIVEN.items()}
 
 
 def find_suite(name: str) -> Suite:

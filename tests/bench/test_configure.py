@@ -11,7 +11,7 @@ import pytest
 from kvfold.bench.configure import BenchConfig, default_folder, parse_length
 from kvfold.bench.haystack import OWN_PROSE
 from kvfold.bench.plan import Shard
-from kvfold.bench.suites import CURVE, METHODS, QUICK
+from kvfold.bench.suites import SUITES
 from kvfold.errors import InputError, KvfoldWarning, PolicyError
 from kvfold.models.loader import Model
 
@@ -21,7 +21,8 @@ def test_the_suite_fills_in_what_is_left_out(model: Model) -> None:
         model, "kvfold bench --samples 7"
     )
     assert (run.samples, run.policies) == (7, ("full", "int4", "keydiff + ada"))
-    assert (run.memories, run.lengths, run.fidelity) == (QUICK.memories, QUICK.lengths, QUICK.fidelity)
+    quick = SUITES["quick"]
+    assert (run.memories, run.lengths, run.fidelity) == (quick.memories, quick.lengths, quick.fidelity)
     assert run.weights == model.weights_digest and run.haystack == OWN_PROSE
     assert {"kvfold", "torch", "transformers", "python"} <= run.versions.keys()
 
@@ -29,7 +30,7 @@ def test_the_suite_fills_in_what_is_left_out(model: Model) -> None:
 def test_policies_may_stand_beside_the_suite_and_modes_are_its_own(model: Model) -> None:
     with pytest.warns(KvfoldWarning, match="learned [+] global [+] int4 is left out"):  # a random model has no network
         run = BenchConfig(suite="curve", also=["int4", "keydiff"]).describe(model, "")
-    own = [policy for policy in CURVE.policies() if "learned" not in policy]
+    own = [policy for policy in SUITES["curve"].policies() if "learned" not in policy]
     assert run.policies == ("full", *own, "int4") and run.modes == ("known",)
     assert BenchConfig(suite="curve", modes=["unknown"]).describe(model, "").modes == ("unknown",)
     assert BenchConfig(policies=["int4"], also=["int8"]).describe(model, "").policies == ("full", "int4", "int8")
@@ -39,7 +40,7 @@ def test_what_the_model_cannot_run_is_left_out_of_a_suite_unless_it_was_asked_fo
     with pytest.warns(KvfoldWarning) as told:
         run = BenchConfig(suite="methods").describe(model, "")
     left_out = ["learned + global", "minicache(layers=14::2)"]
-    assert [policy for policy in METHODS.policies() if policy not in run.policies] == left_out
+    assert [policy for policy in SUITES["methods"].policies() if policy not in run.policies] == left_out
     assert [str(each.message).partition(" is left out: ")[0] for each in told] == left_out
     with pytest.warns(KvfoldWarning) as told:
         run = BenchConfig(suite="methods", memories=["50%"], also=["learned + global"]).describe(model, "")

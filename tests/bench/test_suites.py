@@ -6,7 +6,7 @@ import pytest
 
 from kvfold.bench.byte_matching import needs_size
 from kvfold.bench.size_cache import cells
-from kvfold.bench.suites import METHODS, SUITES, Suite
+from kvfold.bench.suites import SUITES, Suite
 from kvfold.engine.generate import generate
 from kvfold.engine.request import Request
 from kvfold.models.loader import Model
@@ -17,6 +17,8 @@ from tests.tiny import prompt
 
 MEASURED = {"profile", "palu"}  # they name a file of the model's own
 ELSEWHERE = {"when", "protect"}  # not what a prompt that is compressed once is compared by
+
+METHODS = SUITES["methods"]
 
 
 def _parsed(suite: Suite) -> list[Policy]:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvfold.bench.stream import Block
-from kvfold.bench.stream_table import BEGIN, END, caption, means, read_rows, table, with_table
+from benchmarks.stream_blocks import Block
+from benchmarks.stream_table import BEGIN, END, caption, means, read_rows, table, with_table
 from kvfold.errors import InputError
 
 ROOT = Path(__file__).parents[2]

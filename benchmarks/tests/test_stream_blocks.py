@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from kvfold.bench.stream import RUNS, Block, Run, host_bytes, read_blocks, rotations
+from benchmarks.stream_blocks import RUNS, Block, Run, host_bytes, read_blocks, rotations
 from kvfold.errors import InputError
 from kvfold.models.loader import Model
 from tests.tiny import build, prompt
