@@ -106,7 +106,8 @@ def _is_optional(argument: dataclasses.Field[Any]) -> bool:
 
 
 def _suite(name: str, given: dict[str, Any]) -> Suite:
-    return Suite(name, **{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
+    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+    return Suite(name, **fields)
 
 
 _GIVEN = tomllib.loads((files("kvfold.bench") / "suites.toml").read_text(encoding="utf-8"))
