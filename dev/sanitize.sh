@@ -25,6 +25,6 @@ fi
 # Blocks of torch's own allocator hide what lies behind a tensor; the tool does not work through an MPS server.
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1 CUDA_MPS_PIPE_DIRECTORY=/nonexistent
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # side by side, a thread per core each would wait for one another
-case "${1:--}" in -*) set -- tests/attend/kernels tests/models/test_fused.py tests/pages/kernels tests/score/kernels "$@" ;; esac
+case "${1:--}" in -*) set -- tests/attend/kernels tests/models/test_fused_layers.py tests/pages/kernels tests/score/kernels "$@" ;; esac
 exec "$sanitizer" --tool "$tool" --error-exitcode 99 --print-limit 20 \
     "${PYTHON:-python3}" -m pytest -x -p no:cacheprovider "$@"

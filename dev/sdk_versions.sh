@@ -23,8 +23,8 @@ for pair in "0.75.0 2.54.0" "1.13.0 3.22.1" "2.8.0 3.49.0"; do
         touch "$folder/$name/ready"
     fi
     echo "== anthropic $anthropic, openai $openai"
-    "$folder/$name/bin/python" -m pytest -p no:cacheprovider tests/serve/test_anthropic.py tests/serve/test_openai.py \
-        tests/serve/test_tool_replies.py tests/serve/test_prompt_cache.py tests/serve/test_explain.py \
+    "$folder/$name/bin/python" -m pytest -p no:cacheprovider tests/serve/api/test_anthropic.py tests/serve/api/test_openai.py \
+        tests/serve/test_tool_replies.py tests/serve/test_prompt_cache.py tests/serve/cache/test_explain.py \
         tests/serve/test_restart.py "$@" ||
         failed="$failed $name"
 done

@@ -1,4 +1,4 @@
-"""Pages name files, classes and functions that exist, and the drawing of levels is the one that imports obey."""
+"""Pages and scripts name files, classes and functions that exist; the drawing of levels is what imports obey."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _defines(path: Path, dotted: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", (*PAGES, *sorted((ROOT / "dev").glob("*.sh"))), ids=lambda page: page.name)
 def test_named_files_and_names_exist(page: Path) -> None:
     for path, name in NAMED.findall(page.read_text(encoding="utf-8")):
         if path not in NOT_THERE:

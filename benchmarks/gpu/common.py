@@ -1,7 +1,8 @@
 """What the GPU benchmarks share: a model of the Llama-3.1-8B shape, event timing, bandwidth, floors.
 
-The model has random weights: time and memory depend on shapes alone, and nothing has to be downloaded. This file does
-not import kvfold, so that other systems can be measured with it in environments of their own.
+The model has random weights: time and memory depend on shapes alone, and nothing has to be downloaded. This file
+imports nothing of kvfold that imports transformers, so that other systems can be measured with it in environments of
+their own.
 """
 
 from __future__ import annotations

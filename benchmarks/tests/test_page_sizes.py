@@ -1,4 +1,4 @@
-"""`benchmarks/page_sizes.py`: what it counts on a tiny model, what it refuses, the table, and the page it writes."""
+"""Page sizes: what is counted on a tiny model, what is refused, the table, and the page that is written."""
 
 from __future__ import annotations
 
