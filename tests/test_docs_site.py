@@ -45,6 +45,7 @@ def test_the_site_loads_nothing_from_elsewhere() -> None:
     config = _config()
     assert config["strict"] is True and config["theme"]["font"] is False and "offline" in config["plugins"]
     styles = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in config["extra_css"]]
+    assert [(ROOT / "docs" / name).exists() for name in config["extra"]["polyfills"]] == [True]
     assert not any("url(" in style or "@import" in style for style in styles) and "extra_javascript" not in config
 
 
