@@ -12,13 +12,21 @@ from kvfold.stats import Stats
 
 @dataclass(frozen=True)
 class Reply:
-    """The result of a generation."""
+    """The result of a generation.
+
+    Attributes:
+        text: The text, without a stop string.
+        token_ids: Its tokens.
+        reason: Why it ended: an end token, a stop string, or the number of tokens.
+        stats: Sizes and times after it.
+        decode_ms: Mean inter-token latency in milliseconds.
+    """
 
     text: str
     token_ids: list[int]
     reason: StopReason
     stats: Stats
-    decode_ms: float  # mean inter-token latency
+    decode_ms: float
 
     @classmethod
     def of(cls, request: Request, stats: Stats) -> Reply:
@@ -36,16 +44,27 @@ class Reply:
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Options of `Session.generate` and `Session.ask`."""
+    """Options of `Session.generate`, `Session.ask` and `kvfold.answer`.
 
-    temperature: float  # 0, the default: greedy
-    top_k: int  # 0: all tokens
+    Attributes:
+        temperature: 0, the default, is greedy.
+        top_k: Sample from so many tokens; 0, the default, from all.
+        top_p: Sample from the most likely tokens of this total probability; default 1.
+        seed: Of sampling; default 0.
+        stop: Stop strings; they are cut off.
+        speculate: Draft by n-gram lookup in the text, up to so many tokens, and verify drafts in one pass.
+        draft_from: Token ids of earlier outputs to look drafts up in, too.
+        on_text: Called with each text delta, as soon as it is final.
+    """
+
+    temperature: float
+    top_k: int
     top_p: float
     seed: int
-    stop: Sequence[str]  # stop strings, which are cut off
-    speculate: bool | int  # draft so many tokens by n-gram lookup in the text, and verify them in one pass
-    draft_from: Sequence[Sequence[int]]  # token ids of earlier outputs to look up too
-    on_text: Callable[[str], None]  # called with each text delta, as soon as it is final
+    stop: Sequence[str]
+    speculate: bool | int
+    draft_from: Sequence[Sequence[int]]
+    on_text: Callable[[str], None]
 
 
 def checked(options: GenerateOptions) -> GenerateOptions:

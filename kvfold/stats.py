@@ -11,18 +11,35 @@ from kvfold.pages.sequence import SequenceCache
 
 @dataclass(frozen=True)
 class Stats:
-    logical_len: int  # tokens seen
-    resident_bytes: int  # spans with padding, positions, scales; open block; observer state; tables
-    full_bytes: int  # what the ordinary bf16 cache would hold
-    bytes_per_step: int  # stored bytes one decode step reads
-    slots: list[list[int]] = field(repr=False)  # by layer and head, open block included
-    host_bytes: int = 0  # offloaded slots that may be recalled; not in resident_bytes
+    """Sizes and times of one sequence; those of a reply are set in `Reply.stats`.
+
+    Attributes:
+        logical_len: Tokens seen.
+        resident_bytes: All that is held: slots with padding, positions and scales, open block, observer state, tables.
+        full_bytes: What the ordinary bf16 cache would hold.
+        bytes_per_step: Stored bytes that one decode step reads.
+        slots: Slots by layer and head, open block included.
+        host_bytes: Offloaded slots that may be recalled; not in `resident_bytes`.
+        prefill_s: Seconds of all prefills, second readings included.
+        decode_ms: Mean inter-token latency of a reply.
+        setup_s: CUDA graph capture and compilation during a reply; not in `decode_ms`.
+        drafted: Tokens drafted by n-gram lookup for a reply.
+        accepted: Drafted tokens that were accepted.
+        tokens_per_pass: Tokens of a reply by forward passes; 1 without drafts.
+    """
+
+    logical_len: int
+    resident_bytes: int
+    full_bytes: int
+    bytes_per_step: int
+    slots: list[list[int]] = field(repr=False)
+    host_bytes: int = 0
     prefill_s: float = 0.0
     decode_ms: float | None = None
-    setup_s: float = 0.0  # CUDA graph capture and compilation during this reply; not in decode_ms
-    drafted: int = 0  # tokens drafted by n-gram lookup for this reply
-    accepted: int = 0  # of these
-    tokens_per_pass: float | None = None  # 1 without drafts
+    setup_s: float = 0.0
+    drafted: int = 0
+    accepted: int = 0
+    tokens_per_pass: float | None = None
 
     @property
     def ratio(self) -> float:

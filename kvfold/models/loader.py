@@ -32,7 +32,7 @@ DTYPES: dict[str, torch.dtype | None] = {name: getattr(torch, name, None) for na
 
 @dataclass
 class Model:
-    """A loaded model. `hf` is the transformers module, `spec` the shape of its cache."""
+    """A loaded model. `hf` is the transformers module, `tokenizer` its tokenizer, `spec` the shape of its cache."""
 
     name: str
     hf: Any
@@ -77,10 +77,17 @@ def load(
     compile: Compile = "auto",
     progress: bool = True,
 ) -> Model:
-    """A catalogue name, a folder, or a hub id. `memory` bounds the arena: bytes or text such as "4GB".
+    """Load a model and its tokenizer, and attach it.
 
-    `compile`: whether decode steps on CUDA go through torch.compile: True at once (seconds to half a minute), False
-    never, "auto" after 512 steps.
+    Args:
+        name: A name of `kvfold models`, which is pulled once, a folder, or a hub id.
+        dtype: Of weights and cache. "auto" keeps the cache in bf16, and the weights where the device computes in it.
+        device: "auto" is the first GPU, else the CPU.
+        memory: Bounds the arena, from which all KV caches come: bytes, or text such as "4GB". By default half of a
+            CPU's memory, or 70 % of a GPU's free memory.
+        compile: Whether decode steps on CUDA go through torch.compile: True at once (seconds to half a minute), False
+            never, "auto" after 512 steps.
+        progress: Show downloads on stderr.
     """
     if compile not in ("auto", True, False):
         raise InputError(f'compile is {compile!r}; it is "auto", True or False')
