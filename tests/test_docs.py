@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import kvfold
 from kvfold.cli.demo import CASES
 from kvfold.cli.main import build_parser
 from kvfold.policy import Policy
@@ -134,7 +135,12 @@ def test_the_shown_demo_is_the_one_that_runs() -> None:
     assert titles == [case.title for case in CASES]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_the_citation_is_of_this_version() -> None:
+    cited = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {kvfold.__version__}\n" in cited
+
+
+@pytest.mark.parametrize("page", (*PAGES, ROOT / "CONTRIBUTING.md"), ids=_name)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
         if not target.startswith("http"):
