@@ -155,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
         from kvfold.serve.server import check_address, end_process, open_store, serve, service_of
     except ModuleNotFoundError as error:
         raise MissingExtra(f"the server needs {error.name}; run: pip install 'kvfold[serve]'") from error
-    from kvfold.serve.ops.request_log import log_to_stderr
+    from kvfold.serve.ops.request_trace import log_to_stderr
     from kvfold.serve.ops.tracing import trace_exporter
     from kvfold.serve.service import check_served_form
     from kvfold.store.entry.signing import read_secret

@@ -15,13 +15,16 @@ import json
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvfold.errors import InputError
+from kvfold.serve.api.errors import KINDS
 from kvfold.serve.settings import Limits
 
 BACKLOG = 64  # listen backlog of the socket
@@ -33,29 +36,20 @@ _HEAD_BYTES, _HEAD_LINES = 32 << 10, 128
 _FRAMED = tuple(re.compile(rb"(?im)^%s[ \t]*:" % name) for name in (b"content-length", b"transfer-encoding"))
 
 
-def _refusal(status: str, kind: str, message: str, more: str = "") -> bytes:
+def _refusal(status: HTTPStatus, message: str, *more: str) -> bytes:
     """A raw HTTP error response that both vendors' clients can parse, for a request that is not read."""
-    error = {"type": kind, "message": message, "param": None, "code": None}
+    error = {"type": KINDS.get(status, KINDS[400]), "message": message, "param": None, "code": None}
     body = json.dumps({"type": "error", "error": error}).encode()
-    head = [f"HTTP/1.1 {status}", "content-type: application/json", f"content-length: {len(body)}", "connection: close"]
-    return "\r\n".join([*head, *([more] if more else []), "", ""]).encode() + body
+    head = [f"HTTP/1.1 {status.value} {status.phrase}", "content-type: application/json", *more]
+    return "\r\n".join([*head, f"content-length: {len(body)}", "connection: close", "", ""]).encode() + body
 
 
-_FULL = _refusal(
-    "503 Service Unavailable",
-    "overloaded_error",
-    "the server has reached its connection limit; try again later",
-    "retry-after: 1",
-)
-_LONG_HEAD = _refusal(
-    "431 Request Header Fields Too Large",
-    "invalid_request_error",
-    f"the head of a request has at most {_HEAD_BYTES} bytes in {_HEAD_LINES} lines; send fewer headers",
-)
+_TOO_MANY = "the server has reached its connection limit; try again later"
+_TOO_LONG = f"the head of a request has at most {_HEAD_BYTES} bytes in {_HEAD_LINES} lines; send fewer headers"
+_FULL = _refusal(HTTPStatus.SERVICE_UNAVAILABLE, _TOO_MANY, "retry-after: 1")
+_LONG_HEAD = _refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, _TOO_LONG)
 _TWO_LENGTHS = _refusal(
-    "400 Bad Request",
-    "invalid_request_error",
-    "content-length and transfer-encoding exclude each other; send one of them",
+    HTTPStatus.BAD_REQUEST, "content-length and transfer-encoding exclude each other; send one of them"
 )
 
 
@@ -77,14 +71,11 @@ def _num_free_descriptors() -> int:
     except ImportError:  # Windows
         return 1 << 20
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return (1 << 20) - _SPARE if most == resource.RLIM_INFINITY else most - _num_open()
-
-
-def _num_open() -> int:
-    try:
-        return len(os.listdir("/proc/self/fd"))
-    except OSError:
-        return 32
+    if most == resource.RLIM_INFINITY:
+        return (1 << 20) - _SPARE
+    with suppress(OSError):
+        return most - len(os.listdir("/proc/self/fd"))
+    return most - 32
 
 
 @dataclass
@@ -173,7 +164,7 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """uvicorn calls this for bytes that are no HTTP request."""
-        self._end(_refusal("400 Bad Request", "invalid_request_error", f"{msg} Send HTTP/1.1."))
+        self._end(_refusal(HTTPStatus.BAD_REQUEST, f"{msg} Send HTTP/1.1."))
 
     def pause_writing(self) -> None:
         super().pause_writing()

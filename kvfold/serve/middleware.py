@@ -13,8 +13,7 @@ from starlette.routing import Route
 from kvfold.serve.api.errors import ApiError
 from kvfold.serve.api.sse import EventStream, as_api_error, error_response
 from kvfold.serve.auth import tenant_of
-from kvfold.serve.ops.request_log import log_request
-from kvfold.serve.ops.request_trace import RequestTrace
+from kvfold.serve.ops.request_trace import RequestTrace, log_request
 from kvfold.serve.service import Service
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -53,7 +52,9 @@ class RequestMiddleware:
         self, handler: Handler, methods: Sequence[str], request: Request, trace: RequestTrace
     ) -> Response:
         try:
-            _check_method(request, methods)
+            if methods and request.method not in methods:
+                message = f"{request.scope['path'][:200]} takes {' and '.join(methods)}, not {request.method[:20]}"
+                raise ApiError(405, message, headers={"allow": ", ".join(methods)})
             return await handler(request)
         except ClientDisconnect:
             return Response(status_code=499)
@@ -88,9 +89,3 @@ class RequestMiddleware:
         is_poll = trace.path.startswith("/dashboard/") and trace.status == 200
         if not is_poll:
             log_request(trace)
-
-
-def _check_method(request: Request, methods: Sequence[str]) -> None:
-    if methods and request.method not in methods:
-        message = f"{request.scope['path'][:200]} takes {' and '.join(methods)}, not {request.method[:20]}"
-        raise ApiError(405, message, headers={"allow": ", ".join(methods)})

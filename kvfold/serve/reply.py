@@ -16,7 +16,7 @@ from kvfold.serve.api.errors import ApiError, bad_request
 from kvfold.serve.api.request import ChatRequest
 from kvfold.serve.api.tool_calls import ToolCall, ToolCallParser
 from kvfold.serve.cache.breakpoints import Boundary, CachePlan
-from kvfold.serve.cache.source import CachedSource, PlainSource
+from kvfold.serve.cache.source import PlainSource
 from kvfold.serve.cache.usage import Usage
 from kvfold.serve.ops.metrics import Metrics
 from kvfold.serve.ops.request_trace import RequestTrace
@@ -90,7 +90,7 @@ class Reply:
         request: ChatRequest,
         context: RequestContext,
         events: EventQueue,
-        source: CachedSource | PlainSource,
+        source: PlainSource,
         plan: CachePlan,
         *,
         metrics: Metrics,

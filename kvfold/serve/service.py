@@ -6,8 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -22,10 +21,9 @@ from kvfold.models.loader import Model
 from kvfold.policy.policy import Policy
 from kvfold.serve.api.errors import ApiError, bad_request
 from kvfold.serve.api.request import ChatRequest
-from kvfold.serve.cache.breakpoints import Boundary, CachePlan, boundaries_of, compression_points
+from kvfold.serve.cache.breakpoints import CachePlan, boundaries_of, compression_points
 from kvfold.serve.cache.diagnostics import CacheDiagnostics
-from kvfold.serve.cache.prompt_cache import Miss, PromptCache
-from kvfold.serve.cache.source import CachedSource, PlainSource
+from kvfold.serve.cache.source import CachedSource, Miss, PlainSource, PromptCache
 from kvfold.serve.ops.metrics import Metrics
 from kvfold.serve.ops.recent_requests import RecentRequests
 from kvfold.serve.ops.request_trace import TracedSource
@@ -75,10 +73,14 @@ class Service:
         self._has_points = has_compression_points(self.policy, model.spec)
         self._runner = Runner(model.hf, model.spec, model.arena, compile=model.compile)
         self._prompt_caches: dict[str, PromptCache] = {}
-        self._running: Counter[str] = Counter()
-        self._recent: dict[str, RecentRequests] = {}  # by tenant
-        self._check_prefix_reuse()
-        limits = settings.limits
+        self.num_running: Counter[str] = Counter()  # by tenant, until their jobs have ended
+        self.recents: dict[str, RecentRequests] = {}  # by tenant
+        if store is not None:
+            try:
+                self._prompt_cache("")
+            except (PolicyError, ModelError) as error:  # they rule reuse out, as question-aware scores do
+                self.no_reuse = str(error)
+        limits, device = settings.limits, None if store is None else store.device
         self.scheduler = Scheduler(
             self._runner,
             self.policy,
@@ -86,29 +88,17 @@ class Service:
             max_running=limits.running,
             max_waiting=limits.waiting,
             num_reserved=settings.num_reserved,
-            evict_idle=self._evict_idle,
+            evict_idle=lambda: device is not None and device.shrink(),
             on_failure=lambda: self.on_failure(),
         )
         self._add_gauges()
-
-    def _check_prefix_reuse(self) -> None:
-        """Sets `no_reuse` to the reason if policy or model rules out prefix reuse, as question-aware scores do."""
-        if self.store is None:
-            return
-        try:
-            self._prompt_cache("")
-        except (PolicyError, ModelError) as error:
-            self.no_reuse = str(error)
-
-    def _evict_idle(self) -> bool:
-        return self.store is not None and self.store.device is not None and self.store.device.shrink()
 
     def _add_gauges(self) -> None:
         arena, scheduler, gauge, counter = self.model.arena, self.scheduler, self.metrics.gauge, self.metrics.counter
         gauge("kvfold_requests_running", "Running requests (KV pages allocated).", lambda: scheduler.num_running)
         gauge("kvfold_requests_waiting", "Queued requests (no KV pages yet).", lambda: scheduler.num_waiting)
         counter("kvfold_preemptions_total", "Preemptions: KV caches swapped to host.", lambda: scheduler.num_preempted)
-        gauge("kvfold_replies_demoted", "Old name of kvfold_preemptions_total.", lambda: scheduler.num_preempted)
+        gauge("kvfold_replies_demoted", "Until 0.2; use kvfold_preemptions_total.", lambda: scheduler.num_preempted)
         gauge("kvfold_requests_cancelled", "Requests cancelled by their client.", lambda: scheduler.num_cancelled)
         gauge("kvfold_arena_bytes", "KV-cache capacity in bytes.", lambda: arena.capacity_bytes)
         gauge("kvfold_arena_free_bytes", "Free KV-cache bytes.", lambda: arena.free_bytes)
@@ -135,8 +125,12 @@ class Service:
 
     async def preprocess(self, tenant: str, num_bytes: int, work: Callable[[], T]) -> T:
         """Result of work on a body of `num_bytes` in a preprocessing thread; ApiError 504 if it times out."""
-        async with _timeout(self.settings.limits.request_s):
-            return await self.preprocessor.run(tenant, num_bytes, work)
+        seconds = self.settings.limits.request_s
+        try:
+            async with asyncio.timeout(seconds):
+                return await self.preprocessor.run(tenant, num_bytes, work)
+        except TimeoutError:
+            raise timed_out(seconds) from None
 
     async def start(self, request: ChatRequest, context: RequestContext) -> Reply:
         """A reply whose prefill is done; ApiError if the request is refused or fails."""
@@ -173,7 +167,7 @@ class Service:
             deadline=time.monotonic() + self.settings.limits.request_s,
         )
         context.trace.queue(request.model, len(prompt.tokens))
-        if self._running.total() > 1:
+        if self.num_running.total() > 1:
             source.prefetch()  # while it is queued
         try:
             self.scheduler.submit(job)
@@ -191,24 +185,20 @@ class Service:
             is_cut=num_left < request.max_tokens,
         )
 
-    def _source(
-        self, request: ChatRequest, context: RequestContext, prompt: Prompt
-    ) -> tuple[CachedSource | PlainSource, CachePlan]:
+    def _source(self, request: ChatRequest, context: RequestContext, prompt: Prompt) -> tuple[PlainSource, CachePlan]:
         boundaries = boundaries_of(request, prompt, f"{context.cache_key}|{request.model}")
         if context.planner is None or self.no_reuse is not None:
             plan = CachePlan(boundaries)
         else:
             plan = context.planner(boundaries, self.settings.min_tokens(request.model))
-        points = self._points(prompt, boundaries)
+        # Compression points do not depend on cache markers; None: compressed at the prompt's end, or not at all.
+        has_points = self._has_points and prompt.ends
+        points = compression_points(boundaries, self.settings.point_tokens) if has_points else None
         if not plan.writes and not plan.candidates:
             miss: Miss = "unmarked" if self.no_reuse is None else "refused"
             return PlainSource(self._new_sequence, len(prompt.tokens), miss, points), plan
         cache = self._prompt_cache(context.tenant, context.cache_key)
         return CachedSource(cache, prompt.tokens, plan, context.at, self.clock, points), plan
-
-    def _points(self, prompt: Prompt, boundaries: Sequence[Boundary]) -> list[int] | None:
-        """Compression points, independent of cache markers; None: compressed at the prompt's end, or not at all."""
-        return compression_points(boundaries, self.settings.point_tokens) if self._has_points and prompt.ends else None
 
     def _new_sequence(self) -> Any:
         return self._runner.new_sequence(self.policy)
@@ -224,12 +214,9 @@ class Service:
 
     def recent(self, tenant: str) -> RecentRequests:
         """Recent requests of a tenant; without API keys all requests have one tenant."""
-        if tenant not in self._recent:
-            self._recent[tenant] = RecentRequests(self.settings.price)
-        return self._recent[tenant]
-
-    def all_recent(self) -> list[RecentRequests]:
-        return list(self._recent.values())
+        if tenant not in self.recents:
+            self.recents[tenant] = RecentRequests(self.settings.price)
+        return self.recents[tenant]
 
     # Limits
 
@@ -237,16 +224,12 @@ class Service:
         if self.is_closing:
             raise ApiError(529, "the server is shutting down; send the request again", retry_after_s=1)
         most = self.settings.per_tenant
-        if self._running[tenant] >= most:
+        if self.num_running[tenant] >= most:
             raise ApiError(429, f"{most} requests of this tenant are running; wait for one", retry_after_s=1)
-        self._running[tenant] += 1
+        self.num_running[tenant] += 1
 
     def _release_slot(self, tenant: str) -> None:
-        self._running[tenant] -= 1
-
-    def num_active(self) -> int:
-        """Requests whose job has not ended, which count against `--max-per-tenant`."""
-        return self._running.total()
+        self.num_running[tenant] -= 1
 
     def close(self) -> None:
         self.is_closing = True
@@ -261,12 +244,3 @@ def has_compression_points(policy: Policy, spec: ModelSpec) -> bool:
     except (PolicyError, ModelError):
         return False
     return kind_of(policy, spec) == "snapshots"
-
-
-@asynccontextmanager
-async def _timeout(seconds: float) -> AsyncIterator[None]:
-    try:
-        async with asyncio.timeout(seconds):
-            yield
-    except TimeoutError:
-        raise timed_out(seconds) from None

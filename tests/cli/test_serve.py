@@ -54,6 +54,15 @@ def test_bad_options_are_told_before_a_model_is_loaded(
     assert message in capsys.readouterr().err
 
 
+def test_without_the_extra_the_command_to_install_it_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "kvfold.serve.server", raising=False)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert main(["serve", "--model", "does-not-exist"]) == 2
+    assert "the server needs uvicorn; run: pip install 'kvfold[serve]'" in capsys.readouterr().err
+
+
 def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
     folder = tmp_path / "tiny"
     tiny.build("llama").save_pretrained(folder)

@@ -31,8 +31,7 @@ from kvfold.serve.cache.breakpoints import (
     compression_points,
     openai_plan,
 )
-from kvfold.serve.cache.prompt_cache import PromptCache
-from kvfold.serve.cache.source import CachedSource, PlainSource
+from kvfold.serve.cache.source import CachedSource, PlainSource, PromptCache
 from kvfold.serve.prompt import PromptRenderer
 from kvfold.store import DeviceTier, DiskTier, HostTier, PrefixStore
 from kvfold.store.markers import CacheMarkers
@@ -108,10 +107,10 @@ class Bench:
         task.end("cancelled")
         return Replied(source.usage.num_read, task.num_reused, logits_V, tokens)
 
-    def task(self, tokens: list[int], source: CachedSource | PlainSource) -> Task:
+    def task(self, tokens: list[int], source: PlainSource) -> Task:
         return Task(Job(tokens, source, lambda event: None), self.runner, self.model.tokenizer, in_chunks=False)
 
-    def source(self, tenant: str, tokens: list[int], plan: CachePlan, points: list[int]) -> CachedSource | PlainSource:
+    def source(self, tenant: str, tokens: list[int], plan: CachePlan, points: list[int]) -> PlainSource:
         if not plan.writes:
             return PlainSource(lambda: self.runner.new_sequence(self.policy), len(tokens), points=points)
         if tenant not in self._prompt_caches:

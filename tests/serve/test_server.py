@@ -89,7 +89,7 @@ def test_one_tenant_has_so_many_requests_at_a_time() -> None:
         other = server.anthropic_as("key-b").messages.create(model="tiny", max_tokens=2, messages=HELLO)
         assert other.usage.output_tokens == 2
         stream.close()
-        until(lambda: server.service.num_active() == 0)
+        until(lambda: server.service.num_running.total() == 0)
         assert server.anthropic.messages.create(model="tiny", max_tokens=2, messages=HELLO).usage.output_tokens == 2
 
 

@@ -75,15 +75,15 @@ def test_a_body_that_does_not_end_is_answered_with_408() -> None:
             head, _, body = rest_of(client).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 408") and b"connection: close" in head
         assert json.loads(body)["error"]["type"] == "timeout_error"
-        assert server.service.num_active() == 0
+        assert server.service.num_running.total() == 0
 
 
 def test_a_client_that_does_not_read_is_dropped() -> None:
     with running(tool_model(), limits=Limits(write_s=0.5, per_tenant=1)) as server:
         server.listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         with connected(server, post({**ENDLESS, "stream": True}), 2048) as client:
-            until(lambda: server.service.num_active() == 1)
-            until(lambda: server.service.num_active() == 0)
+            until(lambda: server.service.num_running.total() == 1)
+            until(lambda: server.service.num_running.total() == 0)
             until(lambda: server.service.scheduler.num_running == 0)
             assert server.anthropic.messages.create(**SHORT).usage.output_tokens == 2
             time.sleep(1.0)  # more than write_s
@@ -94,8 +94,8 @@ def test_a_place_is_free_when_its_job_has_ended_whether_or_not_anybody_reads() -
     with running(tool_model(), limits=Limits(write_s=600, per_tenant=1)) as server:
         server.listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         with connected(server, post({**ENDLESS, "stream": True}), 2048):
-            until(lambda: server.service.num_active() == 1)
-            until(lambda: server.service.num_active() == 0)
+            until(lambda: server.service.num_running.total() == 1)
+            until(lambda: server.service.num_running.total() == 0)
             assert server.service.scheduler.num_cancelled == 0, "it has come to its end"
             assert server.anthropic.messages.create(**SHORT).usage.output_tokens == 2
 

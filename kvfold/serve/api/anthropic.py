@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from kvfold.engine.sampling import Sampling
 from kvfold.serve.api.errors import bad_request
-from kvfold.serve.api.request import Block, ChatRequest, Role, check_calls
+from kvfold.serve.api.request import Block, ChatRequest, Kind, Role, check_calls
 from kvfold.serve.api.validation import Fields, check_names
 from kvfold.serve.cache.breakpoints import anthropic_plan
 from kvfold.serve.reply import Body
@@ -33,16 +31,12 @@ def read_messages(data: object, settings: Settings) -> MessagesBody:
     body = Fields(data)
     is_streamed = body.flag("stream", False)
     max_tokens = body.integer("max_tokens", None, 0, settings.limits.output_tokens)
-    sampling = _sampling(body, settings)
+    sampling = body.sampling(settings, body.integer("top_k", 0, 0, 1 << 20))
     stop = body.texts("stop_sequences", 16)
     diagnostics = body.object("diagnostics")
     previous_id = None if diagnostics is None else diagnostics.optional_text("previous_message_id")
-    if diagnostics is not None:
-        diagnostics.end()
-    metadata = body.object("metadata")
-    if metadata is not None:
+    if (metadata := body.object("metadata")) is not None:
         metadata.optional_text("user_id")
-        metadata.end()
     body.neutral("messages_reply")
     model, blocks, tool_choice = _prompt_fields(body)
     body.end()
@@ -79,19 +73,12 @@ def _prompt_fields(body: Fields) -> tuple[str, list[Block], str]:
     return model, blocks if automatic is None else _mark_last(blocks, automatic), _tool_choice(body)
 
 
-def _sampling(body: Fields, settings: Settings) -> Sampling:
-    temperature = body.number("temperature", settings.temperature, 0.0, 2.0)
-    top_p = body.number("top_p", 1.0, 1e-6, 1.0)
-    return Sampling(temperature, body.integer("top_k", 0, 0, 1 << 20), top_p, secrets.randbits(63))
-
-
 def _tool_choice(body: Fields) -> str:
     choice = body.object("tool_choice")
     if choice is None:
         return "auto"
     found = choice.choice("type", ("auto", "none"))
     choice.neutral("messages_tool_choice")
-    choice.end()
     return found
 
 
@@ -104,9 +91,7 @@ def _ttl(fields: Fields) -> float | None:
     if marker is None:
         return None
     marker.choice("type", ("ephemeral",))
-    ttl = marker.choice("ttl", TTL_S, "5m")
-    marker.end()
-    return TTL_S[ttl]
+    return TTL_S[marker.choice("ttl", TTL_S, "5m")]
 
 
 def _check_markers(blocks: list[Block]) -> None:
@@ -126,7 +111,7 @@ def _mark_last(blocks: list[Block], ttl_s: float) -> list[Block]:
         raise bad_request("cache_control: the last block carries a marker of another ttl; use one ttl for both")
     if sum(block.ttl_s is not None for block in blocks) == MAX_MARKERS:
         raise bad_request(f"cache_control: {MAX_MARKERS} blocks carry it already; leave one out for the automatic one")
-    found = [*before, last.marked(ttl_s)]
+    found = [*before, replace(last, ttl_s=ttl_s)]
     _check_markers(found)
     return found
 
@@ -140,7 +125,6 @@ def _tools(body: Fields) -> list[Block]:
         tool.choice("type", ("custom",), "custom")
         tool.neutral("messages_tool")
         found.append(Block("tool", data=tool.definition("input_schema"), ttl_s=_ttl(tool)))
-        tool.end()
     check_names(tools, [block.data["name"] for block in found])
     return found
 
@@ -157,14 +141,13 @@ def _system(body: Fields) -> list[Block]:
 
 def _messages(body: Fields) -> list[Block]:
     items = body.objects("messages")
-    roles = [item.choice("role", ("user", "assistant", "system")) for item in items]
+    roles: list[Any] = [item.choice("role", ("user", "assistant", "system")) for item in items]
     _check_roles(roles)
     found: list[Block] = []
     number = -1
     for i, item in enumerate(items):
         number += i == 0 or roles[i] != roles[i - 1]  # consecutive messages of one role are one message
         found += _content(item, roles[i], number)
-        item.end()
     return found
 
 
@@ -175,12 +158,11 @@ def _check_roles(roles: list[str]) -> None:
         raise bad_request("messages: the last one must not be the assistant's; replies cannot be prefilled here")
     for i, role in enumerate(roles):
         if role == "system" and (roles[i - 1] != "user" or roles[i + 1 : i + 2] not in ([], ["assistant"])):
-            raise bad_request(
-                f"messages.{i}: a system message follows a user's, and the assistant's or nothing comes next"
-            )
+            order = "a system message follows a user's, and the assistant's or nothing comes next"
+            raise bad_request(f"messages.{i}: {order}")
 
 
-def _content(message: Fields, role: str, number: int) -> list[Block]:
+def _content(message: Fields, role: Role, number: int) -> list[Block]:
     content = message.require("content")
     if content == "":
         message.refuse("content", "a text that is not empty is required")
@@ -192,25 +174,27 @@ def _content(message: Fields, role: str, number: int) -> list[Block]:
     return [_block(block, role, number) for block in message.each("content", items)]
 
 
-def _block(block: Fields, role: str, number: int) -> Block:
-    allowed = {"user": ("text", "tool_result"), "assistant": ("text", "tool_use"), "system": ("text",)}[role]
-    kind = block.choice("type", allowed)
+def _block(block: Fields, role: Role, number: int) -> Block:
+    more = {"user": ("tool_result",), "assistant": ("tool_use",)}
+    kind = block.choice("type", ("text", *more.get(role, ())))
     if kind == "tool_use":
         data = {"id": block.text("id"), "name": block.tool_name(), "arguments": block.data("input")}
         block.neutral("messages_tool_use")
-        return _ended(block, Block("tool_use", "assistant", message=number, data=data, ttl_s=_ttl(block)))
+        return Block("tool_use", "assistant", message=number, data=data, ttl_s=_ttl(block))
     if kind == "tool_result":
         data = {"id": block.text("tool_use_id")}
         text, ttl_s = _result(block)
-        return _ended(block, Block("tool_result", "tool", text, number, data, ttl_s))
-    return _text(block, "text", {"user": "user", "assistant": "assistant", "system": "system"}[role], number)  # type: ignore[arg-type]
+        return Block("tool_result", "tool", text, number, data, ttl_s)
+    return _text(block, "text", role, number)
 
 
-def _text(block: Fields, kind: Any, role: Role, number: int) -> Block:
+def _text(block: Fields, kind: Kind, role: Role, number: int) -> Block:
     block.choice("type", ("text",), "text")
-    text, ttl_s = block.filled_text("text"), _ttl(block)
+    text, ttl_s = block.text("text"), _ttl(block)
+    if not text:
+        block.refuse("text", "a text that is not empty is required")
     block.neutral("messages_text")
-    return _ended(block, Block(kind, role, text, number, ttl_s=ttl_s))
+    return Block(kind, role, text, number, ttl_s=ttl_s)
 
 
 def _result(block: Fields) -> tuple[str, float | None]:
@@ -228,8 +212,3 @@ def _result(block: Fields) -> tuple[str, float | None]:
         block.refuse("content", "an error has a text; say in it what went wrong")
     text = "\n".join(part.text for part in parts)
     return f"Error: {text}" if is_error else text, marks[0] if marks else None
-
-
-def _ended(fields: Fields, block: Block) -> Block:
-    fields.end()
-    return block

@@ -45,17 +45,13 @@ class ApiError(KvfoldError):
         self.status = status
         self.logged = printable(message if logged is None else logged)
         self.code = code
-        self.retry_after_s = retry_after_s
-        self._headers = headers or {}
+        self.headers = dict(headers or {})
+        if retry_after_s is not None:
+            self.headers["retry-after"] = str(retry_after_s)
 
     @property
     def kind(self) -> str:
         return KINDS.get(self.status, "api_error")
-
-    @property
-    def headers(self) -> dict[str, str]:
-        wait = {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
-        return {**self._headers, **wait}
 
 
 def bad_request(message: str, logged: str | None = None) -> ApiError:

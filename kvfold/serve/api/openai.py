@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from kvfold.engine.sampling import Sampling
 from kvfold.serve.api.errors import bad_request
 from kvfold.serve.api.request import Block, Kind, Role, check_calls
 from kvfold.serve.api.strict_json import InvalidJson, Json, parse_json
@@ -31,18 +29,14 @@ class OpenAIBody(Body):
 class OpenAIFields(Fields):
     """Fields that the three APIs share."""
 
-    def sampling(self, settings: Settings) -> Sampling:
-        temperature = self.number("temperature", settings.temperature, 0.0, 2.0)
-        top_p = self.number("top_p", 1.0, 1e-6, 1.0)
-        seed = self.optional_integer("seed", -(1 << 63), (1 << 63) - 1)
-        return Sampling(temperature, 0, top_p, secrets.randbits(63) if seed is None else seed & ((1 << 63) - 1))
+    def seed(self) -> int | None:
+        return self.optional_integer("seed", -(1 << 63), (1 << 63) - 1)
 
     def cache_options(self, *ttls: str) -> tuple[CachePlanner, str]:
         """`prompt_cache_options` and `prompt_cache_key`: requests of different keys share no cache."""
         options = self.object("prompt_cache_options") or OpenAIFields({})
         mode = options.choice("mode", ("implicit", "explicit"), "implicit")
         ttl = options.choice("ttl", ttls, "30m")
-        options.end()
         plan = partial(openai_plan, ttl_s=TTL_S[ttl], is_implicit=mode == "implicit")
         return plan, self.text("prompt_cache_key", "")
 
@@ -60,7 +54,6 @@ class OpenAIFields(Fields):
             self.refuse("stream_options", "the field is for streams; leave it out, or set stream to true")
         shows_usage = options.flag("include_usage", False)
         options.neutral("openai_stream")
-        options.end()
         return is_streamed, shows_usage
 
     def tools(self, *, is_nested: bool) -> list[Block]:
@@ -72,8 +65,6 @@ class OpenAIFields(Fields):
         found = [Block("tool", data=tool.definition("parameters", {})) for tool in inner]
         for tool in inner:
             tool.neutral("openai_tool")
-        for tool in (*inner, *outer):
-            tool.end()
         check_names(inner, [block.data["name"] for block in found])
         return found
 
@@ -108,11 +99,9 @@ class OpenAIFields(Fields):
         text, breakpoint_ = self.text("text"), self.object("prompt_cache_breakpoint")
         if breakpoint_ is not None:
             breakpoint_.choice("mode", ("explicit",))
-            breakpoint_.end()
             if not text:
                 self.refuse("prompt_cache_breakpoint", "an empty text cannot carry it")
         self.neutral("openai_part")
-        self.end()
         return text, breakpoint_ is not None
 
 
@@ -149,15 +138,12 @@ def _ttl(is_marked: bool) -> float | None:
 
 def _without_empty(blocks: Sequence[Block]) -> list[Block]:
     """Drop empty texts of messages that have other content; keep one of an empty message."""
-    filled = {block.message for block in blocks if block.text or block.kind in ("tool_use", "tool_result")}
-    kept, empty = list[Block](), set[int]()
+    seen = {block.message for block in blocks if block.text or block.kind in ("tool_use", "tool_result")}
+    kept: list[Block] = []
     for block in blocks:
-        is_empty = block.kind in ("text", "system") and not block.text
-        if is_empty and (block.message in filled or block.message in empty):
-            continue
-        if is_empty:
-            empty.add(block.message)
-        kept.append(block)
+        if block.text or block.kind not in ("text", "system") or block.message not in seen:
+            kept.append(block)
+        seen.add(block.message)
     return kept
 
 

@@ -39,7 +39,7 @@ def read_chat(data: object, settings: Settings) -> OpenAIBody:
     body = OpenAIFields(data)
     model, (is_streamed, shows_usage) = body.text("model"), body.stream()
     max_tokens = _max_tokens(body, settings.limits.output_tokens)
-    sampling, stop = body.sampling(settings), body.texts("stop", 4)
+    sampling, stop = body.sampling(settings, seed=body.seed()), body.texts("stop", 4)
     body.neutral("openai", "completions", "chat")
     body.who()
     planner, cache_key = body.cache_options("30m")
@@ -73,7 +73,6 @@ def _message(message: OpenAIFields, role: Role, names: dict[str, str], number: i
     """`names`: of tools by the id of a call, which calls add to."""
     blocks = [_result(message, names, number)] if role == "tool" else _texts_and_calls(message, role, number)
     names.update({block.data["id"]: block.data["name"] for block in blocks if block.kind == "tool_use"})
-    message.end()
     return blocks
 
 
@@ -109,8 +108,6 @@ def _call(call: OpenAIFields, number: int) -> Block:
     call.choice("type", ("function",), "function")
     function = call.required_object("function")
     data = {"id": call.text("id"), "name": function.tool_name(), "arguments": function.arguments()}
-    function.end()
-    call.end()
     return Block("tool_use", "assistant", message=number, data=data)
 
 
@@ -120,7 +117,7 @@ def read_completion(data: object, settings: Settings) -> OpenAIBody:
     model, (is_streamed, shows_usage) = body.text("model"), body.stream()
     prompt, most = _prompt(body), settings.limits.output_tokens
     max_tokens = body.integer("max_tokens", min(DEFAULT_MAX_TOKENS, most), 1, most)
-    sampling, stop = body.sampling(settings), body.texts("stop", 4)
+    sampling, stop = body.sampling(settings, seed=body.seed()), body.texts("stop", 4)
     body.neutral("openai", "completions", "text_completion")
     body.who()
     planner, cache_key = body.cache_options("30m")

@@ -37,7 +37,7 @@ def read_response(data: object, settings: Settings) -> OpenAIBody:
     if shows_usage:
         body.refuse("stream_options.include_usage", "responses always tell their usage; leave it out")
     limit = body.optional_integer("max_output_tokens", 1, most)
-    sampling = body.sampling(settings)
+    sampling = body.sampling(settings, seed=body.seed())
     body.neutral("openai", "response")
     echo = {"max_output_tokens": limit, "instructions": body.peek("instructions"), **body.who()}
     model, blocks, tool_choice = _read_prompt(body)
@@ -81,9 +81,7 @@ def _turn(item: OpenAIFields) -> Turn:
 def _blocks(item: OpenAIFields, kind: str, role: Role, number: int) -> list[Block]:
     item.optional_text("id")
     item.choice("status", _STATES, "completed")
-    found = text_blocks(item.text_parts(_PARTS), role, number) if kind == "message" else [_call(item, kind, number)]
-    item.end()
-    return found
+    return text_blocks(item.text_parts(_PARTS), role, number) if kind == "message" else [_call(item, kind, number)]
 
 
 def _call(item: OpenAIFields, kind: str, number: int) -> Block:

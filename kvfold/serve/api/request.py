@@ -6,7 +6,7 @@ The order is Anthropic's: tools, system, messages. A cache marker (`cache_contro
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kvfold.engine.sampling import Sampling
@@ -37,9 +37,6 @@ class Block:
         if self.message >= 0:
             return "messages"
         return "tools" if self.kind == "tool" else "system"
-
-    def marked(self, ttl_s: float | None) -> Block:
-        return replace(self, ttl_s=ttl_s)
 
 
 def check_calls(blocks: Sequence[Block], field: str) -> None:

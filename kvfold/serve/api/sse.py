@@ -98,17 +98,11 @@ def error_response(request: Request, error: ApiError, request_id: str) -> JSONRe
     """Anthropic's shape under /v1/messages and for its clients, else OpenAI's."""
     path = request.scope["path"]  # request.url fails for some Host headers
     if path.startswith("/v1/messages") or "anthropic-version" in request.headers:
-        inside = {"type": error.kind, "message": str(error)}
-        return JSONResponse(
-            {"type": "error", "error": inside, "request_id": request_id}, error.status, headers=error.headers
-        )
+        shape: Json = {"type": "error", "error": {"type": error.kind, "message": str(error)}, "request_id": request_id}
+        return JSONResponse(shape, error.status, headers=error.headers)
     status = 503 if error.status == 529 else error.status
     code = error.code or {401: "invalid_api_key", 404: "not_found"}.get(status)
-    shape: Json = {"message": str(error), "type": error.kind, "param": _param(error), "code": code}
-    return JSONResponse({"error": shape}, status, headers=error.headers)
-
-
-def _param(error: ApiError) -> str | None:
-    """OpenAI's `param`: the invalid field, whose path begins the message."""
-    field, colon, _ = str(error).partition(": ")
-    return field if colon and " " not in field and error.status in (400, 404) else None
+    field, colon, _ = str(error).partition(": ")  # the path of an invalid field begins the message
+    param = field if colon and " " not in field and error.status in (400, 404) else None
+    shape = {"error": {"message": str(error), "type": error.kind, "param": param, "code": code}}
+    return JSONResponse(shape, status, headers=error.headers)

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 Json = dict[str, Any]  # an object
 
 MAX_DEPTH = 100
+_TOO_DEEP = f"it is nested deeper than {MAX_DEPTH} levels"
 MAX_DIGITS = 308  # of a double's largest power of ten
 _ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")
 _HALF = re.compile("[\ud800-\udfff]")  # the decoder joins pairs, so what is left is a lone surrogate
@@ -39,15 +40,11 @@ def parse_json(raw: bytes | bytearray | str) -> Any:
     except json.JSONDecodeError as error:
         raise InvalidJson(f"{error.msg} (line {error.lineno}, column {error.colno})") from None
     except RecursionError:
-        raise _too_deep() from None
+        raise InvalidJson(_TOO_DEEP) from None
     _check_depth(found)
     if _ESCAPED_HALF.search(text):
         _check_texts(found, "")
     return found
-
-
-def _too_deep() -> InvalidJson:
-    return InvalidJson(f"it is nested deeper than {MAX_DEPTH} levels")
 
 
 def _check_depth(value: object) -> None:
@@ -57,7 +54,7 @@ def _check_depth(value: object) -> None:
         level = [item for outer in level for _, item in _inside(outer) if isinstance(item, dict | list)]
         if not level:
             return
-    raise _too_deep()
+    raise InvalidJson(_TOO_DEEP)
 
 
 def _check_texts(value: object, where: str) -> None:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 import tomllib
 from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.resources import files
 from typing import Any, NoReturn, Self
 
+from kvfold.engine.sampling import Sampling
 from kvfold.serve.api.errors import bad_request
-from kvfold.serve.settings import MAX_STOP_CHARS
+from kvfold.serve.settings import MAX_STOP_CHARS, Settings
 
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 
@@ -33,6 +35,7 @@ class Fields:
             raise bad_request(f"{where or 'the body'}: an object is required, not {_kind(data)}")
         self._left: dict[str, Any] = {name: value for name, value in data.items() if value is not None}
         self._taken: list[str] = []
+        self._inside: list[Fields] = []  # objects that were read of it
 
     def path(self, name: str) -> str:
         return f"{self.where}.{name}" if self.where else name
@@ -45,10 +48,10 @@ class Fields:
         message, why = f"{self.path(name)}: {reason}", f"; {why}" if why else ""
         raise bad_request(f"{message}, not {but}{why}" if but else message + why, logged=message + why)
 
-    def take(self, name: str) -> Any:
-        """Its value of any type; None if absent."""
+    def take(self, name: str, default: Any = None) -> Any:
+        """Its value of any type; the default if absent."""
         self._taken.append(name)
-        return self._left.pop(name, None)
+        return self._left.pop(name, default)
 
     def peek(self, name: str) -> Any:
         """Its value, without marking it as read."""
@@ -61,25 +64,16 @@ class Fields:
         return found
 
     def text(self, name: str, default: str | None = None) -> str:
-        found = self.take(name)
-        if found is None and default is not None:
-            return default
+        found = self.take(name, default)
         if not isinstance(found, str):
             self.refuse(name, f"a string is required, not {_kind(found)}")
-        return found
-
-    def filled_text(self, name: str) -> str:
-        found = self.text(name)
-        if not found:
-            self.refuse(name, "a text that is not empty is required")
         return found
 
     def optional_text(self, name: str) -> str | None:
         return self.text(name) if self.has(name) else self.take(name)
 
     def integer(self, name: str, default: int | None, low: int, high: int) -> int:
-        found = self.take(name)
-        found = default if found is None else found
+        found = self.take(name, default)
         if not isinstance(found, int) or isinstance(found, bool) or not low <= found <= high:
             wanted = f"a whole number from {low} to {high} is required" if low < high else f"only {low} is supported"
             self.refuse(name, wanted, _shown(found))
@@ -89,22 +83,19 @@ class Fields:
         return self.integer(name, None, low, high) if self.has(name) else self.take(name)
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
-        found = self.take(name)
-        found = default if found is None else found
+        found = self.take(name, default)
         if not isinstance(found, int | float) or isinstance(found, bool) or not low <= found <= high:
             self.refuse(name, f"a number from {low:g} to {high:g} is required", _shown(found))
         return float(found)
 
     def flag(self, name: str, default: bool) -> bool:
-        found = self.take(name)
-        found = default if found is None else found
+        found = self.take(name, default)
         if not isinstance(found, bool):
             self.refuse(name, f"true or false is required, not {_kind(found)}")
         return found
 
     def choice(self, name: str, allowed: Iterable[str], default: str | None = None) -> str:
-        found, names = self.take(name), list(allowed)
-        found = default if found is None else found
+        found, names = self.take(name, default), list(allowed)
         if found is None:
             self.refuse(name, f"the field is required; supported: {', '.join(names)}")
         if not isinstance(found, str) or found not in names:
@@ -114,17 +105,15 @@ class Fields:
 
     def items(self, name: str) -> list[Any]:
         """A list; empty if absent."""
-        found = self.take(name)
-        if found is None:
-            return []
+        found = self.take(name, [])
         if not isinstance(found, list):
             self.refuse(name, f"a list is required, not {_kind(found)}")
         return found
 
     def texts(self, name: str, most: int) -> list[str]:
         """Stop strings: non-empty, of bounded length; a single string counts as a list of one."""
-        found = self.take(name)
-        found = [] if found is None else [found] if isinstance(found, str) else found
+        found = self.take(name, [])
+        found = [found] if isinstance(found, str) else found
         if not isinstance(found, list) or not all(isinstance(x, str) and x for x in found):
             self.refuse(name, f"up to {most} non-empty strings are required")
         if len(found) > most:
@@ -135,11 +124,10 @@ class Fields:
         return found
 
     def object(self, name: str) -> Self | None:
-        found = self.take(name)
-        return None if found is None else type(self)(found, self.path(name))
+        return self.required_object(name) if self.has(name) else self.take(name)
 
     def required_object(self, name: str) -> Self:
-        return type(self)(self.take(name), self.path(name))
+        return self._read(self.take(name), name)
 
     def objects(self, name: str) -> list[Self]:
         """A list of objects; empty if absent."""
@@ -147,12 +135,16 @@ class Fields:
 
     def each(self, name: str, items: Iterable[Any]) -> list[Self]:
         """The objects of a list that is or was under `name`."""
-        return [type(self)(item, f"{self.path(name)}.{i}") for i, item in enumerate(items)]
+        return [self._read(item, f"{name}.{i}") for i, item in enumerate(items)]
+
+    def _read(self, data: Any, name: str) -> Self:
+        found = type(self)(data, self.path(name))
+        self._inside.append(found)
+        return found
 
     def data(self, name: str, default: dict[str, Any] | None = None) -> dict[str, Any]:
         """An object that is passed on unchecked."""
-        found = self.take(name)
-        found = default if found is None else found
+        found = self.take(name, default)
         if not isinstance(found, dict):
             self.refuse(name, f"an object is required, not {_kind(found)}")
         return found
@@ -160,7 +152,8 @@ class Fields:
     def pairs(self, name: str) -> dict[str, str]:
         """Pairs of strings within OpenAI's limits on `metadata`."""
         found = self.data(name, {})
-        if len(found) > 16 or not all(_is_pair(*pair) for pair in found.items()):
+        are_short = (len(name) <= 64 and isinstance(text, str) and len(text) <= 512 for name, text in found.items())
+        if len(found) > 16 or not all(are_short):
             self.refuse(name, "up to 16 pairs of strings are required, names up to 64 characters and values up to 512")
         return found
 
@@ -175,6 +168,11 @@ class Fields:
         name, description = self.tool_name(), self.text("description", "")
         return {"name": name, "description": description, "parameters": self.data(schema, default)}
 
+    def sampling(self, settings: Settings, top_k: int = 0, seed: int | None = None) -> Sampling:
+        temperature = self.number("temperature", settings.temperature, 0.0, 2.0)
+        top_p = self.number("top_p", 1.0, 1e-6, 1.0)
+        return Sampling(temperature, top_k, top_p, secrets.randbits(63) if seed is None else seed & ((1 << 63) - 1))
+
     def neutral(self, *tables: str) -> None:
         """Read the fields of tables of neutral_fields.toml, which have one value each that is taken."""
         for table in tables:
@@ -186,7 +184,6 @@ class Fields:
                 inside = self.object(name)
                 if inside is not None:
                     inside._neutral(allowed)
-                    inside.end()
                 continue
             found, values = self.take(name), allowed.get("only", ())
             if found is None or any(_is_same(found, value) for value in values):
@@ -198,7 +195,9 @@ class Fields:
             self.refuse(name, f"only {only} is supported", but, allowed["why"])
 
     def end(self) -> None:
-        """Refuse unread fields."""
+        """Refuse unread fields, also those of objects in it."""
+        for inside in self._inside:
+            inside.end()
         for name in self._left:
             allowed = ", ".join(dict.fromkeys(self._taken))
             self.refuse(name[:80], f"the field is not supported here; supported: {allowed}")
@@ -216,10 +215,6 @@ def check_names(tools: Iterable[Fields], names: Iterable[str]) -> None:
 def _is_same(found: object, value: object) -> bool:
     """JSON equality: 0 == 0.0, 1 != true."""
     return found == value and isinstance(found, bool) == isinstance(value, bool)
-
-
-def _is_pair(name: str, value: object) -> bool:
-    return len(name) <= 64 and isinstance(value, str) and len(value) <= 512
 
 
 def _shown(value: object) -> str:

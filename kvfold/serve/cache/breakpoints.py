@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvfold.serve.api.request import Block, ChatRequest, Section
 from kvfold.serve.prompt import Prompt
@@ -64,10 +64,10 @@ def boundaries_of(request: ChatRequest, prompt: Prompt, scope: str) -> list[Boun
         digest.update(array("I", prompt.tokens[begin:end]).tobytes())
         begin = end
         boundary = Boundary(end, digest.digest(), block.section, _ends_turn(request.blocks, index), block.ttl_s)
-        if index and _is_one_run(request.blocks[index - 1], block):
-            found[-1] = _joined(found[-1], boundary)
-        else:
-            found.append(boundary)
+        if index and request.blocks[index - 1].kind == block.kind and block.kind in ("tool_use", "tool_result"):
+            before = found.pop()  # a marker anywhere in a run counts for its end
+            boundary = replace(boundary, ttl_s=before.ttl_s) if boundary.ttl_s is None else boundary
+        found.append(boundary)
     return found
 
 
@@ -78,16 +78,6 @@ def compression_points(boundaries: Sequence[Boundary], least: int) -> list[int]:
         if boundary.end - (found[-1] if found else 0) >= least:
             found.append(boundary.end)
     return found
-
-
-def _is_one_run(before: Block, block: Block) -> bool:
-    return block.kind == before.kind and block.kind in ("tool_use", "tool_result")
-
-
-def _joined(before: Boundary, boundary: Boundary) -> Boundary:
-    """A marker anywhere in a run counts for its end."""
-    ttl_s = before.ttl_s if boundary.ttl_s is None else boundary.ttl_s
-    return Boundary(boundary.end, boundary.digest, boundary.section, boundary.ends_turn, ttl_s)
 
 
 def _ends_turn(blocks: Sequence[Block], index: int) -> bool:

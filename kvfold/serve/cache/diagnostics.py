@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
-from kvfold.serve.api.request import Block, ChatRequest
+from kvfold.serve.api.request import ChatRequest
 from kvfold.serve.cache.breakpoints import Boundary
 
 MAX_KEPT = 1 << 14
@@ -35,11 +35,8 @@ def fingerprint(request: ChatRequest, tenant: str, boundaries: Sequence[Boundary
 
 
 def _hash(request: ChatRequest, section: str) -> int:
-    return hash(tuple(_content(block) for block in request.blocks if block.section == section))
-
-
-def _content(block: Block) -> str:
-    return f"{block.kind} {block.text} {dict(block.data)}"
+    blocks = (block for block in request.blocks if block.section == section)
+    return hash(tuple(f"{block.kind} {block.text} {dict(block.data)}" for block in blocks))
 
 
 class CacheDiagnostics:

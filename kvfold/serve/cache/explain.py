@@ -141,18 +141,13 @@ def _why(first: CacheExplanation, second: CacheExplanation, num_hit: int, num_le
         return f"all {num_left} tokens that the first request wrote are read"
     if first.request.model != second.request.model:
         return f"the model is {second.request.model}, it was {first.request.model}; models do not share entries"
-    differs = _first_difference(first, second)
+    known = {boundary.digest for boundary in first.plan.boundaries}
+    pairs = zip(second.plan.boundaries, second.steps, strict=True)
+    differs = next((step for boundary, step in pairs if boundary.digest not in known), None)
     if differs is not None and differs.end <= num_left:
         return f'boundary {differs.number} ({differs.section}) differs from the first request: "{differs.begins}"'
     first_looked = min(second.plan.boundaries.index(boundary) for boundary in second.plan.candidates)
     return f"the entry ends before boundary {first_looked}: the lookback of a marker is {LOOKBACK} boundaries"
-
-
-def _first_difference(first: CacheExplanation, second: CacheExplanation) -> ExplainedBoundary | None:
-    """The first boundary of the second request whose prefix differs from the first one's."""
-    known = {boundary.digest for boundary in first.plan.boundaries}
-    pairs = zip(second.plan.boundaries, second.steps, strict=True)
-    return next((step for boundary, step in pairs if boundary.digest not in known), None)
 
 
 def nothing_cached(one: CacheExplanation) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from importlib.resources import files
@@ -20,11 +20,10 @@ from kvfold import __version__
 from kvfold.serve.api.errors import ApiError
 from kvfold.serve.api.strict_json import Json
 from kvfold.serve.middleware import RequestMiddleware
-from kvfold.serve.ops.recent_requests import SAMPLE_S, Percentiles, RecentRequests, percentiles
+from kvfold.serve.ops.recent_requests import SAMPLE_S, RecentRequests, percentiles
 from kvfold.serve.ops.request_trace import RequestTrace
 from kvfold.serve.service import Service
 from kvfold.store.store import PrefixStore
-from kvfold.store.tiers.base import Tier
 
 MAX_AGE_S = 5.0  # of counted bytes
 _ASSETS = ("style.css", "script.js", "charts.js")
@@ -69,7 +68,7 @@ class Dashboard:
         """Sample every tenant's state, until it is cancelled."""
         service = self._service
         while True:
-            for recent in service.all_recent():
+            for recent in service.recents.values():
                 recent.history.append(recent.sample(service.scheduler.num_running, service.scheduler.num_waiting))
             await asyncio.sleep(SAMPLE_S)
 
@@ -82,8 +81,7 @@ class Dashboard:
 
     async def _server(self) -> Json:
         service = self._service
-        arena, scheduler = service.model.arena, service.scheduler
-        policy = service.policy
+        arena, scheduler, policy = service.model.arena, service.scheduler, service.policy
         facts = {"model": service.settings.names[0], "policy": policy.short, "version": __version__}
         load = {"evicts": policy.prefill.evicts, "running": scheduler.num_running, "waiting": scheduler.num_waiting}
         held = {"bytes": arena.capacity_bytes - arena.free_bytes, "limit_bytes": arena.capacity_bytes}
@@ -100,14 +98,10 @@ def _requests(recent: RecentRequests) -> Json:
         "tokens": {name: recent.tokens[name] for name in ("input", "reused", "output")},
         "lookups": recent.lookups,
         "usd": usd,
-        "first_token_ms": _shown(percentiles(recent.first_token_ms)),
-        "token_ms": _shown(percentiles(recent.token_ms)),
+        "first_token_ms": percentiles(recent.first_token_ms),
+        "token_ms": percentiles(recent.token_ms),
         "requests": [_row(trace) for trace in recent.listed()],
     }
-
-
-def _shown(found: Percentiles | None) -> Json | None:
-    return None if found is None else found._asdict()
 
 
 def _row(trace: RequestTrace) -> Json:
@@ -142,13 +136,9 @@ class TierUsage:
         return self._found
 
     def _count(self) -> dict[str, int | None]:
-        found = dict(self._found)
-        for tier in self._tiers():
+        found, store = dict(self._found), self._store
+        tiers: list[Any] = [] if store is None else [store.device, *store.tiered.tiers]
+        for tier in (tier for tier in tiers if tier is not None):
             with suppress(OSError):  # a file was deleted meanwhile: keep the previous count
                 found[tier.name] = getattr(tier, "num_bytes", None)
         return found
-
-    def _tiers(self) -> Iterator[Tier[Any, Any]]:
-        if self._store is not None:
-            yield from () if self._store.device is None else (self._store.device,)
-            yield from self._store.tiered.tiers

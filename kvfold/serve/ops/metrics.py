@@ -82,9 +82,5 @@ def _head(name: str) -> list[str]:
 def _labels(labels: Labels) -> str:
     if not labels:
         return ""
-    texts = [f'{name}="{_escaped(value)}"' for name, value in labels]
-    return "{" + ",".join(texts) + "}"
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    escaped = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
+    return "{" + ",".join(f'{name}="{value.translate(escaped)}"' for name, value in labels) + "}"

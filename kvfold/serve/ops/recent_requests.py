@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from kvfold.serve.api.strict_json import Json
 from kvfold.serve.cache.usage import Price
 from kvfold.serve.ops.request_trace import RequestTrace
 
@@ -19,22 +20,13 @@ NUM_TIMED = 512
 SAMPLE_S, NUM_SAMPLES = 5.0, 120  # the history: ten minutes
 
 
-class Percentiles(NamedTuple):
-    """By nearest rank, so each is a measured value."""
-
-    num_samples: int
-    p50: float
-    p95: float
-    p99: float
-
-
-def percentiles(values: Iterable[float]) -> Percentiles | None:
-    """None without values."""
+def percentiles(values: Iterable[float]) -> Json | None:
+    """`num_samples`, `p50`, `p95` and `p99`, by nearest rank, so each is a measured value; None without values."""
     found = sorted(values)
     if not found:
         return None
-    ranks = (math.ceil(share * len(found) / 100) for share in (50, 95, 99))
-    return Percentiles(len(found), *(found[rank - 1] for rank in ranks))
+    at = {f"p{share}": found[math.ceil(share * len(found) / 100) - 1] for share in (50, 95, 99)}
+    return {"num_samples": len(found), **at}
 
 
 class Sample(NamedTuple):

@@ -1,4 +1,4 @@
-"""Timestamps, token counts and outcome of one request, for logs, traces and the dashboard; no prompt or reply text.
+"""Timestamps, token counts and outcome of one request, for its log line, traces and the dashboard, without any text.
 
     arrived ……… queued ……… scheduled ……… looked_up ……… first_token ……… ended ……… done
         preprocess   queue         lookup        prefill         decode     sent
@@ -9,6 +9,8 @@ restarted job sets its times again.
 
 from __future__ import annotations
 
+import json
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,9 +18,10 @@ from typing import Any, NamedTuple
 
 from kvfold.engine.scheduling.jobs import Ended, Event, Listener, SequenceStart, TextDelta
 from kvfold.pages.sequence import SequenceCache
-from kvfold.serve.cache.source import CachedSource, PlainSource
+from kvfold.serve.cache.source import PlainSource
 from kvfold.serve.cache.usage import Usage
 
+_log = logging.getLogger("kvfold.serve")
 _now = time.perf_counter
 
 
@@ -138,7 +141,7 @@ def _rounded(ms: float | None) -> float | None:
 class TracedSource:
     """A job's source and listener that record timestamps and results in a trace."""
 
-    def __init__(self, source: CachedSource | PlainSource, listener: Listener, trace: RequestTrace) -> None:
+    def __init__(self, source: PlainSource, listener: Listener, trace: RequestTrace) -> None:
         self._source, self._listener, self._trace = source, listener, trace
 
     def begin(self) -> SequenceStart:
@@ -168,3 +171,53 @@ class TracedSource:
         elif isinstance(event, Ended):
             trace.end, trace.num_output, trace.ended = event.reason, event.num_tokens, _now()
         self._listener(event)
+
+
+def log_request(trace: RequestTrace) -> None:
+    _log.info("answered", extra={"facts": trace.facts()})
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {"time": self.formatTime(record), "level": record.levelname.lower(), "event": record.getMessage()}
+        error = {"error": self.formatException(record.exc_info)} if record.exc_info and record.exc_info[0] else {}
+        return json.dumps({**line, **_facts(record), **error}, ensure_ascii=False)
+
+
+class TextLines(logging.Formatter):
+    """For people: `18:04:05 200 POST /v1/messages, 812 ms, red, 1,204 in (1,024 reused), 40 out, …`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        facts = _facts(record)
+        said = _sentence(facts) if "path" in facts else ", ".join([record.getMessage(), *facts.values()])
+        error = f"\n{self.formatException(record.exc_info)}" if record.exc_info and record.exc_info[0] else ""
+        level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
+        return f"{self.formatTime(record, '%H:%M:%S')} {level}{said}{error}"
+
+
+def _facts(record: logging.LogRecord) -> dict[str, Any]:
+    found: dict[str, Any] = getattr(record, "facts", {})
+    return found
+
+
+def _sentence(facts: dict[str, Any]) -> str:
+    parts = [f"{facts['status']} {facts['method']} {facts['path']}", f"{facts['ms']:,.0f} ms", facts.get("tenant", "")]
+    if "tokens_in" in facts:
+        reused = f" ({facts['tokens_reused']:,} reused)" if facts["tokens_reused"] else ""
+        parts += [f"{facts['tokens_in']:,} in{reused}", f"{facts['tokens_out']:,} out", facts["end"]]
+        parts += [f"cache miss: {facts['miss']}" if "miss" in facts else ""]
+    parts += [facts.get("why", "")]
+    return ", ".join([*filter(None, parts), facts["request"]])
+
+
+LOG_FORMATS: dict[str, type[logging.Formatter]] = {"text": TextLines, "json": JsonLines}
+
+
+def log_to_stderr(form: str = "text") -> None:
+    """Log to stderr in one of `LOG_FORMATS`."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(LOG_FORMATS[form]())
+    _log.handlers, _log.propagate = [handler], False
+    _log.setLevel(logging.INFO)

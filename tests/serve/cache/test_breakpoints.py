@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from kvfold.serve.api.anthropic import read_messages
 from kvfold.serve.api.errors import ApiError
 from kvfold.serve.api.request import Block, ChatRequest
 from kvfold.serve.cache.breakpoints import Boundary, CacheWrite, anthropic_plan, boundaries_of, openai_plan
-from kvfold.serve.cache.prompt_cache import Entries
+from kvfold.serve.cache.source import Entries
 from kvfold.serve.cache.usage import Price, Usage, min_tokens_of, read_factor_of, usage_of
 from kvfold.serve.prompt import Prompt
 from kvfold.serve.settings import Settings
@@ -143,14 +144,14 @@ def of(given: ChatRequest, ends: list[int], tokens: list[int] | None = None, sco
 def test_runs_of_calls_and_of_results_are_one_place_each() -> None:
     user, call = Block("text", "user", "a", 0), Block("tool_use", "assistant", message=1)
     result = Block("tool_result", "tool", "r", 2)
-    found = of(ask(user, call, call.marked(300.0), call, result, result), [10, 20, 30, 40, 50, 60])
+    found = of(ask(user, call, replace(call, ttl_s=300.0), call, result, result), [10, 20, 30, 40, 50, 60])
     assert [(boundary.end, boundary.ttl_s) for boundary in found] == [(10, None), (40, 300.0), (60, None)]
 
 
 def test_a_place_is_named_by_all_tokens_before_it_and_no_marker() -> None:
     user, more = Block("text", "user", "a", 0), Block("text", "user", "b", 0)
     first = of(ask(user, more), [10, 20])
-    assert of(ask(user.marked(300.0), more.marked(300.0)), [10, 20])[1].digest == first[1].digest
+    assert of(ask(replace(user, ttl_s=300.0), replace(more, ttl_s=300.0)), [10, 20])[1].digest == first[1].digest
     changed = of(ask(user, more), [10, 20], [*range(15), 99, *range(16, 100)])
     assert changed[0].digest == first[0].digest
     assert changed[1].digest != first[1].digest

@@ -14,8 +14,7 @@ from kvfold.engine.scheduling.task import Task
 from kvfold.models.loader import Model
 from kvfold.policy.policy import Policy
 from kvfold.serve.cache.breakpoints import Boundary, CachePlan, CacheWrite
-from kvfold.serve.cache.prompt_cache import PromptCache
-from kvfold.serve.cache.source import CachedSource
+from kvfold.serve.cache.source import CachedSource, PromptCache
 from kvfold.serve.cache.usage import Usage
 from kvfold.store import DiskTier, HostTier, PrefixStore
 from kvfold.store.markers import CacheMarkers

@@ -18,15 +18,17 @@ def _done(number: int, **facts: object) -> RequestTrace:
 
 def test_percentiles_are_values_that_were_measured() -> None:
     assert percentiles([]) is None
-    assert percentiles([7.0]) == (1, 7.0, 7.0, 7.0)
-    assert percentiles(map(float, range(100, 0, -1))) == (100, 50.0, 95.0, 99.0)
+    assert percentiles([7.0]) == {"num_samples": 1, "p50": 7.0, "p95": 7.0, "p99": 7.0}
+    hundred = percentiles(map(float, range(100, 0, -1)))
+    assert hundred == {"num_samples": 100, "p50": 50.0, "p95": 95.0, "p99": 99.0}
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1))
 def test_a_percentile_has_its_share_at_or_below_it(values: list[float]) -> None:
     found = percentiles(values)
     assert found is not None
-    for share, value in zip((50, 95, 99), found[1:], strict=True):
+    for share in (50, 95, 99):
+        value = found[f"p{share}"]
         assert value in values
         assert 100 * sum(other <= value for other in values) >= share * len(values)
         assert 100 * sum(other < value for other in values) < share * len(values)

@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from kvfold.serve.ops.request_log import LOG_FORMATS, log_request, log_to_stderr
-from kvfold.serve.ops.request_trace import RequestTrace
+from kvfold.serve.ops.request_trace import LOG_FORMATS, RequestTrace, log_request, log_to_stderr
 
 
 @pytest.fixture(autouse=True)
