@@ -42,8 +42,8 @@ def write_whole(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def read_tensors(path: Path, wanted: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Header and tensors of a file of the `wanted` format; FileError if it has another one.
+def read_tensors(path: Path, *wanted: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Header and tensors of a file of a `wanted` format; FileError if it has another one.
 
     A file that is no such thing raises what its parts raise: SafetensorError, OSError, LookupError, ValueError,
     TypeError. Its size is the caller's to check.
@@ -51,6 +51,6 @@ def read_tensors(path: Path, wanted: str) -> tuple[dict[str, Any], dict[str, Ten
     with safe_open(path, framework="pt") as file:
         header: dict[str, Any] = json.loads((file.metadata() or {})["kvfold"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-    if header["format"] != wanted:
-        raise FileError(f'{path} has format "{header["format"]}"; this version reads {wanted}')
+    if header["format"] not in wanted:
+        raise FileError(f'{path} has format "{header["format"]}"; this version reads {" and ".join(wanted)}')
     return header, tensors

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvfold.core import ModelSpec, Rope
@@ -22,6 +22,7 @@ from kvfold.policy import Policy
 from kvfold.score import Learned, Needs
 from kvfold.score.shared.predictor import (
     FORMAT,
+    INT8_FORMAT,
     LayerPredictor,
     Predictor,
     features,
@@ -34,9 +35,14 @@ from tests.score.views import HEAD_DIM, HEADS, SPEC, make_view
 SEEN, LENS = (50, 40), (30, 25, 40, 12)
 
 
-def random_layer(seed: int = 0, head_dim: int = HEAD_DIM) -> LayerPredictor:
+def random_layer(seed: int = 0, head_dim: int = HEAD_DIM, num_hidden: int = 3) -> LayerPredictor:
     g = torch.Generator().manual_seed(seed)
-    shapes = ((HEADS, 2 * head_dim), (HEADS, 2 * head_dim, 3), (HEADS, 3), (HEADS, 4))
+    shapes = (
+        (HEADS, 2 * head_dim),
+        (HEADS, 2 * head_dim, num_hidden),
+        (HEADS, num_hidden),
+        (HEADS, num_hidden + 1),
+    )
     return LayerPredictor(*(torch.randn(shape, generator=g) for shape in shapes))
 
 
@@ -100,6 +106,25 @@ def test_a_file_comes_back_as_it_was_trained(tmp_path: Path) -> None:
             assert getattr(found.at(index, torch.device("cpu")), name).equal(kept), name
 
 
+def test_a_file_in_int8_is_half_as_large_and_off_by_half_a_step(tmp_path: Path) -> None:
+    half, int8 = tmp_path / "half.safetensors", tmp_path / "int8.safetensors"
+    layers = {0: random_layer(0, num_hidden=64), 1: random_layer(1, num_hidden=64)}
+    layers[1].inner_HFE[0, 3] = 0.0  # a feature that nothing depends on
+    for path in (half, int8):
+        save_predictor(Predictor("w", layers), path, int8=path == int8)
+    found = predictor_for(model_spec(), str(int8)).layers
+    for index, layer in layers.items():
+        step_HF1 = layer.inner_HFE.abs().amax(-1, keepdim=True) / 127
+        assert ((found[index].inner_HFE - layer.inner_HFE).abs() <= 0.501 * step_HF1).all()
+        assert found[index].outer_HE.equal(layer.outer_HE)
+    assert int8.stat().st_size < 0.75 * half.stat().st_size
+    tensors = load_file(int8)
+    tensors["0.scale"] = torch.ones(5)
+    save_file(tensors, int8, metadata={"kvfold": json.dumps({"format": INT8_FORMAT, "weights": "w"})})
+    with pytest.raises(FileError, match="truncated or no scorer"):
+        predictor_for(model_spec(), str(int8))
+
+
 def test_a_file_that_was_trained_anew_is_read_anew(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     for hidden in (0, 1):
@@ -153,11 +178,11 @@ def test_a_model_nothing_was_trained_for_is_refused() -> None:
 
 def test_what_the_package_has_is_small_and_named_by_the_weights() -> None:
     paths = sorted(shipped_path("").parent.glob("scorer-*.safetensors"))
-    assert paths
+    assert paths and sum(path.stat().st_size for path in paths) < 2_900_000
     for path in paths:
         with safe_open(path, framework="pt") as file:
             weights = json.loads(file.metadata()["kvfold"])["weights"]
-        assert shipped_path(weights) == path and path.stat().st_size < 2_000_000
+        assert shipped_path(weights) == path
         layers = predictor_for(model_spec(weights), "").layers
         assert all(part.isfinite().all() for layer in layers.values() for part in vars(layer).values())
 

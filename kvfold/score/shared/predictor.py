@@ -5,7 +5,8 @@ it from hidden states, Locret, arXiv:2410.01805, from queries, keys and values).
 are enough, so stored slots can be scored at any time, also while decoding.
 
     metadata   "kvfold": JSON with the format and the digest of the weights that the networks were trained on
-    tensors    "LAYER.mean" fp32 [H, F], "LAYER.inner" fp16 [H, F, E], "LAYER.bias" [H, E], "LAYER.outer" [H, E + 1]
+    tensors    "LAYER.mean" fp32 [H, F], "LAYER.inner" fp16 [H, F, E], "LAYER.bias" [H, E], "LAYER.outer" [H, E + 1];
+               in the smaller format "LAYER.inner" is int8, to be multiplied by "LAYER.scale" fp32 [H, F, 1]
 
     H KV heads   R rows   S slots   D head dim   F features = 2 D   E hidden units
 """
@@ -30,6 +31,7 @@ from kvfold.core import LayerSpec, ModelSpec, Rope
 from kvfold.errors import FileError, PolicyError
 
 FORMAT = "kvfold-scorer-1"
+INT8_FORMAT = "kvfold-scorer-int8-1"  # of the files that come with the package
 MAX_BYTES = 256 << 20
 _PARTS = ("mean", "inner", "bias", "outer")
 _MAX_ENTRIES = 2**24  # features in fp32 at a time
@@ -105,16 +107,26 @@ def predictor_for(spec: ModelSpec, file: str) -> Predictor:
     return found
 
 
-def save_predictor(predictor: Predictor, path: Path) -> None:
-    parts = {index: vars(layer).values() for index, layer in predictor.layers.items()}
-    tensors = {
-        f"{index}.{name}": (part.half() if name == "inner" else part.float()).cpu().contiguous()
-        for index, values in parts.items()
-        for name, part in zip(_PARTS, values, strict=True)
-    }
-    header = json.dumps({"format": FORMAT, "weights": predictor.weights}, sort_keys=True)
+def save_predictor(predictor: Predictor, path: Path, *, int8: bool = False) -> None:
+    """Write a file for `learned(file=…)`; with `int8`, in half the bytes, for the package."""
+    tensors: dict[str, Tensor] = {}
+    for index, layer in predictor.layers.items():
+        parts = dict(zip(_PARTS, (part.float().cpu() for part in vars(layer).values()), strict=True))
+        if int8:
+            parts |= _int8(parts["inner"])
+        else:
+            parts["inner"] = parts["inner"].half()
+        tensors |= {f"{index}.{name}": part.contiguous() for name, part in parts.items()}
+    header = json.dumps({"format": INT8_FORMAT if int8 else FORMAT, "weights": predictor.weights}, sort_keys=True)
     with replacing(path) as temporary:
         save_file(tensors, temporary, metadata={"kvfold": header})
+
+
+def _int8(inner_HFE: Tensor) -> dict[str, Tensor]:
+    """Codes with one scale for each feature: features differ by orders of magnitude, and their weights with them."""
+    scale_HF1 = inner_HFE.abs().amax(-1, keepdim=True) / 127
+    code_HFE = (inner_HFE / scale_HF1.where(scale_HF1 > 0, 1.0)).round().to(torch.int8)
+    return {"inner": code_HFE, "scale": scale_HF1}
 
 
 def shipped_path(weights: str) -> Path:
@@ -139,11 +151,13 @@ def _read(path: Path, num_bytes: int, version: tuple[int, ...]) -> Predictor:
     if num_bytes > MAX_BYTES:
         raise FileError(f"{path} has {num_bytes} bytes; a scorer has at most {MAX_BYTES}")
     try:
-        header, tensors = read_tensors(path, FORMAT)
+        header, tensors = read_tensors(path, FORMAT, INT8_FORMAT)
         indices = sorted({int(name.partition(".")[0]) for name in tensors})
+        if header["format"] == INT8_FORMAT:
+            tensors |= {f"{i}.inner": tensors[f"{i}.inner"].float() * tensors[f"{i}.scale"] for i in indices}
         layers = {i: LayerPredictor(*(tensors[f"{i}.{part}"] for part in _PARTS)) for i in indices}
         return Predictor(str(header["weights"]), layers)
-    except (SafetensorError, LookupError, ValueError, TypeError, OSError) as error:
+    except (SafetensorError, LookupError, ValueError, TypeError, RuntimeError, OSError) as error:
         raise FileError(f"{path} is truncated or no scorer; train it again with kvfold train-scorer") from error
 
 
