@@ -63,8 +63,8 @@ def decoder_layers(hf: Any) -> list[nn.Module]:
     layers = getattr(hf.base_model, "layers", None)
     if layers is None:
         raise ModelError(
-            f"{type(hf).__name__} keeps its decoder layers under another name than `layers`; this family is not "
-            "supported"
+            f"{type(hf).__name__} keeps its decoder layers under another name than `layers`, as GPT-2 and OPT do; this "
+            "family is not supported: use one such as Llama, Qwen or Gemma 3"
         )
     return list(layers)
 
@@ -125,6 +125,8 @@ def _foreign_attention(hf: Any, config: Any) -> Iterator[str]:
         yield "attends in both directions; kvfold supports causal models"
     if any(name.rpartition(".")[2] == "sinks" for name, _ in hf.named_parameters()):
         yield "has learned sinks in its softmax, which kvfold's attention does not know"
+    if any(name.rpartition(".")[2] == "lambda_q1" for name, _ in hf.named_parameters()):
+        yield "uses differential attention, two softmaxes over halves of the values; kvfold supports plain attention"
     if not getattr(hf, "_supports_attention_backend", False):
         yield "does not take registered attention functions in this version of transformers"
 
@@ -133,8 +135,10 @@ def _layer(hf: Any, config: Any, index: int, module: nn.Module) -> LayerSpec:
     num_query_heads = int(config.num_attention_heads)
     head_dim = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
     head_dim = int(head_dim or config.hidden_size // num_query_heads)
+    num_kv_heads = int(getattr(config, "num_key_value_heads", None) or num_query_heads)
+    _check_heads(hf, module, num_query_heads * head_dim, num_kv_heads * head_dim)
     return LayerSpec(
-        num_kv_heads=int(getattr(config, "num_key_value_heads", None) or num_query_heads),
+        num_kv_heads=num_kv_heads,
         num_query_heads=num_query_heads,
         head_dim=head_dim,
         scale=float(module.scaling),  # type: ignore[arg-type]
@@ -142,6 +146,18 @@ def _layer(hf: Any, config: Any, index: int, module: nn.Module) -> LayerSpec:
         rope=_rope(hf, config, index),
         wo_MX=_output_weight(module, num_query_heads * head_dim),
     )
+
+
+def _check_heads(hf: Any, module: nn.Module, query_width: int, key_width: int) -> None:
+    """ModelError if the layer projects to other widths than its config says, where its projections have usual names."""
+    fused = query_width + 2 * key_width
+    for name, width in (("k_proj", key_width), ("qkv_proj", fused), ("query_key_value", fused)):
+        found = getattr(getattr(module, name, None), "out_features", width)
+        if found != width:
+            raise ModelError(
+                f"{type(hf).__name__}: {name} of a layer has {found} outputs, but num_attention_heads and "
+                f"num_key_value_heads of its config make {width}; correct the config"
+            )
 
 
 def _output_weight(module: nn.Module, num_inputs: int) -> Tensor | None:

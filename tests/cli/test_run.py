@@ -151,6 +151,14 @@ def test_errors_are_one_line(
     assert done.err.count("\n") == 1
 
 
+def test_errors_of_transformers_are_told_whole(call: Call, document: Path, tmp_path: Path) -> None:
+    """That of a folder without a tokenizer has several lines."""
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    done = call("run", "--model", tmp_path, "--context", document, "--ask", ASK)
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert "Couldn't instantiate the backend tokenizer from one of: (1) a" in done.err
+
+
 @pytest.mark.parametrize(
     ("text", "parts"),
     [

@@ -80,7 +80,15 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "learned positions": (
         lambda: hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=50, n_embd=32, n_layer=1, n_head=4)),
-        "decoder layers under another name",
+        "decoder layers under another name than `layers`, as GPT-2 and OPT do",
+    ),
+    "differential attention": (
+        lambda: hf.DiffLlamaForCausalLM(hf.DiffLlamaConfig(**SMALL, num_key_value_heads=2)),
+        "uses differential attention",
+    ),
+    "stray option": (
+        lambda: hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**SMALL, num_key_value_heads=2)),
+        "query_key_value of a layer has 96 outputs, but .* make 64; correct the config",
     ),
 }
 
