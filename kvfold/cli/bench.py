@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kvfold.bench.suites import SUITES
 from kvfold.cli import bench_table
-from kvfold.cli.options import Subparsers, add_model_options, count, load_model, seed, split_policies
+from kvfold.cli.options import Subparsers, add_model_options, add_option, count, load_model, seed, split_policies
 from kvfold.text_io import read_text_file
 
 if TYPE_CHECKING:
@@ -46,11 +46,9 @@ def add_parser(subparsers: Subparsers) -> None:
     _add_choices(parser)
     share = parser.add_mutually_exclusive_group()
     share.add_argument("--shard", default="0/1", metavar="I/N", help="run shard I of N, one per process")
-    share.add_argument(
-        "--find-sizes", metavar="I/N", help="only search byte-matched sizes, for shard I of N policies, and exit"
-    )
-    parser.add_argument("--sizes", type=Path, metavar="FILE", help="reuse the sizes.json of another run")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="output folder (default: runs/MODEL-SUITE-HASH)")
+    add_option(share, "--find-sizes", "I/N", "only search byte-matched sizes, for shard I of N policies, and exit")
+    add_option(parser, "--sizes", "FILE", "reuse the sizes.json of another run", Path)
+    add_option(parser, "--out", "DIR", "output folder (default: runs/MODEL-SUITE-HASH)", Path)
     add_model_options(parser, memory="--arena")
     parser.set_defaults(run=run)
 
@@ -58,12 +56,13 @@ def add_parser(subparsers: Subparsers) -> None:
 def _add_choices(parser: argparse.ArgumentParser) -> None:
     """What is run."""
     parser.add_argument("--suite", default="quick", help=f"{', '.join(SUITES)} (default: quick)")
-    parser.add_argument("--workloads", metavar="A,B:TASK", help="workloads, or single tasks (WORKLOAD:TASK)")
-    parser.add_argument(
+    add_option(parser, "--workloads", "A,B:TASK", "workloads, or single tasks (WORKLOAD:TASK)")
+    add_option(
+        parser,
         "--policies",
-        type=split_policies,
-        metavar="A, B",
-        help='without sizes, e.g. "snapkv + ada, int4"; full is always included',
+        "A, B",
+        'without sizes, e.g. "snapkv + ada, int4"; full is always included',
+        split_policies,
     )
     parser.add_argument(
         "--also", default=[], type=split_policies, metavar="A, B", help="policies in addition to the suite's"
@@ -74,19 +73,13 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         metavar="P%,P%",
         help="budgets in percent of the full cache's bytes; own: policies with their own size",
     )
-    parser.add_argument("--lengths", metavar="N,N", help="prompt lengths in tokens, e.g. 1000,4k")
-    parser.add_argument("--samples", type=count, metavar="N", help="samples per task")
+    add_option(parser, "--lengths", "N,N", "prompt lengths in tokens, e.g. 1000,4k")
+    add_option(parser, "--samples", "N", "samples per task", count)
     parser.add_argument("--modes", help="known (question-aware), unknown (question-agnostic), or known,unknown")
-    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="seed of the samples (default: %(default)s)")
-    parser.add_argument(
-        "--fidelity", type=count, metavar="N", help="samples per task whose KL to the full cache is measured"
-    )
-    parser.add_argument(
-        "--diagnostics", type=count, metavar="N", help="samples per task with decode-step time and kept slots"
-    )
-    parser.add_argument(
-        "--haystack", type=Path, metavar="FILE", help="filler text for needles (default: generated prose)"
-    )
+    add_option(parser, "--seed", "N", "seed of the samples", seed, 0)
+    add_option(parser, "--fidelity", "N", "samples per task whose KL to the full cache is measured", count)
+    add_option(parser, "--diagnostics", "N", "samples per task with decode-step time and kept slots", count)
+    add_option(parser, "--haystack", "FILE", "filler text for needles (default: generated prose)", Path)
     parser.add_argument("--data", action="append", default=[], metavar="W.OPTION=FILE", help="input file of workload W")
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.cli import cache_explain, cache_warm
-from kvfold.cli.options import Parser, Subparsers, add_json_option, add_secret_option, count
+from kvfold.cli.options import Parser, Subparsers, add_json_option, add_option, add_secret_option, count
 from kvfold.cli.show import Table, bar, print_json
 from kvfold.errors import InputError
 from kvfold.policy.size import bytes_text
@@ -59,15 +59,15 @@ def add_parser(subparsers: Subparsers) -> None:
     clear = _add_verb(verbs, "clear", "delete entries, after a confirmation", _clear)
     clear.add_argument("--yes", action="store_true", help="delete without asking; needed where there is no terminal")
     clear.add_argument("--expired", action="store_true", help="only expired entries")
-    clear.add_argument("--scope", metavar="PREFIX", help="only entries whose scope (see ls) starts with PREFIX")
+    add_option(clear, "--scope", "PREFIX", "only entries whose scope (see ls) starts with PREFIX")
     cache_warm.add_parser(verbs)
     cache_explain.add_parser(verbs)
 
 
 def _add_verb(verbs: Subparsers, name: str, text: str, run: Any) -> Parser:
     parser = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-    parser.add_argument("--disk", metavar="DIR", help="the server's --disk folder")
-    parser.add_argument("--redis", metavar="URL", help="the shared Redis server, e.g. redis://host:6379/0")
+    add_option(parser, "--disk", "DIR", "the server's --disk folder")
+    add_option(parser, "--redis", "URL", "the shared Redis server, e.g. redis://host:6379/0")
     add_json_option(parser)
     parser.set_defaults(run=run)
     return parser

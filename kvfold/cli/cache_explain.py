@@ -9,7 +9,7 @@ import argparse
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from kvfold.cli.options import Subparsers, add_json_option, count
+from kvfold.cli.options import Subparsers, add_json_option, add_option, count
 from kvfold.cli.show import Table, print_json
 from kvfold.errors import FileError, InputError
 from kvfold.models.pull.catalogue import DEFAULT_MODEL
@@ -45,9 +45,7 @@ def add_parser(verbs: Subparsers) -> None:
     parser.add_argument("first", metavar="FIRST", help="file with the body of a request")
     parser.add_argument("second", metavar="SECOND", nargs="?", help="file with the body of the next request")
     parser.add_argument("--model", default=DEFAULT_MODEL, help="whose tokenizer to use (default: %(default)s)")
-    parser.add_argument(
-        "--cache-min-tokens", type=count, metavar="N", help="minimum cacheable prefix; default: by model name"
-    )
+    add_option(parser, "--cache-min-tokens", "N", "minimum cacheable prefix; default: by model name", count)
     add_json_option(parser)
     parser.set_defaults(run=run)
 

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
-from kvfold.cli.options import Subparsers, add_json_option
+from kvfold.cli.options import Subparsers, add_json_option, add_option
 from kvfold.cli.show import bar, print_json
 from kvfold.errors import FileError, InputError
 
@@ -35,7 +35,7 @@ def add_parser(verbs: Subparsers) -> None:
     )
     parser.add_argument("file", metavar="FILE", help="JSON lines: bodies of requests to /v1/messages")
     parser.add_argument("--url", default="http://127.0.0.1:8080", help="server URL (default: %(default)s)")
-    parser.add_argument("--key", metavar="KEY", help="API key, if the server needs one")
+    add_option(parser, "--key", "KEY", "API key, if the server needs one")
     add_json_option(parser)
     parser.set_defaults(run=run)
 

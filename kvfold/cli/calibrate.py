@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvfold.cli import show
 from kvfold.cli.calibration_data import add_reading_parser, reading
-from kvfold.cli.options import Subparsers, positive
+from kvfold.cli.options import Subparsers, add_option, positive
 from kvfold.policy.size import bytes_text
 
 if TYPE_CHECKING:
@@ -35,13 +35,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "of keys and values, weighted by the loss gradient; the codec palu(FILE) stores the top ones.",
         epilog=_EPILOG,
     )
-    parser.add_argument(
-        "--heads",
-        type=positive,
-        default=4,
-        metavar="N",
-        help="KV heads per group, at most; 1 for policies that evict (default: %(default)s)",
-    )
+    add_option(parser, "--heads", "N", "KV heads per group, at most; 1 for policies that evict", positive, 4)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,7 +8,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvfold.cli.options import Subparsers, add_json_option, add_model_options, check_out, load_model, positive, seed
+from kvfold.cli.options import (
+    Subparsers,
+    add_json_option,
+    add_model_options,
+    add_option,
+    check_out,
+    load_model,
+    positive,
+    seed,
+)
 
 if TYPE_CHECKING:
     import kvfold
@@ -41,15 +50,9 @@ def add_reading_parser(
         metavar="FILE",
         help="calibration text; may be repeated (default: generated)",
     )
-    parser.add_argument(
-        "--texts", type=positive, default=texts, metavar="N", help="number of texts (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--length", type=positive, default=length, metavar="N", help="tokens per text (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--seed", type=seed, default=0, metavar="N", help="seed of generated texts (default: %(default)s)"
-    )
+    add_option(parser, "--texts", "N", "number of texts", positive, texts)
+    add_option(parser, "--length", "N", "tokens per text", positive, length)
+    add_option(parser, "--seed", "N", "seed of generated texts", seed, 0)
     add_json_option(parser)
     add_model_options(parser)
     parser.set_defaults(run=run)

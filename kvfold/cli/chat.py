@@ -19,6 +19,7 @@ import kvfold
 from kvfold.cli.options import (
     Subparsers,
     add_model_options,
+    add_option,
     add_sampling_options,
     load_model,
     parse_policy,
@@ -59,11 +60,8 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     start = parser.add_mutually_exclusive_group()
     start.add_argument("--policy", default=DEFAULT_POLICY, help="default: %(default)s")
-    start.add_argument(
-        "--prefix",
-        type=Path,
-        metavar="SESSION",
-        help="start from a saved session (see fit-prompt), and do not compress the chat",
+    add_option(
+        start, "--prefix", "SESSION", "start from a saved session (see fit-prompt), and do not compress the chat", Path
     )
     add_sampling_options(parser, max_new_tokens=256)
     add_model_options(parser)

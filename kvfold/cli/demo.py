@@ -19,10 +19,7 @@ from kvfold.cli.run import answer_json
 from kvfold.policy import Policy
 from kvfold.policy.size import bytes_text
 
-EXPECTED = {
-    "What is the code of the wine cellar?": "4817",
-    "What is the name of the parrot in the bar?": "Admiral",
-}
+EXPECTED = {"What is the code of the wine cellar?": "4817", "What is the name of the parrot in the bar?": "Admiral"}
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from kvfold.cli.options import (
     Subparsers,
     add_json_option,
     add_model_options,
+    add_option,
     check_out,
     load_model,
     nonempty,
@@ -48,20 +49,11 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument("file", metavar="FILE", help="the prompt, UTF-8 text; - is stdin")
     parser.add_argument("--out", required=True, type=Path, metavar="SESSION", help="session file to write")
-    parser.add_argument(
-        "--ratio", type=float, default=20.0, metavar="R", help="compression ratio in slots (default: 20)"
-    )
-    parser.add_argument("--policy", default=DEFAULT_POLICY, help="without a size (default: %(default)s)")
-    parser.add_argument(
-        "--ask",
-        action="append",
-        type=nonempty,
-        metavar="QUESTION",
-        help="question to measure on; may be repeated (default: four general ones)",
-    )
-    parser.add_argument(
-        "--answer-tokens", type=positive, default=48, metavar="N", help="tokens of each reference answer (default: 48)"
-    )
+    add_option(parser, "--ratio", "R", "compression ratio in slots", float, 20.0)
+    add_option(parser, "--policy", "POLICY", "without a size", str, DEFAULT_POLICY)
+    questions = "question to measure on; may be repeated (default: four general ones)"
+    add_option(parser, "--ask", "QUESTION", questions, nonempty, action="append")
+    add_option(parser, "--answer-tokens", "N", "tokens of each reference answer", positive, 48)
     add_json_option(parser)
     add_model_options(parser)
     parser.set_defaults(run=run)

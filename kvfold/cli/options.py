@@ -174,13 +174,27 @@ def check_out(path: Path) -> None:
 # Options
 
 
+def add_option(
+    to: argparse._ActionsContainer,
+    name: str,
+    metavar: str,
+    text: str,
+    type: Callable[[str], Any] = str,
+    default: Any = None,
+    **more: Any,
+) -> None:
+    """An option that takes a value; help tells its default, if it has one."""
+    shown = "" if default in (None, []) else " (default: %(default)s)"
+    to.add_argument(name, metavar=metavar, help=f"{text}{shown}", type=type, default=default, **more)
+
+
 def add_secret_option(parser: argparse._ActionsContainer) -> None:
     """For `kvfold.store.entry.signing.read_secret`."""
-    parser.add_argument(
+    add_option(
+        parser,
         "--store-secret",
-        metavar="FILE",
-        help="file with the secret that signs stored entries, 16 to 64 bytes; default: the environment variable "
-        "KVFOLD_STORE_SECRET, else none",
+        "FILE",
+        "file of 16 to 64 bytes that sign stored entries (default: $KVFOLD_STORE_SECRET, or unsigned)",
     )
 
 
@@ -191,20 +205,13 @@ def add_json_option(parser: argparse.ArgumentParser, default: Any = False) -> No
 def add_model_options(parser: argparse.ArgumentParser, *, memory: str = "--memory") -> None:
     """`--model`, `--device`, `--dtype`, `--memory` (or another name for it), `--compile`."""
     group = parser.add_argument_group("model")
-    group.add_argument(
-        "--model", default=DEFAULT_MODEL, help="name (see kvfold models), folder or hub id (default: %(default)s)"
-    )
-    group.add_argument("--device", default="auto", type=_device, help="auto, cpu, cuda, cuda:1 (default: %(default)s)")
+    add_option(group, "--model", "MODEL", "name (see kvfold models), folder or hub id", nonempty, DEFAULT_MODEL)
+    add_option(group, "--device", "DEVICE", "auto, cpu, cuda, cuda:1", _device, "auto")
     group.add_argument(
         "--dtype", default="auto", choices=DTYPE_NAMES, help="of weights and KV cache (default: %(default)s)"
     )
-    group.add_argument(
-        memory,
-        dest="memory",
-        type=_memory,
-        metavar="SIZE",
-        help="KV-cache memory, e.g. 512MB (default: half the machine's, or 70 %% of the GPU's free memory)",
-    )
+    text = "KV-cache memory, e.g. 512MB (default: half the machine's, or 70 %% of the GPU's free memory)"
+    add_option(group, memory, "SIZE", text, _memory, dest="memory")
     group.add_argument(
         "--compile",
         default="auto",
@@ -216,38 +223,15 @@ def add_model_options(parser: argparse.ArgumentParser, *, memory: str = "--memor
 def add_sampling_options(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     """What `Session.generate` takes."""
     group = parser.add_argument_group("sampling")
-    group.add_argument(
-        "--max-new-tokens",
-        type=positive,
-        default=max_new_tokens,
-        metavar="N",
-        help="maximum tokens of a reply (default: %(default)s)",
-    )
-    group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy, the default")
-    group.add_argument(
-        "--top-k", type=count, default=0, metavar="K", help="sample from the K most likely tokens; 0: all"
-    )
-    group.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="nucleus sampling: the most likely tokens of total probability P (default: %(default)s)",
-    )
-    group.add_argument("--seed", type=seed, default=0, metavar="N", help="seed of sampling (default: %(default)s)")
-    group.add_argument(
-        "--stop", action="append", type=nonempty, default=[], metavar="TEXT", help="stop string; may be repeated"
-    )
-    group.add_argument(
-        "--speculate",
-        nargs="?",
-        type=positive,
-        const=True,
-        default=False,
-        metavar="N",
-        help=f"speculative decoding by n-gram lookup: draft up to N tokens (default: {MOST_DRAFTED}) from the text and "
-        "verify them in one pass; off unless given: it pays where answers repeat the text",
-    )
+    add_option(group, "--max-new-tokens", "N", "maximum tokens of a reply", positive, max_new_tokens)
+    add_option(group, "--temperature", "T", "0 is greedy", float, 0.0)
+    add_option(group, "--top-k", "K", "sample from the K most likely tokens; 0: all", count, 0)
+    add_option(group, "--top-p", "P", "nucleus sampling: the most likely tokens of total probability P", float, 1.0)
+    add_option(group, "--seed", "N", "seed of sampling", seed, 0)
+    add_option(group, "--stop", "TEXT", "stop string; may be repeated", nonempty, [], action="append")
+    text = f"""speculative decoding by n-gram lookup: draft up to N tokens (without N: {MOST_DRAFTED}) from the text and
+        verify them in one pass; off unless given: it pays where answers repeat the text"""
+    group.add_argument("--speculate", nargs="?", type=positive, const=True, default=False, metavar="N", help=text)
 
 
 def sampling(args: argparse.Namespace) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kvfold.cli.options import Subparsers, check_out
+from kvfold.cli.options import Subparsers, add_option, check_out
 from kvfold.policy.size import bytes_text
 
 _EPILOG = """examples:
@@ -23,13 +23,7 @@ def add_parser(subparsers: Subparsers) -> None:
         epilog=_EPILOG,
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="DIR", help="folder that kvfold bench wrote")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("report.html"),
-        metavar="FILE",
-        help="HTML file to write (default: %(default)s)",
-    )
+    add_option(parser, "--out", "FILE", "HTML file to write", Path, Path("report.html"))
     parser.set_defaults(run=run)
 
 

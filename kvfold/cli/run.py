@@ -12,6 +12,7 @@ from kvfold.cli.options import (
     Subparsers,
     add_json_option,
     add_model_options,
+    add_option,
     add_sampling_options,
     load_model,
     nonempty,
@@ -42,15 +43,9 @@ def add_parser(subparsers: Subparsers) -> None:
         epilog=_EPILOG,
     )
     parser.add_argument("--context", required=True, metavar="FILE", help="the document, UTF-8 text; - is stdin")
-    parser.add_argument(
-        "--ask", required=True, action="append", type=nonempty, metavar="QUESTION", help="question; may be repeated"
-    )
-    parser.add_argument(
-        "--policy", default="full", help='e.g. "keydiff + 4x" (default: full); kvfold policies lists the terms'
-    )
-    parser.add_argument(
-        "--compare", default=[], type=split_policies, metavar="POLICIES", help="more policies, separated by commas"
-    )
+    add_option(parser, "--ask", "QUESTION", "question; may be repeated", nonempty, required=True, action="append")
+    add_option(parser, "--policy", "POLICY", 'e.g. "keydiff + 4x"; kvfold policies lists the terms', str, "full")
+    add_option(parser, "--compare", "POLICIES", "more policies, separated by commas", split_policies, [])
     parser.add_argument(
         "--question-known",
         action="store_true",

@@ -8,11 +8,12 @@ from __future__ import annotations
 import argparse
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvfold.cli.options import (
     Subparsers,
     add_model_options,
+    add_option,
     add_secret_option,
     count,
     load_model,
@@ -48,22 +49,14 @@ def add_parser(subparsers: Subparsers) -> None:
         description="Serve a model to Anthropic and OpenAI clients, with continuous batching and a prefix cache.",
         epilog=_EPILOG,
     )
-    parser.add_argument(
-        "--policy", default="full", help="of all requests (default: %(default)s); kvfold policies lists the terms"
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="address to bind (default: %(default)s)")
-    parser.add_argument("--port", type=count, default=8080, help="0 takes any free one (default: %(default)s)")
-    parser.add_argument(
-        "--alias",
-        action="append",
-        type=nonempty,
-        default=[],
-        metavar="NAME",
-        help="another name for the model, e.g. the one your app asks for; may be repeated",
-    )
-    parser.add_argument("--keys", metavar="FILE", help="API keys, a key and its tenant per line; default: none")
+    add_option(parser, "--policy", "POLICY", "of all requests; kvfold policies lists the terms", str, "full")
+    add_option(parser, "--host", "ADDRESS", "address to bind", str, "127.0.0.1")
+    add_option(parser, "--port", "N", "0 takes any free one", count, 8080)
+    alias = "another name for the model, e.g. the one your app asks for; may be repeated"
+    add_option(parser, "--alias", "NAME", alias, nonempty, [], action="append")
+    add_option(parser, "--keys", "FILE", "API keys, a key and its tenant per line; default: none")
     parser.add_argument("--log", choices=("text", "json"), default="text", help="log format on stderr (%(default)s)")
-    parser.add_argument("--otel", metavar="URL", help="OpenTelemetry collector for traces, e.g. http://localhost:4318")
+    add_option(parser, "--otel", "URL", "OpenTelemetry collector for traces, e.g. http://localhost:4318")
     _add_cache_options(parser)
     _add_limits(parser)
     add_model_options(parser)
@@ -72,33 +65,15 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def _add_cache_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prefix cache")
-    group.add_argument(
-        "--host-memory",
-        default="4GB",
-        type=size_bytes,
-        metavar="SIZE",
-        help="size of the host-memory tier; default: %(default)s",
-    )
-    group.add_argument("--disk", metavar="DIR", help="folder of the disk tier, which persists across restarts")
-    group.add_argument(
-        "--disk-size",
-        default="20GB",
-        type=size_bytes,
-        metavar="SIZE",
-        help="size of the disk tier; default: %(default)s",
-    )
-    group.add_argument("--redis", metavar="URL", help="Redis tier shared by several servers, e.g. redis://host:6379/0")
-    group.add_argument(
-        "--store-form",
-        default="exact",
-        metavar="FORM",
-        help="encoding of entries in host memory, on disk and in Redis: exact, or packed (lossless, a third smaller); "
-        "default: %(default)s",
+    add_option(group, "--host-memory", "SIZE", "size of the host-memory tier", size_bytes, "4GB")
+    add_option(group, "--disk", "DIR", "folder of the disk tier, which persists across restarts")
+    add_option(group, "--disk-size", "SIZE", "size of the disk tier", size_bytes, "20GB")
+    add_option(group, "--redis", "URL", "Redis tier shared by several servers, e.g. redis://host:6379/0")
+    add_option(
+        group, "--store-form", "FORM", "encoding of entries: exact, or packed (lossless, a third smaller)", str, "exact"
     )
     add_secret_option(group)
-    group.add_argument(
-        "--cache-min-tokens", type=count, metavar="N", help="minimum cacheable prefix; default: by model name"
-    )
+    add_option(group, "--cache-min-tokens", "N", "minimum cacheable prefix; default: by model name", count)
     group.add_argument(
         "--price", type=float, nargs=2, metavar=("IN", "OUT"), help="dollars per million input and output tokens"
     )
@@ -106,44 +81,26 @@ def _add_cache_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("limits")
-    group.add_argument("--max-running", type=int, default=64, metavar="N", help="running requests (%(default)s)")
-    group.add_argument("--max-waiting", type=int, default=256, metavar="N", help="queued requests (%(default)s)")
-    group.add_argument(
+    add_option(group, "--max-running", "N", "running requests", int, 64)
+    add_option(group, "--max-waiting", "N", "queued requests", int, 256)
+    add_option(
+        group,
         "--max-per-tenant",
-        type=int,
-        metavar="N",
-        help="concurrent requests of one tenant; default: half of --max-running with --keys, else all of it",
+        "N",
+        "concurrent requests of one tenant (default: half of --max-running with --keys)",
+        int,
     )
-    group.add_argument(
-        "--max-output", type=int, default=32_768, metavar="N", help="maximum max_tokens of a request (%(default)s)"
+    add_option(group, "--max-output", "N", "maximum max_tokens of a request", int, 32_768)
+    add_option(group, "--max-body", "SIZE", "maximum request body (default: by the context window)", size_bytes)
+    add_option(group, "--timeout", "S", "seconds for a request", float, 600.0)
+    add_option(
+        group, "--max-connections", "N", "concurrent connections (default: 1024, or what file descriptors allow)", int
     )
-    group.add_argument(
-        "--max-body",
-        type=size_bytes,
-        metavar="SIZE",
-        help="maximum request body; default: 32 bytes per token of the context window, plus 64 KiB",
-    )
-    group.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds for a request (%(default)s)")
-    group.add_argument(
-        "--max-connections",
-        type=int,
-        metavar="N",
-        help="concurrent connections (1024, or as many as file descriptors allow)",
-    )
-    seconds: dict[str, Any] = {"type": float, "metavar": "S"}
-    group.add_argument(
-        "--header-timeout", default=10.0, help="seconds to receive a request's headers (%(default)s)", **seconds
-    )
-    group.add_argument("--body-timeout", default=60.0, help="seconds to receive its body (%(default)s)", **seconds)
-    group.add_argument(
-        "--write-timeout", default=30.0, help="seconds that a write to a client may block (%(default)s)", **seconds
-    )
-    group.add_argument(
-        "--shutdown-timeout", default=5.0, help="seconds from Ctrl-C or SIGTERM to exit (%(default)s)", **seconds
-    )
-    group.add_argument(
-        "--temperature", type=float, default=1.0, metavar="T", help="default temperature of requests (%(default)s)"
-    )
+    add_option(group, "--header-timeout", "S", "seconds to receive a request's headers", float, 10.0)
+    add_option(group, "--body-timeout", "S", "seconds to receive its body", float, 60.0)
+    add_option(group, "--write-timeout", "S", "seconds that a write to a client may block", float, 30.0)
+    add_option(group, "--shutdown-timeout", "S", "seconds from Ctrl-C or SIGTERM to exit", float, 5.0)
+    add_option(group, "--temperature", "T", "default temperature of requests", float, 1.0)
 
 
 def run(args: argparse.Namespace) -> int:

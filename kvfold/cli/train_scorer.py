@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvfold.cli import show
 from kvfold.cli.calibration_data import add_reading_parser, reading
-from kvfold.cli.options import Subparsers, positive
+from kvfold.cli.options import Subparsers, add_option, positive
 from kvfold.policy.size import bytes_text
 
 if TYPE_CHECKING:
@@ -36,15 +36,9 @@ def add_parser(subparsers: Subparsers) -> None:
         "scores from a slot's key and value; evaluate them on held-out texts.",
         epilog=_EPILOG,
     )
-    parser.add_argument(
-        "--teacher", default="kvzip", metavar="SCORE", help="a replay score: kvzip or kvzip_plus (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--steps", type=positive, default=400, metavar="N", help="training steps (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--hidden", type=positive, default=64, metavar="N", help="hidden units per head (default: %(default)s)"
-    )
+    add_option(parser, "--teacher", "SCORE", "a replay score: kvzip or kvzip_plus", str, "kvzip")
+    add_option(parser, "--steps", "N", "training steps", positive, 400)
+    add_option(parser, "--hidden", "N", "hidden units per head", positive, 64)
 
 
 def run(args: argparse.Namespace) -> int:
