@@ -15,12 +15,11 @@ from functools import cached_property
 from typing import Any
 
 from kvfold.bench.record import Mode, PromptRow
-from kvfold.bench.workloads.base import Sample
+from kvfold.bench.workloads.base import BETWEEN, Sample
 from kvfold.errors import InputError
 from kvfold.models.chat_template import ChatTemplate
 
 _EXCERPT = 300  # characters
-_BETWEEN = "\n\n"  # question and reply, where no chat template parts them
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +64,7 @@ class PromptBuilder:
         template = self._template if sample.facts.get("chat", True) else None
         opening, close = (template.opening, template.close) if template else ("", "")
         if template is None and sample.reply_prefix:
-            close = _BETWEEN
+            close = BETWEEN
         context_ids = self._encode(opening + sample.context, special=template is None)
         question_ids = self._encode(sample.question + close + sample.reply_prefix)
         if not question_ids:  # plain text that is to be gone on with

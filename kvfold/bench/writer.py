@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from kvfold.bench.record import (
     DIAGNOSTICS,
@@ -46,18 +47,17 @@ class RunWriter:
         self._diagnostics = {row.key for row in read_lines(Diagnostic, folder / DIAGNOSTICS)}
 
     def add_prompts(self, rows: Iterable[PromptRow]) -> None:
-        new = [row for row in rows if row.key not in self._prompts]
-        append_lines(self.folder / PROMPTS, new)
-        self._prompts |= {row.key for row in new}
+        self._append(PROMPTS, rows, self._prompts)
 
     def add(self, rows: Iterable[Row], diagnostics: Iterable[Diagnostic]) -> None:
         """Diagnostics first: rows tell that a batch is done."""
-        new = [row for row in diagnostics if row.key not in self._diagnostics]
-        append_lines(self.folder / DIAGNOSTICS, new)
-        self._diagnostics |= {row.key for row in new}
-        answers = [row for row in rows if row.key not in self.done]
-        append_lines(self.folder / ROWS, answers)
-        self.done |= {row.key for row in answers}
+        self._append(DIAGNOSTICS, diagnostics, self._diagnostics)
+        self._append(ROWS, rows, self.done)
+
+    def _append(self, name: str, rows: Iterable[Row | PromptRow | Diagnostic], known: set[Any]) -> None:
+        new = [row for row in rows if row.key not in known]
+        append_lines(self.folder / name, new)
+        known.update(row.key for row in new)
 
 
 def _check_same(folder: Path, there: Run, run: Run) -> None:

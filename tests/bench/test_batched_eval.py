@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from kvfold.bench.answers import answer
-from kvfold.bench.batched_eval import BatchedEval, EvalJob
+from kvfold.bench.batched_eval import BatchedEval, EvalJob, fitting_batches
 from kvfold.bench.prompts import Prompt
 from kvfold.bench.record import TOO_SMALL
 from kvfold.engine.cuda_graphs import CudaGraphs
 from kvfold.engine.runner import Runner
 from kvfold.models.loader import Model
+from kvfold.pages.arena import Arena
 from tests.bench.runs import SMALL
 from tests.tiny import prompt
 
@@ -83,3 +84,20 @@ def test_a_size_that_cannot_be_is_a_note(runner: Runner) -> None:
     found = answer(runner, jobs)
     assert [found[job].note for job in jobs] == ["", TOO_SMALL]
     assert found[jobs[1]].stats is None and found[jobs[0]].stats is not None
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "runs"),
+    [
+        ([], []),
+        ([3, 3, 3], [[3, 3, 3]]),
+        ([4, 4, 4, 1], [[4, 4], [4, 1]]),
+        ([20, 1, 20], [[20], [1], [20]]),  # what does not fit by itself is tried all the same
+    ],
+)
+def test_runs_hold_what_is_expected_to_fit(megabytes: list[int], runs: list[list[int]]) -> None:
+    arena = Arena(11 * MIB)
+    assert list(fitting_batches(megabytes, lambda count: count * MIB, arena)) == runs

@@ -188,9 +188,11 @@ def _contest(scope: Scope, mode: Mode, memory: str, cells: Sequence[Cell]) -> Co
     if not samples:
         return Comparison(mode, memory, 0, (), tuple(cells))
     by_policy = {cell.policy: cell for cell in running}
-    found = enumerate(_standings(running, samples), 1)
-    entries = tuple(_entry(scope, by_policy[standing.name], place, standing) for place, standing in found)
-    return Comparison(mode, memory, len(samples), entries, left_out)
+    entries = []
+    for place, rank in enumerate(_standings(running, samples), 1):
+        cell = by_policy[rank.name]
+        entries.append(Entry(cell, place, bounded(rank.estimate), rank.tied, beside(scope, cell)))
+    return Comparison(mode, memory, len(samples), tuple(entries), left_out)
 
 
 def _standings(cells: Sequence[Cell], samples: Sequence[Sample]) -> Sequence[Rank]:
@@ -199,10 +201,6 @@ def _standings(cells: Sequence[Cell], samples: Sequence[Sample]) -> Sequence[Ran
         return ranked(values)
     order = sorted(values, key=lambda policy: -values[policy][0])
     return [Rank(p, estimate(values[p]), tuple(other for other in order if other != p)) for p in order]
-
-
-def _entry(scope: Scope, cell: Cell, place: int, standing: Rank) -> Entry:
-    return Entry(cell, place, bounded(standing.estimate), standing.tied, beside(scope, cell))
 
 
 def beside(scope: Scope, cell: Cell) -> VersusFull | None:

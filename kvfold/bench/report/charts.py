@@ -21,16 +21,16 @@ _LABELS, _LABEL_GAP, _LABEL_LENGTH = 458, 15, 27
 _MOST_BANDS = 16  # more would hide each other and the lines
 _FEWEST_HALVINGS = 2  # even a run at one memory has an axis
 _MOST_TICKS = 8
-_MARGIN, _MARGIN_WIDTH = 0.1, 14  # halvings beyond the last tick that have room there, and that room
+_MARGIN, _MARGIN_WIDTH = 0.05, 14  # halvings that a tick may stand beyond the last point; room beside the points
 _BAR_NAMES, _BAR_END, _BAR_WIDTH, _BAR_STEP = 150, 350, 420, 20
 
 
 class Axis:
-    """From a share of bytes to x; the axis ends at powers of two, each with a tick."""
+    """From a share of bytes to x; powers of two have ticks."""
 
     def __init__(self, shares: Sequence[float]) -> None:
-        self.first = math.floor(math.log2(min([*shares, 2.0**-_FEWEST_HALVINGS])) + _MARGIN)
-        self.last = math.ceil(math.log2(max([*shares, 1.0])) - _MARGIN)
+        self.first = math.log2(min([*shares, 2.0**-_FEWEST_HALVINGS]))
+        self.last = math.log2(max([*shares, 1.0]))
 
     def x(self, share: float) -> float:
         place = (self.last - math.log2(share)) / (self.last - self.first)
@@ -38,8 +38,8 @@ class Axis:
 
     @property
     def ticks(self) -> list[float]:
-        step = math.ceil((self.last - self.first + 1) / _MOST_TICKS)
-        return [2.0**power for power in range(self.last, self.first - 1, -step)]
+        most, least = math.floor(self.last), math.ceil(self.first - _MARGIN)
+        return [2.0**power for power in range(most, least - 1, -math.ceil((most - least + 1) / _MOST_TICKS))]
 
 
 def y(score: float) -> float:

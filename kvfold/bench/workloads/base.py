@@ -32,7 +32,7 @@ from kvfold.bench.haystack import Haystack, prose
 from kvfold.errors import InputError
 from kvfold.plugins import load_plugins
 
-_BETWEEN = "\n\n"  # question and reply, where no chat template parts them
+BETWEEN = "\n\n"  # question and reply, where no chat template parts them
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,13 @@ class Sample:
     @property
     def text(self) -> str:
         """The whole prompt without a chat template; a setting's length counts these tokens."""
-        return self.context + self.question + (_BETWEEN + self.reply_prefix if self.reply_prefix else "")
+        return self.context + self.question + (BETWEEN + self.reply_prefix if self.reply_prefix else "")
+
+    def listed(self, name: str) -> tuple[Any, ...]:
+        """A fact that is a tuple."""
+        found = self.facts[name]
+        assert isinstance(found, tuple)
+        return found
 
 
 @dataclass(frozen=True)
@@ -113,11 +119,14 @@ class Workload(ABC):
         return self.build(setting, task, index, Random(f"{setting.seed}/{self.name}/{task}/{index}"))
 
     def samples(self, setting: Setting, count: int, tasks: Sequence[str] = ()) -> Iterator[Sample]:
-        """`count` samples of each named task, or of each that is ready; tasks take turns, so any prefix is balanced."""
+        """`count` samples of each named task, or of each that is ready; tasks take turns, so any prefix is balanced.
+        A task that has fewer ends with its last."""
         chosen = tuple(tasks) or self.ready or self.tasks  # the last: to be refused by name
         for task in chosen:
             self.check(task)
-        return (self.sample(setting, task, index) for index in range(count) for task in chosen)
+        limits = {task: self.num_samples(task, count) for task in chosen}
+        pairs = ((task, index) for index in range(count) for task in chosen if index < limits[task])
+        return (self.sample(setting, task, index) for task, index in pairs)
 
     def check(self, task: str) -> None:
         if task not in self.tasks:

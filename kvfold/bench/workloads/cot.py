@@ -17,18 +17,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
+from string import ascii_uppercase
 from typing import ClassVar, NamedTuple
 
 from kvfold.bench.workloads.base import Sample, Setting, Workload, workload
 from kvfold.bench.workloads.fill import Planted, Text, fit, scatter
 from kvfold.bench.workloads.metrics import bag_f1
+from kvfold.bench.workloads.words import codes
 
 _MODULUS = 97
 _NUM_STEPS = (4, 8, 16)
 _NUM_CHAINS = 3
 _TOKENS_PER_STEP = 24
 _SPARE_TOKENS = 64
-_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _NAME = re.compile(r"\b[A-Z]{4}\b")
 _INTRODUCTION = "Statements about variables are scattered through the following text. Remember them.\n\n"
 _HOW = "Write one line for each step, in order, as NAME = VALUE. Then write a last line that begins with Answer: and"
@@ -59,7 +60,7 @@ class ChainOfThought(Workload):
     def build(self, setting: Setting, task: str, index: int, random: Random) -> Sample:
         num_steps = _NUM_STEPS[index % len(_NUM_STEPS)]
         num_chains = _NUM_CHAINS if task == "track" else 1
-        names = _names(num_chains * num_steps, random)
+        names = codes(random, ascii_uppercase, 4, num_chains * num_steps)
         draw = _copies if task == "track" else _sums
         chains = [draw(names[start::num_chains], random) for start in range(num_chains)]
         if task == "track":
@@ -84,9 +85,7 @@ class ChainOfThought(Workload):
         return float(re.findall(r"\d+", final)[-1:] == [sample.answers[0]])
 
     def oracle(self, sample: Sample) -> str:
-        steps = sample.facts["steps"]
-        assert isinstance(steps, tuple)
-        return "\n".join([*steps, f"Answer: {', '.join(sample.answers)}"])
+        return "\n".join([*sample.listed("steps"), f"Answer: {', '.join(sample.answers)}"])
 
 
 def final_answer(reply: str) -> str:
@@ -98,17 +97,8 @@ def final_answer(reply: str) -> str:
 
 def step_share(sample: Sample, reply: str) -> float:
     """The share of intermediate steps that the reply wrote rightly."""
-    steps = sample.facts["steps"]
-    assert isinstance(steps, tuple)
+    steps = sample.listed("steps")
     return sum(re.search(rf"\b{re.escape(step)}\b", reply) is not None for step in steps) / len(steps)
-
-
-def _names(count: int, random: Random) -> list[str]:
-    """Distinct names of four letters."""
-    found = dict[str, None]()
-    while len(found) < count:
-        found["".join(random.choices(_LETTERS, k=4))] = None
-    return list(found)
 
 
 def _sums(names: Sequence[str], random: Random) -> Chain:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from kvfold.bench.workloads.base import Sample, Setting, Workload
+from kvfold.bench.workloads.base import Setting, Workload
 from kvfold.errors import InputError
 
 Row = Mapping[str, Any]
@@ -40,15 +40,6 @@ class FileWorkload(Workload):
             )
         order = Random(f"{setting.seed}/{self.name}/{task}/order").sample(range(len(rows)), len(rows))
         return rows[order[index]]
-
-    def samples(self, setting: Setting, count: int, tasks: Sequence[str] = ()) -> Iterator[Sample]:
-        """As in the base class, but a task with fewer rows than `count` ends with its last row."""
-        chosen = tuple(tasks) or self.ready or self.tasks
-        for task in chosen:
-            self.check(task)
-        limits = {task: self.num_samples(task, count) for task in chosen}
-        pairs = ((task, index) for index in range(count) for task in chosen if index < limits[task])
-        return (self.sample(setting, task, index) for task, index in pairs)
 
 
 @lru_cache(maxsize=64)

@@ -91,7 +91,7 @@ class Instruct(Workload):
         return sum(passed) / len(passed) if reply.strip() else 0.0
 
     def oracle(self, sample: Sample) -> str:
-        words = dict(_rules_of(sample))
+        words = dict(sample.listed("rules"))
         reply = sample.answers[0]
         for name, rule in RULES.items():
             reply = rule.obey(reply, words[name]) if name in words else reply
@@ -100,19 +100,13 @@ class Instruct(Workload):
 
 def checks(sample: Sample, reply: str) -> dict[str, bool]:
     """Each rule of the sample by name, and "answer": whether a reply passes."""
-    found = {name: RULES[name].obeyed(reply, word) for name, word in _rules_of(sample)}
+    found = {name: RULES[name].obeyed(reply, word) for name, word in sample.listed("rules")}
     return {**found, "answer": sample.answers[0] in reply}
 
 
 def _draw(count: int, random: Random) -> tuple[tuple[str, str], ...]:
     """Names of rules, each with a word of its own."""
     return tuple(zip(random.sample(list(RULES), count), random.sample(NOUNS, count), strict=True))
-
-
-def _rules_of(sample: Sample) -> tuple[tuple[str, str], ...]:
-    rules = sample.facts["rules"]
-    assert isinstance(rules, tuple)
-    return rules
 
 
 def _rules_text(rules: Sequence[tuple[str, str]]) -> str:

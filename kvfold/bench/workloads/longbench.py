@@ -160,9 +160,7 @@ def _metric(task: Task, sample: Sample) -> Callable[[str, str], float]:
     if task.metric != "classification":
         metric: Callable[[str, str], float] = getattr(metrics, task.metric)
         return metric
-    classes = sample.facts["classes"]
-    assert isinstance(classes, tuple)
-    return partial(metrics.classification, classes=classes)
+    return partial(metrics.classification, classes=sample.listed("classes"))
 
 
 def _group(num_words: int) -> str:

@@ -67,7 +67,7 @@ class Rag(FileWorkload):
         return (answer_f1(sample, reply) + citation_f1(sample, reply)) / 2
 
     def oracle(self, sample: Sample) -> str:
-        return " ".join([sample.answers[0], *(f"[{number}]" for number in _needed(sample))])
+        return " ".join([sample.answers[0], *(f"[{number}]" for number in sample.listed("needed"))])
 
     def _file(self, task: str) -> Path | None:
         return {"musique": self.musique, "passages": self.passages}.get(task)
@@ -82,13 +82,7 @@ def answer_f1(sample: Sample, reply: str) -> float:
 def citation_f1(sample: Sample, reply: str) -> float:
     """F1 of the numbers in square brackets, each counted once, against those of the documents that are needed."""
     cited = {number for group in _CITATION.findall(reply) for number in re.findall(r"\d+", group)}
-    return bag_f1(sorted(cited), [str(number) for number in _needed(sample)])
-
-
-def _needed(sample: Sample) -> tuple[int, ...]:
-    numbers = sample.facts["needed"]
-    assert isinstance(numbers, tuple)
-    return numbers
+    return bag_f1(sorted(cited), [str(number) for number in sample.listed("needed")])
 
 
 _NEW_TOKENS = 48

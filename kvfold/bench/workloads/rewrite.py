@@ -83,8 +83,7 @@ class Rewrite(Workload):
 
 def share(sample: Sample, which: str, reply: str) -> float:
     """The share of "edits" or "kept" sentences that stand in the reply, however its lines are broken."""
-    wanted = sample.facts[which]
-    assert isinstance(wanted, tuple)
+    wanted = sample.listed(which)
     text = " ".join(reply.split())
     return sum(sentence in text for sentence in wanted) / len(wanted)
 

@@ -42,6 +42,14 @@ def numbers(random: Random, num_digits: int = 7) -> Iterator[str]:
             yield str(number)
 
 
+def codes(random: Random, letters: str, length: int, count: int) -> list[str]:
+    """Distinct strings of random letters."""
+    found: dict[str, None] = {}
+    while len(found) < count:
+        found["".join(random.choices(letters, k=length))] = None
+    return list(found)
+
+
 def uuids(random: Random) -> Iterator[str]:
     """Version 4 identifiers."""
     while True:

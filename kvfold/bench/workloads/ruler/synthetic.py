@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 from kvfold.bench.workloads.base import Sample, Setting
 from kvfold.bench.workloads.fill import Supply, Text, fit, insert, lines
 from kvfold.bench.workloads.needle import Magic
-from kvfold.bench.workloads.words import numbers, pairs, uuids, words
+from kvfold.bench.workloads.words import codes, numbers, pairs, uuids, words
 
 _DEPTHS = tuple(step / 39 for step in range(40))
 _DRAW: dict[str, Callable[[Random], Iterator[str]]] = {"words": pairs, "numbers": numbers, "uuids": uuids}
@@ -101,7 +101,8 @@ def vt(setting: Setting, task: str, index: int, random: Random) -> Sample:
 
 
 def _tracking(setting: Setting, task: str, index: int, random: Random, name_length: int, *, before: str = "") -> Sample:
-    names, value = _names(name_length, random), str(random.randrange(10_000, 99_999))
+    names = tuple(codes(random, ascii_uppercase, name_length, _NUM_HOPS + 1))
+    value = str(random.randrange(10_000, 99_999))
     statements = [f"VAR {names[0]} = {value}"]
     statements += [f"VAR {name} = VAR {source}" for source, name in pairwise(names)]
     depths = sorted(random.random() for _ in statements)
@@ -117,14 +118,6 @@ def _tracking(setting: Setting, task: str, index: int, random: Random, name_leng
         return Sample(task, index, context, question, names, 30, begun, {"hops": _NUM_HOPS})
 
     return fit(setting, make)
-
-
-def _names(length: int, random: Random) -> tuple[str, ...]:
-    """Distinct variables, one more than there are hops."""
-    found: dict[str, None] = {}
-    while len(found) <= _NUM_HOPS:
-        found["".join(random.choices(ascii_uppercase, k=length))] = None
-    return tuple(found)
 
 
 _NUM_COMMON = 10
@@ -172,7 +165,8 @@ def cwe(setting: Setting, task: str, index: int, random: Random) -> Sample:
 
 
 def fwe(setting: Setting, task: str, index: int, random: Random) -> Sample:
-    vocabulary = ["...", *_coded_words(max(5, setting.length // _TOKENS_PER_CODED_WORD) - 1, random)]
+    num_words = max(5, setting.length // _TOKENS_PER_CODED_WORD)
+    vocabulary = ["...", *codes(random, ascii_lowercase, _CODED_LENGTH, num_words - 1)]
     order = random.random()
 
     def make(count: int) -> Sample:
@@ -203,10 +197,3 @@ def _repeat(drawn: Sequence[str], repeats: Repeats, random: Random) -> list[str]
 
 def _numbered(listed: Sequence[str]) -> str:
     return " ".join(f"{i}. {word}" for i, word in enumerate(listed, 1))
-
-
-def _coded_words(count: int, random: Random) -> list[str]:
-    found: dict[str, None] = {}
-    while len(found) < count:
-        found["".join(random.choices(ascii_lowercase, k=_CODED_LENGTH))] = None
-    return list(found)
