@@ -78,10 +78,10 @@ def test_fidelity_and_diagnostics_are_those_of_the_first_sample(done: Path) -> N
 class _Stopped(Bench):
     """Stops like Ctrl-C when the third batch begins."""
 
-    def _run(self, batch: Batch) -> None:
+    def _run(self, batch: Batch) -> list[Row]:
         if batch == self.batches[2]:
             raise KeyboardInterrupt
-        super()._run(batch)
+        return super()._run(batch)
 
 
 def test_a_run_goes_on_where_it_stopped(
