@@ -25,8 +25,8 @@ from kvfold.compression.observe import forget_prompt
 from kvfold.engine.layer_major import Progress
 from kvfold.errors import InputError
 from kvfold.models.loader import Model
-from kvfold.pages.change import LayerChange
 from kvfold.pages.compaction import rewrite
+from kvfold.pages.layer import LayerChange
 from kvfold.pages.page_config import PageConfig
 from kvfold.pages.sequence import SequenceCache
 from kvfold.reply import Reply

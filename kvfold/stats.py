@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvfold.errors import InputError
-from kvfold.pages.bytes_read import stored_bytes_read
+from kvfold.pages.read import stored_bytes_read
 from kvfold.pages.sequence import SequenceCache
 
 

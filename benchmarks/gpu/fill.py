@@ -19,8 +19,8 @@ from kvfold.budget.shares import apportion
 from kvfold.core import ModelSpec
 from kvfold.engine.runner import Runner
 from kvfold.errors import OutOfPages
-from kvfold.pages.change import LayerChange
 from kvfold.pages.compaction import rewrite
+from kvfold.pages.layer import LayerChange
 from kvfold.pages.layout import PageClass
 from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy

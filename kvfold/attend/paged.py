@@ -24,12 +24,10 @@ from kvfold.attend.offloaded import merge_offloaded
 from kvfold.attend.topk import TopkSlots, select_topk
 from kvfold.core import Rope
 from kvfold.pages.dequantize import decode_run, restored_run
-from kvfold.pages.extent import Run
-from kvfold.pages.fp_sinks import layer_fp_sinks
+from kvfold.pages.extent import Piece, Run
 from kvfold.pages.layer import LayerPages
 from kvfold.pages.read import in_basis
 from kvfold.pages.sequence import SequenceCache
-from kvfold.pages.shifts import Piece
 
 _TILE = 128  # queries whose scores over a part exist at once
 
@@ -86,7 +84,7 @@ def read_parts(
     if not whole and sequence.tail.layers[layer].page_class.reader.selects:
         chosen = select_topk(sequence, layer, q_HGTD)
         if chosen is not None:
-            if layer_fp_sinks(sequence, layer):
+            if sequence.num_fp_sinks(layer):
                 yield _fp_sinks(sequence, layer, q_HGTD)
             yield chosen
             return
@@ -100,7 +98,7 @@ def kv_parts(
     need no decoding, in as few pieces as storage allows without a copy."""
     spec = sequence.spec.layers[layer]
     first = [0] * spec.num_kv_heads
-    skip = layer_fp_sinks(sequence, layer)
+    skip = sequence.num_fp_sinks(layer)
     if skip:
         yield _fp_sinks(sequence, layer, q_HGTD)
     can_join = spec.sliding_window is None and not sequence.policy.position.shifts
@@ -172,9 +170,7 @@ def _rows(parts: Sequence[LayerPages], dtype: torch.dtype) -> list[_Row]:
 def _joined(row: Sequence[_Row]) -> _Row:
     biases = [part.bias for part in row if part.bias is not None]
     return _Row(
-        torch.cat([part.k for part in row]),
-        torch.cat([part.v for part in row]),
-        torch.cat(biases) if biases else None,
+        torch.cat([part.k for part in row]), torch.cat([part.v for part in row]), torch.cat(biases) if biases else None
     )
 
 
@@ -184,12 +180,7 @@ def _stacked(rows: Sequence[Tensor]) -> Tensor:
 
 
 def run_parts(
-    pages: LayerPages,
-    q_HGTD: Tensor,
-    first: list[int],
-    window: tuple[int, int] | None = None,
-    *,
-    skip: int = 0,
+    pages: LayerPages, q_HGTD: Tensor, first: list[int], window: tuple[int, int] | None = None, *, skip: int = 0
 ) -> Iterator[KVPart]:
     """Pages of one layer with keys at their original positions; `first`: slots of each head that came before, `window`:
     its length and the position of the first query, `skip`: first slots of the sequence that are left out."""
@@ -199,7 +190,7 @@ def run_parts(
     done = list(first)
     for run in pages.runs():
         k_ND, v_ND = decode_run(pages, run, "k", q_HGTD.dtype), decode_run(pages, run, "v", q_HGTD.dtype)
-        for heads, begins, k_hSD, v_hSD in _views(run, k_ND, v_ND):
+        for heads, begins, k_hSD, v_hSD in run.views(k_ND, v_ND):
             out = skip if skip and not any(done[heads]) else 0  # heads of a view are in the same extent of theirs
             if out == k_hSD.shape[1]:
                 continue
@@ -208,27 +199,18 @@ def run_parts(
             part = KVPart(heads, places, q[heads], k_hSD[:, out:], v_hSD[:, out:], its_offset)
             if window is not None:
                 position_S = run.position_N[begins[0] :][: k_hSD.shape[1]]  # heads of such a layer never differ
-                part.mask_TS = _window_mask(*window, q_HGTD.shape[2], position_S)
+                length, start = window
+                position_T = torch.arange(start, start + q_HGTD.shape[2], device=position_S.device)
+                part.mask_TS = position_S > position_T.unsqueeze(-1) - length
             if run.bias_N is not None:
                 part.bias_hS = torch.stack([run.bias_N[begin : begin + k_hSD.shape[1]] for begin in begins])
             yield part
         _advance(done, run)
 
 
-def _views(run: Run, k_ND: Tensor, v_ND: Tensor) -> Iterator[tuple[slice, Sequence[int], Tensor, Tensor]]:
-    """Heads, where they start in the run, and their keys and values [h, S, D]."""
-    for (heads, starts, k_hSD), (_, _, v_hSD) in zip(run.views(k_ND), run.views(v_ND), strict=True):
-        yield heads, starts, k_hSD, v_hSD
-
-
 def _advance(done: list[int], run: Run) -> None:
     for head, length in zip(run.heads, run.lens, strict=True):
         done[head] += length
-
-
-def _window_mask(window: int, start: int, num_queries: int, position_S: Tensor) -> Tensor:
-    position_T = torch.arange(start, start + num_queries, device=position_S.device)
-    return position_S > position_T.unsqueeze(-1) - window
 
 
 def _shifted(
@@ -241,7 +223,7 @@ def _shifted(
     done = list(first)
     for run in pages.runs():
         k_ND, v_ND = restored_run(pages, run, "k", q_HGTD.dtype), decode_run(pages, run, "v", q_HGTD.dtype)
-        for heads, begins, k_hSD, v_hSD in _views(run, k_ND, v_ND):
+        for heads, begins, k_hSD, v_hSD in run.views(k_ND, v_ND):
             length = k_hSD.shape[1]
             position_hS = torch.stack([run.position_N[begin : begin + length] for begin in begins]).to(torch.int64)
             apparent_h = torch.tensor([b + at for b, at in zip(before[heads], done[heads], strict=True)])

@@ -5,6 +5,7 @@ score higher than sum_d max(q_d * min_d, q_d * max_d), so pages are ranked by th
 Nothing is evicted: all slots stay in memory, a step reads fewer of them.
 
     H KV heads   G query heads per KV head   T queries   D head dim   M pages   P slots of a page   W pages read
+    C bounds of a page
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvfold.codec.base import Field
 from kvfold.policy.reader import All, PageView, Reader
@@ -51,14 +53,10 @@ class Quest(Reader):
         return All() if layer < self.skip_layers else self
 
     def summaries(self, head_dim: int, kv_dtype: torch.dtype, page_size: int) -> tuple[Field, ...]:
-        return Field("min", kv_dtype, head_dim, per="page"), Field("max", kv_dtype, head_dim, per="page")
+        return bound_fields(head_dim, kv_dtype, page_size, page_size)
 
     def summarise(self, k_MPD: Tensor, used_MP: Tensor) -> dict[str, Tensor]:
-        unused_MP1 = ~used_MP.unsqueeze(-1)
-        return {
-            "min": k_MPD.masked_fill(unused_MP1, torch.inf).amin(1),
-            "max": k_MPD.masked_fill(unused_MP1, -torch.inf).amax(1),
-        }
+        return page_bounds(k_MPD, used_MP, k_MPD.shape[1])
 
     def num_units(self, unit: int) -> int:
         return -(-self.tokens // unit)
@@ -69,6 +67,25 @@ class Quest(Reader):
             bound_HGTM = bound_HGTM + view.offset_HGT.unsqueeze(-1)
         bound_HTM = bound_HGTM.amax(1).masked_fill((view.used_HU == 0).unsqueeze(1), -torch.inf)
         return bound_HTM.topk(view.num_units, sorted=False).indices
+
+
+def bound_fields(head_dim: int, kv_dtype: torch.dtype, page_size: int, page: int) -> tuple[Field, ...]:
+    """The least and largest value of every key channel, for every `page` slots of a memory page."""
+    width = -(-page_size // page) * head_dim
+    return Field("min", kv_dtype, width, per="page"), Field("max", kv_dtype, width, per="page")
+
+
+def page_bounds(k_MPD: Tensor, used_MP: Tensor, page: int) -> dict[str, Tensor]:
+    """The rows of both fields, for every `page` slots of a memory page; those without slots hold infinities."""
+    unused_MP1 = ~used_MP.unsqueeze(-1)
+    more = -k_MPD.shape[1] % page
+
+    def folded(fill: float) -> Tensor:
+        k = k_MPD.masked_fill(unused_MP1, fill)
+        folded_MCPD: Tensor = (pad(k, (0, 0, 0, more), value=fill) if more else k).unflatten(1, (-1, page))
+        return folded_MCPD
+
+    return {"min": folded(torch.inf).amin(2).flatten(1), "max": folded(-torch.inf).amax(2).flatten(1)}
 
 
 def upper_bound(q_HGTD: Tensor, min_HMD: Tensor, max_HMD: Tensor) -> Tensor:

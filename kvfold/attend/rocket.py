@@ -12,7 +12,17 @@ form, whose second stage reads B / 2 of c^(1 - r) * B slots, is
 
 For conversations, where the next question may ask for anything, `rocket(tokens=1024)` alone evicts nothing.
 
-    H KV heads   G query heads per KV head   T queries   D head dim   S slots   U units   W units read
+`reader=pages` joins Quest's bound on a page (arXiv:2406.10774) with SparQ's choice of channels (arXiv:2312.04985). For
+a group of queries q_g that share keys, with s = sum_g q_g:
+
+    k̂_d = the largest k_d of the page where s_d > 0, else the least         channels: the r of largest mean_g |q_d|
+    z_g = sum over these channels of q_d k̂_d, over sqrt(sum |q| of these channels / sum |q| of all)
+
+The root is SparQ's temperature: fewer channels make smaller sums, which would flatten a softmax. All slots of a page
+have its score. A page is a few slots in a row here; the last of a memory page may be shorter.
+
+    H KV heads   G query heads per KV head   T queries   D head dim   U units   W units read   M memory pages
+    P slots of one   C pages in one   X pages, M * C   S slots, M * P   R channels that count
 """
 
 from __future__ import annotations
@@ -24,8 +34,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvfold.attend import page_bounds
 from kvfold.attend import rabitq as sketch
+from kvfold.attend.quest import bound_fields, page_bounds
 from kvfold.codec.base import Field
 from kvfold.policy.reader import All, PageView, Reader
 from kvfold.policy.registry import register
@@ -51,9 +61,9 @@ class Rocket(Reader):
     most codecs, a page for kivi4 and kivi2. The latest tokens are read from the open block, on top.
 
     `reader=pages` is the second stage as published: pages of ceil(sqrt(ratio)) slots (1 where that exceeds the ratio)
-    are judged by the least and largest values of their keys in int(d * page / ratio) channels, with SparQ's temperature
-    (kvfold/attend/page_bounds.py); `ratio`, by default 4, is that of slots held to the token budget, and `tokens` half
-    of that budget. Pages begin anew in every page of memory.
+    are judged by the least and largest values of their keys in int(d * page / ratio) channels, with SparQ's
+    temperature; `ratio`, by default 4, is that of slots held to the token budget, and `tokens` half of that budget.
+    Pages begin anew in every page of memory.
 
     `reader=sketch`, the default, is not RocketKV's: one bit of each channel and slot tells q.k
     (kvfold/attend/rabitq.py), and the first four slots are always read: many heads leave their attention there, and
@@ -85,12 +95,12 @@ class Rocket(Reader):
 
     def summaries(self, head_dim: int, kv_dtype: torch.dtype, page_size: int) -> tuple[Field, ...]:
         if self.reader == "pages":
-            return page_bounds.fields(head_dim, kv_dtype, page_size, self._page)
+            return bound_fields(head_dim, kv_dtype, page_size, self._page)
         return sketch.fields(head_dim)
 
     def summarise(self, k_MPD: Tensor, used_MP: Tensor) -> dict[str, Tensor]:
         if self.reader == "pages":
-            return page_bounds.bounds(k_MPD, used_MP, self._page)
+            return page_bounds(k_MPD, used_MP, self._page)
         return sketch.sketch(k_MPD, used_MP)
 
     def unit(self, page_size: int, group: int) -> int:
@@ -114,7 +124,7 @@ class Rocket(Reader):
     def _logits(self, view: PageView) -> Tensor:
         """q.k * scale as the summaries tell it, [H, G, T, S]."""
         if self.reader == "pages":
-            return page_bounds.logits(view, self._page, max(1, int(view.q_HGTD.shape[-1] * self._page / self._ratio)))
+            return _page_logits(view, self._page, max(1, int(view.q_HGTD.shape[-1] * self._page / self._ratio)))
         z_HXS = sketch.products(view.q_HGTD.flatten(1, 2), view.summaries)
         z_HGTS: Tensor = z_HXS.unflatten(1, view.q_HGTD.shape[1:3])
         return z_HGTS * view.scale
@@ -127,3 +137,26 @@ class Rocket(Reader):
     def _page(self) -> int:
         page = math.ceil(math.sqrt(self._ratio))
         return page if page <= self._ratio else 1
+
+
+def _page_logits(view: PageView, page: int, num_channels: int) -> Tensor:
+    """z * scale, fp32 [H, G, T, S]; of slots that are not used anything, also NaN."""
+    q_HGTD = view.q_HGTD.float()
+    head_dim = q_HGTD.shape[-1]
+    low_HXD, high_HXD = (view.summaries.read(name).float().unflatten(-1, (-1, head_dim)) for name in ("min", "max"))
+    num_pages = low_HXD.shape[1]  # of memory
+    low_HXD, high_HXD = low_HXD.flatten(1, 2), high_HXD.flatten(1, 2)
+    index_HTR = q_HGTD.abs().mean(1).topk(num_channels, dim=-1).indices
+    few_HGTR = q_HGTD.gather(-1, index_HTR.unsqueeze(1).expand(-1, q_HGTD.shape[1], -1, -1))
+    rises_HTR = q_HGTD.sum(1).gather(-1, index_HTR) > 0
+    index_HTXR = index_HTR.unsqueeze(2).expand(-1, -1, low_HXD.shape[1], -1)
+    low_HTXR, high_HTXR = (
+        x_HXD.unsqueeze(1).expand(-1, index_HTR.shape[1], -1, -1).gather(-1, index_HTXR)
+        for x_HXD in (low_HXD, high_HXD)
+    )
+    bound_HTXR = torch.where(rises_HTR.unsqueeze(2), high_HTXR, low_HTXR)
+    z_HGTX = torch.einsum("hgtr,htxr->hgtx", few_HGTR, bound_HTXR)
+    share_HGT1 = few_HGTR.abs().sum(-1, keepdim=True) / q_HGTD.abs().sum(-1, keepdim=True).clamp(min=1e-30)
+    scaled_HGTX = z_HGTX * view.scale / share_HGT1.clamp(min=1e-30).sqrt()
+    by_page: Tensor = scaled_HGTX.unflatten(-1, (num_pages, -1)).repeat_interleave(page, dim=-1)[..., : view.page_size]
+    return by_page.flatten(-2)

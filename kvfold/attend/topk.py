@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from kvfold.attend.lse_merge import attend
-from kvfold.pages.fp_sinks import layer_fp_sinks
 from kvfold.pages.page_gather import PageList
 from kvfold.pages.read import in_basis
 from kvfold.pages.sequence import SequenceCache
@@ -67,7 +66,7 @@ def select_topk(sequence: SequenceCache, layer: int, q_HGTD: Tensor) -> TopkSlot
     scale = sequence.spec.layers[layer].scale
     view = PageView(q, offset, scale, pages, pages.used_HU(unit), num_units, page_class.page_size)
     index_HTW = page_class.reader.select(view)
-    return _gathered(pages, unit, q, offset, index_HTW.sort(-1).values, layer_fp_sinks(sequence, layer))
+    return _gathered(pages, unit, q, offset, index_HTW.sort(-1).values, sequence.num_fp_sinks(layer))
 
 
 def _gathered(

@@ -66,7 +66,7 @@ class Codec(Term, ABC):
     needs_basis: ClassVar[bool] = False  # True for every LowRankCodec (codec/basis.py)
     lossless: ClassVar[bool] = False
     as_floats: ClassVar[bool] = False  # a slot is one row of floats, field "x", in the model's own basis
-    fp_sinks: ClassVar[int] = 0  # first slots of a sequence also kept in full precision (pages/fp_sinks.py)
+    fp_sinks: ClassVar[int] = 0  # first slots of a sequence also kept in full precision (pages/compaction.py)
 
     @property
     def kernel(self) -> KernelFormat | None:

@@ -33,14 +33,6 @@ class FullPrompt:
         pages = [LayerPages(c, layer.num_kv_heads) for c, layer in zip(classes, spec.layers, strict=True)]
         self.segment = Segment(sequence.arena, pages)
         self._mass: list[Tensor | None] = [None] * spec.num_layers
-        self._reserve()
-
-    @property
-    def end(self) -> int:
-        """Position after the last token."""
-        return self.start + self.num_tokens
-
-    def _reserve(self) -> None:
         counts = [[self.end - self._first(i)] * layer.num_heads for i, layer in enumerate(self.segment.layers)]
         try:
             self.segment.reserve(counts)
@@ -49,7 +41,12 @@ class FullPrompt:
                 f"{error}; the score replays the prompt, so {self.num_tokens} tokens are held uncompressed until then: "
                 "prefill fewer tokens at a time, or use a score without a replay"
             ) from None
-        self.sequence.full_prompt_bytes = self.segment.num_bytes
+        sequence.full_prompt_bytes = self.segment.num_bytes
+
+    @property
+    def end(self) -> int:
+        """Position after the last token."""
+        return self.start + self.num_tokens
 
     def _first(self, layer: int) -> int:
         """Position of the first token that a layer holds."""

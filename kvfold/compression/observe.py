@@ -9,15 +9,16 @@ No L x L map is ever formed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
-from operator import attrgetter
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from kvfold.attend.paged import read_parts
 from kvfold.core import HAS_TRITON, LayerSpec
-from kvfold.pages.observer_state import LayerObserverState, Moments, ObserverState
+from kvfold.pages.observer_state import Moments, ObserverState
 from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy
 from kvfold.score.base import Needs
@@ -106,6 +107,12 @@ def stored_mass(
     return mass_HS
 
 
+def joined_mass(sequence: SequenceCache, layer: int, stored_HS: Tensor, new_HT: Tensor) -> Tensor:
+    """Mass [H, S] of the stored slots of each head, then of new ones, in row order."""
+    heads = zip(stored_HS, new_HT, sequence.stored_lens(layer), strict=True)
+    return pad_sequence([torch.cat((old[:length], new)) for old, new, length in heads], batch_first=True)
+
+
 def new_mass(q_HGTD: Tensor, k_HSD: Tensor, lse_HGT: Tensor, scale: float, offset: int) -> Tensor:
     """Mass [H, S] the queries gave to the tokens of their own pass; query t is token offset + t of it."""
     mass_HS = torch.zeros(k_HSD.shape[:2], device=q_HGTD.device)
@@ -119,28 +126,20 @@ def new_mass(q_HGTD: Tensor, k_HSD: Tensor, lse_HGT: Tensor, scale: float, offse
     return mass_HS
 
 
-# All that a LayerObserverState is made of.
-_noted = attrgetter("mass_HS", "open_mass_HR", "last_q_QWD", "moments", "query_end")
-
-
 class ObserverSnapshot:
     """The observer states of some sequences now, to restore on rollback."""
 
     def __init__(self, sequences: Sequence[SequenceCache]) -> None:
-        self._before = [
-            (sequence, sequence.sealed_len, list(map(_noted, _kept(sequence.observed).layers)))
-            for sequence in sequences
-        ]
+        self._before = []
+        for sequence in sequences:
+            observed = sequence.observed.copy() if sequence.observed.is_live else sequence.observed
+            self._before.append((sequence, sequence.sealed_len, list(map(copy, observed.layers))))
 
     def restore(self) -> None:
         """Sequences that have sealed tokens since are left as they are: their mass moved with the slots."""
         for sequence, sealed_len, layers in self._before:
             if sequence.sealed_len == sealed_len:
-                sequence.observed = ObserverState([LayerObserverState(*noted) for noted in layers])
-
-
-def _kept(observed: ObserverState) -> ObserverState:
-    return observed.copy() if observed.is_live else observed
+                sequence.observed = ObserverState(list(map(copy, layers)))
 
 
 def forget_prompt(sequence: SequenceCache) -> None:

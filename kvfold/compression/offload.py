@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvfold.pages.change import LayerChange
+from kvfold.pages.layer import LayerChange
 from kvfold.pages.read import stored_slots
 from kvfold.pages.sequence import SequenceCache
 

@@ -20,17 +20,16 @@ from kvfold.budget.bounds import Budget
 from kvfold.budget.costs import within_cost
 from kvfold.budget.scores import Scores
 from kvfold.compression.offload import HeadSlots, evicted_slots, offload
-from kvfold.compression.refit import refitted
-from kvfold.compression.selection import PendingSelection, RoundLayer, Selection
+from kvfold.compression.selection import PendingSelection, RoundLayer, Selection, refitted
 from kvfold.compression.view import NewSlots, build_view, size_facts, slot_costs, slots_cost
 from kvfold.evicted.calibration_targets import targets_of
-from kvfold.pages.change import LayerChange
 from kvfold.pages.compaction import PageRewrite
+from kvfold.pages.layer import LayerChange
 from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.size import Floor, Size, check_floor
 from kvfold.policy.stage import Stage
 from kvfold.protect import Protect
-from kvfold.score.base import Needs, Replay
+from kvfold.score.base import Needs, Replay, View
 from kvfold.score.shared.reuse import Reuse
 from kvfold.yielding import yield_point
 
@@ -159,9 +158,7 @@ class CompressionRound:
             return new.scored[marked]
         view = build_view(self.sequence, index, new, Needs() if plain in new.scored else needs)
         view.slots_per_head = slots_per_head
-        protected_HS = protect.mask(view.position_RS, view.seen_R)
-        for start, end in self.sequence.pinned:
-            protected_HS = protected_HS | ((view.position_RS >= start) & (view.position_RS < end))
+        protected_HS = protected_mask(self.sequence, protect, view)
         assert self._reuse is not None
         if plain not in new.scored:
             view.protected_RS = protected_HS if needs.protected else None
@@ -201,10 +198,6 @@ class CompressionRound:
         """The change of each layer; call once."""
         return [self._final_change(index, layer) for index, layer in enumerate(self._layers)]
 
-    def prepare(self, changes: Sequence[LayerChange]) -> PageRewrite:
-        """Allocate pages for the changes."""
-        return PageRewrite(self.sequence, changes, decoding=self.decoding)
-
     def _final_change(self, index: int, layer: RoundLayer) -> LayerChange:
         """The change to write for a layer, refitted if the policy fits."""
         yield_point()
@@ -216,7 +209,10 @@ class CompressionRound:
         return change
 
     def write(self, rewrite: PageRewrite, num_tokens: int) -> None:
-        offloaded = self._to_offload(rewrite.changes)
+        offloaded: dict[int, list[HeadSlots]] = {}  # evicted slots, by layer
+        if self.stage is not None and self.stage.evicted.offloads:
+            for i in self.sequence.spec.compressible_layers:
+                offloaded[i] = evicted_slots(self.sequence, i, rewrite.changes[i])
         rewrite.write(num_tokens)
         for index, heads in offloaded.items():
             offload(self.sequence, index, heads)
@@ -225,12 +221,6 @@ class CompressionRound:
                 state.mass_HS = layer.kept_mass_HS
         if self.budget is not None:
             self.sequence.last_compressed_len = self.sequence.sealed_len
-
-    def _to_offload(self, changes: Sequence[LayerChange]) -> dict[int, list[HeadSlots]]:
-        """Evicted slots to offload to the host, by layer."""
-        if self.stage is None or not self.stage.evicted.offloads:
-            return {}
-        return {i: evicted_slots(self.sequence, i, changes[i]) for i in self.sequence.spec.compressible_layers}
 
 
 def finish_all(rounds: Sequence[tuple[CompressionRound, int]], release: Callable[[], None] = lambda: None) -> None:
@@ -241,7 +231,7 @@ def finish_all(rounds: Sequence[tuple[CompressionRound, int]], release: Callable
     found: list[PageRewrite] = []
     try:
         for (compression, _), mine in zip(rounds, changes, strict=True):
-            found.append(compression.prepare(mine))
+            found.append(PageRewrite(compression.sequence, mine, decoding=compression.decoding))
     except BaseException:
         for rewrite in found:
             rewrite.cancel()
@@ -284,6 +274,14 @@ def protected(sequence: SequenceCache, stage: Stage, seen_len: int) -> Protect:
     if stage.size is None:
         return stage.protect.at(0)
     return stage.protect.at(_sealed_slots(*_target(sequence, stage, seen_len), seen_len))
+
+
+def protected_mask(sequence: SequenceCache, protect: Protect, view: View) -> Tensor:
+    """bool [R, S]: protected and pinned slots."""
+    protected_RS = protect.mask(view.position_RS, view.seen_R)
+    for start, end in sequence.pinned:
+        protected_RS = protected_RS | ((view.position_RS >= start) & (view.position_RS < end))
+    return protected_RS
 
 
 def _sealed_slots(target: int, floor: Floor, seen_len: int) -> int:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
 from kvfold.attend.lse_merge import compute_dtype
+from kvfold.compression.observe import joined_mass
 from kvfold.compression.round import CompressionRound, decode_target
 from kvfold.compression.view import NewSlots
 from kvfold.errors import OutOfPages
@@ -48,12 +48,7 @@ def prepare_seals(sequences: Sequence[SequenceCache]) -> None:
 
 def _grows(sequence: SequenceCache) -> bool:
     """Whether kernels seal it, nothing is evicted, and new pages change no position."""
-    return can_seal(sequence) and not may_evict(sequence) and not sequence.policy.position.shifts
-
-
-def may_evict(sequence: SequenceCache) -> bool:
-    """Whether a seal may evict."""
-    return sequence.policy.decode.may_evict
+    return can_seal(sequence) and not sequence.policy.decode.may_evict and not sequence.policy.position.shifts
 
 
 def seal(sequence: SequenceCache, *, compress: bool = True) -> None:
@@ -77,9 +72,9 @@ def seal(sequence: SequenceCache, *, compress: bool = True) -> None:
 
 def _due(sequence: SequenceCache) -> bool:
     """Whether the decode trigger fires, by host counters."""
-    if not may_evict(sequence):
-        return False
     stage = sequence.policy.decode
+    if not stage.may_evict:
+        return False
     lens = [length for i in sequence.spec.compressible_layers for length in sequence.stored_lens(i)]
     counters = Counters(
         stored_len=-(-sum(lens) // max(len(lens), 1)) + sequence.open.num_slots + sequence.open.committed,
@@ -90,14 +85,9 @@ def _due(sequence: SequenceCache) -> bool:
 
 
 def _sealed_mass(sequence: SequenceCache, layer: int, num_tokens: int) -> Tensor | None:
-    """Mass of stored slots, then of the open block's, in row order."""
+    """Mass of stored slots, then of the open block's."""
     state = sequence.observed.layers[layer]
     if state.open_mass_HR is None:
         return None
-    lens = sequence.stored_lens(layer)
     old_HS = state.mass_HS if state.mass_HS is not None else state.open_mass_HR[:, :0]
-    rows = [
-        torch.cat((old[:length], new[:num_tokens]))
-        for old, new, length in zip(old_HS, state.open_mass_HR, lens, strict=True)
-    ]
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return joined_mass(sequence, layer, old_HS, state.open_mass_HR[:, :num_tokens])

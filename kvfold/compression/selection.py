@@ -1,4 +1,4 @@
-"""The slots selected in each layer of a compression round, until they are written.
+"""The slots selected in each layer of a compression round, until they are written; and their fit to the full cache.
 
 A layer starts with all slots and is trimmed: once, or repeatedly if the budget is shared by all layers. The device
 selects; the host reads back the counts only, so every later index has a known length.
@@ -9,25 +9,19 @@ selects; the host reads back the counts only, so every later index has a known l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from kvfold.budget.scores import Scores
-from kvfold.evicted.base import CalibrationTargets, Evicted, Split
+from kvfold.evicted.base import CalibrationTargets, Evicted, KeptSlots, Split
 from kvfold.pages.async_copy import Download, indices, upload
-from kvfold.pages.change import EvictedSlots, LayerChange
-
-
-class KeptCounts(NamedTuple):
-    """Slots of one layer that are kept, by head."""
-
-    stored: list[int]
-    new: list[int]
+from kvfold.pages.layer import EvictedSlots, LayerChange
+from kvfold.pages.read import stored_slots
+from kvfold.pages.sequence import SequenceCache
 
 
 @dataclass
@@ -55,9 +49,9 @@ class Selection:
         """int64 [H]: how many of the best slots of each head are already stored."""
         return (self.scores.select(count_H) & self._is_stored_HS).sum(-1)
 
-    def trim(self, count_H: Tensor, numbers: KeptCounts, evicted: Evicted) -> None:
-        """Keep the best slots of each head; the host knows the counts, so nothing waits for the device."""
-        stored, new = numbers
+    def trim(self, count_H: Tensor, stored: list[int], new: list[int], evicted: Evicted) -> None:
+        """Keep the best slots of each head; the host knows the counts of stored and new ones, so nothing waits for the
+        device."""
         kept_stored = self.num_stored if self.change.keep is None else [len(index) for index in self.change.keep]
         if new != self.change.counts or stored != kept_stored:
             self._drop(self.scores.select(count_H), new, stored, evicted)
@@ -109,13 +103,11 @@ class PendingSelection:
             self._stored_LH = Download(torch.stack(stored))
 
     def apply(self) -> None:
-        for layer, count_H, numbers in zip(self._layers, self._counts, self._numbers(), strict=True):
-            layer.trim(count_H, numbers, self._evicted)
-
-    def _numbers(self) -> list[KeptCounts]:
         kept_LH = self._count_LH.wait()
         stored_LH = torch.zeros_like(kept_LH) if self._stored_LH is None else self._stored_LH.wait()
-        return list(map(KeptCounts, stored_LH.tolist(), (kept_LH - stored_LH).tolist()))
+        numbers = stored_LH.tolist(), (kept_LH - stored_LH).tolist()
+        for layer, count_H, stored, new in zip(self._layers, self._counts, *numbers, strict=True):
+            layer.trim(count_H, stored, new, self._evicted)
 
 
 @dataclass
@@ -135,3 +127,25 @@ class RoundLayer:
             return self.mass_HS
         rows = [mass_S[keep_S] for mass_S, keep_S in zip(self.mass_HS, self.selection.keep_HS, strict=True)]
         return pad_sequence(rows, batch_first=True)
+
+
+def refitted(
+    sequence: SequenceCache, layer: int, change: LayerChange, targets: CalibrationTargets, evicted: Evicted
+) -> LayerChange:
+    """The change with values and biases of kept slots fitted to the outputs of the full cache (`fit`): the last step
+    before encoding."""
+    found = evicted.refit(targets, _kept_slots(sequence, layer, change))
+    return replace(change, v_ND=torch.cat([fit.v_SD for fit in found]), bias_N=torch.cat([fit.bias_S for fit in found]))
+
+
+def _kept_slots(sequence: SequenceCache, layer: int, change: LayerChange) -> list[KeptSlots]:
+    """Of each head, stored ones, then new ones."""
+    stored, found = stored_slots(sequence, layer, change.k_ND.dtype), []
+    columns = (change.k_ND, change.v_ND, torch.zeros_like(change.position_N, dtype=torch.float32), change.position_N)
+    for head, new in enumerate(zip(*(column.split(change.counts) for column in columns), strict=True)):
+        old = [stored.k[head], stored.v[head], stored.bias[head], stored.position[head]]
+        if change.keep is not None:
+            old = [part[change.keep[head]] for part in old]
+        k_SD, v_SD, bias_S, position_S = (torch.cat(pair) for pair in zip(old, new, strict=True))
+        found.append(KeptSlots(k_SD, v_SD, bias_S, position_S, len(old[0])))
+    return found

@@ -12,10 +12,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from kvfold.compression.round import protected
+from kvfold.compression.round import protected, protected_mask
 from kvfold.compression.view import NewSlots, build_view
 from kvfold.pages.sequence import SequenceCache
-from kvfold.score.base import View
 from kvfold.token_pruning import at_new_tokens, kept_tokens
 
 
@@ -54,7 +53,11 @@ class PrunedTokens:
         if layer < last_full_layer:
             self._importance[index] = importance_T
         else:
-            protected_T = at_new_tokens(_protected(sequence, view, new.end, num_last), view, new.num_tokens).any(0)
+            # Also the last ones, whose queries later layers observe.
+            is_last_RS = view.position_RS >= view.seen_R.unsqueeze(-1) - max(num_last, 1)
+            protect = protected(sequence, sequence.policy.prefill, new.end)
+            protected_RS = protected_mask(sequence, protect, view) | is_last_RS
+            protected_T = at_new_tokens(protected_RS, view, new.num_tokens).any(0)
             self._pending[index] = kept_tokens(importance_T, num_kept, protected_T)
 
     def prune(self) -> Tensor | None:
@@ -72,13 +75,3 @@ class PrunedTokens:
             parts.append(start + kept_K)
         self._pending = {}
         return torch.cat(parts)
-
-
-def _protected(sequence: SequenceCache, view: View, seen_len: int, num_last: int) -> Tensor:
-    """bool [R, S]: protected and pinned tokens, and the last ones, whose queries later layers observe."""
-    protect = protected(sequence, sequence.policy.prefill, seen_len)
-    protected_RS = protect.mask(view.position_RS, view.seen_R)
-    protected_RS = protected_RS | (view.position_RS >= view.seen_R.unsqueeze(-1) - max(num_last, 1))
-    for start, end in sequence.pinned:
-        protected_RS = protected_RS | ((view.position_RS >= start) & (view.position_RS < end))
-    return protected_RS

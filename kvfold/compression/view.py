@@ -18,7 +18,7 @@ from kvfold.budget.scores import Scores
 from kvfold.core import LayerSpec
 from kvfold.evicted.base import CalibrationTargets
 from kvfold.pages.async_copy import upload
-from kvfold.pages.change import LayerChange
+from kvfold.pages.layer import LayerChange
 from kvfold.pages.layout import state_bytes
 from kvfold.pages.observer_state import MASS_BYTES, LayerObserverState, Moments
 from kvfold.pages.read import StoredSlots, stored_slots
@@ -42,9 +42,8 @@ class NewSlots:
     targets: CalibrationTargets | None = None  # outputs to some of its queries, for `fit`
     kept_T: Tensor | None = None  # which tokens of the pass they are, if others were pruned; the last is kept
     num_pruned: int = 0  # tokens pruned before this layer
-    scored: dict[object, Scores] = field(
-        default_factory=dict
-    )  # by scorer and protection, shared by the policies of a pass
+    # By scorer and protection, shared by the policies of a pass.
+    scored: dict[object, Scores] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from kvfold.compression.observe import ObserverNeeds
-from kvfold.compression.seal import may_evict
 from kvfold.engine.runner import Runner
 from kvfold.engine.sampling import greedy_tokens
 from kvfold.engine.verify import commit_run
@@ -79,7 +78,7 @@ def can_decode_async(runner: Runner, sequence: SequenceCache) -> bool:
 def launch_next(runner: Runner, sequences: Sequence[SequenceCache], token_B: Tensor) -> InFlightStep | None:
     """Launch a step on device-side tokens. None if it runs out of pages or raises, which the next synchronous step will
     raise again, or if it would evict, which must wait until the token is known to be kept."""
-    if any(sequence.open.room == 0 and may_evict(sequence) for sequence in sequences):
+    if any(sequence.open.room == 0 and sequence.policy.decode.may_evict for sequence in sequences):
         return None
     try:
         return InFlightStep(sequences, runner.launch(sequences, token_B))

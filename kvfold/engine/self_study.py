@@ -16,7 +16,7 @@ from kvfold.evicted.base import CalibrationTargets
 from kvfold.models.pass_cache import Call, PassCache, Piece
 from kvfold.models.self_study_questions import question_ids
 from kvfold.models.spec import output_head
-from kvfold.passes.self_study import SelfStudyPass
+from kvfold.passes.probe import SelfStudyPass
 
 
 def study(hf: Any, call: Call, prompt: FullPrompt, num_tokens: int) -> list[CalibrationTargets | None]:

@@ -28,7 +28,7 @@ from kvfold.errors import InputError, ModelError
 from kvfold.models.attach import arena_of, attach, is_attached, module_of, spec_of
 from kvfold.models.check import check_drop_in, check_policy
 from kvfold.models.spec import attention_modules
-from kvfold.pages.crop import crop
+from kvfold.pages.compaction import crop
 from kvfold.pages.page_config import PageConfig
 from kvfold.pages.sequence import SequenceCache
 from kvfold.passes.decode import DecodePass

@@ -20,8 +20,7 @@ import numpy as np
 from kvfold.errors import OutOfPages
 from kvfold.pages.page_allocation import allocate_pages, defer_extents
 from kvfold.pages.places import Ints, Places, SegmentTable, before_in_group
-from kvfold.pages.segment import GROWTH, Segment
-from kvfold.pages.segment_table import segment_table
+from kvfold.pages.segment import GROWTH, Segment, segment_table
 from kvfold.pages.sequence import SequenceCache
 
 
@@ -92,7 +91,8 @@ def append_blocks(sequences: Sequence[SequenceCache], tables: Sequence[SegmentTa
     counts = [sequence.open.committed for sequence in sequences]
     every = joined_places(tuple(table.places for table in tables))
     last = every.last
-    if last is not None and last.goes_on(tables, counts):
+    # Nothing has come between, and as many slots go to the same extents again.
+    if last is not None and last.tables == tables and last.counts == counts and last.room >= max(counts):
         length_E, (at_N, begin_N, count_N) = last.length_E.copy(), last.taken
         room = last.room - max(counts)
     else:
@@ -133,10 +133,6 @@ class _Append(NamedTuple):
     length_E: Ints
     taken: tuple[Ints, Ints, Ints]  # the first columns of AppendPlan
     room: int  # that is left in the fullest of the extents
-
-    def goes_on(self, tables: Sequence[SegmentTable], counts: list[int]) -> bool:
-        """Whether nothing has come between, and as many slots go to the same extents again."""
-        return self.tables == tables and self.counts == counts and self.room >= max(counts)
 
 
 @dataclass(eq=False)

@@ -23,6 +23,7 @@ from kvfold.pages.layout import PageClass
 from kvfold.policy.size import bytes_text
 
 SUPERBLOCK_BYTES = 64 * 1024
+FreeRun = tuple[int, int]  # start and length; free ones are sorted and never adjacent
 _Value = TypeVar("_Value")
 
 
@@ -41,7 +42,7 @@ class Arena:
         self.device = torch.device(device)
         # An address is what is taken here; on a CPU the system commits memory when it is first written.
         self.memory = torch.empty(self.num_superblocks * superblock_bytes, dtype=torch.uint8, device=self.device)
-        self._free: list[tuple[int, int]] = [(0, self.num_superblocks)]  # (start, length), sorted, never adjacent
+        self._free: list[FreeRun] = [(0, self.num_superblocks)]
         self.peak_bytes = 0
         self._interned: dict[Any, Any] = {}
 
@@ -92,14 +93,7 @@ class Arena:
 
     def free(self, span: Span) -> None:
         """Free a span; adjacent free runs are joined."""
-        start, length = span.start, span.num_superblocks
-        at = bisect_left(self._free, (start, 0))
-        if at < len(self._free) and self._free[at][0] == start + length:
-            length += self._free.pop(at)[1]
-        if at > 0 and sum(self._free[at - 1]) == start:
-            before_start, before_length = self._free.pop(at - 1)
-            start, length = before_start, before_length + length
-        insort(self._free, (start, length))
+        _free_run(self._free, span.start, span.num_superblocks)
 
     def _allocate_run(self, page_class: PageClass, num_pages: int) -> Span | None:
         """A span of num_pages or, where no run is that long, of the longest run; its superblocks are filled up."""
@@ -115,9 +109,7 @@ class Arena:
         fits = page_class.pages_in(wanted * self.superblock_bytes)
         if fits == 0:
             return None
-        self._free.remove((start, length))
-        if length > wanted:
-            insort(self._free, (start + wanted, length - wanted))
+        _take_run(self._free, (start, length), wanted)
         return Span(self, page_class, start, wanted, fits)
 
 
@@ -130,7 +122,7 @@ class Span:
     start: int
     num_superblocks: int
     num_pages: int
-    _free: list[tuple[int, int]] = field(init=False)
+    _free: list[FreeRun] = field(init=False)
 
     def __post_init__(self) -> None:
         self._free = [(0, self.num_pages)]
@@ -170,18 +162,26 @@ class Span:
         run = next((run for run in self._free if run[1] >= num_pages), None)
         run = run or max(self._free, key=lambda run: (run[1], -run[0]))
         taken = min(num_pages, run[1])
-        self._free.remove(run)
-        if run[1] > taken:
-            insort(self._free, (run[0] + taken, run[1] - taken))
+        _take_run(self._free, run, taken)
         return run[0], taken
 
     def free_pages(self, first: int, num_pages: int) -> None:
-        """Return pages to this span."""
-        insort(self._free, (first, num_pages))
-        joined: list[tuple[int, int]] = []
-        for start, length in self._free:
-            if joined and sum(joined[-1]) == start:
-                joined[-1] = (joined[-1][0], joined[-1][1] + length)
-            else:
-                joined.append((start, length))
-        self._free = joined
+        """Free pages of this span; adjacent free runs are joined."""
+        _free_run(self._free, first, num_pages)
+
+
+def _take_run(free: list[FreeRun], run: FreeRun, count: int) -> None:
+    """Take the first of a free run."""
+    free.remove(run)
+    if run[1] > count:
+        insort(free, (run[0] + count, run[1] - count))
+
+
+def _free_run(free: list[FreeRun], start: int, length: int) -> None:
+    at = bisect_left(free, (start, 0))
+    if at < len(free) and free[at][0] == start + length:
+        length += free.pop(at)[1]
+    if at > 0 and sum(free[at - 1]) == start:
+        before_start, before_length = free.pop(at - 1)
+        start, length = before_start, before_length + length
+    insort(free, (start, length))

@@ -4,27 +4,28 @@ Allocation changes nothing else, so a batch allocates for all its sequences befo
 private tail move to the front of their own pages. Shared segments are copy-on-write: if slots of one are evicted, the
 kept slots of all segments are copied to a new tail.
 
-    N flat slots, head after head   R rows (KV heads)   S slots of a row   D head dim
+`crop` removes the newest tokens after they were sealed, such as rejected drafts. Slots keep their original positions,
+so those that go are the last ones of every head; what was evicted while those tokens were there stays evicted.
+
+    N flat slots, head after head   R rows (KV heads)   S slots of a row   D head dim   H KV heads   n sinks
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvfold.codec.base import Side
-from kvfold.errors import PolicyError
+from kvfold.codec.base import SIDES
+from kvfold.errors import InputError, PolicyError
 from kvfold.pages.async_copy import upload
-from kvfold.pages.change import LayerChange
 from kvfold.pages.dequantize import latest_below
-from kvfold.pages.fp_sinks import copy_fp_sinks
 from kvfold.pages.kernels.compact_write import can_write, write_new
-from kvfold.pages.layer import LayerPages
+from kvfold.pages.layer import LayerChange, LayerPages
 from kvfold.pages.segment import Segment
 from kvfold.pages.sequence import SequenceCache
 from kvfold.yielding import yield_point
@@ -40,16 +41,14 @@ class PageRewrite:
         _require_relocatable(sequence, changes)
         sequence.reclaim_tail()
         copies = bool(sequence.segments) and any(change.keep is not None for change in changes)
-        self._kept: _KeptSlots = _Copied(sequence, changes) if copies else _InPlace(sequence, changes, decoding)
-
-    def cancel(self) -> None:
-        self._kept.cancel()
+        self._kept = _Copied(sequence, changes) if copies else _InPlace(sequence, changes, decoding)
+        self.cancel = self._kept.cancel
 
     def write(self, num_tokens: int) -> None:
         """Compact the kept slots, then encode the new ones: num_tokens tokens are sealed."""
         self.sequence.is_torn = True
         self._kept.apply()
-        copy_fp_sinks(self.sequence, self.changes)
+        _copy_fp_sinks(self.sequence, self.changes)
         tail = self.sequence.tail
         _write_new(tail, _merged_below(tail.layers, self.changes))
         for layer, change in zip(tail.layers, self.changes, strict=True):
@@ -69,14 +68,6 @@ def rewrite(
     PageRewrite(sequence, changes, decoding=decoding).write(num_tokens)
 
 
-class _KeptSlots(Protocol):
-    """Kept stored slots, and room for new ones behind them."""
-
-    def cancel(self) -> None: ...
-
-    def apply(self) -> None: ...
-
-
 class _InPlace:
     """Kept slots of the tail move to the front of their own pages: eviction allocates nothing for them."""
 
@@ -85,14 +76,14 @@ class _InPlace:
         self._keeps = [_kept_in_tail(sequence, i, change) for i, change in enumerate(changes)]
         extra = []
         for layer, change, keep in zip(tail.layers, changes, self._keeps, strict=True):
-            gone = [0] * layer.num_heads if keep is None else _lost(layer.lens, keep)
-            extra.append([max(0, new - lost) for new, lost in zip(change.counts, gone, strict=True)])
+            lens = layer.lens
+            kept = lens if keep is None else [len(index) for index in keep]
+            columns = zip(change.counts, lens, kept, strict=True)
+            extra.append([max(0, new - (length - left)) for new, length, left in columns])
         grows = decoding and not sequence.policy.decode.holds_bytes  # unused room counts as bytes
         growing = [i for i, keep in enumerate(self._keeps) if keep is None] if grows else []
         self._room = tail.find_room(extra, growing=growing)
-
-    def cancel(self) -> None:
-        self._room.cancel()
+        self.cancel = self._room.cancel
 
     def apply(self) -> None:
         self._tail.take(self._room)
@@ -114,9 +105,7 @@ class _Copied:
             [len(index) + new for index, new in zip(keep, change.counts, strict=True)]
             for keep, change in zip(self._keeps, changes, strict=True)
         ])  # fmt: skip
-
-    def cancel(self) -> None:
-        self._tail.release()
+        self.cancel = self._tail.release
 
     def apply(self) -> None:
         sequence = self._sequence
@@ -130,6 +119,32 @@ class _Copied:
         for segment in (*sequence.segments, sequence.tail):
             segment.release()
         sequence.segments, sequence.tail = [], self._tail
+
+
+def _copy_fp_sinks(sequence: SequenceCache, changes: Sequence[LayerChange]) -> None:
+    """Full-precision copies of the attention sinks (first 4 tokens), read instead of their int4/int2 codes.
+
+    A sink's key differs from the mean key more than others do, so its quantisation step is large, and its error moves
+    the attention mass of nearly every query: with the first 4 slots in full precision, int4 and int2 lose a third as
+    much (dev/LOG.md). The pages hold their codes too, for eviction, scoring and saving; attention reads the copy.
+
+    They are sealed in one call or in several, and read once all are copied. None of them is ever evicted, so they come
+    first in every head.
+    """
+    block = sequence.fp_sinks
+    if block is None or sequence.sealed_len != block.committed:
+        return
+    layers = sequence.spec.compressible_layers
+    first = block.committed
+    num_new = min(block.num_slots - first, *(min(changes[i].counts) for i in layers))
+    for i in layers if num_new else ():
+        change = changes[i]
+        begins = accumulate(change.counts[:-1], initial=0)
+        place_N = upload([begin + n for begin in begins for n in range(num_new)], change.k_ND.device)
+        for block_HnD, new_ND in ((block.k[i], change.k_ND), (block.v[i], change.v_ND)):
+            block_HnD[:, first : first + num_new] = new_ND[place_N].unflatten(0, (-1, num_new))
+    block.committed += num_new
+    block.fill = block.num_slots if block.committed == block.num_slots else 0
 
 
 def _require_relocatable(sequence: SequenceCache, changes: Sequence[LayerChange]) -> None:
@@ -153,10 +168,6 @@ def _kept_of_all(sequence: SequenceCache, index: int, change: LayerChange) -> li
     if change.keep is not None:
         return change.keep
     return [torch.arange(change.drop_first, n, device=sequence.arena.device) for n in sequence.stored_lens(index)]
-
-
-def _lost(lens: Sequence[int], keep: Sequence[Tensor]) -> list[int]:
-    return [length - len(index) for length, index in zip(lens, keep, strict=True)]
 
 
 def _merged_below(layers: Sequence[LayerPages], changes: Sequence[LayerChange]) -> list[LayerChange]:
@@ -189,8 +200,7 @@ def _init_state(layer: LayerPages, change: LayerChange) -> None:
     """Compute the codecs' states from the first slots that are sealed."""
     if layer.state or not any(change.counts):
         return
-    sides: tuple[tuple[Side, Tensor], ...] = (("k", change.k_ND), ("v", change.v_ND))
-    for side, x_ND in sides:
+    for side, x_ND in zip(SIDES, (change.k_ND, change.v_ND), strict=True):
         codec = layer.page_class.codec(side)
         layer.state[side] = codec.init_state(side, *_by_row(x_ND, change.counts)) if codec.has_state(side) else {}
 
@@ -199,3 +209,53 @@ def _by_row(x_ND: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
     """Slots [R, S, D], rows padded with 0, and which of them exist."""
     valid_RS = torch.arange(max(counts), device=x_ND.device) < upload(counts, x_ND.device).unsqueeze(-1)
     return pad_sequence(list(x_ND.split(counts)), batch_first=True), valid_RS
+
+
+def crop(sequence: SequenceCache, num_tokens: int) -> None:
+    """Drop the last `num_tokens` tokens, open ones first. InputError or PolicyError, with nothing changed, where slots
+    that the shorter sequence would need were evicted or cannot be dropped one by one."""
+    num_open = min(num_tokens, sequence.open.fill)
+    if num_open < num_tokens:
+        _crop_sealed(sequence, sequence.sealed_len - (num_tokens - num_open))
+    sequence.open.fill -= num_open
+    sequence.open.committed = min(sequence.open.committed, sequence.open.fill)
+
+
+def _crop_sealed(sequence: SequenceCache, length: int) -> None:
+    if sequence.offloaded is not None:
+        raise InputError("a cache that recalls evicted slots from the host cannot be cropped; leave recall out")
+    _check_windows(sequence, length)
+    changes = [_cropped(sequence, layer, length) for layer in range(sequence.spec.num_layers)]
+    rewrite(sequence, changes, length - sequence.sealed_len)
+    sequence.last_compressed_len = min(sequence.last_compressed_len, length)
+    if sequence.fp_sinks is not None:
+        sequence.fp_sinks.fill = sequence.fp_sinks.committed = min(sequence.fp_sinks.fill, length)
+    for state, change in zip(sequence.observed.layers, changes, strict=True):
+        state.last_q_QWD = None  # the last of them are queries of cropped tokens
+        if state.mass_HS is not None and change.keep is not None:
+            rows = [mass_S[keep_S] for mass_S, keep_S in zip(state.mass_HS, change.keep, strict=True)]
+            state.mass_HS = pad_sequence(rows, batch_first=True)
+
+
+def _check_windows(sequence: SequenceCache, length: int) -> None:
+    """A sliding-window layer has dropped what the token after the last one cannot see."""
+    for index, layer in enumerate(sequence.spec.layers):
+        if layer.sliding_window is None:
+            continue
+        held = sequence.positions(index, 0)
+        oldest = int(held[0]) if len(held) else length
+        if oldest > max(0, length + 1 - layer.sliding_window):
+            raise InputError(
+                f"layer {index} has a sliding window of {layer.sliding_window} tokens and has dropped what the "
+                f"{length} tokens that are left would need; crop before the window is full, or read the text again"
+            )
+
+
+def _cropped(sequence: SequenceCache, layer: int, length: int) -> LayerChange:
+    """Nothing new, and of the stored slots those before `length`."""
+    spec, parts, device = sequence.spec.layers[layer], sequence.layer_parts(layer), sequence.arena.device
+    heads = range(spec.num_kv_heads)
+    position_HS = [torch.cat([part.positions(head) for part in parts]) for head in heads]
+    keep = [(position_S < length).nonzero().flatten().to(device) for position_S in position_HS]
+    empty = torch.empty(0, spec.head_dim, dtype=sequence.spec.kv_dtype, device=device)
+    return LayerChange(empty, empty, torch.empty(0, dtype=torch.int32, device=device), [0] * len(heads), keep)

@@ -9,6 +9,7 @@ read are copied.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -83,8 +84,8 @@ class OffloadedLayer:
         self.slots.append(head, {"k": k_nD, "v": v_nD, "position": position_n})
 
     def copy(self) -> OffloadedLayer:
-        found = object.__new__(OffloadedLayer)
-        found.__dict__.update(self.__dict__ | {"slots": self.slots.copy(), "pages": self.pages.copy()})
+        found = copy(self)
+        found.slots, found.pages = self.slots.copy(), self.pages.copy()
         return found
 
     def tensors(self) -> dict[str, Tensor]:
@@ -128,8 +129,8 @@ class OffloadedSlots:
         return staging + sum(layer.pages.num_bytes for layer in self.layers.values())
 
     def copy(self) -> OffloadedSlots:
-        found = object.__new__(OffloadedSlots)
-        found.recall, found.layers = self.recall, {i: layer.copy() for i, layer in self.layers.items()}
+        found = copy(self)
+        found.layers = {i: layer.copy() for i, layer in self.layers.items()}
         return found
 
 

@@ -1,4 +1,5 @@
-"""The KV pages of one layer: which head owns which (its page table), encoding, appending and gathering of slots.
+"""The KV pages of one layer: which head owns which (its page table), encoding, appending and gathering of slots; and
+the change that a seal makes of it.
 
 A head's pages lie in *extents*, stretches of adjacent pages of one span; heads usually get adjacent extents, which
 readers see as one *run* (a single decode, and with equal lengths a single [H, slots, D] view).
@@ -13,20 +14,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count as numbers_from
-from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvfold.codec.base import CrossLayerCodec, Side, Slots, State
+from kvfold.codec.base import SIDES, CrossLayerCodec, Side, Slots, State
 from kvfold.codec.basis import Basis
 from kvfold.pages.arena import Span
 from kvfold.pages.async_copy import row_numbers
 from kvfold.pages.extent import Codes, Extent, Run
 from kvfold.pages.layout import BIAS, POSITION, PageClass
-from kvfold.pages.page_summary import Touched, summarise
 from kvfold.pages.places import SegmentTable
-from kvfold.pages.scatter import Place, write
+from kvfold.pages.scatter import Place, Touched, summarise, write
 
 _numbers = numbers_from()
 
@@ -44,6 +44,7 @@ class Changes:
         self.rise()
 
     def rise(self) -> None:
+        """Slots or pages have changed: what was derived from them no longer holds."""
         self.number = next(_numbers)
         self.table: SegmentTable | None = None
 
@@ -103,20 +104,16 @@ class LayerPages:
         return self._runs
 
     def _runs_of(self, level: int) -> Iterator[Run]:
-        at_level = [(head, extents[level]) for head, extents in enumerate(self.extents) if len(extents) > level]
-        used = [(head, extent) for head, extent in at_level if extent.length]
-        start = 0
-        for i, (before, after) in enumerate(pairwise(used), start=1):
-            a, b = before[1], after[1]
-            if a.span is not b.span or a.first + a.num_pages != b.first:
-                yield self._run(used[start:i])
-                start = i
-        if used:
-            yield self._run(used[start:])
-
-    @staticmethod
-    def _run(members: Sequence[tuple[int, Extent]]) -> Run:
-        return Run(tuple(extent for _, extent in members), tuple(head for head, _ in members))
+        adjacent: list[dict[int, Extent]] = []  # by head
+        last: Extent | None = None
+        for head, extents in enumerate(self.extents):
+            if len(extents) <= level or not extents[level].length:
+                continue
+            extent = extents[level]
+            if last is None or last.span is not extent.span or last.first + last.num_pages != extent.first:
+                adjacent.append({})
+            adjacent[-1][head] = last = extent
+        return (Run(tuple(mine.values()), tuple(mine)) for mine in adjacent)
 
     def positions(self, head: int) -> Tensor:
         """int32 [slots] of one head."""
@@ -150,8 +147,7 @@ class LayerPages:
         if self.page_class.has_bias:
             known_N = torch.zeros(len(k_ND), device=device) if bias_N is None else bias_N
             codes[BIAS.name] = known_N.to(BIAS.dtype).unsqueeze(-1)
-        sides: tuple[tuple[Side, Tensor], ...] = (("k", k_ND), ("v", v_ND))
-        for side, x_ND in sides:
+        for side, x_ND in zip(SIDES, (k_ND, v_ND), strict=True):
             if side in self.bases:
                 x_ND = self.bases[side].latents(x_ND, position_N, counts)
             slots = Slots(x_ND, row_N, below.get(side))
@@ -183,7 +179,7 @@ class LayerPages:
         write(self.page_class, codes, places)
         if self.page_class.summaries:
             summarise(self.page_class, touched)
-        self.touch()
+        self.changes.rise()
 
     def _take(self, extent: Extent, count: int) -> Place:
         """Where the next slots of an extent go, in whole groups: what is saved later was all written."""
@@ -196,9 +192,10 @@ class LayerPages:
         codes: Codes = {}
         for item in self.page_class.fields:
             heads = []
-            for head, index in enumerate(keep):
-                rows = [self._rows(extent, item.name) for extent in self.extents[head] if extent.length]
-                heads.append(torch.cat(rows)[index] if rows else self._empty(item.name).to(index.device))
+            for extents, index in zip(self.extents, keep, strict=True):
+                rows = [self._rows(extent, item.name) for extent in extents if extent.length]
+                empty = torch.empty(0, item.width, dtype=item.dtype, device=index.device)
+                heads.append(torch.cat(rows)[index] if rows else empty)
             codes[item.name] = torch.cat(heads)
         return codes
 
@@ -209,7 +206,7 @@ class LayerPages:
             for extent in extents:
                 extent.length = min(extent.length, left)
                 left -= extent.length
-        self.touch()
+        self.changes.rise()
 
     def release_unused(self, spare_len: int = 0) -> None:
         """Give pages that hold no slot back to their span, but for room of `spare_len` slots in each head."""
@@ -223,24 +220,16 @@ class LayerPages:
                     extent.span.free_pages(extent.first + kept, extent.num_pages - kept)
                     extent.num_pages = kept
             self.extents[head] = [extent for extent in extents if extent.num_pages]
-        self.touch()
+        self.changes.rise()
 
     def grow(self, head: int, span: Span, first: int, num_pages: int) -> None:
         """Take over pages of a span for one head."""
         add_pages(self.extents[head], span, first, num_pages)
-        self.touch()
-
-    def touch(self) -> None:
-        """Slots or pages have changed: what was derived from them no longer holds."""
         self.changes.rise()
 
     def _rows(self, extent: Extent, name: str) -> Tensor:
         start = extent.first * self.page_class.page_size
         return extent.span.fields[name][start : start + extent.length]
-
-    def _empty(self, name: str) -> Tensor:
-        item = next(item for item in self.page_class.fields if item.name == name)
-        return torch.empty(0, item.width, dtype=item.dtype)
 
 
 def add_pages(extents: list[Extent], span: Span, first: int, num_pages: int) -> None:
@@ -263,3 +252,30 @@ def _padded(counts: Sequence[int], group: int) -> Tensor:
         parts.append(torch.arange(start, start + _up_to(count, group)).clamp(max=start + count - 1))
         start += count
     return torch.cat(parts)
+
+
+class EvictedSlots(NamedTuple):
+    """Evicted new slots to be offloaded, head after head; on the host."""
+
+    k_ND: Tensor
+    v_ND: Tensor
+    position_N: Tensor
+    counts: list[int]
+
+
+@dataclass
+class LayerChange:
+    """Stored slots to keep (None: all), and new slots to encode, head after head.
+
+    `drop_first`: stored slots of every head that a sliding window has passed. Attention masks them, so they are dropped
+    only if that needs no copy of a shared segment.
+    """
+
+    k_ND: Tensor
+    v_ND: Tensor
+    position_N: Tensor
+    counts: list[int]
+    keep: list[Tensor] | None = None
+    drop_first: int = 0
+    bias_N: Tensor | None = None  # of the new slots; None: 0
+    evicted: tuple[EvictedSlots, ...] = ()

@@ -14,7 +14,7 @@ from functools import cache, cached_property
 
 import torch
 
-from kvfold.codec.base import Codec, Field, Side
+from kvfold.codec.base import SIDES, Codec, Field, Side
 from kvfold.errors import InputError
 from kvfold.policy.reader import All, Reader
 
@@ -82,11 +82,11 @@ class PageClass:
 
     @cached_property
     def fields(self) -> tuple[Field, ...]:
-        sides: list[Field] = []
-        for side in ("k", "v"):
-            codec = self.codec(side)
-            own = codec.fields(side, self.width(side), self.kv_dtype)
-            sides += [replace(item, name=f"{side}.{item.name}") for item in own]
+        sides = [
+            replace(item, name=f"{side}.{item.name}")
+            for side in SIDES
+            for item in self.codec(side).fields(side, self.width(side), self.kv_dtype)
+        ]
         optional = ((POSITION, self.has_positions), (BIAS, self.has_bias))
         return (*sides, *(item for item, is_there in optional if is_there))
 
@@ -155,6 +155,5 @@ def state_bytes(page_class: PageClass, num_heads: int) -> int:
     """Bytes of the codecs' states in a layer."""
     x_RSD = torch.zeros(num_heads, 1, page_class.head_dim)
     valid_RS = torch.ones(x_RSD.shape[:2], dtype=torch.bool)
-    sides: tuple[Side, Side] = ("k", "v")
-    states = [page_class.codec(side).init_state(side, x_RSD, valid_RS) for side in sides]
+    states = [page_class.codec(side).init_state(side, x_RSD, valid_RS) for side in SIDES]
     return sum(tensor.nbytes for state in states for tensor in state.values())

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvfold.codec.base import Codec, Side
-from kvfold.codec.basis import Basis, LowRankCodec
+from kvfold.codec.base import SIDES
+from kvfold.codec.basis import LowRankCodec
+from kvfold.codec.native import Native
 from kvfold.core import ModelSpec
 from kvfold.errors import InputError
 from kvfold.pages.arena import Arena
 from kvfold.pages.layer import LayerPages
 from kvfold.pages.layout import PageClass
-from kvfold.pages.open_block import OpenBlock
 from kvfold.policy.policy import Policy
 
 
@@ -30,31 +30,18 @@ class PageConfig:
 
 def layer_pages(spec: ModelSpec, policy: Policy, config: PageConfig, index: int, arena: Arena) -> LayerPages:
     """One layer of an empty segment."""
-    codecs = _codecs(spec, policy, index)
-    bases = {
-        side: codec.basis(side, spec, index, arena.device) for side, codec in codecs if isinstance(codec, LowRankCodec)
-    }
-    page_class = _page_class(spec, policy, config, index, bases)
-    return LayerPages(page_class, spec.layers[index].num_kv_heads, bases=bases)
-
-
-def _codecs(spec: ModelSpec, policy: Policy, index: int) -> tuple[tuple[Side, Codec], ...]:
-    """Of the sides of a layer that has a choice."""
-    if not spec.layers[index].compressible:
-        return ()
-    k, v = policy.codec.sides(index, spec.num_layers)
-    return ("k", k), ("v", v)
-
-
-def _page_class(spec: ModelSpec, policy: Policy, config: PageConfig, index: int, bases: dict[Side, Basis]) -> PageClass:
     layer = spec.layers[index]
     if not layer.compressible:
-        native = OpenBlock.page_class(layer.head_dim, spec.kv_dtype, 1)
-        return PageClass(native.k, native.v, layer.head_dim, spec.kv_dtype, config.page_size)
+        page_class = PageClass(Native(), Native(), layer.head_dim, spec.kv_dtype, config.page_size)
+        return LayerPages(page_class, layer.num_kv_heads)
     k, v = policy.codec.sides(index, spec.num_layers)
-    group = max(k.group("k"), v.group("v"))
+    sides = zip(SIDES, (k, v), strict=True)
+    bases = {
+        side: codec.basis(side, spec, index, arena.device) for side, codec in sides if isinstance(codec, LowRankCodec)
+    }
     widths = {side: basis.width for side, basis in bases.items()}
-    return PageClass(
+    group = max(k.group("k"), v.group("v"))
+    page_class = PageClass(
         k,
         v,
         layer.head_dim,
@@ -65,6 +52,7 @@ def _page_class(spec: ModelSpec, policy: Policy, config: PageConfig, index: int,
         k_width=widths.get("k"),
         v_width=widths.get("v"),
     )
+    return LayerPages(page_class, layer.num_kv_heads, bases=bases)
 
 
 def num_fp_sinks(policy: Policy, spec: ModelSpec) -> int:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvfold.codec.base import Field, Side
+from kvfold.codec.base import SIDES, Field, Side
 from kvfold.pages.extent import Codes, Run
 from kvfold.pages.layer import LayerPages
 from kvfold.pages.layout import SUMMARY, PageClass
@@ -87,10 +87,9 @@ class PageList:
     def codes(self, number_N: Tensor, unit: int) -> dict[Side, Codes]:
         """Both sides of units, in the order of their numbers given."""
         found: dict[Side, Codes] = {"k": {}, "v": {}}
-        sides: tuple[Side, ...] = ("k", "v")
         per_page = self.page_class.page_size // unit
         pick = _Pick.of(number_N, self._ends * per_page) if len(self.runs) > 1 else None
-        for side in sides:
+        for side in SIDES:
             for item in self.page_class.fields:
                 if item.name.startswith(f"{side}."):
                     if pick is None:

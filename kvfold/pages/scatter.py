@@ -4,11 +4,16 @@ Codes lie head after head; their places do too, but for the unused end of each h
 end take one copy per field (heads of full pages); others one indexed copy per field, or on a CPU, where launches are
 cheap and indices are not, one copy each.
 
-    N rows of a field
+Summaries of sparse readers (policy/reader.py), such as Quest's channel bounds, are computed here from the keys as a
+reader will decode them, for every page that slots were written to: sealing, compaction and loading all write through
+this place, so a summary is never older than its page.
+
+    N rows of a field or flat slots   M pages   P slots of a page   D head dim
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, groupby
 from typing import NamedTuple
@@ -18,8 +23,11 @@ from torch import Tensor
 
 from kvfold.pages.arena import Span
 from kvfold.pages.async_copy import row_numbers, upload
-from kvfold.pages.extent import Codes
-from kvfold.pages.layout import PageClass
+from kvfold.pages.extent import Codes, Extent
+from kvfold.pages.layout import SUMMARY, PageClass
+
+Touched = tuple[Extent, int]  # slots were written from this page of the extent on
+_TILE = 2048  # pages decoded at a time
 
 
 class Place(NamedTuple):
@@ -35,10 +43,9 @@ def write(page_class: PageClass, codes: Codes, places: Sequence[Place], *, index
     source = 0
     for _, mine in groupby(_joined(places), key=lambda place: id(place.span)):
         here = list(mine)
-        num_slots = sum(place.num_slots for place in here)
         on_gpu = here[0].span.arena.device.type == "cuda"
         _write(page_class, codes, source, here, on_gpu if indexed is None else indexed)
-        source += num_slots
+        source += sum(place.num_slots for place in here)
 
 
 def _joined(places: Sequence[Place]) -> Iterator[Place]:
@@ -84,3 +91,31 @@ def _rows(places: Sequence[Place], per: int, device: torch.device) -> Tensor:
     before = [0, *accumulate(counts)]
     moved = upload([place.slot // per - start for place, start in zip(places, before, strict=False)], device)
     return torch.arange(before[-1], device=device) + moved[row_numbers(counts, device)]
+
+
+def summarise(page_class: PageClass, touched: Sequence[Touched]) -> None:
+    """Write the summaries of pages that have just been written to."""
+    by_span: dict[Span, list[Touched]] = defaultdict(list)
+    for extent, begin in touched:
+        by_span[extent.span].append((extent, begin))
+    for span, mine in by_span.items():
+        pages = [(extent, torch.arange(begin, page_class.pages_for(extent.length))) for extent, begin in mine]
+        page_M = torch.cat([extent.first + page for extent, page in pages])
+        left_M = torch.cat([extent.length - page * page_class.page_size for extent, page in pages])
+        for page_m, left_m in zip(page_M.split(_TILE), left_M.split(_TILE), strict=True):
+            _write_summaries(span, page_m.to(span.arena.device), left_m.to(span.arena.device))
+
+
+def _write_summaries(span: Span, page_M: Tensor, left_M: Tensor) -> None:
+    """`left_M`: slots in use from the start of each page on, also beyond its end."""
+    page_class, codes = span.page_class, {}
+    for item in page_class.fields:
+        if item.name.startswith("k."):
+            by_page = span.fields[item.name].view(span.num_pages, -1, item.width)
+            codes[item.name[2:]] = by_page[page_M].flatten(0, 1)
+    k_ND = page_class.k.decode("k", codes, torch.float32)  # in the codec's basis
+    used_MP = torch.arange(page_class.page_size, device=page_M.device) < left_M.unsqueeze(-1)
+    rows = page_class.reader.summarise(k_ND.view(*used_MP.shape, -1), used_MP)
+    for item in page_class.summaries:
+        by_page = span.fields[item.name].view(span.num_pages, -1)
+        by_page[page_M] = rows[item.name.removeprefix(SUMMARY)].flatten(1).to(item.dtype)

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from kvfold.errors import OutOfPages
@@ -19,6 +20,7 @@ from kvfold.pages.arena import Arena, Span
 from kvfold.pages.extent import Codes
 from kvfold.pages.layer import Changes, LayerPages
 from kvfold.pages.layout import PageClass
+from kvfold.pages.places import COLUMNS, Ints, Places, SegmentTable, heads_of, span_address, stride_table
 
 GROWTH = 8  # a head that grows gets room for 1/8 of what heads hold on average
 TABLE_BYTES = 24  # of an extent: address, pages, length
@@ -97,11 +99,9 @@ class Segment:
         memory for it, so that its extents stay few: while decoding all heads grow at one speed, short ones too.
         """
         try:
-            wanted = self._wanted_pages(counts, growing)
-            return Room(wanted, self._allocate(wanted))
+            return self._room(self._wanted_pages(counts, growing))
         except OutOfPages:
-            wanted = self._wanted_pages(counts, ())
-            return Room(wanted, self._allocate(wanted))
+            return self._room(self._wanted_pages(counts, ()))
 
     def take(self, room: Room) -> None:
         """Give the pages to the heads that wanted them."""
@@ -130,11 +130,11 @@ class Segment:
                     wanted[i, head] = layer.page_class.pages_for(missing + (spare if i in growing else 0))
         return wanted
 
-    def _allocate(self, wanted: Wanted) -> Mapping[PageClass, list[Span]]:
+    def _room(self, wanted: Wanted) -> Room:
         num_pages: dict[PageClass, int] = defaultdict(int)
         for (layer, _), count in wanted.items():
             num_pages[self.layers[layer].page_class] += count
-        return self.allocate_spans(num_pages)
+        return Room(wanted, self.allocate_spans(num_pages))
 
     def allocate_spans(self, num_pages: Mapping[PageClass, int]) -> Mapping[PageClass, list[Span]]:
         """Spans for what free pages do not cover, of all classes or of none; the caller adds them to the segment."""
@@ -152,23 +152,27 @@ class Segment:
 
     def trim(self) -> None:
         """Return spans of which no page is in use."""
-        for page_class, spans in self.spans.items():
+        for spans in self.spans.values():
             for span in [span for span in spans if span.num_free_pages == span.num_pages]:
                 self.arena.free(span)
                 spans.remove(span)
-            self.spans[page_class] = spans
 
     def partial_pages(self) -> tuple[list[Codes], list[list[int]]]:
         """Codes of the slots in the last page of each head, where a reader ranks pages and that page is not full, and
         how many of each head."""
-        codes, counts = [], []
+        counts = []
         for layer in self.layers:
             size = layer.page_class.page_size if layer.page_class.reader.selects else 1
-            rest = [length % size for length in layer.lens]
-            index = [torch.arange(n - r, n, device=self.arena.device) for n, r in zip(layer.lens, rest, strict=True)]
-            codes.append(layer.gather(index))
-            counts.append(rest)
-        return codes, counts
+            counts.append([length % size for length in layer.lens])
+        return self._last_codes(counts), counts
+
+    def _last_codes(self, counts: Sequence[Sequence[int]]) -> list[Codes]:
+        """Codes of the last counts[layer][head] slots."""
+        found = []
+        for layer, mine in zip(self.layers, counts, strict=True):
+            ends = zip(layer.lens, mine, strict=True)
+            found.append(layer.gather([torch.arange(n - count, n, device=self.arena.device) for n, count in ends]))
+        return found
 
     def append_codes(self, codes: Sequence[Codes], counts: Sequence[Sequence[int]]) -> None:
         """Slots of every layer, byte for byte, behind the others. Raises OutOfPages before anything changes."""
@@ -179,9 +183,7 @@ class Segment:
     def append_from(self, other: Segment) -> None:
         """All slots of another segment. Raises OutOfPages before anything changes."""
         counts = [layer.lens for layer in other.layers]
-        every = [[torch.arange(n, device=self.arena.device) for n in lens] for lens in counts]
-        codes = [layer.gather(index) for layer, index in zip(other.layers, every, strict=True)]
-        self.append_codes(codes, counts)
+        self.append_codes(other._last_codes(counts), counts)
 
     def drop_last(self, counts: Sequence[Sequence[int]]) -> None:
         """Forget the last counts[layer][head] slots."""
@@ -222,3 +224,36 @@ def take_free_runs(spans: Sequence[Span], num_pages: int) -> Iterator[tuple[Span
         while num_pages and (run := span.allocate_pages(num_pages)):
             yield span, *run
             num_pages -= run[1]
+
+
+def segment_table(segment: Segment) -> SegmentTable:
+    """The page table of a segment as arrays (places.py), built on first use; the same object until its slots or pages
+    change."""
+    found = segment.changes.table
+    if found is None:
+        found = segment.changes.table = _build_table(segment)
+    return found
+
+
+def _build_table(segment: Segment) -> SegmentTable:
+    per_head = [extents for layer in segment.layers for extents in layer.extents]
+    extents = list(chain.from_iterable(per_head))
+    heads = heads_of(tuple(layer.num_heads for layer in segment.layers))
+    row_E = np.repeat(np.arange(len(per_head)), [len(of_head) for of_head in per_head])
+    layer_E = heads[0][row_E]
+    size_E = np.array([layer.page_class.page_size for layer in segment.layers])[layer_E]
+    group_E = np.array([layer.page_class.group for layer in segment.layers])[layer_E]
+    first_E = size_E * _ints([extent.first for extent in extents])
+    stride_LF = stride_table(tuple(layer.page_class for layer in segment.layers))
+    number = {span: i for i, span in enumerate(dict.fromkeys(extent.span for extent in extents))}
+    base_SF = _ints([span_address(span) for span in number]).reshape(-1, len(COLUMNS) + 1)  # of the first page's fields
+    base_EF = base_SF[_ints([number[extent.span] for extent in extents])]
+    address_EF = base_EF + first_E[:, None] * stride_LF[layer_E]
+    length_E = _ints([extent.length for extent in extents])
+    capacity_E = size_E * _ints([extent.num_pages for extent in extents])
+    capacity_E = np.where(length_E % group_E, length_E, capacity_E)
+    return SegmentTable.of(Places.of(row_E, capacity_E, address_EF, stride_LF, heads), length_E)
+
+
+def _ints(numbers: Sequence[int] | Sequence[list[int]]) -> Ints:
+    return np.array(numbers, dtype=np.int64)

@@ -8,8 +8,9 @@ Logical lengths count tokens seen; stored lengths count slots kept. They never s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,17 +19,15 @@ from kvfold.core import ModelSpec
 from kvfold.errors import OutOfPages
 from kvfold.evicted.recall import recall_of
 from kvfold.pages.arena import Arena
-from kvfold.pages.async_load import AsyncLoad
+from kvfold.pages.extent import Shifts
 from kvfold.pages.host_offload import OffloadedSlots
 from kvfold.pages.layer import LayerPages
 from kvfold.pages.layout import PageClass
-from kvfold.pages.observer_state import LayerObserverState, ObserverState
+from kvfold.pages.observer_state import LayerObserverState, ObserverState, Sentences
 from kvfold.pages.open_block import OpenBlock
-from kvfold.pages.page_config import PageConfig, layer_pages, num_fp_sinks
+from kvfold.pages.page_config import PageConfig, codec_fp_sinks, layer_pages, num_fp_sinks
 from kvfold.pages.page_gather import PageList
 from kvfold.pages.segment import Segment
-from kvfold.pages.sentences import Sentences
-from kvfold.pages.shifts import Shifts
 from kvfold.policy.policy import Policy
 
 
@@ -69,12 +68,8 @@ class SequenceCache:
         self.offloaded = self._nothing_offloaded()
 
     def _nothing_offloaded(self) -> OffloadedSlots | None:
-        recall = recall_of(self.policy)
-        return (
-            None
-            if recall is None
-            else OffloadedSlots(recall, self.spec, self.arena.device, self.policy.position.shifts)
-        )
+        recall, rotates = recall_of(self.policy), self.policy.position.shifts
+        return None if recall is None else OffloadedSlots(recall, self.spec, self.arena.device, rotates)
 
     def page_class(self, layer: int) -> PageClass:
         return self.tail.layers[layer].page_class
@@ -122,6 +117,17 @@ class SequenceCache:
     def block_bytes(self) -> int:
         """The open block and the full-precision sinks."""
         return self.open.num_bytes + (0 if self.fp_sinks is None else self.fp_sinks.num_bytes)
+
+    def num_fp_sinks(self, layer: int) -> int:
+        """Sinks of each head of a layer that are read in full precision."""
+        wants = self.spec.layers[layer].compressible and codec_fp_sinks(self.policy, self.spec, layer)
+        return self.fp_sinks.fill if self.fp_sinks is not None and wants else 0
+
+    @property
+    def awaits_fp_sinks(self) -> bool:
+        """Whether some, but not all, of the sinks have been sealed."""
+        block = self.fp_sinks
+        return block is not None and self.sealed_len == block.committed < block.num_slots
 
     # Changes
 
@@ -230,3 +236,21 @@ class SequenceCache:
         self.observed = ObserverState([LayerObserverState() for _ in self.spec.layers])
         self.sealed_len = self.last_compressed_len = 0
         self.is_torn = False
+
+
+class AsyncLoad(Protocol):
+    """Asynchronous load of a stored prefix into the pages of a sequence, layer by layer; calls `then` when all are
+    loaded.
+
+    The sequence counts the prefix's tokens and has pages for them. A prefill waits for a layer when it attends to it,
+    so the first layers run while later ones are read and checked; a decode step and a fork wait for all layers. The
+    sequence can be released at any time.
+    """
+
+    then: Callable[[], None]
+
+    def upto(self, layer: int) -> None:
+        """Wait until this layer and those below it are loaded. PrefixLost if one turned out bad."""
+
+    def close(self) -> None:
+        """Stop loading; close files and end threads."""

@@ -26,8 +26,7 @@ from kvfold.errors import InputError
 from kvfold.pages.extent import Codes, Extent
 from kvfold.pages.layer import LayerPages
 from kvfold.pages.layout import PageClass
-from kvfold.pages.observer_state import LayerObserverState, Moments
-from kvfold.pages.sentences import Sentences
+from kvfold.pages.observer_state import LayerObserverState, Moments, Sentences
 from kvfold.pages.sequence import SequenceCache
 
 Tensors = Mapping[str, Tensor]

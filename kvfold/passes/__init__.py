@@ -3,6 +3,6 @@
 prefill.py      a prompt (or a chunk of it), layer by layer, compressed as it goes
 decode.py       one new token, or a draft, for each sequence of a batch
 replay.py       the prompt repeated over its full cache (KVzip)
-self_study.py   questions about the prompt, answered over its full cache
+probe.py        tokens over the full prompt that are not kept: questions about it (self-study), and what a replay shares
 captured/       decode steps that run as CUDA graphs
 """

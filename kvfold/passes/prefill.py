@@ -18,22 +18,20 @@ from torch import Tensor
 
 from kvfold.attend.lse_merge import LseMerge, attend, compute_dtype
 from kvfold.attend.paged import merge_paged
-from kvfold.codec.base import Side
+from kvfold.codec.base import SIDES
 from kvfold.compression.full_prompt import FullPrompt
-from kvfold.compression.observe import ObserverNeeds, new_mass, observe_queries, stored_mass
+from kvfold.compression.observe import ObserverNeeds, joined_mass, new_mass, observe_queries, stored_mass
 from kvfold.compression.round import CompressionRound, check_decode_size, finish_all
 from kvfold.compression.seal import seal
 from kvfold.compression.token_pruning import PrunedTokens
 from kvfold.compression.view import NewSlots
 from kvfold.evicted.base import CalibrationTargets
 from kvfold.pages.observer_state import LayerObserverState
+from kvfold.pages.read import can_join, room_behind
 from kvfold.pages.sequence import SequenceCache
 from kvfold.passes.context_window import warn_if_passing
-from kvfold.passes.contiguous_prefix import can_join, room_behind
 from kvfold.score.base import Replay
 from kvfold.yielding import yield_point
-
-_SIDES: tuple[Side, Side] = ("k", "v")
 
 
 @dataclass
@@ -57,7 +55,7 @@ class LayerBuffer:
     @classmethod
     def behind(cls, sequence: SequenceCache, layer: int, num_tokens: int, dtype: torch.dtype) -> LayerBuffer:
         """Room for so many tokens behind stored ones."""
-        k_HSD, v_HSD = (room_behind(sequence, layer, side, num_tokens, dtype) for side in _SIDES)
+        k_HSD, v_HSD = (room_behind(sequence, layer, side, num_tokens, dtype) for side in SIDES)
         return cls(k_HSD, v_HSD, sequence.sealed_len)
 
     @property
@@ -181,14 +179,7 @@ class PrefillPass:
         return found
 
     def _observe(
-        self,
-        index: int,
-        layer: int,
-        q_QTD: Tensor,
-        q_HGTD: Tensor,
-        merge: LseMerge,
-        buffer: LayerBuffer,
-        offset: int,
+        self, index: int, layer: int, q_QTD: Tensor, q_HGTD: Tensor, merge: LseMerge, buffer: LayerBuffer, offset: int
     ) -> None:
         needs, sequence = self._needs[index], self.sequences[index]
         spec = sequence.spec.layers[layer]
@@ -213,8 +204,10 @@ class PrefillPass:
         sequence = self.sequences[index]
         new = NewSlots(buffer.k_HTD, buffer.v_HTD, sequence.sealed_len)
         new.kept_T, new.num_pruned = self.pruned.kept[index], self.num_tokens[index] - new.num_tokens
-        if buffer.new_mass_HT is not None:
-            new.mass_HS = _joined_mass(sequence, layer, buffer)
+        if buffer.stored_mass_HS is not None and buffer.new_mass_HT is not None:
+            earlier = sequence.observed.layers[layer].mass_HS
+            old_HS = buffer.stored_mass_HS if earlier is None else buffer.stored_mass_HS + earlier
+            new.mass_HS = joined_mass(sequence, layer, old_HS, buffer.new_mass_HT)
         if buffer.queries:
             new.q_QTD = torch.cat(buffer.queries, dim=1)
         for other, _ in self.followers:
@@ -281,15 +274,3 @@ def merge_new(
         merge.add(every, *attend(q_HGTD, k_HSD[:, :offset], v_HSD[:, :offset], scale))
         chunk = slice(offset, end)
     merge.add(every, *attend(q_HGTD, k_HSD[:, chunk], v_HSD[:, chunk], scale, causal=True))
-
-
-def _joined_mass(sequence: SequenceCache, layer: int, buffer: LayerBuffer) -> Tensor:
-    """Mass of stored slots, earlier and from this pass, then of the new ones, in row order."""
-    assert buffer.stored_mass_HS is not None and buffer.new_mass_HT is not None
-    earlier = sequence.observed.layers[layer].mass_HS
-    old_HS = buffer.stored_mass_HS if earlier is None else buffer.stored_mass_HS + earlier
-    rows = [
-        torch.cat((old[:length], new))
-        for old, new, length in zip(old_HS, buffer.new_mass_HT, sequence.stored_lens(layer), strict=True)
-    ]
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)

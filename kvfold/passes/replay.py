@@ -24,13 +24,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from kvfold.attend.lse_merge import LseMerge, compute_dtype
+from kvfold.attend.lse_merge import LseMerge
 from kvfold.attend.paged import KVPart
 from kvfold.compression.full_prompt import FullPrompt
 from kvfold.evicted.base import CalibrationTargets
 from kvfold.pages.async_copy import upload
 from kvfold.passes.prefill import LayerBuffer
-from kvfold.passes.probe import Answers, ProbeAttention, added, grown, joined_targets
+from kvfold.passes.probe import Answers, ProbeAttention, added, joined_targets
 from kvfold.score.base import Replay
 from kvfold.score.shared.columns import column_max
 from kvfold.yielding import yield_point
@@ -72,19 +72,16 @@ class ReplayPass:
 
     def attend(self, layer: int, index: int, q_QTD: Tensor, k_HTD: Tensor, v_HTD: Tensor) -> Tensor:
         """The next tokens of the repetition in this layer; returns the attention output [Q, T, D]."""
-        spec, dtype = self.sequence.spec.layers[layer], compute_dtype(q_QTD)
         if self._buffer is not None and self._buffer.filled == self._num_tokens:
             self._buffer = None  # of the layer before
-        buffer = self._buffer = grown(self._buffer, self._num_tokens, k_HTD, v_HTD, self.prompt, dtype)
-        tokens = slice(buffer.filled - k_HTD.shape[1], buffer.filled)
-        probe = ProbeAttention(
-            self.prompt, layer, q_QTD.to(dtype).unflatten(0, (spec.num_kv_heads, spec.group)), buffer
-        )
+        probe = ProbeAttention(self.prompt, layer, self._buffer, self._num_tokens, q_QTD, k_HTD, v_HTD)
+        self._buffer = probe.buffer
+        tokens = slice(probe.buffer.filled - k_HTD.shape[1], probe.buffer.filled)
         yield_point()
-        if spec.compressible:
+        if self.sequence.spec.layers[layer].compressible:
             self._keep_answers(layer, probe, tokens)
             self._observe(layer, probe, tokens)
-        return probe.output().to(q_QTD.dtype)
+        return probe.output()
 
     def _observe(self, layer: int, probe: ProbeAttention, tokens: slice) -> None:
         """Raise the largest weights of what is stored and of the chunk."""
@@ -146,11 +143,8 @@ class ReplayPass:
     def targets(self, kind: Replay) -> list[CalibrationTargets | None]:
         """Of every layer, the queries of as many tokens as the kind says, fewer where the text is shorter, and what the
         heads answered; the targets that `fit` reproduces."""
-        kept = [self._answers.get((layer, kind.queries)) for layer in range(self.sequence.spec.num_layers)]
-        scales = (layer.scale for layer in self.sequence.spec.layers)
-        return [
-            None if parts is None else joined_targets(parts, scale) for parts, scale in zip(kept, scales, strict=True)
-        ]
+        mine = {layer: parts for (layer, count), parts in self._answers.items() if count == kind.queries}
+        return joined_targets(self.prompt, mine)
 
     def maxima(self, kind: Replay) -> list[Tensor | None]:
         """Of every layer [H, G, S], stored then new slots of each head; None where nothing competes."""

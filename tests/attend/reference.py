@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kvfold.core import ModelSpec, Rope
-from kvfold.pages.change import LayerChange
 from kvfold.pages.compaction import rewrite
+from kvfold.pages.layer import LayerChange
 from kvfold.pages.read import stored_slots
 from kvfold.pages.sequence import SequenceCache
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvfold.attend import sdpa
-from kvfold.attend.lse_merge import attend, attend_reference
-from kvfold.attend.sdpa import sdpa_with_bias
+from kvfold.attend import lse_merge
+from kvfold.attend.lse_merge import attend, attend_reference, sdpa_with_bias
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -53,7 +52,7 @@ def test_biases_as_channels_agree_with_the_formula(head_dim: int, monkeypatch: p
         out, lse = attend_reference(q_QTD.unflatten(0, (2, 3)), k_HSD, v_HSD, scale)
         return out.flatten(0, 1), lse.flatten(0, 1)
 
-    monkeypatch.setattr(sdpa, "sdpa", plain)
+    monkeypatch.setattr(lse_merge, "sdpa", plain)
     out_QTD, lse_QT = sdpa_with_bias(q.flatten(0, 1), k, v, 0.125, bias_HS)
     expected = attend_reference(q, k, v, 0.125, bias_HS=bias_HS)
     torch.testing.assert_close(out_QTD, expected[0].flatten(0, 1), atol=1e-2, rtol=1e-2)

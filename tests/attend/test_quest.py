@@ -14,7 +14,6 @@ from kvfold.core import ModelSpec
 from kvfold.errors import PolicyError
 from kvfold.models.check import check_policy
 from kvfold.pages.dequantize import decode_run
-from kvfold.pages.fp_sinks import layer_fp_sinks
 from kvfold.pages.read import stored_slots
 from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.serialize import dump, restore
@@ -91,7 +90,7 @@ def expected_step(sequence: SequenceCache, layer: int, q: Tensor, k: Tensor, v: 
         for t in range(q.shape[1]):
             best, pages = best_pages(sequence, layer, head, q[mine, t], count), pages_of(sequence, layer, head)
             chosen = {slot for page in best for slot in pages[page]}
-            index = torch.tensor(sorted(chosen.union(range(layer_fp_sinks(sequence, layer)))))
+            index = torch.tensor(sorted(chosen.union(range(sequence.num_fp_sinks(layer)))))
             k_SD = torch.cat((stored.k[head][index], sequence.open.k[layer][head, :fill].float(), k[head, : t + 1]))
             v_SD = torch.cat((stored.v[head][index], sequence.open.v[layer][head, :fill].float(), v[head, : t + 1]))
             out[mine, t] = (weights(q[mine, t], k_SD, spec.scale) @ v_SD.double()).float()

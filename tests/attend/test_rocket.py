@@ -16,8 +16,8 @@ from kvfold.attend.rocket import Rocket
 from kvfold.attend.topk import select_topk
 from kvfold.errors import PolicyError
 from kvfold.pages.arena import Arena
-from kvfold.pages.change import LayerChange
 from kvfold.pages.compaction import rewrite
+from kvfold.pages.layer import LayerChange
 from kvfold.pages.page_config import PageConfig
 from kvfold.pages.sequence import SequenceCache
 from kvfold.passes.decode import DecodePass

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvfold.attend.lse_merge import attend, attend_reference
-from kvfold.attend.sdpa import blend_reference, sdpa
+from kvfold.attend.lse_merge import attend, attend_reference, blend_reference, sdpa
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="fused kernels run on a GPU")

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from kvfold.core import Rope
-from kvfold.pages import shifts
-from kvfold.pages.change import LayerChange
+from kvfold.pages import extent
 from kvfold.pages.compaction import rewrite
+from kvfold.pages.extent import Piece, find_pieces
+from kvfold.pages.layer import LayerChange
 from kvfold.pages.read import stored_slots
 from kvfold.pages.sequence import SequenceCache
-from kvfold.pages.shifts import Piece, find_pieces
 from kvfold.passes.decode import DecodePass
 from kvfold.passes.prefill import PrefillPass
 from tests.attend.reference import causal, part, rotated, weights
@@ -118,7 +118,7 @@ def test_shifts_are_found_once_until_slots_change(monkeypatch: pytest.MonkeyPatc
         found.append(shift_hS)
         return find_pieces(shift_hS)
 
-    monkeypatch.setattr(shifts, "find_pieces", counted)
+    monkeypatch.setattr(extent, "find_pieces", counted)
     spec = tiny_spec(head_dim=32)
     layers = random_layers(spec, 150)
     sequence = new_sequence("streaming(sinks=4) + slot + 24tok + protect(sinks=4, recent=4)", spec)

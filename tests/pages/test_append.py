@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvfold.pages.append import append_blocks, lacks_room, num_ahead, reserve_ahead, reserve_pages
 from kvfold.pages.arena import Arena
 from kvfold.pages.places import COLUMNS, SegmentTable
-from kvfold.pages.segment_table import segment_table
+from kvfold.pages.segment import segment_table
 from kvfold.pages.sequence import SequenceCache
 from tests.pages.tiny import SMALL_BLOCK, fill, new_sequence, stored_tokens, tiny_spec
 

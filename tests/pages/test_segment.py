@@ -42,8 +42,8 @@ def read(layer: LayerPages) -> list[list[int]]:
     """The numbers of every head, read run by run as attention does."""
     heads: list[list[int]] = [[] for _ in range(layer.num_heads)]
     for run in layer.runs():
-        k_ND = layer.page_class.k.decode("k", run.side("k"), torch.float32)
-        v_ND = layer.page_class.v.decode("v", run.side("v"), torch.float32)
+        k_ND = layer.page_class.k.decode("k", run.sides["k"], torch.float32)
+        v_ND = layer.page_class.v.decode("v", run.sides["v"], torch.float32)
         for head, start, length in zip(run.heads, run.starts, run.lens, strict=True):
             mine = slice(start, start + length)
             assert torch.equal(v_ND[mine], -k_ND[mine])
@@ -156,7 +156,7 @@ def test_values_of_a_group_come_back_close() -> None:
     layer.append(layer.encode(x_ND, -x_ND, torch.arange(48), [45, 3]), [45, 3])
     found = {0: torch.empty(0, 16), 1: torch.empty(0, 16)}
     for run in layer.runs():
-        k_ND = page_class.k.decode("k", run.side("k"), torch.float32)
+        k_ND = page_class.k.decode("k", run.sides["k"], torch.float32)
         for head, start, length in zip(run.heads, run.starts, run.lens, strict=True):
             found[head] = torch.cat((found[head], k_ND[start : start + length]))
     assert torch.allclose(torch.cat((found[0], found[1])), x_ND, atol=0.25)
@@ -171,7 +171,7 @@ def test_a_group_closed_early_is_written_whole() -> None:
     layer.append(layer.encode(torch.zeros(48, 16), torch.zeros(48, 16), torch.arange(48), [45, 3]), [45, 3])
     (run,) = layer.runs()
     assert run.position_N.tolist() == [*range(45), *[44] * 19, 45, 46, *[47] * 30]
-    assert all((rows == 0).all() for side in (run.side("k"), run.side("v")) for rows in side.values())
+    assert all((rows == 0).all() for side in (run.sides["k"], run.sides["v"]) for rows in side.values())
 
 
 def test_heads_of_one_layer_lie_side_by_side() -> None:

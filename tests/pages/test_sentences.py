@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvfold.pages.sentences import Sentences
+from kvfold.pages.observer_state import Sentences
 
 STOP = {9}
 

@@ -22,8 +22,8 @@ from kvfold.compression.view import NewSlots
 from kvfold.core import ModelSpec
 from kvfold.errors import OutOfPages
 from kvfold.pages.arena import Arena
-from kvfold.pages.change import LayerChange
 from kvfold.pages.compaction import rewrite
+from kvfold.pages.layer import LayerChange
 from kvfold.pages.segment import Segment
 from kvfold.pages.sequence import SequenceCache
 from tests.pages.tiny import SMALL_BLOCK, fill, new_sequence, readable, tiny_spec, tokens_of

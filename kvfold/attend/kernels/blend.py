@@ -18,20 +18,10 @@ _QUERIES = 16  # of a program
 
 @triton.jit
 def blend_kernel(
-    a: tl.tensor,
-    b: tl.tensor,
-    a_lse: tl.tensor,
-    b_lse: tl.tensor,
-    lse: tl.tensor,
-    num_queries: tl.tensor,
-    a_head: tl.tensor,
-    a_query: tl.tensor,
-    b_head: tl.tensor,
-    b_query: tl.tensor,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    QUERIES: tl.constexpr,
-) -> None:
+    a: tl.tensor, b: tl.tensor, a_lse: tl.tensor, b_lse: tl.tensor, lse: tl.tensor, num_queries: tl.tensor,
+    a_head: tl.tensor, a_query: tl.tensor, b_head: tl.tensor, b_query: tl.tensor,
+    D: tl.constexpr, DP: tl.constexpr, QUERIES: tl.constexpr,
+) -> None:  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     t = tl.program_id(0).to(tl.int64) * QUERIES + tl.arange(0, QUERIES)
     d = tl.arange(0, DP)

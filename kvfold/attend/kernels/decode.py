@@ -10,18 +10,26 @@ of length 0 end at once.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvfold.attend.kernels.formats import NUM_COLUMNS, Format, format_of
-from kvfold.attend.kernels.keys import key_scores, query_parts
+from kvfold.attend.kernels.formats import NUM_COLUMNS, Format, format_of, padded
 from kvfold.attend.kernels.pdl import begins_early, launch_options, let_next_begin, wait_for_earlier
-from kvfold.attend.kernels.tile import elements, load_each
-from kvfold.attend.kernels.values import add_values, no_values, store_values
+from kvfold.attend.kernels.tile import (
+    add_values,
+    elements,
+    key_scores,
+    load_each,
+    load_metadata,
+    no_values,
+    query_parts,
+    side_pointers,
+    store_values,
+)
 
 LOG2E = 1.4426950408889634
 _LOG2E, _LN2 = tl.constexpr(LOG2E), tl.constexpr(0.6931471805599453)
@@ -50,41 +58,13 @@ _CONFIG: dict[int, Config] = {
 
 @triton.jit
 def attend_kernel(
-    q: tl.tensor,
-    offset: tl.tensor,
-    k_memory: tl.tensor,
-    v_memory: tl.tensor,
-    meta: tl.tensor,
-    biases: tl.tensor,
-    tasks: tl.tensor,
-    order: tl.tensor,
-    out: tl.tensor,
-    lse: tl.tensor,
-    scale_log2: tl.tensor,
-    X: tl.constexpr,
-    M: tl.constexpr,
-    D: tl.constexpr,
-    NUM_COLUMNS: tl.constexpr,
-    K_FORM: tl.constexpr,
-    K_BITS: tl.constexpr,
-    K_WORDS: tl.constexpr,
-    K_PAD: tl.constexpr,
-    K_GROUPS: tl.constexpr,
-    K_SPAN: tl.constexpr,
-    V_FORM: tl.constexpr,
-    V_BITS: tl.constexpr,
-    V_WORDS: tl.constexpr,
-    V_PAD: tl.constexpr,
-    V_GROUPS: tl.constexpr,
-    HAS_ORDER: tl.constexpr,
-    HAS_OFFSET: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SKIP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    PLAIN: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
+    q: tl.tensor, offset: tl.tensor,
+    k_memory: tl.tensor, v_memory: tl.tensor, meta: tl.tensor, biases: tl.tensor,
+    tasks: tl.tensor, order: tl.tensor, out: tl.tensor, lse: tl.tensor, scale_log2: tl.tensor,
+    X: tl.constexpr, M: tl.constexpr, NUM_COLUMNS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    HAS_ORDER: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr,
+    BLOCK: tl.constexpr, NUM_STAGES: tl.constexpr, PLAIN: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
     nth = tl.program_id(0)
     if HAS_ORDER:
         nth = tl.load(order + nth)
@@ -92,12 +72,7 @@ def attend_kernel(
     # All loads are issued at once, before the program knows whether it has a task.
     length = tl.load(task + 1).to(tl.int32)
     row = tl.load(task)
-    k_code = k_memory + elements(tl.load(task + 2), k_memory.dtype.element_ty)
-    k_scale = meta + elements(tl.load(task + 3), meta.dtype.element_ty)
-    k_zero = meta + elements(tl.load(task + 4), meta.dtype.element_ty)
-    v_code = v_memory + elements(tl.load(task + 5), v_memory.dtype.element_ty)
-    v_scale = meta + elements(tl.load(task + 6), meta.dtype.element_ty)
-    v_zero = meta + elements(tl.load(task + 7), meta.dtype.element_ty)
+    k, v = side_pointers(k_memory, meta, task + 2), side_pointers(v_memory, meta, task + 5)
     bias = biases + elements(tl.load(task + 8), biases.dtype.element_ty)
     skip = tl.load(task + 10).to(tl.int32) if HAS_SKIP else 0
     wait_for_earlier(EARLY)
@@ -105,8 +80,9 @@ def attend_kernel(
     if length == 0:
         return
 
+    D: tl.constexpr = K.head_dim
     x = tl.arange(0, M)
-    parts, sum_q = query_parts(q + row * X * D, X, M, D, K_WORDS, K_PAD)
+    parts, sum_q = query_parts(q + row * X * D, X, M, K)
     lift = tl.zeros([M], tl.float32)
     if HAS_OFFSET:
         lift = tl.load(offset + row * X + x, mask=x < X, other=0.0).to(tl.float32) * scale_log2
@@ -114,29 +90,18 @@ def attend_kernel(
     # Sums over slots stay spread over a tile until the end: a reduction across threads costs more than the registers.
     total = tl.zeros([BLOCK, M], tl.float32)
     even = tl.zeros([BLOCK, M], tl.float32)
-    acc = no_values(M, D, V_WORDS, V_PAD)
+    acc = no_values(M, V)
     # Metadata are fetched a tile ahead: the compiler does so for codes, whose loads feed dots, but not for these.
-    K_EACH: tl.constexpr = K_FORM != "float" and K_GROUPS == 1
-    V_EACH: tl.constexpr = V_FORM != "float" and V_GROUPS == 1
     first = tl.arange(0, BLOCK)
-    k_scale_n = load_each(k_scale, first, length, K_EACH)
-    k_zero_n = load_each(k_zero, first, length, K_EACH and K_FORM == "int")
-    v_scale_n = load_each(v_scale, first, length, V_EACH)
-    v_zero_n = load_each(v_zero, first, length, V_EACH and V_FORM == "int")
+    k_meta, v_meta = load_metadata(k, first, length, K), load_metadata(v, first, length, V)
     full = length // BLOCK * BLOCK
     for MASKED in tl.static_range(2):  # whole tiles, then what is left of one
         for at in tl.range(
             full if MASKED else 0, length if MASKED else full, BLOCK, num_stages=1 if MASKED else NUM_STAGES
         ):
             n = at + tl.arange(0, BLOCK)
-            next_k_scale_n = load_each(k_scale, n + BLOCK, length, K_EACH)
-            next_k_zero_n = load_each(k_zero, n + BLOCK, length, K_EACH and K_FORM == "int")
-            next_v_scale_n = load_each(v_scale, n + BLOCK, length, V_EACH)
-            next_v_zero_n = load_each(v_zero, n + BLOCK, length, V_EACH and V_FORM == "int")
-            score = key_scores(
-                parts, sum_q, k_code, k_scale, k_zero, k_scale_n, k_zero_n, n, length, scale_log2,
-                D, K_WORDS, K_PAD, K_FORM, K_BITS, K_GROUPS, K_SPAN, MASKED, PLAIN,
-            )  # fmt: skip
+            next_k, next_v = load_metadata(k, n + BLOCK, length, K), load_metadata(v, n + BLOCK, length, V)
+            score = key_scores(parts, sum_q, k, k_meta, n, length, scale_log2, K, MASKED, PLAIN)
             if HAS_OFFSET:
                 score += lift[None, :]
             if HAS_BIAS:
@@ -150,33 +115,20 @@ def attend_kernel(
             keep = tl.exp2(before - top)
             p = tl.exp2(score - top[None, :])
             total = total * keep[None, :] + p
-            acc, even = add_values(
-                acc, even, keep, p, v_code, v_scale, v_zero, v_scale_n, v_zero_n, n, length,
-                D, V_WORDS, V_PAD, V_FORM, V_BITS, V_GROUPS, parts[0].dtype, MASKED, PLAIN,
-            )  # fmt: skip
-            k_scale_n, k_zero_n, v_scale_n, v_zero_n = next_k_scale_n, next_k_zero_n, next_v_scale_n, next_v_zero_n
+            acc, even = add_values(acc, even, keep, p, v, v_meta, n, length, V, parts[0].dtype, MASKED, PLAIN)
+            k_meta, v_meta = next_k, next_v
 
     sums = tl.sum(total, 0)
     tl.store(lse + nth * X + x, (top + tl.log2(sums)) * _LN2, mask=x < X)
-    store_values(out + nth.to(tl.int64) * X * D, acc, tl.sum(even, 0), sums, X, D, V_WORDS, V_PAD)
+    store_values(out + nth.to(tl.int64) * X * D, acc, tl.sum(even, 0), sums, X, V)
 
 
 def launch(
-    q_RXD: Tensor,
-    offset_RX: Tensor | None,
-    memory: Tensor,
-    task: Tensor,
-    order: Tensor | None,
-    k_codec: str,
-    v_codec: str,
-    k_groups: int,
-    v_groups: int,
-    scale: float,
-    has_bias: bool = False,
-    has_skip: bool = False,
-    config: Config | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Outputs fp32 [capacity, X, D] and log-sum-exps [capacity, X]; rows of tasks that do not run stay as they were."""
+    q_RXD: Tensor, offset_RX: Tensor | None, memory: Tensor, task: Tensor, order: Tensor | None,
+    k_codec: str, v_codec: str, k_groups: int, v_groups: int, scale: float,
+    has_bias: bool = False, has_skip: bool = False, config: Config | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The operator `attend_tasks`; rows of tasks that do not run stay as they were."""
     _, num_queries, head_dim = q_RXD.shape
     k, v = format_of(k_codec), format_of(v_codec)
     out = torch.empty(len(task), num_queries, head_dim, dtype=torch.float32, device=q_RXD.device)
@@ -184,50 +136,30 @@ def launch(
     early = begins_early(memory)
     config = config or choose(num_queries, head_dim, q_RXD.dtype, k, v)
     attend_kernel[(len(task if order is None else order),)](
-        q_RXD.contiguous(),
-        q_RXD if offset_RX is None else offset_RX.contiguous(),
-        memory.view(k.word_dtype),
-        memory.view(v.word_dtype),
-        memory.view(torch.bfloat16),
-        memory.view(torch.float32),
-        task,
-        task if order is None else order,
-        out,
-        lse,
-        scale * LOG2E,
-        X=num_queries,
-        M=padded(num_queries, 8),
-        D=head_dim,
-        NUM_COLUMNS=NUM_COLUMNS,
-        K_FORM=k.form,
-        K_BITS=k.bits,
-        K_WORDS=k.num_words(head_dim),
-        K_PAD=padded(k.num_words(head_dim), 16),
-        K_GROUPS=k.groups(head_dim, k_groups, is_key=True),
-        K_SPAN=k.key_span,
-        V_FORM=v.form,
-        V_BITS=v.bits,
-        V_WORDS=v.num_words(head_dim),
-        V_PAD=padded(v.num_words(head_dim), 16),
-        V_GROUPS=v_groups,
-        HAS_ORDER=order is not None,
-        HAS_OFFSET=offset_RX is not None,
-        HAS_BIAS=has_bias,
-        HAS_SKIP=has_skip,
-        BLOCK=config.block,
-        NUM_STAGES=config.num_stages,
-        PLAIN=is_plain(memory),
-        EARLY=early,
-        num_warps=config.num_warps,
-        maxnreg=config.max_registers,
-        **launch_options(early),
-    )
+        q_RXD.contiguous(), q_RXD if offset_RX is None else offset_RX.contiguous(),
+        memory.view(k.word_dtype), memory.view(v.word_dtype), memory.view(torch.bfloat16), memory.view(torch.float32),
+        task, task if order is None else order, out, lse, scale * LOG2E,
+        V=v.side(head_dim, v_groups, is_key=False),
+        HAS_ORDER=order is not None, HAS_OFFSET=offset_RX is not None, HAS_BIAS=has_bias, HAS_SKIP=has_skip,
+        EARLY=early, **constants(q_RXD, k, k_groups, memory, config), **launch_options(early),
+    )  # fmt: skip
     return out, lse
 
 
-def padded(count: int, least: int) -> int:
-    """Sides of a dot are powers of two: from 8 on for queries, from 16 on for words."""
-    return max(least, 1 << (count - 1).bit_length())
+def constants(q_RXD: Tensor, k: Format, k_groups: int, memory: Tensor, config: Config) -> dict[str, Any]:
+    """What a kernel over tasks is compiled for, and how."""
+    _, num_queries, head_dim = q_RXD.shape
+    return {
+        "X": num_queries,
+        "M": padded(num_queries, 8),
+        "NUM_COLUMNS": NUM_COLUMNS,
+        "K": k.side(head_dim, k_groups, is_key=True),
+        "BLOCK": config.block,
+        "NUM_STAGES": config.num_stages,
+        "PLAIN": is_plain(memory),
+        "num_warps": config.num_warps,
+        "maxnreg": config.max_registers,
+    }
 
 
 def is_plain(memory: Tensor) -> bool:

@@ -21,6 +21,18 @@ QUERY, LENGTH, K_CODE, K_SCALE, K_ZERO, V_CODE, V_SCALE, V_ZERO, BIAS, MASS, SKI
 NUM_COLUMNS = 11
 
 
+class SideFormat(NamedTuple):
+    """A side (keys or values) of tasks, as kernels are compiled for it: K or V there."""
+
+    head_dim: int
+    form: Form
+    bits: int
+    words: int  # of a slot's codes
+    pad: int  # the same padded to a power of two
+    groups: int  # scales in a row of metadata
+    span: int  # slots that share a row
+
+
 class Format(NamedTuple):
     """`codec` reads the same bytes in torch; `key_span`: consecutive slots that share the scales of a key channel."""
 
@@ -52,6 +64,16 @@ class Format(NamedTuple):
     def groups(self, head_dim: int, channel_groups: int, *, is_key: bool) -> int:
         """Scales in one row of metadata: a row serves one slot, or the slots of a span with a scale per channel."""
         return head_dim if is_key and self.key_span > 1 else channel_groups
+
+    def side(self, head_dim: int, channel_groups: int, *, is_key: bool) -> SideFormat:
+        words, groups = self.num_words(head_dim), self.groups(head_dim, channel_groups, is_key=is_key)
+        span = self.key_span if is_key else 1
+        return SideFormat(head_dim, self.form, self.bits, words, padded(words, 16), groups, span)
+
+
+def padded(count: int, least: int) -> int:
+    """Sides of a dot are powers of two: from 8 on for queries, from 16 on for words."""
+    return max(least, 1 << (count - 1).bit_length())
 
 
 def _packed(codec: Codec) -> Format:

@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvfold.attend.kernels.decode import is_plain, padded
+from kvfold.attend.kernels.decode import is_plain
+from kvfold.attend.kernels.formats import padded
 from kvfold.attend.kernels.pdl import begins_early, let_next_begin
 from kvfold.codec import hadamard
 
@@ -26,21 +27,10 @@ _CHANNELS = 32  # of a program: a whole matrix of 256 by 256 signs in fp32 fits 
 
 @triton.jit
 def query_kernel(
-    q: tl.tensor,
-    mean: tl.tensor,
-    signs: tl.tensor,
-    rotated: tl.tensor,
-    offset: tl.tensor,
-    factor: tl.tensor,
-    num_queries: tl.tensor,
-    num_sharing: tl.tensor,
-    M: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    C: tl.constexpr,
-    PLAIN: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
+    q: tl.tensor, mean: tl.tensor, signs: tl.tensor, rotated: tl.tensor, offset: tl.tensor,
+    factor: tl.tensor, num_queries: tl.tensor, num_sharing: tl.tensor,
+    M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, C: tl.constexpr, PLAIN: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
     let_next_begin(EARLY)  # this one did not begin early, so what came before has ended
     n = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
     d = tl.arange(0, DP)
@@ -60,7 +50,7 @@ def query_kernel(
 
 
 def launch(q_RXD: Tensor, mean_RD: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotated queries in q's dtype, and q.mean, fp32 [R, X]; rows that follow one another may share a mean."""
+    """The operator `centred_query`."""
     *shape, head_dim = q_RXD.shape
     num_queries = math.prod(shape)
     rotated = torch.empty_like(q_RXD, memory_format=torch.contiguous_format)
@@ -68,20 +58,8 @@ def launch(q_RXD: Tensor, mean_RD: Tensor) -> tuple[Tensor, Tensor]:
     width = padded(head_dim, 16)
     queries, channels = 64 if num_queries >= _MANY else 16, min(width, _CHANNELS)
     query_kernel[(triton.cdiv(num_queries, queries), width // channels)](
-        q_RXD.contiguous(),
-        mean_RD.contiguous(),
-        hadamard.signs(head_dim, q_RXD.dtype, q_RXD.device),
-        rotated,
-        offset,
-        hadamard.factor(head_dim),
-        num_queries,
-        num_queries // len(mean_RD),
-        M=queries,
-        D=head_dim,
-        DP=width,
-        C=channels,
-        PLAIN=is_plain(q_RXD),
-        EARLY=begins_early(q_RXD),
-        num_warps=4,
-    )
+        q_RXD.contiguous(), mean_RD.contiguous(), hadamard.signs(head_dim, q_RXD.dtype, q_RXD.device), rotated, offset,
+        hadamard.factor(head_dim), num_queries, num_queries // len(mean_RD),
+        M=queries, D=head_dim, DP=width, C=channels, PLAIN=is_plain(q_RXD), EARLY=begins_early(q_RXD), num_warps=4,
+    )  # fmt: skip
     return rotated, offset

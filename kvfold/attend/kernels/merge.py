@@ -37,40 +37,14 @@ class Shape(NamedTuple):
 
 @triton.jit
 def merge_kernel(
-    parts: tl.tensor,
-    part_lses: tl.tensor,
-    task_range: tl.tensor,
-    q: tl.tensor,
-    k_new: tl.tensor,
-    k_lane: tl.tensor,
-    k_head: tl.tensor,
-    k_token: tl.tensor,
-    v_new: tl.tensor,
-    v_lane: tl.tensor,
-    v_head: tl.tensor,
-    v_token: tl.tensor,
-    memory: tl.tensor,
-    open_address: tl.tensor,
-    fills: tl.tensor,
-    result: tl.tensor,
-    lse: tl.tensor,
-    scale_log2: tl.tensor,
-    open_len: tl.tensor,
-    sink_address: tl.tensor,
-    sink_fills: tl.tensor,
-    num_heads: tl.tensor,
-    X: tl.constexpr,
-    T: tl.constexpr,
-    TP: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    E: tl.constexpr,
-    PARTS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    SINKS: tl.constexpr,
-    SINK_SLOTS: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
+    parts: tl.tensor, part_lses: tl.tensor, task_range: tl.tensor, q: tl.tensor,
+    k_new: tl.tensor, k_lane: tl.tensor, k_head: tl.tensor, k_token: tl.tensor,
+    v_new: tl.tensor, v_lane: tl.tensor, v_head: tl.tensor, v_token: tl.tensor,
+    memory: tl.tensor, open_address: tl.tensor, fills: tl.tensor, result: tl.tensor, lse: tl.tensor,
+    scale_log2: tl.tensor, open_len: tl.tensor, sink_address: tl.tensor, sink_fills: tl.tensor, num_heads: tl.tensor,
+    X: tl.constexpr, T: tl.constexpr, TP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr,
+    PARTS: tl.constexpr, SLOTS: tl.constexpr, SINKS: tl.constexpr, SINK_SLOTS: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     x = tl.program_id(1)
     lane, head = row // num_heads, row % num_heads
@@ -148,16 +122,10 @@ def _old(
 
 @triton.jit
 def _with_old(
-    top: tl.tensor,
-    total: tl.tensor,
-    acc: tl.tensor,
-    query: tl.tensor,
-    k_old: tl.tensor,
-    v_old: tl.tensor,
-    start: tl.tensor,
-    fill: tl.tensor,
+    top: tl.tensor, total: tl.tensor, acc: tl.tensor, query: tl.tensor, k_old: tl.tensor, v_old: tl.tensor,
+    start: tl.tensor, fill: tl.tensor,
     SLOTS: tl.constexpr,
-) -> tl.tuple:
+) -> tl.tuple:  # fmt: skip
     """Attend to a tile of the open block that begins at slot `start`."""
     score = tl.sum(k_old.to(tl.float32) * query[None, :], 1)
     score = tl.where(start + tl.arange(0, SLOTS) < fill, score, float("-inf"))
@@ -166,16 +134,9 @@ def _with_old(
 
 @triton.jit
 def _part(
-    parts: tl.tensor,
-    part_lses: tl.tensor,
-    start: tl.tensor,
-    last: tl.tensor,
-    x: tl.tensor,
-    e: tl.tensor,
-    X: tl.constexpr,
-    D: tl.constexpr,
-    PARTS: tl.constexpr,
-) -> tl.tuple:
+    parts: tl.tensor, part_lses: tl.tensor, start: tl.tensor, last: tl.tensor, x: tl.tensor, e: tl.tensor,
+    X: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
     """Log-sum-exps in base 2 [N] and outputs [N, E] of the tasks from `start` on."""
     i = start + tl.arange(0, PARTS)
     score = tl.load(part_lses + i * X + x, mask=i < last, other=float("-inf")) * _LOG2E
@@ -193,24 +154,11 @@ def _merged(top: tl.tensor, total: tl.tensor, acc: tl.tensor, score: tl.tensor, 
 
 
 def launch(
-    out: Tensor,
-    lse: Tensor,
-    task_range: Tensor,
-    q_RXD: Tensor,
-    k_new_BHTD: Tensor,
-    v_new_BHTD: Tensor,
-    memory: Tensor,
-    open_address: Tensor,
-    fill: Tensor,
-    open_len: int,
-    sink_address: Tensor,
-    sink_fill: Tensor,
-    sink_len: int,
-    kv_dtype: str,
-    scale: float,
-    shape: Shape | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention [R, X, D] in q's dtype over everything a row stores, and its log-sum-exp fp32 [R, X]."""
+    out: Tensor, lse: Tensor, task_range: Tensor, q_RXD: Tensor, k_new_BHTD: Tensor, v_new_BHTD: Tensor,
+    memory: Tensor, open_address: Tensor, fill: Tensor, open_len: int,
+    sink_address: Tensor, sink_fill: Tensor, sink_len: int, kv_dtype: str, scale: float, shape: Shape | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The operator `merge_rows`."""
     num_rows, num_queries, head_dim = q_RXD.shape
     num_new = k_new_BHTD.shape[2]
     k_new_BHTD, v_new_BHTD = _with_dense_channels(k_new_BHTD), _with_dense_channels(v_new_BHTD)
@@ -219,38 +167,16 @@ def launch(
     shape = shape or choose_shape(num_rows * num_queries, len(out) // len(fill), triton.next_power_of_2(head_dim))
     early = begins_early(memory)
     merge_kernel[(num_rows, num_queries, triton.cdiv(head_dim, shape.channels))](
-        out,
-        lse,
-        task_range.contiguous(),
-        q_RXD.contiguous(),
-        k_new_BHTD,
-        *k_new_BHTD.stride()[:3],
-        v_new_BHTD,
-        *v_new_BHTD.stride()[:3],
-        memory.view(float_dtype(kv_dtype)),
-        open_address,
-        fill,
-        result,
-        result_lse,
-        scale * LOG2E,
-        open_len,
-        sink_address,
-        sink_fill,
-        num_rows // len(fill),
-        X=num_queries,
-        T=num_new,
-        TP=triton.next_power_of_2(num_new),
-        D=head_dim,
-        DP=triton.next_power_of_2(head_dim),
-        E=shape.channels,
-        PARTS=shape.parts,
-        SLOTS=_SLOTS,
-        SINKS=sink_len,
-        SINK_SLOTS=triton.next_power_of_2(max(sink_len, 1)),
-        EARLY=early,
-        num_warps=shape.warps,
-        **launch_options(early),
-    )
+        out, lse, task_range.contiguous(), q_RXD.contiguous(),
+        k_new_BHTD, *k_new_BHTD.stride()[:3],
+        v_new_BHTD, *v_new_BHTD.stride()[:3],
+        memory.view(float_dtype(kv_dtype)), open_address, fill, result, result_lse,
+        scale * LOG2E, open_len, sink_address, sink_fill, num_rows // len(fill),
+        X=num_queries, T=num_new, TP=triton.next_power_of_2(num_new),
+        D=head_dim, DP=triton.next_power_of_2(head_dim), E=shape.channels,
+        PARTS=shape.parts, SLOTS=_SLOTS, SINKS=sink_len, SINK_SLOTS=triton.next_power_of_2(max(sink_len, 1)),
+        EARLY=early, num_warps=shape.warps, **launch_options(early),
+    )  # fmt: skip
     return result, result_lse
 
 

@@ -31,22 +31,10 @@ class Sums(NamedTuple):
 
 @triton.jit
 def moments_kernel(
-    q: tl.tensor,
-    turns: tl.tensor,
-    centre: tl.tensor,
-    sums: tl.tensor,
-    outers: tl.tensor,
-    start: tl.tensor,
-    num_queries: tl.tensor,
-    q_head: tl.tensor,
-    q_token: tl.tensor,
-    factor: tl.tensor,
-    HALF: tl.constexpr,
-    TILE: tl.constexpr,
-    STRETCH: tl.constexpr,
-    TAU: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> None:
+    q: tl.tensor, turns: tl.tensor, centre: tl.tensor, sums: tl.tensor, outers: tl.tensor,
+    start: tl.tensor, num_queries: tl.tensor, q_head: tl.tensor, q_token: tl.tensor, factor: tl.tensor,
+    HALF: tl.constexpr, TILE: tl.constexpr, STRETCH: tl.constexpr, TAU: tl.constexpr, PRECISION: tl.constexpr,
+) -> None:  # fmt: skip
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i = tl.arange(0, HALF)
     turns_i = tl.load(turns + i)  # per position, fp64

@@ -1,7 +1,7 @@
 """The operators of a decode step, over plain tensors, so that torch.compile and CUDA graphs take them whole.
 
-On CUDA they run the Triton kernels, elsewhere their torch twins. Addresses, lengths and fill counts are read on the
-device: a captured graph follows them.
+On CUDA they run the Triton kernels, elsewhere their torch twins (reference.py), whose signatures they have. Addresses,
+lengths and fill counts are read on the device: a captured graph follows them.
 
     rotated_query   queries moved away from old keys     centred_query  queries as centred keys are stored
     attend_tasks   partial attention of each task       merge_rows     tasks + open block + new slots
@@ -17,10 +17,14 @@ operation right before still runs (pdl.py), so it is not the one that writes the
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
+from torch.library import custom_op
 
 from kvfold.attend.kernels import reference
 from kvfold.errors import MissingExtra
@@ -38,175 +42,43 @@ def _kernel(name: str) -> ModuleType:
         ) from error
 
 
-@torch.library.custom_op("kvfold::attend_tasks", mutates_args=())
-def attend_tasks(
-    q: Tensor,
-    offset: Tensor | None,
-    memory: Tensor,
-    task: Tensor,
-    order: Tensor | None,
-    k_codec: str,
-    v_codec: str,
-    k_groups: int,
-    v_groups: int,
-    scale: float,
-    has_bias: bool = False,
-    has_skip: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Output fp32 [capacity, X, D] and log-sum-exp fp32 [capacity, X] of each task that runs.
-
-    q [R, X, D] is in the stored key basis; offset [R, X] is added to q.k before scaling.
-    """
-    run = _kernel("decode").launch if q.is_cuda else reference.attend_tasks
-    found: tuple[Tensor, Tensor] = run(
-        q, offset, memory, task, order, k_codec, v_codec, k_groups, v_groups, scale, has_bias, has_skip
-    )
+def _operator(twin: Callable[..., Any], kernel: str, mutates: tuple[str, ...] = ()) -> CustomOpDef:
+    """An operator of the twin's name; on CUDA it is `launch` of a kernel file."""
+    found = custom_op(f"kvfold::{twin.__name__}", twin, mutates_args=mutates)
+    found.register_kernel("cuda")(lambda *arguments: _kernel(kernel).launch(*arguments))
     return found
 
 
+attend_tasks = _operator(reference.attend_tasks, "decode")
+rotated_query = _operator(reference.rotated_query, "rope_shift")
+centred_query = _operator(reference.centred_query, "hadamard_query")
+merge_rows = _operator(reference.merge_rows, "merge", mutates=("memory",))
+task_mass = _operator(reference.task_mass, "mass", mutates=("mass",))
+
+
 @attend_tasks.register_fake
-def _(
-    q: Tensor,
-    offset: Tensor | None,
-    memory: Tensor,
-    task: Tensor,
-    order: Tensor | None,
-    k_codec: str,
-    v_codec: str,
-    k_groups: int,
-    v_groups: int,
-    scale: float,
-    has_bias: bool = False,
-    has_skip: bool = False,
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, offset: Tensor | None, memory: Tensor, task: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     shape = (task.shape[0], q.shape[1], q.shape[2])
     return q.new_empty(shape, dtype=torch.float32), q.new_empty(shape[:2], dtype=torch.float32)
 
 
-@torch.library.custom_op("kvfold::rotated_query", mutates_args=())
-def rotated_query(q: Tensor, shift: Tensor, period: Tensor, interleaved: bool) -> Tensor:
-    """Queries [R * V, X, D] rotated back by shift [R, V] (int32) positions; period: turns per position, fp64.
-
-    Twice as many channels turn as there are periods; in pairs (2i, 2i + 1) if interleaved, else (i, i + half).
-    """
-    run = _kernel("rope_shift").launch if q.is_cuda else reference.rotated_query
-    found: Tensor = run(q, shift, period, interleaved)
-    return found
-
-
 @rotated_query.register_fake
-def _(q: Tensor, shift: Tensor, period: Tensor, interleaved: bool) -> Tensor:
+def _(q: Tensor, shift: Tensor, *_: object) -> Tensor:
     return q.new_empty(shift.numel(), q.shape[1], q.shape[2])
 
 
-@torch.library.custom_op("kvfold::centred_query", mutates_args=())
-def centred_query(q: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries [R, X, D] in the basis of centred keys, in q's dtype, and q.mean, fp32 [R, X].
-
-    mean [R / V, D]: V rows of queries that follow one another share one.
-    """
-    run = _kernel("hadamard_query").launch if q.is_cuda else reference.centred_query
-    found: tuple[Tensor, Tensor] = run(q, mean)
-    return found
-
-
 @centred_query.register_fake
-def _(q: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     rotated = torch.empty_like(q, memory_format=torch.contiguous_format)
     return rotated, q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-@torch.library.custom_op("kvfold::merge_rows", mutates_args=("memory",))
-def merge_rows(
-    out: Tensor,
-    lse: Tensor,
-    task_range: Tensor,
-    q: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    memory: Tensor,
-    open_address: Tensor,
-    fill: Tensor,
-    open_len: int,
-    sink_address: Tensor,
-    sink_fill: Tensor,
-    sink_len: int,
-    kv_dtype: str,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Attention [R, X, D] in q's dtype over tasks, open block and new slots, and its log-sum-exp fp32 [R, X].
-
-    The new slots [B, H, T, D] are stored at fill .. fill + T - 1 of the open blocks, whose keys and values
-    [H, open_len, D] begin at open_address [B, 2]; query g * T + t sees new slots up to t. New slots past the block's
-    end are not stored. A lane with fill < 0 gets zeros, stores nothing. sink_fill slots [B] of blocks of sink_len,
-    which begin at sink_address [B, 2], are seen by all queries.
-    """
-    run = _kernel("merge").launch if q.is_cuda else reference.merge_rows
-    found: tuple[Tensor, Tensor] = run(
-        out, lse, task_range, q, k_new, v_new, memory, open_address, fill, open_len,
-        sink_address, sink_fill, sink_len, kv_dtype, scale,
-    )  # fmt: skip
-    return found
-
-
 @merge_rows.register_fake
-def _(
-    out: Tensor,
-    lse: Tensor,
-    task_range: Tensor,
-    q: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    memory: Tensor,
-    open_address: Tensor,
-    fill: Tensor,
-    open_len: int,
-    sink_address: Tensor,
-    sink_fill: Tensor,
-    sink_len: int,
-    kv_dtype: str,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def _(out: Tensor, lse: Tensor, task_range: Tensor, q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     result = torch.empty_like(q, memory_format=torch.contiguous_format)
     return result, q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-@torch.library.custom_op("kvfold::task_mass", mutates_args=("mass",))
-def task_mass(
-    q: Tensor,
-    offset: Tensor | None,
-    memory: Tensor,
-    task: Tensor,
-    order: Tensor | None,
-    lse: Tensor,
-    row_of_task: Tensor,
-    k_codec: str,
-    k_groups: int,
-    scale: float,
-    mass: Tensor,
-    has_bias: bool = False,
-    has_skip: bool = False,
-) -> None:
-    """Add sum over X of exp(score - lse[row_of_task]) to mass[task.MASS + slot] (fp32, in place); a query whose lse is
-    -inf saw nothing and adds nothing."""
-    run = _kernel("mass").launch if q.is_cuda else reference.task_mass
-    run(q, offset, memory, task, order, lse, row_of_task, k_codec, k_groups, scale, mass, has_bias, has_skip)
-
-
 @task_mass.register_fake
-def _(
-    q: Tensor,
-    offset: Tensor | None,
-    memory: Tensor,
-    task: Tensor,
-    order: Tensor | None,
-    lse: Tensor,
-    row_of_task: Tensor,
-    k_codec: str,
-    k_groups: int,
-    scale: float,
-    mass: Tensor,
-    has_bias: bool = False,
-    has_skip: bool = False,
-) -> None:
+def _(*_: object) -> None:
     return None

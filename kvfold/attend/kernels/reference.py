@@ -1,4 +1,4 @@
-"""The kernels in plain torch, with the signatures of the operators: what every fast path is compared with.
+"""The operators of a decode step (ops.py) in plain torch: their signatures, and what every kernel is compared with.
 
 Fields are read at their byte addresses and decoded by the codecs themselves; everything is computed in fp32.
 
@@ -14,37 +14,21 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvfold.attend.kernels.formats import (
-    BIAS,
-    K_CODE,
-    LENGTH,
-    MASS,
-    QUERY,
-    SKIP,
-    V_CODE,
-    float_dtype,
-    format_of,
-)
+from kvfold.attend.kernels.formats import BIAS, K_CODE, LENGTH, MASS, QUERY, SKIP, V_CODE, float_dtype, format_of
 from kvfold.codec.base import Side
 from kvfold.codec.integer import Int4
 from kvfold.core import Rope
 
 
 def attend_tasks(
-    q_RXD: Tensor,
-    offset_RX: Tensor | None,
-    memory: Tensor,
-    task: Tensor,
-    order: Tensor | None,
-    k_codec: str,
-    v_codec: str,
-    k_groups: int,
-    v_groups: int,
-    scale: float,
-    has_bias: bool = False,
-    has_skip: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Output fp32 [capacity, X, D] and log-sum-exp [capacity, X] of each task; 0 and -inf where there is none."""
+    q_RXD: Tensor, offset_RX: Tensor | None, memory: Tensor, task: Tensor, order: Tensor | None,
+    k_codec: str, v_codec: str, k_groups: int, v_groups: int, scale: float,
+    has_bias: bool = False, has_skip: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output fp32 [capacity, X, D] and log-sum-exp fp32 [capacity, X] of each task that runs; here 0, -inf of others.
+
+    q is in the stored key basis; the offset is added to q.k before scaling.
+    """
     _, num_queries, head_dim = q_RXD.shape
     out = q_RXD.new_zeros(len(task), num_queries, head_dim, dtype=torch.float32)
     lse = q_RXD.new_full((len(task), num_queries), -torch.inf, dtype=torch.float32)
@@ -57,21 +41,12 @@ def attend_tasks(
 
 
 def task_mass(
-    q_RXD: Tensor,
-    offset_RX: Tensor | None,
-    memory: Tensor,
-    task: Tensor,
-    order: Tensor | None,
-    lse_RX: Tensor,
-    row_of_task: Tensor,
-    k_codec: str,
-    k_groups: int,
-    scale: float,
-    mass: Tensor,
-    has_bias: bool = False,
-    has_skip: bool = False,
-) -> None:
-    """Add each slot's attention, summed over the queries of its row, to mass[task.MASS + slot]."""
+    q_RXD: Tensor, offset_RX: Tensor | None, memory: Tensor, task: Tensor, order: Tensor | None,
+    lse_RX: Tensor, row_of_task: Tensor, k_codec: str, k_groups: int, scale: float, mass: Tensor,
+    has_bias: bool = False, has_skip: bool = False,
+) -> None:  # fmt: skip
+    """Add sum over X of exp(score - lse[row_of_task]) to mass[task.MASS + slot] (fp32, in place); a query whose lse is
+    -inf saw nothing and adds nothing."""
     for i, row in _running(task, order):
         score_XS = _scores(q_RXD, offset_RX, memory, row, k_codec, k_groups, scale, has_bias, has_skip)
         lse_X = lse_RX[row_of_task[i]]
@@ -80,7 +55,11 @@ def task_mass(
 
 
 def rotated_query(q_RXD: Tensor, shift_RV: Tensor, period_F: Tensor, interleaved: bool) -> Tensor:
-    """Row r * V + v has the queries of row r, rotated back by shift[r, v] positions."""
+    """Row r * V + v has the queries of row r, rotated back by shift[r, v] (int32) positions.
+
+    Period: turns per position, fp64. Twice as many channels turn as there are periods; in pairs (2i, 2i + 1) if
+    interleaved, else (i, i + half).
+    """
     rope = Rope(tuple((period_F * 2 * math.pi).tolist()), interleaved=interleaved)
     q_RVXD = q_RXD.unsqueeze(1).expand(-1, shift_RV.shape[1], -1, -1)
     rotated_RVXD = rope.rotate(q_RVXD, -shift_RV.unsqueeze(-1))
@@ -88,31 +67,25 @@ def rotated_query(q_RXD: Tensor, shift_RV: Tensor, period_F: Tensor, interleaved
 
 
 def centred_query(q_RXD: Tensor, mean_RD: Tensor) -> tuple[Tensor, Tensor]:
-    """As codecs with centred keys do it."""
+    """Queries in the basis of centred keys, in q's dtype, and q.mean, fp32 [R, X]; V rows of queries that follow one
+    another share one of the R / V means."""
     rotated, offset = Int4().query(q_RXD, {"mean": mean_RD.repeat_interleave(len(q_RXD) // len(mean_RD), dim=0)})
     assert offset is not None
     return rotated.contiguous(), offset
 
 
 def merge_rows(
-    out: Tensor,
-    lse: Tensor,
-    task_range: Tensor,
-    q_RXD: Tensor,
-    k_new_BHTD: Tensor,
-    v_new_BHTD: Tensor,
-    memory: Tensor,
-    open_address: Tensor,
-    fill: Tensor,
-    open_len: int,
-    sink_address: Tensor,
-    sink_fill: Tensor,
-    sink_len: int,
-    kv_dtype: str,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Store the new slots, attend to the open block and to full-precision sinks, merge with the tasks of each row; 0
-    and -inf in empty lanes."""
+    out: Tensor, lse: Tensor, task_range: Tensor, q_RXD: Tensor, k_new_BHTD: Tensor, v_new_BHTD: Tensor,
+    memory: Tensor, open_address: Tensor, fill: Tensor, open_len: int,
+    sink_address: Tensor, sink_fill: Tensor, sink_len: int, kv_dtype: str, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention [R, X, D] in q's dtype over tasks, open block and new slots, and its log-sum-exp fp32 [R, X].
+
+    The new slots [B, H, T, D] are stored at fill .. fill + T - 1 of the open blocks, whose keys and values
+    [H, open_len, D] begin at open_address [B, 2]; query g * T + t sees new slots up to t. New slots past the block's
+    end are not stored. A lane with fill < 0 gets zeros, stores nothing. sink_fill slots [B] of blocks of sink_len,
+    which begin at sink_address [B, 2], are seen by all queries.
+    """
     num_rows, num_queries, head_dim = q_RXD.shape
     _, num_heads, num_new, _ = k_new_BHTD.shape
     result, result_lse = torch.zeros_like(q_RXD), lse.new_full((num_rows, num_queries), -torch.inf)

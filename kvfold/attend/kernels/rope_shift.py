@@ -19,19 +19,10 @@ from torch import Tensor
 
 @triton.jit
 def rope_shift_kernel(
-    q: tl.tensor,
-    shifts: tl.tensor,
-    periods: tl.tensor,
-    rotated: tl.tensor,
-    V: tl.constexpr,
-    X: tl.constexpr,
-    M: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    F: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    TAU: tl.constexpr,
-) -> None:
+    q: tl.tensor, shifts: tl.tensor, periods: tl.tensor, rotated: tl.tensor,
+    V: tl.constexpr, X: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, F: tl.constexpr,
+    INTERLEAVED: tl.constexpr, TAU: tl.constexpr,
+) -> None:  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     x = tl.arange(0, M)
     d = tl.arange(0, DP)
@@ -57,7 +48,7 @@ def rope_shift_kernel(
 
 
 def launch(q_RXD: Tensor, shift_RV: Tensor, period_F: Tensor, interleaved: bool) -> Tensor:
-    """Queries [R * V, X, D] in q's dtype: row r * V + v is rotated back by shift[r, v] positions."""
+    """The operator `rotated_query`: [R * V, X, D] in q's dtype."""
     _, num_queries, head_dim = q_RXD.shape
     rotated = torch.empty(shift_RV.numel(), num_queries, head_dim, dtype=q_RXD.dtype, device=q_RXD.device)
     rope_shift_kernel[(shift_RV.numel(),)](

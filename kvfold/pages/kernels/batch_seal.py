@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,14 +16,12 @@ from torch import Tensor
 from kvfold.core import HAS_TRITON
 from kvfold.pages.append import AllPlaces, AppendPlan, append_blocks, joined_places, reserve_ahead, reserve_pages
 from kvfold.pages.async_copy import sent
-from kvfold.pages.fp_sinks import awaits_fp_sinks
-from kvfold.pages.kernels.compact_write import mean_address
+from kvfold.pages.kernels.compact_write import extent_rows
 from kvfold.pages.kernels.encodings import knows
 from kvfold.pages.layer import LayerPages
 from kvfold.pages.layout import PageClass
 from kvfold.pages.places import Ints, Places, SegmentTable
-from kvfold.pages.segment import Segment
-from kvfold.pages.segment_table import segment_table
+from kvfold.pages.segment import Segment, segment_table
 from kvfold.pages.sequence import SequenceCache
 
 
@@ -32,23 +29,16 @@ def can_seal(sequence: SequenceCache) -> bool:
     """Whether a kernel can seal it: it knows these codecs, and their states (mean keys) are there."""
     if not sequence.arena.memory.is_cuda or not HAS_TRITON or sequence.policy.observes_mass:
         return False
-    return _seal_tables(sequence.tail) is not None and not awaits_fp_sinks(sequence)
+    return _layers_by_class(sequence.tail) is not None and not sequence.awaits_fp_sinks
 
 
-class _SealTables(NamedTuple):
-    """Tables of a tail that no seal changes, once its codecs have their states."""
-
-    layers: dict[PageClass, NDArray[np.bool]]  # which layers are of a page class
-    mean_L: Ints  # address of the first head's mean key; 0 where none are stored
-
-
-def _seal_tables(tail: Segment) -> _SealTables | None:
-    """None while a kernel cannot seal it."""
-    found: _SealTables | None = tail.derived.get("seal")
+def _layers_by_class(tail: Segment) -> dict[PageClass, NDArray[np.bool]] | None:
+    """Which layers are of a page class; None while a kernel cannot seal the tail."""
+    found: dict[PageClass, NDArray[np.bool]] | None = tail.derived.get("seal")
     if found is None and all(_is_ready(layer) for layer in tail.layers):
         classes = [layer.page_class for layer in tail.layers]
-        layers = {mine: np.array([other is mine for other in classes]) for mine in dict.fromkeys(classes)}
-        found = tail.derived["seal"] = _SealTables(layers, np.array([mean_address(layer) for layer in tail.layers]))
+        found = {mine: np.array([other is mine for other in classes]) for mine in dict.fromkeys(classes)}
+        tail.derived["seal"] = found
     return found
 
 
@@ -71,6 +61,8 @@ def seal_blocks(sequences: Sequence[SequenceCache]) -> None:
 
 
 def _encode(sequences: Sequence[SequenceCache], tables: Sequence[SegmentTable]) -> None:
+    from kvfold.pages.kernels.write import write_slots  # the file needs triton
+
     start_O = np.array([sequence.sealed_len for sequence in sequences])  # positions of the open blocks' first slots
     plan = append_blocks(sequences, tables)
     extents = _extents_of(sequences, plan.places)
@@ -80,14 +72,15 @@ def _encode(sequences: Sequence[SequenceCache], tables: Sequence[SegmentTable]) 
     else:
         extents.items = list(_items(plan, start_O, extents, sequences[0].arena.device))
         extents.extent_N = plan.extent_N
+    most, memory = max(sequence.open.num_slots for sequence in sequences), sequences[0].arena.memory
     for (page_class, _), item_5N in zip(extents.classes, extents.items, strict=True):
-        _launch(sequences, page_class, item_5N, extents.row_E)
+        write_slots(item_5N, extents.row_E, memory, page_class, block=most, most_slots=most)
     for sequence in sequences:
         sequence.open.drop_committed()
 
 
 def _items(plan: AppendPlan, start_O: Ints, extents: _Extents, device: torch.device) -> Iterator[Tensor]:
-    """Of each page class, as rows of seal.py."""
+    """Of each page class, as rows of write.py."""
     places, extent_N, begin_N, count_N, filled_N = plan
     item_5N = np.empty((5, len(extent_N)), dtype=np.int32)
     item_5N[0], item_5N[1], item_5N[2], item_5N[4] = extent_N, begin_N, count_N, filled_N
@@ -101,7 +94,7 @@ class _Extents:
     """What is known on the device of the extents of many tails."""
 
     classes: list[tuple[PageClass, NDArray[np.bool] | None]]  # which extents are of a page class; None: all
-    row_E: Tensor  # of seal.py, which no seal changes
+    row_E: Tensor  # of write.py, which no seal changes
     items: list[Tensor] = field(default_factory=list)  # of the last seal, by page class
     extent_N: Ints | None = None  # the extents that they go to
 
@@ -110,35 +103,21 @@ def _extents_of(sequences: Sequence[SequenceCache], places: AllPlaces) -> _Exten
     """Kept as long as the places are: a tail that another sequence takes over was shared, which gave it new ones."""
     found: _Extents | None = places.derived.get("extents")
     if found is None:
-        found = places.derived["extents"] = _describe(sequences, places)
+        row_E = np.concatenate([_rows_of(*item) for item in zip(sequences, places.each, strict=True)])
+        classes = list(_classes_of(sequences, places))
+        found = places.derived["extents"] = _Extents(classes, sent(row_E, sequences[0].arena.device))
     return found
-
-
-def _describe(sequences: Sequence[SequenceCache], places: AllPlaces) -> _Extents:
-    known = [item for sequence in sequences if (item := _seal_tables(sequence.tail)) is not None]
-    row_E = np.concatenate([_rows_of(*item) for item in zip(sequences, places.each, strict=True)])
-    return _Extents(list(_classes_of(known, places)), sent(row_E, sequences[0].arena.device))
 
 
 def _rows_of(sequence: SequenceCache, places: Places) -> Ints:
-    """The extents of one tail as rows of seal.py, kept as long as the places are."""
+    """The extents of one tail as rows of write.py, kept as long as the places are."""
     found: Ints | None = places.derived.get("rows")
     if found is None:
-        found = places.derived["rows"] = _describe_one(sequence, places)
+        block, spec = sequence.open, sequence.spec
+        head_bytes_L = np.array([layer.head_dim for layer in spec.layers]) * block.num_slots * spec.kv_dtype.itemsize
+        source_E2 = block.addresses[places.layer_E] + (places.head_E * head_bytes_L[places.layer_E])[:, None]
+        found = places.derived["rows"] = extent_rows(sequence.tail, places, source_E2)
     return found
-
-
-def _describe_one(sequence: SequenceCache, places: Places) -> Ints:
-    known, spec, arena = _seal_tables(sequence.tail), sequence.spec, sequence.arena
-    assert known is not None  # can_seal has checked it
-    layer_E, head_E = places.layer_E, places.head_E
-    channel_E = head_E * np.array([layer.head_dim for layer in spec.layers])[layer_E]  # the head's first, of its layer
-    row_E = np.empty((len(layer_E), 3 + places.address_EF.shape[1]), dtype=np.int64)
-    row_E[:, :2] = sequence.open.addresses[layer_E]
-    row_E[:, :2] += (channel_E * (sequence.open.num_slots * spec.kv_dtype.itemsize))[:, None]
-    row_E[:, 2] = (known.mean_L - arena.memory.data_ptr())[layer_E] + channel_E * torch.float32.itemsize
-    row_E[:, 3:] = places.address_EF
-    return row_E
 
 
 def expect_seal(sequences: Sequence[SequenceCache]) -> None:
@@ -153,21 +132,11 @@ def reserve_pages_ahead(sequence: SequenceCache) -> None:
     _rows_of(sequence, segment_table(sequence.tail).places)
 
 
-def _classes_of(known: Sequence[_SealTables], places: AllPlaces) -> Iterator[tuple[PageClass, NDArray[np.bool] | None]]:
-    none_L = np.zeros(len(known[0].mean_L), dtype=bool)
-    for page_class in dict.fromkeys(page_class for item in known for page_class in item.layers):
-        is_its_OL = np.stack([item.layers.get(page_class, none_L) for item in known])
+def _classes_of(
+    sequences: Sequence[SequenceCache], places: AllPlaces
+) -> Iterator[tuple[PageClass, NDArray[np.bool] | None]]:
+    known = [item for sequence in sequences if (item := _layers_by_class(sequence.tail)) is not None]
+    none_L = np.zeros(sequences[0].spec.num_layers, dtype=bool)
+    for page_class in dict.fromkeys(page_class for item in known for page_class in item):
+        is_its_OL = np.stack([item.get(page_class, none_L) for item in known])
         yield page_class, None if is_its_OL.all() else is_its_OL[places.owner_E, places.layer_E]
-
-
-def _launch(sequences: Sequence[SequenceCache], page_class: PageClass, item_5N: Tensor, row_E: Tensor) -> None:
-    from kvfold.pages.kernels.seal import seal_items  # the file needs triton
-
-    arena = sequences[0].arena
-    seal_items(
-        item_5N,
-        row_E,
-        arena.memory,
-        page_class,
-        max(sequence.open.num_slots for sequence in sequences),
-    )

@@ -2,7 +2,7 @@
 
 By plain operations a layer would take some thirty of them in floats, and hundreds in integers.
 
-    L layers   X heads of all layers   E extents   F address columns of pages/places.py
+    L layers   X heads of all layers   E extents
     N stretches: new slots of one head that go to adjacent places of one extent
 """
 
@@ -14,24 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvfold.codec.kivi import GROUP
 from kvfold.core import HAS_TRITON
 from kvfold.pages.async_copy import sent
-from kvfold.pages.change import LayerChange
 from kvfold.pages.kernels.encodings import knows
-from kvfold.pages.layer import LayerPages
-from kvfold.pages.layout import BIAS, PageClass
+from kvfold.pages.layer import LayerChange, LayerPages
+from kvfold.pages.layout import BIAS
 from kvfold.pages.page_allocation import defer_extents
-from kvfold.pages.places import Ints, SegmentTable, before_in_group
-from kvfold.pages.segment import Segment
-from kvfold.pages.segment_table import segment_table
+from kvfold.pages.places import Ints, Places, SegmentTable, before_in_group
+from kvfold.pages.segment import Segment, segment_table
 
-_LONG, _SINGLE = torch.int64.itemsize, torch.float32.itemsize
-
-
-def mean_address(layer: LayerPages) -> int:
-    """Of the first head's mean key; 0 where none are stored."""
-    mean_HD = layer.state["k"].get("mean") if "k" in layer.state else None
-    return 0 if mean_HD is None else mean_HD.data_ptr()
+_SLOTS = GROUP  # of a program, in which spans of keys begin and end
 
 
 def can_write(tail: Segment, changes: Sequence[LayerChange]) -> bool:
@@ -42,29 +35,30 @@ def can_write(tail: Segment, changes: Sequence[LayerChange]) -> bool:
 def _serves(layer: LayerPages, change: LayerChange) -> bool:
     page_class, sides = layer.page_class, (change.k_ND, change.v_ND)
     is_flat = all(x_ND.is_contiguous() and x_ND.dtype == page_class.kv_dtype for x_ND in sides)
-    return knows(page_class) and not layer.bases and is_flat and change.position_N.dtype == torch.int64
+    is_aligned = all(x_ND.data_ptr() % 16 == 0 for x_ND in sides)
+    is_known = knows(page_class) and not layer.bases and change.position_N.dtype == torch.int64
+    return is_known and is_flat and is_aligned
 
 
 def write_new(tail: Segment, changes: Sequence[LayerChange]) -> None:
     """Encode the new slots of every layer behind the stored ones. There is room for them, and codecs have
     their states."""
-    table = segment_table(tail)
-    places, length_E = table.places, table.length_E.copy()
+    from kvfold.pages.kernels.write import write_slots  # the file needs triton
+
+    table, device = segment_table(tail), tail.arena.device
+    length_E = table.length_E.copy()
     extent_N, begin_N, count_N = _stretches(table, np.array([n for change in changes for n in change.counts]))
-    layer_N, head_N = places.layer_E[extent_N], places.head_E[extent_N]
-    first_X = np.concatenate([np.cumsum(change.counts) - change.counts for change in changes])  # in its layer
-    slot_N = first_X[places.row_E[extent_N]] + begin_N
-    address_NF = places.address_EF[extent_N] + places.stride_LF[layer_N] * length_E[extent_N, None]
-    source_L5, _held = _sources(tail, changes)  # held until the kernels are queued
+    item_5N = np.stack((extent_N, begin_N, count_N, np.zeros_like(extent_N), length_E[extent_N])).astype(np.int32)
+    row_E, _held = _rows_of(tail, table.places, changes)  # held until the kernels are queued
+    sent_E = sent(row_E, device)
     for page_class in dict.fromkeys(layer.page_class for layer in tail.layers):
-        its = np.array([layer.page_class is page_class for layer in tail.layers])[layer_N].nonzero()[0]
-        if len(its):
-            width = page_class.head_dim * page_class.kv_dtype.itemsize
-            source_N5 = source_L5[layer_N[its]] + slot_N[its, None] * np.array([width, width, _LONG, _SINGLE, 0])
-            source_N5[:, -1] += head_N[its] * page_class.head_dim * _SINGLE
-            _launch(tail, page_class, count_N[its], np.column_stack((count_N[its], source_N5, address_NF[its])))
+        is_its_L = np.array([layer.page_class is page_class for layer in tail.layers])
+        mine_5N = item_5N.compress(is_its_L[table.places.layer_E[extent_N]], axis=1)
+        if mine_5N.size:
+            most = int(mine_5N[2].max())
+            write_slots(sent(mine_5N, device), sent_E, tail.arena.memory, page_class, block=_SLOTS, most_slots=most)
     length_E[extent_N] += count_N
-    defer_extents(tail, SegmentTable.of(places, length_E))
+    defer_extents(tail, SegmentTable.of(table.places, length_E))
     if (count_N % tail.group).any():
         tail.changes.rise()  # groups that are closed early end their extents: the table no longer holds
 
@@ -78,27 +72,29 @@ def _stretches(table: SegmentTable, count_X: Ints) -> tuple[Ints, Ints, Ints]:
     return extent_N, begin_E[extent_N], take_E[extent_N]
 
 
-def _sources(tail: Segment, changes: Sequence[LayerChange]) -> tuple[Ints, list[Tensor]]:
-    """[L, 5]: where keys, values, positions and biases of each layer's first new slot lie, and its first head's mean
-    key, in bytes from the start of the arena; and those of these tensors that are made here."""
+def _rows_of(tail: Segment, places: Places, changes: Sequence[LayerChange]) -> tuple[Ints, list[Tensor]]:
+    """The extents as rows of write.py, of which each head's new slots are the source; and those tensors of the sources
+    that are made here."""
     zero_N = torch.zeros(max(sum(change.counts) for change in changes), device=tail.arena.device)
-    start, rows, held = tail.arena.memory.data_ptr(), [], [zero_N]
+    sources, widths, held = [], [], [zero_N]
     for layer, change in zip(tail.layers, changes, strict=True):
         position_N = change.position_N.contiguous()
         bias_N = zero_N if change.bias_N is None else change.bias_N.to(BIAS.dtype).contiguous()
         held += [position_N, bias_N]
-        lie = [x.data_ptr() for x in (change.k_ND, change.v_ND, position_N, bias_N)]
-        rows.append([*lie, mean_address(layer)])
-    return np.array(rows) - start, held
+        sources.append([x.data_ptr() for x in (change.k_ND, change.v_ND, position_N, bias_N)])
+        slot_bytes = layer.page_class.head_dim * layer.page_class.kv_dtype.itemsize
+        widths.append([slot_bytes, slot_bytes, position_N.itemsize, bias_N.itemsize])
+    first_X = np.concatenate([np.cumsum(change.counts) - change.counts for change in changes])  # in its layer
+    source_L4, width_L4 = np.array(sources) - tail.arena.memory.data_ptr(), np.array(widths)
+    source_E4 = source_L4[places.layer_E] + first_X[places.row_E, None] * width_L4[places.layer_E]
+    return extent_rows(tail, places, source_E4), held
 
 
-def _launch(tail: Segment, page_class: PageClass, count_N: Ints, stretch_N: Ints) -> None:
-    from kvfold.pages.kernels.write import write_stretches  # the file needs triton
-
-    arena = tail.arena
-    write_stretches(
-        sent(stretch_N, arena.device),
-        int(count_N.max()),
-        arena.memory,
-        page_class,
-    )
+def extent_rows(tail: Segment, places: Places, source_EC: Ints) -> Ints:
+    """The extents of a tail as rows of write.py; `source_EC`: keys, values and what else lies in the source."""
+    states = [layer.state.get("k", {}).get("mean") for layer in tail.layers]
+    mean_L = np.array([0 if mean_HD is None else mean_HD.data_ptr() for mean_HD in states])
+    dim_L = np.array([layer.page_class.head_dim for layer in tail.layers])
+    layer_E, start = places.layer_E, tail.arena.memory.data_ptr()
+    mean_E = mean_L[layer_E] - start + places.head_E * dim_L[layer_E] * torch.float32.itemsize
+    return np.column_stack((source_EC[:, :2], mean_E, places.address_EF, source_EC[:, 2:]))

@@ -5,9 +5,8 @@ number lies within fp32 rounding of the border between two. Signs are exact in b
 one, so nothing is lost on tensor cores, and a processor has room for several programs. All else gives the same bits,
 which is why kernels divide to the nearest and are not to fuse products with sums (UNFUSED).
 
-A side (keys or values) is described to the compiler by the same names everywhere:
+A side (keys or values) is described to the compiler by its `Encoding` (encodings.py), K or V.
 
-    FORM, BITS, CLIP, CHANNELS, SPAN as in encodings.py
     B slots   D head dim (a power of two)   W bytes of a code   R rows of grids   G grids of a row
 """
 
@@ -63,16 +62,11 @@ def _to_e4m3(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _put_fp8(
-    x_BD: tl.tensor,
-    first: tl.tensor,
-    count: tl.tensor,
-    places: tl.tensor,
-    bytes_: tl.tensor,
-    halves: tl.tensor,
-    B: tl.constexpr,
-    D: tl.constexpr,
+    x_BD: tl.tensor, first: tl.tensor, count: tl.tensor, places: tl.tensor, bytes_: tl.tensor, halves: tl.tensor
 ) -> None:
     """Codes and scales of one side."""
+    B: tl.constexpr = x_BD.shape[0]
+    D: tl.constexpr = x_BD.shape[1]
     scale_B = _up_to_bf16(tl.math.div_rn(tl.max(tl.abs(x_BD), axis=1), _LARGEST_FP8))
     code_BD = _to_e4m3(_steps(x_BD, scale_B[:, None]))
     slot_B, here_B = first + tl.arange(0, B), tl.arange(0, B) < count
@@ -83,30 +77,23 @@ def _put_fp8(
 
 @triton.jit
 def _pack_integers(
-    x_BD: tl.tensor,
-    first: tl.tensor,
-    count: tl.tensor,
-    places: tl.tensor,
-    bytes_: tl.tensor,
-    halves: tl.tensor,
-    B: tl.constexpr,
-    D: tl.constexpr,
-    BITS: tl.constexpr,
-    CLIP: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    SPAN: tl.constexpr,
-) -> None:
+    x_BD: tl.tensor, first: tl.tensor, count: tl.tensor, places: tl.tensor, bytes_: tl.tensor, halves: tl.tensor,
+    SIDE: tl.constexpr,
+) -> None:  # fmt: skip
     """Quantise and pack int8, int4 or int2: codes, scales and zeros of one side. A grid runs along the slots of one
     channel, or along channels of a slot."""
-    PARTS: tl.constexpr = 8 // BITS
+    B: tl.constexpr = x_BD.shape[0]
+    D: tl.constexpr = x_BD.shape[1]
+    SPAN: tl.constexpr = SIDE.span
+    PARTS: tl.constexpr = 8 // SIDE.bits
     W: tl.constexpr = D // PARTS
-    TOP: tl.constexpr = (1 << BITS) - 1.0
+    TOP: tl.constexpr = (1 << SIDE.bits) - 1.0
     R: tl.constexpr = B // SPAN
-    G: tl.constexpr = D // CHANNELS
+    G: tl.constexpr = D // SIDE.channels
     AXIS: tl.constexpr = 1 if SPAN > 1 else 2
-    x = tl.reshape(x_BD, [R, SPAN, G]) if SPAN > 1 else tl.reshape(x_BD, [R, G, CHANNELS])
+    x = tl.reshape(x_BD, [R, SPAN, G]) if SPAN > 1 else tl.reshape(x_BD, [R, G, SIDE.channels])
     low_RG, high_RG = tl.min(x, axis=AXIS), tl.max(x, axis=AXIS)
-    cut_RG = (high_RG - low_RG) * ((1.0 - CLIP) / 2)
+    cut_RG = (high_RG - low_RG) * ((1.0 - SIDE.clip) / 2)
     step_RG, start_RG = tl.math.div_rn(high_RG - low_RG - 2 * cut_RG, TOP), low_RG + cut_RG
     zero_RG = -_up_to_bf16(-start_RG)
     scale_RG = _up_to_bf16(tl.math.div_rn(start_RG + step_RG * TOP - zero_RG, TOP))
@@ -114,7 +101,7 @@ def _pack_integers(
     code_BD = tl.reshape(tl.minimum(tl.maximum(code, 0.0), TOP).to(tl.int32), [B, D])
     if PARTS > 1:  # channels b, b + W, .. share byte b, from its low bits up
         part = tl.arange(0, PARTS)[None, :, None]
-        code_BD = tl.sum(tl.reshape(code_BD, [B, PARTS, W]) << (part * BITS), axis=1)
+        code_BD = tl.sum(tl.reshape(code_BD, [B, PARTS, W]) << (part * SIDE.bits), axis=1)
     at_BW = (first + tl.arange(0, B))[:, None] * W + tl.arange(0, W)[None, :]
     codes = bytes_ + tl.multiple_of(tl.load(places), min(W, 16))
     tl.store(codes + at_BW, code_BD.to(tl.uint8), mask=(tl.arange(0, B) < count)[:, None])
@@ -126,37 +113,29 @@ def _pack_integers(
 
 @triton.jit
 def _put_side(
-    x_BD: tl.tensor,
-    first: tl.tensor,
-    count: tl.tensor,
-    places: tl.tensor,
-    bytes_: tl.tensor,
-    halves: tl.tensor,
+    x_BD: tl.tensor, first: tl.tensor, count: tl.tensor, places: tl.tensor, bytes_: tl.tensor, halves: tl.tensor,
     floats: tl.tensor,
-    B: tl.constexpr,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    FORM: tl.constexpr,
-    BITS: tl.constexpr,
-    CLIP: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    SPAN: tl.constexpr,
-) -> None:
+    SIDE: tl.constexpr,
+) -> None:  # fmt: skip
     """`places` points at the addresses of codes, scales and zeros."""
-    if FORM == "float":
+    if SIDE.form == "float":
+        WIDTH: tl.constexpr = floats.dtype.element_ty.primitive_bitwidth // 8
         ALIGNED: tl.constexpr = 16 // WIDTH  # fields begin at multiples of 16 bytes, extents at whole slots
+        B: tl.constexpr = x_BD.shape[0]
+        D: tl.constexpr = x_BD.shape[1]
         at = tl.multiple_of(tl.load(places) // WIDTH, ALIGNED)
         at_BD = at + (first + tl.arange(0, B))[:, None] * D + tl.arange(0, D)[None, :]
         tl.store(floats + at_BD, x_BD, mask=(tl.arange(0, B) < count)[:, None])
-    elif FORM == "fp8":
-        _put_fp8(x_BD, first, count, places, bytes_, halves, B, D)
+    elif SIDE.form == "fp8":
+        _put_fp8(x_BD, first, count, places, bytes_, halves)
     else:
-        _pack_integers(x_BD, first, count, places, bytes_, halves, B, D, BITS, CLIP, CHANNELS, SPAN)
+        _pack_integers(x_BD, first, count, places, bytes_, halves, SIDE)
 
 
 @triton.jit
-def _rotated(x_BD: tl.tensor, signs: tl.tensor, factor: tl.tensor, D: tl.constexpr, PLAIN: tl.constexpr) -> tl.tensor:
+def _rotated(x_BD: tl.tensor, signs: tl.tensor, factor: tl.tensor, PLAIN: tl.constexpr) -> tl.tensor:
     """Hadamard(x), the smallest parts of x first."""
+    D: tl.constexpr = x_BD.shape[1]
     signs_DD = tl.load(signs + tl.arange(0, D)[:, None] * D + tl.arange(0, D)[None, :])
     high_BD = x_BD.to(tl.bfloat16)
     rest_BD = x_BD - high_BD.to(tl.float32)
@@ -174,46 +153,19 @@ def _rotated(x_BD: tl.tensor, signs: tl.tensor, factor: tl.tensor, D: tl.constex
 
 @triton.jit
 def put_slots(
-    k_BD: tl.tensor,
-    v_BD: tl.tensor,
-    first: tl.tensor,
-    count: tl.tensor,
-    places: tl.tensor,
-    mean: tl.tensor,
-    signs: tl.tensor,
-    factor: tl.tensor,
-    bytes_: tl.tensor,
-    halves: tl.tensor,
-    floats: tl.tensor,
-    B: tl.constexpr,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    K_FORM: tl.constexpr,
-    K_BITS: tl.constexpr,
-    K_CLIP: tl.constexpr,
-    K_CHANNELS: tl.constexpr,
-    K_SPAN: tl.constexpr,
-    V_FORM: tl.constexpr,
-    V_BITS: tl.constexpr,
-    V_CLIP: tl.constexpr,
-    V_CHANNELS: tl.constexpr,
-    V_SPAN: tl.constexpr,
-    PLAIN: tl.constexpr,
-) -> None:
+    k_BD: tl.tensor, v_BD: tl.tensor, first: tl.tensor, count: tl.tensor, places: tl.tensor,
+    mean: tl.tensor, signs: tl.tensor, factor: tl.tensor,
+    bytes_: tl.tensor, halves: tl.tensor, floats: tl.tensor,
+    K: tl.constexpr, V: tl.constexpr, PLAIN: tl.constexpr,
+) -> None:  # fmt: skip
     """The first `count` keys and values, in whole spans, as slots `first` and up of an extent; `places` points at the
     three addresses of its keys and behind them those of its values, `mean` at the mean key where keys are centred.
-    `floats` is the arena in the cache's dtype of WIDTH bytes."""
-    if K_FORM == "int" or K_FORM == "fp8":
+    `floats` is the arena in the cache's dtype."""
+    if K.form == "int" or K.form == "fp8":
         k_BD = _finite(k_BD.to(tl.float32))
-    if K_FORM == "fp8" or (K_FORM == "int" and K_SPAN == 1):
-        k_BD = _rotated(k_BD - tl.load(mean + tl.arange(0, D))[None, :], signs, factor, D, PLAIN)
-    _put_side(
-        k_BD, first, count, places, bytes_, halves, floats,
-        B, D, WIDTH, K_FORM, K_BITS, K_CLIP, K_CHANNELS, K_SPAN,
-    )  # fmt: skip
-    if V_FORM == "int" or V_FORM == "fp8":
+    if K.form == "fp8" or (K.form == "int" and K.span == 1):
+        k_BD = _rotated(k_BD - tl.load(mean + tl.arange(0, k_BD.shape[1]))[None, :], signs, factor, PLAIN)
+    _put_side(k_BD, first, count, places, bytes_, halves, floats, K)
+    if V.form == "int" or V.form == "fp8":
         v_BD = _finite(v_BD.to(tl.float32))
-    _put_side(
-        v_BD, first, count, places + 3, bytes_, halves, floats,
-        B, D, WIDTH, V_FORM, V_BITS, V_CLIP, V_CHANNELS, V_SPAN,
-    )  # fmt: skip
+    _put_side(v_BD, first, count, places + 3, bytes_, halves, floats, V)

@@ -19,27 +19,19 @@ class Encoding(NamedTuple):
     span: int = 1
 
 
+@cache
 def encoding_of(page_class: PageClass, side: Side) -> Encoding | None:
     """None where there is no kernel for it."""
     codec = page_class.codec(side)
     kernel = codec.kernel
-    if kernel is None or (kernel.form == "float" and not _stays(page_class, side)):
+    if kernel is None:
         return None
+    fields = {item.name: item for item in codec.fields(side, page_class.head_dim, page_class.kv_dtype)}
+    if kernel.form == "float" and [item.dtype for item in fields.values()] != [page_class.kv_dtype]:
+        return None  # not stored as they come: `bf16` rounds floats of other models
     if kernel.form != "int":
         return Encoding(kernel.form)
-    return Encoding("int", kernel.bits, kernel.clip, _grid_channels(page_class, side), codec.group(side))
-
-
-def _stays(page_class: PageClass, side: Side) -> bool:
-    """Whether floats are stored as they come: `bf16` rounds those of other models."""
-    fields = page_class.codec(side).fields(side, page_class.head_dim, page_class.kv_dtype)
-    return [item.dtype for item in fields] == [page_class.kv_dtype]
-
-
-def _grid_channels(page_class: PageClass, side: Side) -> int:
-    fields = page_class.codec(side).fields(side, page_class.head_dim, page_class.kv_dtype)
-    (num_grids,) = (item.width for item in fields if item.name == "scale")
-    return page_class.head_dim // num_grids
+    return Encoding("int", kernel.bits, kernel.clip, page_class.head_dim // fields["scale"].width, codec.group(side))
 
 
 @cache
@@ -48,14 +40,3 @@ def knows(page_class: PageClass) -> bool:
     fills_tiles = page_class.head_dim >= 16 and page_class.head_dim & (page_class.head_dim - 1) == 0
     has_kernels = all(encoding_of(page_class, side) is not None for side in SIDES)
     return fills_tiles and has_kernels and not page_class.summaries
-
-
-@cache
-def constants(page_class: PageClass) -> dict[str, str | int | float]:
-    """Of a page class that kernels know, by the names that kernels give them: K_FORM, V_BITS, .."""
-    found: dict[str, str | int | float] = {}
-    for side in SIDES:
-        encoding = encoding_of(page_class, side)
-        assert encoding is not None
-        found |= {f"{side}_{name}".upper(): value for name, value in encoding._asdict().items()}
-    return found

@@ -21,12 +21,11 @@ from torch import Tensor
 from kvfold.pages.async_copy import sent
 from kvfold.pages.open_block import OpenBlock
 from kvfold.pages.places import Ints, Places, SegmentTable, is_first
-from kvfold.pages.segment_table import segment_table
+from kvfold.pages.segment import segment_table
 from kvfold.pages.sequence import SequenceCache
 from kvfold.passes.captured.block_tables import BlockTables, Layout
 from kvfold.passes.captured.observers import BatchObservers
-from kvfold.passes.captured.position_shifts import shifts_of, stored_tables
-from kvfold.passes.captured.shifted_queries import ShiftedQueries
+from kvfold.passes.captured.position_shifts import ShiftedQueries, shifts_of, stored_tables
 from kvfold.passes.captured.split_kv import (
     LaneTables,
     are_uneven,
@@ -95,7 +94,7 @@ class BatchSlots:
     def __init__(self, layout: Layout, sequences: Sequence[SequenceCache], num_lanes: int) -> None:
         spec, arena = layout.spec, sequences[0].arena
         self.layout, self.num_lanes, self.memory = layout, num_lanes, arena.memory
-        self.shifted_queries = ShiftedQueries(layout, sequences, num_lanes) if layout.shifts else None
+        self.shifted_queries = ShiftedQueries(sequences, num_lanes) if layout.shifts else None
         parts = self._parts(list(enumerate(sequences)))
         every = [table for part in parts for table in part.tables]
         processors, rows_L = num_processors(arena.device), num_lanes * layout.heads_L
@@ -132,7 +131,9 @@ class BatchSlots:
 
     def place(self, sequences: Sequence[SequenceCache]) -> list[int]:
         """The lane of each sequence; a sequence keeps its lane, and only what changed is written."""
-        lanes = self._lanes_of(list(sequences))
+        if [known() for known in self._last[0]] != list(sequences):
+            self._last = [ref(sequence) for sequence in sequences], self._assign(list(sequences))
+        lanes = self._last[1]
         held = [self._held[lane] for lane in lanes]
         changed = [
             (lane, sequence)
@@ -146,11 +147,6 @@ class BatchSlots:
         if self.observers is not None and not self.observers.place(lanes, sequences):
             raise OutOfBatchSlots
         return lanes
-
-    def _lanes_of(self, sequences: list[SequenceCache]) -> list[int]:
-        if [known() for known in self._last[0]] != sequences:
-            self._last = [ref(sequence) for sequence in sequences], self._assign(sequences)
-        return self._last[1]
 
     def _assign(self, sequences: list[SequenceCache]) -> list[int]:
         held = {item.sequence(): lane for lane, item in enumerate(self._held) if item is not None}
@@ -220,9 +216,10 @@ class BatchSlots:
     def _put(self, anew: list[tuple[int, SequenceCache]]) -> None:
         parts = self._parts(anew)
         tasks = cut(parts, self.split_L)
-        if tasks.most > self.tables.capacity or (
-            self.shifted_queries is not None and not self.shifted_queries.put(parts)
-        ):
+        shifted = self.shifted_queries
+        if tasks.most > self.tables.capacity:
+            raise OutOfBatchSlots
+        if shifted is not None and not shifted.put({part.lane: part.shifts for part in parts}):
             raise OutOfBatchSlots
         at_N = self.tables.put([lane for lane, _ in anew], tasks)
         at_E = np.append(at_N, 0)[tasks.last_E]  # where there is no task, -1 finds the 0

@@ -110,7 +110,7 @@ def cut(parts: Sequence[LaneTables], split_L: Ints) -> Tasks:
         lane_N,
         layer_N,
         head_P[of_N],
-        _place_in_group(lane_N * len(split_L) + layer_N),
+        before_in_group(lane_N * len(split_L) + layer_N, np.ones_like(lane_N)),
         length_N,
         skip_N + sinks_N,
         shift_id_P[of_N],
@@ -125,11 +125,6 @@ def _is_first(row_P: Ints, used_P: Ints) -> NDArray[np.bool_]:
     found_P = np.zeros(len(row_P), dtype=bool)
     found_P[used_P[is_first(row_P[used_P])]] = True
     return found_P
-
-
-def _place_in_group(group_N: Ints) -> Ints:
-    """0, 1, 2 … in each stretch of equal numbers."""
-    return before_in_group(group_N, np.ones_like(group_N))
 
 
 class Pieces(NamedTuple):

@@ -22,9 +22,8 @@ from kvfold.pages.places import columns, slot_strides
 from kvfold.pages.sequence import SequenceCache
 from kvfold.passes.captured.batch_slots import BatchSlots
 from kvfold.passes.captured.block_tables import Layout
-from kvfold.passes.captured.observers import has_queries
+from kvfold.passes.captured.observers import StepObserver, has_queries
 from kvfold.passes.captured.position_shifts import shifts_of
-from kvfold.passes.captured.step_observer import StepObserver
 from kvfold.policy.registry import term_of
 
 _NAMES = {dtype: name for name, dtype in FLOATS.items()}
@@ -39,12 +38,9 @@ def layout_of(sequence: SequenceCache) -> Layout | None:
     if "layout" not in sequence.derived:
         sequence.derived["layout"] = _find_layout(sequence)
     found: Layout | None = sequence.derived["layout"]
-    return found if found is not None and _is_ready(sequence, found) else None
-
-
-def _is_ready(sequence: SequenceCache, layout: Layout) -> bool:
-    few = not layout.shifts or shifts_of(sequence) is not None
-    return few and has_queries(sequence, layout.window)
+    if found is None or (found.shifts and shifts_of(sequence) is None):
+        return None
+    return found if has_queries(sequence, found.window) else None
 
 
 def _find_layout(sequence: SequenceCache) -> Layout | None:

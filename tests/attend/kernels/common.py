@@ -122,7 +122,7 @@ class Stored:
         codec = self.pages.page_class.codec(side)
         found = [torch.empty(0, self.q_RXD.shape[-1], device=self.arena.device)]
         for run in self.pages.runs():
-            x_ND = codec.decode(side, run.side(side), torch.float32)
+            x_ND = codec.decode(side, run.sides[side], torch.float32)
             slots = {mine: slice(at, at + n) for mine, at, n in zip(run.heads, run.starts, run.lens, strict=True)}
             found += [x_ND[slots[head]]] if head in slots else []
         return torch.cat(found)

@@ -10,10 +10,10 @@ import torch
 from kvfold.compression.seal import seal
 from kvfold.pages import compaction as rewrite
 from kvfold.pages.arena import Arena
-from kvfold.pages.change import LayerChange
 from kvfold.pages.kernels import compact_write as writing
 from kvfold.pages.kernels.batch_seal import seal_blocks
 from kvfold.pages.kernels.encodings import knows
+from kvfold.pages.layer import LayerChange
 from kvfold.pages.page_config import PageConfig
 from kvfold.pages.segment import Segment
 from kvfold.pages.sequence import SequenceCache
