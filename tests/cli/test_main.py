@@ -89,12 +89,12 @@ def test_ctrl_c_in_a_download(start: Start, tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setenv("KVFOLD_HOME", str(tmp_path))
         monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
         monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{index.getsockname()[1]}/simple")
-        process = start("models", "pull", "stories15m")
+        process = start("models", "pull", "smollm2-135m")
         with index.accept()[0]:
             process.send_signal(signal.SIGINT)
             out, err = process.communicate(timeout=120)
     assert (process.returncode, out, err.splitlines()[-1]) == (130, "", "interrupted") and "Traceback" not in err
-    assert not (tmp_path / "models" / "stories15m").exists()
+    assert not (tmp_path / "models" / "smollm2-135m").exists()
 
 
 @pytest.mark.parametrize("arguments", [("policies",), ("policies", "--json"), ("policies", "int4", "--json")])
