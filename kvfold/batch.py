@@ -7,7 +7,7 @@ from typing import Literal
 
 from kvfold.engine.generate import generate
 from kvfold.engine.layer_major import Progress
-from kvfold.engine.request import Request
+from kvfold.engine.output_processor import Request
 from kvfold.engine.sampling import Sampling
 from kvfold.engine.speculate import check_speculation, make_drafter
 from kvfold.errors import InputError

@@ -1,7 +1,7 @@
 """A compressed KV cache for `model.generate`, made ahead of it: any policy, also those that replay the prompt.
 
-    cache = kvfold.compress(model, tokenizer(document, return_tensors="pt"), "kvzip + global + 4x + int4")
-    model.generate(**tokenizer(document + question, return_tensors="pt"), past_key_values=copy.deepcopy(cache))
+cache = kvfold.compress(model, tokenizer(document, return_tensors="pt"), "kvzip + global + 4x + int4")
+model.generate(**tokenizer(document + question, return_tensors="pt"), past_key_values=copy.deepcopy(cache))
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypedDict
 
-from kvfold.engine.request import Request, StopReason
+from kvfold.engine.output_processor import Request, StopReason
 from kvfold.stats import Stats
 
 

@@ -20,14 +20,13 @@ from torch import Tensor
 
 from kvfold.engine.generate import generate
 from kvfold.engine.layer_major import Progress
-from kvfold.engine.request import Request
+from kvfold.engine.output_processor import Request
 from kvfold.engine.runner import Runner
 from kvfold.engine.sampling import Sampling
 from kvfold.engine.speculate import check_speculation, make_drafter
 from kvfold.errors import FileError, InputError, PolicyError
-from kvfold.models.chat_template import ChatTemplate
+from kvfold.models.chat_template import ChatTemplate, Conversation, Turn
 from kvfold.models.check import check_policy
-from kvfold.models.conversation import Conversation, Turn
 from kvfold.models.loader import Model
 from kvfold.pages.page_config import PageConfig
 from kvfold.pages.sequence import SequenceCache

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvfold.atomic_io import replacing
 from kvfold.errors import FileError
-from kvfold.models.conversation import Turn
+from kvfold.models.chat_template import Turn
 from kvfold.models.loader import Model
 from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.serialize import dump, restore

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import kvfold
-from kvfold.budget.heads import HeadProfile
+from kvfold.budget.profile import HeadProfile
 from kvfold.episodes import Episodes
 from kvfold.errors import InputError
 from kvfold.models.loader import Model

@@ -111,7 +111,7 @@ def test_what_the_user_names_is_refused_in_one_line(tmp_path: Path) -> None:
         ("nowhere", "ModuleNotFoundError"),
         ("missing.py", "no Python file"),
         ("leaves.py", "SystemExit"),
-        ("again.py", "by kvfold.score.keydiff.KeyDiff and again.Newest"),
+        ("again.py", "by kvfold.score.keys.KeyDiff and again.Newest"),
     ):
         done = kvfold("--import", name, "policies", "int4", cwd=tmp_path)
         assert done.returncode == 2 and done.stderr.count("\n") == 1 and told in done.stderr, done.stderr

@@ -37,8 +37,8 @@ from benchmarks.gpu.common import (
 from benchmarks.gpu.fill import Lengths, arena_bytes, describe, filled, head_lengths, open_bytes, slot_bytes
 from benchmarks.rows import Row, report
 from kvfold.core import ModelSpec
-from kvfold.engine.async_decode import AsyncTokens, launch_next
 from kvfold.engine.cuda_graphs import CudaGraphs, cuda_graphs_of
+from kvfold.engine.generate import AsyncTokens, launch_next
 from kvfold.engine.runner import Runner
 from kvfold.models.attach import attach
 from kvfold.pages.arena import Arena

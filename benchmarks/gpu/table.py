@@ -30,7 +30,7 @@ from benchmarks.commands import argument_parser
 from benchmarks.gpu.page import part_rows, write_page
 from benchmarks.gpu.targets import POLICY, SHORTENED, lines, table
 from benchmarks.rows import ROOT
-from kvfold.models.pull.home import model_folder
+from kvfold.models.pull.pull import model_folder
 
 LOOKUPS = (("float32", "never"), ("bfloat16", "now"))  # fp32 for the tokens, bf16 for their speed
 DEFAULT = ("attention", "step", "prefill", "capacity", "lookup", "peers")

@@ -27,7 +27,7 @@ from kvfold.models.loader import Model
 from kvfold.pages.sequence import SequenceCache
 from kvfold.store import HostTier, PrefixStore
 from kvfold.store.entry.encodings import ENCODINGS, Encoding, TensorSpec
-from kvfold.store.entry.slots import read_slots
+from kvfold.store.entry.snapshot import read_slots
 from kvfold.store.key import CHUNK_LEN
 from tests.engine.reusing import prefill_reusing
 

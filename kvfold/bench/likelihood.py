@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from kvfold.engine.generate import generate
-from kvfold.engine.request import Request
+from kvfold.engine.output_processor import Request
 from kvfold.engine.runner import Runner
 from kvfold.engine.sampling import Sampling
 from kvfold.errors import InputError, SizeError

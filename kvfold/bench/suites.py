@@ -15,8 +15,7 @@ from typing import Any
 
 from kvfold.bench.record import MODES, Mode
 from kvfold.errors import InputError
-from kvfold.policy.defaults import NAMES, load_variants
-from kvfold.policy.registry import Registration, terms
+from kvfold.policy.registry import NAMES, Registration, load_variants, terms
 
 
 @dataclass(frozen=True)

@@ -11,18 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-from kvfold.budget.base import Allocator
-from kvfold.budget.bounds import Budget
-from kvfold.budget.scores import Scores
+from kvfold.budget.base import Budget, ModelAllocator, Scores
 from kvfold.budget.select import count_top
 from kvfold.errors import PolicyError
 from kvfold.policy.registry import register
-from kvfold.score.shared.attention import window_sum
+from kvfold.score.attention import window_sum
 
 if TYPE_CHECKING:
     from kvfold.score.base import View
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
 
 @register("budget", "adaptive", revision=2, cost="w·L·d + sort n·H·L")
 @dataclass(frozen=True)
-class Adaptive(Allocator):
+class Adaptive(ModelAllocator):
     """As few slots as lose no head more than `loss` of its attention; a size, if there is one, is the upper bound.
 
     With `window=none` the scores say what is lost: every slot that has more than `loss` stays, in whichever head, and
@@ -51,7 +49,6 @@ class Adaptive(Allocator):
     lose, and a prediction for those to come.
     """
 
-    scope: ClassVar[Literal["layer", "model"]] = "model"
     may_leave: ClassVar[bool] = True
     loss: float = 0.02
     window: int | None = 32
@@ -76,11 +73,7 @@ class Adaptive(Allocator):
 
     def allocate(self, scores: Sequence[Scores], budget: Budget, layer: int) -> list[Tensor]:
         total = budget.num_layers * len(scores[0].score_HS) * budget.slots_per_head
-        return count_top([_above(layer_scores.score_HS, self.loss) for layer_scores in scores], total)
-
-
-def _above(score_HS: Tensor, loss: float) -> Tensor:
-    return score_HS.where(score_HS > loss, -torch.inf)
+        return count_top([s.score_HS.where(s.score_HS > self.loss, -torch.inf) for s in scores], total)
 
 
 def lost_from(score_HS: Tensor, attention_HS: Tensor) -> Tensor:

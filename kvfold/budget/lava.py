@@ -10,31 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from kvfold.budget.base import Allocator
-from kvfold.budget.bounds import Budget, check_floor, floor_slots
-from kvfold.budget.mass import mass
-from kvfold.budget.scores import Scores
+from kvfold.budget.base import Budget, ModelAllocator, Scores, check_floor, floor_slots
 from kvfold.budget.select import count_top
-from kvfold.budget.shares import share_free
+from kvfold.budget.shares import mass, on_host, share_free
 from kvfold.policy.registry import register
 
 _LEAST_WEIGHT = 1e-6  # a layer that looks at one slot only; shares want positive weights
 
 
 @register(
-    "budget",
-    "lava",
-    paper="arXiv:2509.09754",
-    cost="sort n·H·L",
+    "budget", "lava", paper="arXiv:2509.09754", cost="sort n·H·L",
     published="as published under `lava_score`, but the floor comes first: a few slots",
-)
+)  # fmt: skip
 @dataclass(frozen=True)
-class Lava(Allocator):
+class Lava(ModelAllocator):
     """Layers share slots by the entropy of their scores, heads of a layer compete; each is sure of `floor` of the mean.
 
     e = -sum(p log p) / log N, where p are the scores of a layer's N unprotected slots, normalised over all its heads.
@@ -50,7 +43,6 @@ class Lava(Allocator):
     are shifted by the layer's lowest.
     """
 
-    scope: ClassVar[Literal["layer", "model"]] = "model"
     floor: float = 0.2
 
     def __post_init__(self) -> None:
@@ -66,8 +58,8 @@ class Lava(Allocator):
 
     def _layer_slots(self, scores: Sequence[Scores], budget: Budget, is_last: bool) -> list[int]:
         """Slots of each layer seen so far, protected ones included."""
-        weights = [max(entropy, _LEAST_WEIGHT) for entropy in _on_host([entropy(s.score_HS) for s in scores])]
-        protected, existing = ([int(n) for n in _on_host([s.bounds[i].sum() for s in scores])] for i in (0, 1))
+        weights = [max(entropy, _LEAST_WEIGHT) for entropy in on_host([entropy(s.score_HS) for s in scores])]
+        protected, existing = (on_host([s.bounds[i].sum() for s in scores]) for i in (0, 1))
         total = budget.num_layers * len(scores[0].score_HS) * budget.slots_per_head
         return share_free(total, weights, protected, existing, exact=is_last)
 
@@ -78,8 +70,3 @@ def entropy(score_HS: Tensor) -> Tensor:
     share_HS = mass_HS / mass_HS.sum().clamp(min=torch.finfo(mass_HS.dtype).tiny)
     num_slots = score_HS.isfinite().sum().clamp(min=2)
     return -share_HS.xlogy(share_HS).sum() / num_slots.log()
-
-
-def _on_host(numbers: Sequence[Tensor]) -> list[float]:
-    values: list[float] = torch.stack(list(numbers)).tolist()
-    return values

@@ -76,7 +76,7 @@ def _add_verb(verbs: Subparsers, name: str, text: str, run: Any) -> Parser:
 @contextmanager
 def _inspectors(args: argparse.Namespace, *, signed: bool = False) -> Iterator[list[StoreInspector]]:
     """Inspectors of --disk and --redis; `signed`: entries are read, not only listed."""
-    from kvfold.store.entry.signing import read_secret
+    from kvfold.store.entry.format import read_secret
     from kvfold.store.inspect import FolderInspector, RedisInspector
 
     if args.disk is None and args.redis is None:
@@ -188,7 +188,7 @@ def _quarantined(disk: str | None) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from kvfold.store.tiers.quarantine import Quarantine
+    from kvfold.store.tiers.tiered_cache import Quarantine
 
     if args.quarantine and args.disk is None:
         raise InputError("--quarantine moves bad entries into the folder of --disk; name one")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvfold.cli.options import Subparsers, add_json_option, add_option, count
 from kvfold.cli.show import Table, print_json
 from kvfold.errors import FileError, InputError
-from kvfold.models.pull.catalogue import DEFAULT_MODEL
+from kvfold.models.pull.pull import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from kvfold.serve.cache.explain import CacheComparison, CacheExplanation

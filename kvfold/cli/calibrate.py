@@ -11,7 +11,7 @@ from kvfold.cli.options import Subparsers, add_option, positive
 from kvfold.policy.size import bytes_text
 
 if TYPE_CHECKING:
-    from kvfold.codec.bases import Bases
+    from kvfold.codec.basis import Bases
 
 _EPILOG = """examples:
   kvfold calibrate --model smollm2-135m --out bases.safetensors

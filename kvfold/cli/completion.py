@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from kvfold.bench.suites import SUITES
 from kvfold.cli.options import Subparsers
-from kvfold.models.pull.catalogue import CATALOGUE
+from kvfold.models.pull.pull import CATALOGUE
 
 _SHELLS = ("bash", "zsh", "fish")
 _FILES = ("FILE", "SESSION", "FIRST", "SECOND", "MODULE")  # metavars

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from kvfold import __version__
 from kvfold.cli import show
 from kvfold.cli.options import Subparsers, add_json_option
-from kvfold.models.pull.home import HOME_HELP, home_folder
+from kvfold.models.pull.pull import HOME_HELP, home_folder
 from kvfold.plugins import VARIABLE
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "triton", "numpy", "starlette", "redis", "vllm")

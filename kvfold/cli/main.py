@@ -40,7 +40,7 @@ from kvfold.cli import (
 )
 from kvfold.cli.options import Parser
 from kvfold.errors import KvfoldError, KvfoldWarning, OutOfPages
-from kvfold.models.pull.home import HOME_HELP
+from kvfold.models.pull.pull import HOME_HELP
 from kvfold.plugins import VARIABLE
 
 _FITTING = (fit_prompt, train_scorer, profile, calibrate)

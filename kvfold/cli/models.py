@@ -9,9 +9,7 @@ from dataclasses import asdict
 
 from kvfold.cli.options import Subparsers, add_json_option
 from kvfold.cli.show import Table, print_json
-from kvfold.models.pull.catalogue import CATALOGUE
-from kvfold.models.pull.home import HOME_HELP, home_folder
-from kvfold.models.pull.pull import ModelRow, list_models, pull, remove, verify
+from kvfold.models.pull.pull import CATALOGUE, HOME_HELP, ModelRow, home_folder, list_models, pull, remove, verify
 from kvfold.policy.size import bytes_text
 
 _EPILOG = f"""examples:

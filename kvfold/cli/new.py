@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from kvfold.cli.options import Subparsers
 from kvfold.errors import FileError, InputError
-from kvfold.policy.defaults import load_variants
-from kvfold.policy.registry import check_name, find
+from kvfold.policy.registry import check_name, find, load_variants
 
 
 class Kind(NamedTuple):

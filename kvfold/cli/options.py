@@ -16,8 +16,7 @@ import kvfold
 from kvfold.cli import show
 from kvfold.engine.speculate import MOST_DRAFTED
 from kvfold.errors import FileError, InputError, KvfoldError, PolicyError
-from kvfold.models.pull.catalogue import DEFAULT_MODEL, DTYPE_NAMES
-from kvfold.models.pull.pull import resolve
+from kvfold.models.pull.pull import DEFAULT_MODEL, DTYPE_NAMES, resolve
 from kvfold.policy import Policy
 from kvfold.policy.size import parse_bytes
 from kvfold.text_io import decode_text, read_text_file
@@ -189,7 +188,7 @@ def add_option(
 
 
 def add_secret_option(parser: argparse._ActionsContainer) -> None:
-    """For `kvfold.store.entry.signing.read_secret`."""
+    """For `kvfold.store.entry.format.read_secret`."""
     add_option(
         parser,
         "--store-secret",

@@ -12,7 +12,7 @@ from kvfold.cli.options import Subparsers
 from kvfold.errors import InputError
 
 if TYPE_CHECKING:
-    from kvfold.budget.heads import HeadProfile
+    from kvfold.budget.profile import HeadProfile
 
 LOSS = 0.05
 _EPILOG = """examples:

@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     from kvfold.serve.ops.request_trace import log_to_stderr
     from kvfold.serve.ops.tracing import trace_exporter
     from kvfold.serve.service import check_served_form
-    from kvfold.store.entry.signing import read_secret
+    from kvfold.store.entry.format import read_secret
 
     check_served_form(args.store_form)
     settings, secret = make_settings(args), read_secret(args.store_secret)

@@ -43,7 +43,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train, write, tell."""
-    from kvfold.score.shared.predictor import save_predictor  # here and below: help comes without torch
+    from kvfold.score.predictor import save_predictor  # here and below: help comes without torch
     from kvfold.train.scorer import TrainingConfig, train_scorer
     from kvfold.train.traces import teacher_policy
 

@@ -10,22 +10,6 @@ from kvfold.codec.native import Bf16, Native
 from kvfold.codec.palu import Palu
 
 __all__ = [
-    "Bf16",
-    "Codec",
-    "CrossLayerCodec",
-    "Field",
-    "Fields",
-    "Fp8",
-    "Int2",
-    "Int4",
-    "Int8",
-    "Kivi2",
-    "Kivi4",
-    "LowRankCodec",
-    "MiniCache",
-    "Native",
-    "Palu",
-    "Side",
-    "Slots",
-    "State",
-]
+    "Bf16", "Codec", "CrossLayerCodec", "Field", "Fields", "Fp8", "Int2", "Int4", "Int8", "Kivi2", "Kivi4",
+    "LowRankCodec", "MiniCache", "Native", "Palu", "Side", "Slots", "State",
+]  # fmt: skip

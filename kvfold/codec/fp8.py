@@ -3,7 +3,7 @@
 A scale per slot instead of one per tensor follows from the huge key channels of some models, under which one scale
 for all costs most of the accuracy. Floats have a relative precision (2^-4, down to 2^-6 of the scaled range), so such a
 channel would come back with an error larger than what differs from token to token in all others: keys are stored minus
-their mean and rotated (codec/centred.py).
+their mean and rotated (codec/hadamard.py).
 
     N flat slots   D head dim
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvfold.codec import grid
 from kvfold.codec.base import Field, Fields, KernelFormat, Side, Slots, State
-from kvfold.codec.centred import CentredCodec
+from kvfold.codec.hadamard import CentredCodec
 from kvfold.policy.registry import register
 
 _FORMAT = torch.float8_e4m3fn

@@ -1,6 +1,6 @@
 """`int8`, `int4`, `int2`: relocatable integer codes with a scale and zero per slot and group of channels.
 
-Keys are stored minus their mean and rotated (codec/centred.py), values as they are.
+Keys are stored minus their mean and rotated (codec/hadamard.py), values as they are.
 
     N flat slots   D head dim   G groups   C channels per group
 """
@@ -15,9 +15,11 @@ from torch import Tensor
 
 from kvfold.codec import grid, packing
 from kvfold.codec.base import Field, Fields, KernelFormat, Side, Slots, State
-from kvfold.codec.centred import CentredCodec
+from kvfold.codec.hadamard import CentredCodec
 from kvfold.errors import PolicyError
 from kvfold.policy.registry import register
+
+_QUAROT = "differs: of QuaRot the rotation of keys alone, grids by slot"
 
 
 @dataclass(frozen=True)
@@ -69,12 +71,7 @@ class IntegerCodec(CentredCodec):
         return channels
 
 
-@register(
-    "codec",
-    "int8",
-    paper="arXiv:2404.00456",
-    published="differs: of QuaRot the rotation of keys alone, grids by slot",
-)
+@register("codec", "int8", paper="arXiv:2404.00456", published=_QUAROT)
 @dataclass(frozen=True)
 class Int8(IntegerCodec):
     """8-bit codes, one scale and zero per slot; keys minus their mean and rotated."""
@@ -82,13 +79,7 @@ class Int8(IntegerCodec):
     bits: ClassVar[int] = 8
 
 
-@register(
-    "codec",
-    "int4",
-    revision=3,
-    paper="arXiv:2404.00456",
-    published="differs: of QuaRot the rotation of keys alone, grids by slot",
-)
+@register("codec", "int4", revision=3, paper="arXiv:2404.00456", published=_QUAROT)
 @dataclass(frozen=True)
 class Int4(IntegerCodec):
     """4-bit codes, two per byte, one scale and zero per slot; keys minus their mean and rotated; sinks exact."""
@@ -97,13 +88,7 @@ class Int4(IntegerCodec):
     fp_sinks: ClassVar[int] = 4
 
 
-@register(
-    "codec",
-    "int2",
-    revision=3,
-    paper="arXiv:2404.00456",
-    published="differs: of QuaRot the rotation of keys alone, grids by slot",
-)
+@register("codec", "int2", revision=3, paper="arXiv:2404.00456", published=_QUAROT)
 @dataclass(frozen=True)
 class Int2(IntegerCodec):
     """2-bit codes, four per byte, one scale and zero per slot; keys minus their mean and rotated; sinks exact.

@@ -25,6 +25,7 @@ from kvfold.errors import InputError
 from kvfold.policy.registry import register
 
 GROUP = 32  # slots per key grid, channels per value grid
+_KIVI = "differs: the open block is exact (32 newest slots, not 128), grids in bf16"
 
 
 @dataclass(frozen=True)
@@ -69,12 +70,7 @@ class KiviCodec(Codec):
         return x_ND.to(dtype)
 
 
-@register(
-    "codec",
-    "kivi4",
-    paper="arXiv:2402.02750",
-    published="differs: the open block is exact (32 newest slots, not 128), grids in bf16",
-)
+@register("codec", "kivi4", paper="arXiv:2402.02750", published=_KIVI)
 @dataclass(frozen=True)
 class Kivi4(KiviCodec):
     """4-bit codes; keys per channel over 32 slots, values per slot over 32 channels. Slots cannot move alone."""
@@ -82,12 +78,7 @@ class Kivi4(KiviCodec):
     bits: ClassVar[int] = 4
 
 
-@register(
-    "codec",
-    "kivi2",
-    paper="arXiv:2402.02750",
-    published="differs: the open block is exact (32 newest slots, not 128), grids in bf16",
-)
+@register("codec", "kivi2", paper="arXiv:2402.02750", published=_KIVI)
 @dataclass(frozen=True)
 class Kivi2(KiviCodec):
     """2-bit codes; keys per channel over 32 slots, values per slot over 32 channels. Slots cannot move alone."""

@@ -29,11 +29,9 @@ _FLAT = 1e-3  # angles whose sine is smaller are interpolated along the chord
 
 
 @register(
-    "codec",
-    "minicache",
-    paper="arXiv:2405.14366",
+    "codec", "minicache", paper="arXiv:2405.14366",
     published="differs: `kept` of 16 slots stay whole, not those beyond a threshold",
-)
+)  # fmt: skip
 @dataclass(frozen=True)
 class MiniCache(CrossLayerCodec):
     """A layer shares the directions of the layer below and keeps its norms, and `kept` of 16 slots whole.

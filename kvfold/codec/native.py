@@ -41,20 +41,13 @@ class Native(Codec):
 
 @register("codec", "bf16")
 @dataclass(frozen=True)
-class Bf16(Codec):
+class Bf16(Native):
     """Rounded to bf16, 2 bytes per channel; nothing is lost where the model computes in bf16."""
 
-    as_floats: ClassVar[bool] = True
-
-    @property
-    def kernel(self) -> KernelFormat:
-        return KernelFormat("float")
+    lossless: ClassVar[bool] = False
 
     def fields(self, side: Side, head_dim: int, kv_dtype: torch.dtype) -> tuple[Field, ...]:
         return (Field("x", torch.bfloat16, head_dim),)
 
     def encode(self, side: Side, slots: Slots, state: State) -> dict[str, Tensor]:
         return {"x": slots.x_ND.to(torch.bfloat16)}
-
-    def decode(self, side: Side, fields: Fields, dtype: torch.dtype) -> Tensor:
-        return fields["x"].to(dtype)

@@ -16,12 +16,10 @@ import torch
 from torch import Tensor
 
 from kvfold.codec.base import SIDES, Codec, Field, Fields, Side, Slots, State
-from kvfold.codec.bases import Bases
-from kvfold.codec.basis import Basis, LowRankCodec, mixing
+from kvfold.codec.basis import Bases, Basis, LowRankCodec, mixing
 from kvfold.codec.native import Native
 from kvfold.errors import FileError, PolicyError
-from kvfold.policy.content import check_file_name, stated_content
-from kvfold.policy.registry import register
+from kvfold.policy.registry import check_file_name, register, stated_content
 from kvfold.policy.text import literal
 
 if TYPE_CHECKING:
@@ -32,12 +30,9 @@ _AS_THEY_ARE = Native()
 
 
 @register(
-    "codec",
-    "palu",
-    paper="arXiv:2407.21118",
-    cost="L·d·r a step; measured once for a model",
+    "codec", "palu", paper="arXiv:2407.21118", cost="L·d·r a step; measured once for a model",
     published="differs: ranks follow what each axis is worth, values are rebuilt",
-)
+)  # fmt: skip
 @dataclass(frozen=True)
 class Palu(LowRankCodec):
     """Groups of heads as latents of low rank, keys before RoPE; `rank` of the channels stay, coded by `latents`.

@@ -16,21 +16,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvfold.budget.bounds import Budget
-from kvfold.budget.costs import within_cost
-from kvfold.budget.scores import Scores
+from kvfold.budget.base import Budget, Scores
+from kvfold.budget.shares import within_cost
 from kvfold.compression.offload import HeadSlots, evicted_slots, offload
 from kvfold.compression.selection import PendingSelection, RoundLayer, Selection, refitted
 from kvfold.compression.view import NewSlots, build_view, size_facts, slot_costs, slots_cost
-from kvfold.evicted.calibration_targets import targets_of
+from kvfold.evicted.fit import targets_of
 from kvfold.pages.compaction import PageRewrite
 from kvfold.pages.layer import LayerChange
 from kvfold.pages.sequence import SequenceCache
+from kvfold.policy.parts import Stage
 from kvfold.policy.size import Floor, Size, check_floor
-from kvfold.policy.stage import Stage
 from kvfold.protect import Protect
 from kvfold.score.base import Needs, Replay, View
-from kvfold.score.shared.reuse import Reuse
+from kvfold.score.chunk import Reuse
 from kvfold.yielding import yield_point
 
 
@@ -210,7 +209,7 @@ class CompressionRound:
 
     def write(self, rewrite: PageRewrite, num_tokens: int) -> None:
         offloaded: dict[int, list[HeadSlots]] = {}  # evicted slots, by layer
-        if self.stage is not None and self.stage.evicted.offloads:
+        if self.stage is not None and self.stage.evicted.recall is not None:
             for i in self.sequence.spec.compressible_layers:
                 offloaded[i] = evicted_slots(self.sequence, i, rewrite.changes[i])
         rewrite.write(num_tokens)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvfold.budget.scores import Scores
+from kvfold.budget.base import Scores
 from kvfold.evicted.base import CalibrationTargets, Evicted, KeptSlots, Split
 from kvfold.pages.async_copy import Download, indices, upload
 from kvfold.pages.layer import EvictedSlots, LayerChange
@@ -60,7 +60,7 @@ class Selection:
         slot_N = self._slot_N
         keep_N = keep_HS.flatten() if slot_N is None else keep_HS.flatten()[slot_N]
         index_N = indices(keep_N, sum(new))
-        dropped = (*self.change.evicted, self._evicted(keep_N, new)) if evicted.offloads else ()
+        dropped = (*self.change.evicted, self._evicted(keep_N, new)) if evicted.recall is not None else ()
         k_ND, v_ND = self._folded(keep_N, index_N, evicted)
         position_N, keep = self.change.position_N[index_N], self._stored(keep_HS, stored)
         self.change = LayerChange(k_ND, v_ND, position_N, new, keep, evicted=dropped)

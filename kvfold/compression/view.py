@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvfold.budget.scores import Scores
+from kvfold.budget.base import Scores
 from kvfold.core import LayerSpec
 from kvfold.evicted.base import CalibrationTargets
 from kvfold.pages.async_copy import upload
@@ -26,7 +26,7 @@ from kvfold.pages.segment import TABLE_BYTES
 from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.size import SizeFacts
 from kvfold.score.base import Needs, QueryStats, View
-from kvfold.score.shared.predictor import predictor_for
+from kvfold.score.predictor import predictor_for
 
 
 @dataclass

@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from kvfold.core import Compile
-from kvfold.models.attach import layers_wrapped, maskless
+from kvfold.models.attach import ModuleState, layers_wrapped, maskless
 from kvfold.models.fused_layers import fused
-from kvfold.models.module_state import ModuleState
 from kvfold.models.pass_cache import StepCache
 from kvfold.pages.async_copy import sent, staged
 from kvfold.pages.sequence import SequenceCache
@@ -208,7 +207,7 @@ class _Captured:
             run = compiled(forward, ids_BT.numel()) if compiled is not None and self.is_compiled else forward
 
             def turn(*args: Any, **kwargs: Any) -> Any:
-                cache.set_layer(index)
+                cache.layer = index
                 return run(*args, **kwargs)
 
             return turn

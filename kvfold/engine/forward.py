@@ -1,20 +1,22 @@
 """Forward calls of the transformers module over packed tokens: layer-major prefill and eager decode steps.
 
-Captured decode steps (cuda_graphs.py) and gradients (models/kv_gradients.py) call the module on their own.
+Captured decode steps (cuda_graphs.py) and gradients (models/pass_cache.py) call the module on their own.
 
     packed tokens:  | sequence 0: chunk, chunk, … | sequence 1: chunk, … |
+
+    T tokens   M hidden dims   N next tokens, given
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from kvfold.engine.chunked_prefill import pieces
-from kvfold.engine.layer_major import LayerMajor, Progress
+from kvfold.engine.layer_major import LayerMajor, Progress, pieces
 from kvfold.errors import ModelError
 from kvfold.models.attach import is_attached, layers_wrapped, maskless
 from kvfold.models.fused_layers import fused
@@ -23,13 +25,13 @@ from kvfold.passes.decode import DecodePass
 from kvfold.passes.prefill import PrefillPass
 
 
+@dataclass(frozen=True)
 class Forward:
     """The forward calls of one attached module."""
 
-    def __init__(self, hf: Any, num_layers: int, device: torch.device) -> None:
-        self._hf = hf
-        self._num_layers = num_layers
-        self._device = device
+    hf: Any
+    num_layers: int
+    device: torch.device
 
     def prefill(
         self,
@@ -43,13 +45,13 @@ class Forward:
         """Each layer over all tokens, `chunk_len` at a time, before the next layer; returns logits [batch, vocab] after
         the last tokens, or with `hidden` the last hidden states [packed tokens, M]."""
         lens = current.num_tokens
-        ends = None if hidden else torch.tensor(lens, device=self._device).cumsum(0) - 1
+        ends = None if hidden else torch.tensor(lens, device=self.device).cumsum(0) - 1
         cut = list(pieces(current.sequences, tokens, chunk_len))
-        order = LayerMajor(current, cut, progress, self._num_layers, ends)
+        order = LayerMajor(current, cut, progress, self.num_layers, ends)
         starts = [sequence.sealed_len for sequence in current.sequences]
-        positions = torch.cat([torch.arange(s, s + n, device=self._device) for s, n in zip(starts, lens, strict=True)])
+        positions = torch.cat([torch.arange(s, s + n, device=self.device) for s, n in zip(starts, lens, strict=True)])
         ids = [token for part in tokens for token in part]
-        with maskless(), layers_wrapped(self._hf, order.wrap):
+        with maskless(), layers_wrapped(self.hf, order.wrap):
             out = self.call(ids, positions, order.cache, hidden=hidden)
         found: Tensor = (out.last_hidden_state if hidden else out.logits)[0]
         return found
@@ -72,13 +74,33 @@ class Forward:
         hidden: bool = False,
     ) -> Any:
         """The module, or with `hidden` its base model without the output head, over packed token ids."""
-        if not is_attached(self._hf):
+        if not is_attached(self.hf):
             raise ModelError("the model was detached from kvfold; call kvfold.attach(model) before using it again")
-        model = self._hf.base_model if hidden else self._hf
-        with fused(self._hf):
+        model = self.hf.base_model if hidden else self.hf
+        with fused(self.hf):
             return model(
-                input_ids=torch.tensor([list(ids)], device=self._device),
-                position_ids=torch.as_tensor(positions, device=self._device).unsqueeze(0),
+                input_ids=torch.tensor([list(ids)], device=self.device),
+                position_ids=torch.as_tensor(positions, device=self.device).unsqueeze(0),
                 past_key_values=cache,
                 use_cache=True,
             )
+
+
+_ROWS = 256  # of logits at once
+
+
+def next_logprobs(head: nn.Module, hidden_TM: Tensor, next_ids: Sequence[int]) -> Tensor:
+    """fp32 [N]: ln p of each token after the hidden state in front of it."""
+    found = [torch.empty(0, device=hidden_TM.device)]
+    next_N = torch.tensor(list(next_ids), dtype=torch.int64, device=hidden_TM.device)
+    for begin in range(0, len(next_N), _ROWS):
+        next_n = next_N[begin : begin + _ROWS]
+        logprob_nV = head(hidden_TM[begin : begin + len(next_n)]).float().log_softmax(-1)
+        found.append(logprob_nV.gather(-1, next_n.unsqueeze(-1)).squeeze(-1))
+    return torch.cat(found)
+
+
+def surprise(head: nn.Module, hidden_TM: Tensor, ids: Sequence[int]) -> Tensor:
+    """fp32 [T]: surprisal -ln p of every token; inf for the first, which has no context."""
+    first = torch.full((1,), torch.inf, device=hidden_TM.device)
+    return torch.cat((first, -next_logprobs(head, hidden_TM, ids[1:])))

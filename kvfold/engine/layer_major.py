@@ -5,11 +5,16 @@ at a time. After a layer the pass scores and evicts, so only one layer's uncompr
 states are overwritten in place. Where a policy prunes tokens between layers, only the remaining hidden states and
 position arguments continue. The last layer returns only the rows that are needed, or the final norm would hold every
 token in fp32.
+
+Under a between-chunks policy a prompt is cut into passes (chunked prefill). Borders of chunks and pieces are absolute
+multiples of their length, so a continued sequence runs the same shapes as one prefilled at once.
+
+    packed tokens:  | sequence 0: piece, piece, … | sequence 1: piece, … |
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -17,8 +22,47 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvfold.core import ModelSpec
 from kvfold.models.pass_cache import PassCache, Piece
+from kvfold.pages.sequence import SequenceCache
 from kvfold.passes.prefill import PrefillPass
+
+
+def default_chunk_len(spec: ModelSpec, device: torch.device) -> int:
+    """Tokens a layer runs at a time: 8192 on CUDA, which keeps tensor cores busy; 512 on a CPU, and where attention
+    materialises a matrix of chunk x KV slots (fp32 on CUDA, sliding-window layers)."""
+    fused = spec.dtype in (torch.float16, torch.bfloat16) and len(spec.compressible_layers) == spec.num_layers
+    return 8192 if device.type == "cuda" and fused else 512
+
+
+def passes(
+    sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]], compress: bool
+) -> Iterator[tuple[list[int], list[list[int]]]]:
+    """(sequences, their tokens) of each pass: the whole prompt, or one chunk under a between-chunks policy."""
+    left = {i: list(ids) for i, ids in enumerate(tokens)}
+    while left:
+        batch, parts = list(left), []
+        for i in batch:
+            take, chunk_len = len(left[i]), sequences[i].policy.prefill.when.chunk_len
+            if compress and chunk_len is not None:
+                take = chunk_len - sequences[i].committed_len % chunk_len
+            parts.append(left[i][:take])
+            left[i] = left[i][take:]
+        left = {i: ids for i, ids in left.items() if ids}
+        yield batch, parts
+
+
+def pieces(sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]], chunk_len: int) -> Iterator[Piece]:
+    """The pieces of one pass, at most `chunk_len` tokens each."""
+    begin = 0
+    for index, (sequence, ids) in enumerate(zip(sequences, tokens, strict=True)):
+        end = begin + len(ids)
+        position = sequence.committed_len
+        while begin < end:
+            step = min(chunk_len - position % chunk_len, end - begin)
+            yield Piece(index, begin, begin + step)
+            begin, position = begin + step, position + step
+
 
 Progress = Callable[[int], None]  # called with the number of tokens just done
 

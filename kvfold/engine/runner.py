@@ -18,11 +18,9 @@ from torch import Tensor
 from kvfold.compression.observe import ObserverNeeds, ObserverSnapshot, forget_prompt
 from kvfold.compression.seal import prepare_seals
 from kvfold.core import HAS_TRITON, Compile, ModelSpec
-from kvfold.engine.chunked_prefill import default_chunk_len, passes
 from kvfold.engine.cuda_graphs import cuda_graphs_of
-from kvfold.engine.forward import Forward
-from kvfold.engine.layer_major import Progress
-from kvfold.engine.logprobs import next_logprobs, surprise
+from kvfold.engine.forward import Forward, next_logprobs, surprise
+from kvfold.engine.layer_major import Progress, default_chunk_len, passes
 from kvfold.engine.replay import ReplayRunner
 from kvfold.engine.verify import Verified, commit_run
 from kvfold.errors import InputError

@@ -5,15 +5,14 @@ H KV heads   N queries   S kept slots   D head dim
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvfold.policy.registry import Term
+from kvfold.policy.registry import Term, register
 from kvfold.score.base import Needs
 
 
@@ -25,6 +24,9 @@ class Split:
     v_ND: Tensor
     position_N: Tensor
     keep_N: Tensor  # bool
+
+
+_BY_QUERY = ("q_HND", "out_HND", "lse_HN", "share_HN")
 
 
 @dataclass(frozen=True)
@@ -40,15 +42,13 @@ class CalibrationTargets:
 
     def of(self, heads: list[int]) -> CalibrationTargets:
         """Of some heads."""
-        q_HND, out_HND = self.q_HND[heads], self.out_HND[heads]
-        lse_HN, share_HN = self.lse_HN[heads], self.share_HN[heads]
-        return replace(self, q_HND=q_HND, out_HND=out_HND, lse_HN=lse_HN, share_HN=share_HN)
+        mine: dict[str, Any] = {name: getattr(self, name)[heads] for name in _BY_QUERY}
+        return replace(self, **mine)
 
     def joined(self, other: CalibrationTargets) -> CalibrationTargets:
         """With the queries of another pass behind these; all of them see every slot."""
-        q_HND, out_HND = torch.cat((self.q_HND, other.q_HND), 1), torch.cat((self.out_HND, other.out_HND), 1)
-        lse_HN, share_HN = torch.cat((self.lse_HN, other.lse_HN), 1), torch.cat((self.share_HN, other.share_HN), 1)
-        return replace(self, q_HND=q_HND, out_HND=out_HND, lse_HN=lse_HN, share_HN=share_HN)
+        both: dict[str, Any] = {n: torch.cat((getattr(self, n), getattr(other, n)), 1) for n in _BY_QUERY}
+        return replace(self, **both)
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,17 @@ class Refit(NamedTuple):
     bias_S: Tensor
 
 
-class Evicted(Term, ABC):
+class PagedRecall(NamedTuple):
+    """How reads bring offloaded slots back: for each KV head the best `num_pages` pages of up to `page` slots."""
+
+    page: int
+    num_pages: int
+    unit: Literal["page", "sentence"]  # what else ends a page
+
+
+class Evicted(Term):
     """Only slots that are not sealed yet can be changed: codes never are."""
 
-    folds: ClassVar[bool] = True  # False: `fold` is the identity and need not be called
-    offloads: ClassVar[bool] = False  # True: evicted slots are offloaded to the host, and reads recall them
     has_bias: ClassVar[bool] = False  # True: slots have log-biases, and `refit` is called once the selection is final
 
     @property
@@ -81,10 +87,26 @@ class Evicted(Term, ABC):
         """What has to be observed for `refit`: last queries, or queries of a replay."""
         return Needs()
 
-    @abstractmethod
+    @property
+    def recall(self) -> PagedRecall | None:
+        """How reads recall what was evicted, which is then offloaded to the host; None: nothing is."""
+        return None
+
     def fold(self, split: Split) -> tuple[Tensor, Tensor]:
-        """Keys and values [n_kept, D] of the kept slots."""
+        """Keys and values [n_kept, D] of the kept slots; default: unchanged."""
+        return split.k_ND[split.keep_N], split.v_ND[split.keep_N]
+
+    @property
+    def folds(self) -> bool:
+        """Whether `fold` may change anything."""
+        return type(self).fold is not Evicted.fold
 
     def refit(self, targets: CalibrationTargets, heads: Sequence[KeptSlots]) -> list[Refit]:
         """Values and biases with which the kept slots of each head reproduce the targets; default: unchanged."""
         return [Refit(slots.v_SD[slots.num_sealed :], slots.bias_S[slots.num_sealed :]) for slots in heads]
+
+
+@register("evicted", "drop")
+@dataclass(frozen=True)
+class Drop(Evicted):
+    """Evicted slots are gone; the kept ones stay as they are."""

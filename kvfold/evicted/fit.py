@@ -12,9 +12,11 @@ was asked in. What the cache answers reaches it by this share; queries that look
 need. m and m' are `ridge` times the mean square of the columns of C X and C P. Slots that were sealed before keep their
 codes and biases; the new ones make up for what they do not answer.
 
-Heads of a layer are solved in batches of similar length.
+Targets are computed in tiles of queries, so that no more than a few hundred megabytes of scores exist at once. Heads of
+a layer are solved in batches of similar length, with log-biases of -inf for padding: no query gives it any weight.
 
-    B heads   N queries   S kept slots, new ones first   M new ones   D head dim
+    | new, padded to M | sealed, padded to F |        B heads   N queries   S = M + F kept slots   D head dim
+    H KV heads   G query heads per KV head   T query tokens
 """
 
 from __future__ import annotations
@@ -26,13 +28,96 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from kvfold.evicted.base import CalibrationTargets, Evicted, KeptSlots, Refit, Split
-from kvfold.evicted.calibration_targets import MOST_SCORES
+from kvfold.evicted.base import CalibrationTargets, Evicted, KeptSlots, Refit
 from kvfold.evicted.least_squares import boxed_ridge, ridge
-from kvfold.evicted.ragged import Padded, batches, num_new, weights
 from kvfold.policy.registry import register
-from kvfold.score.base import Needs, Replay
+from kvfold.score.base import Needs, Replay, View
+
+MOST_SCORES = 1 << 25  # at once, 128 MiB
+
+
+def targets_of(view: View, q_HGTD: Tensor, position_T: Tensor) -> CalibrationTargets:
+    """Every head's outputs to queries that see slots up to their own position."""
+    position_N = position_T.repeat(q_HGTD.shape[1])
+    q_HND, hidden_HS = q_HGTD.flatten(1, 2), ~view.valid_RS
+    k_HSD, v_HSD = (x_HSD.masked_fill(hidden_HS.unsqueeze(-1), 0.0).float() for x_HSD in (view.k_RSD, view.v_RSD))
+    bias_HS = torch.zeros_like(hidden_HS, dtype=torch.float32) if view.bias_RS is None else view.bias_RS
+    bias_HS = bias_HS.masked_fill(hidden_HS, -torch.inf)
+    step = max(1, MOST_SCORES // max(hidden_HS.numel(), 1))
+    parts = []
+    for q_HnD, position_n in zip(q_HND.split(step, dim=1), position_N.split(step), strict=True):
+        score_HnS = scores(q_HnD, k_HSD, bias_HS, view.spec.scale, position_n, view.position_RS)
+        lse_Hn = score_HnS.logsumexp(-1)
+        parts.append((score_HnS.sub_(lse_Hn.unsqueeze(-1)).exp_() @ v_HSD, lse_Hn))
+    out_HND, lse_HN = (torch.cat(column, dim=1) for column in zip(*parts, strict=True))
+    return CalibrationTargets(q_HND, out_HND, lse_HN, torch.ones_like(lse_HN), view.spec.scale, position_N)
+
+
+def scores(
+    q_HND: Tensor, k_HSD: Tensor, bias_HS: Tensor, scale: float, position_N: Tensor | None, position_HS: Tensor
+) -> Tensor:
+    """Scaled scores with biases, fp32 [H, N, S]; -inf where a query does not see a slot."""
+    score_HNS = (q_HND.float() @ k_HSD.float().mT).mul_(scale).add_(bias_HS.unsqueeze(1))
+    if position_N is not None:
+        score_HNS.masked_fill_(position_HS.unsqueeze(1) > position_N.unsqueeze(-1), -torch.inf)
+    return score_HNS
+
+
+_MOST_PADDING = 1.5  # the longest head of a batch over the shortest
+
+
+@dataclass(frozen=True)
+class Padded:
+    """Kept slots of some heads: the first `num_new` columns to be encoded, the others as they are stored."""
+
+    k_BSD: Tensor
+    v_BSD: Tensor
+    bias_BS: Tensor
+    position_BS: Tensor
+    num_new: int
+
+    @classmethod
+    def of(cls, heads: Sequence[KeptSlots]) -> Padded:
+        parts = [(slice(slots.num_sealed, None), slice(slots.num_sealed)) for slots in heads]
+
+        def joined(columns: Sequence[Tensor], padding: float = 0.0) -> Tensor:
+            sides = ([column[part[i]] for column, part in zip(columns, parts, strict=True)] for i in (0, 1))
+            return torch.cat([pad_sequence(side, batch_first=True, padding_value=padding) for side in sides], dim=1)
+
+        return cls(
+            joined([slots.k_SD for slots in heads]),
+            joined([slots.v_SD for slots in heads]),
+            joined([slots.bias_S for slots in heads], -torch.inf),
+            joined([slots.position_S for slots in heads]),
+            max(num_new(slots) for slots in heads),
+        )
+
+
+def weights(targets: CalibrationTargets, slots: Padded) -> Tensor:
+    """fp32 [B, N, S]: the share of the whole cache's mass that each slot has. It is at most 1: they are part of it."""
+    score_BNS = scores(targets.q_HND, slots.k_BSD, slots.bias_BS, targets.scale, targets.position_N, slots.position_BS)
+    return score_BNS.sub_(targets.lse_HN.unsqueeze(-1)).exp_()
+
+
+def num_new(slots: KeptSlots) -> int:
+    return len(slots.k_SD) - slots.num_sealed
+
+
+def batches(heads: Sequence[KeptSlots], most_slots: int) -> Iterator[list[int]]:
+    """Indices of heads of similar length, those with new slots only; with its padding no batch of two or more exceeds
+    `most_slots`."""
+    batch: list[int] = []
+    for head in sorted((i for i, slots in enumerate(heads) if num_new(slots)), key=lambda i: len(heads[i].k_SD)):
+        length, shortest = len(heads[head].k_SD), len(heads[batch[0] if batch else head].k_SD)
+        if length > _MOST_PADDING * shortest or (len(batch) + 1) * length > most_slots:
+            yield from [batch] if batch else []
+            batch = []
+        batch.append(head)
+    if batch:
+        yield batch
+
 
 _CACHED_SCORES = 1 << 18  # a CPU solves large heads one by one: a batch of them does not stay in its caches
 _ANSWER = 96  # tokens of an answer in self-study
@@ -65,7 +150,6 @@ class Fit(Evicted):
     limit: float = 3.0  # of a bias, either way
     keys: Literal["score"] = "score"
 
-    folds: ClassVar[bool] = False
     has_bias: ClassVar[bool] = True
 
     def validate(self) -> str | None:
@@ -82,13 +166,10 @@ class Fit(Evicted):
         study = _ANSWER if self.queries == "study" else 0
         return Needs(replay=Replay(queries=self.tokens, study=study), end_of_prompt=True)
 
-    def fold(self, split: Split) -> tuple[Tensor, Tensor]:
-        """The choice may not be final yet."""
-        return split.k_ND[split.keep_N], split.v_ND[split.keep_N]
-
     def refit(self, targets: CalibrationTargets, heads: Sequence[KeptSlots]) -> list[Refit]:
         found = super().refit(targets, heads)
-        for batch in batches(heads, _most_scores(targets) // max(targets.q_HND.shape[1], 1)):
+        most_scores = MOST_SCORES if targets.q_HND.is_cuda else _CACHED_SCORES
+        for batch in batches(heads, most_scores // max(targets.q_HND.shape[1], 1)):
             for head, fitted in zip(batch, self._fitted(targets.of(batch), [heads[i] for i in batch]), strict=True):
                 found[head] = fitted
         return found
@@ -114,7 +195,3 @@ class Fit(Evicted):
         missing_BN = whole_BN - weight_BNS[..., num_new:].sum(-1, dtype=torch.float64)
         low, high = math.exp(-self.limit), math.exp(self.limit)
         return boxed_ridge(weight_BNS[..., :num_new], missing_BN, self.ridge, count_B, low, high)
-
-
-def _most_scores(targets: CalibrationTargets) -> int:
-    return MOST_SCORES if targets.q_HND.is_cuda else _CACHED_SCORES

@@ -1,12 +1,16 @@
-"""`merge`: the value of an evicted slot is averaged into the kept slot whose key is nearest.
+"""`merge` and `d2o`: evicted slots are averaged into the kept slot whose key is nearest (D2O, arXiv:2406.13035).
 
-The rule of D2O (arXiv:2406.13035) as kvpress simplifies it (MergingPress). For evicted i and its nearest kept j by
-the cosine of keys:
+`merge` is the rule as kvpress simplifies it (MergingPress). For evicted i and its nearest kept j by the cosine of keys:
 
     w_i  =  max(cos_ij, 0) * |v_i| / (|v_i| + |v_j|)          v_j  <-  (v_j + sum_i w_i v_i) / (1 + sum_i w_i)
 
 Keys stay as they are, norms and sums use the values before merging, and slots whose cosine is below the threshold are
-dropped. Evicted slots with NaN or infinity are dropped too: they would spoil the slot that takes them over.
+dropped. `d2o` averages keys too, as they are stored, at different positions:
+
+    k_j  <-  (k_j + sum_i cos_i k_i) / (1 + n_j)         over the n_j evicted slots of j with cos_i >= mean of all cos
+    v_j  <-  (v_j + sum_i cos_i v_i) / (1 + n_j)
+
+Evicted slots with NaN or infinity are dropped by both: they would spoil the slot that takes them over.
 
     N slots of one head   E evicted   K kept   D head dim
 """
@@ -27,12 +31,9 @@ _CHUNK_ELEMENTS = 1 << 20  # of the similarity matrix, 4 MiB: E x K whole would 
 
 
 @register(
-    "evicted",
-    "merge",
-    paper="arXiv:2406.13035",
-    cost="E·K·d per head",
+    "evicted", "merge", paper="arXiv:2406.13035", cost="E·K·d per head",
     published="differs: D2O as kvpress simplifies it",
-)
+)  # fmt: skip
 @dataclass(frozen=True)
 class Merge(Evicted):
     """Each evicted value is averaged into the kept slot with the nearest key, if their cosine reaches `threshold`."""
@@ -68,3 +69,34 @@ def nearest(k_ED: Tensor, k_KD: Tensor) -> tuple[Tensor, Tensor]:
     rows = max(1, _CHUNK_ELEMENTS // k_KD.shape[0])
     best = [(normalize(chunk.float(), dim=-1) @ kept_DK).max(dim=-1) for chunk in torch.split(k_ED, rows)]
     return torch.cat([b.values for b in best]), torch.cat([b.indices for b in best])
+
+
+@register(
+    "evicted", "d2o", paper="arXiv:2406.13035", cost="E·K·d per head",
+    published="differs: heads decide apart, the threshold does not follow from step to step",
+)  # fmt: skip
+@dataclass(frozen=True)
+class D2o(Evicted):
+    """Evicted slots whose nearest kept key is nearer than average are averaged into it, keys and values; others go.
+
+    Pair it with `h2o`, the method's score; its layer budgets, by the variance of attention, are not part of this term.
+
+    Differences from the reference: a head decides by its own cosines, not by their mean over heads, and every round by
+    its own average, where the reference lets the threshold follow with weight 1/2 from step to step.
+    """
+
+    def fold(self, split: Split) -> tuple[Tensor, Tensor]:
+        k_KD, v_KD = split.k_ND[split.keep_N], split.v_ND[split.keep_N]
+        evicted_N = ~split.keep_N & split.k_ND.isfinite().all(-1) & split.v_ND.isfinite().all(-1)
+        if not len(k_KD):
+            return k_KD, v_KD
+        k_ED, v_ED = split.k_ND[evicted_N], split.v_ND[evicted_N]
+        cos_E, nearest_E = nearest(k_ED, k_KD)
+        near_E = (cos_E >= cos_E.mean()).float()
+        count_K = torch.ones(len(k_KD), device=k_KD.device).index_add(0, nearest_E, near_E)
+        weight_E1 = (near_E * cos_E).unsqueeze(-1)
+        k_KD, v_KD = (
+            (kept.float().index_add(0, nearest_E, weight_E1 * gone.float()) / count_K.unsqueeze(-1)).to(kept.dtype)
+            for kept, gone in ((k_KD, k_ED), (v_KD, v_ED))
+        )
+        return k_KD, v_KD

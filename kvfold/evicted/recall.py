@@ -9,24 +9,16 @@ recalls pages by such boxes, InfLLM (arXiv:2402.04617) blocks of the distant pas
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import Literal
 
-from torch import Tensor
-
-from kvfold.evicted.base import Evicted, Split
+from kvfold.evicted.base import Evicted, PagedRecall
 from kvfold.policy.registry import register
-
-if TYPE_CHECKING:
-    from kvfold.policy.policy import Policy
 
 
 @register(
-    "evicted",
-    "recall",
-    paper="arXiv:2402.04617",
-    cost="2·d per page, tokens·d copied per step",
+    "evicted", "recall", paper="arXiv:2402.04617", cost="2·d per page, tokens·d copied per step",
     published="differs: pages by bounds of their keys, for one read",
-)
+)  # fmt: skip
 @dataclass(frozen=True)
 class Recall(Evicted):
     """Evicted slots go to the host in pages; every read brings the pages of about `tokens` slots back that fit best.
@@ -48,24 +40,11 @@ class Recall(Evicted):
     page: int = 16
     unit: Literal["page", "sentence"] = "page"
 
-    folds: ClassVar[bool] = False
-    offloads: ClassVar[bool] = True
-
     def validate(self) -> str | None:
         if self.tokens < 1:
             return "tokens is at least 1, not 0; use drop to recall nothing"
         return None if 1 <= self.page <= 1024 else f"page is a number from 1 to 1024, not {self.page}"
 
-    def fold(self, split: Split) -> tuple[Tensor, Tensor]:
-        return split.k_ND[split.keep_N], split.v_ND[split.keep_N]
-
     @property
-    def num_pages(self) -> int:
-        """W: pages that one read of a head brings back."""
-        return max(1, self.tokens // self.page)
-
-
-def recall_of(policy: Policy) -> Recall | None:
-    """How a policy recalls, if one of its phases does."""
-    ways = (stage.evicted for _, stage in policy.stages() if stage.evicts)
-    return next((way for way in ways if isinstance(way, Recall)), None)
+    def recall(self) -> PagedRecall:
+        return PagedRecall(self.page, max(1, self.tokens // self.page), self.unit)

@@ -2,7 +2,8 @@
 
 On plain tensors the attention function is `sdpa`, bit for bit. Where the `update` of a kvfold cache returned a handle
 in place of keys, the handle computes attention over the paged KV cache. Nothing is registered before `attach` is
-called, and no class is ever patched.
+called, and no class is ever patched. State that kvfold keeps with a module (its arena, CUDA graphs, fused layers,
+tokenizer) lives in one attribute of it and is freed with it; copies and pickles of the module do not have it.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +24,54 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvfold.core import ModelSpec
 from kvfold.errors import InputError, ModelError
-from kvfold.models.module_state import ModuleState
 from kvfold.models.spec import decoder_layers, read_spec
 from kvfold.pages.arena import Arena
 from kvfold.yielding import patched
+
+_ATTRIBUTE = "_kvfold_state"
+T = TypeVar("T")
+
+
+class _State:
+    """Values by name, of one module."""
+
+    def __init__(self, module: Any = None) -> None:
+        self.module = None if module is None else ref(module)  # a shallow copy shares the attribute, not the state
+        self.values: dict[str, Any] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _State:
+        return _State()
+
+    def __reduce__(self) -> tuple[type[_State], tuple[()]]:
+        return _State, ()
+
+
+class ModuleState(Generic[T]):
+    """One named value per module."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def get(self, module: Any) -> T | None:
+        found: T | None = _values(module).get(self._name)
+        return found
+
+    def set(self, module: Any, value: T) -> T:
+        _values(module)[self._name] = value
+        return value
+
+    def clear(self, module: Any) -> None:
+        _values(module).pop(self._name, None)
+
+
+def _values(module: Any) -> dict[str, Any]:
+    state = getattr(module, _ATTRIBUTE, None)
+    if state is None or state.module is None or state.module() is not module:
+        state = _State(module)
+        setattr(module, _ATTRIBUTE, state)
+    values: dict[str, Any] = state.values
+    return values
+
 
 NAME = "kvfold"
 _ATTACHED = "_kvfold_attached"  # attribute of an attached model
@@ -117,9 +162,7 @@ class attach:
     def __enter__(self) -> attach:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.detach()
 
 

@@ -205,7 +205,8 @@ class Cache(HfCache):  # type: ignore[misc]
             raise InputError(f"the cache holds {len(self.sequences)} rows, the input {batch}; use a cache per batch")
         starts = _left_padding(mask, batch, num_tokens, self._seen_len)
         self._drop_interrupted()
-        self._commit()
+        for sequence in self.sequences:
+            sequence.commit_all()
         self._starts = starts
         grows = all(sequence.logical_len for sequence in self.sequences) and not any(starts)
         reads_prompt = not self._compresses and num_tokens > 1  # behind a compressed context, as a session reads it
@@ -233,10 +234,6 @@ class Cache(HfCache):  # type: ignore[misc]
         if self._pass is not None:
             self._undo.restore()
             self._pass = None
-
-    def _commit(self) -> None:
-        for sequence in self.sequences:
-            sequence.commit_all()
 
     # Rows
 

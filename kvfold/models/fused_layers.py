@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kvfold.core import HAS_TRITON
-from kvfold.models.module_state import ModuleState
+from kvfold.models.attach import ModuleState
 from kvfold.yielding import patched
 
 _MOST_ROWS = 256  # of a joint product: with more, separate ones are as fast, and their outputs can be freed apart
@@ -78,7 +78,7 @@ class Gated(nn.Module):
         if torch.compiler.is_compiling():
             x = functional.silu(gate) * up
         else:
-            from kvfold.models.kernels.gate import gated
+            from kvfold.models.kernels import gated
 
             x = gated(gate, up)
         return product(x, plain.down_proj.weight, plain.down_proj.bias)
@@ -95,7 +95,7 @@ class Norm(nn.Module):
         if torch.compiler.is_compiling():
             out: Tensor = self.plain(x)
             return out
-        from kvfold.models.kernels.norm import rms_norm
+        from kvfold.models.kernels import rms_norm
 
         return rms_norm(x, self.plain.weight, self.plain.variance_epsilon)
 

@@ -20,8 +20,7 @@ from kvfold.core import Compile, ModelSpec
 from kvfold.errors import InputError, ModelError
 from kvfold.models.attach import arena_of, attach
 from kvfold.models.digest import values_digest
-from kvfold.models.pull.catalogue import DTYPE_NAMES
-from kvfold.models.pull.pull import resolve
+from kvfold.models.pull.pull import DTYPE_NAMES, resolve
 from kvfold.models.repeat_prompt import set_tokenizer
 from kvfold.models.spec import read_spec
 from kvfold.pages.arena import Arena
@@ -94,7 +93,9 @@ def load(
     target = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     compute, kv_dtype = _dtypes(dtype, target)
     source = str(resolve(name, progress=progress))
-    hf, tokenizer = _from_pretrained(name, source, compute)
+    with _loading(name, source):
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        hf = AutoModelForCausalLM.from_pretrained(source, dtype=compute, attn_implementation="sdpa")
     hf.to(target).eval()
     return wrap(hf, tokenizer, name=name, kv_dtype=kv_dtype, memory=memory, compile=compile)
 
@@ -120,12 +121,6 @@ def load_tokenizer(name: str) -> Any:
     source = str(resolve(name))
     with _loading(name, source):
         return AutoTokenizer.from_pretrained(source)
-
-
-def _from_pretrained(name: str, source: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    with _loading(name, source):
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation="sdpa"), tokenizer
 
 
 @contextmanager

@@ -1,19 +1,20 @@
 """The transformers `Cache` of one forward: `update` hands new keys and values to the running pass.
 
 It stores nothing. `update` returns a handle in place of the keys; the attention function of attach.py calls its
-`attend` with the queries.
+`attend` with the queries. For calibration, `kv_gradients` finds keys, values and the gradient of the loss by each.
 
-    H KV heads   Q query heads   N packed tokens   D head dim
+    H KV heads   Q query heads   N packed tokens   T tokens   D head dim
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers.cache_utils import Cache as HfCache
 
 from kvfold.passes.captured.step import Step
@@ -101,7 +102,7 @@ class DecodeCache(ForwardCache):
 class StepCache(ForwardCache):
     """For a captured decode step.
 
-    The wrapper of the layers sets the running layer (`set_layer`): with the index that the model passes, a compiled
+    The wrapper of the layers sets the running layer (`layer`): with the index that the model passes, a compiled
     layer would be recompiled for every value of it.
     """
 
@@ -109,9 +110,6 @@ class StepCache(ForwardCache):
         super().__init__()
         self.step = step
         self.layer = 0
-
-    def set_layer(self, layer: int) -> None:
-        self.layer = layer
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:
         return _StepKeys(self, key_states, value_states), None
@@ -128,3 +126,46 @@ class _StepKeys:
         """Excluded from torch.compile: its operators write to the arena, which a compiler would copy."""
         step, layer = self.cache.step, self.cache.layer
         return step.attend(layer, query[0], self.key_states[0], self.value_states[0]).unsqueeze(0)
+
+
+_LEAST = 2  # tokens: the first predicts the second
+
+
+class KVGradients(NamedTuple):
+    """Of one layer, as they would be cached."""
+
+    k_HTD: Tensor
+    v_HTD: Tensor
+    by_k_HTD: Tensor  # d loss / d k
+    by_v_HTD: Tensor
+
+
+class _GradientCache(ForwardCache):
+    """Returns keys and values plus zeros that require gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[int, tuple[Tensor, Tensor]] = {}
+        self.zeros: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        self.found[layer_idx] = key_states, value_states
+        zero_k, zero_v = (torch.zeros_like(x, requires_grad=True) for x in (key_states, value_states))
+        self.zeros[layer_idx] = zero_k, zero_v
+        return key_states + zero_k, value_states + zero_v
+
+
+def kv_gradients(hf: Any, ids: Sequence[int]) -> dict[int, KVGradients]:
+    """By layer, for a text of at least two tokens; the loss is the sum of -log p of its tokens."""
+    assert len(ids) >= _LEAST
+    inputs, cache = torch.tensor([list(ids)], device=hf.device), _GradientCache()
+    positions = torch.arange(len(ids), device=hf.device).unsqueeze(0)
+    with torch.enable_grad():
+        logits = hf(inputs, past_key_values=cache, position_ids=positions, use_cache=True).logits[0, :-1]
+        loss = functional.cross_entropy(logits.float(), inputs[0, 1:], reduction="sum")
+        zeros = [zero for pair in cache.zeros.values() for zero in pair]
+        by = iter(torch.autograd.grad(loss, zeros))
+    return {
+        layer: KVGradients(k[0].detach(), v[0].detach(), next(by)[0], next(by)[0])
+        for layer, (k, v) in cache.found.items()
+    }

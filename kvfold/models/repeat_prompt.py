@@ -1,22 +1,27 @@
-"""The repeat prompt of KVzip's context reconstruction (arXiv:2505.23416), in the model's own tokens.
+"""Prompts of replays, in the model's own tokens, and what a replay changes or reads in the model.
+
+KVzip's context reconstruction (arXiv:2505.23416) asks the model to repeat the text:
 
     | … context |  "Repeat …", last tokens before the chunk, end of the user's turn  | the chunk again
 
-A model whose tokenizer is not known reconstructs without a prompt.
+A model whose tokenizer is not known reconstructs without a prompt. Self-study (arXiv:2506.06266, 2602.16284) asks
+generic questions about any context, one of each kind: structuring, summarisation, question generation, use cases,
+continuation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from kvfold.errors import ModelError
+from kvfold.models.attach import ModuleState
 from kvfold.models.chat_template import ChatTemplate
-from kvfold.models.module_state import ModuleState
+from kvfold.models.spec import attention_modules
 from kvfold.yielding import patched
 
 _FIRST = "\n\nRepeat the previous context exactly."
@@ -97,3 +102,42 @@ def rotary_kept(hf: Any) -> Iterator[None]:
 
 def _rotary_state(module: Any) -> tuple[dict[str, Any], dict[str, int | float]]:
     return dict(module._buffers), {k: value for k, value in vars(module).items() if isinstance(value, (int, float))}
+
+
+QUESTIONS = (
+    "Write down every name, number and date of the text above as JSON.",
+    "What is the text above about? Name its parts in their order.",
+    "Ask three questions about details of the text above, and answer each of them.",
+    "What would somebody use the text above for, and what would they look up in it?",
+    "Continue the text above as its author would.",
+)
+
+
+def question_ids(hf: Any) -> list[list[int]]:
+    """Each question as a user turn after the context, up to where the reply starts."""
+    tokenizer = tokenizer_of(hf)
+    if tokenizer is None:
+        raise ModelError("self-study asks questions, and its tokenizer is not known; load the model by kvfold.load")
+    close = repeat_request(hf).close
+    return [[*tokenizer(f"\n\n{text}", add_special_tokens=False)["input_ids"], *close] for text in QUESTIONS]
+
+
+@contextmanager
+def hidden_norms(hf: Any, note: Callable[[Tensor], None]) -> Iterator[None]:
+    """Call note(norm_T), fp32, before the attention of each layer runs, for a batch of one."""
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden_TM = (args[0] if args else kwargs["hidden_states"])[0]
+        note(hidden_TM.float().norm(dim=-1))
+
+    handles: list[Any] = []
+
+    def apply() -> None:
+        handles.extend(module.register_forward_pre_hook(before, with_kwargs=True) for module in attention_modules(hf))
+
+    def undo() -> None:
+        while handles:
+            handles.pop().remove()
+
+    with patched(apply, undo):
+        yield

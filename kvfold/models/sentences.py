@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from kvfold.errors import PolicyError
-from kvfold.evicted.recall import recall_of
-from kvfold.models.module_state import ModuleState
+from kvfold.models.attach import ModuleState
 from kvfold.models.repeat_prompt import tokenizer_of
 from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy
@@ -21,8 +20,7 @@ _ending_tokens: ModuleState[frozenset[int]] = ModuleState("sentence_ends")
 
 def needs_sentences(policy: Policy) -> bool:
     """Whether any of its terms needs sentence boundaries."""
-    recall = recall_of(policy)
-    by_sentence = recall is not None and recall.unit == "sentence"
+    by_sentence = policy.recall is not None and policy.recall.unit == "sentence"
     return by_sentence or any(stage.evicts and stage.score.needs.sentence_len for _, stage in policy.stages())
 
 

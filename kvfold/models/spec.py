@@ -94,11 +94,11 @@ def output_head(hf: Any) -> nn.Module:
 
 def _refuse(hf: Any, config: Any) -> None:
     """ModelError for the first unsupported feature."""
-    for reason in (*_foreign_kinds(hf, config), *_foreign_attention(hf, config)):
+    for reason in _foreign(hf, config):
         raise ModelError(f"{type(hf).__name__} ({config.model_type}) {reason}")
 
 
-def _foreign_kinds(hf: Any, config: Any) -> Iterator[str]:
+def _foreign(hf: Any, config: Any) -> Iterator[str]:
     if getattr(hf.config, "is_encoder_decoder", False):
         yield "is an encoder-decoder model; kvfold supports decoder-only models"
     if any(getattr(hf.config, name, None) is not None for name in ("vision_config", "audio_config")):
@@ -112,9 +112,6 @@ def _foreign_kinds(hf: Any, config: Any) -> Iterator[str]:
         yield f"has layers of type {', '.join(foreign)}; kvfold runs {' and '.join(sorted(_LAYER_TYPES))}"
     if getattr(config, "num_kv_shared_layers", 0):
         yield "shares keys and values between layers; kvfold supports layers with keys and values of their own"
-
-
-def _foreign_attention(hf: Any, config: Any) -> Iterator[str]:
     if getattr(config, "alibi", False) or config.model_type in {"bloom", "mpt"}:
         yield "uses ALiBi, a bias on distances that kvfold does not apply; kvfold supports rotary positions"
     if getattr(config, "attn_logit_softcapping", None):

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from kvfold.core import LayerSpec, ModelSpec
 from kvfold.errors import InputError
-from kvfold.evicted.recall import Recall
+from kvfold.evicted.base import PagedRecall
 
 
 class OffloadedLayer:
     """`slots` (host): "k", "v", "position"; `pages` (device): "first" slot, slots "used", "low" and "high" keys."""
 
     def __init__(
-        self, recall: Recall, spec: LayerSpec, dtype: torch.dtype, device: torch.device, rotates: bool
+        self, recall: PagedRecall, spec: LayerSpec, dtype: torch.dtype, device: torch.device, rotates: bool
     ) -> None:
         self.recall = recall
         self.spec = spec
@@ -112,7 +112,7 @@ class OffloadedLayer:
 class OffloadedSlots:
     """Of all layers; those that are never compressed have none."""
 
-    def __init__(self, recall: Recall, spec: ModelSpec, device: torch.device, rotates: bool) -> None:
+    def __init__(self, recall: PagedRecall, spec: ModelSpec, device: torch.device, rotates: bool) -> None:
         self.recall = recall
         self.layers = {
             i: OffloadedLayer(recall, spec.layers[i], spec.kv_dtype, device, rotates) for i in spec.compressible_layers

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from kvfold.core import ModelSpec
 from kvfold.errors import OutOfPages
-from kvfold.evicted.recall import recall_of
 from kvfold.pages.arena import Arena
 from kvfold.pages.extent import Shifts
 from kvfold.pages.host_offload import OffloadedSlots
@@ -68,7 +67,7 @@ class SequenceCache:
         self.offloaded = self._nothing_offloaded()
 
     def _nothing_offloaded(self) -> OffloadedSlots | None:
-        recall, rotates = recall_of(self.policy), self.policy.position.shifts
+        recall, rotates = self.policy.recall, self.policy.position.shifts
         return None if recall is None else OffloadedSlots(recall, self.spec, self.arena.device, rotates)
 
     def page_class(self, layer: int) -> PageClass:

@@ -31,8 +31,8 @@ from kvfold.evicted.base import CalibrationTargets
 from kvfold.pages.async_copy import upload
 from kvfold.passes.prefill import LayerBuffer
 from kvfold.passes.probe import Answers, ProbeAttention, added, joined_targets
+from kvfold.score.attention import column_max
 from kvfold.score.base import Replay
-from kvfold.score.shared.columns import column_max
 from kvfold.yielding import yield_point
 
 _LEAST = 1e-6  # weight of a query: slots that only predictable tokens attend to keep their order

@@ -14,10 +14,9 @@ from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from kvfold.errors import PolicyError
-from kvfold.policy.codecs import CodecPlan, LayerSlice
-from kvfold.policy.defaults import NAMES, default
 from kvfold.policy.parse import Argument, Call, Value
-from kvfold.policy.registry import Registration, find, terms
+from kvfold.policy.parts import CodecPlan, LayerSlice
+from kvfold.policy.registry import NAMES, Registration, default, find, terms
 from kvfold.policy.size import Percent
 from kvfold.policy.text import listing, literal, noun, unknown_name
 
@@ -161,7 +160,8 @@ def _coerce_number(number: int | float, hint: Any) -> Any:
 
 def arguments_text(term: Registration) -> str:
     """`window=32, kernel=5`, as an expression would write them; codecs but the default one take `layers` as well."""
-    written = [_argument_text(field) for field in term.arguments if field.init]
+    values = {field.name: _default_of(field) for field in term.arguments if field.init}
+    written = [name if value is dataclasses.MISSING else f"{name}={literal(value)}" for name, value in values.items()]
     takes_layers = term.axis == "codec" and term.name != NAMES["codec"]
     return ", ".join([*written, "layers=:"] if takes_layers else written)
 
@@ -169,11 +169,6 @@ def arguments_text(term: Registration) -> str:
 def _signature(term: Registration) -> str:
     text = arguments_text(term)
     return f"arguments of {term.name}: {text}" if text else f"{noun(term.axis)} {term.name} takes no arguments"
-
-
-def _argument_text(field: dataclasses.Field[Any]) -> str:
-    value = _default_of(field)
-    return field.name if value is dataclasses.MISSING else f"{field.name}={literal(value)}"
 
 
 def _default_of(field: dataclasses.Field[Any]) -> Any:

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvfold.policy.bind import arguments_text
-from kvfold.policy.defaults import NAMES, load_variants
-from kvfold.policy.registry import AXES, Registration, term_of, terms
-from kvfold.policy.stage import Stage
+from kvfold.policy.parts import Stage
+from kvfold.policy.registry import AXES, NAMES, Registration, load_variants, term_of, terms
 from kvfold.policy.text import plan_text, term_text
 
 if TYPE_CHECKING:

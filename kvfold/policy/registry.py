@@ -7,6 +7,10 @@ what `kvfold policies` prints. It is registered by decorator in its own file:
     @dataclass(frozen=True)
     class KeyDiff(Scorer):
         ...
+
+A variant registers itself when its module is imported. The first use of the language imports the module of every axis
+by name: an expression means the same whatever its caller has imported, while static imports still point from the axes
+to here.
 """
 
 from __future__ import annotations
@@ -17,12 +21,17 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvfold.errors import PolicyError
+from kvfold.plugins import load_plugins
 
 if TYPE_CHECKING:
     from kvfold.core import ModelSpec
+
 
 AXES = ("score", "budget", "size", "when", "protect", "evicted", "position", "codec", "attend", "prefill")
 _WORDS = ("prefill", "decode", "min", "max", "none")
@@ -147,3 +156,51 @@ def nested(variant: Any) -> Iterator[Term]:
         value = getattr(variant, field.name)
         if dataclasses.is_dataclass(value):
             yield from nested(value)
+
+
+_SHOWN_DIGITS = 16
+
+
+def check_file_name(term: str, file: str) -> None:
+    if '"' in file or "\n" in file:
+        raise PolicyError(f"{term}: file cannot hold quotation marks or line breaks; rename the file")
+
+
+def stated_content(term: str, file: str, stated: str, digest: str) -> str:
+    """How an expression states the content of this digest; refused if it states another."""
+    found = f"sha_{digest[:_SHOWN_DIGITS]}"
+    if stated not in ("", found):
+        raise PolicyError(f'{term}(file="{file}"): its content is {found}, not {stated}; measure it anew')
+    return found
+
+
+NAMES = {
+    "score": "full", "budget": "uniform", "protect": "protect", "evicted": "drop", "position": "keep",
+    "codec": "native", "attend": "all", "prefill": "dense",
+}  # fmt: skip
+PHASES = ("prefill", "decode")
+_MODULES = {"when": "triggers", "prefill": "token_pruning"}  # of axes whose module has another name
+
+
+@cache
+def load_variants() -> None:
+    """Import the module of every axis that has one (sizes have none), then the terms of other packages."""
+    for axis in AXES:
+        module = f"kvfold.{_MODULES.get(axis, axis)}"
+        if find_spec(module) is not None:
+            import_module(module)
+    load_plugins("kvfold.terms")
+
+
+def named(name: str) -> Any:
+    """A registered variant with its default arguments."""
+    load_variants()
+    term = find(name)
+    if term is None:
+        raise LookupError(f'no term "{name}" is registered')
+    return term.variant()
+
+
+def default(axis: str) -> Any:
+    """What stands on an axis that an expression leaves out."""
+    return named(NAMES[axis])

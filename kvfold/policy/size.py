@@ -12,7 +12,7 @@ import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from kvfold.errors import InputError, PolicyError, SizeError
 
@@ -161,6 +161,7 @@ class Bytes(Size):
 @dataclass(frozen=True)
 class _Several(Size):
     parts: tuple[Size, ...]
+    word: ClassVar[str]
 
     def __post_init__(self) -> None:
         _require(len(self.parts) >= 2, self, "min and max take two sizes or more, such as min(8x, 2048tok)")
@@ -173,30 +174,26 @@ class _Several(Size):
     def counts_bytes(self) -> bool:
         return any(part.counts_bytes for part in self.parts)
 
-    def _inner(self) -> str:
-        return ", ".join(str(part) for part in self.parts)
+    def __str__(self) -> str:
+        return f"{self.word}({', '.join(map(str, self.parts))})"
 
 
-@dataclass(frozen=True)
 class Least(_Several):
     """`min(8x, 2048tok)`: the smallest of its parts."""
+
+    word = "min"
 
     def slots_per_head(self, facts: SizeFacts) -> int:
         return min(part.slots_per_head(facts) for part in self.parts)
 
-    def __str__(self) -> str:
-        return f"min({self._inner()})"
 
-
-@dataclass(frozen=True)
 class Greatest(_Several):
     """`max(8x, 512tok)`: the largest of its parts."""
 
+    word = "max"
+
     def slots_per_head(self, facts: SizeFacts) -> int:
         return max(part.slots_per_head(facts) for part in self.parts)
-
-    def __str__(self) -> str:
-        return f"max({self._inner()})"
 
 
 class Percent(NamedTuple):

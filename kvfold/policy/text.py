@@ -12,12 +12,9 @@ from difflib import get_close_matches
 from typing import Any
 
 from kvfold.errors import PolicyError
-from kvfold.policy.codecs import CodecPlan
-from kvfold.policy.defaults import default, default_trigger
-from kvfold.policy.parts import PolicyParts
-from kvfold.policy.registry import AXES, Registration, term_of, terms
+from kvfold.policy.parts import STAGE_AXES, CodecPlan, PolicyParts, Stage, default_trigger
+from kvfold.policy.registry import AXES, Registration, default, term_of, terms
 from kvfold.policy.size import Percent, Size, number_text
-from kvfold.policy.stage import STAGE_AXES, Stage
 
 
 def canonical(policy: PolicyParts) -> str:
@@ -122,26 +119,19 @@ def call_text(name: str, arguments: list[str]) -> str:
     return f"{name}({', '.join(arguments)})" if arguments else name
 
 
-_NOUNS = {
-    "score": ("score", "scores"),
-    "budget": ("budget", "budgets"),
-    "size": ("size", "sizes"),
-    "when": ("trigger", "triggers"),
-    "protect": ("protection", "protections"),
-    "evicted": ("treatment of evicted slots", "treatments of evicted slots"),
-    "position": ("position", "positions"),
-    "codec": ("codec", "codecs"),
-    "attend": ("reader", "readers"),
-    "prefill": ("way to prefill", "ways to prefill"),
-}
+_NOUNS = {  # of axes that are not called as they are written
+    "when": "trigger", "protect": "protection", "evicted": "treatment of evicted slots", "attend": "reader",
+    "prefill": "way to prefill",
+}  # fmt: skip
 
 
 def noun(axis: str) -> str:
-    return _NOUNS[axis][0]
+    return _NOUNS.get(axis, axis)
 
 
 def nouns(axis: str) -> str:
-    return _NOUNS[axis][1]
+    first, *rest = noun(axis).split()
+    return " ".join((f"{first}s", *rest))
 
 
 def listing(axis: str) -> str:
@@ -154,7 +144,9 @@ def unknown_name(name: str, axis: str | None = None) -> PolicyError:
     near = _nearest(name, terms(axis))
     if axis is None and near:
         axis = near[0].axis
-    hint = f"did you mean {_either([term.name for term in near])}? " if near else ""
+    names = [term.name for term in near]
+    either = " or ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+    hint = f"did you mean {either}? " if near else ""
     known = listing(axis) if axis else "; ".join(listing(each) for each in AXES if terms(each))
     return PolicyError(f'no {noun(axis) if axis else "term"} "{name}"; {hint}{known}')
 
@@ -162,7 +154,3 @@ def unknown_name(name: str, axis: str | None = None) -> PolicyError:
 def _nearest(name: str, among: tuple[Registration, ...]) -> list[Registration]:
     by_name = {term.name: term for term in among}
     return [by_name[close] for close in get_close_matches(name.lower(), by_name, n=3, cutoff=0.6)]
-
-
-def _either(names: list[str]) -> str:
-    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))

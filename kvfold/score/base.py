@@ -12,13 +12,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from kvfold.core import LayerSpec
-from kvfold.policy.registry import Term
-from kvfold.score.shared.predictor import LayerPredictor
+from kvfold.errors import InputError, PolicyError
+from kvfold.policy.registry import Term, term_of
+from kvfold.score.predictor import LayerPredictor
 
 
 @dataclass(frozen=True)
@@ -128,11 +130,22 @@ class View:
         """fp32 scores with -inf where there is no slot."""
         return score_RS.float().masked_fill(~self.valid_RS, -torch.inf)
 
+    def window(self, term: str) -> tuple[Tensor, Tensor]:
+        """The last queries and their positions, for a scorer whose `needs` ask for them."""
+        return given(term, self.q_RGWD, "q_RGWD"), given(term, self.q_position_RW, "q_position_RW")
+
 
 class Scorer(Term, ABC):
     """One required method; class data says what it needs and whether it evicts at all."""
 
     keeps_all: bool = False  # `full`: no size, no eviction
+    least: tuple[tuple[str, float], ...] = ()  # numbers that arguments must reach
+
+    def __post_init__(self) -> None:
+        """PolicyError for the first argument below its least."""
+        for argument, least in self.least:
+            if (value := getattr(self, argument)) is not None and value < least:
+                raise PolicyError(f"{term_of(self).name}({argument}={value}): {argument} must be at least {least}")
 
     @property
     def reuse_layers(self) -> int:
@@ -151,3 +164,41 @@ class Scorer(Term, ABC):
     @abstractmethod
     def score(self, view: View) -> Tensor:
         """Scores [R, S], fp32, higher = keep. +inf: this method always keeps the slot. Padding is ignored."""
+
+
+class WindowScorer(Scorer):
+    """Looks at the last `window` queries (the observation window of SnapKV), whose own slots always stay."""
+
+    window: int
+    kernel = 1  # slots that are pooled
+    least = (("window", 1),)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            name = f"{term_of(self).name}(kernel={self.kernel})"
+            raise PolicyError(f"{name}: kernel must be odd, so that a slot is its own centre")
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(last_queries=self.window, end_of_prompt=True)
+
+
+_Part = TypeVar("_Part")
+
+
+def share(term: str, argument: str, value: float, of: str = "") -> None:
+    if not 0 <= value <= 1:
+        raise PolicyError(f"{term}({argument}={value}): {argument} is a share{of}, from 0 to 1")
+
+
+def one_of(term: str, argument: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise PolicyError(f"{term}({argument}={value}): {argument} must be one of {', '.join(allowed)}")
+
+
+def given(term: str, part: _Part | None, name: str) -> _Part:
+    """The part of the view that the scorer's `needs` asked for."""
+    if part is None:
+        raise InputError(f"{term} needs view.{name}, which is missing; provide what its `needs` declare")
+    return part

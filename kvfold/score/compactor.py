@@ -1,6 +1,10 @@
 """`compactor`: leverage of keys and blockwise attention, question-agnostic, in one pass (Compactor, arXiv:2507.08143).
 
-R rows   S slots   D head dim   G query heads per KV head   T new queries   P positions   B sequences
+A causal map cannot tell how much the end of a passage is needed by what comes later; inside a block all queries see all
+keys, so every token is scored by queries before and after it.
+
+    R rows   S slots   D head dim   G query heads per KV head   T new queries   P positions   X positions of a block
+    B sequences
 """
 
 from __future__ import annotations
@@ -12,10 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvfold.policy.registry import register
-from kvfold.score.base import Needs, Scorer, View
-from kvfold.score.shared.attention import row_blocks
-from kvfold.score.shared.block_votes import block_votes
-from kvfold.score.shared.checks import at_least, given
+from kvfold.score.attention import by_position, dots, masked_softmax, row_blocks
+from kvfold.score.base import Needs, Scorer, View, given
 
 _UNKNOWN_BLEND = 0.35  # the authors' weight where no size is known
 _RIDGE = 1e-2
@@ -23,12 +25,9 @@ _POOL = 3
 
 
 @register(
-    "score",
-    "compactor",
-    paper="arXiv:2507.08143",
-    cost="block·L·d + L·d²",
+    "score", "compactor", paper="arXiv:2507.08143", cost="block·L·d + L·d²",
     published="differs: leverage is exact, padding takes no part",
-)
+)  # fmt: skip
 @dataclass(frozen=True)
 class Compactor(Scorer):
     """Keep outlying keys, and tokens that their neighbourhood attends to from both sides.
@@ -48,13 +47,7 @@ class Compactor(Scorer):
     recent: int = 4
     block: int = 256
     blend: float | None = None
-
-    def __post_init__(self) -> None:
-        at_least("compactor", "sinks", self.sinks, 0)
-        at_least("compactor", "recent", self.recent, 0)
-        at_least("compactor", "block", self.block, 1)
-        if self.blend is not None:
-            at_least("compactor", "blend", self.blend, 0)
+    least = (("sinks", 0), ("recent", 0), ("block", 1), ("blend", 0))
 
     @property
     def needs(self) -> Needs:
@@ -119,3 +112,34 @@ def z_scores(x_RS: Tensor, among_RS: Tensor, num_heads: int) -> Tensor:
     away_BX = (x_BX - x_BX.sum(-1, keepdim=True) / count_B1.clamp(min=1)).masked_fill(~among_BX, 0.0)
     std_B1 = (away_BX.square().sum(-1, keepdim=True) / (count_B1 - 1).clamp(min=1)).sqrt()
     return (away_BX / std_B1.clamp(min=1e-6)).float().view_as(x_RS)
+
+
+def block_votes(view: View, q_RGTD: Tensor, among_RS: Tensor, first: int, block: int) -> Tensor:
+    """fp32 [R, S]: softmax(q.k) without scale, summed over the queries of the block, mean over the group.
+
+    Blocks are counted from position `first`; slots that are not `among` neither vote nor are voted on.
+    """
+    if q_RGTD.shape[2] == 0:
+        return torch.zeros_like(view.position_RS, dtype=torch.float32)
+    slot_RS = torch.arange(view.k_RSD.shape[1], device=view.k_RSD.device).expand_as(view.position_RS)
+    slot_RP = by_position(slot_RS.masked_fill(~among_RS, -1).float(), view, -1.0).long()
+    start_R1 = view.seen_R.unsqueeze(-1) - q_RGTD.shape[2]  # position of each row's first query; below 0: padding
+    earliest, end = max(int(start_R1.min()), first), slot_RP.shape[1] - 1
+    vote_RP = torch.zeros_like(slot_RP, dtype=torch.float32)
+    for begin in range(earliest - (earliest - first) % block, end, block):
+        span = slice(begin, min(begin + block, end))
+        position_X = torch.arange(span.start, span.stop, device=slot_RP.device)
+        vote_RP[:, span] = _votes(view, q_RGTD, slot_RP[:, span], position_X - start_R1)
+    return vote_RP.gather(1, view.position_RS)
+
+
+def _votes(view: View, q_RGTD: Tensor, slot_RX: Tensor, column_RX: Tensor) -> Tensor:
+    """One block: which slot each position is, -1 for none, and which column its query."""
+    exists_RX = slot_RX >= 0
+    slot_RXD = slot_RX.clamp(min=0).unsqueeze(-1).expand(-1, -1, view.k_RSD.shape[-1])
+    k_RXD = view.k_RSD.gather(1, slot_RXD).masked_fill(~exists_RX.unsqueeze(-1), 0.0)
+    index_RX = column_RX.clamp(0, q_RGTD.shape[2] - 1)
+    index_RGXD = index_RX[:, None, :, None].expand(-1, q_RGTD.shape[1], -1, q_RGTD.shape[3])
+    logit_RGXX = dots(q_RGTD.gather(2, index_RGXD), k_RXD)
+    weight_RGXX = masked_softmax(logit_RGXX, exists_RX[:, None, None, :])
+    return weight_RGXX.masked_fill(~exists_RX[:, None, :, None], 0.0).sum(2).mean(1)

@@ -16,19 +16,14 @@ from torch import Tensor
 from kvfold.core import HAS_TRITON, Rope
 from kvfold.errors import PolicyError
 from kvfold.policy.registry import register
-from kvfold.score.base import Needs, QueryStats, Scorer, View
-from kvfold.score.shared.attention import masked_softmax, row_blocks
-from kvfold.score.shared.checks import at_least, given
+from kvfold.score.attention import masked_softmax, row_blocks
+from kvfold.score.base import Needs, QueryStats, Scorer, View, given
 
 
 @register(
-    "score",
-    "expected",
-    revision=2,
-    paper="arXiv:2510.00636",
-    cost="L·d²",
+    "score", "expected", revision=2, paper="arXiv:2510.00636", cost="L·d²",
     published="as published in kvpress, with true positions",
-)
+)  # fmt: skip
 @dataclass(frozen=True)
 class Expected(Scorer):
     """Keep what the next `future` queries are expected to attend to.
@@ -48,11 +43,10 @@ class Expected(Scorer):
     covariance: bool = True
     vnorm: bool = True
     epsilon: float = 0.0
+    least = (("sinks", 0), ("future", 1), ("epsilon", 0))
 
     def __post_init__(self) -> None:
-        at_least("expected", "sinks", self.sinks, 0)
-        at_least("expected", "future", self.future, 1)
-        at_least("expected", "epsilon", self.epsilon, 0)
+        super().__post_init__()
         if self.epsilon and not self.vnorm:
             raise PolicyError(f"expected(epsilon={self.epsilon}, vnorm=false): epsilon only acts with vnorm=true")
 
@@ -75,9 +69,9 @@ class Expected(Scorer):
         if view.spec.rope is not None:
             stats = rotate_ahead(stats, view.spec.rope, view.seen_R, self.future)
         if self.covariance and view.k_RSD.is_cuda and HAS_TRITON:
-            from kvfold.score.kernels.quadratic import can_expect, expected_logits
+            from kvfold.score.kernels import are_taken, expected_logits
 
-            if can_expect(view.k_RSD):
+            if are_taken(view.k_RSD):
                 return expected_logits(view.k_RSD, stats.mean_RGD.float(), stats.cov_RGDD.float(), view.spec.scale)
         num_rows, num_slots, dim = view.k_RSD.shape
         blocks = row_blocks(num_rows, num_slots * dim)  # keys in fp32, of a few rows at a time

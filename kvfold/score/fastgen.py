@@ -12,19 +12,14 @@ import torch
 from torch import Tensor
 
 from kvfold.budget.select import select_top
-from kvfold.errors import PolicyError
 from kvfold.policy.registry import register
-from kvfold.score.base import Needs, Scorer, View
-from kvfold.score.shared.checks import at_least, given
+from kvfold.score.base import Needs, Scorer, View, given, share
 
 
 @register(
-    "score",
-    "fastgen",
-    paper="arXiv:2310.01801",
-    cost="L²·d, L memory",
+    "score", "fastgen", paper="arXiv:2310.01801", cost="L²·d, L memory",
     published="differs: no punctuation kind; size as published with `adaptive(loss=0.999, window=none)`",
-)
+)  # fmt: skip
 @dataclass(frozen=True)
 class FastGen(Scorer):
     """Tell by its attention what kind of set each head needs, and keep the slots of that set first.
@@ -46,13 +41,12 @@ class FastGen(Scorer):
     frequent: float = 0.3
     local: float = 0.3
     recovery: float = 0.95
+    least = (("sinks", 0),)
 
     def __post_init__(self) -> None:
-        at_least("fastgen", "sinks", self.sinks, 0)
-        shares = (("frequent", self.frequent), ("local", self.local), ("recovery", self.recovery))
-        for name, value in shares:
-            if not 0 <= value <= 1:
-                raise PolicyError(f"fastgen({name}={value}): {name} is a share, from 0 to 1")
+        super().__post_init__()
+        for name in ("frequent", "local", "recovery"):
+            share("fastgen", name, getattr(self, name))
 
     @property
     def needs(self) -> Needs:
@@ -63,9 +57,7 @@ class FastGen(Scorer):
         share_RS = mass_RS / mass_RS.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
         kinds_RKS = self._kinds(view, share_RS)
         held_RK = torch.where(kinds_RKS, share_RS.unsqueeze(1), 0.0).sum(-1)
-        kind_R = (
-            (held_RK < self.recovery).sum(-1).clamp(max=kinds_RKS.shape[1] - 1)
-        )  # sets grow, so does what they hold
+        kind_R = (held_RK < self.recovery).sum(-1).clamp(max=kinds_RKS.shape[1] - 1)  # as sets grow, so do shares
         chosen_RS = kinds_RKS[torch.arange(len(kind_R), device=kind_R.device), kind_R]
         return view.masked(chosen_RS + share_RS)
 

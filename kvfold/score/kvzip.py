@@ -1,4 +1,5 @@
-"""`kvzip`: question-agnostic score by context reconstruction (KVzip, arXiv:2505.23416).
+"""`kvzip`: question-agnostic score by context reconstruction (KVzip, arXiv:2505.23416), and `kvzip_plus`, its weights
+times the norm of projected values (KVzip+, arXiv:2601.07891).
 
 Slots are scored by the attention of the model while it repeats the prompt: a cache that the whole text can be repeated
 from serves every later question. The prompt is read a second time for it (replay).
@@ -14,17 +15,14 @@ import torch
 from torch import Tensor
 
 from kvfold.policy.registry import register
-from kvfold.score.base import Needs, Replay, Scorer, View
-from kvfold.score.shared.checks import at_least, given
+from kvfold.score.attention import output_norms
+from kvfold.score.base import Needs, Replay, Scorer, View, given
 
 
 @register(
-    "score",
-    "kvzip",
-    paper="arXiv:2505.23416",
-    cost="a second prefill, the whole cache held",
+    "score", "kvzip", paper="arXiv:2505.23416", cost="a second prefill, the whole cache held",
     published="differs: a system prompt is scored like the rest (pin it); budget `global`",
-)
+)  # fmt: skip
 @dataclass(frozen=True)
 class KVzip(Scorer):
     """Keep what the model attends to while it repeats the text; no question needed, pair it with `global`.
@@ -47,11 +45,7 @@ class KVzip(Scorer):
     chunk: int = 2048
     sinks: int = 4
     surprise: float = 0.0  # nats from which on a query counts in full; 0: every one does
-
-    def __post_init__(self) -> None:
-        at_least("kvzip", "chunk", self.chunk, 1)
-        at_least("kvzip", "sinks", self.sinks, 0)
-        at_least("kvzip", "surprise", self.surprise, 0.0)
+    least = (("chunk", 1), ("sinks", 0), ("surprise", 0.0))
 
     @property
     def needs(self) -> Needs:
@@ -61,3 +55,33 @@ class KVzip(Scorer):
     def score(self, view: View) -> Tensor:
         largest_RS = given("kvzip", view.replay_RGS, "replay_RGS").amax(1)
         return view.masked(largest_RS.masked_fill(view.position_RS < self.sinks, torch.inf))
+
+
+@register(
+    "score", "kvzip_plus", paper="arXiv:2601.07891", cost="a second prefill, the whole cache held; L·d·M",
+    published="as published in kvpress; a system prompt as for `kvzip`",
+)  # fmt: skip
+@dataclass(frozen=True)
+class KVzipPlus(Scorer):
+    """Keep what changes hidden states most while the model repeats the text; pair it with `global`.
+
+    score = maximum over group and queries of a |v W_o|_2 / |h|, with a the weight that `kvzip` takes the maximum of,
+    W_o the output projection of the query's head, and h the hidden state that attention was given for the query. The
+    sinks are +inf.
+
+    As kvpress' KVzipPress with its normalisation on; differences as for `kvzip`.
+    """
+
+    chunk: int = 2048
+    sinks: int = 4
+    least = (("chunk", 1), ("sinks", 0))
+
+    @property
+    def needs(self) -> Needs:
+        replay = Replay(self.chunk, self.sinks, by_hidden=True)
+        return Needs(sinks=self.sinks, replay=replay, output=True, end_of_prompt=True)
+
+    def score(self, view: View) -> Tensor:
+        largest_RGS = given("kvzip_plus", view.replay_RGS, "replay_RGS")
+        change_RS = (largest_RGS * output_norms("kvzip_plus", view, 2)).amax(1)
+        return view.masked(change_RS.masked_fill(view.position_RS < self.sinks, torch.inf))

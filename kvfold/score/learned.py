@@ -13,20 +13,14 @@ import torch
 from torch import Tensor
 
 from kvfold.errors import PolicyError
-from kvfold.policy.content import check_file_name
-from kvfold.policy.registry import register
-from kvfold.score.base import Needs, Scorer, View
-from kvfold.score.shared.checks import at_least, given
+from kvfold.policy.registry import check_file_name, register
+from kvfold.score.base import Needs, Scorer, View, given
 
 
 @register(
-    "score",
-    "learned",
-    revision=2,
-    paper="arXiv:2601.07891",
-    cost="L·d·64; trained once for a model",
+    "score", "learned", revision=2, paper="arXiv:2601.07891", cost="L·d·64; trained once for a model",
     published="differs: from keys and values, fitted to `kvzip` by cross-entropy, a size in place of a threshold",
-)
+)  # fmt: skip
 @dataclass(frozen=True)
 class Learned(Scorer):
     """Keep what a small network, trained on this model, takes for worth repeating; pair it with `global`.
@@ -42,9 +36,10 @@ class Learned(Scorer):
 
     file: str = ""
     sinks: int = 4
+    least = (("sinks", 0),)
 
     def __post_init__(self) -> None:
-        at_least("learned", "sinks", self.sinks, 0)
+        super().__post_init__()
         check_file_name("learned", self.file)
 
     @property

@@ -14,26 +14,19 @@ import torch
 from torch import Tensor
 
 from kvfold.budget.select import select_top
-from kvfold.errors import PolicyError
 from kvfold.policy.registry import register
-from kvfold.score.base import Needs, Scorer, View
-from kvfold.score.random import Random
-from kvfold.score.shared.attention import window_sum
-from kvfold.score.shared.checks import at_least, given
-from kvfold.score.snapkv import window_start
+from kvfold.score.attention import window_start, window_sum
+from kvfold.score.base import Needs, Scorer, View, given, share
+from kvfold.score.baselines import Random
 
 _ABOVE_ALL_SAMPLES = 1e4  # votes are at most the number of proxies, noise at most 17
 _LEAST_DRAW = 2.0**-25  # half of the smallest draw above 0
 
 
 @register(
-    "score",
-    "nacl",
-    revision=2,
-    paper="arXiv:2408.03675",
-    cost="proxies·L·d",
+    "score", "nacl", revision=2, paper="arXiv:2408.03675", cost="proxies·L·d",
     published="differs: a number of proxies, causal among themselves; `protect(sinks=256, recent=5%)` as published",
-)
+)  # fmt: skip
 @dataclass(frozen=True)
 class NACL(Scorer):
     """Keep what the last `proxies` queries attend to, and a random `share` of the budget beside it.
@@ -53,28 +46,24 @@ class NACL(Scorer):
     proxies: int = 32
     share: float = 0.37
     seed: int = 0
+    least = (("proxies", 1),)
 
     def __post_init__(self) -> None:
-        at_least("nacl", "proxies", self.proxies, 1)
-        if not 0 <= self.share <= 1:
-            raise PolicyError(f"nacl(share={self.share}): share is the part left to chance, from 0 to 1")
+        super().__post_init__()
+        share("nacl", "share", self.share, " of the budget left to chance")
 
     @property
     def needs(self) -> Needs:
         return Needs(last_queries=self.proxies, size=True, protected=True, end_of_prompt=True)
 
     def score(self, view: View) -> Tensor:
-        q_RGWD = given("nacl", view.q_RGWD, "q_RGWD")
-        q_position_RW = given("nacl", view.q_position_RW, "q_position_RW")
+        q_RGWD, q_position_RW = view.window("nacl")
         is_proxy_RS = view.position_RS >= window_start(q_position_RW).unsqueeze(-1)
         stays_RS = is_proxy_RS | given("nacl", view.protected_RS, "protected_RS")
         vote_RS = view.masked(window_sum(view, q_RGWD, q_position_RW).mean(1)).masked_fill(stays_RS, -torch.inf)
         free_R = (view.slots_per_head - (stays_RS & view.valid_RS).sum(-1)).clamp(min=0)
         safe_RS = select_top(vote_RS, ((1 - self.share) * free_R.double()).round())
-        score_RS = vote_RS + torch.where(safe_RS, _ABOVE_ALL_SAMPLES, self._noise(view))
-        return view.masked(score_RS.masked_fill(stays_RS, torch.inf))
-
-    def _noise(self, view: View) -> Tensor:
-        """Standard Gumbel noise."""
         draw_RS = Random(self.seed).score(view).clamp(min=_LEAST_DRAW)
-        return -(-draw_RS.log()).log()
+        gumbel_RS = -(-draw_RS.log()).log()
+        score_RS = vote_RS + torch.where(safe_RS, _ABOVE_ALL_SAMPLES, gumbel_RS)
+        return view.masked(score_RS.masked_fill(stays_RS, torch.inf))

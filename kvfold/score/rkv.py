@@ -13,24 +13,18 @@ from torch.nn import functional
 
 from kvfold.errors import PolicyError
 from kvfold.policy.registry import register
-from kvfold.score.base import Needs, Scorer, View
-from kvfold.score.shared.attention import dots, masked_softmax, row_blocks
-from kvfold.score.shared.checks import at_least, given
-from kvfold.score.snapkv import window_start
+from kvfold.score.attention import dots, masked_softmax, row_blocks, window_start
+from kvfold.score.base import View, WindowScorer
 
 _TILE = 512  # rows of the similarity map that stand at a time
 
 
 @register(
-    "score",
-    "rkv",
-    revision=2,
-    paper="arXiv:2505.24133",
-    cost="L²·d, L memory",
+    "score", "rkv", revision=2, paper="arXiv:2505.24133", cost="L²·d, L memory",
     published="differs: a slot that resembles none leaves out nothing",
-)
+)  # fmt: skip
 @dataclass(frozen=True)
-class RKV(Scorer):
+class RKV(WindowScorer):
     """Keep what the last `window` queries attend to, less what other slots repeat.
 
     score = mix * I - (1 - mix) * U. Importance I = maxpool of the mean over the window of softmax(max over the group of
@@ -49,20 +43,13 @@ class RKV(Scorer):
     threshold: float = 0.5
 
     def __post_init__(self) -> None:
-        at_least("rkv", "window", self.window, 1)
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise PolicyError(f"rkv(kernel={self.kernel}): kernel must be odd, so that a slot is its own centre")
+        super().__post_init__()
         for name, value in (("mix", self.mix), ("threshold", self.threshold)):
             if not 0 <= value <= 1:
                 raise PolicyError(f"rkv({name}={value}): {name} must be from 0 to 1")
 
-    @property
-    def needs(self) -> Needs:
-        return Needs(last_queries=self.window, end_of_prompt=True)
-
     def score(self, view: View) -> Tensor:
-        q_RGWD = given("rkv", view.q_RGWD, "q_RGWD")
-        q_position_RW = given("rkv", view.q_position_RW, "q_position_RW")
+        q_RGWD, q_position_RW = view.window("rkv")
         in_window_RS = view.position_RS >= window_start(q_position_RW).unsqueeze(-1)
         blocks = row_blocks(len(q_RGWD), q_RGWD[0, ..., 0].numel() * view.k_RSD.shape[1])
         free_RS = view.valid_RS & ~in_window_RS

@@ -19,17 +19,13 @@ from torch.nn import functional
 
 from kvfold.errors import PolicyError
 from kvfold.policy.registry import register
-from kvfold.score.base import Needs, Scorer, View
-from kvfold.score.shared.checks import at_least, given
+from kvfold.score.base import Needs, Scorer, View, given
 
 
 @register(
-    "score",
-    "tree",
-    paper="arXiv:2501.04987",
-    cost="L²·d, L memory",
+    "score", "tree", paper="arXiv:2501.04987", cost="L²·d, L memory",
     published="differs: rebuilt from the text; pairs are judged in the end, not at the time of their duel",
-)
+)  # fmt: skip
 @dataclass(frozen=True)
 class Tree(Scorer):
     """Thin out the past pair by pair, the older the thinner, by the mean attention each slot has received.
@@ -48,9 +44,10 @@ class Tree(Scorer):
 
     sinks: int = 4
     recent: float = 0.5
+    least = (("sinks", 0),)
 
     def __post_init__(self) -> None:
-        at_least("tree", "sinks", self.sinks, 0)
+        super().__post_init__()
         if not 0 <= self.recent < 1:
             raise PolicyError(
                 f"tree(recent={self.recent}): recent is a share of the budget, at least 0 and less than 1"

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvfold.engine.scheduling.fair_queue import FairQueue
+from kvfold.engine.scheduling.queues import FairQueue
 from kvfold.serve.api.errors import ApiError
 from kvfold.serve.settings import Limits
 

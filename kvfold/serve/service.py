@@ -31,10 +31,9 @@ from kvfold.serve.preprocess import Preprocessor
 from kvfold.serve.prompt import Prompt, PromptRenderer
 from kvfold.serve.reply import EventQueue, Reply, RequestContext, timed_out
 from kvfold.serve.settings import Settings
-from kvfold.store.binding import check_reuse, kind_of
 from kvfold.store.entry.encodings import ENCODINGS, check_encoding
 from kvfold.store.markers import CacheMarkers
-from kvfold.store.store import PrefixStore
+from kvfold.store.store import PrefixStore, check_reuse, kind_of
 
 T = TypeVar("T")
 

@@ -7,19 +7,10 @@ from kvfold.store.tiers.base import ByteTier, Tier
 from kvfold.store.tiers.device import DeviceTier
 from kvfold.store.tiers.disk import DiskTier
 from kvfold.store.tiers.host import HostTier
-from kvfold.store.tiers.quarantine import Quarantine
 from kvfold.store.tiers.redis import RedisTier
+from kvfold.store.tiers.tiered_cache import Quarantine
 
 __all__ = [
-    "ByteTier",
-    "DeviceTier",
-    "DiskTier",
-    "Event",
-    "Hit",
-    "HostTier",
-    "PrefixStore",
-    "Prefixes",
-    "Quarantine",
-    "RedisTier",
-    "Tier",
-]
+    "ByteTier", "DeviceTier", "DiskTier", "Event", "Hit", "HostTier", "PrefixStore", "Prefixes", "Quarantine",
+    "RedisTier", "Tier",
+]  # fmt: skip

@@ -7,16 +7,12 @@ from collections.abc import Sequence
 
 from kvfold.errors import InputError
 from kvfold.store.entry.encodings import check_encoding
-from kvfold.store.entry.format import MAX_ENTRY_BYTES
-from kvfold.store.entry.signing import check_secret
-from kvfold.store.events import Events
+from kvfold.store.entry.format import MAX_ENTRY_BYTES, check_secret
+from kvfold.store.events import Events, KeyIndex
 from kvfold.store.key import CHUNK_LEN
-from kvfold.store.key_index import KeyIndex
-from kvfold.store.tiers.background_queue import BackgroundQueue, Job
 from kvfold.store.tiers.base import ByteTier, Clock
 from kvfold.store.tiers.device import DeviceTier
-from kvfold.store.tiers.quarantine import Quarantine
-from kvfold.store.tiers.tiered_cache import TieredCache
+from kvfold.store.tiers.tiered_cache import BackgroundQueue, BadCopies, Job, Quarantine, TieredCache
 
 QUEUE_BYTES = 1 << 30
 _MAX_FETCHES = 64  # queued prefetches, one a prompt
@@ -51,7 +47,7 @@ class StoreContext:
         self.clock = clock
         self._write_queue = BackgroundQueue(queue_bytes)
         self._fetch_queue = BackgroundQueue(_MAX_FETCHES)
-        self.tiered = TieredCache(tiers, self.events, self._write_queue, quarantine, clock)
+        self.tiered = TieredCache(list(tiers), self.events, self._write_queue, quarantine, BadCopies(clock))
         self.key_index = KeyIndex()
         self.events.subscribe(self.key_index.on_event)
         self._is_scanned = False

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from kvfold.errors import FileError, InputError
-from kvfold.store.entry.format import PREAMBLE_BYTES, EntryReader, InvalidEntry, peek
+from kvfold.store.entry.format import PREAMBLE_BYTES, EntryReader, InvalidEntry, claims
 from kvfold.store.key import Key
 from kvfold.store.tiers.disk import SUFFIX, key_of, path_of
 from kvfold.store.tiers.folder import is_locked, lock_folder
-from kvfold.store.tiers.quarantine import Quarantine
 from kvfold.store.tiers.redis import RedisTier
+from kvfold.store.tiers.tiered_cache import Quarantine
 
 
 @dataclass(frozen=True)
@@ -148,12 +148,7 @@ def _found(path: Path) -> EntryInfo | None:
     if key is None:
         return None
     with path.open("rb") as file:
-        return EntryInfo(key, "disk", stat.st_size, stat.st_mtime, *_claims(file.read(PREAMBLE_BYTES)))
-
-
-def _claims(begins: bytes) -> tuple[int, float]:
-    preamble = peek(begins)
-    return (0, 0.0) if preamble is None else (preamble.ttl_s, preamble.saved_s)
+        return EntryInfo(key, "disk", stat.st_size, stat.st_mtime, *claims(file.read(PREAMBLE_BYTES)))
 
 
 class RedisInspector(StoreInspector):
@@ -173,7 +168,7 @@ class RedisInspector(StoreInspector):
             looked = self._tier.look(key)
             if looked is not None:
                 num_bytes, left_s, begins = looked
-                yield EntryInfo(key, "redis", num_bytes, time.time() + left_s, *_claims(begins))
+                yield EntryInfo(key, "redis", num_bytes, time.time() + left_s, *claims(begins))
 
     def open(self, key: Key) -> BinaryIO | None:
         return self._tier.get(key, 0.0)

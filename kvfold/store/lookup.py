@@ -1,22 +1,165 @@
 """One lookup in the prefix cache: share the device's prefix copy-on-write, load the rest from the byte tiers.
 
-A failed attempt (invalid copy, out of pages) releases everything; the caller decides whether to retry. The last chunks
-may still be loading when it ends.
+Entries are checked block by block while they are loaded into KV pages, and invalid copies are quarantined. A failed
+attempt (invalid copy, out of pages) releases everything; the caller decides whether to retry. Chunks load
+asynchronously, and may still be loading when a lookup ends: reading and checking blocks takes most of the time and
+releases the GIL; threads do it for a layer while the layer before it is copied to its pages and the model runs on it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import groupby, repeat
 from typing import NamedTuple
 
+from kvfold.errors import PrefixLost
+from kvfold.pages.layer import LayerPages
 from kvfold.pages.sequence import SequenceCache
 from kvfold.store.context import StoreContext
-from kvfold.store.entry.format import EntryReader
-from kvfold.store.key import Key
-from kvfold.store.load import Loader
+from kvfold.store.entry.encodings import ENCODINGS, TensorSpecs
+from kvfold.store.entry.format import EntryReader, Fields, InvalidEntry
+from kvfold.store.entry.snapshot import LayerwiseAppend, chunk_specs, restore_snapshot
+from kvfold.store.key import Binding, Key
 from kvfold.store.tiers.eviction import Lease
 from kvfold.store.tiers.tiered_cache import Copy
+
+_READERS = 4  # threads
+
+OnBadCopy = Callable[[Copy, InvalidEntry], None]
+Unpack = Callable[[Sequence[Copy], Sequence[Fields], LayerPages], list[Fields]]
+
+
+class BadCopy(Exception):
+    """An invalid copy and its error; becomes PrefixLost in the model's thread."""
+
+    def __init__(self, copy: Copy, error: InvalidEntry) -> None:
+        super().__init__(str(error))
+        self.copy = copy
+        self.error = error
+
+
+@contextmanager
+def as_bad_copy(copy: Copy) -> Iterator[None]:
+    try:
+        yield
+    except InvalidEntry as error:
+        raise BadCopy(copy, error) from error
+
+
+@contextmanager
+def as_prefix_lost(on_bad_copy: OnBadCopy) -> Iterator[None]:
+    """Quarantines a bad copy and raises PrefixLost for the lookup."""
+    try:
+        yield
+    except BadCopy as bad:
+        on_bad_copy(bad.copy, bad.error)
+        raise PrefixLost(str(bad)) from bad
+
+
+class PrefixLoad:
+    """Loads consecutive chunks into a sequence that ends where they begin, as its `loading`; OutOfPages if they do not
+    fit. Closes the copies' files."""
+
+    def __init__(
+        self,
+        sequence: SequenceCache,
+        copies: Sequence[Copy],
+        readers: Sequence[EntryReader],
+        unpack: Unpack,
+        on_bad_copy: OnBadCopy,
+    ) -> None:
+        self.then: Callable[[], None] = lambda: None
+        self._sequence, self._copies, self._unpack, self._on_bad_copy = sequence, copies, unpack, on_bad_copy
+        self._target = LayerwiseAppend(sequence, copies[-1].key.end)
+        self._streams = [reader.blocks() for reader in readers]
+        self._threads = ThreadPoolExecutor(_READERS, "kvfold-read")
+        self._read = self._start_reading(0)
+
+    def upto(self, layer: int) -> None:
+        while self._target.num_loaded <= layer:
+            with as_prefix_lost(self._on_bad_copy):
+                self._next_layer()
+            if self._target.num_loaded == len(self._target.layers):
+                self.close()
+                self.then()
+
+    def close(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
+        for copy in self._copies:
+            copy.file.close()
+        self._sequence.loading = None
+
+    def _next_layer(self) -> None:
+        index, layers = self._target.num_loaded, self._target.layers
+        packed = list(self._read)
+        if index + 1 < len(layers):
+            self._read = self._start_reading(index + 1)
+        self._target.append(self._unpack(self._copies, packed, layers[index]))
+
+    def _start_reading(self, layer: int) -> Iterator[Fields]:
+        return self._threads.map(_next_block, self._copies, self._streams, repeat(layer))
+
+
+def _next_block(copy: Copy, stream: Iterator[tuple[str, Fields]], layer: int) -> Fields:
+    """Fields of a layer from one copy."""
+    with as_bad_copy(copy):
+        name, fields = next(stream, ("", {}))
+        if name != str(layer):
+            raise InvalidEntry("corrupt", f'its block {layer} is called "{name}"')
+    return fields
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Reads entries of one binding. After PrefixLost or OutOfPages the caller releases the sequence."""
+
+    _binding: Binding
+    _secret: bytes
+    _max_bytes: int
+    _on_bad_copy: OnBadCopy
+
+    def load_chunks(self, sequence: SequenceCache, copies: Sequence[Copy]) -> list[EntryReader]:
+        """Start loading consecutive chunks into a sequence that ends where they begin."""
+        with as_prefix_lost(self._on_bad_copy):
+            readers = [self._open(copy) for copy in copies]
+        sequence.loading = PrefixLoad(sequence, copies, readers, self._unpack_all, self._on_bad_copy)
+        return readers
+
+    def load_snapshot(self, sequence: SequenceCache, copies: Sequence[Copy]) -> list[EntryReader]:
+        """Restore an empty sequence from the one copy given."""
+        (copy,) = copies
+        with as_prefix_lost(self._on_bad_copy), copy.file:
+            reader = self._open(copy)
+            with as_bad_copy(copy):
+                restore_snapshot(sequence, copy.key.end, reader.blocks())
+        return [reader]
+
+    def _open(self, copy: Copy) -> EntryReader:
+        with as_bad_copy(copy):
+            return EntryReader(copy.file, copy.key, self._binding, secret=self._secret, max_bytes=self._max_bytes)
+
+    def _unpack_all(self, copies: Sequence[Copy], packed: Sequence[Fields], pages: LayerPages) -> list[Fields]:
+        """One layer of all chunks; equally long ones at once (all but a last partial one)."""
+        found: list[Fields] = []
+        for num_tokens, group in groupby(copies, lambda copy: copy.key.num_tokens):
+            mine, begin = list(group), len(found)
+            found += self._unpack(mine, packed[begin : begin + len(mine)], chunk_specs(pages, num_tokens))
+        return found
+
+    def _unpack(self, copies: Sequence[Copy], packed: Sequence[Fields], specs: TensorSpecs) -> list[Fields]:
+        """All at once; on an error each on its own, to find the invalid copy."""
+        encoding = ENCODINGS[self._binding.form]
+        try:
+            return encoding.unpack(packed, specs)
+        except InvalidEntry:
+            for copy, fields in zip(copies, packed, strict=True):
+                with as_bad_copy(copy):
+                    encoding.unpack([fields], specs)
+            raise
+
 
 _OPEN_FILES = 64  # entries read side by side
 
@@ -29,16 +172,16 @@ class UsedCopy(NamedTuple):
     num_bytes: int
 
 
+@dataclass
 class Lookup:
     """For a request that started `at`: `sequence` has the prefix found so far, `used` the copies read for it."""
 
-    def __init__(self, store: StoreContext, loader: Loader, new: Callable[[], SequenceCache], at: float) -> None:
-        self.sequence: SequenceCache | None = None
-        self.used: list[UsedCopy] = []
-        self._store = store
-        self._loader = loader
-        self._new = new
-        self._at = at
+    _store: StoreContext
+    _loader: Loader
+    _new: Callable[[], SequenceCache]
+    _at: float
+    sequence: SequenceCache | None = None
+    used: list[UsedCopy] = field(default_factory=list)
 
     @property
     def tier(self) -> str:

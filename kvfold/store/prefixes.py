@@ -20,12 +20,10 @@ from kvfold.policy.policy import Policy
 from kvfold.store.context import StoreContext
 from kvfold.store.entry.encodings import ENCODINGS
 from kvfold.store.entry.format import Fields, encode
-from kvfold.store.entry.slots import copy_prefix, read_slots
-from kvfold.store.entry.snapshot import snapshot_blocks
+from kvfold.store.entry.snapshot import copy_prefix, read_slots, snapshot_blocks
 from kvfold.store.events import Event, Reason
 from kvfold.store.key import Binding, Key, chunk_keys, snapshot_keys
-from kvfold.store.load import Loader
-from kvfold.store.lookup import Lookup
+from kvfold.store.lookup import Loader, Lookup
 from kvfold.store.tiers.device import DeviceTier
 from kvfold.store.tiers.eviction import Lease
 
@@ -55,7 +53,7 @@ class Prefixes:
         self.binding = binding
         self._store = store
         self._model, self._policy, self._config = model, policy, config
-        self._new = partial(SequenceCache, model.arena, model.spec, policy, config)
+        self.empty = partial(SequenceCache, model.arena, model.spec, policy, config)  # as on a miss; OutOfPages
         self._device = store.device
         self._encoding = ENCODINGS[binding.form]
         self._loader = Loader(binding, store.secret, store.max_entry_bytes, store.tiered.quarantine)
@@ -105,11 +103,7 @@ class Prefixes:
         if isinstance(found, Hit):
             return found
         self._store.events.emit(Event("missed", "", found, None, len(tokens)))
-        return Hit(self._new(), 0, None, found)
-
-    def empty(self) -> SequenceCache:
-        """An empty sequence, as on a miss; OutOfPages if there is no memory for it."""
-        return self._new()
+        return Hit(self.empty(), 0, None, found)
 
     def prefetch(
         self, tokens: Sequence[int], *, markers: Sequence[int], cuts: Sequence[int] | None = None, at: float
@@ -147,7 +141,7 @@ class Prefixes:
         after _MOST_LOST invalid copies, since each attempt reads the valid ones again."""
         device, num_lost = self._store.device, 0
         while num_lost < _MOST_LOST:
-            attempt = Lookup(self._store, self._loader, self._new, at)
+            attempt = Lookup(self._store, self._loader, self.empty, at)
             try:
                 found = attempt.read_chunks(keys) if self.has_chunks else attempt.read_snapshot(keys)
                 if wait:
@@ -208,13 +202,18 @@ class Prefixes:
             end = min(end, sequence.sealed_len)
             keys = chunk_keys(self.binding.scope, tokens[:end], self.binding.chunk_len, with_rest=end == upto)
         else:
-            _check_length(end, sequence)
+            if end != sequence.committed_len:
+                raise InputError(
+                    f"the sequence has {sequence.committed_len} tokens and upto is {end}; a compressed sequence can be "
+                    "saved at its own length only: save it there"
+                )
             keys = snapshot_keys(self.binding.scope, tokens, [end] if end else [], self.binding.chunk_len, cuts)
         if not keys:
             return 0
         per_token = self._seconds_per_token if prefill_s is None else prefill_s / end
         self._put_on_device(sequence, keys, Lease(at, ttl_s, per_token * keys[-1].end))
-        missing = [key for key in keys if not self._is_stored(key, ttl_s)]
+        tiers = [tier.name for tier in self._store.tiered.tiers]
+        missing = [key for key in keys if not self._store.key_index.has(key, ttl_s, tiers)]
         for begin in range(0, len(missing), _COPIED_CHUNKS):
             group = missing[begin : begin + _COPIED_CHUNKS]
             for key, blocks in zip(group, self._blocks(sequence, group), strict=True):
@@ -236,9 +235,6 @@ class Prefixes:
             return
         device.put_chunks(keys, copy, lease)
         copy.release()
-
-    def _is_stored(self, key: Key, ttl_s: float) -> bool:
-        return self._store.key_index.has(key, ttl_s, [tier.name for tier in self._store.tiered.tiers])
 
     def _blocks(self, sequence: SequenceCache, keys: Sequence[Key]) -> list[dict[str, Fields]]:
         """Blocks of each key, copied to the host: one copy per layer is faster than one per chunk."""
@@ -270,11 +266,3 @@ def _ttl_s(ttl: Ttl) -> float:
     if found is None or not 1 <= found <= _MAX_TTL_S:
         raise InputError(f'a time to live is "5m", "1h" or 1 to {_MAX_TTL_S:.0f} seconds, not {ttl!r}')
     return found
-
-
-def _check_length(end: int, sequence: SequenceCache) -> None:
-    if end != sequence.committed_len:
-        raise InputError(
-            f"the sequence has {sequence.committed_len} tokens and upto is {end}; a compressed sequence can be saved "
-            "at its own length only: save it there"
-        )

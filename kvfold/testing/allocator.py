@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvfold.budget.base import Allocator
-from kvfold.budget.bounds import Budget, bounds
-from kvfold.budget.scores import Scores
+from kvfold.budget.base import Allocator, Budget, Scores
 from kvfold.score.base import Needs
 from kvfold.testing.rules import attempt, require, require_term
 from kvfold.testing.views import HEADS, make_view
@@ -70,7 +68,7 @@ def _allocate(allocator: Allocator, scores: Sequence[Tensor], budget: Budget, la
 def counts_lie_between_protected_and_existing(allocator: Allocator, scores: Sequence[Tensor], slots: int) -> None:
     counts = allocate_all(allocator, scores, Budget(slots, len(scores)))
     for score_HS, count_H in zip(scores, counts, strict=True):
-        protected_H, existing_H = bounds(score_HS)
+        protected_H, existing_H = Scores(score_HS).bounds
         require((protected_H <= count_H).all(), "a head must keep all of its protected slots (score +inf)")
         require((count_H <= existing_H).all(), "a head must not keep more slots than exist (score above -inf)")
 
@@ -82,8 +80,8 @@ def the_total_is_the_budget(allocator: Allocator, scores: Sequence[Tensor], slot
     groups = [list(range(len(scores)))] if allocator.scope == "model" else [[layer] for layer in range(len(scores))]
     for layers in groups:
         size = slots * sum(scores[layer].shape[0] for layer in layers)
-        protected = sum(int(bounds(scores[layer]).protected_H.sum()) for layer in layers)
-        existing = sum(int(bounds(scores[layer]).existing_H.sum()) for layer in layers)
+        protected = sum(int(Scores(scores[layer]).bounds.protected_H.sum()) for layer in layers)
+        existing = sum(int(Scores(scores[layer]).bounds.existing_H.sum()) for layer in layers)
         kept, most = sum(int(counts[layer].sum()) for layer in layers), max(protected, min(size, existing))
         require(kept <= most, f"counts must not exceed the budget of {most} slots; they add up to {kept}")
         rule = f"counts must add up to the budget, {most} slots, not {kept}, unless may_leave is True"
@@ -127,5 +125,8 @@ def _weights_keep_the_bounds(allocator: Allocator) -> None:
     score_HS = torch.rand(view.valid_RS.shape, generator=torch.Generator().manual_seed(0))
     score_HS[:, :3], score_HS[:, 5] = torch.inf, -torch.inf
     weight_HS = attempt(allocator.weigh, score_HS.clone(), view, rule="weigh must take the scores of a layer")
-    same = all(torch.equal(ours, theirs) for ours, theirs in zip(bounds(weight_HS), bounds(score_HS), strict=True))
+    same = all(
+        torch.equal(ours, theirs)
+        for ours, theirs in zip(Scores(weight_HS).bounds, Scores(score_HS).bounds, strict=True)
+    )
     require(same, "weigh must return as many -inf and +inf in each head as the scores have")

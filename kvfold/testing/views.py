@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvfold.core import LayerSpec, Rope
 from kvfold.score.base import Needs, QueryStats, View
-from kvfold.score.shared.predictor import LayerPredictor
+from kvfold.score.predictor import LayerPredictor
 
 HEAD_DIM, HEADS, GROUP, HIDDEN = 8, 2, 3, 12
 KEPT = 14  # slots a head is to keep on average

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from kvfold.codec.base import SIDES, Side
-from kvfold.codec.bases import Bases, SideBasis
+from kvfold.codec.basis import Bases, SideBasis
 from kvfold.errors import InputError
-from kvfold.models.kv_gradients import KVGradients, kv_gradients
 from kvfold.models.loader import Model
+from kvfold.models.pass_cache import KVGradients, kv_gradients
 from kvfold.models.pull.progress import Report, silent
 from kvfold.train.traces import MIN_LEN
 

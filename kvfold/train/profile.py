@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from kvfold.budget.heads import HeadProfile
+from kvfold.budget.profile import HeadProfile
 from kvfold.errors import InputError
 from kvfold.models.loader import Model
 from kvfold.models.pull.progress import Report, silent

@@ -23,7 +23,7 @@ from kvfold.engine.runner import Runner
 from kvfold.errors import InputError
 from kvfold.models.loader import Model
 from kvfold.models.pull.progress import Report, silent
-from kvfold.score.shared.predictor import LayerPredictor, Predictor
+from kvfold.score.predictor import LayerPredictor, Predictor
 from kvfold.train.traces import TEACHER, Examples, joined, trace
 
 HELD_OUT_EVERY = 5  # texts

@@ -18,7 +18,7 @@ from kvfold.evicted.base import CalibrationTargets
 from kvfold.passes.prefill import PrefillPass
 from kvfold.policy.policy import Policy
 from kvfold.score.base import Replay, Scorer, View
-from kvfold.score.shared.predictor import features
+from kvfold.score.predictor import features
 
 TEACHER = "kvzip"
 MIN_LEN = 135  # tokens: half of them hold 4 sinks, 32 recent slots and an open block of 32, which have to fit

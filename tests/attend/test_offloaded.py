@@ -24,7 +24,9 @@ POLICY = "streaming(sinks=2) + 40tok + protect(sinks=2, recent=8) + recall(token
 
 
 def two_pages(tokens: int = 2) -> OffloadedLayer:
-    found = OffloadedLayer(Recall(tokens=tokens, page=2), SPEC, torch.float32, torch.device("cpu"), rotates=False)
+    found = OffloadedLayer(
+        Recall(tokens=tokens, page=2).recall, SPEC, torch.float32, torch.device("cpu"), rotates=False
+    )
     found.offload(0, KEYS, 10 * KEYS, torch.tensor([4, 5, 8, 9]), [2, 2])
     return found
 
@@ -55,7 +57,7 @@ def test_queries_that_choose_together_add_up_their_weights() -> None:
 
 def test_heads_may_have_no_pages() -> None:
     spec = LayerSpec(num_kv_heads=2, num_query_heads=2, head_dim=2, scale=1.0)
-    found = OffloadedLayer(Recall(tokens=2, page=2), spec, torch.float32, torch.device("cpu"), rotates=False)
+    found = OffloadedLayer(Recall(tokens=2, page=2).recall, spec, torch.float32, torch.device("cpu"), rotates=False)
     found.offload(1, KEYS[:3], KEYS[:3], torch.arange(3), [2, 1])
     q_HGTD = torch.tensor([[1.0, 2.0], [1.0, 2.0]]).view(2, 1, 1, 2)
     assert topk_pages(found, q_HGTD, together=False)[1].tolist() == [[0]]  # bounds 3 and 1

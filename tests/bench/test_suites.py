@@ -8,7 +8,7 @@ from kvfold.bench.byte_matching import needs_size
 from kvfold.bench.size_cache import cells
 from kvfold.bench.suites import SUITES, Suite
 from kvfold.engine.generate import generate
-from kvfold.engine.request import Request
+from kvfold.engine.output_processor import Request
 from kvfold.models.loader import Model
 from kvfold.policy.policy import Policy
 from kvfold.policy.registry import term_of, terms

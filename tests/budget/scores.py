@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvfold.budget import Allocator, Budget
-from kvfold.budget.scores import Scores
+from kvfold.budget.base import Scores
 from kvfold.testing.allocator import VALUES
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvfold.budget import Allocator, Budget, DynamicKV, Lava, Xkv
 from kvfold.budget.lava import entropy
-from kvfold.budget.mass import mass
+from kvfold.budget.shares import mass
 from kvfold.errors import PolicyError
 from tests.budget.scores import allocated
 

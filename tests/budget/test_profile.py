@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvfold.budget import Budget, Profile
-from kvfold.budget.bounds import bounds
-from kvfold.budget.heads import FORMAT, MAX_BYTES, HeadProfile
+from kvfold.budget.base import Scores
+from kvfold.budget.profile import FORMAT, MAX_BYTES, HeadProfile
 from kvfold.errors import PolicyError
 from kvfold.policy.policy import Policy
 from tests.budget.scores import allocated, layers_of_scores
@@ -66,10 +66,12 @@ def test_counts_keep_bounds_and_total_and_only_shrink(
     history = [allocated(profile, scores[: layer + 1], budget, layer) for layer in range(len(scores))]
     for before, after in pairwise(history):
         assert all((now_H <= then_H).all() for then_H, now_H in zip(before, after, strict=False))
-    low, high = (int(sum(part.sum() for part in parts)) for parts in zip(*map(bounds, scores), strict=True))
+    low, high = (
+        int(sum(part.sum() for part in parts)) for parts in zip(*(Scores(s).bounds for s in scores), strict=True)
+    )
     assert sum(int(count_H.sum()) for count_H in history[-1]) == max(low, min(slots * draw.numel(), high))
     for score_HS, count_H in zip(scores, history[-1], strict=True):
-        protected_H, existing_H = bounds(score_HS)
+        protected_H, existing_H = Scores(score_HS).bounds
         assert (protected_H <= count_H).all() and (count_H <= existing_H).all()
 
 

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from kvfold.serve.auth import key_digest
-from kvfold.store.entry.format import encode
-from kvfold.store.entry.signing import VARIABLE, signer_of
+from kvfold.store.entry.format import VARIABLE, encode, signer_of
 from kvfold.store.tiers.disk import DiskTier
 from kvfold.store.tiers.eviction import Lease
 from kvfold.store.tiers.redis import RedisTier

@@ -11,7 +11,7 @@ import pytest
 from kvfold.cli import models
 from kvfold.cli.options import Parser
 from kvfold.errors import ModelError
-from kvfold.models.pull.catalogue import CATALOGUE
+from kvfold.models.pull.pull import CATALOGUE
 from tests.models.packages import NAME, tiny_entry, tiny_source
 
 

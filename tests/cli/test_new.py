@@ -66,7 +66,7 @@ def test_names_that_cannot_be_are_refused_and_nothing_is_written(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there").mkdir()
     for name, told in (
-        ("keydiff", '"keydiff" is a term already, of kvfold.score.keydiff.KeyDiff; choose another name'),
+        ("keydiff", '"keydiff" is a term already, of kvfold.score.keys.KeyDiff; choose another name'),
         ("My-Scorer", "must match [a-z][a-z0-9_]*"),
         ("../up", "must match"),
         ("decode", "is a word of the language"),

@@ -1,6 +1,6 @@
 """Bases nobody measured, for tests of what is done with them.
 
-    G groups   X channels of a group
+G groups   X channels of a group
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from kvfold.codec.base import SIDES
-from kvfold.codec.bases import Bases, SideBasis
+from kvfold.codec.basis import Bases, SideBasis
 from kvfold.core import ModelSpec
 
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from kvfold.codec import Fp8, Int2, Int4, Int8, Slots
-from kvfold.codec.centred import CentredCodec
-from kvfold.codec.hadamard import rotate
+from kvfold.codec.hadamard import CentredCodec, rotate
 from tests.codec.common import relative_error, sample, slots_like_keys, there_and_back
 
 each = pytest.mark.parametrize("codec", [Fp8(), Int8(), Int4(), Int2()], ids=lambda codec: type(codec).__name__.lower())

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvfold.codec import Int4, Native, Palu
-from kvfold.codec.bases import Bases, SideBasis
+from kvfold.codec.basis import MAX_BYTES, Bases, SideBasis
 from kvfold.core import ModelSpec, Rope
 from kvfold.errors import FileError, PolicyError
 from kvfold.policy import Policy
@@ -176,6 +176,6 @@ def test_files_that_are_not_there_or_too_large_are_refused(tmp_path: Path) -> No
         Bases.read(tmp_path / "nothing")
     large = tmp_path / "large"
     with large.open("wb") as sparse:
-        sparse.truncate(Bases.MAX_BYTES + 1)
+        sparse.truncate(MAX_BYTES + 1)
     with pytest.raises(FileError, match="bases have at most"):
         Bases.read(large)

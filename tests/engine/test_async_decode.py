@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvfold.engine.cuda_graphs import CudaGraphs
 from kvfold.engine.generate import generate
-from kvfold.engine.request import Request
+from kvfold.engine.output_processor import Request
 from kvfold.engine.runner import Runner
 from kvfold.engine.speculate import Drafter
 from kvfold.errors import OutOfPages

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvfold.budget.heads import HeadProfile
+from kvfold.budget.profile import HeadProfile
 from kvfold.models.loader import Model
 from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy

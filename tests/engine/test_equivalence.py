@@ -9,7 +9,7 @@ import torch
 
 from kvfold.budget.select import ranks
 from kvfold.engine.generate import generate
-from kvfold.engine.request import Request
+from kvfold.engine.output_processor import Request
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError
 from kvfold.models.loader import Model
@@ -118,7 +118,7 @@ def test_prefill_many_ranks_once_for_all_sizes(model: Model, monkeypatch: pytest
         calls.append(score_HS)
         return ranks(score_HS)
 
-    monkeypatch.setattr("kvfold.budget.scores.ranks", counted)
+    monkeypatch.setattr("kvfold.budget.base.ranks", counted)
     sizes = ["2x", "ada + 3x + int4", "ada(floor=0.5) + 4x", "global + 4x", "3x + protect(sinks=9)"]
     runner = make_runner(model)
     sequences = [make_sequence(runner, f"keydiff + {size}") for size in sizes]

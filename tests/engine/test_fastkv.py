@@ -20,7 +20,7 @@ from kvfold.models.loader import Model
 from kvfold.passes.prefill import PrefillPass
 from kvfold.policy import Policy
 from kvfold.score.base import Needs
-from kvfold.store.binding import check_reuse, kind_of
+from kvfold.store.store import check_reuse, kind_of
 from kvfold.token_pruning import FastKV, at_new_tokens
 from tests.engine.runs import Shared, kept, make_runner, make_sequence, prefill_and_generate
 from tests.score.views import make_view

@@ -23,7 +23,7 @@ from torch import Tensor
 import kvfold
 from kvfold.engine.runner import Runner
 from kvfold.engine.sampling import Sampling
-from kvfold.engine.scheduling import supervisor
+from kvfold.engine.scheduling import scheduler as scheduling
 from kvfold.engine.scheduling.jobs import Ended, Event, SequenceStart
 from kvfold.engine.scheduling.scheduler import Scheduler
 from kvfold.errors import LogitsError, Overloaded
@@ -41,8 +41,7 @@ PARTS = (*MANAGERS, "scheduling/task", "scheduling/jobs")
 PARTS += ("generate", "output_processor", "sampling", "runner", "forward")
 LOOP = {str(ROOT / "engine" / f"{name}.py") for name in PARTS}
 # The loop's own state, which nothing outside can make raise.
-STATE = (*(f"engine/scheduling/{name}" for name in ("supervisor", "fair_queue", "time_slice")), "pages/arena")
-OWN = {str(ROOT / f"{name}.py") for name in (*STATE, *(f"engine/{name}" for name in MANAGERS))}
+OWN = {str(ROOT / f"{name}.py") for name in ("pages/arena", *(f"engine/{name}" for name in MANAGERS))}
 # What a whole batch has in common once its pass has run: numbers, and which tokens are the likeliest.
 WHOLE = {"finish", "advance", "commit_run", "commit", "logical_len", "setup_s", "greedy_tokens"}
 CAPACITY = 56 * 4096  # too little for both long replies
@@ -301,7 +300,7 @@ def test_a_loop_that_raises_fails_every_job_and_starts_anew(model: Model, monkey
 
 
 def test_a_loop_that_keeps_raising_is_over(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "RESTART_DELAY_S", 0.0)
+    monkeypatch.setattr(scheduling, "RESTART_DELAY_S", 0.0)
     told = threading.Event()
     runner = Runner(model.hf, model.spec, model.arena, chunk_len=16)
     scheduler = Scheduler(runner, Policy.parse("full"), model.tokenizer, on_failure=told.set)
@@ -310,7 +309,7 @@ def test_a_loop_that_keeps_raising_is_over(model: Model, monkeypatch: pytest.Mon
         raise Broken
 
     monkeypatch.setattr(scheduler, "_end_overdue", broken)
-    for _ in range(supervisor.MAX_RESTARTS + 1):
+    for _ in range(scheduling.MAX_RESTARTS + 1):
         assert not told.is_set()
         one, heard = job(runner, tiny.prompt(9))
         scheduler.submit(one)

@@ -21,8 +21,7 @@ from kvfold.errors import ModelError
 from kvfold.evicted import CalibrationTargets, Fit, KeptSlots, Refit
 from kvfold.models.attach import attach
 from kvfold.models.loader import Model
-from kvfold.models.repeat_prompt import repeat_request
-from kvfold.models.self_study_questions import question_ids
+from kvfold.models.repeat_prompt import question_ids, repeat_request
 from kvfold.pages.arena import Arena
 from kvfold.pages.read import stored_slots
 from kvfold.pages.sequence import SequenceCache

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvfold.engine.generate import generate
-from kvfold.engine.request import Request
+from kvfold.engine.output_processor import Request
 from kvfold.errors import InputError
 from kvfold.models.loader import Model
 from kvfold.pages.sequence import SequenceCache

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfold.engine.ngram_index import Match, NgramIndex
-from kvfold.engine.speculate import MOST_DRAFTED, Drafter, check_speculation
+from kvfold.engine.speculate import MOST_DRAFTED, Drafter, Match, NgramIndex, check_speculation
 from kvfold.errors import InputError
 
 WORDS = ["Knock", ",", "knock", "!", "Who", "'s", "there", "?"]

@@ -20,9 +20,8 @@ from kvfold.engine.replay import ReplayRunner
 from kvfold.errors import ModelError, OutOfPages, PolicyError
 from kvfold.models.cache import Cache
 from kvfold.models.check import check_policy
-from kvfold.models.hidden_norms import hidden_norms
 from kvfold.models.loader import Model
-from kvfold.models.repeat_prompt import repeat_request
+from kvfold.models.repeat_prompt import hidden_norms, repeat_request
 from kvfold.pages.sequence import SequenceCache
 from kvfold.passes.replay import ReplayPass
 from kvfold.policy import Policy

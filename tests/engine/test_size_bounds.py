@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvfold.budget.heads import HeadProfile
+from kvfold.budget.profile import HeadProfile
 from kvfold.compression.view import size_facts
 from kvfold.core import ModelSpec
 from kvfold.errors import KvfoldError, PolicyError, SizeError

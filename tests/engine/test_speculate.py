@@ -17,7 +17,7 @@ from torch import Tensor
 
 import kvfold
 from kvfold.engine.generate import generate
-from kvfold.engine.request import Request
+from kvfold.engine.output_processor import Request
 from kvfold.engine.runner import Runner
 from kvfold.engine.sampling import Sampling
 from kvfold.engine.speculate import Drafter

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from kvfold.engine import stop_strings as stops
-from kvfold.engine.stop_strings import StopMatcher, overlap
+from kvfold.engine import detokenizer as stops
+from kvfold.engine.detokenizer import StopMatcher, overlap
 
 
 def test_matches_are_those_of_a_search_from_the_beginning() -> None:

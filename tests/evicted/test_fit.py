@@ -13,10 +13,9 @@ from torch import Tensor
 
 from kvfold.core import LayerSpec
 from kvfold.errors import PolicyError
-from kvfold.evicted import CalibrationTargets, Fit, KeptSlots, calibration_targets, fit, least_squares
-from kvfold.evicted.calibration_targets import targets_of
+from kvfold.evicted import CalibrationTargets, Fit, KeptSlots, fit, least_squares
+from kvfold.evicted.fit import batches, targets_of
 from kvfold.evicted.least_squares import boxed_ridge, ridge
-from kvfold.evicted.ragged import batches
 from kvfold.policy import Policy
 from kvfold.score.base import Replay, View
 
@@ -227,7 +226,7 @@ def test_asking_is_attention_to_every_slot_that_exists(monkeypatch: pytest.Monke
     positions = torch.arange(7).expand(2, -1)
     view = View(0, 1, spec, 2, k_RSD, v_RSD, positions, valid_RS, torch.tensor([7, 7]), bias_RS=bias_RS)
     for most_scores in (1 << 25, 30):
-        monkeypatch.setattr(calibration_targets, "MOST_SCORES", most_scores)
+        monkeypatch.setattr(fit, "MOST_SCORES", most_scores)
         found = targets_of(view, q_RGTD, torch.full((11,), 6))
         for head, length in enumerate(lens):
             mine = slice(0, length)

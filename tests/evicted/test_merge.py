@@ -56,7 +56,7 @@ def test_every_way_keeps_the_kept_slots_in_order(way: Evicted, keep: list[int], 
 
 
 def test_drop_says_that_it_changes_nothing() -> None:
-    assert (Drop.folds, Merge.folds) == (False, True)
+    assert (Drop().folds, Merge().folds) == (False, True)
 
 
 @settings(max_examples=60, deadline=None)

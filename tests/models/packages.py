@@ -9,10 +9,9 @@ from pathlib import Path
 
 import torch
 
-from kvfold.models.pull.catalogue import CATALOGUE, Entry
 from kvfold.models.pull.llama2c import NUM_SPECIAL, Header
-from kvfold.models.pull.package import Part
-from kvfold.models.pull.sources import PackageSource, Source
+from kvfold.models.pull.pull import CATALOGUE, Entry
+from kvfold.models.pull.sources import PackageSource, Part, Source
 
 NAME = "tiny"
 PIECES = (" ", "a", "b", "c", "ab", " a", "abc", "é")

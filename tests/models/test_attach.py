@@ -178,7 +178,6 @@ def test_unsupported_attention_arguments_are_named() -> None:
             model(torch.tensor([prompt(5)]), past_key_values=cache, softcap=30.0)
 
 
-
 def test_an_arena_belongs_to_one_model_and_dies_with_it() -> None:
     model, other = build(), build()
     arena = Arena(2**20)

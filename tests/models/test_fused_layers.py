@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kvfold.models.fused_layers import Exchange, Gated, Norm, Part, exchanged, exchanges
-from kvfold.models.kernels.gate import gated
-from kvfold.models.kernels.norm import rms_norm
+from kvfold.models.kernels import gated, rms_norm
 from kvfold.models.spec import decoder_layers
 from tests.tiny import build, prompt
 

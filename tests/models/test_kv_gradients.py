@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional
 from transformers import DynamicCache
 
-from kvfold.models.kv_gradients import kv_gradients
 from kvfold.models.loader import Model
+from kvfold.models.pass_cache import kv_gradients
 from tests.tiny import prompt
 
 IDS = prompt(20)

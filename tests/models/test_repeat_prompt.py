@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvfold.models.hidden_norms import hidden_norms
-from kvfold.models.repeat_prompt import RepeatRequest, repeat_request, rotary_kept, set_tokenizer
+from kvfold.models.repeat_prompt import RepeatRequest, hidden_norms, repeat_request, rotary_kept, set_tokenizer
 from tests.tiny import build, greedy, prompt, tokenizer
 
 

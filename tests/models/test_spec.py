@@ -37,9 +37,7 @@ def _llava() -> Any:
     vision = hf.CLIPVisionConfig(
         hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
     )
-    return hf.LlavaForConditionalGeneration(
-        hf.LlavaConfig(vision_config=vision, text_config=hf.LlamaConfig(**SMALL))
-    )
+    return hf.LlavaForConditionalGeneration(hf.LlavaConfig(vision_config=vision, text_config=hf.LlamaConfig(**SMALL)))
 
 
 def _gemma3n() -> Any:

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from kvfold.models.chat_template import ChatTemplate
-from kvfold.models.conversation import Conversation
-from kvfold.models.pull.home import model_folder
+from kvfold.models.chat_template import ChatTemplate, Conversation
+from kvfold.models.pull.pull import model_folder
 from kvfold.models.special_tokens import TextEncoder
 from kvfold.serve.api.request import Block, ChatRequest
 from kvfold.serve.prompt import PromptRenderer

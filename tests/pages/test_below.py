@@ -16,8 +16,7 @@ from kvfold.pages.read import stored_slots
 from kvfold.pages.sequence import SequenceCache
 from kvfold.pages.serialize import dump, restore
 from kvfold.policy import Policy, registry
-from kvfold.policy.defaults import load_variants
-from kvfold.policy.registry import register
+from kvfold.policy.registry import load_variants, register
 from kvfold.stats import measure
 from tests.attend.reference import Layers, part, read_attention
 from tests.codec.test_below import Residual

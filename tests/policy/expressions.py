@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from kvfold.errors import PolicyError
 from kvfold.policy import Policy
 from kvfold.policy.bind import axis_of, bind
-from kvfold.policy.defaults import load_variants
 from kvfold.policy.parse import Call, parse
-from kvfold.policy.registry import Registration, terms
+from kvfold.policy.registry import Registration, load_variants, terms
 from kvfold.policy.size import Percent
 from kvfold.policy.text import literal
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvfold.errors import PolicyError
-from kvfold.policy.codecs import LayerSlice
 from kvfold.policy.parse import MAX_DEPTH, MAX_LEN, Argument, Call, Phase, parse
+from kvfold.policy.parts import LayerSlice
 from kvfold.policy.size import Bytes, Greatest, Least, Ratio, Share, Size, Tokens
 
 

@@ -11,7 +11,7 @@ from kvfold.codec import Codec, Int4, Int8, Native
 from kvfold.errors import PolicyError
 from kvfold.evicted import Drop, Merge
 from kvfold.policy import Policy
-from kvfold.policy.codecs import CodecPlan, LayerSlice
+from kvfold.policy.parts import CodecPlan, LayerSlice
 from kvfold.policy.registry import term_of
 from kvfold.policy.size import Ratio, Tokens
 from kvfold.position import Keep, Slot

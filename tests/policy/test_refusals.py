@@ -9,8 +9,7 @@ from torch import Tensor
 
 from kvfold.errors import PolicyError
 from kvfold.policy import Policy, registry
-from kvfold.policy.defaults import load_variants
-from kvfold.policy.registry import terms
+from kvfold.policy.registry import load_variants, terms
 from kvfold.score.base import Scorer, View
 
 

@@ -9,8 +9,7 @@ import pytest
 from kvfold.codec.base import Codec, CrossLayerCodec
 from kvfold.codec.basis import LowRankCodec
 from kvfold.errors import PolicyError
-from kvfold.policy.defaults import load_variants
-from kvfold.policy.registry import Term, register, terms
+from kvfold.policy.registry import Term, load_variants, register, terms
 from kvfold.triggers import AfterPrefill, BetweenChunks, Counters, Every, Never, OnOverflow
 
 load_variants()

@@ -12,8 +12,7 @@ import torch
 
 from kvfold.errors import PolicyError
 from kvfold.score import Compactor, Needs, View
-from kvfold.score.compactor import leverage, z_scores
-from kvfold.score.shared.block_votes import block_votes
+from kvfold.score.compactor import block_votes, leverage, z_scores
 from tests.engine.runs import kept, make_runner, make_sequence
 from tests.score.views import SPEC, make_view
 from tests.score.votes import votes_view

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvfold.errors import PolicyError
 from kvfold.score import Defensive, View
-from kvfold.score.shared.attention import window_attention
+from kvfold.score.attention import window_attention
 from tests.score.views import GROUP, HEADS, make_view
 
 LEN, WINDOW, KERNEL, KEEP = 40, 6, 3, 16

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from kvfold.core import Rope
 from kvfold.errors import PolicyError
-from kvfold.score import Expected, QueryStats, View
+from kvfold.score import Expected, QueryStats, View, attention
 from kvfold.score.expected import quadratic, rotate_ahead
-from kvfold.score.shared import attention
 from tests.score.views import SPEC, make_view
 
 PARTIAL = Rope((1.0, 0.1, 0.01), attention_scale=1.1)  # turns 6 of 8 dims

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvfold.budget import Budget
-from kvfold.budget.scores import Scores
+from kvfold.budget.base import Scores
 from kvfold.errors import PolicyError
 from kvfold.policy import Policy
 from kvfold.score import FastGen, Needs

@@ -20,7 +20,7 @@ from kvfold.core import ModelSpec, Rope
 from kvfold.errors import FileError, KvfoldError, PolicyError
 from kvfold.policy import Policy
 from kvfold.score import Learned, Needs
-from kvfold.score.shared.predictor import (
+from kvfold.score.predictor import (
     FORMAT,
     INT8_FORMAT,
     LayerPredictor,
@@ -84,7 +84,7 @@ def test_every_head_has_a_network_of_its_own_in_every_sequence() -> None:
 def test_many_slots_are_scored_tile_by_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     view = replace(make_view(SEEN, LENS, Needs()), predictor=random_layer())
     whole_RS = Learned().score(view)
-    monkeypatch.setattr("kvfold.score.shared.predictor._MAX_ENTRIES", 7 * len(LENS) * 2 * HEAD_DIM)
+    monkeypatch.setattr("kvfold.score.predictor._MAX_ENTRIES", 7 * len(LENS) * 2 * HEAD_DIM)
     torch.testing.assert_close(Learned().score(view), whole_RS)
 
 

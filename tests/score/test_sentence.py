@@ -95,7 +95,7 @@ def test_a_drop_in_cache_is_refused(model: Model) -> None:
 
 def test_a_model_without_tokenizer_is_refused(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvfold.models import repeat_prompt as repeat
-    from kvfold.models.module_state import ModuleState
+    from kvfold.models.attach import ModuleState
 
     monkeypatch.setattr(repeat, "_tokenizer", ModuleState[object]("none"))
     with pytest.raises(PolicyError, match="needs a tokenizer to find sentences"):

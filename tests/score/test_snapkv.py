@@ -12,8 +12,7 @@ import torch
 
 from kvfold.budget import Budget, Uniform, select_top
 from kvfold.errors import PolicyError
-from kvfold.score import SnapKV, View
-from kvfold.score.shared import attention
+from kvfold.score import SnapKV, View, attention
 from tests.budget.scores import allocated
 from tests.score.views import make_view
 from tests.score.votes import votes_view

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from kvfold.score import TOVA, View
-from kvfold.score.tova import mean_over_heads
+from kvfold.score.snapkv import mean_over_heads
 from tests.score.views import make_view
 
 

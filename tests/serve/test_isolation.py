@@ -106,6 +106,6 @@ def test_a_refusal_names_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     def refuse(policy: Any, spec: Any) -> None:
         raise ModelError(f"{spec.name} cannot be cached")
 
-    monkeypatch.setattr("kvfold.store.binding.check_reuse", refuse)
+    monkeypatch.setattr("kvfold.store.store.check_reuse", refuse)
     with running(model) as server:
         assert server.service.no_reuse == f"{tmp_path.name} cannot be cached"

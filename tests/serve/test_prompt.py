@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from kvfold.models.pull.home import model_folder
+from kvfold.models.pull.pull import model_folder
 from kvfold.serve.api.errors import ApiError
 from kvfold.serve.api.request import Block, ChatRequest
 from kvfold.serve.prompt import PromptRenderer

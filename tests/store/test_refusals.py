@@ -12,9 +12,9 @@ import torch
 
 from kvfold.models.loader import Model
 from kvfold.store import DiskTier, HostTier, PrefixStore, RedisTier
-from kvfold.store.bad_copies import BAD_S
 from kvfold.store.tiers.base import ByteTier
 from kvfold.store.tiers.eviction import Lease
+from kvfold.store.tiers.tiered_cache import BAD_S
 from tests.engine.reusing import prefill_reusing
 from tests.store.common import (
     CHUNK,
@@ -203,7 +203,7 @@ def test_attempts_are_bounded_where_every_copy_is_bad(model: Model, monkeypatch:
         prefill_reusing(runner, prefixes, tokens).sequence.release()
         store.flush()
         host._data = {key: data[:-1] + bytes([data[-1] ^ 1]) for key, data in host._data.items()}
-        monkeypatch.setattr("kvfold.store.bad_copies.BAD_S", 0.0)  # nothing is remembered
+        monkeypatch.setattr("kvfold.store.tiers.tiered_cache.BAD_S", 0.0)  # nothing is remembered
         bounded(host, monkeypatch)
         monkeypatch.setattr("tests.store.test_refusals.MOST_GETS", 40 * 64)
         hit = prefixes.lookup(tokens)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvfold.budget import Allocator, Budget, Uniform
-from kvfold.budget.scores import Scores
+from kvfold.budget.base import Scores
 from kvfold.score import View
 from kvfold.testing import check_allocator
 

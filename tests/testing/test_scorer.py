@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvfold.score import Needs, Scorer, View
-from kvfold.score.shared.checks import given
+from kvfold.score.base import given
 from kvfold.testing import check_scorer
 
 Score = Callable[[View], Any]

@@ -9,7 +9,7 @@ import torch
 
 from kvfold.codec.base import SIDES
 from kvfold.errors import InputError, PolicyError
-from kvfold.models.kv_gradients import kv_gradients
+from kvfold.models.pass_cache import kv_gradients
 from kvfold.session import Session
 from kvfold.train.bases import measure_bases
 from tests.tiny import greedy, prompt, ready

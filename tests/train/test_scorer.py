@@ -11,7 +11,7 @@ from kvfold.engine.runner import Runner
 from kvfold.errors import FileError, InputError
 from kvfold.models.loader import Model
 from kvfold.score import KVzip, KVzipPlus
-from kvfold.score.shared.predictor import LayerPredictor, save_predictor
+from kvfold.score.predictor import LayerPredictor, save_predictor
 from kvfold.session import Session
 from kvfold.train.calibration_data import KINDS, file_texts, own_texts
 from kvfold.train.scorer import TrainingConfig, evaluate, fit_layer, spearman, train_scorer

@@ -1,4 +1,4 @@
-"""Queries in the basis of centred keys, in one launch: Hadamard(q) and q.mean (kvfold/codec/centred.py).
+"""Queries in the basis of centred keys, in one launch: Hadamard(q) and q.mean (kvfold/codec/hadamard.py).
 
 The rotation is a matrix of signs, which every float holds exactly, times one factor; so the product loses nothing on
 tensor cores.

@@ -15,7 +15,7 @@ from kvfold.engine.scheduling.queues import Queues
 from kvfold.engine.scheduling.task import Task
 from kvfold.errors import OutOfPages
 from kvfold.policy.policy import Policy
-from kvfold.store.binding import kind_of
+from kvfold.store.store import kind_of
 
 _MAX_PREFILLING = 4  # prompts: few, but no long one blocks all short ones
 

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
-from kvfold.engine.async_decode import InFlightStep, can_decode_async
-from kvfold.engine.generate import Deliver, decode_async, decode_step
+from kvfold.engine.generate import Deliver, InFlightStep, can_decode_async, decode_async, decode_step
 from kvfold.engine.runner import Runner
+from kvfold.engine.scheduling.prefill_manager import TimeSlice
 from kvfold.engine.scheduling.queues import Queues
 from kvfold.engine.scheduling.task import Task
-from kvfold.engine.scheduling.time_slice import TimeSlice
 from kvfold.errors import OutOfPages
 
 
+@dataclass
 class DecodeManager:
     """`num_preempted`: preemptions so far."""
 
-    def __init__(self, runner: Runner, queues: Queues, time_slice: TimeSlice, clock: Callable[[], float]) -> None:
-        self.num_preempted = 0
-        self._runner = runner
-        self._queues = queues
-        self._slice = time_slice
-        self._clock = clock
-        self._in_flight: InFlightStep | None = None
-        self._stepped: list[Task] = []  # the batch of the last asynchronous step
+    _runner: Runner
+    _queues: Queues
+    _slice: TimeSlice
+    _clock: Callable[[], float]
+    num_preempted: int = 0
+    _in_flight: InFlightStep | None = None
+    _stepped: list[Task] = field(default_factory=list)  # the batch of the last asynchronous step
 
     def reset(self) -> None:
         """Discard the step in flight."""

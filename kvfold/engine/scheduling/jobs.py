@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from kvfold.engine.request import StopReason
+from kvfold.engine.output_processor import StopReason
 from kvfold.engine.sampling import Sampling
 from kvfold.errors import InputError
 from kvfold.pages.sequence import SequenceCache
@@ -30,8 +30,6 @@ class PrefillDone:
 
 @dataclass(frozen=True)
 class TextDelta:
-    """A text delta."""
-
     text: str
 
 

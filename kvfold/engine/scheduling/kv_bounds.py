@@ -35,16 +35,13 @@ class KVBounds:
 
     def prefill_bytes(self, num_tokens: int) -> int:
         """Bytes that a prompt of so many tokens takes during its prefill."""
-        if not self._full_prompt_classes:
-            return self.kv_bytes(num_tokens)
-        return max(self.kv_bytes(num_tokens), self._block_bytes + self._bytes_of(self._full_prompt_classes, num_tokens))
+        kinds = [self._classes, self._full_prompt_classes] if self._full_prompt_classes else [self._classes]
+        return self._block_bytes + max(self._bytes_of(classes, num_tokens) for classes in kinds)
 
     def _bytes_of(self, classes: Sequence[PageClass], num_tokens: int) -> int:
-        total, unit = 0, self._arena.superblock_bytes
-        for page_class, heads in zip(classes, self._heads, strict=True):
-            num_bytes = page_class.span_bytes(heads * page_class.pages_for(num_tokens))
-            total += -(-num_bytes // unit) * unit
-        return total
+        unit, layers = self._arena.superblock_bytes, zip(classes, self._heads, strict=True)
+        sizes = (one.span_bytes(heads * one.pages_for(num_tokens)) for one, heads in layers)
+        return sum(-(-num_bytes // unit) * unit for num_bytes in sizes)
 
     def fits(
         self,

@@ -1,42 +1,84 @@
 """The scheduler's chunked prefill: which prompt runs its next chunk, and when decoding has a turn again.
 
-Tenants share prefill time equally (fair_queue.py). A prompt that is not done pauses between two layers until its next
-turn, and one that runs out of pages waits for pages of decoding tasks.
+A time slice between two decode steps bounds the inter-token latency while long prompts prefill. Tenants share prefill
+time equally (queues.py). A prompt that is not done pauses between two layers until its next turn, and one that runs out
+of pages waits for pages of decoding tasks.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 
+import torch
+
 from kvfold.engine.runner import Runner
-from kvfold.engine.scheduling.fair_queue import FairShare
 from kvfold.engine.scheduling.jobs import Job
-from kvfold.engine.scheduling.queues import Queues, is_over
+from kvfold.engine.scheduling.queues import FairShare, Queues, is_over
 from kvfold.engine.scheduling.task import Task
-from kvfold.engine.scheduling.time_slice import TimeSlice
 from kvfold.errors import OutOfPages, PrefixLost
+
+_SHARE = 4  # prefill time over decode-step time: a fifth of the time goes to decoding
+_LEAST_S, _SOON_S, _MOST_S = 0.02, 0.2, 1.0
+_DEPTH = 2  # parts of a pass that may be queued on the GPU when the clock is read
+
+
+class TimeSlice:
+    """A slice is four times as long as the last step took, within 0.02 and 0.2 s; where steps take longer than that, as
+    long as a step, at most 1 s. `fixed_s` overrides it."""
+
+    def __init__(self, clock: Callable[[], float], device: torch.device, fixed_s: float | None = None) -> None:
+        self._clock = clock
+        self._is_cuda = device.type == "cuda"
+        self._fixed_s = fixed_s
+        self._step_s = _SOON_S
+        self._end = 0.0
+        self._queued: deque[torch.cuda.Event] = deque()
+
+    @property
+    def length_s(self) -> float:
+        if self._fixed_s is not None:
+            return self._fixed_s
+        most = min(max(_SOON_S, self._step_s), _MOST_S)
+        return min(max(_SHARE * self._step_s, _LEAST_S), most)
+
+    def begin(self) -> None:
+        self._end = self._clock() + self.length_s
+
+    def stepped(self, seconds: float) -> None:
+        """The last decode step took so long."""
+        self._step_s = seconds
+
+    def is_over(self) -> bool:
+        """Asked after each part of a pass."""
+        if self._is_cuda:
+            self._follow_device()
+        return self._clock() >= self._end
+
+    def _follow_device(self) -> None:
+        """Kernel launches return at once: wait for the device up to the last `_DEPTH` parts, which keep it busy."""
+        event = torch.cuda.Event()
+        event.record()
+        self._queued.append(event)
+        if len(self._queued) > _DEPTH:
+            self._queued.popleft().synchronize()
+
 
 _MIN_COST = 8  # a piece costs at least this fraction of a chunk: reading the weights takes as long as few tokens do
 
 
+@dataclass
 class PrefillManager:
     """`is_closed`: whether the scheduler is shutting down."""
 
-    def __init__(
-        self,
-        runner: Runner,
-        queues: Queues,
-        time_slice: TimeSlice,
-        clock: Callable[[], float],
-        is_closed: Callable[[], bool],
-    ) -> None:
-        self._runner = runner
-        self._queues = queues
-        self._slice = time_slice
-        self._clock = clock
-        self._is_closed = is_closed
-        self._share = FairShare()
+    _runner: Runner
+    _queues: Queues
+    _slice: TimeSlice
+    _clock: Callable[[], float]
+    _is_closed: Callable[[], bool]
+    _share: FairShare = field(default_factory=FairShare)
 
     def run(self, admit: Callable[[], None]) -> None:
         """Prefill for a time slice and at most a chunk of tokens in all, unless the first piece is longer; `admit` is

@@ -1,9 +1,9 @@
 """Continuous batching: one thread, which alone touches the model and its arena, serves many requests on one runner.
 
 Each iteration resumes preempted tasks, admits waiting jobs (admission.py), runs chunked prefill for a time slice, at
-most a chunk of tokens (prefill_manager.py, time_slice.py), and one decode step of all decoding tasks
-(decode_manager.py). When a step runs out of pages, the newest decoding task is preempted: its KV cache is swapped out
-to the host, and in again, bit for bit, when there is room.
+most a chunk of tokens (prefill_manager.py), and one decode step of all decoding tasks (decode_manager.py). When a step
+runs out of pages, the newest decoding task is preempted: its KV cache is swapped out to the host, and in again, bit for
+bit, when there is room.
 
 Isolation between tenants:
 
@@ -20,26 +20,101 @@ Guarantees when something raises:
 - A decode step runs many tasks in one pass, and an exception does not name one. The batch is bisected until those that
   fail alone are found; all others have their step. A task whose KV cache the failed pass has already changed cannot
   repeat the step and fails as well; a pass changes caches last.
-- If the loop itself raises, every job fails and the loop restarts (supervisor.py), at most 5 times a minute. Then the
+- If the loop itself raises, every job fails and the loop restarts (`Supervisor`), at most 5 times a minute. Then the
   scheduler takes no more jobs and says so (`state`, `on_failure`).
 """
 
 from __future__ import annotations
 
+import logging
 import time
+from collections import deque
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
+from functools import partial
+from threading import Condition, Thread
+from typing import Any, Literal
 
 from kvfold.engine.runner import Runner
 from kvfold.engine.scheduling.admission import Admission
 from kvfold.engine.scheduling.decode_manager import DecodeManager
 from kvfold.engine.scheduling.jobs import Ended, Job
-from kvfold.engine.scheduling.prefill_manager import PrefillManager
+from kvfold.engine.scheduling.prefill_manager import PrefillManager, TimeSlice
 from kvfold.engine.scheduling.queues import Queues, is_over
-from kvfold.engine.scheduling.supervisor import State, Supervisor
-from kvfold.engine.scheduling.time_slice import TimeSlice
 from kvfold.errors import InputError, Overloaded
 from kvfold.policy.policy import Policy
+
+MAX_RESTARTS = 5  # in a minute: a loop that raises more often will not recover
+RESTART_DELAY_S = 0.2
+_log = logging.getLogger("kvfold.engine")
+
+State = Literal["running", "restarting", "failed", "closed"]
+
+
+@dataclass
+class Supervisor:
+    """Runs `loop` in a thread until it returns. After an exception `fail_all` ends every job with it, since the job
+    that caused it may be among them. `on_failure` is called in the thread after the last restart. `changed` guards the
+    state and is notified when it is closed."""
+
+    _loop: Callable[[], None]
+    _fail_all: Callable[[Exception], None]
+    _on_failure: Callable[[], None]
+    _changed: Condition
+    is_closed: bool = False
+    restarts: deque[float] = field(default_factory=partial(deque, maxlen=MAX_RESTARTS))  # times of the latest
+    _state: State = "running"
+
+    def __post_init__(self) -> None:
+        self._thread = Thread(target=self._run, name="kvfold-scheduler", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def state(self) -> State:
+        if self.is_closed:
+            return "closed"
+        return self._state if self._thread.is_alive() else "failed"
+
+    def require_open(self) -> None:
+        """Overloaded if no job can be taken any more."""
+        if self.is_closed:
+            raise Overloaded("the server is shutting down; send the request to another one")
+        if self._state == "failed":
+            raise Overloaded("the server has failed and is about to end; send the request to another one")
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Let the loop end and wait for the thread, at most so long; returns whether it has ended."""
+        with self._changed:
+            self.is_closed = True
+            self._changed.notify()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while self._state != "failed":
+            try:
+                self._loop()
+                return
+            except BaseException as error:
+                _log.critical("the scheduler's loop raised; every request fails", exc_info=True)
+                self._recover(error)
+
+    def _recover(self, error: BaseException) -> None:
+        now = time.monotonic()
+        is_hopeless = len(self.restarts) == MAX_RESTARTS and now - self.restarts[0] < 60
+        self.restarts.append(now)
+        with self._changed:
+            self._state = "failed" if is_hopeless else "restarting"
+        self._fail_all(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+        if is_hopeless:
+            _log.critical("the scheduler's loop raised more than %d times in a minute; it is over", MAX_RESTARTS)
+            self._on_failure()
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: self.is_closed, RESTART_DELAY_S)
+            self._state = "running"
 
 
 class Scheduler:

@@ -20,8 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvfold.engine.output_processor import OutputProcessor
-from kvfold.engine.request import Request
+from kvfold.engine.output_processor import OutputProcessor, Request
 from kvfold.engine.resumable import Resumable
 from kvfold.engine.runner import Runner
 from kvfold.engine.scheduling.jobs import Ended, EndReason, Job, PrefillDone, TextDelta

@@ -19,7 +19,6 @@ from transformers.utils import logging as transformers_logging
 
 from kvfold.errors import ModelError
 from kvfold.models.pull import llama2c
-from kvfold.models.pull import sentencepiece as spm
 
 _ONE_FILE = "1000GB"  # weights stay in one model.safetensors
 
@@ -31,7 +30,10 @@ def from_gguf(file: Path, checkpoint: Path, dtype: str) -> None:
             file.parent, gguf_file=file.name, dtype=getattr(torch, dtype), **_dequantize()
         )
         tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        _forget_quantization(model)
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+        # The weights are dense now, and save and load would look for packed blocks.
+        model.hf_quantizer, model.is_quantized = None, False
         _save(model, tokenizer, checkpoint)
 
 
@@ -44,10 +46,10 @@ def from_llama2c(file: Path, checkpoint: Path, dtype: str) -> None:
         model = transformers.LlamaForCausalLM(_llama_config(header)).to(getattr(torch, dtype))
         model.load_state_dict(llama2c.state_dict(data, header))
         tokenizer = transformers.PreTrainedTokenizerFast(
-            tokenizer_object=spm.build_tokenizer(pieces),
-            unk_token=spm.UNK,
-            bos_token=spm.BOS,
-            eos_token=spm.EOS,
+            tokenizer_object=llama2c.build_tokenizer(pieces),
+            unk_token=llama2c.UNK,
+            bos_token=llama2c.BOS,
+            eos_token=llama2c.EOS,
             model_max_length=header.seq_len,
         )
         _save(model, tokenizer, checkpoint)
@@ -69,14 +71,6 @@ def from_hub(repo_id: str, checkpoint: Path, dtype: str) -> str:
 def _dequantize() -> dict[str, Any]:
     config = getattr(transformers, "GgufConfig", None)
     return {} if config is None else {"quantization_config": config(dequantize=True)}
-
-
-def _forget_quantization(model: Any) -> None:
-    """Remove quantisation flags: the weights are dense now, and save and load would look for packed blocks."""
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.hf_quantizer = None
-    model.is_quantized = False
 
 
 def _llama_config(header: llama2c.Header) -> Any:

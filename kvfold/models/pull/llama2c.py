@@ -5,6 +5,10 @@
     tokenizer.bin  int32 longest piece; per token: fp32 score, int32 length, bytes
 
 llama2.c turns rotary pairs (2i, 2i+1), transformers turns (i, i + head_dim/2): rows of wq and wk are reordered once.
+SentencePiece joins, again and again, the adjacent pair whose union has the best score (Kudo and Richardson 2018,
+arXiv:1808.06226); `tokenizers` joins by a list of merges in order of rank. Every way to split a piece into two pieces
+is a merge, ranked by the piece's score. Text unknown to the vocabulary falls back to its bytes.
+
 Shape suffixes: E embedding, O rows of a projection (heads times head_dim).
 """
 
@@ -12,11 +16,12 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
+from tokenizers.models import BPE
 from torch import Tensor
 
 from kvfold.errors import ModelError
@@ -47,19 +52,12 @@ class Header:
         """The tensors in file order."""
         layers, dim, hidden, kv_dim = self.num_layers, self.dim, self.hidden_dim, self.num_kv_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {
-            "embedding": (self.vocab_size, dim),
-            "att_norm": (layers, dim),
-            "wq": (layers, dim, dim),
-            "wk": (layers, kv_dim, dim),
-            "wv": (layers, kv_dim, dim),
-            "wo": (layers, dim, dim),
-            "ffn_norm": (layers, dim),
-            "w1": (layers, hidden, dim),
-            "w2": (layers, dim, hidden),
-            "w3": (layers, hidden, dim),
-            "final_norm": (dim,),
-            "rotary_tables": (2, self.seq_len, self.head_dim // 2),
-        }
+            "embedding": (self.vocab_size, dim), "att_norm": (layers, dim),
+            "wq": (layers, dim, dim), "wk": (layers, kv_dim, dim), "wv": (layers, kv_dim, dim),
+            "wo": (layers, dim, dim), "ffn_norm": (layers, dim),
+            "w1": (layers, hidden, dim), "w2": (layers, dim, hidden), "w3": (layers, hidden, dim),
+            "final_norm": (dim,), "rotary_tables": (2, self.seq_len, self.head_dim // 2),
+        }  # fmt: skip
         return shapes if self.shares_classifier else {**shapes, "classifier": (self.vocab_size, dim)}
 
     @property
@@ -104,29 +102,18 @@ def state_dict(data: bytes, header: Header) -> dict[str, Tensor]:
         "lm_head.weight": tensors["embedding" if header.shares_classifier else "classifier"],
     }
     for layer in range(header.num_layers):
-        state.update(
-            _layer_state({name: tensor[layer] for name, tensor in tensors.items() if name in _NAMES}, layer, header)
-        )
+        for name, target in _NAMES.items():
+            weight = tensors[name][layer]
+            weight = halves_from_pairs(weight, header.head_dim) if name in ("wq", "wk") else weight
+            state[f"model.layers.{layer}.{target}.weight"] = weight
     return state
 
 
 _NAMES = {
-    "att_norm": "input_layernorm",
-    "wq": "self_attn.q_proj",
-    "wk": "self_attn.k_proj",
-    "wv": "self_attn.v_proj",
-    "wo": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "w1": "mlp.gate_proj",
-    "w2": "mlp.down_proj",
-    "w3": "mlp.up_proj",
-}
-
-
-def _layer_state(tensors: dict[str, Tensor], layer: int, header: Header) -> dict[str, Tensor]:
-    tensors["wq"] = halves_from_pairs(tensors["wq"], header.head_dim)
-    tensors["wk"] = halves_from_pairs(tensors["wk"], header.head_dim)
-    return {f"model.layers.{layer}.{_NAMES[name]}.weight": tensor for name, tensor in tensors.items()}
+    "att_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "wq": "self_attn.q_proj", "wk": "self_attn.k_proj", "wv": "self_attn.v_proj", "wo": "self_attn.o_proj",
+    "w1": "mlp.gate_proj", "w2": "mlp.down_proj", "w3": "mlp.up_proj",
+}  # fmt: skip
 
 
 def halves_from_pairs(w_OE: Tensor, head_dim: int) -> Tensor:
@@ -137,18 +124,51 @@ def halves_from_pairs(w_OE: Tensor, head_dim: int) -> Tensor:
 
 def read_pieces(data: bytes, vocab_size: int) -> list[Piece]:
     """The vocabulary in order of token id."""
+    pieces, offset = [], 4
     try:
-        pieces = list(_iterate_pieces(data, vocab_size))
+        for _ in range(vocab_size):
+            score, length = _PIECE.unpack_from(data, offset)
+            (content,) = struct.unpack_from(f"{length}s", data, offset + _PIECE.size)
+            pieces.append(Piece(content, score))
+            offset += _PIECE.size + length
     except struct.error as error:
         raise ModelError(f"llama2.c tokenizer is cut off before token {vocab_size}; fetch the file again") from error
     return pieces
 
 
-def _iterate_pieces(data: bytes, vocab_size: int) -> Iterator[Piece]:
-    offset = 4
-    for _ in range(vocab_size):
-        score, length = _PIECE.unpack_from(data, offset)
-        offset += _PIECE.size
-        (content,) = struct.unpack_from(f"{length}s", data, offset)
-        offset += length
-        yield Piece(content, score)
+UNK, BOS, EOS = "<unk>", "<s>", "</s>"
+_SPACE = "▁"
+
+
+def build_tokenizer(pieces: list[Piece]) -> Tokenizer:
+    """Ids are places in `pieces`: unk, bos, eos, 256 bytes, then pieces."""
+    names = [_name(token_id, piece.content) for token_id, piece in enumerate(pieces)]
+    vocab = {name: token_id for token_id, name in enumerate(names)}
+    tokenizer = Tokenizer(
+        BPE(vocab=vocab, merges=_merges(names, pieces), unk_token=UNK, fuse_unk=True, byte_fallback=True)
+    )
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in (UNK, BOS, EOS)])
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, vocab[BOS])]
+    )
+    return tokenizer
+
+
+def _name(token_id: int, content: bytes) -> str:
+    if token_id < NUM_SPECIAL:
+        return (UNK, BOS, EOS)[token_id]
+    if token_id < NUM_SPECIAL + 256:
+        return f"<0x{token_id - NUM_SPECIAL:02X}>"
+    return content.decode().replace(" ", _SPACE)
+
+
+def _merges(names: list[str], pieces: list[Piece]) -> list[tuple[str, str]]:
+    first = NUM_SPECIAL + 256
+    known = set(names[first:])
+    ranked = [names[i] for i in sorted(range(first, len(names)), key=lambda token_id: -pieces[token_id].score)]
+    splits = ((name[:cut], name[cut:]) for name in ranked for cut in range(1, len(name)))
+    return [split for split in splits if known.issuperset(split)]

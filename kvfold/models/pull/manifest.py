@@ -70,19 +70,13 @@ def check(folder: Path, report: Report = silent) -> Manifest:
     if manifest is None:
         raise ModelError(f"{folder} has no valid {NAME}; delete the folder and pull the model again")
     wrong = _missing(folder, manifest)
-    wrong += [name for name in manifest.files if name not in wrong and _altered(folder / name, manifest, report)]
+    sound = {name: facts for name, facts in manifest.files.items() if name not in wrong}
+    wrong += [name for name, facts in sound.items() if file_digest(folder / name, report) != facts.sha256]
     if wrong:
         raise ModelError(f"{folder} is damaged ({', '.join(wrong)}); delete the folder and pull the model again")
     return manifest
 
 
 def _missing(folder: Path, manifest: Manifest) -> list[str]:
-    return [name for name, facts in manifest.files.items() if _size(folder / name) != facts.num_bytes]
-
-
-def _altered(path: Path, manifest: Manifest, report: Report) -> bool:
-    return file_digest(path, report) != manifest.files[path.name].sha256
-
-
-def _size(path: Path) -> int | None:
-    return path.stat().st_size if path.is_file() else None
+    paths = {folder / name: facts for name, facts in manifest.files.items()}
+    return [path.name for path, facts in paths.items() if not path.is_file() or path.stat().st_size != facts.num_bytes]

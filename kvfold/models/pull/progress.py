@@ -64,16 +64,13 @@ class ProgressBars:
 
     def __call__(self, label: str, done: int, total: int | None) -> None:
         if done == total:
-            self._finish(label)
+            if label in self._tasks:
+                self._progress.remove_task(self._tasks.pop(label))
+            self._progress.console.print(label, highlight=False, markup=False)
             return
         if label not in self._tasks:
             self._tasks[label] = self._progress.add_task(label, total=total)
         self._progress.update(self._tasks[label], completed=done, total=total)
-
-    def _finish(self, label: str) -> None:
-        if label in self._tasks:
-            self._progress.remove_task(self._tasks.pop(label))
-        self._progress.console.print(label, highlight=False, markup=False)
 
 
 @contextmanager

@@ -1,24 +1,119 @@
 """Download a model by name: pulled once, verified, kept as a plain transformers checkpoint under KVFOLD_HOME.
 
+    <home>/models/<name>/            a finished checkpoint, with kvfold.json
+    <home>/models/.<name>.partial/   an unfinished pull: verified parts are kept after a kill
+    <home>/models/.<name>.lock       released by the kernel when its process dies, so it is never stale
+
 A pull works in a hidden folder beside its target and renames at the end, so a checkpoint is either complete or absent.
-A killed pull is resumed: verified parts are kept, partial files deleted.
+
+The catalogue (kvfold/data/models.json) names models and the sources of each. Packages come first: they are checked by
+sha256, so a name means the same weights on every machine, and they are the smaller download. The hub, second, has the
+original weights; results differ, and a folder records what it was made from.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
 
 from kvfold.errors import ModelError
 from kvfold.models.pull import manifest
-from kvfold.models.pull.catalogue import CATALOGUE, Entry, find
-from kvfold.models.pull.home import locked, model_folder, partial_folder
 from kvfold.models.pull.progress import Report, reporting, silent
-from kvfold.models.pull.sources import Origin
+from kvfold.models.pull.sources import HubSource, Origin, PackageSource, Part, Source
+
+HOME_HELP = (
+    "Models are kept under KVFOLD_HOME (default: ~/.cache/kvfold, or kvfold under XDG_CACHE_HOME; macOS: "
+    "~/Library/Caches/kvfold; Windows: kvfold under LOCALAPPDATA)."
+)
+DEFAULT_MODEL = "smollm2-135m"
+DTYPE_NAMES = ("auto", "bfloat16", "float16", "float32")  # here, where no torch is needed to know them
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One model: facts for people, the dtype it is saved in, and its sources in order of preference."""
+
+    name: str
+    family: str
+    description: str
+    licence: str
+    num_parameters: int
+    context_len: int
+    dtype: str
+    sources: tuple[Source, ...]
+
+
+def _entry(
+    *, hub: str, file_format: Any, sha256: str, weights: str, parts: list[dict[str, Any]], **facts: Any
+) -> Entry:
+    package = PackageSource(tuple(Part(**part) for part in parts), file_format, sha256, weights)
+    return Entry(**facts, sources=(package, HubSource(hub)))
+
+
+_ENTRIES = json.loads((files("kvfold") / "data" / "models.json").read_text(encoding="utf-8"))
+CATALOGUE: dict[str, Entry] = {facts["name"]: _entry(**facts) for facts in _ENTRIES}
+
+
+def find(name: str) -> Entry:
+    """The entry of a catalogue name."""
+    if name not in CATALOGUE:
+        raise ModelError(f'no model "{name}"; models: {", ".join(CATALOGUE)}')
+    return CATALOGUE[name]
+
+
+def home_folder() -> Path:
+    """KVFOLD_HOME, or kvfold in the platform's cache folder."""
+    if chosen := os.environ.get("KVFOLD_HOME"):
+        return Path(chosen).expanduser()
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "kvfold"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "kvfold"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvfold"
+
+
+def model_folder(name: str, home: Path | None = None) -> Path:
+    return (home or home_folder()).absolute() / "models" / name
+
+
+def partial_folder(name: str, home: Path | None = None) -> Path:
+    return model_folder(f".{name}.partial", home)
+
+
+@contextmanager
+def locked(name: str, home: Path | None, report: Report) -> Iterator[None]:
+    """Hold the model's lock; wait, and report that, while another process has it."""
+    path = model_folder(f".{name}.lock", home)
+    lock = FileLock(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(blocking=False)
+    except Timeout:
+        label = f"wait for another process that pulls {name}"
+        report(label, 0, None)
+        lock.acquire()
+        report(label, 1, 1)
+    except OSError as error:
+        raise ModelError(
+            f"cannot write to {path.parent} ({error.strerror}); set KVFOLD_HOME to a folder you own"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z")
 
@@ -63,7 +158,9 @@ def resolve(name_or_path: str | Path, *, home: Path | None = None, progress: boo
         return pull(str(name_or_path), home=home, progress=progress)
     path = Path(name_or_path).expanduser()
     if path.is_dir():
-        return _checkpoint(path)
+        if not (path / "config.json").is_file():
+            raise ModelError(f'"{path}" has no config.json; name the folder of a transformers checkpoint')
+        return path
     if isinstance(name_or_path, str) and _HUB_ID.match(name_or_path):
         return name_or_path
     near = get_close_matches(str(name_or_path).lower(), CATALOGUE, n=1, cutoff=0.6)
@@ -85,12 +182,6 @@ def remove(name: str, *, home: Path | None = None) -> int:
         for folder in folders:
             shutil.rmtree(folder)
     return num_bytes
-
-
-def _checkpoint(folder: Path) -> Path:
-    if not (folder / "config.json").is_file():
-        raise ModelError(f'"{folder}" has no config.json; name the folder of a transformers checkpoint')
-    return folder
 
 
 def list_models(*, home: Path | None = None) -> list[ModelRow]:
@@ -133,7 +224,8 @@ def _build_from_first(entry: Entry, scratch: Path, checkpoint: Path, home: Path,
     """Build from the first source that is available."""
     reasons = []
     for source in entry.sources:
-        _clear_leftovers(scratch)
+        for leftover in filter(Path.is_dir, scratch.iterdir()):  # half-done; finished parts are files and stay
+            shutil.rmtree(leftover, ignore_errors=True)
         try:
             return source.build(scratch, checkpoint, entry.dtype, report)
         except ModelError as error:
@@ -143,10 +235,3 @@ def _build_from_first(entry: Entry, scratch: Path, checkpoint: Path, home: Path,
         f'model "{entry.name}" is not in {home} and could not be fetched ({"; ".join(reasons)}); '
         f"connect to a package index or the Hugging Face hub and run: kvfold models pull {entry.name}"
     )
-
-
-def _clear_leftovers(scratch: Path) -> None:
-    """Remove what an earlier attempt left half-done; its finished parts are files and stay."""
-    for path in scratch.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)

@@ -15,9 +15,8 @@ from torch import Tensor
 from kvfold.attend.kernels import ops
 from kvfold.attend.kernels.formats import CODECS, FLOATS
 from kvfold.codec.base import Codec, Field
-from kvfold.codec.centred import CentredCodec
+from kvfold.codec.hadamard import CentredCodec
 from kvfold.compression.observe import ObserverNeeds
-from kvfold.evicted.recall import recall_of
 from kvfold.pages.places import columns, slot_strides
 from kvfold.pages.sequence import SequenceCache
 from kvfold.passes.captured.batch_slots import BatchSlots
@@ -48,7 +47,7 @@ def _find_layout(sequence: SequenceCache) -> Layout | None:
     classes = tuple(layer.page_class for layer in sequence.tail.layers)
     known = all(_codec_name(codec, c.kv_dtype) in CODECS for c in classes for codec in (c.k, c.v))
     aligned = all(stride * c.page_size % 16 == 0 for c in classes for stride in slot_strides(c))
-    whole = not policy.attend.selects and recall_of(policy) is None
+    whole = not policy.attend.selects and policy.recall is None
     needs = ObserverNeeds.of([policy], decoding=True)
     if not known or not aligned or not whole or needs.query_stats or len(spec.compressible_layers) < spec.num_layers:
         return None

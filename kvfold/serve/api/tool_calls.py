@@ -10,7 +10,7 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvfold.engine.stop_strings import overlap
+from kvfold.engine.detokenizer import overlap
 from kvfold.serve.api.strict_json import InvalidJson, parse_json
 from kvfold.serve.prompt import TOOL_CALL, TOOL_CALL_END
 

@@ -18,16 +18,57 @@ import json
 import os
 import struct
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from kvfold.errors import FileError
-from kvfold.store.entry.signing import signer_of
+from kvfold.errors import FileError, InputError
 from kvfold.store.key import FORMAT_REVISION, Binding, Key, scope_of
 from kvfold.store.tiers.eviction import Lease
+
+VARIABLE = "KVFOLD_STORE_SECRET"
+_MIN_BYTES = 16
+_MAX_BYTES = 64  # the longest key of blake2b
+
+
+def read_secret(path: str | Path | None) -> bytes:
+    """From a file, else the variable, else empty; trailing white space is stripped. Never from the command line, which
+    other users of a machine can read."""
+    if path is None:
+        text = os.environ.get(VARIABLE)
+        return b"" if text is None else _checked(text.encode(), VARIABLE)
+    try:
+        with open(path, "rb") as file:
+            return _checked(file.read(1 << 10), str(path))
+    except OSError as error:
+        raise FileError(f"the secret in {path} cannot be read ({error}); name a file that holds it") from error
+
+
+def _checked(data: bytes, place: str) -> bytes:
+    secret = data.rstrip()
+    _check_length(len(secret), f"the secret in {place}")
+    return secret
+
+
+def check_secret(secret: bytes) -> None:
+    """InputError unless it is empty or of valid length."""
+    if secret:
+        _check_length(len(secret), "the secret")
+
+
+def _check_length(num_bytes: int, name: str) -> None:
+    if not _MIN_BYTES <= num_bytes <= _MAX_BYTES:
+        hint = "random ones, such as those of `openssl rand -hex 32`"
+        raise InputError(f"{name} has {num_bytes} bytes; give {_MIN_BYTES} to {_MAX_BYTES} {hint}")
+
+
+def signer_of(secret: bytes) -> str:
+    """Public identifier of a secret; empty without one."""
+    return hashlib.blake2b(b"kvfold signer", digest_size=16, key=secret).hexdigest() if secret else ""
+
 
 MAGIC = b"KVFOLD\x00P"
 MAX_HEADER_BYTES = 1 << 20
@@ -81,6 +122,12 @@ def peek(data: bytes) -> Preamble | None:
     return Preamble(ttl_s, saved_us / 1e6, header_bytes) if (magic, revision) == (MAGIC, FORMAT_REVISION) else None
 
 
+def claims(data: bytes) -> tuple[int, float]:
+    """Time to live and prefill time saved, in seconds, as the unchecked preamble says; 0 if there is none."""
+    preamble = peek(data)
+    return (0, 0.0) if preamble is None else (preamble.ttl_s, preamble.saved_s)
+
+
 class EntryReader:
     """Reads and checks one entry block by block. InvalidEntry if it does not match key and `binding`; with None for
     `binding`, if it does not match its key. `facts`: the entry's binding."""
@@ -125,9 +172,6 @@ class EntryReader:
         if expected != self.num_bytes:
             raise InvalidEntry("truncated", f"it has {self.num_bytes} bytes of {expected}")
 
-    def names(self) -> list[str]:
-        return [block.name for block in self._blocks]
-
     def blocks(self) -> Iterator[tuple[str, Fields]]:
         """(name, tensors), checked lazily."""
         for block in self._blocks:
@@ -147,9 +191,6 @@ class EntryReader:
         if len(data) != num_bytes:
             raise InvalidEntry("truncated", f"it ends {num_bytes - len(data)} bytes early")
         return data
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def _header(text: bytes) -> dict[str, Any]:

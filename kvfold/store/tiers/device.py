@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from kvfold.errors import OutOfPages
 from kvfold.pages.sequence import SequenceCache
-from kvfold.store.entry.slots import copy_prefix
+from kvfold.store.entry.snapshot import copy_prefix
 from kvfold.store.events import Events, Reason
 from kvfold.store.key import Key
 from kvfold.store.tiers.base import Clock, Tier, check_limit

@@ -20,7 +20,7 @@ from typing import BinaryIO
 
 from kvfold.atomic_io import TEMPORARY
 from kvfold.errors import FileError, KvfoldWarning
-from kvfold.store.entry.format import PREAMBLE_BYTES, peek
+from kvfold.store.entry.format import PREAMBLE_BYTES, claims
 from kvfold.store.events import Events, Reason
 from kvfold.store.key import Key
 from kvfold.store.tiers.base import ByteTier, Clock, check_limit
@@ -123,7 +123,11 @@ class DiskTier(ByteTier):
         if not self._is_ours():
             return None
         file = self._open(key, at)
-        if file is None and self._counts(key):
+        if file is not None:
+            return file
+        with self._lock:
+            counts = key in self._evictor
+        if counts:
             with self._writing:  # an entry being written has a record before its file
                 file = self._open(key, at)
                 if file is None:
@@ -143,10 +147,6 @@ class DiskTier(ByteTier):
         with suppress(OSError):  # deleted since, or not writable: the open file is still readable
             set_expiry(self._path(key), expires_at)
         return file
-
-    def _counts(self, key: Key) -> bool:
-        with self._lock:
-            return key in self._evictor
 
     def _clear(self, key: Key) -> None:
         """Drop an entry that has expired or whose file was deleted; keep one that cannot be opened now."""
@@ -207,7 +207,5 @@ class DiskTier(ByteTier):
         if key is None:
             return
         with path.open("rb") as file:
-            preamble = peek(file.read(PREAMBLE_BYTES))
-        # An unreadable entry has no value; it is quarantined when it is read.
-        ttl_s, saved_s = (0, 0.0) if preamble is None else (preamble.ttl_s, preamble.saved_s)
+            ttl_s, saved_s = claims(file.read(PREAMBLE_BYTES))  # an unreadable entry is quarantined when it is read
         self._evictor.add(key, stat.st_size, Lease(stat.st_mtime - ttl_s, ttl_s, saved_s))

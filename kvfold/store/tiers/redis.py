@@ -11,6 +11,7 @@ import io
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from threading import Lock
 from typing import Any, BinaryIO, Literal
 
 from kvfold.errors import InputError, MissingExtra
@@ -18,8 +19,47 @@ from kvfold.store.entry.format import PREAMBLE_BYTES, peek
 from kvfold.store.events import Events
 from kvfold.store.key import Key
 from kvfold.store.tiers.base import ByteTier, Clock
-from kvfold.store.tiers.breaker import Breaker
 from kvfold.store.tiers.eviction import Lease
+
+
+class Breaker:
+    """Closed: all calls pass. Open for `pause_s` after `num_failures` in a row: none. Half-open: one call may try."""
+
+    def __init__(
+        self, *, num_failures: int = 3, pause_s: float = 5.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.num_failures = num_failures
+        self.pause_s = pause_s
+        self._clock = clock
+        self._lock = Lock()
+        self._failed = 0
+        self._retry_at: float | None = None
+
+    @property
+    def is_open(self) -> bool:
+        with self._lock:
+            return self._retry_at is not None and self._clock() < self._retry_at
+
+    def enter(self) -> bool:
+        """Whether to call now; the caller then reports with `succeeded` or `failed`."""
+        with self._lock:
+            if self._retry_at is None:
+                return True
+            if self._clock() < self._retry_at:
+                return False
+            self._retry_at = self._clock() + self.pause_s  # half-open: others wait for this call's result
+            return True
+
+    def succeeded(self) -> None:
+        with self._lock:
+            self._failed, self._retry_at = 0, None
+
+    def failed(self) -> None:
+        with self._lock:
+            self._failed += 1
+            if self._failed >= self.num_failures:
+                self._retry_at = self._clock() + self.pause_s
+
 
 _PREFIX = "kvfold:"
 _MAX_VALUE_BYTES = 512 << 20  # of Redis itself

@@ -1,24 +1,150 @@
 """Tiered cache over byte tiers, fastest first: reads go through the tiers, writes go to all of them in the background.
 
 A read returns the first copy, also of an entry still in the write queue; valid copies are promoted to faster tiers in
-the background. An invalid copy is quarantined, deleted and skipped for a while, and the next tier is read.
+the background. An invalid copy is quarantined, deleted and skipped for a while, and the next tier is read. A read-only
+Redis replica, an account without DEL or a read-only file system keep it, so lookups do not rely on deletion.
 """
 
 from __future__ import annotations
 
+import warnings
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from io import BytesIO
+from pathlib import Path
+from threading import Condition, Lock, Thread
 from typing import BinaryIO, NamedTuple
 
-from kvfold.store.bad_copies import BadCopies
+from kvfold.errors import KvfoldWarning
 from kvfold.store.entry.format import InvalidEntry, peek
 from kvfold.store.events import Event, Events
 from kvfold.store.key import Key
-from kvfold.store.tiers.background_queue import BackgroundQueue
 from kvfold.store.tiers.base import ByteTier, Clock
 from kvfold.store.tiers.eviction import Lease
-from kvfold.store.tiers.quarantine import Quarantine
+
+LIMIT_BYTES = 256 << 20
+
+
+class Quarantine:
+    """The newest `limit_bytes`: KEY.kvp has an entry's bytes, KEY.txt the reason."""
+
+    def __init__(self, folder: str | Path, limit_bytes: int = LIMIT_BYTES) -> None:
+        self.folder = Path(folder)
+        self.limit_bytes = limit_bytes
+        self._lock = Lock()
+
+    def keep(self, key: Key, data: bytes, why: str) -> None:
+        """Never raises: an entry that cannot be written is dropped."""
+        with self._lock, suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            note = f"{why}\n".encode()
+            self._make_room(len(data) + len(note))
+            (self.folder / f"{key.text}.txt").write_bytes(note)
+            if len(data) + len(note) <= self.limit_bytes:
+                (self.folder / f"{key.text}.kvp").write_bytes(data)
+
+    def _make_room(self, num_bytes: int) -> None:
+        files = sorted(self.folder.iterdir(), key=lambda path: path.stat().st_mtime)
+        total = sum(path.stat().st_size for path in files)
+        for path in files:
+            if total + num_bytes <= self.limit_bytes:
+                return
+            total -= path.stat().st_size
+            path.unlink()
+
+
+BAD_S = 60.0
+_MAX_COPIES = 1 << 14
+
+
+class BadCopies:
+    """Deny list by tier and key; at most _MAX_COPIES, the oldest are dropped first. Items expire after BAD_S seconds,
+    since the copy may have been repaired."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = Lock()
+        self._until: OrderedDict[tuple[str, Key], float] = OrderedDict()
+
+    def add(self, tier: str, key: Key) -> None:
+        with self._lock:
+            self._until[tier, key] = self._clock() + BAD_S
+            self._until.move_to_end((tier, key))
+            if len(self._until) > _MAX_COPIES:
+                self._until.popitem(last=False)
+
+    def remove(self, tier: str, key: Key) -> None:
+        """The tier has stored a new copy."""
+        with self._lock:
+            self._until.pop((tier, key), None)
+
+    def has(self, tier: str, key: Key) -> bool:
+        with self._lock:
+            until = self._until.get((tier, key), 0.0)
+            if until <= self._clock():
+                self._until.pop((tier, key), None)
+                return False
+            return True
+
+
+Job = Callable[[], None]
+
+
+class BackgroundQueue:
+    """Runs jobs in FIFO order, in one thread; jobs that do not fit are dropped, never waited for."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self._jobs: deque[tuple[int, Job]] = deque()
+        self._pending_bytes = 0  # queued and running
+        self._changed = Condition()
+        self._thread: Thread | None = None
+        self._is_closed = False
+
+    def submit(self, num_bytes: int, job: Job) -> bool:
+        """False if the queue is full (an empty queue takes a job of any size) or closed."""
+        with self._changed:
+            full = self._pending_bytes > 0 and self._pending_bytes + num_bytes > self.limit_bytes
+            if full or self._is_closed:
+                return False
+            self._jobs.append((num_bytes, job))
+            self._pending_bytes += max(1, num_bytes)
+            if self._thread is None:
+                self._thread = Thread(target=self._run, name="kvfold-store", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+        return True
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until the queue is empty; False on time-out."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._pending_bytes == 0, timeout_s)
+
+    def close(self) -> None:
+        """Run queued jobs, then end the thread."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._jobs) or self._is_closed)
+                if not self._jobs:
+                    return
+                num_bytes, job = self._jobs.popleft()
+            try:
+                job()
+            except Exception as error:  # the thread has to go on
+                warnings.warn(f"background work of the store failed: {error!r}", KvfoldWarning, stacklevel=1)
+            finally:
+                with self._changed:
+                    self._pending_bytes -= max(1, num_bytes)
+                    self._changed.notify_all()
 
 
 class Copy(NamedTuple):
@@ -30,21 +156,14 @@ class Copy(NamedTuple):
     is_pending: bool = False
 
 
+@dataclass
 class TieredCache:
-    def __init__(
-        self,
-        tiers: Sequence[ByteTier],
-        events: Events,
-        queue: BackgroundQueue,
-        quarantine: Quarantine | None,
-        clock: Clock,
-    ) -> None:
-        self.tiers = list(tiers)
-        self._events = events
-        self._write_queue = queue
-        self._quarantine = quarantine
-        self._bad = BadCopies(clock)
-        self._pending: dict[Key, tuple[Callable[[], bytes], Lease]] = {}  # in the write queue
+    tiers: list[ByteTier]
+    _events: Events
+    _write_queue: BackgroundQueue
+    _quarantine: Quarantine | None
+    _bad: BadCopies
+    _pending: dict[Key, tuple[Callable[[], bytes], Lease]] = field(default_factory=dict)  # in the write queue
 
     def get(self, key: Key, at: float) -> Copy | None:
         encode, lease = self._pending.get(key, (None, None))  # read before the tiers: removed once they have it

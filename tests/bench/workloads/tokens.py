@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from kvfold.bench.haystack import prose
 from kvfold.bench.workloads import Setting
 from kvfold.bench.workloads.words import SINGLE
-from kvfold.models.pull.home import model_folder
+from kvfold.models.pull.pull import model_folder
 
 Count = Callable[[str], int]
 

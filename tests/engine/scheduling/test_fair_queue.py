@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfold.engine.scheduling.fair_queue import FairQueue, FairShare
+from kvfold.engine.scheduling.queues import FairQueue, FairShare
 
 
 @dataclass(eq=False)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvfold.engine.generate import generate
-from kvfold.engine.request import Request
+from kvfold.engine.output_processor import Request
 from kvfold.engine.runner import Runner
 from kvfold.engine.sampling import Sampling
 from kvfold.engine.scheduling.jobs import Ended, Event, Job, PrefillDone, TextDelta

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvfold.engine.scheduling.time_slice import TimeSlice
+from kvfold.engine.scheduling.prefill_manager import TimeSlice
 
 
 @pytest.mark.parametrize(

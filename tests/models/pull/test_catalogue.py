@@ -7,7 +7,7 @@ import string
 import pytest
 
 from kvfold.errors import ModelError
-from kvfold.models.pull.catalogue import CATALOGUE, DEFAULT_MODEL, Entry, find
+from kvfold.models.pull.pull import CATALOGUE, DEFAULT_MODEL, Entry, find
 from kvfold.models.pull.sources import HubSource, PackageSource
 
 ENTRIES = pytest.mark.parametrize("entry", CATALOGUE.values(), ids=list(CATALOGUE))

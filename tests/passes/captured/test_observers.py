@@ -10,7 +10,7 @@ import torch
 from kvfold.compression.observe import ObserverSnapshot
 from kvfold.engine.cuda_graphs import CudaGraphs
 from kvfold.engine.generate import generate
-from kvfold.engine.request import Request
+from kvfold.engine.output_processor import Request
 from kvfold.engine.runner import Runner
 from kvfold.models.loader import Model
 from kvfold.pages.sequence import SequenceCache

@@ -11,9 +11,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kvfold.score.kernels.columns import can_take, fused_column_max
-from kvfold.score.shared import columns
-from kvfold.score.shared.columns import column_max_reference
+from kvfold.score import attention
+from kvfold.score.attention import column_max_reference
+from kvfold.score.kernels import are_taken, fused_column_max
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(2, 2, 70, 130, 64), (1, 3, 5, 300, 16), (3, 1, 64, 1, 32)]
@@ -40,12 +40,12 @@ def test_tiles_of_queries_change_nothing(
     shape: tuple[int, int, int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q_RGTD, k_RSD, lse_RGT, expected_RGS = case(*shape)
-    monkeypatch.setattr(columns, "MAX_ENTRIES", 3 * expected_RGS.numel())  # three queries at a time
+    monkeypatch.setattr(attention, "MAX_ENTRIES", 3 * expected_RGS.numel())  # three queries at a time
     torch.testing.assert_close(column_max_reference(q_RGTD, k_RSD, lse_RGT, 0.3), expected_RGS, atol=1e-5, rtol=1e-4)
 
 
 def test_the_kernel_takes_16_bit_numbers_of_a_power_of_two() -> None:
     q, k = torch.zeros(1, 1, 4, 64, dtype=torch.bfloat16), torch.zeros(1, 9, 64, dtype=torch.bfloat16)
-    assert can_take(q, k) and can_take(q.half(), k.half())
-    assert not can_take(q.float(), k.float()) and not can_take(q.half(), k)
-    assert not can_take(q[..., :48], k[..., :48])
+    assert are_taken(q, k, most=256) and are_taken(q.half(), k.half(), most=256)
+    assert not are_taken(q.float(), k.float(), most=256) and not are_taken(q.half(), k, most=256)
+    assert not are_taken(q[..., :48], k[..., :48], most=256)

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from kvfold.score.expected import quadratic
-from kvfold.score.kernels.quadratic import can_expect, expected_logits
+from kvfold.score.kernels import are_taken, expected_logits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALE = 0.125
@@ -36,5 +36,5 @@ def test_logits_equal_the_formula(dtype: torch.dtype, rows: int, group: int, slo
 
 def test_the_kernel_takes_16_bit_keys_of_a_power_of_two() -> None:
     k = torch.zeros(1, 9, 64, dtype=torch.bfloat16)
-    assert can_expect(k) and can_expect(k.half())
-    assert not can_expect(k.float()) and not can_expect(k[..., :48])
+    assert are_taken(k) and are_taken(k.half())
+    assert not are_taken(k.float()) and not are_taken(k[..., :48])

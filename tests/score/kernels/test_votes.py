@@ -10,8 +10,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from kvfold.score.kernels.votes import can_vote, window_votes
-from kvfold.score.shared.attention import masked_softmax
+from kvfold.score.attention import masked_softmax
+from kvfold.score.kernels import are_taken, window_votes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -35,6 +35,6 @@ def test_votes_equal_the_map(rows: int, group: int, window: int, slots: int, dim
 
 def test_the_kernels_take_16_bit_numbers_of_a_power_of_two() -> None:
     q, k = torch.zeros(1, 1, 4, 64, dtype=torch.bfloat16), torch.zeros(1, 9, 64, dtype=torch.bfloat16)
-    assert can_vote(q, k) and can_vote(q.half(), k.half())
-    assert not can_vote(q.float(), k.float()) and not can_vote(q.half(), k)
-    assert not can_vote(q[..., :48], k[..., :48])
+    assert are_taken(q, k) and are_taken(q.half(), k.half())
+    assert not are_taken(q.float(), k.float()) and not are_taken(q.half(), k)
+    assert not are_taken(q[..., :48], k[..., :48])

@@ -138,7 +138,7 @@ def test_a_prefix_that_is_lost_every_time_is_read_without_the_store(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where nothing is deleted and nothing remembered, a job begins again a few times, not for ever."""
-    monkeypatch.setattr("kvfold.store.bad_copies.BAD_S", 0.0)
+    monkeypatch.setattr("kvfold.store.tiers.tiered_cache.BAD_S", 0.0)
     tokens, boundary = tiny.prompt(60), Boundary(53, bytes(32), "messages")
     plan, host = CachePlan([boundary], [boundary], [CacheWrite(boundary, 300.0)]), HostTier(1 << 20, clock=now)
     monkeypatch.setattr(host, "delete", lambda key: None)

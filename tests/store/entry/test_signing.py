@@ -15,7 +15,7 @@ from safetensors.torch import load, save
 from kvfold.errors import FileError, InputError
 from kvfold.models.loader import Model
 from kvfold.store import PrefixStore, RedisTier
-from kvfold.store.entry.signing import VARIABLE, read_secret
+from kvfold.store.entry.format import VARIABLE, read_secret
 from kvfold.store.inspect import RedisInspector
 from kvfold.store.markers import CacheMarkers, Marker
 from tests.engine.reusing import prefill_reusing

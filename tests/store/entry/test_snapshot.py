@@ -13,8 +13,7 @@ from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy
 from kvfold.store.entry.encodings.base import check_specs
 from kvfold.store.entry.format import Fields, InvalidEntry
-from kvfold.store.entry.slots import chunk_specs, copy_prefix, read_slots
-from kvfold.store.entry.snapshot import restore_snapshot, snapshot_blocks
+from kvfold.store.entry.snapshot import chunk_specs, copy_prefix, read_slots, restore_snapshot, snapshot_blocks
 from tests.engine.runs import Shared
 from tests.store.common import CHUNK, PAGES, make_runner, positions
 from tests.tiny import prompt

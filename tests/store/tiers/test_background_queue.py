@@ -7,7 +7,7 @@ from threading import Event
 import pytest
 
 from kvfold.errors import KvfoldWarning
-from kvfold.store.tiers.background_queue import BackgroundQueue
+from kvfold.store.tiers.tiered_cache import BackgroundQueue
 
 
 def test_the_queue_is_bounded_and_runs_in_order() -> None:

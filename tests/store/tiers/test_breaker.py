@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvfold.store.tiers.breaker import Breaker
+from kvfold.store.tiers.redis import Breaker
 from tests.store.common import Clock
 
 

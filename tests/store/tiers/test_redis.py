@@ -13,8 +13,8 @@ from kvfold.errors import InputError, MissingExtra
 from kvfold.models.loader import Model
 from kvfold.store import HostTier, PrefixStore, RedisTier
 from kvfold.store.events import Event
-from kvfold.store.tiers.breaker import Breaker
 from kvfold.store.tiers.eviction import Lease
+from kvfold.store.tiers.redis import Breaker
 from tests.store.common import CHUNK, Clock, cold_logits, finish, make_entry, make_key, make_prefixes
 from tests.store.servers import RedisServer
 from tests.tiny import prompt

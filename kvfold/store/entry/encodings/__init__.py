@@ -1,9 +1,8 @@
 """Encodings of KV tensors in byte tiers (`form=`, `--store-form`): exact, packed (lossless), cachegen (lossy)."""
 
 from kvfold.errors import InputError
-from kvfold.store.entry.encodings.base import Encoding, Exact, TensorSpec, TensorSpecs
+from kvfold.store.entry.encodings.base import Encoding, Exact, Packed, TensorSpec, TensorSpecs
 from kvfold.store.entry.encodings.cachegen import CacheGen
-from kvfold.store.entry.encodings.packed import Packed
 
 __all__ = ["ENCODINGS", "Encoding", "TensorSpec", "TensorSpecs", "check_encoding"]
 

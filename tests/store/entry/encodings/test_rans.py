@@ -9,8 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfold.store.entry.encodings.gaussian_tables import ZERO, cheapest_table, gaussian_tables
-from kvfold.store.entry.encodings.rans import PRECISION, Coded, InvalidStream, Symbols, TableChoice, decode, encode
+from kvfold.store.entry.encodings.rans import (
+    PRECISION,
+    ZERO,
+    Coded,
+    InvalidStream,
+    Symbols,
+    TableChoice,
+    cheapest_table,
+    decode,
+    encode,
+    gaussian_tables,
+)
 
 
 def draw(seed: int, num_steps: int, num_lanes: int) -> tuple[Symbols, TableChoice]:

@@ -56,9 +56,8 @@ class LayerPredictor:
         """fp32 [R, S] for rows of several sequences, some slots at a time."""
         num_heads, num_slots = len(self.mean_HF), k_RSD.shape[1]
         step = max(1, _MAX_ENTRIES // (len(k_RSD) * self.mean_HF.shape[1]))
-        tiles = [slice(begin, begin + step) for begin in range(0, num_slots, step)]
         found = []
-        for tile in tiles:
+        for tile in (slice(begin, begin + step) for begin in range(0, num_slots, step)):
             x_RSF = features(k_RSD[:, tile], v_RSD[:, tile], position_RS[:, tile], rope)
             found.append(torch.cat([self(x_HSF) for x_HSF in x_RSF.split(num_heads)]))
         return torch.cat(found, 1)
@@ -103,7 +102,9 @@ def predictor_for(spec: ModelSpec, file: str) -> Predictor:
             f"the scorer {file} was trained on other weights than those of {spec.name}; train one on these with "
             "kvfold train-scorer"
         )
-    _check_shapes(found, spec, file)
+    indices = set(spec.compressible_layers)
+    if set(found.layers) != indices or not all(_fits(found.layers[i], spec.layers[i]) for i in indices):
+        raise FileError(f"{file} does not fit the layers of {spec.name}; train it again with kvfold train-scorer")
     return found
 
 
@@ -159,14 +160,6 @@ def _read(path: Path, num_bytes: int, version: tuple[int, ...]) -> Predictor:
         return Predictor(str(header["weights"]), layers)
     except (SafetensorError, LookupError, ValueError, TypeError, RuntimeError, OSError) as error:
         raise FileError(f"{path} is truncated or no scorer; train it again with kvfold train-scorer") from error
-
-
-def _check_shapes(predictor: Predictor, spec: ModelSpec, file: str) -> None:
-    fits = set(predictor.layers) == set(spec.compressible_layers) and all(
-        _fits(layer, spec.layers[index]) for index, layer in predictor.layers.items()
-    )
-    if not fits:
-        raise FileError(f"{file} does not fit the layers of {spec.name}; train it again with kvfold train-scorer")
 
 
 def _fits(layer: LayerPredictor, spec: LayerSpec) -> bool:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvfold.score import Chunk, KNorm, Needs
-from kvfold.score.shared.reuse import Reuse
+from kvfold.score.chunk import Reuse
 from tests.engine.runs import kept, make_runner, make_sequence
 from tests.score.views import make_view
 from tests.tiny import prompt, ready

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvfold.score.attention import masked_softmax, window_attention
 from kvfold.score.base import Needs
-from kvfold.score.shared.attention import masked_softmax, window_attention
 from tests.score.views import make_view
 
 INF = torch.inf

@@ -1,6 +1,7 @@
-"""`lagkv`: keys and values against the next block of tokens, without attention (LagKV, arXiv:2504.04704).
+"""Scores without attention: `knorm` (small L2 norm of keys, arXiv:2406.11430), `keydiff` (keys unlike the mean key,
+arXiv:2504.15364), `lagkv` (keys and values against the next block of tokens, LagKV, arXiv:2504.04704).
 
-R rows   S slots   D head dim   N blocks   L slots of a block
+    R rows   S slots   D head dim   N blocks   L slots of a block
 """
 
 from __future__ import annotations
@@ -9,20 +10,49 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kvfold.policy.registry import register
+from kvfold.score.attention import row_blocks
 from kvfold.score.base import Needs, Scorer, View
-from kvfold.score.shared.attention import row_blocks
-from kvfold.score.shared.checks import at_least
 
 
 @register(
-    "score",
-    "lagkv",
-    paper="arXiv:2504.04704",
-    cost="L·d",
-    published="as published in kvpress",
+    "score", "knorm", paper="arXiv:2406.11430", cost="L·d", published="differs: the first two layers are compressed too"
 )
+@dataclass(frozen=True)
+class KNorm(Scorer):
+    """Keep the keys of smallest norm.
+
+    score = -|k|, in fp32: norms taken in bf16 tie on most positions. No queries, no values, nothing always kept.
+
+    As kvpress' KnormPress; the paper leaves the first two layers uncompressed, which is left to the policy.
+    """
+
+    def score(self, view: View) -> Tensor:
+        return view.masked(-view.k_RSD.float().norm(dim=-1))
+
+
+@register("score", "keydiff", paper="arXiv:2504.15364", cost="L·d", published="as published")
+@dataclass(frozen=True)
+class KeyDiff(Scorer):
+    """Keep the keys least like the mean key.
+
+    score = -cos(k, anchor), anchor = mean of k/|k| over the row's slots; post-RoPE keys, fp32. No queries, nothing
+    always kept.
+
+    As kvpress' KeyDiffPress on one row; padding takes no part in the anchor. The paper's blockwise form is this score
+    with `between_chunks`.
+    """
+
+    def score(self, view: View) -> Tensor:
+        unit_RSD = functional.normalize(view.k_RSD.float(), dim=-1).masked_fill(~view.valid_RS.unsqueeze(-1), 0.0)
+        # The sum points where the mean does, and cosine does not see the length.
+        anchor_RD = functional.normalize(unit_RSD.sum(dim=1), dim=-1)
+        return view.masked(-torch.einsum("rsd,rd->rs", unit_RSD, anchor_RD))
+
+
+@register("score", "lagkv", paper="arXiv:2504.04704", cost="L·d", published="as published in kvpress")
 @dataclass(frozen=True)
 class LagKV(Scorer):
     """Keep the slots whose channels spread most, measured by the range of the following `lag` slots.
@@ -40,10 +70,7 @@ class LagKV(Scorer):
     sinks: int = 4
     lag: int = 128
     cross: bool = False
-
-    def __post_init__(self) -> None:
-        at_least("lagkv", "sinks", self.sinks, 0)
-        at_least("lagkv", "lag", self.lag, 2)
+    least = (("sinks", 0), ("lag", 2))
 
     @property
     def needs(self) -> Needs:

@@ -1,1 +1,0 @@
-"""Parts that several scorers share: attention maps, column maxima, grouping, position lookup, predictors."""
