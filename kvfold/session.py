@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Unpack, overload
+from typing import Any, Literal, NoReturn, Unpack, cast, overload
 
 from torch import Tensor
 
@@ -166,7 +166,7 @@ class Session:
         Returns a Reply, or with `stream` an iterator over text deltas; the reply becomes part of the session.
         """
         on_text = checked(options).pop("on_text", None)
-        request = self._request(max_new_tokens, **options)
+        request = self._request(max_new_tokens, **cast(dict[str, Any], options))
         pieces = self._stream(request, on_text)
         if stream:
             return pieces

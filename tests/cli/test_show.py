@@ -66,7 +66,7 @@ def test_rows_with_known_widths_are_printed_as_they_come(
 
 def test_long_work_in_a_pipe_tells_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     told = threading.Event()
-    lines = []
+    lines: list[str] = []
 
     def text() -> str:
         lines.append(f"prefill: {len(lines)}/9 tokens")
