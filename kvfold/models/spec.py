@@ -17,7 +17,7 @@ from kvfold.models.digest import parameters_digest
 
 _INTERLEAVED = {"cohere", "cohere2", "glm", "glm4", "gptj", "ernie4_5", "helium"}
 _LENGTH_DEPENDENT = {"dynamic", "longrope"}
-_OPENS_CACHE = {"diffllama", "doge", "jetmoe"}  # their layers compute with what the cache returns, before attention
+_OPENS_CACHE = {"doge", "jetmoe"}  # their layers compute with what the cache returns, before attention
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _OUTPUT_NAMES = ("o_proj", "out_proj", "dense", "wo")
 _LOGIT_CHANGES = ("logit_scale", "logits_scaling", "final_logit_softcapping")
