@@ -173,9 +173,10 @@ def key_scores(
 @triton.jit
 def no_values(M: tl.constexpr, V: tl.constexpr) -> tl.tuple:
     """Accumulators [WP, M] of the parts of a word."""
+    PAD: tl.constexpr = V.pad
     parts: tl.tuple = ()
     for _ in tl.static_range(V.head_dim // V.words):
-        parts += (tl.zeros([V.pad, M], tl.float32),)
+        parts += (tl.zeros([PAD, M], tl.float32),)
     return parts
 
 
