@@ -4,7 +4,8 @@
 
 A mutant swaps one arithmetic or comparison operator, or moves one number, in a copy of the package; the tests of the
 same folder run on it first, then those of the folders above that use it. A mutant that no test fails on has survived;
-it is printed with its line, to be judged: some changes make no difference (a growth factor, a tile size).
+it is printed with its line, to be judged: some changes make no difference (a growth factor, a tile size). All of these
+tests run once without a mutant first; one that fails then kills none.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import ast
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -26,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("policy", "score", "budget", "codec", "evicted", "pages", "attend", "compression", "passes", "engine", "store")
 QUICK = "not slow and not model and not thorough"  # what `make test` runs, without downloads
 ABOVE = ("tests/compression", "tests/passes", "tests/pages", "tests/engine", "tests/test_session.py", "tests/store")
+_FAILED = re.compile(r"(?:FAILED|ERROR) (.+?)(?: - |$)")
 _BINARY = {
     ast.Add: ast.Sub,
     ast.Sub: ast.Add,
@@ -105,29 +108,39 @@ def tests_of(mutant: Mutant) -> list[str]:
     return [*found, str(folder), *(name for name in ABOVE if name != str(folder))]
 
 
-def survives(mutant: Mutant, timeout_s: float) -> tuple[Mutant, str]:
-    """How a mutant ends: "killed by …", "survived", or "timed out", which counts as killed."""
+def copied(copy: Path) -> None:
+    for part in ("kvfold", "tests", "benchmarks", "docs", "examples"):
+        if (ROOT / part).exists():
+            shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    for part in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / part, copy / part)
+
+
+def failures(copy: Path, tests: list[str], timeout_s: float, *flags: str) -> list[str]:
+    """The tests that fail in a copy of the tree, in the order they ran."""
+    path = os.pathsep.join([str(copy), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "pytest", "-rfE", "-p", "no:cacheprovider", "-m", QUICK, *flags, *tests]
+    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=timeout_s)
+    found = [match[1] for line in done.stdout.splitlines() if (match := _FAILED.match(line))]
+    return found or ([f"pytest, exit code {done.returncode}"] if done.returncode not in (0, 5) else [])
+
+
+def survives(mutant: Mutant, timeout_s: float, broken: list[str]) -> tuple[Mutant, str]:
+    """How a mutant ends: "killed by …", "survived", or "timed out", which counts as killed.
+
+    Tests that fail without the mutant are not asked."""
     with tempfile.TemporaryDirectory() as name:
-        copy = Path(name)
-        for part in ("kvfold", "tests", "benchmarks", "docs", "examples"):
-            if (ROOT / part).exists():
-                shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__", "results"))
-        for part in ("pyproject.toml", "README.md"):
-            shutil.copy(ROOT / part, copy / part)
-        (copy / mutant.path).write_text(mutant.source, encoding="utf-8")
-        path = os.pathsep.join([str(copy), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        copied(Path(name))
+        (Path(name) / mutant.path).write_text(mutant.source, encoding="utf-8")
+        ignored = [f"--deselect={test}" for test in broken]
         for test in tests_of(mutant):
-            command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-m", QUICK, test]
             try:
-                done = subprocess.run(
-                    command, cwd=copy, env=environment, capture_output=True, text=True, timeout=timeout_s
-                )
+                failed = failures(Path(name), [test], timeout_s, "-x", *ignored)
             except subprocess.TimeoutExpired:
                 return mutant, f"killed: {test} took over {timeout_s:g} s"
-            if done.returncode not in (0, 5):
-                failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-                return mutant, f"killed by {failed[0][:140] if failed else test}"
+            if failed:
+                return mutant, f"killed by {failed[0][:140]}"
     return mutant, "survived"
 
 
@@ -140,9 +153,14 @@ def main() -> None:
     parser.add_argument("--part", action="append", choices=PARTS)
     args = parser.parse_args()
     mutants = draw(args.count, args.seed, tuple(args.part or PARTS))
+    with tempfile.TemporaryDirectory() as name:
+        copied(Path(name))
+        tests = sorted({test for mutant in mutants for test in tests_of(mutant)})
+        broken = failures(Path(name), tests, args.timeout_s * args.jobs, f"-n{args.jobs}")
+    print(f"{len(broken)} tests fail without a mutant and are left out: {' '.join(broken)}", flush=True)
     num_survived = 0
     with ThreadPoolExecutor(args.jobs) as pool:
-        for done in as_completed([pool.submit(survives, one, args.timeout_s) for one in mutants]):
+        for done in as_completed([pool.submit(survives, one, args.timeout_s, broken) for one in mutants]):
             mutant, end = done.result()
             num_survived += end == "survived"
             print(f"{mutant.path}:{mutant.line}  {mutant.before}  ->  {mutant.after}\n    {end}", flush=True)
