@@ -104,6 +104,7 @@ QUICK: dict[str, dict[str, int]] = {
     },
     "tests/cli/test_chat.py": {
         "test_ctrl_c_stops_the_reply_only": 0,
+        "test_memory_is_bounded_however_long_the_talk": 0,
     },
     "tests/cli/test_demo.py": {
         "test_a_random_model_is_shown_to_fail": 0,
@@ -111,12 +112,13 @@ QUICK: dict[str, dict[str, int]] = {
     },
     "tests/cli/test_main.py": {
         "test_a_closed_pipe_is_quiet": 1,
+        "test_ctrl_c_in_a_download": 0,
     },
     "tests/cli/test_new.py": {
         "test_an_installed_package_is_a_term": 0,
     },
     "tests/codec/test_minicache.py": {
-        "test_pages_hold_merged_layers": 1,
+        "test_pages_hold_merged_layers": 0,
     },
     "tests/engine/scheduling/test_scheduler.py": {
         "test_replies_are_those_of_single_runs": 1,
@@ -150,6 +152,9 @@ QUICK: dict[str, dict[str, int]] = {
     "tests/engine/test_faults.py": {
         "test_an_exception_at_any_call_fails_one_job_at_most": 0,
         "test_an_exception_on_the_way_to_the_host_or_back_fails_one_job_at_most": 0,
+    },
+    "tests/engine/test_fit.py": {
+        "test_self_study_asks_what_the_model_answers_to_questions": 0,
     },
     "tests/engine/test_generate.py": {
         "test_an_interrupted_step_or_prompt_leaves_no_trace": 2,
@@ -197,6 +202,11 @@ QUICK: dict[str, dict[str, int]] = {
     "tests/models/pull/test_pull.py": {
         "test_a_folder_that_is_not_whole_is_made_anew": 0,
         "test_a_killed_pull_is_taken_up_again": 0,
+        "test_real_models_speak": 0,
+        "test_two_processes_pull_once": 0,
+    },
+    "tests/models/test_attach.py": {
+        "test_nothing_is_registered_before_attach": 0,
     },
     "tests/models/test_cache.py": {
         "test_beams": 7,
@@ -210,6 +220,7 @@ QUICK: dict[str, dict[str, int]] = {
     },
     "tests/pages/kernels/test_seal.py": {
         "test_one_launch_writes_what_the_plain_seal_writes": 2,
+        "test_seals_go_on_where_the_last_one_ended": 1,
     },
     "tests/pages/test_below.py": {
         "test_a_step_reads_what_is_stored": 1,
@@ -233,13 +244,24 @@ QUICK: dict[str, dict[str, int]] = {
         "test_steps_agree_with_the_plain_pass_across_seals": 2,
     },
     "tests/policy/test_fingerprint.py": {
-        "test_same_in_every_process": 1,
+        "test_same_in_every_process": 0,
+    },
+    "tests/score/test_nacl.py": {
+        "test_the_first_of_a_sample_is_drawn_by_softmax": 0,
     },
     "tests/serve/cache/test_source.py": {
         "test_a_hit_is_bitwise_the_cold_request": 2,
     },
     "tests/serve/test_ending.py": {
-        "test_one_that_is_idle_ends_with_0": 1,
+        "test_few_descriptors_and_many_idle_clients_shut_nobody_out_for_long": 0,
+        "test_one_that_is_idle_ends_with_0": 0,
+        "test_streams_that_nobody_reads_do_not_hold_it": 0,
+    },
+    "tests/serve/test_fuzz.py": {
+        "test_no_request_is_answered_with_a_fault_of_the_servers": 0,
+    },
+    "tests/serve/test_isolation.py": {
+        "test_what_is_forged_is_not_served_where_there_is_a_secret": 1,
     },
     "tests/serve/test_prompt_cache.py": {
         "test_what_a_change_leaves_of_tools_system_and_messages": 3,
@@ -253,6 +275,7 @@ QUICK: dict[str, dict[str, int]] = {
     },
     "tests/serve/test_slow_clients.py": {
         "test_a_late_request_is_answered_while_the_scheduler_is_stuck": 1,
+        "test_a_place_is_free_when_its_job_has_ended_whether_or_not_anybody_reads": 0,
         "test_what_no_route_sees_is_refused_in_the_vendors_shape": 1,
     },
     "tests/store/entry/encodings/test_encodings.py": {
@@ -267,7 +290,12 @@ QUICK: dict[str, dict[str, int]] = {
         "test_lookups_are_made_again_until_what_they_found_is_good": 2,
     },
     "tests/store/test_faults.py": {
+        "test_flipped_bytes_of_every_kind_are_a_miss": 1,
+        "test_flipped_bytes_of_snapshots_are_a_miss": 1,
         "test_truncated_files_are_a_miss": 2,
+    },
+    "tests/store/test_key.py": {
+        "test_keys_are_the_same_in_every_process": 0,
     },
     "tests/store/test_prefixes.py": {
         "test_a_hit_at_a_marker_is_bitwise_a_run_that_stops_there": 2,
@@ -277,7 +305,7 @@ QUICK: dict[str, dict[str, int]] = {
         "test_scopes_are_the_same_in_every_process": 0,
     },
     "tests/store/test_real_store.py": {
-        "test_every_tier_gives_the_same_tokens": 1,
+        "test_every_tier_gives_the_same_tokens": 0,
     },
     "tests/store/test_refusals.py": {
         "test_a_bad_entry_that_redis_keeps_is_a_miss": 2,
@@ -292,22 +320,30 @@ QUICK: dict[str, dict[str, int]] = {
         "test_generate_goes_on_as_a_session_does": 2,
         "test_turns_on_one_cache_are_those_of_a_session": 1,
     },
+    "tests/test_docs.py": {
+        "test_the_python_of_pages_runs": 0,
+    },
     "tests/test_extras.py": {
         "test_the_library_and_its_commands_need_no_extra": 0,
         "test_what_needs_an_extra_names_it": 0,
     },
+    "tests/test_imports.py": {
+        "test_importing_kvfold_has_no_effect_on_transformers_and_torch": 0,
+    },
     "tests/test_plugins.py": {
         "test_a_file_and_a_module_of_the_user_add_terms": 0,
+        "test_installed_packages_add_terms_and_workloads": 0,
         "test_what_the_user_names_is_refused_in_one_line": 0,
     },
     "tests/test_real_lookup.py": {
-        "test_greedy_tokens_are_the_same": 1,
+        "test_greedy_tokens_are_the_same": 0,
     },
     "tests/test_real_models.py": {
         "test_bytes_after_a_prompt_of_4000_tokens": 0,
     },
     "tests/test_real_reads.py": {
         "test_pages_chosen_by_channels_answer_as_everything_does": 0,
+        "test_tokens_that_the_question_looks_at_go_on": 0,
     },
     "tests/test_real_replay.py": {
         "test_a_needle_is_kept_without_the_question": 0,

@@ -103,5 +103,5 @@ def test_json_that_holds_no_essays_is_refused(tmp_path: Path, content: str) -> N
 def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(InputError, match="not UTF-8"):
+    with pytest.raises(InputError, match="is UTF-16; convert it"):
         read_text(path)

@@ -35,7 +35,7 @@ def test_answers_are_the_same(call: Call, folder: Path, tmp_path: Path) -> None:
 def test_a_bad_number_is_told(call: Call, folder: Path, document: Path, value: int) -> None:
     arguments = ("--model", folder, "--context", document, "--ask", "what?", f"--speculate={value}")
     done = call("run", *arguments)
-    assert done.code == 2 and f"speculate is {value}; write True, False, or how many tokens" in done.err
+    assert done.code == 2 and f'"{value}" is no count; write a whole number from 1 on' in done.err
 
 
 def test_help_says_when_it_pays(call: Call) -> None:
