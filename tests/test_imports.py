@@ -25,6 +25,7 @@ LEVELS = (
     ("pipeline",),
     ("answering", "batch", "drop_in", "episodes", "session", "testing"),
     ("reply", "session_io", "tfidf"),
+    ("shortening",),
     ("engine",),
     ("models", "store"),
     ("stats",),

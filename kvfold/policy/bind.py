@@ -17,9 +17,10 @@ from kvfold.errors import PolicyError
 from kvfold.policy.parse import Argument, Call, Value
 from kvfold.policy.parts import CodecPlan, LayerSlice
 from kvfold.policy.registry import NAMES, Registration, default, find, terms
-from kvfold.policy.size import Percent
+from kvfold.policy.size import Percent, Size
 from kvfold.policy.text import listing, literal, noun, unknown_name
 
+ARGUMENT_AXES = {"selector": "{}, 4x", "units": "graph, 4x, units={}"}  # their terms stand inside shorten(...) alone
 _MISMATCH = object()
 _WORDS = {"true": True, "false": False}
 
@@ -33,6 +34,8 @@ def bind(call: Call) -> tuple[str, Any]:
         raise unknown_name(call.name)
     if term.axis == "codec":
         return "codec", _codec(call)
+    if term.axis in ARGUMENT_AXES:
+        raise PolicyError(f"{call} says how text is shortened; write shorten({ARGUMENT_AXES[term.axis].format(call)})")
     return term.axis, _variant(term, call.arguments)
 
 
@@ -135,8 +138,8 @@ def _coerce(value: Value, hint: Any) -> Any:
         return _coerce_word(value.name, hint)
     if isinstance(value, int | float):
         return _coerce_number(value, hint)
-    if isinstance(value, Percent):
-        return value if hint is Percent else _MISMATCH
+    if isinstance(value, Percent | Size):
+        return value if isinstance(hint, type) and isinstance(value, hint) else _MISMATCH
     return value if hint is str and isinstance(value, str) else _MISMATCH
 
 
@@ -185,4 +188,4 @@ def _type_text(hint: Any) -> str:
     if get_origin(hint) in (Union, types.UnionType):
         return " or ".join(_type_text(option) for option in get_args(hint))
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
-    return (words | {Percent: "a share like 50%"}).get(hint, "none")
+    return (words | {Percent: "a share like 50%", Size: "a size like 4x"}).get(hint, "none")

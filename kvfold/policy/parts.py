@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvfold.position import Position
     from kvfold.protect import Protect
     from kvfold.score.base import Scorer
+    from kvfold.shortening.shorten import Shorten
     from kvfold.token_pruning import TokenPruning
     from kvfold.triggers import Trigger
 
@@ -116,7 +117,8 @@ class Stage:
 
 @dataclass(frozen=True)
 class PolicyParts:
-    """`prefill` and `decode` say what is kept in each phase; codec, position, reader and token pruning are common."""
+    """`prefill` and `decode` say what is kept in each phase; codec, position, reader and token pruning are common, and
+    `shorten` comes before both."""
 
     prefill: Stage
     decode: Stage
@@ -124,6 +126,7 @@ class PolicyParts:
     position: Position
     attend: Reader
     token_pruning: TokenPruning
+    shorten: Shorten | None = None
 
     def stages(self) -> Iterator[tuple[str, Stage]]:
         """Both phases with their names."""
@@ -145,7 +148,8 @@ class PolicyParts:
     def variants(self) -> tuple[Term, ...]:
         """Every registered part of the policy, each once, also those that stand inside another."""
         staged = [part for _, stage in self.stages() for part in stage.variants]
-        outer = (*staged, self.position, *self.codec.codecs, self.attend, self.token_pruning)
+        text = () if self.shorten is None else (self.shorten,)
+        outer = (*staged, self.position, *self.codec.codecs, self.attend, self.token_pruning, *text)
         return tuple(dict.fromkeys(part for variant in outer for part in nested(variant)))
 
 

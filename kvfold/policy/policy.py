@@ -40,6 +40,7 @@ def resolve(terms: Iterable[Call | Size | Phase]) -> PolicyParts:
         position=outer.get("position", default("position")),
         attend=outer.get("attend", default("attend")),
         token_pruning=outer.get("token_pruning", default("prefill")),
+        shorten=outer.get("shorten"),
     )
 
 

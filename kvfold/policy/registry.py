@@ -33,7 +33,10 @@ if TYPE_CHECKING:
     from kvfold.core import ModelSpec
 
 
-AXES = ("score", "budget", "size", "when", "protect", "evicted", "position", "codec", "attend", "prefill")
+AXES = (
+    "score", "budget", "size", "when", "protect", "evicted", "position", "codec", "attend", "prefill",
+    "shorten", "selector", "units",
+)  # fmt: skip
 _WORDS = ("prefill", "decode", "min", "max", "none")
 _NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
 _Variant = TypeVar("_Variant")
@@ -154,7 +157,7 @@ def nested(variant: Any) -> Iterator[Term]:
     yield variant
     for field in dataclasses.fields(variant):
         value = getattr(variant, field.name)
-        if dataclasses.is_dataclass(value):
+        if isinstance(value, Term):
             yield from nested(value)
 
 
@@ -179,7 +182,11 @@ NAMES = {
     "codec": "native", "attend": "all", "prefill": "dense",
 }  # fmt: skip
 PHASES = ("prefill", "decode")
-_MODULES = {"when": "triggers", "prefill": "token_pruning"}  # of axes whose module has another name
+_MODULES = {
+    "when": "triggers",
+    "prefill": "token_pruning",
+    "shorten": "shortening",
+}  # of axes whose module has another name
 
 
 @cache

@@ -13,16 +13,22 @@ from typing import Any
 
 from kvfold.errors import PolicyError
 from kvfold.policy.parts import STAGE_AXES, CodecPlan, PolicyParts, Stage, default_trigger
-from kvfold.policy.registry import AXES, Registration, default, term_of, terms
+from kvfold.policy.registry import AXES, Registration, Term, default, term_of, terms
 from kvfold.policy.size import Percent, Size, number_text
 
 
 def canonical(policy: PolicyParts) -> str:
-    return " + ".join(_phases(policy, True) + _common(policy, True))
+    return " + ".join(_shorten(policy, True) + _phases(policy, True) + _common(policy, True))
 
 
 def short(policy: PolicyParts) -> str:
-    return " + ".join(_phases(policy, False) + _common(policy, False)) or term_text(policy.prefill.score, False)
+    cache = _phases(policy, False) + _common(policy, False) or [term_text(policy.prefill.score, False)]
+    return " + ".join(_shorten(policy, False) + cache)
+
+
+def _shorten(policy: PolicyParts, defaults: bool) -> list[str]:
+    """What happens to the text comes first; policies that leave it alone do not say so."""
+    return [] if policy.shorten is None else [term_text(policy.shorten, defaults)]
 
 
 def plan_text(plan: CodecPlan, defaults: bool) -> str:
@@ -87,11 +93,11 @@ def literal(value: Any, defaults: bool = False) -> str:
     """An argument's value in the words of the language; a term in its short form or, with `defaults`, its full one."""
     if value is None or isinstance(value, bool):
         return str(value).lower()
-    if dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value) and not isinstance(value, Size):
         return term_text(value, defaults)
     if isinstance(value, int | float):
         return number_text(value)
-    if isinstance(value, Percent):
+    if isinstance(value, Percent | Size):
         return str(value)
     return value if _WORD.fullmatch(value) else f'"{value}"'
 
@@ -102,17 +108,20 @@ def term_text(variant: Any, defaults: bool) -> str:
 
 
 def given_arguments(variant: Any, defaults: bool) -> list[str]:
+    """`size=20`; terms and sizes need no keyword where one would leave it out: `shorten(graph, 4x)`."""
     fields = [field for field in term_of(variant).arguments if field.init]
     values = [(field, getattr(variant, field.name)) for field in fields]
     if not defaults and term_of(variant).name == "protect" and not any(value for _, value in values):
         return ["none"]
-    return [_argument(field, value, defaults) for field, value in values if defaults or value != field.default]
-
-
-def _argument(field: dataclasses.Field[Any], value: Any, defaults: bool) -> str:
-    """`size=20`; a term needs no keyword where one would leave it out: `chunk(keydiff)`."""
-    text = literal(value, defaults)
-    return text if dataclasses.is_dataclass(value) and not defaults else f"{field.name}={text}"
+    written, is_in_place = [], not defaults
+    for field, value in values:
+        if not defaults and value == field.default:
+            is_in_place = False
+            continue
+        is_in_place = is_in_place and isinstance(value, Term | Size | Percent)
+        text = literal(value, defaults)
+        written.append(text if is_in_place else f"{field.name}={text}")
+    return written
 
 
 def call_text(name: str, arguments: list[str]) -> str:

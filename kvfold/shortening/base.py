@@ -1,0 +1,115 @@
+"""What shortening works on: units of a text, their tokens, and the contract of selectors and chunkers.
+
+A text is parted into units that cover it without gaps: a unit ends where the next begins, with the white space behind
+it. A selector keeps some of them; what it returns is joined in the order of the text.
+
+    N units
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, Literal, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvfold.policy.registry import Term
+from kvfold.shortening.tokens import TokenOffsets
+
+Kind = Literal["sentence", "heading", "code", "item", "row", "chunk", "word"]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+Progress = Callable[[int, int], None]
+
+
+class Unit(NamedTuple):
+    """Characters `start` to `end` of a text, and what they are."""
+
+    start: int
+    end: int
+    kind: Kind
+
+
+class Embedder(Protocol):
+    """Vectors of texts. `name` tells which vectors they are, `digest` their content."""
+
+    name: str
+    digest: str
+
+    def codes(self, texts: Sequence[str]) -> NDArray[np.int8]:
+        """[N, D]: unit vectors times 127, rounded, so that products of two are exact in fp32 and alike on every
+        machine; 0 for a text without known words."""
+
+
+class LanguageModel(Protocol):
+    """What a loaded model tells about a text."""
+
+    def losses(self, text: str) -> tuple[NDArray[np.int64], Floats]:
+        """First character of every token and its loss -log p(token | text before it)."""
+
+    def yes_probabilities(self, text: str, prompts: Sequence[str]) -> Floats:
+        """p(yes) / (p(yes) + p(no)) behind each prompt, which follows the text."""
+
+    def attention(self, text: str, question: str) -> tuple[NDArray[np.int64], Floats]:
+        """First character of every token of the text, and how much the question attends to it."""
+
+    def complete(self, prompt: str, max_new_tokens: int) -> str:
+        """The greedy reply to a prompt."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One text to shorten: what there is, how much may stay, and what must."""
+
+    text: str
+    units: tuple[Unit, ...]
+    tokens: TokenOffsets
+    target: int  # tokens that may stay
+    kept_N: Bools  # units that always stay
+    question: str | None
+    embedder: Embedder
+    model: LanguageModel | None = None
+    progress: Progress | None = None
+
+    def text_of(self, unit: Unit) -> str:
+        return self.text[unit.start : unit.end]
+
+    def texts(self) -> list[str]:
+        return [self.text_of(unit) for unit in self.units]
+
+    @cached_property
+    def codes_ND(self) -> NDArray[np.int8]:
+        """Vectors of all units."""
+        return self.embedder.codes(self.texts())
+
+
+class Selector(Term):
+    """A choice of the `selector` axis: which units of a text stay. A variant gives every unit its worth."""
+
+    needs_question: ClassVar[bool] = False
+    needs_model: ClassVar[bool] = False
+    is_extractive: ClassVar[bool] = True
+
+    def worth(self, task: Task) -> Floats:
+        """[N]: units of higher worth stay first."""
+        raise NotImplementedError
+
+    def similarity(self, task: Task, low: int, high: int) -> Floats | None:
+        """[n, n] between units low to high, by which one that repeats what stays already is worth less; None: no
+        unit is worth less for others."""
+        return None
+
+    def rewrite(self, task: Task) -> str:
+        """The text in other words, for a selector that is not extractive."""
+        raise NotImplementedError
+
+
+class Chunker(Term):
+    """A choice of the `units` axis: how a text is parted."""
+
+    def units(self, text: str, embedder: Embedder, tokens: TokenOffsets) -> tuple[Unit, ...]:
+        """Units in the order of the text; together they cover it."""
+        raise NotImplementedError

@@ -1,0 +1,57 @@
+"""Spans of a text that must stay verbatim: numbers with units, ids, code, quotes, URLs, headings, negations."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from kvfold.errors import PolicyError
+from kvfold.shortening.base import Bools, Unit
+
+_UNIT = (
+    r"%|‰|°[CF]?|€|£|¥|\$|[kMGT]?i?[Bb](?:it)?s?/?s?|[munkM]?[mgslVAWJN]|km/h|mph|h|min|days?|hours?|minutes?|seconds?|"
+    r"weeks?|months?|years?|percent|million|billion|thousand|dollars?|euros?|tokens?|kg|mg|cm|mm|km|ms|Hz|[kMG]Hz|USD|EUR"
+)
+_PATTERNS = {
+    "numbers": re.compile(
+        rf"(?<!\w)(?:[$€£¥]\s?\d[\d.,]*|[-+]?\d[\d.,]*\s?(?:{_UNIT})(?!\w)|\d{{1,4}}[-/.]\d{{1,2}}[-/.]\d{{1,4}}|"
+        r"\d{1,2}:\d{2}(?::\d{2})?)"
+    ),
+    "ids": re.compile(  # digits that are no year, and words of letters and digits that are no ordinal
+        r"(?<![\w.,])(?:(?!1[5-9]\d\d\b|20\d\d\b)\d{4,}|(?!\d+(?:st|nd|rd|th|s)\b)(?=[\w-]{4})(?=[\w-]*\d)(?=[\w-]*[A-Za-z])"
+        r"[A-Za-z0-9]+(?:[-_][A-Za-z0-9]+)*)(?![\w-]|[.,]\d)"
+    ),
+    "quotes": re.compile(r"\"[^\"\n]{2,400}\"|“[^”\n]{2,400}”|«[^»\n]{2,400}»|`[^`\n]{2,400}`"),
+    "urls": re.compile(r"(?:https?|ftp)://\S+|www\.\S+|[\w.+-]+@[\w-]+\.[\w.-]+"),
+    "negations": re.compile(r"\b(?:not|never|except|unless|only|no|none|cannot|without)\b|n['’]t\b", re.IGNORECASE),
+}
+_LAYOUT = {"code": "code", "headings": "heading"}
+KINDS = (*_PATTERNS, *_LAYOUT)
+
+
+def kinds_of(text: str) -> tuple[str, ...]:
+    """The kinds that `numbers, code` names; `all` and `none` stand for themselves."""
+    words = [word.strip() for word in text.split(",")]
+    if words in (["all"], ["none"]):
+        return KINDS if words == ["all"] else ()
+    for word in words:
+        if word not in KINDS:
+            raise PolicyError(f'"{word}" is nothing that can be kept; kinds: {", ".join(KINDS)}, all, none')
+    return tuple(kind for kind in KINDS if kind in words)
+
+
+def protected_spans(text: str, kinds: Iterable[str] = tuple(_PATTERNS)) -> list[tuple[int, int]]:
+    """Spans of these kinds, ascending; they may overlap."""
+    return sorted(match.span() for kind in kinds if kind in _PATTERNS for match in _PATTERNS[kind].finditer(text))
+
+
+def protected_units(text: str, units: Sequence[Unit], kinds: Sequence[str]) -> Bools:
+    """[N]: units of a protected layout, and units that hold a protected span or a part of one."""
+    kept_N = np.array([unit.kind in {_LAYOUT[kind] for kind in kinds if kind in _LAYOUT} for unit in units], dtype=bool)
+    starts = np.array([unit.start for unit in units])
+    for low, high in protected_spans(text, kinds):
+        first, last = np.searchsorted(starts, (low, high - 1), side="right") - 1
+        kept_N[first : last + 1] = True
+    return kept_N

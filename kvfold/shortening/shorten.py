@@ -1,0 +1,149 @@
+"""`shorten(graph, 4x)`: less text before the cache begins, and what was kept of it.
+
+    shortened = shorten_text(text, Shorten(Graph(), Ratio(4)), tokenizer=tokenizer)
+    print(shortened.text, shortened.num_tokens, "of", shortened.num_original_tokens)
+
+Extractive selectors keep spans of the text in their order, so the result is a subsequence of the input.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from kvfold.errors import InputError, PolicyError, SizeError
+from kvfold.policy.registry import Term, register, term_of
+from kvfold.policy.size import Percent, Ratio, Size, Tokens, exact, number_text
+from kvfold.shortening.base import Chunker, LanguageModel, Progress, Selector, Task, Unit
+from kvfold.shortening.chunkers.sentences import Sentences
+from kvfold.shortening.embedders.choice import NAMES as EMBEDDERS
+from kvfold.shortening.embedders.choice import load_embedder
+from kvfold.shortening.greedy import choose
+from kvfold.shortening.protected import kinds_of, protected_units
+from kvfold.shortening.tokens import TokenOffsets
+
+_SENTENCES = Sentences()
+
+
+@register("shorten", "shorten", cost="before prefill")
+@dataclass(frozen=True)
+class Shorten(Term):
+    """Text is shortened before it is read: `by` says which parts stay, `to` how many tokens.
+
+    `keep` names what always stays (numbers, ids, quotes, urls, negations, code, headings, all, none), `units` how the
+    text is parted, `embedder` whose vectors compare the parts. Texts below `least` tokens stay as they are.
+    """
+
+    by: Selector
+    to: Size | Percent
+    keep: str = "headings, ids, urls"
+    units: Chunker = _SENTENCES
+    embedder: str = "auto"
+    least: int = 256
+
+    def validate(self) -> str | None:
+        if not isinstance(self.to, Ratio | Tokens | Percent):
+            return f"to is 4x, 25% or 2000tok, not {self.to}: text is counted in tokens"
+        if isinstance(self.to, Percent) and not 0 < self.to.percent <= 100:
+            return f"to is above 0% and at most 100%, not {self.to}"
+        if self.embedder not in EMBEDDERS and "/" not in self.embedder:
+            known = f"{', '.join(EMBEDDERS)}, or a folder of sentence-transformers"
+            return f'no embedder "{self.embedder}"; embedders: {known}'
+        try:
+            kinds_of(self.keep)
+        except PolicyError as error:
+            return str(error)
+        return None
+
+    @property
+    def identity(self) -> str:
+        """The embedder by its content, so that results of different vectors have different fingerprints."""
+        found = load_embedder(self.embedder)
+        return repr(replace(self, embedder=f"{found.name}@{found.digest}"))
+
+    def target(self, num_tokens: int) -> int:
+        """Tokens that may stay of so many."""
+        if isinstance(self.to, Tokens):
+            return self.to.count
+        share = self.to.share if isinstance(self.to, Percent) else 1 / exact(self._times)
+        return math.ceil(share * num_tokens)
+
+    @property
+    def _times(self) -> float:
+        assert isinstance(self.to, Ratio)
+        return self.to.times
+
+
+@dataclass(frozen=True)
+class Shortened:
+    """A shortened text: what is left, where it stood, and how many tokens it had and has."""
+
+    text: str
+    spans: tuple[tuple[int, int], ...]  # of the original; empty where the selector writes in its own words
+    original: str = field(repr=False)
+    num_tokens: int
+    num_original_tokens: int
+    is_extractive: bool = True
+
+    @property
+    def ratio(self) -> float:
+        return self.num_original_tokens / max(1, self.num_tokens)
+
+
+def shorten_text(
+    text: str,
+    plan: Shorten,
+    *,
+    question: str | None = None,
+    tokenizer: Any = None,
+    model: LanguageModel | None = None,
+    progress: Progress | None = None,
+) -> Shortened:
+    """The text cut to the size of `plan`. Tokens are those of `tokenizer`, or words and marks without one."""
+    name = term_of(plan.by).name
+    if plan.by.needs_question and not question:
+        raise InputError(f"{name} keeps what a question asks for; give the question, or use graph, which needs none")
+    if plan.by.needs_model and model is None:
+        raise InputError(f"{name} asks a model; give one, or use graph or rank, which need none")
+    tokens = TokenOffsets.of(text, tokenizer)
+    target = plan.target(len(tokens))
+    if len(tokens) <= max(target, plan.least):
+        return Shortened(text, ((0, len(text)),) if text else (), text, len(tokens), len(tokens))
+    embedder = load_embedder(plan.embedder)
+    units = plan.units.units(text, embedder, tokens)
+    kept_N = protected_units(text, units, kinds_of(plan.keep))
+    task = Task(text, units, tokens, target, kept_N, question, embedder, model, progress)
+    if not plan.by.is_extractive:
+        written = plan.by.rewrite(task)
+        return Shortened(written, (), text, len(TokenOffsets.of(written, tokenizer)), len(tokens), is_extractive=False)
+    _check_room(task, plan)
+    spans = joined_spans(units, choose(task, plan.by))
+    kept = "".join(text[start:end] for start, end in spans)
+    return Shortened(kept, spans, text, sum(tokens.count(*span) for span in spans), len(tokens))
+
+
+def _check_room(task: Task, plan: Shorten) -> None:
+    needed = sum(
+        task.tokens.count(unit.start, unit.end) for unit, kept in zip(task.units, task.kept_N, strict=True) if kept
+    )
+    if needed > task.target:
+        ratio = number_text(math.floor(10 * len(task.tokens) / needed) / 10)
+        raise SizeError(
+            f"what must stay ({plan.keep}) is {needed} tokens, and {plan.to} of {len(task.tokens)} tokens is "
+            f"{task.target}; keep less, such as keep=none, or shorten to {ratio}x or {needed}tok"
+        )
+
+
+def joined_spans(units: tuple[Unit, ...], chosen_N: Any) -> tuple[tuple[int, int], ...]:
+    """Spans of the chosen units; neighbours are one."""
+    spans: list[tuple[int, int]] = []
+    for number in np.flatnonzero(chosen_N):
+        unit = units[number]
+        if spans and spans[-1][1] >= unit.start:
+            spans[-1] = (spans[-1][0], max(unit.end, spans[-1][1]))
+        else:
+            spans.append((unit.start, unit.end))
+    return tuple(spans)
