@@ -81,6 +81,11 @@ def test_the_page_of_models_has_every_family() -> None:
     assert all(page.count(f"| `{family}` | {names} |") == 1 for family, names in CHECKPOINTS.items())
 
 
+def test_the_readme_has_the_number_of_families_that_run() -> None:
+    (running,) = re.findall(r"^(\d+) of \d+ families run", families.PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert f"[{running} decoder families]" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 def _serve_options(words: list[str]) -> argparse.Namespace:
     return build_parser().parse_args(words[words.index("serve") :])
 
