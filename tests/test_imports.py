@@ -92,6 +92,15 @@ def test_imports_point_down() -> None:
         assert not upwards, f"{module} is below {sorted(upwards)} but imports it"
 
 
+def test_benchmarks_import_no_tests() -> None:
+    """Their own tests do."""
+    folder = ROOT.parent / "benchmarks"
+    for path in folder.rglob("*.py"):
+        if "tests" not in path.relative_to(folder).parts:
+            found = [name for name in imports_of(path.read_text(encoding="utf-8")) if name.split(".")[0] == "tests"]
+            assert not found, f"{path.relative_to(folder.parent)} imports {found}"
+
+
 def test_only_models_know_transformers() -> None:
     for module in MODULES:
         knows = any(name.split(".")[0] == "transformers" for name in imports_of(SOURCES[module]))

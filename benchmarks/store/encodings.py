@@ -29,7 +29,7 @@ from kvfold.store import HostTier, PrefixStore
 from kvfold.store.entry.encodings import ENCODINGS, Encoding, TensorSpec
 from kvfold.store.entry.snapshot import read_slots
 from kvfold.store.key import CHUNK_LEN
-from tests.engine.reusing import prefill_reusing
+from kvfold.testing.prefix_reuse import prefill_reusing
 
 _TEXT = Path(kvfold.__file__).parent / "data" / "handbook.txt"
 _PAGE = ROOT / "docs" / "store.md"

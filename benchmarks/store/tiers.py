@@ -23,7 +23,7 @@ from kvfold.engine.runner import Runner
 from kvfold.models.loader import Model
 from kvfold.store import DeviceTier, DiskTier, HostTier, Prefixes, PrefixStore, RedisTier
 from kvfold.store.tiers.base import ByteTier
-from tests.engine.reusing import prefill_reusing
+from kvfold.testing.prefix_reuse import prefill_reusing
 
 _TEXT = Path(kvfold.__file__).parent / "data" / "handbook.txt"
 _QUESTION_LEN = 32

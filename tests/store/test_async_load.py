@@ -14,7 +14,7 @@ from kvfold.models.loader import Model
 from kvfold.pages.sequence import SequenceCache
 from kvfold.store import DeviceTier, HostTier, Prefixes, PrefixStore
 from kvfold.store import lookup as reading
-from tests.engine.reusing import prefill_reusing
+from kvfold.testing.prefix_reuse import prefill_reusing
 from tests.store.common import CHUNK, cold_logits, finish, make_prefixes, make_runner
 from tests.tiny import prompt, ready
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvfold.models.loader import Model
 from kvfold.store import DiskTier, HostTier, PrefixStore, Quarantine
-from tests.engine.reusing import prefill_reusing
+from kvfold.testing.prefix_reuse import prefill_reusing
 from tests.engine.runs import Shared
 from tests.store.common import CHUNK, cold_logits, entry_files, make_key, make_prefixes, make_runner, overwrite
 from tests.tiny import prompt, ready

@@ -8,7 +8,7 @@ import pytest
 
 from kvfold.models.loader import Model
 from kvfold.store import DiskTier, HostTier, PrefixStore
-from tests.engine.reusing import prefill_reusing
+from kvfold.testing.prefix_reuse import prefill_reusing
 from tests.store.common import CHUNK, entry_files, make_prefixes, make_runner, overwrite
 from tests.tiny import prompt
 

@@ -17,7 +17,7 @@ from kvfold.errors import InputError, ModelError, PolicyError
 from kvfold.models.loader import Model, wrap
 from kvfold.store import DeviceTier, DiskTier, Event, HostTier, Prefixes, PrefixStore
 from kvfold.store.store import tokenizer_digest
-from tests.engine.reusing import Read, prefill_reusing
+from kvfold.testing.prefix_reuse import Read, prefill_reusing
 from tests.engine.runs import Shared
 from tests.store.common import CHUNK, Clock, cold_logits, finish, make_prefixes, make_runner, positions
 from tests.tiny import build, prompt, ready, tokenizer

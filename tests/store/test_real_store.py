@@ -11,7 +11,7 @@ import kvfold
 from kvfold.engine.runner import Runner
 from kvfold.pages.sequence import SequenceCache
 from kvfold.store import DeviceTier, DiskTier, HostTier, PrefixStore
-from tests.engine.reusing import prefill_reusing
+from kvfold.testing.prefix_reuse import prefill_reusing
 
 pytestmark = pytest.mark.model
 

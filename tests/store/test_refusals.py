@@ -15,7 +15,7 @@ from kvfold.store import DiskTier, HostTier, PrefixStore, RedisTier
 from kvfold.store.tiers.base import ByteTier
 from kvfold.store.tiers.eviction import Lease
 from kvfold.store.tiers.tiered_cache import BAD_S
-from tests.engine.reusing import prefill_reusing
+from kvfold.testing.prefix_reuse import prefill_reusing
 from tests.store.common import (
     CHUNK,
     Clock,

@@ -18,7 +18,7 @@ from kvfold.store import PrefixStore, RedisTier
 from kvfold.store.entry.format import VARIABLE, read_secret
 from kvfold.store.inspect import RedisInspector
 from kvfold.store.markers import CacheMarkers, Marker
-from tests.engine.reusing import prefill_reusing
+from kvfold.testing.prefix_reuse import prefill_reusing
 from tests.store.common import CHUNK, cold_logits, make_prefixes, make_runner
 from tests.store.servers import RedisServer
 from tests.tiny import prompt

@@ -13,7 +13,7 @@ from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy
 from kvfold.store import DeviceTier, HostTier, PrefixStore
 from kvfold.store.tiers.eviction import Lease
-from tests.engine.reusing import prefill_reusing
+from kvfold.testing.prefix_reuse import prefill_reusing
 from tests.store.common import CHUNK, PAGES, Clock, cold_logits, finish, make_key, make_prefixes, make_runner
 from tests.tiny import prompt, ready
 

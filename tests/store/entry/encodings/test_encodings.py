@@ -15,7 +15,7 @@ from kvfold.models.loader import Model
 from kvfold.store import DiskTier, HostTier, PrefixStore, Quarantine
 from kvfold.store.entry.encodings import ENCODINGS, Encoding, TensorSpec
 from kvfold.store.entry.format import Fields, InvalidEntry
-from tests.engine.reusing import prefill_reusing
+from kvfold.testing.prefix_reuse import prefill_reusing
 from tests.store.common import CHUNK, cold_logits, entry_files, make_prefixes, make_runner
 from tests.tiny import prompt
 

@@ -1,4 +1,4 @@
-"""Read a prompt over what a store has of it, and leave there what is new.
+"""Read a prompt over what a store has of it, and leave there what is new: for tests and benchmarks of stores and tiers.
 
 The prompt is read up to each place where something is to be saved, saved there, and read on: chunk borders are
 absolute, so this is the run that would have been without a store. A compressed prefix is compressed once, at its
