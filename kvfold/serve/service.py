@@ -98,7 +98,9 @@ class Service:
         gauge("kvfold_requests_waiting", "Queued requests (no KV pages yet).", lambda: scheduler.num_waiting)
         counter("kvfold_preemptions_total", "Preemptions: KV caches swapped to host.", lambda: scheduler.num_preempted)
         gauge("kvfold_replies_demoted", "Until 0.2; use kvfold_preemptions_total.", lambda: scheduler.num_preempted)
-        gauge("kvfold_requests_cancelled", "Requests cancelled by their client.", lambda: scheduler.num_cancelled)
+        counter(
+            "kvfold_requests_cancelled_total", "Requests cancelled by their client.", lambda: scheduler.num_cancelled
+        )
         gauge("kvfold_arena_bytes", "KV-cache capacity in bytes.", lambda: arena.capacity_bytes)
         gauge("kvfold_arena_free_bytes", "Free KV-cache bytes.", lambda: arena.free_bytes)
         device = None if self.store is None else self.store.device

@@ -124,6 +124,18 @@ def test_a_reply_on_its_way_is_listed() -> None:
         assert (last["now"], last["end"], last["tenant"]) == ("done", "cancelled", "default")
 
 
+def test_requests_that_were_cancelled_are_a_counter() -> None:
+    with running(tool_model()) as server:
+        stream = server.anthropic.messages.create(
+            model="tiny", max_tokens=900, messages=[{"role": "user", "content": "go"}], stream=True
+        )
+        next(iter(stream))
+        stream.close()
+        until(lambda: server.service.scheduler.num_cancelled == 1)
+        lines = get(server, "/metrics")[1].splitlines()
+        assert {"# TYPE kvfold_requests_cancelled_total counter", "kvfold_requests_cancelled_total 1"} <= set(lines)
+
+
 def test_preemptions_are_counted_under_both_names(server: Running) -> None:
     lines = get(server, "/metrics", **{"x-api-key": "key-a"})[1].splitlines()
     assert {"# TYPE kvfold_preemptions_total counter", "kvfold_preemptions_total 0"} <= set(lines)
