@@ -16,7 +16,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from kvfold import __version__
@@ -42,6 +42,7 @@ from kvfold.cli.options import Parser
 from kvfold.errors import KvfoldError, KvfoldWarning, OutOfPages
 from kvfold.models.pull.pull import HOME_HELP
 from kvfold.plugins import VARIABLE
+from kvfold.serve.ops.json_output import json_output
 
 _FITTING = (fit_prompt, train_scorer, profile, calibrate)
 COMMANDS = (run, chat, serve, cache, demo, bench, report, models, policies, new, *_FITTING, env, completion)
@@ -86,6 +87,11 @@ def build_parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     _never_fail_to_encode()
+    with ExitStack() as output:
+        return _run(argv, output)
+
+
+def _run(argv: Sequence[str] | None, output: ExitStack) -> int:
     parser = build_parser()
     args = argparse.Namespace()
     try:
@@ -93,6 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.run is None:
             parser.print_help()
             return 0
+        if args.run is serve.run and args.log == "json":
+            output.enter_context(json_output())
         with _plain_warnings():
             if args.imports:  # by the environment, so that processes which a command starts import them, too
                 os.environ[VARIABLE] = ",".join(filter(None, (os.environ.get(VARIABLE), *args.imports)))

@@ -55,7 +55,7 @@ def add_parser(subparsers: Subparsers) -> None:
     alias = "another name for the model, e.g. the one your app asks for; may be repeated"
     add_option(parser, "--alias", "NAME", alias, nonempty, [], action="append")
     add_option(parser, "--keys", "FILE", "API keys, a key and its tenant per line; default: none")
-    parser.add_argument("--log", choices=("text", "json"), default="text", help="log format on stderr (%(default)s)")
+    parser.add_argument("--log", choices=("text", "json"), default="text", help="format of output lines (%(default)s)")
     add_option(parser, "--otel", "URL", "OpenTelemetry collector for traces, e.g. http://localhost:4318")
     _add_cache_options(parser)
     _add_limits(parser)
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
         from kvfold.serve.server import check_address, end_process, open_store, serve, service_of
     except ModuleNotFoundError as error:
         raise MissingExtra(f"the server needs {error.name}; run: pip install 'kvfold[serve]'") from error
-    from kvfold.serve.ops.request_trace import log_to_stderr
+    from kvfold.serve.ops.log_format import log_to_stderr
     from kvfold.serve.ops.tracing import trace_exporter
     from kvfold.serve.service import check_served_form
     from kvfold.store.entry.format import read_secret
@@ -177,4 +177,10 @@ def served_name(model: str) -> str:
 
 
 def _say(args: argparse.Namespace, policy: Policy, port: int) -> None:
-    print(f"{served_name(args.model)}, {policy.short}: http://{args.host}:{port} (Ctrl-C ends it)", flush=True)
+    name, url = served_name(args.model), f"http://{args.host}:{port}"
+    if args.log == "json":
+        from kvfold.serve.ops.json_output import json_line
+
+        print(json_line("serving", model=name, policy=policy.short, url=url), flush=True)
+    else:
+        print(f"{name}, {policy.short}: {url} (Ctrl-C ends it)", flush=True)

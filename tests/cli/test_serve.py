@@ -63,24 +63,29 @@ def test_without_the_extra_the_command_to_install_it_is_told(
     assert "the server needs uvicorn; run: pip install 'kvfold[serve]'" in capsys.readouterr().err
 
 
-def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
+def test_the_command_serves_until_it_is_interrupted_and_logs_json_alone(tmp_path: Path) -> None:
+    """Also while it loads, of which it tells every 50 ms here."""
     folder = tmp_path / "tiny"
     tiny.build("llama").save_pretrained(folder)
     tiny.tokenizer().save_pretrained(folder)
     words = ["serve", "--model", str(folder), "--port", "0", "--memory", "64MB", "--host-memory", "16MB"]
     words += ["--disk", str(tmp_path / "disk"), "--disk-size", "16MB", "--log", "json"]
     words += ["--store-form", "packed"]
-    command = [sys.executable, "-m", "kvfold", *words]
+    often = "import sys; from kvfold.models.pull import progress; progress.LINE_EVERY_S = 0.05; "
+    command = [sys.executable, "-c", f"{often}from kvfold.cli.main import main; sys.exit(main(sys.argv[1:]))", *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     try:
         assert server.stdout is not None
-        url = server.stdout.readline().split("full: ")[1].split()[0]
-        with urlopen(f"{url}/health", timeout=60) as answer:
+        started = json.loads(server.stdout.readline())
+        with urlopen(f"{started['url']}/health", timeout=60) as answer:
             health = json.load(answer)
             assert (health["status"], health["model"]) == ("ok", "tiny")
     finally:
         server.send_signal(signal.SIGINT)
-        _, errors = server.communicate(timeout=60)
+        out, errors = server.communicate(timeout=60)
     assert server.returncode in (0, 130), errors
-    assert json.loads(next(line for line in errors.splitlines() if line.startswith("{")))["path"] == "/health"
+    assert (out, started["event"], started["model"], started["policy"]) == ("", "serving", "tiny", "full")
+    lines = [json.loads(line) for line in errors.splitlines()]
+    assert lines[0]["event"].startswith(f"load {folder}, ")
+    assert [line["path"] for line in lines if line["event"] == "answered"] == ["/health"]

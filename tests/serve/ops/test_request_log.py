@@ -8,15 +8,17 @@ import sys
 
 import pytest
 
-from kvfold.serve.ops.request_trace import LOG_FORMATS, RequestTrace, log_request, log_to_stderr
+from kvfold.serve.ops.log_format import LOG_FORMATS, log_to_stderr
+from kvfold.serve.ops.request_trace import RequestTrace, log_request
 
 
 @pytest.fixture(autouse=True)
 def _restored() -> object:
-    logger = logging.getLogger("kvfold.serve")
-    before = list(logger.handlers), logger.propagate, logger.level
+    loggers = [logging.getLogger(name) for name in ("kvfold.serve", "kvfold.engine")]
+    before = [(list(logger.handlers), logger.propagate, logger.level) for logger in loggers]
     yield
-    logger.handlers, logger.propagate, logger.level = before
+    for logger, state in zip(loggers, before, strict=True):
+        logger.handlers, logger.propagate, logger.level = state
 
 
 def _answered() -> RequestTrace:
