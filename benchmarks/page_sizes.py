@@ -24,8 +24,8 @@ from random import Random
 
 from benchmarks.commands import argument_parser, run_main
 from benchmarks.cpu_decode import timed
+from benchmarks.docs_section import with_section
 from benchmarks.rows import RESULTS, ROOT, Row, append_row, facts, markdown_table, percentile, read_rows
-from kvfold.bench.docs_section import with_section
 from kvfold.bench.haystack import prose
 from kvfold.compression.round import CompressionRound
 from kvfold.engine.runner import Runner

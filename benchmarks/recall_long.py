@@ -21,8 +21,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks.commands import argument_parser, run_main
+from benchmarks.docs_section import with_section
 from benchmarks.rows import RESULTS, ROOT, Row, markdown_table, read_rows
-from kvfold.bench.docs_section import with_section
 from kvfold.bench.environment import commit, device_name
 from kvfold.bench.prompts import PromptBuilder
 from kvfold.bench.workloads import Sample, Setting, find

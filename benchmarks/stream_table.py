@@ -14,8 +14,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from benchmarks.docs_section import with_section
 from benchmarks.stream_blocks import Block
-from kvfold.bench.docs_section import with_section
 from kvfold.errors import InputError
 
 CONTROL = "control"

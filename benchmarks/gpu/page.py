@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.docs_section import with_section
 from benchmarks.gpu.targets import lines, shown, table
 from benchmarks.rows import RESULTS, ROOT, Row, markdown_table, read_rows, svg_pyplot
-from kvfold.bench.docs_section import with_section
 from kvfold.errors import InputError
 
 PAGE, PLOT = ROOT / "docs" / "research" / "gpu.md", ROOT / "docs" / "research" / "gpu.svg"

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.docs_section import with_section
 from benchmarks.peers.collect import PEER
 from benchmarks.peers.ours import SIDE
 from benchmarks.rows import ROOT, markdown_table
-from kvfold.bench.docs_section import with_section
 from kvfold.bench.record import Recorded, Row, read_run
 from kvfold.bench.statistics import Estimate, mean_interval, paired_difference
 

@@ -17,7 +17,18 @@ from pathlib import Path
 
 from benchmarks.commands import argument_parser
 from kvfold.atomic_io import write_whole
-from kvfold.bench.record import DIAGNOSTICS, PROMPTS, ROWS, merge, read_run, write_compressed, write_run
+from kvfold.bench.record import (
+    DIAGNOSTICS,
+    PROMPTS,
+    ROWS,
+    Key,
+    Recorded,
+    Row,
+    commits_of,
+    read_run,
+    write_compressed,
+    write_run,
+)
 from kvfold.bench.suite import SIZES
 from kvfold.errors import InputError
 
@@ -53,3 +64,28 @@ def join_sizes(files: Sequence[Path], out: Path) -> None:
     found = [json.loads(path.read_text(encoding="utf-8")) for path in files if path.exists()]
     sizes = {json.dumps(item): item for items in found for item in items}
     write_whole(out, json.dumps([sizes[key] for key in sorted(sizes)], indent=1) + "\n")
+
+
+def merge(runs: Sequence[Recorded]) -> list[Recorded]:
+    """Runs of one configuration as one, in the order they came; a row that several hold must be the same in all."""
+    groups: list[list[Recorded]] = []
+    for recorded in runs:
+        same = (group for group in groups if group[0].run.configuration == recorded.run.configuration)
+        group = next(same, None)
+        if group is None:
+            groups.append([recorded])
+        else:
+            group.append(recorded)
+    return [_merged(group) if len(group) > 1 else group[0] for group in groups]
+
+
+def _merged(group: Sequence[Recorded]) -> Recorded:
+    shards = ", ".join(sorted({recorded.run.shard for recorded in group}))
+    rows: dict[Key, Row] = {}
+    for row in (row for recorded in group for row in recorded.rows):
+        if rows.setdefault(row.key, row).answer != row.answer:
+            raise InputError(f"two answers of {' '.join(map(str, row.key))} differ; give each shard of a run once")
+    prompts = {row.key: row for recorded in group for row in recorded.prompts}
+    diagnostics = {row.key: row for recorded in group for row in recorded.diagnostics}
+    run = replace(group[0].run, shard=shards, commit=commits_of(recorded.run for recorded in group))
+    return Recorded(run, tuple(rows.values()), tuple(prompts.values()), tuple(diagnostics.values()))

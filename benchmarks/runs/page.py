@@ -16,8 +16,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from benchmarks.commands import argument_parser
+from benchmarks.docs_section import with_section
 from benchmarks.rows import RESULTS, ROOT, markdown_table
-from kvfold.bench.docs_section import with_section
 from kvfold.bench.record import OWN, RUN, Mode
 from kvfold.bench.report.cells import Scope, estimate, scope_of, weighted
 from kvfold.bench.report.merge import FULL, Section, read_sections

@@ -20,8 +20,8 @@ from torch import Tensor
 
 import kvfold
 from benchmarks.commands import argument_parser
+from benchmarks.docs_section import with_section
 from benchmarks.rows import ROOT, Row, append_row, facts, markdown_table
-from kvfold.bench.docs_section import with_section
 from kvfold.engine.runner import Runner
 from kvfold.models.loader import Model
 from kvfold.pages.sequence import SequenceCache

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.docs_section import with_section
 from benchmarks.runs import page as results_page
-from kvfold.bench.docs_section import with_section
 from kvfold.bench.record import OWN
 from tests.bench.report_runs import row, rows, write
 

@@ -27,20 +27,6 @@ from kvfold.pages.page_config import PageConfig
 from kvfold.policy.policy import Policy
 
 
-def match(
-    runner: Runner, policy: str, share: float, tokens: Sequence[int], *, config: PageConfig | None = None
-) -> Matched:
-    """The largest size of `policy`, given without one, whose cache of these tokens fits `share` of the full cache.
-
-    A policy that evicts nothing, such as int4, is returned as it is if it fits. SizeError names the smallest possible
-    share.
-    """
-    (found,) = match_many(runner, [(policy, share)], tokens, config=config)
-    if isinstance(found, SizeError):
-        raise found
-    return found
-
-
 def match_many(
     runner: Runner,
     wanted: Sequence[tuple[str, float]],
@@ -50,10 +36,11 @@ def match_many(
     config: PageConfig | None = None,
     guesses: Sequence[Guess | None] = (),
 ) -> list[Matched | SizeError]:
-    """`match` for several (policy, share) at once; a SizeError takes the place of one that is impossible.
+    """The largest size of each policy, given without one, whose cache of these tokens fits its share of the full cache.
 
-    With slack a search accepts a size that leaves at most that share of its budget unused. Guesses, one for each of the
-    wanted if any, are tried first.
+    A policy that evicts nothing, such as int4, is returned as it is if it fits. A SizeError that names the smallest
+    possible share takes the place of one that is impossible. With slack a search accepts a size that leaves at most
+    that share of its budget unused. Guesses, one for each of the wanted if any, are tried first.
     """
     searches = [
         _search(runner, policy, share, tokens, slack, config, guess)

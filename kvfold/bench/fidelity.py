@@ -53,16 +53,6 @@ class PerToken(NamedTuple):
         return Fidelity(len(self.kl_T), kl, agreement, lost / math.log(2))
 
 
-def compare(full_TV: Tensor, policy_TV: Tensor, next_ids: Sequence[int]) -> Fidelity:
-    """From logits of both caches; row t of each predicts next_ids[t]."""
-    if full_TV.ndim != 2 or full_TV.shape != policy_TV.shape or len(full_TV) != len(next_ids) or not next_ids:
-        raise InputError(
-            f"logits of shapes {tuple(full_TV.shape)} and {tuple(policy_TV.shape)} for {len(next_ids)} tokens; "
-            "give both as [tokens, vocabulary], with one row for each of one or more tokens"
-        )
-    return per_token(full_TV, policy_TV, next_ids).summary()
-
-
 def measure(runner: Runner, full: SequenceCache, compressed: SequenceCache, tokens: Sequence[int]) -> Fidelity:
     """Feed all tokens but the last to both caches, which have read the same before; each predicts the one after it.
 

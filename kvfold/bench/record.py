@@ -6,8 +6,8 @@
     diagnostics.jsonl   for a few samples: kept slots against the attention of later tokens
     *.jsonl.xz          the same, compressed, in an archived run; a resumed run appends to *.jsonl beside it
 
-Rows are appended, so a killed run resumes where it stopped; a truncated last line is dropped. Shards of one run are
-runs of the same configuration, and merge.
+Rows are appended, so a killed run resumes where it stopped; a truncated last line is dropped. A folder is bound to one
+configuration; shards of one run are runs of the same.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import lzma
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -67,13 +67,8 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One answer. Bytes are those after the compression, before an unknown question and the answer are read.
-
-    Without a score, `note` says why the policy could not run. The full cache is policy "full" at memory "100%"; a
-    policy that evicts has no rows there, and one that evicts nothing is the same in every memory that it fits. What
-    runs as it is written has memory "own".
-    """
+class _CellRow:
+    """A line about one sample under one policy, in one memory and mode."""
 
     workload: str
     task: str
@@ -83,6 +78,21 @@ class Row:
     policy: str  # as asked for, without a size
     memory: str  # "12.5%" of the full cache's bytes, or OWN
     resolved: str  # the policy that was run, with its size
+
+    @property
+    def key(self) -> Key:
+        return self.workload, self.task, self.length, self.index, self.mode, self.policy, self.memory
+
+
+@dataclass(frozen=True)
+class Row(_CellRow):
+    """One answer. Bytes are those after the compression, before an unknown question and the answer are read.
+
+    Without a score, `note` says why the policy could not run. The full cache is policy "full" at memory "100%"; a
+    policy that evicts has no rows there, and one that evicts nothing is the same in every memory that it fits. What
+    runs as it is written has memory "own".
+    """
+
     prompt_tokens: int = 0
     new_tokens: int = 0
     resident_bytes: int = 0
@@ -98,10 +108,6 @@ class Row:
     agreement: float | None = None  # share of tokens with the same most likely one
     bits_lost: float | None = None  # per token of the full cache's answer
     facts: Mapping[str, Any] = field(default_factory=dict)  # of the sample, such as its depth
-
-    @property
-    def key(self) -> Key:
-        return self.workload, self.task, self.length, self.index, self.mode, self.policy, self.memory
 
 
 @dataclass(frozen=True)
@@ -124,26 +130,14 @@ class PromptRow:
 
 
 @dataclass(frozen=True)
-class Diagnostic:
+class Diagnostic(_CellRow):
     """What the layers of one cache kept: see `kvfold.bench.diagnostics`."""
 
-    workload: str
-    task: str
-    length: int
-    index: int
-    mode: Mode
-    policy: str
-    memory: str
-    resolved: str
     layers: tuple[int, ...]  # those that choose: a sliding window does not
     hit_rate: tuple[float, ...]  # by layer: share of the most attended slots that were kept
     mass_kept: tuple[float, ...]  # by layer: share of the later attention that fell on kept slots
     share_kept: tuple[float, ...]  # by layer: share of slots that were kept, the hit rate of chance
     overlap: tuple[tuple[float, ...], ...]  # Jaccard index of every pair of layers
-
-    @property
-    def key(self) -> Key:
-        return self.workload, self.task, self.length, self.index, self.mode, self.policy, self.memory
 
 
 @dataclass(frozen=True)
@@ -269,26 +263,51 @@ def drop_cut_line(path: Path) -> None:
         os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
-def merge(runs: Sequence[Recorded]) -> list[Recorded]:
-    """Runs of one configuration as one, in the order they came; a row that several hold must be the same in all."""
-    groups: list[list[Recorded]] = []
-    for recorded in runs:
-        same = (group for group in groups if group[0].run.configuration == recorded.run.configuration)
-        group = next(same, None)
-        if group is None:
-            groups.append([recorded])
+class RunWriter:
+    """Appends rows that are missing."""
+
+    def __init__(self, folder: Path, run: Run) -> None:
+        self.folder = folder
+        if (folder / RUN).exists():
+            there = read_description(folder)
+            _check_same(folder, there, run)
+            if (commits := commits_of((there, run))) != there.commit:
+                write_run(folder, replace(there, commit=commits))
+        elif folder.exists() and any(folder.iterdir()):
+            raise InputError(f"{folder} holds other files and no run; name another folder with --out")
         else:
-            group.append(recorded)
-    return [_merged(group) if len(group) > 1 else group[0] for group in groups]
+            write_run(folder, run)
+        for name in (ROWS, PROMPTS, DIAGNOSTICS):
+            drop_cut_line(folder / name)
+        self.done = {row.key for row in read_lines(Row, folder / ROWS)}
+        self._prompts = {row.key for row in read_lines(PromptRow, folder / PROMPTS)}
+        self._diagnostics = {row.key for row in read_lines(Diagnostic, folder / DIAGNOSTICS)}
+
+    def add_prompts(self, rows: Iterable[PromptRow]) -> None:
+        self._append(PROMPTS, rows, self._prompts)
+
+    def add(self, rows: Iterable[Row], diagnostics: Iterable[Diagnostic]) -> None:
+        """Diagnostics first: rows tell that a batch is done."""
+        self._append(DIAGNOSTICS, diagnostics, self._diagnostics)
+        self._append(ROWS, rows, self.done)
+
+    def _append(self, name: str, rows: Iterable[Row | PromptRow | Diagnostic], known: set[Any]) -> None:
+        new = [row for row in rows if row.key not in known]
+        append_lines(self.folder / name, new)
+        known.update(row.key for row in new)
 
 
-def _merged(group: Sequence[Recorded]) -> Recorded:
-    shards = ", ".join(sorted({recorded.run.shard for recorded in group}))
-    rows: dict[Key, Row] = {}
-    for row in (row for recorded in group for row in recorded.rows):
-        if rows.setdefault(row.key, row).answer != row.answer:
-            raise InputError(f"two answers of {' '.join(map(str, row.key))} differ; give each shard of a run once")
-    prompts = {row.key: row for recorded in group for row in recorded.prompts}
-    diagnostics = {row.key: row for recorded in group for row in recorded.diagnostics}
-    run = replace(group[0].run, shard=shards, commit=commits_of(recorded.run for recorded in group))
-    return Recorded(run, tuple(rows.values()), tuple(prompts.values()), tuple(diagnostics.values()))
+def _check_same(folder: Path, there: Run, run: Run) -> None:
+    """InputError if the folder holds a run of another configuration."""
+    found = there.configuration | {"shard": there.shard}
+    wanted = run.configuration | {"shard": run.shard}
+    for name, value in wanted.items():
+        if found[name] != value:
+            raise InputError(
+                f"{folder} holds a run with {name} {_shown(found[name])}, not {_shown(value)}; name another folder "
+                "with --out, or give the options of that run"
+            )
+
+
+def _shown(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)

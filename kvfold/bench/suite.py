@@ -18,10 +18,9 @@ from kvfold.bench.countdown import Countdown
 from kvfold.bench.haystack import Haystack, prose
 from kvfold.bench.plan import Batch, Shard, Task, batches
 from kvfold.bench.prompts import Prompt, PromptBuilder, prompt_row
-from kvfold.bench.record import Diagnostic, Mode, Row, Run
+from kvfold.bench.record import Diagnostic, Mode, Row, Run, RunWriter
 from kvfold.bench.size_cache import FULL, Cell, Place, SizeCache, SizedPolicy, cells
 from kvfold.bench.workloads import Sample, Setting, Workload
-from kvfold.bench.writer import RunWriter
 from kvfold.engine.runner import Runner
 from kvfold.models.loader import Model
 

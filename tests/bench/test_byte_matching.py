@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvfold.bench.byte_matching import evicts_nothing, match, match_many, resident_bytes
+from kvfold.bench.byte_matching import evicts_nothing, match_many, resident_bytes
 from kvfold.bench.size_search import Matched, ratio_text
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError, OutOfPages, PolicyError, SizeError
@@ -41,6 +41,15 @@ POLICIES = {  # by the share of the bf16 cache that they are brought to; models 
 
 def _runner(model: Model) -> Runner:
     return Runner(model.hf, model.spec, model.arena)
+
+
+def match(
+    runner: Runner, policy: str, share: float, tokens: Sequence[int], *, config: PageConfig | None = None
+) -> Matched:
+    (found,) = match_many(runner, [(policy, share)], tokens, config=config)
+    if isinstance(found, SizeError):
+        raise found
+    return found
 
 
 def _step_bytes(runner: Runner, policy: str) -> int:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from kvfold.bench.fidelity import Fidelity, StudyResult, compare, mean, measure, study
+from kvfold.bench.fidelity import Fidelity, StudyResult, mean, measure, per_token, study
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError
 from kvfold.models.loader import Model
@@ -28,14 +28,14 @@ def _logits(*rows: list[float]) -> torch.Tensor:
 
 def test_identical_logits_lose_nothing() -> None:
     logits_TV = torch.randn(5, 11, generator=torch.Generator().manual_seed(0))
-    assert compare(logits_TV, logits_TV.clone(), [3, 1, 4, 1, 5]) == Fidelity(5, 0.0, 1.0, 0.0)
+    assert per_token(logits_TV, logits_TV.clone(), [3, 1, 4, 1, 5]).summary() == Fidelity(5, 0.0, 1.0, 0.0)
 
 
 def test_values_by_hand() -> None:
     """Row 0: KL = 1/2 ln 2 - 1/4 ln 2, one bit lost, another winner. Row 1: no difference."""
     full = _logits([0.5, 0.25, 0.25], [0.8, 0.1, 0.1])
     policy = _logits([0.25, 0.25, 0.5], [0.8, 0.1, 0.1])
-    found = compare(full, policy, [0, 2])
+    found = per_token(full, policy, [0, 2]).summary()
     assert found.num_tokens == 2
     assert found.kl_nats == pytest.approx((0.5 * math.log(2) - 0.25 * math.log(2)) / 2)
     assert found.agreement == 0.5
@@ -47,24 +47,18 @@ def test_the_divergence_has_a_direction() -> None:
     p, q = _logits([0.75, 0.25]), _logits([0.5, 0.5])
     forward = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
     backward = 0.5 * math.log(2 / 3) + 0.5 * math.log(2)
-    assert compare(p, q, [0]).kl_nats == pytest.approx(forward)
-    assert compare(q, p, [0]).kl_nats == pytest.approx(backward)
+    assert per_token(p, q, [0]).summary().kl_nats == pytest.approx(forward)
+    assert per_token(q, p, [0]).summary().kl_nats == pytest.approx(backward)
 
 
 def test_bits_are_gained_where_the_policy_likes_the_reference_better() -> None:
-    assert compare(_logits([0.25, 0.75]), _logits([0.5, 0.5]), [0]).bits_lost == pytest.approx(-1.0)
+    assert per_token(_logits([0.25, 0.75]), _logits([0.5, 0.5]), [0]).summary().bits_lost == pytest.approx(-1.0)
 
 
 def test_words_that_cannot_come_do_not_count() -> None:
-    found = compare(_logits([0.0, 0.5, 0.5]), _logits([0.5, 0.25, 0.25]), [1])
+    found = per_token(_logits([0.0, 0.5, 0.5]), _logits([0.5, 0.25, 0.25]), [1]).summary()
     assert found.kl_nats == pytest.approx(math.log(2))
-    assert compare(_logits([0.5, 0.5]), _logits([0.0, 1.0]), [1]).kl_nats == math.inf
-
-
-@pytest.mark.parametrize("shapes", [((2, 3), (2, 4)), ((3, 3), (3, 3)), ((3,), (3,))])
-def test_rows_that_do_not_match_are_refused(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
-    with pytest.raises(InputError, match=r"for 2 tokens; give both as \[tokens, vocabulary\]"):
-        compare(torch.zeros(shapes[0]), torch.zeros(shapes[1]), [0, 1])
+    assert per_token(_logits([0.5, 0.5]), _logits([0.0, 1.0]), [1]).summary().kl_nats == math.inf
 
 
 @contextmanager
@@ -108,7 +102,7 @@ def test_steps_equal_rows_of_the_model_itself(model: Model) -> None:
         rows = [torch.cat([runner.decode([branch], [token]) for token in answer[:-1]]) for branch in branches]
         for branch in branches:
             branch.release()
-    expected = compare(rows[0], rows[1], answer[1:])
+    expected = per_token(rows[0], rows[1], answer[1:]).summary()
     assert found.kl_nats == pytest.approx(expected.kl_nats, rel=1e-4) and found.kl_nats > 0.01
     assert found.bits_lost == pytest.approx(expected.bits_lost, rel=1e-3, abs=1e-4)
     assert found.agreement == expected.agreement

@@ -1,4 +1,4 @@
-"""Folders of runs: read back as written, whole lines only, merged by configuration."""
+"""Folders of runs: read back as written, whole lines only."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ from kvfold.bench.record import (
     PROMPTS,
     ROWS,
     RUN,
-    Recorded,
     Row,
+    RunWriter,
     append_lines,
     drop_cut_line,
-    merge,
     read_lines,
     read_run,
     write_compressed,
     write_run,
 )
-from kvfold.bench.writer import RunWriter
 from kvfold.errors import InputError
 
 EXAMPLE = Path(__file__).parent / "data" / "example_run"
@@ -113,29 +111,8 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
         read_run(tmp_path)
 
 
-def test_shards_merge_and_other_runs_stay_apart() -> None:
-    whole = read_run(EXAMPLE)
-    shards = [_shard(whole, index) for index in range(3)]
-    other = replace(whole, run=replace(whole.run, seed=7))
-    merged, apart = merge([*shards, other])
-    assert sorted(merged.rows, key=lambda row: row.key) == sorted(whole.rows, key=lambda row: row.key)
-    assert merged.run.shard == "0/3, 1/3, 2/3" and merged.run.commit == "c0, c1, c2" and apart == other
-
-
 def test_a_run_that_goes_on_names_every_commit_once(folder: Path) -> None:
     run = read_run(folder).run
     for commit in ("abc1234", "abc1234", run.commit):
         RunWriter(folder, replace(run, commit=commit))
     assert read_run(folder).run == replace(run, commit=f"{run.commit}, abc1234")
-
-
-def _shard(whole: Recorded, index: int) -> Recorded:
-    run = replace(whole.run, shard=f"{index}/3", commit=f"c{index}", command=f"--shard {index}/3")
-    return replace(whole, run=run, rows=tuple(row for row in whole.rows if row.index % 3 == index))
-
-
-def test_answers_that_differ_do_not_merge() -> None:
-    whole = read_run(EXAMPLE)
-    changed = replace(whole, rows=(replace(whole.rows[0], answer="another"),))
-    with pytest.raises(InputError, match="two answers of passkey passkey 1000 0 known full 100% differ"):
-        merge([whole, changed])

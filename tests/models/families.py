@@ -19,7 +19,7 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import kvfold
-from kvfold.bench.docs_section import with_section
+from benchmarks.docs_section import with_section
 from kvfold.errors import ModelError, PolicyError
 from kvfold.models.attach import set_arena
 from kvfold.models.spec import read_spec

@@ -95,12 +95,6 @@ def final_answer(reply: str) -> str:
     return lines[0] if found and lines else ""
 
 
-def step_share(sample: Sample, reply: str) -> float:
-    """The share of intermediate steps that the reply wrote rightly."""
-    steps = sample.listed("steps")
-    return sum(re.search(rf"\b{re.escape(step)}\b", reply) is not None for step in steps) / len(steps)
-
-
 def _sums(names: Sequence[str], random: Random) -> Chain:
     values = [random.randrange(_MODULUS)]
     statements = [f"{names[0]} is {values[0]}."]

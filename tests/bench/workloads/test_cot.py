@@ -7,7 +7,7 @@ import re
 import pytest
 
 from kvfold.bench.workloads import Sample
-from kvfold.bench.workloads.cot import ChainOfThought, final_answer, step_share
+from kvfold.bench.workloads.cot import ChainOfThought, final_answer
 from tests.bench.workloads.tokens import setting
 
 START = re.compile(r"\b([A-Z]{4}) is (\d+)\.")
@@ -96,9 +96,3 @@ def test_the_last_number_of_the_answer_counts(reply: str, score: float) -> None:
 )
 def test_named_variables_are_scored_by_f1(reply: str, score: float) -> None:
     assert ChainOfThought().score(TRACKED, reply) == pytest.approx(score)
-
-
-def test_steps_are_counted_where_they_are_right() -> None:
-    assert step_share(CHAINED, "ABCD = 5\nEFGH = 42") == 1
-    assert step_share(CHAINED, "ABCD = 55\nEFGH = 42") == 1 / 2
-    assert step_share(CHAINED, "XABCD = 5") == 0
