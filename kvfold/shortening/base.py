@@ -39,9 +39,9 @@ class Embedder(Protocol):
     name: str
     digest: str
 
-    def codes(self, texts: Sequence[str]) -> NDArray[np.int8]:
+    def codes(self, texts: Sequence[str], progress: Progress | None = None) -> NDArray[np.int8]:
         """[N, D]: unit vectors times 127, rounded, so that products of two are exact in fp32 and alike on every
-        machine; 0 for a text without known words."""
+        machine; 0 for a text without known words. An encoder that takes seconds reports texts done of all."""
 
 
 class LanguageModel(Protocol):
@@ -83,7 +83,7 @@ class Task:
     @cached_property
     def codes_ND(self) -> NDArray[np.int8]:
         """Vectors of all units."""
-        return self.embedder.codes(self.texts())
+        return self.embedder.codes(self.texts(), self.progress)
 
 
 class Selector(Term):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from kvfold.shortening.base import Progress
 from kvfold.shortening.embedders.codes import encode_unit
 
 _WORD = re.compile(r"\w+")
@@ -35,7 +36,7 @@ class HashedTfIdf:
     _idf: dict[str, float] = field(default_factory=dict, init=False, repr=False)
     _rare: float = field(default=1.0, init=False, repr=False)  # of a word that the document lacks
 
-    def codes(self, texts: Sequence[str]) -> NDArray[np.int8]:
+    def codes(self, texts: Sequence[str], progress: Progress | None = None) -> NDArray[np.int8]:
         counts = [Counter(words_of(text)) for text in texts]
         if not self._idf:
             self._fit(counts)
