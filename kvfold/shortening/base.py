@@ -47,6 +47,10 @@ class Embedder(Protocol):
 class LanguageModel(Protocol):
     """What a loaded model tells about a text."""
 
+    def windows(self, text: str) -> list[tuple[int, int]]:
+        """Spans of the text, each of which fits the trained context with a question behind it; they overlap and
+        together cover the text."""
+
     def losses(self, text: str) -> tuple[NDArray[np.int64], Floats]:
         """First character of every token and its loss -log p(token | text before it)."""
 
@@ -71,6 +75,7 @@ class Task:
     kept_N: Bools  # units that always stay
     question: str | None
     embedder: Embedder
+    keep: tuple[str, ...] = ()  # kinds of protected.py that always stay
     model: LanguageModel | None = None
     progress: Progress | None = None
 
@@ -90,8 +95,12 @@ class Selector(Term):
     """A choice of the `selector` axis: which units of a text stay. A variant gives every unit its worth."""
 
     needs_question: ClassVar[bool] = False
-    needs_model: ClassVar[bool] = False
     is_extractive: ClassVar[bool] = True
+
+    @property
+    def needs_model(self) -> bool:
+        """Whether it asks the loaded model."""
+        return False
 
     def worth(self, task: Task) -> Floats:
         """[N]: units of higher worth stay first."""
@@ -100,6 +109,10 @@ class Selector(Term):
     def similarity(self, task: Task, low: int, high: int) -> Floats | None:
         """[n, n] between units low to high, by which one that repeats what stays already is worth less; None: no
         unit is worth less for others."""
+        return None
+
+    def spans(self, task: Task) -> tuple[tuple[int, int], ...] | None:
+        """What stays, for a selector that cuts finer than units; None: units by their worth."""
         return None
 
     def rewrite(self, task: Task) -> str:

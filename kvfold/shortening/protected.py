@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from kvfold.errors import PolicyError
-from kvfold.shortening.base import Bools, Unit
+from kvfold.errors import PolicyError, SizeError
+from kvfold.policy.size import number_text
+from kvfold.shortening.base import Bools, Task, Unit
 
 _UNIT = (
     r"%|‰|°[CF]?|€|£|¥|\$|[kMGT]?i?[Bb](?:it)?s?/?s?|[munkM]?[mgslVAWJN]|km/h|mph|h|min|days?|hours?|minutes?|seconds?|"
@@ -55,3 +57,13 @@ def protected_units(text: str, units: Sequence[Unit], kinds: Sequence[str]) -> B
         first, last = np.searchsorted(starts, (low, high - 1), side="right") - 1
         kept_N[first : last + 1] = True
     return kept_N
+
+
+def check_room(task: Task, needed: int) -> None:
+    """SizeError if the tokens that must stay are more than may."""
+    if needed > task.target:
+        ratio = number_text(math.floor(10 * len(task.tokens) / needed) / 10)
+        raise SizeError(
+            f"what must stay ({', '.join(task.keep)}) is {needed} tokens, and of {len(task.tokens)} tokens "
+            f"{task.target} may; keep less, such as keep=none, or shorten to {ratio}x or {needed}tok"
+        )

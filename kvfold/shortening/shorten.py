@@ -14,15 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from kvfold.errors import InputError, PolicyError, SizeError
-from kvfold.policy.registry import Term, register, term_of
-from kvfold.policy.size import Percent, Ratio, Size, Tokens, exact, number_text
+from kvfold.errors import InputError, PolicyError
+from kvfold.policy.registry import Term, register
+from kvfold.policy.size import Percent, Ratio, Size, Tokens, exact
+from kvfold.policy.text import term_text
 from kvfold.shortening.base import Chunker, LanguageModel, Progress, Selector, Task, Unit
 from kvfold.shortening.chunkers.sentences import Sentences
 from kvfold.shortening.embedders.choice import NAMES as EMBEDDERS
 from kvfold.shortening.embedders.choice import load_embedder
-from kvfold.shortening.greedy import choose
-from kvfold.shortening.protected import kinds_of, protected_units
+from kvfold.shortening.greedy import choose, costs
+from kvfold.shortening.protected import check_room, kinds_of, protected_units
 from kvfold.shortening.tokens import TokenOffsets
 
 _SENTENCES = Sentences()
@@ -103,7 +104,7 @@ def shorten_text(
     progress: Progress | None = None,
 ) -> Shortened:
     """The text cut to the size of `plan`. Tokens are those of `tokenizer`, or words and marks without one."""
-    name = term_of(plan.by).name
+    name = term_text(plan.by, defaults=False)
     if plan.by.needs_question and not question:
         raise InputError(f"{name} keeps what a question asks for; give the question, or use graph, which needs none")
     if plan.by.needs_model and model is None:
@@ -114,27 +115,18 @@ def shorten_text(
         return Shortened(text, ((0, len(text)),) if text else (), text, len(tokens), len(tokens))
     embedder = load_embedder(plan.embedder)
     units = plan.units.units(text, embedder, tokens)
-    kept_N = protected_units(text, units, kinds_of(plan.keep))
-    task = Task(text, units, tokens, target, kept_N, question, embedder, model, progress)
+    keep = kinds_of(plan.keep)
+    kept_N = protected_units(text, units, keep)
+    task = Task(text, units, tokens, target, kept_N, question, embedder, keep, model, progress)
     if not plan.by.is_extractive:
         written = plan.by.rewrite(task)
         return Shortened(written, (), text, len(TokenOffsets.of(written, tokenizer)), len(tokens), is_extractive=False)
-    _check_room(task, plan)
-    spans = joined_spans(units, choose(task, plan.by))
+    spans = plan.by.spans(task)
+    if spans is None:
+        check_room(task, int(costs(task)[kept_N].sum()))
+        spans = joined_spans(units, choose(task, plan.by))
     kept = "".join(text[start:end] for start, end in spans)
     return Shortened(kept, spans, text, sum(tokens.count(*span) for span in spans), len(tokens))
-
-
-def _check_room(task: Task, plan: Shorten) -> None:
-    needed = sum(
-        task.tokens.count(unit.start, unit.end) for unit, kept in zip(task.units, task.kept_N, strict=True) if kept
-    )
-    if needed > task.target:
-        ratio = number_text(math.floor(10 * len(task.tokens) / needed) / 10)
-        raise SizeError(
-            f"what must stay ({plan.keep}) is {needed} tokens, and {plan.to} of {len(task.tokens)} tokens is "
-            f"{task.target}; keep less, such as keep=none, or shorten to {ratio}x or {needed}tok"
-        )
 
 
 def joined_spans(units: tuple[Unit, ...], chosen_N: Any) -> tuple[tuple[int, int], ...]:

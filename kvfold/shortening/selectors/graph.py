@@ -7,7 +7,6 @@ Sentences are nodes; edges join mutual nearest neighbours by their vectors, and 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,12 +14,13 @@ from numpy.typing import NDArray
 
 from kvfold.policy.registry import register
 from kvfold.shortening.base import Floats, Selector, Task
-from kvfold.shortening.embedders.codes import SCALE, cosines, encode_unit
+from kvfold.shortening.clusters import clusters
+from kvfold.shortening.embedders.codes import SCALE, cosines
 from kvfold.shortening.greedy import segments
 
 Codes = NDArray[np.int8]
 _DAMPING = 0.85
-_ROUNDS = 50  # of PageRank and of k-means, at most
+_ROUNDS = 50  # of PageRank, at most
 
 
 @register(
@@ -50,7 +50,7 @@ class Graph(Selector):
         parts = []
         for low, high in segments(len(task.units)):
             codes = task.codes_ND[low:high]
-            label, centres = _clusters(codes)
+            label, centres = clusters(codes)
             to_centre = cosines(codes, centres)
             own = to_centre[np.arange(len(codes)), label]
             to_centre[np.arange(len(codes)), label] = -1.0
@@ -97,32 +97,6 @@ class Graph(Selector):
             weight[at + step, at] += self.near_weight
         source, target = np.nonzero(weight)
         return source, target, weight[source, target]
-
-
-def _clusters(codes: Codes) -> tuple[NDArray[np.int64], Codes]:
-    """Spherical k-means from sentences that are far from each other: the label of each, and the means."""
-    count = max(1, round(math.sqrt(len(codes) / 2)))
-    centres = codes[_far_apart(codes, count)]
-    label = cosines(codes, centres).argmax(1)
-    for _ in range(_ROUNDS):
-        total = np.zeros((len(centres), codes.shape[1]))
-        np.add.at(total, label, codes)
-        centres = encode_unit(total)
-        before, label = label, cosines(codes, centres).argmax(1)
-        if np.array_equal(label, before):
-            break
-    return label, centres
-
-
-def _far_apart(codes: Codes, count: int) -> list[int]:
-    """The unit nearest to the mean, then always the one farthest from those taken."""
-    mean = encode_unit(codes.sum(0, dtype=np.float64)[None])
-    taken = [int(cosines(codes, mean)[:, 0].argmax())]
-    nearest = cosines(codes, codes[taken])[:, 0]
-    while len(taken) < count:
-        taken.append(int(nearest.argmin()))
-        nearest = np.maximum(nearest, cosines(codes, codes[taken[-1:]])[:, 0])
-    return taken
 
 
 def _scaled(value: Floats) -> Floats:
