@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from kvfold.errors import InputError, PolicyError
-from kvfold.policy.registry import Term, register
+from kvfold.policy.registry import Term, register, term_of
 from kvfold.policy.size import Percent, Ratio, Size, Tokens, exact
-from kvfold.policy.text import term_text
 from kvfold.shortening.base import Chunker, LanguageModel, Progress, Selector, Task, Unit
 from kvfold.shortening.chunkers.sentences import Sentences
 from kvfold.shortening.embedders.choice import NAMES as EMBEDDERS
@@ -104,11 +103,11 @@ def shorten_text(
     progress: Progress | None = None,
 ) -> Shortened:
     """The text cut to the size of `plan`. Tokens are those of `tokenizer`, or words and marks without one."""
-    name = term_text(plan.by, defaults=False)
+    name = term_of(plan.by).name
     if plan.by.needs_question and not question:
         raise InputError(f"{name} keeps what a question asks for; give the question, or use graph, which needs none")
     if plan.by.needs_model and model is None:
-        raise InputError(f"{name} asks a model; give one, or use graph or rank, which need none")
+        raise InputError(f"this {name} asks a model; give one, or use graph or plain rank, which need none")
     tokens = TokenOffsets.of(text, tokenizer)
     target = plan.target(len(tokens))
     if len(tokens) <= max(target, plan.least):
