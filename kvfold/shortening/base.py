@@ -96,6 +96,8 @@ class Selector(Term):
 
     needs_question: ClassVar[bool] = False
     is_extractive: ClassVar[bool] = True
+    avoids_repeats: ClassVar[bool] = False  # a unit is worth less for others that say the same
+    skips: ClassVar[bool] = True  # a unit that does not fit makes room for others
 
     @property
     def needs_model(self) -> bool:
@@ -106,10 +108,9 @@ class Selector(Term):
         """[N]: units of higher worth stay first."""
         raise NotImplementedError
 
-    def similarity(self, task: Task, low: int, high: int) -> Floats | None:
-        """[n, n] between units low to high, by which one that repeats what stays already is worth less; None: no
-        unit is worth less for others."""
-        return None
+    def similarity(self, task: Task, low: int, high: int) -> Floats:
+        """[n, n] between units low to high, for a selector that avoids repeats: how much of one another says."""
+        raise NotImplementedError
 
     def spans(self, task: Task) -> tuple[tuple[int, int], ...] | None:
         """What stays, for a selector that cuts finer than units; None: units by their worth."""

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from kvfold.shortening.embedders.codes import cosines, encode_unit
 
 Codes = NDArray[np.int8]
-_ROUNDS = 50  # at most
+_ROUNDS = 20  # at most
 
 
 def clusters(codes: Codes, count: int | None = None) -> tuple[NDArray[np.int64], Codes]:
@@ -21,9 +21,9 @@ def clusters(codes: Codes, count: int | None = None) -> tuple[NDArray[np.int64],
     centres = codes[_far_apart(codes, count or max(1, round(math.sqrt(len(codes) / 2))))]
     label = cosines(codes, centres).argmax(1)
     for _ in range(_ROUNDS):
-        total = np.zeros((len(centres), codes.shape[1]))
-        np.add.at(total, label, codes)
-        centres = encode_unit(total)
+        is_member = np.equal.outer(np.arange(len(centres)), label)
+        total = is_member.astype(np.float32) @ codes.astype(np.float32)  # whole numbers, exact below 2**24
+        centres = encode_unit(total.astype(np.float64))
         before, label = label, cosines(codes, centres).argmax(1)
         if np.array_equal(label, before):
             break

@@ -21,8 +21,8 @@ from kvfold.shortening.base import Chunker, LanguageModel, Progress, Selector, T
 from kvfold.shortening.chunkers.sentences import Sentences
 from kvfold.shortening.embedders.choice import NAMES as EMBEDDERS
 from kvfold.shortening.embedders.choice import load_embedder
-from kvfold.shortening.greedy import choose, costs
-from kvfold.shortening.protected import check_room, kinds_of, protected_units
+from kvfold.shortening.greedy import choose
+from kvfold.shortening.protected import kinds_of, protected_units
 from kvfold.shortening.tokens import TokenOffsets
 
 _SENTENCES = Sentences()
@@ -122,7 +122,6 @@ def shorten_text(
         return Shortened(written, (), text, len(TokenOffsets.of(written, tokenizer)), len(tokens), is_extractive=False)
     spans = plan.by.spans(task)
     if spans is None:
-        check_room(task, int(costs(task)[kept_N].sum()))
         spans = joined_spans(units, choose(task, plan.by))
     kept = "".join(text[start:end] for start, end in spans)
     return Shortened(kept, spans, text, sum(tokens.count(*span) for span in spans), len(tokens))

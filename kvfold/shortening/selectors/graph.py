@@ -8,17 +8,17 @@ Sentences are nodes; edges join mutual nearest neighbours by their vectors, and 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvfold.policy.registry import register
 from kvfold.shortening.base import Floats, Selector, Task
-from kvfold.shortening.clusters import clusters
+from kvfold.shortening.clusters import Codes, clusters
 from kvfold.shortening.embedders.codes import SCALE, cosines
 from kvfold.shortening.greedy import segments
 
-Codes = NDArray[np.int8]
 _DAMPING = 0.85
 _ROUNDS = 50  # of PageRank, at most
 
@@ -27,7 +27,7 @@ _ROUNDS = 50  # of PageRank, at most
     "selector",
     "graph",
     paper="arXiv:2604.23277",
-    cost="2048·D for each unit",
+    cost="1024·D for each unit",
     published="differs: no question, no score for cycles",
 )
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ class Graph(Selector):
     neighbours: int = 8
     near: int = 2
     near_weight: float = 0.3
+
+    avoids_repeats: ClassVar[bool] = True
 
     def validate(self) -> str | None:
         return None if self.neighbours >= 1 else "neighbours is at least 1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -15,6 +16,8 @@ from kvfold.shortening.base import Floats, Selector, Task
 class Head(Selector):
     """The beginning of the text."""
 
+    skips: ClassVar[bool] = False
+
     def worth(self, task: Task) -> Floats:
         return -np.arange(len(task.units), dtype=np.float64)
 
@@ -24,6 +27,8 @@ class Head(Selector):
 class Tail(Selector):
     """The end of the text."""
 
+    skips: ClassVar[bool] = False
+
     def worth(self, task: Task) -> Floats:
         return np.arange(len(task.units), dtype=np.float64)
 
@@ -32,6 +37,8 @@ class Tail(Selector):
 @dataclass(frozen=True)
 class Ends(Selector):
     """Beginning and end, without the middle, as LongBench truncates."""
+
+    skips: ClassVar[bool] = False
 
     def worth(self, task: Task) -> Floats:
         place = np.arange(len(task.units), dtype=np.float64)
