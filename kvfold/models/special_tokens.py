@@ -75,6 +75,13 @@ class TextEncoder:
         as_text = iter(_call(self._literal, literal, False, True) if literal else [])
         return [[i for one in some for i in next(as_text if one.is_literal else parsed)] for some in pieces]
 
+    def offsets(self, text: str) -> tuple[list[int], list[int]]:
+        """Token ids of a text in which strings of special tokens are text, and the first character of each token."""
+        found = self._literal(
+            text, add_special_tokens=False, split_special_tokens=True, return_offsets_mapping=True, verbose=False
+        )
+        return found["input_ids"], [first for first, _ in found["offset_mapping"]]
+
     def _pieces(self, text: str) -> Iterator[_Piece]:
         if OPEN not in text:
             yield _Piece(text, False)

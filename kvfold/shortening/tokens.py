@@ -25,7 +25,7 @@ class TokenOffsets:
         if tokenizer is None:
             return cls(np.array([match.start() for match in _PIECE.finditer(text)], dtype=np.int64))
         found = []
-        for low, high in _blocks(text):
+        for low, high in blocks(text):
             encoded = tokenizer(text[low:high], add_special_tokens=False, return_offsets_mapping=True)
             found.append(np.array([first for first, _ in encoded["offset_mapping"]], dtype=np.int64) + low)
         return cls(np.concatenate(found) if found else np.zeros(0, dtype=np.int64))
@@ -39,7 +39,7 @@ class TokenOffsets:
         return int(high - low)
 
 
-def _blocks(text: str) -> list[tuple[int, int]]:
+def blocks(text: str) -> list[tuple[int, int]]:
     """Spans of about _BLOCK characters that end with a line, where there is one."""
     found, low = [], 0
     while low < len(text):
