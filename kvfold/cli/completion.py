@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from kvfold.bench.suites import SUITES
 from kvfold.cli.options import Subparsers
-from kvfold.models.pull.pull import CATALOGUE
+from kvfold.models.pull.pull import names_of
 
 _SHELLS = ("bash", "zsh", "fish")
 _FILES = ("FILE", "SESSION", "FIRST", "SECOND", "MODULE")  # metavars
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     from kvfold.policy.describe import rows
 
     terms = tuple(row.name for row in rows())
-    words = {"model": tuple(CATALOGUE), "suite": tuple(SUITES), "expression": terms}
+    words = {"model": names_of("model"), "suite": tuple(SUITES), "expression": terms}
     words |= dict.fromkeys(("policy", "compare", "policies", "also"), terms)
     for action in _actions(args.parser):
         if action.dest in words:

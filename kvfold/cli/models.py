@@ -1,4 +1,4 @@
-"""`kvfold models`: list the catalogue, pull a model, verify or remove a pulled one."""
+"""`kvfold models`: list the catalogue of models and embedders, pull one, verify or remove a pulled one."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ _EPILOG = f"""examples:
   kvfold models                     what can be pulled by name, and its size on disk
   kvfold models pull smollm2-135m
   kvfold models rm smollm2-135m
+  kvfold models pull potion-base-8m    vectors with which shorten(…) compares sentences
 
 Other models are given as --model FOLDER (a transformers checkpoint) or --model ORG/NAME (of the Hugging Face hub).
 
@@ -27,8 +28,8 @@ def add_parser(subparsers: Subparsers) -> None:
     """Add `models` with its verbs `list` (the default), `pull`, `verify` and `rm`."""
     parser = subparsers.add_parser(
         "models",
-        help="list, pull, verify and remove models",
-        description="List, pull, verify and remove models.",
+        help="list, pull, verify and remove models and embedders",
+        description="List, pull, verify and remove models and embedders.",
         epilog=_EPILOG,
     )
     add_json_option(parser)
@@ -82,12 +83,13 @@ def _remove(args: argparse.Namespace) -> Told:
 
 
 def _print_table(rows: list[ModelRow]) -> None:
-    table = Table("name", "description", "licence", numbers=("parameters", "context", "on disk"))
+    table = Table("name", "kind", "description", "licence", numbers=("parameters", "context", "on disk"))
     for row in rows:
         size = "-" if row.disk_bytes is None else bytes_text(row.disk_bytes)
         if row.partial_bytes:
             size = f"{bytes_text(row.partial_bytes)} partial"
-        table.add(row.name, row.description, row.licence, _short(row.num_parameters), f"{row.context_len:,}", size)
+        context = "-" if row.context_len is None else f"{row.context_len:,}"
+        table.add(row.name, row.kind, row.description, row.licence, _short(row.num_parameters), context, size)
     table.print()
     if sys.stdout.isatty():
         total = sum((row.disk_bytes or 0) + row.partial_bytes for row in rows)

@@ -41,9 +41,9 @@ def file_digest(path: Path, report: Report = silent) -> str:
     return sha.hexdigest()
 
 
-def weights_digest(folder: Path | str, report: Report = silent) -> str:
+def weights_digest(folder: Path | str, report: Report = silent, suffixes: tuple[str, ...] = (".safetensors",)) -> str:
     """sha256 of the folder's safetensors: the file's own, or, of several, that of their names and hashes."""
-    files = sorted(Path(folder).glob("*.safetensors"))
+    files = sorted(file for file in Path(folder).glob("*.*") if file.suffix in suffixes)
     if not files:
         raise ModelError(f'no *.safetensors in "{folder}"; name the folder of a transformers checkpoint')
     digests = [_remembered_digest(file, report) for file in files]

@@ -43,8 +43,11 @@ def test_the_table_has_a_row_per_model(home: Path, capsys: pytest.CaptureFixture
     assert kvfold("models") == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["name", *CATALOGUE]
-    assert lines[1].split("\t")[2:] == ["Apache-2.0", "135M", "8,192", "-"]
-    assert lines[2].split("\t")[3:] == ["1.5B", "32,768", "-"]
+    assert lines[1].split("\t")[3:] == ["Apache-2.0", "135M", "8,192", "-"]
+    assert lines[2].split("\t")[4:] == ["1.5B", "32,768", "-"]
+    assert [line.split("\t")[1] for line in lines] == ["kind", *(entry.kind for entry in CATALOGUE.values())]
+    potion = next(line.split("\t") for line in lines if line.startswith("potion-base-8m"))
+    assert (potion[1], potion[3:]) == ("embedder", ["MIT", "8M", "-", "-"])
     kvfold("models", "list")
     assert capsys.readouterr().out.splitlines() == lines
 

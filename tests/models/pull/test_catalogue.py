@@ -1,4 +1,4 @@
-"""The catalogue: sane entries, packages before the hub, parts that add up."""
+"""The catalogue: sane entries, packages before the hub, parts that add up; files of embedders by package alone."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import string
 import pytest
 
 from kvfold.errors import ModelError
-from kvfold.models.pull.pull import CATALOGUE, DEFAULT_MODEL, Entry, find
-from kvfold.models.pull.sources import HubSource, PackageSource
+from kvfold.models.pull.pull import CATALOGUE, DEFAULT_MODEL, Entry, find, names_of
+from kvfold.models.pull.sources import HubSource, PackageFiles, PackageSource, Part
 
-ENTRIES = pytest.mark.parametrize("entry", CATALOGUE.values(), ids=list(CATALOGUE))
+ENTRIES = pytest.mark.parametrize("entry", [*map(find, names_of("model"))], ids=names_of("model"))
+EMBEDDERS = pytest.mark.parametrize("entry", [*map(find, names_of("embedder"))], ids=names_of("embedder"))
 
 
 def package_of(entry: Entry) -> PackageSource:
@@ -34,12 +35,32 @@ def test_hashed_packages_come_before_the_hub(entry: Entry) -> None:
     assert kinds == [PackageSource, HubSource]
 
 
+def is_sha256(digest: str) -> bool:
+    return len(digest) == 64 and set(digest) <= set(string.hexdigits.lower())
+
+
 @ENTRIES
 def test_every_hash_is_a_sha256(entry: Entry) -> None:
     package = package_of(entry)
-    for digest in (package.sha256, *(part.sha256 for part in package.parts)):
-        assert len(digest) == 64
-        assert set(digest) <= set(string.hexdigits.lower())
+    assert all(map(is_sha256, (package.sha256, *(part.sha256 for part in package.parts))))
+
+
+def parts_of(entry: Entry) -> tuple[Part, ...]:
+    (source,) = entry.sources
+    assert isinstance(source, PackageFiles)
+    return source.parts
+
+
+@EMBEDDERS
+def test_an_embedder_is_weights_and_a_tokenizer(entry: Entry) -> None:
+    parts = parts_of(entry)
+    weights, tokenizer = (part.member.rpartition("/")[2] for part in parts)
+    assert weights in ("model.safetensors", "model.onnx") and tokenizer == "tokenizer.json"
+    assert all(is_sha256(part.sha256) for part in parts)
+
+
+def test_every_name_is_of_one_kind() -> None:
+    assert sorted((*names_of("model"), *names_of("embedder"))) == sorted(CATALOGUE)
 
 
 @ENTRIES
