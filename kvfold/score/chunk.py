@@ -81,7 +81,7 @@ _SNAPKV = SnapKV()
 
 
 @register(
-    "score", "chunk", paper="arXiv:2502.00299", cost="that of its score, over reuse",
+    "score", "chunk", paper="arXiv:2502.00299", cost="cost of the inner score / reuse",
     published="differs: the size is exact, the last chunk is cut",
 )  # fmt: skip
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Chunk(Grouped):
 
 
 @register(
-    "score", "sentence", paper="arXiv:2504.00970", cost="that of its score, over reuse",
+    "score", "sentence", paper="arXiv:2504.00970", cost="cost of the inner score / reuse",
     published="differs: sentences are kept for good; chosen at every step they are `recall(unit=sentence)`",
 )  # fmt: skip
 @dataclass(frozen=True)

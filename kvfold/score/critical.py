@@ -28,7 +28,7 @@ _STEPS = 2**20
 
 
 @register(
-    "score", "critical", paper="arXiv:2502.03805", cost="that of its score; L·d·M",
+    "score", "critical", paper="arXiv:2502.03805", cost="cost of the inner score + L·d·M",
     published="differs: budgets over heads see the order of both stages",
 )  # fmt: skip
 @dataclass(frozen=True)
