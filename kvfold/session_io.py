@@ -94,7 +94,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         text = metadata["kvfold"]
         header = json.loads(text)
     except (SafetensorError, KeyError, ValueError, OSError) as error:
-        raise FileError(f"{path} is truncated or no saved session; save it again") from error
+        raise FileError(f"{path} is truncated or no saved session; give a file that Session.save wrote") from error
     if metadata.get("sha256") != _checksum(text, tensors):
         raise FileError(f"{path} was altered: its checksum does not match; save it again")
     return header, tensors

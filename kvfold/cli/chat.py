@@ -38,6 +38,7 @@ HELP = """\
 /help       this text
 /quit       end; so does Ctrl-D
 Ctrl-C stops a reply."""
+_SHORT = "; the open block and page tables weigh more than so few tokens"
 _COMMANDS = HELP.replace("\n", "\n  ")
 _EPILOG = f"""examples:
   kvfold chat
@@ -139,10 +140,11 @@ class Chat:
 
     def _stats(self, _: str) -> None:
         stats = self.session.stats()
+        is_short = stats.resident_bytes > stats.full_bytes
         print(
             f"{self.session.policy.short}: {stats.logical_len} tokens seen, {stats.mean_slots:.0f} slots per head, "
             f"{bytes_text(stats.resident_bytes)} resident (full cache: {bytes_text(stats.full_bytes)}), "
-            f"{bytes_text(stats.bytes_per_step)} read per step"
+            f"{bytes_text(stats.bytes_per_step)} read per step{_SHORT if is_short else ''}"
         )
 
     def _save(self, argument: str) -> None:

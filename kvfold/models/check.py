@@ -16,7 +16,8 @@ def check_policy(policy: Policy, spec: ModelSpec) -> None:
     """PolicyError if this model cannot run this policy."""
     evicts = any(stage.evicts for _, stage in policy.stages())
     if evicts and not spec.compressible_layers:
-        raise PolicyError(f'policy "{policy.short}": every layer of {spec.name} is a sliding window; use "full"')
+        reason = f"every layer of {spec.name} is a sliding window, and windows are never evicted from"
+        raise PolicyError(f'policy "{policy.short}": {reason}; use full, or a codec such as int4')
     for variant in policy.variants:
         variant.check(spec)
     for reason in (*_misfits(policy, spec), *_below(policy, spec), *_positions(policy, spec)):

@@ -169,8 +169,9 @@ def test_a_codec_for_layers_that_are_not_there_is_refused() -> None:
 
 def test_nothing_to_compress_is_refused() -> None:
     spec = read_spec(build("mistral_sliding"))
-    check_policy(Policy.parse("full"), spec)
-    with pytest.raises(PolicyError, match=r"every layer of .* is a sliding window"):
+    for advised in ("full", "int4"):
+        check_policy(Policy.parse(advised), spec)
+    with pytest.raises(PolicyError, match=r"every layer of .* is a sliding window, .*; use full, or a codec"):
         check_policy(Policy.parse("knorm + 64tok"), spec)
 
 
