@@ -15,6 +15,7 @@ A random selection has a hit rate equal to the share of slots it keeps. Layers a
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,9 +59,8 @@ def fidelities(
         logits_BV = runner.decode(forks, [token] * len(forks))
         found = per_token(logits_BV[at].expand_as(logits_BV), logits_BV, [after] * len(requests))
         totals_B = [total_B + row_B.double().cpu() for total_B, row_B in zip(totals_B, found, strict=True)]
-    kl, agreement, lost_nats = ((total_B / len(answer)).tolist() for total_B in totals_B)
-    log2 = torch.log(torch.tensor(2.0)).item()
-    return [Fidelity(len(answer), k, a, lost / log2) for k, a, lost in zip(kl, agreement, lost_nats, strict=True)]
+    kl, agreement, lost = ((total_B / len(answer)).tolist() for total_B in totals_B)
+    return [Fidelity(len(answer), k, a, nats / math.log(2)) for k, a, nats in zip(kl, agreement, lost, strict=True)]
 
 
 def step_ms(runner: Runner, request: EvalRequest) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -31,10 +32,10 @@ def _git(*arguments: str) -> str | None:
     return found.stdout.strip() if found.returncode == 0 else None
 
 
-def versions() -> dict[str, str]:
-    """Of what computes; a package that is not installed is left out."""
+def versions(packages: Sequence[str] = _PACKAGES) -> dict[str, str]:
+    """Of Python and packages; one that is not installed is left out."""
     found = {"python": platform.python_version()}
-    for name in _PACKAGES:
+    for name in packages:
         try:
             found[name] = version(name)
         except PackageNotFoundError:

@@ -103,7 +103,8 @@ class Bench:
             row = each.row
             if each.job is not None:
                 outcome = outcomes[each.job]
-                row = _filled(row, outcome, workload, each.sample, self._text(outcome.token_ids))
+                answered = str(self.model.tokenizer.decode(list(outcome.token_ids), skip_special_tokens=True))
+                row = _filled(row, outcome, workload, each.sample, answered)
                 diagnostics += _diagnostics(row, outcome)
             rows.append(row)
         self.writer.add(rows, diagnostics)
@@ -153,9 +154,6 @@ class Bench:
             diagnoses=sample.index < self.about.diagnostics,
             num_bytes=round(sized.share * self.model.spec.full_bytes(prompt.num_tokens)),
         )
-
-    def _text(self, token_ids: Sequence[int]) -> str:
-        return str(self.model.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
 
 def _scores_text(rows: Sequence[Row]) -> str:

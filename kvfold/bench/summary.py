@@ -14,7 +14,7 @@ from kvfold.bench.record import OWN, Mode, Row
 from kvfold.bench.size_cache import FULL, share_of
 from kvfold.bench.statistics import Estimate, mean_interval, paired_difference
 
-_OVER = 1.0  # percent of its memory that a row may be above it unmentioned
+_OVER = 1.01  # times its memory that a row may take unmentioned
 
 
 @dataclass(frozen=True)
@@ -88,11 +88,7 @@ def _middle(values: Iterable[float | None]) -> float | None:
 def above_memory(rows: Iterable[Row]) -> list[Row]:
     """Rows above their memory budget by more than 1 %: the size was searched on another sample."""
     matched = (row for row in rows if row.score is not None and row.policy != FULL and row.memory != OWN)
-    return [row for row in matched if _percent_over(row) > _OVER]
-
-
-def _percent_over(row: Row) -> float:
-    return 100 * (row.resident_bytes / (share_of(row.memory) * row.full_bytes) - 1)
+    return [row for row in matched if row.resident_bytes > _OVER * share_of(row.memory) * row.full_bytes]
 
 
 def score_text(line: SummaryRow) -> str:

@@ -34,7 +34,6 @@ An interrupted run is resumed by the same command. docs/benchmark.md explains wh
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    """Add the command to the subcommands of `kvfold`."""
     parser = subparsers.add_parser(
         "bench",
         help="benchmark policies at equal KV-cache bytes",

@@ -1,10 +1,4 @@
-"""`kvfold cache`: inspect, verify, warm and clear a prefix cache, also beside a running server.
-
-kvfold cache stats --disk prefixes
-kvfold cache verify --disk prefixes --quarantine
-kvfold cache warm requests.jsonl --url http://localhost:8080
-kvfold cache explain first.json second.json --model smollm2-135m
-"""
+"""`kvfold cache`: inspect, verify, warm and clear a prefix cache, also beside a running server."""
 
 from __future__ import annotations
 
@@ -141,7 +135,8 @@ def _stats(args: argparse.Namespace) -> int:
     with _inspectors(args, signed=True) as inspectors:
         scopes = [_scope(inspector, of) for inspector in inspectors for of in _by_scope(inspector)]
         in_use = [inspector.name for inspector in inspectors if inspector.is_in_use]
-    content = {"scopes": scopes, "in_use": in_use, "quarantined": _quarantined(args.disk)}
+    num_quarantined = len(list(Path(args.disk, "quarantine").glob("*.txt"))) if args.disk else 0
+    content = {"scopes": scopes, "in_use": in_use, "quarantined": num_quarantined}
     if args.json:
         print_json(content)
         return 0
@@ -178,10 +173,6 @@ def _scope(inspector: StoreInspector, entries: list[EntryInfo]) -> dict[str, Any
         "saved_s": sum(one.saved_s for one in entries),
         "bound_to": bound,
     }
-
-
-def _quarantined(disk: str | None) -> int:
-    return 0 if disk is None else len(list(Path(disk, "quarantine").glob("*.txt")))
 
 
 # verify, clear

@@ -1,7 +1,4 @@
-"""`kvfold cache explain`: which prefixes a request caches, why the next one hits or misses, and the price.
-
-kvfold cache explain first.json second.json --model smollm2-135m
-"""
+"""`kvfold cache explain`: which prefixes a request caches, why the next one hits or misses, and the price."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`kvfold cache warm`: prefill prompts on a running server, so that later requests hit the prefix cache.
-
-kvfold cache warm requests.jsonl --url http://localhost:8080
-"""
+"""`kvfold cache warm`: prefill prompts on a running server, so that later requests hit the prefix cache."""
 
 from __future__ import annotations
 

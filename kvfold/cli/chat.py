@@ -52,7 +52,6 @@ commands in the chat:
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    """Add the command to the subcommands of `kvfold`."""
     parser = subparsers.add_parser(
         "chat",
         help="chat with a model in constant KV-cache memory",
@@ -107,7 +106,7 @@ class Chat:
             "/stats": self._stats,
             "/save": self._save,
             "/load": self._load,
-            "/reset": self._reset,
+            "/reset": lambda _: self._replace(self._new_session()),
             "/help": lambda _: print(HELP),
         }
 
@@ -158,9 +157,6 @@ class Chat:
     def _load(self, argument: str) -> None:
         self._replace(kvfold.Session.load(self.model, _file(argument)))
         print(f"{len(self.session.token_ids)} tokens under {self.session.policy.short}")
-
-    def _reset(self, _: str) -> None:
-        self._replace(self._new_session())
 
     def _new_session(self) -> kvfold.Session:
         if self.prefix is not None:

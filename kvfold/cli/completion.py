@@ -21,7 +21,6 @@ Start a new shell afterwards. Commands, options, choices, file names, model name
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    """Add the command to the subcommands of `kvfold`."""
     parser = subparsers.add_parser(
         "completion",
         help="print a script for the completion of your shell",

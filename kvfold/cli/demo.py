@@ -46,7 +46,6 @@ CASES = (
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    """Add the command to the subcommands of `kvfold`."""
     parser = subparsers.add_parser(
         "demo",
         help="compare policies on a document and two questions",
@@ -67,11 +66,8 @@ def run(args: argparse.Namespace) -> int:
         show.print_json([answer_json(answer) | {"is_right": is_right(answer)} for answer in rows])
         return 0
     print(f"{model.name} reads a handbook and answers:", *EXPECTED, sep="\n  ", end="\n\n", flush=True)
-    numbers, widths = (
-        ("slots/tokens", "resident", "ratio", "prefill s"),
-        {"policy": max(len(case.title) for case in CASES)},
-    )
-    table = show.Table("policy", "answers", numbers=numbers, widths=widths)
+    numbers = ("slots/tokens", "resident", "ratio", "prefill s")
+    table = show.Table("policy", "answers", numbers=numbers, widths={"policy": max(len(case.title) for case in CASES)})
     results = {}
     for case in CASES:
         results[case] = _answers(model, case)

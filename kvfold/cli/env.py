@@ -6,7 +6,6 @@ import argparse
 import os
 import platform
 import sys
-from importlib.metadata import PackageNotFoundError, version
 
 from kvfold import __version__
 from kvfold.cli import show
@@ -18,7 +17,6 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "triton", "nu
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    """Add the command to the subcommands of `kvfold`."""
     parser = subparsers.add_parser(
         "env",
         help="print versions and devices, for bug reports",
@@ -31,11 +29,11 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what a bug report needs; nothing of it is secret but the name of the home folder."""
-    from kvfold.bench.environment import commit  # here: other commands come without torch
+    from kvfold.bench.environment import commit, versions  # here: other commands come without torch
 
     found = {"kvfold": __version__, "commit": commit()}
     found |= {"python": platform.python_version(), "platform": platform.platform()}
-    found |= {name: _version(name) for name in _PACKAGES} | _devices()
+    found |= dict.fromkeys(_PACKAGES, "not installed") | versions(_PACKAGES) | _devices()
     found |= {"KVFOLD_HOME": str(home_folder()), VARIABLE: os.environ.get(VARIABLE) or "not set"}
     if args.json:
         show.print_json(found)
@@ -43,13 +41,6 @@ def run(args: argparse.Namespace) -> int:
         for name, value in found.items():
             sys.stdout.write(f"{name:<14}{value}\n")
     return 0
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _devices() -> dict[str, str]:

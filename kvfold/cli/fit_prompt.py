@@ -40,7 +40,6 @@ _EPILOG = """examples:
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    """Add the command to the subcommands of `kvfold`."""
     parser = subparsers.add_parser(
         "fit-prompt",
         help="compress a system prompt once, for many sessions",

@@ -30,7 +30,6 @@ KINDS = {
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    """Add the command to the subcommands of `kvfold`."""
     parser = subparsers.add_parser(
         "new",
         help="write a package with a scorer, codec or allocator of your own",

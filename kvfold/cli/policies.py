@@ -30,7 +30,6 @@ A policy is terms of different axes joined by " + ": a score and a size evict (k
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    """Add the command to the subcommands of `kvfold`."""
     parser = subparsers.add_parser(
         "policies",
         help="list the terms of the policy language, or explain a policy",

@@ -15,7 +15,6 @@ _EPILOG = """examples:
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    """Add the command to the subcommands of `kvfold`."""
     parser = subparsers.add_parser(
         "report",
         help="write an HTML report of benchmark runs",

@@ -35,7 +35,6 @@ its ratio to an ordinary bf16 cache, bytes read per decode step, and times. With
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    """Add the command to the subcommands of `kvfold`."""
     parser = subparsers.add_parser(
         "run",
         help="ask questions about a document under a policy",

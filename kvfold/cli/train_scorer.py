@@ -23,7 +23,6 @@ _EPILOG = """examples:
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    """Add the command to the subcommands of `kvfold`."""
     parser = add_reading_parser(
         subparsers,
         "train-scorer",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvfold.codec import Codec
 from kvfold.policy.registry import terms
-from kvfold.testing.slots import relative_error, sample, slots_like_keys, there_and_back
+from kvfold.testing.codec import relative_error, sample, slots_like_keys, there_and_back
 
 __all__ = ["CODECS", "relative_error", "sample", "slots_like_keys", "there_and_back"]
 

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from kvfold.codec.base import SIDES, Side
 from kvfold.testing import check_codec
-from kvfold.testing.codec import numbers_survive
-from kvfold.testing.slots import HEAD_DIMS
+from kvfold.testing.codec import HEAD_DIMS, numbers_survive
 from tests.codec.common import CODECS
 
 # Relative error of q.k and of the values that no run on normal data with biased channels reaches.

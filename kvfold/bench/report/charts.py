@@ -62,15 +62,12 @@ def plot(points: Sequence[Point], axis: Axis, styles: Styles, title: str) -> Mar
 
 
 def _frame(axis: Axis) -> Markup:
-    rows = [_words(LEFT - 6, y(v / 100) + 4, str(v), "end") + _rule(y(v / 100)) for v in range(0, 101, 20)]
+    rows = [_words(LEFT - 6, y(v / 100) + 4, str(v), "end") for v in range(0, 101, 20)]
+    rules = [tag("path", d=f"M{LEFT} {y(v / 100):.1f}H{RIGHT}", class_="rule") for v in range(0, 101, 20)]
     columns = [_words(axis.x(share), BASE + 18, percent_text(share), "middle") for share in axis.ticks]
     marks = [tag("path", d=f"M{axis.x(share):.1f} {BASE}v4", class_="rule") for share in axis.ticks]
     name = _words((LEFT + RIGHT) / 2, HEIGHT - 8, "bytes of the cache, % of full (fewer →)", "middle")
-    return Markup("").join([*rows, *columns, *marks, name])
-
-
-def _rule(at: float) -> Markup:
-    return tag("path", d=f"M{LEFT} {at:.1f}H{RIGHT}", class_="rule")
+    return Markup("").join([*rows, *rules, *columns, *marks, name])
 
 
 def _words(x_at: float, y_at: float, content: str, anchor: str) -> Markup:

@@ -7,7 +7,7 @@ show one of two results without saying so.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import UnionType
@@ -105,7 +105,8 @@ def _section(group: Sequence[tuple[Path, Recorded]]) -> Section:
 def _agree(folder: Path, one: Row | PromptRow, other_folder: Path, other: Row | PromptRow) -> None:
     if one is other:
         return
-    names = list(_differing(_untimed(one), _untimed(other)))
+    mine, theirs = vars(_untimed(one)), vars(_untimed(other))
+    names = [name for name, value in mine.items() if value != theirs[name]]
     if names:
         what = f"{', '.join(names)} of {' '.join(map(str, one.key))}"
         raise InputError(f"{other_folder} and {folder} differ in {what}; report them apart, or give one of them")
@@ -115,19 +116,10 @@ def _untimed(row: Row | PromptRow) -> Row | PromptRow:
     return replace(row, prefill_s=0.0, first_token_s=0.0, decode_ms=None) if isinstance(row, Row) else row
 
 
-def _differing(one: Any, other: Any) -> Iterable[str]:
-    return (name for name, value in vars(one).items() if value != vars(other)[name])
-
-
 def _check(folder: Path, recorded: Recorded) -> None:
     """InputError for the first part with a wrong value."""
-    parts: Iterable[Run | Row | PromptRow | Diagnostic] = (
-        recorded.run,
-        *recorded.rows,
-        *recorded.prompts,
-        *recorded.diagnostics,
-    )
-    for part in parts:
+    lines: list[Run | Row | PromptRow | Diagnostic] = [*recorded.rows, *recorded.prompts, *recorded.diagnostics]
+    for part in (recorded.run, *lines):
         wrong = wrong_fields(part)
         if wrong:
             told = ", ".join(f"{name} {getattr(part, name)!r}" for name in wrong)[:_MOST_TOLD]

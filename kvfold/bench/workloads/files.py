@@ -47,7 +47,8 @@ def read_rows(path: Path) -> tuple[Row, ...]:
     """The objects of a file: one JSON list, or one object a line."""
     try:
         text = path.read_text(encoding="utf-8")
-        rows = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in _lines(text)]
+        lines = [line for line in text.split("\n") if line.strip()]  # splitlines would break at U+2028 in a string
+        rows = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in lines]
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}; give a file that can") from None
     except ValueError:
@@ -62,8 +63,3 @@ def want(row: Row, *keys: str, where: str) -> None:
     for key in keys:
         if key not in row:
             raise InputError(f'a row of {where} has no "{key}"; it has {", ".join(sorted(row))}')
-
-
-def _lines(text: str) -> list[str]:
-    # Not splitlines: a JSON string may hold characters such as U+2028, which that would break at.
-    return [line for line in text.split("\n") if line.strip()]

@@ -49,8 +49,10 @@ class Infinite(Workload):
     tasks: ClassVar[tuple[str, ...]] = ("passkey", "number_string", "kv_retrieval", "math_find")
 
     def build(self, setting: Setting, task: str, index: int, random: Random) -> Sample:
-        builders = {"kv_retrieval": _pairs, "math_find": _list}
-        return builders.get(task, _digits)(setting, task, index, random)
+        if task == "kv_retrieval":
+            begun = "The value associated with the specified key is:"
+            return ask_pair(setting, task, index, random, ", ", 50, begun)
+        return (_list if task == "math_find" else _digits)(setting, task, index, random)
 
     def score(self, sample: Sample, reply: str) -> float:
         (answer,) = sample.answers
@@ -73,10 +75,6 @@ def _digits(setting: Setting, task: str, index: int, random: Random) -> Sample:
         return Sample(task, index, context, question, (key,), 12 if long else 6, f"The {noun} is", {"depth": depth})
 
     return fit(setting, make)
-
-
-def _pairs(setting: Setting, task: str, index: int, random: Random) -> Sample:
-    return ask_pair(setting, task, index, random, ", ", 50, "The value associated with the specified key is:")
 
 
 def _list(setting: Setting, task: str, index: int, random: Random) -> Sample:

@@ -73,7 +73,8 @@ class Instruct(Workload):
     tasks: ClassVar[tuple[str, ...]] = tuple(NUM_RULES)
 
     def build(self, setting: Setting, task: str, index: int, random: Random) -> Sample:
-        rules = _draw(NUM_RULES[task], random)
+        count = NUM_RULES[task]
+        rules = tuple(zip(random.sample(list(RULES), count), random.sample(NOUNS, count), strict=True))
         thing, value, depth = next(pairs(random)), next(numbers(random)), even_depth(index)
         fact = Planted(depth, f"The number of the {thing} is {value}.")
         filler = Text(setting.haystack(random))
@@ -102,11 +103,6 @@ def checks(sample: Sample, reply: str) -> dict[str, bool]:
     """Each rule of the sample by name, and "answer": whether a reply passes."""
     found = {name: RULES[name].obeyed(reply, word) for name, word in sample.listed("rules")}
     return {**found, "answer": sample.answers[0] in reply}
-
-
-def _draw(count: int, random: Random) -> tuple[tuple[str, str], ...]:
-    """Names of rules, each with a word of its own."""
-    return tuple(zip(random.sample(list(RULES), count), random.sample(NOUNS, count), strict=True))
 
 
 def _rules_text(rules: Sequence[tuple[str, str]]) -> str:

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
-from kvfold.bench.workloads.base import Workload, workloads
+from kvfold.bench.workloads.base import workloads
 
 _COLUMNS = ("name", "tasks", "what it tests", "source", "score", "differences from the source")
 
 
 def table() -> str:
-    """Markdown, a row for each workload."""
-    return "\n".join(_rows())
-
-
-def _rows() -> Iterator[str]:
-    yield _row(*_COLUMNS)
-    yield _row(*("---" for _ in _COLUMNS))
+    """Markdown, a row for each workload; tasks that need something are in brackets."""
+    rows: list[Sequence[str]] = [_COLUMNS, ["---"] * len(_COLUMNS)]
     for found in workloads():
-        yield _row(f"`{found.name}`", _tasks(found), found.summary, found.source, found.metric, found.differences)
-
-
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _tasks(found: Workload) -> str:
-    """Tasks that need something are in brackets."""
-    return ", ".join(task if not found.lacks(task) else f"({task})" for task in found.tasks)
+        tasks = ", ".join(task if not found.lacks(task) else f"({task})" for task in found.tasks)
+        rows.append((f"`{found.name}`", tasks, found.summary, found.source, found.metric, found.differences))
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 
 
 if __name__ == "__main__":

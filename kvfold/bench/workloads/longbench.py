@@ -130,7 +130,8 @@ def _read(row: Row, name: str, index: int) -> Sample:
     before, after = task.prompt.split("{context}")
     facts = _facts(row, task) | {"classes": tuple(row.get("all_classes") or ())}
     if name.endswith("_e"):
-        facts["words"] = _group(int(row.get("length", 0)))
+        num_words = int(row.get("length", 0))
+        facts["words"] = next((name for below, name in _GROUPS if num_words < below), "8k+")
     question = after.replace("{input}", row["input"])
     return Sample(
         name, index, before + row["context"], question, tuple(row["answers"]), task.max_new_tokens, facts=facts
@@ -161,10 +162,6 @@ def _metric(task: Task, sample: Sample) -> Callable[[str, str], float]:
         metric: Callable[[str, str], float] = getattr(metrics, task.metric)
         return metric
     return partial(metrics.classification, classes=sample.listed("classes"))
-
-
-def _group(num_words: int) -> str:
-    return next((name for below, name in _GROUPS if num_words < below), "8k+")
 
 
 def _names(task: str) -> tuple[str, ...]:
@@ -200,10 +197,7 @@ def _hub_rows(hub: str, task: str) -> tuple[Row, ...]:
             f'hub={hub} is read with datasets, which is not installed; pip install "kvfold[longbench]", or give folder='
         ) from error
     try:
-        return tuple(datasets.load_dataset(hub, **_hub_part(task)))
+        part = {"split": "train"} if task == "v2" else {"name": task, "split": "test"}
+        return tuple(datasets.load_dataset(hub, **part))
     except Exception as error:  # whatever the hub, the network or the format made of it
         raise InputError(f"the dataset {hub} gives no {task}: {error}; download it and give folder=FOLDER") from error
-
-
-def _hub_part(task: str) -> dict[str, str]:
-    return {"split": "train"} if task == "v2" else {"name": task, "split": "test"}

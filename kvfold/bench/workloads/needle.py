@@ -6,7 +6,6 @@ are even over one document, and over the samples every depth is tried. Needles a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from random import Random
@@ -39,7 +38,8 @@ class NeedleGrid(Workload):
         needles = [
             Planted((stretch + depth) / count, magic.sentence(key, value)) for stretch, value in enumerate(values)
         ]
-        max_new_tokens = 8 + setting.count_tokens(_longest(values))
+        wordiest = "".join(f"\n{i}. {value}" for i, value in enumerate(values, 1))  # way in which models list numbers
+        max_new_tokens = 8 + setting.count_tokens(wordiest)
         facts = {"depth": depth, "needles": count}
 
         def make(num_words: int) -> Sample:
@@ -50,11 +50,6 @@ class NeedleGrid(Workload):
 
     def score(self, sample: Sample, reply: str) -> float:
         return match_all(sample.answers, reply)
-
-
-def _longest(values: Sequence[str]) -> str:
-    """The wordiest way in which models list numbers."""
-    return "".join(f"\n{i}. {value}" for i, value in enumerate(values, 1))
 
 
 @dataclass(frozen=True)

@@ -67,11 +67,12 @@ class Rewrite(Workload):
             for _ in job.edits
         )
         filler = Text(setting.haystack(random))
+        question = f"\n\nWrite the whole text again. {job.instruction} Change nothing else, and add nothing."
 
         def make(count: int) -> Sample:
             before, after = (_document(version, kept, filler.take(count)) for version in zip(*job.edits, strict=True))
             facts = {"edits": tuple(edit.after for edit in job.edits), "kept": kept}
-            return Sample(task, index, f"{_INTRODUCTION}{before}", _question(job), (after,), 0, facts=facts)
+            return Sample(task, index, f"{_INTRODUCTION}{before}", question, (after,), 0, facts=facts)
 
         found = fit(setting, make)
         budget = int(setting.count_tokens(found.answers[0]) * _SLACK) + _SPARE_TOKENS
@@ -86,10 +87,6 @@ def share(sample: Sample, which: str, reply: str) -> float:
     wanted = sample.listed(which)
     text = " ".join(reply.split())
     return sum(sentence in text for sentence in wanted) / len(wanted)
-
-
-def _question(job: Job) -> str:
-    return f"\n\nWrite the whole text again. {job.instruction} Change nothing else, and add nothing."
 
 
 def _document(edited: Sequence[str], kept: Sequence[str], sentences: Sequence[str]) -> str:
@@ -123,8 +120,4 @@ def _redact(number: Iterator[str], random: Random) -> Job:
     return Job("Replace every telephone number by [removed].", tuple(edits))
 
 
-_JOBS: dict[str, Callable[[Iterator[str], Random], Job]] = {
-    "redact": _redact,
-    "rename": _rename,
-    "spelling": _spelling,
-}
+_JOBS: dict[str, Callable[[Iterator[str], Random], Job]] = {"redact": _redact, "rename": _rename, "spelling": _spelling}
