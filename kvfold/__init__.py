@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from kvfold.policy import Policy
     from kvfold.reply import Reply
     from kvfold.session import Session
+    from kvfold.shortening.shorten import Shortened
+    from kvfold.shortening.text import shorten
     from kvfold.stats import Stats
 
 __version__ = "0.1.0"
@@ -41,6 +43,7 @@ __all__ = [
     "Policy",
     "Reply",
     "Session",
+    "Shortened",
     "Stats",
     "answer",
     "attach",
@@ -53,6 +56,7 @@ __all__ = [
     "load",
     "register_pipeline",
     "score",
+    "shorten",
     "wrap",
 ]
 
@@ -65,6 +69,7 @@ _SOURCES = {
     "Policy": ("kvfold.policy", "Policy"),
     "Reply": ("kvfold.reply", "Reply"),
     "Session": ("kvfold.session", "Session"),
+    "Shortened": ("kvfold.shortening.shorten", "Shortened"),
     "Stats": ("kvfold.stats", "Stats"),
     "answer": ("kvfold.answering", "answer"),
     "attach": ("kvfold.models.attach", "attach"),
@@ -76,6 +81,7 @@ _SOURCES = {
     "load": ("kvfold.models.loader", "load"),
     "register_pipeline": ("kvfold.pipeline", "register_pipeline"),
     "score": ("kvfold.score", None),
+    "shorten": ("kvfold.shortening.text", "shorten"),
     "wrap": ("kvfold.models.loader", "wrap"),
 }
 

@@ -56,21 +56,27 @@ def answer(
     `model` is what `kvfold.load` returned, or a transformers module together with its `tokenizer`. Context and question
     are one user turn of the chat template, so both are plain text, not yet templated; `template=None` reads them as
     they are. Questions stay uncompressed and do not see each other. Answers begin with `answer_prefix`,
-    which is not part of their text. Of a longer context the first `max_context_length` tokens are read.
+    which is not part of their text. A policy that shortens for a question (`shorten(rank, 4x)`) reads the context anew
+    for each, and `stats` are those of the last one. Of a longer context the first `max_context_length` tokens are read.
     """
     asked = [questions] if isinstance(questions, str) else list(questions)
     if not asked or not all(isinstance(question, str) and question for question in asked):
         raise InputError("questions is a text, or a non-empty list of texts, none of them empty")
-    with _loaded(model, tokenizer) as found, Session(found, policy, template=template) as session:
-        session.extend(context, max_tokens=max_context_length, progress=progress)
-        if len(session.token_ids) == max_context_length:
-            _warn_of_a_cut(session, context, max_context_length)
-        stats = session.stats()
-        replies = [
-            session.ask(question, answer_prefix=answer_prefix, max_new_tokens=max_new_tokens, **options)
-            for question in asked
-        ]
-        return Answers(replies, stats)
+    plan = Policy.parse(policy).shorten
+    rounds = [[one] for one in asked] if plan is not None and plan.by.needs_question else [asked]
+    replies: list[Reply] = []
+    with _loaded(model, tokenizer) as found:
+        for together in rounds:
+            with Session(found, policy, template=template) as session:
+                session.extend(context, max_tokens=max_context_length, question=together[0], progress=progress)
+                if len(session.token_ids) == max_context_length:
+                    _warn_of_a_cut(session, context, max_context_length)
+                stats = session.stats()
+                replies += [
+                    session.ask(question, answer_prefix=answer_prefix, max_new_tokens=max_new_tokens, **options)
+                    for question in together
+                ]
+    return Answers(replies, stats)
 
 
 def _warn_of_a_cut(session: Session, context: str, num_read: int) -> None:

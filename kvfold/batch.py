@@ -43,7 +43,8 @@ def generate_batch(
             sessions.append(Session(model, policy, template=template))
         conversation, runner = sessions[0].conversation, sessions[0].runner
         opening = conversation.reply_ids(conversation.after_text)
-        ids = [conversation.text_ids(prompt, "start", ()) + opening for prompt in prompts]
+        texts = [session.shorter_prompt(prompt) for session, prompt in zip(sessions, prompts, strict=True)]
+        ids = [conversation.text_ids(text, "start", ()) + opening for text in texts]
         logits = runner.prefill([session.cache for session in sessions], ids, progress=progress)
         eos = model.spec.eos_token_ids
         requests = [

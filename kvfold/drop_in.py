@@ -17,7 +17,7 @@ from kvfold.engine.runner import Runner
 from kvfold.errors import InputError, PolicyError
 from kvfold.models.attach import arena_of, attach, is_attached, module_of, spec_of
 from kvfold.models.cache import Cache, first_real
-from kvfold.models.check import check_policy
+from kvfold.models.check import check_policy, check_reads_ids
 from kvfold.models.sentences import needs_sentences
 from kvfold.pages.page_config import PageConfig
 from kvfold.pages.sequence import SequenceCache
@@ -43,6 +43,7 @@ def compress(
     hf, policy, config = module_of(model), Policy.parse(policy), PageConfig(page_size, open_len)
     if not isinstance(hf, nn.Module):
         raise InputError(f"model is a transformers module or what kvfold.load returned, not {type(model).__name__}")
+    check_reads_ids(policy)
     rows, num_tokens = _rows(inputs)
     if not is_attached(hf):
         attach(hf)

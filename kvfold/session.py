@@ -33,6 +33,8 @@ from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy
 from kvfold.reply import GenerateOptions, Reply, checked
 from kvfold.session_io import SessionState, read_session, restore_cache, save_session
+from kvfold.shortening.messages import shorten_messages
+from kvfold.shortening.shorten import Shortened, shorten_text
 from kvfold.stats import Stats, kept_positions, measure
 
 
@@ -57,6 +59,7 @@ class Session:
         self.runner = Runner(model.hf, model.spec, model.arena, chunk_len=chunk_len, compile=model.compile)
         self.cache = self.runner.new_sequence(self.policy, PageConfig(page_size, open_len))
         self.token_ids: list[int] = []  # all of them; the last few may not be in the KV cache yet
+        self.shortened: list[Shortened] = []  # of texts that the policy shortened, in their order
         self.prefill_s = 0.0
         self._turn: Turn = "start"
         self._logits_V: Tensor | None = None
@@ -72,23 +75,50 @@ class Session:
         compress: bool = True,
         pin: bool = False,
         max_tokens: int | None = None,
+        question: str | None = None,
         progress: Progress | None = None,
     ) -> Session:
         """Prefill text, token ids, or messages (through the chat template), and compress by the policy.
 
+        A policy with `shorten(...)` cuts texts first; `question` is what `shorten(rank, …)` keeps them for.
         `compress=False` keeps all new tokens; `pin=True` also protects them from every later eviction. Of a text longer
-        than `max_tokens` the first ones are read.
+        than `max_tokens` the first ones are read. Token ids are read as they are.
         """
         if (text is None) == (messages is None):
             raise InputError("extend takes either text (or token ids) or messages=[…]")
         if max_tokens is not None and (max_tokens < 1 or not isinstance(text, str)):
             raise InputError(f"max_tokens is {max_tokens}: it is at least 1, and cuts text, not token ids or messages")
+        if compress and messages is not None:
+            messages = self._shorter_messages(messages, question)
+        elif compress and isinstance(text, str):
+            text = self._shorter(text, question)
         if messages is not None:
             return self._read(self.conversation.message_ids(messages, self._turn), "between", compress, pin, progress)
         if isinstance(text, str):
             ids = self.conversation.text_ids(text, self._turn, self.token_ids)[:max_tokens]
             return self._read(ids, self.conversation.after_text, compress, pin, progress)
         return self._read([int(token) for token in text or ()], self._turn, compress, pin, progress)
+
+    def _shorter(self, text: str, question: str | None) -> str:
+        if self.policy.shorten is None:
+            return text
+        done = shorten_text(text, self.policy.shorten, question=question, tokenizer=self.model.tokenizer)
+        self.shortened.append(done)
+        return done.text
+
+    def _shorter_messages(self, messages: list[dict[str, Any]], question: str | None = None) -> list[dict[str, Any]]:
+        if self.policy.shorten is None:
+            return messages
+        messages, done = shorten_messages(
+            messages, self.policy.shorten, question=question, tokenizer=self.model.tokenizer
+        )
+        self.shortened += done
+        return messages
+
+    def shorter_prompt(self, prompt: str) -> str:
+        """A prompt whose question stands at its end, as the policy shortens it."""
+        content: str = self._shorter_messages([{"role": "user", "content": prompt}])[0]["content"]
+        return content
 
     def _read(
         self, ids: list[int], turn: Turn, compress: bool, pin: bool = False, progress: Progress | None = None
@@ -229,7 +259,9 @@ class Session:
         self._require_open()
         cache = self.cache.fork()  # first: if it raises, no branch exists that would release this cache
         branch = object.__new__(Session)
-        branch.__dict__.update(self.__dict__ | {"cache": cache, "token_ids": list(self.token_ids)})
+        branch.__dict__.update(
+            self.__dict__ | {"cache": cache, "token_ids": list(self.token_ids), "shortened": list(self.shortened)}
+        )
         return branch
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Session:

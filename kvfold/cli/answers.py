@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import kvfold
-from kvfold.cli.show import bar
+from kvfold.cli.show import bar, waiting
 from kvfold.policy import Policy
+
+if TYPE_CHECKING:
+    from kvfold.shortening.shorten import Shortened
 
 Positions = list[list[list[int]]]  # by layer, head and slot
 
@@ -30,6 +33,7 @@ class Answer:
     sizes: kvfold.Stats
     is_first: bool  # of those that share one prefill
     positions: Positions | None = None  # of the kept slots, where asked for
+    shortened: Shortened | None = None  # the document, where the policy shortens it
 
 
 @dataclass(frozen=True)
@@ -44,21 +48,25 @@ class Asking:
 
 
 def answer_all(model: kvfold.Model, policy: Policy, document: str, asking: Asking) -> Iterator[Answer]:
-    """One answer for each question, as they come."""
-    if asking.question_known:
-        for question in asking.questions:
-            with kvfold.Session(model, policy) as session:
-                sizes, positions = _read(session, f"{document}\n\n{question}", asking)
+    """One answer for each question, as they come. Texts are shortened here, so that their sizes can be told."""
+    from kvfold.shortening.shorten import shorten_text  # here: help comes without numpy
+
+    plan, cache_policy = policy.shorten, replace(policy, shorten=None)
+    is_apart = asking.question_known or (plan is not None and plan.by.needs_question)
+    shortened: Shortened | None = None
+    for questions in [[one] for one in asking.questions] if is_apart else [asking.questions]:
+        if plan is not None and (shortened is None or plan.by.needs_question):
+            with waiting(f"shorten, {policy.short}"):
+                shortened = shorten_text(document, plan, question=questions[0], tokenizer=model.tokenizer)
+        text = document if shortened is None else shortened.text
+        with kvfold.Session(model, cache_policy) as session:
+            text = f"{text}\n\n{questions[0]}" if asking.question_known else text
+            sizes, positions = _read(session, text, asking)
+            for number, question in enumerate(questions):
                 with _generating(policy, asking) as options:
-                    reply = session.generate(**options)
-                yield Answer(policy, True, question, reply, sizes, True, positions)
-        return
-    with kvfold.Session(model, policy) as session:
-        sizes, positions = _read(session, document, asking)
-        for number, question in enumerate(asking.questions):
-            with _generating(policy, asking) as options:
-                reply = session.ask(question, **options)
-            yield Answer(policy, False, question, reply, sizes, number == 0, positions)
+                    reply = session.generate(**options) if asking.question_known else session.ask(question, **options)
+                first = number == 0
+                yield Answer(policy, asking.question_known, question, reply, sizes, first, positions, shortened)
 
 
 def _read(session: kvfold.Session, text: str, asking: Asking) -> tuple[kvfold.Stats, Positions | None]:

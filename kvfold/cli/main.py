@@ -36,6 +36,7 @@ from kvfold.cli import (
     report,
     run,
     serve,
+    shorten,
     train_scorer,
 )
 from kvfold.cli.options import Parser
@@ -45,12 +46,13 @@ from kvfold.plugins import VARIABLE
 from kvfold.serve.ops.json_output import json_output
 
 _FITTING = (fit_prompt, train_scorer, profile, calibrate)
-COMMANDS = (run, chat, serve, cache, demo, bench, report, models, policies, new, *_FITTING, env, completion)
+COMMANDS = (run, chat, shorten, serve, cache, demo, bench, report, models, policies, new, *_FITTING, env, completion)
 _ADVICE = "raise {}, use a policy that keeps less, or shorten the text"
 _EPILOG = f"""examples:
   kvfold demo                                      KV cache compression on a small model, in minutes on any CPU
   kvfold run --context notes.txt --ask "Who wrote this?" --policy "keydiff + 4x" --compare full,int4
   kvfold chat --policy "streaming + 1024tok + slot"
+  kvfold shorten report.txt --to 25% --ask "Who paid?"
   kvfold serve --policy "keydiff + 4x"             for clients of Anthropic's and OpenAI's APIs
   kvfold cache stats --disk prefixes               contents of a server's prefix cache, also while it runs
   kvfold policies "snapkv + ada + 8x + int4"       explain a policy

@@ -201,10 +201,14 @@ def add_json_option(parser: argparse.ArgumentParser, default: Any = False) -> No
     parser.add_argument("--json", action="store_true", default=default, help="print JSON on stdout, for machines")
 
 
-def add_model_options(parser: argparse.ArgumentParser, *, memory: str = "--memory") -> None:
+def add_model_options(parser: argparse.ArgumentParser, *, memory: str = "--memory", needed: bool = True) -> None:
     """`--model`, `--device`, `--dtype`, `--memory` (or another name for it), `--compile`."""
     group = parser.add_argument_group("model")
-    add_option(group, "--model", "MODEL", "name (see kvfold models), folder or hub id", nonempty, DEFAULT_MODEL)
+    name = "name (see kvfold models), folder or hub id"
+    if needed:
+        add_option(group, "--model", "MODEL", name, nonempty, DEFAULT_MODEL)
+    else:
+        add_option(group, "--model", "MODEL", f"{name}; counts tokens, and judges where it is asked to", nonempty)
     add_option(group, "--device", "DEVICE", "auto, cpu, cuda, cuda:1", _device, "auto")
     group.add_argument(
         "--dtype", default="auto", choices=DTYPE_NAMES, help="of weights and KV cache (default: %(default)s)"
@@ -244,7 +248,8 @@ def sampling(args: argparse.Namespace) -> dict[str, Any]:
 
 def load_model(args: argparse.Namespace) -> kvfold.Model:
     """The model the options name; a pull and the load show their progress on stderr."""
-    resolve(args.model)
+    name = args.model or DEFAULT_MODEL
+    resolve(name)
     how = _COMPILE[args.compile]
-    with show.waiting(f"load {args.model}"):
-        return kvfold.load(args.model, dtype=args.dtype, device=args.device, memory=args.memory, compile=how)
+    with show.waiting(f"load {name}"):
+        return kvfold.load(name, dtype=args.dtype, device=args.device, memory=args.memory, compile=how)

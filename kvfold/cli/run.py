@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import kvfold
 from kvfold.cli import show
@@ -22,6 +22,9 @@ from kvfold.cli.options import (
     split_policies,
 )
 from kvfold.policy.size import bytes_text
+
+if TYPE_CHECKING:
+    from kvfold.shortening.shorten import Shortened
 
 _NUMBERS = ("slots/tokens", "resident", "ratio", "read/step", "prefill s", "ms/token")
 _EPILOG = """examples:
@@ -124,10 +127,20 @@ def _print_remarks(answers: list[Answer]) -> None:
     if setup_s:
         print(f"CUDA graph capture and compilation took {setup_s:.1f} s, not counted in ms/token")
     for answer in answers:
+        if answer.is_first and answer.shortened is not None:
+            print(_shortening(answer.shortened, answer))
         if answer.is_first and answer.positions is not None:
             asked = f" (asked: {answer.question})" if answer.question_known else ""
             print(f"\n{answer.policy.short}{asked}: kept positions 0 to {answer.sizes.logical_len - 1}, slots per head")
             print("\n".join(show.kept_lines(answer.positions, answer.sizes.logical_len)))
+
+
+def _shortening(done: Shortened, answer: Answer) -> str:
+    """What shortening did and, where it took longer than the prefill it saves, that."""
+    saved_s = answer.sizes.prefill_s * (done.ratio - 1)  # at least: attention grows with the square of the length
+    pays = "" if done.seconds <= saved_s else f", longer than the {saved_s:.1f} s of prefill it saves"
+    counts = f"{done.num_original_tokens:,} to {done.num_tokens:,} tokens"
+    return f"{answer.policy.short}: text shortened from {counts} in {done.seconds:.1f} s{pays}"
 
 
 def mode_text(question_known: bool, num_questions: int) -> str:
@@ -173,6 +186,7 @@ def answer_json(answer: Answer) -> dict[str, Any]:
         "reason": reply.reason,
         "num_new_tokens": len(reply.token_ids),
         "num_tokens": sizes.logical_len,
+        "num_original_tokens": answer.shortened.num_original_tokens if answer.shortened else sizes.logical_len,
         "slots_per_head": sizes.mean_slots,
         "resident_bytes": sizes.resident_bytes,
         "full_bytes": sizes.full_bytes,

@@ -75,9 +75,19 @@ def _positions(policy: Policy, spec: ModelSpec) -> Iterator[str]:
         yield f"slot needs fixed RoPE frequencies; those of {spec.name} depend on the length, so use keep"
 
 
+def check_reads_ids(policy: Policy) -> None:
+    """PolicyError for a policy that shortens text, where only token ids come in."""
+    if policy.shorten is not None:
+        raise PolicyError(
+            f'policy "{policy.short}" shortens text, and only token ids come in here; shorten the text first with '
+            "kvfold.shorten(text, ...), or use kvfold.answer, kvfold.generate or kvfold.Session"
+        )
+
+
 def check_drop_in(policy: Policy) -> None:
     """PolicyError for a policy that a transformers Cache cannot run: it gets no token ids and runs no model."""
     name, stage = f'policy "{policy.short}"', policy.prefill
+    check_reads_ids(policy)
     for part, needs in (("its score", stage.score.needs), ("its fit", stage.evicted.needs)):
         if stage.size is not None and needs.replay is not None:
             raise PolicyError(

@@ -9,6 +9,7 @@ Extractive selectors keep spans of the text in their order, so the result is a s
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,15 +18,17 @@ import numpy as np
 from kvfold.errors import InputError, PolicyError
 from kvfold.policy.registry import Term, register, term_of
 from kvfold.policy.size import Percent, Ratio, Size, Tokens, exact
-from kvfold.shortening.base import Chunker, LanguageModel, Progress, Selector, Task, Unit
+from kvfold.shortening.base import Bools, Chunker, LanguageModel, Progress, Selector, Task, Unit
 from kvfold.shortening.chunkers.sentences import Sentences
 from kvfold.shortening.embedders.choice import NAMES as EMBEDDERS
 from kvfold.shortening.embedders.choice import load_embedder
 from kvfold.shortening.greedy import choose
+from kvfold.shortening.parts import parts_of
 from kvfold.shortening.protected import kinds_of, protected_units
 from kvfold.shortening.tokens import TokenOffsets
 
 _SENTENCES = Sentences()
+END_TOKENS = 128
 
 
 @register("shorten", "shorten", cost="before prefill")
@@ -86,6 +89,7 @@ class Shortened:
     original: str = field(repr=False)
     num_tokens: int
     num_original_tokens: int
+    seconds: float = 0.0
     is_extractive: bool = True
 
     @property
@@ -100,31 +104,66 @@ def shorten_text(
     question: str | None = None,
     tokenizer: Any = None,
     model: LanguageModel | None = None,
+    keeps_ends: bool = False,
     progress: Progress | None = None,
 ) -> Shortened:
-    """The text cut to the size of `plan`. Tokens are those of `tokenizer`, or words and marks without one."""
+    """The text cut to the size of `plan`. Tokens are those of `tokenizer`, or words and marks without one.
+
+    `keeps_ends`: the first unit and the end of the last paragraph stay, as instructions and questions of a message.
+    """
+    began = time.perf_counter()
+    tokens = TokenOffsets.of(text, tokenizer)
+    target = plan.target(len(tokens))
+    if len(tokens) <= max(target, plan.least):
+        return Shortened(text, ((0, len(text)),) if text else (), text, len(tokens), len(tokens))
     name = term_of(plan.by).name
     if plan.by.needs_question and not question:
         raise InputError(f"{name} keeps what a question asks for; give the question, or use graph, which needs none")
     if plan.by.needs_model and model is None:
         raise InputError(f"this {name} asks a model; give one, or use graph or plain rank, which need none")
-    tokens = TokenOffsets.of(text, tokenizer)
-    target = plan.target(len(tokens))
-    if len(tokens) <= max(target, plan.least):
-        return Shortened(text, ((0, len(text)),) if text else (), text, len(tokens), len(tokens))
     embedder = load_embedder(plan.embedder)
     units = plan.units.units(text, embedder, tokens)
     keep = kinds_of(plan.keep)
     kept_N = protected_units(text, units, keep)
+    if keeps_ends:
+        kept_N |= end_units(text, units, tokens)
     task = Task(text, units, tokens, target, kept_N, question, embedder, keep, model, progress)
-    if not plan.by.is_extractive:
-        written = plan.by.rewrite(task)
-        return Shortened(written, (), text, len(TokenOffsets.of(written, tokenizer)), len(tokens), is_extractive=False)
-    spans = plan.by.spans(task)
+    if plan.by.is_extractive:
+        spans = _spans(task, plan.by)
+        left, num_left = "".join(text[start:end] for start, end in spans), sum(tokens.count(*span) for span in spans)
+    else:
+        spans, left = (), plan.by.rewrite(task)
+        num_left = len(TokenOffsets.of(left, tokenizer))
+    seconds = time.perf_counter() - began
+    return Shortened(left, spans, text, num_left, len(tokens), seconds, plan.by.is_extractive)
+
+
+def _spans(task: Task, selector: Selector) -> tuple[tuple[int, int], ...]:
+    """What stays: the selector's own spans, or units by their worth."""
+    spans = selector.spans(task)
     if spans is None:
-        spans = joined_spans(units, choose(task, plan.by))
-    kept = "".join(text[start:end] for start, end in spans)
-    return Shortened(kept, spans, text, sum(tokens.count(*span) for span in spans), len(tokens))
+        spans = joined_spans(task.units, choose(task, selector))
+    return spans
+
+
+def end_units(text: str, units: tuple[Unit, ...], tokens: TokenOffsets) -> Bools:
+    """[N]: the first unit, and the last ones within the last paragraph and END_TOKENS tokens."""
+    kept_N = np.zeros(len(units), dtype=bool)
+    kept_N[[0, -1]] = True
+    for number in range(len(units) - 2, -1, -1):
+        ends_paragraph = text[units[number].start : units[number].end].rstrip(" ").endswith("\n\n")
+        if ends_paragraph or tokens.count(units[number].start, len(text)) > END_TOKENS:
+            break
+        kept_N[number] = True
+    return kept_N
+
+
+def end_text(text: str) -> str:
+    """The end of the last paragraph of a message, where its question stands."""
+    units, tokens = parts_of(text), TokenOffsets.of(text)
+    kept_N = end_units(text, units, tokens)
+    kept_N[0] = kept_N.all()
+    return "".join(text[unit.start : unit.end] for unit, kept in zip(units, kept_N, strict=True) if kept)
 
 
 def joined_spans(units: tuple[Unit, ...], chosen_N: Any) -> tuple[tuple[int, int], ...]:
