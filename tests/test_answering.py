@@ -127,11 +127,11 @@ def test_the_task_of_transformers(hf: Any) -> None:
 
 
 @pytest.mark.model
-def test_a_real_model_answers_from_a_fifth_of_the_bytes(smollm2: Model) -> None:
+def test_a_real_model_answers_from_less_than_a_quarter_of_the_bytes(smollm2: Model) -> None:
     asked = ["What is the code of the wine cellar?", "What is the name of the parrot in the bar?"]
     options: dict[str, Any] = {"max_new_tokens": 16, "stop": (".", "\n")}
     found = kvfold.answer(smollm2, kvfold.example_text(), asked, "keydiff + 2x + int4", **options)
     assert "4817" in found.texts[0] and "Admiral" in found.texts[1]
-    assert found.stats.ratio > 5
+    assert found.stats.ratio > 4.5
     begun = kvfold.answer(smollm2, kvfold.example_text(), asked[0], answer_prefix="The code is", **options)
     assert "4817" in begun.texts[0] and "The code" not in begun.texts[0]

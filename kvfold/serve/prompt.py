@@ -39,6 +39,7 @@ class Prompt:
 
     tokens: list[int]
     ends: list[int] | None
+    num_cut: int = 0  # tokens that shortening cut before
 
 
 @dataclass(frozen=True)

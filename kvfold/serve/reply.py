@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvfold.engine.scheduling.jobs import Ended, Event, PrefillDone, TextDelta
 from kvfold.errors import KvfoldError, LogitsError
@@ -97,18 +97,20 @@ class Reply:
         cancel: Callable[[], None],
         timeout_s: float,
         is_cut: bool,
+        num_cut: int | None = None,
     ) -> None:
         self.request, self.context, self.plan, self.is_cut = request, context, plan, is_cut
         self.id = secrets.token_hex(12)
         self.end: Ended | None = None
         self.has_calls = False
+        self._num_cut = num_cut
         self._events, self._source, self._metrics, self._cancel = events, source, metrics, cancel
         self._timeout_s = timeout_s
         self._is_closed = False
 
     @property
     def usage(self) -> Usage:
-        return self._source.usage
+        return replace(self._source.usage, num_cut=self._num_cut)
 
     @property
     def num_output(self) -> int:

@@ -31,6 +31,7 @@ from kvfold.serve.preprocess import Preprocessor
 from kvfold.serve.prompt import Prompt, PromptRenderer
 from kvfold.serve.reply import EventQueue, Reply, RequestContext, timed_out
 from kvfold.serve.settings import Settings
+from kvfold.serve.shorten import RequestShortener
 from kvfold.store.entry.encodings import ENCODINGS, check_encoding
 from kvfold.store.markers import CacheMarkers
 from kvfold.store.store import PrefixStore, check_reuse, kind_of
@@ -64,7 +65,10 @@ class Service:
         self.diagnostics = CacheDiagnostics()
         self.renderer = PromptRenderer(model.tokenizer, model.spec.max_positions)
         self.preprocessor = Preprocessor(replace(settings.limits, per_tenant=settings.per_tenant))
-        self.body_bytes = settings.limits.body_bytes_for(model.spec.max_positions)
+        plan = self.policy.shorten
+        self._shortener = None if plan is None else RequestShortener(plan, model)
+        longest = model.spec.max_positions * (1 if self._shortener is None else self._shortener.times)
+        self.body_bytes = settings.limits.body_bytes_for(int(longest))
         self.clock = settings.clock or time.time
         self.is_closing = False
         self.on_failure: Callable[[], None] = lambda: None  # called when the scheduler has failed
@@ -122,7 +126,13 @@ class Service:
 
     async def prompt(self, request: ChatRequest, context: RequestContext) -> Prompt:
         self.check_model(request.model)
-        return await self.preprocess(context.tenant, context.num_bytes, partial(self.renderer.prompt, request))
+        return await self.preprocess(context.tenant, context.num_bytes, partial(self._render, request))
+
+    def _render(self, request: ChatRequest) -> Prompt:
+        if self._shortener is None:
+            return self.renderer.prompt(request)
+        request, num_cut = self._shortener.shorten(request)
+        return replace(self.renderer.prompt(request), num_cut=num_cut)
 
     async def preprocess(self, tenant: str, num_bytes: int, work: Callable[[], T]) -> T:
         """Result of work on a body of `num_bytes` in a preprocessing thread; ApiError 504 if it times out."""
@@ -184,6 +194,7 @@ class Service:
             cancel=partial(self.scheduler.cancel, job),
             timeout_s=self.settings.limits.request_s,
             is_cut=num_left < request.max_tokens,
+            num_cut=None if self._shortener is None else prompt.num_cut,
         )
 
     def _source(self, request: ChatRequest, context: RequestContext, prompt: Prompt) -> tuple[PlainSource, CachePlan]:

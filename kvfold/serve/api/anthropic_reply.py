@@ -54,6 +54,7 @@ class MessageWriter:
                 "ephemeral_1h_input_tokens": usage.num_long,
             },
             "output_tokens": num_output,
+            **usage.original("original_input_tokens"),
         }
         price = self._service.settings.price
         return found if price is None else {**found, "cost_usd": price.cost(usage, num_output)}

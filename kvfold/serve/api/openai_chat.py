@@ -161,6 +161,7 @@ class CompletionWriter:
             "completion_tokens": num_output,
             "total_tokens": usage.num_tokens + num_output,
             "prompt_tokens_details": {"cached_tokens": usage.num_read, "cache_write_tokens": usage.num_written},
+            **usage.original("original_prompt_tokens"),
         }
         return {"usage": with_cost(found, self._service.settings, usage, num_output)}
 

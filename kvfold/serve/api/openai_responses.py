@@ -139,6 +139,7 @@ class ResponseWriter:
             "output_tokens": num_output,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage.num_tokens + num_output,
+            **usage.original("original_input_tokens"),
         }
         return with_cost(found, self._service.settings, usage, num_output)
 

@@ -44,12 +44,13 @@ def _by_name(table: Mapping[str, T], model: str, default: T) -> T:
 
 @dataclass(frozen=True)
 class Usage:
-    """Prompt tokens; the four add up to the prompt."""
+    """Prompt tokens; the first four add up to the prompt."""
 
     num_read: int  # from the cache
     num_long: int  # written to it for more than 5 minutes
     num_short: int  # written to it for 5 minutes
     num_plain: int  # uncached
+    num_cut: int | None = None  # cut from the text before, where the policy shortens
 
     @property
     def num_written(self) -> int:
@@ -58,6 +59,10 @@ class Usage:
     @property
     def num_tokens(self) -> int:
         return self.num_read + self.num_written + self.num_plain
+
+    def original(self, name: str) -> dict[str, int]:
+        """Tokens of the prompt before it was shortened, under this name; empty where the policy does not shorten."""
+        return {} if self.num_cut is None else {name: self.num_tokens + self.num_cut}
 
 
 def usage_of(num_tokens: int, num_hit: int, writes: Sequence[CacheWrite]) -> Usage:
