@@ -33,6 +33,7 @@ from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy
 from kvfold.reply import GenerateOptions, Reply, checked
 from kvfold.session_io import SessionState, read_session, restore_cache, save_session
+from kvfold.shortening.loaded_model import judge
 from kvfold.shortening.messages import shorten_messages
 from kvfold.shortening.shorten import Shortened, shorten_text
 from kvfold.stats import Stats, kept_positions, measure
@@ -102,15 +103,19 @@ class Session:
     def _shorter(self, text: str, question: str | None) -> str:
         if self.policy.shorten is None:
             return text
-        done = shorten_text(text, self.policy.shorten, question=question, tokenizer=self.model.tokenizer)
+        plan = self.policy.shorten
+        done = shorten_text(
+            text, plan, question=question, tokenizer=self.model.tokenizer, model=judge(plan, self.model)
+        )
         self.shortened.append(done)
         return done.text
 
     def _shorter_messages(self, messages: list[dict[str, Any]], question: str | None = None) -> list[dict[str, Any]]:
         if self.policy.shorten is None:
             return messages
+        plan, tokenizer = self.policy.shorten, self.model.tokenizer
         messages, done = shorten_messages(
-            messages, self.policy.shorten, question=question, tokenizer=self.model.tokenizer
+            messages, plan, question=question, tokenizer=tokenizer, model=judge(plan, self.model)
         )
         self.shortened += done
         return messages

@@ -19,11 +19,11 @@ from kvfold.cli.options import (
     add_model_options,
     add_option,
     check_out,
+    load_model,
     nonempty,
     read_document,
 )
 from kvfold.errors import InputError
-from kvfold.models.pull.pull import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from kvfold.shortening.shorten import Shortened
@@ -73,6 +73,7 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Shorten and print; arguments and files are checked before a model is loaded."""
     from kvfold.models.loader import load_tokenizer
+    from kvfold.shortening.loaded_model import judge
     from kvfold.shortening.shorten import shorten_text  # here: help comes without numpy
     from kvfold.shortening.text import plan_of
 
@@ -82,9 +83,13 @@ def run(args: argparse.Namespace) -> int:
     if args.html is not None:
         check_out(args.html)
     text = read_document(args.file)
-    tokenizer = load_tokenizer(args.model or DEFAULT_MODEL) if args.model or plan.by.needs_model else None
+    model = load_model(args) if plan.by.needs_model else None
+    counting = args.model if model is None else None
+    tokenizer = load_tokenizer(counting) if counting else model and model.tokenizer
     with show.bar("shorten", 1) as advance:
-        found = shorten_text(text, plan, question=args.ask, tokenizer=tokenizer, progress=_steps(advance))
+        found = shorten_text(
+            text, plan, question=args.ask, tokenizer=tokenizer, model=judge(plan, model), progress=_steps(advance)
+        )
     if args.html is not None:
         write_whole(args.html, _page(found))
     _print(found, args, tokenizer is not None)

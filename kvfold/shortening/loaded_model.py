@@ -31,6 +31,7 @@ from kvfold.pages.sequence import SequenceCache
 from kvfold.passes.question_attention import QuestionPass
 from kvfold.policy.policy import Policy
 from kvfold.shortening.base import Floats
+from kvfold.shortening.shorten import Shorten
 from kvfold.shortening.tokens import blocks
 from kvfold.shortening.windows import batches, token_windows
 
@@ -212,3 +213,8 @@ def _context_len(model: Model) -> int:
     trained = model.spec.max_positions or _UNKNOWN_CONTEXT
     slot_bytes = model.spec.full_bytes(1) * model.spec.kv_dtype.itemsize // 2
     return max(1, min(trained, model.arena.capacity_bytes // 2 // slot_bytes))
+
+
+def judge(plan: Shorten, model: Model | None) -> LoadedModel | None:
+    """The model, where the plan's selector asks one."""
+    return LoadedModel(model) if model is not None and plan.by.needs_model else None

@@ -6,6 +6,7 @@ from typing import Any
 
 from kvfold.policy.policy import Policy
 from kvfold.shortening.base import Progress
+from kvfold.shortening.loaded_model import judge
 from kvfold.shortening.shorten import Shorten, Shortened, shorten_text
 
 
@@ -43,4 +44,4 @@ def shorten(
     """
     plan = plan_of(by, to, keep, units, embedder)
     tokenizer = tokenizer if tokenizer is not None or model is None else model.tokenizer
-    return shorten_text(text, plan, question=question, tokenizer=tokenizer, model=model, progress=progress)
+    return shorten_text(text, plan, question=question, tokenizer=tokenizer, model=judge(plan, model), progress=progress)

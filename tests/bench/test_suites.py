@@ -16,7 +16,7 @@ from tests.engine.runs import make_runner
 from tests.tiny import prompt
 
 MEASURED = {"profile", "palu"}  # they name a file of the model's own
-ELSEWHERE = {"when", "protect"}  # not what a prompt that is compressed once is compared by
+ELSEWHERE = {"when", "protect", "shorten", "selector", "units"}  # not compared by a prompt that is compressed once
 
 METHODS = SUITES["methods"]
 

@@ -9,7 +9,6 @@ from typing import Any
 import anthropic
 import pytest
 
-from kvfold.errors import PolicyError
 from kvfold.policy import Policy
 from kvfold.serve.api.request import Block, ChatRequest
 from kvfold.serve.shorten import RequestShortener
@@ -97,14 +96,6 @@ def test_a_text_that_cannot_be_cut_that_far_is_refused() -> None:
     kept = running(tool_model(), policy='shorten(graph, 8x, keep="all", least=64)')
     with kept as server, pytest.raises(anthropic.BadRequestError, match="keep less"):
         create(server, asked)
-
-
-def test_a_selector_that_asks_the_model_is_not_served() -> None:
-    with (
-        pytest.raises(PolicyError, match="asks the model, which is busy"),
-        running(tool_model(), policy="shorten(words, 2x)"),
-    ):
-        pass
 
 
 def test_completions_are_cut_as_well(by_graph: Running) -> None:
