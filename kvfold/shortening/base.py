@@ -78,6 +78,7 @@ class Task:
     keep: tuple[str, ...] = ()  # kinds of protected.py that always stay
     model: LanguageModel | None = None
     progress: Progress | None = None
+    chunker: Chunker | None = None
 
     def text_of(self, unit: Unit) -> str:
         return self.text[unit.start : unit.end]
@@ -88,7 +89,9 @@ class Task:
     @cached_property
     def codes_ND(self) -> NDArray[np.int8]:
         """Vectors of all units."""
-        return self.embedder.codes(self.texts(), self.progress)
+        if self.chunker is None:
+            return self.embedder.codes(self.texts(), self.progress)
+        return self.chunker.codes(self)
 
 
 class Selector(Term):
@@ -127,3 +130,7 @@ class Chunker(Term):
     def units(self, text: str, embedder: Embedder, tokens: TokenOffsets) -> tuple[Unit, ...]:
         """Units in the order of the text; together they cover it."""
         raise NotImplementedError
+
+    def codes(self, task: Task) -> NDArray[np.int8]:
+        """[N, D]: vectors of its units."""
+        return task.embedder.codes(task.texts(), task.progress)

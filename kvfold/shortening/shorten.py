@@ -127,7 +127,7 @@ def shorten_text(
     kept_N = protected_units(text, units, keep)
     if keeps_ends:
         kept_N |= end_units(text, units, tokens)
-    task = Task(text, units, tokens, target, kept_N, question, embedder, keep, model, progress)
+    task = Task(text, units, tokens, target, kept_N, question, embedder, keep, model, progress, plan.units)
     if plan.by.is_extractive:
         spans = _spans(task, plan.by)
         left, num_left = "".join(text[start:end] for start, end in spans), sum(tokens.count(*span) for span in spans)
