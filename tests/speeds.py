@@ -278,6 +278,9 @@ QUICK: dict[str, dict[str, int]] = {
         "test_a_place_is_free_when_its_job_has_ended_whether_or_not_anybody_reads": 0,
         "test_what_no_route_sees_is_refused_in_the_vendors_shape": 1,
     },
+    "tests/shortening/embedders/test_real.py": {
+        "test_vectors_are_the_same_in_processes_of_any_number_of_threads": 0,
+    },
     "tests/store/entry/encodings/test_encodings.py": {
         "test_a_hit_is_the_same_run_or_near_it": 2,
     },

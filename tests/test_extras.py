@@ -15,7 +15,7 @@ from tests import tiny
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONAL = (
     *("starlette", "uvicorn", "redis", "opentelemetry", "lm_eval", "matplotlib", "datasets", "jieba", "triton"),
-    *("anthropic", "openai", "pytest", "hypothesis"),
+    *("onnxruntime", "anthropic", "openai", "pytest", "hypothesis"),
 )
 WITHOUT = f"""
 import sys
@@ -65,7 +65,7 @@ for module in ("kvfold.bench.lm_eval", "kvfold.serve.app", "kvfold.serve.server"
     assert all("pip install 'kvfold[serve]'" in told for told in (app, server))
 
 
-@pytest.mark.parametrize("extra", ["serve", "bench", "gpu", "otel", "longbench"])
+@pytest.mark.parametrize("extra", ["serve", "bench", "gpu", "otel", "shorten", "longbench"])
 def test_the_extras_that_errors_name_exist(extra: str) -> None:
     about = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert about["optional-dependencies"][extra]

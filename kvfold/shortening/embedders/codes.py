@@ -8,8 +8,9 @@ from numpy.typing import NDArray
 SCALE = 127
 
 
-def encode_unit(rows_ND: NDArray[np.floating]) -> NDArray[np.int8]:
-    """Rows scaled to length 1, times 127, rounded; rows of zeros stay so."""
+def encode_unit(rows_ND: NDArray[np.floating] | NDArray[np.integer]) -> NDArray[np.int8]:
+    """Rows scaled to length 1, times 127, rounded; rows of zeros stay so. Of integers the same on every machine: their
+    squares add up exactly, in whichever order."""
     squares_N = np.einsum("nd,nd->n", rows_ND, rows_ND)
     length_N1 = np.sqrt(np.where(squares_N > 0, squares_N, 1.0))[:, None]
     return np.rint(rows_ND / length_N1 * SCALE).astype(np.int8)
