@@ -51,7 +51,7 @@ def save_session(path: Path, model: Model, cache: SequenceCache, state: SessionS
     tensors = {**dump(cache), "token_ids": torch.tensor(state.token_ids, dtype=torch.int64)}
     if state.logits_V is not None:
         tensors["logits"] = state.logits_V.cpu()
-    binding = {"format": FORMAT, "weights": model.weights_digest, "kv_dtype": str(model.spec.kv_dtype)}
+    binding = {"format": FORMAT, "weights": model.session_digest, "kv_dtype": str(model.spec.kv_dtype)}
     text = json.dumps(binding | {name: getattr(state, name) for name in _IN_HEADER}, sort_keys=True)
     with replacing(path) as temporary:
         save_file(tensors, temporary, metadata={"kvfold": text, "sha256": _checksum(text, tensors)})
@@ -103,8 +103,10 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def _check_binding(header: dict[str, Any], model: Model, path: Path) -> None:
     if header.get("format") != FORMAT:
         raise FileError(f'{path} has format "{header.get("format")}"; this version reads {FORMAT}')
-    if header["weights"] != model.weights_digest:
-        raise FileError(f"{path} was saved with other weights than those of {model.name}; load that model instead")
+    if header["weights"] != model.session_digest:
+        raise FileError(
+            f"{path} was saved with other weights, or another rope, than {model.name} has; load it as it was then"
+        )
     if header["kv_dtype"] != str(model.spec.kv_dtype):
         loaded = f"{model.name} was loaded with {model.spec.kv_dtype}"
         raise FileError(f"{path} holds a {header['kv_dtype']} cache, but {loaded}; choose that dtype")

@@ -125,6 +125,14 @@ def _memory(text: str) -> int:
     return num_bytes
 
 
+@checked
+def _rope(text: str) -> str:
+    from kvfold.models.rope_scaling import yarn_factor  # here: a command line without it is read without transformers
+
+    yarn_factor(text)
+    return text
+
+
 def parse_policy(text: str, option: str = "--policy") -> Policy:
     """PolicyError names the option."""
     try:
@@ -202,7 +210,7 @@ def add_json_option(parser: argparse.ArgumentParser, default: Any = False) -> No
 
 
 def add_model_options(parser: argparse.ArgumentParser, *, memory: str = "--memory", needed: bool = True) -> None:
-    """`--model`, `--device`, `--dtype`, `--memory` (or another name for it), `--compile`."""
+    """`--model`, `--device`, `--dtype`, `--memory` (or another name for it), `--rope`, `--compile`."""
     group = parser.add_argument_group("model")
     name = "name (see kvfold models), folder or hub id"
     if needed:
@@ -215,6 +223,8 @@ def add_model_options(parser: argparse.ArgumentParser, *, memory: str = "--memor
     )
     text = "KV-cache memory, e.g. 512MB (default: half the machine's, or 70 %% of the GPU's free memory)"
     add_option(group, memory, "SIZE", text, _memory, dest="memory")
+    text = "yarn:4 makes the context window 4 times as long as the trained one (YaRN)"
+    add_option(group, "--rope", "SCALING", text, _rope)
     group.add_argument(
         "--compile",
         default="auto",
@@ -252,4 +262,4 @@ def load_model(args: argparse.Namespace) -> kvfold.Model:
     resolve(name)
     how = _COMPILE[args.compile]
     with show.waiting(f"load {name}"):
-        return kvfold.load(name, dtype=args.dtype, device=args.device, memory=args.memory, compile=how)
+        return kvfold.load(name, dtype=args.dtype, device=args.device, memory=args.memory, compile=how, rope=args.rope)

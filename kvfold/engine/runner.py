@@ -2,7 +2,7 @@
 
 Prefill is layer-major: one forward over all new tokens in which every decoder layer runs its tokens chunk by chunk,
 then scores and evicts before the next layer runs. `between_chunks` policies run the same pass once per chunk
-(token-major), in bounded memory (chunked_prefill.py).
+(token-major), in bounded memory (chunked prefill: layer_major.py).
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ without bf16 instructions emulate it at 1/50 of the speed, so there the weights 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
 from kvfold.core import Compile, ModelSpec
@@ -22,6 +23,7 @@ from kvfold.models.attach import arena_of, attach
 from kvfold.models.digest import values_digest
 from kvfold.models.pull.pull import DTYPE_NAMES, resolve
 from kvfold.models.repeat_prompt import set_tokenizer
+from kvfold.models.rope_scaling import scale_rope, yarn_factor
 from kvfold.models.spec import read_spec
 from kvfold.pages.arena import Arena
 from kvfold.policy.size import parse_bytes
@@ -40,6 +42,7 @@ class Model:
     memory_bytes: int | None = None
     compile: Compile = "auto"
     attached: attach | None = None  # what made the module use kvfold's caches, where `load` or `wrap` did
+    rope: str | None = None  # how `load` scaled its rotary positions
 
     def detach(self) -> None:
         """Restore the transformers module's own attention; sessions over it can no longer run."""
@@ -58,13 +61,21 @@ class Model:
 
     @property
     def weights_digest(self) -> str:
-        """What saved sessions and trained scorers are bound to: a hash of sampled weights, the same in every dtype."""
+        """What trained scorers are bound to: a hash of sampled weights, the same in every dtype."""
         return self.spec.weights_digest
+
+    @property
+    def session_digest(self) -> str:
+        """What saved sessions are bound to: the weights, and rotary positions that were scaled."""
+        return self._with_rope(self.weights_digest)
 
     @cached_property
     def values_digest(self) -> str:
-        """What a prefix store is bound to: a hash of all weights, computed at first use."""
-        return values_digest(self.hf)
+        """What a prefix store is bound to: a hash of all weights, computed at first use, and scaled positions."""
+        return self._with_rope(values_digest(self.hf))
+
+    def _with_rope(self, digest: str) -> str:
+        return digest if self.rope is None else hashlib.sha256(f"{digest} {self.rope}".encode()).hexdigest()
 
 
 def load(
@@ -74,6 +85,7 @@ def load(
     device: str | torch.device = "auto",
     memory: str | int | None = None,
     compile: Compile = "auto",
+    rope: str | None = None,
     progress: bool = True,
 ) -> Model:
     """Load a model and its tokenizer, and attach it.
@@ -86,18 +98,26 @@ def load(
             CPU's memory, or 70 % of a GPU's free memory.
         compile: Whether decode steps on CUDA go through torch.compile: True at once (seconds to half a minute), False
             never, "auto" after 512 steps.
+        rope: "yarn:4" scales rotary positions so that the window is four times as long as the trained one.
         progress: Show downloads on stderr.
     """
     if compile not in ("auto", True, False):
         raise InputError(f'compile is {compile!r}; it is "auto", True or False')
+    if rope is not None:
+        yarn_factor(rope)
     target = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     compute, kv_dtype = _dtypes(dtype, target)
     source = str(resolve(name, progress=progress))
     with _loading(name, source):
         tokenizer = AutoTokenizer.from_pretrained(source)
-        hf = AutoModelForCausalLM.from_pretrained(source, dtype=compute, attn_implementation="sdpa")
+        config = AutoConfig.from_pretrained(source)
+        if rope is not None:
+            scale_rope(config, rope)
+        hf = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=compute, attn_implementation="sdpa")
     hf.to(target).eval()
-    return wrap(hf, tokenizer, name=name, kv_dtype=kv_dtype, memory=memory, compile=compile)
+    model = wrap(hf, tokenizer, name=name, kv_dtype=kv_dtype, memory=memory, compile=compile)
+    model.rope = rope
+    return model
 
 
 def wrap(
@@ -130,6 +150,8 @@ def _loading(name: str, source: str) -> Iterator[None]:
     hf_logging.disable_progress_bar()
     try:
         yield
+    except ModelError:
+        raise
     except Exception as error:  # tokenizers raises nothing more special
         raise ModelError(f'model "{name}" could not be loaded from {source}: {_sentence(error)}') from error
     finally:

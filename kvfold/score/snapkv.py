@@ -4,7 +4,7 @@ Others read the same window: `kvcompress` sums squared weights (KV-Compress, arX
 by the head's largest value norm (LAVa, arXiv:2509.09754), `epicache` takes the largest weight of a patched prompt
 (EpiCache, arXiv:2509.17396), `tova` averages the last query's over all heads of a layer (TOVA, arXiv:2401.06104).
 
-    R rows   S slots   D head dim   G query heads per KV head   W queries of the window
+    R rows   S slots   D head dim   G query heads per KV head (GQA)   W queries of the window
     B sequences   H KV heads   P positions
 """
 

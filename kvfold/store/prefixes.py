@@ -1,5 +1,7 @@
 """The prefix cache of one model, policy and tenant: where a hit is decided (lookup), and what is saved.
 
+On a server cache markers and their lifetimes decide first (kvfold/serve/cache/source.py).
+
 At least one prompt token is always left to prefill, for its logits. If an entry turns out invalid while it is loaded,
 it is quarantined and the lookup restarts without it. Without `wait` that may happen during the prefill of the remaining
 tokens (PrefixLost), and the caller looks up again.

@@ -1,4 +1,4 @@
-"""Split-KV decode attention over quantised pages (FlashDecoding, first stage): one program per task.
+"""Paged split-KV decode attention over quantised pages, with GQA (FlashDecoding, first stage): one program per task.
 
 FlashDecoding's split over storage: a task is a stretch of slots of one head that lie adjacent, so each field is one
 dense array and loads need no table. Softmax runs online over tiles in base 2, log2(e) folded into the scale; only the
