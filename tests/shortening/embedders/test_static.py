@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
@@ -58,6 +58,7 @@ words = st.sampled_from([*WORDS, "The", "[CLS]", "x" * 200, "sleeps,", "été", 
 blanks = st.sampled_from([" ", "\n", "\r\n", "\t", "\u00a0", "\u3000", "  "])
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.one_of(words, st.text("the cat.é北١-_[]", max_size=8)), blanks), max_size=12))
 def test_ids_word_by_word_are_those_of_the_whole_text(pairs: list[tuple[str, str]]) -> None:
     text = "".join(word + blank for word, blank in pairs)
