@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import kvfold
@@ -80,7 +82,7 @@ def test_a_batch_keeps_the_question_at_the_end_of_a_prompt(model: Model) -> None
 
 
 def test_instructions_and_replies_of_messages_stay() -> None:
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "system", "content": DOCUMENT},
         {"role": "user", "content": [{"type": "text", "text": DOCUMENT}, {"type": "image", "source": {}}]},
         {"role": "assistant", "content": DOCUMENT},
