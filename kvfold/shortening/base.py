@@ -51,13 +51,13 @@ class LanguageModel(Protocol):
         """Spans of the text, each of which fits the trained context with a question behind it; they overlap and
         together cover the text."""
 
-    def losses(self, text: str) -> tuple[NDArray[np.int64], Floats]:
+    def losses(self, text: str, progress: Progress | None = None) -> tuple[NDArray[np.int64], Floats]:
         """First character of every token and its loss -log p(token | text before it)."""
 
-    def yes_probabilities(self, text: str, prompts: Sequence[str]) -> Floats:
+    def yes_probabilities(self, text: str, prompts: Sequence[str], progress: Progress | None = None) -> Floats:
         """p(yes) / (p(yes) + p(no)) behind each prompt, which follows the text."""
 
-    def attention(self, text: str, question: str) -> tuple[NDArray[np.int64], Floats]:
+    def attention(self, text: str, question: str, progress: Progress | None = None) -> tuple[NDArray[np.int64], Floats]:
         """First character of every token of the text, and how much the question attends to it."""
 
     def complete(self, prompt: str, max_new_tokens: int) -> str:
@@ -79,6 +79,7 @@ class Task:
     model: LanguageModel | None = None
     progress: Progress | None = None
     chunker: Chunker | None = None
+    ends_N: Bools | None = None  # units at both ends of a message that stay word for word
 
     def text_of(self, unit: Unit) -> str:
         return self.text[unit.start : unit.end]

@@ -12,7 +12,7 @@ is told of a token comes from the first window that holds it, so that all but th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 
@@ -30,7 +30,7 @@ from kvfold.models.special_tokens import TextEncoder
 from kvfold.pages.sequence import SequenceCache
 from kvfold.passes.question_attention import QuestionPass
 from kvfold.policy.policy import Policy
-from kvfold.shortening.base import Floats
+from kvfold.shortening.base import Floats, Progress
 from kvfold.shortening.shorten import Shorten
 from kvfold.shortening.tokens import blocks
 from kvfold.shortening.windows import batches, token_windows
@@ -65,7 +65,7 @@ class LoadedModel:
         found = token_windows(len(starts), self._text_len)
         return [(0 if low == 0 else int(starts[low]), int(ends[high])) for low, high in found]
 
-    def losses(self, text: str) -> tuple[Integers, Floats]:
+    def losses(self, text: str, progress: Progress | None = None) -> tuple[Integers, Floats]:
         """The first token of a text has no context: its loss is ln V, unless the tokenizer puts a token before it."""
         ids, starts = self._encoded(text)
         loss_N = np.full(len(ids), math.log(self.model.spec.vocab_size))
@@ -78,14 +78,14 @@ class LoadedModel:
                 first = max(known, low + 1 - len(self._bos))
                 loss_N[first:high] = found[first - high :]
             known = high
+            if progress is not None:
+                progress(high, len(ids))
         return starts, loss_N
 
-    def yes_probabilities(
-        self, text: str, prompts: Sequence[str], progress: Callable[[int], None] | None = None
-    ) -> Floats:
+    def yes_probabilities(self, text: str, prompts: Sequence[str], progress: Progress | None = None) -> Floats:
         """The text is prefilled once; prompts run in batches on forks of its cache."""
         yes, no = self._answer_ids
-        found = []
+        found: list[Floats] = []
         read = self._conversation.text_ids(text, "start", ())
         asked = [self._question_ids(prompt, read) for prompt in prompts]
         with self._sequence() as sequence:
@@ -96,10 +96,10 @@ class LoadedModel:
                 margin_B = logprob_BV[:, yes].logsumexp(-1) - logprob_BV[:, no].logsumexp(-1)
                 found.append(torch.sigmoid(margin_B).double().cpu().numpy())
                 if progress is not None:
-                    progress(len(batch))
+                    progress(sum(map(len, found)), len(prompts))
         return np.concatenate(found) if found else np.zeros(0)
 
-    def attention(self, text: str, question: str) -> tuple[Integers, Floats]:
+    def attention(self, text: str, question: str, progress: Progress | None = None) -> tuple[Integers, Floats]:
         """Mean attention of the question's tokens, over heads and layers, less that of a neutral question; the first
         four tokens of a sequence count as 0."""
         if not any(layer.compressible for layer in self.model.spec.layers):
@@ -118,6 +118,8 @@ class LoadedModel:
             score_S[:_NUM_SINKS] = 0.0
             score_N[known:high] = score_S[known - high :]
             known = high
+            if progress is not None:
+                progress(high, len(ids))
         return starts, score_N
 
     def complete(self, prompt: str, max_new_tokens: int) -> str:

@@ -49,6 +49,14 @@ def protected_spans(text: str, kinds: Iterable[str] = tuple(_PATTERNS)) -> list[
     return sorted(match.span() for kind in kinds if kind in _PATTERNS for match in _PATTERNS[kind].finditer(text))
 
 
+def kept_spans(task: Task) -> list[tuple[int, int]]:
+    """What stays word for word, ascending: spans and units of the kinds that are kept, and the ends of a message."""
+    layout = {_LAYOUT[kind] for kind in task.keep if kind in _LAYOUT}
+    ends_N = np.zeros(len(task.units), dtype=bool) if task.ends_N is None else task.ends_N
+    units = [unit for unit, is_end in zip(task.units, ends_N, strict=True) if is_end or unit.kind in layout]
+    return sorted([*protected_spans(task.text, task.keep), *((unit.start, unit.end) for unit in units)])
+
+
 def protected_units(text: str, units: Sequence[Unit], kinds: Sequence[str]) -> Bools:
     """[N]: units of a protected layout, and units that hold a protected span or a part of one."""
     kept_N = np.array([unit.kind in {_LAYOUT[kind] for kind in kinds if kind in _LAYOUT} for unit in units], dtype=bool)

@@ -125,9 +125,9 @@ def shorten_text(
     units = plan.units.units(text, embedder, tokens)
     keep = kinds_of(plan.keep)
     kept_N = protected_units(text, units, keep)
-    if keeps_ends:
-        kept_N |= end_units(text, units, tokens)
-    task = Task(text, units, tokens, target, kept_N, question, embedder, keep, model, progress, plan.units)
+    ends_N = end_units(text, units, tokens) if keeps_ends else np.zeros(len(units), dtype=bool)
+    kept_N |= ends_N
+    task = Task(text, units, tokens, target, kept_N, question, embedder, keep, model, progress, plan.units, ends_N)
     if plan.by.is_extractive:
         spans = _spans(task, plan.by)
         left, num_left = "".join(text[start:end] for start, end in spans), sum(tokens.count(*span) for span in spans)
@@ -149,7 +149,7 @@ def _spans(task: Task, selector: Selector) -> tuple[tuple[int, int], ...]:
 def end_units(text: str, units: tuple[Unit, ...], tokens: TokenOffsets) -> Bools:
     """[N]: the first unit, and the last ones within the last paragraph and END_TOKENS tokens."""
     kept_N = np.zeros(len(units), dtype=bool)
-    kept_N[[0, -1]] = True
+    kept_N[:1] = kept_N[-1:] = True
     for number in range(len(units) - 2, -1, -1):
         ends_paragraph = text[units[number].start : units[number].end].rstrip(" ").endswith("\n\n")
         if ends_paragraph or tokens.count(units[number].start, len(text)) > END_TOKENS:

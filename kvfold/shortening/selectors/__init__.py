@@ -1,5 +1,5 @@
 """Which units of a text stay: one file per selector."""
 
-from kvfold.shortening.selectors import graph, rank, truncation
+from kvfold.shortening.selectors import graph, rank, topics, truncation, words
 
-__all__ = ["graph", "rank", "truncation"]
+__all__ = ["graph", "rank", "topics", "truncation", "words"]
