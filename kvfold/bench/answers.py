@@ -60,9 +60,14 @@ def _answer(runner: Runner, jobs: Sequence[EvalJob], among: Sequence[EvalJob]) -
 
 def _compared_with(jobs: Sequence[EvalJob], among: Sequence[EvalJob]) -> list[EvalJob]:
     """Full-cache jobs that some of the jobs are compared with and that are not among them."""
-    compared = {(job.prompt, job.mode) for job in jobs if job.compares or job.diagnoses}
-    full = (job for job in among if job.policy == FULL and (job.prompt, job.mode) in compared)
+    compared = {(job.prompt.original, job.mode) for job in jobs if job.compares or job.diagnoses}
+    full = (job for job in among if _is_full(job) and (job.prompt, job.mode) in compared)
     return [job for job in full if job not in jobs]
+
+
+def _is_full(job: EvalJob) -> bool:
+    """Whether it is the full cache of an original prompt, which all others are compared with."""
+    return job.policy == FULL and job.prompt.shortened_from is None
 
 
 class _Batch:
@@ -81,17 +86,18 @@ class _Batch:
             batch.prefill(self._note_kept)
             self.forks = {request.job: batch.fork(request) for request in batch.runnable if request.job.compares}
             batch.decode(self.runner.spec.eos_token_ids)
-            for same in grouped(batch.runnable, lambda request: (request.job.prompt, request.job.mode)):
+            for same in grouped(batch.runnable, lambda request: (request.job.prompt.original, request.job.mode)):
                 self._compare(same)
             return {request.job: self._outcome(request) for request in batch.all}
 
     def _note_kept(self, request: EvalRequest) -> None:
-        if request.job.diagnoses and request.sequence.policy.prefill.evicts:
+        is_whole = request.job.prompt.shortened_from is None  # slots of a shortened prompt are of other tokens
+        if request.job.diagnoses and is_whole and request.sequence.policy.prefill.evicts:
             self.masks[request.job] = kept_masks(request)
 
     def _compare(self, requests: Sequence[EvalRequest]) -> None:
         """With the full cache of the same prompt, where it is in memory too."""
-        full = next((request for request in requests if request.job.policy == FULL), None)
+        full = next((request for request in requests if _is_full(request.job)), None)
         if full is None:
             return
         compared = [request for request in requests if request.job in self.forks]

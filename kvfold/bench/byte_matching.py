@@ -35,15 +35,17 @@ def match_many(
     slack: float = 0.0,
     config: PageConfig | None = None,
     guesses: Sequence[Guess | None] = (),
+    num_original: int | None = None,
 ) -> list[Matched | SizeError]:
     """The largest size of each policy, given without one, whose cache of these tokens fits its share of the full cache.
 
     A policy that evicts nothing, such as int4, is returned as it is if it fits. A SizeError that names the smallest
     possible share takes the place of one that is impossible. With slack a search accepts a size that leaves at most
-    that share of its budget unused. Guesses, one for each of the wanted if any, are tried first.
+    that share of its budget unused. Guesses, one for each of the wanted if any, are tried first. `num_original`: tokens
+    of the prompt before it was shortened to these, whose full cache shares are then of.
     """
     searches = [
-        _search(runner, policy, share, tokens, slack, config, guess)
+        _search(runner, policy, share, tokens, slack, config, guess, num_original or len(tokens))
         for (policy, share), guess in zip(wanted, guesses or [None] * len(wanted), strict=True)
     ]
     is_unsized = [evicts_nothing(search.policy) for search in searches]
@@ -92,11 +94,11 @@ def evicts_nothing(policy: str) -> bool:
 
 
 def has_own_size(policy: str) -> bool:
-    """Whether a policy evicts as it is written: it has a size, or its score decides on one."""
+    """Whether a policy keeps less as it is written: it shortens or has a size, or its score decides on one."""
     if needs_size(policy):
         return False
     parsed = Policy.parse(policy)
-    return parsed.prefill.evicts or parsed.decode.evicts
+    return parsed.shorten is not None or parsed.prefill.evicts or parsed.decode.evicts
 
 
 def needs_size(policy: str) -> bool:
@@ -131,10 +133,11 @@ def _search(
     slack: float,
     config: PageConfig | None,
     guess: Guess | None,
+    num_original: int,
 ) -> SizeSearch:
     if not 0 < share <= 1:
         raise InputError(f"the budget is {share} of the full cache; a share is above 0 and at most 1, such as 0.125")
-    full_bytes = runner.spec.full_bytes(len(tokens))
+    full_bytes = runner.spec.full_bytes(num_original)
     target_bytes = math.floor(share * full_bytes)
     # With less than a superblock left, no larger size fits that takes more.
     left_bytes = max(math.floor(slack * target_bytes), runner.arena.superblock_bytes - 1) if slack else 0

@@ -28,6 +28,11 @@ class Prompt:
 
     context_ids: tuple[int, ...]
     question_ids: tuple[int, ...]
+    shortened_from: Prompt | None = None
+
+    @property
+    def original(self) -> Prompt:
+        return self.shortened_from or self
 
     def compressed(self, mode: Mode) -> tuple[int, ...]:
         """The tokens a policy compresses."""

@@ -28,6 +28,9 @@ MODES: tuple[Mode, ...] = ("known", "unknown")
 RUN, ROWS, PROMPTS, DIAGNOSTICS = "run.json", "rows.jsonl", "prompts.jsonl", "diagnostics.jsonl"
 TOO_SMALL = "too small"  # the policy cannot be had in so few bytes
 OUT_OF_MEMORY = "out of memory"
+TOO_LONG = "longer than the model's context"
+NEEDS_QUESTION = "its selector needs the question"  # which is unknown in this mode
+PROTECTED = "text that always stays is longer than the size"
 OWN = "own"  # memory of a policy as it is written: what it takes is in its rows
 Key = tuple[str, str, int, int, str, str, str]  # workload, task, length, index, mode, policy, memory
 # What processes of one run may differ in.
@@ -94,10 +97,12 @@ class Row(_CellRow):
     """
 
     prompt_tokens: int = 0
+    sent_tokens: int = 0  # of the prompt after shortening; 0: of a run that did not record it
     new_tokens: int = 0
     resident_bytes: int = 0
-    full_bytes: int = 0  # of an ordinary bf16 cache of the same tokens
+    full_bytes: int = 0  # of an ordinary bf16 cache of the same tokens, before shortening
     bytes_per_step: int = 0  # stored bytes that one decode step reads
+    shorten_s: float = 0.0  # of cutting the text
     prefill_s: float = 0.0  # of the pass that read the prompt for all policies at once
     first_token_s: float = 0.0  # from there to the first token of the answer
     decode_ms: float | None = None  # a step of the whole batch, median; None for a single token
@@ -108,6 +113,16 @@ class Row(_CellRow):
     agreement: float | None = None  # share of tokens with the same most likely one
     bits_lost: float | None = None  # per token of the full cache's answer
     facts: Mapping[str, Any] = field(default_factory=dict)  # of the sample, such as its depth
+
+    @property
+    def untimed(self) -> Row:
+        """Without what a clock says."""
+        return replace(self, shorten_s=0.0, prefill_s=0.0, first_token_s=0.0, decode_ms=None)
+
+    @property
+    def sent_share(self) -> float:
+        """Tokens sent, of those of the original prompt."""
+        return self.sent_tokens / self.prompt_tokens if self.sent_tokens else 1.0
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 A size is searched on sample 0 of each task, length and mode, whatever shard a process runs, so that all shards agree.
 The size found at one place, the anchor, is tried first at the others: one forward tells whether it fits, and usually it
 does. 1 % of the budget is left to samples that take more than the first; rows record what they took. In the memory
-"own" nothing is searched: a policy runs as it is written.
+"own" nothing is searched: a policy runs as it is written. A policy that shortens is searched on the shortened sample,
+for the same bytes: a share of the full cache of the original.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from kvfold.atomic_io import write_whole
 from kvfold.bench.byte_matching import evicts_nothing, has_own_size, match_many, needs_size
 from kvfold.bench.plan import Shard
 from kvfold.bench.record import OUT_OF_MEMORY, OWN, TOO_SMALL, Mode
+from kvfold.bench.shortened import cache_policy, shorten_plan
 from kvfold.bench.size_search import Guess, Matched
 from kvfold.core import ModelSpec
 from kvfold.engine.runner import Runner
@@ -32,7 +34,17 @@ FULL, WHOLE = "full", "100%"
 _HEADROOM = 0.01  # of the memory, for samples that take more than the first
 _SLACK = 0.02  # of it, that a search may leave
 _LEFT = 0.03  # of what a size took at the anchor, that it may take less elsewhere
-_Tokens = Callable[[], Sequence[int]]
+
+
+class SearchedTokens(NamedTuple):
+    """The tokens that a size is searched on, or a note why there are none."""
+
+    ids: Sequence[int]
+    num_original: int  # before shortening
+    note: str = ""
+
+
+_Tokens = Callable[[str], SearchedTokens]  # of a policy
 
 
 class Place(NamedTuple):
@@ -134,10 +146,14 @@ class SizeCache:
 
     def at(self, place: Place, tokens: _Tokens, anchor: Place | None = None) -> dict[Cell, SizedPolicy]:
         """The size of every cell at this place; `tokens`, of sample 0, is called if one has to be searched."""
-        missing = [cell for cell in self.wanted if (place, cell) not in self._found]
-        if missing:
-            for sized in self._search(place, missing, tokens(), anchor):
+        missing: dict[object, list[Cell]] = {}
+        for cell in self.wanted:
+            if (place, cell) not in self._found:
+                missing.setdefault(shorten_plan(cell.policy), []).append(cell)
+        for alike in missing.values():
+            for sized in self._search(place, alike, tokens(alike[0].policy), anchor):
                 self._add(sized)
+        if missing:
             self._write()
         written = {cell: SizedPolicy(*place, *cell, cell.policy, "", 1.0) for cell in self.written}
         return written | {cell: self._found[place, cell] for cell in self.wanted}
@@ -150,13 +166,19 @@ class SizeCache:
         self._found[place, Cell(sized.policy, sized.memory)] = sized
 
     def _search(
-        self, place: Place, missing: Sequence[Cell], tokens: Sequence[int], anchor: Place | None
+        self, place: Place, missing: Sequence[Cell], tokens: SearchedTokens, anchor: Place | None
     ) -> list[SizedPolicy]:
-        full_bytes = self.runner.spec.full_bytes(len(tokens))
+        """Of cells that read the same tokens."""
+        if tokens.note:
+            return [SizedPolicy(*place, *cell, "", tokens.note, 0.0) for cell in missing]
+        full_bytes = self.runner.spec.full_bytes(tokens.num_original)
         guesses = [_guess(cell, self._found.get((anchor, cell)) if anchor else None, full_bytes) for cell in missing]
-        wanted = [(cell.policy, _share(cell)) for cell in missing]
+        wanted = [(cache_policy(cell.policy), _share(cell)) for cell in missing]
+        num_original = tokens.num_original
         try:
-            matches = match_many(self.runner, wanted, tokens, slack=_SLACK, guesses=guesses)
+            matches = match_many(
+                self.runner, wanted, tokens.ids, slack=_SLACK, guesses=guesses, num_original=num_original
+            )
         except (OutOfPages, torch.OutOfMemoryError):
             return [SizedPolicy(*place, *cell, "", OUT_OF_MEMORY, 0.0) for cell in missing]
         return [_sized(place, cell, match) for cell, match in zip(missing, matches, strict=True)]
@@ -167,7 +189,7 @@ def _guess(cell: Cell, there: SizedPolicy | None, full_bytes: int) -> Guess | No
     if there is None or cell.as_written or not there.resolved:
         return None
     least_bytes = math.ceil(there.share * (1 - _LEFT) * full_bytes)
-    return Guess(there.resolved, least_bytes, math.floor(share_of(cell.memory) * full_bytes))
+    return Guess(cache_policy(there.resolved), least_bytes, math.floor(share_of(cell.memory) * full_bytes))
 
 
 def _share(cell: Cell) -> float:
@@ -180,7 +202,8 @@ def _sized(place: Place, cell: Cell, found: Matched | SizeError) -> SizedPolicy:
     """What cannot be made smaller is named all the same."""
     if isinstance(found, SizeError):
         return SizedPolicy(*place, *cell, cell.policy if cell.as_written else "", TOO_SMALL, 0.0)
-    return SizedPolicy(*place, *cell, found.policy, "", round(found.share, 5))
+    size = found.policy.removeprefix(cache_policy(cell.policy))
+    return SizedPolicy(*place, *cell, cell.policy + size, "", round(found.share, 5))
 
 
 def _read(path: Path) -> list[SizedPolicy]:

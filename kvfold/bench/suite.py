@@ -17,9 +17,10 @@ from kvfold.bench.batched_eval import EvalJob
 from kvfold.bench.countdown import Countdown
 from kvfold.bench.haystack import Haystack, prose
 from kvfold.bench.plan import Batch, Shard, Task, batches
-from kvfold.bench.prompts import Prompt, PromptBuilder, prompt_row
+from kvfold.bench.prompts import PromptBuilder, prompt_row
 from kvfold.bench.record import Diagnostic, Mode, Row, Run, RunWriter
-from kvfold.bench.size_cache import FULL, Cell, Place, SizeCache, SizedPolicy, cells
+from kvfold.bench.shortened import PromptShortener, SentPrompt, cache_policy
+from kvfold.bench.size_cache import FULL, Cell, Place, SearchedTokens, SizeCache, SizedPolicy, cells
 from kvfold.bench.workloads import Sample, Setting, Workload
 from kvfold.engine.runner import Runner
 from kvfold.models.loader import Model
@@ -59,6 +60,7 @@ class Bench:
             cell.check(model.spec)
         self.runner = Runner(model.hf, model.spec, model.arena, compile=model.compile)
         self.prompter = PromptBuilder(model.tokenizer)
+        self.shortener = PromptShortener(model, self.prompter)
         self.haystack = haystack
         self.batches = batches(tasks, run.lengths, run.samples, self._at_once, Shard.parse(run.shard))
         self.writer = RunWriter(folder, run)
@@ -105,6 +107,8 @@ class Bench:
                 outcome = outcomes[each.job]
                 answered = str(self.model.tokenizer.decode(list(outcome.token_ids), skip_special_tokens=True))
                 row = _filled(row, outcome, workload, each.sample, answered)
+                original = each.job.prompt.original.compressed(each.job.mode)
+                row = replace(row, full_bytes=self.model.spec.full_bytes(len(original)) if row.full_bytes else 0)
                 diagnostics += _diagnostics(row, outcome)
             rows.append(row)
         self.writer.add(rows, diagnostics)
@@ -117,9 +121,12 @@ class Bench:
     def _asked(self, batch: Batch, sample: Sample) -> Iterator[RowJob]:
         """Every cell in every mode; cells of the same policy and size have the same job."""
         prompt = self.prompter.prompt(sample)
+        prompts = {policy: self.shortener.sent(sample, prompt, policy) for policy in self.about.policies}
         for mode in self.about.modes:
             place = _place(batch, mode)
             for cell, sized in self._sizes(batch, mode).items():
+                sent = prompts[cell.policy]
+                note = sized.note or sent.note_in(mode, cell.policy, self.model.spec.max_positions)
                 row = Row(
                     place.workload,
                     place.task,
@@ -129,10 +136,12 @@ class Bench:
                     *cell,
                     sized.resolved,
                     prompt_tokens=prompt.num_tokens,
-                    note=sized.note,
+                    sent_tokens=sent.prompt.num_tokens,
+                    shorten_s=round(sent.shorten_s, 4),
+                    note=note,
                     facts=_plain(sample),
                 )
-                yield RowJob(sample, row, None if sized.note else self._job(sample, prompt, mode, sized))
+                yield RowJob(sample, row, None if note else self._job(sample, sent, mode, sized))
 
     def _sizes(self, batch: Batch, mode: Mode) -> dict[Cell, SizedPolicy]:
         """Sizes of a length are first searched on the run's first task (the anchor), whatever this shard runs."""
@@ -140,19 +149,25 @@ class Bench:
         self.sizes.at(_place(anchor, first_mode), partial(self._first, anchor, first_mode))
         return self.sizes.at(_place(batch, mode), partial(self._first, batch, mode), _place(anchor, first_mode))
 
-    def _first(self, batch: Batch, mode: Mode) -> Sequence[int]:
+    def _first(self, batch: Batch, mode: Mode, policy: str) -> SearchedTokens:
         """The tokens that sizes are searched on."""
-        return self.prompter.prompt(self._sample(batch, 0)).compressed(mode)
+        sample = self._sample(batch, 0)
+        prompt = self.prompter.prompt(sample)
+        sent = self.shortener.sent(sample, prompt, policy)
+        note = sent.note_in(mode, policy, self.model.spec.max_positions)
+        return SearchedTokens(sent.prompt.compressed(mode), len(prompt.compressed(mode)), note)
 
-    def _job(self, sample: Sample, prompt: Prompt, mode: Mode, sized: SizedPolicy) -> EvalJob:
+    def _job(self, sample: Sample, sent: SentPrompt, mode: Mode, sized: SizedPolicy) -> EvalJob:
+        full_bytes = self.model.spec.full_bytes
+        num_bytes = min(sized.share * full_bytes(sent.prompt.original.num_tokens), full_bytes(sent.prompt.num_tokens))
         return EvalJob(
-            prompt,
+            sent.prompt,
             mode,
-            sized.resolved,
+            cache_policy(sized.resolved),
             sample.max_new_tokens,
             compares=sample.index < self.about.fidelity,
             diagnoses=sample.index < self.about.diagnostics,
-            num_bytes=round(sized.share * self.model.spec.full_bytes(prompt.num_tokens)),
+            num_bytes=round(num_bytes),
         )
 
 

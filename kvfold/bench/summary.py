@@ -31,6 +31,7 @@ class SummaryRow:
     score: Estimate | None  # from 0 to 1
     difference: Estimate | None  # to the full cache, of the samples that both have
     bytes_percent: float
+    sent_percent: float  # tokens sent of those of the original prompt
     decode_ms: float | None
     kl: float | None
     note: str
@@ -59,6 +60,7 @@ def _line(rows: Sequence[Row], full: Sequence[Row]) -> SummaryRow:
         _interval([row.score for row in ran if row.score is not None]),
         None if first.policy == FULL else _difference(ran, full),
         fmean([100 * row.resident_bytes / row.full_bytes for row in ran]) if ran else 0.0,
+        100 * fmean([row.sent_share for row in rows]),
         _middle([row.decode_ms for row in ran]),
         _middle([row.kl for row in ran]),
         next((row.note for row in rows if row.note), ""),

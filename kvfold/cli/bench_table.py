@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 _LEGEND = """
 score and difference to the full cache in percent, with 95 % intervals; * excludes zero
-resident bytes in percent of the full bf16 cache; ms of a decode step at batch size 1; KL to the full cache in nats"""
+tokens sent in percent of the prompt before shortening; resident bytes in percent of its full bf16 cache
+ms of a decode step at batch size 1; KL to the full cache in nats"""
 
 
 def print_workloads() -> None:
@@ -49,10 +50,13 @@ def print_run(recorded: Recorded) -> None:
 def _table(lines: list[SummaryRow]) -> show.Table:
     from kvfold.bench.summary import difference_text, score_text
 
-    table = show.Table("policy", numbers=("memory", "score", "difference", "bytes", "ms", "KL", "n"))
+    has_sent = any(line.sent_percent < 100 for line in lines)
+    sent = ("tokens sent",) if has_sent else ()
+    table = show.Table("policy", numbers=("memory", "score", "difference", *sent, "bytes", "ms", "KL", "n"))
     for line in lines:
         ran = line.score is not None
         numbers = (
+            *((f"{line.sent_percent:.1f}%" if ran else "",) if has_sent else ()),
             f"{line.bytes_percent:.1f}%" if ran else "",
             "" if line.decode_ms is None else f"{line.decode_ms:.1f}",
             "" if line.kl is None else f"{line.kl:.3f}",

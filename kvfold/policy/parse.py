@@ -138,6 +138,9 @@ class Phase:
     name: str
     terms: tuple[Call | Size, ...]
 
+    def __str__(self) -> str:
+        return f"{self.name}({' + '.join(map(str, self.terms))})"
+
 
 def parse(text: str) -> tuple[Call | Size | Phase, ...]:
     """The terms of an expression, in order."""

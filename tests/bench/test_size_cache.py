@@ -12,7 +12,7 @@ from torch import Tensor
 from kvfold.bench.byte_matching import resident_bytes
 from kvfold.bench.plan import Shard
 from kvfold.bench.record import TOO_SMALL
-from kvfold.bench.size_cache import Cell, Place, SizeCache, SizedPolicy, cells, share_of
+from kvfold.bench.size_cache import Cell, Place, SearchedTokens, SizeCache, SizedPolicy, cells, share_of
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError, PolicyError
 from kvfold.models.loader import Model
@@ -45,7 +45,11 @@ def forwards(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def _unasked() -> NoReturn:
+def _tokens(_: str) -> SearchedTokens:
+    return SearchedTokens(TOKENS, len(TOKENS))
+
+
+def _unasked(_: str) -> NoReturn:
     raise AssertionError("what is known is looked for again")
 
 
@@ -67,7 +71,7 @@ def test_in_the_memory_own_policies_run_as_they_are_written(runner: Runner, tmp_
 
 def test_sizes_fit_and_are_remembered(runner: Runner, tmp_path: Path) -> None:
     path = tmp_path / "sizes.json"
-    found = SizeCache(path, runner, WANTED).at(FIRST, lambda: TOKENS)
+    found = SizeCache(path, runner, WANTED).at(FIRST, _tokens)
     for cell in WANTED[:3]:
         (taken,) = resident_bytes(runner, [found[cell].resolved], TOKENS)
         share = taken / runner.spec.full_bytes(len(TOKENS))
@@ -84,9 +88,9 @@ def test_sizes_fit_and_are_remembered(runner: Runner, tmp_path: Path) -> None:
 
 def test_what_fits_again_is_tried_once(runner: Runner, tmp_path: Path, forwards: list[int]) -> None:
     found = SizeCache(tmp_path / "sizes.json", runner, WANTED)
-    first = found.at(FIRST, lambda: TOKENS)
+    first = found.at(FIRST, _tokens)
     forwards.clear()
-    second = found.at(SECOND, lambda: prompt(498, seed=5), FIRST)
+    second = found.at(SECOND, lambda _: SearchedTokens(prompt(498, seed=5), 498), FIRST)
     assert forwards == [len(WANTED) - 1]  # int4 of two memories is one
     assert [second[cell].resolved for cell in WANTED] == [first[cell].resolved for cell in WANTED]
     assert second[WANTED[3]].note == TOO_SMALL and second[WANTED[0]].workload == "lines"
@@ -96,7 +100,7 @@ def test_a_search_needs_few_tries(runner: Runner, tmp_path: Path, forwards: list
     """Three for a size on average; what is too small, or evicts nothing, is tried once."""
     policies = [KEYDIFF, f"{KEYDIFF} + int4", f"keydiff + ada + {SMALL}", f"h2o + {SMALL}", SNAPKV]
     wanted = cells([*policies, "int4"], ["60%", "45%", "30%", "2%"])[1:]
-    found = SizeCache(tmp_path / "sizes.json", runner, wanted).at(FIRST, lambda: TOKENS)
+    found = SizeCache(tmp_path / "sizes.json", runner, wanted).at(FIRST, _tokens)
     sized = [cell for cell in wanted if not cell.as_written and found[cell].note == ""]
     assert len(sized) >= 10 and sum(forwards) <= 3 * len(sized) + len(wanted) - len(sized)
     assert len(forwards) <= 5
@@ -108,15 +112,16 @@ def test_shards_find_together_what_one_process_does(runner: Runner, tmp_path: Pa
         share = SizeCache(tmp_path / f"{index}.json", runner, WANTED)
         share.take(Shard(index, 2))
         assert 0 < len(share.wanted) < len(WANTED)
-        found |= share.at(FIRST, lambda: TOKENS)
-    assert found == SizeCache(tmp_path / "sizes.json", runner, WANTED).at(FIRST, lambda: TOKENS)
+        found |= share.at(FIRST, _tokens)
+    assert found == SizeCache(tmp_path / "sizes.json", runner, WANTED).at(FIRST, _tokens)
 
 
 def test_what_does_not_fit_again_is_looked_for(runner: Runner, tmp_path: Path) -> None:
     """A prompt of a third of the length, where the open block weighs more."""
     short = prompt(170, seed=5)
     found = SizeCache(tmp_path / "sizes.json", runner, WANTED[:1])
-    first, second = found.at(FIRST, lambda: TOKENS)[WANTED[0]], found.at(SECOND, lambda: short, FIRST)[WANTED[0]]
+    first = found.at(FIRST, _tokens)[WANTED[0]]
+    second = found.at(SECOND, lambda _: SearchedTokens(short, 170), FIRST)[WANTED[0]]
     assert second.resolved != first.resolved
     assert second.note == TOO_SMALL or second.share <= 0.6
 

@@ -50,6 +50,11 @@ class Cell:
         """Resident bytes as a share of the full cache's, mean over samples that ran."""
         return statistics.fmean(row.resident_bytes / row.full_bytes for row in self.rows if row.score is not None)
 
+    @cached_property
+    def sent_share(self) -> float:
+        """Tokens sent as a share of the original prompt's, mean over samples that ran."""
+        return statistics.fmean(row.sent_share for row in self.rows if row.score is not None)
+
 
 @dataclass(frozen=True)
 class Scope:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -18,7 +18,8 @@ from kvfold.errors import InputError
 
 FULL = "full"
 Sample = tuple[str, str, int, int]  # workload, task, length, index
-_COUNTS = ("length", "index", "prompt_tokens", "new_tokens", "resident_bytes", "full_bytes", "bytes_per_step")
+_TOKENS = ("prompt_tokens", "sent_tokens", "new_tokens")
+_COUNTS = ("length", "index", *_TOKENS, "resident_bytes", "full_bytes", "bytes_per_step")
 _BY_LAYER = ("hit_rate", "mass_kept", "share_kept")
 _TYPES: Mapping[type, Mapping[str, Any]] = {kind: get_type_hints(kind) for kind in (Run, Row, PromptRow, Diagnostic)}
 _MOST_TOLD = 200  # characters of values that may be of any size
@@ -113,7 +114,7 @@ def _agree(folder: Path, one: Row | PromptRow, other_folder: Path, other: Row | 
 
 
 def _untimed(row: Row | PromptRow) -> Row | PromptRow:
-    return replace(row, prefill_s=0.0, first_token_s=0.0, decode_ms=None) if isinstance(row, Row) else row
+    return row.untimed if isinstance(row, Row) else row
 
 
 def _check(folder: Path, recorded: Recorded) -> None:

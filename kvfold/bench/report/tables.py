@@ -86,9 +86,10 @@ def _ranking(comparison: Comparison, scope: Scope, styles: Styles) -> Ranking:
     table, notes = None, []
     if comparison.entries:
         full = scope.full(comparison.mode)
-        rows = [_full_row(full, scope, styles)] if full else []
-        rows += [_row(entry, styles) for entry in comparison.entries]
-        table = Table(("", "policy", "score", "against full", "lost", "gained", "bytes"), rows, 2)
+        sent = ("tokens sent",) if any(entry.cell.sent_share < 1 for entry in comparison.entries) else ()
+        rows = [_full_row(full, scope, styles, bool(sent))] if full else []
+        rows += [_row(entry, styles, bool(sent)) for entry in comparison.entries]
+        table = Table(("", "policy", "score", "against full", "lost", "gained", *sent, "bytes"), rows, 2)
         tied = ", ".join(comparison.entries[0].tied)
         told = f"; no significant difference to the first: {tied}" if tied else ""
         notes.append(f"{counted(comparison.num_samples, 'sample')}{told}.")
@@ -97,16 +98,21 @@ def _ranking(comparison: Comparison, scope: Scope, styles: Styles) -> Ranking:
     return Ranking(comparison.mode, table, notes)
 
 
-def _full_row(full: Cell, scope: Scope, styles: Styles) -> list[str]:
+def _full_row(full: Cell, scope: Scope, styles: Styles, with_sent: bool) -> list[str]:
     score = estimate(weighted(full.scores, scope.common([full])))
-    return ["", named(full.policy, styles), score_text(score), "", "", "", percent_text(full.share)]
+    return ["", named(full.policy, styles), score_text(score), "", "", "", *_shares(full, with_sent)]
 
 
-def _row(entry: Entry, styles: Styles) -> list[str]:
+def _shares(cell: Cell, with_sent: bool) -> list[str]:
+    """Of tokens, where some policy sends fewer, and of bytes."""
+    return [*([percent_text(cell.sent_share)] if with_sent else []), percent_text(cell.share)]
+
+
+def _row(entry: Entry, styles: Styles, with_sent: bool) -> list[str]:
     beside = entry.beside
     middle = [difference_text(beside.difference), str(beside.lost), str(beside.gained)] if beside else [""] * 3
     name, score = named(entry.cell.policy, styles), score_text(entry.score)
-    return [str(entry.place), name, score, *middle, percent_text(entry.cell.share)]
+    return [str(entry.place), name, score, *middle, *_shares(entry.cell, with_sent)]
 
 
 def reason(cell: Cell) -> str:

@@ -47,6 +47,8 @@ class Sample:
     max_new_tokens: int
     reply_prefix: str = ""
     facts: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))  # what a table groups by
+    num_instruction_chars: int = 0  # first characters of the context, which are never shortened
+    query: str = ""  # what is asked, for retrieval; empty: the question
 
     @property
     def text(self) -> str:

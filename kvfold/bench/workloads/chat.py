@@ -112,7 +112,7 @@ def _turns(sentences: Sequence[str], told: Sequence[Told], passing: Sequence[Tol
 def _talk(task: str, index: int, turns: Sequence[str]) -> Sample:
     ends = tuple(accumulate((len(turn) for turn in turns), initial=len(_INTRODUCTION)))[1:]
     facts = {"turns": len(turns), "turn_ends": ends, "conversation": index // NUM_FACTS}
-    return Sample(task, index, _INTRODUCTION + "".join(turns), "", (), _NEW_TOKENS, facts=facts)
+    return Sample(task, index, _INTRODUCTION + "".join(turns), "", (), _NEW_TOKENS, "", facts, len(_INTRODUCTION))
 
 
 def _ask(talk: Sample, fact: Told) -> Sample:

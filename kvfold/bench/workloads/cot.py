@@ -74,7 +74,7 @@ class ChainOfThought(Workload):
 
         def make(count: int) -> Sample:
             context = _INTRODUCTION + " ".join(scatter(planted, filler.take(count)))
-            return Sample(task, index, context, question, answers, budget, facts=facts)
+            return Sample(task, index, context, question, answers, budget, "", facts, len(_INTRODUCTION))
 
         return fit(setting, make)
 

@@ -72,7 +72,8 @@ def _digits(setting: Setting, task: str, index: int, random: Random) -> Sample:
 
     def make(count: int) -> Sample:
         context, question = instruction + lines(hidden, count), f"\n\nWhat is the {noun}?"
-        return Sample(task, index, context, question, (key,), 12 if long else 6, f"The {noun} is", {"depth": depth})
+        most, facts, start = 12 if long else 6, {"depth": depth}, len(instruction)
+        return Sample(task, index, context, question, (key,), most, f"The {noun} is", facts, start)
 
     return fit(setting, make)
 
@@ -85,10 +86,11 @@ def _list(setting: Setting, task: str, index: int, random: Random) -> Sample:
 
     def make(count: int) -> Sample:
         values = supply.take(count)
-        context = f"{verb} the {sought} from the list below:\n\n[{', '.join(map(str, values))}]"
+        instruction = f"{verb} the {sought} from the list below:\n\n"
+        context, start = f"{instruction}[{', '.join(map(str, values))}]", len(instruction)
         answer, facts = f"{_RANKS[sought](values):g}", {"sought": sought, "numbers": count}
         question = "\n\nYou should answer with only one number, no other words."
-        return Sample(task, index, context, question, (answer,), 6, f"The {sought} of the list is:", facts)
+        return Sample(task, index, context, question, (answer,), 6, f"The {sought} of the list is:", facts, start)
 
     return fit(setting, make, least=_LEAST_NUMBERS)
 

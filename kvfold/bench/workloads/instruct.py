@@ -82,8 +82,9 @@ class Instruct(Workload):
         facts = {"rules": rules, "num_rules": len(rules), "depth": depth}
 
         def make(count: int) -> Sample:
-            context = _rules_text(rules) + " ".join(scatter([fact], filler.take(count)))
-            return Sample(task, index, context, question, (value,), _NEW_TOKENS, facts=facts)
+            instruction = _rules_text(rules)
+            context = instruction + " ".join(scatter([fact], filler.take(count)))
+            return Sample(task, index, context, question, (value,), _NEW_TOKENS, "", facts, len(instruction))
 
         return fit(setting, make)
 

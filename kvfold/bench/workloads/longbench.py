@@ -134,7 +134,15 @@ def _read(row: Row, name: str, index: int) -> Sample:
         facts["words"] = next((name for below, name in _GROUPS if num_words < below), "8k+")
     question = after.replace("{input}", row["input"])
     return Sample(
-        name, index, before + row["context"], question, tuple(row["answers"]), task.max_new_tokens, facts=facts
+        name,
+        index,
+        before + row["context"],
+        question,
+        tuple(row["answers"]),
+        task.max_new_tokens,
+        facts=facts,
+        num_instruction_chars=len(before),
+        query=row["input"],
     )
 
 
@@ -146,7 +154,17 @@ def _read_v2(row: Row, index: int) -> Sample:
     asked = "\n".join([row["question"], "Choices:", *(f"({key[-1]}) {row[key]}" for key in choices)])
     facts = _facts(row, task) | {key: row.get(key, "") for key in ("domain", "difficulty", "length")}
     question = after.replace("{input}", asked)
-    return Sample("v2", index, before + row["context"], question, (row["answer"],), task.max_new_tokens, facts=facts)
+    return Sample(
+        "v2",
+        index,
+        before + row["context"],
+        question,
+        (row["answer"],),
+        task.max_new_tokens,
+        facts=facts,
+        num_instruction_chars=len(before),
+        query=asked,
+    )
 
 
 def _facts(row: Row, task: Task) -> dict[str, object]:

@@ -44,7 +44,8 @@ class NeedleGrid(Workload):
 
         def make(num_words: int) -> Sample:
             context = magic.instruction + " ".join(scatter(needles, text.take(num_words)))
-            return Sample(task, index, context, magic.question, values, max_new_tokens, magic.begun, facts)
+            start = len(magic.instruction)
+            return Sample(task, index, context, magic.question, values, max_new_tokens, magic.begun, facts, start)
 
         return fit(setting, make)
 

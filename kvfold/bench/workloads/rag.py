@@ -2,6 +2,8 @@
 
     planted   own documents, two of which have to be joined (who made a thing, and in which room the maker works), among
               three other such pairs; needs no file
+    planted_0 the same in documents of equal length, all of them needed; in `planted_50` half of the documents, and in
+              `planted_90` 90 % of them are distractors, in which the other pairs stand
     musique   MuSiQue (arXiv:2108.00573), two to four documents to join; `musique=FILE` with its rows
     passages  questions with passages, of which nothing says which are needed: {"question", "answers", "ctxs"};
               `passages=FILE`; the answer alone is scored
@@ -44,18 +46,20 @@ class Rag(FileWorkload):
         "documents of other questions fill the prompt; citations are compared with the documents marked as needed, "
         "where ALCE asks a model; unanswerable questions are left out"
     )
-    tasks: ClassVar[tuple[str, ...]] = ("musique", "passages", "planted")
+    tasks: ClassVar[tuple[str, ...]] = ("musique", "passages", "planted", "planted_0", "planted_50", "planted_90")
 
     def lacks(self, task: str) -> str:
-        return "" if task == "planted" or self._file(task) else f"{task}=FILE, a JSON list of rows or one row a line"
+        if task.startswith("planted") or self._file(task):
+            return ""
+        return f"{task}=FILE, a JSON list of rows or one row a line"
 
     def rows(self, task: str) -> Sequence[Row] | None:
         path = self._file(task)
         return None if path is None else [row for row in read_rows(Path(path)) if row.get("answerable", True)]
 
     def build(self, setting: Setting, task: str, index: int, random: Random) -> Sample:
-        if task == "planted":
-            return planted(setting, index, random)
+        if task.startswith("planted"):
+            return planted(setting, task, index, random)
         row = self.row(setting, task, index)
         others = [other for other in self.rows(task) or () if other is not row]
         foreign = [document for other in others for document in documents_of(other, task)]
@@ -87,6 +91,8 @@ def citation_f1(sample: Sample, reply: str) -> float:
 
 _NEW_TOKENS = 48
 _NUM_PAIRS = 4  # of planted makers and rooms; the first is asked about
+_NUM_NEEDED = 2
+_DISTRACTORS = {"planted_0": 0.0, "planted_50": 0.5, "planted_90": 0.9}  # of the documents
 _SENTENCES_PER_DOCUMENT = 6
 _INTRODUCTION = "Answer a question from the following documents.\n\n"
 _SHORT = "Answer with a few words and no sentence"
@@ -102,8 +108,9 @@ class Document(NamedTuple):
     stays: bool = False  # whatever the length
 
 
-def planted(setting: Setting, index: int, random: Random) -> Sample:
-    """Sentences of filler in documents, eight of which hold one planted sentence each."""
+def planted(setting: Setting, task: str, index: int, random: Random) -> Sample:
+    """Sentences of filler in documents, eight of which hold one planted sentence each; with a share of distractors,
+    both sentences of the answer have a document of their own, and the others share the distractors."""
     things, rooms = list(islice(pairs(random), _NUM_PAIRS)), list(islice(numbers(random, 4), _NUM_PAIRS))
     makers = random.sample(WORDS["name"], _NUM_PAIRS)
     made = [f"The {thing} was made by {maker}." for thing, maker in zip(things, makers, strict=True)]
@@ -111,23 +118,37 @@ def planted(setting: Setting, index: int, random: Random) -> Sample:
     sentences = [*made, *works]
     places = random.sample(range(len(sentences)), len(sentences))  # sentence i stands in the places[i]th part
     filler = Text(setting.haystack(random))
-    question = f"\n\nIn which room does the maker of the {things[0]} work? {_CITED}"
-    sample = Sample("planted", index, "", question, (rooms[0],), _NEW_TOKENS)
+    query = f"In which room does the maker of the {things[0]} work?"
+    facts = {"distractors": _DISTRACTORS[task]} if task in _DISTRACTORS else {}
+    sample = Sample(task, index, "", f"\n\n{query} {_CITED}", (rooms[0],), _NEW_TOKENS, "", facts, query=query)
+    chosen = _holders(_DISTRACTORS[task], random) if task in _DISTRACTORS else {}
 
     def make(count: int) -> Sample:
-        parts = _parts(filler.take(count))
-        holders = [place * len(parts) // len(sentences) for place in places]
-        for holder, sentence in zip(holders, sentences, strict=True):
-            parts[holder].insert(len(parts[holder]) // 2, sentence)
+        parts = _parts(filler.take(count), _num_documents(_DISTRACTORS[task]) if chosen else None)
+        holders = chosen or {i: place * len(parts) // len(sentences) for i, place in enumerate(places)}
+        for number, holder in holders.items():
+            parts[holder].insert(len(parts[holder]) // 2, sentences[number])
         needed = (holders[0], holders[_NUM_PAIRS])
         return _with(sample, [Document(" ".join(part), i in needed) for i, part in enumerate(parts)])
 
     return fit(setting, make, least=2 * _NUM_PAIRS)
 
 
-def _parts(sentences: Sequence[str]) -> list[list[str]]:
-    """Documents of about six sentences, and enough of them that no two planted sentences share one."""
-    count = max(2 * _NUM_PAIRS, len(sentences) // _SENTENCES_PER_DOCUMENT)
+def _num_documents(distractors: float) -> int:
+    return round(_NUM_NEEDED / (1 - distractors))
+
+
+def _holders(distractors: float, random: Random) -> dict[int, int]:
+    """The document of every planted sentence; without distractors other pairs are left out."""
+    first, second, *others = random.sample(range(_num_documents(distractors)), _num_documents(distractors))
+    wrong = [number for number in range(2 * _NUM_PAIRS) if number % _NUM_PAIRS]
+    spread = {number: others[place % len(others)] for place, number in enumerate(wrong)} if others else {}
+    return {0: first, _NUM_PAIRS: second, **spread}
+
+
+def _parts(sentences: Sequence[str], count: int | None = None) -> list[list[str]]:
+    """So many documents; by default of about six sentences, and enough that no two planted sentences share one."""
+    count = count or max(2 * _NUM_PAIRS, len(sentences) // _SENTENCES_PER_DOCUMENT)
     bounds = [part * len(sentences) // count for part in range(count + 1)]
     return [list(sentences[start:end]) for start, end in pairwise(bounds)]
 
@@ -147,7 +168,7 @@ def asked(row: Row, task: str, index: int) -> Sample:
     answers = row["answers"] if task == "passages" else [row["answer"], *row.get("answer_aliases", ())]
     question = f"\n\n{row['question']} {_SHORT + '.' if task == 'passages' else _CITED}"
     facts = {"hops": len(row.get("question_decomposition", ()))}
-    return Sample(task, index, "", question, tuple(answers), _NEW_TOKENS, facts=facts)
+    return Sample(task, index, "", question, tuple(answers), _NEW_TOKENS, facts=facts, query=row["question"])
 
 
 def filled(
@@ -172,7 +193,7 @@ def _with(sample: Sample, documents: Sequence[Document]) -> Sample:
     text = "\n\n".join(f"Document [{number}]: {document.text}" for number, document in enumerate(documents, 1))
     needed = tuple(number for number, document in enumerate(documents, 1) if document.needed)
     facts = {**sample.facts, "documents": len(documents), "needed": needed}
-    return replace(sample, context=_INTRODUCTION + text, facts=facts)
+    return replace(sample, context=_INTRODUCTION + text, facts=facts, num_instruction_chars=len(_INTRODUCTION))
 
 
 def _titled(title: str, text: str) -> str:

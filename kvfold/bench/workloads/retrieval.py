@@ -47,7 +47,8 @@ class Passkey(Workload):
         def make(num_words: int) -> Sample:
             context = f"{_KEY_INSTRUCTION}\n{insert([(depth, needle)], filler.take(num_words), ' ')}"
             question, begun = "\nWhat is the pass key?", "The pass key is"
-            return Sample(task, index, context, question, (key,), 8, begun, {"depth": depth})
+            facts, start = {"depth": depth}, len(_KEY_INSTRUCTION) + 1
+            return Sample(task, index, context, question, (key,), 8, begun, facts, start)
 
         return fit(setting, make)
 
@@ -76,7 +77,8 @@ class Lines(Workload):
             question = f"\n\nNow the record is over. Tell me what is the <REGISTER_CONTENT> in line {asked}? "
             facts = {"depth": depth, "lines": count}
             question += "I need the number."
-            return Sample(task, index, _LINES_INSTRUCTION + listed, question, (str(value),), 32, facts=facts)
+            context, start = _LINES_INSTRUCTION + listed, len(_LINES_INSTRUCTION)
+            return Sample(task, index, context, question, (str(value),), 32, "", facts, start)
 
         return fit(setting, make)
 
@@ -114,6 +116,7 @@ def ask_pair(
         key, value = pairs[int(depth * count)]
         record = between.join(f'"{name}": "{held}"' for name, held in pairs)
         context, facts = f"{_PAIRS_INSTRUCTION}{{{record}}}", {"depth": depth, "pairs": count}
-        return Sample(task, index, context, f'\n\nKey: "{key}"', (value,), max_new_tokens, begun, facts)
+        question, start = f'\n\nKey: "{key}"', len(_PAIRS_INSTRUCTION)
+        return Sample(task, index, context, question, (value,), max_new_tokens, begun, facts, start)
 
     return fit(setting, make)

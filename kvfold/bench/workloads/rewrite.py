@@ -72,7 +72,7 @@ class Rewrite(Workload):
         def make(count: int) -> Sample:
             before, after = (_document(version, kept, filler.take(count)) for version in zip(*job.edits, strict=True))
             facts = {"edits": tuple(edit.after for edit in job.edits), "kept": kept}
-            return Sample(task, index, f"{_INTRODUCTION}{before}", question, (after,), 0, facts=facts)
+            return Sample(task, index, f"{_INTRODUCTION}{before}", question, (after,), 0, "", facts, len(_INTRODUCTION))
 
         found = fit(setting, make)
         budget = int(setting.count_tokens(found.answers[0]) * _SLACK) + _SPARE_TOKENS

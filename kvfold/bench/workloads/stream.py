@@ -50,7 +50,8 @@ class Stream(Workload):
 
         def make(count: int) -> Sample:
             context = _INTRODUCTION + "".join(words.take(count)[::-1])
-            return Sample(task, index, context, _question(asked), answers, _NEW_TOKENS, _reply_prefix(asked), facts)
+            question, begun, start = _question(asked), _reply_prefix(asked), len(_INTRODUCTION)
+            return Sample(task, index, context, question, answers, _NEW_TOKENS, begun, facts, start)
 
         return fit(setting, make, least=len(list(_backwards(last, salt, first=asked))))
 

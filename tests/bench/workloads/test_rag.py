@@ -121,3 +121,15 @@ def test_files_are_asked_for_and_refused_by_name(tmp_path: Path) -> None:
     write_lines(tmp_path / "rows", [{"question": "Who?", "answer": "I"}])
     with pytest.raises(InputError, match='row of musique has no "paragraphs"'):
         Rag(musique=tmp_path / "rows").sample(Setting(100, 0, len), "musique", 0)
+
+
+@pytest.mark.parametrize(("task", "num_documents"), [("planted_0", 2), ("planted_50", 4), ("planted_90", 20)])
+def test_a_share_of_the_documents_are_distractors(task: str, num_documents: int) -> None:
+    for index in range(4):
+        sample = Rag().sample(setting(1500), task, index)
+        found, right = documents(sample), needed(sample)
+        assert len(found) == num_documents and len(set(right)) == 2
+        assert sample.facts["distractors"] == pytest.approx(1 - 2 / num_documents)
+        assert f"works in room {sample.answers[0]}." in "".join(found[number] for number in right)
+        others = "".join(text for number, text in found.items() if number not in right)
+        assert others.count(" works in room ") == others.count(" was made by ") == (3 if num_documents > 2 else 0)

@@ -20,6 +20,7 @@ from kvfold.bench.workloads.fill import fit
 from kvfold.errors import InputError
 
 _ONLY = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
+_DOCUMENTS = f"{_ONLY}\n\nThe following are given documents.\n\n"
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,10 @@ def qa(corpus: Corpus, setting: Setting, task: str, index: int, random: Random) 
         chosen = documents[:count]
         Random(order).shuffle(chosen)
         listed = "\n\n".join(f"Document {i}:\n{document}" for i, document in enumerate(chosen, 1))
-        context = f"{_ONLY}\n\nThe following are given documents.\n\n{listed}"
+        context = _DOCUMENTS + listed
         asked = f"\n\n{_ONLY}\n\nQuestion: {question.text}"
-        return Sample(task, index, context, asked, question.answers, 32, "Answer:", {"documents": count})
+        facts, start = {"documents": count}, len(_DOCUMENTS)
+        return Sample(task, index, context, asked, question.answers, 32, "Answer:", facts, start, question.text)
 
     return fit(setting, make, least=len(question.documents), most=len(documents))
 

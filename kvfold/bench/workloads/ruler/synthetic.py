@@ -66,7 +66,8 @@ def niah(setting: Setting, task: str, index: int, random: Random) -> Sample:
 
     def make(count: int) -> Sample:
         context = magic.instruction + body(count)
-        return Sample(task, index, context, magic.question, answers, 128, magic.begun, facts)
+        start = len(magic.instruction)
+        return Sample(task, index, context, magic.question, answers, 128, magic.begun, facts, start)
 
     return fit(setting, make)
 
@@ -115,7 +116,8 @@ def _tracking(setting: Setting, task: str, index: int, random: Random, name_leng
 
     def make(count: int) -> Sample:
         context = before + _INSTRUCTION + lines(hidden, count)
-        return Sample(task, index, context, question, names, 30, begun, {"hops": _NUM_HOPS})
+        facts, start = {"hops": _NUM_HOPS}, len(before) + len(_INSTRUCTION)
+        return Sample(task, index, context, question, names, 30, begun, facts, start)
 
     return fit(setting, make)
 
@@ -157,9 +159,10 @@ def cwe(setting: Setting, task: str, index: int, random: Random) -> Sample:
 
     def make(count: int) -> Sample:
         drawn = supply.take(count)
-        context = example + _LIST_INSTRUCTION + _numbered(_repeat(drawn, repeats, Random(order)))
-        facts = {"words": count}
-        return Sample(task, index, context, _LIST_QUESTION, tuple(drawn[:_NUM_COMMON]), 120, _LIST_BEGUN, facts)
+        instruction = example + _LIST_INSTRUCTION
+        context = instruction + _numbered(_repeat(drawn, repeats, Random(order)))
+        answers, facts, start = tuple(drawn[:_NUM_COMMON]), {"words": count}, len(instruction)
+        return Sample(task, index, context, _LIST_QUESTION, answers, 120, _LIST_BEGUN, facts, start)
 
     return fit(setting, make, least=_NUM_COMMON + 1)
 
@@ -173,7 +176,8 @@ def fwe(setting: Setting, task: str, index: int, random: Random) -> Sample:
         drawn = [word for rank, word in enumerate(vocabulary, 1) for _ in range(int(count * rank**-_ALPHA / _ZETA))]
         Random(order).shuffle(drawn)
         context, facts = _CODED_INSTRUCTION + " ".join(drawn), {"words": len(drawn)}
-        return Sample(task, index, context, _CODED_QUESTION, tuple(vocabulary[1:4]), 50, _CODED_BEGUN, facts)
+        answers, start = tuple(vocabulary[1:4]), len(_CODED_INSTRUCTION)
+        return Sample(task, index, context, _CODED_QUESTION, answers, 50, _CODED_BEGUN, facts, start)
 
     return fit(setting, make, least=_least_words())
 
