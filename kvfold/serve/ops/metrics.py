@@ -18,6 +18,7 @@ _HELP = {
     "kvfold_token_seconds": "Inter-token latency (ITL), mean of each reply.",
     "kvfold_store_events_total": "Prefix-store events by kind, tier and reason.",
 }
+HISTOGRAMS = ("kvfold_first_token_seconds", "kvfold_token_seconds")
 Labels = tuple[tuple[str, str], ...]
 
 
@@ -28,6 +29,8 @@ class Metrics:
         self._lock = Lock()
         self._counts: dict[str, defaultdict[Labels, float]] = {}
         self._read: dict[str, tuple[str, str, Callable[[], float]]] = {}  # name -> type, help, reader
+        for name in HISTOGRAMS:  # rates need every bucket from the first scrape on
+            self._observe(name, 0.0, amount=0)
 
     def add(self, name: str, amount: float = 1, **labels: str) -> None:
         with self._lock:
@@ -35,12 +38,15 @@ class Metrics:
 
     def observe(self, name: str, seconds: float) -> None:
         """Into a histogram."""
+        self._observe(name, seconds, amount=1)
+
+    def _observe(self, name: str, seconds: float, amount: int) -> None:
         for bound in BUCKETS_S:
             if seconds <= bound:
-                self.add(f"{name}_bucket", le=f"{bound:g}")
-        self.add(f"{name}_bucket", le="+Inf")
+                self.add(f"{name}_bucket", amount, le=f"{bound:g}")
+        self.add(f"{name}_bucket", amount, le="+Inf")
         self.add(f"{name}_sum", seconds)
-        self.add(f"{name}_count")
+        self.add(f"{name}_count", amount)
 
     def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         """A value that is asked for when it is shown."""
