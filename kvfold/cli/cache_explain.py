@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from kvfold.cli.options import Subparsers, add_json_option, add_option, count
+from kvfold.cli.options import Subparsers, add_json_option, add_option, positive
 from kvfold.cli.show import Table, print_json
 from kvfold.errors import FileError, InputError
 from kvfold.models.pull.pull import DEFAULT_MODEL
@@ -42,7 +42,7 @@ def add_parser(verbs: Subparsers) -> None:
     parser.add_argument("first", metavar="FIRST", help="file with the body of a request")
     parser.add_argument("second", metavar="SECOND", nargs="?", help="file with the body of the next request")
     parser.add_argument("--model", default=DEFAULT_MODEL, help="whose tokenizer to use (default: %(default)s)")
-    add_option(parser, "--cache-min-tokens", "N", "minimum cacheable prefix; default: by model name", count)
+    add_option(parser, "--cache-min-tokens", "N", "minimum cacheable prefix; default: by model name", positive)
     add_json_option(parser)
     parser.set_defaults(run=run)
 
@@ -122,7 +122,7 @@ def _show(path: str, one: CacheExplanation) -> None:
 
 
 def _show_after(after: CacheComparison) -> None:
-    reason = "" if after.reason is None else f" ({after.reason['type']})"
+    reason = f" ({after.reason['type']})" if after.is_miss and after.reason is not None else ""
     print(f"the second after the first: {_usage_text(after.paid)}\n{after.why}{reason}")
 
 

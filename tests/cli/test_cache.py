@@ -219,6 +219,10 @@ def test_requests_are_explained(call: Call, folder: Path, tmp_path: Path) -> Non
     text = call(*words).out
     assert "caching pays from request 2 on" in text and "(messages_changed)" in text
     assert "nothing is cached: its last marker is at" in call(*words[:3], "--model", folder).out
+    short = call(*words[:-1], 1000).out
+    assert "the first request caches nothing" in short and "(messages_changed)" not in short
+    second.write_text(json.dumps(body(LONG)), encoding="utf-8")
+    assert "that the first request wrote are read\n" in call(*words).out
     first.write_text(json.dumps({**body(LONG), "max_tokens": -1}), encoding="utf-8")
     done = call(*words)
     assert (done.code, "first.json would be refused: max_tokens" in done.err) == (2, True)

@@ -48,10 +48,14 @@ class CacheExplanation:
 
     request: ChatRequest
     plan: CachePlan
-    num_tokens: int
+    tokens: Sequence[int]
     min_tokens: int
     has_boundaries: bool
     steps: Sequence[ExplainedBoundary]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
 
     @property
     def cold(self) -> Usage:
@@ -79,11 +83,15 @@ class CacheExplanation:
 
 @dataclass(frozen=True)
 class CacheComparison:
-    """A request after another. `paid`: its usage; `reason`: the server's `cache_miss_reason`; `why`: in a sentence."""
+    """A request after another. `paid`: its usage; `reason`: the server's `cache_miss_reason`; `why`: in a sentence.
+
+    `is_miss`: the first request wrote an entry, the second has one to look up, and not all of it was read.
+    """
 
     paid: Usage
     reason: dict[str, Any] | None
     why: str
+    is_miss: bool
 
 
 def explain(data: object, renderer: PromptRenderer, settings: Settings) -> CacheExplanation:
@@ -106,7 +114,7 @@ def explain(data: object, renderer: PromptRenderer, settings: Settings) -> Cache
         )
         for i, boundary in enumerate(plan.boundaries)
     ]
-    return CacheExplanation(request, plan, len(prompt.tokens), min_tokens, prompt.ends is not None, steps)
+    return CacheExplanation(request, plan, prompt.tokens, min_tokens, prompt.ends is not None, steps)
 
 
 def _begins(block: Block) -> str:
@@ -129,7 +137,9 @@ def compare(first: CacheExplanation, second: CacheExplanation) -> CacheCompariso
     diagnostics = CacheDiagnostics()
     diagnostics.keep("first", fingerprint(first.request, "", first.plan.boundaries, left))
     mine = fingerprint(second.request, "", second.plan.boundaries, num_hit + paid.num_written)
-    return CacheComparison(paid, diagnostics.reason("first", mine, num_hit), _why(first, second, num_hit, left))
+    is_miss = bool(first.plan.writes and second.plan.writes) and num_hit < left
+    why = _why(first, second, num_hit, left)
+    return CacheComparison(paid, diagnostics.reason("first", mine, num_hit), why, is_miss)
 
 
 def _why(first: CacheExplanation, second: CacheExplanation, num_hit: int, num_left: int) -> str:
@@ -144,10 +154,31 @@ def _why(first: CacheExplanation, second: CacheExplanation, num_hit: int, num_le
     known = {boundary.digest for boundary in first.plan.boundaries}
     pairs = zip(second.plan.boundaries, second.steps, strict=True)
     differs = next((step for boundary, step in pairs if boundary.digest not in known), None)
-    if differs is not None and differs.end <= num_left:
-        return f'boundary {differs.number} ({differs.section}) differs from the first request: "{differs.begins}"'
+    if differs is not None and _begin(second, differs) < num_left:
+        return _difference(first, second, differs)
+    last = second.plan.candidates[0].end
+    if num_left > last:
+        return f"the entry has {num_left} tokens, and the last marker of the second request is at {last}: mark more"
     first_looked = min(second.plan.boundaries.index(boundary) for boundary in second.plan.candidates)
     return f"the entry ends before boundary {first_looked}: the lookback of a marker is {LOOKBACK} boundaries"
+
+
+def _begin(one: CacheExplanation, step: ExplainedBoundary) -> int:
+    """Tokens before the block that ends at a boundary."""
+    return one.steps[step.number - 1].end if step.number else 0
+
+
+def _difference(first: CacheExplanation, second: CacheExplanation, step: ExplainedBoundary) -> str:
+    """Where the second request leaves the text of the first one."""
+    place = f"boundary {step.number} ({step.section})"
+    pairs = enumerate(zip(first.tokens, second.tokens, strict=False))
+    at = next((i for i, (a, b) in pairs if a != b), min(first.num_tokens, second.num_tokens))
+    if at < step.end:
+        return f'{place} differs from the first request, from token {at + 1} of the prompt on: "{step.begins}"'
+    asked, before = second.request.tool_choice, first.request.tool_choice
+    if asked != before:
+        return f"tool_choice is {asked}, it was {before}; messages are cached for each by itself"
+    return f'{place} ends where no block of the first request does: "{step.begins}"'
 
 
 def nothing_cached(one: CacheExplanation) -> str:

@@ -70,11 +70,42 @@ def test_without_entries_caching_never_pays(explained: Any) -> None:
 
 BASE = body(text("1 " + LONG, MARK), text("x"), system=[text("2 " + LONG, MARK)])
 FAR = body(text("1 " + LONG, MARK), *(text(f"part {i}") for i in range(21)), text("end", MARK))
+TOOLS = [{"name": "t", "input_schema": {}}]
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str | None, str]] = {
     "again": (BASE, BASE, None, r"all \d+ tokens"),
     "model": (BASE, {**BASE, "model": "tiny-too"}, "model_changed", "the model is tiny-too, it was tiny"),
     "tools": (BASE, {**BASE, "tools": [{"name": "t", "input_schema": {}}]}, "tools_changed", r"boundary 0 \(tools\)"),
     "system": (BASE, {**BASE, "system": [text("3 " + LONG, MARK)]}, "system_changed", r'boundary 0 \(system\).*"3 the'),
+    "longer system": (
+        BASE,
+        {**BASE, "system": [text("3 " + LONG * 9, MARK)]},
+        "system_changed",
+        r'boundary 0 \(system\) differs from the first request, from token \d of the prompt on: "3 the',
+    ),
+    "end of system": (
+        BASE,
+        {**BASE, "system": [text("2 " + LONG + "4", MARK)]},
+        "system_changed",
+        r"boundary 0 \(system\) differs from the first request, from token \d\d+ of the prompt on",
+    ),
+    "other blocks": (
+        body(text("1 " + LONG * 2, MARK)),
+        body(text("1 " + LONG), text(LONG, MARK)),
+        "messages_changed",
+        r"boundary 0 \(messages\) ",
+    ),
+    "tool choice": (
+        {**BASE, "tools": TOOLS},
+        {**BASE, "tools": TOOLS, "tool_choice": {"type": "none"}},
+        "messages_changed",
+        "tool_choice is none, it was auto",
+    ),
+    "marked earlier": (
+        BASE,
+        body(text("1 " + LONG), text("x"), system=BASE["system"]),
+        "unavailable",
+        r"the last marker of the second request is at \d+: mark more",
+    ),
     "messages": (BASE, body(text("4 " + LONG, MARK), system=BASE["system"]), "messages_changed", "boundary 1 "),
     "lookback": (
         body(text("1 " + LONG, MARK)),
