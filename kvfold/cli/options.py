@@ -258,7 +258,11 @@ def sampling(args: argparse.Namespace) -> dict[str, Any]:
 
 def load_model(args: argparse.Namespace) -> kvfold.Model:
     """The model the options name; a pull and the load show their progress on stderr."""
+    from kvfold.models.attach import check_memory
+    from kvfold.models.loader import target_device
+
     name = args.model or DEFAULT_MODEL
+    check_memory(args.memory, target_device(args.device))
     resolve(name)
     how = _COMPILE[args.compile]
     with show.waiting(f"load {name}"):

@@ -26,6 +26,7 @@ from kvfold.core import ModelSpec
 from kvfold.errors import InputError, ModelError
 from kvfold.models.spec import decoder_layers, read_spec
 from kvfold.pages.arena import Arena
+from kvfold.policy.size import parse_bytes
 from kvfold.yielding import patched
 
 _ATTRIBUTE = "_kvfold_state"
@@ -191,11 +192,29 @@ def set_arena(model: Any, arena: Arena) -> None:
     _arena.set(model, arena)
 
 
+def check_memory(memory: str | int | None, device: torch.device) -> int | None:
+    """Bytes of an arena; InputError if they are more than the device has."""
+    if memory is None:
+        return None
+    num_bytes, most = parse_bytes(memory), _device_bytes(device)
+    if num_bytes > most:
+        where = "this machine" if device.type == "cpu" else str(device)
+        asked, there = f"{num_bytes / 1e9:,.1f} GB", f"{most / 1e9:,.1f} GB"
+        raise InputError(f"memory: {asked} are more than the {there} of {where}; give less")
+    return num_bytes
+
+
+def _device_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def _default_capacity(device: torch.device) -> int:
     """Half of a CPU's memory (committed only as it is written), or 70 % of what a GPU has free."""
     if device.type == "cuda":
         return int(0.7 * torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return _device_bytes(device) // 2
 
 
 def module_of(model: Any) -> Any:

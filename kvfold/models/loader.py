@@ -19,14 +19,13 @@ from transformers.utils import logging as hf_logging
 
 from kvfold.core import Compile, ModelSpec
 from kvfold.errors import InputError, ModelError
-from kvfold.models.attach import arena_of, attach
+from kvfold.models.attach import arena_of, attach, check_memory
 from kvfold.models.digest import values_digest
 from kvfold.models.pull.pull import DTYPE_NAMES, resolve
 from kvfold.models.repeat_prompt import set_tokenizer
 from kvfold.models.rope_scaling import scale_rope, yarn_factor
 from kvfold.models.spec import read_spec
 from kvfold.pages.arena import Arena
-from kvfold.policy.size import parse_bytes
 
 DTYPES: dict[str, torch.dtype | None] = {name: getattr(torch, name, None) for name in DTYPE_NAMES}
 
@@ -105,7 +104,8 @@ def load(
         raise InputError(f'compile is {compile!r}; it is "auto", True or False')
     if rope is not None:
         yarn_factor(rope)
-    target = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    target = target_device(device)
+    check_memory(memory, target)
     compute, kv_dtype = _dtypes(dtype, target)
     source = str(resolve(name, progress=progress))
     with _loading(name, source):
@@ -120,6 +120,11 @@ def load(
     return model
 
 
+def target_device(device: str | torch.device) -> torch.device:
+    """ "auto" is the first GPU, else the CPU."""
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+
+
 def wrap(
     hf: Any,
     tokenizer: Any,
@@ -130,7 +135,7 @@ def wrap(
     compile: Compile = "auto",
 ) -> Model:
     """A Model around a transformers module you loaded yourself; the module is attached."""
-    bound = None if memory is None else parse_bytes(memory)
+    bound = check_memory(memory, hf.device)
     spec = read_spec(hf, kv_dtype)
     set_tokenizer(hf, tokenizer)
     return Model(name or spec.name, hf, tokenizer, spec, bound, compile, attach(hf))
