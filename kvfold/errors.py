@@ -19,6 +19,8 @@ Every message is one sentence that tells what came, what is allowed, and what to
 
 from __future__ import annotations
 
+DOCS_URL = "https://github.com/kvfold/kvfold/blob/main/docs"  # an installed package has no docs folder
+
 
 class KvfoldError(Exception):
     """Base of everything kvfold raises on purpose."""

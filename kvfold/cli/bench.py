@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from kvfold.bench.suites import SUITES
 from kvfold.cli import bench_table
 from kvfold.cli.options import Subparsers, add_model_options, add_option, count, load_model, seed, split_policies
+from kvfold.errors import DOCS_URL
 from kvfold.text_io import read_text_file
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ examples:
   kvfold bench --suite standard --model qwen2.5-coder-1.5b --lengths 4k,8k --device cuda --shard 0/12
   kvfold bench --suite tight --also "keydiff + int4, tova + ada" --device cuda
 
-An interrupted run is resumed by the same command. docs/benchmark.md explains what is matched and measured.
+An interrupted run is resumed by the same command. {DOCS_URL}/benchmark.md
+explains what is matched and measured.
 """
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvfold.cli import show
+from kvfold.errors import DOCS_URL
 
 if TYPE_CHECKING:
     from kvfold.bench.record import Recorded
@@ -26,7 +27,7 @@ def print_workloads() -> None:
         cells = (each.name, ", ".join(shown), each.summary, each.source, each.metric)
         table.add(*cells)
     table.print()
-    print("Tasks in brackets read files: --data WORKLOAD.OPTION=FILE, see docs/workloads.md")
+    print(f"Tasks in brackets read files: --data WORKLOAD.OPTION=FILE, see {DOCS_URL}/workloads.md")
 
 
 def print_run(recorded: Recorded) -> None:

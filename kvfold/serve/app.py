@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from kvfold import __version__
+from kvfold.errors import DOCS_URL
 from kvfold.serve.api.anthropic import check_version, read_count, read_messages
 from kvfold.serve.api.anthropic_reply import MessageWriter
 from kvfold.serve.api.errors import ApiError, bad_request
@@ -72,7 +73,7 @@ class App:
         }
         route = self._middleware.route
         routes = [route(path, handler, ["POST"]) for path, handler in post.items()]
-        routes += [route(path, handler, ["GET", "HEAD"]) for path, handler in get.items()]
+        routes += [route(path, handler, ["GET", "HEAD"], _shown_path(path)) for path, handler in get.items()]
         rest = route("/{path:path}", _not_found, name="other")
 
         async def no_path(request: Request, _: Exception) -> Response:
@@ -90,7 +91,8 @@ class App:
         tenant = self._middleware.tenant(request, is_listed=True)
         body = await self._read(request, tenant, partial(read, settings=service.settings))
         if service.no_reuse is not None and body.request.has_markers:
-            raise bad_request(f"prompt caching is not available: {service.no_reuse}")
+            message = f"prompt caching is not available, leave markers out: {service.no_reuse}"
+            raise bad_request(message)
         context = RequestContext(tenant, state.at, body.planner, body.cache_key, state.trace, state.num_bytes)
         reply = await cancel_on_disconnect(request, service.start(body.request, context))
         try:
@@ -196,7 +198,12 @@ def _decoded(raw: bytearray) -> object:
 
 async def _not_found(request: Request) -> Response:
     there = f"{request.method[:20]} {request.scope['path'][:200]}"
-    raise ApiError(404, f"there is no {there} here; see docs/serving.md", logged="there is no such path")
+    raise ApiError(404, f"there is no {there} here; see {DOCS_URL}/serving.md", logged="there is no such path")
+
+
+def _shown_path(path: str) -> str:
+    """A route without Starlette's types: /v1/models/{name}."""
+    return path.replace(":path}", "}")
 
 
 def _check_headers(request: Request) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from datetime import UTC, datetime
 from typing import Any
 
 _LOGGERS = ("kvfold.serve", "kvfold.engine")
@@ -13,7 +14,8 @@ class JsonLines(logging.Formatter):
     """One JSON object a line, in ASCII, so that it can be parsed whatever the encoding of the stream."""
 
     def format(self, record: logging.LogRecord) -> str:
-        line = {"time": self.formatTime(record), "level": record.levelname.lower(), "event": record.getMessage()}
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        line = {"time": time, "level": record.levelname.lower(), "event": record.getMessage()}
         error = {"error": self.formatException(record.exc_info)} if record.exc_info and record.exc_info[0] else {}
         return json.dumps({**line, **_facts(record), **error})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from datetime import datetime, timedelta
 
 import pytest
 
@@ -34,7 +35,7 @@ def test_a_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
     log_to_stderr("json")
     log_request(_answered())
     line = json.loads(capsys.readouterr().err)
-    assert line.pop("time")
+    assert datetime.fromisoformat(line.pop("time")).utcoffset() == timedelta(0)
     assert line == {
         "level": "info", "event": "answered", "request": "req_1", "tenant": "red", "method": "POST",
         "path": "/v1/messages", "status": 200, "ms": 812.4, "model": "tiny", "end": "eos", "tokens_in": 1204,
