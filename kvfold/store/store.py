@@ -81,18 +81,18 @@ def check_reuse(policy: Policy, spec: ModelSpec) -> None:
     if stage.evicts and stage.score.needs.judges_by_end:
         raise PolicyError(
             f'policy "{policy.short}": score {term_of(stage.score).name} is question-aware (it scores by the end of '
-            "the prompt), and a cached prefix is compressed before its question arrives; use a question-agnostic "
-            "score such as kvzip or keydiff, or disable the prefix cache"
+            "the prompt), and a cached prefix is compressed before its question arrives; to reuse prefixes, use a "
+            "question-agnostic score such as kvzip or keydiff"
         )
     if policy.token_pruning.prunes:
         raise PolicyError(
             f'policy "{policy.short}": {term_of(policy.token_pruning).name} prunes tokens by the end of the prompt, '
-            "and a cached prefix is prefilled before its question arrives; use dense, or disable the prefix cache"
+            "and a cached prefix is prefilled before its question arrives; to reuse prefixes, use dense"
         )
     if any(layer.rope is not None and layer.rope.depends_on_length for layer in spec.layers):
         raise ModelError(
             f"{spec.name} uses length-dependent RoPE scaling (dynamic NTK), so its prefixes cannot be reused across "
-            "prompts; disable the prefix cache"
+            "prompts; to reuse them, use another model"
         )
 
 

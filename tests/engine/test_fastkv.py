@@ -220,7 +220,7 @@ def test_models_it_does_not_fit_are_refused(shared: Shared) -> None:
         kvfold.Cache(model.hf, "fastkv(layer=0)")
     policy = Policy.parse("fastkv(layer=0)")
     assert kind_of(policy, model.spec) == "snapshots"
-    with pytest.raises(PolicyError, match="disable the prefix cache"):
+    with pytest.raises(PolicyError, match="to reuse prefixes, use dense"):
         check_reuse(policy, model.spec)
     runner = make_runner(model)
     sequence = make_sequence(runner, "fastkv(layer=0)")
