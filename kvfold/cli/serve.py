@@ -15,14 +15,16 @@ from kvfold.cli.options import (
     add_model_options,
     add_option,
     add_secret_option,
+    checked,
     count,
     load_model,
     nonempty,
     parse_policy,
-    size_bytes,
+    positive,
 )
 from kvfold.errors import InputError, KvfoldWarning, MissingExtra
 from kvfold.policy import Policy
+from kvfold.policy.size import parse_bytes
 
 if TYPE_CHECKING:
     from kvfold.serve.settings import Settings
@@ -39,6 +41,25 @@ _NO_SECRET = (
     "anyone who can write to this Redis server can forge KV caches: sign entries with --store-secret FILE, the "
     "same for all servers that share it"
 )
+
+
+_LEAST_TIER, _LEAST_BODY = "1MB", "1KB"
+
+
+@checked
+def _tier_size(text: str) -> int:
+    """Bytes of a tier that can hold entries."""
+    if parse_bytes(text) < parse_bytes(_LEAST_TIER):
+        raise InputError(f"{text} is too little for cached prompts; give {_LEAST_TIER} or more")
+    return parse_bytes(text)
+
+
+@checked
+def _body_size(text: str) -> int:
+    """Bytes that a request fits into."""
+    if parse_bytes(text) < parse_bytes(_LEAST_BODY):
+        raise InputError(f"{text} is too little for a request; give {_LEAST_BODY} or more")
+    return parse_bytes(text)
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -65,15 +86,15 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def _add_cache_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prefix cache")
-    add_option(group, "--host-memory", "SIZE", "size of the host-memory tier", size_bytes, "4GB")
+    add_option(group, "--host-memory", "SIZE", "size of the host-memory tier", _tier_size, "4GB")
     add_option(group, "--disk", "DIR", "folder of the disk tier, which persists across restarts")
-    add_option(group, "--disk-size", "SIZE", "size of the disk tier", size_bytes, "20GB")
+    add_option(group, "--disk-size", "SIZE", "size of the disk tier", _tier_size, "20GB")
     add_option(group, "--redis", "URL", "Redis tier shared by several servers, e.g. redis://host:6379/0")
     add_option(
         group, "--store-form", "FORM", "encoding of entries: exact, or packed (lossless, a third smaller)", str, "exact"
     )
     add_secret_option(group)
-    add_option(group, "--cache-min-tokens", "N", "minimum cacheable prefix; default: by model name", count)
+    add_option(group, "--cache-min-tokens", "N", "minimum cacheable prefix; default: by model name", positive)
     group.add_argument(
         "--price", type=float, nargs=2, metavar=("IN", "OUT"), help="dollars per million input and output tokens"
     )
@@ -87,11 +108,11 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         group,
         "--max-per-tenant",
         "N",
-        "concurrent requests of one tenant (default: half of --max-running with --keys)",
+        "running and queued requests of one tenant (default: half of --max-running with --keys, else all)",
         int,
     )
-    add_option(group, "--max-output", "N", "maximum max_tokens of a request", int, 32_768)
-    add_option(group, "--max-body", "SIZE", "maximum request body (default: by the context window)", size_bytes)
+    add_option(group, "--max-output", "N", "maximum max_tokens of a request; more is refused", int, 32_768)
+    add_option(group, "--max-body", "SIZE", "maximum request body (default: by the context window)", _body_size)
     add_option(group, "--timeout", "S", "seconds for a request", float, 600.0)
     add_option(
         group, "--max-connections", "N", "concurrent connections (default: 1024, or what file descriptors allow)", int
@@ -100,7 +121,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     add_option(group, "--body-timeout", "S", "seconds to receive its body", float, 60.0)
     add_option(group, "--write-timeout", "S", "seconds that a write to a client may block", float, 30.0)
     add_option(group, "--shutdown-timeout", "S", "seconds from Ctrl-C or SIGTERM to exit", float, 5.0)
-    add_option(group, "--temperature", "T", "default temperature of requests", float, 1.0)
+    add_option(group, "--temperature", "T", "default temperature of requests, 0 to 2", float, 1.0)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -136,7 +157,7 @@ def run(args: argparse.Namespace) -> int:
         log_to_stderr(args.log)
         with service_of(model, policy, settings, store) as service:
             if service.no_reuse is not None:
-                print(f"prompts are not cached: {service.no_reuse}")
+                print(f"prompts are not cached, and those with cache markers are refused: {service.no_reuse}")
             code = serve(service, args.host, args.port, lambda port: _say(args, policy, port), on_done)
     end_process(code)
 

@@ -100,7 +100,8 @@ class Preprocessor:
     def _check(self, tenant: str) -> None:
         most, num_waiting = self._limits.per_tenant, self._small.num_waiting + self._large.num_waiting
         if most is not None and self._active[tenant] >= most:
-            raise ApiError(429, f"{most} requests of this tenant are being read; wait for one", retry_after_s=1)
+            message = f"{most} requests of this tenant are being read (--max-per-tenant); wait for one"
+            raise ApiError(429, message, retry_after_s=1)
         if num_waiting >= self._limits.waiting:
             raise ApiError(529, f"{num_waiting} requests are queued to be read; try again later", retry_after_s=1)
 

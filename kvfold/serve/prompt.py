@@ -19,7 +19,7 @@ from typing import Any, Literal
 from jinja2 import TemplateError
 
 from kvfold.models.special_tokens import SECRET, TextEncoder
-from kvfold.serve.api.errors import ApiError, bad_request
+from kvfold.serve.api.errors import ApiError, bad_request, prompt_too_long
 from kvfold.serve.api.request import Block, ChatRequest
 from kvfold.serve.api.strict_json import Json
 
@@ -95,12 +95,12 @@ class PromptRenderer:
         num_least = sum(_LEAST_TOKENS.get(block.kind, 1) for block in request.blocks)
         if num_least > self._max_tokens:
             message = f"its {len(request.blocks)} blocks take at least {num_least} tokens > {self._max_tokens} maximum"
-            raise bad_request(f"prompt is too long: {message}")
+            raise prompt_too_long(message)
         num_chars = len(request.raw_text or "") + sum(len(block.text) for block in request.blocks)
         most = self._max_tokens * self._longest_token
         if num_chars > most:
             message = f"its {num_chars} characters are more than the {most} that {self._max_tokens} tokens can hold"
-            raise bad_request(f"prompt is too long: {message}")
+            raise prompt_too_long(message)
 
     @cached_property
     def _longest_token(self) -> int:

@@ -12,22 +12,25 @@ client can delay it; it prints every thread's stack to stderr. A second signal e
 from __future__ import annotations
 
 import asyncio
+import errno
 import faulthandler
 import logging
 import os
 import signal
 import socket
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
+from urllib.parse import urlsplit
 
 import uvicorn
 
-from kvfold.errors import InputError
+from kvfold.errors import InputError, KvfoldWarning
 from kvfold.models.loader import Model
 from kvfold.policy.policy import Policy
 from kvfold.serve.app import App
@@ -120,9 +123,20 @@ def open_store(
         tiers.append(DiskTier(disk, disk_bytes))
         quarantine = Quarantine(Path(disk) / "quarantine")
     if redis is not None:
-        tiers.append(RedisTier(redis))
+        tiers.append(_redis_tier(redis))
     device = DeviceTier(max(model.arena.capacity_bytes // 2, 1))
     return PrefixStore(tiers, device=device, quarantine=quarantine, form=form, secret=secret)
+
+
+def _redis_tier(url: str) -> RedisTier:
+    """A KvfoldWarning tells that no server answers; the URL may hold a password, which is not shown."""
+    tier = RedisTier(url)
+    if not tier.answers():
+        parts = urlsplit(url)
+        where = parts.path if parts.hostname is None else f"{parts.hostname}:{parts.port or 6379}"
+        message = f"Redis at {where} does not answer: its tier is skipped until it does"
+        warnings.warn(message, KvfoldWarning, stacklevel=1)
+    return tier
 
 
 @contextmanager
@@ -146,8 +160,13 @@ def check_address(host: str, port: int) -> None:
 def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), backlog=BACKLOG)
-    except OSError as error:
-        raise InputError(f"cannot listen at {host}:{port} ({error.strerror}); choose another --port") from error
+    except (OSError, UnicodeError) as error:
+        code = getattr(error, "errno", None)
+        if code in (errno.EADDRINUSE, errno.EACCES):
+            reason = f"cannot listen at {host}:{port} ({os.strerror(code)}); choose another --port"
+        else:
+            reason = f'--host "{host}" is no IPv4 address of this machine; 127.0.0.1 is, and 0.0.0.0 binds all of them'
+        raise InputError(reason) from error
 
 
 def serve(service: Service, host: str, port: int, started: Callable[[int], None], on_done: OnDone) -> int:

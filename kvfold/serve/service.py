@@ -19,7 +19,7 @@ from kvfold.errors import InputError, ModelError, Overloaded, PolicyError
 from kvfold.models.check import check_policy
 from kvfold.models.loader import Model
 from kvfold.policy.policy import Policy
-from kvfold.serve.api.errors import ApiError, bad_request
+from kvfold.serve.api.errors import ApiError, bad_request, prompt_too_long
 from kvfold.serve.api.request import ChatRequest
 from kvfold.serve.cache.breakpoints import CachePlan, boundaries_of, compression_points
 from kvfold.serve.cache.diagnostics import CacheDiagnostics
@@ -151,7 +151,7 @@ class Service:
         num_left = self.model.spec.max_positions - len(prompt.tokens)
         if num_left < 1:
             most = self.model.spec.max_positions - 1
-            raise bad_request(f"prompt is too long: {len(prompt.tokens)} tokens > {most} maximum")
+            raise prompt_too_long(f"{len(prompt.tokens)} tokens > {most} maximum")
         self._acquire_slot(context.tenant)
         events = EventQueue(self.settings.limits.request_s, partial(self._release_slot, context.tenant))
         try:
@@ -237,7 +237,8 @@ class Service:
             raise ApiError(529, "the server is shutting down; send the request again", retry_after_s=1)
         most = self.settings.per_tenant
         if self.num_running[tenant] >= most:
-            raise ApiError(429, f"{most} requests of this tenant are running; wait for one", retry_after_s=1)
+            message = f"{most} requests of this tenant are running or queued (--max-per-tenant); wait for one"
+            raise ApiError(429, message, retry_after_s=1)
         self.num_running[tenant] += 1
 
     def _release_slot(self, tenant: str) -> None:

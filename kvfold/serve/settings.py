@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from kvfold.engine.sampling import Sampling
 from kvfold.errors import InputError
 from kvfold.serve.cache.breakpoints import POINT_TOKENS
 from kvfold.serve.cache.usage import Price, min_tokens_of
 
 BODY_BYTES_PER_TOKEN, BODY_BYTES_BESIDE = 32, 64 << 10
 MAX_STOP_CHARS = 1024  # of one stop string
+MAX_TEMPERATURE = 2.0  # OpenAI's
+_OPTIONS = {
+    "body_bytes": "--max-body",
+    "output_tokens": "--max-output",
+    "per_tenant": "--max-per-tenant",
+    "running": "--max-running",
+    "waiting": "--max-waiting",
+    "request_s": "--timeout",
+    "connections": "--max-connections",
+    "header_s": "--header-timeout",
+    "body_s": "--body-timeout",
+    "write_s": "--write-timeout",
+    "shutdown_s": "--shutdown-timeout",
+}
 
 
 @dataclass(frozen=True)
@@ -20,7 +34,7 @@ class Limits:
 
     body_bytes: int | None = None  # None: in proportion to the model's context
     output_tokens: int = 32_768
-    per_tenant: int | None = None  # concurrent requests; None: half of `running` where tenants have keys, else all
+    per_tenant: int | None = None  # concurrent; None: half of `running` with API keys, else `running` + `waiting`
     running: int = 64
     waiting: int = 256
     request_s: float = 600.0
@@ -31,9 +45,9 @@ class Limits:
     shutdown_s: float = 5.0  # from the signal to the end of the process
 
     def __post_init__(self) -> None:
-        low = [name for name, value in vars(self).items() if value is not None and not value > 0]
-        if low:
-            raise InputError(f"the limit {low[0]} is {vars(self)[low[0]]}; it must be above 0")
+        for name, value in vars(self).items():
+            if value is not None and not 0 < value < math.inf:
+                raise InputError(f"{_OPTIONS[name]} is {value}; give a number above 0")
 
     def body_bytes_for(self, max_tokens: int) -> int:
         """Text has about 4 bytes a token; escaped JSON in small blocks several times as many."""
@@ -54,15 +68,16 @@ class Settings:
     clock: Callable[[], float] | None = None  # seconds since 1970; None: the system's
 
     def __post_init__(self) -> None:
-        Sampling(temperature=self.temperature)  # InputError if no request could be sampled with it
+        if not 0 <= self.temperature <= MAX_TEMPERATURE:
+            raise InputError(f"--temperature is {self.temperature:g}; requests take 0 (greedy) to {MAX_TEMPERATURE:g}")
 
     @property
     def per_tenant(self) -> int:
-        """Concurrent requests of one tenant."""
+        """Concurrent requests of one tenant, running or queued; without API keys there is one tenant."""
         limits = self.limits
         if limits.per_tenant is not None:
             return limits.per_tenant
-        return limits.running if self.tenants is None else max(1, limits.running // 2)
+        return limits.running + limits.waiting if self.tenants is None else max(1, limits.running // 2)
 
     @property
     def num_reserved(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -37,7 +38,12 @@ def test_options_become_settings(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["--port", "70000"], "port 70000 does not exist"),
-        (["--max-running", "0"], "the limit running is 0; it must be above 0"),
+        (["--host", "300.1.1.1"], '--host "300.1.1.1" is no IPv4 address of this machine'),
+        (["--host", "192.0.2.1"], '--host "192.0.2.1" is no IPv4 address of this machine'),
+        (["--host", "a..b"], '--host "a..b" is no IPv4 address'),
+        (["--max-running", "0"], "--max-running is 0; give a number above 0"),
+        (["--temperature", "5"], "--temperature is 5; requests take 0 (greedy) to 2"),
+        (["--memory", "9999TB"], "GB of this machine; give less"),
         (["--otel", "localhost:4318"], "is no address of a collector"),
         (["--store-form", "zip"], 'no form "zip"; forms: exact, packed, cachegen'),
         (["--store-form", "cachegen"], "cachegen is lossy"),
@@ -52,6 +58,29 @@ def test_bad_options_are_told_before_a_model_is_loaded(
 ) -> None:
     assert main(["serve", "--model", "does-not-exist", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--max-body", "10"], "10 is too little for a request; give 1KB or more"),
+        (["--disk-size", "0"], "0 is too little for cached prompts; give 1MB or more"),
+        (["--host-memory", "1KB"], "1KB is too little for cached prompts"),
+        (["--cache-min-tokens", "0"], '"0" is no count; write a whole number from 1 on'),
+    ],
+)
+def test_sizes_that_nothing_fits_into_are_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", *words])
+    assert message in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_told_as_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["serve", "--model", "does-not-exist", "--port", str(taken.getsockname()[1])]) == 2
+    assert "choose another --port" in capsys.readouterr().err
 
 
 def test_without_the_extra_the_command_to_install_it_is_told(

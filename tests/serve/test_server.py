@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import json
+import socket
+import tomllib
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from http.client import HTTPConnection
+from pathlib import Path
 from typing import Any
 
 import anthropic
 import openai
 import pytest
 
+from kvfold.errors import KvfoldWarning
 from kvfold.serve.auth import key_digest
+from kvfold.serve.server import open_store
 from kvfold.serve.settings import Limits
+from tests import tiny
 from tests.serve.asking import get, until
 from tests.serve.running import Running, running, tool_model
+from tests.store.servers import RedisServer
 
 HELLO: Any = [{"role": "user", "content": "the cat sat"}]
 ENDLESS: Any = {"model": "tiny", "max_tokens": 900, "messages": HELLO}
@@ -177,3 +185,38 @@ def test_failures_inside_are_told_without_details(server: Running, monkeypatch: 
     with pytest.raises(anthropic.InternalServerError) as caught:
         server.anthropic.messages.create(**ENDLESS)
     assert "secret" not in str(caught.value)
+
+
+def test_without_keys_the_queue_is_for_the_one_tenant() -> None:
+    with running(tool_model(), limits=Limits(running=2, waiting=10)) as server:
+
+        def ask(number: int) -> int:
+            messages: Any = [{"role": "user", "content": f"{number} cats sat " * 9}]
+            return len(server.anthropic.messages.create(model="tiny", max_tokens=20, messages=messages).content)
+
+        with ThreadPoolExecutor(8) as pool:
+            assert list(pool.map(ask, range(8))) == [1] * 8
+
+
+def test_paths_are_shown_as_routes_and_unknown_ones_lead_to_the_documentation(server: Running) -> None:
+    pages = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    documentation = pages["project"]["urls"]["Documentation"].replace("/tree/", "/blob/")
+    assert f"see {documentation}/serving.md" in get(server, "/nowhere")[1]
+    get(server, "/v1/models/tiny", **{"x-api-key": "key-a"})
+    text = get(server, "/metrics", **{"x-api-key": "key-a"})[1]
+    assert 'kvfold_requests_total{path="/v1/models/{name}",status="200"} 1' in text.splitlines()
+    assert ":path}" not in text
+
+
+def test_a_redis_server_that_does_not_answer_is_told_without_its_password() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with pytest.warns(KvfoldWarning, match=f"Redis at 127.0.0.1:{port} does not answer: its tier is skipped") as told:
+        open_store(tiny.ready("llama"), host_bytes=1 << 20, redis=f"redis://me:secret@127.0.0.1:{port}/0").close()
+    assert "secret" not in str(told[0].message)
+
+
+def test_a_redis_server_that_answers_is_not_warned_of(redis_server: RedisServer) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        open_store(tiny.ready("llama"), host_bytes=1 << 20, redis=redis_server.url).close()

@@ -152,6 +152,8 @@ def _messages(body: Fields) -> list[Block]:
 
 
 def _check_roles(roles: list[str]) -> None:
+    if roles[:1] == ["system"]:
+        raise bad_request("messages.0: the first must be the user's; put the system prompt into the field system")
     if not roles or roles[0] != "user":
         raise bad_request("messages: at least one message is required, and the first must be the user's")
     if roles[-1] == "assistant":
@@ -159,7 +161,7 @@ def _check_roles(roles: list[str]) -> None:
     for i, role in enumerate(roles):
         if role == "system" and (roles[i - 1] != "user" or roles[i + 1 : i + 2] not in ([], ["assistant"])):
             order = "a system message follows a user's, and the assistant's or nothing comes next"
-            raise bad_request(f"messages.{i}: {order}")
+            raise bad_request(f"messages.{i}: {order}; a system prompt goes into the field system")
 
 
 def _content(message: Fields, role: Role, number: int) -> list[Block]:

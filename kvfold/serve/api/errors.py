@@ -58,6 +58,11 @@ def bad_request(message: str, logged: str | None = None) -> ApiError:
     return ApiError(HTTPStatus.BAD_REQUEST, message, logged=logged)
 
 
+def prompt_too_long(message: str) -> ApiError:
+    """Anthropic's words and OpenAI's code, by which their clients know it."""
+    return ApiError(HTTPStatus.BAD_REQUEST, f"prompt is too long: {message}", code="context_length_exceeded")
+
+
 def printable(text: str) -> str:
     """One line of bounded length that every encoding, log and terminal takes."""
     text = text[:MAX_MESSAGE]

@@ -17,6 +17,7 @@ from kvfold.serve.ops.request_trace import RequestTrace
 
 T = TypeVar("T")
 _log = logging.getLogger("kvfold.serve")
+_PROMPT_FIELDS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}
 
 
 class EventStream(StreamingResponse):
@@ -104,5 +105,7 @@ def error_response(request: Request, error: ApiError, request_id: str) -> JSONRe
     code = error.code or {401: "invalid_api_key", 404: "not_found"}.get(status)
     field, colon, _ = str(error).partition(": ")  # the path of an invalid field begins the message
     param = field if colon and " " not in field and error.status in (400, 404) else None
+    if code == "context_length_exceeded":
+        param = _PROMPT_FIELDS.get(path.removesuffix("/input_tokens"))
     shape = {"error": {"message": str(error), "type": error.kind, "param": param, "code": code}}
     return JSONResponse(shape, status, headers=error.headers)

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Self
 
 from kvfold.engine.sampling import Sampling
 from kvfold.serve.api.errors import bad_request
-from kvfold.serve.settings import MAX_STOP_CHARS, Settings
+from kvfold.serve.settings import MAX_STOP_CHARS, MAX_TEMPERATURE, Settings
 
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 
@@ -169,7 +169,7 @@ class Fields:
         return {"name": name, "description": description, "parameters": self.data(schema, default)}
 
     def sampling(self, settings: Settings, top_k: int = 0, seed: int | None = None) -> Sampling:
-        temperature = self.number("temperature", settings.temperature, 0.0, 2.0)
+        temperature = self.number("temperature", settings.temperature, 0.0, MAX_TEMPERATURE)
         top_p = self.number("top_p", 1.0, 1e-6, 1.0)
         return Sampling(temperature, top_k, top_p, secrets.randbits(63) if seed is None else seed & ((1 << 63) - 1))
 

@@ -86,6 +86,14 @@ def test_old_headers_are_taken_too(server: Running) -> None:
         ),
         ({"output_config": {"effort": "low"}}, 'output_config.effort: only "high" is supported, not "low"; '),
         ({"messages": []}, "messages: at least one message is required, and the first must be the user's"),
+        (
+            {"messages": [{"role": "system", "content": "x"}, *HELLO]},
+            "messages.0: the first must be the user's; put the system prompt into the field system",
+        ),
+        (
+            {"messages": [*HELLO, {"role": "system", "content": "x"}, *HELLO]},
+            "messages.1: a system message follows a user's, and the assistant's or nothing comes next; a system ",
+        ),
         ({"messages": [*HELLO, {"role": "assistant", "content": "x"}]}, "messages: the last one must not be the assi"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 'messages.0.content.0.type: "image" is not'),
         ({"messages": [{"role": "user", "content": "the " * 900}]}, "prompt is too long: "),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import openai
@@ -142,3 +143,17 @@ def test_unknown_models_and_paths_are_not_found(server: Running) -> None:
         server.openai.chat.completions.create(model="gpt", messages=HELLO)
     with pytest.raises(openai.NotFoundError, match="there is no POST /v1/embeddings here"):
         server.openai.embeddings.create(model="tiny", input="x")
+
+
+def test_a_prompt_over_the_window_has_the_code_that_clients_look_for(server: Running) -> None:
+    long = "the " * 900  # more tokens than the window
+    wide = "a" * (1 << 16)  # more characters than any tokens of the window have
+    for text in (long, wide):
+        asked: Any = {"model": "tiny", "max_tokens": 2}
+        chat = partial(server.openai.chat.completions.create, **asked, messages=[{"role": "user", "content": text}])
+        plain = partial(server.openai.completions.create, **asked, prompt=text)
+        response = partial(server.openai.responses.create, model="tiny", input=text)
+        for send, param in ((chat, "messages"), (plain, "prompt"), (response, "input")):
+            with pytest.raises(openai.BadRequestError, match="prompt is too long") as caught:
+                send()
+            assert (caught.value.code, caught.value.param) == ("context_length_exceeded", param)
