@@ -27,10 +27,11 @@ from benchmarks.commands import argument_parser, run_main
 from benchmarks.rows import Row, facts, markdown_table
 from kvfold.errors import InputError
 from kvfold.shortening.base import Floats
-from kvfold.shortening.bm25 import bm25, reciprocal_ranks
+from kvfold.shortening.bm25 import bm25
 from kvfold.shortening.embedders.choice import load_embedder
 from kvfold.shortening.embedders.codes import cosines
 from kvfold.shortening.parts import parts_of
+from kvfold.shortening.word_index import WordIndex
 
 _ARTICLES = 8
 _METHODS = ("cosine", "bm25", "fused")
@@ -121,7 +122,7 @@ def measure(documents: Sequence[Document], name: str, tops: Sequence[float]) -> 
     found: dict[float, list[tuple[bool, ...]]] = {percent: [] for percent in tops}
     num_texts, seconds = 0, 0.0
     for number, document in enumerate(documents):
-        embedder = load_embedder(name)
+        embedder, index = load_embedder(name), WordIndex.of(document.units)
         began = time.process_time()
         codes = embedder.codes(document.units)
         if number:
@@ -129,7 +130,7 @@ def measure(documents: Sequence[Document], name: str, tops: Sequence[float]) -> 
             seconds += time.process_time() - began
         for question in (question for question in document.questions if question.answers):
             by_vector = np.maximum(cosines(codes, embedder.codes([question.text]))[:, 0], 0.0)
-            by_words = bm25(document.units, question.text)
+            by_words = bm25(index, question.text)
             scores = (by_vector, by_words, reciprocal_ranks([by_words, by_vector]))
             for percent, hits in found.items():
                 hits.append(tuple(bears_answer(score, percent, question) for score in scores))
@@ -137,6 +138,15 @@ def measure(documents: Sequence[Document], name: str, tops: Sequence[float]) -> 
     speed = num_texts / seconds if seconds else None
     told = {"embedder": name, "num_units": num_units, "texts_per_s": speed}
     return [told | {"top": percent} | counts(hits) for percent, hits in found.items()]
+
+
+def reciprocal_ranks(scores: Sequence[Floats], k: int = 60) -> Floats:
+    """Reciprocal-rank fusion: the sum of 1 / (k + rank) over several scores; texts that score alike rank alike."""
+    total = np.zeros(len(scores[0]))
+    for score in scores:
+        ordered = np.sort(-np.round(score, 9))
+        total += 1.0 / (k + 1 + np.searchsorted(ordered, -np.round(score, 9)))
+    return total
 
 
 def bears_answer(score: Floats, percent: float, question: Question) -> bool:

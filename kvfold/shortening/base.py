@@ -3,7 +3,7 @@
 A text is parted into units that cover it without gaps: a unit ends where the next begins, with the white space behind
 it. A selector keeps some of them; what it returns is joined in the order of the text.
 
-    N units
+    N units   n parts   D dimensions
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from kvfold.policy.registry import Term
 from kvfold.shortening.tokens import TokenOffsets
+from kvfold.shortening.word_index import WordIndex
 
 Kind = Literal["sentence", "heading", "code", "item", "row", "chunk", "word"]
 Floats = NDArray[np.float64]
@@ -70,16 +71,17 @@ class Task:
 
     text: str
     units: tuple[Unit, ...]
+    parts: tuple[Unit, ...]  # sentences and the like, which units are made of
+    kept_n: Bools  # parts that always stay
     tokens: TokenOffsets
     target: int  # tokens that may stay
-    kept_N: Bools  # units that always stay
     question: str | None
     embedder: Embedder
     keep: tuple[str, ...] = ()  # kinds of protected.py that always stay
     model: LanguageModel | None = None
     progress: Progress | None = None
     chunker: Chunker | None = None
-    ends_N: Bools | None = None  # units at both ends of a message that stay word for word
+    ends_n: Bools | None = None  # parts at both ends of a message that stay word for word
 
     def text_of(self, unit: Unit) -> str:
         return self.text[unit.start : unit.end]
@@ -94,13 +96,25 @@ class Task:
             return self.embedder.codes(self.texts(), self.progress)
         return self.chunker.codes(self)
 
+    @cached_property
+    def num_tokens_N(self) -> NDArray[np.int64]:
+        """Tokens that begin in each unit."""
+        bounds = np.array([(unit.start, unit.end) for unit in self.units], dtype=np.int64).reshape(-1, 2)
+        found: NDArray[np.int64] = np.diff(np.searchsorted(self.tokens.starts, bounds))[:, 0]
+        return found
+
+    @cached_property
+    def words(self) -> WordIndex:
+        """Words of all units."""
+        return WordIndex.of(self.texts())
+
 
 class Selector(Term):
     """A choice of the `selector` axis: which units of a text stay. A variant gives every unit its worth."""
 
     needs_question: ClassVar[bool] = False
     is_extractive: ClassVar[bool] = True
-    avoids_repeats: ClassVar[bool] = False  # a unit is worth less for others that say the same
+    avoids_repeats: ClassVar[bool] = False  # a unit is worth less for others that say the same, and nothing for twins
     skips: ClassVar[bool] = True  # a unit that does not fit makes room for others
 
     @property
@@ -110,10 +124,6 @@ class Selector(Term):
 
     def worth(self, task: Task) -> Floats:
         """[N]: units of higher worth stay first."""
-        raise NotImplementedError
-
-    def similarity(self, task: Task, low: int, high: int) -> Floats:
-        """[n, n] between units low to high, for a selector that avoids repeats: how much of one another says."""
         raise NotImplementedError
 
     def spans(self, task: Task) -> tuple[tuple[int, int], ...] | None:
@@ -128,8 +138,8 @@ class Selector(Term):
 class Chunker(Term):
     """A choice of the `units` axis: how a text is parted."""
 
-    def units(self, text: str, embedder: Embedder, tokens: TokenOffsets) -> tuple[Unit, ...]:
-        """Units in the order of the text; together they cover it."""
+    def units(self, text: str, parts: tuple[Unit, ...], embedder: Embedder, tokens: TokenOffsets) -> tuple[Unit, ...]:
+        """Units in the order of the text, made of its parts; together they cover it."""
         raise NotImplementedError
 
     def codes(self, task: Task) -> NDArray[np.int8]:

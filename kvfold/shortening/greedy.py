@@ -1,114 +1,67 @@
-"""Which units stay: the worthiest first while they fit, less worthy the more they repeat one that stays.
+"""Which units stay: the worthiest first while they fit, less worthy the more of their words stay already.
 
-Selectors that look for repetition compare all units of a segment with each other; a long text has several segments,
-each with its share of the target, so that time and memory grow with the text and not with its square. Without that the
-whole text is one order. Units may overlap: a token that stays already costs nothing.
+    gain = worth - penalty · |worth| · (share of the unit's words, by their idf, that stay)
 
-    N units   n units of a segment
+A gain only falls as more units stay, so one is counted anew when it comes to the top of a heap (lazy greedy, Minoux
+1978): time grows with the text and not with its square.
+
+    N units   V words
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import pairwise
+import heapq
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kvfold.shortening.base import Bools, Floats, Selector, Task
+from kvfold.shortening.base import Floats, Selector, Task
 from kvfold.shortening.protected import check_room
+from kvfold.shortening.room import Room
 
-Integers = NDArray[np.int64]
-SEGMENT = 1024  # units
-_PENALTY = 0.5  # of the largest cosine to a unit that stays
-
-
-@dataclass
-class Room:
-    """Tokens that are left, and how many each unit would take of them."""
-
-    low_N: Integers  # first token of each unit
-    high_N: Integers
-    cost_N: Integers
-    left: int
-    covered: Bools  # by token: it stays
-    chosen_N: Bools
-
-    @classmethod
-    def of(cls, task: Task) -> Room:
-        bounds = np.array([(unit.start, unit.end) for unit in task.units], dtype=np.int64).reshape(-1, 2)
-        low, high = np.searchsorted(task.tokens.starts, bounds).T
-        covered = np.zeros(len(task.tokens), dtype=bool)
-        found = cls(low, high, high - low, task.target, covered, np.zeros(len(low), dtype=bool))
-        for number in np.flatnonzero(task.kept_N):
-            found.take(int(number))
-        return found
-
-    def take(self, number: int) -> None:
-        """A unit stays; units that overlap it cost less from now on."""
-        self.left -= int(self.cost_N[number])
-        self.covered[self.low_N[number] : self.high_N[number]] = True
-        self.chosen_N[number] = True
-        self._recount(number)
-        for step in (-1, 1):
-            at = number + step
-            while 0 <= at < len(self.cost_N) and self._overlap(number, at):
-                self._recount(at)
-                at += step
-
-    def _overlap(self, number: int, at: int) -> bool:
-        first, second = min(number, at), max(number, at)
-        return bool(self.low_N[second] < self.high_N[first])
-
-    def _recount(self, number: int) -> None:
-        tokens = self.covered[self.low_N[number] : self.high_N[number]]
-        self.cost_N[number] = len(tokens) - np.count_nonzero(tokens)
+_PENALTY = 0.5
 
 
-def segments(num_units: int) -> list[tuple[int, int]]:
-    """Bounds of segments of nearly equal length."""
-    count = max(1, -(-num_units // SEGMENT))
-    return list(pairwise(num_units * number // count for number in range(count + 1)))
-
-
-def choose(task: Task, selector: Selector) -> Bools:
-    """[N]: the units that stay, within the target."""
-    room = Room.of(task)
+def choose(task: Task, selector: Selector) -> tuple[tuple[int, int], ...]:
+    """Spans of the text that stay, within the target."""
+    room = Room.of(task, selector.avoids_repeats)
     check_room(task, task.target - room.left)
     worth_N = np.round(selector.worth(task), 9)
-    if not selector.avoids_repeats:
+    if selector.avoids_repeats:
+        _take_new(task, room, worth_N)
+    else:
         _take_in_order(room, worth_N, selector.skips)
-        return room.chosen_N
-    free_N = room.cost_N * ~room.chosen_N
-    total, left, freed = int(free_N.sum()), room.left, 0
-    for low, high in segments(len(task.units)):
-        freed += int(free_N[low:high].sum())
-        reserved = left - (left * freed // total if total else 0)  # what a segment leaves goes to the next
-        _take_apart(room, low, worth_N[low:high], selector.similarity(task, low, high), reserved)
-    return room.chosen_N
+    return room.spans()
 
 
 def _take_in_order(room: Room, worth_N: Floats, skips: bool) -> None:
     """Units by worth, the earlier one of two alike; without `skips` the first that does not fit is the end."""
-    for number in np.argsort(-worth_N, kind="stable"):
-        if room.chosen_N[number]:
-            continue
-        if room.cost_N[number] <= room.left:
-            room.take(int(number))
+    for unit in np.argsort(-worth_N, kind="stable").tolist():
+        if room.cost(unit) <= room.left:
+            room.take(unit)
         elif not skips:
             return
 
 
-def _take_apart(room: Room, low: int, worth_n: Floats, similar_nn: Floats, reserved: int) -> None:
-    """Units of one segment, each worth less by its largest similarity to one that stays; `reserved` tokens are left."""
-    part = slice(low, low + len(worth_n))
-    chosen_n, cost_n = room.chosen_N[part], room.cost_N[part]  # views
-    nearest = similar_nn[chosen_n].max(0, initial=0.0)
-    while True:
-        open_n = ~chosen_n & (cost_n <= room.left - reserved)
-        if not open_n.any():
-            return
-        gain = np.where(open_n, worth_n - _PENALTY * np.abs(worth_n) * nearest, -np.inf)
-        best = int(gain.argmax())
-        room.take(low + best)
-        nearest = np.maximum(nearest, similar_nn[best])
+def _take_new(task: Task, room: Room, worth_N: Floats) -> None:
+    """Units by gain, the earlier one of two alike."""
+    index = task.words
+    weight_V = index.weights()
+    total_N = np.maximum(index.sums(weight_V[index.ids_W]), 1)
+    is_new_V = np.ones(len(weight_V), dtype=bool)
+    for low, high in room.spans():
+        is_new_V[index.known_ids(task.text[low:high])] = False
+    heap = [(-worth, unit) for unit, worth in enumerate(worth_N.tolist())]
+    heapq.heapify(heap)
+    while heap:
+        _, unit = heap[0]
+        if room.cost(unit) > room.left:
+            heapq.heappop(heap)
+            continue
+        ids = index.ids(unit)
+        said = 1 - int(weight_V[ids[is_new_V[ids]]].sum()) / int(total_N[unit])
+        entry = (_PENALTY * abs(worth_N[unit]) * said - worth_N[unit], unit)
+        if entry > heapq.heapreplace(heap, entry):
+            continue
+        heapq.heappop(heap)
+        room.take(unit)
+        is_new_V[ids] = False

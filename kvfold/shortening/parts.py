@@ -20,6 +20,7 @@ _ITEM = re.compile(r"\s*(?:[-*+•]|\d{1,3}[.)])\s+\S")
 _ROW = re.compile(r"[^|\n]*\|[^|\n]*\||[^\t\n]*\t[^\t\n]*\t")
 _TITLE = re.compile(r"\s*[^\W_a-z].{0,78}[^\s.!?:;,…]\s*$")
 _CJK_END = re.compile(r"[。！？]+[”’」』）]*\s*")  # where nupunkt, made for spaces between words, sees no end
+_BLANK_LINE = re.compile(r"\n[^\S\n]*\n\s*\Z")
 _MAX_CHARS = 2000  # of a sentence; what has no end is cut at white space
 
 
@@ -36,6 +37,11 @@ def parts_of(text: str) -> tuple[Unit, ...]:
     starts[0] = (0, starts[0][1])
     ends = [start for start, _ in starts[1:]] + [len(text)]
     return tuple(Unit(start, end, kind) for (start, kind), end in zip(starts, ends, strict=True))
+
+
+def ends_paragraph(text: str, part: Unit) -> bool:
+    """Whether a blank line stands behind a part."""
+    return _BLANK_LINE.search(text, part.start, part.end) is not None
 
 
 def _blocks(text: str) -> Iterator[tuple[int, int, Kind]]:

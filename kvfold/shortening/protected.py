@@ -50,21 +50,22 @@ def protected_spans(text: str, kinds: Iterable[str] = tuple(_PATTERNS)) -> list[
 
 
 def kept_spans(task: Task) -> list[tuple[int, int]]:
-    """What stays word for word, ascending: spans and units of the kinds that are kept, and the ends of a message."""
+    """What stays word for word, ascending: spans and parts of the kinds that are kept, and the ends of a message."""
     layout = {_LAYOUT[kind] for kind in task.keep if kind in _LAYOUT}
-    ends_N = np.zeros(len(task.units), dtype=bool) if task.ends_N is None else task.ends_N
-    units = [unit for unit, is_end in zip(task.units, ends_N, strict=True) if is_end or unit.kind in layout]
-    return sorted([*protected_spans(task.text, task.keep), *((unit.start, unit.end) for unit in units)])
+    ends_n = np.zeros(len(task.parts), dtype=bool) if task.ends_n is None else task.ends_n
+    parts = [part for part, is_end in zip(task.parts, ends_n, strict=True) if is_end or part.kind in layout]
+    return sorted([*protected_spans(task.text, task.keep), *((part.start, part.end) for part in parts)])
 
 
-def protected_units(text: str, units: Sequence[Unit], kinds: Sequence[str]) -> Bools:
-    """[N]: units of a protected layout, and units that hold a protected span or a part of one."""
-    kept_N = np.array([unit.kind in {_LAYOUT[kind] for kind in kinds if kind in _LAYOUT} for unit in units], dtype=bool)
-    starts = np.array([unit.start for unit in units])
+def protected_parts(text: str, parts: Sequence[Unit], kinds: Sequence[str]) -> Bools:
+    """[n]: parts of a protected layout, and parts that hold a protected span or a piece of one."""
+    layout = {_LAYOUT[kind] for kind in kinds if kind in _LAYOUT}
+    kept_n = np.array([part.kind in layout for part in parts], dtype=bool)
+    starts = np.array([part.start for part in parts])
     for low, high in protected_spans(text, kinds):
         first, last = np.searchsorted(starts, (low, high - 1), side="right") - 1
-        kept_N[first : last + 1] = True
-    return kept_N
+        kept_n[first : last + 1] = True
+    return kept_n
 
 
 def check_room(task: Task, needed: int) -> None:

@@ -23,8 +23,8 @@ from kvfold.shortening.chunkers.sentences import Sentences
 from kvfold.shortening.embedders.choice import NAMES as EMBEDDERS
 from kvfold.shortening.embedders.choice import load_embedder
 from kvfold.shortening.greedy import choose
-from kvfold.shortening.parts import parts_of
-from kvfold.shortening.protected import kinds_of, protected_units
+from kvfold.shortening.parts import ends_paragraph, parts_of
+from kvfold.shortening.protected import kinds_of, protected_parts
 from kvfold.shortening.tokens import TokenOffsets
 
 _SENTENCES = Sentences()
@@ -122,12 +122,15 @@ def shorten_text(
     if plan.by.needs_model and model is None:
         raise InputError(f"this {name} asks a model; give one, or use graph or plain rank, which need none")
     embedder = load_embedder(plan.embedder)
-    units = plan.units.units(text, embedder, tokens)
+    parts = parts_of(text)
+    units = plan.units.units(text, parts, embedder, tokens)
     keep = kinds_of(plan.keep)
-    kept_N = protected_units(text, units, keep)
-    ends_N = end_units(text, units, tokens) if keeps_ends else np.zeros(len(units), dtype=bool)
-    kept_N |= ends_N
-    task = Task(text, units, tokens, target, kept_N, question, embedder, keep, model, progress, plan.units, ends_N)
+    kept_n = protected_parts(text, parts, keep)
+    ends_n = end_parts(text, parts, tokens) if keeps_ends else np.zeros(len(parts), dtype=bool)
+    kept_n |= ends_n
+    task = Task(
+        text, units, parts, kept_n, tokens, target, question, embedder, keep, model, progress, plan.units, ends_n
+    )
     if plan.by.is_extractive:
         spans = _spans(task, plan.by)
         left, num_left = "".join(text[start:end] for start, end in spans), sum(tokens.count(*span) for span in spans)
@@ -142,37 +145,24 @@ def _spans(task: Task, selector: Selector) -> tuple[tuple[int, int], ...]:
     """What stays: the selector's own spans, or units by their worth."""
     spans = selector.spans(task)
     if spans is None:
-        spans = joined_spans(task.units, choose(task, selector))
+        spans = choose(task, selector)
     return spans
 
 
-def end_units(text: str, units: tuple[Unit, ...], tokens: TokenOffsets) -> Bools:
-    """[N]: the first unit, and the last ones within the last paragraph and END_TOKENS tokens."""
-    kept_N = np.zeros(len(units), dtype=bool)
-    kept_N[:1] = kept_N[-1:] = True
-    for number in range(len(units) - 2, -1, -1):
-        ends_paragraph = text[units[number].start : units[number].end].rstrip(" ").endswith("\n\n")
-        if ends_paragraph or tokens.count(units[number].start, len(text)) > END_TOKENS:
+def end_parts(text: str, parts: tuple[Unit, ...], tokens: TokenOffsets) -> Bools:
+    """[n]: the first part, and the last ones within the last paragraph and END_TOKENS tokens."""
+    kept_n = np.zeros(len(parts), dtype=bool)
+    kept_n[:1] = kept_n[-1:] = True
+    for number in range(len(parts) - 2, -1, -1):
+        if ends_paragraph(text, parts[number]) or tokens.count(parts[number].start, len(text)) > END_TOKENS:
             break
-        kept_N[number] = True
-    return kept_N
+        kept_n[number] = True
+    return kept_n
 
 
 def end_text(text: str) -> str:
     """The end of the last paragraph of a message, where its question stands."""
-    units, tokens = parts_of(text), TokenOffsets.of(text)
-    kept_N = end_units(text, units, tokens)
-    kept_N[0] = kept_N.all()
-    return "".join(text[unit.start : unit.end] for unit, kept in zip(units, kept_N, strict=True) if kept)
-
-
-def joined_spans(units: tuple[Unit, ...], chosen_N: Any) -> tuple[tuple[int, int], ...]:
-    """Spans of the chosen units; neighbours are one."""
-    spans: list[tuple[int, int]] = []
-    for number in np.flatnonzero(chosen_N):
-        unit = units[number]
-        if spans and spans[-1][1] >= unit.start:
-            spans[-1] = (spans[-1][0], max(unit.end, spans[-1][1]))
-        else:
-            spans.append((unit.start, unit.end))
-    return tuple(spans)
+    parts, tokens = parts_of(text), TokenOffsets.of(text)
+    kept_n = end_parts(text, parts, tokens)
+    kept_n[0] = kept_n.all()
+    return "".join(text[part.start : part.end] for part, kept in zip(parts, kept_n, strict=True) if kept)

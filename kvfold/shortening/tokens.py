@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_PIECE = re.compile(r"\w{1,8}|[^\w\s]")  # about as many as the tokens of a BPE vocabulary
+from kvfold.shortening.word_index import NO_SPACES
+
+_PIECE = re.compile(rf"[{NO_SPACES}]|[^\W{NO_SPACES}]{{1,8}}|[^\w\s]")  # about as many as tokens of a BPE vocabulary
 _BLOCK = 100_000  # characters tokenized at once: offsets of megabytes would take gigabytes
 
 

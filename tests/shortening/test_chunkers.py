@@ -19,6 +19,7 @@ from kvfold.shortening.chunkers.passages import Passages
 from kvfold.shortening.chunkers.semantic import Semantic, boundaries, gap_cosines
 from kvfold.shortening.embedders.codes import SCALE
 from kvfold.shortening.embedders.hashed import HashedTfIdf
+from kvfold.shortening.parts import parts_of
 from kvfold.shortening.tokens import TokenOffsets
 from tests.shortening.texts import MARKDOWN, PROSE, TEXTS, texts
 
@@ -28,7 +29,7 @@ SMALL = [Fixed(size=5, overlap=0.4), Fixed(size=1, overlap=0.0), Passages(size=6
 
 
 def units_of(chunker: Chunker, text: str) -> tuple[Unit, ...]:
-    return chunker.units(text, HashedTfIdf(), TokenOffsets.of(text))
+    return chunker.units(text, parts_of(text), HashedTfIdf(), TokenOffsets.of(text))
 
 
 def pieces(chunker: Chunker, text: str) -> list[str]:
@@ -52,7 +53,9 @@ def test_units_cover_the_text_in_order(chunker: Chunker, text: str) -> None:
 @pytest.mark.parametrize("text", TEXTS[:6], ids=lambda text: text[:12])
 def test_units_have_vectors(chunker: Chunker, text: str) -> None:
     units, tokens = units_of(chunker, text), TokenOffsets.of(text)
-    task = Task(text, units, tokens, 0, np.zeros(len(units), dtype=bool), None, HashedTfIdf(), chunker=chunker)
+    parts = parts_of(text)
+    kept_n = np.zeros(len(parts), dtype=bool)
+    task = Task(text, units, parts, kept_n, tokens, 0, None, HashedTfIdf(), chunker=chunker)
     assert task.codes_ND.shape == (len(units), 1024) and task.codes_ND.dtype == np.int8
 
 
@@ -83,9 +86,9 @@ def test_fixed_by_hand() -> None:
 def test_fixed_takes_tokens_of_one_character_together() -> None:
     text = "a🚢b"
     tokens = TokenOffsets(np.array([0, 1, 1, 1, 2]))  # as byte-level tokenizers report
-    units = Fixed(2, 0.0).units(text, HashedTfIdf(), tokens)
+    units = Fixed(2, 0.0).units(text, parts_of(text), HashedTfIdf(), tokens)
     assert [text[unit.start : unit.end] for unit in units] == ["a", "🚢", "b"]
-    units = Fixed(2, 0.5).units(text, HashedTfIdf(), tokens)
+    units = Fixed(2, 0.5).units(text, parts_of(text), HashedTfIdf(), tokens)
     assert [text[unit.start : unit.end] for unit in units] == ["a", "🚢b"]
 
 

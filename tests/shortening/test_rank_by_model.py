@@ -31,8 +31,8 @@ def shortened(text: str, by: str, model: LoadedModel, question: str = QUESTION, 
 
 def task_of(text: str, told: LoadedModel) -> Task:
     units, tokens = parts_of(text), TokenOffsets.of(text, told.model.tokenizer)
-    kept_N = np.zeros(len(units), dtype=bool)
-    return Task(text, units, tokens, 0, kept_N, QUESTION, HashedTfIdf(), model=told)
+    kept_n = np.zeros(len(units), dtype=bool)
+    return Task(text, units, units, kept_n, tokens, 0, QUESTION, HashedTfIdf(), model=told)
 
 
 def log_odds(told: LoadedModel, text: str, sentence: str) -> float:

@@ -22,7 +22,7 @@ class Fixed(Chunker):
             return f"size is at least 1 token, not {self.size}"
         return None if 0 <= self.overlap < 1 else f"overlap is a share from 0 to below 1, not {self.overlap:g}"
 
-    def units(self, text: str, embedder: Embedder, tokens: TokenOffsets) -> tuple[Unit, ...]:
+    def units(self, text: str, parts: tuple[Unit, ...], embedder: Embedder, tokens: TokenOffsets) -> tuple[Unit, ...]:
         if not text:
             return ()
         step = max(1, self.size - round(self.size * self.overlap))

@@ -5,7 +5,6 @@ n parts
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
@@ -13,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvfold.shortening.base import Unit
+from kvfold.shortening.parts import ends_paragraph
 from kvfold.shortening.tokens import TokenOffsets
 
 _ALONE = ("heading", "code")
-_BLANK_LINE = re.compile(r"\n[^\S\n]*\r?\n\s*\Z")
 
 
 def tokens_before(parts: Sequence[Unit], tokens: TokenOffsets) -> NDArray[np.int64]:
@@ -40,7 +39,7 @@ def paragraphs(text: str, parts: Sequence[Unit]) -> Iterator[tuple[int, int]]:
 
 
 def _ends(text: str, part: Unit, following: Unit) -> bool:
-    return is_alone(part) or is_alone(following) or _BLANK_LINE.search(text, part.start, part.end) is not None
+    return is_alone(part) or is_alone(following) or ends_paragraph(text, part)
 
 
 def cut_evenly(low: int, high: int, before: NDArray[np.int64], size: int) -> Iterator[tuple[int, int]]:

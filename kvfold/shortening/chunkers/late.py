@@ -18,7 +18,6 @@ from kvfold.policy.registry import register
 from kvfold.shortening.base import Chunker, Embedder, Task, Unit
 from kvfold.shortening.chunkers.passages import passages
 from kvfold.shortening.embedders.codes import encode_unit
-from kvfold.shortening.parts import parts_of
 from kvfold.shortening.tokens import TokenOffsets
 
 _REACH = 4  # sentences on either side
@@ -47,13 +46,12 @@ class Late(Chunker):
             return f"size is at least 1 token, not {self.size}"
         return None if 0 <= self.share <= 1 else f"share is from 0 to 1, not {self.share:g}"
 
-    def units(self, text: str, embedder: Embedder, tokens: TokenOffsets) -> tuple[Unit, ...]:
-        return passages(text, tokens, self.size)
+    def units(self, text: str, parts: tuple[Unit, ...], embedder: Embedder, tokens: TokenOffsets) -> tuple[Unit, ...]:
+        return passages(text, parts, tokens, self.size)
 
     def codes(self, task: Task) -> NDArray[np.int8]:
-        parts = parts_of(task.text)
-        codes_nD = task.embedder.codes([task.text_of(part) for part in parts], task.progress)
-        first = np.searchsorted([part.start for part in parts], [unit.start for unit in task.units])
+        codes_nD = task.embedder.codes([task.text_of(part) for part in task.parts], task.progress)
+        first = np.searchsorted([part.start for part in task.parts], [unit.start for unit in task.units])
         return pooled(codes_nD, first, self.share)
 
 

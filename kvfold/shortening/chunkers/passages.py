@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from kvfold.policy.registry import register
 from kvfold.shortening.base import Chunker, Embedder, Unit
 from kvfold.shortening.chunkers.grouping import cut_evenly, is_alone, joined, paragraphs, tokens_before
-from kvfold.shortening.parts import parts_of
 from kvfold.shortening.tokens import TokenOffsets
 
 
@@ -21,13 +20,12 @@ class Passages(Chunker):
     def validate(self) -> str | None:
         return None if self.size >= 1 else f"size is at least 1 token, not {self.size}"
 
-    def units(self, text: str, embedder: Embedder, tokens: TokenOffsets) -> tuple[Unit, ...]:
-        return passages(text, tokens, self.size)
+    def units(self, text: str, parts: tuple[Unit, ...], embedder: Embedder, tokens: TokenOffsets) -> tuple[Unit, ...]:
+        return passages(text, parts, tokens, self.size)
 
 
-def passages(text: str, tokens: TokenOffsets, size: int) -> tuple[Unit, ...]:
+def passages(text: str, parts: tuple[Unit, ...], tokens: TokenOffsets, size: int) -> tuple[Unit, ...]:
     """Paragraphs, long ones in several units, and short ones that follow each other in one."""
-    parts = parts_of(text)
     before = tokens_before(parts, tokens)
     runs: list[tuple[int, int]] = []
     for low, high in paragraphs(text, parts):

@@ -18,7 +18,6 @@ from kvfold.policy.registry import register
 from kvfold.shortening.base import Chunker, Embedder, Floats, Unit
 from kvfold.shortening.chunkers.grouping import cut_evenly, is_alone, joined, tokens_before
 from kvfold.shortening.embedders.codes import SCALE, encode_unit
-from kvfold.shortening.parts import parts_of
 from kvfold.shortening.tokens import TokenOffsets
 
 _BLOCK = 2048  # gaps at once, so that sums of long texts need little memory
@@ -41,8 +40,7 @@ class Semantic(Chunker):
             return f"size and window are at least 1, not {self.size} and {self.window}"
         return None if 0 < self.share <= 1 else f"share is above 0 and at most 1, not {self.share:g}"
 
-    def units(self, text: str, embedder: Embedder, tokens: TokenOffsets) -> tuple[Unit, ...]:
-        parts = parts_of(text)
+    def units(self, text: str, parts: tuple[Unit, ...], embedder: Embedder, tokens: TokenOffsets) -> tuple[Unit, ...]:
         before = tokens_before(parts, tokens)
         is_first = boundaries(embedder.codes([text[part.start : part.end] for part in parts]), self.window, self.share)
         for number in range(1, len(parts)):

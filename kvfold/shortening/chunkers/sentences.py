@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from kvfold.policy.registry import register
 from kvfold.shortening.base import Chunker, Embedder, Unit
-from kvfold.shortening.parts import parts_of
 from kvfold.shortening.tokens import TokenOffsets
 
 
@@ -15,5 +14,5 @@ from kvfold.shortening.tokens import TokenOffsets
 class Sentences(Chunker):
     """Sentences, headings, list items, table rows and code blocks."""
 
-    def units(self, text: str, embedder: Embedder, tokens: TokenOffsets) -> tuple[Unit, ...]:
-        return parts_of(text)
+    def units(self, text: str, parts: tuple[Unit, ...], embedder: Embedder, tokens: TokenOffsets) -> tuple[Unit, ...]:
+        return parts

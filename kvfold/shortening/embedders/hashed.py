@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import zlib
 from collections import Counter
 from collections.abc import Sequence
@@ -14,15 +13,10 @@ from numpy.typing import NDArray
 
 from kvfold.shortening.base import Progress
 from kvfold.shortening.embedders.codes import encode_unit
+from kvfold.shortening.word_index import words_of
 
-_WORD = re.compile(r"\w+")
 _BATCH = 1024  # texts whose rows are held at once
 _STEPS = 1 << 12  # to which weights are rounded
-
-
-def words_of(text: str) -> list[str]:
-    """Lower-case words; a plural s goes, so that a question finds both."""
-    return [word[:-1] if len(word) > 3 and word[-1] == "s" else word for word in _WORD.findall(text.lower())]
 
 
 @dataclass
@@ -34,7 +28,7 @@ class HashedTfIdf:
 
     num_dims: int = 1024
     name: str = field(default="tfidf", init=False)
-    digest: str = field(default="2", init=False)
+    digest: str = field(default="3", init=False)
     _idf: dict[str, float] = field(default_factory=dict, init=False, repr=False)
     _rare: float = field(default=1.0, init=False, repr=False)  # of a word that the document lacks
 

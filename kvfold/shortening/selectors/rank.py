@@ -12,8 +12,7 @@ import numpy as np
 
 from kvfold.policy.registry import register
 from kvfold.shortening.base import Floats, Progress, Selector, Task
-from kvfold.shortening.bm25 import bm25, reciprocal_ranks
-from kvfold.shortening.embedders.codes import cosines
+from kvfold.shortening.relevance import relevance
 
 _PROMPT = "Question: {question}\nSentence: {unit}\nIs this sentence useful in answering the question? Answer Yes or No."
 _MOST_CHARS = 2000  # of a unit that is quoted to the model
@@ -23,12 +22,12 @@ _LEAST = 1e-9  # a probability whose logarithm is still a number
 @register(
     "selector",
     "rank",
-    cost="judge: N prompts, attention: 2",
+    cost="1024·D for each unit; judge: N prompts, attention: 2",
     published="differs: judge and attention read an untrained model",
 )
 @dataclass(frozen=True)
 class Rank(Selector):
-    """Question-aware: units that the question's words (BM25) and vector find, joined by reciprocal ranks.
+    """Question-aware: units that the question's words (BM25) and vector find, and units beside and like those.
 
     `judge` and `attention` ask the loaded model instead. `judge`, after EXIT (arXiv:2412.12559): p(yes) / (p(yes) +
     p(no)) behind "is this sentence useful in answering the question", with the text in front, read once. `attention`,
@@ -41,6 +40,7 @@ class Rank(Selector):
 
     by: Literal["hybrid", "judge", "attention"] = "hybrid"
     needs_question: ClassVar[bool] = True
+    avoids_repeats: ClassVar[bool] = True
 
     @property
     def needs_model(self) -> bool:
@@ -52,8 +52,7 @@ class Rank(Selector):
             return _judged(task, task.question)
         if self.by == "attention":
             return _attended(task, task.question)
-        by_vector = cosines(task.codes_ND, task.embedder.codes([task.question]))[:, 0]
-        return reciprocal_ranks([bm25(task.texts(), task.question), np.maximum(by_vector, 0.0)])
+        return relevance(task, task.question)
 
 
 def _judged(task: Task, question: str) -> Floats:

@@ -108,16 +108,16 @@ class Topics(Selector):
 
 
 def _between_ends(task: Task) -> tuple[Unit, ...]:
-    """Units without those at the ends of a message that stay word for word."""
-    if task.ends_N is None or not task.ends_N.any():
-        return task.units
-    inner = np.flatnonzero(~task.ends_N)
-    return task.units[inner[0] : inner[-1] + 1] if len(inner) else ()
+    """Parts without those at the ends of a message that stay word for word."""
+    if task.ends_n is None or not task.ends_n.any():
+        return task.parts
+    inner = np.flatnonzero(~task.ends_n)
+    return task.parts[inner[0] : inner[-1] + 1] if len(inner) else ()
 
 
-def _blocks(task: Task, units: tuple[Unit, ...]) -> list[Span]:
-    """Consecutive units of at most 128 tokens together; a longer unit is a block of its own."""
-    bounds = [*(unit.start for unit in units), units[-1].end]
+def _blocks(task: Task, parts: tuple[Unit, ...]) -> list[Span]:
+    """Consecutive parts of at most 128 tokens together; a longer part is a block of its own."""
+    bounds = [*(part.start for part in parts), parts[-1].end]
     starts, count = [], _BLOCK
     for start, end in pairwise(bounds):
         tokens = task.tokens.count(start, end)
