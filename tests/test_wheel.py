@@ -27,7 +27,7 @@ from tests import tiny
 ROOT = Path(__file__).resolve().parents[1]
 PIP = (sys.executable, "-m", "pip", "--no-input", "--disable-pip-version-check")
 OFFLINE = ("--quiet", "--no-deps", "--no-index", "--no-build-isolation")
-MAX_SCORER_BYTES = 2_900_000
+MAX_SCORER_BYTES = 2_000_000
 SERVERS_AND_BENCHMARKS = {"starlette", "uvicorn", "redis", "lm_eval", "matplotlib", "datasets", "triton", "anthropic"}
 GENERATE = """
 import sys

@@ -7,6 +7,6 @@ sequence.py          the KV cache of one sequence: segments, tail, open block, o
 open_block.py        the newest tokens, not yet quantised
 compaction.py        seal new slots and evict stored ones: memory first, then the write
 dequantize.py        slots back from codes
-kernels/             on a GPU: encode.py quantises and packs (int4, fp8, ..), write.py writes them (elsewhere codecs do, in PyTorch)
+kernels/             on a GPU: encode.py quantises and packs (int4, fp8, ..), write.py writes; elsewhere codecs do
 serialize.py         a sequence as flat tensors, for files and tiers
 """
