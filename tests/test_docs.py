@@ -13,7 +13,7 @@ import pytest
 
 import kvfold
 from kvfold.cli.demo import CASES
-from kvfold.cli.main import build_parser
+from kvfold.cli.main import build_parser, main
 from kvfold.policy import Policy
 from tests import tiny
 from tests.serve.running import running
@@ -70,15 +70,26 @@ def test_the_python_of_pages_runs(folder: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_tutorial_of_the_server_runs() -> None:
-    """Against a server under the policy and the shortest prefix that the page's own command sets."""
+def test_the_tutorial_of_the_server_runs(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Against a server under the policy, the shortest prefix and the folder that the page's own command sets."""
+    monkeypatch.chdir(tmp_path)
     (command,) = (line for line in _commands(SERVED) if line.startswith("kvfold serve --model"))
     options = build_parser().parse_args(shlex.split(command)[1:])
     model = tiny.ready("llama")
-    with running(model, options.policy, cache_min_tokens=options.cache_min_tokens, point_tokens=512) as server:
+    limits = {"cache_min_tokens": options.cache_min_tokens, "point_tokens": 512}
+    with running(model, options.policy, disk=Path(options.disk), **limits) as server:
         text = "\n".join(_blocks(SERVED, "python")).replace(*SHORT)
         text = text.replace("http://localhost:8080", server.url).replace("smollm2-135m", "tiny")
         exec(compile(text, str(SERVED), "exec"), {"__name__": "__main__"})
+        server.settle()
+        capsys.readouterr()
+        shown = [line for line in _commands(SERVED) if line.startswith("kvfold cache")]
+        assert [line.split()[2] for line in shown] == ["stats", "explain"]
+        for line in shown:
+            assert main([str(folder) if word == "smollm2-135m" else word for word in shlex.split(line)[1:]]) == 0
+    assert re.search(r"\nall \d+ tokens that the first request wrote are read\n$", capsys.readouterr().out)
 
 
 def test_there_is_python_on_the_pages_that_promise_it() -> None:
