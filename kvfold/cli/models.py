@@ -13,10 +13,10 @@ from kvfold.models.pull.pull import CATALOGUE, HOME_HELP, ModelRow, home_folder,
 from kvfold.policy.size import bytes_text
 
 _EPILOG = f"""examples:
-  kvfold models                     what can be pulled by name, and its size on disk
+  kvfold models                       what can be pulled by name, and its size on disk
   kvfold models pull smollm2-135m
   kvfold models rm smollm2-135m
-  kvfold models pull potion-base-8m    vectors with which shorten(…) compares sentences
+  kvfold models pull potion-base-8m   vectors with which shorten(…) compares sentences
 
 Other models are given as --model FOLDER (a transformers checkpoint) or --model ORG/NAME (of the Hugging Face hub).
 
@@ -36,7 +36,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.set_defaults(run=run, verb="list")
     verbs = parser.add_subparsers(metavar="VERB")
     for verb, text in (
-        ("list", "list models that can be pulled by name, and their size on disk; the default"),
+        ("list", "list models and embedders that can be pulled by name, and their size on disk; the default"),
         ("pull", "download a model once; an interrupted download is resumed"),
         ("verify", "hash every file of a pulled model"),
         ("rm", "delete a pulled model, and what an interrupted pull left of it"),
