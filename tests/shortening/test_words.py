@@ -28,7 +28,7 @@ def shortened(text: str, to: str = "2x", by: str = "words", **options: Any) -> S
     return shorten_text(text, plan, tokenizer=TINY.tokenizer, model=TOLD, **options)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(texts(max_pieces=30))
 def test_spans_of_the_text_in_order_within_the_target(text: str) -> None:
     found = shortened(text)
@@ -48,6 +48,18 @@ def test_no_protected_span_is_cut_in_two(text: str) -> None:
         stays[start:end] = True
     for start, end in protected_spans(text):
         assert stays[start:end].all() or not stays[start:end].any()
+
+
+def test_a_quote_over_two_sentences_stays_whole_or_goes() -> None:
+    names = ("Ann", "Bob", "Cleo", "Dora", "Emil", "Fay", "Gus", "Hal")
+    quotes = [f'"{name} came at {number}. Then {name} went to the harbour."' for number, name in enumerate(names, 1)]
+    text = " ".join(f"Somebody said this. {quote} It was heard." for quote in quotes)
+    found = shortened(text).text
+    parts = (
+        (f"{name} came" in found, f"{name} went" in found, quote in found)
+        for name, quote in zip(names, quotes, strict=True)
+    )
+    assert {sum(part) for part in parts} == {0, 3}
 
 
 @pytest.mark.parametrize("to", ["2x", "4x"])
