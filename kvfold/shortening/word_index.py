@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 Integers = NDArray[np.int64]
 NO_SPACES = r"\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"  # kana and Han: no spaces between words
-_WORD = re.compile(rf"[{NO_SPACES}]|[^\W{NO_SPACES}]+")
+WORD = re.compile(rf"[{NO_SPACES}]|[^\W{NO_SPACES}]+")
 _STEPS = 1000  # idf is rounded to whole numbers, whose sums are alike on every machine
 
 
 def words_of(text: str) -> list[str]:
     """Lower-case words; a plural s goes, so that a question finds both. Of Chinese and Japanese every character."""
-    return [word[:-1] if len(word) > 3 and word[-1] == "s" else word for word in _WORD.findall(text.lower())]
+    return [word[:-1] if len(word) > 3 and word[-1] == "s" else word for word in WORD.findall(text.lower())]
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """Which units of a text stay: one file per selector."""
 
-from kvfold.shortening.selectors import graph, rank, topics, truncation, words
+from kvfold.shortening.selectors import graph, keyphrases, rank, topics, truncation, words
 
-__all__ = ["graph", "rank", "topics", "truncation", "words"]
+__all__ = ["graph", "keyphrases", "rank", "topics", "truncation", "words"]
