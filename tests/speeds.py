@@ -44,6 +44,9 @@ QUICK: dict[str, dict[str, int]] = {
         "test_a_large_mean_leaves_the_covariance_alone": 1,
         "test_sums_equal_plain_operations": 1,
     },
+    "tests/attend/kernels/test_ops.py": {
+        "test_operators_load_without_triton_and_tell_its_extra": 0,
+    },
     "tests/attend/kernels/test_rope_shift.py": {
         "test_every_row_is_turned_by_each_of_its_shifts": 8,
     },
@@ -64,15 +67,26 @@ QUICK: dict[str, dict[str, int]] = {
     },
     "tests/attend/test_slot_positions.py": {
         "test_random_gaps": 2,
+        "test_shifts_are_found_once_until_slots_change": 0,
+    },
+    "tests/bench/test_batched_eval.py": {
+        "test_a_batch_answers_like_each_job_alone": 0,
     },
     "tests/bench/test_byte_matching.py": {
         "test_bytes_fit_the_budget_and_fill_it_but_for_a_page_per_head": 2,
         "test_the_smallest_share_that_is_named_does_fit": 2,
     },
+    "tests/bench/test_diagnostics.py": {
+        "test_parts_of_a_batch_without_room_for_all_are_compared_too": 0,
+    },
+    "tests/bench/test_fidelity.py": {
+        "test_every_bit_less_loses_more": 0,
+    },
     "tests/bench/test_suite.py": {
         "test_a_run_goes_on_where_it_stopped": 0,
         "test_every_cell_has_a_row": 0,
         "test_shards_make_up_the_run_row_by_row": 0,
+        "test_the_full_cache_answers_like_the_model_itself": 0,
     },
     "tests/bench/workloads/test_chat.py": {
         "test_the_fact_is_told_once_at_its_depth": 6,
@@ -93,6 +107,7 @@ QUICK: dict[str, dict[str, int]] = {
         "test_depths_spread_evenly": 1,
     },
     "tests/bench/workloads/test_ruler.py": {
+        "test_depths_of_needles_are_even_over_samples": 0,
         "test_questions_come_once_each_and_not_the_impossible_ones": 0,
     },
     "tests/budget/test_contract.py": {
@@ -105,23 +120,35 @@ QUICK: dict[str, dict[str, int]] = {
     "tests/cli/test_chat.py": {
         "test_ctrl_c_stops_the_reply_only": 0,
         "test_memory_is_bounded_however_long_the_talk": 0,
+        "test_out_of_pages_exits_with_1": 0,
     },
     "tests/cli/test_demo.py": {
         "test_a_random_model_is_shown_to_fail": 0,
         "test_json": 0,
     },
+    "tests/cli/test_fit_prompt.py": {
+        "test_a_chat_begins_with_the_prefix_and_keeps_the_talk": 0,
+        "test_the_file_is_a_session_that_read_a_system_message": 0,
+    },
     "tests/cli/test_main.py": {
-        "test_a_closed_pipe_is_quiet": 1,
+        "test_a_closed_pipe_is_quiet": 0,
         "test_ctrl_c_in_a_download": 0,
     },
     "tests/cli/test_new.py": {
         "test_an_installed_package_is_a_term": 0,
+    },
+    "tests/cli/test_serve.py": {
+        "test_the_command_serves_until_it_is_interrupted_and_logs_json_alone": 0,
+    },
+    "tests/cli/test_train_scorer.py": {
+        "test_json_tells_the_layers": 0,
     },
     "tests/codec/test_minicache.py": {
         "test_pages_hold_merged_layers": 0,
     },
     "tests/engine/scheduling/test_scheduler.py": {
         "test_replies_are_those_of_single_runs": 1,
+        "test_replies_that_move_to_the_host_are_the_same": 0,
     },
     "tests/engine/test_budget_matrix.py": {
         "test_a_shared_prefill_keeps_what_single_ones_keep": 1,
@@ -255,6 +282,7 @@ QUICK: dict[str, dict[str, int]] = {
     "tests/serve/test_ending.py": {
         "test_few_descriptors_and_many_idle_clients_shut_nobody_out_for_long": 0,
         "test_one_that_is_idle_ends_with_0": 0,
+        "test_one_that_is_stuck_is_not_waited_for": 0,
         "test_streams_that_nobody_reads_do_not_hold_it": 0,
     },
     "tests/serve/test_fuzz.py": {
@@ -280,6 +308,9 @@ QUICK: dict[str, dict[str, int]] = {
     },
     "tests/shortening/embedders/test_real.py": {
         "test_vectors_are_the_same_in_processes_of_any_number_of_threads": 0,
+    },
+    "tests/shortening/test_loaded_model.py": {
+        "test_answers_of_a_real_model_are_those_of_transformers": 0,
     },
     "tests/store/entry/encodings/test_encodings.py": {
         "test_a_hit_is_the_same_run_or_near_it": 2,
@@ -317,7 +348,7 @@ QUICK: dict[str, dict[str, int]] = {
         "test_a_kill_loses_at_most_the_entry_being_written": 0,
     },
     "tests/test_answering.py": {
-        "test_a_real_model_answers_from_a_fifth_of_the_bytes": 0,
+        "test_a_real_model_answers_from_less_than_a_quarter_of_the_bytes": 0,
     },
     "tests/test_compress.py": {
         "test_generate_goes_on_as_a_session_does": 2,

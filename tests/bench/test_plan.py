@@ -16,7 +16,8 @@ from kvfold.errors import InputError
 
 def test_a_workload_is_all_that_is_ready_and_a_task_is_itself() -> None:
     labels = [task.label for task in tasks(["rag", "ruler:vt", "ruler:vt", "kv"], {})]
-    assert labels == ["rag:planted", "ruler:vt", "kv:kv"]
+    rag = ["rag:planted", "rag:planted_0", "rag:planted_50", "rag:planted_90"]
+    assert labels == [*rag, "ruler:vt", "kv:kv"]
 
 
 @pytest.mark.parametrize(
