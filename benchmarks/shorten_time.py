@@ -1,6 +1,6 @@
 """Does shortening pay: is shortening and reading what is left faster than reading the whole prompt?
 
-    python -m benchmarks.shorten_time [--model smollm2-135m] [--tokens 4000,16000] [--plans "graph, 4x, keep=none"] [--save]
+    python -m benchmarks.shorten_time [--model smollm2-135m] [--tokens 4000,16000] [--plans "graph, 4x"] [--save]
 
 A text of so many tokens (generated prose, or --text FILE) is read whole, and shortened and read, the two taking turns;
 `plain_s`, `shorten_s` and `prefill_s` (of what is left) are medians over repeats. `speedup` is plain_s / (shorten_s +
