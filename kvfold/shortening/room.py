@@ -1,18 +1,21 @@
 """What of a target is left, and what each unit would take of it: tokens and sentences that stay already cost nothing.
 
-Pieces are sentences and other parts, cut where units begin and end. Units are runs of pieces and may overlap.
+Pieces are sentences and other parts, cut where units and labels begin and end. Units are runs of pieces and may
+overlap. A unit brings the labels of its pieces with it.
 
     N units   P pieces
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvfold.shortening.base import Bools, Task
+from kvfold.shortening.base import Bools, Task, Unit
+from kvfold.shortening.labels import Labels
 from kvfold.shortening.word_index import words_of
 
 Integers = NDArray[np.int64]
@@ -26,6 +29,7 @@ class Room:
     bounds: Integers  # [P + 1]: where pieces begin
     cost_P: Integers
     says_P: Integers  # pieces of one number say the same
+    label_P2: Integers  # the pieces that hold the labels of a piece, by number and by speaker; -1: none
     first_N: Integers  # pieces of each unit
     last_N: Integers
     stays_P: Bools
@@ -35,11 +39,11 @@ class Room:
     @classmethod
     def of(cls, task: Task, drops_repeats: bool) -> Room:
         """All of the target, less what always stays."""
-        spans = np.array([(unit.start, unit.end) for unit in task.units], dtype=np.int64).reshape(-1, 2)
-        kept = [(part.start, part.end) for part, keep in zip(task.parts, task.kept_n, strict=True) if keep]
-        kept_spans = np.array(kept, dtype=np.int64).reshape(-1, 2)
-        starts = np.array([part.start for part in task.parts], dtype=np.int64)
-        bounds = np.unique(np.concatenate([[0, len(task.text)], spans.ravel(), starts]))
+        labels = (Labels.numbered(task.text), Labels.speakers(task.text))
+        kept = [part for part, keep in zip(task.parts, task.kept_n, strict=True) if keep]
+        spans, kept_spans, part_spans = (_spans(units, labels) for units in (task.units, kept, task.parts))
+        cuts = [array for kind in labels for array in (kind.start_L, kind.end_L)]
+        bounds = np.unique(np.concatenate([[0, len(task.text)], spans.ravel(), part_spans[:, 0], *cuts]))
         cost_P = np.diff(np.searchsorted(task.tokens.starts, bounds))
         says_P = _sayings(task.text, bounds) if drops_repeats else np.arange(len(cost_P))
         stays_P, is_said = np.zeros((2, len(cost_P)), dtype=bool)
@@ -48,10 +52,17 @@ class Room:
         is_said[says_P[stays_P]] = True
         first_N, last_N = np.searchsorted(bounds, spans).T
         left = task.target - int(cost_P[stays_P].sum())
-        return cls(bounds, cost_P, says_P, first_N, last_N, stays_P, is_said, left)
+        label_P2 = np.stack([kind.pieces(bounds) for kind in labels], axis=1)
+        return cls(bounds, cost_P, says_P, label_P2, first_N, last_N, stays_P, is_said, left)
 
     def pieces(self, unit: int) -> Integers:
-        """Pieces of a unit that say what is not said yet, each saying once."""
+        """Pieces of a unit that say what is not said yet, each saying once, with their labels."""
+        found = self._own_pieces(unit)
+        labels = self.label_P2[found].ravel()
+        labels = labels[labels >= 0]
+        return np.union1d(found, labels[~self.stays_P[labels]]) if len(labels) else found
+
+    def _own_pieces(self, unit: int) -> Integers:
         low, high = int(self.first_N[unit]), int(self.last_N[unit])
         says = self.says_P[low:high]
         if len(says) == 1:
@@ -73,6 +84,14 @@ class Room:
         edges = np.diff(np.concatenate([[0], self.stays_P.astype(np.int8), [0]]))
         low, high = self.bounds[np.flatnonzero(edges == 1)], self.bounds[np.flatnonzero(edges == -1)]
         return tuple(zip(low.tolist(), high.tolist(), strict=True))
+
+
+def _spans(units: Sequence[Unit], labels: Sequence[Labels]) -> Integers:
+    """[N, 2]: first and last characters, with the label of which they hold the end."""
+    spans = np.array([(unit.start, unit.end) for unit in units], dtype=np.int64).reshape(-1, 2)
+    for kind in labels:
+        spans = kind.outside(spans)
+    return spans
 
 
 def _sayings(text: str, bounds: Integers) -> Integers:
