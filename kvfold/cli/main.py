@@ -29,6 +29,7 @@ from kvfold.cli import (
     demo,
     env,
     fit_prompt,
+    memory,
     models,
     new,
     policies,
@@ -46,7 +47,7 @@ from kvfold.plugins import VARIABLE
 from kvfold.serve.ops.json_output import json_output
 
 _FITTING = (fit_prompt, train_scorer, profile, calibrate)
-COMMANDS = (run, chat, shorten, serve, cache, demo, bench, report, models, policies, new, *_FITTING, env, completion)
+COMMANDS = (run, chat, shorten, memory, serve, cache, demo, bench, report, models, policies, new, *_FITTING, env, completion)
 _ADVICE = "raise {}, use a policy that keeps less, or shorten the text"
 _EPILOG = f"""examples:
   kvfold demo                                      KV cache compression on a small model, in minutes on any CPU

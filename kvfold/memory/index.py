@@ -1,0 +1,119 @@
+"""The facts of one owner in memory: words for BM25, vectors for cosines, dates for validity.
+
+It follows the file: what any process wrote since is added, and a removal reads everything anew.
+
+    N facts   D dimensions   W, V as in kvfold/shortening/word_index.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvfold.memory.embedding import identity
+from kvfold.memory.fact import Fact, Owner
+from kvfold.memory.store import FactStore
+from kvfold.shortening.base import Bools, Embedder, Floats
+from kvfold.shortening.embedders.codes import cosines
+from kvfold.shortening.word_index import WordIndex
+
+
+@dataclass
+class FactIndex:
+    """Facts by id, as the store had them when `refresh` was called last."""
+
+    store: FactStore
+    owner: Owner
+    embedder: Embedder
+    facts: list[Fact] = field(default_factory=list)
+    words: WordIndex = field(default_factory=lambda: WordIndex.of([]))
+    recalls: int = 0
+    _codes_ND: NDArray[np.int8] = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int8))
+    _from_N: Floats = field(default_factory=lambda: np.zeros(0))
+    _to_N: Floats = field(default_factory=lambda: np.zeros(0))
+    _row_of: dict[int, int] = field(default_factory=dict)
+    _seen: tuple[int, int, int] = (0, 0, 0)  # key, epoch, revision
+
+    def refresh(self) -> None:
+        """Read what changed."""
+        version = self.store.version(self.owner)
+        if version is None:
+            self._clear()
+            return
+        if self._seen[:2] != version[:2]:
+            self._clear()
+        self.recalls = version.recalls
+        if self._seen[2] < version.revision:
+            found = [fact for _, fact in self.store.changed(self.owner, version.key, self._seen[2])]
+            self._update([fact for fact in found if fact.id in self._row_of])
+            self._append([fact for fact in found if fact.id not in self._row_of])
+        self._seen = version.key, version.epoch, version.revision
+
+    def fact(self, number: int) -> Fact | None:
+        row = self._row_of.get(number)
+        return None if row is None else self.facts[row]
+
+    def __len__(self) -> int:
+        return len(self.facts)
+
+    def valid_N(self, at: float) -> Bools:
+        return (self._from_N <= at) & (at < self._to_N)
+
+    def age_N(self, at: float) -> Floats:
+        """Seconds since each fact became valid; 0 for those of the future."""
+        return np.maximum(0.0, at - self._from_N)
+
+    def cosine_N(self, code_D: NDArray[np.int8]) -> Floats:
+        if not self.facts:
+            return np.zeros(0)
+        return cosines(self._codes_ND, code_D[None])[:, 0]
+
+    def _clear(self) -> None:
+        fresh = FactIndex(self.store, self.owner, self.embedder)
+        self.__dict__.update(fresh.__dict__)
+
+    def _update(self, facts: Sequence[Fact]) -> None:
+        for fact in facts:
+            row = self._row_of[fact.id]
+            self.facts[row] = replace(fact, embedding=self.facts[row].embedding)
+            self._from_N[row], self._to_N[row] = fact.valid_from, _end(fact)
+
+    def _append(self, facts: Sequence[Fact]) -> None:
+        if not facts:
+            return
+        for fact in facts:
+            self._row_of[fact.id] = len(self.facts)
+            self.facts.append(fact)
+        self.words = extended(self.words, [fact.text for fact in facts])
+        codes = self._codes(facts)
+        self._codes_ND = np.concatenate([self._codes_ND, codes]) if len(self._codes_ND) else codes
+        self._from_N = np.append(self._from_N, [fact.valid_from for fact in facts])
+        self._to_N = np.append(self._to_N, [_end(fact) for fact in facts])
+
+    def _codes(self, facts: Sequence[Fact]) -> NDArray[np.int8]:
+        """[N, D]: kept vectors; those of another embedder, or of a wrong size, are made anew."""
+        mine, size = identity(self.embedder), self.embedder.codes([""]).shape[1]
+        codes = np.zeros((len(facts), size), dtype=np.int8)
+        anew = [row for row, fact in enumerate(facts) if fact.embedder != mine or len(fact.embedding) != size]
+        if anew:
+            codes[anew] = self.embedder.codes([facts[row].text for row in anew])
+        for row in sorted(set(range(len(facts))) - set(anew)):
+            codes[row] = np.frombuffer(facts[row].embedding, dtype=np.int8)
+        return codes
+
+
+def extended(index: WordIndex, texts: Sequence[str]) -> WordIndex:
+    """The index with further units behind those it has; its vocabulary grows in place."""
+    new = WordIndex.of(texts)
+    known = index.vocabulary
+    ids_V = np.array([known.setdefault(word, len(known)) for word in new.vocabulary], dtype=np.int64)
+    ids_W = np.concatenate([index.ids_W, ids_V[new.ids_W]])
+    times_W = np.concatenate([index.times_W, new.times_W])
+    return WordIndex(known, ids_W, times_W, np.concatenate([index.first, index.first[-1] + new.first[1:]]))
+
+
+def _end(fact: Fact) -> float:
+    return np.inf if fact.valid_to is None else fact.valid_to

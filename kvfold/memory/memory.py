@@ -1,0 +1,112 @@
+"""What one user said, across conversations: `add` turns, `recall` facts, `render` them for a prompt."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from threading import RLock
+
+from kvfold.errors import InputError
+from kvfold.memory.embedding import fact_embedder, identity
+from kvfold.memory.extract import clean, fact_spans
+from kvfold.memory.fact import MAX_NAME, Fact, Owner
+from kvfold.memory.index import FactIndex
+from kvfold.memory.recall import NUM_RECALLED, Recalled, recall
+from kvfold.memory.render import render
+from kvfold.memory.store import FactStore
+from kvfold.models.pull.pull import home_folder
+from kvfold.shortening.base import Embedder
+
+MAX_TURN = 1 << 20  # characters of a turn
+MAX_QUESTION = 20_000  # characters of a question; what is beyond is not looked up
+
+
+def default_path() -> Path:
+    """memory/memory.db under KVFOLD_HOME."""
+    return home_folder() / "memory" / "memory.db"
+
+
+class Memory:
+    """The facts of one user in an SQLite file, which may hold those of many."""
+
+    def __init__(
+        self,
+        path: str | Path | None,
+        user: str,
+        *,
+        tenant: str = "",
+        embedder: str | Embedder = "auto",
+        store: FactStore | None = None,
+    ) -> None:
+        """`path` None is the default file. `store` is an open one of that file, shared with other users."""
+        self.owner = Owner(_name(tenant, "tenant", may_be_empty=True), _name(user, "user"))
+        self.embedder = fact_embedder(embedder) if isinstance(embedder, str) else embedder
+        self._is_mine = store is None
+        self.store = store or FactStore(Path(path or default_path()).expanduser())
+        self._index = FactIndex(self.store, self.owner, self.embedder)
+        self._lock = RLock()
+
+    def close(self) -> None:
+        if self._is_mine:
+            self.store.close()
+
+    def __enter__(self) -> Memory:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def add(self, text: str, *, source: str = "", at: float | None = None, importance: float = 1.0) -> list[Fact]:
+        """Write the facts of a turn, word for word; returns those that are new.
+
+        `at` is when the turn was said, now unless given; `source` names it.
+        """
+        at = time.time() if at is None else at
+        text, source = clean(_turn(text)), _name(source, "source", may_be_empty=True)
+        if not 0 < importance <= 10:
+            raise InputError(f"importance is {importance}; write a number above 0, at most 10")
+        spans = fact_spans(text)
+        texts = [text[span.start : span.end] for span in spans]
+        codes = self.embedder.codes(texts) if texts else []
+        made = identity(self.embedder)
+        written = []
+        with self._lock, self.store.writing():
+            for span, said, code in zip(spans, texts, codes, strict=True):
+                start, end = span
+                fact = Fact(0, self.owner.user, said, source, start, end, at, None, importance, 0, made, code.tobytes())
+                written.append(self.store.insert(self.owner, fact))
+        return written
+
+    def recall(self, question: str, *, at: float | None = None, top: int = NUM_RECALLED) -> list[Recalled]:
+        """The facts nearest to a question that were valid at a time (now unless given), best first; none if none is
+        near. Their `uses` grow."""
+        at = time.time() if at is None else at
+        with self._lock:
+            self._index.refresh()
+            found = recall(self._index, clean(question[:MAX_QUESTION]), at, top)
+        if found:
+            self.store.count_recall(self.owner, [one.fact.id for one in found])
+        return found
+
+    def render(self, question: str, *, at: float | None = None, top: int = NUM_RECALLED) -> str:
+        """The recalled facts as one section of a prompt, by id; an empty text if none is near."""
+        return render(one.fact for one in self.recall(question, at=at, top=top))
+
+    def facts(self, *, at: float | None = None) -> Sequence[Fact]:
+        """All facts by id, also those that were superseded; with `at` those that were valid then."""
+        with self._lock:
+            self._index.refresh()
+            return [fact for fact in self._index.facts if at is None or fact.is_valid(at)]
+
+
+def _name(text: str, what: str, *, may_be_empty: bool = False) -> str:
+    if not isinstance(text, str) or len(text) > MAX_NAME or "\0" in text or not (text.strip() or may_be_empty):
+        raise InputError(f"the {what} is {str(text)[:40]!r}; write a name of 1 to {MAX_NAME} characters")
+    return clean(text)
+
+
+def _turn(text: str) -> str:
+    if len(text) > MAX_TURN:
+        raise InputError(f"the turn has {len(text):,} characters; add at most {MAX_TURN:,} at once")
+    return text

@@ -1,0 +1,94 @@
+"""Which facts a question recalls: BM25 and cosine, joined by reciprocal-rank fusion (Cormack et al. 2009), and recency.
+
+    score = (1 / (60 + rank by BM25) + 1 / (60 + rank by cosine)) * (1 + 0.1 exp(-age / 30 d)) * importance
+
+A fact without a word of the question has no rank by BM25. When no fact is near, nothing is recalled: a fact is near
+if its cosine reaches the embedder's threshold, or if it holds enough of the question's words, counted by their idf.
+
+    N facts   n those that are valid
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvfold.memory.fact import Fact
+from kvfold.memory.index import FactIndex
+from kvfold.memory.words import content_words
+from kvfold.shortening.base import Bools, Floats
+from kvfold.shortening.bm25 import bm25
+
+NUM_RECALLED = 12
+_K = 60
+_RECENCY, _RECENCY_SECONDS = 0.1, 30 * 86400.0
+NEAR_SHARE = 0.5  # of the question's words, by idf
+_NEAR_COSINES = {"potion": 0.5, "minilm": 0.5}
+_NEAR_COSINE = 0.4  # of other embedders
+
+
+@dataclass(frozen=True)
+class Recalled:
+    """A fact and how well it fits: the fused score, and what it was fused from."""
+
+    fact: Fact
+    score: float
+    bm25: float
+    cosine: float
+    share: float  # of the question's words that the fact holds, by idf
+
+
+def recall(index: FactIndex, question: str, at: float, top: int = NUM_RECALLED) -> list[Recalled]:
+    """The best facts that were valid at a time, best first; empty if none is near the question."""
+    valid_n = np.flatnonzero(index.valid_N(at))
+    if not len(valid_n):
+        return []
+    words = content_words(question)
+    bm25_n = bm25(index.words, " ".join(words))[valid_n]
+    cosine_n = index.cosine_N(index.embedder.codes([question])[0])[valid_n]
+    share_n = _shares(index, words)[valid_n]
+    near_n = _is_near(index, cosine_n, share_n)
+    if not near_n.any():
+        return []
+    score_n = _fused(bm25_n, cosine_n)
+    score_n *= 1 + _RECENCY * np.exp(-index.age_N(at)[valid_n] / _RECENCY_SECONDS)
+    score_n *= [index.facts[row].importance for row in valid_n]
+    best = np.argsort(-score_n, kind="stable")[:top]
+    return [
+        Recalled(index.facts[row], float(score), float(b), float(c), float(s))
+        for row, score, b, c, s in zip(
+            valid_n[best], score_n[best], bm25_n[best], cosine_n[best], share_n[best], strict=True
+        )
+    ]
+
+
+def _fused(bm25_n: Floats, cosine_n: Floats) -> Floats:
+    by_words = np.where(bm25_n > 0, 1 / (_K + _ranks(bm25_n)), 0.0)
+    return by_words + 1 / (_K + _ranks(cosine_n))
+
+
+def _ranks(score_n: Floats) -> Floats:
+    """1 for the highest; equal scores share the first of their ranks."""
+    ascending = np.sort(score_n)
+    return 1.0 + len(score_n) - np.searchsorted(ascending, score_n, side="right")
+
+
+def _shares(index: FactIndex, words: list[str]) -> Floats:
+    """[N]: idf of the question's words that each fact holds, over that of all its words; a word that no fact holds
+    weighs as much as the rarest can."""
+    weight_V = index.words.weights()
+    rarest = 1000 * np.log(1 + (len(index) + 0.5) / 0.5)
+    total, held_N = 0.0, np.zeros(len(index))
+    for word in dict.fromkeys(words):
+        known = index.words.vocabulary.get(word)
+        total += rarest if known is None else float(weight_V[known])
+        if known is not None:
+            at = np.flatnonzero(index.words.ids_W == known)
+            held_N[np.searchsorted(index.words.first, at, side="right") - 1] += float(weight_V[known])
+    return held_N / total if total else held_N
+
+
+def _is_near(index: FactIndex, cosine_n: Floats, share_n: Floats) -> Bools:
+    threshold = _NEAR_COSINES.get(index.embedder.name, _NEAR_COSINE)
+    return (cosine_n >= threshold) | (share_n >= NEAR_SHARE)
