@@ -22,7 +22,7 @@ LEVELS = (
     ("cli",),
     ("serve", "bench", "train"),
     ("__init__",),  # the public names
-    ("pipeline", "recurse"),
+    ("memory", "pipeline", "recurse"),
     ("answering", "batch", "drop_in", "episodes", "session", "testing"),
     ("reply", "session_io", "tfidf"),
     ("shortening",),

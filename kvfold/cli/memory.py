@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvfold.cli.options import Parser, Subparsers, add_json_option, add_option, checked, nonempty, positive, read_document
+from kvfold.cli.options import (
+    Parser,
+    Subparsers,
+    add_json_option,
+    add_option,
+    checked,
+    nonempty,
+    positive,
+    read_document,
+)
 from kvfold.cli.show import Table, print_json
 from kvfold.memory.dates import day_text, parse_date
 
@@ -85,8 +95,10 @@ def _ask(args: argparse.Namespace) -> int:
         found = memory.recall(args.question, at=args.at, top=args.top)
     if args.json:
         print_json([{**one.fact.to_json(), "score": round(one.score, 6)} for one in found])
-    else:
+    elif found:
         _print_facts([one.fact for one in found])
+    else:
+        print(f"nothing near this question is known of {args.user}", file=sys.stderr)
     return 0
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 
 from kvfold.errors import InputError
 
-_EARLIEST, _LATEST = datetime(1, 1, 2, tzinfo=timezone.utc), datetime(9999, 12, 30, tzinfo=timezone.utc)
+_EARLIEST, _LATEST = datetime(1, 1, 2, tzinfo=UTC), datetime(9999, 12, 30, tzinfo=UTC)
 _DAY = timedelta(days=1)
 
 
@@ -16,7 +16,7 @@ def parse_date(text: str, *, is_end: bool = False) -> float:
         found = datetime.fromisoformat(text.strip())
     except ValueError:
         raise InputError(f'"{text}" is no date; write for example 2026-03-01 or 2026-03-01T09:30') from None
-    found = found.replace(tzinfo=found.tzinfo or timezone.utc)
+    found = found.replace(tzinfo=found.tzinfo or UTC)
     if not _EARLIEST <= found <= _LATEST:
         raise InputError(f'"{text}" is no date that can be kept; write one from year 1 to 9999')
     if is_end and len(text.strip()) <= len("2026-03-01"):
@@ -26,9 +26,9 @@ def parse_date(text: str, *, is_end: bool = False) -> float:
 
 def date_text(seconds: float) -> str:
     """2026-03-01T09:30:00+00:00, exactly enough to be read back."""
-    return datetime.fromtimestamp(seconds, timezone.utc).isoformat()
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
 def day_text(seconds: float) -> str:
     """2026-03-01, in UTC."""
-    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d")
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d")

@@ -68,7 +68,7 @@ class Memory:
             raise InputError(f"importance is {importance}; write a number above 0, at most 10")
         spans = fact_spans(text)
         texts = [text[span.start : span.end] for span in spans]
-        codes = self.embedder.codes(texts) if texts else []
+        codes = self.embedder.codes(texts)
         made = identity(self.embedder)
         written = []
         with self._lock, self.store.writing():

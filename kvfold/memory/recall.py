@@ -70,8 +70,8 @@ def _fused(bm25_n: Floats, cosine_n: Floats) -> Floats:
 
 def _ranks(score_n: Floats) -> Floats:
     """1 for the highest; equal scores share the first of their ranks."""
-    ascending = np.sort(score_n)
-    return 1.0 + len(score_n) - np.searchsorted(ascending, score_n, side="right")
+    higher_n = len(score_n) - np.searchsorted(np.sort(score_n), score_n, side="right")
+    return higher_n.astype(np.float64) + 1
 
 
 def _shares(index: FactIndex, words: list[str]) -> Floats:

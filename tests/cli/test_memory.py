@@ -1,0 +1,57 @@
+"""`kvfold memory`: writes facts, recalls them, and tells what cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Call
+
+SAID = "I live in Berlin. My dog is called Rex. What is this? I work at Siemens."
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> tuple[str, ...]:
+    return "--file", str(tmp_path / "memory.db"), "--embedder", "hashed"
+
+
+def test_what_was_added_is_recalled_by_the_same_user_alone(call: Call, file: tuple[str, ...]) -> None:
+    done = call("memory", "add", "--user", "anna", *file, SAID)
+    assert done.code == 0 and done.out.endswith("\n3 facts written\n")
+    asked = call("memory", "ask", "--user", "anna", *file, "Where do I live?", "--json")
+    assert json.loads(asked.out)[0]["text"] == "I live in Berlin."
+    other = call("memory", "ask", "--user", "ben", *file, "Where do I live?", "--json")
+    assert (other.code, json.loads(other.out)) == (0, [])
+
+
+def test_nothing_near_is_said(call: Call, file: tuple[str, ...]) -> None:
+    call("memory", "add", "--user", "anna", *file, SAID)
+    done = call("memory", "ask", "--user", "anna", *file, "Which opera did Verdi finish last?")
+    assert (done.code, done.out) == (0, "") and "nothing near" in done.err
+
+
+def test_facts_are_listed_by_id(call: Call, file: tuple[str, ...]) -> None:
+    call("memory", "add", "--user", "anna", *file, SAID, "--at", "2026-03-01", "--source", "chat-1")
+    listed = json.loads(call("memory", "ls", "--user", "anna", *file, "--json").out)
+    assert [(fact["id"], fact["source"]) for fact in listed] == [(1, "chat-1"), (2, "chat-1"), (3, "chat-1")]
+    assert [SAID[slice(*fact["span"])] for fact in listed] == [fact["text"] for fact in listed]
+    assert json.loads(call("memory", "ls", "--user", "anna", *file, "--json", "--at", "2026-02-28").out) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("add", "--user", "anna", "a b", "--at", "May"), '"May" is no date; write for example 2026-03-01'),
+        (("add", "--user", " ", "a b"), "the text is empty"),
+        (("add", "--user", "a" * 300, "a b"), "write a name of 1 to 256 characters"),
+        (("ask", "--user", "anna", "a", "--embedder", "tfidf"), "tfidf depends on the other texts"),
+        (("ask", "--user", "anna", "a", "--embedder", "nope"), 'no embedder "nope"'),
+        (("ask", "--user", "anna", "a", "--file", "/proc/nope/memory.db"), "cannot be opened"),
+    ],
+)
+def test_what_cannot_be_is_one_line(call: Call, tmp_path: Path, arguments: tuple[str, ...], told: str) -> None:
+    file = () if "--file" in arguments else ("--file", str(tmp_path / "memory.db"))
+    done = call("memory", *arguments, *file)
+    assert done.code == 2 and told in done.err and done.err.count("\n") == 1
