@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvfold.atomic_io import write_whole
 from kvfold.cli.options import (
     Parser,
     Subparsers,
     add_json_option,
     add_option,
+    check_out,
     checked,
     nonempty,
     positive,
@@ -27,10 +30,13 @@ if TYPE_CHECKING:
 _EPILOG = """examples:
   kvfold memory add --user anna "I live in Berlin. My dog is called Rex."
   kvfold memory ask --user anna "Where do I live?"
+  kvfold memory ask --user anna "Where did I live?" --at 2026-03-01
   kvfold memory ls --user anna
+  kvfold memory export --user anna > anna.jsonl
+  kvfold memory forget --user anna
 
-Facts are the sentences of what was added, word for word. They are kept in memory/memory.db under KVFOLD_HOME, or in
---file FILE.
+Facts are the sentences of what was added, word for word. A later one with another value ends an older one, which stays
+for questions about its time. They are kept in memory/memory.db under KVFOLD_HOME, or in --file FILE.
 """
 
 
@@ -51,13 +57,20 @@ def add_parser(subparsers: Subparsers) -> None:
     ask.add_argument("question", metavar="QUESTION", type=nonempty, help="what to look for")
     _add_at(ask)
     add_option(ask, "--top", "N", "at most N facts", positive, 12)
-    listed = _add_verb(verbs, "ls", "list facts by id, with their dates", _list)
+    listed = _add_verb(verbs, "ls", "list facts by id, or users without --user", _list, is_needed=False)
     _add_at(listed)
+    forget = _add_verb(verbs, "forget", "remove facts from all files of the memory", _forget)
+    text = "only the fact of this id, which ls shows; may be repeated (default: everything of the user)"
+    add_option(forget, "--id", "N", text, positive, action="append")
+    export = _add_verb(verbs, "export", "write all facts as JSON lines", _export)
+    add_option(export, "--out", "FILE", "write to a file (default: stdout)", Path)
+    imported = _add_verb(verbs, "import", "read facts that export wrote", _import)
+    imported.add_argument("lines", metavar="FILE", help="JSON lines; - is stdin")
 
 
-def _add_verb(verbs: Subparsers, name: str, text: str, run: Any) -> Parser:
+def _add_verb(verbs: Subparsers, name: str, text: str, run: Any, *, is_needed: bool = True) -> Parser:
     parser = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-    add_option(parser, "--user", "NAME", "whose facts", nonempty, required=True)
+    add_option(parser, "--user", "NAME", "whose facts", nonempty, required=is_needed)
     add_option(parser, "--tenant", "NAME", "the user's tenant: the name of an API key of kvfold serve", default="")
     add_option(parser, "--file", "FILE", "the SQLite file (default: memory/memory.db under KVFOLD_HOME)", Path)
     text = "vectors that compare facts: auto, potion, minilm, hashed, a folder"
@@ -103,6 +116,8 @@ def _ask(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
+    if args.user is None:
+        return _list_users(args)
     with _open(args) as memory:
         facts = memory.facts(at=args.at)
     if args.json:
@@ -112,13 +127,59 @@ def _list(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print_facts(facts: Any) -> None:
+def _list_users(args: argparse.Namespace) -> int:
+    from kvfold.memory.memory import default_path
+    from kvfold.memory.store import FactStore
+
+    store = FactStore(args.file or default_path())
+    found = store.owners(args.tenant)
+    store.close()
+    if args.json:
+        print_json([{"user": user, "facts": count} for user, count in found])
+        return 0
+    table = Table("user", numbers=("facts",))
+    for user, count in found:
+        table.add(user, f"{count:,}")
+    table.print()
+    return 0
+
+
+def _forget(args: argparse.Namespace) -> int:
+    with _open(args) as memory:
+        count = memory.forget(args.id)
+    if args.json:
+        print_json({"forgotten": count})
+    else:
+        print(f"{count} facts forgotten")
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    if args.out is not None:
+        check_out(args.out)
+    with _open(args) as memory:
+        lines = memory.export()
+    if args.out is None:
+        sys.stdout.write(lines)
+    else:
+        write_whole(args.out, lines)
+    return 0
+
+
+def _import(args: argparse.Namespace) -> int:
+    lines = read_document(args.lines)
+    with _open(args) as memory:
+        count = memory.load(lines)
+    if args.json:
+        print_json({"imported": count})
+    else:
+        print(f"{count} facts imported")
+    return 0
+
+
+def _print_facts(facts: Sequence[Fact]) -> None:
     table = Table("from", "to", "fact", numbers=("id",))
     for fact in facts:
-        table.add(*_row(fact))
+        end = "" if fact.valid_to is None else day_text(fact.valid_to)
+        table.add(day_text(fact.valid_from), end, fact.text, str(fact.id))
     table.print()
-
-
-def _row(fact: Fact) -> tuple[str, ...]:
-    end = "" if fact.valid_to is None else day_text(fact.valid_to)
-    return day_text(fact.valid_from), end, fact.text, str(fact.id)

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 
 from kvfold.errors import InputError
 
-_EARLIEST, _LATEST = datetime(1, 1, 2, tzinfo=UTC), datetime(9999, 12, 30, tzinfo=UTC)
-_DAY = timedelta(days=1)
+EARLIEST, LATEST = (datetime(*day, tzinfo=UTC).timestamp() for day in ((1, 1, 2), (9999, 12, 30)))  # that can be shown
+_DAY_SECONDS = 86_400.0
 
 
 def parse_date(text: str, *, is_end: bool = False) -> float:
-    """Seconds since 1970; a day without a time is its first second, with `is_end` its last microsecond."""
+    """Seconds since 1970; a day without a time is its first second, with `is_end` its last millisecond."""
     try:
         found = datetime.fromisoformat(text.strip())
     except ValueError:
         raise InputError(f'"{text}" is no date; write for example 2026-03-01 or 2026-03-01T09:30') from None
     found = found.replace(tzinfo=found.tzinfo or UTC)
-    if not _EARLIEST <= found <= _LATEST:
-        raise InputError(f'"{text}" is no date that can be kept; write one from year 1 to 9999')
-    if is_end and len(text.strip()) <= len("2026-03-01"):
-        found += _DAY - timedelta(microseconds=1)
-    return found.timestamp()
+    is_day = len(text.strip()) <= len("2026-03-01")
+    more = _DAY_SECONDS - 1e-3 if is_end and is_day else 0.0
+    return checked_time(found.timestamp() + more)
+
+
+def checked_time(seconds: float) -> float:
+    """To the microsecond, as dates tell it; InputError for a time that no date shows."""
+    if not EARLIEST <= seconds <= LATEST:
+        raise InputError(f"a time is {seconds:g} seconds from 1970; write one of the years 1 to 9999")
+    return round(float(seconds), 6)
 
 
 def date_text(seconds: float) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvfold.memory.fact import MAX_TEXT
+from kvfold.shortening.base import Unit
 from kvfold.shortening.parts import parts_of
 from kvfold.shortening.word_index import words_of
 
@@ -26,19 +27,25 @@ class Span(NamedTuple):
 
 def fact_spans(text: str) -> list[Span]:
     """Where facts stand in a turn, in order, without white space around them."""
-    found: list[Span] = []
-    for part in parts_of(text):
-        if part.kind == "code":
-            continue
-        for span in _cut(text, part.start, part.end):
-            if _is_fact(text[span.start : span.end]):
-                found.append(span)
-    return found
+    spans = (
+        span for part in parts_of(text) for start, end in _sentences(text, part) for span in _cut(text, start, end)
+    )
+    return [span for span in spans if _is_fact(text[span.start : span.end])]
 
 
 def clean(text: str) -> str:
     """The same characters, lone surrogates and NUL, which no file keeps, as question marks."""
     return text.encode("utf-8", "replace").decode().replace("\0", "?")
+
+
+def _sentences(text: str, part: Unit) -> Iterator[Span]:
+    """Of a line without a full stop, which a document has as a heading, its sentences."""
+    piece = text[part.start : part.end].rstrip()
+    if part.kind == "heading" and not piece.lstrip().startswith("#"):
+        for unit in parts_of(f"{piece}."):
+            yield Span(part.start + unit.start, part.start + min(unit.end, len(piece)))
+    elif part.kind != "code":
+        yield Span(part.start, part.end)
 
 
 def _is_fact(text: str) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from kvfold.memory.dates import date_text
 
 MAX_TEXT = 2000  # characters of a fact
+MAX_IMPORTANCE = 10.0
 MAX_NAME = 256  # characters of a user, a tenant or a source
 
 
@@ -36,6 +37,7 @@ class Fact:
     valid_to: float | None = None
     importance: float = 1.0
     uses: int = 0
+    supersedes: int | None = None  # the id of the fact that ended when this one began
     embedder: str = ""  # name and digest of what made the vector
     embedding: bytes = b""  # int8, a unit vector times 127
 
@@ -54,4 +56,5 @@ class Fact:
             "valid_to": None if self.valid_to is None else date_text(self.valid_to),
             "importance": self.importance,
             "uses": self.uses,
+            "supersedes": self.supersedes,
         }

@@ -20,6 +20,8 @@ from kvfold.shortening.base import Bools, Embedder, Floats
 from kvfold.shortening.embedders.codes import cosines
 from kvfold.shortening.word_index import WordIndex
 
+_MAX_CHAIN = 64  # values that one fact had before
+
 
 @dataclass
 class FactIndex:
@@ -34,6 +36,7 @@ class FactIndex:
     _codes_ND: NDArray[np.int8] = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int8))
     _from_N: Floats = field(default_factory=lambda: np.zeros(0))
     _to_N: Floats = field(default_factory=lambda: np.zeros(0))
+    _before_N: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # rows; -1: none
     _row_of: dict[int, int] = field(default_factory=dict)
     _seen: tuple[int, int, int] = (0, 0, 0)  # key, epoch, revision
 
@@ -47,9 +50,10 @@ class FactIndex:
             self._clear()
         self.recalls = version.recalls
         if self._seen[2] < version.revision:
-            found = [fact for _, fact in self.store.changed(self.owner, version.key, self._seen[2])]
-            self._update([fact for fact in found if fact.id in self._row_of])
+            found = self.store.changed(self.owner, version.key, self._seen[2])
+            known = [fact for fact in found if fact.id in self._row_of]
             self._append([fact for fact in found if fact.id not in self._row_of])
+            self._update(known)
         self._seen = version.key, version.epoch, version.revision
 
     def fact(self, number: int) -> Fact | None:
@@ -71,6 +75,15 @@ class FactIndex:
             return np.zeros(0)
         return cosines(self._codes_ND, code_D[None])[:, 0]
 
+    def inherited_N(self, value_N: Floats) -> Floats:
+        """The highest of each fact and of those it superseded: who asks where Anna lives finds that she moved."""
+        for _ in range(_MAX_CHAIN):
+            higher_N = np.where(self._before_N >= 0, np.maximum(value_N, value_N[self._before_N]), value_N)
+            if np.array_equal(higher_N, value_N):
+                break
+            value_N = higher_N
+        return value_N
+
     def _clear(self) -> None:
         fresh = FactIndex(self.store, self.owner, self.embedder)
         self.__dict__.update(fresh.__dict__)
@@ -79,7 +92,7 @@ class FactIndex:
         for fact in facts:
             row = self._row_of[fact.id]
             self.facts[row] = replace(fact, embedding=self.facts[row].embedding)
-            self._from_N[row], self._to_N[row] = fact.valid_from, _end(fact)
+            self._from_N[row], self._to_N[row], self._before_N[row] = fact.valid_from, _end(fact), self._before(fact)
 
     def _append(self, facts: Sequence[Fact]) -> None:
         if not facts:
@@ -92,6 +105,10 @@ class FactIndex:
         self._codes_ND = np.concatenate([self._codes_ND, codes]) if len(self._codes_ND) else codes
         self._from_N = np.append(self._from_N, [fact.valid_from for fact in facts])
         self._to_N = np.append(self._to_N, [_end(fact) for fact in facts])
+        self._before_N = np.append(self._before_N, [self._before(fact) for fact in facts])
+
+    def _before(self, fact: Fact) -> int:
+        return -1 if fact.supersedes is None else self._row_of.get(fact.supersedes, -1)
 
     def _codes(self, facts: Sequence[Fact]) -> NDArray[np.int8]:
         """[N, D]: kept vectors; those of another embedder, or of a wrong size, are made anew."""

@@ -8,13 +8,16 @@ from pathlib import Path
 from threading import RLock
 
 from kvfold.errors import InputError
+from kvfold.memory.dates import checked_time
 from kvfold.memory.embedding import fact_embedder, identity
 from kvfold.memory.extract import clean, fact_spans
-from kvfold.memory.fact import MAX_NAME, Fact, Owner
+from kvfold.memory.fact import MAX_IMPORTANCE, MAX_NAME, Fact, Owner
 from kvfold.memory.index import FactIndex
+from kvfold.memory.jsonl import from_lines, to_lines
 from kvfold.memory.recall import NUM_RECALLED, Recalled, recall
 from kvfold.memory.render import render
 from kvfold.memory.store import FactStore
+from kvfold.memory.write import copy_facts, write_fact
 from kvfold.models.pull.pull import home_folder
 from kvfold.shortening.base import Embedder
 
@@ -62,26 +65,41 @@ class Memory:
 
         `at` is when the turn was said, now unless given; `source` names it.
         """
-        at = time.time() if at is None else at
+        at = checked_time(time.time() if at is None else at)
         text, source = clean(_turn(text)), _name(source, "source", may_be_empty=True)
-        if not 0 < importance <= 10:
-            raise InputError(f"importance is {importance}; write a number above 0, at most 10")
+        if not 0 < importance <= MAX_IMPORTANCE:
+            raise InputError(f"importance is {importance}; write a number above 0, at most {MAX_IMPORTANCE:g}")
         spans = fact_spans(text)
         texts = [text[span.start : span.end] for span in spans]
-        codes = self.embedder.codes(texts)
-        made = identity(self.embedder)
-        written = []
+        made, codes = identity(self.embedder), self.embedder.codes(texts)
+        facts = [
+            Fact(0, self.owner.user, said, source, *span, at, None, float(importance), 0, None, made, code.tobytes())
+            for span, said, code in zip(spans, texts, codes, strict=True)
+        ]
         with self._lock, self.store.writing():
-            for span, said, code in zip(spans, texts, codes, strict=True):
-                start, end = span
-                fact = Fact(0, self.owner.user, said, source, start, end, at, None, importance, 0, made, code.tobytes())
-                written.append(self.store.insert(self.owner, fact))
-        return written
+            return [written for fact in facts if (written := write_fact(self.store, self.owner, self.embedder, fact))]
+
+    def export(self) -> str:
+        """All facts as JSON lines, by id."""
+        return to_lines(self.facts())
+
+    def load(self, lines: str) -> int:
+        """Write the facts of an export with their dates; returns how many are new. All of them are written, or none."""
+        facts = from_lines(lines, self.owner.user)
+        with self._lock, self.store.writing():
+            known = {(fact.text, fact.valid_from) for fact in self.facts()}
+            new = [fact for fact in facts if (fact.text, fact.valid_from) not in known]
+            return copy_facts(self.store, self.owner, self.embedder, new)
+
+    def forget(self, ids: Sequence[int] | None = None) -> int:
+        """Remove some facts by id, or everything of the user, from all files; returns how many facts that were."""
+        with self._lock:
+            return self.store.remove(self.owner, ids)
 
     def recall(self, question: str, *, at: float | None = None, top: int = NUM_RECALLED) -> list[Recalled]:
         """The facts nearest to a question that were valid at a time (now unless given), best first; none if none is
         near. Their `uses` grow."""
-        at = time.time() if at is None else at
+        at = checked_time(time.time() if at is None else at)
         with self._lock:
             self._index.refresh()
             found = recall(self._index, clean(question[:MAX_QUESTION]), at, top)

@@ -1,6 +1,6 @@
 """Which facts a question recalls: BM25 and cosine, joined by reciprocal-rank fusion (Cormack et al. 2009), and recency.
 
-    score = (1 / (60 + rank by BM25) + 1 / (60 + rank by cosine)) * (1 + 0.1 exp(-age / 30 d)) * importance
+    score = (1 / (60 + rank by BM25) + 1 / (60 + rank by cosine)) * (1 + 0.02 exp(-age / 30 d)) * importance
 
 A fact without a word of the question has no rank by BM25. When no fact is near, nothing is recalled: a fact is near
 if its cosine reaches the embedder's threshold, or if it holds enough of the question's words, counted by their idf.
@@ -10,19 +10,21 @@ if its cosine reaches the embedder's threshold, or if it holds enough of the que
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvfold.memory.fact import Fact
 from kvfold.memory.index import FactIndex
+from kvfold.memory.verbs import verb_forms
 from kvfold.memory.words import content_words
 from kvfold.shortening.base import Bools, Floats
 from kvfold.shortening.bm25 import bm25
 
 NUM_RECALLED = 12
 _K = 60
-_RECENCY, _RECENCY_SECONDS = 0.1, 30 * 86400.0
+_RECENCY, _RECENCY_SECONDS = 0.02, 30 * 86400.0
 NEAR_SHARE = 0.5  # of the question's words, by idf
 _NEAR_COSINES = {"potion": 0.5, "minilm": 0.5}
 _NEAR_COSINE = 0.4  # of other embedders
@@ -44,10 +46,10 @@ def recall(index: FactIndex, question: str, at: float, top: int = NUM_RECALLED) 
     valid_n = np.flatnonzero(index.valid_N(at))
     if not len(valid_n):
         return []
-    words = content_words(question)
-    bm25_n = bm25(index.words, " ".join(words))[valid_n]
-    cosine_n = index.cosine_N(index.embedder.codes([question])[0])[valid_n]
-    share_n = _shares(index, words)[valid_n]
+    words = [verb_forms(word) for word in dict.fromkeys(content_words(question))]
+    bm25_n = index.inherited_N(bm25(index.words, " ".join(map(" ".join, words))))[valid_n]
+    cosine_n = index.inherited_N(index.cosine_N(index.embedder.codes([question])[0]))[valid_n]
+    share_n = index.inherited_N(_shares(index, words))[valid_n]
     near_n = _is_near(index, cosine_n, share_n)
     if not near_n.any():
         return []
@@ -74,18 +76,17 @@ def _ranks(score_n: Floats) -> Floats:
     return higher_n.astype(np.float64) + 1
 
 
-def _shares(index: FactIndex, words: list[str]) -> Floats:
-    """[N]: idf of the question's words that each fact holds, over that of all its words; a word that no fact holds
-    weighs as much as the rarest can."""
-    weight_V = index.words.weights()
-    rarest = 1000 * np.log(1 + (len(index) + 0.5) / 0.5)
+def _shares(index: FactIndex, words: list[tuple[str, ...]]) -> Floats:
+    """[N]: idf of the question's words that each fact holds, in any of their forms, over that of all its words; a word
+    that no fact holds weighs most."""
     total, held_N = 0.0, np.zeros(len(index))
-    for word in dict.fromkeys(words):
-        known = index.words.vocabulary.get(word)
-        total += rarest if known is None else float(weight_V[known])
-        if known is not None:
-            at = np.flatnonzero(index.words.ids_W == known)
-            held_N[np.searchsorted(index.words.first, at, side="right") - 1] += float(weight_V[known])
+    for forms in words:
+        known = [index.words.vocabulary[form] for form in forms if form in index.words.vocabulary]
+        at = np.flatnonzero(np.isin(index.words.ids_W, known))
+        rows = np.unique(np.searchsorted(index.words.first, at, side="right") - 1)
+        weight = math.log(1 + (len(index) - len(rows) + 0.5) / (len(rows) + 0.5))
+        total += weight
+        held_N[rows] += weight
     return held_N / total if total else held_N
 
 

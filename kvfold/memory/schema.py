@@ -19,7 +19,7 @@ APPLICATION_ID = 0x6B76666D  # "kvfm"
 BUSY_SECONDS = 30.0  # that a process waits for another's write
 _TABLES = """
 CREATE TABLE owner (
-    key INTEGER PRIMARY KEY,
+    key INTEGER PRIMARY KEY AUTOINCREMENT, -- never given twice, so that an index notices whose facts are gone
     tenant TEXT NOT NULL,
     user TEXT NOT NULL,
     next_id INTEGER NOT NULL DEFAULT 1,
@@ -32,6 +32,9 @@ CREATE TABLE fact (
     owner INTEGER NOT NULL REFERENCES owner (key) ON DELETE CASCADE,
     id INTEGER NOT NULL,
     revision INTEGER NOT NULL,
+    subject TEXT NOT NULL, -- of kvfold/memory/statement.py, by which facts are compared; empty: not told
+    verb TEXT NOT NULL,
+    kind TEXT NOT NULL,
     text TEXT NOT NULL,
     source TEXT NOT NULL,
     start INTEGER NOT NULL,
@@ -40,11 +43,14 @@ CREATE TABLE fact (
     valid_to REAL,
     importance REAL NOT NULL DEFAULT 1,
     uses INTEGER NOT NULL DEFAULT 0,
+    supersedes INTEGER,
     embedder TEXT NOT NULL,
     embedding BLOB NOT NULL,
     PRIMARY KEY (owner, id)
 );
 CREATE INDEX fact_changes ON fact (owner, revision);
+CREATE INDEX fact_subjects ON fact (owner, subject, text);
+CREATE TABLE pending (job TEXT PRIMARY KEY);
 """
 
 
@@ -73,10 +79,11 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 def _make_private(path: Path) -> None:
-    """An empty file of mode 0600 where none is: SQLite gives its own files the same mode."""
+    """Mode 0600, also of a new and empty file: SQLite gives its log the same mode."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+        path.chmod(0o600)
     except OSError as error:
         raise FileError(f"the memory {path} cannot be opened ({error.strerror}); name a file you own") from None
 

@@ -5,17 +5,21 @@ One connection serves all threads under a lock; processes wait for each other by
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import RLock
 from typing import NamedTuple
 
+from kvfold.errors import FileError, InputError
 from kvfold.memory.fact import Fact, Owner
+from kvfold.memory.rows import COLUMNS, fact_of
 from kvfold.memory.schema import connect, telling
+from kvfold.memory.verbs import CHANGE
 
-_COLUMNS = 'id, text, source, start, "end", valid_from, valid_to, importance, uses, embedder, embedding'
-_INSERT = f"INSERT INTO fact (owner, revision, {_COLUMNS}) VALUES ({', '.join('?' * 13)})"
+MAX_FACTS = 100_000  # of one owner
+
+_INSERT = f"INSERT INTO fact (owner, revision, subject, verb, kind, {COLUMNS}) VALUES ({', '.join('?' * 17)})"
 
 
 class Version(NamedTuple):
@@ -27,6 +31,14 @@ class Version(NamedTuple):
     recalls: int
 
 
+class Topic(NamedTuple):
+    """By what facts are compared; empty where that cannot be told."""
+
+    subject: str = ""
+    verb: str = ""
+    kind: str = ""
+
+
 class FactStore:
     """The facts of many owners in one file."""
 
@@ -35,10 +47,19 @@ class FactStore:
         self._lock = RLock()
         self._connection = connect(path)
         self._is_writing = False
+        with self._lock, telling(path):
+            if self._connection.execute("SELECT count(*) FROM pending").fetchone() != (0,):
+                self._scrub()  # a process was killed while it forgot
 
     def close(self) -> None:
         with self._lock:
             self._connection.close()
+
+    def __enter__(self) -> FactStore:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -68,13 +89,28 @@ class FactStore:
             row = self._connection.execute(sql, owner).fetchone()
         return None if row is None else Version(*row)
 
-    def changed(self, owner: Owner, key: int, after: int) -> Iterator[tuple[int, Fact]]:
-        """Facts that changed after a revision, with theirs, by id."""
-        sql = f"SELECT revision, {_COLUMNS} FROM fact WHERE owner = ? AND revision > ? ORDER BY id"
+    def changed(self, owner: Owner, key: int, after: int) -> list[Fact]:
+        """Facts that changed after a revision, by id."""
+        sql = f"SELECT {COLUMNS} FROM fact WHERE owner = ? AND revision > ? ORDER BY id"
         with self._lock, telling(self.path):
             rows = self._connection.execute(sql, (key, after)).fetchall()
-        for revision, number, *rest in rows:
-            yield revision, Fact(number, owner.user, *rest)
+        return [fact_of(owner, row, self.path) for row in rows]
+
+    def same_text(self, owner: Owner, topic: Topic, text: str) -> list[Fact]:
+        """Facts that say just that, also those that were superseded."""
+        return self._select(owner, "subject = ? AND text = ?", topic.subject, text)
+
+    def same_topic(self, owner: Owner, topic: Topic) -> list[Fact]:
+        """Facts of one subject whose verbs or kinds of values can be compared, by id."""
+        where = "subject = ? AND (verb IN (?, ?) OR ? = ? OR (kind = ? AND kind = 'day'))"
+        return self._select(owner, where, topic.subject, topic.verb, CHANGE, topic.verb, CHANGE, topic.kind)
+
+    def _select(self, owner: Owner, where: str, *values: object) -> list[Fact]:
+        sql = f"""SELECT {COLUMNS} FROM fact
+            WHERE owner = (SELECT key FROM owner WHERE tenant = ? AND user = ?) AND {where} ORDER BY id"""
+        with self._lock, telling(self.path):
+            rows = self._connection.execute(sql, (*owner, *values)).fetchall()
+        return [fact_of(owner, row, self.path) for row in rows]
 
     def owners(self, tenant: str) -> list[tuple[str, int]]:
         """Users of a tenant and how many facts each has."""
@@ -85,22 +121,70 @@ class FactStore:
 
     # Writing
 
-    def insert(self, owner: Owner, fact: Fact) -> Fact:
+    def insert(self, owner: Owner, topic: Topic, fact: Fact) -> Fact:
         """The fact with its id; the owner is made where there is none."""
         with self.writing():
             key, number, revision = self._next(owner)
+            self._check_room(owner, key, number)
             values = (fact.text, fact.source, fact.start, fact.end, fact.valid_from, fact.valid_to)
-            more = (fact.importance, fact.uses, fact.embedder, fact.embedding)
-            self._connection.execute(_INSERT, (key, revision, number, *values, *more))
+            more = (fact.importance, fact.uses, fact.supersedes, fact.embedder, fact.embedding)
+            self._connection.execute(_INSERT, (key, revision, *topic, number, *values, *more))
         return Fact(number, owner.user, *values, *more)
 
-    def close_facts(self, owner: Owner, ends: Iterable[tuple[int, float]]) -> None:
-        """Set `valid_to` of facts by id."""
-        sql = "UPDATE fact SET valid_to = ?, revision = ? WHERE owner = ? AND id = ?"
+    def end(self, owner: Owner, number: int, at: float) -> None:
+        """Set `valid_to` of a fact."""
+        self._set(owner, number, "valid_to", at)
+
+    def link(self, owner: Owner, number: int, superseded: int) -> None:
+        """Set `supersedes` of a fact."""
+        self._set(owner, number, "supersedes", superseded)
+
+    def _set(self, owner: Owner, number: int, column: str, value: float) -> None:
         with self.writing():
-            for number, end in ends:
-                key, revision = self._changed(owner)
-                self._connection.execute(sql, (end, revision, key, number))
+            key, revision = self._changed(owner)
+            sql = f"UPDATE fact SET {column} = ?, revision = ? WHERE owner = ? AND id = ?"
+            self._connection.execute(sql, (value, revision, key, number))
+
+    def remove(self, owner: Owner, ids: Sequence[int] | None = None) -> int:
+        """Delete some facts, or an owner with all facts, and what the file still holds of them; returns how many."""
+        with self.writing():
+            run = self._connection.execute
+            run("INSERT INTO pending VALUES ('scrub') ON CONFLICT DO NOTHING")
+            version = self.version(owner)
+            count = 0 if version is None else self._delete(version.key, ids)
+        with self._lock, telling(self.path):
+            self._scrub()
+        return count
+
+    def _delete(self, key: int, ids: Sequence[int] | None) -> int:
+        run = self._connection.execute
+        if ids is None:
+            count = run("DELETE FROM fact WHERE owner = ?", (key,)).rowcount
+            run("DELETE FROM owner WHERE key = ?", (key,))
+            return count
+        run("UPDATE owner SET epoch = epoch + 1 WHERE key = ?", (key,))
+        return sum(run("DELETE FROM fact WHERE owner = ? AND id = ?", (key, number)).rowcount for number in ids)
+
+    def _scrub(self) -> None:
+        """Rewrite the file without free pages, and empty its log; the lock is held."""
+        self._connection.execute("VACUUM")
+        self._empty_log()
+        self._connection.execute("DELETE FROM pending")
+        self._empty_log()
+
+    def _empty_log(self) -> None:
+        is_busy, *_ = self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        if is_busy:
+            raise FileError(
+                f"facts are deleted, but the log of {self.path} cannot be emptied while another process reads it; "
+                "end that process, or run forget again"
+            )
+
+    def _check_room(self, owner: Owner, key: int, number: int) -> None:
+        if number > MAX_FACTS:
+            (count,) = self._connection.execute("SELECT count(*) FROM fact WHERE owner = ?", (key,)).fetchone()
+            if count >= MAX_FACTS:
+                raise InputError(f"{owner.user} has {count:,} facts, the most there may be; forget some first")
 
     def _next(self, owner: Owner) -> tuple[int, int, int]:
         """Key, the id of a new fact, and its revision."""

@@ -55,3 +55,37 @@ def test_what_cannot_be_is_one_line(call: Call, tmp_path: Path, arguments: tuple
     file = () if "--file" in arguments else ("--file", str(tmp_path / "memory.db"))
     done = call("memory", *arguments, *file)
     assert done.code == 2 and told in done.err and done.err.count("\n") == 1
+
+
+def test_an_update_ends_the_older_fact_and_a_date_finds_it(call: Call, file: tuple[str, ...]) -> None:
+    call("memory", "add", "--user", "anna", *file, "I live in Berlin.", "--at", "2026-01-05")
+    call("memory", "add", "--user", "anna", *file, "I moved to Paris.", "--at", "2026-03-01")
+    for date, city in (("2026-01-05", "Berlin"), ("2026-02-28", "Berlin"), ("2026-03-01", "Paris")):
+        found = json.loads(
+            call("memory", "ask", "--user", "anna", *file, "Where do I live?", "--at", date, "--json").out
+        )
+        assert [city in fact["text"] for fact in found] == [True]
+
+
+def test_forget_export_and_import(call: Call, file: tuple[str, ...], tmp_path: Path) -> None:
+    call("memory", "add", "--user", "anna", *file, SAID)
+    out = tmp_path / "anna.jsonl"
+    assert call("memory", "export", "--user", "anna", *file, "--out", out).code == 0
+    assert call("memory", "export", "--user", "anna", *file).out == out.read_text(encoding="utf-8")
+    assert call("memory", "forget", "--user", "anna", *file, "--id", 1, "--id", 7).out == "1 facts forgotten\n"
+    assert json.loads(call("memory", "forget", "--user", "anna", *file, "--json").out) == {"forgotten": 2}
+    assert b"Siemens" not in (tmp_path / "memory.db").read_bytes()
+    assert call("memory", "import", "--user", "ben", *file, out).out == "3 facts imported\n"
+    assert json.loads(call("memory", "ls", *file, "--json").out) == [{"user": "ben", "facts": 3}]
+
+
+def test_tenants_have_users_of_their_own(call: Call, file: tuple[str, ...]) -> None:
+    call("memory", "add", "--user", "anna", "--tenant", "one", *file, SAID)
+    assert json.loads(call("memory", "ls", "--user", "anna", "--tenant", "two", *file, "--json").out) == []
+    assert len(json.loads(call("memory", "ls", "--user", "anna", "--tenant", "one", *file, "--json").out)) == 3
+
+
+def test_a_damaged_file_is_one_line(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "memory.db").write_bytes(b"nothing" * 999)
+    done = call("memory", "ls", "--file", tmp_path / "memory.db")
+    assert done.code == 2 and "is damaged or no SQLite file" in done.err and done.err.count("\n") == 1

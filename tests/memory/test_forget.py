@@ -1,0 +1,73 @@
+"""What is forgotten is in no file, whatever the file went through."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from kvfold.memory import Memory
+from tests.memory.conftest import MakeMemory
+
+SECRET = "Xylophone-4711"
+QUESTION = f"What about {SECRET}?"
+
+
+def raw(folder: Path) -> bytes:
+    """The bytes of all files, names included."""
+    return b"".join(str(path).encode() + path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+def fill(memory: Memory) -> None:
+    memory.add(f"My word is {SECRET}.", source="chat", at=1e9)
+    memory.add(" ".join(f"The house number {number} is old and red." for number in range(300)))
+    memory.add(f"My word is now not-{SECRET}. " * 3)
+
+
+def test_a_forgotten_user_is_in_no_file(make: MakeMemory, path: Path) -> None:
+    memory, other = make("anna-the-user"), make("ben")
+    fill(memory)
+    other.add("Ben lives in Bonn.")
+    assert SECRET.encode() in raw(path.parent) and b"anna-the-user" in raw(path.parent)
+    assert memory.forget() == 302
+    for needle in (SECRET, SECRET.lower(), "anna-the-user", "house number"):
+        assert needle.encode() not in raw(path.parent), needle
+    assert memory.facts() == [] and memory.recall(QUESTION) == [] and len(other.facts()) == 1
+    assert memory.forget() == 0
+
+
+def test_a_forgotten_fact_is_in_no_file_and_the_others_stay(make: MakeMemory, path: Path) -> None:
+    memory = make()
+    fill(memory)
+    ids = [fact.id for fact in memory.facts() if SECRET in fact.text]
+    assert memory.forget(ids) == len(ids) == 2
+    assert SECRET.encode() not in raw(path.parent) and len(memory.facts()) == 300
+    assert memory.forget([10_000]) == 0
+    (new,) = memory.add("Ben lives in Bonn.")
+    assert new.id == 303, "an id is not given twice"
+
+
+def test_another_process_that_had_read_it_forgets_it_too(make: MakeMemory) -> None:
+    first, second = make(), make()
+    fill(first)
+    assert second.recall(QUESTION)
+    first.forget()
+    first.add("The weather is fine.")
+    assert second.recall(QUESTION) == [] and len(second.facts()) == 1
+
+
+def test_a_process_killed_while_it_forgets_leaves_it_to_the_next(make: MakeMemory, path: Path) -> None:
+    """Facts are deleted, and the process dies before it rewrites the file."""
+    memory = make()
+    fill(memory)
+    program = f"""
+import os, signal
+from kvfold.memory import Memory
+from kvfold.memory.store import FactStore
+FactStore._scrub = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+Memory({str(path)!r}, "anna", embedder="hashed").forget()
+"""
+    assert subprocess.run([sys.executable, "-c", program]).returncode == -9
+    memory.close()
+    make("ben")
+    assert SECRET.encode() not in raw(path.parent)
