@@ -18,10 +18,12 @@ from statistics import median_low
 
 import numpy as np
 
+from kvfold.shortening.base import Floats, Task
 from kvfold.shortening.word_index import WORD, words_of
 
 _RUN = re.compile(r"[^.,;:!?()\[\]{}\"“”«»…\n|]+")
 _MAX_WORDS = 3  # of a phrase
+_SHORT = 8  # tokens: shorter units are no better for it
 _WORDS_OF_GRAMMAR = (
     "the and that this with from have has had was were are been being for not but which who whom whose what "
     "when where why how all any both each few more most other some such than then there their them they these "
@@ -59,6 +61,14 @@ def keyphrases(sentences: Sequence[str], count: int) -> dict[str, float]:
     scored = sorted((round(_phrase_score(phrase, times, score), 9), phrase) for phrase, times in often)
     least = scored[count][0] if len(scored) > count else scored[-1][0] if scored else 0.0
     return {phrase: math.log((least + 1e-9) / (value + 1e-9)) for value, phrase in scored[:count]}
+
+
+def phrase_weights(task: Task, count: int) -> Floats:
+    """[N]: weights of the best phrases that a unit holds, by the root of its length."""
+    weight = keyphrases(task.texts(), count)
+    held = [sorted(phrases_in(text)) for text in task.texts()]
+    held_N = np.array([sum(weight.get(phrase, 0.0) for phrase in phrases) for phrases in held])
+    return held_N / np.sqrt(np.maximum(task.num_tokens_N, _SHORT))
 
 
 def phrases_of(words: Sequence[str]) -> Iterator[str]:

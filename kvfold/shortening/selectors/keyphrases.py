@@ -13,10 +13,9 @@ import numpy as np
 from kvfold.policy.registry import register
 from kvfold.shortening.base import Bools, Floats, Selector, Task
 from kvfold.shortening.chunkers.grouping import cut_evenly, is_alone, paragraphs
-from kvfold.shortening.keyphrases import keyphrases, phrases_in
+from kvfold.shortening.keyphrases import phrase_weights
 
 _LEADS = 0.3  # of the target, at most about
-_SHORT = 8  # tokens
 
 
 @register("selector", "keyphrases", cost="none", published="differs: YAKE weighs sentences of the text")
@@ -37,10 +36,7 @@ class Keyphrases(Selector):
         return None if self.phrases >= 1 else f"phrases is at least 1, not {self.phrases}"
 
     def worth(self, task: Task) -> Floats:
-        weight = keyphrases(task.texts(), self.phrases)
-        held = [sorted(phrases_in(text)) for text in task.texts()]
-        held_N = np.array([sum(weight.get(phrase, 0.0) for phrase in phrases) for phrases in held])
-        worth_N = held_N / np.sqrt(np.maximum(task.num_tokens_N, _SHORT))
+        worth_N = phrase_weights(task, self.phrases)
         return worth_N / max(float(worth_N.max(initial=0.0)), 1e-9) + 2.0 * leads(task)
 
 
