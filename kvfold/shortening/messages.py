@@ -52,8 +52,8 @@ def _question(messages: Sequence[dict[str, Any]]) -> str | None:
     for message in reversed(messages):
         content = message.get("content") if message.get("role") == "user" else None
         texts = [content] if isinstance(content, str) else [part["text"] for part in content or () if _is_text(part)]
-        if texts:
-            return end_text(texts[-1])
+        if asked := [text for text in texts if text.strip()]:
+            return end_text(asked[-1])
     return None
 
 

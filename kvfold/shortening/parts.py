@@ -18,7 +18,8 @@ _HEADING = re.compile(r"\s{0,3}#{1,6}\s+\S")
 _UNDERLINE = re.compile(r"\s{0,3}(=+|-+)\s*$")
 _ITEM = re.compile(r"\s*(?:[-*+•]|\d{1,3}[.)])\s+\S")
 _ROW = re.compile(r"[^|\n]*\|[^|\n]*\||[^\t\n]*\t[^\t\n]*\t")
-_TITLE = re.compile(r"\s*[^\W_a-z].{0,78}[^\s.!?:;,…]\s*$")
+_TITLE = re.compile(r"\s*[^\W_a-z].{0,78}\S\s*$")
+_SENTENCE_MARK = re.compile(r"[.!?:;,…：；，、؟।][\"'”’»）)]*\s*$|[。！？]")  # at the end of a line, or anywhere in it
 _CJK_END = re.compile(r"[。！？]+[”’」』）]*\s*")  # where nupunkt, made for spaces between words, sees no end
 _BLANK_LINE = re.compile(r"\n[^\S\n]*\n\s*\Z")
 _MAX_CHARS = 2000  # of a sentence; what has no end is cut at white space
@@ -94,6 +95,8 @@ def _item_end(text: str, lines: list[tuple[int, int]], at: int) -> int:
 def _paragraph_end(text: str, lines: list[tuple[int, int]], at: int) -> int:
     for number in range(at + 1, len(lines)):
         line = text[slice(*lines[number])]
+        if number == at + 1 and _UNDERLINE.match(line):
+            return number
         if not line.strip() or any(mark.match(line) for mark in (_FENCE, _HEADING, _ROW, _ITEM)):
             return number - 1
     return len(lines) - 1
@@ -103,7 +106,8 @@ def _paragraph(text: str, lines: list[tuple[int, int]]) -> Iterator[tuple[int, i
     """A paragraph; one line that ends like no sentence is a heading, and so is a line above ==== or ----."""
     start, end = lines[0][0], lines[-1][1]
     is_underlined = len(lines) == 2 and _UNDERLINE.match(text[slice(*lines[1])])
-    if is_underlined or (len(lines) == 1 and _TITLE.match(text[start:end])):
+    is_title = len(lines) == 1 and _TITLE.match(text[start:end]) and not _SENTENCE_MARK.search(text[start:end])
+    if is_underlined or is_title:
         yield start, end, "heading"
     else:
         yield start, end, "sentence"

@@ -13,7 +13,7 @@ from kvfold.policy.size import number_text
 from kvfold.shortening.base import Bools, Task, Unit
 
 _UNIT = (
-    r"%|‰|°[CF]?|€|£|¥|\$|[kMGT]?i?[Bb](?:it)?s?/?s?|[munkM]?[mgslVAWJN]|km/h|mph|h|min|days?|hours?|minutes?|seconds?|"
+    r"%|‰|°[CF]?|€|£|¥|\$|km/h|[kMGT]?i?[Bb](?:it)?s?/?s?|[munkM]?[mgslVAWJN]|mph|h|min|days?|hours?|minutes?|seconds?|"
     r"weeks?|months?|years?|percent|million|billion|thousand|dollars?|euros?|tokens?|kg|mg|cm|mm|km|ms|Hz|[kMG]Hz|USD|EUR"
 )
 _PATTERNS = {
@@ -72,7 +72,9 @@ def check_room(task: Task, needed: int) -> None:
     """SizeError if the tokens that must stay are more than may."""
     if needed > task.target:
         ratio = number_text(math.floor(10 * len(task.tokens) / needed) / 10)
+        has_ends = task.ends_n is not None and bool(task.ends_n.any())
+        named = ", ".join([*task.keep, *(["the ends of the message"] if has_ends else [])])
         raise SizeError(
-            f"what must stay ({', '.join(task.keep)}) is {needed} tokens, and of {len(task.tokens)} tokens "
-            f"{task.target} may; keep less, such as keep=none, or shorten to {ratio}x or {needed}tok"
+            f"what must stay ({named}) is {needed} tokens, and of {len(task.tokens)} tokens {task.target} may; "
+            f"{'keep less, such as keep=none, or ' if task.keep else ''}shorten to {ratio}x or {needed}tok"
         )

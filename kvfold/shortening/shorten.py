@@ -126,7 +126,9 @@ def shorten_text(
     units = plan.units.units(text, parts, embedder, tokens)
     keep = kinds_of(plan.keep)
     kept_n = protected_parts(text, parts, keep)
-    ends_n = end_parts(text, parts, tokens) if keeps_ends else np.zeros(len(parts), dtype=bool)
+    ends_n = np.zeros(len(parts), dtype=bool)
+    if keeps_ends:
+        ends_n = end_parts(text, parts, tokens, min(END_TOKENS, target // 2))
     kept_n |= ends_n
     task = Task(
         text, units, parts, kept_n, tokens, target, question, embedder, keep, model, progress, plan.units, ends_n
@@ -149,12 +151,12 @@ def _spans(task: Task, selector: Selector) -> tuple[tuple[int, int], ...]:
     return spans
 
 
-def end_parts(text: str, parts: tuple[Unit, ...], tokens: TokenOffsets) -> Bools:
-    """[n]: the first part, and the last ones within the last paragraph and END_TOKENS tokens."""
+def end_parts(text: str, parts: tuple[Unit, ...], tokens: TokenOffsets, most: int = END_TOKENS) -> Bools:
+    """[n]: the first part and the last, and others before it within the last paragraph and `most` tokens."""
     kept_n = np.zeros(len(parts), dtype=bool)
     kept_n[:1] = kept_n[-1:] = True
     for number in range(len(parts) - 2, -1, -1):
-        if ends_paragraph(text, parts[number]) or tokens.count(parts[number].start, len(text)) > END_TOKENS:
+        if ends_paragraph(text, parts[number]) or tokens.count(parts[number].start, len(text)) > most:
             break
         kept_n[number] = True
     return kept_n
@@ -164,5 +166,5 @@ def end_text(text: str) -> str:
     """The end of the last paragraph of a message, where its question stands."""
     parts, tokens = parts_of(text), TokenOffsets.of(text)
     kept_n = end_parts(text, parts, tokens)
-    kept_n[0] = kept_n.all()
+    kept_n[:1] = kept_n.all()
     return "".join(text[part.start : part.end] for part, kept in zip(parts, kept_n, strict=True) if kept)
