@@ -309,6 +309,10 @@ QUICK: dict[str, dict[str, int]] = {
     "tests/shortening/embedders/test_real.py": {
         "test_vectors_are_the_same_in_processes_of_any_number_of_threads": 0,
     },
+    "tests/shortening/test_long_text.py": {
+        "test_memory_grows_with_the_text_and_progress_reaches_its_total": 0,
+        "test_threads_and_seeds_of_a_process_change_nothing": 0,
+    },
     "tests/shortening/test_loaded_model.py": {
         "test_answers_of_a_real_model_are_those_of_transformers": 0,
     },

@@ -18,7 +18,7 @@ from statistics import median_low
 
 import numpy as np
 
-from kvfold.shortening.base import Floats, Task
+from kvfold.shortening.base import Floats, Progress, Task
 from kvfold.shortening.word_index import WORD, words_of
 
 _RUN = re.compile(r"[^.,;:!?()\[\]{}\"“”«»…\n|]+")
@@ -44,7 +44,7 @@ class _Word:
     right: list[str] = field(default_factory=list)
 
 
-def keyphrases(sentences: Sequence[str], count: int) -> dict[str, float]:
+def keyphrases(sentences: Sequence[str], count: int, progress: Progress | None = None) -> dict[str, float]:
     """The best phrases, each with the logarithm of how many times better it scores than the first that is left out.
 
     Unlike YAKE's, phrases of several words occur twice at least: what stands once tells no sentence from another.
@@ -56,6 +56,8 @@ def keyphrases(sentences: Sequence[str], count: int) -> dict[str, float]:
             normal = words_of(run)
             _observe(words, normal, WORD.findall(run), number)
             phrases.update(phrases_of(normal))
+        if progress is not None:
+            progress(number + 1, len(sentences))
     score = _word_scores(words, len(sentences))
     often = ((phrase, times) for phrase, times in phrases.items() if times > 1 or " " not in phrase)
     scored = sorted((round(_phrase_score(phrase, times, score), 9), phrase) for phrase, times in often)
@@ -63,9 +65,9 @@ def keyphrases(sentences: Sequence[str], count: int) -> dict[str, float]:
     return {phrase: math.log((least + 1e-9) / (value + 1e-9)) for value, phrase in scored[:count]}
 
 
-def phrase_weights(task: Task, count: int) -> Floats:
+def phrase_weights(task: Task, count: int, progress: Progress | None = None) -> Floats:
     """[N]: weights of the best phrases that a unit holds, by the root of its length."""
-    weight = keyphrases(task.texts(), count)
+    weight = keyphrases(task.texts(), count, progress)
     held = [sorted(phrases_in(text)) for text in task.texts()]
     held_N = np.array([sum(weight.get(phrase, 0.0) for phrase in phrases) for phrases in held])
     return held_N / np.sqrt(np.maximum(task.num_tokens_N, _SHORT))

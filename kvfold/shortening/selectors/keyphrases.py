@@ -36,7 +36,7 @@ class Keyphrases(Selector):
         return None if self.phrases >= 1 else f"phrases is at least 1, not {self.phrases}"
 
     def worth(self, task: Task) -> Floats:
-        worth_N = phrase_weights(task, self.phrases)
+        worth_N = phrase_weights(task, self.phrases, task.progress)
         return worth_N / max(float(worth_N.max(initial=0.0)), 1e-9) + 2.0 * leads(task)
 
 
