@@ -7,6 +7,7 @@ import pytest
 
 from kvfold.shortening.clusters import clusters
 from kvfold.shortening.embedders.codes import SCALE, encode_unit
+from kvfold.shortening.embedders.hashed import HashedTfIdf
 from kvfold.shortening.sentence_graph import SEGMENT, SentenceGraph, segments
 from kvfold.shortening.shorten import shorten_text
 from kvfold.shortening.text import plan_of
@@ -108,12 +109,11 @@ ASIDE = "Meanwhile somebody elsewhere painted a purple elephant. "
 
 
 @pytest.mark.parametrize("place", range(5))
-def test_what_says_most_of_the_text_stays(place: int) -> None:
-    """The sentence that shares words with all others, wherever it stands; each is a paragraph, so all lead one."""
+def test_the_sentence_that_shares_words_with_all_others_is_central(place: int) -> None:
     sentences = [*SPOKES, ASIDE]
     sentences.insert(place, HUB)
-    found = shorten_text("\n\n".join(sentences), plan_of("graph(near=0)", "13tok", "none", embedder="tfidf"))
-    assert found.text.strip() == HUB.strip()
+    rank_n = SentenceGraph.of(HashedTfIdf().codes(sentences), near=0).rank(np.ones(5), 0.85)
+    assert rank_n.argmax() == place and rank_n.argmin() == sentences.index(ASIDE)
 
 
 def test_what_is_repeated_stays_once() -> None:
