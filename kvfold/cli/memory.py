@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.atomic_io import write_whole
+from kvfold.cli import memory_eval
 from kvfold.cli.options import (
     Parser,
     Subparsers,
@@ -34,6 +35,7 @@ _EPILOG = """examples:
   kvfold memory ls --user anna
   kvfold memory export --user anna > anna.jsonl
   kvfold memory forget --user anna
+  kvfold memory eval
 
 Facts are the sentences of what was added, word for word. A later one with another value ends an older one, which stays
 for questions about its time. They are kept in memory/memory.db under KVFOLD_HOME, or in --file FILE.
@@ -57,6 +59,7 @@ def add_parser(subparsers: Subparsers) -> None:
     ask.add_argument("question", metavar="QUESTION", type=nonempty, help="what to look for")
     _add_at(ask)
     add_option(ask, "--top", "N", "at most N facts", positive, 12)
+    ask.add_argument("--closest", action="store_true", help="show the closest facts even where none is near")
     listed = _add_verb(verbs, "ls", "list facts by id, or users without --user", _list, is_needed=False)
     _add_at(listed)
     forget = _add_verb(verbs, "forget", "remove facts from all files of the memory", _forget)
@@ -66,18 +69,24 @@ def add_parser(subparsers: Subparsers) -> None:
     add_option(export, "--out", "FILE", "write to a file (default: stdout)", Path)
     imported = _add_verb(verbs, "import", "read facts that export wrote", _import)
     imported.add_argument("lines", metavar="FILE", help="JSON lines; - is stdin")
+    evaluation = memory_eval.add_parser(verbs)
+    _add_whose(evaluation, is_needed=False)
 
 
 def _add_verb(verbs: Subparsers, name: str, text: str, run: Any, *, is_needed: bool = True) -> Parser:
     parser = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    _add_whose(parser, is_needed=is_needed)
+    add_json_option(parser)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_whose(parser: argparse.ArgumentParser, *, is_needed: bool) -> None:
     add_option(parser, "--user", "NAME", "whose facts", nonempty, required=is_needed)
     add_option(parser, "--tenant", "NAME", "the user's tenant: the name of an API key of kvfold serve", default="")
     add_option(parser, "--file", "FILE", "the SQLite file (default: memory/memory.db under KVFOLD_HOME)", Path)
     text = "vectors that compare facts: auto, potion, minilm, hashed, a folder"
     add_option(parser, "--embedder", "NAME", text, nonempty, "auto")
-    add_json_option(parser)
-    parser.set_defaults(run=run)
-    return parser
 
 
 def _add_at(parser: argparse.ArgumentParser) -> None:
@@ -105,7 +114,7 @@ def _add(args: argparse.Namespace) -> int:
 
 def _ask(args: argparse.Namespace) -> int:
     with _open(args) as memory:
-        found = memory.recall(args.question, at=args.at, top=args.top)
+        found = memory.recall(args.question, at=args.at, top=args.top, abstain=not args.closest)
     if args.json:
         print_json([{**one.fact.to_json(), "score": round(one.score, 6)} for one in found])
     elif found:

@@ -2,7 +2,7 @@
 
 It follows the file: what any process wrote since is added, and a removal reads everything anew.
 
-    N facts   D dimensions   W, V as in kvfold/shortening/word_index.py
+    N facts   D dimensions
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from kvfold.memory.embedding import identity
 from kvfold.memory.fact import Fact, Owner
+from kvfold.memory.fact_words import FactWords
 from kvfold.memory.store import FactStore
 from kvfold.shortening.base import Bools, Embedder, Floats
 from kvfold.shortening.embedders.codes import cosines
-from kvfold.shortening.word_index import WordIndex
 
 _MAX_CHAIN = 64  # values that one fact had before
 
@@ -31,9 +31,10 @@ class FactIndex:
     owner: Owner
     embedder: Embedder
     facts: list[Fact] = field(default_factory=list)
-    words: WordIndex = field(default_factory=lambda: WordIndex.of([]))
+    words: FactWords = field(default_factory=FactWords.empty)
     recalls: int = 0
     _codes_ND: NDArray[np.int8] = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int8))
+    importance_N: Floats = field(default_factory=lambda: np.zeros(0))
     _from_N: Floats = field(default_factory=lambda: np.zeros(0))
     _to_N: Floats = field(default_factory=lambda: np.zeros(0))
     _before_N: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # rows; -1: none
@@ -100,9 +101,10 @@ class FactIndex:
         for fact in facts:
             self._row_of[fact.id] = len(self.facts)
             self.facts.append(fact)
-        self.words = extended(self.words, [fact.text for fact in facts])
+        self.words = self.words.with_texts([fact.text for fact in facts])
         codes = self._codes(facts)
         self._codes_ND = np.concatenate([self._codes_ND, codes]) if len(self._codes_ND) else codes
+        self.importance_N = np.append(self.importance_N, [fact.importance for fact in facts])
         self._from_N = np.append(self._from_N, [fact.valid_from for fact in facts])
         self._to_N = np.append(self._to_N, [_end(fact) for fact in facts])
         self._before_N = np.append(self._before_N, [self._before(fact) for fact in facts])
@@ -120,16 +122,6 @@ class FactIndex:
         for row in sorted(set(range(len(facts))) - set(anew)):
             codes[row] = np.frombuffer(facts[row].embedding, dtype=np.int8)
         return codes
-
-
-def extended(index: WordIndex, texts: Sequence[str]) -> WordIndex:
-    """The index with further units behind those it has; its vocabulary grows in place."""
-    new = WordIndex.of(texts)
-    known = index.vocabulary
-    ids_V = np.array([known.setdefault(word, len(known)) for word in new.vocabulary], dtype=np.int64)
-    ids_W = np.concatenate([index.ids_W, ids_V[new.ids_W]])
-    times_W = np.concatenate([index.times_W, new.times_W])
-    return WordIndex(known, ids_W, times_W, np.concatenate([index.first, index.first[-1] + new.first[1:]]))
 
 
 def _end(fact: Fact) -> float:

@@ -14,6 +14,7 @@ from kvfold.memory.extract import clean, fact_spans
 from kvfold.memory.fact import MAX_IMPORTANCE, MAX_NAME, Fact, Owner
 from kvfold.memory.index import FactIndex
 from kvfold.memory.jsonl import from_lines, to_lines
+from kvfold.memory.question import asked_for
 from kvfold.memory.recall import NUM_RECALLED, Recalled, recall
 from kvfold.memory.render import render
 from kvfold.memory.store import FactStore
@@ -96,13 +97,18 @@ class Memory:
         with self._lock:
             return self.store.remove(self.owner, ids)
 
-    def recall(self, question: str, *, at: float | None = None, top: int = NUM_RECALLED) -> list[Recalled]:
-        """The facts nearest to a question that were valid at a time (now unless given), best first; none if none is
-        near. Their `uses` grow."""
-        at = checked_time(time.time() if at is None else at)
+    def recall(
+        self, question: str, *, at: float | None = None, top: int = NUM_RECALLED, abstain: bool = True
+    ) -> list[Recalled]:
+        """The facts nearest to a question, best first; none if none is near, unless `abstain` is False.
+
+        They were valid at `at`; without it on the day that a question about the past names, else now. `uses` grow.
+        """
+        asked = asked_for(clean(question[:MAX_QUESTION]))
+        at = checked_time((asked.day or time.time()) if at is None else at)
         with self._lock:
             self._index.refresh()
-            found = recall(self._index, clean(question[:MAX_QUESTION]), at, top)
+            found = recall(self._index, asked, at, top, abstain=abstain)
         if found:
             self.store.count_recall(self.owner, [one.fact.id for one in found])
         return found

@@ -2,8 +2,9 @@
 
     score = (1 / (60 + rank by BM25) + 1 / (60 + rank by cosine)) * (1 + 0.02 exp(-age / 30 d)) * importance
 
-A fact without a word of the question has no rank by BM25. When no fact is near, nothing is recalled: a fact is near
-if its cosine reaches the embedder's threshold, or if it holds enough of the question's words, counted by their idf.
+A fact without a word of the question has no rank by BM25. When no fact is near, nothing is recalled. A fact is near if
+it speaks of whom the question names, and either its cosine reaches the embedder's threshold or it holds enough of the
+question's words, counted by their idf. A fact has the ranks of those it superseded, where they are better.
 
     N facts   n those that are valid
 """
@@ -11,13 +12,14 @@ if its cosine reaches the embedder's threshold, or if it holds enough of the que
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvfold.memory.fact import Fact
 from kvfold.memory.index import FactIndex
-from kvfold.memory.verbs import verb_forms
+from kvfold.memory.question import THIRD_PERSON, AskedFor
 from kvfold.memory.words import content_words
 from kvfold.shortening.base import Bools, Floats
 from kvfold.shortening.bm25 import bm25
@@ -26,8 +28,8 @@ NUM_RECALLED = 12
 _K = 60
 _RECENCY, _RECENCY_SECONDS = 0.02, 30 * 86400.0
 NEAR_SHARE = 0.5  # of the question's words, by idf
-_NEAR_COSINES = {"potion": 0.5, "minilm": 0.5}
-_NEAR_COSINE = 0.4  # of other embedders
+_NEAR_COSINES = {"potion": 0.6, "minilm": 0.6, "hashed": 0.5}
+_NEAR_COSINE = 0.6  # of other embedders
 
 
 @dataclass(frozen=True)
@@ -41,22 +43,25 @@ class Recalled:
     share: float  # of the question's words that the fact holds, by idf
 
 
-def recall(index: FactIndex, question: str, at: float, top: int = NUM_RECALLED) -> list[Recalled]:
-    """The best facts that were valid at a time, best first; empty if none is near the question."""
+def recall(
+    index: FactIndex, asked: AskedFor, at: float, top: int = NUM_RECALLED, *, abstain: bool = True
+) -> list[Recalled]:
+    """The best facts that were valid at a time, best first; empty if none is near the question and `abstain`."""
     valid_n = np.flatnonzero(index.valid_N(at))
-    if not len(valid_n):
+    if not len(valid_n) or not (asked.words or asked.names):
         return []
-    words = [verb_forms(word) for word in dict.fromkeys(content_words(question))]
-    bm25_n = index.inherited_N(bm25(index.words, " ".join(map(" ".join, words))))[valid_n]
-    cosine_n = index.inherited_N(index.cosine_N(index.embedder.codes([question])[0]))[valid_n]
-    share_n = index.inherited_N(_shares(index, words))[valid_n]
-    near_n = _is_near(index, cosine_n, share_n)
-    if not near_n.any():
+    words = [form for forms in asked.words for form in forms]
+    bm25_n = index.inherited_N(bm25(index.words, " ".join([*words, *content_words(asked.text)])))[valid_n]
+    cosine_n = index.inherited_N(index.cosine_N(index.embedder.codes([asked.text])[0]))[valid_n]
+    share_n = index.inherited_N(_shares(index, asked.words))[valid_n]
+    named_n = index.inherited_N(_named(index, asked.names))[valid_n] > 0
+    near_n = named_n & _is_near(index, cosine_n, share_n)
+    if abstain and not near_n.any():
         return []
     score_n = _fused(bm25_n, cosine_n)
     score_n *= 1 + _RECENCY * np.exp(-index.age_N(at)[valid_n] / _RECENCY_SECONDS)
-    score_n *= [index.facts[row].importance for row in valid_n]
-    best = np.argsort(-score_n, kind="stable")[:top]
+    score_n *= index.importance_N[valid_n]
+    best = np.lexsort((-score_n, ~near_n))[:top]  # near ones first
     return [
         Recalled(index.facts[row], float(score), float(b), float(c), float(s))
         for row, score, b, c, s in zip(
@@ -76,18 +81,24 @@ def _ranks(score_n: Floats) -> Floats:
     return higher_n.astype(np.float64) + 1
 
 
-def _shares(index: FactIndex, words: list[tuple[str, ...]]) -> Floats:
+def _shares(index: FactIndex, words: Sequence[tuple[str, ...]]) -> Floats:
     """[N]: idf of the question's words that each fact holds, in any of their forms, over that of all its words; a word
     that no fact holds weighs most."""
-    total, held_N = 0.0, np.zeros(len(index))
+    total, share_N = 0.0, np.zeros(len(index))
     for forms in words:
-        known = [index.words.vocabulary[form] for form in forms if form in index.words.vocabulary]
-        at = np.flatnonzero(np.isin(index.words.ids_W, known))
-        rows = np.unique(np.searchsorted(index.words.first, at, side="right") - 1)
-        weight = math.log(1 + (len(index) - len(rows) + 0.5) / (len(rows) + 0.5))
+        held_N = index.words.holds_N(forms)
+        count = int(held_N.sum())
+        weight = math.log(1 + (len(index) - count + 0.5) / (count + 0.5))
         total += weight
-        held_N[rows] += weight
-    return held_N / total if total else held_N
+        share_N += weight * held_N
+    return share_N / total if words else np.ones(len(index))
+
+
+def _named(index: FactIndex, names: frozenset[str]) -> Floats:
+    """[N]: 1 for a fact that speaks of whom the question names, or of he, she or it; who asks for nobody means all."""
+    if not names:
+        return np.ones(len(index))
+    return index.words.holds_N(names | THIRD_PERSON).astype(np.float64)
 
 
 def _is_near(index: FactIndex, cosine_n: Floats, share_n: Floats) -> Bools:

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from kvfold.memory.verbs import AUXILIARIES, FAMILY_OF, HELPERS
+from kvfold.memory.verbs import AUXILIARIES, FAMILY_OF, HELPERS, PARTICIPLES
 from kvfold.memory.words import FUNCTION_WORDS
 from kvfold.shortening.word_index import words_of
 
@@ -31,12 +31,15 @@ _NEGATIONS = frozenset(["not", "never", "no", "cannot", "without"])
 _ENDED = frozenset(["stopped", "quit", "ceased"])  # before a verb in -ing
 _BESIDE = frozenset(["now", "currently", "no", "longer", "not", "never", "still", "also", "just", "always", "recently"])
 _ARTICLES = frozenset(["the", "a", "an"])
+_NEW = frozenset(["new", "newest", "current", "latest"])  # my new number is my number, and it has changed
 _DAYS = frozenset(
     words_of(
         "monday tuesday wednesday thursday friday saturday sunday january february march april may june july august "
         "september october november december noon midnight morning afternoon evening today tomorrow"
     )
 )
+_NOBODY = frozenset(["there", "it", "that", "this", "which", "who", "what"])  # subjects that name nothing
+_POSSESSIVES = frozenset(["my", "your", "his", "her", "its", "our", "their", "mine", "yours", "hers", "ours", "theirs"])
 _MAX_SUBJECT = 8  # words
 
 
@@ -50,6 +53,7 @@ class Statement:
     kind: Kind
     is_negated: bool
     is_update: bool  # it says itself that something changed
+    owners: frozenset[str] = frozenset()  # whose the value is: Ben's, my
 
     @property
     def words(self) -> frozenset[str]:
@@ -72,21 +76,26 @@ def statement_of(text: str) -> Statement | None:
     subject = " ".join(
         word for word in lower[:at] if word not in _BESIDE and not _is_helper(word) and word not in _ENDED
     )
-    subject = re.sub(rf"^(?:{'|'.join(_ARTICLES)})\s+", "", subject)
-    if not subject:
+    is_new = bool(_NEW & set(subject.split()))
+    subject = re.sub(rf"^(?:{'|'.join(_ARTICLES)})\s+|\b(?:{'|'.join(_NEW)})\s+", "", subject)
+    if not subject or subject.split()[-1] in _NOBODY:
         return None
     around = {*lower[max(0, at - 3) : at + 2], *lower[-1:]}
     negated = bool(around & (_NEGATIONS | _ENDED)) or any(word.endswith("n't") for word in around)
     values = [token for token in tokens[at + 1 :] if not _is_filler(token.lower())]
-    is_update = bool(_UPDATES & set(lower)) or bool(lead and re.search("update|correction|actually", lead[0], re.I))
+    is_update = (
+        is_new or bool(_UPDATES & set(lower)) or bool(lead and re.search("update|correction|actually", lead[0], re.I))
+    )
     kept = frozenset(word for token in values for word in [token.lower().removesuffix("'s")])
-    return Statement(subject, FAMILY_OF[lower[at]], kept, _kind(values), negated, is_update)
+    owners = frozenset(word for word in lower[at + 1 :] if word.endswith("'s") or word in _POSSESSIVES)
+    return Statement(subject, FAMILY_OF[lower[at]], kept, _kind(values), negated, is_update, owners)
 
 
 def _verb_at(lower: list[str]) -> int | None:
-    """The first known verb behind a subject; of `is living` and `has moved` the second word."""
+    """The first known verb behind a subject; of `is living` and `has moved` the second word. A dog called Rex is no
+    verb's subject: `called` needs an auxiliary before it."""
     for at, word in enumerate(lower[: _MAX_SUBJECT + 3]):
-        if at and word in FAMILY_OF:
+        if at and word in FAMILY_OF and word not in PARTICIPLES:
             if word in AUXILIARIES:
                 behind = (next for next in range(at + 1, min(at + 4, len(lower))) if lower[next] in FAMILY_OF)
                 found = next(behind, None)

@@ -107,10 +107,10 @@ class FactStore:
 
     def _select(self, owner: Owner, where: str, *values: object) -> list[Fact]:
         sql = f"""SELECT {COLUMNS} FROM fact
-            WHERE owner = (SELECT key FROM owner WHERE tenant = ? AND user = ?) AND {where} ORDER BY id"""
+            WHERE owner = (SELECT key FROM owner WHERE tenant = ? AND user = ?) AND {where}"""
         with self._lock, telling(self.path):
             rows = self._connection.execute(sql, (*owner, *values)).fetchall()
-        return [fact_of(owner, row, self.path) for row in rows]
+        return [fact_of(owner, row, self.path) for row in sorted(rows)]
 
     def owners(self, tenant: str) -> list[tuple[str, int]]:
         """Users of a tenant and how many facts each has."""

@@ -48,8 +48,16 @@ _MANY_VALUES = {
     "learn": "learn learns learned learnt learning teach teaches taught",
     "collect": "collect collects collected",
 }
+_NOUNS = {  # by which one asks for what a verb states
+    "call": "name nickname",
+    "live": "home city town address",
+    "work": "job employer company",
+    "cost": "price",
+    "study": "school university",
+}
 CHANGE = "change"  # matches whatever had one value
 AUXILIARIES = frozenset({"am", "is", "are", "was", "were", "be", "been", "has", "have", "had"})
+PARTICIPLES = frozenset(["called", "named", "nicknamed", "based", "employed", "scheduled", "set", "due", "renamed"])
 HELPERS = frozenset({"do", "does", "did", "will", "would", "can", "could", "should", "must", "may", "might", "used"})
 FAMILY_OF = {
     form: name for group in (_ONE_VALUE, _MANY_VALUES) for name, forms in group.items() for form in forms.split()
@@ -57,6 +65,7 @@ FAMILY_OF = {
 HAS_MANY_VALUES = frozenset(_MANY_VALUES)
 _EXPANDED = {name: tuple(dict.fromkeys(words_of(forms))) for name, forms in {**_ONE_VALUE, **_MANY_VALUES}.items()}
 _FAMILY_OF_WORD = {word: name for name, words in _EXPANDED.items() for word in words}
+_FAMILY_OF_WORD |= {noun: name for name, nouns in _NOUNS.items() for noun in words_of(nouns)}
 
 
 def verb_forms(word: str) -> tuple[str, ...]:

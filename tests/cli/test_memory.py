@@ -89,3 +89,28 @@ def test_a_damaged_file_is_one_line(call: Call, tmp_path: Path) -> None:
     (tmp_path / "memory.db").write_bytes(b"nothing" * 999)
     done = call("memory", "ls", "--file", tmp_path / "memory.db")
     assert done.code == 2 and "is damaged or no SQLite file" in done.err and done.err.count("\n") == 1
+
+
+def test_eval_compares_systems(call: Call) -> None:
+    done = call("memory", "eval", "--facts", 12, "--sessions", 5, "--questions", 10, "--embedder", "hashed")
+    lines = [line.split("\t") for line in done.out.splitlines()]
+    assert done.code == 0 and [line[0] for line in lines] == ["system", "memory", "bm25", "full", "nothing"]
+    assert lines[4][1] == "40 %"
+
+
+def test_eval_of_a_users_own_questions(call: Call, file: tuple[str, ...], tmp_path: Path) -> None:
+    call("memory", "add", "--user", "anna", *file, "I live in Berlin.", "--at", "2026-01-05")
+    call("memory", "add", "--user", "anna", *file, "I moved to Paris.", "--at", "2026-03-01")
+    questions = tmp_path / "questions.jsonl"
+    asked = [{"question": "Where do I live?", "answer": "Paris"}, {"question": "What is my shoe size?", "answer": None}]
+    asked += [{"question": "Where did I live?", "answer": "Berlin", "at": "2026-02-01"}]
+    questions.write_text("\n".join(map(json.dumps, asked)), encoding="utf-8")
+    done = call("memory", "eval", "--user", "anna", *file, "--on", questions, "--json")
+    assert {row["system"]: row["accuracy"] for row in json.loads(done.out)}["memory"] == 1.0
+    assert "--user and --on go together" in call("memory", "eval", "--on", questions).err
+
+
+def test_the_closest_facts_are_shown_on_demand(call: Call, file: tuple[str, ...]) -> None:
+    call("memory", "add", "--user", "anna", *file, SAID)
+    asked = ("memory", "ask", "--user", "anna", *file, "Which opera did Verdi finish last?")
+    assert call(*asked).out == "" and len(call(*asked, "--closest").out.splitlines()) == 4

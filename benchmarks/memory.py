@@ -1,0 +1,145 @@
+"""Does a memory answer what users said in earlier conversations, with how many tokens, and how fast?
+
+    python -m benchmarks.memory                          the log of the docs, without a model
+    python -m benchmarks.memory --wording free           in words that the rules of kvfold were not made for
+    python -m benchmarks.memory --speed 10000            the time of one recall over so many facts
+    python -m benchmarks.memory --model smollm2-135m --facts 30 --questions 25 --policies "full; keydiff + 4x"
+
+A log is made from a seed: facts over weekly sessions, some updated, some ended, among sentences that state nothing of
+it. Questions ask for current, updated, past and ended values, and for what was never said; an answer is right if it has
+the value and no other one of its relation, without a judge. Compared are the memory, BM25 over the sentences of the
+log, the whole log, and nothing. Without a model the first sentence shown is the answer (a negated one: no answer), and
+the whole log has none; with a model it answers from what is shown, under each policy. `recalled` is the share of
+questions with an answer where it is shown, `tokens` those of the context (without a model words and marks), `ms` the
+median time of a question. Rows are printed as they come; the last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from benchmarks.commands import argument_parser, run_main
+from benchmarks.rows import Row, report
+from kvfold.errors import InputError
+from kvfold.memory import Memory
+from kvfold.memory.evaluation.answers import ModelAnswers
+from kvfold.memory.evaluation.log import Log, make_log
+from kvfold.memory.evaluation.run import Answer, Result, evaluate
+from kvfold.memory.evaluation.systems import Bm25System, FullSystem, MemorySystem, NothingSystem, System
+from kvfold.models.loader import Model, load
+from kvfold.shortening.tokens import TokenOffsets
+
+_ASKED = 50  # times, of which the median is shown
+
+
+def quality_rows(args: argparse.Namespace) -> Iterator[Row]:
+    """One row for each system, and with a model for each policy."""
+    model = None if args.model is None else load(args.model)
+    for seed in range(args.seed, args.seed + args.logs):
+        is_free = args.wording == "free"
+        log = make_log(args.facts, args.sessions, args.questions, args.distractors, seed, is_free=is_free)
+        about: Row = {"wording": args.wording, "seed": seed, "facts": args.facts, "turns": len(log.turns)}
+        with tempfile.TemporaryDirectory() as folder:
+            memory = MemorySystem(log, Path(folder) / "memory.db", args.embedder)
+            systems: list[System] = [memory, Bm25System(log), FullSystem(log), NothingSystem()]
+            for policy in args.policies.split(";") if model else [""]:
+                for result in _results(log, systems, model, policy.strip()):
+                    yield about | {"policy": policy.strip()} | _row(result)
+            memory.close()
+
+
+def _results(log: Log, systems: Sequence[System], model: Model | None, policy: str) -> Iterator[Result]:
+    tokenizer = None if model is None else model.tokenizer
+    count = lambda text: len(TokenOffsets.of(text, tokenizer))  # noqa: E731
+    if model is None:
+        yield from evaluate(log, systems, count)
+        return
+    with ModelAnswers(model, policy) as answers:
+        answer: Answer = answers
+        yield from evaluate(log, systems, count, answer)
+
+
+def _row(result: Result) -> Row:
+    known: Row = {"system": result.system, "questions": result.num_questions, "accuracy": _rounded(result.accuracy)}
+    kinds: Row = {kind: _rounded(share) for kind, share in result.by_kind.items()}
+    return {**known, **kinds, "recalled": _rounded(result.recalled), "tokens": round(result.tokens, 1), "ms": result.ms}
+
+
+def _rounded(share: float | None) -> float | None:
+    return None if share is None else round(share, 4)
+
+
+def speed_rows(num_facts: int, embedder: str) -> Iterator[Row]:
+    """Recall over many facts: the first of a process, which reads them all, and later ones; and a turn's write."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "memory.db"
+        with Memory(path, "user", embedder=embedder) as memory:
+            began = time.perf_counter()
+            for low in range(0, num_facts, 500):
+                memory.add("\n".join(_many(low, min(low + 500, num_facts))))
+            fill_s = time.perf_counter() - began
+        with Memory(path, "user", embedder=embedder) as memory:
+            began = time.perf_counter()
+            memory.recall(_question(0))
+            first_ms = 1e3 * (time.perf_counter() - began)
+            times = [_timed(lambda n=n: memory.recall(_question(n * 97 % num_facts))) for n in range(_ASKED)]
+            hits = sum(f"number {n} " in memory.recall(_question(n))[0].fact.text for n in range(0, num_facts, 199))
+            writes = [_timed(lambda n=n: memory.add(f"The box number {n}-b is green.")) for n in range(_ASKED)]
+            num_held = len(memory.facts())
+        yield {
+            "facts": num_held,
+            "recall_ms": statistics.median(times),
+            "recall_ms_p80": statistics.quantiles(times, n=5)[3],
+            "first_ms": first_ms,
+            "write_ms": statistics.median(writes),
+            "fill_s": round(fill_s, 2),
+            "found": hits / len(range(0, num_facts, 199)),
+            "file_bytes": path.stat().st_size,
+        }
+
+
+def _many(low: int, high: int) -> Iterator[str]:
+    colours = ("red", "blue", "green", "white", "black", "grey", "brown")
+    for n in range(low, high):
+        yield f"The {colours[n % 7]} box number {n} of the storehouse stands in row {n // 40} and holds {n * 7} screws."
+
+
+def _question(n: int) -> str:
+    return f"How many screws does box number {n} of the storehouse hold?"
+
+
+def _timed(work: object) -> float:
+    began = time.perf_counter()
+    work()  # type: ignore[operator]
+    return 1e3 * (time.perf_counter() - began)
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argument_parser("memory", __doc__)
+    parser.add_argument("--facts", type=int, default=60, metavar="N", help="subjects' relations (default %(default)s)")
+    parser.add_argument("--sessions", type=int, default=20, metavar="N", help="default %(default)s")
+    parser.add_argument("--questions", type=int, default=50, metavar="N", help="of each log (default %(default)s)")
+    parser.add_argument("--distractors", type=float, default=2.0, metavar="X", help="sentences beside each fact")
+    parser.add_argument("--logs", type=int, default=1, metavar="N", help="logs, from as many seeds (default 1)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="the first seed (default 0)")
+    parser.add_argument("--wording", choices=("plain", "free"), default="plain", help="default %(default)s")
+    parser.add_argument("--embedder", default="auto", help="default %(default)s")
+    parser.add_argument("--model", help="answers with a model; default: the first sentence is the answer")
+    parser.add_argument("--policies", default="full", help="of the model's KV cache, between semicolons")
+    parser.add_argument("--speed", type=int, metavar="N", help="time recall over N facts instead")
+    parser.add_argument("--save", action="store_true", help="append rows to benchmarks/results/memory.jsonl")
+    args = parser.parse_args(arguments)
+    if args.speed is not None and args.speed < 200:
+        raise InputError(f"--speed is {args.speed}; give 200 facts or more")
+    found = quality_rows(args) if args.speed is None else speed_rows(args.speed, args.embedder)
+    report("memory", found, save=args.save, embedder=args.embedder, model=args.model)
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main, sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""How well a memory answers: conversations made by rules, questions with one right value, and systems to compare."""

@@ -1,0 +1,29 @@
+"""Exact match, without a judge: an answer is right if it has the value, as a word, and no other one of its relation.
+
+Where nothing answers the question, an answer without any value of the relation is right.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from kvfold.memory.evaluation.log import Question
+from kvfold.memory.statement import statement_of
+
+
+def is_right(question: Question, answer: str) -> bool:
+    has_other = any(holds(answer, value) for value in question.others)
+    return not has_other and (question.answer is None or holds(answer, question.answer))
+
+
+def extracted(texts: Sequence[str]) -> str:
+    """The answer without a model: the first text, and nothing if that says what is no longer so."""
+    if not texts:
+        return ""
+    said = statement_of(texts[0])
+    return "" if said is not None and said.is_negated else texts[0]
+
+
+def holds(text: str, value: str) -> bool:
+    return re.search(rf"(?<![\w-]){re.escape(value)}(?![\w-])", text, re.IGNORECASE) is not None
