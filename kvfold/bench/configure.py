@@ -16,6 +16,7 @@ from kvfold.bench import environment, plan
 from kvfold.bench.haystack import OWN_PROSE, Haystack, from_text, prose, read_text
 from kvfold.bench.plan import Shard
 from kvfold.bench.record import MODES, OWN, Mode, Run
+from kvfold.bench.shortened import embedder_digests
 from kvfold.bench.size_cache import FULL, cells, share_of
 from kvfold.bench.suites import find_suite
 from kvfold.core import ModelSpec
@@ -102,7 +103,7 @@ class BenchConfig:
 
     def describe(self, model: Model, command: str) -> Run:
         """The run of this on a model."""
-        suite = find_suite(self.suite)
+        suite, policies = find_suite(self.suite), self._policies(model.spec)
         dtypes = (str(dtype).removeprefix("torch.") for dtype in (model.spec.dtype, model.spec.kv_dtype))
         return Run(
             command=command,
@@ -119,10 +120,10 @@ class BenchConfig:
             lengths=tuple(suite.lengths if self.lengths is None else self.lengths),
             workloads=tuple(task.label for task in self.tasks),
             modes=self.chosen_modes,
-            policies=self._policies(model.spec),
+            policies=policies,
             memories=self._memories,
             haystack=self.filler[1],
-            options=plan.digests(self.options),
+            options=plan.digests(self.options) | embedder_digests(policies),
             fidelity=suite.fidelity if self.fidelity is None else self.fidelity,
             diagnostics=suite.diagnostics if self.diagnostics is None else self.diagnostics,
             shard=str(self.shard),

@@ -58,7 +58,7 @@ class Run:
     policies: tuple[str, ...]  # without sizes
     memories: tuple[str, ...]  # "12.5%", or OWN
     haystack: str
-    options: Mapping[str, str] = field(default_factory=dict)  # files that workloads read, with their digests
+    options: Mapping[str, str] = field(default_factory=dict)  # files of workloads, and embedders, with their digests
     fidelity: int = 0  # samples of each task that are compared without a score
     diagnostics: int = 0  # samples of each task
     shard: str = "0/1"

@@ -6,6 +6,7 @@ the full cache of the original prompt, so that policies with and without shorten
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -19,6 +20,7 @@ from kvfold.errors import OutOfPages, SizeError
 from kvfold.models.loader import Model
 from kvfold.policy.parse import Call, parse
 from kvfold.policy.policy import Policy
+from kvfold.shortening.embedders.choice import load_embedder
 from kvfold.shortening.loaded_model import LoadedModel
 from kvfold.shortening.shorten import Shorten, Shortened, shorten_text
 
@@ -41,6 +43,13 @@ def cache_policy(policy: str) -> str:
         return policy
     terms = [term for term in parse(policy) if not (isinstance(term, Call) and term.name == "shorten")]
     return " + ".join(map(str, terms)) or _NO_EVICTION
+
+
+def embedder_digests(policies: Sequence[str]) -> dict[str, str]:
+    """Whose vectors policies that shorten compare, with the digest of their content."""
+    plans = filter(None, map(shorten_plan, policies))
+    found = {plan.embedder: load_embedder(plan.embedder) for plan in plans}
+    return {f"embedder {name}": f"{embedder.name} {embedder.digest}" for name, embedder in found.items()}
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from kvfold.bench.plan import Shard
 from kvfold.bench.suites import SUITES
 from kvfold.errors import InputError, KvfoldWarning, PolicyError
 from kvfold.models.loader import Model
+from kvfold.shortening.embedders.choice import load_embedder
+from tests.shortening.embedders.folders import save_static, vectors
 
 
 def test_the_suite_fills_in_what_is_left_out(model: Model) -> None:
@@ -82,6 +84,19 @@ def test_folders_are_named_by_what_rows_depend_on(model: Model, tmp_path: Path) 
     haystack = tmp_path / "book.txt"
     haystack.write_text("One sentence. Another sentence. " * 40)
     assert default_folder(BenchConfig(haystack=haystack).describe(model, "")) != default_folder(run)
+
+
+def test_embedders_of_policies_that_shorten_are_recorded(model: Model, tmp_path: Path) -> None:
+    def options(*policies: str) -> dict[str, str]:
+        return dict(BenchConfig(policies=policies, memories=["own"]).describe(model, "").options)
+
+    folder = save_static(tmp_path / "vectors")
+    policy = f'shorten(graph, 2x, embedder="{folder}") + int4'
+    first = options("int4", "shorten(head, 2x, embedder=tfidf)", policy)
+    assert first == {"embedder tfidf": "tfidf 3", f"embedder {folder}": f"folder {load_embedder(str(folder)).digest}"}
+    save_static(folder, vectors(1))
+    assert options(policy).keys() < first.keys() and options(policy)[f"embedder {folder}"] not in first.values()
+    assert options("int4") == {}
 
 
 def test_lengths() -> None:
