@@ -30,8 +30,8 @@ class RequestShortener:
         self._plan, self._name = plan, term_of(plan.by).name
         if plan.by.needs_model:
             raise PolicyError(
-                f"shorten({self._name}, …) asks the model, which is busy with requests here; serve with graph, rank or "
-                "keyphrases"
+                f"shorten({self._name}, …) asks the model, which is busy with requests here; serve with graph, "
+                "keyphrases or plain rank"
             )
         self._tokenizer = copy.deepcopy(model.tokenizer)
 

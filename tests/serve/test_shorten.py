@@ -9,6 +9,7 @@ from typing import Any
 import anthropic
 import pytest
 
+from kvfold.errors import PolicyError
 from kvfold.policy import Policy
 from kvfold.serve.api.request import Block, ChatRequest
 from kvfold.serve.shorten import RequestShortener
@@ -101,3 +102,10 @@ def test_a_text_that_cannot_be_cut_that_far_is_refused() -> None:
 def test_completions_are_cut_as_well(by_graph: Running) -> None:
     found = typed(by_graph.openai.completions.create, model="tiny", prompt=DOCUMENT + "\n\nwhere?", max_tokens=2)
     assert found.usage.model_extra["original_prompt_tokens"] > found.usage.prompt_tokens
+
+
+@pytest.mark.parametrize("by", ("words", "topics", "rank(judge)", "rank(attention)"))
+def test_selectors_that_ask_the_model_are_not_served(by: str) -> None:
+    told = rf"shorten\({by.partition('(')[0]}, …\) asks the model, which is busy with requests here; serve with graph"
+    with pytest.raises(PolicyError, match=told), running(tool_model(), policy=f"shorten({by}, 2x) + int4"):
+        pass

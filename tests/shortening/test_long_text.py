@@ -8,31 +8,19 @@ import os
 import resource
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
 
-from kvfold.bench.haystack import prose
 from kvfold.shortening.shorten import shorten_text
 from kvfold.shortening.text import plan_of
+from tests.shortening.texts import long_text
 
 ROOT = Path(__file__).parents[2]
 QUESTION = "Who mended the copper kettle?"
 SELECTORS = ("graph", "rank", "keyphrases", "head", "tail", "ends", "shuffle")
 CHUNKERS = ("sentences", "passages", "fixed(100)", "semantic", "late")
-
-
-@cache
-def long_text(num_chars: int) -> str:
-    """Generated prose, five sentences to a paragraph."""
-    sentences, found, length = prose(Random(0)), list[str](), 0
-    while length < num_chars:
-        found.append(next(sentences) + (" " if len(found) % 5 else "\n\n"))
-        length += len(found[-1])
-    return "".join(found)
 
 
 def digest() -> str:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvfold.errors import PolicyError, SizeError
 from kvfold.models.loader import Model
 from kvfold.policy import Policy
+from kvfold.shortening.base import Task
+from kvfold.shortening.embedders.hashed import HashedTfIdf
 from kvfold.shortening.loaded_model import LoadedModel
-from kvfold.shortening.selectors.topics import _whole_sentences
+from kvfold.shortening.parts import parts_of
+from kvfold.shortening.selectors.topics import Topics, _whole_sentences
 from kvfold.shortening.shorten import Shortened, shorten_text
 from kvfold.shortening.text import plan_of
+from kvfold.shortening.tokens import TokenOffsets
+from tests.shortening.texts import long_text
 
 SHIPS = "The ship Vega left the harbour with grain. The ship waited nine days for the ice. The ship carries X-42b7. "
 BREAD = "The baker mixes rye flour with water. The dough rests for a night. Bread is sold at six by the baker. "
@@ -61,6 +67,24 @@ def test_sizes_without_room_for_a_summary_are_refused(model: Model) -> None:
         shortened(told, to="8tok")
     with pytest.raises(PolicyError, match="topics: topic is at least 128 tokens, not 5"):
         Policy.parse("shorten(topics(5), 4x)")
+
+
+def test_topics_attend_to_few_pairs_of_tokens() -> None:
+    """L = 32,768 tokens in groups of 512, and the eighth that is left, are 512 L + (L / 8)² pairs: 16.78 million
+    each, against L² = 1,073.7 million. Topics are longer and shorter than 512 tokens, and nearly as cheap."""
+    length = 32_768
+    text = long_text(200_000)
+    text = text[: TokenOffsets.of(text).starts[length]]
+    parts, tokens = parts_of(text), TokenOffsets.of(text)
+    kept_n = np.zeros(len(parts), dtype=bool)
+    task = Task(text, parts, parts, kept_n, tokens, length // 8, None, HashedTfIdf())
+    found = Topics(topic=512)._parts(task, parts, task.target)
+    groups = [sum(tokens.count(*block) for block in topic.blocks) for topic in found]
+    assert sum(groups) == length and max(groups) <= 2 * 512 + 128
+    assert 0.95 * task.target < sum(topic.num_tokens for topic in found) <= task.target
+    even = 512 * length + (length // 8) ** 2
+    pairs = sum(group**2 for group in groups) + sum(topic.num_tokens for topic in found) ** 2
+    assert length**2 / even == 32.0 and len(set(groups)) > 10 and pairs == pytest.approx(even, rel=0.1)
 
 
 @pytest.mark.parametrize(

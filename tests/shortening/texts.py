@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
+from random import Random
+
 from hypothesis import strategies as st
+
+from kvfold.bench.haystack import prose
 
 PROSE = (
     "The harbour froze in January. Ships waited outside for nine days. Nobody had planned for ice.\n\n"
@@ -36,3 +41,13 @@ def texts(max_pieces: int = 60) -> st.SearchStrategy[str]:
     """Texts of words, marks, layout and any characters."""
     mixed = st.lists(_pieces, max_size=max_pieces).map(" ".join)
     return st.one_of(mixed, st.lists(_pieces, max_size=max_pieces).map("".join), st.sampled_from(TEXTS))
+
+
+@cache
+def long_text(num_chars: int) -> str:
+    """Generated prose, five sentences to a paragraph."""
+    sentences, found, length = prose(Random(0)), list[str](), 0
+    while length < num_chars:
+        found.append(next(sentences) + (" " if len(found) % 5 else "\n\n"))
+        length += len(found[-1])
+    return "".join(found)
