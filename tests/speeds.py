@@ -25,6 +25,9 @@ QUICK: dict[str, dict[str, int]] = {
         "test_a_run_that_is_terminated_leaves_no_process": 0,
         "test_shards_give_the_rows_of_one_process": 0,
     },
+    "benchmarks/tests/test_shorten_time.py": {
+        "test_the_command_prints_rows": 0,
+    },
     "benchmarks/tests/test_stream_perplexity.py": {
         "test_shards_table_keep_page_plot": 0,
     },
