@@ -21,6 +21,9 @@ _ROW = re.compile(r"[^|\n]*\|[^|\n]*\||[^\t\n]*\t[^\t\n]*\t")
 _TITLE = re.compile(r"\s*[^\W_a-z].{0,78}\S\s*$")
 _SENTENCE_MARK = re.compile(r"[.!?:;,…：；，、؟।][\"'”’»）)]*\s*$|[。！？]")  # at the end of a line, or anywhere in it
 _CJK_END = re.compile(r"[。！？]+[”’」』）]*\s*")  # where nupunkt, made for spaces between words, sees no end
+_LINE_END = re.compile(
+    r"(?<=[.!?…])[”’\"')\]]*[^\S\n]*\n\s*(?=[^\W_a-z])"
+)  # where nupunkt sees none: one sentence a line
 _BLANK_LINE = re.compile(r"\n[^\S\n]*\n\s*\Z")
 _MAX_CHARS = 2000  # of a sentence; what has no end is cut at white space
 
@@ -116,7 +119,11 @@ def _paragraph(text: str, lines: list[tuple[int, int]]) -> Iterator[tuple[int, i
 def _sentences(text: str, start: int, end: int) -> Iterator[int]:
     """First characters of the sentences of a paragraph."""
     block = text[start:end]
-    cuts = {0, *(low for low, _ in sent_spans(block)), *(match.end() for match in _CJK_END.finditer(block))}
+    cuts = {
+        0,
+        *(low for low, _ in sent_spans(block)),
+        *(match.end() for mark in (_CJK_END, _LINE_END) for match in mark.finditer(block)),
+    }
     bounds = [*sorted(cut for cut in cuts if cut < len(block)), len(block)]
     for low, high in pairwise(bounds):
         yield start + low

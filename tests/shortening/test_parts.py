@@ -106,3 +106,14 @@ def test_the_ends_of_a_message() -> None:
     assert end_text("Only this?") == "Only this?" and end_text("") == ""
     long = "Start here. " + "Words follow words. " * 200 + "Why?"
     assert end_text(long).endswith("Why?") and 100 < len(TokenOffsets.of(end_text(long))) <= 128
+
+
+def test_one_sentence_a_line() -> None:
+    text = "Lamp 1 was lit at dusk.\nLamp 2 is broken.\nIt was carried\nto the shed.\n3 lamps are left."
+    found = [text[part.start : part.end] for part in parts_of(text)]
+    assert found == [
+        "Lamp 1 was lit at dusk.\n",
+        "Lamp 2 is broken.\n",
+        "It was carried\nto the shed.\n",
+        "3 lamps are left.",
+    ]
