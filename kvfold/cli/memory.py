@@ -9,29 +9,36 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.atomic_io import write_whole
-from kvfold.cli import memory_eval
+from kvfold.cli import memory_eval, show
 from kvfold.cli.options import (
     Parser,
     Subparsers,
     add_json_option,
+    add_model_options,
     add_option,
     check_out,
     checked,
+    load_model,
     nonempty,
+    parse_policy,
     positive,
     read_document,
 )
 from kvfold.cli.show import Table, print_json
+from kvfold.errors import InputError
 from kvfold.memory.dates import day_text, parse_date
+from kvfold.policy import Policy
 
 if TYPE_CHECKING:
     from kvfold.memory.fact import Fact
     from kvfold.memory.memory import Memory
+    from kvfold.memory.recall import Recalled
 
 _EPILOG = """examples:
   kvfold memory add --user anna "I live in Berlin. My dog is called Rex."
   kvfold memory ask --user anna "Where do I live?"
   kvfold memory ask --user anna "Where did I live?" --at 2026-03-01
+  kvfold memory ask --user anna "Where do I live?" --model smollm2-135m
   kvfold memory ls --user anna
   kvfold memory export --user anna > anna.jsonl
   kvfold memory forget --user anna
@@ -60,6 +67,11 @@ def add_parser(subparsers: Subparsers) -> None:
     _add_at(ask)
     add_option(ask, "--top", "N", "at most N facts", positive, 12)
     ask.add_argument("--closest", action="store_true", help="show the closest facts even where none is near")
+    add_option(ask, "--policy", "POLICY", "of the model's KV cache", str, "full")
+    text = "keep the user's facts as a stored KV prefix, which the model need not read again"
+    ask.add_argument("--kv-prefix", action="store_true", help=text)
+    add_option(ask, "--max-new-tokens", "N", "maximum tokens of the answer", positive, 64)
+    add_model_options(ask, needed=False, does="answers from the recalled facts")
     listed = _add_verb(verbs, "ls", "list facts by id, or users without --user", _list, is_needed=False)
     _add_at(listed)
     forget = _add_verb(verbs, "forget", "remove facts from all files of the memory", _forget)
@@ -113,15 +125,38 @@ def _add(args: argparse.Namespace) -> int:
 
 
 def _ask(args: argparse.Namespace) -> int:
+    if args.kv_prefix and args.model is None:
+        raise InputError("--kv-prefix keeps what a model has read; give one with --model")
+    policy = parse_policy(args.policy)
     with _open(args) as memory:
         found = memory.recall(args.question, at=args.at, top=args.top, abstain=not args.closest)
+        answer = None if args.model is None or not found else _answer(args, memory, found, policy)
     if args.json:
-        print_json([{**one.fact.to_json(), "score": round(one.score, 6)} for one in found])
-    elif found:
+        facts = [{**one.fact.to_json(), "score": round(one.score, 6)} for one in found]
+        print_json(facts if args.model is None else {"answer": answer, "facts": facts})
+    elif not found:
+        print(f"nothing near this question is known of {args.user}", file=sys.stderr)
+    elif answer is None:
         _print_facts([one.fact for one in found])
     else:
-        print(f"nothing near this question is known of {args.user}", file=sys.stderr)
+        print(answer)
     return 0
+
+
+def _answer(args: argparse.Namespace, memory: Memory, found: Sequence[Recalled], policy: Policy) -> str:
+    """The model's, from the recalled facts, or from the stored prefix and those that it lacks."""
+    from kvfold.memory.prefix import StoredPrefix
+    from kvfold.memory.render import render
+    from kvfold.session import Session
+
+    model = load_model(args)
+    with show.waiting("answer"):
+        if args.kv_prefix:
+            prefix = StoredPrefix(memory, model, policy)
+            return prefix.ask(args.question, [one.fact for one in found], max_new_tokens=args.max_new_tokens).text
+        with Session(model, policy) as session:
+            session.extend(render(one.fact for one in found))
+            return session.ask(args.question, max_new_tokens=args.max_new_tokens).text
 
 
 def _list(args: argparse.Namespace) -> int:

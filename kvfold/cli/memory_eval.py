@@ -52,7 +52,7 @@ def add_parser(verbs: Subparsers) -> Parser:
     add_option(parser, "--on", "FILE", "questions about --user's facts, JSON lines, instead of a made-up log", nonempty)
     add_option(parser, "--policy", "POLICY", "of the model's KV cache", str, "full")
     add_json_option(parser)
-    add_model_options(parser, needed=False)
+    add_model_options(parser, needed=False, does="answers from what is shown, and counts tokens")
     parser.set_defaults(run=run)
     return parser
 

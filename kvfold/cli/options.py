@@ -209,14 +209,23 @@ def add_json_option(parser: argparse.ArgumentParser, default: Any = False) -> No
     parser.add_argument("--json", action="store_true", default=default, help="print JSON on stdout, for machines")
 
 
-def add_model_options(parser: argparse.ArgumentParser, *, memory: str = "--memory", needed: bool = True) -> None:
-    """`--model`, `--device`, `--dtype`, `--memory` (or another name for it), `--rope`, `--compile`."""
+def add_model_options(
+    parser: argparse.ArgumentParser,
+    *,
+    memory: str = "--memory",
+    needed: bool = True,
+    does: str = "counts tokens, and judges where it is asked to",
+) -> None:
+    """`--model`, `--device`, `--dtype`, `--memory` (or another name for it), `--rope`, `--compile`.
+
+    `does`: what a model that is not `needed` is for.
+    """
     group = parser.add_argument_group("model")
     name = "name (see kvfold models), folder or hub id"
     if needed:
         add_option(group, "--model", "MODEL", name, nonempty, DEFAULT_MODEL)
     else:
-        add_option(group, "--model", "MODEL", f"{name}; counts tokens, and judges where it is asked to", nonempty)
+        add_option(group, "--model", "MODEL", f"{name}; {does}", nonempty)
     add_option(group, "--device", "DEVICE", "auto, cpu, cuda, cuda:1", _device, "auto")
     group.add_argument(
         "--dtype", default="auto", choices=DTYPE_NAMES, help="of weights and KV cache (default: %(default)s)"

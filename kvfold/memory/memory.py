@@ -14,6 +14,7 @@ from kvfold.memory.extract import clean, fact_spans
 from kvfold.memory.fact import MAX_IMPORTANCE, MAX_NAME, Fact, Owner
 from kvfold.memory.index import FactIndex
 from kvfold.memory.jsonl import from_lines, to_lines
+from kvfold.memory.prefix_files import remove_prefixes
 from kvfold.memory.question import asked_for
 from kvfold.memory.recall import NUM_RECALLED, Recalled, recall
 from kvfold.memory.render import render
@@ -93,9 +94,15 @@ class Memory:
             return copy_facts(self.store, self.owner, self.embedder, new)
 
     def forget(self, ids: Sequence[int] | None = None) -> int:
-        """Remove some facts by id, or everything of the user, from all files; returns how many facts that were."""
+        """Remove some facts by id, or everything of the user, from all files; returns how many facts that were.
+
+        Stored KV prefixes of the user go first, since they hold what is forgotten.
+        """
         with self._lock:
-            return self.store.remove(self.owner, ids)
+            remove_prefixes(self.store.path, self.owner)
+            count = self.store.remove(self.owner, ids)
+            remove_prefixes(self.store.path, self.owner)  # of a process that was just writing one
+        return count
 
     def recall(
         self, question: str, *, at: float | None = None, top: int = NUM_RECALLED, abstain: bool = True
@@ -116,6 +123,11 @@ class Memory:
     def render(self, question: str, *, at: float | None = None, top: int = NUM_RECALLED) -> str:
         """The recalled facts as one section of a prompt, by id; an empty text if none is near."""
         return render(one.fact for one in self.recall(question, at=at, top=top))
+
+    @property
+    def num_recalls(self) -> int:
+        """Questions that recalled facts, as of the last look at the file."""
+        return self._index.recalls
 
     def facts(self, *, at: float | None = None) -> Sequence[Fact]:
         """All facts by id, also those that were superseded; with `at` those that were valid then."""

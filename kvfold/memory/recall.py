@@ -21,7 +21,7 @@ from kvfold.memory.fact import Fact
 from kvfold.memory.index import FactIndex
 from kvfold.memory.question import THIRD_PERSON, AskedFor
 from kvfold.memory.words import content_words
-from kvfold.shortening.base import Bools, Floats
+from kvfold.shortening.base import Floats
 from kvfold.shortening.bm25 import bm25
 
 NUM_RECALLED = 12
@@ -30,6 +30,7 @@ _RECENCY, _RECENCY_SECONDS = 0.02, 30 * 86400.0
 NEAR_SHARE = 0.5  # of the question's words, by idf
 _NEAR_COSINES = {"potion": 0.6, "minilm": 0.6, "hashed": 0.5}
 _NEAR_COSINE = 0.6  # of other embedders
+_BESIDE = 0.75  # of that: facts that are shown beside near ones, if they share a word or reach it
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,17 @@ def recall(
     bm25_n = index.inherited_N(bm25(index.words, " ".join([*words, *content_words(asked.text)])))[valid_n]
     cosine_n = index.inherited_N(index.cosine_N(index.embedder.codes([asked.text])[0]))[valid_n]
     share_n = index.inherited_N(_shares(index, asked.words))[valid_n]
+    threshold = _NEAR_COSINES.get(index.embedder.name, _NEAR_COSINE)
     named_n = index.inherited_N(_named(index, asked.names))[valid_n] > 0
-    near_n = named_n & _is_near(index, cosine_n, share_n)
+    near_n = named_n & ((cosine_n >= threshold) | (share_n >= NEAR_SHARE))
     if abstain and not near_n.any():
         return []
     score_n = _fused(bm25_n, cosine_n)
     score_n *= 1 + _RECENCY * np.exp(-index.age_N(at)[valid_n] / _RECENCY_SECONDS)
     score_n *= index.importance_N[valid_n]
-    best = np.lexsort((-score_n, ~near_n))[:top]  # near ones first
+    order = np.lexsort((-score_n, ~near_n))  # near ones first
+    shown_n = near_n | (bm25_n > 0) | (cosine_n >= _BESIDE * threshold)
+    best = order[shown_n[order] | (not abstain)][:top]
     return [
         Recalled(index.facts[row], float(score), float(b), float(c), float(s))
         for row, score, b, c, s in zip(
@@ -99,8 +103,3 @@ def _named(index: FactIndex, names: frozenset[str]) -> Floats:
     if not names:
         return np.ones(len(index))
     return index.words.holds_N(names | THIRD_PERSON).astype(np.float64)
-
-
-def _is_near(index: FactIndex, cosine_n: Floats, share_n: Floats) -> Bools:
-    threshold = _NEAR_COSINES.get(index.embedder.name, _NEAR_COSINE)
-    return (cosine_n >= threshold) | (share_n >= NEAR_SHARE)

@@ -26,6 +26,7 @@ CREATE TABLE owner (
     revision INTEGER NOT NULL DEFAULT 0, -- counts changes of facts; each fact has that of its last
     epoch INTEGER NOT NULL DEFAULT 0,    -- counts removals
     recalls INTEGER NOT NULL DEFAULT 0,
+    banked INTEGER NOT NULL DEFAULT 0,   -- the last id that the bank of slots has taken in
     UNIQUE (tenant, user)
 );
 CREATE TABLE fact (
@@ -50,6 +51,19 @@ CREATE TABLE fact (
 );
 CREATE INDEX fact_changes ON fact (owner, revision);
 CREATE INDEX fact_subjects ON fact (owner, subject, text);
+CREATE TABLE slot ( -- of the owner's bank of slots, kvfold/memory/slots.py
+    owner INTEGER NOT NULL REFERENCES owner (key) ON DELETE CASCADE,
+    number INTEGER NOT NULL,
+    fact INTEGER NOT NULL,
+    line TEXT NOT NULL,
+    PRIMARY KEY (owner, number)
+);
+CREATE TABLE prefix ( -- the lines that a stored KV prefix was made from
+    owner INTEGER NOT NULL REFERENCES owner (key) ON DELETE CASCADE,
+    name TEXT NOT NULL,
+    lines TEXT NOT NULL,
+    PRIMARY KEY (owner, name)
+);
 CREATE TABLE pending (job TEXT PRIMARY KEY);
 """
 

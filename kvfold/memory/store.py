@@ -5,11 +5,11 @@ One connection serves all threads under a lock; processes wait for each other by
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import RLock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvfold.errors import FileError, InputError
 from kvfold.memory.fact import Fact, Owner
@@ -80,21 +80,27 @@ class FactStore:
             finally:
                 self._is_writing = False
 
+    def rows(self, sql: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
+        """All rows of a statement."""
+        with self._lock, telling(self.path):
+            return self._connection.execute(sql, values).fetchall()
+
+    def write_rows(self, sql: str, rows: Iterable[Sequence[object]]) -> None:
+        """A statement for each row of values, in one transaction."""
+        with self.writing():
+            self._connection.executemany(sql, rows)
+
     # Reading
 
     def version(self, owner: Owner) -> Version | None:
         """None for an owner without facts."""
         sql = "SELECT key, epoch, revision, recalls FROM owner WHERE tenant = ? AND user = ?"
-        with self._lock, telling(self.path):
-            row = self._connection.execute(sql, owner).fetchone()
-        return None if row is None else Version(*row)
+        return next((Version(*row) for row in self.rows(sql, owner)), None)
 
     def changed(self, owner: Owner, key: int, after: int) -> list[Fact]:
         """Facts that changed after a revision, by id."""
         sql = f"SELECT {COLUMNS} FROM fact WHERE owner = ? AND revision > ? ORDER BY id"
-        with self._lock, telling(self.path):
-            rows = self._connection.execute(sql, (key, after)).fetchall()
-        return [fact_of(owner, row, self.path) for row in rows]
+        return [fact_of(owner, row, self.path) for row in self.rows(sql, (key, after))]
 
     def same_text(self, owner: Owner, topic: Topic, text: str) -> list[Fact]:
         """Facts that say just that, also those that were superseded."""
@@ -108,16 +114,13 @@ class FactStore:
     def _select(self, owner: Owner, where: str, *values: object) -> list[Fact]:
         sql = f"""SELECT {COLUMNS} FROM fact
             WHERE owner = (SELECT key FROM owner WHERE tenant = ? AND user = ?) AND {where}"""
-        with self._lock, telling(self.path):
-            rows = self._connection.execute(sql, (*owner, *values)).fetchall()
-        return [fact_of(owner, row, self.path) for row in sorted(rows)]
+        return [fact_of(owner, row, self.path) for row in sorted(self.rows(sql, (*owner, *values)))]
 
     def owners(self, tenant: str) -> list[tuple[str, int]]:
         """Users of a tenant and how many facts each has."""
         sql = """SELECT user, count(fact.id) FROM owner LEFT JOIN fact ON fact.owner = owner.key
             WHERE tenant = ? GROUP BY owner.key ORDER BY user"""
-        with self._lock, telling(self.path):
-            return self._connection.execute(sql, (tenant,)).fetchall()
+        return [(user, count) for user, count in self.rows(sql, (tenant,))]
 
     # Writing
 
@@ -162,7 +165,9 @@ class FactStore:
             count = run("DELETE FROM fact WHERE owner = ?", (key,)).rowcount
             run("DELETE FROM owner WHERE key = ?", (key,))
             return count
-        run("UPDATE owner SET epoch = epoch + 1 WHERE key = ?", (key,))
+        run("UPDATE owner SET epoch = epoch + 1, banked = 0 WHERE key = ?", (key,))
+        for table in ("slot", "prefix"):  # lines of them hold what goes
+            run(f"DELETE FROM {table} WHERE owner = ?", (key,))
         return sum(run("DELETE FROM fact WHERE owner = ? AND id = ?", (key, number)).rowcount for number in ids)
 
     def _scrub(self) -> None:
@@ -205,8 +210,11 @@ class FactStore:
     def count_recall(self, owner: Owner, ids: Sequence[int]) -> None:
         """A recall of some facts: their `uses` and the owner's `recalls` grow by one."""
         with self.writing():
+            if self.version(owner) is None:
+                return  # forgotten meanwhile
+            key, revision = self._changed(owner)
             run = self._connection.execute
-            run("UPDATE owner SET recalls = recalls + 1 WHERE tenant = ? AND user = ?", owner)
-            sql = "UPDATE fact SET uses = uses + 1 WHERE id = ? AND owner = "
-            sql += "(SELECT key FROM owner WHERE tenant = ? AND user = ?)"
-            self._connection.executemany(sql, [(number, *owner) for number in ids])
+            run("UPDATE owner SET recalls = recalls + 1 WHERE key = ?", (key,))
+            for number in ids:
+                sql = "UPDATE fact SET uses = uses + 1, revision = ? WHERE owner = ? AND id = ?"
+                run(sql, (revision, key, number))

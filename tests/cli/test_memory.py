@@ -114,3 +114,19 @@ def test_the_closest_facts_are_shown_on_demand(call: Call, file: tuple[str, ...]
     call("memory", "add", "--user", "anna", *file, SAID)
     asked = ("memory", "ask", "--user", "anna", *file, "Which opera did Verdi finish last?")
     assert call(*asked).out == "" and len(call(*asked, "--closest").out.splitlines()) == 4
+
+
+def test_a_model_answers_from_recalled_facts(call: Call, file: tuple[str, ...], folder: Path, tmp_path: Path) -> None:
+    """And from a stored prefix of them, which is read once and goes with them."""
+    call("memory", "add", "--user", "anna", *file, SAID)
+    asked = ("memory", "ask", "--user", "anna", *file, "Where do I live?", "--model", folder, "--max-new-tokens", 4)
+    done = call(*asked, "--json")
+    found = json.loads(done.out)
+    assert done.code == 0 and found["answer"] and found["facts"][0]["text"] == "I live in Berlin."
+    assert call(*asked).out == f"{found['answer']}\n"
+    stored = call(*asked, "--kv-prefix", "--policy", "int8")
+    assert stored.code == 0 and len(list((tmp_path / "memory.db.kv").glob("*.kvfold"))) == 1
+    assert call(*asked, "--kv-prefix", "--policy", "int8").out == stored.out
+    call("memory", "forget", "--user", "anna", *file)
+    assert list((tmp_path / "memory.db.kv").glob("*")) == []
+    assert call(*asked).out == "" and "--kv-prefix keeps what a model has read" in call(*asked[:9], "--kv-prefix").err

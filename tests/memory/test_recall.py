@@ -19,9 +19,10 @@ def test_the_best_fact_comes_first_and_uses_are_counted(make: MakeMemory) -> Non
     memory.add(TEXT, at=DAY)
     found = memory.recall("What is the code of the cellar?", at=2 * DAY)
     assert found[0].fact.text == "The code of the cellar is 4817."
-    assert [fact.uses for fact in make().facts()] == [
-        int(fact in [one.fact for one in found]) for fact in memory.facts()
-    ]
+    assert [one.fact.id for one in found] == [3], "the others share no word with it"
+    for one in (memory, make()):
+        assert [fact.uses for fact in one.facts()] == [0, 0, 1, 0]
+    assert memory.num_recalls == 1
 
 
 def test_scores_are_fused_ranks_with_recency(make: MakeMemory) -> None:
