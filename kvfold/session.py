@@ -239,6 +239,23 @@ class Session:
         for token in self.token_ids[self.cache.committed_len :]:
             self._logits_V = self.runner.decode([self.cache], [token])[0]
 
+    def write(self, text: str) -> Session:
+        """Add `text` to the model's reply as if it had been generated, uncompressed; an open user turn is closed."""
+        self._require_open()
+        if not text or not self.token_ids:
+            raise InputError("there is nothing to write, or nothing before it; extend the session, then give a text")
+        self._begin_reply(text)
+        return self
+
+    def next_logits(self) -> Tensor:
+        """Logits [vocab] of the next token of the reply; an open user turn is closed."""
+        self._require_open()
+        if self.token_ids:
+            self._begin_reply()
+        if self._logits_V is None:
+            raise InputError("the session is empty, or its last extend was interrupted; extend it first")
+        return self._logits_V
+
     def _stream(self, request: Request, on_text: Callable[[str], None] | None) -> Iterator[str]:
         try:
             for _, piece in generate(self.runner, [request], self.model.tokenizer):
@@ -268,6 +285,21 @@ class Session:
             self.__dict__ | {"cache": cache, "token_ids": list(self.token_ids), "shortened": list(self.shortened)}
         )
         return branch
+
+    def rewind(self, earlier: Session) -> None:
+        """Become an earlier fork of this session again, to the last bit; the fork is closed.
+
+        What was read and generated since the fork is cropped from the cache, and what was evicted since then is back.
+        """
+        self._require_open()
+        earlier._require_open()
+        shared = self.token_ids[: len(earlier.token_ids)]
+        if earlier is self or earlier.model is not self.model or earlier.token_ids != shared:
+            raise InputError("rewind takes a fork that this session has continued; give what fork() returned before")
+        self.cache, earlier.cache = earlier.cache, self.cache
+        for name in ("token_ids", "shortened", "_turn", "_logits_V"):
+            setattr(self, name, getattr(earlier, name))
+        earlier.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Session:
         return self.fork()

@@ -69,6 +69,10 @@ class Arena:
     def used_bytes(self) -> int:
         return self.capacity_bytes - self.free_bytes
 
+    def reset_peak(self) -> None:
+        """Count `peak_bytes` from now on."""
+        self.peak_bytes = self.used_bytes
+
     def allocate(self, page_class: PageClass, num_pages: int, *, whole: bool = False) -> list[Span]:
         """Spans with at least num_pages pages in all: one if a run is long enough (`whole`: one or none), else the
         largest runs there are. Raises OutOfPages, with nothing allocated, if they do not fit.

@@ -154,6 +154,18 @@ class SequenceCache:
         self.tail.release()
         self.tail = self.segments.pop()
 
+    def join_tail(self) -> None:
+        """Append the tail to the last segment once its refcount is 1, so that a fork that is over leaves no segment.
+
+        Raises OutOfPages before anything changes. Slots that share scales with their neighbours stay where they are.
+        """
+        mine = bool(self.segments) and self.segments[-1].refs == 1
+        if mine and all(layer.page_class.relocatable for layer in self.tail.layers):
+            if not self.tail.is_empty:
+                self.segments[-1].append_from(self.tail)
+            self.tail.release()
+            self.tail = self.segments.pop()
+
     def fork(self) -> SequenceCache:
         """A second sequence over the same slots: sealed pages are shared, the open block and observer state copied."""
         self.wait_loaded()

@@ -34,13 +34,13 @@ from kvfold.shortening.base import Floats, Progress
 from kvfold.shortening.shorten import Shorten
 from kvfold.shortening.tokens import blocks
 from kvfold.shortening.windows import batches, token_windows
+from kvfold.shortening.yes_no import yes_no_ids, yes_probabilities
 
 Integers = NDArray[np.int64]
 _UNKNOWN_CONTEXT = 4096  # tokens, of a model that does not say what it was trained on
 _LOSS_WINDOW = 4096  # tokens; what stands further away hardly tells the next one
 _NUM_SINKS = 4  # first tokens of a sequence, which attention rests on whatever they say
 _NEUTRAL = "What is this text about?"
-_YES, _NO = ("Yes", "yes", " Yes", " yes"), ("No", "no", " No", " no")
 
 
 class LoadedModel:
@@ -92,9 +92,8 @@ class LoadedModel:
             self.runner.prefill([sequence], [read])
             for batch in batches(asked):
                 with _forks(sequence, len(batch)) as forks:
-                    logprob_BV = self.runner.prefill(forks, batch, compress=False).log_softmax(-1)
-                margin_B = logprob_BV[:, yes].logsumexp(-1) - logprob_BV[:, no].logsumexp(-1)
-                found.append(torch.sigmoid(margin_B).double().cpu().numpy())
+                    logits_BV = self.runner.prefill(forks, batch, compress=False)
+                found.append(yes_probabilities(logits_BV, yes, no).numpy())
                 if progress is not None:
                     progress(sum(map(len, found)), len(prompts))
         return np.concatenate(found) if found else np.zeros(0)
@@ -183,11 +182,10 @@ class LoadedModel:
 
     @cached_property
     def _answer_ids(self) -> tuple[list[int], list[int]]:
-        """First tokens of yes and of no, in their spellings; a token that begins both says neither."""
-        yes, no = ({self._encoder.ids(word)[0] for word in words} for words in (_YES, _NO))
-        if not yes - no or not no - yes:
+        yes, no = yes_no_ids(self.model.tokenizer)
+        if not yes or not no:
             raise ModelError(f"{self.model.name}: yes and no begin with the same token, so it cannot judge; use rank")
-        return sorted(yes - no), sorted(no - yes)
+        return yes, no
 
     @contextmanager
     def _sequence(self) -> Iterator[SequenceCache]:

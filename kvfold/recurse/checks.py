@@ -1,0 +1,151 @@
+"""Checks of what a model wrote: each says why a text is refused, or nothing.
+
+QuoteCheck(text)     what stands in quotation marks is in the text
+ArithmeticCheck()    equations such as `12 * 3 = 36` hold
+AgreementCheck()     the model itself says yes rather than no, by log-probability
+a function           of the text; returns a reason, or whether the text passes
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvfold.errors import InputError, ModelError
+from kvfold.recurse.arithmetic import equations, number_text
+from kvfold.session import Session
+from kvfold.shortening.yes_no import yes_no_ids, yes_probabilities
+
+_QUOTED = re.compile(r"“([^“”]*)”|\"([^\"]*)\"|«([^«»]*)»|„([^„“”]*)[“”]")
+_LEFT_OUT = re.compile(r"\s*(?:\[(?:…|\.\.\.)\]|…|\.\.\.)\s*")
+_SPELLED = str.maketrans({"’": "'", "‘": "'", "“": '"', "”": '"', "–": "-", "—": "-", "\u00a0": " "})
+_END_MARKS = ".,;:!?"
+
+
+class Check(ABC):
+    """One required method; `name` stands in reports."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def refusal(self, text: str, session: Session | None = None) -> str | None:
+        """Why the text is refused, as a sentence; None if it passes. `session` ends with the text."""
+
+
+@dataclass(frozen=True)
+class QuoteCheck(Check):
+    """Whatever stands in quotation marks and has `min_words` words or more must be in `source`, word for word.
+
+    Whitespace, kinds of quotation marks and a mark at the end of the quote do not count; parts around `…` are looked
+    for one behind the other. `required`: a text that quotes nothing is refused.
+    """
+
+    source: str
+    min_words: int = 3
+    required: bool = False
+    name: ClassVar[str] = "quote"
+
+    def refusal(self, text: str, session: Session | None = None) -> str | None:
+        found = [quote for quote in quotes(text) if len(quote.split()) >= self.min_words]
+        if not found and self.required:
+            return "it quotes nothing of the text"
+        source = plain(self.source)
+        wrong = next((quote for quote in found if not is_quoted(source, quote)), None)
+        return None if wrong is None else f'"{wrong}" is not in the text'
+
+
+def quotes(text: str) -> Iterator[str]:
+    """What stands in quotation marks."""
+    for found in _QUOTED.finditer(text):
+        yield next(group for group in found.groups() if group is not None)
+
+
+def plain(text: str) -> str:
+    """A text as quotes of it are compared: whitespace and spellings of marks do not count."""
+    return " ".join(text.translate(_SPELLED).split())
+
+
+def is_quoted(source: str, quote: str) -> bool:
+    """Whether all parts of a quote are in a `plain` text, in their order."""
+    at = 0
+    for part in _LEFT_OUT.split(plain(quote)):
+        found = source.find(part.rstrip(_END_MARKS), at)
+        if found < 0:
+            return False
+        at = found + len(part.rstrip(_END_MARKS))
+    return True
+
+
+@dataclass(frozen=True)
+class ArithmeticCheck(Check):
+    """Every equation between numbers holds; a result with decimals may be rounded. `required`: there is one."""
+
+    required: bool = False
+    name: ClassVar[str] = "arithmetic"
+
+    def refusal(self, text: str, session: Session | None = None) -> str | None:
+        num_found = 0
+        for equation in equations(text):
+            num_found += 1
+            if equation.value is None:
+                return f"{equation} divides by zero"
+            if not equation.is_right:
+                expression = equation.left if equation.is_left_computed else equation.right
+                return f"{equation} is wrong: {expression} is {number_text(equation.value)}"
+        return "it computes nothing" if self.required and not num_found else None
+
+
+@dataclass(frozen=True)
+class AgreementCheck(Check):
+    """The model is asked behind the text; p(yes) / (p(yes) + p(no)) of its next token is at least `threshold`."""
+
+    question: str = "Is the last step right? Answer yes or no."
+    threshold: float = 0.5
+    name: ClassVar[str] = "agreement"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.threshold < 1:
+            raise InputError(f"threshold is {self.threshold}; it is a probability above 0 and below 1")
+
+    def refusal(self, text: str, session: Session | None = None) -> str | None:
+        if session is None:
+            raise InputError("AgreementCheck asks the model that wrote the text; use it in a Chain")
+        probability = self.probability(session)
+        if probability >= self.threshold:
+            return None
+        return f"the model agrees with a probability of {probability:.2f}, below {self.threshold:g}"
+
+    def probability(self, session: Session) -> float:
+        """Of yes against no, asked of a fork; the session stays as it is."""
+        yes, no = yes_no_ids(session.model.tokenizer)
+        if not yes or not no:
+            raise ModelError(
+                f"{session.model.name}: yes and no begin with the same token, so it cannot agree; use another check"
+            )
+        cue = "" if session.template is not None else "\nAnswer:"
+        with session.fork() as branch:
+            branch.extend(f"\n\n{self.question}{cue}", compress=False)
+            return float(yes_probabilities(branch.next_logits().unsqueeze(0), yes, no)[0])
+
+
+@dataclass(frozen=True)
+class FunctionCheck(Check):
+    """A user's function of the text: a string is the reason of a refusal, True or None passes, False refuses."""
+
+    function: Callable[[str], str | bool | None]
+    name: ClassVar[str] = "function"
+
+    def refusal(self, text: str, session: Session | None = None) -> str | None:
+        found = self.function(text)
+        named = getattr(self.function, "__name__", "the function")
+        if found is None or isinstance(found, str | bool):
+            return found if isinstance(found, str) else f"{named} refused it" if found is False else None
+        raise InputError(f"the check {named} returned {found!r}; return a reason (a string), True, False or None")
+
+
+def as_checks(checks: Sequence[Check | Callable[[str], str | bool | None]]) -> list[Check]:
+    """Functions become checks."""
+    return [check if isinstance(check, Check) else FunctionCheck(check) for check in checks]
