@@ -55,6 +55,7 @@ def model(shared: Callable[[str], Model]) -> Model:
 @pytest.fixture
 def own_terms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Terms that a test registers are forgotten when it ends."""
+    registry.load_variants()
     monkeypatch.setattr(registry, "_terms", dict(registry._terms))
 
 

@@ -22,13 +22,14 @@ from kvfold.compression.offload import HeadSlots, evicted_slots, offload
 from kvfold.compression.selection import PendingSelection, RoundLayer, Selection, refitted
 from kvfold.compression.view import NewSlots, build_view, size_facts, slot_costs, slots_cost
 from kvfold.evicted.fit import targets_of
+from kvfold.pages.async_copy import Download
 from kvfold.pages.compaction import PageRewrite
 from kvfold.pages.layer import LayerChange
 from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.parts import Stage
 from kvfold.policy.size import Floor, Size, check_floor
 from kvfold.protect import Protect
-from kvfold.score.base import Needs, Replay, View
+from kvfold.score.base import Needs, Replay, View, check_scored, unscored
 from kvfold.score.chunk import Reuse
 from kvfold.yielding import yield_point
 
@@ -48,6 +49,7 @@ class CompressionRound:
         self.decoding = decoding
         self._layers: list[RoundLayer] = []
         self._pending: PendingSelection | None = None
+        self._unscored: list[tuple[int, Download]] = []  # by layer
         self._reuse = Reuse(self.stage.score) if self.stage is not None else None
         self.budget = self._budget(self.stage) if self.stage is not None else None
 
@@ -162,8 +164,14 @@ class CompressionRound:
         if plain not in new.scored:
             view.protected_RS = protected_HS if needs.protected else None
             new.scored[plain] = Scores(self._reuse.score(view, place))
+            self._check_later(view, new.scored[plain].score_HS)
         score_HS = new.scored[plain].score_HS.masked_fill(protected_HS & view.valid_RS, torch.inf)
         return new.scored.setdefault(marked, Scores(score_HS))
+
+    def _check_later(self, view: View, score_HS: Tensor) -> None:
+        """On a GPU, tell the host of NaN among a prompt's scores once it waits for the counts of slots anyway."""
+        if score_HS.is_cuda and not self.decoding:
+            self._unscored.append((view.layer, Download(unscored(score_HS, view))))
 
     def _weights(self, index: int, new: NewSlots, stage: Stage, scores: Scores) -> Scores:
         """What the allocator compares: scores, or its own weights."""
@@ -195,6 +203,9 @@ class CompressionRound:
 
     def changes(self) -> list[LayerChange]:
         """The change of each layer; call once."""
+        for layer, found in self._unscored:
+            assert self.stage is not None
+            check_scored(self.stage.score, layer, bool(found.wait()))
         return [self._final_change(index, layer) for index, layer in enumerate(self._layers)]
 
     def _final_change(self, index: int, layer: RoundLayer) -> LayerChange:

@@ -98,9 +98,9 @@ def attention(
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise ModelError(f"{type(module).__name__} asks for `{name}` in attention, which kvfold does not support")
-    owners = getattr(key, "attention_ids", None)  # of a drop-in cache: which modules may use it
-    if owners is not None and id(module) not in owners:
-        raise ModelError("this kvfold.Cache was made for another model; make one for the model that generates")
+    check = getattr(key, "check", None)  # of a drop-in cache, whose input the runner did not prepare
+    if check is not None:
+        check(module, kwargs.get("position_ids"))
     return key.attend(query, attention_mask), None
 
 

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache as HfCache
 
 from kvfold.compression.observe import ObserverSnapshot, forget_prompt
@@ -85,10 +85,7 @@ class Cache(HfCache):  # type: ignore[misc]
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         if query_length == 0:  # transformers removes the cached tokens from the input, and none was left
-            raise InputError(
-                f"this cache has read {self._seen_len} tokens and the input is no longer than that; make a new "
-                "kvfold.Cache for another prompt, or call reset()"
-            )
+            self._refuse_reuse()
         return self._seen_len + query_length, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
@@ -165,6 +162,23 @@ class Cache(HfCache):  # type: ignore[misc]
 
     # One forward
 
+    def check_positions(self, position_BT: Tensor) -> None:
+        """Refuse tokens at positions that are held already: transformers cut the held ones off an input that was no
+        longer than them. On a GPU the position of a single token is not read, which would wait for every decode step.
+        """
+        if position_BT.shape[-1] == 1 and position_BT.device.type != "cpu":
+            return
+        last_B = position_BT[:, -1].expand(len(self.sequences)) if len(position_BT) == 1 else position_BT[:, -1]
+        if any(last < row.logical_len for last, row in zip(last_B.tolist(), self.sequences, strict=False)):
+            self._refuse_reuse()
+
+    def _refuse_reuse(self) -> NoReturn:
+        raise InputError(
+            f"this cache has read {self._seen_len} tokens and the input is no longer than that; give all of these "
+            "tokens and the new ones behind them, with copy.deepcopy(cache) for each question, or make a new "
+            "kvfold.Cache for another prompt"
+        )
+
     def attend(self, layer: int, query: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: Tensor | None) -> Tensor:
         if layer == 0:
             self._begin(k_BHTD, mask)
@@ -202,7 +216,7 @@ class Cache(HfCache):  # type: ignore[misc]
             check_drop_in(self.policy)
             self.sequences, self._compresses = self._new_sequences(batch), True
         if batch != len(self.sequences):
-            raise InputError(f"the cache holds {len(self.sequences)} rows, the input {batch}; use a cache per batch")
+            raise InputError(self._other_rows(batch))
         starts = _left_padding(mask, batch, num_tokens, self._seen_len)
         self._drop_interrupted()
         for sequence in self.sequences:
@@ -216,6 +230,16 @@ class Cache(HfCache):  # type: ignore[misc]
             lens = [num_tokens - start for start in starts]
             self._pass = PrefillPass.begin(self.sequences, lens, compress=self._compresses)
         self._undo = ObserverSnapshot(self.sequences)
+
+    def _other_rows(self, batch: int) -> str:
+        held = f"the cache holds {len(self.sequences)} row(s), the input {batch}"
+        times, rest = divmod(batch, len(self.sequences))
+        if rest or times < 2:
+            return f"{held}; use a cache per batch"
+        return (
+            f"{held}; for num_beams or num_return_sequences={times} call cache.batch_repeat_interleave({times}) first, "
+            "for other prompts use a cache per batch"
+        )
 
     def _new_sequences(self, batch: int) -> list[SequenceCache]:
         """One for each row, or none if the arena is full."""
@@ -289,9 +313,11 @@ class _Handle:
     k_BHTD: Tensor
     v_BHTD: Tensor
 
-    @property
-    def attention_ids(self) -> set[int]:
-        return self.cache.attention_ids
+    def check(self, module: nn.Module, position_ids: Tensor | None) -> None:
+        if id(module) not in self.cache.attention_ids:
+            raise ModelError("this kvfold.Cache was made for another model; make one for the model that generates")
+        if self.layer == 0 and position_ids is not None and position_ids.dim() == 2:
+            self.cache.check_positions(position_ids)
 
     @torch.no_grad()
     def attend(self, query: Tensor, mask: Tensor | None) -> Tensor:

@@ -128,6 +128,8 @@ class View:
 
     def masked(self, score_RS: Tensor) -> Tensor:
         """fp32 scores with -inf where there is no slot."""
+        if score_RS.shape != self.valid_RS.shape:
+            raise PolicyError(_shape_rule("scores", self, score_RS))
         return score_RS.float().masked_fill(~self.valid_RS, -torch.inf)
 
     def window(self, term: str) -> tuple[Tensor, Tensor]:
@@ -164,6 +166,44 @@ class Scorer(Term, ABC):
     @abstractmethod
     def score(self, view: View) -> Tensor:
         """Scores [R, S], fp32, higher = keep. +inf: this method always keeps the slot. Padding is ignored."""
+
+
+def scored(scorer: Scorer, view: View) -> Tensor:
+    """The scores of a view, -inf where there is no slot; PolicyError if their shape is another or, on a CPU, if a
+    stored slot has none. A caller on a GPU asks `unscored` for that when the device is waited for."""
+    found = scorer.score(view)
+    if not isinstance(found, Tensor) or found.shape != view.valid_RS.shape:
+        raise PolicyError(_shape_rule(f"scores of {_name(scorer)}", view, found))
+    score_RS = view.masked(found)
+    if score_RS.device.type == "cpu":
+        check_scored(scorer, view.layer, bool(unscored(score_RS, view)))
+    return score_RS
+
+
+def unscored(score_RS: Tensor, view: View) -> Tensor:
+    """bool []: whether any stored slot is scored NaN or -inf."""
+    return ((score_RS > -torch.inf) != view.valid_RS).any()
+
+
+def check_scored(scorer: Scorer, layer: int, is_unscored: bool) -> None:
+    if is_unscored:
+        raise PolicyError(
+            f"scores of {_name(scorer)} are NaN, or -inf for a stored slot, in layer {layer}; run "
+            f"kvfold.testing.check_scorer({type(scorer).__name__}()), or look for NaN in the model's keys and values"
+        )
+
+
+def _shape_rule(what: str, view: View, found: object) -> str:
+    given = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+    return f"{what} must be a tensor of the shape [rows, slots] {list(view.valid_RS.shape)}, not {given}"
+
+
+def _name(scorer: Scorer) -> str:
+    """As policies write it; a scorer inside a test may be unregistered."""
+    try:
+        return term_of(scorer).name
+    except PolicyError:
+        return type(scorer).__name__
 
 
 class WindowScorer(Scorer):

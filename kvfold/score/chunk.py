@@ -16,7 +16,7 @@ from torch.nn import functional
 from kvfold.errors import PolicyError
 from kvfold.policy.registry import register, term_of
 from kvfold.score.attention import by_position
-from kvfold.score.base import Needs, Scorer, View, given
+from kvfold.score.base import Needs, Scorer, View, given, scored
 from kvfold.score.snapkv import SnapKV
 
 
@@ -63,7 +63,7 @@ class Grouped(Scorer):
         """Sums over the slots of each group; padding holds 0."""
 
     def score(self, view: View) -> Tensor:
-        score_RS = view.masked(self.scorer.score(view))
+        score_RS = scored(self.scorer, view)
         free_RS = score_RS.isfinite()
         total_RC = self._shared(self.sums_RC(score_RS.masked_fill(~free_RS, 0.0), view), view)
         count_RC = self._shared(self.sums_RC(free_RS.float(), view), view)
@@ -166,7 +166,7 @@ class Reuse:
         led_RP = self._led_RP
         if place % self.scorer.reuse_layers and led_RP is not None and len(led_RP) == len(view.position_RS):
             return view.masked(led_RP.gather(1, view.position_RS))
-        score_RS = view.masked(self.scorer.score(view))
+        score_RS = scored(self.scorer, view)
         if self.scorer.reuse_layers > 1:
             # A token that the leading row does not hold comes after all that it holds.
             self._led_RP = by_position(score_RS, view, torch.finfo(score_RS.dtype).min)

@@ -20,7 +20,7 @@ from torch.nn import functional
 from kvfold.errors import PolicyError
 from kvfold.policy.registry import register, term_of
 from kvfold.score.attention import by_position, output_norms, over_window, window_start
-from kvfold.score.base import Needs, Scorer, View, WindowScorer, share
+from kvfold.score.base import Needs, Scorer, View, WindowScorer, scored, share
 from kvfold.score.snapkv import SnapKV
 
 _SNAPKV = SnapKV()
@@ -64,9 +64,9 @@ class Critical(Scorer):
         return self.scorer.default_prefill_trigger
 
     def score(self, view: View) -> Tensor:
-        inner_RS = view.masked(self.scorer.score(view))
+        inner_RS = scored(self.scorer, view)
         always_RS = inner_RS == torch.inf
-        plain_RS = inner_RS.masked_fill(~inner_RS.isfinite(), 0.0)
+        plain_RS = inner_RS.masked_fill(inner_RS.isinf(), 0.0)
         second_RS = (plain_RS + self.epsilon) * output_norms("critical", view, 1).mean(1)
         rank_RS = ranks(inner_RS)
         # Above everything of the second stage, and still in the order of the inner score: fp32 tells these apart.

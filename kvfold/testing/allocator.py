@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from kvfold.budget.base import Allocator, Budget, Scores
 from kvfold.score.base import Needs
-from kvfold.testing.rules import attempt, require, require_term
+from kvfold.testing.rules import attempt, require, require_docstring, require_term
 from kvfold.testing.views import HEADS, make_view
 
 VALUES = (0.0, 0.25, 0.25, 0.5, 1.0, -1.0, torch.inf, -torch.inf)  # few, so that ties abound
@@ -32,6 +32,7 @@ def check_allocator(allocator: Allocator) -> None:
         earlier_layers_only_shrink(allocator, scores, slots)
     _padding_changes_nothing(allocator)
     _weights_keep_the_bounds(allocator)
+    require_docstring(allocator)
 
 
 def _drawn() -> Iterator[tuple[list[Tensor], int]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvfold.codec.base import SIDES, Codec, Field, Side, Slots, State
 from kvfold.errors import InputError
-from kvfold.testing.rules import attempt, require, require_term
+from kvfold.testing.rules import attempt, require, require_docstring, require_term
 
 HEAD_DIMS = (48, 64, 80, 96, 128, 256)
 _ROUNDING = 1e-6
@@ -76,6 +76,7 @@ def check_codec(codec: Codec, *, tolerance: float = 0.6) -> None:
         _values_come_back(codec, head_dim, tolerance)
         _scores_come_back(codec, head_dim, tolerance)
     _a_broken_slot_does_not_reach_the_state(codec)
+    require_docstring(codec)
 
 
 def numbers_survive(

@@ -25,6 +25,14 @@ def attempt(call: Callable[..., _Result], *arguments: Any, rule: str) -> _Result
 def require_term(given: object, base: type[Any]) -> None:
     """An instance of a frozen dataclass that derives from the base class of its axis."""
     kind = type(given).__name__
+    if isinstance(given, type):
+        raise AssertionError(f"give an instance, {given.__name__}(...), not the class {given.__name__}")
     require(isinstance(given, base), f"{kind} must derive from {base.__module__}.{base.__name__}")
     frozen = dataclasses.is_dataclass(given) and getattr(type(given), "__dataclass_params__").frozen  # noqa: B009
     require(frozen, f"{kind} must be a frozen dataclass: its fields are the arguments of the term")
+
+
+def require_docstring(given: object) -> None:
+    kind = type(given).__name__
+    documented = given.__doc__ and not given.__doc__.startswith(f"{kind}(")  # what a dataclass writes by itself
+    require(documented, f"{kind} must have a docstring: `kvfold policies` prints its first sentence")

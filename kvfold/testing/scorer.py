@@ -6,6 +6,7 @@ R rows   S slots
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from kvfold.budget.select import select_top
 from kvfold.errors import InputError
 from kvfold.score.base import Needs, Scorer, View
-from kvfold.testing.rules import attempt, require, require_term
+from kvfold.testing.rules import attempt, require, require_docstring, require_term
 from kvfold.testing.views import HEADS, make_view, sequence
 
 # Two long sequences and a short one; heads of one sequence hold different slots.
@@ -26,18 +27,20 @@ def check_scorer(scorer: Scorer) -> None:
     view = make_view(SEEN, LENS, scorer.needs)
     _scores_are_fp32_and_padding_is_minus_infinity(scorer, view)
     _the_view_is_left_as_it_was(scorer)
+    _scores_are_repeatable(scorer, view)
     _padding_does_not_matter(scorer, view)
     _a_batch_equals_single_runs(scorer, view)
     _size_matters_only_where_that_is_said(scorer, view)
     _a_single_slot_can_be_scored(scorer)
     _a_missing_part_is_named(scorer)
+    require_docstring(scorer)
 
 
 def _scores_are_fp32_and_padding_is_minus_infinity(scorer: Scorer, view: View) -> None:
     in_bf16 = replace(view, k_RSD=view.k_RSD.bfloat16(), v_RSD=view.v_RSD.bfloat16())
     for given in (view, in_bf16):
         rule = f"keys and values in {str(given.k_RSD.dtype).removeprefix('torch.')} must be scored"
-        score_RS = attempt(scorer.score, given, rule=rule)
+        score_RS = attempt(partial(_scored, scorer), given, rule=rule)
         require(isinstance(score_RS, Tensor), "score must return a tensor")
         require(score_RS.dtype == torch.float32, f"scores must be float32, not {score_RS.dtype}; see View.masked")
         shape, wanted = list(score_RS.shape), list(view.valid_RS.shape)
@@ -45,6 +48,24 @@ def _scores_are_fp32_and_padding_is_minus_infinity(scorer: Scorer, view: View) -
         require(not score_RS.isnan().any(), "scores must not be NaN")
         require((score_RS[~view.valid_RS] == -torch.inf).all(), "scores of padding must be -inf; see View.masked")
         require((score_RS[view.valid_RS] > -torch.inf).all(), "scores of stored slots must be above -inf")
+
+
+def _scored(scorer: Scorer, view: View) -> Tensor:
+    """Scores; a part that is None because nobody asked for it is named."""
+    try:
+        return scorer.score(view)
+    except (AttributeError, TypeError) as error:
+        if "NoneType" not in str(error):
+            raise
+        missing = [field.name for field in fields(view) if getattr(view, field.name) is None]
+        raise InputError(
+            f"{error}; these parts of the view are None unless `needs` declares them: {', '.join(missing)}"
+        ) from error
+
+
+def _scores_are_repeatable(scorer: Scorer, view: View) -> None:
+    rule = "the same view must get the same scores every time; draw random numbers from a seed that is an argument"
+    require(torch.equal(scorer.score(view), scorer.score(view)), rule)
 
 
 def _the_view_is_left_as_it_was(scorer: Scorer) -> None:
@@ -93,7 +114,7 @@ def _a_missing_part_is_named(scorer: Scorer) -> None:
     of_view = replace(scorer.needs, sinks=0, recent=0, keeps_window=True, size=False, end_of_prompt=False)
     if of_view == Needs():
         return
-    rule = "a part of the view that is missing must be an InputError that names it (score.shared.checks.given)"
+    rule = "a part of the view that is missing must be an InputError that names it (kvfold.score.base.given)"
     try:
         scorer.score(make_view((30,), (30, 30), Needs()))
     except InputError as error:

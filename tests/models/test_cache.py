@@ -209,11 +209,33 @@ def test_a_cache_tells_what_it_holds(llama: Any) -> None:
     past.reset()
 
 
-def test_a_shorter_prompt_is_refused_in_words(llama: Any) -> None:
+@pytest.mark.parametrize("num_tokens", [10, 26, 27, 40, 50, 51])
+def test_an_input_no_longer_than_the_cache_is_refused(any_model: Any, num_tokens: int) -> None:
+    """transformers cuts the held tokens off the input; of a shorter input it sends none, some, or all of them."""
+    past = kvfold.Cache(any_model, "full", **PAGES)
+    generated(any_model, batch(40), past)
+    with pytest.raises(InputError, match=r"has read 51 tokens and the input is no longer than that; give all of these"):
+        generated(any_model, batch(num_tokens), past)
+    assert past.get_seq_length() == 51
+    past.reset()
+
+
+def test_a_padded_batch_is_refused_for_what_it_is(llama: Any) -> None:
     past = kvfold.Cache(llama, "full", **PAGES)
-    generated(llama, batch(40), past)
-    with pytest.raises(InputError, match=r"has read 51 tokens and the input is no longer than that; make a new"):
-        generated(llama, batch(10), past)
+    generated(llama, batch(40, 21), past)
+    with pytest.raises(InputError, match="has read 51 tokens and the input is no longer"):
+        generated(llama, batch(40, 21), past)
+    past.reset()
+
+
+def test_rows_for_beams_are_made_of_one(llama: Any) -> None:
+    """A cache that was filled as one row serves several after batch_repeat_interleave."""
+    inputs = batch(40)
+    past = kvfold.compress(llama, inputs, "full", page_size=4, open_len=5)
+    with pytest.raises(InputError, match=r"call cache\.batch_repeat_interleave\(3\) first"):
+        generated(llama, inputs, past, num_beams=3)
+    past.batch_repeat_interleave(3)
+    assert torch.equal(generated(llama, inputs, past, num_beams=3), generated(llama, inputs, num_beams=3))
     past.reset()
 
 
@@ -303,7 +325,7 @@ def test_right_padding_is_refused(llama: Any) -> None:
 def test_other_batch_size_is_refused(llama: Any) -> None:
     past = kvfold.Cache(llama, "full")
     generated(llama, batch(9, 5), past)
-    with pytest.raises(InputError, match="holds 2 rows, the input 3"):
+    with pytest.raises(InputError, match=r"holds 2 row\(s\), the input 3; use a cache per batch"):
         llama(batch(4, 4, 4)["input_ids"], past_key_values=past)
     past.reset()
 

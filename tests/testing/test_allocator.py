@@ -33,6 +33,8 @@ class Example(Allocator):
 
 
 class Leaving(Example):
+    """May leave slots of its budget unused."""
+
     may_leave: ClassVar[bool] = True
 
 

@@ -73,6 +73,8 @@ BROKEN: list[tuple[Score, str]] = [
     (lambda view: by_value(view).tolist(), "must return a tensor"),
     (lambda view: view.masked(view.k_RSD @ torch.ones(8)), "keys and values in bfloat16 must be scored; it raised"),
     (writing, r"must not write to the view; it changed view\.position_RS"),
+    (lambda view: by_value(view) * torch.rand(()), "the same view must get the same scores every time"),
+    (lambda view: view.masked(view.mass_RS.sum(0)), r"unless `needs` declares them: .*mass_RS"),  # type: ignore[union-attr]
     (with_padding, "keys and values in the padding"),
     (of_the_batch, "the same scores in a batch as alone"),
     (lambda view: by_value(view) * view.slots_per_head, r"must say so: needs = Needs\(size=True\)"),
@@ -117,3 +119,15 @@ def test_what_is_no_scorer_is_told() -> None:
         check_scorer(Loose())
     with pytest.raises(AssertionError, match=r"str must derive from kvfold\.score\.base\.Scorer"):
         check_scorer("keydiff")  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match=r"give an instance, Example\(\.\.\.\), not the class"):
+        check_scorer(Example)  # type: ignore[arg-type]
+
+
+def test_a_term_says_what_it_does() -> None:
+    @dataclass(frozen=True)
+    class Silent(Scorer):
+        def score(self, view: View) -> Tensor:
+            return by_value(view)
+
+    with pytest.raises(AssertionError, match="Silent must have a docstring"):
+        check_scorer(Silent())
