@@ -34,6 +34,7 @@ from kvfold.cli import (
     new,
     policies,
     profile,
+    read,
     report,
     run,
     serve,
@@ -46,7 +47,7 @@ from kvfold.models.pull.pull import HOME_HELP
 from kvfold.plugins import VARIABLE
 from kvfold.serve.ops.json_output import json_output
 
-_TEXTS = (run, chat, shorten, memory)
+_TEXTS = (run, chat, read, shorten, memory)
 _FITTING = (fit_prompt, train_scorer, profile, calibrate)
 COMMANDS = (*_TEXTS, serve, cache, demo, bench, report, models, policies, new, *_FITTING, env, completion)
 _ADVICE = "raise {}, use a policy that keeps less, or shorten the text"
@@ -54,6 +55,7 @@ _EPILOG = f"""examples:
   kvfold demo                                      KV cache compression on a small model, in minutes on any CPU
   kvfold run --context notes.txt --ask "Who wrote this?" --policy "keydiff + 4x" --compare full,int4
   kvfold chat --policy "streaming + 1024tok + slot"
+  kvfold read report.txt --ask "Who paid?"         texts of any length, with quotes and their places
   kvfold shorten report.txt --to 25% --ask "Who paid?"
   kvfold memory add --user anna "I live in Berlin."
   kvfold serve --policy "keydiff + 4x"             for clients of Anthropic's and OpenAI's APIs

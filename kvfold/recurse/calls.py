@@ -28,6 +28,7 @@ from kvfold.models.chat_template import Turn
 from kvfold.models.loader import Model
 from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy
+from kvfold.recurse.chunk_size import call_bytes
 from kvfold.recurse.size_behind import policy_behind
 from kvfold.recurse.usage import Usage
 from kvfold.reply import Reply
@@ -112,6 +113,11 @@ class Calls:
         """Tokens that a call prefills behind the shared prefix."""
         return len(self._ids(prompt))
 
+    def call_bytes(self, num_tokens: int) -> int:
+        """KV-cache bytes of a call of so many tokens, the shared prefix counted in: compressed, or as a replay holds
+        them before."""
+        return call_bytes(self._bounds, self._session.cache, self._call_policy, num_tokens)
+
     def ask_batch(self, prompts: Sequence[Prompt], *, progress: Progress | None = None) -> list[Reply]:
         """One reply for each prompt, in their order; OutOfPages if a single one does not fit into the arena."""
         found: dict[int, Reply] = {}
@@ -178,7 +184,7 @@ class Calls:
         try:
             while waiting and len(running) + len(group) < self.width:
                 index, prompt, ids = waiting[-1]
-                free -= self._bounds.prefill_bytes(self.num_shared + len(ids)) + growth
+                free -= self.call_bytes(self.num_shared + len(ids)) + growth
                 packed += len(ids)
                 if (running or group) and (free < 0 or (group and packed > self._packed)):
                     break

@@ -1,0 +1,180 @@
+"""`kvfold read`: answer a question about texts of any length, with quotes and the tree of parts that were read."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvfold.atomic_io import write_whole
+from kvfold.cli import show
+from kvfold.cli.options import (
+    Subparsers,
+    add_json_option,
+    add_model_options,
+    add_option,
+    check_out,
+    checked,
+    load_model,
+    nonempty,
+    parse_policy,
+    positive,
+    read_document,
+)
+from kvfold.errors import InputError
+from kvfold.models.pull.pull import home_folder
+from kvfold.policy.size import bytes_text
+
+if TYPE_CHECKING:
+    from kvfold.recurse.context import Context
+    from kvfold.recurse.journal import Journal
+    from kvfold.recurse.reader import Reader
+    from kvfold.recurse.result import ReadResult
+
+_EPILOG = """examples:
+  kvfold read report.txt --ask "Who paid for the bridge?"
+  kvfold read part1.txt part2.txt --ask "When was it built?" --tree --html tree.html
+  kvfold read log.txt --ask "What is the code?" --policy "snapkv + ada + 4x" --chunk 2000 --budget-seconds 60
+
+A text that fits the trained window is read in one pass. A longer one is cut into parts between sentences; each is a
+fork of one shared prefix, parts run in batches, and what they quote is read again, level by level, until one answer is
+left. Every quote is in the text, at the offsets told; a reply that is not is dropped.
+
+A run that was interrupted or killed goes on where it ended when the same command runs again.
+"""
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the command to the subcommands of `kvfold`."""
+    parser = subparsers.add_parser(
+        "read",
+        help="ask a question about texts of any length",
+        description="Answer a question about texts of any length, with quotes and their places.",
+        epilog=_EPILOG,
+    )
+    parser.add_argument("files", nargs="+", metavar="FILE", help="UTF-8 text; several are one text; - is stdin")
+    add_option(parser, "--ask", "QUESTION", "the question", nonempty, required=True)
+    add_option(parser, "--policy", "POLICY", "of the KV cache of every part; kvfold policies lists terms", str, "full")
+    add_option(parser, "--chunk", "TOKENS", "tokens of a part, or auto: what window and memory allow", _chunk, "auto")
+    add_option(parser, "--max-new-tokens", "N", "maximum tokens of a reply", positive, 32)
+    add_option(parser, "--batch", "N", "parts decoded together at most (default: 16, on a GPU 64)", positive)
+    bounds = parser.add_argument_group("bounds", "out of budget, the best answer so far is given, and marked as such")
+    add_option(bounds, "--depth", "N", "levels at most", positive, 5)
+    add_option(bounds, "--budget-calls", "N", "calls of the model at most", positive)
+    add_option(bounds, "--budget-tokens", "N", "tokens read and generated at most", positive)
+    add_option(bounds, "--budget-seconds", "S", "seconds at most, looked at between batches", _seconds)
+    parser.add_argument("--tree", action="store_true", help="print every part with what was found in it")
+    add_option(parser, "--html", "FILE", "write the tree as a page", Path)
+    add_option(parser, "--resume", "FILE", "journal to go on from, and to write (default: under KVFOLD_HOME)", Path)
+    add_json_option(parser)
+    add_model_options(parser)
+    parser.set_defaults(run=run)
+
+
+@checked
+def _chunk(text: str) -> int | str:
+    if text == "auto":
+        return text
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise InputError(f'"{text}" is no number of tokens; write a whole number from 1 on, or auto')
+    return int(text)
+
+
+@checked
+def _seconds(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < float("inf"):
+        raise InputError(f'"{text}" is no number of seconds; write one above 0')
+    return found
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read and print; arguments, files and the question are checked before the model is loaded."""
+    from kvfold.recurse.budget import Budget  # here: help comes without torch
+    from kvfold.recurse.prompts import check_question
+    from kvfold.recurse.reader import Reader
+
+    policy, context = parse_policy(args.policy), _context(args.files)
+    check_question(args.ask)
+    for path in (args.html, args.resume):
+        if path is not None:
+            check_out(path)
+    budget = Budget(args.depth, args.budget_calls, args.budget_tokens, args.budget_seconds)
+    model = load_model(args)
+    options = {"chunk": args.chunk, "budget": budget, "max_new_tokens": args.max_new_tokens, "width": args.batch}
+    with Reader(model, context, args.ask, policy, **options) as reader, _journal(args, reader) as journal:
+        reader.resume(journal)
+        result = _read(reader, args)
+        if result.is_complete and args.resume is None:
+            journal.remove()
+    _print(result, args)
+    return 130 if result.stopped_by == "interrupt" else 0
+
+
+def _context(names: list[str]) -> Context:
+    from kvfold.recurse.context import Context
+
+    if names.count("-") > 1:
+        raise InputError("stdin (-) can be read once; name it once")
+    return Context.of_files([("stdin" if name == "-" else name, read_document(name)) for name in names])
+
+
+def _journal(args: argparse.Namespace, reader: Reader) -> Journal:
+    from kvfold.recurse.journal import Journal
+
+    key = reader.run_key
+    return Journal.open(args.resume or home_folder() / "read" / f"{key[:16]}.jsonl", key)
+
+
+def _read(reader: Reader, args: argparse.Namespace) -> ReadResult:
+    """The result, or what there is of it at Ctrl-C."""
+    count = len(reader.pieces)
+    if not args.json:
+        print(f"{count:,} parts of at most {reader.chunk_tokens:,} tokens" if count > 1 else _PLAIN, file=sys.stderr)
+    with show.bar(f"read {count} parts", reader.num_tokens, "tokens") as progress:
+        try:
+            return reader.read(progress=progress)
+        except KeyboardInterrupt:
+            return reader.result(interrupted=True)
+
+
+_PLAIN = "the text fits the trained window: one plain pass, no tree"
+
+
+def _print(result: ReadResult, args: argparse.Namespace) -> None:
+    from kvfold.recurse.tree import tree_lines
+    from kvfold.recurse.tree_html import tree_page
+
+    if args.html is not None:
+        write_whole(args.html, tree_page(result, args.ask))
+    if args.json:
+        show.print_json({"question": args.ask, **result.as_json()})
+        return
+    print(result.text or "nothing found")
+    for quote in result.quotes:
+        print(f'  "{" ".join(quote.text.split())}" {quote.place}')
+    if args.tree or result.stopped_by == "interrupt":
+        print("\n" + "\n".join(tree_lines(result.tree)))
+    print(_summary(result), file=sys.stderr)
+
+
+def _summary(result: ReadResult) -> str:
+    usage, kv = result.usage, result.kv
+    parts = [f"{usage.calls:,} calls", f"{usage.tokens_read:,} tokens read", f"{usage.tokens_shared:,} shared"]
+    if result.num_resumed:
+        parts.append(f"{result.num_resumed:,} calls resumed")
+    if result.num_dropped:
+        parts.append(f"{result.num_dropped:,} replies not in the text, dropped")
+    if kv.compression_ratio is not None and kv.resident_bytes is not None:
+        parts.append(f"KV caches {bytes_text(kv.resident_bytes)} ({kv.compression_ratio:.2f}x)")
+    line = f"{', '.join(parts)}, {result.seconds:.1f} s"
+    if result.stopped_by == "interrupt":
+        return f"interrupted with {result.num_unread} parts unread; the same command goes on\n{line}"
+    if result.stopped_by is not None:
+        unread = f"; {result.num_unread} parts are unread" if result.num_unread else ""
+        return f"the best answer so far: the budget of {result.stopped_by} is spent{unread}\n{line}"
+    return line

@@ -1,0 +1,78 @@
+"""What is read: a text, where its parts come from, facts about it, and values that a question may name.
+
+context = Context("…", metadata={"Title": "Harbour log"}, variables={"name": "Rosa"})
+context.fill("What is {name}'s extension?")
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvfold.errors import InputError
+
+_BETWEEN = "\n\n"  # the texts of two files
+_NAME = re.compile(r"\{(\w+)\}")
+MAX_METADATA_CHARS = 2000
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file of a context: characters `start` to `end` of the joined text."""
+
+    name: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Context:
+    """A text to ask about. `metadata` stands above every part of it that a model reads; `{name}` in a question stands
+    for the variable of that name."""
+
+    text: str = field(repr=False)
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
+    sources: tuple[Source, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str) or not self.text.strip():
+            raise InputError("the text of a context is empty; there is nothing to read")
+        if len(self.header) > MAX_METADATA_CHARS:
+            raise InputError(
+                f"the metadata has {len(self.header)} characters; it stands above every part of the text, so at most "
+                f"{MAX_METADATA_CHARS} are allowed"
+            )
+
+    @classmethod
+    def of_files(cls, texts: Sequence[tuple[str, str]]) -> Context:
+        """(name, text) of one or more files, as one text."""
+        sources, at = [], 0
+        for name, text in texts:
+            sources.append(Source(name, at, at + len(text)))
+            at += len(text) + len(_BETWEEN)
+        return cls(_BETWEEN.join(text for _, text in texts), sources=tuple(sources))
+
+    @property
+    def header(self) -> str:
+        """The metadata as lines."""
+        return "".join(f"{name}: {value}\n" for name, value in self.metadata.items())
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the text and the metadata."""
+        return hashlib.sha256(f"{self.header}\0{self.text}".encode()).hexdigest()
+
+    def fill(self, question: str) -> str:
+        """The question with the values of variables in the place of their names; other braces stay."""
+        return _NAME.sub(lambda match: str(self.variables.get(match[1], match[0])), question)
+
+    def place(self, start: int) -> tuple[str | None, int]:
+        """(file, offset in it) of a character of the joined text; without files, the offset as it is."""
+        if not self.sources:
+            return None, start
+        at = max(0, bisect_right([source.start for source in self.sources], start) - 1)
+        return self.sources[at].name, start - self.sources[at].start

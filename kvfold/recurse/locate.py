@@ -1,0 +1,102 @@
+"""Where a reply stands in the text it is about: the exact span of its words, and the sentence around them.
+
+A reply whose words are not in the text has no place, and counts as dropped; nothing is ever quoted that is not there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from kvfold.recurse.prompts import NOTHING
+from kvfold.shortening.parts import parts_of
+from kvfold.shortening.word_index import NO_SPACES, words_of
+
+_NOTHING = re.compile(
+    rf"(?:{NOTHING}|nothing|none|no|n/?a|unknown|no(?: one| answer| information|body)|not (?:mentioned|specified|given|"
+    r"stated|said|found|known)|(?:the text|it) (?:does not|doesn't|is not|did not)\b.*|i (?:do not|don't) know.*|"
+    r"(?:the answer|it|this) is (?:not|nothing|unknown)\b.*)",
+    re.IGNORECASE,
+)
+_QUOTED = re.compile(r"[\"“”]([^\"“”]{2,})[\"“”]")
+_WORD = re.compile(r"\S+")
+_MAX_QUOTE = 400  # characters of a sentence that is quoted whole
+_STRIPPED = " \t\n\"'“”.,;:"
+Spans = tuple[tuple[int, int], ...]
+
+
+class Found(NamedTuple):
+    """Characters `start` to `end` of a text, and the quote around them, `quote_start` to `quote_end`."""
+
+    start: int
+    end: int
+    quote_start: int
+    quote_end: int
+
+
+def short_answer(reply: str) -> str:
+    """A reply without white space, quotes and stops around it."""
+    return reply.strip().splitlines()[0].strip(_STRIPPED) if reply.strip() else ""
+
+
+def says_nothing(answer: str) -> bool:
+    """Whether a reply says that the text has no answer."""
+    return not answer or _NOTHING.fullmatch(answer.strip(_STRIPPED)) is not None
+
+
+def locate(answer: str, text: str, question: str, units: Spans | None = None) -> Found | None:
+    """Where the words of an answer stand, in the unit (default: sentence) that has most words of the question; None if
+    nowhere."""
+    for words in _candidates(answer):
+        spans = [match.span() for match in _pattern(words).finditer(text)]
+        if spans:
+            units = sentences(text) if units is None else units
+            found = [Found(*span, *_around(units, *span)) for span in spans]
+            return max(found, key=lambda one: overlap(question, text[one.quote_start : one.quote_end]))
+    return None
+
+
+def overlap(question: str, quote: str) -> int:
+    """Distinct words that a question and a quote share."""
+    return len(set(words_of(question)) & set(words_of(quote)))
+
+
+def _candidates(answer: str) -> Iterator[str]:
+    """The whole answer, what it quotes, then its longest runs of words: at least half of them, and a number or three
+    words."""
+    yield answer
+    yield from (match[1].strip(_STRIPPED) for match in _QUOTED.finditer(answer))
+    words = _WORD.findall(answer)
+    for length in range(len(words) - 1, (len(words) - 1) // 2, -1):
+        for start in range(len(words) - length + 1):
+            run = " ".join(words[start : start + length]).strip(_STRIPPED)
+            if run and (length >= 3 or any(letter.isdigit() for letter in run)):
+                yield run
+
+
+def _pattern(words: str) -> re.Pattern[str]:
+    """The words with any white space between them, in any case, not inside of longer words."""
+    inner = r"\s+".join(map(re.escape, words.split()))
+    letter = rf"[^\W{NO_SPACES}]"  # Chinese and Japanese have no spaces that would end a word
+    return re.compile(rf"(?<!{letter}){inner}(?!{letter})" if inner else r"(?!)", re.IGNORECASE)
+
+
+@lru_cache(maxsize=64)
+def sentences(text: str) -> Spans:
+    """Spans of the sentences, without white space around them."""
+    spans = []
+    for part in parts_of(text):
+        said = text[part.start : part.end]
+        start = part.start + len(said) - len(said.lstrip())
+        spans.append((start, max(start, part.start + len(said.rstrip()))))
+    return tuple(spans)
+
+
+def _around(units: Spans, start: int, end: int) -> tuple[int, int]:
+    """The units that hold a span, unless they are long: then the span alone."""
+    holding = [(low, high) for low, high in units if low < end and start < high]
+    low, high = (holding[0][0], holding[-1][1]) if holding else (start, end)
+    low, high = min(low, start), max(high, end)
+    return (low, high) if high - low <= max(_MAX_QUOTE, end - start) else (start, end)

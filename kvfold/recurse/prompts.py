@@ -1,0 +1,76 @@
+"""What a model is asked about a part of a text: few-shot, as plain text, with the question before and behind the part.
+
+Small models follow an example's form, and hardly an instruction: SmolLM2-135M says "nothing here" and copies answers
+after three examples in plain text, and does neither in its chat template. Everything up to the part is the same
+for all calls of a question, so it is prefilled once and shared. The question behind the part lets scores that look at
+the last tokens (SnapKV) see it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvfold.errors import InputError
+from kvfold.recurse.calls import Prompt
+
+MAX_QUESTION_CHARS = 4000
+NOTHING = "nothing here"
+STOP = ("\n",)
+_TASK = f'Answer each question with a sentence of its text, or with "{NOTHING}" if the text does not say it.\n\n'
+_EXAMPLES = (
+    (
+        "The harbour was quiet in the morning. Mira keeps the spare keys in a green box. Rain fell all day.",
+        "Where does Mira keep the spare keys?",
+        "Mira keeps the spare keys in a green box.",
+    ),
+    (
+        "The train to Bergen was late again, and nobody complained. The soup cost 12 crowns.",
+        "Who repaired the clock?",
+        NOTHING,
+    ),
+    (
+        "Two cooks left in May. The budget of the kitchen was 4,300 crowns that year, less than planned. "
+        "Olav's budget was 900 crowns.",
+        "What was the budget of the kitchen?",
+        "The budget of the kitchen was 4,300 crowns.",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The prompts of one question; `header` tells facts about the whole text."""
+
+    question: str
+    header: str = ""
+    max_new_tokens: int = 32
+
+    @property
+    def prefix(self) -> str:
+        """What all calls share."""
+        shots = "".join(f"{_asked(question, text, question)} {reply}\n\n" for text, question, reply in _EXAMPLES)
+        return f'{_TASK}{shots}Question: {self.question}\n{self.header}Text: """'
+
+    @property
+    def ending(self) -> str:
+        """What stands behind each part."""
+        return f'"""\nQuestion: {self.question}\nReply:'
+
+    def prompt(self, text: str) -> Prompt:
+        """The call for one part. Quotes that would end it early are taken out."""
+        return Prompt(text.replace('"""', '"') + self.ending, max_new_tokens=self.max_new_tokens, stop=STOP)
+
+
+def _asked(before: str, text: str, behind: str) -> str:
+    return f'Question: {before}\nText: """{text}"""\nQuestion: {behind}\nReply:'
+
+
+def check_question(question: str) -> None:
+    """InputError if it is empty, or too long to stand in every call."""
+    if not question.strip():
+        raise InputError("the question is empty; write one")
+    if len(question) > MAX_QUESTION_CHARS:
+        raise InputError(
+            f"the question has {len(question):,} characters; it stands in every call, so at most "
+            f"{MAX_QUESTION_CHARS:,} are allowed: put long texts into the file"
+        )

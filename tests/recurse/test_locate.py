@@ -1,0 +1,70 @@
+"""Replies are looked up in the text: exact spans, whole sentences as quotes, and nothing that is not there."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvfold.recurse.locate import locate, says_nothing, short_answer
+
+TEXT = (
+    "Rain fell at 4410. Please note that Lucia's locker number is\n4410. The door of Rosa is 12 feet wide! "
+    "漢字は四文字。"
+)
+ASKED = "What is Lucia's locker number?"
+
+
+def _quote(answer: str, text: str = TEXT, question: str = ASKED) -> str | None:
+    found = locate(answer, text, question)
+    return None if found is None else text[found.quote_start : found.quote_end]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "4410",
+        "Lucia's locker number is 4410",
+        "lucia's LOCKER number",
+        'It says "locker number is 4410" there',
+        "It is locker number is 4410",
+    ],
+)
+def test_the_quote_is_the_sentence_that_has_the_words_and_most_of_the_question(answer: str) -> None:
+    assert _quote(answer) == "Please note that Lucia's locker number is\n4410."
+
+
+@pytest.mark.parametrize(
+    "answer", ["441", "2", "410", "Rosa's locker", "purple elephants", "", "number 4410 is hers now and then"]
+)
+def test_words_that_are_not_in_the_text_have_no_place(answer: str) -> None:
+    assert locate(answer, TEXT, ASKED) is None
+
+
+def test_words_without_spaces_are_found_inside() -> None:
+    assert _quote("四文字") == "漢字は四文字。"
+
+
+def test_a_sentence_that_is_very_long_is_not_quoted_whole() -> None:
+    text = "the bird sings and " * 60 + "the code is 77 and " + "the bird sings and " * 60
+    assert _quote("code is 77", text) == "code is 77"
+
+
+@pytest.mark.parametrize(
+    "reply",
+    ["nothing here", " Nothing here.", '"nothing"', "no answer", "Not mentioned", "", "The text does not say it."],
+)
+def test_replies_that_say_nothing(reply: str) -> None:
+    assert says_nothing(short_answer(reply))
+
+
+@pytest.mark.parametrize("reply", ["no 4", "nothing but rain", "Norway", "unknown soldier", "4410"])
+def test_replies_that_say_something(reply: str) -> None:
+    assert not says_nothing(short_answer(reply))
+
+
+@given(st.text(max_size=80), st.text(max_size=30))
+def test_whatever_is_found_is_inside_of_the_text_and_of_its_quote(text: str, answer: str) -> None:
+    found = locate(short_answer(answer), text, "who?")
+    if found is not None:
+        assert 0 <= found.quote_start <= found.start < found.end <= found.quote_end <= len(text)
