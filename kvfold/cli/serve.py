@@ -77,6 +77,8 @@ def add_parser(subparsers: Subparsers) -> None:
     add_option(parser, "--alias", "NAME", alias, nonempty, [], action="append")
     add_option(parser, "--keys", "FILE", "API keys, a key and its tenant per line; default: none")
     parser.add_argument("--log", choices=("text", "json"), default="text", help="format of output lines (%(default)s)")
+    text = "SQLite file of facts that users state, recalled for requests that name their user; default: none is kept"
+    add_option(parser, "--memory-file", "FILE", text, Path)
     add_option(parser, "--otel", "URL", "OpenTelemetry collector for traces, e.g. http://localhost:4318")
     _add_cache_options(parser)
     _add_limits(parser)
@@ -188,6 +190,7 @@ def make_settings(args: argparse.Namespace) -> Settings:
         price=None if args.price is None else Price(args.price[0], args.price[1], read_factor_of(names[-1])),
         cache_min_tokens=args.cache_min_tokens,
         temperature=args.temperature,
+        memory_file=args.memory_file,
     )
 
 

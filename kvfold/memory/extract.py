@@ -16,6 +16,7 @@ from kvfold.shortening.word_index import words_of
 _QUESTION_MARKS = ("?", "？", "؟")
 _CLOSING = "\"'”’)]»"
 _MIN_WORDS = 2
+_NUM_ASKED = 2
 
 
 class Span(NamedTuple):
@@ -27,15 +28,25 @@ class Span(NamedTuple):
 
 def fact_spans(text: str) -> list[Span]:
     """Where facts stand in a turn, in order, without white space around them."""
-    spans = (
-        span for part in parts_of(text) for start, end in _sentences(text, part) for span in _cut(text, start, end)
-    )
-    return [span for span in spans if _is_fact(text[span.start : span.end])]
+    return [span for span in _spans(text) if _is_fact(text[span.start : span.end])]
+
+
+def question_in(text: str) -> str:
+    """Of a turn its last two questions; of one without questions its last two sentences."""
+    sentences = [text[start:end] for start, end in _spans(text) if start < end]
+    asked = [sentence for sentence in sentences if _is_question(sentence)]
+    return " ".join((asked or sentences)[-_NUM_ASKED:])
 
 
 def clean(text: str) -> str:
     """The same characters, lone surrogates and NUL, which no file keeps, as question marks."""
     return text.encode("utf-8", "replace").decode().replace("\0", "?")
+
+
+def _spans(text: str) -> Iterator[Span]:
+    for part in parts_of(text):
+        for start, end in _sentences(text, part):
+            yield from _cut(text, start, end)
 
 
 def _sentences(text: str, part: Unit) -> Iterator[Span]:
@@ -49,8 +60,11 @@ def _sentences(text: str, part: Unit) -> Iterator[Span]:
 
 
 def _is_fact(text: str) -> bool:
-    is_question = text.rstrip(_CLOSING).endswith(_QUESTION_MARKS)
-    return not is_question and not text.startswith("#") and len(words_of(text)) >= _MIN_WORDS
+    return not _is_question(text) and not text.startswith("#") and len(words_of(text)) >= _MIN_WORDS
+
+
+def _is_question(text: str) -> bool:
+    return text.rstrip(_CLOSING).endswith(_QUESTION_MARKS)
 
 
 def _cut(text: str, start: int, end: int) -> Iterator[Span]:

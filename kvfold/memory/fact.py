@@ -9,7 +9,7 @@ from kvfold.memory.dates import date_text
 
 MAX_TEXT = 2000  # characters of a fact
 MAX_IMPORTANCE = 10.0
-MAX_NAME = 256  # characters of a user, a tenant or a source
+MAX_NAME = 512  # characters of a user, a tenant or a source
 
 
 class Owner(NamedTuple):
@@ -17,6 +17,15 @@ class Owner(NamedTuple):
 
     tenant: str
     user: str
+
+
+def is_name(text: str) -> bool:
+    """Whether a user can be called so: what a file keeps as it is, so that two names are never one."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return len(text) <= MAX_NAME and "\0" not in text and bool(text.strip())
 
 
 @dataclass(frozen=True)

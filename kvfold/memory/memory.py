@@ -10,8 +10,8 @@ from threading import RLock
 from kvfold.errors import InputError
 from kvfold.memory.dates import checked_time
 from kvfold.memory.embedding import fact_embedder, identity
-from kvfold.memory.extract import clean, fact_spans
-from kvfold.memory.fact import MAX_IMPORTANCE, MAX_NAME, Fact, Owner
+from kvfold.memory.extract import clean, fact_spans, question_in
+from kvfold.memory.fact import MAX_IMPORTANCE, MAX_NAME, Fact, Owner, is_name
 from kvfold.memory.index import FactIndex
 from kvfold.memory.jsonl import from_lines, to_lines
 from kvfold.memory.prefix_files import remove_prefixes
@@ -24,7 +24,7 @@ from kvfold.models.pull.pull import home_folder
 from kvfold.shortening.base import Embedder
 
 MAX_TURN = 1 << 20  # characters of a turn
-MAX_QUESTION = 20_000  # characters of a question; what is beyond is not looked up
+MAX_QUESTION = 20_000  # characters of a question; of a longer one its end is looked up
 
 
 def default_path() -> Path:
@@ -105,14 +105,22 @@ class Memory:
         return count
 
     def recall(
-        self, question: str, *, at: float | None = None, top: int = NUM_RECALLED, abstain: bool = True
+        self,
+        question: str,
+        *,
+        at: float | None = None,
+        top: int = NUM_RECALLED,
+        abstain: bool = True,
+        now: float | None = None,
     ) -> list[Recalled]:
         """The facts nearest to a question, best first; none if none is near, unless `abstain` is False.
 
-        They were valid at `at`; without it on the day that a question about the past names, else now. `uses` grow.
+        They were valid at `at`; without it on the day that a question about the past names, else now, which is `now` or
+        the clock's. Their `uses` grow.
         """
-        asked = asked_for(clean(question[:MAX_QUESTION]))
-        at = checked_time((asked.day or time.time()) if at is None else at)
+        asked = asked_for(question_in(clean(question[-MAX_QUESTION:])))
+        now = time.time() if now is None else now
+        at = checked_time((asked.day or now) if at is None else at)
         with self._lock:
             self._index.refresh()
             found = recall(self._index, asked, at, top, abstain=abstain)
@@ -137,9 +145,9 @@ class Memory:
 
 
 def _name(text: str, what: str, *, may_be_empty: bool = False) -> str:
-    if not isinstance(text, str) or len(text) > MAX_NAME or "\0" in text or not (text.strip() or may_be_empty):
+    if not isinstance(text, str) or not (is_name(text) or (may_be_empty and not text)):
         raise InputError(f"the {what} is {str(text)[:40]!r}; write a name of 1 to {MAX_NAME} characters")
-    return clean(text)
+    return text
 
 
 def _turn(text: str) -> str:

@@ -98,6 +98,7 @@ class Reply:
         timeout_s: float,
         is_cut: bool,
         num_cut: int | None = None,
+        on_complete: Callable[[], None] = lambda: None,
     ) -> None:
         self.request, self.context, self.plan, self.is_cut = request, context, plan, is_cut
         self.id = secrets.token_hex(12)
@@ -105,7 +106,7 @@ class Reply:
         self.has_calls = False
         self._num_cut = num_cut
         self._events, self._source, self._metrics, self._cancel = events, source, metrics, cancel
-        self._timeout_s = timeout_s
+        self._timeout_s, self._on_complete = timeout_s, on_complete
         self._is_closed = False
 
     @property
@@ -157,6 +158,7 @@ class Reply:
         if event.reason in ("late", "failed", "cancelled"):
             self._fail(event)
         self.end = event
+        self._on_complete()
         metrics, token_ms = self._metrics, self.context.trace.token_ms
         metrics.add("kvfold_output_tokens_total", event.num_tokens)
         if token_ms is not None:

@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ from kvfold.serve.api.request import ChatRequest
 from kvfold.serve.cache.breakpoints import CachePlan, boundaries_of, compression_points
 from kvfold.serve.cache.diagnostics import CacheDiagnostics
 from kvfold.serve.cache.source import CachedSource, Miss, PlainSource, PromptCache
+from kvfold.serve.memory import RequestMemory
 from kvfold.serve.ops.metrics import Metrics
 from kvfold.serve.ops.recent_requests import RecentRequests
 from kvfold.serve.ops.request_trace import TracedSource
@@ -63,6 +65,7 @@ class Service:
         self.store = store
         self.metrics = Metrics()
         self.diagnostics = CacheDiagnostics()
+        self._memory = None if settings.memory_file is None else RequestMemory(settings.memory_file, self.metrics)
         self.renderer = PromptRenderer(model.tokenizer, model.spec.max_positions)
         self.preprocessor = Preprocessor(replace(settings.limits, per_tenant=settings.per_tenant))
         plan = self.policy.shorten
@@ -145,7 +148,8 @@ class Service:
 
     async def start(self, request: ChatRequest, context: RequestContext) -> Reply:
         """A reply whose prefill is done; ApiError if the request is refused or fails."""
-        prompt = await self.prompt(request, context)
+        plain = request
+        request, prompt = await self._remembering(request, context)
         if not prompt.tokens:
             raise bad_request("prompt: it has no tokens; send another text")
         num_left = self.model.spec.max_positions - len(prompt.tokens)
@@ -155,15 +159,40 @@ class Service:
         self._acquire_slot(context.tenant)
         events = EventQueue(self.settings.limits.request_s, partial(self._release_slot, context.tenant))
         try:
-            reply = self._submit(request, context, prompt, num_left, events)
+            reply = self._submit(request, context, prompt, num_left, events, self._keeper(plain, context))
         except BaseException:
             events.close()
             raise
         await reply.begin()
         return reply
 
+    async def _remembering(self, request: ChatRequest, context: RequestContext) -> tuple[ChatRequest, Prompt]:
+        """The request with facts that are recalled for it, and its prompt; without them where they do not fit."""
+        if self._memory is None or not request.user:
+            return request, await self.prompt(request, context)
+        work = partial(self._memory.with_facts, request, context.tenant, context.at)
+        more = await self.preprocess(context.tenant, context.num_bytes, work)
+        if more is not request:
+            with suppress(ApiError):
+                prompt = await self.prompt(more, context)
+                if len(prompt.tokens) < self.model.spec.max_positions:
+                    return more, prompt
+        return request, await self.prompt(request, context)
+
+    def _keeper(self, request: ChatRequest, context: RequestContext) -> Callable[[], None]:
+        """What is called when the reply is complete."""
+        if self._memory is None:
+            return lambda: None
+        return partial(self._memory.write_later, request, context.tenant, context.at)
+
     def _submit(
-        self, request: ChatRequest, context: RequestContext, prompt: Prompt, num_left: int, events: EventQueue
+        self,
+        request: ChatRequest,
+        context: RequestContext,
+        prompt: Prompt,
+        num_left: int,
+        events: EventQueue,
+        on_complete: Callable[[], None],
     ) -> Reply:
         source, plan = self._source(request, context, prompt)
         traced = TracedSource(source, events.put, context.trace)
@@ -195,6 +224,7 @@ class Service:
             timeout_s=self.settings.limits.request_s,
             is_cut=num_left < request.max_tokens,
             num_cut=None if self._shortener is None else prompt.num_cut,
+            on_complete=on_complete,
         )
 
     def _source(self, request: ChatRequest, context: RequestContext, prompt: Prompt) -> tuple[PlainSource, CachePlan]:
@@ -248,6 +278,8 @@ class Service:
         self.is_closing = True
         self.preprocessor.close()
         self.scheduler.close()
+        if self._memory is not None:
+            self._memory.close()
 
 
 def has_compression_points(policy: Policy, spec: ModelSpec) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from kvfold.errors import InputError
 from kvfold.serve.cache.breakpoints import POINT_TOKENS
@@ -66,6 +67,7 @@ class Settings:
     temperature: float = 1.0  # default of requests
     point_tokens: int = POINT_TOKENS  # minimum distance of two compression points
     clock: Callable[[], float] | None = None  # seconds since 1970; None: the system's
+    memory_file: Path | None = None  # facts of users who are named; None: nothing is kept
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature <= MAX_TEMPERATURE:

@@ -45,7 +45,7 @@ def test_facts_are_listed_by_id(call: Call, file: tuple[str, ...]) -> None:
     [
         (("add", "--user", "anna", "a b", "--at", "May"), '"May" is no date; write for example 2026-03-01'),
         (("add", "--user", " ", "a b"), "the text is empty"),
-        (("add", "--user", "a" * 300, "a b"), "write a name of 1 to 256 characters"),
+        (("add", "--user", "a" * 600, "a b"), "write a name of 1 to 512 characters"),
         (("ask", "--user", "anna", "a", "--embedder", "tfidf"), "tfidf depends on the other texts"),
         (("ask", "--user", "anna", "a", "--embedder", "nope"), 'no embedder "nope"'),
         (("ask", "--user", "anna", "a", "--file", "/proc/nope/memory.db"), "cannot be opened"),

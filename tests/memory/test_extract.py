@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvfold.errors import InputError
 from kvfold.memory import Memory
-from kvfold.memory.extract import clean, fact_spans
+from kvfold.memory.extract import clean, fact_spans, question_in
 from kvfold.memory.fact import MAX_TEXT
 from tests.memory.conftest import MakeMemory
 
@@ -36,6 +36,11 @@ def test_sentences_and_items_are_facts_and_questions_code_and_headings_are_none(
     found = [TURN[span.start : span.end] for span in fact_spans(TURN)]
     items = ["- The code of the cellar is 4817.", "- Anna works at Bosch"]
     assert found == ["I live in Berlin with my dog.", *items, "My cat is called Tom.", "I am 30"]
+
+
+def test_the_questions_of_a_turn_are_looked_up() -> None:
+    assert question_in("I am tired. Where is Rex? He is old. And who is he? Thanks.") == "Where is Rex? And who is he?"
+    assert question_in("One. Two is it. Three is it") == "Two is it. Three is it" and question_in(" ") == ""
 
 
 @given(st.text(max_size=300))

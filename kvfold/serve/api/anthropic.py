@@ -35,14 +35,14 @@ def read_messages(data: object, settings: Settings) -> MessagesBody:
     stop = body.texts("stop_sequences", 16)
     diagnostics = body.object("diagnostics")
     previous_id = None if diagnostics is None else diagnostics.optional_text("previous_message_id")
-    if (metadata := body.object("metadata")) is not None:
-        metadata.optional_text("user_id")
+    metadata = body.object("metadata")
+    user = "" if metadata is None else metadata.optional_text("user_id") or ""
     body.neutral("messages_reply")
     model, blocks, tool_choice = _prompt_fields(body)
     body.end()
     if max_tokens == 0 and is_streamed:
         raise bad_request("stream: a request with max_tokens 0 has nothing to stream; leave stream out")
-    request = ChatRequest(model, blocks, max_tokens, sampling, stop, tool_choice)
+    request = ChatRequest(model, blocks, max_tokens, sampling, stop, tool_choice, user=user)
     return MessagesBody(request, is_streamed, anthropic_plan, "", diagnostics is not None, previous_id)
 
 

@@ -41,7 +41,7 @@ class OpenAIFields(Fields):
         return plan, self.text("prompt_cache_key", "")
 
     def who(self) -> Json:
-        """Fields without effect, for the client's own bookkeeping."""
+        """`user`, whose facts a memory keeps, and fields without effect, for the client's own bookkeeping."""
         who: Json = {name: self.optional_text(name) for name in ("user", "safety_identifier")}
         return {**who, "metadata": self.pairs("metadata")}
 

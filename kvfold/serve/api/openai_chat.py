@@ -41,12 +41,12 @@ def read_chat(data: object, settings: Settings) -> OpenAIBody:
     max_tokens = _max_tokens(body, settings.limits.output_tokens)
     sampling, stop = body.sampling(settings, seed=body.seed()), body.texts("stop", 4)
     body.neutral("openai", "completions", "chat")
-    body.who()
+    user = body.who()["user"] or ""
     planner, cache_key = body.cache_options("30m")
     blocks = [*body.tools(is_nested=True), *_messages(body.objects("messages"))]
     tool_choice = body.tool_choice()
     body.end()
-    request = ChatRequest(model, blocks, max_tokens, sampling, stop, tool_choice)
+    request = ChatRequest(model, blocks, max_tokens, sampling, stop, tool_choice, user=user)
     return OpenAIBody(request, is_streamed, planner, cache_key, shows_usage)
 
 

@@ -43,7 +43,9 @@ def read_response(data: object, settings: Settings) -> OpenAIBody:
     model, blocks, tool_choice = _read_prompt(body)
     planner, cache_key = body.cache_options("30m", "12h")
     body.end()
-    request = ChatRequest(model, blocks, most if limit is None else limit, sampling, (), tool_choice)
+    request = ChatRequest(
+        model, blocks, most if limit is None else limit, sampling, (), tool_choice, user=echo["user"] or ""
+    )
     echo["prompt_cache_key"] = cache_key or None
     return OpenAIBody(request, is_streamed, planner, cache_key, echo=echo)
 

@@ -12,9 +12,9 @@ from typing import Any, Literal
 from kvfold.engine.sampling import Sampling
 from kvfold.serve.api.errors import bad_request
 
-Kind = Literal["tool", "system", "text", "tool_use", "tool_result"]
+Kind = Literal["tool", "system", "text", "tool_use", "tool_result", "memory"]
 Role = Literal["system", "user", "assistant", "tool"]
-Section = Literal["tools", "system", "messages"]
+Section = Literal["tools", "system", "messages", "memory"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class Block:
     """`message`: index of its message; -1 for tools and the leading system text.
 
     `data`: of a tool its definition {name, description, parameters}; of a tool_use {id, name, arguments}; of a
-    tool_result the {id} of its call. `ttl_s`: time to live of its cache marker; None without one.
+    tool_result the {id} of its call. `ttl_s`: time to live of its cache marker; None without one. A memory block is the
+    server's own, behind the last message.
     """
 
     kind: Kind
@@ -34,6 +35,8 @@ class Block:
 
     @property
     def section(self) -> Section:
+        if self.kind == "memory":
+            return "memory"
         if self.message >= 0:
             return "messages"
         return "tools" if self.kind == "tool" else "system"
@@ -73,6 +76,7 @@ class ChatRequest:
     stop: Sequence[str] = ()
     tool_choice: str = "auto"
     raw_text: str | None = None  # a prompt that is tokenized without the chat template
+    user: str = ""  # whose facts a memory keeps and recalls
 
     @property
     def tools(self) -> list[Block]:

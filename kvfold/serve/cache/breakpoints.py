@@ -83,9 +83,9 @@ def compression_points(boundaries: Sequence[Boundary], least: int) -> list[int]:
 def _ends_turn(blocks: Sequence[Block], index: int) -> bool:
     """The end of a user message, of a run of tool results, or of the leading system messages."""
     block, after = blocks[index], blocks[index + 1] if index + 1 < len(blocks) else None
-    if block.role not in ("user", "tool", "system") or block.kind == "tool":
+    if block.role not in ("user", "tool", "system") or block.kind in ("tool", "memory"):
         return False
-    return after is None or (after.message, after.role) != (block.message, block.role)
+    return after is None or after.kind == "memory" or (after.message, after.role) != (block.message, block.role)
 
 
 def anthropic_plan(boundaries: Sequence[Boundary], min_tokens: int) -> CachePlan:

@@ -16,6 +16,9 @@ _HELP = {
     "kvfold_cache_lookups_total": "Prompt-cache lookups by result: hit, or the reason of the miss.",
     "kvfold_first_token_seconds": "Time to first token (TTFT).",
     "kvfold_token_seconds": "Inter-token latency (ITL), mean of each reply.",
+    "kvfold_memory_requests_total": "Requests that name a user, by whether facts were recalled.",
+    "kvfold_memory_facts_written_total": "Facts of users written to the memory.",
+    "kvfold_memory_errors_total": "Recalls and writes of the memory that failed.",
     "kvfold_store_events_total": "Prefix-store events by kind, tier and reason.",
 }
 HISTOGRAMS = ("kvfold_first_token_seconds", "kvfold_token_seconds")
