@@ -15,7 +15,7 @@ from tests import tiny
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONAL = (
     *("starlette", "uvicorn", "redis", "opentelemetry", "lm_eval", "matplotlib", "datasets", "jieba", "triton"),
-    *("onnxruntime", "anthropic", "openai", "pytest", "hypothesis"),
+    *("onnxruntime", "pydantic_monty", "anthropic", "openai", "pytest", "hypothesis"),
 )
 WITHOUT = f"""
 import sys
@@ -52,18 +52,20 @@ def test_what_needs_an_extra_names_it() -> None:
     program = """
 from kvfold.cli.main import main
 print(main(["serve", "--model", "nowhere"]))
+print(main(["read", sys.argv[1], "--ask", "Who?", "--code", "--model", "nowhere"]))
 try:
     import kvfold.bench.lm_eval
 except ImportError as error:
     print(error)
 """
-    done = without_extras(program)
-    code, bench = done.stdout.splitlines()
-    assert code == "2" and "pip install 'kvfold[serve]'" in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    done = without_extras(program, __file__)
+    *codes, bench = done.stdout.splitlines()
+    assert codes == ["2", "2"] and done.stderr.count("\n") == 2, done.stderr
+    assert "pip install 'kvfold[serve]'" in done.stderr and 'pip install "kvfold[code]"' in done.stderr
     assert 'pip install "kvfold[bench]"' in bench
 
 
-@pytest.mark.parametrize("extra", ["serve", "bench", "gpu", "otel", "shorten", "longbench"])
+@pytest.mark.parametrize("extra", ["serve", "bench", "gpu", "otel", "shorten", "longbench", "code"])
 def test_the_extras_that_errors_name_exist(extra: str) -> None:
     about = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert about["optional-dependencies"][extra]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvfold.atomic_io import write_whole
 from kvfold.cli import show
@@ -22,6 +22,7 @@ from kvfold.cli.options import (
     positive,
     read_document,
 )
+from kvfold.cli.read_code import add_code_options, check_code_options, run_code
 from kvfold.errors import InputError
 from kvfold.models.pull.pull import home_folder
 from kvfold.policy.size import bytes_text
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 _EPILOG = """examples:
   kvfold read report.txt --ask "Who paid for the bridge?"
   kvfold read part1.txt part2.txt --ask "When was it built?" --tree --html tree.html
+  kvfold read report.txt --ask "What did it cost in all?" --verify
+  kvfold read log.txt --ask "How many failures were there?" --code --model qwen2.5-coder-1.5b
   kvfold read log.txt --ask "What is the code?" --policy "snapkv + ada + 4x" --chunk 2000 --budget-seconds 60
 
 A text that fits the trained window is read in one pass. A longer one is cut into parts between sentences; each is a
@@ -64,9 +67,15 @@ def add_parser(subparsers: Subparsers) -> None:
     add_option(bounds, "--budget-calls", "N", "calls of the model at most", positive)
     add_option(bounds, "--budget-tokens", "N", "tokens read and generated at most", positive)
     add_option(bounds, "--budget-seconds", "S", "seconds at most, looked at between batches", _seconds)
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="check quotes and arithmetic of every reply; ask again where they are wrong",
+    )
     parser.add_argument("--tree", action="store_true", help="print every part with what was found in it")
     add_option(parser, "--html", "FILE", "write the tree as a page", Path)
     add_option(parser, "--resume", "FILE", "journal to go on from, and to write (default: under KVFOLD_HOME)", Path)
+    add_code_options(parser)
     add_json_option(parser)
     add_model_options(parser)
     parser.set_defaults(run=run)
@@ -97,16 +106,21 @@ def run(args: argparse.Namespace) -> int:
     from kvfold.recurse.budget import Budget  # here: help comes without torch
     from kvfold.recurse.prompts import check_question
     from kvfold.recurse.reader import Reader
+    from kvfold.recurse.verified_reader import VerifiedReader
 
+    check_code_options(args)
     policy, context = parse_policy(args.policy), _context(args.files)
     check_question(args.ask)
     for path in (args.html, args.resume):
         if path is not None:
             check_out(path)
     budget = Budget(args.depth, args.budget_calls, args.budget_tokens, args.budget_seconds)
+    if args.code:
+        return run_code(args, context, policy, budget)
     model = load_model(args)
+    kind = VerifiedReader if args.verify else Reader
     options = {"chunk": args.chunk, "budget": budget, "max_new_tokens": args.max_new_tokens, "width": args.batch}
-    with Reader(model, context, args.ask, policy, **options) as reader, _journal(args, reader) as journal:
+    with kind(model, context, args.ask, policy, **options) as reader, _journal(args, reader) as journal:
         reader.resume(journal)
         result = _read(reader, args)
         if result.is_complete and args.resume is None:
@@ -169,6 +183,8 @@ def _summary(result: ReadResult) -> str:
         parts.append(f"{result.num_resumed:,} calls resumed")
     if result.num_dropped:
         parts.append(f"{result.num_dropped:,} replies not in the text, dropped")
+    if result.checks is not None:
+        parts.append(_checked(result.checks))
     if kv.compression_ratio is not None and kv.resident_bytes is not None:
         parts.append(f"KV caches {bytes_text(kv.resident_bytes)} ({kv.compression_ratio:.2f}x)")
     line = f"{', '.join(parts)}, {result.seconds:.1f} s"
@@ -178,3 +194,9 @@ def _summary(result: ReadResult) -> str:
         unread = f"; {result.num_unread} parts are unread" if result.num_unread else ""
         return f"the best answer so far: the budget of {result.stopped_by} is spent{unread}\n{line}"
     return line
+
+
+def _checked(checks: dict[str, Any]) -> str:
+    refusal = checks["answer_refusal"]
+    told = "{refused:,} of {checked:,} replies refused by checks, {recovered:,} right after {retries:,} retries"
+    return told.format(**checks) + (f", answer refused: {refusal}" if refusal else "")

@@ -41,13 +41,15 @@ _WIDTH = {"cpu": 16, "cuda": 64}  # calls that are decoded together
 
 @dataclass(frozen=True)
 class Prompt:
-    """One call: what stands behind the shared prefix, and how the reply begins and ends."""
+    """One call: what stands behind the shared prefix, and how the reply begins and ends; temperature 0 is greedy."""
 
     text: str
     answer_prefix: str = ""
     max_new_tokens: int = 64
     stop: tuple[str, ...] = ()
     compress: bool = True  # by the policy
+    temperature: float = 0.0
+    seed: int = 0
 
 
 @dataclass
@@ -221,7 +223,8 @@ class Calls:
         for call, logits_V in zip(calls, logits_BV, strict=True):
             drafter = make_drafter(call.ids, self._speculate, (), eos)
             prompt = call.prompt
-            call.request = Request(call.cache, logits_V, prompt.max_new_tokens, Sampling(), prompt.stop, drafter)
+            sampling = Sampling(prompt.temperature, seed=prompt.seed)
+            call.request = Request(call.cache, logits_V, prompt.max_new_tokens, sampling, prompt.stop, drafter)
 
     def _reply(self, call: _Running) -> Reply:
         assert call.request is not None and call.sizes is not None

@@ -27,16 +27,19 @@ answer["content"] = "the answer"
 answer["ready"] = True
 ```
 
-Question: {question}
+{header}Question: {question}
 """
 NO_CODE = "There was no code in your reply. Write Python between ```python and ```."
 
 
-def task(question: str, *, num_chars: int, output_chars: int, prompt_chars: int, max_calls: int | None) -> str:
-    """The first message to the root."""
+def task(
+    question: str, *, header: str = "", num_chars: int, output_chars: int, prompt_chars: int, max_calls: int | None
+) -> str:
+    """The first message to the root; `header` tells facts about the text."""
     calls = "" if max_calls is None else f"At most {max_calls:,} prompts are answered."
     return _TASK.format(
         question=question,
+        header=header,
         num_chars=num_chars,
         output_chars=output_chars,
         prompt_chars=prompt_chars,
@@ -52,8 +55,7 @@ def code_blocks(reply: str) -> list[str]:
 
 def shown(output: str, error: str) -> str:
     """The message that follows a run."""
-    parts = [
-        f"Output:\n{output}" if output else "" if error else "Nothing was printed.",
-        f"Error:\n{error}" if error else "",
-    ]
-    return "\n".join(part for part in parts if part)
+    if not output and not error:
+        return "Nothing was printed."
+    parts = {"Output": output, "Error": error}
+    return "\n".join(f"{name}:\n{text}" for name, text in parts.items() if text)

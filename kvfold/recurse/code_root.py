@@ -1,7 +1,5 @@
 """A root that writes code: the text is a variable of an interpreter, and the model writes Python that slices and asks.
 
-    found = read_by_code(model, text, "How many letters are from Oslo?")
-
     root     ```python … ```  ->  sandbox: context[…], llm_query_batched([…])  ->  Calls.ask_batch
              <- what was printed, or the traceback                              <- answers, as strings
 
@@ -33,7 +31,7 @@ class RootModel(Protocol):
 
 
 class RootStopped(Exception):
-    """The root cannot go on; its text names the bound: window, tokens or seconds."""
+    """The root cannot go on; its text names the bound: window, calls, tokens or seconds."""
 
 
 AskBatch = Callable[[Sequence[str]], list[str]]
@@ -57,7 +55,7 @@ class CodeAnswer:
         turns: Every reply with what came of it.
         usage: Calls, tokens and seconds, the root's included.
         stopped_by: None if the code said that it is ready; else the bound that ended it: "turns", "errors", "window",
-            "tokens", "seconds".
+            "calls", "tokens", "seconds".
         seconds: Wall-clock time.
     """
 
@@ -98,7 +96,7 @@ class CodeRoot:
         if self.max_turns < 1 or self.max_errors < 1:
             raise InputError(f"max_turns is {self.max_turns} and max_errors {self.max_errors}; both are at least 1")
 
-    def read(self, context: str, question: str) -> CodeAnswer:
+    def read(self, context: str, question: str, header: str = "") -> CodeAnswer:
         """Run turns until the answer is ready or a bound is reached."""
         functions = {"llm_query": self._query, "llm_query_batched": self._query_batched}
         turns: list[CodeTurn] = []
@@ -106,6 +104,7 @@ class CodeRoot:
         with Sandbox({"context": context}, functions, self.limits, _FIRST) as sandbox:
             message = task(
                 question,
+                header=header,
                 num_chars=len(context),
                 output_chars=self.limits.output_chars,
                 prompt_chars=self.prompt_chars,
@@ -166,7 +165,6 @@ class CodeRoot:
             raise InputError("llm_query_batched takes one list of strings")
         for prompt in prompts:
             if not prompt.strip() or len(prompt) > self.prompt_chars:
-                raise InputError(
-                    f"a prompt has {len(prompt):,} characters; give 1 to {self.prompt_chars:,}, such as a slice of context"
-                )
+                most = f"give 1 to {self.prompt_chars:,}, such as a slice of context"
+                raise InputError(f"a prompt has {len(prompt):,} characters; {most}")
         return self.ask(list(prompts)) if prompts else []

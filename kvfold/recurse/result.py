@@ -60,6 +60,7 @@ class ReadResult:
         num_resumed: Calls whose replies came from a journal.
         chunk_tokens: The most tokens of the text in one call.
         seconds: Wall-clock time.
+        checks: What checks of the replies did (`ReadReport`); None if they were not asked for.
     """
 
     text: str
@@ -73,6 +74,7 @@ class ReadResult:
     num_resumed: int = 0
     chunk_tokens: int = 0
     seconds: float = 0.0
+    checks: dict[str, Any] | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -90,6 +92,7 @@ class ReadResult:
             "quotes": [asdict(quote) for quote in self.quotes],
             **{name: getattr(self, name) for name in facts},
             "seconds": self.seconds,
+            "checks": self.checks,
             "usage": self.usage.as_json(),
             "kv": self.kv.as_json(),
             "tree": self.tree.as_json(),

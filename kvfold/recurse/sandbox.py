@@ -1,4 +1,4 @@
-"""Code of a model, run in the interpreter of `pydantic-monty`: a worker process without files, network or Python itself.
+"""Code of a model, run by the interpreter of `pydantic-monty`: a worker process without files, network or CPython.
 
     with Sandbox({"context": text}, {"llm_query": ask}) as sandbox:
         ran = sandbox.run("print(len(context))")
@@ -27,6 +27,12 @@ _MAX_SUSPENSIONS = 100_000  # calls and look-ups of host names; the host counts 
 _PRINT_STOP = 50  # times the output limit: a run that prints more is stopped
 _NOT_INSTALLED = 'running code needs pydantic-monty; run: pip install "kvfold[code]"'
 _LOST = "\nThe interpreter was restarted: your variables are gone, context is as before."
+
+
+def require_monty() -> None:
+    """MissingExtra if the interpreter is not installed."""
+    if pydantic_monty is None:
+        raise MissingExtra(_NOT_INSTALLED)
 
 
 @dataclass(frozen=True)
@@ -88,8 +94,7 @@ class Sandbox:
     _raised: BaseException | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        if pydantic_monty is None:
-            raise MissingExtra(_NOT_INSTALLED)
+        require_monty()
         self._monty = self._pool.enter_context(pydantic_monty.Monty(min_processes=1, max_processes=1))
         try:
             self._restart()
@@ -128,7 +133,7 @@ class Sandbox:
         """The traceback; an interpreter that a limit stopped is replaced."""
         crashed = isinstance(raised, pydantic_monty.MontyCrashedError)
         shown = str(raised) if crashed or not hasattr(raised, "display") else raised.display()
-        shown = str(_cut(shown, self.limits.output_chars))
+        shown = _cut(shown, self.limits.output_chars)
         if crashed or isinstance(raised.exception(), TimeoutError | MemoryError):
             self._restart()
             shown += _LOST

@@ -1,4 +1,4 @@
-"""A root that writes code, with scripted replies: the loop and the sandbox are real, hostile texts and code included."""
+"""A root that writes code, with scripted replies; the loop and the sandbox are real. Texts and code are hostile."""
 
 from __future__ import annotations
 
