@@ -130,7 +130,7 @@ def call_text(name: str, arguments: list[str]) -> str:
 
 _NOUNS = {  # of axes that are not called as they are written
     "when": "trigger", "protect": "protection", "evicted": "treatment of evicted slots", "attend": "reader",
-    "prefill": "way to prefill",
+    "prefill": "way to prefill", "shorten": "way to shorten", "units": "units of a text",
 }  # fmt: skip
 
 
@@ -140,7 +140,7 @@ def noun(axis: str) -> str:
 
 def nouns(axis: str) -> str:
     first, *rest = noun(axis).split()
-    return " ".join((f"{first}s", *rest))
+    return " ".join((first if first.endswith("s") else f"{first}s", *rest))
 
 
 def listing(axis: str) -> str:

@@ -118,6 +118,11 @@ class Selector(Term):
     skips: ClassVar[bool] = True  # a unit that does not fit makes room for others
 
     @property
+    def takes_passages(self) -> bool:
+        """Whether passages suit it better than sentences."""
+        return False
+
+    @property
     def needs_model(self) -> bool:
         """Whether it asks the loaded model."""
         return False

@@ -19,7 +19,7 @@ from kvfold.errors import InputError, PolicyError
 from kvfold.policy.registry import Term, register, term_of
 from kvfold.policy.size import Percent, Ratio, Size, Tokens, exact
 from kvfold.shortening.base import Bools, Chunker, LanguageModel, Progress, Selector, Task, Unit
-from kvfold.shortening.chunkers.sentences import Sentences
+from kvfold.shortening.chunkers.auto import Auto
 from kvfold.shortening.embedders.choice import NAMES as EMBEDDERS
 from kvfold.shortening.embedders.choice import load_embedder
 from kvfold.shortening.greedy import choose
@@ -27,7 +27,7 @@ from kvfold.shortening.parts import ends_paragraph, parts_of
 from kvfold.shortening.protected import kinds_of, protected_parts
 from kvfold.shortening.tokens import TokenOffsets
 
-_SENTENCES = Sentences()
+_AUTO = Auto()
 END_TOKENS = 128
 
 
@@ -43,7 +43,7 @@ class Shorten(Term):
     by: Selector
     to: Size | Percent
     keep: str = "headings, ids, urls"
-    units: Chunker = _SENTENCES
+    units: Chunker = _AUTO
     embedder: str = "auto"
     least: int = 256
 
@@ -66,6 +66,10 @@ class Shorten(Term):
         """The embedder by its content, so that results of different vectors have different fingerprints."""
         found = load_embedder(self.embedder)
         return repr(replace(self, embedder=f"{found.name}@{found.digest}"))
+
+    def chunker(self, target: int) -> Chunker:
+        """What parts a text of which so many tokens may stay."""
+        return self.units.suiting(self.by, target) if isinstance(self.units, Auto) else self.units
 
     def target(self, num_tokens: int) -> int:
         """Tokens that may stay of so many."""
@@ -123,16 +127,15 @@ def shorten_text(
         raise InputError(f"this {name} asks a model; give one, or use graph or plain rank, which need none")
     embedder = load_embedder(plan.embedder)
     parts = parts_of(text)
-    units = plan.units.units(text, parts, embedder, tokens)
+    chunker = plan.chunker(target)
+    units = chunker.units(text, parts, embedder, tokens)
     keep = kinds_of(plan.keep)
     kept_n = protected_parts(text, parts, keep)
     ends_n = np.zeros(len(parts), dtype=bool)
     if keeps_ends:
         ends_n = end_parts(text, parts, tokens, min(END_TOKENS, target // 2))
     kept_n |= ends_n
-    task = Task(
-        text, units, parts, kept_n, tokens, target, question, embedder, keep, model, progress, plan.units, ends_n
-    )
+    task = Task(text, units, parts, kept_n, tokens, target, question, embedder, keep, model, progress, chunker, ends_n)
     if plan.by.is_extractive:
         spans = _spans(task, plan.by)
         left, num_left = "".join(text[start:end] for start, end in spans), sum(tokens.count(*span) for span in spans)

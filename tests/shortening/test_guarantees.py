@@ -145,7 +145,7 @@ def test_truncation_keeps_nothing_between(by: str, text: str, units: str, to: st
 
 def test_all_are_here() -> None:
     assert set(SELECTORS) == {"graph", "rank", "keyphrases", "head", "tail", "ends", "shuffle"}
-    assert set(CHUNKERS) == {"sentences", "passages", "fixed", "semantic", "late"}
+    assert set(CHUNKERS) == {"auto", "sentences", "passages", "fixed", "semantic", "late"}
 
 
 def test_a_share_is_rounded_up() -> None:

@@ -74,6 +74,6 @@ def test_memory_grows_with_the_text_and_progress_reaches_its_total() -> None:
 @pytest.mark.parametrize("by", ("graph", "rank", "keyphrases"))
 def test_progress_is_told_in_steps(by: str) -> None:
     text, reports = "".join(f"- Lamp {number} is lit at dusk.\n" for number in range(2200)), list[tuple[int, int]]()
-    plan = plan_of(by, "4x", "none", embedder="tfidf")
+    plan = plan_of(by, "4x", "none", "sentences", embedder="tfidf")
     shorten_text(text, plan, question=QUESTION, progress=lambda *report: reports.append(report))
     assert len(reports) > 2 and reports == sorted(reports) and reports[-1] == (2200, 2200)

@@ -12,7 +12,7 @@ from kvfold.shortening.bm25 import bm25
 from kvfold.shortening.embedders.hashed import HashedTfIdf
 from kvfold.shortening.relevance import relevance
 from kvfold.shortening.shorten import shorten_text
-from kvfold.shortening.text import plan_of
+from kvfold.shortening.text import plan_of, shorten
 from kvfold.shortening.tokens import TokenOffsets
 from kvfold.shortening.word_index import WordIndex, words_of
 
@@ -75,3 +75,12 @@ def test_rank_keeps_what_answers_and_what_follows_it() -> None:
             text, plan_of("rank", "30tok", "none", embedder="tfidf"), question="What is the cellar code?"
         )
         assert "The code of the wine cellar was changed. It is now 4711." in found.text
+
+
+def test_rank_keeps_passages_where_four_may_stay() -> None:
+    sentence = "The keeper of house {0} has {0} cats and walks to the harbour before the sun is up. "
+    text = "\n\n".join("".join(sentence.format(10 * at + each) for each in range(6)) for at in range(40))
+    question = "How many cats has the keeper of house 203?"
+    whole, cut = (shorten(text, size, "rank", question=question, keep="none") for size in ("1000tok", "200tok"))
+    assert "house 200 " in whole.text and "house 203 " in whole.text  # of one paragraph
+    assert "house 203 " in cut.text and "house 200 " not in cut.text

@@ -1,5 +1,5 @@
 """How a text is parted into units: one file per chunker."""
 
-from kvfold.shortening.chunkers import fixed, late, passages, semantic, sentences
+from kvfold.shortening.chunkers import auto, fixed, late, passages, semantic, sentences
 
-__all__ = ["fixed", "late", "passages", "semantic", "sentences"]
+__all__ = ["auto", "fixed", "late", "passages", "semantic", "sentences"]

@@ -46,6 +46,10 @@ class Rank(Selector):
     def needs_model(self) -> bool:
         return self.by != "hybrid"
 
+    @property
+    def takes_passages(self) -> bool:
+        return self.by == "hybrid"
+
     def worth(self, task: Task) -> Floats:
         assert task.question is not None
         if self.by == "judge":
