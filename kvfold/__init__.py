@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from kvfold.models.loader import Model, load, wrap
     from kvfold.pipeline import register_pipeline
     from kvfold.policy import Policy
+    from kvfold.recurse.context import Context
+    from kvfold.recurse.reader import read
     from kvfold.reply import Reply
     from kvfold.session import Session
     from kvfold.shortening.shorten import Shortened
@@ -36,6 +38,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Answers",
     "Cache",
+    "Context",
     "Episodes",
     "KvfoldError",
     "KvfoldWarning",
@@ -54,6 +57,7 @@ __all__ = [
     "example_text",
     "generate",
     "load",
+    "read",
     "register_pipeline",
     "score",
     "shorten",
@@ -64,6 +68,7 @@ __all__ = [
 _SOURCES = {
     "Answers": ("kvfold.answering", "Answers"),
     "Cache": ("kvfold.models.cache", "Cache"),
+    "Context": ("kvfold.recurse.context", "Context"),
     "Episodes": ("kvfold.episodes", "Episodes"),
     "Model": ("kvfold.models.loader", "Model"),
     "Policy": ("kvfold.policy", "Policy"),
@@ -79,6 +84,7 @@ _SOURCES = {
     "evicted": ("kvfold.evicted", None),
     "generate": ("kvfold.batch", "generate_batch"),
     "load": ("kvfold.models.loader", "load"),
+    "read": ("kvfold.recurse.reader", "read"),
     "register_pipeline": ("kvfold.pipeline", "register_pipeline"),
     "score": ("kvfold.score", None),
     "shorten": ("kvfold.shortening.text", "shorten"),

@@ -13,6 +13,9 @@ from collections.abc import Iterable
 import pytest
 
 QUICK: dict[str, dict[str, int]] = {
+    "benchmarks/tests/test_recurse.py": {
+        "test_every_arm_runs": 0,
+    },
     "benchmarks/tests/test_results_page.py": {
         "test_the_page_is_what_the_kept_runs_give": 0,
     },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,10 @@ def add_parser(subparsers: Subparsers) -> None:
     add_option(parser, "--chunk", "TOKENS", "tokens of a part, or auto: what window and memory allow", _chunk, "auto")
     add_option(parser, "--max-new-tokens", "N", "maximum tokens of a reply", positive, 32)
     add_option(parser, "--batch", "N", "parts decoded together at most (default: 16, on a GPU 64)", positive)
+    text = "draft replies by n-gram lookup in their part, up to N tokens, and verify drafts in one pass"
+    parser.add_argument("--speculate", nargs="?", type=positive, const=True, default=False, metavar="N", help=text)
+    text = "read N parts again with the full cache and one by one, to measure quality and throughput against that"
+    add_option(parser, "--measure", "N", text, positive)
     bounds = parser.add_argument_group("bounds", "out of budget, the best answer so far is given, and marked as such")
     add_option(bounds, "--depth", "N", "levels at most", positive, 5)
     add_option(bounds, "--budget-calls", "N", "calls of the model at most", positive)
@@ -104,6 +109,7 @@ def _seconds(text: str) -> float:
 def run(args: argparse.Namespace) -> int:
     """Read and print; arguments, files and the question are checked before the model is loaded."""
     from kvfold.recurse.budget import Budget  # here: help comes without torch
+    from kvfold.recurse.measure import measured
     from kvfold.recurse.prompts import check_question
     from kvfold.recurse.reader import Reader
     from kvfold.recurse.verified_reader import VerifiedReader
@@ -119,12 +125,27 @@ def run(args: argparse.Namespace) -> int:
         return run_code(args, context, policy, budget)
     model = load_model(args)
     kind = VerifiedReader if args.verify else Reader
-    options = {"chunk": args.chunk, "budget": budget, "max_new_tokens": args.max_new_tokens, "width": args.batch}
-    with kind(model, context, args.ask, policy, **options) as reader, _journal(args, reader) as journal:
+    with (
+        kind(
+            model,
+            context,
+            args.ask,
+            policy,
+            chunk=args.chunk,
+            budget=budget,
+            max_new_tokens=args.max_new_tokens,
+            width=args.batch,
+            speculate=args.speculate,
+        ) as reader,
+        _journal(args, reader) as journal,
+    ):
         reader.resume(journal)
         result = _read(reader, args)
         if result.is_complete and args.resume is None:
             journal.remove()
+        if args.measure and result.stopped_by != "interrupt":
+            with show.waiting(f"measure on {args.measure} parts"):
+                result = replace(result, kv=measured(reader, result.kv, args.measure))
     _print(result, args)
     return 130 if result.stopped_by == "interrupt" else 0
 
@@ -160,7 +181,6 @@ _PLAIN = "the text fits the trained window: one plain pass, no tree"
 
 
 def _print(result: ReadResult, args: argparse.Namespace) -> None:
-    from kvfold.recurse.tree import tree_lines
     from kvfold.recurse.tree_html import tree_page
 
     if args.html is not None:
@@ -172,7 +192,7 @@ def _print(result: ReadResult, args: argparse.Namespace) -> None:
     for quote in result.quotes:
         print(f'  "{" ".join(quote.text.split())}" {quote.place}')
     if args.tree or result.stopped_by == "interrupt":
-        print("\n" + "\n".join(tree_lines(result.tree)))
+        print(f"\n{result.tree}")
     print(_summary(result), file=sys.stderr)
 
 
@@ -187,6 +207,11 @@ def _summary(result: ReadResult) -> str:
         parts.append(_checked(result.checks))
     if kv.compression_ratio is not None and kv.resident_bytes is not None:
         parts.append(f"KV caches {bytes_text(kv.resident_bytes)} ({kv.compression_ratio:.2f}x)")
+    if kv.quality_retention is not None and kv.throughput_gain is not None:
+        parts.append(f"{kv.quality_retention:.0%} of answers as with the full cache")
+        parts.append(f"{kv.throughput_gain:.1f}x as fast as one by one")
+    if kv.speculative_speedup is not None:
+        parts.append(f"decoding {kv.speculative_speedup:.2f}x as fast with drafts")
     line = f"{', '.join(parts)}, {result.seconds:.1f} s"
     if result.stopped_by == "interrupt":
         return f"interrupted with {result.num_unread} parts unread; the same command goes on\n{line}"

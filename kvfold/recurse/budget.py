@@ -25,6 +25,11 @@ class Budget:
             if value is not None and not value > 0:
                 raise InputError(f"the budget of {one.name} is {value}; it is above 0, or left out")
 
+    @property
+    def is_bounded(self) -> bool:
+        """Whether calls may be left out."""
+        return any(bound is not None for bound in (self.calls, self.tokens, self.seconds))
+
 
 class Meter:
     """A budget in use: what the clock has spent since it was made, and calls by their `usage`."""

@@ -68,6 +68,7 @@ class Calls:
     """Owns the model, the policy and the session of the shared prefix. Close it, or use it in a `with` statement.
 
     `width`: calls decoded together at most. `speculate`: draft replies by n-gram lookup in the text of their call.
+    `shares`: False reads the prefix anew in every call, as a baseline for what sharing saves.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Calls:
         template: Literal["auto"] | None = "auto",
         width: int | None = None,
         speculate: bool | int = False,
+        shares: bool = True,
     ) -> None:
         if width is not None and width < 1:
             raise InputError(f"width is {width}; at least one call runs at a time")
@@ -88,7 +90,7 @@ class Calls:
         self.prefix = prefix
         self.width = width or _WIDTH.get(model.device.type, _WIDTH["cpu"])
         self._packed = _PACKED_TOKENS.get(model.device.type, _PACKED_TOKENS["cpu"])
-        self._speculate = speculate
+        self.speculate = speculate
         self._session = Session(model, policy, template=template)
         self.policy = self._session.policy
         if self.policy.shorten is not None:
@@ -98,22 +100,19 @@ class Calls:
                 "or leave shorten(...) out"
             )
         self._bounds = KVBounds(self._session.runner, self.policy)
-        if prefix:
+        self._prefix_ids = self._session.conversation.text_ids(prefix, "start", ()) if prefix else []
+        self.num_prefix = len(self._prefix_ids)
+        if self._prefix_ids and shares:
             began = time.perf_counter()
-            self._session.extend(prefix, compress=False, pin=True)
+            self._session.extend(self._prefix_ids, compress=False, pin=True)
             self.usage.prefill_s += time.perf_counter() - began
-            self.usage.tokens_read += self.num_shared
-        open_len = self._session.cache.config.open_len
-        self._call_policy = policy_behind(self.policy, self.num_shared, open_len)
-
-    @property
-    def num_shared(self) -> int:
-        """Tokens of the shared prefix."""
-        return len(self._session.token_ids)
+            self.usage.tokens_read += self.num_prefix
+        self.num_shared = len(self._session.token_ids)
+        self._call_policy = policy_behind(self.policy, self.num_prefix, self._session.cache.config.open_len)
 
     def num_tokens(self, prompt: Prompt) -> int:
-        """Tokens that a call prefills behind the shared prefix."""
-        return len(self._ids(prompt))
+        """Tokens that a call prefills behind the prefix."""
+        return len(self._ids(prompt)) - self.num_prefix + self.num_shared
 
     def call_bytes(self, num_tokens: int) -> int:
         """KV-cache bytes of a call of so many tokens, the shared prefix counted in: compressed, or as a replay holds
@@ -142,10 +141,18 @@ class Calls:
                     call.cache.release()
 
     def _ids(self, prompt: Prompt) -> list[int]:
-        session, conversation = self._session, self._session.conversation
-        turn: Turn = "user" if self.num_shared and session.template is not None else "start"
-        text = conversation.text_ids(prompt.text, turn, session.token_ids)
-        return text + conversation.reply_ids(conversation.after_text, prompt.answer_prefix)
+        """What a call prefills: the prefix where it is not shared, the text, and the opening of the reply."""
+        conversation = self._session.conversation
+        turn: Turn = "user" if self._prefix_ids and conversation.template is not None else "start"
+        text = conversation.text_ids(prompt.text, turn, self._prefix_ids)
+        opening = conversation.reply_ids(conversation.after_text, prompt.answer_prefix)
+        return self._prefix_ids[self.num_shared :] + text + opening
+
+    def _fork(self) -> SequenceCache:
+        cache = self._session.cache.fork()
+        cache.policy = self._call_policy
+        cache.pinned = [(0, self.num_prefix)] if self.num_prefix else []
+        return cache
 
     # One batch
 
@@ -156,19 +163,19 @@ class Calls:
             group = self._admit(waiting, running)
             if not group:
                 break
+            running += group  # from here on they are released with the batch, whatever happens
             try:
                 self._prefill(group, progress)
             except OutOfPages:
+                del running[-len(group) :]
                 for call in reversed(group):
                     call.cache.release()
                     waiting.append((call.index, call.prompt, call.ids))
-                if not running and len(group) == 1:
-                    raise
                 if running:
                     break
+                if len(group) == 1:
+                    raise
                 self._packed = max(1, sum(len(call.ids) for call in group) // 2)
-                continue
-            running += group
         began = time.perf_counter()
         requests = [call.request for call in running if call.request is not None]
         for _ in generate(self._session.runner, requests, self.model.tokenizer):
@@ -190,9 +197,7 @@ class Calls:
                 packed += len(ids)
                 if (running or group) and (free < 0 or (group and packed > self._packed)):
                     break
-                cache = self._session.cache.fork()
-                cache.policy = self._call_policy
-                group.append(_Running(index, prompt, ids, cache))
+                group.append(_Running(index, prompt, ids, self._fork()))
                 waiting.pop()
         except BaseException:
             for call in group:
@@ -221,7 +226,7 @@ class Calls:
         logits_BV = self._session.runner.prefill(caches, ids, compress=compress, progress=progress)
         eos = self.model.spec.eos_token_ids
         for call, logits_V in zip(calls, logits_BV, strict=True):
-            drafter = make_drafter(call.ids, self._speculate, (), eos)
+            drafter = make_drafter(call.ids, self.speculate, (), eos)
             prompt = call.prompt
             sampling = Sampling(prompt.temperature, seed=prompt.seed)
             call.request = Request(call.cache, logits_V, prompt.max_new_tokens, sampling, prompt.stop, drafter)

@@ -14,12 +14,13 @@ from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy
 
 _LEAST = 32  # tokens of the text in a call: below that, sentences are cut
+_UNKNOWN_WINDOW = 4096  # tokens, where a model does not tell its own
 _SPARE = 16  # tokens: a part tokenized behind a prefix may have a few more than alone
 
 
 def window_tokens(max_positions: int, num_around: int) -> int:
     """What a window leaves beside so many tokens of prefix, question and reply. InputError if that is next to none."""
-    room = max_positions - num_around - _SPARE
+    room = (max_positions or _UNKNOWN_WINDOW) - num_around - _SPARE
     if room < _LEAST:
         raise InputError(
             f"prefix, question and reply take {num_around} tokens of a window of {max_positions}, which leaves too few "

@@ -10,6 +10,8 @@ from kvfold.recurse.chunks import Chunk
 from kvfold.recurse.context import Context
 from kvfold.recurse.locate import Spans, locate, says_nothing, short_answer
 from kvfold.recurse.tree import Node, quote_of
+from kvfold.shortening.bm25 import bm25
+from kvfold.shortening.word_index import WordIndex
 
 FAN_IN = 16  # quotes that one call merges: small models read short lists well
 
@@ -96,6 +98,12 @@ def _merged(context: Context, group: Sequence[Node], level: int) -> Piece:
     """Equal quotes once."""
     spans = tuple(dict.fromkeys(node.quote_span for node in group if node.quote_span is not None))
     return Piece(level, "\n".join(context.text[low:high] for low, high in spans), spans, tuple(group))
+
+
+def by_relevance(question: str, pieces: Sequence[Piece], places: Sequence[int]) -> list[int]:
+    """Places of pieces, ranked by BM25 against the question; equal ones in the order of the text."""
+    score_N = bm25(WordIndex.of([piece.text for piece in pieces]), question)
+    return sorted(places, key=lambda place: -float(score_N[place]))
 
 
 def _lines(lens: Sequence[int]) -> Spans:

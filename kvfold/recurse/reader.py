@@ -28,7 +28,7 @@ from kvfold.recurse.chunks import chunk_text
 from kvfold.recurse.context import Context
 from kvfold.recurse.journal import Journal, digest
 from kvfold.recurse.levels import Levels
-from kvfold.recurse.pieces import Piece, chunk_pieces, merge_pieces
+from kvfold.recurse.pieces import Piece, by_relevance, chunk_pieces, merge_pieces
 from kvfold.recurse.prompts import Reading, check_question
 from kvfold.recurse.result import KVFacts, ReadResult
 from kvfold.recurse.tree import Node
@@ -54,13 +54,22 @@ class Reader:
         max_new_tokens: int = 32,
         width: int | None = None,
         speculate: bool | int = False,
+        shares: bool = True,
     ) -> None:
         self.context, self.question = context, context.fill(question)
         check_question(self.question)
         self.budget = budget or Budget()
         meter = Meter(self.budget)
         self.reading = Reading(self.question, context.header, max_new_tokens)
-        self.calls = Calls(model, policy, prefix=self.reading.prefix, template=None, width=width, speculate=speculate)
+        self.calls = Calls(
+            model,
+            policy,
+            prefix=self.reading.prefix,
+            template=None,
+            width=width,
+            speculate=speculate,
+            shares=shares,
+        )
         try:
             self.chunk_tokens = self._chunk_tokens(chunk)
             self.pieces = chunk_pieces(context, chunk_text(context.text, self.chunk_tokens, model.tokenizer))
@@ -74,7 +83,7 @@ class Reader:
     def _chunk_tokens(self, chunk: ChunkSize) -> int:
         """Tokens of the text in one call at most."""
         model, calls = self.calls.model, self.calls
-        around = calls.num_shared + calls.num_tokens(self.reading.prompt("")) + self.reading.max_new_tokens
+        around = calls.num_prefix + calls.num_tokens(self.reading.prompt("")) + self.reading.max_new_tokens
         most = window_tokens(model.spec.max_positions, around)
         if chunk == "auto":
             return memory_tokens(lambda count: calls.call_bytes(around + count), model.arena.free_bytes, most)
@@ -105,7 +114,7 @@ class Reader:
         return sum(self.calls.num_tokens(self.reading.prompt(piece.text)) for piece in self.pieces)
 
     def read(self, *, progress: Progress | None = None) -> ReadResult:
-        """Read all pieces and merge their answers, level by level."""
+        """Read all pieces and merge their answers, level by level; `progress` counts tokens of level 1."""
         self._read_level(self.pieces, progress, reserved_calls=min(1, len(self.pieces) - 1))
         while len(self.levels.candidates) > 1 and self.bounded.stopped_by is None:
             level = self.levels.depth + 1
@@ -113,11 +122,13 @@ class Reader:
                 self.bounded.stopped_by = "depth"
                 break
             pieces = merge_pieces(self.context, self.levels.last, level, self.chunk_tokens, self._count)
-            self._read_level(pieces, progress)
+            self._read_level(pieces)
         return self.result()
 
-    def _read_level(self, pieces: Sequence[Piece], progress: Progress | None, reserved_calls: int = 0) -> None:
+    def _read_level(self, pieces: Sequence[Piece], progress: Progress | None = None, reserved_calls: int = 0) -> None:
         places = self.levels.begin(pieces)
+        if self.budget.is_bounded:  # what has most words of the question first
+            places = by_relevance(self.question, pieces, places)
         asked = [pieces[place] for place in places]
         for index, node in self.ask(asked, reserved_calls=reserved_calls, progress=progress):
             self.levels.note(places[index], node)

@@ -66,6 +66,9 @@ class Node:
         for child in self.children:
             yield from child.walk()
 
+    def __str__(self) -> str:
+        return "\n".join(tree_lines(self))
+
     def as_json(self) -> dict[str, Any]:
         quote = None if self.quote is None else asdict(self.quote)
         own = {name: getattr(self, name) for name in ("level", "start", "end", "state", "answer", "num_tokens")}

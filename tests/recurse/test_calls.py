@@ -40,10 +40,30 @@ def test_the_prefix_is_read_once_and_every_token_is_counted(model: Model) -> Non
     with Calls(model, prefix=PREFIX, width=2) as calls:
         calls.ask_batch(PROMPTS)
         usage, lens = calls.usage, [calls.num_tokens(prompt) for prompt in PROMPTS]
-    assert calls.usage.tokens_read == usage.tokens_shared // len(PROMPTS) + sum(lens)
+    assert usage.tokens_read == usage.tokens_shared // len(PROMPTS) + sum(lens)
     assert (usage.calls, usage.batches) == (5, 3)
     assert usage.tokens_generated == 5 * 6
     assert usage.tokens == usage.tokens_read + 30
+
+
+@pytest.mark.parametrize("policy", ["full", "keydiff + 2x"])
+def test_a_prefix_that_is_not_shared_is_read_in_every_call_and_changes_no_reply(model: Model, policy: str) -> None:
+    replies, read = [], []
+    for shares in (True, False):
+        with Calls(model, policy, prefix=PREFIX, width=1, shares=shares) as calls:
+            replies.append([reply.token_ids for reply in calls.ask_batch(PROMPTS)])
+            read.append(calls.usage.tokens_read)
+            lens = [calls.num_tokens(prompt) for prompt in PROMPTS]
+    assert replies[0] == replies[1]
+    assert read == [calls.num_prefix + sum(lens), len(PROMPTS) * calls.num_prefix + sum(lens)]
+
+
+def test_drafts_change_no_reply_and_are_counted(model: Model) -> None:
+    with Calls(model, prefix=PREFIX) as calls, Calls(model, prefix=PREFIX, speculate=True) as drafting:
+        prompts = [Prompt(text, max_new_tokens=24) for text in TEXTS]
+        expected = [reply.token_ids for reply in calls.ask_batch(prompts)]
+        assert [reply.token_ids for reply in drafting.ask_batch(prompts)] == expected
+        assert drafting.usage.drafted >= drafting.usage.accepted and calls.usage.drafted == 0
 
 
 def test_a_compressing_policy_holds_less_than_the_full_cache(model: Model) -> None:
@@ -95,6 +115,18 @@ def test_whoever_stops_reading_batches_leaves_nothing_behind(model: Model) -> No
             assert [index for index, _ in batch] == [0, 1]
             break
         assert calls.usage.calls == 2
+
+
+def test_an_interruption_in_a_prefill_or_between_tokens_leaves_nothing_behind(model: Model) -> None:
+    def interrupt(_: int) -> None:
+        raise KeyboardInterrupt
+
+    with Calls(model, prefix=PREFIX) as calls:
+        held = model.arena.used_bytes
+        with pytest.raises(KeyboardInterrupt):
+            calls.ask_batch(PROMPTS, progress=interrupt)
+        assert model.arena.used_bytes == held
+        assert len(calls.ask_batch(PROMPTS)) == 5
 
 
 def test_a_reply_continues_its_prefix_and_ends_at_a_stop(model: Model) -> None:

@@ -8,7 +8,7 @@ from kvfold.recurse.chunks import chunk_text
 from kvfold.recurse.context import Context
 from kvfold.recurse.levels import Levels
 from kvfold.recurse.pieces import FAN_IN, Piece, chunk_pieces, merge_pieces
-from kvfold.recurse.tree import Node, tree_lines
+from kvfold.recurse.tree import Node
 from tests.recurse.texts import QUESTION
 
 NAMES = ("Ada", "Rosa", "Bo", "Cy")
@@ -116,7 +116,7 @@ def test_the_tree_as_text() -> None:
     leaves = [Node(1, 10 * i, 10 * i + 10, "nothing") for i in range(3)]
     answer = _chunks()[1].node(CONTEXT, QUESTION, "3001", 7)
     root = Node(2, 0, 99, "answer", answer="3001", children=(*leaves, answer, Node(1, 90, 99, "unread")))
-    assert tree_lines(root) == [
+    assert str(root).splitlines() == [
         "level 2, 0-99: 3001",
         "├─ 0-30: nothing here (3 parts)",
         f'├─ {answer.start}-{answer.end}: 3001  "Rosa\'s extension is 3001." 63-88',

@@ -13,6 +13,7 @@ from kvfold.models.loader import Model
 from kvfold.recurse.budget import Budget
 from kvfold.recurse.context import Context
 from kvfold.recurse.journal import Journal
+from kvfold.recurse.measure import measured
 from kvfold.recurse.reader import Reader, read
 from kvfold.recurse.result import KVFacts
 from tests.recurse.texts import FACT, QUESTION, document, long_model
@@ -103,6 +104,27 @@ def test_a_reading_goes_on_from_its_journal(tiny_model: Model, tmp_path: Path, n
         assert _leaves(reader) == expected
     assert result.num_resumed == 2 * num_batches
     assert result.usage.calls + result.num_resumed == sum(node.num_tokens > 0 for node in result.tree.walk())
+
+
+def test_under_a_bound_the_parts_with_most_words_of_the_question_are_read_first(tiny_model: Model) -> None:
+    with _reader(tiny_model, budget=Budget(calls=2)) as reader:
+        reader.read()
+        (read_part,) = (node for node in reader.levels.root.walk() if node.level == 1 and node.num_tokens)
+    assert FACT in CONTEXT.text[read_part.start : read_part.end]
+
+
+@pytest.mark.parametrize("speculate", [False, True])
+def test_what_compression_did_is_measured_on_parts_that_are_read_again(tiny_model: Model, speculate: bool) -> None:
+    with _reader(tiny_model, policy="keydiff + 2x", speculate=speculate) as reader:
+        kv = measured(reader, KVFacts(), 2)
+    assert kv.quality_retention is not None and 0 <= kv.quality_retention <= 1
+    assert kv.throughput_gain is not None and kv.throughput_gain > 0
+    assert (kv.speculative_speedup is not None) == speculate
+
+
+def test_the_full_cache_retains_all_quality(tiny_model: Model) -> None:
+    with _reader(tiny_model) as reader:
+        assert measured(reader, KVFacts(), 99).quality_retention == 1
 
 
 def test_a_run_key_depends_on_all_that_replies_depend_on(tiny_model: Model) -> None:
