@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _TURNS = 20
 _OF_THE_TREE = {"tree": False, "html": None, "resume": None, "chunk": "auto", "verify": False, "depth": 5}
+_OF_THE_TREE |= {"measure": None, "speculate": False}
 
 
 def add_code_options(parser: argparse.ArgumentParser) -> None:
