@@ -62,7 +62,7 @@ class Chat(Workload):
         shared = task == "requests"
         if shared:  # all samples of a conversation have to draw the same one, of the same length
             random = Random(f"{setting.seed}/{self.name}/{task}/conversation/{conversation}")
-        told = _draw(random)
+        told = draw_facts(random)
         filler = Text(setting.haystack(random))
         fitted = 0 if shared else asked  # whose question the length is fitted with
 
@@ -79,7 +79,7 @@ class Chat(Workload):
         return float(re.findall(r"\d+", reply)[:1] == [sample.answers[0]])
 
 
-def _draw(random: Random) -> list[Told]:
+def draw_facts(random: Random) -> list[Told]:
     """Facts at even depths; things recur with other owners, and owners with other things."""
     pairs = random.sample([(owner, thing) for owner in WORDS["name"] for thing in _THINGS], NUM_FACTS)
     values = islice(numbers(random, 4), NUM_FACTS)
