@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from kvfold.recurse.context import Context
 
 _TURNS = 20
-_OF_THE_TREE = {"tree": False, "html": None, "resume": None, "chunk": "auto", "verify": False, "depth": 5}
-_OF_THE_TREE |= {"measure": None, "speculate": False}
+_OF_THE_TREE = {
+    **{"tree": False, "html": None, "resume": None, "chunk": "auto", "verify": False, "depth": 5},
+    **{"speculate": False, "measure": None},
+}
 
 
 def add_code_options(parser: argparse.ArgumentParser) -> None:

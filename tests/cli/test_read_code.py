@@ -48,6 +48,8 @@ def test_code_gives_the_best_answer_so_far_with_its_turns(read: Call) -> None:
     ("words", "told"),
     [
         (("--code", "--tree"), "--tree is for the tree of parts, which --code does not build"),
+        (("--code", "--measure", "2"), "--measure is for the tree of parts"),
+        (("--code", "--speculate"), "--speculate is for the tree of parts"),
         (("--code", "--verify"), "--verify is for the tree of parts"),
         (("--code", "--chunk", "100"), "--chunk is for the tree of parts"),
         (("--max-turns", "3"), "--max-turns counts replies with code; add --code, or leave it out"),
