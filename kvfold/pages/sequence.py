@@ -155,12 +155,13 @@ class SequenceCache:
         self.tail = self.segments.pop()
 
     def join_tail(self) -> None:
-        """Append the tail to the last segment once its refcount is 1, so that a fork that is over leaves no segment.
+        """Append the tail to the last segments whose refcount is 1, so that forks that are over leave no segments.
 
-        Raises OutOfPages before anything changes. Slots that share scales with their neighbours stay where they are.
+        OutOfPages leaves the rest as they are. Slots that share scales with their neighbours stay where they are.
         """
-        mine = bool(self.segments) and self.segments[-1].refs == 1
-        if mine and all(layer.page_class.relocatable for layer in self.tail.layers):
+        if not all(layer.page_class.relocatable for layer in self.tail.layers):
+            return
+        while self.segments and self.segments[-1].refs == 1:
             if not self.tail.is_empty:
                 self.segments[-1].append_from(self.tail)
             self.tail.release()

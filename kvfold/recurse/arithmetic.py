@@ -22,7 +22,7 @@ _TOKEN = re.compile(
     r"""(?P<word>[^\W\d_]\w*|\d[\d.,]*[^\W\d_]\w*|_\w*)
       | (?P<number>[$€£]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?%?)
       | (?P<equal>==?(?!=)|≈)
-      | (?P<operator>\*\*|//|[-+*/^×÷·−])
+      | (?P<operator>\*\*|//|[-+*/^×÷·−–])
       | (?P<bracket>[()])
       | (?P<space>[^\S\n]+)
       | (?P<other>[<>!]=|.|\n)""",
@@ -30,14 +30,13 @@ _TOKEN = re.compile(
 )
 _LATEX = {r"\times": "*", r"\cdot": "*", r"\div": "/", r"\approx": "≈", r"\left": "", r"\right": ""}
 _LATEX_NAMES = re.compile(r"\\(?:(?:times|cdot|div|left|right|approx)(?![A-Za-z])|[()\[\]])")
+_LIST_MARK = re.compile(r"^[^\S\n]*(?:[-*+•]|\d{1,3}[.)]|\(?[A-Za-z][.)])[^\S\n]+", re.MULTILINE)
 _TIMES = re.compile(r"(?<=[\d)])( +)[xX]( +)(?=[\d(])")
-_SPELLED = str.maketrans(
-    {"×": "*", "·": "*", "÷": "/", "−": "-", "^": "**", ",": None, "$": None, "€": None, "£": None}
-)
+_SPELLED = str.maketrans(dict(zip("×·÷−–", "**/--", strict=True)) | {"^": "**"} | dict.fromkeys(",$€£", ""))
 _MOST_CHARACTERS = 300  # of one side
 _MOST_DIGITS, _MOST_EXPONENT, _MOST_BITS = 60, 64, 256
-_OPERATORS = frozenset(("**", "//", *"-+*/^×÷·−"))
-_MINUS = frozenset("-−")
+_OPERATORS = frozenset(("**", "//", *"-+*/^×÷·−–"))
+_SIGNS = frozenset("-+−–")
 _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -83,7 +82,8 @@ class _Token(NamedTuple):
 
 def equations(text: str) -> Iterator[Equation]:
     """Every equation of a text, in order; takes time linear in the text."""
-    text = _TIMES.sub(r"\1*\2", _LATEX_NAMES.sub(lambda found: _LATEX.get(found[0], "\n"), text))
+    text = _LIST_MARK.sub("", _LATEX_NAMES.sub(lambda found: _LATEX.get(found[0], "\n"), text))
+    text = _TIMES.sub(r"\1*\2", text)
     for run, follows_word in _runs(text):
         sides: list[list[_Token]] = [[]]
         signs: list[str] = []
@@ -93,6 +93,7 @@ def equations(text: str) -> Iterator[Equation]:
                 sides.append([])
             else:
                 sides[-1].append(token)
+        sides = [_balanced(side) for side in sides]
         read = [_read(text, side) for side in sides]
         if follows_word and sides[0] and sides[0][0].kind != "number":
             read[0] = None  # `y - 3 = 4`, `f(3) = 4`
@@ -129,10 +130,22 @@ def _without_bold(run: list[_Token]) -> list[_Token]:
     return run[first:last]
 
 
+def _balanced(tokens: list[_Token]) -> list[_Token]:
+    """Without brackets that open or close around the equation, as in `(since 3 + 4 = 7)`."""
+    texts = [token.text for token in tokens]
+    low, high = 0, len(texts)
+    extra = texts.count("(") - texts.count(")")
+    while low < high and extra > 0 and texts[low] == "(":
+        low, extra = low + 1, extra - 1
+    while low < high and extra < 0 and texts[high - 1] == ")":
+        high, extra = high - 1, extra + 1
+    return tokens[low:high]
+
+
 def _read(source: str, tokens: list[_Token]) -> _Side | None:
     """None for what is no arithmetic, or more of it than anyone writes."""
     text = source[tokens[0].start : tokens[-1].end] if tokens else ""
-    if not text or len(text) > _MOST_CHARACTERS:
+    if not text or len(text) > _MOST_CHARACTERS or _adds_percent(tokens):
         return None
     spelled = re.sub(r"([\d.]+)%", r"(\1/100)", text.translate(_SPELLED))
     try:
@@ -143,8 +156,14 @@ def _read(source: str, tokens: list[_Token]) -> _Side | None:
     except (SyntaxError, ValueError, OverflowError, MemoryError, RecursionError):
         return None
     num_operators = sum(token.text in _OPERATORS for token in tokens[1:])
-    can_round = len(tokens) == 1 or (len(tokens) == 2 and tokens[0].text in _MINUS)
+    can_round = len(tokens) == 1 or (len(tokens) == 2 and tokens[0].text in _SIGNS)
     return _Side(text, value, num_operators, can_round)
+
+
+def _adds_percent(tokens: list[_Token]) -> bool:
+    """`100 - 20%`, of which nobody knows what the percentage is of; `20% + 30%` is plain."""
+    percents = {token.text.endswith("%") for token in tokens if token.kind == "number"}
+    return len(percents) == 2 and any(token.text in _SIGNS for token in tokens)
 
 
 def _value(node: ast.expr) -> Fraction:

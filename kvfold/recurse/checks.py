@@ -39,8 +39,8 @@ class Check(ABC):
 class QuoteCheck(Check):
     """Whatever stands in quotation marks and has `min_words` words or more must be in `source`, word for word.
 
-    Whitespace, kinds of quotation marks and a mark at the end of the quote do not count; parts around `…` are looked
-    for one behind the other. `required`: a text that quotes nothing is refused.
+    Whitespace, case, kinds of quotation marks and a mark at the end of the quote do not count; parts around `…` are
+    looked for one behind the other. `required`: a text that quotes nothing is refused.
     """
 
     source: str
@@ -64,8 +64,8 @@ def quotes(text: str) -> Iterator[str]:
 
 
 def plain(text: str) -> str:
-    """A text as quotes of it are compared: whitespace and spellings of marks do not count."""
-    return " ".join(text.translate(_SPELLED).split())
+    """A text as quotes of it are compared: whitespace, case and spellings of marks do not count."""
+    return " ".join(text.translate(_SPELLED).casefold().split())
 
 
 def is_quoted(source: str, quote: str) -> bool:

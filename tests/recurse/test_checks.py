@@ -19,6 +19,7 @@ SOURCE = "The cat sat on\nthe mat. “It’s warm,” she said. Later the dog ca
     [
         'It says "The cat sat on the mat."',
         "It says “the dog came home”.",
+        'It says "Sat on the mat".',
         'It says "The cat sat … the dog came home."',
         'It says "The cat sat [...] the dog came".',
         "It says «It's warm,».",

@@ -9,6 +9,7 @@ import pytest
 import kvfold
 from kvfold.errors import InputError
 from kvfold.models.loader import Model
+from kvfold.recurse.checks import AgreementCheck
 from kvfold.recurse.verify import Chain
 from kvfold.stats import kept_positions
 from tests import tiny
@@ -66,6 +67,20 @@ def test_a_chain_without_refusals_is_one_plain_reply(model: Model) -> None:
     with kvfold.Session(model) as session:
         session.extend(PROMPT)
         assert "".join(texts) == session.generate(max_new_tokens=70).text
+
+
+def test_a_check_that_asks_the_model_changes_nothing(model: Model) -> None:
+    def run(checks: list[AgreementCheck]) -> tuple[list[int], int]:
+        with kvfold.Session(model, "int8") as session:
+            session.extend(PROMPT)
+            chain = Chain(session, checks, separator="\t")
+            for _ in range(3):
+                chain.step(max_new_tokens=34)
+            assert chain.report().retries == 0
+            return session.token_ids, len(session.cache.segments)
+
+    assert run([AgreementCheck(threshold=1e-9)]) == run([])
+    assert run([])[1] == 0
 
 
 def test_a_step_ends_at_the_separator_which_stays_in_the_cache(model: Model) -> None:
