@@ -27,7 +27,7 @@ from benchmarks.cpu_decode import timed
 from benchmarks.docs_section import with_section
 from benchmarks.rows import RESULTS, ROOT, Row, append_row, facts, markdown_table, percentile, read_rows
 from kvfold.bench.haystack import prose
-from kvfold.compression.round import CompressionRound
+from kvfold.compression.round import check_size
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError, SizeError
 from kvfold.models.loader import Model, load
@@ -100,7 +100,7 @@ def fill(runner: Runner, model: Model, num_tokens: int, sizes: Iterable[Sizes]) 
 def _open(model: Model, policy: str, num_tokens: int, sizes: Sizes) -> Filled:
     sequence = sizes.sequence(model, policy)
     try:
-        CompressionRound(sequence, sequence.policy.prefill, num_tokens)
+        check_size(sequence, num_tokens)
     except SizeError:
         return Filled(policy, num_tokens, sizes, None)
     return Filled(policy, num_tokens, sizes, sequence)

@@ -20,7 +20,7 @@ from kvfold.engine.layer_major import Progress
 from kvfold.errors import InputError, KvfoldWarning
 from kvfold.models.loader import Model, wrap
 from kvfold.policy.policy import Policy
-from kvfold.reply import GenerateOptions, Reply
+from kvfold.reply import GenerateOptions, Reply, checked
 from kvfold.session import Session
 from kvfold.stats import Stats
 
@@ -62,6 +62,9 @@ def answer(
     asked = [questions] if isinstance(questions, str) else list(questions)
     if not asked or not all(isinstance(question, str) and question for question in asked):
         raise InputError("questions is a text, or a non-empty list of texts, none of them empty")
+    if not isinstance(context, str):
+        raise InputError(f"context is a text, not {type(context).__name__}; token ids go to kvfold.compress")
+    checked(options)
     plan = Policy.parse(policy).shorten
     rounds = [[one] for one in asked] if plan is not None and plan.by.needs_question else [asked]
     replies: list[Reply] = []

@@ -69,6 +69,8 @@ def compress(
 
 def _rows(inputs: Tensor | Mapping[str, Any] | Sequence[int]) -> tuple[list[list[int]], int]:
     """Token ids of each row without padding and without its last token, and the length of such a padded batch."""
+    if _is_text(inputs):
+        raise InputError('inputs are token ids, not text; tokenize it first: tokenizer(text, return_tensors="pt")')
     given, mask = inputs, None
     if isinstance(inputs, Mapping):
         if "input_ids" not in inputs:
@@ -81,6 +83,10 @@ def _rows(inputs: Tensor | Mapping[str, Any] | Sequence[int]) -> tuple[list[list
         raise InputError(f"inputs are token ids [batch, tokens], at least two tokens, with a mask alike, {shapes}")
     rows = [row[start:-1].tolist() for row, start in zip(ids, first_real(real != 0, least=2), strict=True)]
     return rows, ids.shape[1] - 1
+
+
+def _is_text(inputs: Any) -> bool:
+    return isinstance(inputs, str) or (isinstance(inputs, (list, tuple)) and any(isinstance(x, str) for x in inputs))
 
 
 def _tensor(name: str, given: Any) -> Tensor:

@@ -24,7 +24,7 @@ _OWN = ("policy", "answer_prefix", "max_new_tokens", "max_context_length", "temp
 
 class KvfoldPipeline(Pipeline):  # type: ignore[misc]
     """`pipe(context, question=…)` returns {"answer": …}, `pipe(context, questions=[…])` returns {"answers": […]}; both
-    add "stats", the size of the compressed context."""
+    add "stats", the size of the compressed context. Without a policy the cache is `full`: nothing is compressed."""
 
     _load_tokenizer = True
     _load_processor = _load_image_processor = _load_feature_extractor = False
@@ -34,6 +34,8 @@ class KvfoldPipeline(Pipeline):  # type: ignore[misc]
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         known = (*_OWN, *GenerateOptions.__annotations__)
         for name in options:
+            if name == "press":
+                raise TypeError('give policy="kvzip + global + 4x", or another policy, in place of press')
             if name not in known:
                 raise TypeError(f"there is no option {name!r}; options: question, questions, {', '.join(known)}")
         if question is not None and questions is not None:

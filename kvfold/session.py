@@ -194,12 +194,14 @@ class Session:
         self, *, stream: Literal[True], max_new_tokens: int = 256, **options: Unpack[GenerateOptions]
     ) -> Iterator[str]: ...
     def generate(
-        self, *, stream: bool = False, max_new_tokens: int = 256, **options: Unpack[GenerateOptions]
+        self, *given: object, stream: bool = False, max_new_tokens: int = 256, **options: Unpack[GenerateOptions]
     ) -> Reply | Iterator[str]:
         """Continue; options are those of `GenerateOptions`.
 
         Returns a Reply, or with `stream` an iterator over text deltas; the reply becomes part of the session.
         """
+        if given:
+            raise TypeError("generate takes no text; extend(text) first, or ask(question), which forgets the question")
         on_text = checked(options).pop("on_text", None)
         request = self._request(max_new_tokens, **cast(dict[str, Any], options))
         pieces = self._stream(request, on_text)

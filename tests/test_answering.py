@@ -118,7 +118,8 @@ def test_the_task_of_transformers(hf: Any) -> None:
     for given, kind, told in (
         ({}, InputError, "give a question"),
         ({"question": "a", "questions": ["b"]}, InputError, "either question or questions"),
-        ({"question": "a", "press": None}, TypeError, "no option 'press'"),
+        ({"question": "a", "press": None}, TypeError, "give policy=.* in place of press"),
+        ({"question": "a", "pres": None}, TypeError, "no option 'pres'"),
     ):
         with pytest.raises(kind, match=told):
             pipe(CONTEXT, **given)
@@ -135,3 +136,24 @@ def test_a_real_model_answers_from_less_than_a_quarter_of_the_bytes(smollm2: Mod
     assert found.stats.ratio > 4.5
     begun = kvfold.answer(smollm2, kvfold.example_text(), asked[0], answer_prefix="The code is", **options)
     assert "4817" in begun.texts[0] and "The code" not in begun.texts[0]
+
+
+def test_a_wrong_argument_is_refused_before_anything_is_read(hf: Any) -> None:
+    names = tokenizer()
+    read: list[int] = []
+    wrong: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+        (CONTEXT, {"tokenizer": "gpt2"}, InputError, 'tokenizer is what AutoTokenizer.* not "gpt2"'),
+        (names(CONTEXT), {"tokenizer": names}, InputError, "context is a text, not BatchEncoding; token ids go to"),
+        (CONTEXT, {"tokenizer": names, "num_beams": 2}, TypeError, "there is no option 'num_beams'; options: max_new"),
+    ]
+    for context, more, kind, text in wrong:
+        with pytest.raises(kind, match=text):
+            kvfold.answer(hf, context, QUESTIONS[0], "int4", progress=read.append, **more)
+    assert read == [] and not is_attached(hf)
+
+
+def test_a_tokenizer_of_another_model_is_warned_of(hf: Any) -> None:
+    names = tokenizer()
+    names.add_tokens([f"word{i}" for i in range(9)])
+    with pytest.warns(KvfoldWarning, match=r"has \d+ tokens and the model \d+: it seems to be of another model"):
+        kvfold.answer(hf, CONTEXT, QUESTIONS[0], tokenizer=names, max_new_tokens=1)

@@ -134,3 +134,19 @@ def test_a_cache_of_another_model_is_refused(model: Model, shared: Callable[[str
         generated(other.hf, [CONTEXT + QUESTION], compress(model, CONTEXT, "keydiff + 3x"))
     with pytest.raises(ModelError, match="made for another model"):
         generated(other.hf, [CONTEXT], Cache(model, "keydiff + 3x"))
+
+
+@pytest.mark.parametrize("inputs", ["some text", ["some text", "and more"]])
+def test_text_is_told_to_be_tokenized(model: Model, inputs: Any) -> None:
+    with pytest.raises(InputError, match="token ids, not text; tokenize it first"):
+        compress(model, inputs, "full")
+
+
+def test_a_short_row_of_a_batch_stays_whole(model: Model) -> None:
+    """8x of 90 tokens are 12 slots; 4 sinks, 32 recent and the open block are 68."""
+    rows = [prompt(900), prompt(90, seed=2)]
+    ids = torch.tensor([[0] * 810 + rows[1], rows[0]])
+    mask = torch.tensor([[0] * 810 + [1] * 90, [1] * 900])
+    cache = compress(model, {"input_ids": ids, "attention_mask": mask}, "knorm + 8x")
+    assert [round(cache.stats(row).mean_slots) for row in (0, 1)] == [89, 113 - 32]
+    cache.reset()

@@ -262,8 +262,13 @@ def test_kept_and_stats_add_up(model: Model) -> None:
                 session.kept(layer, head)
 
 
+def test_generate_takes_no_text(model: Model) -> None:
+    with plain(model) as session, pytest.raises(TypeError, match=r"extend\(text\) first, or ask\(question\)"):
+        session.extend(prompt(9)).generate("And then?")  # type: ignore[call-overload]
+
+
 def test_a_size_too_small_says_the_smallest(model: Model) -> None:
-    with plain(model, "knorm + 8x") as session:
+    with plain(model, "knorm + 13tok") as session:
         with pytest.raises(SizeError, match="the smallest possible is 44tok"):
             session.extend(prompt(100))
         assert session.token_ids == [] and session.cache.logical_len == 0

@@ -21,7 +21,7 @@ import torch
 
 from kvfold.bench.prompts import Prompt
 from kvfold.bench.record import TOO_SMALL, Mode
-from kvfold.compression.round import CompressionRound
+from kvfold.compression.round import check_size
 from kvfold.engine.runner import Runner
 from kvfold.errors import SizeError
 from kvfold.pages.arena import Arena
@@ -94,7 +94,7 @@ class BatchedEval:
     def _open(self, job: EvalJob) -> EvalRequest:
         sequence = self._keep(self.runner.new_sequence(Policy.parse(job.policy)))
         try:  # the size alone is checked here: nothing has been read yet
-            CompressionRound(sequence, sequence.policy.prefill, len(job.compressed))
+            check_size(sequence, len(job.compressed))
         except SizeError:
             return EvalRequest(job, sequence, note=TOO_SMALL)
         return EvalRequest(job, sequence)

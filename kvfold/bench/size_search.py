@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
-from kvfold.compression.round import CompressionRound
+from kvfold.compression.round import check_size
 from kvfold.compression.view import size_facts
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError, SizeError
@@ -138,7 +138,7 @@ class SizeSearch:
         policy = checked(self.runner, self._with_size(slots))
         sequence = self.runner.new_sequence(policy, self.config)
         try:  # the size alone is checked here: nothing is read
-            CompressionRound(sequence, policy.prefill, len(self.tokens))
+            check_size(sequence, len(self.tokens))
         except SizeError:
             return False
         finally:

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     written = write_package(args.kind, args.name, Path.cwd() / args.name)
     policy = KINDS[args.kind].policy.format(name=args.name)
     print(f"wrote {args.name}/: {', '.join(written)}; next:")
-    print(f'  pip install -e {args.name}\n  pytest {args.name}\n  kvfold policies "{policy}"')
+    print(f'  pip install -e {args.name} pytest\n  pytest {args.name}\n  kvfold policies "{policy}"')
     return 0
 
 

@@ -44,6 +44,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **{"formatter_class": HelpFormatter, **kwargs})
 
     def error(self, message: str) -> NoReturn:
+        if message.startswith("unrecognized arguments") and "--import" in message:
+            message = f"{message}; --import comes before the command: kvfold --import MODULE COMMAND"
         self.exit(2, f"error: {message}; see {self.prog} --help\n")
 
 

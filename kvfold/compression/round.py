@@ -38,8 +38,9 @@ class CompressionRound:
     """One round for one sequence. `select` and `evict` are called for every layer in order, then `finish` writes.
 
     `select` only queues work for a device, `evict` waits for the counts: work queued between the two hides the wait.
-    `seen_len` is the committed length at the end of the current call: sizes such as 8x refer to it. A size below the
-    protected slots is refused when a call starts; while `decoding` the protected slots are the size then.
+    `seen_len` is the committed length at the end of the current call: sizes such as 8x refer to it. Below the
+    protected slots a relative size leaves a prompt whole, and an absolute one is refused when a call starts; while
+    `decoding` the protected slots are the size then.
     """
 
     def __init__(self, sequence: SequenceCache, stage: Stage | None, seen_len: int, *, decoding: bool = False) -> None:
@@ -58,8 +59,10 @@ class CompressionRound:
         target, floor = _target(self.sequence, stage, self.seen_len)
         if self.decoding:
             target = max(target, floor.slots)
-        else:
+        elif _size(stage).is_absolute:
             check_floor(target, floor, _size(stage), self.seen_len)
+        elif target < floor.slots:
+            return None
         has_room = self.seen_len <= target
         if self.seen_len <= floor.slots or (has_room and not stage.budget.may_leave):
             return None
@@ -255,6 +258,14 @@ def _can_defer(selections: Sequence[Selection], budget: Budget) -> bool:
     num_slots = sum(sum(layer.change.counts) for layer in selections)
     most = 2 * budget.num_layers * budget.slots_per_head * len(selections[0].change.counts)
     return len(selections) < budget.num_layers and num_slots <= most
+
+
+def check_size(sequence: SequenceCache, num_tokens: int) -> None:
+    """SizeError where a prompt of this length would not have the prefill stage's size: a relative size below the
+    protected slots would leave it whole."""
+    stage = sequence.policy.prefill
+    if stage.size is not None:
+        check_floor(*_target(sequence, stage, num_tokens), stage.size, num_tokens)
 
 
 def decode_target(sequence: SequenceCache) -> int:

@@ -24,6 +24,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvfold.core import ModelSpec
 from kvfold.errors import InputError, ModelError
+from kvfold.models.own_model import warn_of_emulated_bf16
 from kvfold.models.spec import decoder_layers, read_spec
 from kvfold.pages.arena import Arena
 from kvfold.policy.size import parse_bytes
@@ -137,8 +138,9 @@ class attach:
 
     def __init__(self, model: Any) -> None:
         self.model = model = module_of(model)
-        self.spec: ModelSpec = read_spec(model)
+        self.spec: ModelSpec = spec_of(model)
         if not is_attached(model):
+            warn_of_emulated_bf16(model)
             AttentionInterface.register(NAME, attention)
             AttentionMaskInterface.register(NAME, mask)
             setattr(model, _ATTACHED, _Attached(model.config._attn_implementation))
@@ -223,8 +225,16 @@ def module_of(model: Any) -> Any:
 
 
 def spec_of(model: Any) -> ModelSpec:
-    """The spec of what `kvfold.load` returned, whose cache dtype may be smaller than the module's, or the module's."""
-    return read_spec(model) if isinstance(model, nn.Module) else model.spec
+    """The spec of a model or module; the dtype of its cache may be smaller than that of its weights."""
+    return read_spec(model, _kv_dtype.get(model)) if isinstance(model, nn.Module) else model.spec
+
+
+_kv_dtype: ModuleState[torch.dtype] = ModuleState("kv_dtype")
+
+
+def set_kv_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """The dtype of all caches of a module, where it is not the one of its weights."""
+    _kv_dtype.set(model, dtype)
 
 
 def is_attached(model: Any) -> bool:

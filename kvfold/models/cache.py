@@ -115,7 +115,10 @@ class Cache(HfCache):  # type: ignore[misc]
         return sum(sequence.resident_bytes for sequence in self.sequences)
 
     def stats(self, row: int = 0) -> Stats:
-        """Sizes of one row now: lengths, resident bytes, bytes read per decode step, slots by layer and head."""
+        """Sizes of one row now: lengths, resident bytes, bytes read per decode step, slots by layer and head.
+
+        `print(cache)` and `resident_bytes` are of all rows.
+        """
         return measure(self._row(row))
 
     def kept(self, layer: int, head: int, row: int = 0) -> list[int]:
@@ -130,11 +133,12 @@ class Cache(HfCache):  # type: ignore[misc]
     def __repr__(self) -> str:
         if not self.sequences:
             return f'kvfold.Cache("{self.policy.short}", empty)'
+        wide = f", dtype={str(self.spec.kv_dtype).removeprefix('torch.')}" if self.spec.kv_dtype.itemsize > 2 else ""
         full = sum(self.spec.full_bytes(sequence.logical_len) for sequence in self.sequences)
         return (
             f'kvfold.Cache("{self.policy.short}", rows={len(self.sequences)}, tokens={self._seen_len}, '
             f"resident={bytes_text(self.resident_bytes)}, full={bytes_text(full)}, "
-            f"ratio={full / max(self.resident_bytes, 1):.2f}x)"
+            f"ratio={full / max(self.resident_bytes, 1):.2f}x{wide})"
         )
 
     # Copies

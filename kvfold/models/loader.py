@@ -19,12 +19,12 @@ from transformers.utils import logging as hf_logging
 
 from kvfold.core import Compile, ModelSpec
 from kvfold.errors import InputError, ModelError
-from kvfold.models.attach import arena_of, attach, check_memory
+from kvfold.models.attach import arena_of, attach, check_memory, set_kv_dtype, spec_of
 from kvfold.models.digest import values_digest
+from kvfold.models.own_model import check_tokenizer, cpu_has_bf16
 from kvfold.models.pull.pull import DTYPE_NAMES, resolve
 from kvfold.models.repeat_prompt import set_tokenizer
 from kvfold.models.rope_scaling import scale_rope, yarn_factor
-from kvfold.models.spec import read_spec
 from kvfold.pages.arena import Arena
 
 DTYPES: dict[str, torch.dtype | None] = {name: getattr(torch, name, None) for name in DTYPE_NAMES}
@@ -134,9 +134,15 @@ def wrap(
     memory: str | int | None = None,
     compile: Compile = "auto",
 ) -> Model:
-    """A Model around a transformers module you loaded yourself; the module is attached."""
+    """A Model around a transformers module you loaded yourself; the module is attached.
+
+    The KV cache has the module's dtype, or `kv_dtype`, also in caches that are made for the module later.
+    """
     bound = check_memory(memory, hf.device)
-    spec = read_spec(hf, kv_dtype)
+    check_tokenizer(hf, tokenizer)
+    if kv_dtype is not None:
+        set_kv_dtype(hf, kv_dtype)
+    spec = spec_of(hf)
     set_tokenizer(hf, tokenizer)
     return Model(name or spec.name, hf, tokenizer, spec, bound, compile, attach(hf))
 
@@ -180,11 +186,5 @@ def _dtypes(dtype: str | torch.dtype, device: torch.device) -> tuple[torch.dtype
         chosen = dtype
     if chosen is not None:
         return chosen, chosen
-    fast = device.type != "cpu" or _cpu_has_bf16()
+    fast = device.type != "cpu" or cpu_has_bf16()
     return (torch.bfloat16 if fast else torch.float32), torch.bfloat16
-
-
-def _cpu_has_bf16() -> bool:
-    """Whether the CPU has bf16 instructions; oneDNN also says yes to AVX-512 without them, and emulates."""
-    is_bare = torch.cpu._is_avx512_supported() and not torch.cpu._is_avx512_bf16_supported()
-    return torch.ops.mkldnn._is_mkldnn_bf16_supported() and (not is_bare or torch.cpu._is_amx_tile_supported())

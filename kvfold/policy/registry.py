@@ -126,7 +126,7 @@ def _refuse_another(term: Registration, known: Registration | None) -> None:
     places = [known.place, term.place]
     if known.place == term.place:  # two files, imported under one name
         places = [f"{one.place} in {one.file or 'a notebook'}" for one in (known, term)]
-    raise PolicyError(f'term "{term.name}" is registered twice, by {" and ".join(places)}')
+    raise PolicyError(f'term "{term.name}" is registered twice, by {" and ".join(places)}; choose another name')
 
 
 def _file(variant: type[Any]) -> str | None:

@@ -47,6 +47,7 @@ def refused(call: Call, *arguments: object) -> str:
         (("--device", "cuda:99"), 'argument --device: "cuda:99" is not here'),
         (("--dtype", "int3"), "argument --dtype: invalid choice"),
         (("--fly",), "unrecognized arguments: --fly"),
+        (("--import", "x.py"), "--import comes before the command: kvfold --import MODULE COMMAND"),
     ],
 )
 def test_bad_options_of_run(call: Call, text: Path, arguments: tuple[object, ...], told: str) -> None:

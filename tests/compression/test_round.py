@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvfold.compression.round import CompressionRound
+from kvfold.compression.round import CompressionRound, check_size
 from kvfold.compression.view import NewSlots
 from kvfold.core import ModelSpec
 from kvfold.errors import SizeError
@@ -146,9 +146,24 @@ def test_an_input_within_its_size_is_kept_whole() -> None:
 
 
 def test_a_size_below_what_must_stay_is_refused_before_anything_is_read() -> None:
-    sequence = new_sequence("knorm + 8x + protect(sinks=4, recent=32)", SPEC, open_len=32)
+    sequence = new_sequence("knorm + 67tok + protect(sinks=4, recent=32)", SPEC, open_len=32)
     with pytest.raises(SizeError, match="below the 68 that must fit"):
         CompressionRound(sequence, sequence.policy.prefill, 100)
+
+
+@pytest.mark.parametrize("size", ["8x", "2%mem", "min(2x, 8x)"])
+@pytest.mark.parametrize("score", ["knorm + global", "snapkv(window=4)", "h2o + ada"])
+def test_a_prompt_too_short_for_its_ratio_stays_whole(score: str, size: str) -> None:
+    """8x of 70 tokens are 9 slots, and 9 must stay beside each other; of 60 tokens 8, so nothing is evicted."""
+    sequence = new_sequence(f"{score} + {size} + {SMALL}", SPEC)
+    fill(sequence, 60)
+    assert kept(sequence) == [[list(range(60))] * 3] * 4 and sequence.last_compressed_len == 0
+    with pytest.raises(SizeError, match=r"below the (9|10) that must fit"):
+        check_size(sequence, 60)
+    if size != "2%mem":
+        fill(sequence, 30)  # what stayed whole competes with what comes
+        assert max(sequence.stored_lens(0)) < 60 and sequence.last_compressed_len == 90
+    sequence.release()
 
 
 def test_a_generation_is_never_refused_in_its_middle() -> None:

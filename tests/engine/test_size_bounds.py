@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvfold.budget.profile import HeadProfile
+from kvfold.compression.round import check_size
 from kvfold.compression.view import size_facts
 from kvfold.core import ModelSpec
 from kvfold.errors import KvfoldError, PolicyError, SizeError
@@ -77,6 +78,12 @@ def check(session: Session, kind: str, size: str, stats: Stats) -> None:
         assert stats.mean_slots <= -(-len(session.token_ids) // float(size.removesuffix("x")))
 
 
+def extended(session: Session, tokens: list[int]) -> Stats:
+    """SizeError where a relative size would leave the prompt whole."""
+    check_size(session.cache, len(session.token_ids) + len(tokens))
+    return session.extend(tokens).stats()
+
+
 def hold(model: Model, budget: str, codec: str, kind: str, files: dict[str, str], turn: int) -> bool:
     """Whether a drawn policy was run to its end, rather than refused with a reason."""
     draw = random.Random(f"{budget} {codec} {kind} {turn}")
@@ -94,11 +101,11 @@ def hold(model: Model, budget: str, codec: str, kind: str, files: dict[str, str]
             return False
     with Session(model, policy, template=None, page_size=page_size, open_len=open_len, chunk_len=50) as session:
         try:
-            check(session, kind, size, session.extend(prompt(length, seed=turn)).stats())
+            check(session, kind, size, extended(session, prompt(length, seed=turn)))
             if kind in ("tokens", "bytes") and policy.decode.may_evict:
                 session.generate(max_new_tokens=12)
                 check(session, kind, size, session.stats())
-            check(session, kind, size, session.extend(prompt(40, seed=turn + 100)).stats())
+            check(session, kind, size, extended(session, prompt(40, seed=turn + 100)))
         except SizeError as error:
             assert "smallest possible" in str(error)
             return False

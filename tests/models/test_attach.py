@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import warnings
 import weakref
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvfold.engine.cuda_graphs import cuda_graphs_of
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError, ModelError
 from kvfold.models.attach import NAME, arena_of, is_attached, layers_wrapped, set_arena
+from kvfold.models.own_model import cpu_has_bf16
 from kvfold.pages.arena import Arena
 from tests.tiny import FAMILIES, VOCAB_SIZE, build, greedy, prompt, tokenizer
 
@@ -82,9 +84,10 @@ def test_the_last_detach_undoes_whichever_comes_last() -> None:
 
 def test_a_loaded_model_is_taken_for_its_module() -> None:
     model = build()
+    own = kvfold.Cache(model, "full")
     wrapped = kvfold.wrap(model, tokenizer(), kv_dtype=torch.bfloat16)
     with kvfold.attach(wrapped):
-        cache, own = kvfold.Cache(wrapped, "full"), kvfold.Cache(model, "full")
+        cache = kvfold.Cache(wrapped, "full")
         for each in (cache, own):
             model(torch.tensor([prompt(50)]), past_key_values=each)
     assert cache.spec.kv_dtype == torch.bfloat16 and own.spec.kv_dtype == torch.float32
@@ -199,3 +202,23 @@ def test_an_arena_in_use_is_not_replaced() -> None:
             set_arena(model, Arena(2**20))
         cache.reset()
         set_arena(model, Arena(2**20))
+
+
+def test_bf16_that_the_cpu_emulates_is_warned_of() -> None:
+    model = build().to(torch.bfloat16)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with kvfold.attach(model):
+            pass
+        with kvfold.attach(model.float()):
+            pass
+    found = [str(each.message) for each in told if each.category is kvfold.KvfoldWarning]
+    assert len(found) == (not cpu_has_bf16()) and all("dtype=torch.float32" in text for text in found)
+
+
+def test_caches_of_a_module_have_the_dtype_that_it_was_wrapped_with() -> None:
+    """On such CPUs `load` computes in fp32 and stores bf16; the module alone knows no more than its weights."""
+    hf = build()
+    assert kvfold.Cache(hf, "full").spec.kv_dtype == torch.float32
+    kvfold.wrap(hf, tokenizer(), kv_dtype=torch.bfloat16)
+    assert kvfold.Cache(hf, "full").spec.kv_dtype == kvfold.wrap(hf, tokenizer()).spec.kv_dtype == torch.bfloat16

@@ -205,7 +205,7 @@ def test_a_cache_tells_what_it_holds(llama: Any) -> None:
         llama(**batch(60, 31), past_key_values=past)
     assert [past.stats(row).logical_len for row in (0, 1, -1)] == [60, 31, 31]
     assert len(past.kept(0, 0, row=1)) == past.stats(1).slots[0][0] <= 16
-    assert "rows=2, tokens=60, resident=" in repr(past) and repr(past).endswith("x)")
+    assert "rows=2, tokens=60, resident=" in repr(past) and repr(past).endswith("x, dtype=float32)")
     past.reset()
 
 

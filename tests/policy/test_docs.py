@@ -64,7 +64,7 @@ def test_worked_size(row: list[str]) -> None:
 
 
 def test_the_message_about_the_floor_is_the_one_shown() -> None:
-    size = Policy.parse("knorm + 8x").prefill.size
+    size = Policy.parse("knorm + 25tok").prefill.size
     assert size is not None
     with pytest.raises(SizeError) as caught:
         check_floor(25, Floor(sinks=4, recent=32, open_len=32), size, 200)
