@@ -18,7 +18,7 @@ from kvfold.recurse.checks import ArithmeticCheck, QuoteCheck
 from kvfold.recurse.handover import Pipeline, PipelineResult
 from kvfold.recurse.verify import Chain
 
-POLICY = "keydiff + max(4x, 512tok) + int8"
+POLICY = "kvzip + global + 4x + int4"
 
 
 class Research:
@@ -28,16 +28,16 @@ class Research:
         self.files, self.question = files, question
 
     def read(self, session: kvfold.Session) -> str:
-        for name, text in self.files.items():
-            session.extend(f"File {name}:\n{text}\n\n")
+        session.extend("".join(f"File {name}:\n{text}\n\n" for name, text in self.files.items()))
         session.extend(f"{self.question} Answer in one sentence.", compress=False)
         return session.generate(max_new_tokens=64, stop=["\n\n"]).text.strip()
 
     def check(self, session: kvfold.Session) -> str:
         source = "\n".join(self.files.values())
-        chain = Chain(session, [QuoteCheck(source, required=True), ArithmeticCheck()], keep_failed=True)
         asked = "Quote the sentence of the files that says so, word for word, between quotation marks."
-        step = chain.step(asked, max_new_tokens=64)
+        session.extend(asked, compress=False)
+        chain = Chain(session, [QuoteCheck(source, required=True), ArithmeticCheck()], keep_failed=True)
+        step = chain.step(max_new_tokens=64)
         reasons = "; ".join(reason for _, reason in step.attempts[-1].refusals)
         return f"{step.text.strip()} [{'in the files' if step.passed else reasons}, {step.num_retries} retries]"
 

@@ -19,7 +19,7 @@ def test_research_reads_checks_and_writes_over_local_files(tmp_path: Path) -> No
         (tmp_path / name).write_text(text, encoding="utf-8")
     files = (tmp_path / "a.txt", tmp_path / "b.txt")
     command = [sys.executable, ROOT / "examples" / "research.py", *files, "--ask", "What did it cost?"]
-    command += ["--model", tmp_path / "model", "--policy", "keydiff + 256tok + int8"]
+    command += ["--model", tmp_path / "model", "--policy", "kvzip + global + 2x + int4"]
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
     done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
