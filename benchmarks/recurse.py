@@ -47,7 +47,9 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--minutes", type=float, default=10.0, help="for the whole run (default: %(default)s)")
     parser.add_argument("--save", action="store_true", help="append rows to benchmarks/results/recurse.jsonl")
     args = parser.parse_args(arguments)
-    model = kvfold.load(args.model, device=args.device, memory=args.memory)
+    model = kvfold.load(
+        args.model, device=args.device, memory=args.memory, compile=False
+    )  # no compilation in the midst of an arm
     about = {"model": args.model, "chunk": args.chunk, "memory": args.memory}
     report("recurse", rows(model, args), save=args.save, **about)
 
@@ -62,8 +64,8 @@ def rows(model: kvfold.Model, args: argparse.Namespace) -> Iterator[Row]:
     count = _affordable(until, token_s * (2 * args.chunk + _AROUND), 16)
     if count:
         yield {"arm": "sharing", "tokens": args.lengths[0], **sharing(model, first, args.chunk, args.width, count)}
-    arms = [*(Arm("recursive", policy.strip()) for policy in args.policies.split(";"))]
-    arms += [Arm("truncated"), Arm("shorten"), Arm("sequential")]
+    arms = [Arm("shorten"), *(Arm("recursive", policy.strip()) for policy in args.policies.split(";"))]
+    arms += [Arm("sequential"), Arm("truncated")]
     for length in args.lengths:
         for arm in arms:
             tokens = arm.num_tokens(length, args.chunk, model.spec.max_positions, _AROUND)

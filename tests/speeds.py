@@ -282,6 +282,9 @@ QUICK: dict[str, dict[str, int]] = {
     "tests/policy/test_fingerprint.py": {
         "test_same_in_every_process": 0,
     },
+    "tests/recurse/test_real.py": {
+        "test_the_answer_is_found_with_its_place": 0,
+    },
     "tests/recurse/test_verify.py": {
         "test_a_long_chain_runs_in_the_memory_of_a_short_one": 1,
         "test_a_refused_attempt_leaves_no_trace": 3,

@@ -46,14 +46,14 @@ def _rows(capsys: pytest.CaptureFixture[str], folder: Path, *more: str) -> list[
 def test_every_arm_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     found = _rows(capsys, save(tmp_path))
     assert [row["arm"] for row in found] == [
-        "speed", "sharing", "recursive", "recursive", "truncated", "shorten", "sequential"
+        "speed", "sharing", "shorten", "recursive", "recursive", "sequential", "truncated"
     ]  # fmt: skip
     assert all(row["calls"] for row in found[1:]) and found[1]["factor"]
-    recursive, compressed = found[2]["calls"], found[3]["calls"]
+    recursive, compressed = found[3]["calls"], found[4]["calls"]
     assert isinstance(recursive, float) and isinstance(compressed, float) and recursive >= 2 <= compressed
 
 
 def test_an_arm_without_time_is_predicted_only(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     found = _rows(capsys, save(tmp_path), "--minutes", "0")
-    assert [row["arm"] for row in found][:2] == ["speed", "recursive"]
+    assert [row["arm"] for row in found][:2] == ["speed", "shorten"]
     assert all(row["predicted_s"] and "calls" not in row for row in found[1:])

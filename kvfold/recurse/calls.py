@@ -17,6 +17,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
 
+import torch
+from torch import Tensor
+
 from kvfold.engine.generate import generate
 from kvfold.engine.layer_major import Progress
 from kvfold.engine.output_processor import Request
@@ -50,6 +53,7 @@ class Prompt:
     compress: bool = True  # by the policy
     temperature: float = 0.0
     seed: int = 0
+    unlikely: tuple[str, ...] = ()  # how a reply begins only if that has at least half of the probability
 
 
 @dataclass
@@ -176,11 +180,14 @@ class Calls:
                 if len(group) == 1:
                     raise
                 self._packed = max(1, sum(len(call.ids) for call in group) // 2)
-        began = time.perf_counter()
+        runner = self._session.runner
+        began, setup_s = time.perf_counter(), runner.setup_s
         requests = [call.request for call in running if call.request is not None]
-        for _ in generate(self._session.runner, requests, self.model.tokenizer):
+        for _ in generate(runner, requests, self.model.tokenizer):
             pass
-        self.usage.decode_s += time.perf_counter() - began
+        setup_s = runner.setup_s - setup_s
+        self.usage.setup_s += setup_s
+        self.usage.decode_s += time.perf_counter() - began - setup_s
         self.usage.batches += 1
         return [(call.index, self._reply(call)) for call in running]
 
@@ -229,7 +236,22 @@ class Calls:
             drafter = make_drafter(call.ids, self.speculate, (), eos)
             prompt = call.prompt
             sampling = Sampling(prompt.temperature, seed=prompt.seed)
-            call.request = Request(call.cache, logits_V, prompt.max_new_tokens, sampling, prompt.stop, drafter)
+            first_V = self._without_unlikely(logits_V, prompt.unlikely)
+            call.request = Request(call.cache, first_V, prompt.max_new_tokens, sampling, prompt.stop, drafter)
+
+    def _without_unlikely(self, logits_V: Tensor, words: Sequence[str]) -> Tensor:
+        """Logits of the first token, in which these words have no chance if others are more likely than they all."""
+        ids = [token for word in words if (token := self._first_token(word)) is not None]
+        if not ids or float(logits_V.softmax(-1)[ids].sum()) >= 0.5:
+            return logits_V
+        logits_V = logits_V.clone()
+        logits_V[ids] = -torch.inf
+        return logits_V
+
+    def _first_token(self, word: str) -> int | None:
+        """The token that a word begins with; None if that is white space alone, with which other words begin, too."""
+        ids: list[int] = self.model.tokenizer(word, add_special_tokens=False)["input_ids"][:1]
+        return ids[0] if self.model.tokenizer.decode(ids).strip() else None
 
     def _reply(self, call: _Running) -> Reply:
         assert call.request is not None and call.sizes is not None

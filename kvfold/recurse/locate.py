@@ -21,6 +21,7 @@ _NOTHING = re.compile(
     re.IGNORECASE,
 )
 _QUOTED = re.compile(r"[\"“”]([^\"“”]{2,})[\"“”]")
+_SENTENCE_END = re.compile(r"\n|(?<=[\w)\]\"”][.!?])\s+(?=[A-Z\"“])")
 _WORD = re.compile(r"\S+")
 _MAX_QUOTE = 400  # characters of a sentence that is quoted whole
 _STRIPPED = " \t\n\"'“”.,;:"
@@ -37,8 +38,8 @@ class Found(NamedTuple):
 
 
 def short_answer(reply: str) -> str:
-    """A reply without white space, quotes and stops around it."""
-    return reply.strip().splitlines()[0].strip(_STRIPPED) if reply.strip() else ""
+    """The first sentence of a reply, without white space, quotes and stops around it."""
+    return _SENTENCE_END.split(reply.strip(), maxsplit=1)[0].strip(_STRIPPED)
 
 
 def says_nothing(answer: str) -> bool:

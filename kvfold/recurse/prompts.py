@@ -4,6 +4,10 @@ Small models follow an example's form, and hardly an instruction: SmolLM2-135M s
 after three examples in plain text, and does neither in its chat template. Everything up to the part is the same
 for all calls of a question, so it is prefilled once and shared. The question behind the part lets scores that look at
 the last tokens (SnapKV) see it.
+
+A small model begins "nothing here" with about the same small probability whether or not a part has the answer. A wrong
+answer of a part can still lose in a merge, a missed one is lost: so "nothing", "no" and "none" together need half of
+the probability.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from kvfold.recurse.calls import Prompt
 MAX_QUESTION_CHARS = 4000
 NOTHING = "nothing here"
 STOP = ("\n",)
+_DECLINES = (" nothing", " Nothing", " no", " No", " none", " None")
 _TASK = f'Answer each question with a sentence of its text, or with "{NOTHING}" if the text does not say it.\n\n'
 _EXAMPLES = (
     (
@@ -58,7 +63,8 @@ class Reading:
 
     def prompt(self, text: str) -> Prompt:
         """The call for one part. Quotes that would end it early are taken out."""
-        return Prompt(text.replace('"""', '"') + self.ending, max_new_tokens=self.max_new_tokens, stop=STOP)
+        asked = text.replace('"""', '"') + self.ending
+        return Prompt(asked, max_new_tokens=self.max_new_tokens, stop=STOP, unlikely=_DECLINES)
 
 
 def _asked(before: str, text: str, behind: str) -> str:

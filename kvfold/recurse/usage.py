@@ -18,6 +18,7 @@ class Usage:
         tokens_generated: Tokens of the replies.
         prefill_s: Seconds of prefills.
         decode_s: Seconds of decoding.
+        setup_s: CUDA graph capture and compilation meanwhile; not in `decode_s`.
         full_bytes: What ordinary bf16 caches of all calls would hold, each at the end of its prefill.
         resident_bytes: What they held then, the shared prefix counted in each.
         drafted: Tokens drafted by n-gram lookup.
@@ -31,6 +32,7 @@ class Usage:
     tokens_generated: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    setup_s: float = 0.0
     full_bytes: int = 0
     resident_bytes: int = 0
     drafted: int = 0

@@ -142,6 +142,24 @@ def test_a_reply_continues_its_prefix_and_ends_at_a_stop(model: Model) -> None:
     assert ended.reason == "stop"
 
 
+def test_an_unlikely_beginning_needs_half_of_the_probability(model: Model) -> None:
+    def first(*unlikely: str) -> str:
+        with Calls(model) as calls:
+            return calls.ask_batch([Prompt("the cat", max_new_tokens=1, unlikely=unlikely)])[0].text
+
+    expected = first()
+    with Calls(model) as calls:
+        (running,) = calls._admit([(0, Prompt("the cat"), calls._ids(Prompt("the cat")))], [])
+        calls._prefill([running], None)
+        assert running.request is not None
+        p_V = running.request.logits_V.softmax(-1)
+        likely = [model.tokenizer.decode([token]) for token in p_V.topk(90).indices.tolist()]
+        running.cache.release()
+    assert p_V.max() < 0.5 and likely[0] == expected
+    assert first(expected) != expected
+    assert first(*(text for text in likely if text.strip())) == expected, "together they have more than half"
+
+
 def test_a_width_below_one_is_refused(model: Model) -> None:
     with pytest.raises(InputError, match="width is 0; at least one call"):
         Calls(model, width=0)

@@ -63,6 +63,19 @@ def test_replies_that_say_something(reply: str) -> None:
     assert not says_nothing(short_answer(reply))
 
 
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        (" The code is 4817. It is", "The code is 4817"),
+        ('"4817."', "4817"),
+        ("4.5 crowns a day", "4.5 crowns a day"),
+        ("yes\nText: more", "yes"),
+    ],
+)
+def test_an_answer_is_the_first_sentence(reply: str, expected: str) -> None:
+    assert short_answer(reply) == expected
+
+
 @given(st.text(max_size=80), st.text(max_size=30))
 def test_whatever_is_found_is_inside_of_the_text_and_of_its_quote(text: str, answer: str) -> None:
     found = locate(short_answer(answer), text, "who?")
