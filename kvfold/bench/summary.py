@@ -103,8 +103,9 @@ def score_text(line: SummaryRow) -> str:
 
 
 def difference_text(line: SummaryRow) -> str:
-    """-25 [-50, 0]; with a star where the interval excludes zero"""
+    """-25 [-50, 0]; with a star where the interval excludes zero, unless all samples are alike"""
     if line.difference is None:
         return ""
     mean, low, high = (100 * value for value in (line.difference.mean, line.difference.low, line.difference.high))
-    return f"{mean:+.0f} [{low:+.0f}, {high:+.0f}]" + ("*" if line.difference.excludes_zero else "")
+    is_significant = line.difference.excludes_zero and low < high
+    return f"{mean:+.0f} [{low:+.0f}, {high:+.0f}]" + ("*" if is_significant else "")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _LEGEND = """
 score and difference to the full cache in percent, with 95 % intervals; * excludes zero
-tokens sent in percent of the prompt before shortening; resident bytes in percent of its full bf16 cache
+{sent}resident bytes in percent of the full bf16 cache of the prompt
 ms of a decode step at batch size 1; KL to the full cache in nats"""
 
 
@@ -40,7 +40,8 @@ def print_run(recorded: Recorded) -> None:
     for (workload, task, length, mode), members in groups.items():
         print(f"\n{workload}:{task}, {length} tokens, question {mode}")
         _table(members).print()
-    print(_LEGEND)
+    has_sent = any(line.sent_percent < 100 for members in groups.values() for line in members)
+    print(_LEGEND.format(sent="tokens sent in percent of the prompt before shortening; " if has_sent else ""))
     above = above_memory(recorded.rows)
     if above:
         worst = max(row.resident_bytes / row.full_bytes for row in above)

@@ -41,7 +41,9 @@ def test_one_sample_has_no_interval() -> None:
 def test_texts() -> None:
     full = [_row(index, 1.0, "full", "100%") for index in range(4)]
     _, line = lines(full + [_row(index, 0.0) for index in range(4)])
-    assert score_text(line) == "0 [0, 0]" and difference_text(line) == "-100 [-100, -100]*"
+    assert score_text(line) == "0 [0, 0]" and difference_text(line) == "-100 [-100, -100]"
+    _, line = lines(full + [_row(index, 0.1 * (index % 2)) for index in range(4)])
+    assert difference_text(line) == "-95 [-100, -90]*"
 
 
 def test_rows_above_their_memory_are_found() -> None:

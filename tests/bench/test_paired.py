@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.runs.paired import compare, line
+from kvfold.bench.paired import compare, line
 from kvfold.bench.record import read_run
+from kvfold.cli.main import main
 from kvfold.errors import InputError
 from tests.bench.report_runs import rows, write
 
@@ -33,3 +34,11 @@ def test_samples_that_one_lacks_are_left_out(tmp_path: Path) -> None:
     assert found.num_samples == 3 and found.difference.mean == pytest.approx((1.0 + 0.0) / 2)
     with pytest.raises(InputError, match='of both "int4" and "nothing"'):
         compare(run, "int4", "nothing")
+
+
+def test_the_command_prints_the_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write(tmp_path / "run", [*FULL, *MINE])
+    assert main(["report", str(run), "--paired", "int4", "full"]) == 0
+    assert "50.00 against  75.00: -25.00 [" in capsys.readouterr().out
+    assert main(["report", str(run), "--paired", "int4", "nothing"]) == 2
+    assert 'of both "int4" and "nothing"' in capsys.readouterr().err
