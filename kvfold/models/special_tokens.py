@@ -15,7 +15,7 @@ import copy
 import re
 import secrets
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -97,6 +97,13 @@ class TextEncoder:
                 begin = before
         if begin < len(text):
             yield _Piece(text[begin:], False)
+
+
+def literal_tokenizer(tokenizer: Any, text: str) -> Any:
+    """A tokenizer for which strings of special tokens in `text` are text; the given one if there are none."""
+    if TextEncoder(tokenizer).quote(text) == text:
+        return tokenizer
+    return partial(copy.deepcopy(tokenizer), split_special_tokens=True)
 
 
 def _any_of(texts: Sequence[str]) -> str:

@@ -29,6 +29,7 @@ from kvfold.engine.speculate import check_speculation, make_drafter
 from kvfold.errors import InputError, OutOfPages, PolicyError
 from kvfold.models.chat_template import Turn
 from kvfold.models.loader import Model
+from kvfold.models.special_tokens import TextEncoder
 from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy
 from kvfold.recurse.chunk_size import call_bytes
@@ -104,7 +105,8 @@ class Calls:
                 "or leave shorten(...) out"
             )
         self._bounds = KVBounds(self._session.runner, self.policy)
-        self._prefix_ids = self._session.conversation.text_ids(prefix, "start", ()) if prefix else []
+        self._encoder = TextEncoder(model.tokenizer)
+        self._prefix_ids = self._text_ids(prefix, "start", ()) if prefix else []
         self.num_prefix = len(self._prefix_ids)
         if self._prefix_ids and shares:
             began = time.perf_counter()
@@ -148,9 +150,15 @@ class Calls:
         """What a call prefills: the prefix where it is not shared, the text, and the opening of the reply."""
         conversation = self._session.conversation
         turn: Turn = "user" if self._prefix_ids and conversation.template is not None else "start"
-        text = conversation.text_ids(prompt.text, turn, self._prefix_ids)
+        text = self._text_ids(prompt.text, turn, self._prefix_ids)
         opening = conversation.reply_ids(conversation.after_text, prompt.answer_prefix)
         return self._prefix_ids[self.num_shared :] + text + opening
+
+    def _text_ids(self, text: str, turn: Turn, read: Sequence[int]) -> list[int]:
+        """Strings of special tokens in a text are text, also without a chat template."""
+        conversation = self._session.conversation
+        quoted = self._encoder.quote(text) if conversation.template is None else text
+        return conversation.text_ids(quoted, turn, read)
 
     def _fork(self) -> SequenceCache:
         cache = self._session.cache.fork()

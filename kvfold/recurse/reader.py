@@ -19,6 +19,7 @@ from typing import Literal, Self
 from kvfold.engine.layer_major import Progress
 from kvfold.errors import InputError
 from kvfold.models.loader import Model
+from kvfold.models.special_tokens import literal_tokenizer
 from kvfold.policy.policy import Policy
 from kvfold.recurse.bounded_calls import BoundedCalls
 from kvfold.recurse.budget import Budget, Meter
@@ -72,7 +73,8 @@ class Reader:
         )
         try:
             self.chunk_tokens = self._chunk_tokens(chunk)
-            self.pieces = chunk_pieces(context, chunk_text(context.text, self.chunk_tokens, model.tokenizer))
+            tokenizer = literal_tokenizer(model.tokenizer, context.text)
+            self.pieces = chunk_pieces(context, chunk_text(context.text, self.chunk_tokens, tokenizer))
         except BaseException:
             self.close()
             raise
@@ -115,7 +117,8 @@ class Reader:
 
     def read(self, *, progress: Progress | None = None) -> ReadResult:
         """Read all pieces and merge their answers, level by level; `progress` counts tokens of level 1."""
-        self._read_level(self.pieces, progress, reserved_calls=min(1, len(self.pieces) - 1))
+        has_merge = len(self.pieces) > 1 and self.budget.calls != 1
+        self._read_level(self.pieces, progress, reserved_calls=int(has_merge))
         while len(self.levels.candidates) > 1 and self.bounded.stopped_by is None:
             level = self.levels.depth + 1
             if level > self.budget.depth:
