@@ -1,9 +1,9 @@
 """Does a memory answer what users said in earlier conversations, with how many tokens, and how fast?
 
-    python -m benchmarks.memory                          the log of the docs, without a model
+    python -m benchmarks.memory                          ten logs, without a model
     python -m benchmarks.memory --wording free           in words that the rules of kvfold were not made for
     python -m benchmarks.memory --speed 10000            the time of one recall over so many facts
-    python -m benchmarks.memory --model smollm2-135m --facts 30 --questions 25 --policies "full; keydiff + 4x"
+    python -m benchmarks.memory --model smollm2-135m --logs 1 --facts 30 --policies "full; keydiff + 4x"
 
 A log is made from a seed: facts over weekly sessions, some updated, some ended, among sentences that state nothing of
 it. Questions ask for current, updated, past and ended values, and for what was never said; an answer is right if it has
@@ -29,8 +29,8 @@ from benchmarks.rows import Row, report
 from kvfold.errors import InputError
 from kvfold.memory import Memory
 from kvfold.memory.evaluation.answers import ModelAnswers
-from kvfold.memory.evaluation.log import Log, make_log
-from kvfold.memory.evaluation.run import Answer, Result, evaluate
+from kvfold.memory.evaluation.log import KINDS, Log, make_log
+from kvfold.memory.evaluation.run import Result, evaluate
 from kvfold.memory.evaluation.systems import Bm25System, FullSystem, MemorySystem, NothingSystem, System
 from kvfold.models.loader import Model, load
 from kvfold.shortening.tokens import TokenOffsets
@@ -39,40 +39,53 @@ _ASKED = 50  # times, of which the median is shown
 
 
 def quality_rows(args: argparse.Namespace) -> Iterator[Row]:
-    """One row for each system, and with a model for each policy."""
+    """One row for each system, and with a model for each policy, over all logs."""
     model = None if args.model is None else load(args.model)
-    for seed in range(args.seed, args.seed + args.logs):
-        is_free = args.wording == "free"
-        log = make_log(args.facts, args.sessions, args.questions, args.distractors, seed, is_free=is_free)
-        about: Row = {"wording": args.wording, "seed": seed, "facts": args.facts, "turns": len(log.turns)}
-        with tempfile.TemporaryDirectory() as folder:
-            memory = MemorySystem(log, Path(folder) / "memory.db", args.embedder)
-            systems: list[System] = [memory, Bm25System(log), FullSystem(log), NothingSystem()]
-            for policy in args.policies.split(";") if model else [""]:
-                for result in _results(log, systems, model, policy.strip()):
-                    yield about | {"policy": policy.strip()} | _row(result)
-            memory.close()
+    for policy in args.policies.split(";") if model else [""]:
+        found: dict[str, list[Result]] = {}
+        for seed in range(args.seed, args.seed + args.logs):
+            is_free = args.wording == "free"
+            log = make_log(args.facts, args.sessions, args.questions, args.distractors, seed, is_free=is_free)
+            for result in _results(log, model, policy.strip(), args.embedder):
+                found.setdefault(result.system, []).append(result)
+        about: Row = {"wording": args.wording, "logs": args.logs, "facts": args.facts, "policy": policy.strip()}
+        for results in found.values():
+            yield about | _row(results)
 
 
-def _results(log: Log, systems: Sequence[System], model: Model | None, policy: str) -> Iterator[Result]:
+def _results(log: Log, model: Model | None, policy: str, embedder: str) -> Iterator[Result]:
     tokenizer = None if model is None else model.tokenizer
-    count = lambda text: len(TokenOffsets.of(text, tokenizer))  # noqa: E731
-    if model is None:
-        yield from evaluate(log, systems, count)
-        return
-    with ModelAnswers(model, policy) as answers:
-        answer: Answer = answers
-        yield from evaluate(log, systems, count, answer)
+
+    def count(text: str) -> int:
+        return len(TokenOffsets.of(text, tokenizer))
+
+    with tempfile.TemporaryDirectory() as folder:
+        memory = MemorySystem(log, Path(folder) / "memory.db", embedder)
+        systems: list[System] = [memory, Bm25System(log), FullSystem(log), NothingSystem()]
+        if model is None:
+            yield from evaluate(log, systems, count)
+        else:
+            with ModelAnswers(model, policy) as answers:
+                yield from evaluate(log, systems, count, answers)
+        memory.close()
 
 
-def _row(result: Result) -> Row:
-    known: Row = {"system": result.system, "questions": result.num_questions, "accuracy": _rounded(result.accuracy)}
-    kinds: Row = {kind: _rounded(share) for kind, share in result.by_kind.items()}
-    return {**known, **kinds, "recalled": _rounded(result.recalled), "tokens": round(result.tokens, 1), "ms": result.ms}
+def _row(results: Sequence[Result]) -> Row:
+    kinds: Row = {kind: _mean([one.by_kind.get(kind) for one in results]) for kind in KINDS}
+    return {
+        "system": results[0].system,
+        "questions": sum(one.num_questions for one in results),
+        "accuracy": _mean([one.accuracy for one in results]),
+        **kinds,
+        "recalled": _mean([one.recalled for one in results]),
+        "tokens": _mean([one.tokens for one in results]),
+        "ms": round(statistics.median(one.ms for one in results), 3),
+    }
 
 
-def _rounded(share: float | None) -> float | None:
-    return None if share is None else round(share, 4)
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return round(statistics.fmean(known), 4) if known else None
 
 
 def speed_rows(num_facts: int, embedder: str) -> Iterator[Row]:
@@ -126,7 +139,9 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--sessions", type=int, default=20, metavar="N", help="default %(default)s")
     parser.add_argument("--questions", type=int, default=50, metavar="N", help="of each log (default %(default)s)")
     parser.add_argument("--distractors", type=float, default=2.0, metavar="X", help="sentences beside each fact")
-    parser.add_argument("--logs", type=int, default=1, metavar="N", help="logs, from as many seeds (default 1)")
+    parser.add_argument(
+        "--logs", type=int, default=10, metavar="N", help="logs, from as many seeds (default %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="the first seed (default 0)")
     parser.add_argument("--wording", choices=("plain", "free"), default="plain", help="default %(default)s")
     parser.add_argument("--embedder", default="auto", help="default %(default)s")

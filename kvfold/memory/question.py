@@ -31,6 +31,7 @@ _KIND_ASKED = re.compile(
     r"\b(?:which|what)\s+(\w+)\s+(?=(?:am|is|are|was|were|do|does|did|has|have|had|will|can)\b)", re.I
 )
 _NAME = re.compile(r"(?<![.!?]\s)(?<!^)\b([^\W\d_]\w*?)(?:['’]s)?\b")
+_MAX_WORDS = 64  # of a question that are looked up
 FIRST_PERSON = frozenset(words_of("i me my mine we us our ours myself"))
 THIRD_PERSON = frozenset(words_of("he she it they him her them his its their"))
 
@@ -52,7 +53,8 @@ def asked_for(question: str) -> AskedFor:
     text = question if found is None or day is None else question[: found.start()] + question[found.end() :]
     names = _names(text)
     words = [word for word in content_words(_KIND_ASKED.sub("", text)) if word not in names]
-    return AskedFor(text, tuple(verb_forms(word) for word in dict.fromkeys(words)), names, day)
+    kept = list(dict.fromkeys(words))[:_MAX_WORDS]
+    return AskedFor(text, tuple(map(verb_forms, kept)), names, day)
 
 
 def _names(question: str) -> frozenset[str]:

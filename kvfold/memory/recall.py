@@ -26,6 +26,7 @@ from kvfold.shortening.bm25 import bm25
 
 NUM_RECALLED = 12
 _K = 60
+_MAX_WORDS = 64  # of a question that BM25 counts
 _RECENCY, _RECENCY_SECONDS = 0.02, 30 * 86400.0
 NEAR_SHARE = 0.5  # of the question's words, by idf
 _NEAR_COSINES = {"potion": 0.6, "minilm": 0.6, "hashed": 0.5}
@@ -52,7 +53,7 @@ def recall(
     if not len(valid_n) or not (asked.words or asked.names):
         return []
     words = [form for forms in asked.words for form in forms]
-    bm25_n = index.inherited_N(bm25(index.words, " ".join([*words, *content_words(asked.text)])))[valid_n]
+    bm25_n = index.inherited_N(bm25(index.words, " ".join([*words, *content_words(asked.text)[:_MAX_WORDS]])))[valid_n]
     cosine_n = index.inherited_N(index.cosine_N(index.embedder.codes([asked.text])[0]))[valid_n]
     share_n = index.inherited_N(_shares(index, asked.words))[valid_n]
     threshold = _NEAR_COSINES.get(index.embedder.name, _NEAR_COSINE)

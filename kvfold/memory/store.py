@@ -18,6 +18,7 @@ from kvfold.memory.schema import connect, telling
 from kvfold.memory.verbs import CHANGE
 
 MAX_FACTS = 100_000  # of one owner
+MAX_COMPARED = 500  # facts of one subject that a new one may supersede
 
 _INSERT = f"INSERT INTO fact (owner, revision, subject, verb, kind, {COLUMNS}) VALUES ({', '.join('?' * 17)})"
 
@@ -107,8 +108,9 @@ class FactStore:
         return self._select(owner, "subject = ? AND text = ?", topic.subject, text)
 
     def same_topic(self, owner: Owner, topic: Topic) -> list[Fact]:
-        """Facts of one subject whose verbs or kinds of values can be compared, by id."""
-        where = "subject = ? AND (verb IN (?, ?) OR ? = ? OR (kind = ? AND kind = 'day'))"
+        """The newest facts of one subject whose verbs or kinds of values can be compared, by id."""
+        where = f"""subject = ? AND (verb IN (?, ?) OR ? = ? OR (kind = ? AND kind = 'day'))
+            ORDER BY +id DESC LIMIT {MAX_COMPARED}"""
         return self._select(owner, where, topic.subject, topic.verb, CHANGE, topic.verb, CHANGE, topic.kind)
 
     def _select(self, owner: Owner, where: str, *values: object) -> list[Fact]:

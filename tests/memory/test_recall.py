@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -95,6 +96,27 @@ def test_the_section_is_sorted_by_id_and_cannot_be_closed_by_a_fact(make: MakeMe
     assert text.startswith("<memory>\n") and text.endswith("\n</memory>") and text.lower().count("memory>") == 3
     assert text.splitlines()[2] == "- 1970-01-02: Anna lives in Berlin."
     assert render([]) == ""
+
+
+def test_one_of_ten_thousand_facts_is_found(make: MakeMemory) -> None:
+    memory = make()
+    lines = [
+        {"id": n, "text": f"The box number {n} of the storehouse holds {7 * n} screws.", "source": "", "span": [0, 1]}
+        | {"valid_from": "2026-01-01", "valid_to": None, "importance": 1, "uses": 0, "supersedes": None}
+        for n in range(10_000)
+    ]
+    assert memory.load("\n".join(map(json.dumps, lines))) == 10_000
+    for number in (0, 4711, 9999):
+        (first, *_) = memory.recall(f"How many screws does box number {number} hold?")
+        assert first.fact.text == f"The box number {number} of the storehouse holds {7 * number} screws."
+
+
+def test_long_questions_are_cut(make: MakeMemory) -> None:
+    memory = make()
+    memory.add(TEXT, at=DAY)
+    noise = " ".join(f"word{number}" for number in range(9000))
+    assert memory.recall(f"{noise}. Where does Anna live?", at=DAY)[0].fact.text == "Anna lives in Berlin."
+    assert memory.recall(f"Where {noise}?", at=DAY) == []
 
 
 @pytest.mark.parametrize("at", [math.nan, math.inf, 1e300, -1e300])
