@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.commands import argument_parser, run_main
@@ -41,33 +42,34 @@ _ASKED = 50  # times, of which the median is shown
 def quality_rows(args: argparse.Namespace) -> Iterator[Row]:
     """One row for each system, and with a model for each policy, over all logs."""
     model = None if args.model is None else load(args.model)
-    for policy in args.policies.split(";") if model else [""]:
-        found: dict[str, list[Result]] = {}
-        for seed in range(args.seed, args.seed + args.logs):
-            is_free = args.wording == "free"
-            log = make_log(args.facts, args.sessions, args.questions, args.distractors, seed, is_free=is_free)
-            for result in _results(log, model, policy.strip(), args.embedder):
-                found.setdefault(result.system, []).append(result)
-        about: Row = {"wording": args.wording, "logs": args.logs, "facts": args.facts, "policy": policy.strip()}
-        for results in found.values():
-            yield about | _row(results)
+    about: Row = {"wording": args.wording, "logs": args.logs, "facts": args.facts}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        prepared = [_prepared(args, seed, folder, stack) for seed in range(args.seed, args.seed + args.logs)]
+        for policy in map(str.strip, args.policies.split(";") if model else [""]):
+            for number in range(len(prepared[0][1])):
+                results = [_result(log, systems[number], model, policy) for log, systems in prepared]
+                yield about | {"policy": policy} | _row(results)
 
 
-def _results(log: Log, model: Model | None, policy: str, embedder: str) -> Iterator[Result]:
+def _prepared(args: argparse.Namespace, seed: int, folder: Path, stack: ExitStack) -> tuple[Log, Sequence[System]]:
+    is_free = args.wording == "free"
+    log = make_log(args.facts, args.sessions, args.questions, args.distractors, seed, is_free=is_free)
+    memory = MemorySystem(log, folder / f"{seed}.db", args.embedder)
+    stack.callback(memory.close)
+    return log, [memory, Bm25System(log), FullSystem(log), NothingSystem()]
+
+
+def _result(log: Log, system: System, model: Model | None, policy: str) -> Result:
     tokenizer = None if model is None else model.tokenizer
 
     def count(text: str) -> int:
         return len(TokenOffsets.of(text, tokenizer))
 
-    with tempfile.TemporaryDirectory() as folder:
-        memory = MemorySystem(log, Path(folder) / "memory.db", embedder)
-        systems: list[System] = [memory, Bm25System(log), FullSystem(log), NothingSystem()]
-        if model is None:
-            yield from evaluate(log, systems, count)
-        else:
-            with ModelAnswers(model, policy) as answers:
-                yield from evaluate(log, systems, count, answers)
-        memory.close()
+    if model is None:
+        return next(evaluate(log, [system], count))
+    with ModelAnswers(model, policy) as answers:
+        return next(evaluate(log, [system], count, answers))
 
 
 def _row(results: Sequence[Result]) -> Row:
@@ -102,7 +104,7 @@ def speed_rows(num_facts: int, embedder: str) -> Iterator[Row]:
             memory.recall(_question(0))
             first_ms = 1e3 * (time.perf_counter() - began)
             times = [_timed(lambda n=n: memory.recall(_question(n * 97 % num_facts))) for n in range(_ASKED)]
-            hits = sum(f"number {n} " in memory.recall(_question(n))[0].fact.text for n in range(0, num_facts, 199))
+            hits = [_is_recalled(memory, n) for n in range(0, num_facts, 199)]
             writes = [_timed(lambda n=n: memory.add(f"The box number {n}-b is green.")) for n in range(_ASKED)]
             num_held = len(memory.facts())
         yield {
@@ -112,7 +114,7 @@ def speed_rows(num_facts: int, embedder: str) -> Iterator[Row]:
             "first_ms": first_ms,
             "write_ms": statistics.median(writes),
             "fill_s": round(fill_s, 2),
-            "found": hits / len(range(0, num_facts, 199)),
+            "recalled": statistics.fmean(hits),
             "file_bytes": path.stat().st_size,
         }
 
@@ -125,6 +127,10 @@ def _many(low: int, high: int) -> Iterator[str]:
 
 def _question(n: int) -> str:
     return f"How many screws does box number {n} of the storehouse hold?"
+
+
+def _is_recalled(memory: Memory, n: int) -> bool:
+    return any(f" number {n} " in one.fact.text for one in memory.recall(_question(n)))
 
 
 def _timed(work: object) -> float:

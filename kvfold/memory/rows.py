@@ -12,8 +12,11 @@ from kvfold.memory.dates import EARLIEST, LATEST
 from kvfold.memory.fact import MAX_IMPORTANCE, MAX_NAME, MAX_TEXT, Fact, Owner
 
 COLUMNS = 'id, text, source, start, "end", valid_from, valid_to, importance, uses, supersedes, embedder, embedding'
-_TYPES = (int, str, str, int, int, float, float, float, int, int, str, bytes)
-_MAY_BE_NONE = (6, 9)  # valid_to, supersedes
+_TYPES = {  # valid_to and supersedes may be None
+    (int, str, str, int, int, float, end, float, int, before, str, bytes)
+    for end in (float, NoneType)
+    for before in (int, NoneType)
+}
 _MAX_CODES = 1 << 14  # bytes of a vector
 
 
@@ -26,13 +29,9 @@ def fact_of(owner: Owner, row: Sequence[Any], path: Path) -> Fact:
 
 
 def _is_sound(*row: Any) -> bool:
-    _, text, source, _, _, valid_from, valid_to, importance, _, _, embedder, embedding = row
-    times = [valid_from] if valid_to is None else [valid_from, valid_to]
-    kinds = [type(value) for value in row]
-    if any(
-        kind is not wanted and not (kind is NoneType and at in _MAY_BE_NONE)
-        for at, (kind, wanted) in enumerate(zip(kinds, _TYPES, strict=True))
-    ):
+    if tuple(map(type, row)) not in _TYPES:
         return False
+    _, text, source, _, _, valid_from, valid_to, importance, _, _, embedder, embedding = row
+    has_times = EARLIEST <= valid_from <= LATEST and (valid_to is None or EARLIEST <= valid_to <= LATEST)
     has_size = len(text) <= MAX_TEXT and len(source) + len(embedder) <= 2 * MAX_NAME and len(embedding) <= _MAX_CODES
-    return has_size and 0 < importance <= MAX_IMPORTANCE and all(EARLIEST <= time <= LATEST for time in times)
+    return has_times and has_size and 0 < importance <= MAX_IMPORTANCE
