@@ -119,8 +119,11 @@ def _add(args: argparse.Namespace) -> int:
     if args.json:
         print_json([fact.to_json() for fact in written])
     else:
-        _print_facts(written)
-        print(f"{len(written)} facts written")
+        if written:
+            _print_facts(written)
+        print(f"{_facts(len(written))} written")
+        if not written:
+            print("questions, code, single words and what is known already are not written", file=sys.stderr)
     return 0
 
 
@@ -194,7 +197,7 @@ def _forget(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"forgotten": count})
     else:
-        print(f"{count} facts forgotten")
+        print(f"{_facts(count)} forgotten")
     return 0
 
 
@@ -217,8 +220,12 @@ def _import(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"imported": count})
     else:
-        print(f"{count} facts imported")
+        print(f"{_facts(count)} imported")
     return 0
+
+
+def _facts(count: int) -> str:
+    return "1 fact" if count == 1 else f"{count:,} facts"
 
 
 def _print_facts(facts: Sequence[Fact]) -> None:

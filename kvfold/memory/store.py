@@ -1,20 +1,14 @@
-"""Facts in SQLite: what is read and written, always of one owner.
-
-One connection serves all threads under a lock; processes wait for each other by SQLite's own.
-"""
+"""Facts in SQLite: what is read and written, always of one owner."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from threading import RLock
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from kvfold.errors import FileError, InputError
+from kvfold.errors import InputError
+from kvfold.memory.database import Database
 from kvfold.memory.fact import Fact, Owner
 from kvfold.memory.rows import COLUMNS, fact_of
-from kvfold.memory.schema import connect, telling
 from kvfold.memory.verbs import CHANGE
 
 MAX_FACTS = 100_000  # of one owner
@@ -40,56 +34,8 @@ class Topic(NamedTuple):
     kind: str = ""
 
 
-class FactStore:
+class FactStore(Database):
     """The facts of many owners in one file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._lock = RLock()
-        self._connection = connect(path)
-        self._is_writing = False
-        with self._lock, telling(path):
-            if self._connection.execute("SELECT count(*) FROM pending").fetchone() != (0,):
-                self._scrub()  # a process was killed while it forgot
-
-    def close(self) -> None:
-        with self._lock:
-            self._connection.close()
-
-    def __enter__(self) -> FactStore:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """One transaction: all of it is written, or nothing. No other process writes meanwhile."""
-        with self._lock, telling(self.path):
-            if self._is_writing:
-                yield
-                return
-            self._connection.execute("BEGIN IMMEDIATE")
-            self._is_writing = True
-            try:
-                yield
-                self._connection.execute("COMMIT")
-            except BaseException:
-                if self._connection.in_transaction:
-                    self._connection.execute("ROLLBACK")
-                raise
-            finally:
-                self._is_writing = False
-
-    def rows(self, sql: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
-        """All rows of a statement."""
-        with self._lock, telling(self.path):
-            return self._connection.execute(sql, values).fetchall()
-
-    def write_rows(self, sql: str, rows: Iterable[Sequence[object]]) -> None:
-        """A statement for each row of values, in one transaction."""
-        with self.writing():
-            self._connection.executemany(sql, rows)
 
     # Reading
 
@@ -153,12 +99,10 @@ class FactStore:
     def remove(self, owner: Owner, ids: Sequence[int] | None = None) -> int:
         """Delete some facts, or an owner with all facts, and what the file still holds of them; returns how many."""
         with self.writing():
-            run = self._connection.execute
-            run("INSERT INTO pending VALUES ('scrub') ON CONFLICT DO NOTHING")
+            self.must_scrub()
             version = self.version(owner)
             count = 0 if version is None else self._delete(version.key, ids)
-        with self._lock, telling(self.path):
-            self._scrub()
+        self.scrub()
         return count
 
     def _delete(self, key: int, ids: Sequence[int] | None) -> int:
@@ -171,21 +115,6 @@ class FactStore:
         for table in ("slot", "prefix"):  # lines of them hold what goes
             run(f"DELETE FROM {table} WHERE owner = ?", (key,))
         return sum(run("DELETE FROM fact WHERE owner = ? AND id = ?", (key, number)).rowcount for number in ids)
-
-    def _scrub(self) -> None:
-        """Rewrite the file without free pages, and empty its log; the lock is held."""
-        self._connection.execute("VACUUM")
-        self._empty_log()
-        self._connection.execute("DELETE FROM pending")
-        self._empty_log()
-
-    def _empty_log(self) -> None:
-        is_busy, *_ = self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-        if is_busy:
-            raise FileError(
-                f"facts are deleted, but the log of {self.path} cannot be emptied while another process reads it; "
-                "end that process, or run forget again"
-            )
 
     def _check_room(self, owner: Owner, key: int, number: int) -> None:
         if number > MAX_FACTS:

@@ -26,6 +26,12 @@ def test_what_was_added_is_recalled_by_the_same_user_alone(call: Call, file: tup
     assert (other.code, json.loads(other.out)) == (0, [])
 
 
+def test_nothing_new_is_said(call: Call, file: tuple[str, ...]) -> None:
+    for text in ("Where do I live?", "I live in Berlin.", "I live in Berlin."):
+        done = call("memory", "add", "--user", "anna", *file, text)
+    assert (done.code, done.out) == (0, "0 facts written\n") and "not written" in done.err
+
+
 def test_nothing_near_is_said(call: Call, file: tuple[str, ...]) -> None:
     call("memory", "add", "--user", "anna", *file, SAID)
     done = call("memory", "ask", "--user", "anna", *file, "Which opera did Verdi finish last?")
@@ -72,7 +78,7 @@ def test_forget_export_and_import(call: Call, file: tuple[str, ...], tmp_path: P
     out = tmp_path / "anna.jsonl"
     assert call("memory", "export", "--user", "anna", *file, "--out", out).code == 0
     assert call("memory", "export", "--user", "anna", *file).out == out.read_text(encoding="utf-8")
-    assert call("memory", "forget", "--user", "anna", *file, "--id", 1, "--id", 7).out == "1 facts forgotten\n"
+    assert call("memory", "forget", "--user", "anna", *file, "--id", 1, "--id", 7).out == "1 fact forgotten\n"
     assert json.loads(call("memory", "forget", "--user", "anna", *file, "--json").out) == {"forgotten": 2}
     assert b"Siemens" not in (tmp_path / "memory.db").read_bytes()
     assert call("memory", "import", "--user", "ben", *file, out).out == "3 facts imported\n"

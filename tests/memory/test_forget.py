@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from kvfold.errors import FileError
 from kvfold.memory import Memory
 from tests.memory.conftest import MakeMemory
 
@@ -62,12 +66,32 @@ def test_a_process_killed_while_it_forgets_leaves_it_to_the_next(make: MakeMemor
     fill(memory)
     program = f"""
 import os, signal
+import pytest
+
+from kvfold.errors import FileError
 from kvfold.memory import Memory
-from kvfold.memory.store import FactStore
-FactStore._scrub = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+from kvfold.memory.database import Database
+Database.scrub = lambda self: os.kill(os.getpid(), signal.SIGKILL)
 Memory({str(path)!r}, "anna", embedder="hashed").forget()
 """
     assert subprocess.run([sys.executable, "-c", program]).returncode == -9
     memory.close()
     make("ben")
+    assert SECRET.encode() not in raw(path.parent)
+
+
+def test_a_log_that_another_process_reads_is_told_and_emptied_later(
+    make: MakeMemory, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvfold.memory.schema.BUSY_SECONDS", 0.1)
+    memory = make()
+    fill(memory)
+    reader = sqlite3.connect(path, isolation_level=None)
+    reader.execute("BEGIN")
+    reader.execute("SELECT count(*) FROM fact").fetchone()
+    with pytest.raises(FileError, match="run forget again"):
+        memory.forget()
+    make("ben").add("Ben lives in Bonn.")
+    reader.close()
+    make("kim")
     assert SECRET.encode() not in raw(path.parent)
