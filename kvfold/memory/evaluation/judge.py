@@ -1,6 +1,6 @@
 """Exact match, without a judge: an answer is right if it has the value, as a word, and no other one of its relation.
 
-Where nothing answers the question, an answer without any value of the relation is right.
+Where nothing answers the question, an answer is right that is empty or declines (unknown, not) without such a value.
 """
 
 from __future__ import annotations
@@ -11,10 +11,15 @@ from collections.abc import Sequence
 from kvfold.memory.evaluation.log import Question
 from kvfold.memory.statement import statement_of
 
+_DECLINES = re.compile(r"\b(?:unknown|not|no|none|cannot)\b|n['’]t\b", re.IGNORECASE)
+
 
 def is_right(question: Question, answer: str) -> bool:
-    has_other = any(holds(answer, value) for value in question.others)
-    return not has_other and (question.answer is None or holds(answer, question.answer))
+    if any(holds(answer, value) for value in question.others):
+        return False
+    if question.answer is None:
+        return not answer.strip() or _DECLINES.search(answer) is not None
+    return holds(answer, question.answer)
 
 
 def extracted(texts: Sequence[str]) -> str:
