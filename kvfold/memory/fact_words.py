@@ -31,8 +31,16 @@ class FactWords(WordIndex):
         return FactWords(known, ids_W, times_W, np.concatenate([self.first, self.first[-1] + new.first[1:]]))
 
     @cached_property
-    def _fact_W(self) -> Integers:
-        return np.repeat(np.arange(len(self)), np.diff(self.first))
+    def _postings(self) -> tuple[Integers, Integers, Integers]:
+        """[W] facts and [W] counts, ordered by word, and [V + 1] where each word begins."""
+        order_W = np.argsort(self.ids_W, kind="stable")
+        fact_W = np.repeat(np.arange(len(self)), np.diff(self.first))
+        starts = np.searchsorted(self.ids_W[order_W], np.arange(len(self.vocabulary) + 1))
+        return fact_W[order_W], self.times_W[order_W], starts
+
+    @cached_property
+    def _length_N(self) -> Integers:
+        return super().sums(self.times_W)
 
     @cached_property
     def _weight_V(self) -> Integers:
@@ -41,10 +49,18 @@ class FactWords(WordIndex):
     def weights(self) -> Integers:
         return self._weight_V
 
+    def sums(self, values_W: Integers) -> Integers:
+        return self._length_N if values_W is self.times_W else super().sums(values_W)
+
+    def holders(self, word: int) -> tuple[Integers, Integers]:
+        fact_W, times_W, starts = self._postings
+        held = slice(starts[word], starts[word + 1])
+        return fact_W[held], times_W[held]
+
     def holds_N(self, words: Iterable[str]) -> Bools:
         """Whether each fact holds one of the words."""
         found_N = np.zeros(len(self), dtype=np.bool_)
         for word in words:
             if word in self.vocabulary:
-                found_N[self._fact_W[self.ids_W == self.vocabulary[word]]] = True
+                found_N[self.holders(self.vocabulary[word])[0]] = True
         return found_N

@@ -16,7 +16,6 @@ def bm25(index: WordIndex, question: str) -> Floats:
     norm_N = _K1 * (1 - _B + _B * length_N / max(1.0, float(length_N.sum()) / max(1, len(index))))
     score_N = np.zeros(len(index))
     for word in index.known_ids(question):
-        at = np.flatnonzero(index.ids_W == word)
-        unit, times = np.searchsorted(index.first, at, side="right") - 1, index.times_W[at]
+        unit, times = index.holders(word)
         score_N[unit] += weight_V[word] * times * (_K1 + 1) / (times + norm_N[unit])
     return score_N

@@ -56,6 +56,11 @@ class WordIndex:
         """Distinct words of another text that units hold, in its order."""
         return [self.vocabulary[word] for word in dict.fromkeys(words_of(text)) if word in self.vocabulary]
 
+    def holders(self, word: int) -> tuple[Integers, Integers]:
+        """Units that hold a word, and how often each does."""
+        at = np.flatnonzero(self.ids_W == word)
+        return np.searchsorted(self.first, at, side="right") - 1, self.times_W[at]
+
     def sums(self, values_W: Integers) -> Integers:
         """[N]: over the words of each unit."""
         total = np.concatenate([np.zeros(1, dtype=values_W.dtype), np.cumsum(values_W)])
