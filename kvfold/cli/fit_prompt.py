@@ -83,7 +83,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read(session: kvfold.Session, text: str) -> None:
+    from kvfold.compression.round import check_size  # here: it imports torch
+
     num_tokens = len(session.model.tokenizer(text)["input_ids"])
+    check_size(session.cache, num_tokens)  # a session would leave a text whole that is too short for its ratio
     with show.bar(f"prefill, {session.policy.short}", num_tokens, "tokens") as progress:
         if session.template is None:
             session.extend(text, progress=progress)

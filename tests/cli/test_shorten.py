@@ -65,7 +65,7 @@ def test_markup_of_the_text_stays_text(call: Call, tmp_path: Path) -> None:
         (("--to", "4x", "--by", "snapkv"), 'no selector "snapkv"'),
         (("--to", "4x", "--by", "rank"), "give one with --ask"),
         (("--to", "4x", "--keep", "cats"), '"cats" is nothing that can be kept'),
-        (("--to", "4x", "--units", "pages"), 'no units "pages"'),
+        (("--to", "4x", "--units", "pages"), 'no units of a text "pages"'),
         (("--to", "4x", "--embedder", "word2vec"), 'no embedder "word2vec"'),
         (("--to", "8x", "--keep", "all"), "keep less"),
         (("--to", "4x) + int4 + keep(", "--by", "graph"), "error:"),
