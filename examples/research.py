@@ -14,11 +14,11 @@ import sys
 from pathlib import Path
 
 import kvfold
-from kvfold.recurse.checks import ArithmeticCheck, QuoteCheck
+from kvfold.recurse.checks import QuoteCheck
 from kvfold.recurse.handover import Pipeline, PipelineResult
 from kvfold.recurse.verify import Chain
 
-POLICY = "kvzip + global + 4x + int4"
+POLICY = "kvzip + global + 2x + int4"
 
 
 class Research:
@@ -33,13 +33,16 @@ class Research:
         return session.generate(max_new_tokens=64, stop=["\n\n"]).text.strip()
 
     def check(self, session: kvfold.Session) -> str:
-        source = "\n".join(self.files.values())
-        asked = "Quote the sentence of the files that says so, word for word, between quotation marks."
-        session.extend(asked, compress=False)
-        chain = Chain(session, [QuoteCheck(source, required=True), ArithmeticCheck()], keep_failed=True)
+        session.extend("Quote the sentence of the files that says so.", compress=False)
+        session.write('It says: "')
+        chain = Chain(session, [self.refusal], separator='"', keep_failed=True)
         step = chain.step(max_new_tokens=64)
         reasons = "; ".join(reason for _, reason in step.attempts[-1].refusals)
-        return f"{step.text.strip()} [{'in the files' if step.passed else reasons}, {step.num_retries} retries]"
+        return f'"{step.text.strip()}" [{reasons or "in the files"}; {step.num_retries} retries]'
+
+    def refusal(self, quote: str) -> str | None:
+        """Why a quote is refused; None if it is in the files."""
+        return QuoteCheck("\n".join(self.files.values()), min_words=1, required=True).refusal(f'"{quote}"')
 
     def write(self, session: kvfold.Session) -> str:
         session.extend(f"{self.question} Write the answer for a reader who does not know the files.", compress=False)
