@@ -27,6 +27,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_thorough(items)
 
 
+def pytest_collection_finish() -> None:
+    """Modules live as long as the process: no collection looks at them again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
+
+
 @cache
 def _built(family: str) -> Model:
     return ready(family)
@@ -42,7 +52,8 @@ def shared() -> Iterator[Callable[[str], Model]]:
         return used[-1]
 
     yield get
-    gc.collect()
+    if any(model.arena.used_bytes for model in used):
+        gc.collect()  # what is in a cycle
     assert all(model.arena.used_bytes == 0 for model in used)
 
 

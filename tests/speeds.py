@@ -144,7 +144,10 @@ QUICK: dict[str, dict[str, int]] = {
         "test_an_installed_package_is_a_term": 0,
     },
     "tests/cli/test_read.py": {
-        "test_a_reading_that_was_ended_goes_on": 1,
+        "test_a_reading_that_was_ended_goes_on": 0,
+    },
+    "tests/cli/test_read_code.py": {
+        "test_code_gives_the_best_answer_so_far_with_its_turns": 0,
     },
     "tests/cli/test_serve.py": {
         "test_the_command_serves_until_it_is_interrupted_and_logs_json_alone": 0,
@@ -179,6 +182,7 @@ QUICK: dict[str, dict[str, int]] = {
         "test_layer_major_is_one_shot": 2,
         "test_layer_major_is_one_shot_for_every_budget": 2,
         "test_prefix_hit_is_bitwise_the_cold_run": 4,
+        "test_ragged_batch_of_policies_is_single_runs": 0,
     },
     "tests/engine/test_fairness.py": {
         "test_a_prompt_that_ends_in_the_middle_leaves_nothing": 1,
@@ -235,9 +239,19 @@ QUICK: dict[str, dict[str, int]] = {
         "test_all_pages_recalled_are_the_full_cache": 2,
         "test_no_score_loses_a_token": 4,
     },
+    "tests/memory/test_evaluation.py": {
+        "test_a_model_answers_from_what_is_shown": 0,
+    },
+    "tests/memory/test_recall.py": {
+        "test_one_of_ten_thousand_facts_is_found": 0,
+    },
+    "tests/memory/test_store.py": {
+        "test_two_processes_write_at_once": 0,
+    },
     "tests/models/pull/test_pull.py": {
         "test_a_folder_that_is_not_whole_is_made_anew": 0,
         "test_a_killed_pull_is_taken_up_again": 0,
+        "test_pull_prints_plain_lines_when_piped_and_nothing_when_told": 0,
         "test_real_models_speak": 0,
         "test_two_processes_pull_once": 0,
     },
@@ -275,6 +289,7 @@ QUICK: dict[str, dict[str, int]] = {
     },
     "tests/pages/test_out_of_pages.py": {
         "test_a_batch_is_read_as_a_whole_or_not_at_all": 47,
+        "test_a_step_without_memory_changes_nothing": 1,
     },
     "tests/passes/captured/test_step.py": {
         "test_steps_agree_with_the_plain_pass_across_seals": 2,
@@ -282,12 +297,16 @@ QUICK: dict[str, dict[str, int]] = {
     "tests/policy/test_fingerprint.py": {
         "test_same_in_every_process": 0,
     },
+    "tests/recurse/test_locate.py": {
+        "test_whatever_is_found_is_inside_of_the_text_and_of_its_quote": 0,
+    },
     "tests/recurse/test_real.py": {
         "test_the_answer_is_found_with_its_place": 0,
     },
     "tests/recurse/test_verify.py": {
-        "test_a_long_chain_runs_in_the_memory_of_a_short_one": 1,
-        "test_a_refused_attempt_leaves_no_trace": 3,
+        "test_a_check_that_asks_the_model_changes_nothing": 0,
+        "test_a_long_chain_runs_in_the_memory_of_a_short_one": 0,
+        "test_a_refused_attempt_leaves_no_trace": 1,
     },
     "tests/score/test_nacl.py": {
         "test_the_first_of_a_sample_is_drawn_by_softmax": 0,
@@ -296,6 +315,7 @@ QUICK: dict[str, dict[str, int]] = {
         "test_a_hit_is_bitwise_the_cold_request": 2,
     },
     "tests/serve/test_ending.py": {
+        "test_a_second_signal_ends_it_at_once": 0,
         "test_few_descriptors_and_many_idle_clients_shut_nobody_out_for_long": 0,
         "test_one_that_is_idle_ends_with_0": 0,
         "test_one_that_is_stuck_is_not_waited_for": 0,
@@ -307,11 +327,21 @@ QUICK: dict[str, dict[str, int]] = {
     "tests/serve/test_isolation.py": {
         "test_what_is_forged_is_not_served_where_there_is_a_secret": 1,
     },
+    "tests/serve/test_memory.py": {
+        "test_cached_prefixes_are_those_of_a_server_without_memory": 1,
+    },
+    "tests/serve/test_prompt.py": {
+        "test_a_real_template_that_writes_tools_behind_the_system_text": 0,
+        "test_real_templates_give_the_tokens_they_give_elsewhere": 1,
+    },
     "tests/serve/test_prompt_cache.py": {
         "test_what_a_change_leaves_of_tools_system_and_messages": 3,
     },
     "tests/serve/test_refusals.py": {
         "test_a_bad_entry_that_cannot_be_deleted_is_a_miss_and_others_are_served": 1,
+    },
+    "tests/serve/test_restart.py": {
+        "test_lives_go_on_over_a_restart": 0,
     },
     "tests/serve/test_same_reply.py": {
         "test_a_conversation_with_a_moving_marker_hits_and_replies_as_cold": 1,
@@ -325,12 +355,23 @@ QUICK: dict[str, dict[str, int]] = {
     "tests/shortening/embedders/test_real.py": {
         "test_vectors_are_the_same_in_processes_of_any_number_of_threads": 0,
     },
+    "tests/shortening/test_guarantees.py": {
+        "test_every_layout_and_script": 14,
+        "test_what_must_stay_does_or_the_number_of_its_tokens_is_told": 3,
+        "test_spans_of_the_text_in_order_within_one_unit_of_the_size": 3,
+    },
     "tests/shortening/test_long_text.py": {
         "test_memory_grows_with_the_text_and_progress_reaches_its_total": 0,
         "test_threads_and_seeds_of_a_process_change_nothing": 0,
     },
     "tests/shortening/test_loaded_model.py": {
         "test_answers_of_a_real_model_are_those_of_transformers": 0,
+    },
+    "tests/shortening/test_topics.py": {
+        "test_topics_stand_in_the_order_of_the_text": 0,
+    },
+    "tests/shortening/test_words.py": {
+        "test_a_real_model_drops_what_it_can_guess": 0,
     },
     "tests/store/entry/encodings/test_encodings.py": {
         "test_a_hit_is_the_same_run_or_near_it": 2,
