@@ -4,14 +4,16 @@
     python -m benchmarks.memory --wording free           in words that the rules of kvfold were not made for
     python -m benchmarks.memory --speed 10000            the time of one recall over so many facts
     python -m benchmarks.memory --model smollm2-135m --logs 1 --facts 30 --policies "full; keydiff + 4x"
+    python -m benchmarks.memory --model qwen2.5-coder-1.5b --device cuda --policies "full; kvzip + global + 4x + int4"
 
 A log is made from a seed: facts over weekly sessions, some updated, some ended, among sentences that state nothing of
 it. Questions ask for current, updated, past and ended values, and for what was never said; an answer is right if it has
 the value and no other one of its relation, without a judge. Compared are the memory, BM25 over the sentences of the
 log, the whole log, and nothing. Without a model the first sentence shown is the answer (a negated one: no answer), and
-the whole log has none; with a model it answers from what is shown, under each policy. `recalled` is the share of
-questions with an answer where it is shown, `tokens` those of the context (without a model words and marks), `ms` the
-median time of a question. Rows are printed as they come; the last line is JSON.
+the whole log has none. With a model it answers from what is shown, under the first policy; under the others it answers
+from the whole log, which alone is long enough to be compressed. `recalled` is the share of questions with an answer
+where it is shown, `tokens` those of the context (without a model words and marks), `ms` the median time of a question;
+the whole log is read once, before them. Rows are printed as they come; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -29,27 +31,35 @@ from benchmarks.commands import argument_parser, run_main
 from benchmarks.rows import Row, report
 from kvfold.errors import InputError
 from kvfold.memory import Memory
+from kvfold.memory.embedding import fact_embedder
 from kvfold.memory.evaluation.answers import ModelAnswers
 from kvfold.memory.evaluation.log import KINDS, Log, make_log
 from kvfold.memory.evaluation.run import Result, evaluate
 from kvfold.memory.evaluation.systems import Bm25System, FullSystem, MemorySystem, NothingSystem, System
 from kvfold.models.loader import Model, load
+from kvfold.policy import Policy
 from kvfold.shortening.tokens import TokenOffsets
 
 _ASKED = 50  # times, of which the median is shown
+_WHOLE_LOG = 2  # of the systems below
 
 
 def quality_rows(args: argparse.Namespace) -> Iterator[Row]:
-    """One row for each system, and with a model for each policy, over all logs."""
-    model = None if args.model is None else load(args.model)
+    """One row for each system, and with a model for the whole log under each other policy, over all logs."""
+    policies = [text.strip() for text in args.policies.split(";")]
+    for policy in policies:
+        Policy.parse(policy)
     about: Row = {"wording": args.wording, "logs": args.logs, "facts": args.facts}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         prepared = [_prepared(args, seed, folder, stack) for seed in range(args.seed, args.seed + args.logs)]
-        for policy in map(str.strip, args.policies.split(";") if model else [""]):
-            for number in range(len(prepared[0][1])):
-                results = [_result(log, systems[number], model, policy) for log, systems in prepared]
-                yield about | {"policy": policy} | _row(results)
+        model = None if args.model is None else load(args.model, device=args.device, compile=False)
+        num_systems = len(prepared[0][1])
+        runs = [(policies[0], number) for number in range(num_systems)]
+        runs += [(policy, _WHOLE_LOG) for policy in policies[1:]]
+        for policy, number in runs if model else [("", number) for number in range(num_systems)]:
+            results = [_result(log, systems[number], model, policy) for log, systems in prepared]
+            yield about | {"policy": policy} | _row(results)
 
 
 def _prepared(args: argparse.Namespace, seed: int, folder: Path, stack: ExitStack) -> tuple[Log, Sequence[System]]:
@@ -152,14 +162,18 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--wording", choices=("plain", "free"), default="plain", help="default %(default)s")
     parser.add_argument("--embedder", default="auto", help="default %(default)s")
     parser.add_argument("--model", help="answers with a model; default: the first sentence is the answer")
+    parser.add_argument("--device", default="auto", help="of the model (default %(default)s)")
     parser.add_argument("--policies", default="full", help="of the model's KV cache, between semicolons")
     parser.add_argument("--speed", type=int, metavar="N", help="time recall over N facts instead")
     parser.add_argument("--save", action="store_true", help="append rows to benchmarks/results/memory.jsonl")
     args = parser.parse_args(arguments)
     if args.speed is not None and args.speed < 200:
         raise InputError(f"--speed is {args.speed}; give 200 facts or more")
+    if args.logs < 1:
+        raise InputError(f"--logs is {args.logs}; give 1 or more")
     found = quality_rows(args) if args.speed is None else speed_rows(args.speed, args.embedder)
-    report("memory", found, save=args.save, embedder=args.embedder, model=args.model)
+    made_by = fact_embedder(args.embedder).name  # of auto the one that was found
+    report("memory", found, save=args.save, embedder=made_by, model=args.model)
 
 
 if __name__ == "__main__":

@@ -1,49 +1,37 @@
 """Do checked steps help: how many running sums are right with and without `ArithmeticCheck`, and at which cost?
 
     python -m benchmarks.verify [--model smollm2-135m] [--chains 20] [--numbers 5] [--largest 9] [--save]
+    python -m benchmarks.verify --long 64000 [--model qwen2.5-coder-1.5b] [--policy POLICY] [--save]
 
 A model adds numbers one at a time, a line for each sum, behind two worked examples, greedily. `none` takes every line
 as it comes; `resample` and `reason` crop a line whose arithmetic is wrong and try again, by sampling or behind a note.
 `lines_right`: lines whose result is the running sum so far. `chains_right`: chains whose last line is. `wasted`: share
 of generated tokens that were cropped. The last line is JSON.
+
+`--long` runs one chain of so many tokens instead, a page of prose before each sum: first with old steps compressed, so
+that it stays within the memory of an eighth of its tokens, then with the full cache. `peak_bytes` is the most that the
+arena had in use, `held_bytes` what the cache holds in the end, `bound_bytes` the memory of that eighth in bf16.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from random import Random
 
 import kvfold
+from benchmarks import long_chain
 from benchmarks.commands import argument_parser, run_main
 from benchmarks.rows import Row, report
+from benchmarks.sums import prompt, result_is
+from kvfold.errors import InputError
 from kvfold.recurse.chain_report import ChainReport
 from kvfold.recurse.checks import ArithmeticCheck
 from kvfold.recurse.verify import Chain, Retry
 
 _ARMS: dict[str, Retry | None] = {"none": None, "resample": "resample", "reason": "reason"}
-_RESULT = re.compile(r"=\s*(-?\d+)\s*$")
-
-
-def worked(numbers: Sequence[int]) -> str:
-    """Numbers and their running sums, as an example shows them."""
-    sums = list(accumulate(numbers))
-    lines = [
-        f"{before} + {number} = {after}" for before, number, after in zip(sums, numbers[1:], sums[1:], strict=False)
-    ]
-    return "\n".join([f"Numbers: {', '.join(map(str, numbers))}", *lines, ""])
-
-
-def prompt(numbers: Sequence[int]) -> str:
-    shown = worked([7, 5, 8, 3, 6]) + "\n" + worked([4, 9, 2, 8, 5])
-    return f"Add the numbers one at a time.\n\n{shown}\n{worked(numbers).splitlines()[0]}\n"
-
-
-def result_is(expected: int) -> Callable[[str], bool]:
-    return lambda text: (found := _RESULT.search(text)) is not None and int(found[1]) == expected
 
 
 def run_chain(
@@ -62,11 +50,15 @@ def rows(model: kvfold.Model, args: argparse.Namespace) -> Iterator[Row]:
     random = Random(args.seed)
     problems = [[random.randint(2, args.largest) for _ in range(args.numbers)] for _ in range(args.chains)]
     for arm, retry in _ARMS.items():
-        found = [run_chain(model, args.policy, numbers, retry) for numbers in problems]
+        found = [run_chain(model, args.policy or "full", numbers, retry) for numbers in problems]
         lines = [step.last_right for chain, _ in found for step in chain.steps]
         generated = sum(report.tokens_generated for _, report in found)
         yield {
             "arm": arm,
+            "policy": args.policy or "full",
+            "chains": len(found),
+            "numbers": args.numbers,
+            "largest": args.largest,
             "lines": len(lines),
             "lines_right": sum(map(bool, lines)) / len(lines),
             "chains_right": sum(bool(chain.steps[-1].last_right) for chain, _ in found) / len(found),
@@ -81,15 +73,21 @@ def main(arguments: Sequence[str]) -> None:
     parser = argument_parser("verify", __doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--policy", default="full", help="of the KV cache (default: full)")
+    parser.add_argument("--policy", help="of the KV cache (default: full; of a long chain keydiff in int8)")
     parser.add_argument("--chains", type=int, default=20, help="problems (default: %(default)s)")
     parser.add_argument("--numbers", type=int, default=5, help="of a problem (default: %(default)s)")
     parser.add_argument("--largest", type=int, default=9, help="number to add (default: %(default)s)")
+    parser.add_argument("--long", type=int, metavar="N", help="run one chain of N tokens instead")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", action="store_true", help="append rows to benchmarks/results/verify.jsonl")
     args = parser.parse_args(arguments)
-    model = kvfold.load(args.model, device=args.device)
-    report("verify", rows(model, args), save=args.save, model=args.model, policy=args.policy)
+    if args.chains < 1 or args.numbers < 2 or args.largest < 2:
+        raise InputError("give --chains of 1 or more, --numbers of 2 or more and --largest of 2 or more")
+    if args.long is not None:
+        long_chain.check_length(args.long)
+    model = kvfold.load(args.model, device=args.device, compile=False)
+    found = rows(model, args) if args.long is None else long_chain.rows(model, args.long, args.policy, args.seed)
+    report("verify", found, save=args.save, model=args.model)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,9 @@ from collections.abc import Iterable
 import pytest
 
 QUICK: dict[str, dict[str, int]] = {
+    "benchmarks/tests/test_memory.py": {
+        "test_a_model_answers_from_each_system_and_from_the_whole_log_under_every_policy": 0,
+    },
     "benchmarks/tests/test_recurse.py": {
         "test_every_arm_runs": 0,
     },
@@ -33,6 +36,10 @@ QUICK: dict[str, dict[str, int]] = {
     },
     "benchmarks/tests/test_stream_perplexity.py": {
         "test_shards_table_keep_page_plot": 0,
+    },
+    "benchmarks/tests/test_verify.py": {
+        "test_a_long_chain_stays_below_its_bound_and_the_full_cache_does_not": 0,
+        "test_every_arm_reports_what_checks_cost": 0,
     },
     "tests/attend/kernels/test_hadamard_query.py": {
         "test_queries_are_those_of_the_codec": 4,
