@@ -6,32 +6,42 @@
 Prose with facts that resemble one another, about one in a thousand tokens; a question asks for one of them, and an
 answer is right if its number is. Arms: `recursive` under each policy; `truncated`, one pass over what fits the window;
 `shorten`, one pass over the `--chunk` tokens that shorten(rank) keeps; `sequential`, a map-reduce without forks: one
-call at a time, nothing shared. `right` is the mean with its 95 % bootstrap interval. `arena_mb`: peak of KV pages in
-use; `memory_mb`: peak of the process (CPU), or of the GPU beside free KV pages.
+call at a time, nothing shared, on `--sequential` questions of each length.
 
-Row `sharing`: the first parts of the first text as forks in batches (`shared_s`), and one by one (`sequential_s`).
+A row is one question of one arm: `right`, `calls`, `seconds`, `arena_mb` (peak of KV pages in use), `memory_mb` (peak
+of the process on a CPU; of the GPU beside free KV pages). All arms answer the first question of every length, then the
+second, and so on: a run that ends early has rows of all of them. An arm that fails has its `error` in a row, and is
+left out at that length and above. Rows `sharing`: the first parts of the first text as forks in batches (`shared_s`),
+and one by one without a shared prefix (`sequential_s`).
 
-One call is timed first, and every arm's time is predicted from it. An arm that would exceed what is left of --minutes
-is not run; its row has `predicted_s` alone. The last line is JSON.
+Times are predicted from those measured before. An arm that would exceed what is left of --minutes is not run; its row
+has `predicted_s` alone. The table at the end, and the length from which on recursion is right more often than a
+truncated pass, are those of `python -m benchmarks.recurse_page`. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from functools import lru_cache
+
+import torch
 
 import kvfold
 from benchmarks.commands import argument_parser, run_main
-from benchmarks.recurse_arms import Arm, Outcome, run, sharing
+from benchmarks.recurse_arms import Arm, run, sharing
+from benchmarks.recurse_page import summary
 from benchmarks.recurse_text import Question, planted
 from benchmarks.rows import Row, report
-from kvfold.bench.statistics import mean_interval
-from kvfold.recurse.context import Context
-from kvfold.recurse.reader import Reader
+from kvfold.bench.environment import device_name
 
 _AROUND = 300  # tokens of prefix, question and reply, about
+_SHORT_CHUNK = 400  # tokens: small models find more in short parts, and share more of a call
+_SHARED_CALLS = 32
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -40,81 +50,108 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--memory", default="4GB", help="KV-cache memory (default: %(default)s)")
     parser.add_argument("--lengths", type=_lengths, default=[16_000, 64_000, 200_000], help="tokens, e.g. 16k,200k")
-    parser.add_argument("--samples", type=int, default=4, help="questions for each length (default: %(default)s)")
-    parser.add_argument("--chunk", type=int, default=2000, help="tokens of a part (default: %(default)s)")
-    parser.add_argument("--width", type=int, help="calls decoded together at most")
+    parser.add_argument("--samples", type=_count, default=4, help="questions for each length (default: %(default)s)")
+    parser.add_argument("--sequential", type=int, default=1, help="of those, for that arm (default: %(default)s)")
+    parser.add_argument("--chunk", type=_count, default=2000, help="tokens of a part (default: %(default)s)")
+    parser.add_argument("--width", type=_count, help="calls decoded together at most")
     parser.add_argument("--policies", default="full; snapkv + ada + 4x + int4", help="of the recursive arms")
     parser.add_argument("--minutes", type=float, default=10.0, help="for the whole run (default: %(default)s)")
     parser.add_argument("--save", action="store_true", help="append rows to benchmarks/results/recurse.jsonl")
     args = parser.parse_args(arguments)
-    model = kvfold.load(
-        args.model, device=args.device, memory=args.memory, compile=False
-    )  # no compilation in the midst of an arm
-    about = {"model": args.model, "chunk": args.chunk, "memory": args.memory}
+    # no compilation in the midst of an arm
+    model = kvfold.load(args.model, device=args.device, memory=args.memory, compile=False)
+    about = {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"), "device": device_name(model.device),
+        "model": model.name, "window": model.spec.max_positions, "chunk": args.chunk, "memory": args.memory,
+    }  # fmt: skip
     report("recurse", rows(model, args), save=args.save, **about)
 
 
 def rows(model: kvfold.Model, args: argparse.Namespace) -> Iterator[Row]:
-    """The speed, what sharing saves, then a row for each length and arm."""
-    until = time.monotonic() + 60 * args.minutes
-    texts = {length: [planted(length, i, model.tokenizer) for i in range(args.samples)] for length in args.lengths}
-    first = texts[args.lengths[0]][0]
-    token_s = _token_s(model, first, args.chunk)
-    yield {"arm": "speed", "tokens_per_s": 1 / token_s}
-    count = _affordable(until, token_s * (2 * args.chunk + _AROUND), 16)
-    if count:
-        yield {"arm": "sharing", "tokens": args.lengths[0], **sharing(model, first, args.chunk, args.width, count)}
-    arms = [Arm("shorten"), *(Arm("recursive", policy.strip()) for policy in args.policies.split(";"))]
-    arms += [Arm("sequential"), Arm("truncated")]
-    for length in args.lengths:
-        for arm in arms:
-            tokens = arm.num_tokens(length, args.chunk, model.spec.max_positions, _AROUND)
-            predicted_s = token_s * tokens * args.samples
-            row: Row = {"arm": arm.kind, "policy": arm.policy, "tokens": length, "predicted_s": predicted_s}
-            if predicted_s <= until - time.monotonic():
-                found = [run(model, arm, asked, args.chunk, args.width) for asked in texts[length]]
-                row |= _summary(found)
+    """The speed, what sharing saves, then a row for each question, length and arm."""
+    bench = _Bench(model, args)
+    found: list[Row] = []
+    for row in bench.rows():
+        found.append(row)
+        yield row
+    table = summary(found)
+    if table:
+        print(f"\n{table}\n")
+
+
+class _Bench:
+    """One run: what is left of its time, and how fast each arm was so far."""
+
+    def __init__(self, model: kvfold.Model, args: argparse.Namespace) -> None:
+        self.model, self.args = model, args
+        self._until = time.monotonic() + float(60 * args.minutes)
+        self._token_s: dict[Arm, float] = {}
+        self._failed: dict[Arm, int] = {}  # from which length on
+        recursive = [Arm("recursive", policy.strip()) for policy in args.policies.split(";")]
+        self._arms = [Arm("shorten"), Arm("truncated"), *recursive]
+        self._text = lru_cache(maxsize=len(args.lengths))(self._planted)
+
+    def rows(self) -> Iterator[Row]:
+        first = self._text(self.args.lengths[0], 0)
+        calls = sharing(self.model, first, self.args.chunk, self.args.width, 2)  # warms up, too
+        single_s, batched_s = (calls[name] / calls["tokens_read"] for name in ("sequential_s", "shared_s"))
+        yield {"arm": "speed", "tokens_per_s": 1 / single_s}
+        yield from self._sharing(first, single_s + batched_s)
+        for arm in (*self._arms, Arm("sequential")):
+            self._token_s[arm] = batched_s if arm.kind == "recursive" else single_s
+        if self.model.device.type == "cuda":
+            for arm in self._arms:  # untimed: kernels are compiled when they first run
+                self._tried({}, arm, first)
+        for sample in range(self.args.samples):
+            for length in self.args.lengths:
+                for arm in [*self._arms, *([Arm("sequential")] if sample < self.args.sequential else [])]:
+                    if length < self._failed.get(arm, length + 1):
+                        yield from self._row(arm, length, sample)
+
+    def _left_s(self) -> float:
+        return self._until - time.monotonic()
+
+    def _planted(self, length: int, sample: int) -> Question:
+        return planted(length, sample, self.model.tokenizer)
+
+    def _sharing(self, first: Question, token_s: float) -> Iterator[Row]:
+        """As many parts as fit into an eighth of the time that is left."""
+        for chunk in sorted({min(_SHORT_CHUNK, self.args.chunk), self.args.chunk}):
+            count = min(_SHARED_CALLS, int(self._left_s() / 8 / (token_s * (chunk + _AROUND))))
+            if count > 1:
+                found = sharing(self.model, first, chunk, self.args.width, count)
+                yield {"arm": "sharing", "tokens": self.args.lengths[0], "part": chunk, **found}
+
+    def _row(self, arm: Arm, length: int, sample: int) -> Iterator[Row]:
+        """Nothing for a later question that no time is left for."""
+        tokens = arm.num_tokens(length, self.args.chunk, self.model.spec.max_positions, _AROUND)
+        predicted_s = self._token_s[arm] * tokens
+        row: Row = {"arm": arm.kind, "policy": arm.policy, "tokens": length, "sample": sample}
+        if predicted_s <= self._left_s():
+            row = self._tried(row, arm, self._text(length, sample))
+            self._token_s[arm] = row.get("seconds", predicted_s) / tokens
+            if "error" in row:
+                self._failed[arm] = length
             yield row
+        elif sample == 0:
+            yield row | {"predicted_s": predicted_s}
+
+    def _tried(self, row: Row, arm: Arm, asked: Question) -> Row:
+        """The row with what the arm did, or with its error: one that fails must not lose the others."""
+        try:
+            return row | run(self.model, arm, asked, self.args.chunk, self.args.width).as_row()
+        except Exception as error:
+            return row | {"error": f"{type(error).__name__}: {error}"[:300]}
+        finally:
+            gc.collect()
+            if self.model.device.type == "cuda":
+                torch.cuda.empty_cache()
 
 
-def _affordable(until: float, call_s: float, most: int) -> int:
-    """How many calls fit into a quarter of the time that is left."""
-    return min(most, int((until - time.monotonic()) / 4 / call_s))
-
-
-def _token_s(model: kvfold.Model, asked: Question, chunk: int) -> float:
-    """Seconds of a token of one call, after one to warm up."""
-    text = asked.text[: 8 * chunk]
-    with Reader(model, Context(text), asked.question, chunk=chunk, width=1) as reader:
-        prompts = [reader.reading.prompt(piece.text) for piece in reader.pieces[:1]]
-        for _ in range(2):
-            began = time.perf_counter()
-            reader.calls.ask_batch(prompts)
-            seconds = time.perf_counter() - began
-        return seconds / reader.calls.num_tokens(prompts[0])
-
-
-def _summary(found: Sequence[Outcome]) -> Row:
-    scores = [float(one.is_right) for one in found]
-    interval = mean_interval(scores) if len(scores) > 1 else None
-    return {
-        "right": sum(scores) / len(scores),
-        "low": None if interval is None else interval.low,
-        "high": None if interval is None else interval.high,
-        "samples": len(found),
-        "calls": sum(one.calls for one in found) / len(found),
-        "seconds": sum(one.seconds for one in found) / len(found),
-        "arena_mb": max(one.peaks.arena for one in found) / 1e6,
-        "memory_mb": max(one.peaks.memory for one in found) / 1e6,
-        "ratio": _mean_ratio(found),
-        "dropped": sum(one.result.num_dropped for one in found) / len(found),
-    }
-
-
-def _mean_ratio(found: Sequence[Outcome]) -> float:
-    """Bytes of full caches by those that were resident, over all calls."""
-    usages = [one.result.usage for one in found]
-    return sum(usage.full_bytes for usage in usages) / max(1, sum(usage.resident_bytes for usage in usages))
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f'"{text}" is no whole number from 1 on')
+    return int(text)
 
 
 def _lengths(text: str) -> list[int]:
@@ -125,7 +162,7 @@ def _lengths(text: str) -> list[int]:
         found = []
     if not found or min(found) < 1:
         raise argparse.ArgumentTypeError(f'"{text}" is no list of lengths; write for example 16k,200k')
-    return found
+    return sorted(set(found))
 
 
 if __name__ == "__main__":

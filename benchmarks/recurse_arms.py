@@ -79,19 +79,30 @@ class Outcome:
     peaks: Peaks
     result: ReadResult
 
+    def as_row(self) -> dict[str, object]:
+        usage = self.result.usage
+        return {
+            "right": self.is_right,
+            "calls": self.calls,
+            "seconds": self.seconds,
+            "arena_mb": self.peaks.arena / 1e6,
+            "memory_mb": self.peaks.memory / 1e6,
+            "ratio": usage.full_bytes / max(1, usage.resident_bytes),
+            "dropped": self.result.num_dropped,
+            "answer": self.result.text[:80],
+        }
+
 
 def run(model: kvfold.Model, arm: Arm, asked: Question, chunk: int, width: int | None) -> Outcome:
     """Seconds count everything but CUDA graph capture: shortening, tokenizing, reading, merging."""
+    text = _head(model, asked) if arm.kind == "truncated" else asked.text
     with peaks(model) as found:
         began = time.perf_counter()
-        text = asked.text
         if arm.kind == "shorten":
             plan = Policy.parse(f"shorten(rank, {chunk}tok, keep=none, embedder=tfidf)").shorten
             assert plan is not None
             text = shorten_text(text, plan, question=asked.question, tokenizer=model.tokenizer).text
         is_plain = arm.kind in ("shorten", "truncated")
-        if arm.kind == "truncated":
-            text = _head(model, asked)
         shares = arm.kind != "sequential"
         with Reader(
             model,
@@ -121,19 +132,26 @@ def _head(model: kvfold.Model, asked: Question) -> str:
 
 
 def sharing(model: kvfold.Model, asked: Question, chunk: int, width: int | None, count: int) -> dict[str, float]:
-    """Seconds of the first parts, once as forks in batches and once one by one with nothing shared, and the factor."""
+    """Seconds of the first parts, once as forks in batches and once one by one with nothing shared, and the factor.
+
+    `tokens_read` counts those of the second. On a GPU both run twice, and the second time counts: kernels are compiled
+    when they first run.
+    """
     with Reader(model, Context(asked.text), asked.question, chunk=chunk) as reader:
         prompts = [reader.reading.prompt(piece.text) for piece in reader.pieces[:count]]
         prefix = reader.calls.prefix
-    seconds = []
+    usages = []
     for shares in (True, False):
-        options = {"width": width} if shares else {"width": 1}
-        with Calls(model, prefix=prefix, template=None, shares=shares, **options) as calls:
-            calls.ask_batch(prompts)
-            seconds.append(calls.usage.seconds)
+        for _ in range(2 if model.device.type == "cuda" else 1):
+            options = {"width": width} if shares else {"width": 1}
+            with Calls(model, prefix=prefix, template=None, shares=shares, **options) as calls:
+                calls.ask_batch(prompts)
+        usages.append(calls.usage)
+    shared, sequential = usages
     return {
         "calls": len(prompts),
-        "shared_s": seconds[0],
-        "sequential_s": seconds[1],
-        "factor": seconds[1] / seconds[0],
+        "tokens_read": sequential.tokens_read,
+        "shared_s": shared.seconds,
+        "sequential_s": sequential.seconds,
+        "factor": sequential.seconds / shared.seconds,
     }

@@ -17,7 +17,7 @@ QUICK: dict[str, dict[str, int]] = {
         "test_a_model_answers_from_each_system_and_from_the_whole_log_under_every_policy": 0,
     },
     "benchmarks/tests/test_recurse.py": {
-        "test_every_arm_runs": 0,
+        "test_every_arm_runs_and_one_that_fails_loses_no_other": 0,
     },
     "benchmarks/tests/test_results_page.py": {
         "test_the_page_is_what_the_kept_runs_give": 0,

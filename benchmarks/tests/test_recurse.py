@@ -43,17 +43,23 @@ def _rows(capsys: pytest.CaptureFixture[str], folder: Path, *more: str) -> list[
     return found
 
 
-def test_every_arm_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    found = _rows(capsys, save(tmp_path))
-    assert [row["arm"] for row in found] == [
-        "speed", "sharing", "shorten", "recursive", "recursive", "sequential", "truncated"
-    ]  # fmt: skip
-    assert all(row["calls"] for row in found[1:]) and found[1]["factor"]
-    recursive, compressed = found[3]["calls"], found[4]["calls"]
-    assert isinstance(recursive, float) and isinstance(compressed, float) and recursive >= 2 <= compressed
+def test_every_arm_runs_and_one_that_fails_loses_no_other(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    found = _rows(capsys, save(tmp_path), "--policies", "full; shorten(rank, 2x); keydiff + 2x")
+    arms = [(row["arm"], row.get("policy"), row.get("sample")) for row in found[2:]]
+    policies = ("full", "shorten(rank, 2x)", "keydiff + 2x")
+    first = [("shorten", "full", 0), ("truncated", "full", 0), *(("recursive", policy, 0) for policy in policies)]
+    again = [(kind, policy, 1) for kind, policy, _ in first if policy != "shorten(rank, 2x)"]
+    assert [row["arm"] for row in found[:2]] == ["speed", "sharing"]
+    assert arms == [*first, ("sequential", "full", 0), *again]
+    failed = [row for row in found if "error" in row]
+    assert [row["policy"] for row in failed] == ["shorten(rank, 2x)"] and "PolicyError" in str(failed[0]["error"])
+    assert all(row["calls"] for row in found[1:] if row not in failed) and found[1]["factor"]
+    calls = {(row["arm"], row["policy"]): row["calls"] for row in found[2:] if row not in failed}
+    assert calls["shorten", "full"] == calls["truncated", "full"] == 1
+    assert calls["recursive", "full"] != 1 != calls["recursive", "keydiff + 2x"]
 
 
 def test_an_arm_without_time_is_predicted_only(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     found = _rows(capsys, save(tmp_path), "--minutes", "0")
-    assert [row["arm"] for row in found][:2] == ["speed", "shorten"]
+    assert [row["arm"] for row in found] == ["speed", "shorten", "truncated", "recursive", "recursive", "sequential"]
     assert all(row["predicted_s"] and "calls" not in row for row in found[1:])
