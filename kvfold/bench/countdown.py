@@ -21,11 +21,12 @@ class Countdown:
         self.label = label
         self.total = total
         self.done = 0
+        self.doing = ""  # what the step under way does now
         self._began = time.monotonic()
         self._shown = -_LINE_EVERY_S
         self._running = ExitStack()
         self._bar = _bar() if sys.stderr.isatty() else None
-        self._task = self._bar.add_task(label, total=total, left="") if self._bar else None
+        self._task = self._bar.add_task(label, total=total, left="", doing="") if self._bar else None
 
     @property
     def step_s(self) -> float:
@@ -49,8 +50,14 @@ class Countdown:
             self._shown = time.monotonic() - self._began
             print(f"{self.label} {self.done}/{self.total}, {self.left}", file=sys.stderr, flush=True)
 
+    def tell(self, doing: str) -> None:
+        """What the step under way does now."""
+        self.doing = doing
+        if self._bar and self._task is not None:
+            self._bar.update(self._task, doing=doing)
+
     def __enter__(self) -> Countdown:
-        lines = repeated_line(lambda: f"{self.label} {self.done}/{self.total}", _LINE_EVERY_S)
+        lines = repeated_line(lambda: " ".join([self.label, f"{self.done}/{self.total}", self.doing]), _LINE_EVERY_S)
         self._running.enter_context(self._bar or lines)
         return self
 
@@ -67,4 +74,5 @@ def duration(seconds: float) -> str:
 
 def _bar() -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, TextColumn("{task.fields[left]}"), console=Console(file=sys.stderr))
+    fields = (TextColumn("{task.fields[left]}"), TextColumn("{task.fields[doing]}", markup=False))
+    return Progress(*columns, *fields, console=Console(file=sys.stderr))

@@ -6,7 +6,7 @@ the batch in the last bits, so a resumed run has the rows of an uninterrupted on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -64,6 +64,7 @@ class Bench:
         self.haystack = haystack
         self.batches = batches(tasks, run.lengths, run.samples, self._at_once, Shard.parse(run.shard))
         self.writer = RunWriter(folder, run)
+        self.tell: Callable[[str], None] = lambda doing: None
         self.sizes = SizeCache(folder / SIZES, self.runner, self.cells, known_sizes)
 
     @property
@@ -77,6 +78,7 @@ class Bench:
         """Run all batches with missing rows."""
         left = [batch for batch in self.batches if self._lacks(batch)]
         with Countdown(f"{self.about.model} {self.about.suite}", len(left)) as countdown:
+            self.tell = countdown.tell
             for batch in left:
                 countdown.step(_scores_text(self._run(batch)))
 
@@ -99,6 +101,7 @@ class Bench:
         samples = [self._sample(batch, index) for index in batch.indices]
         self.writer.add_prompts(prompt_row(workload.name, batch.length, sample) for sample in samples)
         asked = [each for sample in samples for each in self._asked(batch, sample)]
+        self.tell(f"{workload.name}:{batch.task.name}, {batch.length} tokens")
         outcomes = answer(self.runner, list(dict.fromkeys(each.job for each in asked if each.job is not None)))
         rows, diagnostics = [], []
         for each in asked:
@@ -151,6 +154,7 @@ class Bench:
 
     def _first(self, batch: Batch, mode: Mode, policy: str) -> SearchedTokens:
         """The tokens that sizes are searched on."""
+        self.tell(f"searching sizes, {batch.task.workload.name}:{batch.task.name}, {batch.length} tokens")
         sample = self._sample(batch, 0)
         prompt = self.prompter.prompt(sample)
         sent = self.shortener.sent(sample, prompt, policy)

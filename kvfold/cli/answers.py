@@ -76,7 +76,7 @@ def _read(session: kvfold.Session, text: str, asking: Asking) -> tuple[kvfold.St
     """Prefill and compress; the sizes then, and the kept positions if they are asked for."""
     from kvfold.compression.round import check_size  # here: it imports torch
 
-    num_tokens = len(session.model.tokenizer(text)["input_ids"])
+    num_tokens = len(session.conversation.text_ids(text, "start", []))
     check_size(session.cache, num_tokens)  # a session would leave a text whole that is too short for its ratio
     with bar(f"prefill, {session.policy.short}", num_tokens, "tokens") as progress:
         session.extend(text, progress=progress)

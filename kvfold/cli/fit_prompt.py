@@ -85,13 +85,15 @@ def run(args: argparse.Namespace) -> int:
 def _read(session: kvfold.Session, text: str) -> None:
     from kvfold.compression.round import check_size  # here: it imports torch
 
-    num_tokens = len(session.model.tokenizer(text)["input_ids"])
-    check_size(session.cache, num_tokens)  # a session would leave a text whole that is too short for its ratio
-    with show.bar(f"prefill, {session.policy.short}", num_tokens, "tokens") as progress:
+    messages = [{"role": "system", "content": text}]
+    spoken = session.conversation
+    ids = spoken.text_ids(text, "start", []) if session.template is None else spoken.message_ids(messages, "start")
+    check_size(session.cache, len(ids))  # a session would leave a text whole that is too short for its ratio
+    with show.bar(f"prefill, {session.policy.short}", len(ids), "tokens") as progress:
         if session.template is None:
             session.extend(text, progress=progress)
         else:
-            session.extend(messages=[{"role": "system", "content": text}], progress=progress)
+            session.extend(messages=messages, progress=progress)
 
 
 def _report(path: Path, fitted: kvfold.Session, studied: list[StudyResult]) -> dict[str, Any]:

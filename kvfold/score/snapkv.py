@@ -28,7 +28,7 @@ _POOLS = ("avg", "max", "none")
 
 @register(
     "score", "snapkv", revision=2, paper="arXiv:2404.14469", cost="w·L·d",
-    published="differs: a group votes for its one stored key",
+    published="differs: query heads of a group are averaged, and keep the same slots of their shared key",
 )  # fmt: skip
 @dataclass(frozen=True)
 class SnapKV(WindowScorer):

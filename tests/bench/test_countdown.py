@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from kvfold.bench.countdown import Countdown, duration
@@ -25,3 +27,13 @@ def test_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
         "prompts 3/4, 0:07 left",
         "prompts 4/4, 0:00 left",
     ]
+
+
+def test_lines_say_what_the_step_under_way_does(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvfold.bench.countdown._LINE_EVERY_S", 0.01)
+    with Countdown("prompts", 4) as work:
+        work.tell("searching sizes")
+        while "searching" not in capsys.readouterr().err:
+            time.sleep(0.01)
