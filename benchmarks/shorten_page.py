@@ -1,10 +1,11 @@
-"""Write the tables of docs/shorten.md from runs kept under benchmarks/results/shorten_MODEL.
+"""Write the tables and the plot of docs/shorten.md from runs kept under benchmarks/results/shorten_MODEL.
 
     python -m benchmarks.shorten_page
 
-Three tables: policies that shorten against the full prompt, by task (scores out of 100, and the mean difference to the
-full prompt with its 95 % interval); passkeys in prompts of 30,000 tokens; and shortening stacked with compression
-against compression alone, on the samples that both ran.
+Tables: policies that shorten against the full prompt, by task (scores out of 100, and the mean difference to the full
+prompt with its 95 % interval), on LongBench-E and on rag; `graph` against truncation and random sentences at the same
+tokens sent; passkeys in prompts of 30,000 tokens; and shortening stacked with compression against compression alone.
+Differences are of samples that both ran. The plot (shorten_plot.py) shows scores over tokens sent.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from statistics import fmean
 from benchmarks.commands import argument_parser, run_main
 from benchmarks.docs_section import with_section
 from benchmarks.rows import RESULTS, ROOT, markdown_table
+from benchmarks.shorten_plot import draw
 from kvfold.bench.record import Recorded, Row, read_run
 from kvfold.bench.report.merge import FULL
 from kvfold.bench.statistics import Estimate, paired_difference
@@ -24,6 +26,9 @@ PAGE = ROOT / "docs" / "shorten.md"
 KEPT = RESULTS / "shorten_qwen2.5-coder-1.5b"
 BEGIN = "<!-- shortening: begin; written by `python -m benchmarks.shorten_page` -->"
 END = "<!-- shortening: end -->"
+PLOT = ROOT / "docs" / "shorten.svg"
+BASELINES = ("head", "tail", "ends", "shuffle")
+RUNS = ("longbench", "rag", "longbench_model", "passkey", "stacked")
 CACHE = "kvzip + global + 8x + int4"
 
 Scores = dict[tuple[str, int], float]  # by task and sample
@@ -76,6 +81,24 @@ def sent_share(rows: Sequence[Row], policy: str) -> float:
     return fmean(row.sent_share for row in rows if row.policy == policy)
 
 
+def against_table(rows: Sequence[Row]) -> str:
+    """`graph` less each baseline that asks no question either, at the same size, by task."""
+    tasks = list(by_task(scores(rows, FULL)))
+    lines = []
+    for size in ("4x", "2x"):
+        mine = scores(rows, f"shorten(graph, {size}, keep=none)")
+        for baseline in BASELINES:
+            theirs = scores(rows, f"shorten({baseline}, {size}, keep=none)")
+            if theirs:
+                of_tasks = [told(difference(only(mine, task), only(theirs, task))) for task in tasks]
+                lines.append([f"`{baseline}, {size}`", *of_tasks, told(difference(mine, theirs))])
+    return markdown_table(["`graph` less", *tasks, "all"], lines)
+
+
+def only(found: Scores, task: str) -> Scores:
+    return {key: score for key, score in found.items() if key[0] == task}
+
+
 def passkey_table(rows: Sequence[Row]) -> str:
     policies = list(dict.fromkeys(row.policy for row in rows))
     found = {policy: 100 * fmean(scores(rows, policy).values()) for policy in policies}
@@ -89,10 +112,10 @@ def stacked_table(rows: Sequence[Row]) -> str:
     stacks = [policy for policy in dict.fromkeys(row.policy for row in rows) if policy not in (FULL, CACHE)]
     lines = []
     for task in by_task(full):
-        of_task = [{key: score for key, score in each.items() if key[0] == task} for each in (full, alone)]
+        of_task = [only(each, task) for each in (full, alone)]
         cells = [f"{100 * fmean(each.values()):.1f}" for each in of_task]
         for policy in stacks:
-            found = {key: score for key, score in scores(rows, policy).items() if key[0] == task}
+            found = only(scores(rows, policy), task)
             cells.append(f"{100 * fmean(found.values()):.1f}, {told(difference(found, of_task[1]))}, n {len(found)}")
         lines.append([task, *cells])
     held = {policy: resident_share(rows, policy) for policy in (CACHE, *stacks)}
@@ -111,20 +134,23 @@ def about(recorded: Recorded) -> str:
 
 
 def body(runs: Mapping[str, Recorded]) -> str:
-    tables = {
-        "LongBench-E, question-aware": ("longbench", task_table),
-        "Passkey": ("passkey", passkey_table),
-        "Stacked, question-agnostic": ("stacked", stacked_table),
-    }
-    return "\n\n".join(
-        f"{title}; {about(runs[name])}:\n\n{table(runs[name].rows)}" for title, (name, table) in tables.items()
-    )
+    tables = [
+        ("LongBench-E, question-aware", "longbench", task_table),
+        ("LongBench-E, `graph` against baselines at equal tokens", "longbench", against_table),
+        ("rag, question-aware", "rag", task_table),
+        ("rag, `graph` against baselines at equal tokens", "rag", against_table),
+        ("LongBench-E, selectors that ask the model", "longbench_model", task_table),
+        ("Passkey", "passkey", passkey_table),
+        ("Stacked, question-agnostic", "stacked", stacked_table),
+    ]
+    return "\n\n".join(f"{title}; {about(runs[name])}:\n\n{table(runs[name].rows)}" for title, name, table in tables)
 
 
 def main(arguments: Sequence[str]) -> None:
     argument_parser("shorten_page", __doc__).parse_args(arguments)
-    runs = {name: read_run(KEPT / name) for name in ("longbench", "passkey", "stacked")}
+    runs = {name: read_run(KEPT / name) for name in RUNS}
     PAGE.write_text(with_section(PAGE.read_text(encoding="utf-8"), BEGIN, END, body(runs)), encoding="utf-8")
+    draw({"LongBench-E question answering": runs["longbench"].rows, "rag": runs["rag"].rows}, PLOT)
 
 
 if __name__ == "__main__":

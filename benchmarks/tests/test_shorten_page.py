@@ -10,7 +10,7 @@ from kvfold.bench.record import read_run
 
 
 def test_the_page_is_what_the_kept_runs_give() -> None:
-    runs = {name: read_run(shorten_page.KEPT / name) for name in ("longbench", "passkey", "stacked")}
+    runs = {name: read_run(shorten_page.KEPT / name) for name in shorten_page.RUNS}
     page = shorten_page.PAGE.read_text(encoding="utf-8")
     assert page == with_section(page, shorten_page.BEGIN, shorten_page.END, shorten_page.body(runs))
 
