@@ -13,6 +13,9 @@ from collections.abc import Iterable
 import pytest
 
 QUICK: dict[str, dict[str, int]] = {
+    "benchmarks/tests/test_forgetting.py": {
+        "test_every_arm_has_its_rows": 0,
+    },
     "benchmarks/tests/test_memory.py": {
         "test_a_model_answers_from_each_system_and_from_the_whole_log_under_every_policy": 0,
     },
