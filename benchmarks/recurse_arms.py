@@ -34,7 +34,7 @@ class Arm:
     def num_tokens(self, length: int, chunk: int, window: int, around: int) -> int:
         """Tokens that a model prefills for a text of this length, merges left out."""
         if self.kind == "truncated":
-            return min(length, window)
+            return min(length, window or length)
         if self.kind == "shorten":
             return chunk + around
         replays = 2 if "kvzip" in self.policy else 1

@@ -26,6 +26,8 @@ TEMPORARY = ".tmp"  # how the name of a file ends that is being written
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary name to write to, synced and renamed at the end; FileError, with nothing left, where that fails."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY}")
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise FileError(f"{path} is a device or a pipe, which a rename would replace; name a file")
     try:
         yield temporary
         with temporary.open("rb") as file:

@@ -18,6 +18,15 @@ def read_text_file(path: Path) -> str:
     return decode_text(content, str(path))
 
 
+def is_utf8(text: str) -> bool:
+    """False for lone surrogates, by which Python stands in for bytes of an argument that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def decode_text(content: bytes, name: str) -> str:
     """The text in `content`, which the user knows as `name`; InputError if there is none."""
     if content.startswith(_UTF16_MARKS):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from kvfold.atomic_io import replacing
+from kvfold.atomic_io import replacing, write_whole
 from kvfold.errors import FileError
 
 
@@ -32,3 +33,10 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     path = tmp_path / "missing" / "found.json"
     with pytest.raises(FileError, match=r"cannot be written .*choose another place"), replacing(path) as temporary:
         temporary.write_text("new")
+
+
+def test_a_pipe_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(FileError, match="is a device or a pipe, which a rename would replace; name a file"):
+        write_whole(tmp_path / "pipe", "text")
+    assert (tmp_path / "pipe").is_fifo()

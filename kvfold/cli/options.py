@@ -19,7 +19,7 @@ from kvfold.errors import FileError, InputError, KvfoldError, PolicyError
 from kvfold.models.pull.pull import DEFAULT_MODEL, DTYPE_NAMES, resolve
 from kvfold.policy import Policy
 from kvfold.policy.size import parse_bytes
-from kvfold.text_io import decode_text, read_text_file
+from kvfold.text_io import decode_text, is_utf8, read_text_file
 
 if TYPE_CHECKING:
     from kvfold.core import Compile
@@ -97,6 +97,8 @@ def seed(text: str) -> int:
 
 @checked
 def nonempty(text: str) -> str:
+    if not is_utf8(text):
+        raise InputError("the text is not UTF-8; set the terminal and the shell to UTF-8")
     if not text.strip():
         raise InputError("the text is empty; write something between the quotes")
     return text
@@ -176,6 +178,8 @@ def check_out(path: Path) -> None:
     """FileError if a file cannot be written there, as far as can be told beforehand."""
     if path.is_dir():
         raise FileError(f"{path} is a folder; name a file")
+    if path.exists() and not path.is_file():
+        raise FileError(f"{path} is a device or a pipe; name a file")
     if not path.parent.is_dir():
         raise FileError(f"the folder {path.parent} does not exist; name one that does")
 

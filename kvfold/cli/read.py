@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from kvfold.cli.options import (
     read_document,
 )
 from kvfold.cli.read_code import add_code_options, check_code_options, run_code
-from kvfold.errors import InputError
+from kvfold.errors import FileError, InputError, OutOfPages
 from kvfold.models.pull.pull import home_folder
 from kvfold.policy.size import bytes_text
 
@@ -109,7 +110,6 @@ def _seconds(text: str) -> float:
 def run(args: argparse.Namespace) -> int:
     """Read and print; arguments, files and the question are checked before the model is loaded."""
     from kvfold.recurse.budget import Budget  # here: help comes without torch
-    from kvfold.recurse.measure import measured
     from kvfold.recurse.prompts import check_question
     from kvfold.recurse.reader import Reader
     from kvfold.recurse.verified_reader import VerifiedReader
@@ -117,9 +117,7 @@ def run(args: argparse.Namespace) -> int:
     check_code_options(args)
     policy, context = parse_policy(args.policy), _context(args.files)
     check_question(args.ask)
-    for path in (args.html, args.resume):
-        if path is not None:
-            check_out(path)
+    _check_places(args)
     budget = Budget(args.depth, args.budget_calls, args.budget_tokens, args.budget_seconds)
     if args.code:
         return run_code(args, context, policy, budget)
@@ -141,12 +139,11 @@ def run(args: argparse.Namespace) -> int:
     ):
         reader.resume(journal)
         result = _read(reader, args)
-        if result.is_complete and args.resume is None:
-            journal.remove()
         if args.measure and result.stopped_by != "interrupt":
-            with show.waiting(f"measure on {args.measure} parts"):
-                result = replace(result, kv=measured(reader, result.kv, args.measure))
-    _print(result, args)
+            result = _measured(reader, result, args.measure)
+        _print(result, args)
+        if result.is_complete and args.resume is None:  # behind what may fail
+            journal.remove()
     return 130 if result.stopped_by == "interrupt" else 0
 
 
@@ -155,7 +152,24 @@ def _context(names: list[str]) -> Context:
 
     if names.count("-") > 1:
         raise InputError("stdin (-) can be read once; name it once")
-    return Context.of_files([("stdin" if name == "-" else name, read_document(name)) for name in names])
+    return Context.of_files([("stdin" if name == "-" else _shown(name), read_document(name)) for name in names])
+
+
+def _shown(name: str) -> str:
+    """A file's name, which need not be UTF-8."""
+    return os.fsencode(name).decode(errors="replace")
+
+
+def _check_places(args: argparse.Namespace) -> None:
+    """FileError for a page or journal that cannot be written, or would be written over something else."""
+    taken = [Path(name) for name in args.files if name != "-"]
+    for option, path in (("--html", args.html), ("--resume", args.resume)):
+        if path is None:
+            continue
+        check_out(path)
+        if path.resolve() in [other.resolve() for other in taken]:
+            raise FileError(f"{option} names {path}, which this command reads or writes already; name another file")
+        taken.append(path)
 
 
 def _journal(args: argparse.Namespace, reader: Reader) -> Journal:
@@ -177,6 +191,21 @@ def _read(reader: Reader, args: argparse.Namespace) -> ReadResult:
             return reader.result(interrupted=True)
 
 
+def _measured(reader: Reader, result: ReadResult, count: int) -> ReadResult:
+    """With what parts that are read again tell. An answer that is there is not lost if they cannot be read again."""
+    from kvfold.recurse.measure import measured
+
+    try:
+        with show.waiting(f"measure on {count} parts"):
+            return replace(result, kv=measured(reader, result.kv, count))
+    except KeyboardInterrupt:
+        reason = "interrupted"
+    except OutOfPages:
+        reason = "a part does not fit into the KV-cache memory without the policy; use a smaller --chunk"
+    print(f"not measured: {reason}", file=sys.stderr)
+    return result
+
+
 _PLAIN = "the text fits the trained window: one plain pass, no tree"
 
 
@@ -188,11 +217,11 @@ def _print(result: ReadResult, args: argparse.Namespace) -> None:
     if args.json:
         show.print_json({"question": args.ask, **result.as_json()})
         return
-    print(result.text or "nothing found")
+    print(show.visible(result.text) or "nothing found")
     for quote in result.quotes:
-        print(f'  "{" ".join(quote.text.split())}" {quote.place}')
+        print(show.visible(f'  "{" ".join(quote.text.split())}" {quote.place}'))
     if args.tree or result.stopped_by == "interrupt":
-        print(f"\n{result.tree}")
+        print(show.visible(f"\n{result.tree}"))
     print(_summary(result), file=sys.stderr)
 
 

@@ -57,7 +57,7 @@ def run_code(args: argparse.Namespace, context: Context, policy: Policy, budget:
     if args.json:
         show.print_json({"question": args.ask, **found.as_json()})
         return 0
-    print(found.text or "nothing found")
+    print(show.visible(found.text) or "nothing found")
     print(_summary(found), file=sys.stderr)
     return 0
 

@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from unicodedata import category
 
 from rich import box
 from rich.console import Console
@@ -25,6 +26,11 @@ _SHADES = " ▁▂▃▄▅▆▇█"
 
 def print_json(content: object) -> None:
     print(json.dumps(content, indent=2, ensure_ascii=False))
+
+
+def visible(text: str) -> str:
+    """A text for a terminal: control characters, by which a document could command it, become U+FFFD."""
+    return "".join(letter if letter in "\n\t" or category(letter) != "Cc" else "\ufffd" for letter in text)
 
 
 class Table:

@@ -20,11 +20,12 @@ _SPARE = 16  # tokens: a part tokenized behind a prefix may have a few more than
 
 def window_tokens(max_positions: int, num_around: int) -> int:
     """What a window leaves beside so many tokens of prefix, question and reply. InputError if that is next to none."""
-    room = (max_positions or _UNKNOWN_WINDOW) - num_around - _SPARE
+    window = max_positions or _UNKNOWN_WINDOW
+    room = window - num_around - _SPARE
     if room < _LEAST:
         raise InputError(
-            f"prefix, question and reply take {num_around} tokens of a window of {max_positions}, which leaves too few "
-            "for the text; ask a shorter question"
+            f"prefix, question and reply take {num_around} tokens of a window of {window}, which leaves too few for "
+            "the text; ask a shorter question, or allow fewer tokens of a reply (max_new_tokens)"
         )
     return room
 

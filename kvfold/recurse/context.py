@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvfold.errors import InputError
+from kvfold.text_io import is_utf8
 
 _BETWEEN = "\n\n"  # the texts of two files
 _NAME = re.compile(r"\{(\w+)\}")
@@ -41,6 +42,8 @@ class Context:
     def __post_init__(self) -> None:
         if not isinstance(self.text, str) or not self.text.strip():
             raise InputError("the text of a context is empty; there is nothing to read")
+        if not is_utf8(self.text + self.header):
+            raise InputError("the text has lone surrogates, which no tokenizer reads; decode it as UTF-8")
         if len(self.header) > MAX_METADATA_CHARS:
             raise InputError(
                 f"the metadata has {len(self.header)} characters; it stands above every part of the text, so at most "

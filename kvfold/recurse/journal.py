@@ -22,6 +22,7 @@ except ImportError:  # on Windows, where a file that is open elsewhere cannot be
     fcntl = None  # type: ignore[assignment]
 
 _FORMAT = "kvfold-read-1"
+_OPENING = json.dumps({"format": _FORMAT}).encode()[:-1]
 _MAX_BYTES = 1 << 30
 _MAX_REPLY = 1 << 20  # characters
 
@@ -58,7 +59,8 @@ class Journal:
             path.parent.mkdir(parents=True, exist_ok=True)
             return cls(path, key)
         except OSError as error:
-            raise FileError(f"{path} cannot be used as a journal ({error.strerror}); name another file") from None
+            told = f"{path} cannot be used as a journal ({error.strerror}); name another file with --resume"
+            raise FileError(told) from None
 
     def _lock(self) -> None:
         if fcntl is None:
@@ -77,12 +79,14 @@ class Journal:
         content = self._file.read()
         whole = content[: content.rfind(b"\n") + 1]
         lines = whole.splitlines()
-        if not lines:
+        header = {"format": _FORMAT, "run": key}
+        if not lines and json.dumps(header).encode().startswith(content):  # new, or killed while it was made
             self._file.truncate(0)
-            self._write([{"format": _FORMAT, "run": key}])
+            self._write([header])
             return
-        header = self._parsed(lines[0], 1)
-        if header.get("format") != _FORMAT or header.get("run") != key:
+        if not (lines or [content])[0].startswith(_OPENING):
+            raise FileError(f"{self.path} is no journal of kvfold read; name another file")
+        if not lines or self._parsed(lines[0], 1) != header:
             raise FileError(
                 f"{self.path} is no journal of this text, question, model and options; name another file, or remove it"
             )
@@ -148,6 +152,8 @@ def _open(path: Path) -> IO[bytes]:
     """For reading, and for writing behind the end."""
     if path.is_dir():
         raise FileError(f"{path} is a folder; name a file for the journal")
+    if path.exists() and not path.is_file():
+        raise FileError(f"{path} is a device or a pipe; name a file for the journal")
     return path.open("a+b", buffering=0) if not path.exists() else _at_start(path.open("a+b", buffering=0))
 
 

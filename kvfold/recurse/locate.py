@@ -6,8 +6,10 @@ A reply whose words are not in the text has no place, and counts as dropped; not
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from itertools import islice
 from typing import NamedTuple
 
 from kvfold.recurse.prompts import NOTHING
@@ -22,8 +24,10 @@ _NOTHING = re.compile(
 )
 _QUOTED = re.compile(r"[\"“”]([^\"“”]{2,})[\"“”]")
 _SENTENCE_END = re.compile(r"\n|(?<=[\w)\]\"”][.!?])\s+(?=[A-Z\"“])")
+_ARTICLE = re.compile(r"^(?:the|a|an)\s+", re.IGNORECASE)
 _WORD = re.compile(r"\S+")
 _MAX_QUOTE = 400  # characters of a sentence that is quoted whole
+_MAX_WORDS = 64  # of an answer: runs of words are tried one after another, and their number is its square
 _STRIPPED = " \t\n\"'“”.,;:"
 Spans = tuple[tuple[int, int], ...]
 
@@ -55,8 +59,14 @@ def locate(answer: str, text: str, question: str, units: Spans | None = None) ->
         if spans:
             units = sentences(text) if units is None else units
             found = [Found(*span, *_around(units, *span)) for span in spans]
-            return max(found, key=lambda one: overlap(question, text[one.quote_start : one.quote_end]))
+            quotes = {one[2:]: overlap(question, text[one.quote_start : one.quote_end]) for one in _distinct(found)}
+            return max(found, key=lambda one: quotes[one[2:]])
     return None
+
+
+def _distinct(found: Iterable[Found]) -> Iterable[Found]:
+    """One for each quote."""
+    return {one[2:]: one for one in found}.values()
 
 
 def overlap(question: str, quote: str) -> int:
@@ -66,10 +76,10 @@ def overlap(question: str, quote: str) -> int:
 
 def _candidates(answer: str) -> Iterator[str]:
     """The whole answer, what it quotes, then its longest runs of words: at least half of them, and a number or three
-    words."""
+    words. An article before them does not count; of a long answer, its first words do."""
     yield answer
     yield from (match[1].strip(_STRIPPED) for match in _QUOTED.finditer(answer))
-    words = _WORD.findall(answer)
+    words = [match[0] for match in islice(_WORD.finditer(_ARTICLE.sub("", answer)), _MAX_WORDS)]
     for length in range(len(words) - 1, (len(words) - 1) // 2, -1):
         for start in range(len(words) - length + 1):
             run = " ".join(words[start : start + length]).strip(_STRIPPED)
@@ -97,7 +107,8 @@ def sentences(text: str) -> Spans:
 
 def _around(units: Spans, start: int, end: int) -> tuple[int, int]:
     """The units that hold a span, unless they are long: then the span alone."""
-    holding = [(low, high) for low, high in units if low < end and start < high]
-    low, high = (holding[0][0], holding[-1][1]) if holding else (start, end)
+    first = bisect_right(units, start, key=lambda unit: unit[1])
+    behind = bisect_left(units, end, key=lambda unit: unit[0])
+    low, high = (units[first][0], units[behind - 1][1]) if first < behind else (start, end)
     low, high = min(low, start), max(high, end)
     return (low, high) if high - low <= max(_MAX_QUOTE, end - start) else (start, end)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from kvfold.errors import InputError
 from kvfold.recurse.calls import Prompt
+from kvfold.text_io import is_utf8
 
 MAX_QUESTION_CHARS = 4000
 NOTHING = "nothing here"
@@ -72,9 +73,11 @@ def _asked(before: str, text: str, behind: str) -> str:
 
 
 def check_question(question: str) -> None:
-    """InputError if it is empty, or too long to stand in every call."""
+    """InputError if it is empty, no UTF-8, or too long to stand in every call."""
     if not question.strip():
         raise InputError("the question is empty; write one")
+    if not is_utf8(question):
+        raise InputError("the question has lone surrogates, which no tokenizer reads; decode it as UTF-8")
     if len(question) > MAX_QUESTION_CHARS:
         raise InputError(
             f"the question has {len(question):,} characters; it stands in every call, so at most "

@@ -72,6 +72,7 @@ class Reader:
             shares=shares,
         )
         try:
+            self._check_budget()
             self.chunk_tokens = self._chunk_tokens(chunk)
             tokenizer = literal_tokenizer(model.tokenizer, context.text)
             self.pieces = chunk_pieces(context, chunk_text(context.text, self.chunk_tokens, tokenizer))
@@ -81,6 +82,13 @@ class Reader:
         meter.usage = self.calls.usage
         self.bounded = BoundedCalls(self.calls, meter)
         self.levels = Levels(context, self.question)
+
+    def _check_budget(self) -> None:
+        if self.budget.tokens is not None and self.budget.tokens <= self.calls.num_prefix:
+            raise InputError(
+                f"the budget of {self.budget.tokens} tokens leaves none for the text: instructions and question have "
+                f"{self.calls.num_prefix}; give more"
+            )
 
     def _chunk_tokens(self, chunk: ChunkSize) -> int:
         """Tokens of the text in one call at most."""
@@ -117,7 +125,7 @@ class Reader:
 
     def read(self, *, progress: Progress | None = None) -> ReadResult:
         """Read all pieces and merge their answers, level by level; `progress` counts tokens of level 1."""
-        has_merge = len(self.pieces) > 1 and self.budget.calls != 1
+        has_merge = len(self.pieces) > 1 and self.budget.calls != 1 and self.budget.depth > 1
         self._read_level(self.pieces, progress, reserved_calls=int(has_merge))
         while len(self.levels.candidates) > 1 and self.bounded.stopped_by is None:
             level = self.levels.depth + 1

@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 
+from kvfold.cli.read import _measured
+from kvfold.recurse.context import Context
+from kvfold.recurse.reader import Reader
 from tests.cli.conftest import Call, Start
-from tests.recurse.texts import QUESTION, document, save
+from tests.recurse.texts import QUESTION, document, long_model, save
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +92,8 @@ def test_several_files_are_one_text(call: Call, notes: Path, long_folder: Path) 
         (b"text", ("--policy", "nonsense"), '--policy: policy "nonsense"'),
         (b"text", ("--chunk", "0"), '"0" is no number of tokens; write a whole number from 1 on, or auto'),
         (b"text", ("--budget-seconds", "nan"), '"nan" is no number of seconds; write one above 0'),
+        (b"text", ("--ask", "Who is \udcff?"), "the text is not UTF-8; set the terminal and the shell to UTF-8"),
+        (b"text", ("--html", "/dev/null"), "/dev/null is a device or a pipe; name a file"),
         (b"text", ("--html", "/nowhere/x.html"), "the folder /nowhere does not exist"),
     ],
 )
@@ -129,3 +134,35 @@ def test_a_reading_that_was_ended_goes_on(
     assert 3 <= num_done <= found["num_resumed"] < len(_leaves(expected["tree"]))
     assert found["tree"] == expected["tree"] and found["answer"] == expected["answer"]
     assert found["usage"]["calls"] + found["num_resumed"] == expected["usage"]["calls"]
+
+
+@pytest.mark.parametrize("more", [("--html", "notes.txt"), ("--resume", "notes.txt"), ("--resume", "x", "--html", "x")])
+def test_nothing_is_written_over_what_is_read_or_written(
+    call: Call, notes: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(notes.parent)
+    done = call("read", notes, "--ask", "Who?", "--model", "/no/such/model", *more)
+    assert done.code == 2 and "which this command reads or writes already; name another file" in done.err
+    assert notes.read_text(encoding="utf-8") == document()
+
+
+def test_control_characters_of_a_text_do_not_reach_the_terminal(call: Call, notes: Path, long_folder: Path) -> None:
+    fact = "Rosa's extension is \x1b]0;owned\x073756"
+    notes.write_text(document().replace("Rosa's extension is 3756", fact), encoding="utf-8")
+    journal = notes.with_name("journal")
+    arguments = _arguments(notes, long_folder, "--resume", journal, "--tree")
+    assert call(*arguments).code == 0
+    head, *rows = journal.read_text(encoding="utf-8").splitlines()
+    said = [json.dumps({**json.loads(row), "reply": fact}) for row in rows]
+    journal.write_text("\n".join([head, *said, ""]), encoding="utf-8")
+    done = call(*arguments)
+    assert "Rosa's extension is \ufffd]0;owned\ufffd3756\n" in done.out
+    assert "\x1b" not in done.out + done.err and "\x07" not in done.out + done.err
+
+
+def test_an_answer_is_not_lost_where_it_cannot_be_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    context = Context(document(50))  # one part under the policy, more than memory holds without it
+    with Reader(long_model(2_000_000), context, QUESTION, "keydiff + 4x", max_new_tokens=2) as reader:
+        result = reader.read()
+        assert result.is_plain and _measured(reader, result, 1) is result
+    assert "not measured: a part does not fit into the KV-cache memory" in capsys.readouterr().err

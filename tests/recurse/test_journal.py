@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -94,3 +95,21 @@ def test_lines_are_plain_json(tmp_path: Path) -> None:
 
 def test_a_digest_depends_on_every_part_and_not_on_their_order() -> None:
     assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1}) != digest({"a": 1, "b": 3})
+
+
+@pytest.mark.parametrize("content", ["One line without an end", "Two\nlines", "{", "[]\n", '{"format": "other"}\n'])
+def test_a_file_that_is_no_journal_stays_as_it_is(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text(content, encoding="utf-8")
+    if content == "{":  # so may a journal begin whose process was killed
+        Journal.open(path, "run").close()
+        return
+    with pytest.raises(FileError, match="is no journal of kvfold read; name another file"):
+        Journal.open(path, "run")
+    assert path.read_text(encoding="utf-8") == content
+
+
+def test_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(FileError, match="is a device or a pipe; name a file for the journal"):
+        Journal.open(tmp_path / "pipe", "run")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfold.recurse.locate import locate, says_nothing, short_answer
+from kvfold.recurse.locate import _candidates, locate, says_nothing, short_answer
 
 TEXT = (
     "Rain fell at 4410. Please note that Lucia's locker number is\n4410. The door of Rosa is 12 feet wide! "
@@ -81,3 +81,19 @@ def test_whatever_is_found_is_inside_of_the_text_and_of_its_quote(text: str, ans
     found = locate(short_answer(answer), text, "who?")
     if found is not None:
         assert 0 <= found.quote_start <= found.start < found.end <= found.quote_end <= len(text)
+
+
+def test_articles_do_not_count_among_the_words_of_an_answer() -> None:
+    found = locate("The number 9249", "Rain fell. Rosa has 9249. It went on.", "What is it?")
+    assert found is not None and found[2:] == (11, 25)
+    assert locate("The big number 9249", "Rain fell. Rosa has 9249. It went on.", "What is it?") is None
+
+
+def test_an_endless_answer_is_looked_up_in_bounded_time() -> None:
+    assert sum(1 for _ in _candidates("1, 2 and " * 20_000)) < 2000
+
+
+def test_of_many_places_the_one_with_most_words_of_the_question_counts() -> None:
+    text = "5 5 5. " * 2000 + "Rosa has 5. " + "5 5. " * 2000
+    found = locate("5", text, "What has Rosa?")
+    assert found is not None and text[found.quote_start : found.quote_end] == "Rosa has 5."

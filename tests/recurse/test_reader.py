@@ -193,3 +193,23 @@ def test_what_was_not_measured_is_none(tiny_model: Model) -> None:
         "throughput_gain",
         "speculative_speedup",
     ]
+
+
+def test_a_budget_below_the_instructions_is_refused(tiny_model: Model) -> None:
+    with pytest.raises(
+        InputError, match=r"the budget of 10 tokens leaves none for the text: instructions and question"
+    ):
+        _reader(tiny_model, budget=Budget(tokens=10))
+
+
+def test_one_level_keeps_no_call_for_a_merge(tiny_model: Model) -> None:
+    with _reader(tiny_model, budget=Budget(depth=1, calls=3)) as reader:
+        assert reader.read().usage.calls == 3
+        assert all(node.level == 1 for node in reader.levels.last)
+
+
+def test_lone_surrogates_are_refused(tiny_model: Model) -> None:
+    with pytest.raises(InputError, match="the question has lone surrogates"):
+        Reader(tiny_model, CONTEXT, "Who is \udcff?")
+    with pytest.raises(InputError, match="the text has lone surrogates"):
+        Context("Rain \udcff.")
