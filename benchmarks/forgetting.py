@@ -40,7 +40,7 @@ _BANK: dict[str, Choice] = {"dense": "all", "tfidf": "tfidf", "tf": "tf", "rando
 _FAMILIES = {"bank": tuple(_BANK), "lora": ("lora",), "full": ("full",)}
 _A_RATES = {"bank": 0.03, "lora": 1e-3, "full": 1e-4}
 _RATES = {
-    **dict.fromkeys(("tfidf", "tf", "random"), (0.05, 0.1, 0.2)),
+    **dict.fromkeys(("tfidf", "tf", "random"), (0.01, 0.03, 0.06)),
     "dense": (0.003, 0.01, 0.03),
     "lora": (3e-4, 1e-3, 3e-3),
     "full": (3e-5, 1e-4, 3e-4),
