@@ -28,6 +28,7 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str]) -> None:
     model = kvfold.load(args.model, device=args.device, memory=args.memory, compile=False)
     about = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"), "device": device_name(model.device),
-        "model": model.name, "window": model.spec.max_positions, "chunk": args.chunk, "memory": args.memory,
+        "model": Path(model.name).name, "window": model.spec.max_positions, "chunk": args.chunk, "memory": args.memory,
     }  # fmt: skip
     report("recurse", rows(model, args), save=args.save, **about)
 
