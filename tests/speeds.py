@@ -16,6 +16,9 @@ QUICK: dict[str, dict[str, int]] = {
     "benchmarks/tests/test_forgetting.py": {
         "test_every_arm_has_its_rows": 0,
     },
+    "benchmarks/tests/test_labels.py": {
+        "test_arms_label_the_same_tokens_in_one_arena": 0,
+    },
     "benchmarks/tests/test_memory.py": {
         "test_a_model_answers_from_each_system_and_from_the_whole_log_under_every_policy": 0,
     },
@@ -145,6 +148,10 @@ QUICK: dict[str, dict[str, int]] = {
     "tests/cli/test_fit_prompt.py": {
         "test_a_chat_begins_with_the_prefix_and_keeps_the_talk": 0,
         "test_the_file_is_a_session_that_read_a_system_message": 0,
+    },
+    "tests/cli/test_label.py": {
+        "test_killed_and_interrupted_runs_go_on": 0,
+        "test_labels_are_written_and_train_a_scorer": 0,
     },
     "tests/cli/test_main.py": {
         "test_a_closed_pipe_is_quiet": 0,
@@ -477,6 +484,14 @@ QUICK: dict[str, dict[str, int]] = {
     },
     "tests/train/test_bases.py": {
         "test_the_whole_rank_answers_token_for_token": 2,
+    },
+    "tests/train/test_label_files.py": {
+        "test_labels_change_what_is_trained": 0,
+    },
+    "tests/train/test_labels.py": {
+        "test_an_arena_that_holds_few_contexts_is_enough": 0,
+        "test_batches_change_nothing": 0,
+        "test_labels_under_a_policy_are_those_of_decode_steps": 1,
     },
 }
 

@@ -29,6 +29,7 @@ from kvfold.cli import (
     demo,
     env,
     fit_prompt,
+    label,
     memory,
     models,
     new,
@@ -48,7 +49,7 @@ from kvfold.plugins import VARIABLE
 from kvfold.serve.ops.json_output import json_output
 
 _TEXTS = (run, chat, read, shorten, memory)
-_FITTING = (fit_prompt, train_scorer, profile, calibrate)
+_FITTING = (fit_prompt, label, train_scorer, profile, calibrate)
 COMMANDS = (*_TEXTS, serve, cache, demo, bench, report, models, policies, new, *_FITTING, env, completion)
 _ADVICE = "raise {}, use a policy that keeps less, or shorten the text"
 _EPILOG = f"""examples:
@@ -57,6 +58,7 @@ _EPILOG = f"""examples:
   kvfold chat --policy "streaming + 1024tok + slot"
   kvfold read report.txt --ask "Who paid?"         texts of any length, with quotes and their places
   kvfold shorten report.txt --to 25% --ask "Who paid?"
+  kvfold label notes.txt --out labels.safetensors  top-k log-probabilities of a text, for distillation
   kvfold memory add --user anna "I live in Berlin."
   kvfold serve --policy "keydiff + 4x"             for clients of Anthropic's and OpenAI's APIs
   kvfold cache stats --disk prefixes               contents of a server's prefix cache, also while it runs

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvfold.cli import show
 from kvfold.cli.calibration_data import add_reading_parser, reading
-from kvfold.cli.options import Subparsers, add_option, positive
+from kvfold.cli.options import Subparsers, add_option, check_out, load_model, positive
+from kvfold.errors import InputError
 from kvfold.policy.size import bytes_text
 
 if TYPE_CHECKING:
     import kvfold
-    from kvfold.train.scorer import Trained
+    from kvfold.train.scorer import Trained, TrainingConfig
 
 _EPILOG = """examples:
   kvfold train-scorer --model smollm2-135m --out smollm2.safetensors
   kvfold train-scorer --model qwen2.5-coder-1.5b --texts 64 --length 2048 --out qwen.safetensors
+  kvfold train-scorer --labels labels.safetensors --out smollm2.safetensors
   kvfold run --context notes.txt --ask "Who wrote this?" --policy 'learned(file="smollm2.safetensors") + global + 4x'
 """
 
@@ -35,7 +38,10 @@ def add_parser(subparsers: Subparsers) -> None:
         "scores from a slot's key and value; evaluate them on held-out texts.",
         epilog=_EPILOG,
     )
-    add_option(parser, "--teacher", "SCORE", "a replay score: kvzip or kvzip_plus", str, "kvzip")
+    text = "a replay score: kvzip or kvzip_plus (default: kvzip; with --labels kvzip(surprise=2))"
+    add_option(parser, "--teacher", "SCORE", text)
+    text = "file of kvfold label: train on its texts, and count queries by its surprise at the token they repeat"
+    add_option(parser, "--labels", "FILE", text, Path)
     add_option(parser, "--steps", "N", "training steps", positive, 400)
     add_option(parser, "--hidden", "N", "hidden units per head", positive, 64)
 
@@ -43,16 +49,37 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train, write, tell."""
     from kvfold.score.predictor import save_predictor  # here and below: help comes without torch
+    from kvfold.train.label_surprise import DEFAULT_TEACHER
     from kvfold.train.scorer import TrainingConfig, train_scorer
-    from kvfold.train.traces import teacher_policy
+    from kvfold.train.traces import TEACHER, teacher_policy
 
-    teacher_policy(args.teacher)
+    teacher = args.teacher or (TEACHER if args.labels is None else DEFAULT_TEACHER)
+    teacher_policy(teacher)
     config = TrainingConfig(steps=args.steps, hidden=args.hidden, seed=args.seed)
-    with reading(args) as (model, texts, report):
-        trained = train_scorer(model, texts, config, report, teacher=args.teacher)
+    if args.labels is None:
+        with reading(args) as (model, texts, report):
+            trained = train_scorer(model, texts, config, report, teacher=teacher)
+    else:
+        model, trained = _train_on_labels(args, config, teacher)
     save_predictor(trained.predictor, args.out)
     _tell(args, model, trained)
     return 0
+
+
+def _train_on_labels(args: argparse.Namespace, config: TrainingConfig, teacher: str) -> tuple[kvfold.Model, Trained]:
+    from kvfold.models.pull.progress import reporting
+    from kvfold.train.label_format import read_labels
+    from kvfold.train.label_surprise import labelled_texts
+    from kvfold.train.scorer import train_scorer
+
+    if args.text:
+        raise InputError("--labels brings its own texts; leave --text out")
+    check_out(args.out)
+    labels = read_labels(args.labels)
+    model = load_model(args)
+    ids, surprises = zip(*labelled_texts(labels, model.tokenizer, args.texts, args.length), strict=True)
+    with reporting(True) as report:
+        return model, train_scorer(model, ids, config, report, teacher=teacher, surprises=surprises)
 
 
 def _tell(args: argparse.Namespace, model: kvfold.Model, trained: Trained) -> None:

@@ -257,17 +257,18 @@ class Runner:
         progress: Progress | None = None,
         *,
         hidden: bool = False,
+        surprises: Sequence[Tensor] | None = None,
     ) -> Tensor:
         """Run the model over the tokens of a pass, and the replay that its rounds need; no slot is written yet.
 
         Logits [batch, vocab] after the last tokens; `hidden` stops at the last hidden states, [packed tokens, M].
+        `surprises` of each sequence's tokens, for a replay that weighs queries by them, are computed unless given.
         """
         followers = [follower for follower, _ in current.followers]
         note_sentences(self.hf, [*current.sequences, *followers], [*tokens, *([tokens[0]] * len(followers))])
-        head = output_head(self.hf) if current.needs_surprise else None
+        head = output_head(self.hf) if current.needs_surprise and surprises is None else None
         all_hidden = hidden or head is not None
         out = self._forward.prefill(current, tokens, self.chunk_len, progress, hidden=all_hidden)
-        surprises = None
         if head is not None:
             parts = out.split(current.num_tokens)
             surprises = [surprise(head, part_TM, ids) for part_TM, ids in zip(parts, tokens, strict=True)]

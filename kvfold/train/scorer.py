@@ -24,7 +24,7 @@ from kvfold.errors import InputError
 from kvfold.models.loader import Model
 from kvfold.models.pull.progress import Report, silent
 from kvfold.score.predictor import LayerPredictor, Predictor
-from kvfold.train.traces import TEACHER, Examples, joined, trace
+from kvfold.train.traces import TEACHER, Examples, joined, teacher_weighs, trace
 
 HELD_OUT_EVERY = 5  # texts
 _LEAST_SPREAD = 1e-4
@@ -43,11 +43,17 @@ def train_scorer(
     report: Report = silent,
     *,
     teacher: str = TEACHER,
+    surprises: Sequence[Tensor] | None = None,
 ) -> Trained:
-    """A predictor of the scores of `teacher`, a replay score such as kvzip; texts are token ids."""
+    """A predictor of the scores of `teacher`, a replay score such as kvzip; texts are token ids.
+
+    `surprises` of the texts' tokens, from labels, for a teacher that weighs queries by them (label_surprise.py).
+    """
+    if surprises is not None and not teacher_weighs(teacher):
+        raise InputError(f'"{teacher}" does not weigh tokens, so labels change nothing; use "kvzip(surprise=2)"')
     if len(texts) < 2:
         raise InputError(f"{len(texts)} texts cannot be fitted and judged; give at least 2")
-    config, found = config or TrainingConfig(), _trace_all(model, texts, teacher, report)
+    config, found = config or TrainingConfig(), _trace_all(model, texts, teacher, report, surprises)
     held_out = [text for index, text in enumerate(found) if index % HELD_OUT_EVERY == 0]
     fitted_on = [text for index, text in enumerate(found) if index % HELD_OUT_EVERY]
     layers: dict[int, LayerPredictor] = {}
@@ -59,11 +65,13 @@ def train_scorer(
     return Trained(Predictor(model.weights_digest, layers), qualities)
 
 
-def _trace_all(model: Model, texts: Sequence[Sequence[int]], teacher: str, report: Report) -> list[dict[int, Examples]]:
+def _trace_all(
+    model: Model, texts: Sequence[Sequence[int]], teacher: str, report: Report, surprises: Sequence[Tensor] | None
+) -> list[dict[int, Examples]]:
     runner = Runner(model.hf, model.spec, model.arena, compile=False)
     found = []
-    for ids in texts:
-        found.append(trace(runner, ids, teacher))
+    for index, ids in enumerate(texts):
+        found.append(trace(runner, ids, teacher, None if surprises is None else surprises[index]))
         report("read texts twice", len(found), len(texts))
     return found
 

@@ -55,16 +55,26 @@ def teacher_policy(teacher: str) -> Policy:
     return policy
 
 
-def trace(runner: Runner, ids: Sequence[int], teacher: str) -> dict[int, Examples]:
-    """Prefill and replay a text; by layer, the features and teacher scores of all its tokens but the sinks."""
+def teacher_weighs(teacher: str) -> bool:
+    """Whether queries of its replay count by the surprise of their tokens."""
+    replay = teacher_policy(teacher).prefill.score.needs.replay
+    return replay is not None and replay.surprise > 0
+
+
+def trace(runner: Runner, ids: Sequence[int], teacher: str, surprise_N: Tensor | None = None) -> dict[int, Examples]:
+    """Prefill and replay a text; by layer, the features and teacher scores of all its tokens but the sinks.
+
+    `surprise_N`: of its tokens, for a teacher that weighs queries by them; by default the model's own.
+    """
     if len(ids) < MIN_LEN:
         raise InputError(f"a text of {len(ids)} tokens teaches nothing; give texts of at least {MIN_LEN}")
+    given = None if surprise_N is None else [surprise_N.to(runner.arena.device)]
     sequence = runner.new_sequence(teacher_policy(teacher))
     try:
         with torch.inference_mode():
             current = _TracedPass.begin([sequence], [len(ids)])
             try:
-                runner.run_pass(current, [ids], hidden=True)
+                runner.run_pass(current, [ids], hidden=True, surprises=given)
             finally:
                 current.release()
         return current.examples
