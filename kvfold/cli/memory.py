@@ -25,7 +25,7 @@ from kvfold.cli.options import (
     read_document,
 )
 from kvfold.cli.show import Table, print_json
-from kvfold.errors import InputError
+from kvfold.errors import FileError, InputError
 from kvfold.memory.dates import day_text, parse_date
 from kvfold.policy import Policy
 
@@ -106,15 +106,23 @@ def _add_at(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--at", "DATE", text, checked(lambda text: parse_date(text, is_end=True)))
 
 
-def _open(args: argparse.Namespace) -> Memory:
+def _open(args: argparse.Namespace, *, may_be_new: bool = False) -> Memory:
+    """A file that was named must be there, unless the verb writes facts."""
     from kvfold.memory.memory import Memory  # here: help comes without numpy
 
+    if not may_be_new:
+        _check_file(args.file)
     return Memory(args.file, args.user, tenant=args.tenant, embedder=args.embedder)
+
+
+def _check_file(path: Path | None) -> None:
+    if path is not None and not path.expanduser().exists():
+        raise FileError(f"the memory {path} does not exist; name the file that facts were added to")
 
 
 def _add(args: argparse.Namespace) -> int:
     text = read_document("-") if args.text == "-" else args.text
-    with _open(args) as memory:
+    with _open(args, may_be_new=True) as memory:
         written = memory.add(text, source=args.source, at=args.at)
     if args.json:
         print_json([fact.to_json() for fact in written])
@@ -163,6 +171,8 @@ def _answer(args: argparse.Namespace, memory: Memory, found: Sequence[Recalled],
 
 
 def _list(args: argparse.Namespace) -> int:
+    if args.user is None and args.at is not None:
+        raise InputError("--at shows the facts of a user as they were; give --user, too")
     if args.user is None:
         return _list_users(args)
     with _open(args) as memory:
@@ -178,7 +188,8 @@ def _list_users(args: argparse.Namespace) -> int:
     from kvfold.memory.memory import default_path
     from kvfold.memory.store import FactStore
 
-    store = FactStore(args.file or default_path())
+    _check_file(args.file)
+    store = FactStore((args.file or default_path()).expanduser())
     found = store.owners(args.tenant)
     store.close()
     if args.json:
@@ -205,6 +216,8 @@ def _export(args: argparse.Namespace) -> int:
     if args.out is not None:
         check_out(args.out)
     with _open(args) as memory:
+        if args.out is not None and args.out.resolve() == memory.store.path.resolve():
+            raise InputError(f"{args.out} is the memory itself; write the export to another file")
         lines = memory.export()
     if args.out is None:
         sys.stdout.write(lines)
@@ -215,7 +228,7 @@ def _export(args: argparse.Namespace) -> int:
 
 def _import(args: argparse.Namespace) -> int:
     lines = read_document(args.lines)
-    with _open(args) as memory:
+    with _open(args, may_be_new=True) as memory:
         count = memory.load(lines)
     if args.json:
         print_json({"imported": count})

@@ -6,6 +6,7 @@ What is asked for goes to stdout, progress to stderr.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from kvfold.models.pull.progress import repeated_line
 
 MAX_BINS = 64
 _NUMBER_WIDTH = 8
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _SHADES = " ▁▂▃▄▅▆▇█"
 
 
@@ -79,12 +81,17 @@ class Table:
                 no_wrap=is_number or heading == self.headings[0],
             )
         for cells in rows:
-            table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
+            table.add_row(*(Text(_harmless(cell)) if isinstance(cell, str) else cell for cell in cells))
         return table
 
 
 def _plain(cell: str | Text) -> str:
-    return " | ".join(" ".join(line.split()) for line in str(cell).strip().splitlines())
+    return " | ".join(" ".join(_harmless(line).split()) for line in str(cell).strip().splitlines())
+
+
+def _harmless(text: str) -> str:
+    r"""Control characters, which could steer a terminal, as `\x1b`; tabs and line breaks stay."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ def parse_date(text: str, *, is_end: bool = False) -> float:
 def checked_time(seconds: float) -> float:
     """To the microsecond, as dates tell it; InputError for a time that no date shows."""
     if not EARLIEST <= seconds <= LATEST:
-        raise InputError(f"a time is {seconds:g} seconds from 1970; write one of the years 1 to 9999")
+        raise InputError(f"a time is {seconds:g} seconds from 1970; write one of the years 2 to 9998")
     return round(float(seconds), 6)
 
 

@@ -90,8 +90,9 @@ class Memory:
         facts = from_lines(lines, self.owner.user)
         with self._lock, self.store.writing():
             known = {(fact.text, fact.valid_from) for fact in self.facts()}
-            new = [fact for fact in facts if (fact.text, fact.valid_from) not in known]
-            return copy_facts(self.store, self.owner, self.embedder, new)
+            new = {(fact.text, fact.valid_from): fact for fact in reversed(facts)}  # of two alike the first
+            missing = [fact for key, fact in reversed(new.items()) if key not in known]
+            return copy_facts(self.store, self.owner, self.embedder, missing)
 
     def forget(self, ids: Sequence[int] | None = None) -> int:
         """Remove some facts by id, or everything of the user, from all files; returns how many facts that were.

@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
+from kvfold.memory.dates import EARLIEST, LATEST
 from kvfold.memory.verbs import verb_forms
 from kvfold.memory.words import FUNCTION_WORDS, content_words
 from kvfold.shortening.word_index import words_of
@@ -74,6 +75,7 @@ def _last_second(found: re.Match[str]) -> float | None:
             day = datetime(int(parts["year"]), month, int(parts.get("day", 1)), tzinfo=UTC)
             if "day" not in parts:  # the last day of the month
                 day = (day + timedelta(days=31)).replace(day=1) - timedelta(days=1)
-        return (day + timedelta(days=1) - timedelta(milliseconds=1)).timestamp()
+        end = (day + timedelta(days=1) - timedelta(milliseconds=1)).timestamp()
+        return end if EARLIEST <= end <= LATEST else None
     except (ValueError, OverflowError):
         return None

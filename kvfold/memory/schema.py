@@ -73,13 +73,13 @@ def telling(path: Path) -> Iterator[None]:
     """Errors of SQLite as one sentence."""
     try:
         yield
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter: names and texts of a damaged file
         raise _told(path, error) from None
 
 
 def connect(path: Path) -> sqlite3.Connection:
     """Open or make the file; FileError for one that is damaged, foreign, or of another version."""
-    _make_private(path)
+    _make(path)
     connection = None
     try:
         with telling(path):
@@ -92,12 +92,29 @@ def connect(path: Path) -> sqlite3.Connection:
         raise
 
 
-def _make_private(path: Path) -> None:
-    """Mode 0600, also of a new and empty file: SQLite gives its log the same mode."""
-    try:
+def _make(path: Path) -> None:
+    """A new file is made, and an empty one made private: SQLite gives its log the same mode."""
+    with _opening(path):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise FileError(f"{path} is a device or a pipe; name a file for the memory")
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-        path.chmod(0o600)
+        if not path.stat().st_size:
+            path.chmod(0o600)
+
+
+def _make_private(path: Path) -> None:
+    """Mode 0600 of the file and its log, once it is known whose they are."""
+    with _opening(path):
+        for file in (path, path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm")):
+            if file.exists():
+                file.chmod(0o600)
+
+
+@contextmanager
+def _opening(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise FileError(f"the memory {path} cannot be opened ({error.strerror}); name a file you own") from None
 
@@ -111,6 +128,7 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
     (is_empty,) = run("SELECT count(*) = 0 FROM sqlite_master").fetchone()
     if not is_empty:
         _check(connection, path)
+        _make_private(path)
     run("PRAGMA secure_delete = ON")
     run("PRAGMA journal_mode = WAL")
     run("PRAGMA synchronous = NORMAL")
@@ -144,7 +162,7 @@ def _check(connection: sqlite3.Connection, path: Path) -> None:
         raise FileError(f"{path} has version {version} of a memory and this kvfold reads {VERSION}; use another file")
 
 
-def _told(path: Path, error: sqlite3.Error) -> FileError:
+def _told(path: Path, error: Exception) -> FileError:
     text = str(error)
     if "locked" in text or "busy" in text:
         return FileError(f"the memory {path} is in use by another process ({text}); try again later")

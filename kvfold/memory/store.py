@@ -12,6 +12,7 @@ from kvfold.memory.rows import COLUMNS, fact_of
 from kvfold.memory.verbs import CHANGE
 
 MAX_FACTS = 100_000  # of one owner
+_MAX_ID = 1 << 63  # what SQLite can look up
 MAX_COMPARED = 500  # facts of one subject that a new one may supersede
 
 _INSERT = f"INSERT INTO fact (owner, revision, subject, verb, kind, {COLUMNS}) VALUES ({', '.join('?' * 17)})"
@@ -101,7 +102,8 @@ class FactStore(Database):
         with self.writing():
             self.must_scrub()
             version = self.version(owner)
-            count = 0 if version is None else self._delete(version.key, ids)
+            known = None if ids is None else [number for number in ids if 0 < number < _MAX_ID]
+            count = 0 if version is None else self._delete(version.key, known)
         self.scrub()
         return count
 

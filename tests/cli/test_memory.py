@@ -52,15 +52,21 @@ def test_facts_are_listed_by_id(call: Call, file: tuple[str, ...]) -> None:
         (("add", "--user", "anna", "a b", "--at", "May"), '"May" is no date; write for example 2026-03-01'),
         (("add", "--user", " ", "a b"), "the text is empty"),
         (("add", "--user", "a" * 600, "a b"), "write a name of 1 to 512 characters"),
-        (("ask", "--user", "anna", "a", "--embedder", "tfidf"), "tfidf depends on the other texts"),
-        (("ask", "--user", "anna", "a", "--embedder", "nope"), 'no embedder "nope"'),
-        (("ask", "--user", "anna", "a", "--file", "/proc/nope/memory.db"), "cannot be opened"),
+        (("add", "--user", "anna", "a b", "--embedder", "tfidf"), "tfidf depends on the other texts"),
+        (("add", "--user", "anna", "a b", "--embedder", "nope"), 'no embedder "nope"'),
+        (("add", "--user", "anna", "a b", "--file", "/proc/nope/memory.db"), "cannot be opened"),
+        (("ask", "--user", "anna", "a"), "does not exist; name the file that facts were added to"),
+        (("ls",), "does not exist"),
+        (("export", "--user", "anna"), "does not exist"),
+        (("forget", "--user", "anna"), "does not exist"),
+        (("ls", "--at", "2026-03-01"), "give --user, too"),
     ],
 )
 def test_what_cannot_be_is_one_line(call: Call, tmp_path: Path, arguments: tuple[str, ...], told: str) -> None:
     file = () if "--file" in arguments else ("--file", str(tmp_path / "memory.db"))
     done = call("memory", *arguments, *file)
     assert done.code == 2 and told in done.err and done.err.count("\n") == 1
+    assert not (tmp_path / "memory.db").exists()
 
 
 def test_an_update_ends_the_older_fact_and_a_date_finds_it(call: Call, file: tuple[str, ...]) -> None:
@@ -136,3 +142,17 @@ def test_a_model_answers_from_recalled_facts(call: Call, file: tuple[str, ...], 
     call("memory", "forget", "--user", "anna", *file)
     assert list((tmp_path / "memory.db.kv").glob("*")) == []
     assert call(*asked).out == "" and "--kv-prefix keeps what a model has read" in call(*asked[:9], "--kv-prefix").err
+
+
+def test_an_export_never_replaces_the_memory(call: Call, file: tuple[str, ...]) -> None:
+    call("memory", "add", "--user", "anna", *file, SAID)
+    done = call("memory", "export", "--user", "anna", *file, "--out", file[1])
+    assert done.code == 2 and "is the memory itself" in done.err
+    assert len(json.loads(call("memory", "ls", "--user", "anna", *file, "--json").out)) == 3
+
+
+def test_facts_cannot_steer_a_terminal(call: Call, file: tuple[str, ...]) -> None:
+    call("memory", "add", "--user", "an\x1b[31mna", *file, "I live in \x1b[2J\x9bRome\x07.")
+    shown = call("memory", "ls", "--user", "an\x1b[31mna", *file).out + call("memory", "ls", *file).out
+    assert r"I live in \x1b[2J\x9bRome\x07." in shown and r"an\x1b[31mna" in shown
+    assert not set("\x1b\x9b\x07") & set(shown)

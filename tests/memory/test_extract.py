@@ -82,13 +82,29 @@ LINE |= {"importance": 1, "uses": 0, "supersedes": None}
     [
         *({"text": 5}, {"text": "x" * 3000}, {"span": [0]}, {"span": [-1, 4]}, {"valid_from": "May"}, {"uses": 1e99}),
         *({"importance": float("nan")}, {"importance": 0}, {"valid_to": 7}, {"supersedes": "1"}, {"id": True}),
+        *({"importance": True}, {"importance": "1"}, {"text": " "}, {"span": [3, 0]}, {"valid_to": "2025-12-31"}),
+        *({"supersedes": 1}, {"span": None}),
     ],
 )
 def test_a_line_that_is_no_fact_stops_an_import(make: MakeMemory, change: dict[str, object]) -> None:
     memory = make()
     assert memory.load(json.dumps(LINE)) == 1
     with pytest.raises(InputError, match=r"line 3 is no fact of kvfold memory export .*; nothing was imported"):
-        memory.load("\n".join([json.dumps(LINE | {"text": "c d"}), "", json.dumps(LINE | change)]))
+        memory.load("\n".join([json.dumps(LINE | {"text": "c d", "id": 2}), "", json.dumps(LINE | change)]))
     with pytest.raises(InputError, match="line 1 is no fact"):
         memory.load("[" * 100_000)
     assert len(memory.facts()) == 1
+
+
+def test_a_line_that_stands_twice_is_one_fact_and_an_id_is_of_one_line(make: MakeMemory) -> None:
+    memory = make()
+    assert memory.load("\n".join(json.dumps(LINE | {"id": number}) for number in (1, 2))) == 1
+    with pytest.raises(InputError, match="line 2 has the id 1 of an earlier line; nothing was imported"):
+        memory.load("\n".join(json.dumps(LINE | {"text": text}) for text in ("c d", "e f")))
+    assert [fact.text for fact in memory.facts()] == ["a b"]
+
+
+@pytest.mark.parametrize("line", ["5", "null", "[1, 2]", '"a"', "{}"])
+def test_what_is_no_object_is_told_in_plain_words(make: MakeMemory, line: str) -> None:
+    with pytest.raises(InputError, match=r"line 1 is no fact of kvfold memory export \(no (JSON object|'span')\)"):
+        make().load(line)

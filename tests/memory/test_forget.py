@@ -95,3 +95,11 @@ def test_a_log_that_another_process_reads_is_told_and_emptied_later(
     reader.close()
     make("kim")
     assert SECRET.encode() not in raw(path.parent)
+
+
+@pytest.mark.parametrize("number", [0, -1, 77, 1 << 63, 10**30])
+def test_an_id_that_no_fact_has_forgets_nothing(make: MakeMemory, number: int) -> None:
+    memory = make()
+    memory.add("I live in Berlin.")
+    assert memory.forget([number]) == 0
+    assert len(memory.facts()) == 1

@@ -121,7 +121,16 @@ def test_long_questions_are_cut(make: MakeMemory) -> None:
 
 @pytest.mark.parametrize("at", [math.nan, math.inf, 1e300, -1e300])
 def test_times_beyond_all_dates_are_refused(make: MakeMemory, at: float) -> None:
-    with pytest.raises(InputError, match="years 1 to 9999"):
+    with pytest.raises(InputError, match="years 2 to 9998"):
         make().add("Anna lives in Berlin.", at=at)
-    with pytest.raises(InputError, match="years 1 to 9999"):
+    with pytest.raises(InputError, match="years 2 to 9998"):
         make().recall("Where?", at=at)
+
+
+@pytest.mark.parametrize(
+    "day", ["on 0001-01-01", "on 9999-12-31", "in December 9999", "in January 0001", "on 0000-12-31"]
+)
+def test_a_question_may_name_a_day_beyond_all_dates(make: MakeMemory, day: str) -> None:
+    memory = make()
+    memory.add("I live in Berlin.")
+    assert len(memory.recall(f"Where did I live {day}?", abstain=False)) <= 1

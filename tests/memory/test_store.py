@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sqlite3
 import stat
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -101,8 +104,50 @@ def test_the_database_of_another_program_is_left_alone(path: Path) -> None:
     with sqlite3.connect(path) as connection:
         connection.execute("CREATE TABLE mine (a)")
     connection.close()
+    path.chmod(0o644)
+    before = path.read_bytes()
     with pytest.raises(FileError, match="of another program"):
         Memory(path, "anna", embedder="hashed")
+    assert (path.read_bytes(), stat.S_IMODE(path.stat().st_mode)) == (before, 0o644)
+
+
+def test_a_file_that_is_no_memory_keeps_its_mode(path: Path) -> None:
+    path.write_text("a list of things to buy\n" * 100, encoding="utf-8")
+    path.chmod(0o644)
+    with pytest.raises(FileError, match="no SQLite file"):
+        Memory(path, "anna", embedder="hashed")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+
+
+def test_a_pipe_is_refused_and_keeps_its_mode(path: Path) -> None:
+    os.mkfifo(path)
+    path.chmod(0o644)
+    with pytest.raises(FileError, match="is a device or a pipe; name a file"):
+        Memory(path, "anna", embedder="hashed")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+
+
+def test_a_memory_that_others_could_read_is_private_again(make: MakeMemory, path: Path) -> None:
+    make().add("Anna lives in Berlin.")
+    path.chmod(0o644)
+    make("ben")
+    assert {stat.S_IMODE(file.stat().st_mode) for file in path.parent.iterdir()} == {0o600}
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_whatever_bytes_are_damaged_errors_are_sentences(tmp_path: Path, seed: int) -> None:
+    random, path = Random(seed), tmp_path / "memory.db"
+    with Memory(path, "anna", embedder="hashed") as memory:
+        memory.add("\n".join(f"My box {n} is in room {n * 7}." for n in range(60)))
+    content = bytearray(path.read_bytes())
+    for _ in range(random.choice((1, 20, 400))):
+        content[random.randrange(len(content))] = random.randrange(256)
+    path.write_bytes(content[: random.choice((len(content), len(content) // 2))])
+    with suppress(FileError, InputError), Memory(path, "anna", embedder="hashed") as memory:
+        for work in (memory.facts, lambda: memory.recall("Where is my box 7?"), lambda: memory.add("I live in Rome.")):
+            with suppress(FileError, InputError):
+                work()
+        memory.forget()
 
 
 def test_a_newer_version_is_refused(make: MakeMemory, path: Path) -> None:
