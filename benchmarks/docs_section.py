@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from kvfold.errors import InputError
 
 
@@ -12,3 +14,8 @@ def with_section(page: str, begin: str, end: str, body: str) -> str:
     before, rest = page.split(begin)
     _, after = rest.split(end)
     return f"{before}{begin}\n{body}\n{end}{after}"
+
+
+def write_section(path: Path, begin: str, end: str, body: str) -> None:
+    """The same in a file."""
+    path.write_text(with_section(path.read_text(encoding="utf-8"), begin, end, body), encoding="utf-8")

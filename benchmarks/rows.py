@@ -51,6 +51,24 @@ def read_rows(path: Path) -> list[Row]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+def newest(rows: Iterable[Row], *keys: str) -> list[Row]:
+    """Of rows that agree in these columns the last one, in the order of the first."""
+    found: dict[tuple[object, ...], Row] = {}
+    for row in rows:
+        found[tuple(row.get(key) for key in keys)] = row
+    return list(found.values())
+
+
+def origin(rows: Iterable[Row]) -> str:
+    """Where the rows of a table come from, for its caption: device, threads of a CPU, commit and date."""
+    return "; ".join(dict.fromkeys(map(_origin, rows)))
+
+
+def _origin(row: Row) -> str:
+    threads = f", {row['threads']} thread{'s' * (row['threads'] != 1)}" if row["device"].endswith("CPU") else ""
+    return f"{row['device']}{threads}, commit {row['commit']}, {row['date']}"
+
+
 def report(name: str, rows: Iterable[Row], *, save: bool, **about: object) -> None:
     """Print rows for people as they come and a last line of JSON.
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from benchmarks.commands import argument_parser, run_main
-from benchmarks.docs_section import with_section
+from benchmarks.docs_section import write_section
 from benchmarks.rows import RESULTS, ROOT, markdown_table
 from benchmarks.shorten_plot import draw
 from kvfold.bench.record import Recorded, Row, read_run
@@ -149,7 +149,7 @@ def body(runs: Mapping[str, Recorded]) -> str:
 def main(arguments: Sequence[str]) -> None:
     argument_parser("shorten_page", __doc__).parse_args(arguments)
     runs = {name: read_run(KEPT / name) for name in RUNS}
-    PAGE.write_text(with_section(PAGE.read_text(encoding="utf-8"), BEGIN, END, body(runs)), encoding="utf-8")
+    write_section(PAGE, BEGIN, END, body(runs))
     draw({"LongBench-E question answering": runs["longbench"].rows, "rag": runs["rag"].rows}, PLOT)
 
 

@@ -5,8 +5,8 @@
 
 A model adds numbers one at a time, a line for each sum, behind two worked examples, greedily. `none` takes every line
 as it comes; `resample` and `reason` crop a line whose arithmetic is wrong and try again, by sampling or behind a note.
-`lines_right`: lines whose result is the running sum so far. `chains_right`: chains whose last line is. `wasted`: share
-of generated tokens that were cropped. The last line is JSON.
+`lines_right`: lines whose result is the running sum so far. `chains_right`: chains whose last line is. `wasted`:
+tokens that were cropped, and notes that were read, for each generated one. The last line is JSON.
 
 `--long` runs one chain of so many tokens instead, a page of prose before each sum: first with old steps compressed, so
 that it stays within the memory of an eighth of its tokens, then with the full cache. `peak_bytes` is the most that the
