@@ -36,12 +36,23 @@ def prefix_path(path: Path, owner: Owner, name: str) -> Path:
 
 def remove_prefixes(path: Path, owner: Owner) -> None:
     """Overwrite and delete all prefixes of an owner, also one that a killed process had begun to write."""
-    for file in prefix_folder(path).glob(f"*{owner_digest(owner)}-*"):
+    for file in _prefixes(prefix_folder(path), owner):
         try:
             _overwrite(file)
             file.unlink(missing_ok=True)
         except OSError as error:
             raise FileError(f"the stored prefix {file} cannot be removed ({error.strerror}); remove it") from None
+
+
+def _prefixes(folder: Path, owner: Owner) -> list[Path]:
+    """Prefixes of an owner; FileError for a folder that cannot be looked into, since they would stay."""
+    try:
+        return [file for file in folder.iterdir() if f"{owner_digest(owner)}-" in file.name]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        why = f"stored prefixes in {folder} cannot be removed ({error.strerror}), so nothing is forgotten"
+        raise FileError(f"{why}; check whose folder it is") from None
 
 
 def _overwrite(file: Path) -> None:

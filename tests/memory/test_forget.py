@@ -11,6 +11,7 @@ import pytest
 
 from kvfold.errors import FileError
 from kvfold.memory import Memory
+from kvfold.memory.prefix_files import prefix_folder
 from tests.memory.conftest import MakeMemory
 
 SECRET = "Xylophone-4711"
@@ -70,6 +71,7 @@ import pytest
 
 from kvfold.errors import FileError
 from kvfold.memory import Memory
+from kvfold.memory.prefix_files import prefix_folder
 from kvfold.memory.database import Database
 Database.scrub = lambda self: os.kill(os.getpid(), signal.SIGKILL)
 Memory({str(path)!r}, "anna", embedder="hashed").forget()
@@ -102,4 +104,13 @@ def test_an_id_that_no_fact_has_forgets_nothing(make: MakeMemory, number: int) -
     memory = make()
     memory.add("I live in Berlin.")
     assert memory.forget([number]) == 0
+    assert len(memory.facts()) == 1
+
+
+def test_nothing_is_forgotten_where_stored_prefixes_cannot_be_found(make: MakeMemory, path: Path) -> None:
+    memory = make()
+    memory.add("I live in Berlin.")
+    prefix_folder(path).write_text("no folder", encoding="utf-8")
+    with pytest.raises(FileError, match=r"cannot be removed \(Not a directory\), so nothing is forgotten"):
+        memory.forget()
     assert len(memory.facts()) == 1
