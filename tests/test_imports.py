@@ -19,10 +19,10 @@ ROOT = Path(kvfold.__file__).parent
 # Each level may import itself and every level below it.
 LEVELS = (
     ("__main__",),
-    ("cli",),
+    ("cli", "vllm"),
     ("serve", "bench", "train"),
     ("__init__",),  # the public names
-    ("memory", "pipeline", "recurse"),
+    ("memory", "packed", "pipeline", "recurse"),
     ("answering", "batch", "drop_in", "episodes", "session", "testing"),
     ("reply", "session_io", "tfidf"),
     ("shortening",),

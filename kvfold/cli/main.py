@@ -33,6 +33,7 @@ from kvfold.cli import (
     memory,
     models,
     new,
+    pack,
     policies,
     profile,
     read,
@@ -50,7 +51,7 @@ from kvfold.serve.ops.json_output import json_output
 
 _TEXTS = (run, chat, read, shorten, memory)
 _FITTING = (fit_prompt, label, train_scorer, profile, calibrate)
-COMMANDS = (*_TEXTS, serve, cache, demo, bench, report, models, policies, new, *_FITTING, env, completion)
+COMMANDS = (*_TEXTS, serve, cache, pack, demo, bench, report, models, policies, new, *_FITTING, env, completion)
 _ADVICE = "raise {}, use a policy that keeps less, or shorten the text"
 _EPILOG = f"""examples:
   kvfold demo                                      KV cache compression on a small model, in minutes on any CPU

@@ -7,7 +7,7 @@ A tier does not raise on failure: a failed put stores nothing, a failed get is a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import BinaryIO, ClassVar, Generic, TypeVar
 
 from kvfold.errors import InputError
@@ -63,3 +63,15 @@ class ByteTier(Tier[bytes, BinaryIO]):
         file = self.get(key, at)
         if file is not None:
             file.close()
+
+    def has(self, key: Key) -> bool:
+        """Whether a live entry is there; its time to live stays as it is."""
+        file = self.get(key, 0.0)
+        if file is None:
+            return False
+        file.close()
+        return True
+
+    def num_leading(self, keys: Sequence[Key]) -> int:
+        """How many of these, from the first one on, are there."""
+        return next((number for number, key in enumerate(keys) if not self.has(key)), len(keys))

@@ -1,4 +1,4 @@
-"""Exclusive folder lock (flock) and atomic entry writes of the disk tier.
+"""Folder locks (flock), exclusive or shared, and atomic entry writes of the disk tiers.
 
 The kernel releases the lock when the process ends. It is on the file, not on its name: after the folder is deleted and
 recreated, the old lock does not hold the new one. Entries contain prompt data, so only the owner can read the files.
@@ -20,10 +20,11 @@ _PAUSE_S = 0.02
 _MOST_TRIES = 8
 
 
-def lock_folder(folder: Path, private: Path) -> TextIO:
-    """Create the folder and its `private` subfolder (mode 700) and lock it until the returned file is closed."""
+def lock_folder(folder: Path, private: Path, *, shared: bool = False) -> TextIO:
+    """Create the folder and its `private` subfolder (mode 700) and lock it until the returned file is closed; `shared`
+    with other processes that share it, against those that lock it alone."""
     for _ in range(_MOST_TRIES):
-        file = _locked(folder, private)
+        file = _locked(folder, private, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
         if holds_lock(file, folder):
             return file
         file.close()  # it was deleted before it was locked
@@ -38,7 +39,7 @@ def holds_lock(file: TextIO, folder: Path) -> bool:
         return False
 
 
-def _locked(folder: Path, private: Path) -> TextIO:
+def _locked(folder: Path, private: Path, how: int) -> TextIO:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         private.mkdir(exist_ok=True, mode=0o700)
@@ -46,19 +47,19 @@ def _locked(folder: Path, private: Path) -> TextIO:
     except OSError as error:
         raise FileError(f"{folder} cannot be used as a store ({error}); choose another folder") from error
     try:
-        _lock(file)
+        _lock(file, how)
     except OSError as error:
         file.close()
         raise FileError(f"{folder} is in use by another store; close that one, or choose another folder") from error
     return file
 
 
-def _lock(file: TextIO) -> None:
+def _lock(file: TextIO, how: int) -> None:
     """OSError if another process keeps the lock for _PATIENCE_S."""
     until = time.monotonic() + _PATIENCE_S
     while True:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, how | fcntl.LOCK_NB)
             return
         except BlockingIOError:
             if time.monotonic() > until:

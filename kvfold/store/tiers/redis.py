@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from threading import Lock
 from typing import Any, BinaryIO, Literal
 
@@ -130,6 +130,22 @@ class RedisTier(ByteTier):
         names = self._try("read", lambda: list(self._redis.scan_iter(f"{_PREFIX}*", count=1000))) or []
         keys = (Key.parse(name.decode(errors="replace").removeprefix(_PREFIX)) for name in names)
         return iter([key for key in keys if key is not None])
+
+    def has(self, key: Key) -> bool:
+        return bool(self._try("read", lambda: self._redis.exists(_name(key))))
+
+    def num_leading(self, keys: Sequence[Key]) -> int:
+        """One round trip for all of them."""
+
+        def ask() -> list[int]:
+            with self._redis.pipeline(transaction=False) as pipeline:
+                for key in keys:
+                    pipeline.exists(_name(key))
+                found: list[int] = pipeline.execute()
+                return found
+
+        found = self._try("read", ask) or []
+        return next((number for number, exists in enumerate(found) if not exists), len(found))
 
     def answers(self) -> bool:
         return bool(self._try("read", self._redis.ping))

@@ -1,0 +1,82 @@
+"""`kvfold pack`: compress a document once into an entry that vLLM serves questions on."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+
+from kvfold.cli import show
+from kvfold.cli.options import (
+    Subparsers,
+    add_json_option,
+    add_model_options,
+    add_option,
+    add_secret_option,
+    check_out,
+    load_model,
+    nonempty,
+    parse_policy,
+    positive,
+    read_document,
+)
+from kvfold.policy.size import bytes_text
+
+_POLICY = "keydiff + uniform + 4x"
+_EPILOG = """examples:
+  kvfold pack handbook.txt --store /var/kvfold --dtype bfloat16 --out handbook.json
+  kvfold pack handbook.txt --store redis://cache:6379/0 --policy "keydiff + uniform + 512tok"
+
+Every head keeps the same number of slots, in whole blocks: budgets that differ between heads, codecs and fitted biases
+are refused, as vLLM cannot hold them. --dtype is the one that vLLM runs. --out writes what a client needs to ask:
+kvfold.packed.PackedPrefix reads it. vLLM reads the entry through the connector kvfold.vllm; see docs/vllm.md.
+"""
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the command to the subcommands of `kvfold`."""
+    parser = subparsers.add_parser(
+        "pack",
+        help="compress a document into an entry for vLLM",
+        description="Compress a document once into an entry of a store; vLLM answers questions on it by its connector.",
+        epilog=_EPILOG,
+    )
+    parser.add_argument("file", metavar="FILE", help="the document, UTF-8; - is stdin")
+    add_option(parser, "--store", "PLACE", "folder or redis://HOST:PORT/N that vLLM reads", nonempty, required=True)
+    add_option(parser, "--policy", "POLICY", "what stays, question-agnostic, with uniform budgets", str, _POLICY)
+    parser.add_argument("--for", dest="engine", default="vllm", choices=("vllm",), help="engine (default: %(default)s)")
+    text = "slots are a multiple of it: vLLM's --block-size, or a multiple of that"
+    add_option(parser, "--block-size", "N", text, positive, 128)
+    add_option(parser, "--out", "FILE", "write what a client needs, as JSON", Path)
+    add_secret_option(parser)
+    add_json_option(parser)
+    add_model_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check arguments, then load, prefill, compress, write."""
+    policy = parse_policy(args.policy)
+    if args.out is not None:
+        check_out(args.out)
+    text = read_document(args.file)
+    from kvfold.packed.client import FORMAT  # here: help comes without torch
+    from kvfold.packed.pack import check_policy_packable, pack
+    from kvfold.store.entry.format import read_secret
+    from kvfold.store.tiers.places import open_place
+
+    check_policy_packable(policy)
+    secret = read_secret(args.store_secret)
+    tier = open_place(args.store)
+    model = load_model(args)
+    with show.waiting(f"pack {args.file}"):
+        packed = pack(model, text, policy, tier, block_size=args.block_size, secret=secret)
+    tier.close()
+    if args.out is not None:
+        packed.save(args.out)
+    if args.json:
+        show.print_json({"format": FORMAT, **asdict(packed)})
+        return 0
+    kept = f"{packed.num_tokens:,} tokens -> {packed.num_slots:,} slots ({packed.num_tokens / packed.num_slots:.1f}x)"
+    print(f"{packed.entry}\n{kept}, {bytes_text(packed.num_bytes)}, {packed.dtype}, {packed.policy}")
+    return 0
