@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -66,4 +67,5 @@ class LabelParts:
             return
         for path in (*self.folder.glob("*.safetensors"), *self.folder.glob(f".*{TEMPORARY}")):
             path.unlink(missing_ok=True)
-        self.folder.rmdir()
+        with suppress(OSError):  # somebody else's files stay
+            self.folder.rmdir()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kvfold.compression.round import check_size
+from kvfold.compression.view import size_facts
 from kvfold.engine.runner import Runner
 from kvfold.errors import InputError, LogitsError
 from kvfold.models.check import check_policy
@@ -66,6 +67,19 @@ class Labeller:
         sample = self.runner.new_sequence(self.policy)
         try:
             check_size(sample, num_tokens)
+        finally:
+            sample.release()
+
+    def keeps_all(self, num_tokens: int) -> bool:
+        """Whether a context of so many tokens would be stored whole and exactly."""
+        stage, is_lossy = self.policy.prefill, not all(codec.lossless for codec in self.policy.codec.codecs)
+        if is_lossy or self.policy.token_pruning.prunes or (stage.size is not None and stage.budget.may_leave):
+            return False
+        if stage.size is None:
+            return True
+        sample = self.runner.new_sequence(self.policy)
+        try:
+            return stage.size.slots_per_head(size_facts(sample, num_tokens)) >= num_tokens
         finally:
             sample.release()
 

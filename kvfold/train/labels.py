@@ -116,7 +116,13 @@ class LabelRun:
                 f'no text is longer than the context of {plan.context} tokens, so "{self.labeller.policy.short}" '
                 "would compress nothing; use a smaller context, or the policy full"
             )
-        self.labeller.check_context(plan.context - 1 + len(self._bos))
+        num_cached = plan.context - 1 + len(self._bos)
+        self.labeller.check_context(num_cached)
+        if self.labeller.keeps_all(num_cached):
+            raise InputError(
+                f'policy "{self.labeller.policy.short}" keeps all {num_cached} tokens of a context as they are; use a '
+                "smaller size, a longer context, or the policy full"
+            )
 
     @property
     def num_labels(self) -> int:

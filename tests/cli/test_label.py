@@ -43,13 +43,15 @@ def test_bad_input_is_one_line(call: Call, folder: Path, document: Path, tmp_pat
     ):
         done = call("label", "--model", folder, *arguments, *out)
         assert done.code == 2 and message in done.err and list(tmp_path.iterdir()) == [], done.err
+    done = call("label", "--model", folder, document, "--out", document)
+    assert done.code == 2 and "is one of the texts" in done.err
     done = call("train-scorer", "--model", folder, "--labels", document, *out)
     assert (done.code, done.err.count("\n")) == (2, 1) and "is no file of labels" in done.err
 
 
 def test_killed_and_interrupted_runs_go_on(start: Start, call: Call, folder: Path, tmp_path: Path) -> None:
     text, out = tmp_path / "long.txt", tmp_path / "labels.safetensors"
-    text.write_text("".join(chr(97 + number * number % 26) for number in range(5_000)), encoding="utf-8")
+    text.write_text("".join(chr(97 + number * number % 26) for number in range(2_000)), encoding="utf-8")
     options = ("label", text, "--model", folder, "--policy", "streaming + 2x", *CUT, "--batch", 1, "--out", out)
     parts, seen = tmp_path / "labels.safetensors.parts", 0
     for sent in (signal.SIGKILL, signal.SIGINT):

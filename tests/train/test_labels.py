@@ -148,6 +148,8 @@ def test_every_token_is_labelled_once(lens: list[int], window: int, context: int
         ({"window": 100, "context": 100}, "choose from 1 to 99"),
         ({"policy": "streaming + 2x", "context": 600}, "no text is longer than the context"),
         ({"policy": "streaming + 2x", "window": 120, "context": 100}, "below the 68 that must fit"),
+        ({"policy": "streaming + 200tok", "context": 150}, "keeps all 149 tokens"),
+        ({"policy": "slot", "context": 150}, "keeps all 149 tokens"),
         ({"policy": "quest"}, "selects what it reads in decode steps"),
         ({"policy": "shorten(graph, 2x)"}, "shortens texts"),
         ({"texts": ["a"]}, "too few tokens"),
