@@ -64,15 +64,20 @@ class LabelBatches:
     def _next_group(self) -> Sequence[LabelInput]:
         begin = self._begin + len(self._held)
         fed = sum(len(window.fed) for window in self._windows[self._begin : begin])
-        cached, end = 0, begin
+        cached, end, most_together = 0, begin, min(self._most_together, self._num_fitting())
         for window in self._windows[begin:]:
             fed, cached = fed + len(window.fed), cached + len(window.cached)
             is_full = self._batch is None and fed > self._pass_tokens and end > self._begin
             is_long = cached > self._prefill_tokens and end > begin
-            if is_full or is_long or end - self._begin >= self._most or end - begin >= self._most_together:
+            if is_full or is_long or end - self._begin >= self._most or end - begin >= most_together:
                 break
             end += 1
         return self._windows[begin:end]
+
+    def _num_fitting(self) -> int:
+        """How many more contexts as large as the largest one held should fit; a prefill that does not fit is lost."""
+        largest = max((cache.resident_bytes for cache in self._held if cache.logical_len), default=0)
+        return self._labeller.runner.arena.free_bytes // largest if largest else sys.maxsize
 
     def _label(self) -> LabelledBatch:
         held = self._windows[self._begin : self._begin + len(self._held)]
