@@ -2,8 +2,8 @@
 
 A replay score with `surprise` (`kvzip(surprise=2)`) counts a query by the surprise of the token that it is about to
 repeat. By default this is the model's own surprise with all of the text before it. Labels put another teacher's in its
-place: a larger model's, or that of a compressed cache, which is surprised by what it has lost too. Key tokens of long
-contexts are told in this way (LongPPL, arXiv:2410.23771: by how much a cut context lowers their probability).
+place: a larger model's, or that of a compressed cache, which is surprised by what it has lost too. LongPPL
+(arXiv:2410.23771) tells key tokens by how much a cut context lowers their probability; here the surprise alone counts.
 """
 
 from __future__ import annotations
