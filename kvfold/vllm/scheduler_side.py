@@ -37,6 +37,9 @@ class Recent:
         if len(self._at) > _MOST_RECENT:
             self._at.popitem(last=False)
 
+    def discard(self, digest: str) -> None:
+        self._at.pop(digest, None)
+
     def __contains__(self, digest: str) -> bool:
         return time.monotonic() - self._at.get(digest, -_FORGET_S) < _FORGET_S
 
@@ -183,15 +186,18 @@ class SchedulerSide:
             plan.stores.append(ChunkTransfer(name, prompt.tenant, chunks))
 
     def _is_stored(self, prompt: Prompt, key: Key) -> bool:
-        if key.digest in self._given:
-            return True
+        """Or on its way, given to the workers and not seen yet."""
         bindings = [self._facts.binding(prompt.tenant, layout) for layout in self._layouts]
-        return all(self._store.has(key._replace(scope=binding.scope)) for binding in bindings)
+        if all(self._store.has(key._replace(scope=binding.scope)) for binding in bindings):
+            self._given.discard(key.digest)
+            return True
+        return key.digest in self._given
 
     def reported(self, report: WorkerReport) -> None:
         """What workers could not load."""
         for digest in report.bad_digests:
             self._bad.add(digest)
+            self._given.discard(digest)  # it is stored again by the request that computes it
         for name, reason in report.failed.items():
             request = self._requests.get(name)
             if request is not None and self._packed.use(name) is not None:

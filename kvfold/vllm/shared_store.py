@@ -32,7 +32,8 @@ class SharedStore:
         self.events = events
         self._queue = BackgroundQueue(_QUEUE_BYTES)
         quarantine = Quarantine(Path(settings.store) / "quarantine") if settings.store else None
-        self._tiered = TieredCache(tiers, events, self._queue, quarantine, BadCopies(time.time))
+        self._bad = BadCopies(time.time)
+        self._tiered = TieredCache(tiers, events, self._queue, quarantine, self._bad)
 
     def num_leading(self, keys: Sequence[Key]) -> int:
         """How many of these, from the first one on, a tier has."""
@@ -56,8 +57,10 @@ class SharedStore:
         return self._tiered.put_async(key, num_bytes, lambda: encode(lease), lease)
 
     def drop(self, copy: Copy, error: InvalidEntry) -> None:
-        """A copy that failed its check."""
+        """A copy that failed its check; where it could be deleted, another process may write a new one at once."""
         self._tiered.quarantine(copy, error)
+        if not copy.tier.has(copy.key):
+            self._bad.remove(copy.tier.name, copy.key)
 
     def close(self) -> None:
         self._queue.close()
