@@ -45,6 +45,11 @@ def add_parser(subparsers: Subparsers) -> None:
     add_option(parser, "--store", "PLACE", "folder or redis://HOST:PORT/N that vLLM reads", nonempty, required=True)
     add_option(parser, "--policy", "POLICY", "what stays, question-agnostic, with uniform budgets", str, _POLICY)
     parser.add_argument("--for", dest="engine", default="vllm", choices=("vllm",), help="engine (default: %(default)s)")
+    parser.add_argument(
+        "--ragged",
+        action="store_true",
+        help="heads of different lengths and biases, for vLLM with KVFOLD_VLLM_RAGGED=1 on a CPU (experimental)",
+    )
     text = "slots are a multiple of it: vLLM's --block-size, or a multiple of that"
     add_option(parser, "--block-size", "N", text, positive, 128)
     add_option(parser, "--out", "FILE", "write what a client needs, as JSON", Path)
@@ -65,12 +70,12 @@ def run(args: argparse.Namespace) -> int:
     from kvfold.store.entry.format import read_secret
     from kvfold.store.tiers.places import open_place
 
-    check_policy_packable(policy)
+    check_policy_packable(policy, ragged=args.ragged)
     secret = read_secret(args.store_secret)
     tier = open_place(args.store)
     model = load_model(args)
     with show.waiting(f"pack {args.file}"):
-        packed = pack(model, text, policy, tier, block_size=args.block_size, secret=secret)
+        packed = pack(model, text, policy, tier, block_size=args.block_size, ragged=args.ragged, secret=secret)
     tier.close()
     if args.out is not None:
         packed.save(args.out)

@@ -37,6 +37,7 @@ class PackedPrefix:
         dtype: Of weights and KV cache; the engine has to run the same one.
         policy: What kept the slots, with the size that was rounded to whole blocks.
         has_template: Whether the document stands in an open user turn of the chat template.
+        is_ragged: Whether heads have lengths of their own; `num_slots` are then their room on average.
     """
 
     entry: str
@@ -48,6 +49,7 @@ class PackedPrefix:
     dtype: str
     policy: str
     has_template: bool
+    is_ragged: bool = False
 
     @property
     def placeholder_ids(self) -> list[int]:

@@ -6,7 +6,11 @@ queries at the distance it had. Positions below zero are as good as others.
 
     block "sequence"    lens: int64 [T, n, vocabulary]
     block of a layer    k, v: [n, H, D] in the dtype of the KV cache
+    of a ragged one     k, v: [S, D], head after head; lens: int64 [H], which sum up to S <= n * H; bias: fp32 [S]
     key                 tokens 0 … n; its digest covers the binding and all content, so it names this entry alone
+
+In a ragged entry heads have lengths of their own. The engine's blocks of n placeholders are then plain memory with room
+for n * H slots of a layer, which only an attention backend that knows of them reads (`kvfold.vllm.ragged`).
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,15 +27,15 @@ from kvfold.core import Rope
 from kvfold.store.entry.format import EntryReader, Fields, InvalidEntry
 from kvfold.store.key import Binding, Key, digest_text
 
+PackedKind = Literal["packed", "ragged"]
 SEQUENCE = "sequence"
 TTL_S = 10 * 365 * 86400.0  # packed on purpose: they go when they are deleted, or behind all others
 
 
-def rotate_keys(rope: Rope, k_nHD: Tensor, num_tokens: int) -> Tensor:
-    """Keys of n slots of a document of `num_tokens`, as if the document had n tokens."""
-    num_slots = len(k_nHD)
-    shift_nH = torch.full(k_nHD.shape[:2], num_slots - num_tokens, dtype=torch.int64, device=k_nHD.device)
-    return rope.rotate(k_nHD, shift_nH)
+def rotate_keys(rope: Rope, k: Tensor, num_tokens: int, num_slots: int) -> Tensor:
+    """Keys [..., D] of a document of `num_tokens`, as if it had `num_slots` tokens."""
+    shift = torch.full(k.shape[:-1], num_slots - num_tokens, dtype=torch.int64, device=k.device)
+    return rope.rotate(k, shift)
 
 
 def rope_digest(config: Any) -> str:
@@ -40,10 +44,12 @@ def rope_digest(config: Any) -> str:
     return digest_text(json.dumps(found, sort_keys=True, default=str))
 
 
-def packed_binding(weights: str, dtype: torch.dtype, rope: str, policy: str, signer: str) -> Binding:
+def packed_binding(
+    weights: str, dtype: torch.dtype, rope: str, policy: str, signer: str, kind: PackedKind = "packed"
+) -> Binding:
     """What the slots depend on besides the document."""
     name = str(dtype)
-    return Binding("packed", weights, name, name, rope, "", policy, "", 0, 0, "", signer=signer)
+    return Binding(kind, weights, name, name, rope, "", policy, "", 0, 0, "", signer=signer)
 
 
 def packed_key(binding: Binding, num_slots: int, blocks: Mapping[str, Fields]) -> Key:
@@ -63,6 +69,24 @@ def packed_blocks(num_tokens: int, vocab_size: int, layers: Sequence[tuple[Tenso
     return {SEQUENCE: {"lens": lens}, **rows}
 
 
+class RaggedRows(NamedTuple):
+    """Slots of one layer, [S, D], head after head."""
+
+    lens: list[int]  # by head
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None  # fp32 [S]
+
+
+def ragged_blocks(num_tokens: int, num_slots: int, vocab_size: int, layers: Sequence[RaggedRows]) -> dict[str, Fields]:
+    """Of every layer, keys rotated; `num_slots`: placeholders."""
+    blocks: dict[str, Fields] = {SEQUENCE: {"lens": torch.tensor([num_tokens, num_slots, vocab_size])}}
+    for index, rows in enumerate(layers):
+        bias = {} if rows.bias is None else {"bias": rows.bias}
+        blocks[str(index)] = {"lens": torch.tensor(rows.lens), "k": rows.k, "v": rows.v, **bias}
+    return blocks
+
+
 class LayerRows(NamedTuple):
     """Slots of one layer, [n, H, D]."""
 
@@ -77,7 +101,8 @@ class PackedReader:
     def __init__(self, file: BinaryIO, key: Key, *, secret: bytes = b"") -> None:
         self._reader = EntryReader(file, key, None, secret=secret)
         self.facts = self._reader.facts
-        if self.facts.get("kind") != "packed":
+        self.is_ragged = self.facts.get("kind") == "ragged"
+        if not self.is_ragged and self.facts.get("kind") != "packed":
             raise InvalidEntry("foreign", "it is no packed prefix")
         self._blocks = self._reader.blocks()
         name, fields = next(self._blocks, ("", {}))
@@ -91,16 +116,35 @@ class PackedReader:
     def layers(self, shapes: Mapping[int, tuple[int, int]]) -> Iterator[LayerRows]:
         """Rows of every layer in order, as they are read and checked. `shapes`: heads and head dim by layer, of those
         that are wanted; others are checked and left out."""
+        for index, fields in self._named(shapes):
+            wanted = (self.num_slots, *shapes[index])
+            k, v = fields.get("k"), fields.get("v")
+            if k is None or v is None or k.shape != wanted or v.shape != wanted:
+                raise InvalidEntry("foreign", f"layer {index} is not of shape {wanted}, as the model's")
+            yield LayerRows(index, k, v)
+
+    def ragged_layers(self, shapes: Mapping[int, tuple[int, int]]) -> Iterator[tuple[int, RaggedRows]]:
+        """The same of a ragged entry."""
+        for index, fields in self._named(shapes):
+            heads, dim = shapes[index]
+            lens, k, v, bias = (fields.get(name) for name in ("lens", "k", "v", "bias"))
+            if lens is None or lens.dtype != torch.int64 or lens.shape != (heads,) or bool((lens < 0).any()):
+                raise InvalidEntry("foreign", f"layer {index} has no lengths of {heads} heads")
+            total = int(lens.sum())
+            fits = k is not None and v is not None and k.shape == v.shape == (total, dim)
+            if k is None or v is None or not fits or total > heads * self.num_slots:
+                raise InvalidEntry("foreign", f"layer {index} does not hold {total} slots of {dim} dims")
+            if bias is not None and (bias.shape != (total,) or bias.dtype != torch.float32):
+                raise InvalidEntry("foreign", f"layer {index} has other biases than slots")
+            yield index, RaggedRows(lens.tolist(), k, v, bias)
+
+    def _named(self, shapes: Mapping[int, tuple[int, int]]) -> Iterator[tuple[int, Fields]]:
         expected = 0
         for name, fields in self._blocks:
-            if name != str(expected) or set(fields) != {"k", "v"}:
+            if name != str(expected):
                 raise InvalidEntry("corrupt", f'its layer {expected} is called "{name}"')
-            k, v = fields["k"], fields["v"]
             if expected in shapes:
-                wanted = (self.num_slots, *shapes[expected])
-                if k.shape != wanted or v.shape != wanted:
-                    raise InvalidEntry("foreign", f"layer {expected} is {tuple(k.shape)}, and the model's {wanted}")
-                yield LayerRows(expected, k, v)
+                yield expected, fields
             expected += 1
         if missing := [layer for layer in shapes if layer >= expected]:
             raise InvalidEntry("foreign", f"it has {expected} layers, and the model has layer {missing[0]}")

@@ -10,9 +10,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
-from torch import Tensor, stack
+from torch import Tensor, cat, stack
 
 from kvfold.engine.layer_major import Progress
 from kvfold.errors import FileError, InputError, ModelError, PolicyError
@@ -20,14 +21,24 @@ from kvfold.models.digest import weights_digest
 from kvfold.models.loader import Model
 from kvfold.models.pull.pull import resolve
 from kvfold.packed.client import PackedPrefix
-from kvfold.packed.entry import TTL_S, packed_binding, packed_blocks, packed_key, rope_digest, rotate_keys
+from kvfold.packed.entry import (
+    TTL_S,
+    PackedKind,
+    RaggedRows,
+    packed_binding,
+    packed_blocks,
+    packed_key,
+    ragged_blocks,
+    rope_digest,
+    rotate_keys,
+)
 from kvfold.pages.page_config import PageConfig
 from kvfold.pages.read import stored_slots
 from kvfold.policy.policy import Policy
 from kvfold.policy.registry import term_of
 from kvfold.policy.size import SizeFacts, Tokens
 from kvfold.session import Session
-from kvfold.store.entry.format import encode, signer_of
+from kvfold.store.entry.format import Fields, encode, signer_of
 from kvfold.store.store import check_reuse
 from kvfold.store.tiers.base import ByteTier
 from kvfold.store.tiers.eviction import Lease
@@ -42,25 +53,33 @@ def pack(
     tier: ByteTier,
     *,
     block_size: int = BLOCK_SIZE,
+    ragged: bool = False,
     secret: bytes = b"",
     progress: Progress | None = None,
 ) -> PackedPrefix:
-    """Compress a document into an entry of the tier. The size of the policy is rounded up to whole blocks."""
+    """Compress a document into an entry of the tier. The size of the policy is rounded up to whole blocks.
+
+    `ragged` takes policies whose heads differ in length, for an engine with kvfold's attention backend.
+    """
     policy = Policy.parse(policy)
-    check_packable(model, policy)
+    check_packable(model, policy, ragged=ragged)
     weights = weights_digest(checkpoint_folder(model))
     with Session(model) as probe:
         num_tokens = len(probe.conversation.text_ids(text, "start", []))
-    sized = in_blocks(policy, num_tokens, block_size)
+    sized = _undecoded(policy) if ragged else in_blocks(policy, num_tokens, block_size)
+    vocab_size = min(model.spec.vocab_size, len(model.tokenizer))
     with Session(model, sized) as session:
         session.extend(text, progress=progress)
-        layers = list(_rows(session))
         has_template = session.template is not None
-    vocab_size = min(model.spec.vocab_size, len(model.tokenizer))
-    blocks = packed_blocks(num_tokens, vocab_size, layers)
+        if ragged:
+            num_slots, blocks = _ragged(session, vocab_size, block_size)
+        else:
+            layers = list(_rows(session))
+            num_slots, blocks = len(layers[0][0]), packed_blocks(num_tokens, vocab_size, layers)
     rope = rope_digest(model.hf.config.get_text_config())
-    binding = packed_binding(weights, model.spec.dtype, rope, sized.fingerprint, signer_of(secret))
-    key = packed_key(binding, len(layers[0][0]), blocks)
+    kind: PackedKind = "ragged" if ragged else "packed"
+    binding = packed_binding(weights, model.spec.dtype, rope, sized.fingerprint, signer_of(secret), kind)
+    key = packed_key(binding, num_slots, blocks)
     lease = Lease(time.time(), TTL_S, 0.0)
     data = encode(key, binding, blocks, lease, secret)
     if not tier.put(key, data, lease):
@@ -75,6 +94,7 @@ def pack(
         dtype=str(model.spec.dtype).removeprefix("torch."),
         policy=sized.short,
         has_template=has_template,
+        is_ragged=ragged,
     )
 
 
@@ -88,17 +108,18 @@ def checkpoint_folder(model: Model) -> Path:
     return Path(snapshot_download(model.name, local_files_only=True))
 
 
-def check_packable(model: Model, policy: Policy) -> None:
+def check_packable(model: Model, policy: Policy, *, ragged: bool = False) -> None:
     """ModelError or PolicyError names what the blocks of an engine cannot hold."""
     for reason in _model_reasons(model):
         raise ModelError(f"{model.name} {reason}")
     check_reuse(policy, model.spec)
-    check_policy_packable(policy)
+    check_policy_packable(policy, ragged=ragged)
 
 
-def check_policy_packable(policy: Policy) -> None:
+def check_policy_packable(policy: Policy, *, ragged: bool = False) -> None:
     """PolicyError names what the blocks of an engine cannot hold, of any model."""
-    for reason in _policy_reasons(policy):
+    reasons = _common_reasons(policy) if ragged else chain(_common_reasons(policy), _even_reasons(policy))
+    for reason in reasons:
         raise PolicyError(f'policy "{policy.short}" {reason}')
 
 
@@ -115,18 +136,11 @@ def _model_reasons(model: Model) -> Iterator[str]:
         yield "has positions in three dimensions (M-RoPE), which one shift does not move; use another model"
 
 
-def _policy_reasons(policy: Policy) -> Iterator[str]:
-    stage = policy.prefill
-    if not stage.evicts or stage.size is None:
+def _common_reasons(policy: Policy) -> Iterator[str]:
+    if not policy.prefill.evicts:
         yield 'evicts nothing; write for example "keydiff + uniform + 4x"'
-    if not stage.budget.is_even:
-        name = term_of(stage.budget).name
-        yield f"gives heads or layers different lengths ({name}), and an engine's blocks have one; use uniform"
     if any(not codec.lossless for codec in policy.codec.codecs):
         yield "quantises slots, and the engine's blocks have its own KV dtype; leave the codec out"
-    if stage.evicted.has_bias:
-        name = term_of(stage.evicted).name
-        yield f"gives slots a bias ({name}), which an engine's attention does not read; use drop"
     if policy.recall is not None:
         yield "recalls evicted slots, which an engine does not; leave recall out"
     if policy.position.shifts:
@@ -135,6 +149,17 @@ def _policy_reasons(policy: Policy) -> Iterator[str]:
         yield f"reads selected slots ({term_of(policy.attend).name}), and an engine reads all; leave it out"
     if policy.shorten is not None:
         yield "shortens the text; run kvfold shorten first, and pack what it prints"
+
+
+def _even_reasons(policy: Policy) -> Iterator[str]:
+    """What blocks of one length for all heads cannot hold."""
+    stage = policy.prefill
+    if not stage.budget.is_even:
+        name = term_of(stage.budget).name
+        yield f"gives heads or layers different lengths ({name}), and an engine's blocks have one; use uniform"
+    if stage.evicted.has_bias:
+        name = term_of(stage.evicted).name
+        yield f"gives slots a bias ({name}), which an engine's attention does not read; use drop"
     if stage.size is not None and stage.size.counts_bytes:
         yield f"has a size in bytes ({stage.size}); write a ratio such as 4x, or slots such as 512tok"
 
@@ -152,7 +177,12 @@ def in_blocks(policy: Policy, num_tokens: int, block_size: int) -> Policy:
             f"{num_slots}, which saves nothing; pack a longer document, or give a higher ratio or smaller blocks"
         )
     stage = replace(policy.prefill, size=Tokens(num_slots + PageConfig.open_len))
-    return replace(policy, prefill=stage, decode=Policy.parse("full").decode)
+    return _undecoded(replace(policy, prefill=stage))
+
+
+def _undecoded(policy: Policy) -> Policy:
+    """Without eviction while decoding, which is the engine's."""
+    return replace(policy, decode=Policy.parse("full").decode)
 
 
 def _rows(session: Session) -> Iterator[tuple[Tensor, Tensor]]:
@@ -165,4 +195,24 @@ def _rows(session: Session) -> Iterator[tuple[Tensor, Tensor]]:
             raise PolicyError(f'policy "{session.policy.short}" left {found}, and an engine\'s blocks have one length')
         assert layer.rope is not None
         k_nHD, v_nHD = stack(slots.k, 1).cpu(), stack(slots.v, 1).cpu()
-        yield rotate_keys(layer.rope, k_nHD, len(session.token_ids)), v_nHD
+        yield rotate_keys(layer.rope, k_nHD, len(session.token_ids), len(k_nHD)), v_nHD
+
+
+def _ragged(session: Session, vocab_size: int, block_size: int) -> tuple[int, dict[str, Fields]]:
+    """Placeholders, in whole blocks, whose room the largest layer fills, and the blocks of the entry."""
+    spec, num_tokens = session.model.spec, len(session.token_ids)
+    stored = [stored_slots(session.cache, index, spec.kv_dtype) for index in range(spec.num_layers)]
+    most = max(-(-sum(slots.lens) // len(slots.lens)) for slots in stored)
+    num_slots = -(-most // block_size) * block_size
+    if num_slots >= num_tokens or session.cache.open.fill:
+        raise InputError(
+            f"the document has {num_tokens} tokens, and blocks of {block_size} for its largest layer have room for "
+            f"{num_slots}, which saves nothing; pack a longer document, or give a higher ratio or smaller blocks"
+        )
+    layers = []
+    for slots, layer in zip(stored, spec.layers, strict=True):
+        assert layer.rope is not None
+        k_SD, v_SD, bias_S = (cat(column).cpu() for column in (slots.k, slots.v, slots.bias))
+        k_SD = rotate_keys(layer.rope, k_SD, num_tokens, num_slots)
+        layers.append(RaggedRows(slots.lens, k_SD, v_SD, bias_S.float() if bool(bias_S.any()) else None))
+    return num_slots, ragged_blocks(num_tokens, num_slots, vocab_size, layers)

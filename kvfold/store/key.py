@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 FORMAT_REVISION = 2
 CHUNK_LEN = 256  # tokens
 
-Kind = Literal["chunks", "snapshots", "marks", "packed"]
+Kind = Literal["chunks", "snapshots", "marks", "packed", "ragged"]
 _TEXT = re.compile(r"([0-9a-f]{32})-([0-9a-f]{1,8})-([0-9a-f]{1,8})-([0-9a-f]{64})")
 
 

@@ -101,6 +101,10 @@ class FoldConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         self._copier.register(kv_caches, self._num_blocks)
 
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._copier.start_step(self._plan)
+
     def get_handshake_metadata(self) -> WorkerLayout:
         return self._copier.layout
 

@@ -49,6 +49,7 @@ class StepPlan(KVConnectorMetadata):
     loads: list[ChunkTransfer] = field(default_factory=list)
     stores: list[ChunkTransfer] = field(default_factory=list)
     packed: list[PackedTransfer] = field(default_factory=list)
+    ragged: dict[int, str] = field(default_factory=dict)  # entries of requests that run, by their first block
 
 
 @dataclass
@@ -57,6 +58,7 @@ class WorkerLayout(KVConnectorHandshakeMetadata):
 
     layout: str
     packed_refusal: str | None
+    ragged_refusal: str | None
 
 
 @dataclass

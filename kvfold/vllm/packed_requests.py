@@ -28,7 +28,9 @@ class PackedUse:
     entry: str
     num_slots: int
     num_tokens: int
+    is_ragged: bool = False
     is_served: bool = False
+    first_block: int = 0
 
 
 class Refused(Exception):
@@ -42,6 +44,7 @@ class PackedRequests:
         self._facts = facts
         self._store = store
         self.engine_refusal = facts.packed_refusal
+        self.ragged_refusal: str | None = None
         self._uses: dict[str, PackedUse] = {}
         self._refusals: dict[str, str] = {}
 
@@ -92,20 +95,23 @@ class PackedRequests:
         key = Key.parse(params[ENTRY]) if isinstance(params[ENTRY], str) else None
         if key is None or key.start != 0:
             raise Refused(f"{ENTRY} is no name of an entry; send the one that kvfold pack printed")
-        num_slots, num_tokens, vocab_size = self._read(key)
+        entry = self._read(key)
+        num_slots = entry.num_slots
+        if entry.is_ragged and self.ragged_refusal is not None:
+            raise Refused(self.ragged_refusal)
         if params.get(SLOTS, num_slots) != num_slots:
             raise Refused(f"{SLOTS} is {params[SLOTS]}, and the entry has {num_slots}")
         if num_slots % self._facts.block_size:
             size = self._facts.block_size
             raise Refused(f"the entry has {num_slots} slots, no whole blocks; pack it with --block-size {size}")
-        if ids[:num_slots] != placeholder_ids(key.text, num_slots, vocab_size):
+        if ids[:num_slots] != placeholder_ids(key.text, num_slots, entry.vocab_size):
             raise Refused("the prompt does not begin with the entry's placeholder ids; PackedPrefix gives them")
         if len(ids) == num_slots:
             raise Refused("the prompt has nothing behind the placeholder ids; add the question")
-        return PackedUse(key.text, num_slots, num_tokens)
+        return PackedUse(key.text, num_slots, entry.num_tokens, entry.is_ragged)
 
-    def _read(self, key: Key) -> tuple[int, int, int]:
-        """Slots, tokens and vocabulary of an entry that fits the engine."""
+    def _read(self, key: Key) -> PackedReader:
+        """The head of an entry that fits the engine; its file is closed."""
         copy = self._store.open(key)
         if copy is None:
             raise Refused(f"there is no entry {key.text} in the store; pack the document again")
@@ -118,7 +124,7 @@ class PackedRequests:
         mismatch = self._facts.packed_mismatch(reader.facts)
         if mismatch is not None:
             raise Refused(f"the entry does not fit: {mismatch}")
-        return reader.num_slots, reader.num_tokens, reader.vocab_size
+        return reader
 
 
 def _request_reasons(request: Any) -> Iterator[str]:

@@ -75,6 +75,7 @@ class SchedulerSide:
         self._layouts = [one.layout for one in layouts]
         refusals = [one.packed_refusal for one in layouts if one.packed_refusal is not None]
         self._packed.engine_refusal = self._facts.packed_refusal or next(iter(refusals), None)
+        self._packed.ragged_refusal = next((one.ragged_refusal for one in layouts if one.ragged_refusal), None)
 
     # Requests
 
@@ -168,6 +169,9 @@ class SchedulerSide:
         use = self._packed.use(name)
         if use is not None and is_new:
             use.is_served = computed >= use.num_slots
+            use.first_block = blocks[0][0] if blocks else 0
+        if use is not None and use.is_ragged:
+            plan.ragged[use.first_block] = use.entry
         prompt = self._prompts.get(name)
         if prompt is None or not self._can_store:
             return

@@ -51,7 +51,8 @@ class WorkerSide:
         self._rank = rank
         self._layers = layers  # attention layers by name, filled when the model is loaded
         self._caches: dict[str, Tensor] = {}
-        self._layout = WorkerLayout("", None)
+        self._layout = WorkerLayout("", None, None)
+        self._documents: dict[str, Any] = {}  # ragged ones by entry, of blocks that vLLM may still hold
         self._bad_blocks: set[int] = set()
         self._received: set[str] = set()
         self._report = WorkerReport()
@@ -66,7 +67,7 @@ class WorkerSide:
                     "blocks; set --block-size to what the attention backend uses"
                 )
         self._caches = dict(caches)
-        self._layout = WorkerLayout(self._describe(), self._packed_refusal())
+        self._layout = WorkerLayout(self._describe(), self._packed_refusal(), self._ragged_refusal())
 
     def _describe(self) -> str:
         kinds = []
@@ -82,6 +83,13 @@ class WorkerSide:
             impl = getattr(self._layers.get(name), "impl", None)
             if not hasattr(impl, "do_kv_cache_update"):
                 return f"the attention backend {type(impl).__name__} cannot write rows of its KV cache from outside"
+        return None
+
+    def _ragged_refusal(self) -> str | None:
+        if any(not hasattr(getattr(self._layers.get(name), "impl", None), "reads_ragged") for name in self._caches):
+            return "the entry has heads of different length, which vLLM reads on a CPU with KVFOLD_VLLM_RAGGED=1 alone"
+        if self._rank.tensor_size > 1:
+            return "the entry has heads of different length, which are not split over ranks; use one rank"
         return None
 
     @property
@@ -161,7 +169,29 @@ class WorkerSide:
         self._bad_blocks.update(packed.blocks)
         self._report.failed[packed.request_id] = f"the entry could not be loaded: {reason}; pack the document again"
 
+    def start_step(self, plan: StepPlan) -> None:
+        """Before the forward: which requests read ragged documents."""
+        if plan.ragged or self._documents:
+            from kvfold.vllm.ragged import ACTIVE  # here: only CPUs have it
+
+            ACTIVE.clear()
+            ACTIVE.update({block: self._documents[entry] for block, entry in plan.ragged.items()})
+
+    def _write_ragged(self, packed: PackedTransfer, reader: PackedReader) -> None:
+        from kvfold.vllm.ragged import LayerTable, RaggedDocument, fill_blocks
+
+        by_layer = {extract_layer_index(name): self._layers[name] for name in self._caches}
+        shapes = {index: (layer.num_kv_heads, layer.head_size) for index, layer in by_layer.items()}
+        tables = {}
+        for index, rows in reader.ragged_layers(shapes):
+            fill_blocks(by_layer[index].kv_cache, packed.blocks, packed.start, rows.k, rows.v)
+            tables[index] = LayerTable(rows.lens, rows.bias)
+        self._documents[packed.entry] = RaggedDocument(reader.num_slots, tables)
+
     def _write_rows(self, packed: PackedTransfer, reader: PackedReader) -> None:
+        if reader.is_ragged:
+            self._write_ragged(packed, reader)
+            return
         size = self._facts.block_size
         slots_n = (torch.tensor(packed.blocks)[:, None] * size + torch.arange(size)).flatten()
         by_layer = {extract_layer_index(name): self._layers[name] for name in self._caches}

@@ -54,7 +54,7 @@ def test_rotated_keys_meet_queries_at_their_old_distance(interleaved: bool) -> N
     for i in (0, 7, 300):
         there = rope.rotate(q_HD, torch.full((2,), num_tokens + i))
         here = rope.rotate(q_HD, torch.full((2,), num_slots + i))
-        expected, moved = (k_nHD * there).sum(-1), rotate_keys(rope, k_nHD, num_tokens)
+        expected, moved = (k_nHD * there).sum(-1), rotate_keys(rope, k_nHD, num_tokens, num_slots)
         torch.testing.assert_close((moved * here).sum(-1), expected, rtol=1e-4, atol=1e-4)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,15 @@ def test_the_connector_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(MissingExtra, match=r'pip install "kvfold\[vllm\]"'):
-        importlib.import_module("kvfold.vllm")
+        _ = importlib.import_module("kvfold.vllm").FoldConnector
+
+
+def test_vllm_finds_the_plug_in_which_does_nothing_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVFOLD_VLLM_RAGGED", raising=False)
+    text = (Path(kvfold.__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    project = tomllib.loads(text)["project"]
+    module, _, function = project["entry-points"]["vllm.general_plugins"]["kvfold"].partition(":")
+    getattr(importlib.import_module(module), function)()
 
 
 def test_nothing_else_imports_it() -> None:

@@ -19,6 +19,9 @@ def main() -> None:
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
+    from kvfold.vllm.plugin import register
+
+    register()  # as vLLM does, where the metadata of the installed package is not that of an older checkout
     transfer = options.pop("transfer", None)
     config = None if transfer is None else KVTransferConfig(**transfer)
     common = {"dtype": "float32", "enforce_eager": True, "disable_log_stats": False}
