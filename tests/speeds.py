@@ -334,6 +334,20 @@ QUICK: dict[str, dict[str, int]] = {
     "tests/serve/cache/test_source.py": {
         "test_a_hit_is_bitwise_the_cold_request": 2,
     },
+    "tests/serve/replicas/test_proxy.py": {
+        "test_a_body_that_does_not_come_is_408_in_the_clients_shape": 1,
+        "test_a_replica_that_is_killed_costs_no_request_and_comes_back": 0,
+        "test_a_request_that_kills_its_replica_is_tried_once_more_and_no_further": 0,
+    },
+    "tests/serve/replicas/test_replicas.py": {
+        "test_a_kill_loses_no_request_and_a_damaged_entry_is_a_miss": 0,
+        "test_a_prefix_of_another_replica_is_loaded_from_redis_and_redis_may_go": 0,
+        "test_a_replica_that_cannot_start_is_told_once": 0,
+        "test_a_stream_ends_in_full_before_the_server_does": 0,
+        "test_clients_of_both_vendors_see_one_server": 0,
+        "test_no_replica_outlives_its_parent": 0,
+        "test_turns_of_a_conversation_are_hits_and_the_dashboard_counts_all": 0,
+    },
     "tests/serve/test_ending.py": {
         "test_a_second_signal_ends_it_at_once": 0,
         "test_few_descriptors_and_many_idle_clients_shut_nobody_out_for_long": 0,

@@ -114,6 +114,7 @@ def _run(argv: Sequence[str] | None, output: ExitStack) -> int:
         with _plain_warnings():
             if args.imports:  # by the environment, so that processes which a command starts import them, too
                 os.environ[VARIABLE] = ",".join(filter(None, (os.environ.get(VARIABLE), *args.imports)))
+            args.words = list(sys.argv[1:] if argv is None else argv)  # for processes that a command starts
             code = int(args.run(args))
         sys.stdout.flush()  # here, where a closed pipe can still be handled
         return code

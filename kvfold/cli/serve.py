@@ -22,6 +22,7 @@ from kvfold.cli.options import (
     parse_policy,
     positive,
 )
+from kvfold.cli.serve_replicas import add_replica_options, replica_of, run_replicas, serve_replica
 from kvfold.errors import InputError, KvfoldWarning, MissingExtra
 from kvfold.policy import Policy
 from kvfold.policy.size import parse_bytes
@@ -33,6 +34,7 @@ _EPILOG = """examples:
   kvfold serve --policy "keydiff + 4x"
   kvfold serve --model qwen2.5-coder-1.5b --disk prefixes --disk-size 20GB --alias gpt-4o
   kvfold serve --host 0.0.0.0 --keys keys.txt --log json
+  kvfold serve --replicas 2 --redis redis://localhost:6379/0 --store-secret secret.txt
 
 Clients use http://HOST:PORT (Anthropic) or http://HOST:PORT/v1 (OpenAI) as their base URL; / is a dashboard, /metrics
 is for Prometheus. Ctrl-C ends the server.
@@ -76,10 +78,13 @@ def add_parser(subparsers: Subparsers) -> None:
     alias = "another name for the model, e.g. the one your app asks for; may be repeated"
     add_option(parser, "--alias", "NAME", alias, nonempty, [], action="append")
     add_option(parser, "--keys", "FILE", "API keys, a key and its tenant per line; default: none")
+    text = "file of the secret by which a proxy before this server proves itself; it then names the tenants"
+    add_option(parser, "--behind-proxy", "FILE", text)
     parser.add_argument("--log", choices=("text", "json"), default="text", help="format of output lines (%(default)s)")
     text = "SQLite file of facts that users state, recalled for requests that name their user; default: none is kept"
     add_option(parser, "--memory-file", "FILE", text, Path)
     add_option(parser, "--otel", "URL", "OpenTelemetry collector for traces, e.g. http://localhost:4318")
+    add_replica_options(parser)
     _add_cache_options(parser)
     _add_limits(parser)
     add_model_options(parser)
@@ -142,9 +147,14 @@ def run(args: argparse.Namespace) -> int:
 
     check_served_form(args.store_form)
     settings, secret = make_settings(args), read_secret(args.store_secret)
-    check_address(args.host, args.port)
-    if args.redis is not None and not secret:
+    replica = replica_of(args)
+    if replica is None:
+        check_address(args.host, args.port)
+    if args.redis is not None and not secret and (replica is None or replica.number == 0):
         warnings.warn(_NO_SECRET, KvfoldWarning, stacklevel=1)
+    if replica is None and args.replicas is not None:
+        log_to_stderr(args.log)
+        return run_replicas(args, settings, lambda port: _say(args, policy, port))
     with trace_exporter(args.otel) as on_done:
         model = load_model(args)
         store = open_store(
@@ -158,19 +168,25 @@ def run(args: argparse.Namespace) -> int:
         )
         log_to_stderr(args.log)
         with service_of(model, policy, settings, store) as service:
-            if service.no_reuse is not None:
+            if service.no_reuse is not None and (replica is None or replica.number == 0):
                 print(f"prompts are not cached, and those with cache markers are refused: {service.no_reuse}")
-            code = serve(service, args.host, args.port, lambda port: _say(args, policy, port), on_done)
+            if replica is not None:
+                code = serve_replica(replica, service, on_done)
+            else:
+                code = serve(service, args.host, args.port, lambda port: _say(args, policy, port), on_done)
     end_process(code)
 
 
 def make_settings(args: argparse.Namespace) -> Settings:
     """What the options say of limits, keys and prices."""
-    from kvfold.serve.auth import read_keys
+    from kvfold.serve.auth import key_digest, read_keys
     from kvfold.serve.cache.usage import Price, read_factor_of
     from kvfold.serve.settings import Limits, Settings
+    from kvfold.store.entry.format import read_secret
 
     names = (served_name(args.model), *args.alias)
+    if args.keys is not None and args.behind_proxy is not None:
+        raise InputError("--keys and --behind-proxy exclude each other: either keys name the tenant, or the proxy does")
     return Settings(
         names=names,
         limits=Limits(
@@ -187,6 +203,9 @@ def make_settings(args: argparse.Namespace) -> Settings:
             shutdown_s=args.shutdown_timeout,
         ),
         tenants=None if args.keys is None else read_keys(args.keys),
+        proxy_digest=None
+        if args.behind_proxy is None
+        else key_digest(read_secret(args.behind_proxy).decode("latin-1")),
         price=None if args.price is None else Price(args.price[0], args.price[1], read_factor_of(names[-1])),
         cache_min_tokens=args.cache_min_tokens,
         temperature=args.temperature,

@@ -176,7 +176,7 @@ def arena_of(model: Any, capacity_bytes: int | None = None) -> Arena:
     """The arena (KV page pool) of a model, allocated at first use and shared by its sessions and caches."""
     known = _arena.get(model)
     if known is None:
-        capacity = capacity_bytes or _default_capacity(model.device)
+        capacity = capacity_bytes or default_capacity(model.device)
         known = _arena.set(model, Arena(capacity, device=model.device))
     elif capacity_bytes is not None and capacity_bytes // known.superblock_bytes != known.num_superblocks:
         raise InputError(
@@ -212,7 +212,7 @@ def _device_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _default_capacity(device: torch.device) -> int:
+def default_capacity(device: torch.device) -> int:
     """Half of a CPU's memory (committed only as it is written), or 70 % of what a GPU has free."""
     if device.type == "cuda":
         return int(0.7 * torch.cuda.mem_get_info(device)[0])

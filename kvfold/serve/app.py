@@ -20,12 +20,15 @@ from kvfold.serve.api.anthropic_reply import MessageWriter
 from kvfold.serve.api.errors import ApiError, bad_request
 from kvfold.serve.api.openai_chat import ChatWriter, CompletionWriter, read_chat, read_completion
 from kvfold.serve.api.openai_responses import ResponseWriter, read_input_tokens, read_response
+from kvfold.serve.api.openapi import openapi
+from kvfold.serve.api.openapi import page as page_of
 from kvfold.serve.api.request import ChatRequest
 from kvfold.serve.api.sse import EventStream, Writer, cancel_on_disconnect, sse_lines
 from kvfold.serve.api.strict_json import InvalidJson, Json, parse_json
 from kvfold.serve.api.validation import Fields
 from kvfold.serve.middleware import Handler, OnDone, RequestMiddleware
-from kvfold.serve.ops.dashboard import Dashboard
+from kvfold.serve.native import NativeRoutes
+from kvfold.serve.ops.dashboard import PAGE_HEADERS, Dashboard
 from kvfold.serve.ops.metrics import CONTENT_TYPE
 from kvfold.serve.reply import Body, RequestContext
 from kvfold.serve.service import Service
@@ -42,11 +45,13 @@ class App:
         self.service = service
         self._middleware = RequestMiddleware(service, on_done)
         self._created = int(time.time())
+        self._document = openapi()
 
     def asgi(self, on_start: Callable[[], None] = lambda: None) -> Starlette:
         """The application; `on_start` is called when it begins to take requests."""
 
         dashboard = Dashboard(self.service, self._middleware)
+        native = NativeRoutes(self.service, self._middleware, self._read)
 
         @asynccontextmanager
         async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -62,6 +67,7 @@ class App:
             "/v1/completions": partial(self._reply, read_completion, CompletionWriter),
             "/v1/responses": partial(self._reply, read_response, ResponseWriter),
             "/v1/responses/input_tokens": partial(self._count, read_input_tokens, {"object": "response.input_tokens"}),
+            **native.handlers,
         }
         get: dict[str, Handler] = {
             "/v1/models": self._models,
@@ -69,6 +75,8 @@ class App:
             "/health": self._health,
             "/ready": self._ready,
             "/metrics": self._metrics,
+            "/openapi.json": self._openapi,
+            "/api": self._api_page,
             **dashboard.handlers,
         }
         route = self._middleware.route
@@ -180,6 +188,12 @@ class App:
         state = self.service.state
         is_ready = state == "running"
         return JSONResponse({"ready": is_ready, "state": state}, 200 if is_ready else 503)
+
+    async def _openapi(self, request: Request) -> Response:
+        return JSONResponse(self._document)
+
+    async def _api_page(self, request: Request) -> Response:
+        return Response(page_of(self._document), media_type="text/html", headers=PAGE_HEADERS)
 
     async def _metrics(self, request: Request) -> Response:
         self._middleware.tenant(request)

@@ -1,11 +1,16 @@
 """API keys: authentication and the tenant of a request. A key file has `KEY TENANT` lines; `#` begins a comment.
 
+Behind a proxy that authenticates clients itself, the proxy names the tenant, and proves by a shared secret that it is
+the proxy. A tenant that is named otherwise is refused: no request falls back to another tenant than its own.
+
 Only SHA-256 digests of keys are kept, so neither comparison time nor a memory dump reveals a key.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,6 +18,8 @@ from kvfold.errors import FileError
 from kvfold.serve.api.errors import ApiError
 
 DEFAULT_TENANT = "default"
+TENANT_HEADER, SECRET_HEADER = "x-kvfold-tenant", "x-kvfold-secret"
+_TENANT = re.compile(r"[A-Za-z0-9._@-]{1,64}")
 _MAX_BYTES = 1 << 20
 
 
@@ -42,8 +49,16 @@ def read_keys(path: str | Path) -> dict[str, str]:
     return found
 
 
-def tenant_of(headers: Mapping[str, str], tenants: Mapping[str, str] | None) -> str:
-    """Tenant of the key in `x-api-key` or `Authorization: Bearer`; 401 if there is none."""
+def tenant_of(headers: Mapping[str, str], tenants: Mapping[str, str] | None, proxy_digest: str | None = None) -> str:
+    """Tenant of the key in `x-api-key` or `Authorization: Bearer`, or the one that a proxy names; 401 if there is none.
+
+    `proxy_digest`: of the secret that the proxy shares with this server; None: no proxy names tenants.
+    """
+    if proxy_digest is not None:
+        return _tenant_of_proxy(headers, proxy_digest)
+    if TENANT_HEADER in headers:
+        message = f"{TENANT_HEADER}: this server takes no tenants from a proxy; start it with --behind-proxy FILE"
+        raise ApiError(400, message)
     if tenants is None:
         return DEFAULT_TENANT
     scheme, _, token = headers.get("authorization", "").partition(" ")
@@ -52,3 +67,13 @@ def tenant_of(headers: Mapping[str, str], tenants: Mapping[str, str] | None) -> 
     if found is None:
         raise ApiError(401, "the API key is missing or unknown; send it as x-api-key or as a bearer token")
     return found
+
+
+def _tenant_of_proxy(headers: Mapping[str, str], proxy_digest: str) -> str:
+    secret, tenant = headers.get(SECRET_HEADER, ""), headers.get(TENANT_HEADER, "")
+    if not hmac.compare_digest(key_digest(secret), proxy_digest):
+        raise ApiError(401, f"the proxy's secret is missing or wrong; the proxy sends it as {SECRET_HEADER}")
+    if not _TENANT.fullmatch(tenant):
+        message = f"{TENANT_HEADER}: the proxy names the tenant of each request, by 1 to 64 of A-Z a-z 0-9 . _ @ -"
+        raise ApiError(401, message)
+    return tenant

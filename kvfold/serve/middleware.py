@@ -17,6 +17,7 @@ from kvfold.serve.ops.request_trace import RequestTrace, log_request
 from kvfold.serve.service import Service
 
 Handler = Callable[[Request], Awaitable[Response]]
+POLL_HEADER = "x-kvfold-poll"  # on the requests by which a proxy asks for the health of its replicas
 OnDone = Callable[[RequestTrace], None]
 
 
@@ -33,11 +34,13 @@ class RequestMiddleware:
         async def endpoint(request: Request) -> Response:
             parent = request.headers.get("traceparent")
             trace = RequestTrace(f"req_{secrets.token_hex(12)}", request.method, name, parent=parent)
+            trace.is_poll = name.startswith("/dashboard/") or POLL_HEADER in request.headers
             request.state.trace, request.state.at = trace, self._service.clock()
             response = await self._answer(handler, methods, request, trace)
             response.headers["request-id"] = response.headers["x-request-id"] = trace.id
             trace.status = response.status_code
-            self._service.metrics.add("kvfold_requests_total", path=name, status=str(trace.status))
+            if POLL_HEADER not in request.headers:
+                self._service.metrics.add("kvfold_requests_total", path=name, status=str(trace.status))
             if isinstance(response, EventStream):
                 response.on_close(partial(self._finish, trace))
             else:
@@ -66,7 +69,8 @@ class RequestMiddleware:
     def tenant(self, request: Request, *, is_listed: bool = False) -> str:
         """Tenant of the API key; `is_listed`: the request appears on the tenant's dashboard."""
         trace: RequestTrace = request.state.trace
-        trace.tenant = tenant_of(request.headers, self._service.settings.tenants)
+        settings = self._service.settings
+        trace.tenant = tenant_of(request.headers, settings.tenants, settings.proxy_digest)
         if is_listed:
             trace.is_listed = True
             self._service.recent(trace.tenant).add(trace)
@@ -86,6 +90,5 @@ class RequestMiddleware:
             self._service.recent(trace.tenant).finish(trace)
         if trace.path.startswith("/v1/"):
             self._on_done(trace)
-        is_poll = trace.path.startswith("/dashboard/") and trace.status == 200
-        if not is_poll:
+        if not trace.is_poll or trace.status != 200:
             log_request(trace)

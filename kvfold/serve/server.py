@@ -154,10 +154,10 @@ def service_of(model: Model, policy: str | Policy, settings: Settings, store: Pr
 
 def check_address(host: str, port: int) -> None:
     """InputError if no server can listen there now."""
-    _listen(host, port).close()
+    listen(host, port).close()
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), backlog=BACKLOG)
     except (OSError, UnicodeError) as error:
@@ -172,8 +172,13 @@ def _listen(host: str, port: int) -> socket.socket:
 def serve(service: Service, host: str, port: int, started: Callable[[int], None], on_done: OnDone) -> int:
     """Serve until interrupted; `started` is called with the port once requests are accepted, `on_done` with the trace
     of each finished request. Returns the exit code: 1 if the scheduler failed."""
-    with _listen(host, port) as listening:
-        server = Server(service, on_done, lambda: started(listening.getsockname()[1]))
-        server.end_on_signals()
-        server.run(sockets=[listening])
+    with listen(host, port) as listening:
+        return serve_at(service, listening, lambda: started(listening.getsockname()[1]), on_done)
+
+
+def serve_at(service: Service, listening: socket.socket, started: Callable[[], None], on_done: OnDone) -> int:
+    """As `serve`, at a socket that listens already."""
+    server = Server(service, on_done, started)
+    server.end_on_signals()
+    server.run(sockets=[listening])
     return server.exit_code

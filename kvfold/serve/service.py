@@ -21,6 +21,7 @@ from kvfold.models.check import check_policy
 from kvfold.models.loader import Model
 from kvfold.policy.policy import Policy
 from kvfold.serve.api.errors import ApiError, bad_request, prompt_too_long
+from kvfold.serve.api.native import client_policy
 from kvfold.serve.api.request import ChatRequest
 from kvfold.serve.cache.breakpoints import CachePlan, boundaries_of, compression_points
 from kvfold.serve.cache.diagnostics import CacheDiagnostics
@@ -127,12 +128,22 @@ class Service:
             message = f'model: "{name[:80]}" is not served here; {served}'
             raise ApiError(404, message, code="model_not_found")
 
-    async def prompt(self, request: ChatRequest, context: RequestContext) -> Prompt:
-        self.check_model(request.model)
-        return await self.preprocess(context.tenant, context.num_bytes, partial(self._render, request))
+    def check_policy(self, text: str) -> None:
+        """400 unless it is the policy of this server, however it is written."""
+        if text in ("", self.policy.short, str(self.policy)):
+            return
+        if client_policy(text, "kvfold.policy").fingerprint != self.policy.fingerprint:
+            served = f'"{self.policy.short}" is served here; send that, leave it out, or ask another server'
+            raise bad_request(f'kvfold.policy: {served}, not "{text[:80]}"', logged=f"kvfold.policy: {served}")
 
-    def _render(self, request: ChatRequest) -> Prompt:
-        if self._shortener is None:
+    async def prompt(self, request: ChatRequest, context: RequestContext, *, shortens: bool = True) -> Prompt:
+        """`shortens`: as the server's policy says."""
+        self.check_model(request.model)
+        self.check_policy(request.policy)
+        return await self.preprocess(context.tenant, context.num_bytes, partial(self._render, request, shortens))
+
+    def _render(self, request: ChatRequest, shortens: bool) -> Prompt:
+        if self._shortener is None or not shortens:
             return self.renderer.prompt(request)
         request, num_cut = self._shortener.shorten(request)
         return replace(self.renderer.prompt(request), num_cut=num_cut)
@@ -156,8 +167,8 @@ class Service:
         if num_left < 1:
             most = self.model.spec.max_positions - 1
             raise prompt_too_long(f"{len(prompt.tokens)} tokens > {most} maximum")
-        self._acquire_slot(context.tenant)
-        events = EventQueue(self.settings.limits.request_s, partial(self._release_slot, context.tenant))
+        self.acquire_slot(context.tenant)
+        events = EventQueue(self.settings.limits.request_s, partial(self.release_slot, context.tenant))
         try:
             reply = self._submit(request, context, prompt, num_left, events, self._keeper(plain, context))
         except BaseException:
@@ -238,12 +249,13 @@ class Service:
         points = compression_points(boundaries, self.settings.point_tokens) if has_points else None
         if not plan.writes and not plan.candidates:
             miss: Miss = "unmarked" if self.no_reuse is None else "refused"
-            return PlainSource(self._new_sequence, len(prompt.tokens), miss, points), plan
+            return PlainSource(self.new_sequence, len(prompt.tokens), miss, points), plan
         cache = self._prompt_cache(context.tenant, context.cache_key)
         return CachedSource(cache, prompt.tokens, plan, context.at, self.clock, points), plan
 
-    def _new_sequence(self) -> Any:
-        return self._runner.new_sequence(self.policy)
+    def new_sequence(self, policy: Policy | None = None) -> Any:
+        """Under the server's policy or another; called in the scheduler's thread."""
+        return self._runner.new_sequence(policy or self.policy)
 
     def _prompt_cache(self, tenant: str, cache_key: str = "") -> PromptCache:
         assert self.store is not None
@@ -262,7 +274,7 @@ class Service:
 
     # Limits
 
-    def _acquire_slot(self, tenant: str) -> None:
+    def acquire_slot(self, tenant: str) -> None:
         if self.is_closing:
             raise ApiError(529, "the server is shutting down; send the request again", retry_after_s=1)
         most = self.settings.per_tenant
@@ -271,7 +283,7 @@ class Service:
             raise ApiError(429, message, retry_after_s=1)
         self.num_running[tenant] += 1
 
-    def _release_slot(self, tenant: str) -> None:
+    def release_slot(self, tenant: str) -> None:
         self.num_running[tenant] -= 1
 
     def close(self) -> None:

@@ -62,6 +62,7 @@ class Settings:
     names: tuple[str, ...]
     limits: Limits = field(default_factory=Limits)
     tenants: Mapping[str, str] | None = None  # API key digest -> tenant; None: no key is needed
+    proxy_digest: str | None = None  # of the secret of a proxy that names the tenants; None: there is none
     price: Price | None = None
     cache_min_tokens: int | None = None
     temperature: float = 1.0  # default of requests
@@ -74,17 +75,22 @@ class Settings:
             raise InputError(f"--temperature is {self.temperature:g}; requests take 0 (greedy) to {MAX_TEMPERATURE:g}")
 
     @property
+    def has_tenants(self) -> bool:
+        """Whether there can be more than one."""
+        return self.tenants is not None or self.proxy_digest is not None
+
+    @property
     def per_tenant(self) -> int:
         """Concurrent requests of one tenant, running or queued; without API keys there is one tenant."""
         limits = self.limits
         if limits.per_tenant is not None:
             return limits.per_tenant
-        return limits.running + limits.waiting if self.tenants is None else max(1, limits.running // 2)
+        return max(1, limits.running // 2) if self.has_tenants else limits.running + limits.waiting
 
     @property
     def num_reserved(self) -> int:
         """Batch slots reserved for tenants without a running request; without API keys there is one tenant."""
-        return int(self.tenants is not None and self.limits.running > 1)
+        return int(self.has_tenants and self.limits.running > 1)
 
     def min_tokens(self, model: str) -> int:
         return min_tokens_of(model) if self.cache_min_tokens is None else self.cache_min_tokens

@@ -158,6 +158,7 @@ _MESSAGE = Object(
     {
         **_PROMPT,
         "stream": flag,
+        "kvfold": Object({}, {"policy": one_of("full")}),
         "temperature": number(0, 2),
         "top_p": number(1e-6, 1),
         "top_k": whole(0, 1 << 20),
@@ -202,6 +203,7 @@ def _chat_call(rng: Random, call_id: str) -> Any:
     return {"id": call_id, "type": "function", "function": function}
 
 
+_POLICY = Object({}, {"policy": one_of("full")})
 _metadata = one_of({}, lambda rng: {name(rng): text(rng) for _ in range(rng.randint(0, 16))})
 _SHARED: dict[str, Make] = {
     "user": text,
@@ -214,6 +216,19 @@ _SHARED: dict[str, Make] = {
     "seed": whole(-(1 << 63), (1 << 63) - 1),
     "prompt_cache_key": text,
     "prompt_cache_options": Object({}, {"mode": one_of("implicit", "explicit"), "ttl": one_of("30m")}),
+    "kvfold": _POLICY,
+}
+_ROUTED: dict[str, Make] = {
+    "no_stop_trim": one_of(False),
+    "ignore_eos": one_of(False),
+    "skip_special_tokens": one_of(True),
+    "return_hidden_states": one_of(False),
+}
+_REASONING: dict[str, Make] = {
+    "continue_final_message": one_of(False),
+    "separate_reasoning": one_of(True),
+    "stream_reasoning": one_of(True),
+    "include_reasoning": one_of(True),
 }
 _LOGITS: dict[str, Make] = {
     "n": one_of(1),
@@ -236,6 +251,8 @@ _CHAT = Object(
         **_SHARED,
         **_LOGITS,
         **_STREAM,
+        **_ROUTED,
+        **_REASONING,
         "max_tokens": whole(1, MAX_OUTPUT),
         "max_completion_tokens": one_of(None),
         "tools": unlike(Object({"type": one_of("function"), "function": _function})),
@@ -255,6 +272,7 @@ _COMPLETION = Object(
         **_SHARED,
         **_LOGITS,
         **_STREAM,
+        **_ROUTED,
         "max_tokens": whole(1, MAX_OUTPUT),
         "best_of": one_of(1),
         "echo": one_of(False),
@@ -293,6 +311,11 @@ _RESPONSE = Object(
         **_SHARED,
         **_STREAM,
         **_ASKED,
+        "store": one_of(False, True),
+        "priority": one_of(0),
+        "top_k": one_of(-1),
+        "min_p": one_of(0, 0.0),
+        "repetition_penalty": one_of(1, 1.0),
         "max_output_tokens": whole(1, MAX_OUTPUT),
         "background": one_of(False),
         "include": one_of([], ["reasoning.encrypted_content"]),

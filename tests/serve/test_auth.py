@@ -8,7 +8,7 @@ import pytest
 
 from kvfold.errors import FileError
 from kvfold.serve.api.errors import ApiError
-from kvfold.serve.auth import DEFAULT_TENANT, read_keys, tenant_of
+from kvfold.serve.auth import DEFAULT_TENANT, key_digest, read_keys, tenant_of
 
 
 def test_a_file_names_keys_and_tenants(tmp_path: Path) -> None:
@@ -23,6 +23,27 @@ def test_a_file_names_keys_and_tenants(tmp_path: Path) -> None:
             tenant_of(headers, keys)
         assert caught.value.status == 401
     assert tenant_of({}, None) == DEFAULT_TENANT
+
+
+def test_a_proxy_names_the_tenant_and_proves_itself() -> None:
+    digest = key_digest("a shared secret of the two")
+    proved = {"x-kvfold-secret": "a shared secret of the two"}
+    assert tenant_of({**proved, "x-kvfold-tenant": "red"}, None, digest) == "red"
+    for headers in ({}, {"x-kvfold-tenant": "red"}, {"x-kvfold-tenant": "red", "x-kvfold-secret": "other"}):
+        with pytest.raises(ApiError, match="the proxy's secret is missing or wrong") as caught:
+            tenant_of(headers, None, digest)
+        assert caught.value.status == 401
+    for name in ("", "a b", "x" * 65, "red\n"):
+        with pytest.raises(ApiError, match="x-kvfold-tenant: the proxy names the tenant of each request") as caught:
+            tenant_of({**proved, "x-kvfold-tenant": name}, None, digest)
+        assert caught.value.status == 401, "nobody becomes the default tenant"
+
+
+def test_a_tenant_that_nobody_vouches_for_is_refused() -> None:
+    for tenants in (None, {key_digest("k"): "blue"}):
+        with pytest.raises(ApiError, match="start it with --behind-proxy FILE") as caught:
+            tenant_of({"x-kvfold-tenant": "red", "x-api-key": "k"}, tenants)
+        assert caught.value.status == 400
 
 
 @pytest.mark.parametrize(

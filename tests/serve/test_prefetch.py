@@ -20,8 +20,8 @@ def occupy(server: Running) -> tuple[Event, Event]:
         released.wait()
 
     service = server.service
-    service._acquire_slot("another")
-    source = PlainSource(service._new_sequence, 3)
+    service.acquire_slot("another")
+    source = PlainSource(service.new_sequence, 3)
     service.scheduler.submit(Job([1, 2, 3], source, listen, max_new_tokens=2))
     return stopped, released
 

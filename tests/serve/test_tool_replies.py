@@ -38,7 +38,7 @@ async def _collected(service: Service, make: Callable[..., Any], body: Any, is_s
     written: list[Event] = [TextDelta(TEXT[i : i + 5]) for i in range(0, len(TEXT), 5)]
     for event in (PrefillDone(0), *written, Ended("eos", 9)):
         events.put(event)
-    source = PlainSource(service._new_sequence, 7)
+    source = PlainSource(service.new_sequence, 7)
     reply = Reply(
         ASK,
         RequestContext("t", 0.0),

@@ -50,7 +50,8 @@ class Admission:
                     if queues.num_of(job.tenant):
                         continue  # its own tenant holds the pages: others need not wait for them
                     return False  # no small job overtakes it, or it would starve
-                task = Task(job, self._runner, self._tokenizer, in_chunks=self._in_chunks)
+                in_chunks = self._in_chunks if job.in_chunks is None else job.in_chunks
+                task = Task(job, self._runner, self._tokenizer, in_chunks=in_chunks)
             except OutOfPages as error:
                 if queues.tasks or queues.evict_idle():
                     return False  # it waits for pages of others

@@ -39,10 +39,11 @@ def read_messages(data: object, settings: Settings) -> MessagesBody:
     user = "" if metadata is None else metadata.optional_text("user_id") or ""
     body.neutral("messages_reply")
     model, blocks, tool_choice = _prompt_fields(body)
+    policy = body.policy()
     body.end()
     if max_tokens == 0 and is_streamed:
         raise bad_request("stream: a request with max_tokens 0 has nothing to stream; leave stream out")
-    request = ChatRequest(model, blocks, max_tokens, sampling, stop, tool_choice, user=user)
+    request = ChatRequest(model, blocks, max_tokens, sampling, stop, tool_choice, policy=policy, user=user)
     return MessagesBody(request, is_streamed, anthropic_plan, "", diagnostics is not None, previous_id)
 
 

@@ -40,13 +40,13 @@ def read_chat(data: object, settings: Settings) -> OpenAIBody:
     model, (is_streamed, shows_usage) = body.text("model"), body.stream()
     max_tokens = _max_tokens(body, settings.limits.output_tokens)
     sampling, stop = body.sampling(settings, seed=body.seed()), body.texts("stop", 4)
-    body.neutral("openai", "completions", "chat")
+    body.neutral("openai", "completions", "chat", "chat_of_routers")
     user = body.who()["user"] or ""
     planner, cache_key = body.cache_options("30m")
     blocks = [*body.tools(is_nested=True), *_messages(body.objects("messages"))]
-    tool_choice = body.tool_choice()
+    tool_choice, policy = body.tool_choice(), body.policy()
     body.end()
-    request = ChatRequest(model, blocks, max_tokens, sampling, stop, tool_choice, user=user)
+    request = ChatRequest(model, blocks, max_tokens, sampling, stop, tool_choice, policy=policy, user=user)
     return OpenAIBody(request, is_streamed, planner, cache_key, shows_usage)
 
 
@@ -118,11 +118,13 @@ def read_completion(data: object, settings: Settings) -> OpenAIBody:
     prompt, most = _prompt(body), settings.limits.output_tokens
     max_tokens = body.integer("max_tokens", min(DEFAULT_MAX_TOKENS, most), 1, most)
     sampling, stop = body.sampling(settings, seed=body.seed()), body.texts("stop", 4)
-    body.neutral("openai", "completions", "text_completion")
+    body.neutral("openai", "completions", "text_completion", "completion_of_routers")
     body.who()
     planner, cache_key = body.cache_options("30m")
+    policy = body.policy()
     body.end()
-    request = ChatRequest(model, [Block("text", "user", prompt, 0)], max_tokens, sampling, stop, raw_text=prompt)
+    blocks = [Block("text", "user", prompt, 0)]
+    request = ChatRequest(model, blocks, max_tokens, sampling, stop, raw_text=prompt, policy=policy)
     return OpenAIBody(request, is_streamed, planner, cache_key, shows_usage)
 
 

@@ -38,13 +38,21 @@ def read_response(data: object, settings: Settings) -> OpenAIBody:
         body.refuse("stream_options.include_usage", "responses always tell their usage; leave it out")
     limit = body.optional_integer("max_output_tokens", 1, most)
     sampling = body.sampling(settings, seed=body.seed())
-    body.neutral("openai", "response")
+    body.neutral("openai", "response", "response_of_routers")
     echo = {"max_output_tokens": limit, "instructions": body.peek("instructions"), **body.who()}
     model, blocks, tool_choice = _read_prompt(body)
     planner, cache_key = body.cache_options("30m", "12h")
+    policy = body.policy()
     body.end()
     request = ChatRequest(
-        model, blocks, most if limit is None else limit, sampling, (), tool_choice, user=echo["user"] or ""
+        model,
+        blocks,
+        most if limit is None else limit,
+        sampling,
+        (),
+        tool_choice,
+        policy=policy,
+        user=echo["user"] or "",
     )
     echo["prompt_cache_key"] = cache_key or None
     return OpenAIBody(request, is_streamed, planner, cache_key, echo=echo)

@@ -76,6 +76,7 @@ class ChatRequest:
     stop: Sequence[str] = ()
     tool_choice: str = "auto"
     raw_text: str | None = None  # a prompt that is tokenized without the chat template
+    policy: str = ""  # that the client counts on; empty: any
     user: str = ""  # whose facts a memory keeps and recalls
 
     @property

@@ -173,6 +173,11 @@ class Fields:
         top_p = self.number("top_p", 1.0, 1e-6, 1.0)
         return Sampling(temperature, top_k, top_p, secrets.randbits(63) if seed is None else seed & ((1 << 63) - 1))
 
+    def policy(self) -> str:
+        """`kvfold.policy`, which names the policy that the request counts on; empty if absent."""
+        own = self.object("kvfold")
+        return "" if own is None else own.text("policy", "")
+
     def neutral(self, *tables: str) -> None:
         """Read the fields of tables of neutral_fields.toml, which have one value each that is taken."""
         for table in tables:

@@ -29,7 +29,7 @@ MAX_AGE_S = 5.0  # of counted bytes
 _ASSETS = ("style.css", "script.js", "charts.js")
 FILES = {"/": "index.html", **{f"/dashboard/{name}": name for name in _ASSETS}}
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
-_HEADERS = {
+PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
@@ -55,14 +55,15 @@ class Dashboard:
 
     async def _file(self, name: str, request: Request) -> Response:
         kind = _TYPES[name.rsplit(".", 1)[1]]
-        return Response(self._files[name], media_type=kind, headers=_HEADERS)
+        return Response(self._files[name], media_type=kind, headers=PAGE_HEADERS)
 
     async def _state(self, request: Request) -> Response:
         tenant = self._middleware.tenant(request)
         recent, scheduler = self._service.recent(tenant), self._service.scheduler
         now = recent.sample(scheduler.num_running, scheduler.num_waiting)
-        history = {"tenant": tenant, "history": [*recent.history, now]}
-        return JSONResponse({**await self._server(), **history, **_requests(recent)}, headers=_PRIVATE)
+        found = {**await self._server(), "tenant": tenant, "history": [*recent.history, now], **totals(recent)}
+        found |= {"requests": [_row(trace) for trace in recent.listed()]}
+        return JSONResponse({**found, **samples(recent, request)}, headers=_PRIVATE)
 
     async def keep_history(self) -> None:
         """Sample every tenant's state, until it is cancelled."""
@@ -90,7 +91,8 @@ class Dashboard:
         return {**facts, **load, "no_reuse": service.no_reuse, "arena": held, "tiers": found}
 
 
-def _requests(recent: RecentRequests) -> Json:
+def totals(recent: RecentRequests) -> Json:
+    """Of a tenant's requests since the start."""
     usd = None if recent.price is None else {"cost": recent.cost_usd, "saved": recent.saved_usd}
     return {
         "done": recent.num_done,
@@ -100,8 +102,14 @@ def _requests(recent: RecentRequests) -> Json:
         "usd": usd,
         "first_token_ms": percentiles(recent.first_token_ms),
         "token_ms": percentiles(recent.token_ms),
-        "requests": [_row(trace) for trace in recent.listed()],
     }
+
+
+def samples(recent: RecentRequests, request: Request) -> Json:
+    """What percentiles are taken of, for a proxy that takes them of several servers and asks with `samples=all`."""
+    if request.query_params.get("samples") != "all":
+        return {}
+    return {"first_token_samples_ms": [*recent.first_token_ms], "token_samples_ms": [*recent.token_ms]}
 
 
 def _row(trace: RequestTrace) -> Json:

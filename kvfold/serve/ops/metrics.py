@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from threading import Lock
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -19,6 +19,8 @@ _HELP = {
     "kvfold_memory_requests_total": "Requests that name a user, by whether facts were recalled.",
     "kvfold_memory_facts_written_total": "Facts of users written to the memory.",
     "kvfold_memory_errors_total": "Recalls and writes of the memory that failed.",
+    "kvfold_proxy_requests_total": "Requests that a replica has answered, by replica.",
+    "kvfold_proxy_retries_total": "Requests that a replica took and did not answer; each was tried once more.",
     "kvfold_store_events_total": "Prefix-store events by kind, tier and reason.",
 }
 HISTOGRAMS = ("kvfold_first_token_seconds", "kvfold_token_seconds")
@@ -28,11 +30,11 @@ Labels = tuple[tuple[str, str], ...]
 class Metrics:
     """Written by any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, histograms: Iterable[str] = HISTOGRAMS) -> None:
         self._lock = Lock()
         self._counts: dict[str, defaultdict[Labels, float]] = {}
         self._read: dict[str, tuple[str, str, Callable[[], float]]] = {}  # name -> type, help, reader
-        for name in HISTOGRAMS:  # rates need every bucket from the first scrape on
+        for name in histograms:  # rates need every bucket from the first scrape on
             self._observe(name, 0.0, amount=0)
 
     def add(self, name: str, amount: float = 1, **labels: str) -> None:

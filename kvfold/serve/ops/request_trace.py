@@ -71,6 +71,7 @@ class RequestTrace:
     num_output: int = 0
     kept: KeptSlots | None = None
     is_listed: bool = False  # on the dashboard
+    is_poll: bool = False  # not logged if it succeeds
     arrived: float = field(default_factory=_now)
     queued: float | None = None
     scheduled: float | None = None
