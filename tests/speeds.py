@@ -465,6 +465,10 @@ QUICK: dict[str, dict[str, int]] = {
     "tests/test_imports.py": {
         "test_importing_kvfold_has_no_effect_on_transformers_and_torch": 0,
     },
+    "tests/test_linear_patterns.py": {
+        "test_patterns_take_linear_time": 1,
+        "test_texts_of_one_long_run_are_shortened_in_linear_time": 0,
+    },
     "tests/test_plugins.py": {
         "test_a_file_and_a_module_of_the_user_add_terms": 0,
         "test_installed_packages_add_terms_and_workloads": 0,

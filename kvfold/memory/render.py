@@ -10,7 +10,7 @@ from kvfold.memory.fact import Fact
 
 OPENING = "<memory>\nWhat the user said earlier, oldest first. Where two lines differ, the later one holds."
 CLOSING = "</memory>"
-_TAG = re.compile(r"<(?=\s*/?\s*memory)", re.IGNORECASE)
+_TAG = re.compile(r"<(?=\s*+(?:/\s*+)?memory)", re.IGNORECASE)
 
 
 def render(facts: Iterable[Fact]) -> str:

@@ -19,7 +19,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 _TOKEN = re.compile(
-    r"""(?P<word>[^\W\d_]\w*|\d[\d.,]*[^\W\d_]\w*|_\w*)
+    r"""(?P<word>[^\W\d_]\w*|\d[\d.,]{0,63}+[^\W\d_]\w*|_\w*)
       | (?P<number>[$€£]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?%?)
       | (?P<equal>==?(?!=)|≈)
       | (?P<operator>\*\*|//|[-+*/^×÷·−–])

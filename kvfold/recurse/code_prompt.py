@@ -9,7 +9,7 @@ MODULES = (
     *("dataclasses", "bisect", "copy", "csv", "hashlib", "base64", "unicodedata", "decimal"),
 )
 _FENCED = re.compile(
-    r"^```[^\S\n]*(?:python|py|repl)?[^\S\n]*\n(.*?)(?:^```|\Z)", re.DOTALL | re.MULTILINE | re.IGNORECASE
+    r"^```[^\S\n]*+(?:(?:python|py|repl)[^\S\n]*+)?\n(.*?)(?:^```|\Z)", re.DOTALL | re.MULTILINE | re.IGNORECASE
 )
 _TASK = """Answer a question about a text that is too long to be read at once. The text is in the Python variable
 `context`, a string of {num_chars:,} characters. Write Python between ```python and ```. It is run, and you are shown

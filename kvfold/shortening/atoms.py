@@ -23,7 +23,7 @@ from kvfold.shortening.base import Bools, Task, Unit
 Integers = NDArray[np.int64]
 Span = tuple[int, int]
 _NO_SPACES = r"\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"  # kana and Han: no spaces between words
-_WORD = re.compile(rf"\s*(?:[{_NO_SPACES}]|[^\s{_NO_SPACES}]+)")
+_WORD = re.compile(rf"(?<!\s)\s*+(?:[{_NO_SPACES}]|[^\s{_NO_SPACES}]+)")
 _WHOLE = ("code", "heading", "row")  # kinds of units that are never cut in the middle
 
 

@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 Integers = NDArray[np.int64]
-_NUMBERED = re.compile(r"(?:\A|\n)\s*(?:(?:[^\W\d_]+ ){0,2}\[\d{1,4}\]:?|[^\W\d_]+ #?\d{1,4}:)\s+(?=\S)")
-_SPEAKER = re.compile(r"(?:\A|\n)\s*[^\W\d_a-z][\w.'’-]*(?: [\w.'’-]+){0,2}:[^\S\n]+(?=\S)")
+_LINE = r"(?:\A|(?<!\s)[^\S\n]*+(?=\n))(?P<label>\s*+"  # of a run of white space one place is tried: linear time
+_NUMBERED = re.compile(_LINE + r"(?:(?:[^\W\d_]+ ){0,2}\[\d{1,4}\]:?|[^\W\d_]+ #?\d{1,4}:)\s++(?=\S))")
+_SPEAKER = re.compile(_LINE + r"[^\W\d_a-z][\w.'’-]*(?: [\w.'’-]+){0,2}:[^\S\n]++(?=\S))")
 _BLANK_LINE = re.compile(r"\n[^\S\n]*\n")
 
 
@@ -31,13 +32,13 @@ class Labels:
     @classmethod
     def numbered(cls, text: str) -> Labels:
         """Each names what follows, up to the next one."""
-        found = [match.span() for match in _NUMBERED.finditer(text)]
+        found = [match.span("label") for match in _NUMBERED.finditer(text)]
         return cls._of(found, [*(start for start, _ in found[1:]), len(text)])
 
     @classmethod
     def speakers(cls, text: str) -> Labels:
         """Each names what follows, up to the next one or a blank line."""
-        found = [match.span() for match in _SPEAKER.finditer(text) if not _NUMBERED.match(text, match.start())]
+        found = [match.span("label") for match in _SPEAKER.finditer(text) if not _NUMBERED.match(text, match.start())]
         after = [*(start for start, _ in found[1:]), len(text)]
         blank = (_BLANK_LINE.search(text, end, until) for (_, end), until in zip(found, after, strict=False))
         return cls._of(found, [gap.start() if gap else until for gap, until in zip(blank, after, strict=False)])

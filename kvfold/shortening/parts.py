@@ -24,7 +24,6 @@ _CJK_END = re.compile(r"[。！？]+[”’」』）]*\s*")  # where nupunkt, ma
 _LINE_END = re.compile(
     r"(?<=[.!?…])[”’\"')\]]*[^\S\n]*\n\s*(?=[^\W_a-z])"
 )  # where nupunkt sees none: one sentence a line
-_BLANK_LINE = re.compile(r"\n[^\S\n]*\n\s*\Z")
 _MAX_CHARS = 2000  # of a sentence; what has no end is cut at white space
 
 
@@ -45,7 +44,8 @@ def parts_of(text: str) -> tuple[Unit, ...]:
 
 def ends_paragraph(text: str, part: Unit) -> bool:
     """Whether a blank line stands behind a part."""
-    return _BLANK_LINE.search(text, part.start, part.end) is not None
+    inner = text[part.start : part.end]
+    return inner.count("\n", len(inner.rstrip())) > 1
 
 
 def _blocks(text: str) -> Iterator[tuple[int, int, Kind]]:

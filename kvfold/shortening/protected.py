@@ -16,17 +16,17 @@ _UNIT = (
     r"%|‰|°[CF]?|€|£|¥|\$|km/h|[kMGT]?i?[Bb](?:it)?s?/?s?|[munkM]?[mgslVAWJN]|mph|h|min|days?|hours?|minutes?|seconds?|"
     r"weeks?|months?|years?|percent|million|billion|thousand|dollars?|euros?|tokens?|kg|mg|cm|mm|km|ms|Hz|[kMG]Hz|USD|EUR"
 )
-_PATTERNS = {
+_PATTERNS = {  # in linear time: a long run of one kind of characters is not read anew from each of them
     "numbers": re.compile(
-        rf"(?<!\w)(?:[$€£¥]\s?\d[\d.,]*|[-+]?\d[\d.,]*\s?(?:{_UNIT})(?!\w)|\d{{1,4}}[-/.]\d{{1,2}}[-/.]\d{{1,4}}|"
+        rf"(?<!\w)(?:[$€£¥]\s?\d[\d.,]*|[-+]?\d[\d.,]{{0,63}}+\s?(?:{_UNIT})(?!\w)|\d{{1,4}}[-/.]\d{{1,2}}[-/.]\d{{1,4}}|"
         r"\d{1,2}:\d{2}(?::\d{2})?)"
     ),
-    "ids": re.compile(  # digits that are no year, and words of letters and digits that are no ordinal
-        r"(?<![\w.,])(?:(?!1[5-9]\d\d\b|20\d\d\b)\d{4,}|(?!\d+(?:st|nd|rd|th|s)\b)(?=[\w-]{4})(?=[\w-]*\d)(?=[\w-]*[A-Za-z])"
-        r"[A-Za-z0-9]+(?:[-_][A-Za-z0-9]+)*)(?![\w-]|[.,]\d)"
+    "ids": re.compile(  # digits that are no year, words of letters and digits that are no ordinal: up to 256 characters
+        r"(?<![\w.,])(?=[A-Za-z0-9][\w-]{3,255}+(?![\w-]))"
+        r"(?:(?!1[5-9]\d\d\b|20\d\d\b)\d{4,}|(?!\d+(?:st|nd|rd|th|s)\b)(?=[\w-]*\d)(?=[\w-]*[A-Za-z])[A-Za-z0-9]+(?:[-_][A-Za-z0-9]+)*)(?![\w-]|[.,]\d)"
     ),
     "quotes": re.compile(r"\"[^\"\n]{2,400}\"|“[^”\n]{2,400}”|«[^»\n]{2,400}»|`[^`\n]{2,400}`"),
-    "urls": re.compile(r"(?:https?|ftp)://\S+|www\.\S+|[\w.+-]+@[\w-]+\.[\w.-]+"),
+    "urls": re.compile(r"(?:https?|ftp)://\S+|www\.\S+|(?<![\w.+-])[\w.+-]++@[\w-]++\.[\w.-]+"),
     "negations": re.compile(r"\b(?:not|never|except|unless|only|no|none|cannot|without)\b|n['’]t\b", re.IGNORECASE),
 }
 _LAYOUT = {"code": "code", "headings": "heading"}

@@ -29,7 +29,8 @@ _PROMPT = (
     "Summarize the following text in at most {words} words. Keep names, numbers and facts. Write only the summary.\n\n"
     "{text}"
 )
-_CUT = re.compile(r"(?s)(.*[.!?][\"'”’)]*)\s.*?[^.!?\"'”’)\s]\s*\Z")
+_CLOSING = "\"'”’)"
+_END = re.compile(rf"[.!?][{_CLOSING}]*+(?=\s)")
 
 
 class _Topic(NamedTuple):
@@ -171,5 +172,5 @@ def _summary(task: Task, topic: _Topic) -> str:
 
 def _whole_sentences(text: str) -> str:
     """Without a last sentence that was cut off, if there is one before it."""
-    cut = _CUT.match(text)
-    return text if cut is None else cut[1]
+    ends = [match.end() for match in _END.finditer(text)]
+    return text if not ends or text.rstrip().endswith((*".!?", *_CLOSING)) else text[: ends[-1]]
