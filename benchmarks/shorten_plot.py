@@ -49,7 +49,7 @@ def points(rows: Sequence[Row]) -> dict[str, list[tuple[float, float]]]:
 def draw(panels: Mapping[str, Sequence[Row]], path: Path) -> None:
     pyplot = svg_pyplot()
     pyplot.rcParams.update({"font.size": 11, "font.family": "sans-serif"})
-    figure, row_of_axes = pyplot.subplots(1, len(panels), figsize=(9, 3.8))
+    figure, row_of_axes = pyplot.subplots(1, len(panels), figsize=(10.5, 3.8))
     for axes, (title, rows) in zip(row_of_axes, panels.items(), strict=True):
         found = points(rows)
         whole = found[""][0][1]
@@ -68,7 +68,7 @@ def draw(panels: Mapping[str, Sequence[Row]], path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     row_of_axes[0].set_ylabel("mean score")
     handles, labels = row_of_axes[0].get_legend_handles_labels()
-    figure.tight_layout(rect=(0, 0, 0.78, 1))
-    figure.legend(handles, labels, loc="center left", bbox_to_anchor=(0.78, 0.5), frameon=False)
+    figure.tight_layout(rect=(0, 0, 0.77, 1))
+    figure.legend(handles, labels, loc="center left", bbox_to_anchor=(0.77, 0.5), frameon=False)
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
