@@ -1,6 +1,8 @@
 """Where a reply stands in the text it is about: the exact span of its words, and the sentence around them.
 
 A reply whose words are not in the text has no place, and counts as dropped; nothing is ever quoted that is not there.
+Nor has a reply a place whose names and numbers are not those of the quote: small models answer "Emil's extension is
+3222" from a text that says so of Tilda, with the name of the question.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ _QUOTED = re.compile(r"[\"“”]([^\"“”]{2,})[\"“”]")
 _SENTENCE_END = re.compile(r"\n|(?<=[\w)\]\"”][.!?])\s+(?=[A-Z\"“])")
 _ARTICLE = re.compile(r"^(?:the|a|an)\s+", re.IGNORECASE)
 _WORD = re.compile(r"\S+")
+_NAME = re.compile(r"[^\W_]+")
 _MAX_QUOTE = 400  # characters of a sentence that is quoted whole
 _MAX_WORDS = 64  # of an answer: runs of words are tried one after another, and their number is its square
 _STRIPPED = " \t\n\"'“”.,;:"
@@ -60,8 +63,33 @@ def locate(answer: str, text: str, question: str, units: Spans | None = None) ->
             units = sentences(text) if units is None else units
             found = [Found(*span, *_around(units, *span)) for span in spans]
             quotes = {one[2:]: overlap(question, text[one.quote_start : one.quote_end]) for one in _distinct(found)}
-            return max(found, key=lambda one: quotes[one[2:]])
+            best = max(found, key=lambda one: quotes[one[2:]])
+            return best if _is_of(answer, question, text[_before(units, best.quote_start) : best.quote_end]) else None
     return None
+
+
+def _is_of(answer: str, question: str, said: str) -> bool:
+    """Whether names and numbers of an answer stand in what is said there."""
+    there = set(words_of(said))
+    return all(there.issuperset(words_of(name)) for name in _names(answer, question))
+
+
+def _names(answer: str, question: str) -> list[str]:
+    """Words of an answer that have a digit, or that begin with a capital letter within a sentence: its own or the
+    question's."""
+    known = {*_capitals(question), *_capitals(answer)}
+    return [word for word in _NAME.findall(answer) if word in known or any(letter.isdigit() for letter in word)]
+
+
+def _capitals(text: str) -> list[str]:
+    """Words with a capital letter, but the first one."""
+    return [word for word in _NAME.findall(text)[1:] if word[0].isupper()]
+
+
+def _before(units: Spans, start: int) -> int:
+    """Where the unit before this place begins: a name may stand there, and a pronoun here."""
+    place = bisect_left(units, start, key=lambda unit: unit[0])
+    return units[place - 1][0] if place else 0
 
 
 def _distinct(found: Iterable[Found]) -> Iterable[Found]:

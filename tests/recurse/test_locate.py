@@ -41,6 +41,26 @@ def test_words_that_are_not_in_the_text_have_no_place(answer: str) -> None:
     assert locate(answer, TEXT, ASKED) is None
 
 
+OTHERS = "Please note that Tilda's extension is 3222. Ada came late. She has extension 77, as Emil said."
+
+
+@pytest.mark.parametrize(
+    ("answer", "question"),
+    [
+        ("Emil's extension is 3222", "What is Emil's extension?"),
+        ("Note that Emil's extension is 3222", "Which extension has he?"),
+        ("Tilda's extension is 3223", "What is Tilda's extension?"),
+    ],
+)
+def test_names_and_numbers_are_those_of_the_quote(answer: str, question: str) -> None:
+    assert locate(answer, OTHERS, question) is None
+    assert locate(answer.replace("Emil", "Tilda").replace("3223", "3222"), OTHERS, question) is not None
+
+
+def test_a_name_may_stand_in_the_sentence_before() -> None:
+    assert _quote("Ada has extension 77", OTHERS, "Which extension has Ada?") == "She has extension 77, as Emil said."
+
+
 def test_words_without_spaces_are_found_inside() -> None:
     assert _quote("四文字") == "漢字は四文字。"
 
