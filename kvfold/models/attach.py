@@ -170,13 +170,19 @@ class attach:
 
 
 _arena: ModuleState[Arena] = ModuleState("arena")
+_arena_bytes: ModuleState[int] = ModuleState("arena_bytes")
+
+
+def bound_arena(model: Any, capacity_bytes: int) -> None:
+    """How large the arena of a model will be, whoever asks for it first."""
+    _arena_bytes.set(model, capacity_bytes)
 
 
 def arena_of(model: Any, capacity_bytes: int | None = None) -> Arena:
     """The arena (KV page pool) of a model, allocated at first use and shared by its sessions and caches."""
     known = _arena.get(model)
     if known is None:
-        capacity = capacity_bytes or default_capacity(model.device)
+        capacity = capacity_bytes or _arena_bytes.get(model) or default_capacity(model.device)
         known = _arena.set(model, Arena(capacity, device=model.device))
     elif capacity_bytes is not None and capacity_bytes // known.superblock_bytes != known.num_superblocks:
         raise InputError(

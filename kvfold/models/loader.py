@@ -19,7 +19,7 @@ from transformers.utils import logging as hf_logging
 
 from kvfold.core import Compile, ModelSpec
 from kvfold.errors import InputError, ModelError
-from kvfold.models.attach import arena_of, attach, check_memory, set_kv_dtype, spec_of
+from kvfold.models.attach import arena_of, attach, bound_arena, check_memory, set_kv_dtype, spec_of
 from kvfold.models.digest import values_digest
 from kvfold.models.own_model import check_tokenizer, cpu_has_bf16
 from kvfold.models.pull.pull import DTYPE_NAMES, resolve
@@ -140,6 +140,8 @@ def wrap(
     """
     bound = check_memory(memory, hf.device)
     check_tokenizer(hf, tokenizer)
+    if bound is not None:
+        bound_arena(hf, bound)
     if kv_dtype is not None:
         set_kv_dtype(hf, kv_dtype)
     spec = spec_of(hf)

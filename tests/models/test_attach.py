@@ -222,3 +222,11 @@ def test_caches_of_a_module_have_the_dtype_that_it_was_wrapped_with() -> None:
     assert kvfold.Cache(hf, "full").spec.kv_dtype == torch.float32
     kvfold.wrap(hf, tokenizer(), kv_dtype=torch.bfloat16)
     assert kvfold.Cache(hf, "full").spec.kv_dtype == kvfold.wrap(hf, tokenizer()).spec.kv_dtype == torch.bfloat16
+
+
+def test_caches_of_a_module_share_the_memory_that_it_was_wrapped_with() -> None:
+    model = build()
+    wrapped = kvfold.wrap(model, tokenizer(), memory="8MB")
+    cache = kvfold.Cache(model, "full")
+    assert cache.arena.capacity_bytes <= 8_000_000
+    assert cache.arena is wrapped.arena
