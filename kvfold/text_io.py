@@ -13,8 +13,9 @@ def read_text_file(path: Path) -> str:
     """The text of a file, its line ends as "\\n"."""
     try:
         content = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"the text {path} cannot be read ({error.strerror}); name a text file") from None
+    except (OSError, ValueError) as error:  # ValueError: a name with NUL in it
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"the text {path!s} cannot be read ({reason}); name a text file") from None
     return decode_text(content, str(path))
 
 
@@ -50,4 +51,6 @@ def _binary(name: str) -> InputError:
 
 def _wrong_encoding(name: str, encoding: str) -> InputError:
     seems = "is UTF-16" if encoding == "UTF-16" else "is not UTF-8, perhaps Windows-1252 or Latin-1"
-    return InputError(f"{name} {seems}; convert it: iconv -f {encoding} -t UTF-8 {name} > utf8.txt")
+    convert = f"iconv -f {encoding} -t UTF-8"
+    how = f"pipe it through {convert}" if name == "stdin" else f"convert it: {convert} {name} > utf8.txt"
+    return InputError(f"{name} {seems}; {how}")

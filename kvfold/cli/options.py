@@ -46,6 +46,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if message.startswith("unrecognized arguments") and "--import" in message:
             message = f"{message}; --import comes before the command: kvfold --import MODULE COMMAND"
+        if message.endswith("expected one argument"):
+            name = message.removeprefix("argument ").partition(":")[0].split("/")[-1]
+            message = f"{message}; a value that begins with - is written {name}=-…"
         self.exit(2, f"error: {message}; see {self.prog} --help\n")
 
 
@@ -176,6 +179,8 @@ def read_document(name: str) -> str:
 
 def check_out(path: Path) -> None:
     """FileError if a file cannot be written there, as far as can be told beforehand."""
+    if "\0" in str(path):
+        raise FileError("the name of the file has a NUL character in it; name a file")
     if path.is_dir():
         raise FileError(f"{path} is a folder; name a file")
     if path.exists() and not path.is_file():

@@ -23,7 +23,7 @@ from kvfold.cli.options import (
     nonempty,
     read_document,
 )
-from kvfold.errors import InputError
+from kvfold.errors import FileError, InputError
 
 if TYPE_CHECKING:
     from kvfold.shortening.shorten import Shortened
@@ -80,13 +80,17 @@ def run(args: argparse.Namespace) -> int:
     plan = plan_of(args.by or ("rank" if args.ask else "graph"), args.to, args.keep, args.units, args.embedder)
     if plan.by.needs_question and not args.ask:
         raise InputError(f"--by {args.by} keeps what answers a question; give one with --ask, or use --by graph")
+    if args.ask and not plan.by.needs_question:
+        raise InputError(f"--by {args.by} reads no question; leave --ask out, or use --by rank")
+    if args.rope is not None and not plan.by.needs_model:
+        raise InputError("--rope makes the window of a model longer, and none reads this text; leave it out")
     if args.html is not None:
-        check_out(args.html)
+        _check_page(args.html, args.file)
     text = read_document(args.file)
     model = load_model(args) if plan.by.needs_model else None
     counting = args.model if model is None else None
     tokenizer = load_tokenizer(counting) if counting else model and model.tokenizer
-    with show.bar("shorten", 1) as advance:
+    with show.bar("shorten", 100, "%") as advance:
         found = shorten_text(
             text, plan, question=args.ask, tokenizer=tokenizer, model=judge(plan, model), progress=_steps(advance)
         )
@@ -96,14 +100,22 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check_page(page: Path, name: str) -> None:
+    """FileError for a page that cannot be written, or would be written over the text."""
+    check_out(page)
+    if name != "-" and "\0" not in name and page.resolve() == Path(name).resolve():
+        raise FileError(f"--html names {page}, which is the text; name another file")
+
+
 def _steps(advance: Any) -> Any:
-    """Progress of a selector, units done of all units, as a share of the one bar."""
-    done = 0.0
+    """Progress of a selector, units done of all units, in percent of the one bar."""
+    done = 0
 
     def report(count: int, total: int) -> None:
         nonlocal done
-        advance(count / max(1, total) - done)
-        done = count / max(1, total)
+        percent = 100 * count // max(1, total)
+        advance(percent - done)
+        done = percent
 
     return report
 

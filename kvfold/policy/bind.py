@@ -107,6 +107,8 @@ def _checked(term: Registration, name: str, value: Value, hint: Any) -> Any:
     if axis is not None:
         return _inner(axis, value)
     found = _coerce(value, hint)
+    if found is _MISMATCH and isinstance(value, float) and value.is_integer():
+        raise PolicyError(f"{term.name}: {name} takes {_type_text(hint)}, in digits alone; write {int(value)}")
     if found is _MISMATCH:
         raise PolicyError(f"{term.name}: {name} takes {_type_text(hint)}, not {_text(value)}")
     return found

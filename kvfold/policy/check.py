@@ -29,14 +29,14 @@ def check(policy: PolicyParts) -> None:
 def _arguments(variant: Term) -> Iterator[str]:
     """Whole numbers are counts, and a trigger counts from 1; `Term.validate` says what else is refused."""
     term = term_of(variant)
+    reason = variant.validate()
+    if reason is not None:
+        yield f"{term.name}: {reason}"
     least = 1 if term.axis == "when" else 0
     for field in term.arguments:
         value = getattr(variant, field.name)
         if type(value) is int and value < least:
             yield f"{term.name}: {field.name} is at least {least}, not {value}"
-    reason = variant.validate()
-    if reason is not None:
-        yield f"{term.name}: {reason}"
 
 
 def _stage(phase: str, stage: Stage) -> Iterator[str]:

@@ -149,6 +149,13 @@ def parse(text: str) -> tuple[Call | Size | Phase, ...]:
     return _Parser(tokens(text)).expression()
 
 
+def parse_value(text: str) -> Value:
+    """The value of one argument, such as `4x` or `fixed(200)`."""
+    if len(text) > MAX_LEN:
+        raise PolicyError(f"a value has at most {MAX_LEN} characters, this one has {len(text)}")
+    return _Parser(tokens(text)).value()
+
+
 def _spelt(token: Token) -> str:
     """A size as other libraries write it, in ours: kvpress' compression_ratio is the share that is evicted."""
     if isinstance(token.value, Percent) and 0 < token.value.percent < 100:
@@ -170,6 +177,12 @@ class _Parser:
         if self._peek().kind != "end":
             raise self._unexpected("+ and another term")
         return terms
+
+    def value(self) -> Value:
+        found = self._value()
+        if self._peek().kind != "end":
+            raise self._unexpected("one value")
+        return found
 
     def _term(self) -> Call | Size | Phase:
         if self._peek().text in PHASES and self._peek(1).text == "(":

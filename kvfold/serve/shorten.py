@@ -1,15 +1,17 @@
 """Shortening of requests: each text of a user or a tool by itself, before the prompt is rendered.
 
 A text is cut alike in every request that holds it, so prefixes are found in the cache as before. A selector that reads
-the question cuts it differently each time: only text behind the last cache marker may be cut so.
+the question cuts it differently each time: only text behind the last cache marker may be cut so. A text that cannot be
+cut, for its size or for want of a question, is sent whole: a client sets neither.
 """
 
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from dataclasses import replace
 
-from kvfold.errors import KvfoldError, PolicyError
+from kvfold.errors import PolicyError, SizeError
 from kvfold.models.loader import Model
 from kvfold.policy.registry import term_of
 from kvfold.policy.size import Percent, Ratio
@@ -62,10 +64,10 @@ class RequestShortener:
     def _cut(self, text: str, question: str) -> Shortened:
         """`question`: the text at whose end it stands."""
         asked = end_text(question) if self._plan.by.needs_question and question.strip() else None
-        try:
-            return shorten_text(text, self._plan, question=asked, tokenizer=self._tokenizer, keeps_ends=True)
-        except KvfoldError as error:
-            raise bad_request(f"messages: the text cannot be shortened: {error}") from error
+        if asked is not None or not self._plan.by.needs_question:
+            with suppress(SizeError):
+                return shorten_text(text, self._plan, question=asked, tokenizer=self._tokenizer, keeps_ends=True)
+        return Shortened.whole(text, len(TokenOffsets.of(text, self._tokenizer)))
 
     def _check_markers(self, request: ChatRequest) -> None:
         """A text that each question would cut differently stands behind the last cache marker, or is short."""

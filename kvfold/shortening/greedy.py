@@ -15,7 +15,7 @@ import heapq
 import numpy as np
 
 from kvfold.shortening.base import Floats, Selector, Task
-from kvfold.shortening.protected import check_room
+from kvfold.shortening.protected import check_room, none_fits
 from kvfold.shortening.room import Room
 
 _PENALTY = 0.5
@@ -26,11 +26,21 @@ def choose(task: Task, selector: Selector) -> tuple[tuple[int, int], ...]:
     room = Room.of(task, selector.avoids_repeats)
     check_room(task, task.target - room.left)
     worth_N = np.round(selector.worth(task), 9)
+    before = room.left
     if selector.avoids_repeats:
         _take_new(task, room, worth_N)
     else:
         _take_in_order(room, worth_N, selector.skips)
+    if room.left == before and 2 * before > task.target:
+        _check_any(task, room, worth_N, selector.skips)
     return room.spans()
+
+
+def _check_any(task: Task, room: Room, worth_N: Floats, skips: bool) -> None:
+    """SizeError if units were left out and none was taken: nearly all of the target is unused."""
+    costs = [cost for unit in np.argsort(-worth_N, kind="stable").tolist() if (cost := room.cost(unit))]
+    if costs:
+        raise none_fits(task, task.target - room.left + (min(costs) if skips else costs[0]))
 
 
 def _take_in_order(room: Room, worth_N: Floats, skips: bool) -> None:

@@ -39,6 +39,10 @@ def kinds_of(text: str) -> tuple[str, ...]:
     if words in (["all"], ["none"]):
         return KINDS if words == ["all"] else ()
     for word in words:
+        if word in ("all", "none"):
+            raise PolicyError(f"{word} stands alone, and here are {len(words)} kinds; write {word}, or the kinds")
+        if word not in KINDS and word.lower() in (*KINDS, "all", "none"):
+            raise PolicyError(f'"{word}" is written {word.lower()}')
         if word not in KINDS:
             raise PolicyError(f'"{word}" is nothing that can be kept; kinds: {", ".join(KINDS)}, all, none')
     return tuple(kind for kind in KINDS if kind in words)
@@ -71,10 +75,23 @@ def protected_parts(text: str, parts: Sequence[Unit], kinds: Sequence[str]) -> B
 def check_room(task: Task, needed: int) -> None:
     """SizeError if the tokens that must stay are more than may."""
     if needed > task.target:
-        ratio = number_text(math.floor(10 * len(task.tokens) / needed) / 10)
         has_ends = task.ends_n is not None and bool(task.ends_n.any())
         named = ", ".join([*task.keep, *(["the ends of the message"] if has_ends else [])])
         raise SizeError(
             f"what must stay ({named}) is {needed} tokens, and of {len(task.tokens)} tokens {task.target} may; "
-            f"{'keep less, such as keep=none, or ' if task.keep else ''}shorten to {ratio}x or {needed}tok"
+            f"{'keep less, such as keep=none, or ' if task.keep else ''}{_sizes(task, needed)}"
         )
+
+
+def none_fits(task: Task, needed: int) -> SizeError:
+    """The error where no unit fits into the target beside what must stay; `needed`: the tokens with the smallest."""
+    has_chunks = any(unit.kind == "chunk" for unit in task.units)
+    return SizeError(
+        f"of {len(task.tokens)} tokens {task.target} may stay, and no unit of the text fits: with one and what must "
+        f"stay there are {needed} tokens; "
+        f"{'part the text more finely, such as units=sentences, or ' if has_chunks else ''}{_sizes(task, needed)}"
+    )
+
+
+def _sizes(task: Task, needed: int) -> str:
+    return f"shorten to {number_text(math.floor(10 * len(task.tokens) / needed) / 10)}x or {needed}tok"

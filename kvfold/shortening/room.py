@@ -1,7 +1,7 @@
 """What of a target is left, and what each unit would take of it: tokens and sentences that stay already cost nothing.
 
 Pieces are sentences and other parts, cut where units and labels begin and end. Units are runs of pieces and may
-overlap. A unit brings the labels of its pieces with it.
+overlap. A unit brings the labels of its pieces with it, and so does what always stays.
 
     N units   P pieces
 """
@@ -47,12 +47,14 @@ class Room:
         cost_P = np.diff(np.searchsorted(task.tokens.starts, bounds))
         says_P = _sayings(task.text, bounds) if drops_repeats else np.arange(len(cost_P))
         stays_P, is_said = np.zeros((2, len(cost_P)), dtype=bool)
+        label_P2 = np.stack([kind.pieces(bounds) for kind in labels], axis=1)
         for low, high in np.searchsorted(bounds, kept_spans):
             stays_P[low:high] = True
+        named = label_P2[stays_P]
+        stays_P[named[named >= 0]] = True
         is_said[says_P[stays_P]] = True
         first_N, last_N = np.searchsorted(bounds, spans).T
         left = task.target - int(cost_P[stays_P].sum())
-        label_P2 = np.stack([kind.pieces(bounds) for kind in labels], axis=1)
         return cls(bounds, cost_P, says_P, label_P2, first_N, last_N, stays_P, is_said, left)
 
     def pieces(self, unit: int) -> Integers:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from kvfold.errors import InputError, PolicyError
+from kvfold.errors import InputError, PolicyError, SizeError
 from kvfold.policy.registry import Term, register, term_of
 from kvfold.policy.size import Percent, Ratio, Size, Tokens, exact
 from kvfold.shortening.base import Bools, Chunker, LanguageModel, Progress, Selector, Task, Unit
@@ -31,7 +31,7 @@ _AUTO = Auto()
 END_TOKENS = 128
 
 
-@register("shorten", "shorten", cost="before prefill")
+@register("shorten", "shorten", revision=2, cost="before prefill")
 @dataclass(frozen=True)
 class Shorten(Term):
     """Text is shortened before it is read: `by` says which parts stay, `to` how many tokens.
@@ -96,6 +96,11 @@ class Shortened:
     seconds: float = 0.0
     is_extractive: bool = True
 
+    @classmethod
+    def whole(cls, text: str, num_tokens: int) -> Shortened:
+        """A text of which nothing goes."""
+        return cls(text, ((0, len(text)),) if text else (), text, num_tokens, num_tokens)
+
     @property
     def ratio(self) -> float:
         return self.num_original_tokens / max(1, self.num_tokens)
@@ -114,14 +119,15 @@ def shorten_text(
     """The text cut to the size of `plan`. Tokens are those of `tokenizer`, or words and marks without one.
 
     `keeps_ends`: the first unit and the end of the last paragraph stay, as instructions and questions of a message.
+    White space alone has no parts and comes back as it is. SizeError where no unit fits into the size.
     """
     began = time.perf_counter()
     tokens = TokenOffsets.of(text, tokenizer)
     target = plan.target(len(tokens))
-    if len(tokens) <= max(target, plan.least):
-        return Shortened(text, ((0, len(text)),) if text else (), text, len(tokens), len(tokens))
+    if len(tokens) <= max(target, plan.least) or not text.strip():
+        return Shortened.whole(text, len(tokens))
     name = term_of(plan.by).name
-    if plan.by.needs_question and not question:
+    if plan.by.needs_question and not (question and question.strip()):
         raise InputError(f"{name} keeps what a question asks for; give the question, or use graph, which needs none")
     if plan.by.needs_model and model is None:
         raise InputError(f"this {name} asks a model; give one, or use graph or plain rank, which need none")
@@ -144,6 +150,25 @@ def shorten_text(
         num_left = len(TokenOffsets.of(left, tokenizer))
     seconds = time.perf_counter() - began
     return Shortened(left, spans, text, num_left, len(tokens), seconds, plan.by.is_extractive)
+
+
+def shorten_or_leave(
+    text: str,
+    plan: Shorten,
+    *,
+    question: str | None = None,
+    tokenizer: Any = None,
+    model: LanguageModel | None = None,
+    keeps_ends: bool = False,
+) -> Shortened:
+    """As a policy shortens: a text stays whole for which a relative size (`4x`, `25%`) is below what must stay or below
+    its smallest unit; for a number of tokens that is a SizeError."""
+    try:
+        return shorten_text(text, plan, question=question, tokenizer=tokenizer, model=model, keeps_ends=keeps_ends)
+    except SizeError:
+        if isinstance(plan.to, Tokens):
+            raise
+        return Shortened.whole(text, len(TokenOffsets.of(text, tokenizer)))
 
 
 def _spans(task: Task, selector: Selector) -> tuple[tuple[int, int], ...]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 import kvfold
+from kvfold.cli.shorten import _steps
+from kvfold.errors import InputError
+from kvfold.text_io import decode_text
 from tests import tiny
 from tests.cli.conftest import Call
 
@@ -70,12 +74,50 @@ def test_markup_of_the_text_stays_text(call: Call, tmp_path: Path) -> None:
         (("--to", "8x", "--keep", "all"), "keep less"),
         (("--to", "4x) + int4 + keep(", "--by", "graph"), "error:"),
         (("--to", "4x", "--html", "no/such/folder/a.html"), "does not exist"),
+        (("--to", "4x", "--html", "a\0b"), "NUL character"),
+        (("--to=-1x",), "size -1x"),
+        (("--to", "4x", "--units", "fixed", "--keep", "none"), "no unit of the text fits"),
+        (("--to", "2x, keep=none"), 'expected one value, found ","'),
+        (("--to", "4x", "--by", "graph", "--ask", QUESTION), "--by graph reads no question"),
+        (("--to", "4x", "--rope", "yarn:4"), "--rope makes the window of a model longer"),
     ],
 )
 def test_what_cannot_be_is_one_line(call: Call, handbook: Path, arguments: tuple[str, ...], told: str) -> None:
     done = call("shorten", handbook, *arguments)
     assert done.code == 2 and told in done.err and not done.out
     assert len([line for line in done.err.splitlines() if line.startswith("error:")]) == 1
+
+
+def test_a_value_that_looks_like_an_option_is_told(call: Call, handbook: Path) -> None:
+    done = call("shorten", handbook, "--to", "-1x")
+    assert done.code == 2 and "a value that begins with - is written --to=-…" in done.err
+
+
+def test_a_page_replaces_neither_the_text_nor_a_pipe(call: Call, handbook: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for page, told in ((handbook, "which is the text"), (pipe, "is a device or a pipe")):
+        done = call("shorten", handbook, "--to", "4x", "--html", page)
+        assert done.code == 2 and told in done.err
+    assert handbook.read_text(encoding="utf-8") == kvfold.example_text() and pipe.is_fifo()
+
+
+def test_a_name_with_nul_is_told(call: Call) -> None:
+    done = call("shorten", "a\0b", "--to", "4x")
+    assert done.code == 2 and "cannot be read" in done.err
+
+
+def test_progress_is_in_percent() -> None:
+    steps: list[int] = []
+    report = _steps(steps.append)
+    for count in (1, 2, 3):
+        report(count, 3)
+    assert steps == [33, 33, 34]
+
+
+def test_stdin_of_another_encoding_is_told_the_way_out() -> None:
+    with pytest.raises(InputError, match=r"stdin is UTF-16; pipe it through iconv -f UTF-16 -t UTF-8$"):
+        decode_text("text".encode("utf-16"), "stdin")
 
 
 def test_run_tells_what_shortening_did(call: Call, folder: Path, handbook: Path) -> None:

@@ -92,11 +92,18 @@ def test_prompts_longer_than_the_context_are_cut_to_fit(by_graph: Running) -> No
     assert found.usage.original_input_tokens > most > _sent(found)
 
 
-def test_a_text_that_cannot_be_cut_that_far_is_refused() -> None:
-    asked = user(text(DOCUMENT.replace("Nobody", "Do not")), text("where?"))
-    kept = running(tool_model(), policy='shorten(graph, 8x, keep="all", least=64)')
-    with kept as server, pytest.raises(anthropic.BadRequestError, match="keep less"):
-        create(server, asked)
+@pytest.mark.parametrize(
+    "policy", ['shorten(graph, 8x, keep="all", least=0)', 'shorten(rank, 30tok, keep="all", least=0)']
+)
+def test_a_text_that_cannot_be_cut_that_far_is_sent_whole(policy: str) -> None:
+    """For its size, or as a tool's reply to which nobody asks anything."""
+    shortener = RequestShortener(Policy.parse(policy).shorten, tool_model())  # type: ignore[arg-type]
+    texts = [DOCUMENT.replace("Nobody", "Do not"), "\n" * 400, "where?"]
+    for last in (2, 3):
+        blocks = [Block("text", text=one, message=0) for one in texts[:last]]
+        assert shortener.shorten(ChatRequest("tiny", blocks, 4)) == (ChatRequest("tiny", blocks, 4), 0)
+    raw = ChatRequest("tiny", [], 4, raw_text="\n" * 400)
+    assert shortener.shorten(raw) == (raw, 0)
 
 
 def test_completions_are_cut_as_well(by_graph: Running) -> None:

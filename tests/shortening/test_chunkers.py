@@ -84,12 +84,21 @@ def test_fixed_by_hand() -> None:
 
 
 def test_fixed_takes_tokens_of_one_character_together() -> None:
-    text = "a🚢b"
-    tokens = TokenOffsets(np.array([0, 1, 1, 1, 2]))  # as byte-level tokenizers report
+    text = "a 🚢 b"
+    tokens = TokenOffsets(np.array([0, 1, 2, 2, 4]))  # as byte-level tokenizers report
     units = Fixed(2, 0.0).units(text, parts_of(text), HashedTfIdf(), tokens)
-    assert [text[unit.start : unit.end] for unit in units] == ["a", "🚢", "b"]
+    assert [text[unit.start : unit.end] for unit in units] == ["a ", "🚢 ", "b"]
     units = Fixed(2, 0.5).units(text, parts_of(text), HashedTfIdf(), tokens)
-    assert [text[unit.start : unit.end] for unit in units] == ["a", "🚢b"]
+    assert [text[unit.start : unit.end] for unit in units] == ["a ", "🚢 ", "b"]
+
+
+def test_fixed_cuts_no_word_but_one_without_an_end() -> None:
+    text = "Introductions were extraordinarily formal. 港口结冰。"
+    for size in (1, 2, 3):
+        words = [word for piece in pieces(Fixed(size, 0.0), text) for word in piece.split()]
+        assert words[:4] == text.split()[:4]
+    assert pieces(Fixed(1, 0.0), "港口结") == ["港", "口", "结"]
+    assert pieces(Fixed(2, 0.0), "a" * 320) == ["a" * 16] * 20
 
 
 def test_passages_by_hand() -> None:

@@ -53,5 +53,5 @@ def test_a_label_begins_a_line() -> None:
 
 
 def test_labels_take_room() -> None:
-    for size in range(12, 90, 7):
+    for size in range(16, 90, 7):
         assert shorten(DOCUMENTS, f"{size}tok", "graph", keep="none").num_tokens <= size

@@ -52,12 +52,14 @@ def test_a_single_paragraph_has_room_between_its_ends() -> None:
     assert cut.startswith(sentences[0]) and cut.endswith(sentences[-1])
 
 
-def test_ends_that_do_not_fit_are_named() -> None:
+def test_ends_that_do_not_fit_stay_whole_or_are_named() -> None:
     text = "Where is the lamp, and who has seen it? Where is the bell, and who has heard it?"
+    message = {"role": "user", "content": text}
+    assert shorten_messages([message], plan_of("graph", "3x", "none"))[0] == [message]
     with pytest.raises(
         SizeError, match=r"what must stay \(the ends of the message\) is 22 tokens, .* may; shorten to 1x"
     ):
-        shorten_messages([{"role": "user", "content": text}], plan_of("graph", "3x", "none"))
+        shorten_messages([message], plan_of("graph", "9tok", "none"))
 
 
 def test_without_a_user_there_is_no_question() -> None:

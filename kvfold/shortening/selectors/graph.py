@@ -49,7 +49,9 @@ class Graph(Selector):
     avoids_repeats: ClassVar[bool] = True
 
     def validate(self) -> str | None:
-        return None if self.neighbours >= 1 else "neighbours is at least 1"
+        if self.neighbours < 1:
+            return f"neighbours is at least 1, not {self.neighbours}"
+        return None if 0 <= self.near_weight <= 1 else f"near_weight is from 0 to 1, not {self.near_weight:g}"
 
     def worth(self, task: Task) -> Floats:
         told_N = _scaled(_density(task)) + _scaled(phrase_weights(task, _PHRASES)) + _leads(task)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvfold.policy.registry import register
 from kvfold.shortening.atoms import Atoms
 from kvfold.shortening.base import Bools, Floats, Selector, Task
-from kvfold.shortening.protected import check_room, kept_spans, protected_spans
+from kvfold.shortening.protected import check_room, kept_spans, none_fits, protected_spans
 
 Integers = NDArray[np.int64]
 
@@ -65,7 +65,17 @@ class Words(Selector):
         taken_A = self._sentences(task, starts_T, loss_T, uncut_N, left)[unit_A]
         stays_A |= (uncut_A & taken_A) | atoms.breaks_beside(taken_A)
         _fill(stays_A, taken_A & ~atoms.is_break_A, cost_A, _means(loss_T, atoms.tokens(starts_T)), task.target)
+        if not (stays_A & ~atoms.is_break_A).any():
+            raise none_fits(task, self._least(task, atoms, cost_A, unit_A, uncut_N))
         return atoms.joined(task.text, stays_A)
+
+    def _least(self, task: Task, atoms: Atoms, cost_A: Integers, unit_A: Integers, uncut_N: NDArray[Any]) -> int:
+        """Tokens of a target into which a word of some sentence fits."""
+        least_N = np.full(len(task.units), len(task.tokens))
+        is_word_A = ~atoms.is_break_A
+        np.minimum.at(least_N, unit_A[is_word_A], cost_A[is_word_A])
+        needed_N = np.maximum(np.ceil(task.num_tokens_N / self.first), uncut_N + least_N)
+        return min(len(task.tokens), int(needed_N.min()))
 
     def _sentences(self, task: Task, starts_T: Integers, loss_T: Floats, uncut_N: NDArray[Any], left: int) -> Bools:
         """[N]: units by mean loss, while they fit and what is never cut in them fits too."""
