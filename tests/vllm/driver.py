@@ -37,6 +37,8 @@ def answer(llm: Any, op: str, **given: Any) -> Any:
         return generate(llm, given["requests"])
     if op == "metrics":
         return {metric.name: metric.value for metric in llm.get_metrics() if "kvfold" in metric.name}
+    if op == "counter":
+        return sum(metric.value for metric in llm.get_metrics() if metric.name == given["name"])
     if op == "flush":
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 

@@ -89,6 +89,11 @@ class Engine:
     def metrics(self) -> dict[str, float]:
         return {name.removeprefix("vllm:kvfold_"): value for name, value in self._tell(op="metrics").items()}
 
+    def counter(self, name: str) -> float:
+        """One of vLLM's own."""
+        found: float = self._tell(op="counter", name=name)
+        return found
+
 
 def save_tiny(folder: Path, seed: int = 0) -> Path:
     """Random Llama of four layers with SmolLM2's tokenizer; its logits differ widely."""
