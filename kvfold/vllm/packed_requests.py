@@ -7,10 +7,12 @@ was served is told the entry. A client that finds neither was not served (`Packe
 
 from __future__ import annotations
 
+import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvfold.packed.client import ENTRY, ERROR, SLOTS, TOKENS
 from kvfold.packed.entry import PackedReader
@@ -33,6 +35,21 @@ class PackedUse:
     first_block: int = 0
 
 
+class EntryHead(NamedTuple):
+    """What the scheduler has to know of an entry, which it reads at most every _KNOWN_S seconds: it can be large, and
+    the worker checks what it loads."""
+
+    num_slots: int
+    num_tokens: int
+    vocab_size: int
+    is_ragged: bool
+    read_at: float
+
+
+_KNOWN_S = 10.0
+_MOST_KNOWN = 1 << 10
+
+
 class Refused(Exception):
     """Why a request for a packed prefix is not served."""
 
@@ -45,6 +62,7 @@ class PackedRequests:
         self._store = store
         self.engine_refusal = facts.packed_refusal
         self.ragged_refusal: str | None = None
+        self._known: OrderedDict[Key, EntryHead] = OrderedDict()
         self._uses: dict[str, PackedUse] = {}
         self._refusals: dict[str, str] = {}
 
@@ -61,7 +79,9 @@ class PackedRequests:
         return True
 
     def refuse(self, request: Any, reason: str) -> None:
-        self._uses.pop(request.request_id, None)
+        use = self._uses.pop(request.request_id, None)
+        if use is not None:
+            self._known.clear()  # one of them could not be loaded
         self._refusals[request.request_id] = reason
         request.max_tokens = 1
         request.cache_salt = f"kvfold refused {uuid.uuid4()}"
@@ -110,21 +130,29 @@ class PackedRequests:
             raise Refused("the prompt has nothing behind the placeholder ids; add the question")
         return PackedUse(key.text, num_slots, entry.num_tokens, entry.is_ragged)
 
-    def _read(self, key: Key) -> PackedReader:
-        """The head of an entry that fits the engine; its file is closed."""
+    def _read(self, key: Key) -> EntryHead:
+        """The head of an entry that fits the engine."""
+        known = self._known.get(key)
+        if known is not None and time.monotonic() - known.read_at < _KNOWN_S:
+            return known
         copy = self._store.open(key)
         if copy is None:
             raise Refused(f"there is no entry {key.text} in the store; pack the document again")
         with copy.file as file:
             try:
-                reader = PackedReader(file, key, secret=self._store.secret)
+                entry = PackedReader(file, key, secret=self._store.secret)
             except InvalidEntry as error:
                 self._store.drop(copy, error)
                 raise Refused(f"the entry is damaged ({error.reason}); pack the document again") from error
-        mismatch = self._facts.packed_mismatch(reader.facts)
+        mismatch = self._facts.packed_mismatch(entry.facts)
         if mismatch is not None:
             raise Refused(f"the entry does not fit: {mismatch}")
-        return reader
+        head = EntryHead(entry.num_slots, entry.num_tokens, entry.vocab_size, entry.is_ragged, time.monotonic())
+        self._known[key] = head
+        self._known.move_to_end(key)
+        if len(self._known) > _MOST_KNOWN:
+            self._known.popitem(last=False)
+        return head
 
 
 def _request_reasons(request: Any) -> Iterator[str]:
