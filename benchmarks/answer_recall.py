@@ -27,9 +27,10 @@ from typing import Any
 from benchmarks.commands import argument_parser, run_main
 from benchmarks.rows import Row, report
 from kvfold.bench.workloads.files import read_rows
-from kvfold.errors import InputError
+from kvfold.errors import InputError, SizeError
 from kvfold.policy import Policy
 from kvfold.shortening.shorten import Shorten, Shortened, shorten_text
+from kvfold.shortening.tokens import TokenOffsets
 
 PLANS = (
     "head", "tail", "ends", "shuffle", "graph", "keyphrases", "rank",
@@ -107,6 +108,14 @@ def stays(question: Question, short: Shortened) -> tuple[bool, bool | None]:
     return holds(short.text, question.answers), any(start <= low and high <= end for start, end in short.spans)
 
 
+def _shorter(question: Question, plan: Shorten) -> Shortened:
+    """The shorter text; nothing where the size is below what must stay or below the smallest unit."""
+    try:
+        return shorten_text(question.text, plan, question=question.question)
+    except SizeError:
+        return Shortened("", (), question.text, 0, len(TokenOffsets.of(question.text)))
+
+
 def measure(questions: Sequence[Question], plan: Shorten) -> Row:
     """Recall of one plan over the questions; a text whose shortening needs no question is shortened once."""
     known: dict[str, Shortened] = {}
@@ -114,7 +123,7 @@ def measure(questions: Sequence[Question], plan: Shorten) -> Row:
     for question in questions:
         short = known.get(question.text)
         if short is None:
-            short = shorten_text(question.text, plan, question=question.question)
+            short = _shorter(question, plan)
         if not plan.by.needs_question:
             known[question.text] = short
         found.append((*stays(question, short), short.num_tokens / max(1, short.num_original_tokens)))

@@ -68,6 +68,8 @@ def test_all_parts_of_a_span_stay() -> None:
 def test_names_of_kinds() -> None:
     assert kinds_of("code, numbers") == ("numbers", "code")  # in one order, however they are written
     assert kinds_of("all") == KINDS and kinds_of("none") == ()
-    for wrong in ("names", "all, code", ""):
+    for wrong in ("names", ""):
         with pytest.raises(PolicyError, match="is nothing that can be kept; kinds: numbers, ids, quotes"):
             kinds_of(wrong)
+    with pytest.raises(PolicyError, match="all stands alone, and here are 2 kinds; write all, or the kinds"):
+        kinds_of("all, code")
