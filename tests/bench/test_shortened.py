@@ -97,7 +97,11 @@ def test_question_and_instructions_are_never_cut(model: Model) -> None:
         sample = workload.sample(setting, workload.ready[0], 0)
         instruction = sample.context[: sample.num_instruction_chars]
         prompt = prompter.prompt(sample)
-        found = PromptShortener(model, prompter).sent(sample, prompt, "shorten(tail, 2x, keep=none, least=1)").prompt
+        found = (
+            PromptShortener(model, prompter)
+            .sent(sample, prompt, "shorten(tail, 4x, keep=none, units=fixed(20), least=1)")
+            .prompt
+        )
         assert found.question_ids == prompt.question_ids and found.original is prompt
         assert len(instruction) > 20 and len(found.context_ids) < len(prompt.context_ids)
         assert instruction in model.tokenizer.decode(list(found.context_ids))
