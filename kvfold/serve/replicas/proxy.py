@@ -1,7 +1,7 @@
 """The proxy before the replicas: requests and answers pass unchanged, streams piece by piece.
 
-A request that a replica takes and does not begin to answer goes to the next one, once. A client that leaves ends its
-request at the replica. /metrics, /health, /ready, the dashboard and statistics are those of all replicas together.
+A request whose answer breaks off before anything of it was sent goes to the next replica, once. A client that leaves
+ends its request at the replica. /metrics, /health, /ready, the dashboard and statistics are those of all replicas.
 """
 
 from __future__ import annotations
@@ -130,17 +130,23 @@ class Proxy:
         raise ApiError(529, "no replica answers at present; try again later", retry_after_s=1)
 
     async def _try(self, backend: Backend, request: Request, body: bytearray | None, receive: Any, send: Any) -> bool:
-        """False if nothing was answered."""
+        """False if nothing of an answer was sent."""
         upstream = Upstream(backend.socket)
         watch = asyncio.create_task(_close_on_disconnect(receive, upstream))
         backend.num_in_flight += 1
         try:
             head = await upstream.send(request.method, _target(request.scope), request.scope["headers"], body)
+            headers = [*end_to_end(head.headers), (REPLICA_HEADER, b"%d" % backend.number)]
+            start = {"type": "http.response.start", "status": head.status_code, "headers": headers}
+            if _is_stream(headers):
+                await send(start)
+                await _pass_on(upstream, send)
+            else:  # as a whole, so that one that breaks off can be tried again
+                whole = b"".join([piece async for piece in upstream.pieces()])
+                await send(start)
+                await send({"type": "http.response.body", "body": whole})
             backend.num_sent += 1
             self._metrics.add("kvfold_proxy_requests_total", replica=str(backend.number))
-            headers = [*end_to_end(head.headers), (REPLICA_HEADER, b"%d" % backend.number)]
-            await send({"type": "http.response.start", "status": head.status_code, "headers": headers})
-            await _pass_on(upstream, headers, send)
             return True
         except Unreachable:
             if upstream.is_abandoned:
@@ -248,18 +254,19 @@ def _target(scope: Any) -> bytes:
     return path + b"?" + query if query else path
 
 
-async def _pass_on(
-    upstream: Upstream, headers: list[tuple[bytes, bytes]], send: Callable[[Any], Awaitable[None]]
-) -> None:
-    """The body; a stream of events that breaks off ends with an error event, any other answer unfinished."""
+def _is_stream(headers: list[tuple[bytes, bytes]]) -> bool:
+    return Headers(raw=headers).get("content-type", "").startswith("text/event-stream")
+
+
+async def _pass_on(upstream: Upstream, send: Callable[[Any], Awaitable[None]]) -> None:
+    """A stream of events; one that breaks off between two of them ends with an error event."""
     last = b""
     try:
         async for piece in upstream.pieces():
             last = piece
             await send({"type": "http.response.body", "body": piece, "more_body": True})
     except Unreachable:
-        is_stream = Headers(raw=headers).get("content-type", "").startswith("text/event-stream")
-        if upstream.is_abandoned or not is_stream or not last.endswith(b"\n\n"):
+        if upstream.is_abandoned or not last.endswith(b"\n\n"):
             raise _ClientGone from None
         await send({"type": "http.response.body", "body": _BROKEN_OFF, "more_body": True})
     await send({"type": "http.response.body", "body": b""})

@@ -44,10 +44,11 @@ class Upstream:
             self._reader, self._writer = await asyncio.open_unix_connection(self._socket)
             if self.is_closed:
                 raise Unreachable("closed")
-            self._writer.write(self._conn.send(request) or b"")
+            sent = self._conn.send(request) or b""
             if body is not None:
-                self._writer.write(self._conn.send(h11.Data(data=bytes(body))) or b"")
-                self._writer.write(self._conn.send(h11.EndOfMessage()) or b"")
+                sent += self._conn.send(h11.Data(data=bytes(body))) or b""
+                sent += self._conn.send(h11.EndOfMessage()) or b""
+            self._writer.write(sent)
             return await self._head()
         except (OSError, h11.RemoteProtocolError, EOFError) as error:
             self.close()
