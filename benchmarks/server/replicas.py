@@ -197,7 +197,7 @@ def measure(args: argparse.Namespace, model: str) -> dict[str, Any]:
     options = (*_OPTIONS, *args.options)
     with served(model, *options) as one, served(model, "--replicas", "2", *options) as proxy:
         single, both = converse(one, args), converse(proxy, args)
-        latency = added_ms(one, proxy, args.pairs)
+        batches = [added_ms(one, proxy, args.pairs) for _ in range(args.batches)]
         after = killed(proxy, args.killed)
     shares = [both.replicas[str(number)] / both.replicas.total() for number in range(2)]
     return {
@@ -206,26 +206,29 @@ def measure(args: argparse.Namespace, model: str) -> dict[str, Any]:
         "shares": shares,
         "conversations_on_one": sum(len(found) == 1 for found in both.kept.values()),
         "sets_within_bounds": share_by_hash(args),
-        **latency,
+        **{name: statistics.median(batch[name] for batch in batches) for name in batches[0]},
+        "added_ms_batches": [batch["added_ms"] for batch in batches],
         **{f"kill_{name}": value for name, value in after.items()},
     }
 
 
 def show(found: dict[str, Any], conversations: int) -> dict[str, bool]:
-    """Print a table; whether each target is met."""
+    """Print a table; whether each target is met. A difference of medians below the processor time of the proxy is noise
+    of a busy machine, so the larger of the two counts."""
     points = 100 * (found["hit_rate_one"] - found["hit_rate_replicas"])
     met = {
         "hit rate": abs(points) <= 1,
         "share": all(0.4 <= share <= 0.6 for share in found["shares"]),
-        "added ms": found["added_ms"] <= 2,
+        "added ms": max(found["added_ms"], found["proxy_cpu_ms"]) <= 2,
         "failed": found["kill_failed"] == 0,
     }
+    batches = found["added_ms_batches"]
     lines = {
         "hit rate": f"{found['hit_rate_replicas']:.1%} of {found['hit_rate_one']:.1%} with one server",
         "share": f"{found['shares'][0]:.0%} and {found['shares'][1]:.0%}; {found['conversations_on_one']} of "
         f"{conversations} conversations on one replica; {found['sets_within_bounds']:.0%} of 1,000 other sets within",
-        "added ms": f"{found['added_ms']:.2f} ({found['proxy_ms']:.2f} against {found['one_ms']:.2f}; "
-        f"processor time of the proxy {found['proxy_cpu_ms']:.2f} for each request)",
+        "added ms": f"{found['added_ms']:.2f} (batches {min(batches):.2f} to {max(batches):.2f}; "
+        f"{found['proxy_ms']:.2f} against {found['one_ms']:.2f}; proxy's processor time {found['proxy_cpu_ms']:.2f})",
         "failed": f"{found['kill_failed']} of {found['kill_requests']}, {found['kill_retries']} tried again",
     }
     for name, text in lines.items():
@@ -238,6 +241,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--conversations", type=int, default=40)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--pairs", type=int, default=300, help="requests each for the added latency")
+    parser.add_argument("--batches", type=int, default=5, help="of such requests; the median of their medians counts")
     parser.add_argument("--killed", type=int, default=60, help="requests around the kill")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", action="store_true", help="append the result to benchmarks/results/replicas.jsonl")
