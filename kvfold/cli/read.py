@@ -252,5 +252,5 @@ def _summary(result: ReadResult) -> str:
 
 def _checked(checks: dict[str, Any]) -> str:
     refusal = checks["answer_refusal"]
-    told = "{refused:,} of {checked:,} replies refused by checks, {recovered:,} right after {retries:,} retries"
+    told = "{refused:,} of {checked:,} replies refused by checks, {recovered:,} passed after {retries:,} retries"
     return told.format(**checks) + (f", answer refused: {refusal}" if refusal else "")

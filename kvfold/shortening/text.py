@@ -30,7 +30,7 @@ def plan_of(
 def shorten(
     text: str,
     to: str = "4x",
-    by: str = "graph",
+    by: str | None = None,
     *,
     question: str | None = None,
     keep: str | None = None,
@@ -42,11 +42,13 @@ def shorten(
 ) -> Shortened:
     """Cut a text to a quarter (`4x`), a share (`25%`) or a number of tokens (`2000tok`).
 
-    `by` names the selector: `graph` keeps what says most of the text; `rank` keeps what answers `question`; `words`,
+    `by` names the selector: `graph` keeps what says most of the text; `rank`, the default with a question, keeps what
+    answers `question`; `words`,
     `topics` and `rank(judge)` ask `model`, which is what `kvfold.load` returned. `keep` names what always stays
     (`"numbers, code"`, `all`, `none`), `units` how the text is parted, `embedder` whose vectors compare parts. Tokens
     are those of the tokenizer, or of the model's; without either, words and marks are counted.
     """
+    by = by if by is not None else "graph" if question is None else "rank"
     _check_texts({"text": text, "to": to, "by": by})
     optional = {"question": question, "keep": keep, "units": units, "embedder": embedder}
     _check_texts({name: value for name, value in optional.items() if value is not None})
