@@ -73,7 +73,7 @@ def test_what_is_kept_brings_its_label() -> None:
         ({"to": 4}, 'to is text such as "4x", "25%" or "2000tok", not int'),
         ({"by": "rank", "question": 5}, "question is text, not int"),
         ({"by": "rank", "question": "  "}, "give the question"),
-        ({"question": "Who?"}, "graph reads no question; leave it out, or use rank"),
+        ({"by": "graph", "question": "Who?"}, "graph reads no question; leave it out, or use rank"),
         ({"tokenizer": "smollm2-135m"}, "tokenizer is one of transformers"),
         ({"model": "smollm2-135m"}, "model is what kvfold.load returns"),
     ],
@@ -99,3 +99,12 @@ def test_arguments_of_another_kind_are_refused(arguments: dict[str, Any], told: 
 def test_each_option_is_one_value(options: dict[str, str], told: str) -> None:
     with pytest.raises(PolicyError, match=told):
         plan_of(**{"by": "graph", "to": "4x", **options})
+
+
+def test_with_a_question_rank_is_the_default() -> None:
+    text, question = kvfold.example_text(), "What is the code of the wine cellar?"
+    assert (
+        kvfold.shorten(text, "8x", question=question).spans
+        == kvfold.shorten(text, "8x", "rank", question=question).spans
+    )
+    assert kvfold.shorten(text, "8x").spans == kvfold.shorten(text, "8x", "graph").spans
