@@ -23,27 +23,23 @@ from kvfold import __version__
 from kvfold.cli import (
     bench,
     cache,
-    calibrate,
     chat,
     completion,
     demo,
     env,
-    fit_prompt,
-    label,
     memory,
     models,
     new,
     pack,
     policies,
-    profile,
     read,
     report,
     run,
     serve,
     shorten,
-    train_scorer,
 )
 from kvfold.cli.options import Parser
+from kvfold.cli.training import calibrate, fit_prompt, label, profile, train_scorer
 from kvfold.errors import KvfoldError, KvfoldWarning, OutOfPages
 from kvfold.models.pull.pull import HOME_HELP
 from kvfold.plugins import VARIABLE

@@ -6,8 +6,8 @@ import argparse
 from typing import TYPE_CHECKING
 
 from kvfold.cli import show
-from kvfold.cli.calibration_data import add_reading_parser, reading
 from kvfold.cli.options import Subparsers, add_option, positive
+from kvfold.cli.training.calibration_data import add_reading_parser, reading
 from kvfold.policy.size import bytes_text
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvfold.cli import show
-from kvfold.cli.calibration_data import add_reading_parser, reading
 from kvfold.cli.options import Subparsers, add_option, check_out, load_model, positive
+from kvfold.cli.training.calibration_data import add_reading_parser, reading
 from kvfold.errors import InputError
 from kvfold.policy.size import bytes_text
 

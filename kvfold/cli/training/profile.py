@@ -7,8 +7,8 @@ import statistics
 from typing import TYPE_CHECKING
 
 from kvfold.cli import show
-from kvfold.cli.calibration_data import add_reading_parser, reading
 from kvfold.cli.options import Subparsers
+from kvfold.cli.training.calibration_data import add_reading_parser, reading
 from kvfold.errors import InputError
 
 if TYPE_CHECKING:
