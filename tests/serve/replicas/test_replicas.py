@@ -132,8 +132,8 @@ def test_no_replica_outlives_its_parent(model: Path, tmp_path: Path, how: str) -
             stream.close()
         else:
             server.process.send_signal(signal.SIGINT)
-            server.process.send_signal(signal.SIGINT)
-            assert server.process.wait(60) == 130
+            server.process.send_signal(signal.SIGTERM)  # of two that are the same and pending, one would be lost
+            assert server.process.wait(60) in (128 + signal.SIGINT, 128 + signal.SIGTERM)
         until(lambda: not any(map(is_alive, pids)))
 
 
