@@ -33,8 +33,14 @@ def body(rows: Sequence[Row]) -> str:
     tables = [
         answers_table([row for row in plain if row["wording"] == wording]) for wording in _values(plain, "wording")
     ]
-    answered = newest((row for row in asked if row["model"]), "model", "wording", "system", "policy", "device")
-    tables += [model_table([row for row in answered if row["model"] == model]) for model in _values(answered, "model")]
+    answered = newest(
+        (row for row in asked if row["model"]), "model", "wording", "system", "policy", "device", "embedder"
+    )
+    for model in _values(answered, "model"):
+        of_model = [row for row in answered if row["model"] == model]
+        tables += [
+            model_table([row for row in of_model if row["embedder"] == name]) for name in _values(of_model, "embedder")
+        ]
     timed = newest((row for row in rows if "recall_ms" in row), "facts", "embedder", "device")
     return "\n\n".join([*tables, *([speed_table(timed)] if timed else [])])
 

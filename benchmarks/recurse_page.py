@@ -109,13 +109,14 @@ def gain(rows: Sequence[Row], tokens: int) -> Estimate | None:
 
 
 def crossover(rows: Sequence[Row]) -> int | None:
-    """The least length from which on, at every length measured, recursion is right more often than a truncated pass."""
+    """The least length from which on, at every length measured, recursion is right more often than a truncated pass, by
+    intervals that exclude zero."""
     least = None
     for tokens in reversed(lengths(rows)):
         found = gain(rows, tokens)
         if found is None:
             continue
-        if found.mean <= 0:
+        if found.low <= 0:
             break
         least = tokens
     return least
@@ -128,7 +129,7 @@ def crossover_told(rows: Sequence[Row]) -> str:
     least = crossover(rows)
     by_length = "; ".join(f"{tokens:,}: {_points(found)}, n {found.num_samples}" for tokens, found in gains)
     told = (
-        "At the greatest length, recursion is not right more often than one truncated pass"
+        "No length is shown from which on recursion is right more often than one truncated pass"
         if least is None
         else f"From {least:,} tokens on, recursion is right more often than one truncated pass"
     )

@@ -25,11 +25,11 @@ ROWS = [
     *({"arm": "sharing", "part": 400, "calls": 32, "shared_s": 1.5, "sequential_s": 4.5, "factor": 3.0} | ABOUT,),
     *_rows("truncated", 16_000, "yyyy"),
     *_rows("recursive", 16_000, "yyyn"),
-    *_rows("truncated", 64_000, "nnyn"),
-    *_rows("recursive", 64_000, "yyyn", seconds=120.0),
+    *_rows("truncated", 64_000, "nnynnnyn"),
+    *_rows("recursive", 64_000, "yyynyyyn", seconds=120.0),
     *_rows("recursive", 64_000, "yn", "snapkv + 4x", ratio=3.96),
-    *_rows("truncated", 200_000, "nnnn"),
-    *_rows("recursive", 200_000, "yynn"),
+    *_rows("truncated", 200_000, "nnnnnnnn"),
+    *_rows("recursive", 200_000, "yynnyyyy"),
 ]
 
 
@@ -41,7 +41,7 @@ def test_the_page_is_what_the_kept_rows_give() -> None:
 def test_a_line_has_share_interval_means_and_peaks() -> None:
     lines = page.summary(ROWS).splitlines()
     assert "| 16,000 | one truncated pass | 4 of 4 (51-100 %) | 1 | 2.0 | 100 MB | 900 MB | 1.0x |" in lines
-    assert "| 64,000 | by parts, `full` | 3 of 4 (30-95 %) | 1 | 120 | 100 MB | 900 MB | 1.0x |" in lines
+    assert "| 64,000 | by parts, `full` | 6 of 8 (41-93 %) | 1 | 120 | 100 MB | 900 MB | 1.0x |" in lines
     assert "| 64,000 | by parts, `snapkv + 4x` | 1 of 2 (9-91 %) | 1 | 2.0 | 100 MB | 900 MB | 4.0x |" in lines
     assert lines[-1] == (
         "32 calls with parts of 400 tokens took 1.50 s as forks in batches and 4.50 s one by one with nothing shared "
@@ -53,10 +53,12 @@ def test_recursion_pays_from_the_length_on_from_which_it_is_always_better() -> N
     assert page.crossover(ROWS) == 64_000
     told = page.crossover_told(ROWS)
     assert told.startswith("From 64,000 tokens on, recursion is right more often than one truncated pass")
-    assert "64,000: +50 [+0, +100], n 4" in told
+    assert "64,000: +50 [+12, +88], n 8" in told
+    few = [row for row in ROWS if row.get("sample", 0) < 4]
+    assert page.gain(few, 64_000) is not None and page.crossover(few) is None
     lost = [*ROWS, *_rows("truncated", 300_000, "y"), *_rows("recursive", 300_000, "n")]
     assert page.crossover(lost) is None
-    assert page.crossover_told(lost).startswith("At the greatest length, recursion is not right more often")
+    assert page.crossover_told(lost).startswith("No length is shown from which on recursion is right")
 
 
 def test_questions_of_one_arm_alone_do_not_count() -> None:
