@@ -1,7 +1,8 @@
 """Does training only the KV slots that TF-IDF names forget less than dense training, LoRA or full finetuning?
 
     python -m benchmarks.forgetting [--model smollm2-135m] [--device auto] [--arms tfidf,tf,random,dense,lora,full]
-                                    [--facts 64] [--slots 64] [--top 0.1] [--steps 100] [--seeds 3] [--save]
+                                    [--facts 64] [--slots 64] [--top 0.1] [--steps 100]
+                                    [--seeds 3] [--first-seed 0] [--save]
 
 Every arm learns domain A (invented facts about people), then domain B (minerals), in the same parameters. A question
 in a wording that was not trained is right if greedy decoding writes its answer; B's acquisition is the share that is
@@ -65,7 +66,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--every", type=int, default=5, help="steps between scores (default: %(default)s)")
     parser.add_argument("--rates", type=_rates, help="learning rates on B of all arms; default: three for each")
     parser.add_argument("--a-rate", type=float, help="learning rate on A; default: one for each kind of arm")
-    parser.add_argument("--seeds", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--seeds", type=int, default=3, help="how many (default: %(default)s)")
+    parser.add_argument("--first-seed", type=int, default=0, help="for runs side by side (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=3600.0, help="for the whole run (default: %(default)s)")
     parser.add_argument("--save", action="store_true", help="append rows to benchmarks/results/forgetting.jsonl")
     args = parser.parse_args(arguments)
@@ -82,7 +84,7 @@ def main(arguments: Sequence[str]) -> None:
 def rows(model: kvfold.Model, args: argparse.Namespace) -> Iterator[Row]:
     """Seed by seed, so that a run that ends early has all arms of the first seeds."""
     until, slowest = time.monotonic() + args.seconds, 0.0
-    for seed in range(args.seeds):
+    for seed in range(args.first_seed, args.first_seed + args.seeds):
         a, b = (Domain.of(make_facts(name, args.facts, seed), model.tokenizer, model.device) for name in ("A", "B"))
         for family, members in _FAMILIES.items():
             arms = [arm for arm in members if arm in args.arms]

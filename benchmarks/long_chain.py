@@ -7,6 +7,7 @@ take in an ordinary bf16 cache: 8,000 of 64,000. Below the policy's row stands t
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from random import Random
@@ -53,6 +54,7 @@ def run(model: kvfold.Model, policy: str, num_tokens: int, seed: int) -> Row:
             expected += number
             page = _page(_prose(model, sentences), number)
             chain.step(page, max_new_tokens=_NEW_TOKENS, is_right=result_is(expected))
+            _tell(policy, len(chain.steps), len(session.token_ids), num_tokens, time.perf_counter() - began)
         done = chain.report()
         held_bytes = session.stats().resident_bytes
     return {
@@ -71,6 +73,12 @@ def run(model: kvfold.Model, policy: str, num_tokens: int, seed: int) -> Row:
         "full_bytes": done.full_bytes,
         "seconds": round(time.perf_counter() - began, 1),
     }
+
+
+def _tell(policy: str, steps: int, read: int, num_tokens: int, seconds: float) -> None:
+    """A line for every eighth step."""
+    if steps % 8 == 0:
+        print(f"{policy}: {steps} steps, {read:,} of {num_tokens:,} tokens, {seconds:.0f} s", file=sys.stderr)
 
 
 def _opening(sentences: Iterator[str]) -> str:
