@@ -118,7 +118,8 @@ class RequestMemory:
 
 def _last_text(request: ChatRequest) -> str:
     """What the user says at the end of the messages; empty behind tool results, and for prompts without messages."""
-    if request.raw_text is not None or not request.blocks or request.blocks[-1].kind != "text":
+    is_raw = request.raw_text is not None or request.raw_ids is not None
+    if is_raw or not request.blocks or request.blocks[-1].kind != "text":
         return ""
     last = request.blocks[-1]
     if last.role != "user":

@@ -82,12 +82,20 @@ class PromptRenderer:
     def prompt(self, request: ChatRequest) -> Prompt:
         """Tokens of a request; ApiError if the template rejects it."""
         self._check_size(request)
+        if request.raw_ids is not None:
+            return self._given(list(request.raw_ids))
         if request.raw_text is not None:
             tokens = self._encoder.ids(request.raw_text, special=True)
             return Prompt(tokens, [len(tokens)])
         self._check(request)
         text, ends = self._text(request.blocks)
         return Prompt(self._encoder.ids(text), None) if ends is None else self._tokens(text, ends)
+
+    def _given(self, tokens: list[int]) -> Prompt:
+        most = len(self._tokenizer) - 1
+        if not all(0 <= token <= most for token in tokens):
+            raise bad_request(f"prompt: token ids from 0 to {most} are required")
+        return Prompt(tokens, [len(tokens)])
 
     def _check_size(self, request: ChatRequest) -> None:
         if self._max_tokens is None:

@@ -47,6 +47,8 @@ class RequestShortener:
 
     def shorten(self, request: ChatRequest) -> tuple[ChatRequest, int]:
         """The request with shorter texts, and how many tokens were cut."""
+        if request.raw_ids is not None:
+            return request, 0
         if request.raw_text is not None:
             done = self._cut(request.raw_text, request.raw_text)
             return replace(request, raw_text=done.text), done.num_original_tokens - done.num_tokens

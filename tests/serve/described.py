@@ -220,7 +220,7 @@ _SHARED: dict[str, Make] = {
 }
 _ROUTED: dict[str, Make] = {
     "no_stop_trim": one_of(False),
-    "ignore_eos": one_of(False),
+    "ignore_eos": flag,
     "skip_special_tokens": one_of(True),
     "return_hidden_states": one_of(False),
 }
@@ -267,7 +267,7 @@ _CHAT = Object(
     },
 )
 _COMPLETION = Object(
-    {"model": one_of("tiny"), "prompt": one_of(text, some(text, 1, 1))},
+    {"model": one_of("tiny"), "prompt": one_of(text, some(text, 1, 1), some(whole(0, 20), 1, 9))},
     {
         **_SHARED,
         **_LOGITS,

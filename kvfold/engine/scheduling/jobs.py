@@ -90,6 +90,7 @@ class Job:
     stop: Sequence[str] = ()
     tenant: str = ""
     deadline: float | None = None
+    ignores_eos: bool = False  # decode goes on to max_new_tokens or a stop string
     in_chunks: bool | None = None  # how its policy prefills, where that is not the scheduler's
     is_cancelled: bool = field(default=False, init=False)
     has_ended: bool = field(default=False, init=False)

@@ -127,7 +127,8 @@ class Task:
         job.source.began()
         job.listener(PrefillDone(self.num_reused))
         request = Request(self.sequence, logits_V, max(job.max_new_tokens, 1), job.sampling, job.stop)
-        self._processor = OutputProcessor(request, self._tokenizer, self._runner.spec.eos_token_ids)
+        eos = frozenset[int]() if job.ignores_eos else self._runner.spec.eos_token_ids
+        self._processor = OutputProcessor(request, self._tokenizer, eos)
 
     # Decode
 

@@ -44,9 +44,11 @@ def read_chat(data: object, settings: Settings) -> OpenAIBody:
     user = body.who()["user"] or ""
     planner, cache_key = body.cache_options("30m")
     blocks = [*body.tools(is_nested=True), *_messages(body.objects("messages"))]
-    tool_choice, policy = body.tool_choice(), body.policy()
+    tool_choice, policy, ignores_eos = body.tool_choice(), body.policy(), body.flag("ignore_eos", False)
     body.end()
-    request = ChatRequest(model, blocks, max_tokens, sampling, stop, tool_choice, policy=policy, user=user)
+    request = ChatRequest(
+        model, blocks, max_tokens, sampling, stop, tool_choice, policy=policy, user=user, ignores_eos=ignores_eos
+    )
     return OpenAIBody(request, is_streamed, planner, cache_key, shows_usage)
 
 
@@ -121,21 +123,35 @@ def read_completion(data: object, settings: Settings) -> OpenAIBody:
     body.neutral("openai", "completions", "text_completion", "completion_of_routers")
     body.who()
     planner, cache_key = body.cache_options("30m")
-    policy = body.policy()
+    policy, ignores_eos = body.policy(), body.flag("ignore_eos", False)
     body.end()
-    blocks = [Block("text", "user", prompt, 0)]
-    request = ChatRequest(model, blocks, max_tokens, sampling, stop, raw_text=prompt, policy=policy)
+    text, ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
+    request = ChatRequest(
+        model,
+        [Block("text", "user", text or "", 0)],
+        max_tokens,
+        sampling,
+        stop,
+        raw_text=text,
+        raw_ids=ids,
+        policy=policy,
+        ignores_eos=ignores_eos,
+    )
     return OpenAIBody(request, is_streamed, planner, cache_key, shows_usage)
 
 
-def _prompt(body: OpenAIFields) -> str:
-    """A text, or a list of one, as some clients send it."""
+def _prompt(body: OpenAIFields) -> str | list[int]:
+    """A text or token ids, or a list of one of them, as some clients send it."""
     found = body.require("prompt")
-    if isinstance(found, list) and len(found) == 1:
+    if isinstance(found, list) and len(found) == 1 and isinstance(found[0], str | list):
         found = found[0]
-    if not isinstance(found, str) or not found:
-        body.refuse("prompt", "one text that is not empty is required; send a request for each prompt")
-    return found
+    is_ids = isinstance(found, list) and all(type(one) is int for one in found)
+    if not found or not (is_ids or isinstance(found, str)):
+        body.refuse(
+            "prompt", "one text that is not empty, or one list of token ids, is required; send a request for each"
+        )
+    prompt: str | list[int] = found
+    return prompt
 
 
 # Replies

@@ -76,6 +76,8 @@ class ChatRequest:
     stop: Sequence[str] = ()
     tool_choice: str = "auto"
     raw_text: str | None = None  # a prompt that is tokenized without the chat template
+    raw_ids: Sequence[int] | None = None  # a prompt of token ids
+    ignores_eos: bool = False  # the reply has max_tokens, but for stop strings
     policy: str = ""  # that the client counts on; empty: any
     user: str = ""  # whose facts a memory keeps and recalls
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -54,6 +55,28 @@ def test_a_text_completion_takes_the_prompt_as_it_is(server: Running, expected: 
     assert found.choices[0].text == expected
     pieces = server.openai.completions.create(model="tiny", prompt=RENDERED, max_tokens=12, stream=True)
     assert "".join(piece.choices[0].text for piece in pieces) == expected
+
+
+def test_a_text_completion_takes_token_ids(server: Running, expected: str) -> None:
+    ids = server.service.model.tokenizer(RENDERED, add_special_tokens=False)["input_ids"]
+    for prompt in (ids, [ids]):
+        found = server.openai.completions.create(model="tiny", prompt=prompt, max_tokens=12)
+        assert (found.choices[0].text, found.usage and found.usage.prompt_tokens) == (expected, len(ids))
+    wrongs: Any = ([-1], [1 << 20], [1.5], [True], [ids, ids], [[]])
+    for wrong in wrongs:
+        with pytest.raises(openai.BadRequestError, match=r"prompt: .*token ids"):
+            server.openai.completions.create(model="tiny", prompt=wrong)
+
+
+def test_a_reply_goes_on_behind_its_end_if_asked_to(expected: str) -> None:
+    model = tool_model()
+    ends = frozenset(model.tokenizer(expected[-1:], add_special_tokens=False)["input_ids"])
+    with running(replace(model, spec=replace(model.spec, eos_token_ids=ends))) as server:
+        create = partial(server.openai.chat.completions.create, model="tiny", messages=HELLO, max_tokens=40)
+        ended, whole = create(), create(extra_body={"ignore_eos": True})
+    assert ended.usage is not None and whole.usage is not None
+    assert (ended.choices[0].finish_reason, whole.choices[0].finish_reason) == ("stop", "length")
+    assert ended.usage.completion_tokens < whole.usage.completion_tokens == 40
 
 
 def test_a_response_is_the_same_reply(server: Running, expected: str) -> None:

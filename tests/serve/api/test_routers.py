@@ -21,7 +21,6 @@ CHAT: Any = {"model": "tiny", "max_tokens": 2, "messages": [{"role": "user", "co
 RESPONSE: Any = {"model": "tiny", "max_output_tokens": 2, "input": "the cat"}
 COMPLETION: Any = {"model": "tiny", "max_tokens": 2, "prompt": "the cat"}
 OTHERWISE: Any = [
-    ("/v1/chat/completions", CHAT, "ignore_eos", True, "ignore_eos: only false is supported, not true"),
     ("/v1/chat/completions", CHAT, "skip_special_tokens", False, "skip_special_tokens: only true is supported"),
     ("/v1/chat/completions", CHAT, "continue_final_message", True, "replies cannot be prefilled here"),
     ("/v1/completions", COMPLETION, "return_hidden_states", True, "hidden states are not sent"),
