@@ -36,7 +36,7 @@ LEVELS = (
     ("score", "budget", "codec", "evicted", "triggers", "protect", "position", "token_pruning"),
     ("policy",),
     ("plugins",),
-    ("core", "errors", "atomic_io", "text_io", "yielding"),
+    ("core", "errors", "atomic_io", "plurals", "text_io", "yielding"),
 )
 LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}
 MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))

@@ -15,6 +15,7 @@ from kvfold.cli import cache_explain, cache_warm
 from kvfold.cli.options import Parser, Subparsers, add_json_option, add_option, add_secret_option, count
 from kvfold.cli.show import Table, bar, print_json
 from kvfold.errors import InputError
+from kvfold.plurals import counted
 from kvfold.policy.size import bytes_text
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def _list(args: argparse.Namespace) -> int:
         table.add(row["place"], row["scope"][:8], row["digest"][:12], span, size, life, seconds_text(row["ttl_s"]))
     table.print()
     more = f", {len(shown)} shown; --limit 0 shows all" if len(shown) < len(rows) else ""
-    print(f"{len(rows)} entries, {bytes_text(sum(row['bytes'] for row in rows))}{more}")
+    print(f"{counted(len(rows), 'entry')}, {bytes_text(sum(row['bytes'] for row in rows))}{more}")
     return 0
 
 
@@ -148,7 +149,7 @@ def _stats(args: argparse.Namespace) -> int:
         table.add(one["place"], one["scope"][:8], *facts, *counts)
     table.print()
     owner = "; a server owns the folder now" if in_use else ""
-    print(f"{sum(one['entries'] for one in scopes)} entries, {content['quarantined']} in quarantine{owner}")
+    print(f"{counted(sum(one['entries'] for one in scopes), 'entry')}, {content['quarantined']} in quarantine{owner}")
     return 0
 
 
@@ -212,7 +213,7 @@ def _say_bad(bad: Sequence[dict[str, str]], num_found: int, is_moved: bool) -> N
     num_bad = len(bad) - num_unsigned
     moved = " and moved to quarantine" if num_bad and is_moved else ""
     others = f", {num_unsigned} of another secret, not checked (--store-secret)" if num_unsigned else ""
-    print(f"{num_found - num_unsigned} entries checked, {num_bad} bad{moved}{others}")
+    print(f"{counted(num_found - num_unsigned, 'entry')} checked, {num_bad} bad{moved}{others}")
 
 
 def _clear(args: argparse.Namespace) -> int:
@@ -229,14 +230,14 @@ def _clear(args: argparse.Namespace) -> int:
             if (not args.expired or one.expires_at <= now) and one.key.scope.startswith(args.scope or "")
         ]
         num_bytes = sum(one.num_bytes for _, one in found)
-        if found and not args.yes and not _confirms(f"delete {len(found)} entries, {bytes_text(num_bytes)}?"):
+        if found and not args.yes and not _confirms(f"delete {counted(len(found), 'entry')}, {bytes_text(num_bytes)}?"):
             raise InputError("nothing was deleted")
         for inspector, one in found:
             inspector.delete(one.key)
     if args.json:
         print_json({"deleted": len(found), "bytes": num_bytes})
     else:
-        print(f"{len(found)} entries deleted, {bytes_text(num_bytes)}")
+        print(f"{counted(len(found), 'entry')} deleted, {bytes_text(num_bytes)}")
     return 0
 
 

@@ -10,6 +10,7 @@ from kvfold.cli.options import Subparsers, add_json_option, add_option, positive
 from kvfold.cli.show import Table, print_json
 from kvfold.errors import FileError, InputError
 from kvfold.models.pull.pull import DEFAULT_MODEL
+from kvfold.plurals import counted
 
 if TYPE_CHECKING:
     from kvfold.serve.cache.explain import CacheComparison, CacheExplanation
@@ -105,7 +106,7 @@ def _facts(one: CacheExplanation) -> dict[str, Any]:
 def _show(path: str, one: CacheExplanation) -> None:
     from kvfold.serve.cache.explain import nothing_cached
 
-    print(f"{path}: {one.num_tokens} tokens for {one.request.model}, cached from {one.min_tokens} on")
+    print(f"{path}: {counted(one.num_tokens, 'token')} for {one.request.model}, cached from {one.min_tokens} on")
     table = Table("boundary", "section", "begins", "marker", "cache", "lossy policies", numbers=("tokens",))
     for step in one.steps:
         ttl = "" if step.ttl_s is None else "1h" if step.ttl_s > 300 else "5m"
@@ -115,10 +116,10 @@ def _show(path: str, one: CacheExplanation) -> None:
     if not one.plan.writes:
         print(f"nothing is cached: {nothing_cached(one)}\n")
         return
-    prices = ", ".join(f"{one.factor(count):.2f}x for {count}" for count in _SHOWN_COUNTS)
+    prices = ", ".join(f"{one.factor(count):.2f}x for {count}" for count in _SHOWN_COUNTS) + " requests"
     print(f"first time {_usage_text(one.cold)}; again {_usage_text(one.warm)}")
     pays = "never" if one.break_even is None else f"from request {one.break_even} on"
-    print(f"caching pays {pays}; the prompt's price beside no caching: {prices} requests\n")
+    print(f"caching pays {pays}; the prompt's price beside no caching: {prices}\n")
 
 
 def _show_after(after: CacheComparison) -> None:

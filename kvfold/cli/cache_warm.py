@@ -12,6 +12,7 @@ from urllib.request import Request, urlopen
 from kvfold.cli.options import Subparsers, add_json_option, add_option
 from kvfold.cli.show import bar, print_json
 from kvfold.errors import FileError, InputError
+from kvfold.plurals import counted
 
 _TIMEOUT_S = 3600.0
 _MAX_ANSWER_BYTES = 1 << 20
@@ -55,8 +56,9 @@ def run(args: argparse.Namespace) -> int:
         return 1 if refused else 0
     for one in refused:
         print(f"line {one['line']}: {one['error']}")
+    requests, hits = counted(found["requests"], "request"), counted(found["hits"], "hit")
     print(
-        f"{found['requests']} requests, {found['hits']} hits: {found['read_tokens']} tokens read, "
+        f"{requests}, {hits}: {counted(found['read_tokens'], 'token')} read, "
         f"{found['written_tokens']} written, {found['plain_tokens']} neither; {len(refused)} refused"
     )
     return 1 if refused else 0

@@ -27,6 +27,7 @@ from kvfold.cli.options import (
 from kvfold.cli.show import Table, print_json
 from kvfold.errors import FileError, InputError
 from kvfold.memory.dates import day_text, parse_date
+from kvfold.plurals import counted
 from kvfold.policy import Policy
 
 if TYPE_CHECKING:
@@ -123,13 +124,16 @@ def _check_file(path: Path | None) -> None:
 def _add(args: argparse.Namespace) -> int:
     text = read_document("-") if args.text == "-" else args.text
     with _open(args, may_be_new=True) as memory:
-        written = memory.add(text, source=args.source, at=args.at)
+        written = memory.write(text, source=args.source, at=args.at)
     if args.json:
-        print_json([fact.to_json() for fact in written])
+        print_json([{**one.fact.to_json(), "ends": [old.to_json() for old in one.ended]} for one in written])
     else:
         if written:
-            _print_facts(written)
-        print(f"{_facts(len(written))} written")
+            _print_facts([one.fact for one in written])
+        for old in (old for one in written for old in one.ended):
+            text, begin = show.visible(" ".join(old.text.split())), day_text(old.valid_from)
+            print(f"ends: {text} (fact {old.id}, valid from {begin})")
+        print(f"{counted(len(written), 'fact')} written")
         if not written:
             print("questions, code, single words and what is known already are not written", file=sys.stderr)
     return 0
@@ -208,21 +212,27 @@ def _forget(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"forgotten": count})
     else:
-        print(f"{_facts(count)} forgotten")
+        print(f"{counted(count, 'fact')} forgotten")
     return 0
 
 
 def _export(args: argparse.Namespace) -> int:
+    from kvfold.memory.jsonl import to_lines
+
     if args.out is not None:
         check_out(args.out)
     with _open(args) as memory:
         if args.out is not None and args.out.resolve() == memory.store.path.resolve():
             raise InputError(f"{args.out} is the memory itself; write the export to another file")
-        lines = memory.export()
+        facts = memory.facts()
     if args.out is None:
-        sys.stdout.write(lines)
+        sys.stdout.write(to_lines(facts))
+        return 0
+    write_whole(args.out, to_lines(facts))
+    if args.json:
+        print_json({"exported": len(facts), "file": str(args.out)})
     else:
-        write_whole(args.out, lines)
+        print(f"{counted(len(facts), 'fact')} written to {args.out}")
     return 0
 
 
@@ -233,12 +243,8 @@ def _import(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"imported": count})
     else:
-        print(f"{_facts(count)} imported")
+        print(f"{counted(count, 'fact')} imported")
     return 0
-
-
-def _facts(count: int) -> str:
-    return "1 fact" if count == 1 else f"{count:,} facts"
 
 
 def _print_facts(facts: Sequence[Fact]) -> None:

@@ -20,6 +20,7 @@ from kvfold.cli.options import (
     positive,
     read_document,
 )
+from kvfold.plurals import counted
 from kvfold.policy.size import bytes_text
 
 _POLICY = "keydiff + uniform + 4x"
@@ -82,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         show.print_json({"format": FORMAT, **asdict(packed)})
         return 0
-    kept = f"{packed.num_tokens:,} tokens -> {packed.num_slots:,} slots ({packed.num_tokens / packed.num_slots:.1f}x)"
+    tokens, slots = counted(packed.num_tokens, "token"), counted(packed.num_slots, "slot")
+    kept = f"{tokens} -> {slots} ({packed.num_tokens / packed.num_slots:.1f}x)"
     print(f"{packed.entry}\n{kept}, {bytes_text(packed.num_bytes)}, {packed.dtype}, {packed.policy}")
     return 0

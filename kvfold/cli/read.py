@@ -27,6 +27,7 @@ from kvfold.cli.options import (
 from kvfold.cli.read_code import add_code_options, check_code_options, run_code
 from kvfold.errors import FileError, InputError, OutOfPages
 from kvfold.models.pull.pull import home_folder
+from kvfold.plurals import counted
 from kvfold.policy.size import bytes_text
 
 if TYPE_CHECKING:
@@ -183,8 +184,11 @@ def _read(reader: Reader, args: argparse.Namespace) -> ReadResult:
     """The result, or what there is of it at Ctrl-C."""
     count = len(reader.pieces)
     if not args.json:
-        print(f"{count:,} parts of at most {reader.chunk_tokens:,} tokens" if count > 1 else _PLAIN, file=sys.stderr)
-    with show.bar(f"read {count} parts", reader.num_tokens, "tokens") as progress:
+        print(
+            f"{counted(count, 'part')} of at most {counted(reader.chunk_tokens, 'token')}" if count > 1 else _PLAIN,
+            file=sys.stderr,
+        )
+    with show.bar(f"read {counted(count, 'part')}", reader.num_tokens, "tokens") as progress:
         try:
             return reader.read(progress=progress)
         except KeyboardInterrupt:
@@ -196,7 +200,7 @@ def _measured(reader: Reader, result: ReadResult, count: int) -> ReadResult:
     from kvfold.recurse.measure import measured
 
     try:
-        with show.waiting(f"measure on {count} parts"):
+        with show.waiting(f"measure on {counted(count, 'part')}"):
             return replace(result, kv=measured(reader, result.kv, count))
     except KeyboardInterrupt:
         reason = "interrupted"
@@ -227,11 +231,15 @@ def _print(result: ReadResult, args: argparse.Namespace) -> None:
 
 def _summary(result: ReadResult) -> str:
     usage, kv = result.usage, result.kv
-    parts = [f"{usage.calls:,} calls", f"{usage.tokens_read:,} tokens read", f"{usage.tokens_shared:,} shared"]
+    parts = [
+        counted(usage.calls, "call"),
+        f"{counted(usage.tokens_read, 'token')} read",
+        f"{usage.tokens_shared:,} shared",
+    ]
     if result.num_resumed:
-        parts.append(f"{result.num_resumed:,} calls resumed")
+        parts.append(f"{counted(result.num_resumed, 'call')} resumed")
     if result.num_dropped:
-        parts.append(f"{result.num_dropped:,} replies not in the text, dropped")
+        parts.append(f"{counted(result.num_dropped, 'reply')} not in the text, dropped")
     if result.checks is not None:
         parts.append(_checked(result.checks))
     if kv.compression_ratio is not None and kv.resident_bytes is not None:
@@ -243,14 +251,15 @@ def _summary(result: ReadResult) -> str:
         parts.append(f"decoding {kv.speculative_speedup:.2f}x as fast with drafts")
     line = f"{', '.join(parts)}, {result.seconds:.1f} s"
     if result.stopped_by == "interrupt":
-        return f"interrupted with {result.num_unread} parts unread; the same command goes on\n{line}"
+        return f"interrupted with {counted(result.num_unread, 'part')} unread; the same command goes on\n{line}"
     if result.stopped_by is not None:
-        unread = f"; {result.num_unread} parts are unread" if result.num_unread else ""
+        unread = f"; unread: {counted(result.num_unread, 'part')}" if result.num_unread else ""
         return f"the best answer so far: the budget of {result.stopped_by} is spent{unread}\n{line}"
     return line
 
 
 def _checked(checks: dict[str, Any]) -> str:
     refusal = checks["answer_refusal"]
-    told = "{refused:,} of {checked:,} replies refused by checks, {recovered:,} passed after {retries:,} retries"
-    return told.format(**checks) + (f", answer refused: {refusal}" if refusal else "")
+    of, retries = counted(checks["checked"], "reply"), counted(checks["retries"], "retry")
+    told = f"{checks['refused']:,} of {of} refused by checks, {checks['recovered']:,} passed after {retries}"
+    return told + (f", answer refused: {refusal}" if refusal else "")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kvfold.cli import show
 from kvfold.cli.options import add_option, load_model, positive
 from kvfold.errors import InputError
+from kvfold.plurals import counted
 
 if TYPE_CHECKING:
     from kvfold.policy import Policy
@@ -64,8 +65,8 @@ def run_code(args: argparse.Namespace, context: Context, policy: Policy, budget:
 
 def _summary(found: CodeAnswer) -> str:
     usage, errors = found.usage, sum(bool(turn.error) for turn in found.turns)
-    counted = f"{usage.calls:,} calls, {usage.tokens:,} tokens"
-    line = f"{len(found.turns)} turns, {errors} with errors, {counted}, {found.seconds:.1f} s"
+    cost = f"{counted(usage.calls, 'call')}, {counted(usage.tokens, 'token')}"
+    line = f"{counted(len(found.turns), 'turn')}, {errors} with errors, {cost}, {found.seconds:.1f} s"
     if found.stopped_by is None:
         return line
     bound = {"errors": "5 turns in a row failed", "window": "the root's window is full"}

@@ -19,7 +19,7 @@ from kvfold.memory.question import asked_for
 from kvfold.memory.recall import NUM_RECALLED, Recalled, recall
 from kvfold.memory.render import render
 from kvfold.memory.store import FactStore
-from kvfold.memory.write import copy_facts, write_fact
+from kvfold.memory.write import Written, copy_facts, write_fact
 from kvfold.models.pull.pull import home_folder
 from kvfold.shortening.base import Embedder
 
@@ -67,6 +67,10 @@ class Memory:
 
         `at` is when the turn was said, now unless given; `source` names it.
         """
+        return [written.fact for written in self.write(text, source=source, at=at, importance=importance)]
+
+    def write(self, text: str, *, source: str = "", at: float | None = None, importance: float = 1.0) -> list[Written]:
+        """The same as `add`; returns also what each new fact ended."""
         at = checked_time(time.time() if at is None else at)
         text, source = clean(_turn(text)), _name(source, "source", may_be_empty=True)
         if not 0 < importance <= MAX_IMPORTANCE:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,7 +23,14 @@ from kvfold.shortening.base import Embedder
 from kvfold.shortening.embedders.codes import cosines
 
 
-def write_fact(store: FactStore, owner: Owner, embedder: Embedder, fact: Fact) -> Fact | None:
+class Written(NamedTuple):
+    """A new fact, and the older ones that ended when it began, as they were."""
+
+    fact: Fact
+    ended: tuple[Fact, ...]
+
+
+def write_fact(store: FactStore, owner: Owner, embedder: Embedder, fact: Fact) -> Written | None:
     """The fact as it was written; None if the same text is valid already. The caller holds a transaction."""
     said = statement_of(fact.text)
     topic = topic_of(said)
@@ -41,7 +49,7 @@ def write_fact(store: FactStore, owner: Owner, embedder: Embedder, fact: Fact) -
     written = store.insert(owner, topic, replace(fact, valid_to=end, supersedes=before))
     if next_one is not None:
         store.link(owner, next_one.id, written.id)
-    return written
+    return Written(written, tuple(ended))
 
 
 def copy_facts(store: FactStore, owner: Owner, embedder: Embedder, facts: Sequence[Fact]) -> int:

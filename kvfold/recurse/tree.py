@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from kvfold.plurals import counted
 from kvfold.recurse.context import Context
 
 State = Literal["answer", "nothing", "dropped", "unread"]
@@ -110,7 +111,7 @@ def _runs(nodes: Sequence[Node]) -> list[list[Node]]:
 def _group_line(group: Sequence[Node]) -> str:
     if len(group) == 1:
         return _line(group[0])
-    return f"{group[0].start}-{group[-1].end}: {_said(group[0])} ({len(group)} parts)"
+    return f"{group[0].start}-{group[-1].end}: {_said(group[0])} ({counted(len(group), 'part')})"
 
 
 def _line(node: Node) -> str:

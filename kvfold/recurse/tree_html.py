@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
+from kvfold.plurals import counted
 from kvfold.recurse.result import ReadResult
 from kvfold.recurse.tree import Node, Quote
 
@@ -24,7 +25,8 @@ def tree_page(result: ReadResult, question: str) -> str:
         f"<li><q>{escape(quote.text)}</q> <small>{escape(quote.place)}</small></li>" for quote in result.quotes
     )
     usage = result.usage
-    cost = f"{usage.calls:,} calls, {usage.tokens_read:,} tokens read, {usage.tokens_generated:,} written"
+    read = f"{counted(usage.calls, 'call')}, {counted(usage.tokens_read, 'token')} read"
+    cost = f"{read}, {usage.tokens_generated:,} written"
     head = f'<meta charset="utf-8"><title>{escape(question)}</title><style>{_STYLE}</style>'
     body = (
         f"<h1>{escape(question)}</h1><p><b>{answer}</b></p>{stopped}<ul>{quotes}</ul><p>{cost}</p>{_node(result.tree)}"

@@ -23,6 +23,7 @@ from kvfold.errors import InputError
 from kvfold.models.loader import Model
 from kvfold.models.pass_cache import KVGradients, kv_gradients
 from kvfold.models.pull.progress import Report, silent
+from kvfold.plurals import counted
 from kvfold.train.traces import MIN_LEN
 
 
@@ -69,7 +70,7 @@ def measure_bases(model: Model, texts: Sequence[Sequence[int]], num_heads: int =
                     total[layer, side].add(moments)
         report("read texts", done, len(texts))
     layers = {i: {side: total[i, side].basis() for side in SIDES} for i in model.spec.compressible_layers}
-    how = f"{len(texts)} texts of {min(map(len, texts))} to {max(map(len, texts))} tokens"
+    how = f"{counted(len(texts), 'text')} of {min(map(len, texts))} to {max(map(len, texts))} tokens"
     return Bases(model.name, model.weights_digest, how, size, layers)
 
 

@@ -14,6 +14,7 @@ from kvfold.bench.haystack import read_text
 from kvfold.bench.prompts import PromptBuilder
 from kvfold.bench.workloads import Setting, find
 from kvfold.errors import InputError
+from kvfold.plurals import counted
 from kvfold.train.traces import MIN_LEN
 
 OWN_SEEDS = 1_000_003
@@ -44,8 +45,8 @@ def file_texts(tokenizer: Any, paths: Sequence[Path], count: int, length: int) -
     begins = range(0, len(ids) - length + 1, length)
     if len(begins) < 2 or length < MIN_LEN:
         raise InputError(
-            f"the texts have {len(ids)} tokens, {len(begins)} pieces of {length}; give at least 2 pieces of at least "
-            f"{MIN_LEN} tokens"
+            f"the texts have {counted(len(ids), 'token')}, {counted(len(begins), 'piece')} of {length}; give at least "
+            f"2 pieces of at least {MIN_LEN} tokens"
         )
     step = max(1, len(begins) // count)
     return (list(ids[begin : begin + length]) for begin in begins[::step][:count])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvfold.errors import FileError, InputError
+from kvfold.plurals import counted
 from kvfold.train.label_format import Labels, vocabulary_digest
 from kvfold.train.traces import MIN_LEN
 
@@ -38,8 +39,8 @@ def labelled_texts(labels: Labels, tokenizer: Any, count: int, length: int) -> l
     begins = [at for i, start in enumerate(offsets[:-1]) for at in range(start, offsets[i + 1] - length + 1, length)]
     if len(begins) < 2 or length < MIN_LEN:
         raise InputError(
-            f"the labelled texts have {len(begins)} pieces of {length} tokens; give labels of at least 2 pieces of at "
-            f"least {MIN_LEN} tokens"
+            f"the labelled texts have {counted(len(begins), 'piece')} of {counted(length, 'token')}; give labels of at "
+            f"least 2 pieces of at least {MIN_LEN} tokens"
         )
     ids = labels.token_ids_T.tolist()
     chosen = begins[:: max(1, len(begins) // count)][:count]

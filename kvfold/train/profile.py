@@ -25,6 +25,7 @@ from kvfold.errors import InputError
 from kvfold.models.loader import Model
 from kvfold.models.pull.progress import Report, silent
 from kvfold.pages.read import stored_slots
+from kvfold.plurals import counted
 from kvfold.session import Session
 
 WINDOW, SINKS = 32, 4
@@ -47,7 +48,7 @@ def measure_heads(
         total = [[a + b for a, b in zip(*rows, strict=True)] for rows in zip(total, found, strict=True)]
         report("measure heads", done, len(texts))
     needs = tuple(tuple(round(need / len(texts), 6) for need in layer) for layer in total)
-    how = f"{len(texts)} texts of {min(map(len, texts))} to {max(map(len, texts))} tokens with {policy}"
+    how = f"{counted(len(texts), 'text')} of {min(map(len, texts))} to {max(map(len, texts))} tokens with {policy}"
     return HeadProfile(model.name, model.weights_digest, how, needs)
 
 
@@ -68,7 +69,7 @@ def measure_layers(model: Model, texts: Sequence[Sequence[int]], report: Report 
         total += torch.tensor(key_similarity(model, ids), dtype=torch.float64)
         report("compare keys", done, len(texts))
     lens = f"{min(map(len, texts))} to {max(map(len, texts))}"
-    how = f"{len(texts)} texts of {lens} tokens, by their keys in a window of a quarter"
+    how = f"{counted(len(texts), 'text')} of {lens} tokens, by their keys in a window of a quarter"
     heads = [model.spec.layers[i].num_kv_heads for i in model.spec.compressible_layers]
     needs = zip(needs_of((total / len(texts)).tolist()), heads, strict=True)
     return HeadProfile(model.name, model.weights_digest, how, tuple((need,) * count for need, count in needs))

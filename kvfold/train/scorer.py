@@ -23,6 +23,7 @@ from kvfold.engine.runner import Runner
 from kvfold.errors import InputError
 from kvfold.models.loader import Model
 from kvfold.models.pull.progress import Report, silent
+from kvfold.plurals import counted
 from kvfold.score.predictor import LayerPredictor, Predictor
 from kvfold.train.traces import TEACHER, Examples, joined, teacher_weighs, trace
 
@@ -52,7 +53,7 @@ def train_scorer(
     if surprises is not None and not teacher_weighs(teacher):
         raise InputError(f'"{teacher}" does not weigh tokens, so labels change nothing; use "kvzip(surprise=2)"')
     if len(texts) < 2:
-        raise InputError(f"{len(texts)} texts cannot be fitted and judged; give at least 2")
+        raise InputError(f"{counted(len(texts), 'text')} cannot be fitted and judged; give at least 2")
     config, found = config or TrainingConfig(), _trace_all(model, texts, teacher, report, surprises)
     held_out = [text for index, text in enumerate(found) if index % HELD_OUT_EVERY == 0]
     fitted_on = [text for index, text in enumerate(found) if index % HELD_OUT_EVERY]

@@ -16,6 +16,7 @@ from kvfold.engine.runner import Runner
 from kvfold.errors import InputError
 from kvfold.evicted.base import CalibrationTargets
 from kvfold.passes.prefill import PrefillPass
+from kvfold.plurals import counted
 from kvfold.policy.policy import Policy
 from kvfold.score.base import Replay, Scorer, View
 from kvfold.score.predictor import features
@@ -67,7 +68,7 @@ def trace(runner: Runner, ids: Sequence[int], teacher: str, surprise_N: Tensor |
     `surprise_N`: of its tokens, for a teacher that weighs queries by them; by default the model's own.
     """
     if len(ids) < MIN_LEN:
-        raise InputError(f"a text of {len(ids)} tokens teaches nothing; give texts of at least {MIN_LEN}")
+        raise InputError(f"a text of {counted(len(ids), 'token')} teaches nothing; give texts of at least {MIN_LEN}")
     given = None if surprise_N is None else [surprise_N.to(runner.arena.device)]
     sequence = runner.new_sequence(teacher_policy(teacher))
     try:

@@ -71,7 +71,10 @@ def test_what_cannot_be_is_one_line(call: Call, tmp_path: Path, arguments: tuple
 
 def test_an_update_ends_the_older_fact_and_a_date_finds_it(call: Call, file: tuple[str, ...]) -> None:
     call("memory", "add", "--user", "anna", *file, "I live in Berlin.", "--at", "2026-01-05")
-    call("memory", "add", "--user", "anna", *file, "I moved to Paris.", "--at", "2026-03-01")
+    done = call("memory", "add", "--user", "anna", *file, "I moved to Paris.", "--at", "2026-03-01")
+    assert done.out.endswith("\nends: I live in Berlin. (fact 1, valid from 2026-01-05)\n1 fact written\n")
+    (rome,) = json.loads(call("memory", "add", "--user", "anna", *file, "I moved to Rome.", "--json").out)
+    assert [old["text"] for old in rome["ends"]] == ["I moved to Paris."]
     for date, city in (("2026-01-05", "Berlin"), ("2026-02-28", "Berlin"), ("2026-03-01", "Paris")):
         found = json.loads(
             call("memory", "ask", "--user", "anna", *file, "Where do I live?", "--at", date, "--json").out
@@ -82,7 +85,9 @@ def test_an_update_ends_the_older_fact_and_a_date_finds_it(call: Call, file: tup
 def test_forget_export_and_import(call: Call, file: tuple[str, ...], tmp_path: Path) -> None:
     call("memory", "add", "--user", "anna", *file, SAID)
     out = tmp_path / "anna.jsonl"
-    assert call("memory", "export", "--user", "anna", *file, "--out", out).code == 0
+    assert call("memory", "export", "--user", "anna", *file, "--out", out).out == f"3 facts written to {out}\n"
+    told = json.loads(call("memory", "export", "--user", "anna", *file, "--out", out, "--json").out)
+    assert told == {"exported": 3, "file": str(out)}
     assert call("memory", "export", "--user", "anna", *file).out == out.read_text(encoding="utf-8")
     assert call("memory", "forget", "--user", "anna", *file, "--id", 1, "--id", 7).out == "1 fact forgotten\n"
     assert json.loads(call("memory", "forget", "--user", "anna", *file, "--json").out) == {"forgotten": 2}

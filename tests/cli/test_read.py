@@ -69,7 +69,7 @@ def test_a_short_text_is_one_pass_and_it_says_so(call: Call, notes: Path, long_f
 
 def test_a_spent_budget_is_told_and_its_journal_stays(call: Call, notes: Path, long_folder: Path) -> None:
     done = call(*_arguments(notes, long_folder, "--budget-calls", 3))
-    assert done.code == 0 and "the best answer so far: the budget of calls is spent; 3 parts are unread" in done.err
+    assert done.code == 0 and "the best answer so far: the budget of calls is spent; unread: 3 parts" in done.err
     more = call(*_arguments(notes, long_folder))
     assert more.code == 0 and "2 calls resumed" in more.err
 

@@ -39,7 +39,7 @@ def test_verify_tells_what_checks_refused(read: Call) -> None:
 def test_code_gives_the_best_answer_so_far_with_its_turns(read: Call) -> None:
     done = read("--code", "--max-turns", 1)
     assert done.code == 0 and done.out == "nothing found\n"
-    assert "the best answer so far: the budget of turns is spent\n1 turns, 1 with errors, 1 calls" in done.err
+    assert "the best answer so far: the budget of turns is spent\n1 turn, 1 with errors, 1 call" in done.err
     found = json.loads(read("--code", "--budget-tokens", 100, "--json").out)
     assert (found["stopped_by"], found["turns"], found["is_complete"]) == ("tokens", [], False)
 

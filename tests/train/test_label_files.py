@@ -137,7 +137,7 @@ def test_texts_and_surprises_of_labels(labels: Labels, teacher: Model) -> None:
     assert found[0].surprise_T[0] == torch.inf  # of the first token nothing is known
     expected = -labels.rows.token_logprobs_N[139:279]
     assert found[1].surprise_T.equal(expected)
-    with pytest.raises(InputError, match="0 pieces of 5000 tokens"):
+    with pytest.raises(InputError, match="0 pieces of 5,000 tokens"):
         labelled_texts(labels, teacher.tokenizer, 3, 5000)
     other = tiny.tokenizer()
     other.add_tokens(["more"])

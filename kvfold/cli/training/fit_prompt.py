@@ -26,6 +26,7 @@ from kvfold.cli.options import (
     read_document,
 )
 from kvfold.errors import InputError
+from kvfold.plurals import counted
 from kvfold.policy.size import bytes_text
 
 if TYPE_CHECKING:
@@ -129,10 +130,10 @@ def _report(path: Path, fitted: kvfold.Session, studied: list[StudyResult]) -> d
 def _print(report: dict[str, Any]) -> None:
     held, full = bytes_text(report["resident_bytes"]), bytes_text(report["full_bytes"])
     print(
-        f"{report['file']}: {report['num_tokens']} tokens under {report['policy']}, "
+        f"{report['file']}: {counted(report['num_tokens'], 'token')} under {report['policy']}, "
         f"{report['slots_per_head']:.0f} slots per head, in {report['prefill_s']:.1f} s\n"
         f"cache {full} before, {held} after ({report['ratio']:.1f}x); file {bytes_text(report['file_bytes'])}\n"
-        f"along {report['reference_tokens']} tokens of the full cache's answers: same next token "
+        f"along {counted(report['reference_tokens'], 'token')} of the full cache's answers: same next token "
         f"{report['agreement']:.0%}, KL {report['kl_nats']:.3f} nats\n"
     )
     table = show.Table("question", numbers=("same next token", "KL nats"))

@@ -21,6 +21,7 @@ from kvfold.cli.options import (
     read_document,
 )
 from kvfold.errors import InputError
+from kvfold.plurals import counted
 from kvfold.policy.size import bytes_text
 
 if TYPE_CHECKING:
@@ -123,8 +124,8 @@ def _tell(args: argparse.Namespace, labels: Labels, num_resumed: int, seconds: f
         show.print_json(found)
         return
     print(
-        f"{args.out}, {bytes_text(found['bytes'])}: top {header.topk} of {count:,} tokens under {header.policy}, of "
-        f"which {found['compressed']:,} have a compressed past; mass of the top {header.topk}: "
+        f"{args.out}, {bytes_text(found['bytes'])}: top {header.topk} of {counted(count, 'token')} under "
+        f"{header.policy}, of which {found['compressed']:,} have a compressed past; mass of the top {header.topk}: "
         f"{found['topk_mass']:.1%}, {found['nats_per_token']:.3f} nats per token; {seconds:.1f} s, "
         f"{found['labels_per_s']:,.0f} labels/s"
     )
