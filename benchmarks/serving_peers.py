@@ -1,0 +1,157 @@
+"""How fast does `kvfold serve` answer beside vLLM, on the same machine, with the same requests?
+
+    python -m benchmarks.serving_peers [--vllm-python /path/to/venv/bin/python] [--save] [-- KVFOLD SERVE OPTIONS]
+
+Without --vllm-python kvfold alone is measured. Servers run one after the other, never at the same time, with as many
+threads, the same dtype and as much memory for KV caches; prefix caching is on. vLLM runs without compiling. Every round
+starts every server anew and sends the same chat completions, greedy, each as long as it is asked to be (ignore_eos):
+
+    cold      seconds to the first token of a prompt that is new
+    hit       the same for another question on the same document, whose tokens the server has in its prefix cache
+    burst     requests per second, where several at once ask about one new document
+    decode    tokens per second of several replies at once to short prompts, their prefill included
+
+Figures are medians over rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kvfold
+from benchmarks.commands import argument_parser, run_main
+from benchmarks.rows import Row, report
+from benchmarks.server.client import served
+from benchmarks.server.openai_client import Asked, OpenAIServer
+from benchmarks.server.vllm_process import vllm_served, vllm_version
+from kvfold.models.loader import load_tokenizer
+
+MEASURES = ("cold_s", "hit_s", "burst_per_s", "decode_per_s")
+_POLICIES = "full,keydiff + 4x + int4"
+_BESIDE = 512  # tokens of a prompt beside its document, and of its reply
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A server that is measured: its name, its policy, and what starts it."""
+
+    server: str
+    policy: str
+    start: Callable[[], AbstractContextManager[OpenAIServer]]
+
+
+@contextmanager
+def kvfold_served(args: argparse.Namespace, policy: str) -> Iterator[OpenAIServer]:
+    options = ("--policy", policy, "--dtype", args.dtype, "--memory", f"{args.memory << 30}", *args.options)
+    with served(args.model, *options) as server:
+        yield OpenAIServer(server.port, server.model)
+
+
+def arms(args: argparse.Namespace, folder: Path) -> list[Arm]:
+    found = [Arm("kvfold", policy, partial(kvfold_served, args, policy)) for policy in args.policies.split(",")]
+    if args.vllm_python is None:
+        print("vLLM is not measured: give --vllm-python /path/to/venv/bin/python", file=sys.stderr)
+        return found
+    words = ["--dtype", args.dtype, "--max-model-len", str(args.tokens + _BESIDE), "--enforce-eager"]
+    words += ["--enable-prefix-caching", "--generation-config", "vllm"]
+    start = partial(vllm_served, args.vllm_python, args.model, *words, kv_gib=args.memory, log=folder / "vllm.log")
+    return [*found, Arm(f"vllm {vllm_version(args.vllm_python)}", "", start)]
+
+
+class Documents:
+    """Texts of a number of tokens, which differ from the first word on."""
+
+    def __init__(self, model: str) -> None:
+        self._tokenizer = load_tokenizer(model)
+
+    def text(self, name: str, num_tokens: int) -> str:
+        text = f"{name}. {kvfold.example_text()}"
+        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = (ids * (1 + num_tokens // len(ids)))[:num_tokens]
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def measure(server: OpenAIServer, documents: Documents, number: int, args: argparse.Namespace) -> Row:
+    """One round at one server."""
+    make, reply = documents.text, args.reply
+    server.ask(Asked(make(f"Warming {number}", 64), "Who?", reply))
+    one, before = make(f"Volume {number}", args.tokens), server.reused_tokens()
+    cold = server.ask(Asked(one, "Who wrote this?", 1))
+    between = server.reused_tokens()
+    hit = server.ask(Asked(one, "What comes last?", 1))
+    after = server.reused_tokens()
+    other = make(f"Burst {number}", args.tokens)
+    burst, burst_s = server.ask_all([Asked(other, f"What is rule {i}?", reply) for i in range(args.burst)])
+    at_last = server.reused_tokens()
+    short = [make(f"Letter {i} of {number}", args.short) for i in range(args.replies)]
+    decoded, decode_s = server.ask_all([Asked(text, "Go on.", args.decode) for text in short])
+    return {
+        "cold_s": cold.first_s,
+        "hit_s": hit.first_s,
+        "burst_per_s": len(burst) / burst_s,
+        "decode_per_s": sum(answer.num_output for answer in decoded) / decode_s,
+        "prompt_tokens": cold.num_prompt,
+        "cold_reused": between - before,
+        "hit_reused": after - between,
+        "burst_reused": at_last - after,
+    }
+
+
+def rows(args: argparse.Namespace) -> Iterator[Row]:
+    documents, found = Documents(args.model), dict[str, list[Row]]()
+    with tempfile.TemporaryDirectory() as folder:
+        known = arms(args, Path(folder))
+        for number in range(args.rounds):
+            for arm in known if number % 2 == 0 else reversed(known):
+                with arm.start() as server:
+                    one = measure(server, documents, number, args)
+                found.setdefault(f"{arm.server} {arm.policy}", []).append(one)
+                shown = ", ".join(f"{name} {one[name]:.3g}" for name in MEASURES)
+                print(f"round {number + 1}, {arm.server} {arm.policy}: {shown}", file=sys.stderr, flush=True)
+    for arm in known:
+        runs = found[f"{arm.server} {arm.policy}"]
+        medians = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+        ranges: dict[str, Any] = {f"{name}_all": [run[name] for run in runs] for name in MEASURES}
+        yield {"server": arm.server, "policy": arm.policy, **medians, **ranges}
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argument_parser("serving_peers", __doc__)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--vllm-python", metavar="FILE", help="the Python of an environment that has vLLM")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--policies", default=_POLICIES, help="of kvfold, with commas between them (%(default)s)")
+    parser.add_argument("--memory", type=int, default=2, help="GiB of KV cache (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=3000, help="of a document (%(default)s)")
+    parser.add_argument("--burst", type=int, default=12, help="requests at once on a new document (%(default)s)")
+    parser.add_argument("--reply", type=int, default=16, help="tokens of each reply to a burst (%(default)s)")
+    parser.add_argument("--replies", type=int, default=16, help="replies that are decoded at once (%(default)s)")
+    parser.add_argument("--short", type=int, default=64, help="tokens of their documents (%(default)s)")
+    parser.add_argument("--decode", type=int, default=64, help="tokens of each (%(default)s)")
+    parser.add_argument("--save", action="store_true", help="append rows to benchmarks/results/serving_peers.jsonl")
+    parser.add_argument("options", nargs="*", metavar="SERVE OPTIONS", help="of `kvfold serve`, behind --")
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(args.threads)
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    beside = ("save", "threads", "vllm_python", "policies")
+    sizes = {name: value for name, value in vars(args).items() if name not in beside}
+    report("serving_peers", rows(args), save=args.save, **sizes)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main, sys.argv[1:]))
