@@ -1,7 +1,8 @@
 """What names the text behind it: `Document [3]:`, `Passage 2:`, `[7]`, `Anna:`. It stays with anything it names.
 
 A citation is of no use without the number of its document, nor a remark without its speaker. A label begins with the
-line break before it, so that it begins a line in the shortened text, too.
+line break before it, so that it begins a line in the shortened text, too. Headings, code, list items and table rows
+bring the line break before them for the same reason.
 
     L labels   P pieces
 """
@@ -9,10 +10,14 @@ line break before it, so that it begins a line in the shortened text, too.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kvfold.shortening.base import Unit
 
 Integers = NDArray[np.int64]
 _LINE = r"(?:\A|(?<!\s)[^\S\n]*+(?=\n))(?P<label>\s*+"  # of a run of white space one place is tried: linear time
@@ -42,6 +47,21 @@ class Labels:
         after = [*(start for start, _ in found[1:]), len(text)]
         blank = (_BLANK_LINE.search(text, end, until) for (_, end), until in zip(found, after, strict=False))
         return cls._of(found, [gap.start() if gap else until for gap, until in zip(blank, after, strict=False)])
+
+    @classmethod
+    def line_breaks(cls, text: str, parts: Sequence[Unit]) -> Labels:
+        """White space between a sentence and what begins a line, which needs it; up to the next sentence, since all
+        that begins a line also ends one."""
+        found, until = [], []
+        for before, part in pairwise(parts):
+            if part.kind == "sentence":
+                continue
+            if before.kind == "sentence":
+                found.append((before.start + len(text[before.start : before.end].rstrip()), part.start))
+                until.append(part.end)
+            elif until:
+                until[-1] = part.end
+        return cls._of(found, until)
 
     @classmethod
     def _of(cls, found: list[tuple[int, int]], until: list[int]) -> Labels:

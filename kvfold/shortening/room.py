@@ -29,7 +29,7 @@ class Room:
     bounds: Integers  # [P + 1]: where pieces begin
     cost_P: Integers
     says_P: Integers  # pieces of one number say the same
-    label_P2: Integers  # the pieces that hold the labels of a piece, by number and by speaker; -1: none
+    label_P3: Integers  # pieces with the labels of a piece: its number, its speaker, its line break; -1: none
     first_N: Integers  # pieces of each unit
     last_N: Integers
     stays_P: Bools
@@ -39,28 +39,29 @@ class Room:
     @classmethod
     def of(cls, task: Task, drops_repeats: bool) -> Room:
         """All of the target, less what always stays."""
-        labels = (Labels.numbered(task.text), Labels.speakers(task.text))
+        text = task.text
+        labels = (Labels.numbered(text), Labels.speakers(text), Labels.line_breaks(text, task.parts))
         kept = [part for part, keep in zip(task.parts, task.kept_n, strict=True) if keep]
         spans, kept_spans, part_spans = (_spans(units, labels) for units in (task.units, kept, task.parts))
         cuts = [array for kind in labels for array in (kind.start_L, kind.end_L)]
-        bounds = np.unique(np.concatenate([[0, len(task.text)], spans.ravel(), part_spans[:, 0], *cuts]))
+        bounds = np.unique(np.concatenate([[0, len(text)], spans.ravel(), part_spans[:, 0], *cuts]))
         cost_P = np.diff(np.searchsorted(task.tokens.starts, bounds))
-        says_P = _sayings(task.text, bounds) if drops_repeats else np.arange(len(cost_P))
+        says_P = _sayings(text, bounds) if drops_repeats else np.arange(len(cost_P))
         stays_P, is_said = np.zeros((2, len(cost_P)), dtype=bool)
-        label_P2 = np.stack([kind.pieces(bounds) for kind in labels], axis=1)
+        label_P3 = np.stack([kind.pieces(bounds) for kind in labels], axis=1)
         for low, high in np.searchsorted(bounds, kept_spans):
             stays_P[low:high] = True
-        named = label_P2[stays_P]
+        named = label_P3[stays_P]
         stays_P[named[named >= 0]] = True
         is_said[says_P[stays_P]] = True
         first_N, last_N = np.searchsorted(bounds, spans).T
         left = task.target - int(cost_P[stays_P].sum())
-        return cls(bounds, cost_P, says_P, label_P2, first_N, last_N, stays_P, is_said, left)
+        return cls(bounds, cost_P, says_P, label_P3, first_N, last_N, stays_P, is_said, left)
 
     def pieces(self, unit: int) -> Integers:
         """Pieces of a unit that say what is not said yet, each saying once, with their labels."""
         found = self._own_pieces(unit)
-        labels = self.label_P2[found].ravel()
+        labels = self.label_P3[found].ravel()
         labels = labels[labels >= 0]
         return np.union1d(found, labels[~self.stays_P[labels]]) if len(labels) else found
 

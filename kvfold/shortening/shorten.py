@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,7 +32,7 @@ _AUTO = Auto()
 END_TOKENS = 128
 
 
-@register("shorten", "shorten", revision=2, cost="before prefill")
+@register("shorten", "shorten", revision=3, cost="before prefill")
 @dataclass(frozen=True)
 class Shorten(Term):
     """Text is shortened before it is read: `by` says which parts stay, `to` how many tokens.
@@ -174,9 +175,19 @@ def shorten_or_leave(
 def _spans(task: Task, selector: Selector) -> tuple[tuple[int, int], ...]:
     """What stays: the selector's own spans, or units by their worth."""
     spans = selector.spans(task)
-    if spans is None:
-        spans = choose(task, selector)
-    return spans
+    return tuple(_with_single_breaks(task.text, choose(task, selector) if spans is None else spans))
+
+
+def _with_single_breaks(text: str, spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Without line breaks at the beginning of what stays, and behind a gap where the text before it ends a line."""
+    ends_line = True
+    for low, high in spans:
+        if low and ends_line:
+            space = len(text[low:high]) - len(text[low:high].lstrip())
+            low += text[low : low + space].rfind("\n") + 1
+        if low < high:
+            ends_line = text[high - 1] == "\n"
+            yield low, high
 
 
 def end_parts(text: str, parts: tuple[Unit, ...], tokens: TokenOffsets, most: int = END_TOKENS) -> Bools:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 
@@ -155,6 +156,21 @@ def test_what_must_stay_does_or_the_number_of_its_tokens_is_told(
     check_spans(text, found)
     for low, high in must:
         assert any(start <= low and high <= end for start, end in found.spans)
+
+
+@by_selector
+@settings(max_examples=30, deadline=None)
+@given(text=texts(), units=units, to=sizes, keep=st.sampled_from(["none", "headings", "code"]))
+def test_what_begins_a_line_still_does(by: str, text: str, units: str, to: str, keep: str) -> None:
+    with suppress(SizeError):
+        found = shortened(text, plan(by, to, units, keep))
+        begins, done = set(), 0
+        for start, end in found.spans:
+            begins |= {(at, done + at - start) for at in range(start, end)}
+            done += end - start
+        lines = {part.start for part in parts_of(text) if part.kind != "sentence"}
+        for at, now in begins:
+            assert at not in lines or not found.text[:now].strip() or found.text[:now].rstrip(" \t").endswith("\n")
 
 
 @pytest.mark.parametrize("by", ("head", "tail", "ends"))

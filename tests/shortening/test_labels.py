@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvfold.shortening.labels import Labels
+from kvfold.shortening.parts import parts_of
 from kvfold.shortening.text import shorten
 
 DOCUMENTS = "".join(
@@ -55,3 +56,14 @@ def test_a_label_begins_a_line() -> None:
 def test_labels_take_room() -> None:
     for size in range(16, 90, 7):
         assert shorten(DOCUMENTS, f"{size}tok", "graph", keep="none").num_tokens <= size
+
+
+def test_what_begins_a_line_keeps_its_line() -> None:
+    """A heading, an item or code behind a sentence of which only the beginning stays; lists have no blank lines."""
+    said = "The river runs fast through the old town of grain. Nobody crosses its bridge of stone at night.\n\n"
+    text = f"{said}## Ships\n\n{said}- a red ship\n- a blue ship\n\n{said}```\ncode here\n```\n"
+    found = Labels.line_breaks(text, parts_of(text))
+    assert [text[low:high] for low, high in zip(found.start_L, found.end_L, strict=True)] == ["\n\n"] * 3
+    short = shorten(text, "24tok", "head", keep="headings, code")
+    assert short.text == "The river runs fast through the old town of grain. \n\n## Ships\n\n```\ncode here\n```\n"
+    assert shorten(text, "13tok", "tail", keep="headings").text == "## Ships\n\n```\ncode here\n```\n"
