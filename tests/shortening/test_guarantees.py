@@ -32,6 +32,7 @@ SELECTORS = [term.name for term in terms("selector") if term.variant.is_extracti
 CHUNKERS = [term.name for term in terms("units")]
 SMALL = ["fixed(5, overlap=0.4)", "fixed(1, overlap=0)", "passages(6)", "semantic(6)", "late(6)"]
 units = st.sampled_from([*CHUNKERS, *SMALL])
+whole_units = units.filter(lambda name: not name.startswith("fixed"))  # it cuts anywhere
 sizes = st.sampled_from(["1x", "1.3x", "2x", "4x", "20x", "25%", "7tok", "0.5%"])
 by_selector = pytest.mark.parametrize("by", SELECTORS)
 
@@ -160,7 +161,7 @@ def test_what_must_stay_does_or_the_number_of_its_tokens_is_told(
 
 @by_selector
 @settings(max_examples=30, deadline=None)
-@given(text=texts(), units=units, to=sizes, keep=st.sampled_from(["none", "headings", "code"]))
+@given(text=texts(), units=whole_units, to=sizes, keep=st.sampled_from(["none", "headings", "code"]))
 def test_what_begins_a_line_still_does(by: str, text: str, units: str, to: str, keep: str) -> None:
     with suppress(SizeError):
         found = shortened(text, plan(by, to, units, keep))
