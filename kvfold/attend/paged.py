@@ -103,7 +103,7 @@ def kv_parts(
         yield _fp_sinks(sequence, layer, q_HGTD)
     can_join = spec.sliding_window is None and not sequence.policy.position.shifts
     if can_join and (whole or not sequence.page_class(layer).is_plain):
-        yield from _by_row(sequence.layer_parts(layer), q_HGTD, skip)
+        yield from row_parts(sequence.layer_parts(layer), q_HGTD, skip)
         return
     for segment in (*sequence.segments, sequence.tail):
         pages = segment.layers[layer]
@@ -124,7 +124,7 @@ def _fp_sinks(sequence: SequenceCache, layer: int, q_HGTD: Tensor) -> KVPart:
     return KVPart(slice(0, len(k_HSD)), [0] * len(k_HSD), q_HGTD, k_HSD, v_HSD)
 
 
-def _by_row(parts: Sequence[LayerPages], q_HGTD: Tensor, skip: int) -> Iterator[KVPart]:
+def row_parts(parts: Sequence[LayerPages], q_HGTD: Tensor, skip: int) -> Iterator[KVPart]:
     """All slots of each head but the first `skip`, from however many pages they come; heads of one length together."""
     parts = [pages for pages in parts if pages.runs()]
     if not parts:

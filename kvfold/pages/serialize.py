@@ -108,10 +108,10 @@ def _pieces(parts: Sequence[LayerPages], head: int) -> list[tuple[Extent, ...]]:
 def _rows(extent: Extent, item: Field) -> Tensor:
     page_class = extent.span.page_class
     first = extent.first * page_class.rows_per_page(item)
-    return extent.span.fields[item.name][first : first + _num_rows(page_class, item, extent.length)]
+    return extent.span.fields[item.name][first : first + field_rows(page_class, item, extent.length)]
 
 
-def _num_rows(page_class: PageClass, item: Field, num_slots: int) -> int:
+def field_rows(page_class: PageClass, item: Field, num_slots: int) -> int:
     """Rows of a field that hold so many slots; a group that was closed early is whole."""
     whole = -(-num_slots // page_class.group) * page_class.group
     return whole * page_class.rows_per_page(item) // page_class.page_size
@@ -123,7 +123,7 @@ def _check(pages: LayerPages, mine: Tensors) -> None:
     if lens.dtype != torch.int64 or lens.ndim != 2 or lens.shape[1] != pages.num_heads or bool((lens < 0).any()):
         raise InputError(f"lengths of shape {tuple(lens.shape)} do not fit {pages.num_heads} heads")
     for item in pages.page_class.fields:
-        num_rows = sum(_num_rows(pages.page_class, item, n) for n in lens.flatten().tolist())
+        num_rows = sum(field_rows(pages.page_class, item, n) for n in lens.flatten().tolist())
         rows = mine[item.name]
         if rows.dtype != item.dtype or rows.shape != (num_rows, item.width):
             raise InputError(f"{item.name} is {rows.dtype} {tuple(rows.shape)}, not {(num_rows, item.width)}")
@@ -144,7 +144,7 @@ def _write(sequence: SequenceCache, layers: Sequence[Tensors]) -> None:
 def _next_rows(page_class: PageClass, mine: Tensors, counts: Sequence[int], at: dict[str, int]) -> Codes:
     codes = {}
     for item in page_class.fields:
-        num_rows = sum(_num_rows(page_class, item, count) for count in counts)
+        num_rows = sum(field_rows(page_class, item, count) for count in counts)
         codes[item.name] = mine[item.name][at[item.name] : at[item.name] + num_rows]
         at[item.name] += num_rows
     return codes

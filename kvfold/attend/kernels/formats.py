@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from kvfold.codec import Codec, Fp8, Int2, Int4, Int8, Kivi2, Kivi4, Native
+from kvfold.codec.base import Field
 from kvfold.errors import InputError
 from kvfold.policy.registry import term_of
 
@@ -89,6 +90,7 @@ _FORMATS: dict[str, Format] = {
     **{term_of(codec).name: _packed(codec) for codec in (Fp8(), Int8(), Int4(), Int2(), Kivi4(), Kivi2())},
 }
 CODECS = frozenset(_FORMATS)
+_FLOAT_NAMES = {dtype: name for name, dtype in FLOATS.items()}
 
 
 def format_of(codec: str) -> Format:
@@ -102,3 +104,18 @@ def float_dtype(name: str) -> torch.dtype:
     if name not in FLOATS:
         raise InputError(f'an open block cannot be of "{name}"; it is of {", ".join(FLOATS)}')
     return FLOATS[name]
+
+
+def float_name(dtype: torch.dtype) -> str:
+    return _FLOAT_NAMES[dtype]
+
+
+def codec_name(codec: Codec, kv_dtype: torch.dtype) -> str:
+    """As kernels know it, whether or not they do; floats go by their dtype."""
+    name = term_of(codec).name
+    return _FLOAT_NAMES.get(kv_dtype, name) if name == "native" else name
+
+
+def num_groups(scale: Field | None) -> int:
+    """Channel groups of a slot that have scales of their own; scales that slots share count as one."""
+    return scale.width if scale is not None and scale.per == "slot" else 1

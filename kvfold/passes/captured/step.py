@@ -9,12 +9,10 @@ seal (tasks, open blocks, mean keys) is rewritten in place, so a captured graph 
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from kvfold.attend.kernels import ops
-from kvfold.attend.kernels.formats import CODECS, FLOATS
-from kvfold.codec.base import Codec, Field
+from kvfold.attend.kernels.formats import CODECS, codec_name, float_name, num_groups
 from kvfold.codec.hadamard import CentredCodec
 from kvfold.compression.observe import ObserverNeeds
 from kvfold.pages.places import columns, slot_strides
@@ -23,9 +21,6 @@ from kvfold.passes.captured.batch_slots import BatchSlots
 from kvfold.passes.captured.block_tables import Layout
 from kvfold.passes.captured.observers import StepObserver, has_queries
 from kvfold.passes.captured.position_shifts import shifts_of
-from kvfold.policy.registry import term_of
-
-_NAMES = {dtype: name for name, dtype in FLOATS.items()}
 
 
 def layout_of(sequence: SequenceCache) -> Layout | None:
@@ -45,7 +40,7 @@ def layout_of(sequence: SequenceCache) -> Layout | None:
 def _find_layout(sequence: SequenceCache) -> Layout | None:
     policy, spec = sequence.policy, sequence.spec
     classes = tuple(layer.page_class for layer in sequence.tail.layers)
-    known = all(_codec_name(codec, c.kv_dtype) in CODECS for c in classes for codec in (c.k, c.v))
+    known = all(codec_name(codec, c.kv_dtype) in CODECS for c in classes for codec in (c.k, c.v))
     aligned = all(stride * c.page_size % 16 == 0 for c in classes for stride in slot_strides(c))
     whole = not policy.attend.selects and policy.recall is None
     needs = ObserverNeeds.of([policy], decoding=True)
@@ -77,7 +72,7 @@ class Step:
         batch, spec = self.batch, self.batch.layout.spec.layers[layer]
         page_class = batch.layout.classes[layer]
         _, k_scale, _, _, v_scale, *_ = columns(page_class)
-        k_codec = _codec_name(page_class.k, page_class.kv_dtype)
+        k_codec = codec_name(page_class.k, page_class.kv_dtype)
         q_RXD = self._rows(q_QND, spec.num_kv_heads)
         shifted = batch.shifted_queries
         stored_q_RXD, offset_RX = q_RXD if shifted is None else shifted.queries(layer, q_RXD), None
@@ -90,9 +85,9 @@ class Step:
             batch.tables.task_LBC[layer].flatten(0, 1),
             batch.tables.order(layer),
             k_codec,
-            _codec_name(page_class.v, page_class.kv_dtype),
-            _num_groups(k_scale),
-            _num_groups(v_scale),
+            codec_name(page_class.v, page_class.kv_dtype),
+            num_groups(k_scale),
+            num_groups(v_scale),
             spec.scale,
             has_bias=page_class.has_bias,
             has_skip=shifted is not None or bool(batch.layout.sinks_L[layer]),
@@ -111,13 +106,13 @@ class Step:
             batch.sinks_LB2[layer],
             batch.sinks_LB[layer],
             int(batch.layout.sinks_L[layer]),
-            _NAMES[page_class.kv_dtype],
+            float_name(page_class.kv_dtype),
             spec.scale,
         )
         if self.observer is not None:
             self.observer.queries(layer, q_QND)
-            self.observer.stored_mass(layer, stored_q_RXD, offset_RX, lse_RX, k_codec, _num_groups(k_scale))
-            self.observer.open_mass(layer, q_RXD, lse_RX, _NAMES[page_class.kv_dtype])
+            self.observer.stored_mass(layer, stored_q_RXD, offset_RX, lse_RX, k_codec, num_groups(k_scale))
+            self.observer.open_mass(layer, q_RXD, lse_RX, float_name(page_class.kv_dtype))
         out: Tensor = out_RXD.view(batch.num_lanes, spec.num_kv_heads, spec.group, self.num_tokens, spec.head_dim)
         return out.permute(0, 3, 1, 2, 4).reshape(-1, spec.num_query_heads, spec.head_dim)
 
@@ -131,14 +126,3 @@ class Step:
         """[H, packed tokens, D] as [B, H, T, D], wherever they lie."""
         num_heads, _, head_dim = x_HND.shape
         return x_HND.view(num_heads, self.batch.num_lanes, self.num_tokens, head_dim).transpose(0, 1)
-
-
-def _codec_name(codec: Codec, kv_dtype: torch.dtype) -> str:
-    """As kernels know it; floats go by their dtype."""
-    name = term_of(codec).name
-    return _NAMES.get(kv_dtype, name) if name == "native" else name
-
-
-def _num_groups(scale: Field | None) -> int:
-    """Channel groups of a slot that have scales of their own; scales that slots share count as one."""
-    return scale.width if scale is not None and scale.per == "slot" else 1
