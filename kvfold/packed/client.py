@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,8 @@ class PackedPrefix:
         dtype: Of weights and KV cache; the engine has to run the same one.
         policy: What kept the slots, with the size that was rounded to whole blocks.
         has_template: Whether the document stands in an open user turn of the chat template.
-        is_ragged: Whether heads have lengths of their own; `num_slots` are then their room on average.
+        is_ragged: Whether heads have lengths of their own, or codecs; `num_slots` are then what their bytes take.
+        slack_bytes: Of a ragged entry, bytes of the engine's blocks that stay unused: what smaller layers leave.
     """
 
     entry: str
@@ -50,6 +51,7 @@ class PackedPrefix:
     policy: str
     has_template: bool
     is_ragged: bool = False
+    slack_bytes: int = 0
 
     @property
     def placeholder_ids(self) -> list[int]:
@@ -103,7 +105,8 @@ class PackedPrefix:
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise FileError(f'{name} has no format "{FORMAT}"; name a file that kvfold pack --out wrote')
         kinds = {"int": int, "str": str, "bool": bool}
-        wanted = {field.name: kinds[str(field.type)] for field in fields(cls)}
+        known = [field for field in fields(cls) if field.name in content or field.default is MISSING]
+        wanted = {field.name: kinds[str(field.type)] for field in known}
         bad = [key for key, kind in wanted.items() if type(content.get(key)) is not kind]
         if bad or content["num_slots"] < 1 or content["vocab_size"] < 1:
             raise FileError(f"{name} has no valid {bad[0] if bad else 'size'}; write it again with kvfold pack --out")

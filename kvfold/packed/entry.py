@@ -6,11 +6,9 @@ queries at the distance it had. Positions below zero are as good as others.
 
     block "sequence"    lens: int64 [T, n, vocabulary]
     block of a layer    k, v: [n, H, D] in the dtype of the KV cache
-    of a ragged one     k, v: [S, D], head after head; lens: int64 [H], which sum up to S <= n * H; bias: fp32 [S]
     key                 tokens 0 … n; its digest covers the binding and all content, so it names this entry alone
 
-In a ragged entry heads have lengths of their own. The engine's blocks of n placeholders are then plain memory with room
-for n * H slots of a layer, which only an attention backend that knows of them reads (`kvfold.vllm.ragged`).
+Entries whose heads have lengths of their own hold other layers (`kvfold.packed.ragged`).
 """
 
 from __future__ import annotations
@@ -18,16 +16,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvfold.core import Rope
 from kvfold.store.entry.format import EntryReader, Fields, InvalidEntry
-from kvfold.store.key import Binding, Key, digest_text
+from kvfold.store.key import Binding, Key, Kind, digest_text
 
-PackedKind = Literal["packed", "ragged"]
 SEQUENCE = "sequence"
 TTL_S = 10 * 365 * 86400.0  # packed on purpose: they go when they are deleted, or behind all others
 
@@ -45,11 +42,12 @@ def rope_digest(config: Any) -> str:
 
 
 def packed_binding(
-    weights: str, dtype: torch.dtype, rope: str, policy: str, signer: str, kind: PackedKind = "packed"
+    weights: str, dtype: torch.dtype, rope: str, policy: str, signer: str, *, ragged: str = ""
 ) -> Binding:
-    """What the slots depend on besides the document."""
+    """What the slots depend on besides the document; `ragged`: the format of a ragged entry."""
+    kind: Kind = "ragged" if ragged else "packed"
     name = str(dtype)
-    return Binding(kind, weights, name, name, rope, "", policy, "", 0, 0, "", signer=signer)
+    return Binding(kind, weights, name, name, rope, "", policy, ragged, 0, 0, "", signer=signer)
 
 
 def packed_key(binding: Binding, num_slots: int, blocks: Mapping[str, Fields]) -> Key:
@@ -64,27 +62,12 @@ def packed_key(binding: Binding, num_slots: int, blocks: Mapping[str, Fields]) -
 
 def packed_blocks(num_tokens: int, vocab_size: int, layers: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Fields]:
     """(keys, values) [n, H, D] of every layer, keys rotated."""
-    lens = torch.tensor([num_tokens, len(layers[0][0]), vocab_size])
     rows = {str(i): {"k": k.contiguous(), "v": v.contiguous()} for i, (k, v) in enumerate(layers)}
-    return {SEQUENCE: {"lens": lens}, **rows}
+    return sequence_block(num_tokens, len(layers[0][0]), vocab_size) | rows
 
 
-class RaggedRows(NamedTuple):
-    """Slots of one layer, [S, D], head after head."""
-
-    lens: list[int]  # by head
-    k: Tensor
-    v: Tensor
-    bias: Tensor | None  # fp32 [S]
-
-
-def ragged_blocks(num_tokens: int, num_slots: int, vocab_size: int, layers: Sequence[RaggedRows]) -> dict[str, Fields]:
-    """Of every layer, keys rotated; `num_slots`: placeholders."""
-    blocks: dict[str, Fields] = {SEQUENCE: {"lens": torch.tensor([num_tokens, num_slots, vocab_size])}}
-    for index, rows in enumerate(layers):
-        bias = {} if rows.bias is None else {"bias": rows.bias}
-        blocks[str(index)] = {"lens": torch.tensor(rows.lens), "k": rows.k, "v": rows.v, **bias}
-    return blocks
+def sequence_block(num_tokens: int, num_slots: int, vocab_size: int) -> dict[str, Fields]:
+    return {SEQUENCE: {"lens": torch.tensor([num_tokens, num_slots, vocab_size])}}
 
 
 class LayerRows(NamedTuple):
@@ -116,29 +99,15 @@ class PackedReader:
     def layers(self, shapes: Mapping[int, tuple[int, int]]) -> Iterator[LayerRows]:
         """Rows of every layer in order, as they are read and checked. `shapes`: heads and head dim by layer, of those
         that are wanted; others are checked and left out."""
-        for index, fields in self._named(shapes):
+        for index, fields in self.named(shapes):
             wanted = (self.num_slots, *shapes[index])
             k, v = fields.get("k"), fields.get("v")
             if k is None or v is None or k.shape != wanted or v.shape != wanted:
                 raise InvalidEntry("foreign", f"layer {index} is not of shape {wanted}, as the model's")
             yield LayerRows(index, k, v)
 
-    def ragged_layers(self, shapes: Mapping[int, tuple[int, int]]) -> Iterator[tuple[int, RaggedRows]]:
-        """The same of a ragged entry."""
-        for index, fields in self._named(shapes):
-            heads, dim = shapes[index]
-            lens, k, v, bias = (fields.get(name) for name in ("lens", "k", "v", "bias"))
-            if lens is None or lens.dtype != torch.int64 or lens.shape != (heads,) or bool((lens < 0).any()):
-                raise InvalidEntry("foreign", f"layer {index} has no lengths of {heads} heads")
-            total = int(lens.sum())
-            fits = k is not None and v is not None and k.shape == v.shape == (total, dim)
-            if k is None or v is None or not fits or total > heads * self.num_slots:
-                raise InvalidEntry("foreign", f"layer {index} does not hold {total} slots of {dim} dims")
-            if bias is not None and (bias.shape != (total,) or bias.dtype != torch.float32):
-                raise InvalidEntry("foreign", f"layer {index} has other biases than slots")
-            yield index, RaggedRows(lens.tolist(), k, v, bias)
-
-    def _named(self, shapes: Mapping[int, tuple[int, int]]) -> Iterator[tuple[int, Fields]]:
+    def named(self, shapes: Mapping[int, tuple[int, int]]) -> Iterator[tuple[int, Fields]]:
+        """The tensors of those layers."""
         expected = 0
         for name, fields in self._blocks:
             if name != str(expected):

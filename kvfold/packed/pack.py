@@ -2,7 +2,8 @@
 
 An engine such as vLLM gives a sequence whole blocks of one length for all heads and layers, and its attention has no
 bias per slot. What cannot be held so is refused by name: budgets that differ between heads or layers, codecs, fitted
-biases, recalled slots, shifted positions, sliding windows, positions that are not rotary.
+biases (these three are for ragged entries), recalled slots, shifted positions, sliding windows, positions that are not
+rotary.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
-from torch import Tensor, cat, stack
+from torch import Tensor, stack
 
 from kvfold.engine.layer_major import Progress
 from kvfold.errors import FileError, InputError, ModelError, PolicyError
@@ -23,22 +24,20 @@ from kvfold.models.pull.pull import resolve
 from kvfold.packed.client import PackedPrefix
 from kvfold.packed.entry import (
     TTL_S,
-    PackedKind,
-    RaggedRows,
     packed_binding,
     packed_blocks,
     packed_key,
-    ragged_blocks,
     rope_digest,
     rotate_keys,
 )
+from kvfold.packed.ragged import ragged_content
 from kvfold.pages.page_config import PageConfig
 from kvfold.pages.read import stored_slots
 from kvfold.policy.policy import Policy
 from kvfold.policy.registry import term_of
 from kvfold.policy.size import SizeFacts, Tokens
 from kvfold.session import Session
-from kvfold.store.entry.format import Fields, encode, signer_of
+from kvfold.store.entry.format import encode, signer_of
 from kvfold.store.store import check_reuse
 from kvfold.store.tiers.base import ByteTier
 from kvfold.store.tiers.eviction import Lease
@@ -59,7 +58,7 @@ def pack(
 ) -> PackedPrefix:
     """Compress a document into an entry of the tier. The size of the policy is rounded up to whole blocks.
 
-    `ragged` takes policies whose heads differ in length, for an engine with kvfold's attention backend.
+    `ragged` takes codecs, and policies whose heads differ in length, for an engine with kvfold's attention backend.
     """
     policy = Policy.parse(policy)
     check_packable(model, policy, ragged=ragged)
@@ -71,14 +70,15 @@ def pack(
     with Session(model, sized) as session:
         session.extend(text, progress=progress)
         has_template = session.template is not None
+        form, slack = "", 0
         if ragged:
-            num_slots, blocks = _ragged(session, vocab_size, block_size)
+            found = ragged_content(session, vocab_size, block_size)
+            form, num_slots, slack, blocks = found.format.text, found.num_slots, found.slack_bytes, found.blocks
         else:
             layers = list(_rows(session))
             num_slots, blocks = len(layers[0][0]), packed_blocks(num_tokens, vocab_size, layers)
     rope = rope_digest(model.hf.config.get_text_config())
-    kind: PackedKind = "ragged" if ragged else "packed"
-    binding = packed_binding(weights, model.spec.dtype, rope, sized.fingerprint, signer_of(secret), kind)
+    binding = packed_binding(weights, model.spec.dtype, rope, sized.fingerprint, signer_of(secret), ragged=form)
     key = packed_key(binding, num_slots, blocks)
     lease = Lease(time.time(), TTL_S, 0.0)
     data = encode(key, binding, blocks, lease, secret)
@@ -95,6 +95,7 @@ def pack(
         policy=sized.short,
         has_template=has_template,
         is_ragged=ragged,
+        slack_bytes=slack,
     )
 
 
@@ -118,7 +119,7 @@ def check_packable(model: Model, policy: Policy, *, ragged: bool = False) -> Non
 
 def check_policy_packable(policy: Policy, *, ragged: bool = False) -> None:
     """PolicyError names what the blocks of an engine cannot hold, of any model."""
-    reasons = _common_reasons(policy) if ragged else chain(_common_reasons(policy), _even_reasons(policy))
+    reasons = chain(_common_reasons(policy), _ragged_reasons(policy) if ragged else _even_reasons(policy))
     for reason in reasons:
         raise PolicyError(f'policy "{policy.short}" {reason}')
 
@@ -139,8 +140,6 @@ def _model_reasons(model: Model) -> Iterator[str]:
 def _common_reasons(policy: Policy) -> Iterator[str]:
     if not policy.prefill.evicts:
         yield 'evicts nothing; write for example "keydiff + uniform + 4x"'
-    if any(not codec.lossless for codec in policy.codec.codecs):
-        yield "quantises slots, and the engine's blocks have its own KV dtype; leave the codec out"
     if policy.recall is not None:
         yield "recalls evicted slots, which an engine does not; leave recall out"
     if policy.position.shifts:
@@ -151,9 +150,18 @@ def _common_reasons(policy: Policy) -> Iterator[str]:
         yield "shortens the text; run kvfold shorten first, and pack what it prints"
 
 
+def _ragged_reasons(policy: Policy) -> Iterator[str]:
+    """What pages inside an engine's blocks cannot hold."""
+    for codec in policy.codec.codecs:
+        if codec.kernel is None:
+            yield f"stores slots that are not read by themselves ({term_of(codec).name}); use int4, int8, fp8 or kivi4"
+
+
 def _even_reasons(policy: Policy) -> Iterator[str]:
-    """What blocks of one length for all heads cannot hold."""
+    """What blocks of one length for all heads, in the engine's KV dtype, cannot hold."""
     stage = policy.prefill
+    if any(not codec.lossless for codec in policy.codec.codecs):
+        yield "quantises slots, and the engine's blocks have its own KV dtype; leave the codec out, or use --ragged"
     if not stage.budget.is_even:
         name = term_of(stage.budget).name
         yield f"gives heads or layers different lengths ({name}), and an engine's blocks have one; use uniform"
@@ -196,23 +204,3 @@ def _rows(session: Session) -> Iterator[tuple[Tensor, Tensor]]:
         assert layer.rope is not None
         k_nHD, v_nHD = stack(slots.k, 1).cpu(), stack(slots.v, 1).cpu()
         yield rotate_keys(layer.rope, k_nHD, len(session.token_ids), len(k_nHD)), v_nHD
-
-
-def _ragged(session: Session, vocab_size: int, block_size: int) -> tuple[int, dict[str, Fields]]:
-    """Placeholders, in whole blocks, whose room the largest layer fills, and the blocks of the entry."""
-    spec, num_tokens = session.model.spec, len(session.token_ids)
-    stored = [stored_slots(session.cache, index, spec.kv_dtype) for index in range(spec.num_layers)]
-    most = max(-(-sum(slots.lens) // len(slots.lens)) for slots in stored)
-    num_slots = -(-most // block_size) * block_size
-    if num_slots >= num_tokens or session.cache.open.fill:
-        raise InputError(
-            f"the document has {num_tokens} tokens, and blocks of {block_size} for its largest layer have room for "
-            f"{num_slots}, which saves nothing; pack a longer document, or give a higher ratio or smaller blocks"
-        )
-    layers = []
-    for slots, layer in zip(stored, spec.layers, strict=True):
-        assert layer.rope is not None
-        k_SD, v_SD, bias_S = (cat(column).cpu() for column in (slots.k, slots.v, slots.bias))
-        k_SD = rotate_keys(layer.rope, k_SD, num_tokens, num_slots)
-        layers.append(RaggedRows(slots.lens, k_SD, v_SD, bias_S.float() if bool(bias_S.any()) else None))
-    return num_slots, ragged_blocks(num_tokens, num_slots, vocab_size, layers)

@@ -34,11 +34,20 @@ class ChunkTransfer:
 
 @dataclass(frozen=True)
 class PackedTransfer:
-    """Slots `start` and later of a packed prefix, into these blocks."""
+    """Slots `start` and later of a packed prefix, into these blocks; `before`: blocks that have the earlier ones."""
 
     request_id: str
     entry: str
     start: int
+    blocks: list[int]
+    before: list[int]
+
+
+@dataclass(frozen=True)
+class RaggedUse:
+    """A ragged document and its blocks."""
+
+    entry: str
     blocks: list[int]
 
 
@@ -49,7 +58,7 @@ class StepPlan(KVConnectorMetadata):
     loads: list[ChunkTransfer] = field(default_factory=list)
     stores: list[ChunkTransfer] = field(default_factory=list)
     packed: list[PackedTransfer] = field(default_factory=list)
-    ragged: dict[int, str] = field(default_factory=dict)  # entries of requests that run, by their first block
+    ragged: dict[int, RaggedUse] = field(default_factory=dict)  # by requests that run, by their first block
 
 
 @dataclass

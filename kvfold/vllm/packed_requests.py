@@ -11,12 +11,13 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kvfold.packed.client import ENTRY, ERROR, SLOTS, TOKENS
 from kvfold.packed.entry import PackedReader
 from kvfold.packed.placeholders import is_marked, placeholder_ids
+from kvfold.packed.ragged import RaggedFormat
 from kvfold.store.entry.format import InvalidEntry
 from kvfold.store.key import Key
 from kvfold.vllm.engine_facts import EngineFacts
@@ -32,7 +33,7 @@ class PackedUse:
     num_tokens: int
     is_ragged: bool = False
     is_served: bool = False
-    first_block: int = 0
+    blocks: list[int] = field(default_factory=list)  # that hold the slots
 
 
 class EntryHead(NamedTuple):
@@ -42,8 +43,12 @@ class EntryHead(NamedTuple):
     num_slots: int
     num_tokens: int
     vocab_size: int
-    is_ragged: bool
+    ragged_size: int  # tokens of a block that a ragged entry is laid out for, or 0
     read_at: float
+
+    @property
+    def is_ragged(self) -> bool:
+        return self.ragged_size > 0
 
 
 _KNOWN_S = 10.0
@@ -119,10 +124,13 @@ class PackedRequests:
         num_slots = entry.num_slots
         if entry.is_ragged and self.ragged_refusal is not None:
             raise Refused(self.ragged_refusal)
+        size = self._facts.block_size
+        if entry.is_ragged and entry.ragged_size != size:
+            made = entry.ragged_size
+            raise Refused(f"the entry is laid out for blocks of {made}, not {size}; pack it with --block-size {size}")
         if params.get(SLOTS, num_slots) != num_slots:
             raise Refused(f"{SLOTS} is {params[SLOTS]}, and the entry has {num_slots}")
-        if num_slots % self._facts.block_size:
-            size = self._facts.block_size
+        if num_slots % size:
             raise Refused(f"the entry has {num_slots} slots, no whole blocks; pack it with --block-size {size}")
         if ids[:num_slots] != placeholder_ids(key.text, num_slots, entry.vocab_size):
             raise Refused("the prompt does not begin with the entry's placeholder ids; PackedPrefix gives them")
@@ -141,13 +149,14 @@ class PackedRequests:
         with copy.file as file:
             try:
                 entry = PackedReader(file, key, secret=self._store.secret)
+                ragged_size = RaggedFormat.parse(entry.facts["pages"]).block_size if entry.is_ragged else 0
             except InvalidEntry as error:
                 self._store.drop(copy, error)
                 raise Refused(f"the entry is damaged ({error.reason}); pack the document again") from error
         mismatch = self._facts.packed_mismatch(entry.facts)
         if mismatch is not None:
             raise Refused(f"the entry does not fit: {mismatch}")
-        head = EntryHead(entry.num_slots, entry.num_tokens, entry.vocab_size, entry.is_ragged, time.monotonic())
+        head = EntryHead(entry.num_slots, entry.num_tokens, entry.vocab_size, ragged_size, time.monotonic())
         self._known[key] = head
         self._known.move_to_end(key)
         if len(self._known) > _MOST_KNOWN:

@@ -16,7 +16,15 @@ from typing import Any
 
 from kvfold.store.key import Key, chunk_keys
 from kvfold.vllm.engine_facts import EngineFacts
-from kvfold.vllm.messages import ChunkBlocks, ChunkTransfer, PackedTransfer, StepPlan, WorkerLayout, WorkerReport
+from kvfold.vllm.messages import (
+    ChunkBlocks,
+    ChunkTransfer,
+    PackedTransfer,
+    RaggedUse,
+    StepPlan,
+    WorkerLayout,
+    WorkerReport,
+)
 from kvfold.vllm.packed_requests import PackedRequests
 from kvfold.vllm.shared_store import SharedStore
 from kvfold.vllm.stats import FoldStats
@@ -133,8 +141,8 @@ class SchedulerSide:
         end, size = start + num_external, self._facts.block_size
         use = self._packed.use(name)
         if use is not None:
-            mine = list(blocks[start // size : end // size])
-            self._plan.packed.append(PackedTransfer(name, use.entry, start, mine))
+            before, mine = list(blocks[: start // size]), list(blocks[start // size : end // size])
+            self._plan.packed.append(PackedTransfer(name, use.entry, start, mine, before))
             return
         prompt = self._prompts[name]
         wanted = [key for key in prompt.keys if key.end > start and key.start < end]
@@ -169,9 +177,9 @@ class SchedulerSide:
         use = self._packed.use(name)
         if use is not None and is_new:
             use.is_served = computed >= use.num_slots
-            use.first_block = blocks[0][0] if blocks else 0
-        if use is not None and use.is_ragged:
-            plan.ragged[use.first_block] = use.entry
+            use.blocks = blocks[0][: use.num_slots // self._facts.block_size] if blocks else []
+        if use is not None and use.is_ragged and use.is_served:
+            plan.ragged[use.blocks[0]] = RaggedUse(use.entry, use.blocks)
         prompt = self._prompts.get(name)
         if prompt is None or not self._can_store:
             return

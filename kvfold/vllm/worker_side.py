@@ -1,8 +1,9 @@
 """The connector in a vLLM worker: copies blocks between the KV cache and the store.
 
 Chunks are copied as whole blocks, whose inside differs between backends and instruction sets; the layout is part of
-their names. Rows of packed prefixes are written by the backend's own writer, which knows the inside. Every layer's part
-of an entry is checked before it is written.
+their names. Rows of packed prefixes are written by the backend's own writer, which knows the inside; ragged documents
+are pages of kvfold inside blocks (`kvfold.vllm.ragged_documents`). Every layer's part of an entry is checked before it
+is written.
 
     B blocks   n slots   H KV heads of this rank   D head dim
 """
@@ -25,6 +26,7 @@ from kvfold.store.key import Binding, Key
 from kvfold.store.tiers.eviction import Lease
 from kvfold.vllm.engine_facts import EngineFacts
 from kvfold.vllm.messages import ChunkBlocks, PackedTransfer, StepPlan, WorkerLayout, WorkerReport
+from kvfold.vllm.ragged_documents import RaggedDocuments
 from kvfold.vllm.shared_store import SharedStore
 from kvfold.vllm.stats import FoldStats
 
@@ -52,7 +54,7 @@ class WorkerSide:
         self._layers = layers  # attention layers by name, filled when the model is loaded
         self._caches: dict[str, Tensor] = {}
         self._layout = WorkerLayout("", None, None)
-        self._documents: dict[str, Any] = {}  # ragged ones by entry, of blocks that vLLM may still hold
+        self._ragged: RaggedDocuments | None = None
         self._bad_blocks: set[int] = set()
         self._received: set[str] = set()
         self._report = WorkerReport()
@@ -67,7 +69,10 @@ class WorkerSide:
                     "blocks; set --block-size to what the attention backend uses"
                 )
         self._caches = dict(caches)
-        self._layout = WorkerLayout(self._describe(), self._packed_refusal(), self._ragged_refusal())
+        refusal = self._ragged_refusal()
+        self._layout = WorkerLayout(self._describe(), self._packed_refusal(), refusal)
+        if refusal is None:
+            self._ragged = RaggedDocuments({extract_layer_index(name): self._layers[name] for name in caches})
 
     def _describe(self) -> str:
         kinds = []
@@ -86,8 +91,12 @@ class WorkerSide:
         return None
 
     def _ragged_refusal(self) -> str | None:
-        if any(not hasattr(getattr(self._layers.get(name), "impl", None), "reads_ragged") for name in self._caches):
-            return "the entry has heads of different length, which vLLM reads on a CPU with KVFOLD_VLLM_RAGGED=1 alone"
+        impls = [getattr(self._layers.get(name), "impl", None) for name in self._caches]
+        if not all(hasattr(impl, "reads_ragged") for impl in impls):
+            how = "with KVFOLD_VLLM_RAGGED=1, on CUDA also --attention-backend CUSTOM"
+            return f"the entry has heads of different length or codecs, which vLLM reads {how}"
+        if any(getattr(impl, "logits_soft_cap", 0) or getattr(impl, "sinks", None) is not None for impl in impls):
+            return "the model caps its scores or has attention sinks of its own, which ragged entries do not know"
         if self._rank.tensor_size > 1:
             return "the entry has heads of different length, which are not split over ranks; use one rank"
         return None
@@ -171,26 +180,13 @@ class WorkerSide:
 
     def start_step(self, plan: StepPlan) -> None:
         """Before the forward: which requests read ragged documents."""
-        if plan.ragged or self._documents:
-            from kvfold.vllm.ragged import ACTIVE  # here: only CPUs have it
-
-            ACTIVE.clear()
-            ACTIVE.update({block: self._documents[entry] for block, entry in plan.ragged.items()})
-
-    def _write_ragged(self, packed: PackedTransfer, reader: PackedReader) -> None:
-        from kvfold.vllm.ragged import LayerTable, RaggedDocument, fill_blocks
-
-        by_layer = {extract_layer_index(name): self._layers[name] for name in self._caches}
-        shapes = {index: (layer.num_kv_heads, layer.head_size) for index, layer in by_layer.items()}
-        tables = {}
-        for index, rows in reader.ragged_layers(shapes):
-            fill_blocks(by_layer[index].kv_cache, packed.blocks, packed.start, rows.k, rows.v)
-            tables[index] = LayerTable(rows.lens, rows.bias)
-        self._documents[packed.entry] = RaggedDocument(reader.num_slots, tables)
+        if self._ragged is not None:
+            self._ragged.start_step({first: (use.entry, use.blocks) for first, use in plan.ragged.items()})
 
     def _write_rows(self, packed: PackedTransfer, reader: PackedReader) -> None:
         if reader.is_ragged:
-            self._write_ragged(packed, reader)
+            assert self._ragged is not None
+            self._ragged.load(packed.entry, [*packed.before, *packed.blocks], reader)
             return
         size = self._facts.block_size
         slots_n = (torch.tensor(packed.blocks)[:, None] * size + torch.arange(size)).flatten()

@@ -11,9 +11,18 @@ import kvfold
 from kvfold.packed import pack
 from kvfold.store.tiers.shared_disk import SharedDiskTier
 from tests.vllm.engine import Engine, save_tiny, transfer
+from tests.vllm.own_words import own_words
 
 TEXT = kvfold.example_text()
-POLICIES = ("keydiff + ada + 4x", "kvzip + global + 4x", "keydiff + uniform + 4x + fit")
+POLICIES = (
+    "keydiff + ada + 4x",
+    "kvzip + global + 4x",
+    "keydiff + uniform + 4x + fit",
+    "kvzip + global + 8x + int4",
+    "kvzip + ada + 4x + codec(k=int8, v=fp8)",
+    "keydiff + global + 4x + kivi4",
+    "keydiff + ada + 4x + int2(layers=1::2)",
+)
 QUESTIONS = ("Who?", "What is the code of the wine cellar, and where is the key?")
 PLAIN = "An ordinary prompt in the same batch. " * 20
 MAX_TOKENS = 8
@@ -29,7 +38,7 @@ class Story:
             with kvfold.Session(model, packed.policy) as session:
                 session.extend(TEXT)
                 self.lens.append(session.stats().slots)
-                self.expected.append([session.ask(q, max_new_tokens=MAX_TOKENS).token_ids for q in QUESTIONS])
+            self.expected.append(own_words(model, TEXT, packed, QUESTIONS, MAX_TOKENS))
         plain = {"ids": model.tokenizer(PLAIN)["input_ids"], "params": {"max_tokens": MAX_TOKENS}}
         requests = [
             {
