@@ -27,10 +27,12 @@ _POLICY = "keydiff + uniform + 4x"
 _EPILOG = """examples:
   kvfold pack handbook.txt --store /var/kvfold --dtype bfloat16 --out handbook.json
   kvfold pack handbook.txt --store redis://cache:6379/0 --policy "keydiff + uniform + 512tok"
+  kvfold pack handbook.txt --store /var/kvfold --ragged --policy "kvzip + global + 8x + int4"
 
 Every head keeps the same number of slots, in whole blocks: budgets that differ between heads, codecs and fitted biases
-are refused, as vLLM cannot hold them. --dtype is the one that vLLM runs. --out writes what a client needs to ask:
-kvfold.packed.PackedPrefix reads it. vLLM reads the entry through the connector kvfold.vllm; see docs/vllm.md.
+are refused, as stock vLLM cannot hold them. --ragged takes all three, for a vLLM with KVFOLD_VLLM_RAGGED=1. --dtype is
+the one that vLLM runs. --out writes what a client needs to ask: kvfold.packed.PackedPrefix reads it. vLLM reads the
+entry through the connector kvfold.vllm; see docs/vllm.md.
 """
 
 
@@ -49,9 +51,9 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--ragged",
         action="store_true",
-        help="heads of different lengths and biases, for vLLM with KVFOLD_VLLM_RAGGED=1 on a CPU (experimental)",
+        help="heads of different lengths, codecs and biases, for vLLM with KVFOLD_VLLM_RAGGED=1 (experimental)",
     )
-    text = "slots are a multiple of it: vLLM's --block-size, or a multiple of that"
+    text = "slots are a multiple of it: vLLM's --block-size, or without --ragged a multiple of that"
     add_option(parser, "--block-size", "N", text, positive, 128)
     add_option(parser, "--out", "FILE", "write what a client needs, as JSON", Path)
     add_secret_option(parser)
@@ -85,5 +87,6 @@ def run(args: argparse.Namespace) -> int:
         return 0
     tokens, slots = counted(packed.num_tokens, "token"), counted(packed.num_slots, "slot")
     kept = f"{tokens} -> {slots} ({packed.num_tokens / packed.num_slots:.1f}x)"
+    kept += f", {bytes_text(packed.slack_bytes)} of blocks unused" if packed.is_ragged else ""
     print(f"{packed.entry}\n{kept}, {bytes_text(packed.num_bytes)}, {packed.dtype}, {packed.policy}")
     return 0

@@ -35,6 +35,18 @@ def test_an_entry_and_its_record(call: Call, text: Path, folder: Path, tmp_path:
     assert PackedPrefix.of(json.loads(call("pack", text, *common, "--json").out)) == packed
 
 
+def test_a_ragged_entry_takes_a_codec_and_tells_its_slack(call: Call, text: Path, folder: Path, tmp_path: Path) -> None:
+    common = ["--model", folder, "--dtype", "float32", "--block-size", 16, "--store", tmp_path / "store", "--ragged"]
+    plain, coded = (
+        PackedPrefix.of(json.loads(call("pack", text, *common, "--policy", policy, "--json").out))
+        for policy in ("keydiff + global + 2x", "keydiff + global + 2x + int4")
+    )
+    assert plain.is_ragged and coded.is_ragged and coded.num_slots < plain.num_slots < plain.num_tokens
+    assert coded.slack_bytes > 0
+    told = call("pack", text, *common, "--policy", "keydiff + global + 2x + int4").out
+    assert f"{coded.num_slots:,} slots" in told and "of blocks unused" in told
+
+
 def test_into_redis(call: Call, text: Path, folder: Path, redis_server: RedisServer) -> None:
     place = redis_server.url
     done = call("pack", text, "--model", folder, "--dtype", "float32", "--block-size", 16, "--store", place, "--json")
@@ -53,6 +65,7 @@ def test_into_redis(call: Call, text: Path, folder: Path, redis_server: RedisSer
     [
         (["--policy", "kvzip + global + 4x"], "different lengths (global)"),
         (["--policy", "keydiff + 4x + int4"], "quantises slots"),
+        (["--policy", "keydiff + 4x + slot", "--ragged"], "closes up positions"),
         (["--policy", "full"], "evicts nothing"),
         (["--block-size", "0"], '"0" is no count'),
         (["--for", "sglang"], "invalid choice"),
