@@ -15,7 +15,7 @@ from tests import tiny
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONAL = (
     *("starlette", "uvicorn", "redis", "opentelemetry", "lm_eval", "matplotlib", "datasets", "jieba", "triton"),
-    *("onnxruntime", "pydantic_monty", "anthropic", "openai", "pytest", "hypothesis"),
+    *("onnxruntime", "pydantic_monty", "msgspec", "zmq", "anthropic", "openai", "pytest", "hypothesis"),
 )
 WITHOUT = f"""
 import sys
@@ -65,7 +65,7 @@ except ImportError as error:
     assert 'pip install "kvfold[bench]"' in bench
 
 
-@pytest.mark.parametrize("extra", ["serve", "bench", "gpu", "otel", "shorten", "longbench", "code"])
+@pytest.mark.parametrize("extra", ["serve", "bench", "gpu", "otel", "shorten", "longbench", "code", "events"])
 def test_the_extras_that_errors_name_exist(extra: str) -> None:
     about = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert about["optional-dependencies"][extra]

@@ -28,6 +28,7 @@ from kvfold.policy import Policy
 from kvfold.policy.size import parse_bytes
 
 if TYPE_CHECKING:
+    from kvfold.serve.kv_events import KvEventsConfig
     from kvfold.serve.settings import Settings
 
 _EPILOG = """examples:
@@ -86,6 +87,7 @@ def add_parser(subparsers: Subparsers) -> None:
     add_option(parser, "--otel", "URL", "OpenTelemetry collector for traces, e.g. http://localhost:4318")
     add_replica_options(parser)
     _add_cache_options(parser)
+    _add_event_options(parser)
     _add_limits(parser)
     add_model_options(parser)
     parser.set_defaults(run=run)
@@ -105,6 +107,15 @@ def _add_cache_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--price", type=float, nargs=2, metavar=("IN", "OUT"), help="dollars per million input and output tokens"
     )
+
+
+def _add_event_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("KV events for routers, in vLLM's format (pip install 'kvfold[events]')")
+    add_option(group, "--kv-events", "ADDRESS", "where to publish them, e.g. tcp://127.0.0.1:5557; default: nowhere")
+    add_option(group, "--kv-events-replay", "ADDRESS", "send missed events again to whoever asks here")
+    add_option(group, "--kv-events-topic", "TEXT", "topic of events", str, "")
+    text = "allow addresses that other machines can reach: events hold the token ids of prompts"
+    group.add_argument("--kv-events-remote", action="store_true", help=text)
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
@@ -140,13 +151,14 @@ def run(args: argparse.Namespace) -> int:
         from kvfold.serve.server import check_address, end_process, open_store, serve, service_of
     except ModuleNotFoundError as error:
         raise MissingExtra(f"the server needs {error.name}; run: pip install 'kvfold[serve]'") from error
+    from kvfold.serve.kv_events import publish_blocks, publisher_of
     from kvfold.serve.ops.log_format import log_to_stderr
     from kvfold.serve.ops.tracing import trace_exporter
     from kvfold.serve.service import check_served_form
     from kvfold.store.entry.format import read_secret
 
     check_served_form(args.store_form)
-    settings, secret = make_settings(args), read_secret(args.store_secret)
+    settings, secret, events = make_settings(args), read_secret(args.store_secret), make_kv_events(args)
     replica = replica_of(args)
     if replica is None:
         check_address(args.host, args.port)
@@ -155,7 +167,8 @@ def run(args: argparse.Namespace) -> int:
     if replica is None and args.replicas is not None:
         log_to_stderr(args.log)
         return run_replicas(args, settings, lambda port: _say(args, policy, port))
-    with trace_exporter(args.otel) as on_done:
+    number = 0 if replica is None else replica.number
+    with trace_exporter(args.otel) as on_done, publisher_of(events, number) as publisher:
         model = load_model(args)
         store = open_store(
             model,
@@ -168,6 +181,8 @@ def run(args: argparse.Namespace) -> int:
         )
         log_to_stderr(args.log)
         with service_of(model, policy, settings, store) as service:
+            if publisher is not None:
+                publish_blocks(service, publisher)
             if service.no_reuse is not None and (replica is None or replica.number == 0):
                 print(f"prompts are not cached, and those with cache markers are refused: {service.no_reuse}")
             if replica is not None:
@@ -175,6 +190,19 @@ def run(args: argparse.Namespace) -> int:
             else:
                 code = serve(service, args.host, args.port, lambda port: _say(args, policy, port), on_done)
     end_process(code)
+
+
+def make_kv_events(args: argparse.Namespace) -> KvEventsConfig | None:
+    """None: none are published."""
+    from kvfold.serve.kv_events import KvEventsConfig
+
+    if args.kv_events is None:
+        if args.kv_events_replay is not None or args.kv_events_topic or args.kv_events_remote:
+            raise InputError("--kv-events-replay, -topic and -remote need --kv-events ADDRESS; add it")
+        return None
+    found = KvEventsConfig(args.kv_events, args.kv_events_replay, args.kv_events_topic, args.kv_events_remote)
+    found.check(args.replicas or 1)
+    return found
 
 
 def make_settings(args: argparse.Namespace) -> Settings:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from kvfold.errors import InputError
 from kvfold.store.entry.encodings import check_encoding
 from kvfold.store.entry.format import MAX_ENTRY_BYTES, check_secret
 from kvfold.store.events import Events, KeyIndex
-from kvfold.store.key import CHUNK_LEN
+from kvfold.store.key import CHUNK_LEN, Binding, Key
 from kvfold.store.tiers.base import ByteTier, Clock
 from kvfold.store.tiers.device import DeviceTier
 from kvfold.store.tiers.tiered_cache import BackgroundQueue, BadCopies, Job, Quarantine, TieredCache
+
+if TYPE_CHECKING:
+    from kvfold.store.kv_events.blocks import BlockIndex  # it needs an extra
 
 QUEUE_BYTES = 1 << 30
 _MAX_FETCHES = 64  # queued prefetches, one a prompt
@@ -50,6 +54,7 @@ class StoreContext:
         self.tiered = TieredCache(list(tiers), self.events, self._write_queue, quarantine, BadCopies(clock))
         self.key_index = KeyIndex()
         self.events.subscribe(self.key_index.on_event)
+        self._blocks: BlockIndex | None = None
         self._is_scanned = False
         for tier in tiers:
             tier.events = self.events
@@ -63,6 +68,24 @@ class StoreContext:
             for tier in self.tiered.tiers:
                 self.key_index.add(tier.name, () if tier.is_shared else tier.keys())
         return self.key_index.lens(scope)
+
+    # Blocks, where routers are told of them
+
+    def name_blocks(self, binding: Binding, keys: Sequence[Key], tokens: Sequence[int]) -> None:
+        """These are keys of prefixes of `tokens`."""
+        if self._blocks is not None:
+            self._blocks.name(binding, keys, tokens)
+
+    def found_block(self, tier: str, key: Key) -> None:
+        """A tier has had it, maybe from before this process."""
+        if self._blocks is not None:
+            self._blocks.found(tier, key)
+
+    def discard(self, keys: Sequence[Key]) -> None:
+        """No byte tier has these keys, or they are unreachable without their parents."""
+        self.key_index.discard(keys)
+        if self._blocks is not None:
+            self._blocks.lost(keys, [tier.name for tier in self.tiered.tiers])
 
     def fetch_async(self, job: Job) -> None:
         """In a thread of its own, so that prefetches do not queue behind writes."""

@@ -195,7 +195,7 @@ class Lookup:
         while copies := self._open_all(keys[done : done + _OPEN_FILES]):
             self._fill(copies, self._loader.load_chunks)
             done += len(copies)
-        self._store.key_index.discard(keys[done:])
+        self._store.discard(keys[done:])
         return list(keys[:done])
 
     def read_snapshot(self, keys: Sequence[Key]) -> list[Key]:
@@ -207,7 +207,7 @@ class Lookup:
                 self.release()  # the device's prefix is shorter
                 self._fill(copies, self._loader.load_snapshot)
                 return [key]
-            self._store.key_index.discard([key])
+            self._store.discard([key])
         return list(keys[shared : shared + 1]) if self.sequence is not None else []
 
     def _share(self, keys: Sequence[Key]) -> int:

@@ -129,6 +129,11 @@ class Prefixes:
         self, tokens: Sequence[int], markers: Sequence[int] | None, cuts: Sequence[int] | None
     ) -> list[Key]:
         """Keys to look up, shortest first."""
+        keys = self._keys_of(tokens, markers, cuts)
+        self._store.name_blocks(self.binding, keys, tokens)
+        return keys
+
+    def _keys_of(self, tokens: Sequence[int], markers: Sequence[int] | None, cuts: Sequence[int] | None) -> list[Key]:
         scope, chunk_len = self.binding.scope, self.binding.chunk_len
         if self.has_chunks:
             end = max(self.save_lengths(len(tokens), markers), default=0)
@@ -170,6 +175,8 @@ class Prefixes:
         self._store.events.emit(Event("hit", attempt.tier, None, None, keys[-1].end))
         for one in used:
             self._store.key_index.set_ttl(one.copy.key, one.lease.ttl_s)
+            if not one.copy.is_pending:
+                self._store.found_block(one.copy.tier.name, one.copy.key)
             tiered.promote_async(one.copy.key, one.copy.tier, one.num_bytes, one.lease)
         tiered.touch_async([one.copy for one in used], keys, at)
         if used and self._device is not None and attempt.sequence is not None:
@@ -212,6 +219,7 @@ class Prefixes:
             keys = snapshot_keys(self.binding.scope, tokens, [end] if end else [], self.binding.chunk_len, cuts)
         if not keys:
             return 0
+        self._store.name_blocks(self.binding, keys, tokens)
         per_token = self._seconds_per_token if prefill_s is None else prefill_s / end
         self._put_on_device(sequence, keys, Lease(at, ttl_s, per_token * keys[-1].end))
         tiers = [tier.name for tier in self._store.tiered.tiers]

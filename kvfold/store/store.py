@@ -17,7 +17,7 @@ exactly those tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvfold.core import ModelSpec
 from kvfold.errors import InputError, ModelError, PolicyError
@@ -30,6 +30,9 @@ from kvfold.store.entry.format import signer_of
 from kvfold.store.events import Subscriber
 from kvfold.store.key import Binding, Kind, digest_text
 from kvfold.store.prefixes import Prefixes
+
+if TYPE_CHECKING:
+    from kvfold.store.kv_events.blocks import Change
 
 
 def bind(
@@ -136,6 +139,13 @@ class PrefixStore(StoreContext):
             signer=signer_of(self.secret),
         )
         return Prefixes(self, model, policy, config, binding)
+
+    def publish_blocks(self, publish: Callable[[Change], None]) -> None:
+        """Call it with KV events from now on: which blocks of token ids the tiers of this process hold."""
+        from kvfold.store.kv_events.blocks import BlockIndex  # here: it needs an extra
+
+        self._blocks = BlockIndex(publish, [tier.name for tier in self.tiered.tiers if tier.is_shared])
+        self.events.subscribe(self._blocks.on_event)
 
     def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
         """Call it with every event; returns a function that unsubscribes."""

@@ -19,6 +19,7 @@ from kvfold.serve.auth import key_digest
 from tests import tiny
 
 pytest.importorskip("uvicorn")
+TWO = ("--replicas", "2", "--kv-events", "tcp://127.0.0.1:5557")
 
 
 def test_options_become_settings(tmp_path: Path) -> None:
@@ -52,6 +53,17 @@ def test_options_become_settings(tmp_path: Path) -> None:
         (["--behind-proxy", "nowhere"], "the secret in nowhere cannot be read"),
         (["--replicas", "65"], "--replicas is 65; give 1 to 64"),
         (["--replicas", "2", "--memory-file", "facts.db"], "--replicas and --memory-file exclude each other"),
+        (["--kv-events", "5557"], 'KV events: "5557" is no address; write tcp://127.0.0.1:5557'),
+        (["--kv-events", "tcp://1.2.3.400:5557"], 'KV events: "tcp://1.2.3.400:5557" is no address'),
+        (
+            ["--kv-events", "tcp://*:5557"],
+            "the token ids of all prompts; write tcp://127.0.0.1:PORT, or add --kv-eve",
+        ),
+        (["--kv-events", "tcp://[::]:5557"], "can be read by other machines"),
+        (["--kv-events-topic", "kv"], "need --kv-events ADDRESS; add it"),
+        ([*TWO, "--kv-events-replay", "tcp://127.0.0.1:5558"], "replay them at 5558 to 5559; choose ports that are 2"),
+        ([*TWO, "--kv-events-replay", "tcp://127.0.0.1:65535"], "need 2 ports up to 65535"),
+        (["--kv-events", "ipc:///nowhere/at/all"], "KV events cannot be published at ipc:///nowhere/at/all"),
         (["--keys", "nowhere"], "the API keys in nowhere cannot be read"),
         (["--policy", "snapkv + int3"], "int3"),
     ],
@@ -93,6 +105,15 @@ def test_without_the_extra_the_command_to_install_it_is_told(
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert main(["serve", "--model", "does-not-exist"]) == 2
     assert "the server needs uvicorn; run: pip install 'kvfold[serve]'" in capsys.readouterr().err
+
+
+def test_without_zeromq_the_command_to_install_it_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "kvfold.store.kv_events.publisher", raising=False)
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    assert main(["serve", "--model", "does-not-exist", "--kv-events", "ipc:///tmp/events"]) == 2
+    assert "KV events need zmq; run: pip install 'kvfold[events]'" in capsys.readouterr().err
 
 
 def test_the_command_serves_until_it_is_interrupted_and_logs_json_alone(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,16 +16,11 @@ import openai
 import pytest
 
 from tests.serve.asking import TENANTS, until
+from tests.serve.replicas.ports import free_port
 from tests.serve.running import Running, running, tool_model
 
 HELLO: Any = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "the cat sat"}]}
 VERSIONS = {"smg": "smg==1.13.0", "vllm-router": "vllm-router==0.1.16"}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port: int = found.getsockname()[1]
-        return port
 
 
 @contextmanager

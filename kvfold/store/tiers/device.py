@@ -30,7 +30,8 @@ class DeviceTier(Tier[SequenceCache, SequenceCache]):
         self._clock = clock
         self._evictor = Evictor(limit_bytes)
         self._held: dict[Key, SequenceCache] = {}
-        self._holder: dict[Key, Key] = {}  # every key that can be served -> the key of its sequence
+        self._served: dict[Key, Sequence[Key]] = {}  # the key of a sequence -> all that it can serve
+        self._holders: dict[Key, list[Key]] = {}  # every key that can be served -> the keys of its sequences
 
     @property
     def num_bytes(self) -> int:
@@ -68,21 +69,25 @@ class DeviceTier(Tier[SequenceCache, SequenceCache]):
             self._drop(other, "space")
         self._held[key] = held
         self._evictor.add(key, num_bytes, lease)
-        self._holder |= dict.fromkeys(keys, key)
+        self._served[key] = keys
+        for one in keys:
+            self._holders.setdefault(one, []).append(key)
         self.emit("stored", key, num_bytes)
         return True
 
     def get(self, key: Key, at: float) -> SequenceCache | None:
         """A fork owned by the caller; OutOfPages if there is no memory for its unshared pages."""
-        holder = self._holder.get(key)
-        if holder is None:
-            return None
-        if not self._evictor.is_live(holder, self._clock()):
+        while (holder := self._holder(key)) is not None and not self._evictor.is_live(holder, self._clock()):
             self._drop(holder, "expired")
+        if holder is None:
             return None
         self._evictor.touch(holder, at)
         held = self._held[holder]
         return held.fork() if key == holder else copy_prefix(held, key.end)
+
+    def _holder(self, key: Key) -> Key | None:
+        """The newest sequence that serves it."""
+        return self._holders[key][-1] if key in self._holders else None
 
     def serves(self, key: Key, lease: Lease) -> bool:
         """Whether this key is cached with at least the lease's time to live, which is then refreshed."""
@@ -93,10 +98,11 @@ class DeviceTier(Tier[SequenceCache, SequenceCache]):
         return True
 
     def delete(self, key: Key) -> None:
-        self._drop(self._holder.get(key, key), None)
+        while (holder := self._holder(key)) is not None:
+            self._drop(holder, None)
 
     def keys(self) -> Iterator[Key]:
-        return iter(list(self._holder))
+        return iter(list(self._holders))
 
     def shrink(self) -> bool:
         """Evict the least valuable entry; False if there is none."""
@@ -114,7 +120,10 @@ class DeviceTier(Tier[SequenceCache, SequenceCache]):
         if held is None or record is None:
             return
         self._evictor.remove(key)
-        self._holder = {served: holder for served, holder in self._holder.items() if holder != key}
+        for one in self._served.pop(key):
+            self._holders[one].remove(key)
+            if not self._holders[one]:
+                del self._holders[one]
         held.release()
         if reason is not None:
             self.emit("evicted", key, record.num_bytes, reason)
