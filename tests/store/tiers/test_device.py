@@ -52,6 +52,23 @@ def test_its_own_length_is_shared_and_shorter_ones_are_copied(model: Model, tier
     assert list(tier.keys()) == [] and held.refs == 0 and tier.num_bytes == 0
 
 
+def test_a_shorter_prefix_serves_again_when_the_longer_one_is_gone(model: Model) -> None:
+    clock = Clock()
+    tier, keys = DeviceTier(1 << 24, clock=clock), [make_key(i, end=CHUNK * (i + 1)) for i in range(4)]
+    for num_chunks, ttl_s in ((2, 300.0), (4, 100.0)):
+        sequence = filled(model, num_chunks)
+        assert tier.put_chunks(keys[:num_chunks], sequence, Lease(clock.now, ttl_s, 1.0))
+        sequence.release()
+    clock.now += 200
+    for key in keys[1::-1]:
+        found = tier.get(key, clock.now)
+        assert found is not None and found.committed_len == key.end
+        found.release()
+    assert set(tier.keys()) == set(keys[:2]) and tier.get(keys[3], clock.now) is None
+    tier.delete(keys[0])
+    assert list(tier.keys()) == [] and tier.num_bytes == 0
+
+
 def test_what_was_shared_is_never_changed(model: Model) -> None:
     """Two branches of one prefix write and evict; a third reads what the first request stored."""
     with PrefixStore([], device=DeviceTier(1 << 24), chunk_len=CHUNK) as store:
