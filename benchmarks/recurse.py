@@ -1,18 +1,20 @@
 """Does reading by parts answer questions about texts beyond the window, at which cost, and what do forks save?
 
     python -m benchmarks.recurse [--model smollm2-135m] [--device auto] [--lengths 16k,64k,200k] [--samples 4]
-                                 [--chunk 2000] [--policies "full; snapkv + ada + 4x + int4"] [--minutes 10] [--save]
+                                 [--chunk 2000] [--policies "full; snapkv + ada + 4x + int4"] [--prompts auto]
+                                 [--minutes 10] [--save]
 
 Prose with facts that resemble one another, about one in a thousand tokens; a question asks for one of them, and an
 answer is right if its number is. Arms: `recursive` under each policy; `truncated`, one pass over what fits the window;
 `shorten`, one pass over the `--chunk` tokens that shorten(rank) keeps; `sequential`, a map-reduce without forks: one
-call at a time, nothing shared, on `--sequential` questions of each length.
+call at a time, nothing shared, on `--sequential` questions of each length. All arms have the same prompts
+(`--prompts`: chat or plain, by the model).
 
 A row is one question of one arm: `right`, `calls`, `seconds`, `arena_mb` (peak of KV pages in use), `memory_mb` (peak
 of the process on a CPU; of the GPU beside free KV pages). All arms answer the first question of every length, then the
 second, and so on: a run that ends early has rows of all of them. An arm that fails has its `error` in a row, and is
-left out at that length and above. Rows `sharing`: the first parts of the first text as forks in batches (`shared_s`),
-and one by one without a shared prefix (`sequential_s`).
+left out at that length and above. Rows `sharing`: 32 parts of a text as forks in batches (`shared_s`), and one by one
+without a shared prefix (`sequential_s`); with `--samples 0` nothing else is measured.
 
 Times are predicted from those measured before. An arm that would exceed what is left of --minutes is not run; its row
 has `predicted_s` alone. The table at the end, and the length from which on recursion is right more often than a
@@ -39,6 +41,7 @@ from benchmarks.recurse_page import summary
 from benchmarks.recurse_text import Question, planted
 from benchmarks.rows import Row, report
 from kvfold.bench.environment import device_name
+from kvfold.recurse.chat_prompts import make_reading
 
 _AROUND = 300  # tokens of prefix, question and reply, about
 _SHORT_CHUNK = 400  # tokens: small models find more in short parts, and share more of a call
@@ -51,11 +54,12 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--memory", default="4GB", help="KV-cache memory (default: %(default)s)")
     parser.add_argument("--lengths", type=_lengths, default=[16_000, 64_000, 200_000], help="tokens, e.g. 16k,200k")
-    parser.add_argument("--samples", type=_count, default=4, help="questions for each length (default: %(default)s)")
+    parser.add_argument("--samples", type=int, default=4, help="questions for each length (default: %(default)s)")
     parser.add_argument("--sequential", type=int, default=1, help="of those, for that arm (default: %(default)s)")
     parser.add_argument("--chunk", type=_count, default=2000, help="tokens of a part (default: %(default)s)")
     parser.add_argument("--width", type=_count, help="calls decoded together at most")
     parser.add_argument("--policies", default="full; snapkv + ada + 4x + int4", help="of the recursive arms")
+    parser.add_argument("--prompts", choices=("auto", "chat", "plain"), default="auto", help="of all arms")
     parser.add_argument("--minutes", type=float, default=10.0, help="for the whole run (default: %(default)s)")
     parser.add_argument("--save", action="store_true", help="append rows to benchmarks/results/recurse.jsonl")
     args = parser.parse_args(arguments)
@@ -64,6 +68,7 @@ def main(arguments: Sequence[str]) -> None:
     about = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"), "device": device_name(model.device),
         "model": Path(model.name).name, "window": model.spec.max_positions, "chunk": args.chunk, "memory": args.memory,
+        "prompts": "plain" if make_reading(model, args.prompts, "?", "", 1).template is None else "chat",
     }  # fmt: skip
     report("recurse", rows(model, args), save=args.save, **about)
 
@@ -94,10 +99,12 @@ class _Bench:
 
     def rows(self) -> Iterator[Row]:
         first = self._text(self.args.lengths[0], 0)
-        calls = sharing(self.model, first, self.args.chunk, self.args.width, 2)  # warms up, too
+        calls = self._shared(first, self.args.chunk, 2)  # warms up, too
         single_s, batched_s = (calls[name] / calls["tokens_read"] for name in ("sequential_s", "shared_s"))
         yield {"arm": "speed", "tokens_per_s": 1 / single_s}
-        yield from self._sharing(first, single_s + batched_s)
+        yield from self._sharing(single_s + batched_s)
+        if not self.args.samples:
+            return
         for arm in (*self._arms, Arm("sequential")):
             self._token_s[arm] = batched_s if arm.kind == "recursive" else single_s
         if self.model.device.type == "cuda":
@@ -115,13 +122,16 @@ class _Bench:
     def _planted(self, length: int, sample: int) -> Question:
         return planted(length, sample, self.model.tokenizer)
 
-    def _sharing(self, first: Question, token_s: float) -> Iterator[Row]:
-        """As many parts as fit into an eighth of the time that is left."""
+    def _shared(self, asked: Question, chunk: int, count: int) -> dict[str, float]:
+        return sharing(self.model, asked, chunk, self.args.width, count, self.args.prompts)
+
+    def _sharing(self, token_s: float) -> Iterator[Row]:
+        """As many parts as fit into an eighth of the time that is left, of a text that has so many."""
         for chunk in sorted({min(_SHORT_CHUNK, self.args.chunk), self.args.chunk}):
             count = min(_SHARED_CALLS, int(self._left_s() / 8 / (token_s * (chunk + _AROUND))))
             if count > 1:
-                found = sharing(self.model, first, chunk, self.args.width, count)
-                yield {"arm": "sharing", "tokens": self.args.lengths[0], "part": chunk, **found}
+                length = (count + 1) * chunk
+                yield {"arm": "sharing", "part": chunk, **self._shared(self._planted(length, 0), chunk, count)}
 
     def _row(self, arm: Arm, length: int, sample: int) -> Iterator[Row]:
         """Nothing for a later question that no time is left for."""
@@ -140,7 +150,7 @@ class _Bench:
     def _tried(self, row: Row, arm: Arm, asked: Question) -> Row:
         """The row with what the arm did, or with its error: one that fails must not lose the others."""
         try:
-            return row | run(self.model, arm, asked, self.args.chunk, self.args.width).as_row()
+            return row | run(self.model, arm, asked, self.args.chunk, self.args.width, self.args.prompts).as_row()
         except Exception as error:
             return row | {"error": f"{type(error).__name__}: {error}"[:300]}
         finally:

@@ -15,6 +15,7 @@ import kvfold
 from benchmarks.recurse_text import Question
 from kvfold.policy import Policy
 from kvfold.recurse.calls import Calls
+from kvfold.recurse.chat_prompts import PromptStyle
 from kvfold.recurse.chunks import num_calls
 from kvfold.recurse.context import Context
 from kvfold.recurse.reader import Reader
@@ -93,9 +94,11 @@ class Outcome:
         }
 
 
-def run(model: kvfold.Model, arm: Arm, asked: Question, chunk: int, width: int | None) -> Outcome:
+def run(
+    model: kvfold.Model, arm: Arm, asked: Question, chunk: int, width: int | None, prompts: PromptStyle = "auto"
+) -> Outcome:
     """Seconds count everything but CUDA graph capture: shortening, tokenizing, reading, merging."""
-    text = _head(model, asked) if arm.kind == "truncated" else asked.text
+    text = _head(model, asked, prompts) if arm.kind == "truncated" else asked.text
     with peaks(model) as found:
         began = time.perf_counter()
         if arm.kind == "shorten":
@@ -112,6 +115,7 @@ def run(model: kvfold.Model, arm: Arm, asked: Question, chunk: int, width: int |
             chunk="auto" if is_plain else chunk,
             width=width if shares else 1,
             shares=shares,
+            prompts=prompts,
         ) as reader:
             result = reader.read()
         seconds = time.perf_counter() - began - result.usage.setup_s
@@ -123,33 +127,35 @@ def right(answer: str, expected: str) -> bool:
     return re.findall(r"\b\d{4}\b", answer)[:1] == [expected]
 
 
-def _head(model: kvfold.Model, asked: Question) -> str:
+def _head(model: kvfold.Model, asked: Question, prompts: PromptStyle) -> str:
     """What fits one pass, from the begin of the text."""
-    with Reader(model, Context("x"), asked.question) as reader:
+    with Reader(model, Context("x"), asked.question, prompts=prompts) as reader:
         room = reader.chunk_tokens
     starts = TokenOffsets.of(asked.text, model.tokenizer).starts
     return asked.text if len(starts) <= room else asked.text[: int(starts[room])]
 
 
-def sharing(model: kvfold.Model, asked: Question, chunk: int, width: int | None, count: int) -> dict[str, float]:
+def sharing(
+    model: kvfold.Model, asked: Question, chunk: int, width: int | None, count: int, prompts: PromptStyle = "auto"
+) -> dict[str, float]:
     """Seconds of the first parts, once as forks in batches and once one by one with nothing shared, and the factor.
 
     `tokens_read` counts those of the second. On a GPU both run twice, and the second time counts: kernels are compiled
     when they first run.
     """
-    with Reader(model, Context(asked.text), asked.question, chunk=chunk) as reader:
-        prompts = [reader.reading.prompt(piece.text) for piece in reader.pieces[:count]]
-        prefix = reader.calls.prefix
+    with Reader(model, Context(asked.text), asked.question, chunk=chunk, prompts=prompts) as reader:
+        asked_of = [reader.reading.prompt(piece.text) for piece in reader.pieces[:count]]
+        prefix, template = reader.calls.prefix, reader.reading.template
     usages = []
     for shares in (True, False):
         for _ in range(2 if model.device.type == "cuda" else 1):
             options = {"width": width} if shares else {"width": 1}
-            with Calls(model, prefix=prefix, template=None, shares=shares, **options) as calls:
-                calls.ask_batch(prompts)
+            with Calls(model, prefix=prefix, template=template, shares=shares, **options) as calls:
+                calls.ask_batch(asked_of)
         usages.append(calls.usage)
     shared, sequential = usages
     return {
-        "calls": len(prompts),
+        "calls": len(asked_of),
         "tokens_read": sequential.tokens_read,
         "shared_s": shared.seconds,
         "sequential_s": sequential.seconds,

@@ -159,7 +159,7 @@ def summary(rows: Sequence[Row]) -> str:
 def about(row: Row) -> str:
     return (
         f"{row['model']} (window {row['window']:,}), {row['device']}, parts of {row['chunk']:,} tokens, "
-        f"{row['memory']} for KV caches, commit {row['commit']}, {row['date']}:"
+        f"{row.get('prompts', 'plain')} prompts, {row['memory']} for KV caches, commit {row['commit']}, {row['date']}:"
     )
 
 

@@ -77,9 +77,8 @@ def test_the_last_run_of_each_model_counts_and_what_did_not_run_has_no_line() ->
     assert text.count("| 16,000 |") == 2 and "0 of 2" in text and "200,000" not in text
     assert page.body([*unrun, *failed]) == page.body([]) == ""
     assert "900,000" not in page.body([*ROWS, *unrun, *failed])
-    assert (
-        "tiny (window 8,192), x86_64 CPU, 8 threads, parts of 2,000 tokens, 4GB for KV caches, commit abc1234" in text
-    )
+    assert "tiny (window 8,192), x86_64 CPU, 8 threads, parts of 2,000 tokens, plain prompts, 4GB for KV" in text
+    assert "for KV caches, commit abc1234" in text
 
 
 @pytest.mark.parametrize(

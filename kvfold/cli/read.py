@@ -65,6 +65,8 @@ def add_parser(subparsers: Subparsers) -> None:
     add_option(parser, "--chunk", "TOKENS", "tokens of a part, or auto: what window and memory allow", _chunk, "auto")
     add_option(parser, "--max-new-tokens", "N", "maximum tokens of a reply", positive, 32)
     add_option(parser, "--batch", "N", "parts decoded together at most (default: 16, on a GPU 64)", positive)
+    text = "chat: a turn of the chat template; plain: examples as plain text; auto: chat from 0.5B parameters on"
+    parser.add_argument("--prompts", choices=("auto", "chat", "plain"), default="auto", help=text)
     text = "draft replies by n-gram lookup in their part, up to N tokens, and verify drafts in one pass"
     parser.add_argument("--speculate", nargs="?", type=positive, const=True, default=False, metavar="N", help=text)
     text = "read N parts again with the full cache and one by one, to measure quality and throughput against that"
@@ -117,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
 
     check_code_options(args)
     policy, context = parse_policy(args.policy), _context(args.files)
-    check_question(args.ask)
+    check_question(context.fill(args.ask))
     _check_places(args)
     budget = Budget(args.depth, args.budget_calls, args.budget_tokens, args.budget_seconds)
     if args.code:
@@ -135,6 +137,7 @@ def run(args: argparse.Namespace) -> int:
             max_new_tokens=args.max_new_tokens,
             width=args.batch,
             speculate=args.speculate,
+            prompts=args.prompts,
         ) as reader,
         _journal(args, reader) as journal,
     ):
@@ -240,6 +243,8 @@ def _summary(result: ReadResult) -> str:
         parts.append(f"{counted(result.num_resumed, 'call')} resumed")
     if result.num_dropped:
         parts.append(f"{counted(result.num_dropped, 'reply')} not in the text, dropped")
+    if result.num_cut:
+        parts.append(f"{counted(result.num_cut, 'reply')} cut at the token limit (--max-new-tokens)")
     if result.checks is not None:
         parts.append(_checked(result.checks))
     if kv.compression_ratio is not None and kv.resident_bytes is not None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _TURNS = 20
 _OF_THE_TREE = {
     **{"tree": False, "html": None, "resume": None, "chunk": "auto", "verify": False, "depth": 5},
-    **{"speculate": False, "measure": None},
+    **{"speculate": False, "measure": None, "prompts": "auto"},
 }
 
 

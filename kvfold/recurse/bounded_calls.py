@@ -8,6 +8,7 @@ from kvfold.engine.layer_major import Progress
 from kvfold.recurse.budget import Meter
 from kvfold.recurse.calls import Calls, Prompt
 from kvfold.recurse.journal import Journal, Recorded, digest
+from kvfold.reply import Reply
 
 
 class BoundedCalls:
@@ -46,7 +47,7 @@ class BoundedCalls:
             count = 1 if self.meter.starts_with_one else count
             now = waiting[:count]
             for batch in self.calls.batches([prompts[index] for index in now], progress=progress):
-                done = [(now[at], Recorded(reply.text, lens[now[at]])) for at, reply in batch]
+                done = [(now[at], _recorded(reply, lens[now[at]])) for at, reply in batch]
                 if self.journal is not None:
                     self.journal.add((keys[index], reply) for index, reply in done)
                 asked = {index for index, _ in done}
@@ -54,3 +55,7 @@ class BoundedCalls:
                 yield from done
                 if self.meter.is_late:
                     break
+
+
+def _recorded(reply: Reply, num_tokens: int) -> Recorded:
+    return Recorded(reply.text, num_tokens, is_cut=reply.reason == "length")

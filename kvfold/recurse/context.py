@@ -16,7 +16,7 @@ from kvfold.errors import InputError
 from kvfold.text_io import is_utf8
 
 _BETWEEN = "\n\n"  # the texts of two files
-_NAME = re.compile(r"\{(\w+)\}")
+_NAME = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
 MAX_METADATA_CHARS = 2000
 
 
@@ -32,7 +32,7 @@ class Source:
 @dataclass(frozen=True)
 class Context:
     """A text to ask about. `metadata` stands above every part of it that a model reads; `{name}` in a question stands
-    for the variable of that name."""
+    for the variable of that name, and `{{name}}` for the word in braces."""
 
     text: str = field(repr=False)
     metadata: Mapping[str, str] = field(default_factory=dict)
@@ -70,8 +70,21 @@ class Context:
         return hashlib.sha256(f"{self.header}\0{self.text}".encode()).hexdigest()
 
     def fill(self, question: str) -> str:
-        """The question with the values of variables in the place of their names; other braces stay."""
-        return _NAME.sub(lambda match: str(self.variables.get(match[1], match[0])), question)
+        """The question with the values of variables in the place of their names; InputError for a name without a
+        value."""
+        return _NAME.sub(self._value, question)
+
+    def _value(self, match: re.Match[str]) -> str:
+        if match[1] is not None:
+            return f"{{{match[1]}}}"
+        name = match[2]
+        if name not in self.variables:
+            known = f"variables: {', '.join(self.variables)}" if self.variables else "there are no variables"
+            raise InputError(
+                f"the question names {{{name}}}, which is no variable of the context ({known}); write {{{{{name}}}}} "
+                "for the word in braces"
+            )
+        return str(self.variables[name])
 
     def place(self, start: int) -> tuple[str | None, int]:
         """(file, offset in it) of a character of the joined text; without files, the offset as it is."""

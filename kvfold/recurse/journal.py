@@ -28,10 +28,11 @@ _MAX_REPLY = 1 << 20  # characters
 
 
 class Recorded(NamedTuple):
-    """What a model replied, and how many tokens its call read."""
+    """What a model replied, how many tokens its call read, and whether the token limit cut the reply."""
 
     text: str
     num_tokens: int
+    is_cut: bool = False
 
 
 def digest(parts: Mapping[str, object]) -> str:
@@ -95,9 +96,10 @@ class Journal:
             call, text, num_tokens = (row.get(name) for name in ("call", "reply", "num_tokens"))
             if not isinstance(call, str) or not isinstance(text, str) or type(num_tokens) is not int:
                 raise self._damaged(number)
-            if len(text) > _MAX_REPLY or num_tokens < 0:
+            is_cut = row.get("is_cut", False)
+            if len(text) > _MAX_REPLY or num_tokens < 0 or not isinstance(is_cut, bool):
                 raise self._damaged(number)
-            self._replies[call] = Recorded(text, num_tokens)
+            self._replies[call] = Recorded(text, num_tokens, is_cut)
         self._file.truncate(len(whole))
 
     def _parsed(self, line: bytes, number: int) -> dict[str, Any]:
@@ -122,7 +124,12 @@ class Journal:
     def add(self, replies: Iterable[tuple[str, Recorded]]) -> None:
         """Append replies and sync them."""
         found = list(replies)
-        self._write([{"call": call, "reply": reply.text, "num_tokens": reply.num_tokens} for call, reply in found])
+        self._write(
+            [
+                {"call": call, "reply": reply.text, "num_tokens": reply.num_tokens, "is_cut": reply.is_cut}
+                for call, reply in found
+            ]
+        )
         self._replies.update(found)
 
     def _write(self, rows: Iterable[Mapping[str, object]]) -> None:

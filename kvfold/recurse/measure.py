@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from kvfold.policy.policy import Policy
 from kvfold.recurse.calls import Calls, Prompt
+from kvfold.recurse.journal import Recorded
 from kvfold.recurse.pieces import Piece
 from kvfold.recurse.reader import Reader
 from kvfold.recurse.result import KVFacts
@@ -56,7 +57,7 @@ def _asked(
         reader.calls.model,
         policy,
         prefix=reader.calls.prefix,
-        template=None,
+        template=reader.reading.template,
         width=width,
         shares=shares,
         speculate=speculate,
@@ -65,7 +66,7 @@ def _asked(
 
 
 def _answer(reader: Reader, piece: Piece, reply: str) -> tuple[str, str]:
-    node = piece.node(reader.context, reader.question, reply, 0)
+    node = piece.node(reader.context, reader.question, Recorded(reply, 0))
     return node.state, node.answer.casefold()
 
 

@@ -8,6 +8,7 @@ from itertools import accumulate
 
 from kvfold.recurse.chunks import Chunk
 from kvfold.recurse.context import Context
+from kvfold.recurse.journal import Recorded
 from kvfold.recurse.locate import Spans, locate, says_nothing, short_answer
 from kvfold.recurse.tree import Node, quote_of
 from kvfold.shortening.bm25 import bm25
@@ -45,10 +46,19 @@ class Piece:
     def unread(self) -> Node:
         return Node(self.level, self.start, self.end, "unread", children=self.children)
 
-    def node(self, context: Context, question: str, reply: str, num_tokens: int) -> Node:
+    def node(self, context: Context, question: str, reply: Recorded) -> Node:
         """What a reply says about this piece: an answer with its quote, nothing, or words that are not in it."""
-        answer = short_answer(reply)
-        base = Node(self.level, self.start, self.end, "nothing", reply, "", None, None, self.children, num_tokens)
+        answer = short_answer(reply.text)
+        base = Node(
+            self.level,
+            self.start,
+            self.end,
+            "nothing",
+            reply.text,
+            children=self.children,
+            num_tokens=reply.num_tokens,
+            is_cut=reply.is_cut,
+        )
         if says_nothing(answer):
             return base
         span = self._quote(answer, question)

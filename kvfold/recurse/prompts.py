@@ -13,6 +13,7 @@ the probability.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from kvfold.errors import InputError
 from kvfold.recurse.calls import Prompt
@@ -21,7 +22,6 @@ from kvfold.text_io import is_utf8
 MAX_QUESTION_CHARS = 4000
 NOTHING = "nothing here"
 STOP = ("\n",)
-_DECLINES = (" nothing", " Nothing", " no", " No", " none", " None")
 _TASK = f'Answer each question with a sentence of its text, or with "{NOTHING}" if the text does not say it.\n\n'
 _EXAMPLES = (
     (
@@ -50,6 +50,8 @@ class Reading:
     question: str
     header: str = ""
     max_new_tokens: int = 32
+    template: Literal["auto"] | None = None  # of the calls
+    declines: tuple[str, ...] = (" nothing", " Nothing", " no", " No", " none", " None")  # how they begin
 
     @property
     def prefix(self) -> str:
@@ -65,7 +67,7 @@ class Reading:
     def prompt(self, text: str) -> Prompt:
         """The call for one part. Quotes that would end it early are taken out."""
         asked = text.replace('"""', '"') + self.ending
-        return Prompt(asked, max_new_tokens=self.max_new_tokens, stop=STOP, unlikely=_DECLINES)
+        return Prompt(asked, max_new_tokens=self.max_new_tokens, stop=STOP, unlikely=self.declines)
 
 
 def _asked(before: str, text: str, behind: str) -> str:

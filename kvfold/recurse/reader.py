@@ -24,13 +24,14 @@ from kvfold.policy.policy import Policy
 from kvfold.recurse.bounded_calls import BoundedCalls
 from kvfold.recurse.budget import Budget, Meter
 from kvfold.recurse.calls import Calls
+from kvfold.recurse.chat_prompts import PromptStyle, make_reading
 from kvfold.recurse.chunk_size import memory_tokens, window_tokens
 from kvfold.recurse.chunks import chunk_text
 from kvfold.recurse.context import Context
 from kvfold.recurse.journal import Journal, digest
 from kvfold.recurse.levels import Levels
 from kvfold.recurse.pieces import Piece, by_relevance, chunk_pieces, merge_pieces
-from kvfold.recurse.prompts import Reading, check_question
+from kvfold.recurse.prompts import check_question
 from kvfold.recurse.result import KVFacts, ReadResult
 from kvfold.recurse.tree import Node
 
@@ -56,17 +57,18 @@ class Reader:
         width: int | None = None,
         speculate: bool | int = False,
         shares: bool = True,
+        prompts: PromptStyle = "auto",
     ) -> None:
         self.context, self.question = context, context.fill(question)
         check_question(self.question)
         self.budget = budget or Budget()
         meter = Meter(self.budget)
-        self.reading = Reading(self.question, context.header, max_new_tokens)
+        self.reading = make_reading(model, prompts, self.question, context.header, max_new_tokens)
         self.calls = Calls(
             model,
             policy,
             prefix=self.reading.prefix,
-            template=None,
+            template=self.reading.template,
             width=width,
             speculate=speculate,
             shares=shares,
@@ -150,7 +152,7 @@ class Reader:
         """(index of a piece, what was found in it), batch by batch; pieces beyond the budget do not come."""
         prompts = [self.reading.prompt(piece.text) for piece in pieces]
         for index, reply in self.bounded.replies(prompts, reserved_calls=reserved_calls, progress=progress):
-            yield index, pieces[index].node(self.context, self.question, reply.text, reply.num_tokens)
+            yield index, pieces[index].node(self.context, self.question, reply)
 
     def _count(self, text: str) -> int:
         return len(self.calls.model.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -169,6 +171,7 @@ class Reader:
             stopped_by=stopped,
             is_plain=len(self.pieces) == 1,
             num_dropped=sum(node.state == "dropped" for node in root.walk()),
+            num_cut=sum(node.is_cut for node in root.walk()),
             num_resumed=self.bounded.num_resumed,
             chunk_tokens=self.chunk_tokens,
             seconds=self.bounded.meter.seconds,
@@ -194,6 +197,7 @@ def read(
     chunk: ChunkSize = "auto",
     budget: Budget | None = None,
     max_new_tokens: int = 32,
+    prompts: PromptStyle = "auto",
     progress: Progress | None = None,
 ) -> ReadResult:
     """Answer a question about a text of any length, with quotes.
@@ -206,8 +210,19 @@ def read(
         chunk: Tokens of the text in one call; "auto" is what window and memory allow.
         budget: Bounds on levels, calls, tokens and seconds.
         max_new_tokens: Tokens of a reply at most.
+        prompts: "chat", a turn of the chat template; "plain", examples as plain text; "auto", "chat" for instruct
+            models from half a billion parameters on.
         progress: Called with numbers of tokens as they are read.
     """
     known = Context(context) if isinstance(context, str) else context
-    with Reader(model, known, question, policy, chunk=chunk, budget=budget, max_new_tokens=max_new_tokens) as reader:
+    with Reader(
+        model,
+        known,
+        question,
+        policy,
+        chunk=chunk,
+        budget=budget,
+        max_new_tokens=max_new_tokens,
+        prompts=prompts,
+    ) as reader:
         return reader.read(progress=progress)

@@ -57,6 +57,7 @@ class ReadResult:
         stopped_by: Which budget ended it early ("depth", "calls", "tokens", "seconds"), or "interrupt"; None: complete.
         is_plain: Whether the text fitted one call, without a tree.
         num_dropped: Replies whose words are not in the text.
+        num_cut: Replies that ended at the token limit.
         num_resumed: Calls whose replies came from a journal.
         chunk_tokens: The most tokens of the text in one call.
         seconds: Wall-clock time.
@@ -71,6 +72,7 @@ class ReadResult:
     stopped_by: str | None = None
     is_plain: bool = False
     num_dropped: int = 0
+    num_cut: int = 0
     num_resumed: int = 0
     chunk_tokens: int = 0
     seconds: float = 0.0
@@ -86,7 +88,8 @@ class ReadResult:
         return sum(node.state == "unread" for node in self.tree.walk() if node.level == 1)
 
     def as_json(self) -> dict[str, Any]:
-        facts = ("stopped_by", "is_complete", "is_plain", "num_dropped", "num_resumed", "num_unread", "chunk_tokens")
+        counts = ("num_dropped", "num_cut", "num_resumed", "num_unread")
+        facts = ("stopped_by", "is_complete", "is_plain", *counts, "chunk_tokens")
         return {
             "answer": self.text,
             "quotes": [asdict(quote) for quote in self.quotes],

@@ -10,6 +10,7 @@ from kvfold.plurals import counted
 from kvfold.recurse.context import Context
 
 State = Literal["answer", "nothing", "dropped", "unread"]
+CUT = " (cut at the token limit)"
 _SHOWN = 100  # characters of a quote in a line
 
 
@@ -48,6 +49,7 @@ class Node:
         quote: The sentence of the text that has it.
         children: What was merged.
         num_tokens: Tokens of its call, the shared prefix left out; 0 without a call.
+        is_cut: Whether the reply ended at the token limit.
     """
 
     level: int
@@ -60,6 +62,7 @@ class Node:
     quote_span: tuple[int, int] | None = None  # in the whole text
     children: tuple[Node, ...] = ()
     num_tokens: int = 0
+    is_cut: bool = False
 
     def walk(self) -> Iterator[Node]:
         """This node and all below it."""
@@ -72,7 +75,9 @@ class Node:
 
     def as_json(self) -> dict[str, Any]:
         quote = None if self.quote is None else asdict(self.quote)
-        own = {name: getattr(self, name) for name in ("level", "start", "end", "state", "answer", "num_tokens")}
+        own = {
+            name: getattr(self, name) for name in ("level", "start", "end", "state", "answer", "num_tokens", "is_cut")
+        }
         return {**own, "quote": quote, "children": [child.as_json() for child in self.children]}
 
 
@@ -100,12 +105,17 @@ def _runs(nodes: Sequence[Node]) -> list[list[Node]]:
     found: list[list[Node]] = []
     for node in nodes:
         last = found[-1][-1] if found else None
-        joins = last is not None and last.state == node.state != "answer" and not (node.children or last.children)
+        joins = last is not None and _is_alike(last, node)
         if joins:
             found[-1].append(node)
         else:
             found.append([node])
     return found
+
+
+def _is_alike(first: Node, second: Node) -> bool:
+    same = (first.state, first.is_cut) == (second.state, second.is_cut)
+    return same and first.state != "answer" and not (first.children or second.children)
 
 
 def _group_line(group: Sequence[Node]) -> str:
@@ -125,4 +135,4 @@ def _line(node: Node) -> str:
 
 def _said(node: Node) -> str:
     said = {"nothing": "nothing here", "unread": "not read", "dropped": "reply is not in the text"}
-    return said.get(node.state, node.answer)
+    return said.get(node.state, node.answer) + (CUT if node.is_cut else "")

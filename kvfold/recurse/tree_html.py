@@ -6,7 +6,7 @@ from html import escape
 
 from kvfold.plurals import counted
 from kvfold.recurse.result import ReadResult
-from kvfold.recurse.tree import Node, Quote
+from kvfold.recurse.tree import CUT, Node, Quote
 
 _STYLE = """
 body { max-width: 60em; margin: 2em auto; padding: 0 1em; font: 16px/1.5 system-ui, sans-serif }
@@ -35,7 +35,7 @@ def tree_page(result: ReadResult, question: str) -> str:
 
 
 def _node(node: Node) -> str:
-    said = escape(node.answer if node.state == "answer" else _SAID[node.state])
+    said = escape(node.answer if node.state == "answer" else _SAID[node.state]) + (CUT if node.is_cut else "")
     quote = "" if node.quote is None else _quoted(node.quote)
     line = f'<span class="{node.state}">{said}</span> {quote} <small>{node.start}-{node.end}</small>'
     if not node.children:

@@ -86,7 +86,7 @@ class VerifiedReader(Reader):
         now = list(prompts)[: 0 if self.bounded.stopped_by else count]
         for at, reply in self.bounded.replies([prompts[index] for index in now], reserved_calls=reserved_calls + 1):
             index, piece = now[at], pieces[now[at]]
-            node = piece.node(self.context, self.question, reply.text, reply.num_tokens)
+            node = piece.node(self.context, self.question, reply)
             self.report.retries += 1
             self.report.tokens_wasted += refused[index].num_tokens
             refused[index] = node

@@ -67,6 +67,16 @@ def test_a_short_text_is_one_pass_and_it_says_so(call: Call, notes: Path, long_f
     assert done.code == 0 and done.err.startswith("the text fits the trained window: one plain pass, no tree\n")
 
 
+def test_replies_cut_at_the_token_limit_are_marked(call: Call, notes: Path, long_folder: Path) -> None:
+    done = call(*_arguments(notes, long_folder, "--tree"))
+    assert "(cut at the token limit)" in done.out
+    found = json.loads(call(*_arguments(notes, long_folder, "--json")).out)
+    leaves = [leaf for leaf in found["tree"]["children"] if leaf["is_cut"]]
+    assert found["num_cut"] == len(leaves) + found["tree"]["is_cut"] > 0
+    counted = "1 reply" if found["num_cut"] == 1 else f"{found['num_cut']} replies"
+    assert f"{counted} cut at the token limit (--max-new-tokens)" in done.err
+
+
 def test_a_spent_budget_is_told_and_its_journal_stays(call: Call, notes: Path, long_folder: Path) -> None:
     done = call(*_arguments(notes, long_folder, "--budget-calls", 3))
     assert done.code == 0 and "the best answer so far: the budget of calls is spent; unread: 3 parts" in done.err
@@ -93,6 +103,7 @@ def test_several_files_are_one_text(call: Call, notes: Path, long_folder: Path) 
         (b"text", ("--chunk", "0"), '"0" is no number of tokens; write a whole number from 1 on, or auto'),
         (b"text", ("--budget-seconds", "nan"), '"nan" is no number of seconds; write one above 0'),
         (b"text", ("--ask", "Who is \udcff?"), "the text is not UTF-8; set the terminal and the shell to UTF-8"),
+        (b"text", ("--ask", "Who is {name}?"), "the question names {name}, which is no variable of the context"),
         (b"text", ("--html", "/dev/null"), "/dev/null is a device or a pipe; name a file"),
         (b"text", ("--html", "/nowhere/x.html"), "the folder /nowhere does not exist"),
     ],

@@ -8,9 +8,17 @@ from kvfold.errors import InputError
 from kvfold.recurse.context import Context
 
 
-def test_variables_stand_for_their_values_and_other_braces_stay() -> None:
-    context = Context("text", variables={"name": "Rosa"})
-    assert context.fill("Who is {name}, and what is {this}?") == "Who is Rosa, and what is {this}?"
+def test_variables_stand_for_their_values_and_doubled_braces_for_themselves() -> None:
+    context = Context("text", variables={"name": "{Rosa}"})
+    assert context.fill("Who is {name}, and what are {{this}}, {} and {a b}?") == (
+        "Who is {Rosa}, and what are {this}, {} and {a b}?"
+    )
+
+
+@pytest.mark.parametrize(("variables", "told"), [({}, "there are no variables"), ({"name": "x"}, "variables: name")])
+def test_a_name_without_a_value_is_told(variables: dict[str, str], told: str) -> None:
+    with pytest.raises(InputError, match=rf"names {{who}}, which is no variable of the context \({told}\); write"):
+        Context("text", variables=variables).fill("Is {who} here?")
 
 
 def test_metadata_is_a_line_each_and_part_of_the_digest() -> None:

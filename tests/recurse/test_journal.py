@@ -11,7 +11,7 @@ import pytest
 from kvfold.errors import FileError, InputError
 from kvfold.recurse.journal import Journal, Recorded, digest
 
-FIRST, SECOND = ("a", Recorded("4410", 12)), ("b", Recorded('nothing "here"\n', 9))
+FIRST, SECOND = ("a", Recorded("4410", 12, is_cut=True)), ("b", Recorded('nothing "here"\n', 9))
 
 
 def _written(path: Path) -> bytes:
@@ -55,6 +55,7 @@ _DAMAGE = (
     '{"call": 1, "reply": "x", "num_tokens": 1}',
     '{"call": "a", "reply": [], "num_tokens": 1}',
     '{"call": "a", "reply": "x", "num_tokens": -1}',
+    '{"call": "a", "reply": "x", "num_tokens": 1, "is_cut": "no"}',
     "[" * 100_000,
 )
 
@@ -90,7 +91,7 @@ def test_a_complete_reading_removes_its_journal(tmp_path: Path) -> None:
 
 def test_lines_are_plain_json(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in _written(tmp_path / "journal").splitlines()]
-    assert rows[1] == {"call": "a", "reply": "4410", "num_tokens": 12}
+    assert rows[1] == {"call": "a", "reply": "4410", "num_tokens": 12, "is_cut": True}
 
 
 def test_a_digest_depends_on_every_part_and_not_on_their_order() -> None:

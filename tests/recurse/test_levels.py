@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from kvfold.recurse.chunks import chunk_text
 from kvfold.recurse.context import Context
+from kvfold.recurse.journal import Recorded
 from kvfold.recurse.levels import Levels
 from kvfold.recurse.pieces import FAN_IN, Piece, chunk_pieces, merge_pieces
 from kvfold.recurse.tree import Node
@@ -27,12 +28,12 @@ def _chunks(context: Context = CONTEXT, most: int = 14) -> list[Piece]:
 def _answered(levels: Levels, pieces: Sequence[Piece], replies: Sequence[str]) -> None:
     places = levels.begin(pieces)
     for place, reply in zip(places, replies, strict=False):
-        levels.note(place, pieces[place].node(CONTEXT, QUESTION, reply, 7))
+        levels.note(place, pieces[place].node(CONTEXT, QUESTION, Recorded(reply, 7)))
 
 
 def test_a_reply_becomes_an_answer_nothing_or_is_dropped() -> None:
     piece = _chunks()[1]
-    nodes = [piece.node(CONTEXT, QUESTION, reply, 7) for reply in (" 3001.", "nothing here", "9999")]
+    nodes = [piece.node(CONTEXT, QUESTION, Recorded(reply, 7)) for reply in (" 3001.", "nothing here", "9999")]
     assert [node.state for node in nodes] == ["answer", "nothing", "dropped"]
     quote = nodes[0].quote
     assert quote is not None and quote.text == "Rosa's extension is 3001."
@@ -79,7 +80,7 @@ def test_without_an_answer_the_tree_says_nothing_or_unread() -> None:
     assert (levels.best, levels.quotes) == (None, ())
     _answered(levels, _chunks(), [])
     states.append(levels.root.state)
-    levels.note(0, _chunks()[0].node(CONTEXT, QUESTION, "nothing here", 7))
+    levels.note(0, _chunks()[0].node(CONTEXT, QUESTION, Recorded("nothing here", 7)))
     assert [*states, levels.root.state] == ["unread", "unread", "nothing"]
 
 
@@ -114,7 +115,7 @@ def test_a_merge_that_finds_nothing_is_the_answer_nothing() -> None:
 
 def test_the_tree_as_text() -> None:
     leaves = [Node(1, 10 * i, 10 * i + 10, "nothing") for i in range(3)]
-    answer = _chunks()[1].node(CONTEXT, QUESTION, "3001", 7)
+    answer = _chunks()[1].node(CONTEXT, QUESTION, Recorded("3001", 7))
     root = Node(2, 0, 99, "answer", answer="3001", children=(*leaves, answer, Node(1, 90, 99, "unread")))
     assert str(root).splitlines() == [
         "level 2, 0-99: 3001",
@@ -127,5 +128,5 @@ def test_the_tree_as_text() -> None:
 def test_offsets_of_several_files_count_from_the_begin_of_each() -> None:
     context = Context.of_files([("a.txt", "Rain fell."), ("b.txt", "Snow. Rosa's extension is 3756.")])
     (piece,) = _chunks(context, 100)
-    quote = piece.node(context, QUESTION, "3756", 7).quote
+    quote = piece.node(context, QUESTION, Recorded("3756", 7)).quote
     assert quote is not None and (quote.place, quote.text) == ("b.txt:6-31", "Rosa's extension is 3756.")
