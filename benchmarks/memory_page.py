@@ -11,15 +11,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from benchmarks.commands import argument_parser, run_main
-from benchmarks.docs_section import write_section
+from benchmarks.commands import run_main
+from benchmarks.docs_section import Section
 from benchmarks.rows import RESULTS, ROOT, Row, markdown_table, newest, origin, read_rows
 from kvfold.memory.evaluation.log import KINDS
 
-PAGE = ROOT / "docs" / "memory.md"
 KEPT = RESULTS / "memory.jsonl"
-BEGIN = "<!-- memory: begin; written by `python -m benchmarks.memory_page` -->"
-END = "<!-- memory: end -->"
 _MIN_QUESTIONS = 100
 _OLD_JUDGE = ("73c4854",)  # commits where any answer without a value was right to a question that nothing answers
 _SYSTEMS = {"memory": "memory", "bm25": "BM25 over the log", "full": "the whole log", "nothing": "nothing"}
@@ -94,9 +91,11 @@ def speed_table(rows: Sequence[Row]) -> str:
     return f"Times, medians of 50; {origin(rows)}:\n\n{markdown_table(head, lines)}"
 
 
+SECTION = Section(ROOT / "docs" / "memory.md", "memory", "memory_page", lambda: body(read_rows(KEPT)))
+
+
 def main(arguments: Sequence[str]) -> None:
-    argument_parser("memory_page", __doc__).parse_args(arguments)
-    write_section(PAGE, BEGIN, END, body(read_rows(KEPT)))
+    SECTION.main(__doc__, arguments)
 
 
 if __name__ == "__main__":

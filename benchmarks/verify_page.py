@@ -11,14 +11,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 
-from benchmarks.commands import argument_parser, run_main
-from benchmarks.docs_section import write_section
+from benchmarks.commands import run_main
+from benchmarks.docs_section import Section
 from benchmarks.rows import RESULTS, ROOT, Row, markdown_table, newest, origin, read_rows
 
-PAGE = ROOT / "docs" / "verify.md"
 KEPT = RESULTS / "verify.jsonl"
-BEGIN = "<!-- checked steps: begin; written by `python -m benchmarks.verify_page` -->"
-END = "<!-- checked steps: end -->"
 _ARMS = {
     "none": "no check",
     "resample": '`ArithmeticCheck`, `retry="resample"`',
@@ -90,9 +87,11 @@ def long_table(rows: Sequence[Row]) -> str:
     return f"{title}; {first['model']}, {origin(rows)}:\n\n{markdown_table(head, lines)}"
 
 
+SECTION = Section(ROOT / "docs" / "verify.md", "checked steps", "verify_page", lambda: body(read_rows(KEPT)))
+
+
 def main(arguments: Sequence[str]) -> None:
-    argument_parser("verify_page", __doc__).parse_args(arguments)
-    write_section(PAGE, BEGIN, END, body(read_rows(KEPT)))
+    SECTION.main(__doc__, arguments)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""docs/verify.md and docs/memory.md say what the rows that are kept say; of rows about the same the last one counts."""
+"""Pages say what the rows that are kept say; of rows about the same the last one counts."""
 
 from __future__ import annotations
 
@@ -7,19 +7,31 @@ from typing import Any
 
 import pytest
 
-from benchmarks import memory_page, verify_page
-from benchmarks.docs_section import with_section
-from benchmarks.rows import newest, read_rows
+from benchmarks import handover_page, memory_page, verify_page
+from benchmarks.rows import newest
 
 FACTS = {"device": "aarch64 CPU", "threads": 2, "commit": "abc1234", "date": "2026-11-18", "model": "m"}
 SUM = {"policy": "full", "chains": 2, "numbers": 5, "largest": 9, "lines": 8, "chains_right": 0.5, "generated": 1200}
 LONG: dict[str, Any] = {"arm": "long", "tokens": 64_100, "steps": 64, "bound_bytes": 230_000_000, "lines_right": 0.75}
 
 
-@pytest.mark.parametrize("page", [verify_page, memory_page])
+@pytest.mark.parametrize("page", [verify_page, memory_page, handover_page])
 def test_a_page_is_what_the_kept_rows_give(page: ModuleType) -> None:
-    text = page.PAGE.read_text(encoding="utf-8")
-    assert text == with_section(text, page.BEGIN, page.END, page.body(read_rows(page.KEPT)))
+    assert page.SECTION.page.read_text(encoding="utf-8") == page.SECTION.rewritten()
+
+
+@pytest.mark.parametrize(
+    ("policy", "told"),
+    [
+        ("full", "everything, full cache"),
+        ("shorten(head, 512tok, keep=none)", "the first 512 tokens as text"),
+        ("shorten(tail, 8192tok)", "the last 8,192 tokens as text"),
+        ("shorten(graph, 512tok)", "everything, `shorten(graph, 512tok)`"),
+        ("kvzip + 4x", "everything, `kvzip + 4x`"),
+    ],
+)
+def test_what_is_handed_over_is_told(policy: str, told: str) -> None:
+    assert handover_page.handed(policy) == told
 
 
 def test_the_last_of_rows_about_the_same_counts() -> None:
