@@ -33,7 +33,7 @@ Tensors = Mapping[str, Tensor]
 
 
 def dump(sequence: SequenceCache) -> dict[str, Tensor]:
-    """Everything committed, on the CPU."""
+    """Everything committed, copied to the CPU."""
     found: dict[str, Tensor] = {
         "pinned": torch.tensor(sequence.pinned, dtype=torch.int64).view(-1, 2),
         "lens": torch.tensor([sequence.sealed_len, sequence.last_compressed_len]),
@@ -41,7 +41,7 @@ def dump(sequence: SequenceCache) -> dict[str, Tensor]:
     if sequence.sentences.ends:
         found["sentences"] = torch.tensor(sequence.sentences.ends)
     for i in range(sequence.spec.num_layers):
-        parts = {**_codes(sequence.layer_parts(i)), **_observed(sequence.observed.layers[i])}
+        codes, parts = _codes(sequence.layer_parts(i)), _observed(sequence.observed.layers[i])
         for side, state in sequence.tail.layers[i].state.items():
             parts |= {f"state.{side}.{name}": tensor for name, tensor in state.items()}
         for side, block in (("k", sequence.open.k[i]), ("v", sequence.open.v[i])):
@@ -50,8 +50,14 @@ def dump(sequence: SequenceCache) -> dict[str, Tensor]:
             parts |= {"exact.k": sequence.fp_sinks.k[i][:, :known], "exact.v": sequence.fp_sinks.v[i][:, :known]}
         if sequence.offloaded is not None and i in sequence.offloaded.layers:
             parts |= {f"demoted.{name}": rows for name, rows in sequence.offloaded.layers[i].tensors().items()}
-        found |= {f"{i}.{name}": tensor.cpu().contiguous() for name, tensor in parts.items()}
+        found |= {f"{i}.{name}": tensor for name, tensor in codes.items()}
+        found |= {f"{i}.{name}": _copied(tensor) for name, tensor in parts.items()}
     return found
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """A copy on the host, also of a tensor that is there: the arena's memory goes to others."""
+    return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def restore(sequence: SequenceCache, tensors: Tensors) -> None:
