@@ -4,6 +4,7 @@ scheduler, and limits concurrent requests per tenant."""
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 
 from kvfold.core import ModelSpec
 from kvfold.engine.runner import Runner
-from kvfold.engine.scheduling.jobs import Job
+from kvfold.engine.scheduling.jobs import Job, PrefixSharing
 from kvfold.engine.scheduling.scheduler import Scheduler
 from kvfold.errors import InputError, ModelError, Overloaded, PolicyError
 from kvfold.models.check import check_policy
@@ -217,6 +218,7 @@ class Service:
             ignores_eos=request.ignores_eos,
             tenant=context.tenant,
             deadline=time.monotonic() + self.settings.limits.request_s,
+            sharing=self._sharing(source, context),
         )
         context.trace.queue(request.model, len(prompt.tokens))
         if self.num_running.total() > 1:
@@ -253,6 +255,13 @@ class Service:
             return PlainSource(self.new_sequence, len(prompt.tokens), miss, points), plan
         cache = self._prompt_cache(context.tenant, context.cache_key)
         return CachedSource(cache, prompt.tokens, plan, context.at, self.clock, points), plan
+
+    def _sharing(self, source: PlainSource, context: RequestContext) -> PrefixSharing | None:
+        """Requests of one tenant and cache key share prefixes while they run."""
+        if self.no_reuse is not None:
+            return None
+        scope = json.dumps([context.tenant, context.cache_key])
+        return PrefixSharing(scope, source.saved if self._has_points else None)
 
     def new_sequence(self, policy: Policy | None = None) -> Any:
         """Under the server's policy or another; called in the scheduler's thread."""

@@ -10,7 +10,7 @@ _NAMES = (
     "test_native test_real_routers "
     "api/test_anthropic api/test_openai api/test_validation cache/test_explain ops/test_dashboard ops/test_tracing "
     "test_bad_requests test_ending test_fuzz test_isolation test_page test_preprocess test_prompt test_prompt_cache "
-    "test_refusals test_restart test_same_reply test_server test_slow_clients"
+    "test_refusals test_restart test_same_reply test_server test_shared_prefix test_slow_clients"
 )
 _TALKING = [f"{name}.py" for name in _NAMES.split()]
 

@@ -1,7 +1,8 @@
 """Admission control: which waiting job starts next, and whether the arena has room for its KV cache.
 
-Few prompts prefill at a time: a waiting job holds no pages, and may hit prefixes that those before it store. A job is
-admitted when its whole prompt fits beside what the running tasks may need next. Preempted tasks resume first.
+Few prompts prefill at a time: a waiting job holds no pages, and may hit prefixes that those before it store. One that
+shares a long prefix with a prompt in prefill waits for that prefix (shared_prefix.py). A job is admitted when its whole
+prompt fits beside what the running tasks may need next. Preempted tasks resume first.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from kvfold.engine.runner import Runner
 from kvfold.engine.scheduling.jobs import Ended, Job
 from kvfold.engine.scheduling.kv_bounds import KVBounds
 from kvfold.engine.scheduling.queues import Queues
+from kvfold.engine.scheduling.shared_prefix import waits_for
 from kvfold.engine.scheduling.task import Task
 from kvfold.errors import OutOfPages
 from kvfold.policy.policy import Policy
@@ -51,7 +53,8 @@ class Admission:
                         continue  # its own tenant holds the pages: others need not wait for them
                     return False  # no small job overtakes it, or it would starve
                 in_chunks = self._in_chunks if job.in_chunks is None else job.in_chunks
-                task = Task(job, self._runner, self._tokenizer, in_chunks=in_chunks)
+                running = [*queues.prefilling, *queues.decoding]
+                task = Task(job, self._runner, self._tokenizer, in_chunks=in_chunks, running=running)
             except OutOfPages as error:
                 if queues.tasks or queues.evict_idle():
                     return False  # it waits for pages of others
@@ -72,7 +75,9 @@ class Admission:
         if all(task.tenant != job.tenant for task in queues.prefilling):
             return True
         is_long = len(job.tokens) > self._runner.chunk_len
-        return len(queues.prefilling) < _MAX_PREFILLING - is_long
+        if len(queues.prefilling) >= _MAX_PREFILLING - is_long:
+            return False
+        return not any(waits_for(job, task, self._runner.chunk_len) for task in queues.prefilling)
 
     def _refuse(self, job: Job, error: Exception) -> None:
         self._dequeue(job)

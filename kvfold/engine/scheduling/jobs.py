@@ -7,9 +7,13 @@ submitted job ends with exactly one `Ended`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvfold.engine.output_processor import StopReason
 from kvfold.engine.sampling import Sampling
@@ -78,6 +82,18 @@ class Source(Protocol):
         """Prefill is done: decoding starts."""
 
 
+@dataclass(frozen=True)
+class PrefixSharing:
+    """Jobs of the same `scope` may share the KV cache of a common prefix while they run (shared_prefix.py).
+
+    Lossless policies share any prefix (`saved` is None), others those that their sources save: each of `saved` has the
+    lengths of all compressions up to such a prefix, the last one its own.
+    """
+
+    scope: str
+    saved: Collection[tuple[int, ...]] | None = None
+
+
 @dataclass(eq=False)
 class Job:
     """A prompt and its sampling parameters; `max_new_tokens` 0 only prefills. `deadline`: on the scheduler's clock."""
@@ -92,6 +108,8 @@ class Job:
     deadline: float | None = None
     ignores_eos: bool = False  # decode goes on to max_new_tokens or a stop string
     in_chunks: bool | None = None  # how its policy prefills, where that is not the scheduler's
+    sharing: PrefixSharing | None = None
+    number: int = field(default=0, init=False)  # in the order in which jobs were submitted
     is_cancelled: bool = field(default=False, init=False)
     has_ended: bool = field(default=False, init=False)
 
@@ -102,6 +120,11 @@ class Job:
             raise InputError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 0")
         if isinstance(self.stop, str) or not all(self.stop):
             raise InputError("stop is a list of non-empty strings")
+
+    @cached_property
+    def ids_N(self) -> NDArray[np.int64]:
+        """The tokens as an array."""
+        return np.array(self.tokens, dtype=np.int64)
 
     def end(self, ended: Ended) -> None:
         """Tell the listener, once; an exception in it is only logged."""

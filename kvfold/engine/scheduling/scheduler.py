@@ -32,6 +32,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from threading import Condition, Thread
 from typing import Any, Literal
 
@@ -147,6 +148,7 @@ class Scheduler:
         self.max_waiting = max_waiting
         self.num_cancelled = 0  # before their end
         self._clock = clock
+        self._numbers = count(1)
         self._queues = Queues(evict_idle)
         self._changed = self._queues.changed
         self._supervisor = Supervisor(self._loop, self._fail_all, on_failure, self._changed)
@@ -164,6 +166,7 @@ class Scheduler:
             self._supervisor.require_open()
             if self._queues.waiting.num_waiting >= self.max_waiting:
                 raise Overloaded(f"{self.max_waiting} requests wait already; try again later")
+            job.number = next(self._numbers)
             self._queues.waiting.push(job)
             self._changed.notify()
 

@@ -14,7 +14,7 @@ are to run; the result is bitwise that of an uninterrupted pass.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from kvfold.engine.output_processor import OutputProcessor, Request
 from kvfold.engine.resumable import Resumable
 from kvfold.engine.runner import Runner
 from kvfold.engine.scheduling.jobs import Ended, EndReason, Job, PrefillDone, TextDelta
+from kvfold.engine.scheduling.shared_prefix import Running, start_of
 from kvfold.errors import SizeError
 from kvfold.pages.sequence import SequenceCache
 from kvfold.store.entry.format import Fields
@@ -33,10 +34,13 @@ _log = logging.getLogger("kvfold.engine")
 
 
 class Task:
-    """Made when its job is admitted; owns the sequence from then on. `in_chunks`: prefill chunk by chunk."""
+    """Made when its job is admitted; owns the sequence from then on. `in_chunks`: prefill chunk by chunk. `running`:
+    tasks whose prefixes it may share."""
 
-    def __init__(self, job: Job, runner: Runner, tokenizer: Any, *, in_chunks: bool) -> None:
-        begin = job.source.begin()
+    def __init__(
+        self, job: Job, runner: Runner, tokenizer: Any, *, in_chunks: bool, running: Iterable[Running] = ()
+    ) -> None:
+        begin = start_of(job, running)
         self.job = job
         self.tenant = job.tenant
         self.sequence: SequenceCache = begin.sequence

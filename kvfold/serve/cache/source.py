@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -132,6 +132,11 @@ class PlainSource:
     def begin(self) -> SequenceStart:
         return SequenceStart(self._new_sequence(), 0, self._points)
 
+    @property
+    def saved(self) -> Collection[tuple[int, ...]]:
+        """The compression points up to each prefix that this source saves under a lossy policy."""
+        return ()
+
     def prefetch(self) -> None: ...
     def lost(self) -> None: ...
     def reached(self, sequence: SequenceCache, num_read: int) -> None: ...
@@ -177,6 +182,11 @@ class CachedSource(PlainSource):
     def _write_ends(self) -> list[int]:
         """Where the tensors of this request's entries end."""
         return [self._stored_end(write.boundary) for write in self._plan.writes]
+
+    @property
+    def saved(self) -> Collection[tuple[int, ...]]:
+        points = self._points or ()
+        return [tuple(point for point in points if point <= end) for end in self._write_ends if end in points]
 
     def _stored_end(self, boundary: Boundary) -> int:
         """Where the tensors of an entry at the boundary end; 0: it has none."""

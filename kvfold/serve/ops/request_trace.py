@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from kvfold.engine.scheduling.jobs import Ended, Event, Listener, SequenceStart, TextDelta
+from kvfold.engine.scheduling.jobs import Ended, Event, Listener, PrefillDone, SequenceStart, TextDelta
 from kvfold.pages.sequence import SequenceCache
 from kvfold.serve.cache.source import PlainSource
 from kvfold.serve.cache.usage import Usage
@@ -148,7 +148,7 @@ class TracedSource:
         trace = self._trace
         trace.scheduled = _now()
         found = self._source.begin()
-        trace.looked_up, trace.num_reused = _now(), found.num_read
+        trace.looked_up = _now()
         return found
 
     def lost(self) -> None:
@@ -166,7 +166,9 @@ class TracedSource:
 
     def listen(self, event: Event) -> None:
         trace = self._trace
-        if isinstance(event, TextDelta):
+        if isinstance(event, PrefillDone):
+            trace.num_reused = event.num_reused
+        elif isinstance(event, TextDelta):
             trace.num_output += 1  # a token or more; the end says how many
         elif isinstance(event, Ended):
             trace.end, trace.num_output, trace.ended = event.reason, event.num_tokens, _now()
