@@ -22,6 +22,7 @@ from kvfold.cli.options import (
     parse_policy,
     positive,
 )
+from kvfold.cli.serve_engine import add_engine_options, check_engine, run_engine
 from kvfold.cli.serve_replicas import add_replica_options, replica_of, run_replicas, serve_replica
 from kvfold.errors import InputError, KvfoldWarning, MissingExtra
 from kvfold.policy import Policy
@@ -35,6 +36,7 @@ _EPILOG = """examples:
   kvfold serve --policy "keydiff + 4x"
   kvfold serve --model qwen2.5-coder-1.5b --disk prefixes --disk-size 20GB --alias gpt-4o
   kvfold serve --host 0.0.0.0 --keys keys.txt --log json
+  kvfold serve --engine http://127.0.0.1:8000 --policy "keydiff + uniform + 4x" --engine-store /var/kvfold
   kvfold serve --replicas 2 --redis redis://localhost:6379/0 --store-secret secret.txt
 
 Clients use http://HOST:PORT (Anthropic) or http://HOST:PORT/v1 (OpenAI) as their base URL; / is a dashboard, /metrics
@@ -86,6 +88,7 @@ def add_parser(subparsers: Subparsers) -> None:
     add_option(parser, "--memory-file", "FILE", text, Path)
     add_option(parser, "--otel", "URL", "OpenTelemetry collector for traces, e.g. http://localhost:4318")
     add_replica_options(parser)
+    add_engine_options(parser)
     _add_cache_options(parser)
     _add_event_options(parser)
     _add_limits(parser)
@@ -152,12 +155,14 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise MissingExtra(f"the server needs {error.name}; run: pip install 'kvfold[serve]'") from error
     from kvfold.serve.kv_events import publish_blocks, publisher_of
+    from kvfold.serve.local_service import check_served_form
     from kvfold.serve.ops.log_format import log_to_stderr
     from kvfold.serve.ops.tracing import trace_exporter
-    from kvfold.serve.service import check_served_form
+    from kvfold.serve.remote.service import needs_model
     from kvfold.store.entry.format import read_secret
 
     check_served_form(args.store_form)
+    check_engine(args, packs=args.engine is not None and needs_model(policy))
     settings, secret, events = make_settings(args), read_secret(args.store_secret), make_kv_events(args)
     replica = replica_of(args)
     if replica is None:
@@ -167,6 +172,10 @@ def run(args: argparse.Namespace) -> int:
     if replica is None and args.replicas is not None:
         log_to_stderr(args.log)
         return run_replicas(args, settings, lambda port: _say(args, policy, port))
+    if args.engine is not None:
+        with trace_exporter(args.otel) as on_done:
+            code = run_engine(args, policy, settings, secret, lambda port: _say(args, policy, port), on_done)
+        end_process(code)
     number = 0 if replica is None else replica.number
     with trace_exporter(args.otel) as on_done, publisher_of(events, number) as publisher:
         model = load_model(args)

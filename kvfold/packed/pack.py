@@ -9,7 +9,7 @@ rotary.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -47,7 +47,7 @@ BLOCK_SIZE = 128  # a multiple of what engines use: 16 on GPUs, 128 on CPUs
 
 def pack(
     model: Model,
-    text: str,
+    text: str | Sequence[int],
     policy: str | Policy,
     tier: ByteTier,
     *,
@@ -56,7 +56,8 @@ def pack(
     secret: bytes = b"",
     progress: Progress | None = None,
 ) -> PackedPrefix:
-    """Compress a document into an entry of the tier. The size of the policy is rounded up to whole blocks.
+    """Compress a document, a text or token ids, into an entry of the tier. The size of the policy is rounded up to
+    whole blocks.
 
     `ragged` takes codecs, and policies whose heads differ in length, for an engine with kvfold's attention backend.
     """
@@ -64,12 +65,12 @@ def pack(
     check_packable(model, policy, ragged=ragged)
     weights = weights_digest(checkpoint_folder(model))
     with Session(model) as probe:
-        num_tokens = len(probe.conversation.text_ids(text, "start", []))
+        num_tokens = len(probe.conversation.text_ids(text, "start", []) if isinstance(text, str) else text)
     sized = _undecoded(policy) if ragged else in_blocks(policy, num_tokens, block_size)
     vocab_size = min(model.spec.vocab_size, len(model.tokenizer))
     with Session(model, sized) as session:
         session.extend(text, progress=progress)
-        has_template = session.template is not None
+        has_template = isinstance(text, str) and session.template is not None
         form, slack = "", 0
         if ragged:
             found = ragged_content(session, vocab_size, block_size)

@@ -168,7 +168,7 @@ class App:
         """One model object with the fields of both vendors' formats."""
         created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._created))
         anthropic = {"type": "model", "display_name": name, "created_at": created, "lifecycle": "active"}
-        limits = {"max_input_tokens": self.service.model.spec.max_positions - 1}  # one is left for the reply
+        limits = {"max_input_tokens": self.service.max_positions - 1}  # one is left for the reply
         return {"id": name, "object": "model", "created": self._created, "owned_by": "kvfold", **anthropic, **limits}
 
     async def _health(self, request: Request) -> Response:

@@ -13,8 +13,8 @@ from kvfold.policy.policy import Policy
 from kvfold.serve.api.errors import ApiError, prompt_too_long
 from kvfold.serve.api.request import ChatRequest
 from kvfold.serve.cache.source import PlainSource
+from kvfold.serve.local_service import LocalService
 from kvfold.serve.reply import EventQueue, RequestContext, api_error, timed_out
-from kvfold.serve.service import Service
 from kvfold.stats import Stats, measure
 from kvfold.store.store import kind_of
 
@@ -33,11 +33,11 @@ class MeasuredSource(PlainSource):
             self.stats = measure(sequence)
 
 
-async def sizes_of(service: Service, request: ChatRequest, policy: Policy, context: RequestContext) -> Stats:
+async def sizes_of(service: LocalService, request: ChatRequest, policy: Policy, context: RequestContext) -> Stats:
     """ApiError if the request is refused or fails."""
     prompt = await service.prompt(request, context, shortens=policy is service.policy)
-    if len(prompt.tokens) >= service.model.spec.max_positions:
-        most = service.model.spec.max_positions - 1
+    if len(prompt.tokens) >= service.max_positions:
+        most = service.max_positions - 1
         raise prompt_too_long(f"{len(prompt.tokens)} tokens > {most} maximum")
     service.acquire_slot(context.tenant)
     seconds = service.settings.limits.request_s

@@ -11,9 +11,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvfold.errors import KvfoldError
-from kvfold.models.check import check_policy
 from kvfold.policy.policy import Policy
-from kvfold.serve.api.errors import bad_request
+from kvfold.serve.api.errors import ApiError, bad_request
 from kvfold.serve.api.native import (
     ShortenBody,
     all_terms,
@@ -26,6 +25,7 @@ from kvfold.serve.api.native import (
     shortened,
 )
 from kvfold.serve.api.sse import cancel_on_disconnect
+from kvfold.serve.local_service import LocalService
 from kvfold.serve.measure import sizes_of
 from kvfold.serve.middleware import Handler, RequestMiddleware
 from kvfold.serve.ops.dashboard import samples, totals
@@ -47,7 +47,7 @@ class NativeRoutes:
 
     def __init__(self, service: Service, middleware: RequestMiddleware, read: Read) -> None:
         self._service, self._middleware, self._read = service, middleware, read
-        self._tokenizer = copy.deepcopy(service.model.tokenizer)  # used in preprocessing threads
+        self._tokenizer = copy.deepcopy(service.tokenizer)  # used in preprocessing threads
 
     @property
     def handlers(self) -> dict[str, Handler]:
@@ -62,6 +62,8 @@ class NativeRoutes:
         tenant = self._middleware.tenant(request)
         body = await self._read(request, tenant, read_compress)
         service = self._service
+        if not isinstance(service, LocalService):
+            raise ApiError(404, "sizes are measured by a model in this server; this one asks an engine (--engine)")
         policy = service.policy if body.policy is None else body.policy
         if body.policy is not None:
             self._check(body.policy)
@@ -79,7 +81,7 @@ class NativeRoutes:
 
     def _misfit(self, policy: Policy) -> str | None:
         try:
-            check_policy(policy, self._service.model.spec)
+            self._service.check_fits(policy)
         except KvfoldError as error:
             return str(error)
         return None

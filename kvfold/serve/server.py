@@ -35,6 +35,7 @@ from kvfold.models.loader import Model
 from kvfold.policy.policy import Policy
 from kvfold.serve.app import App
 from kvfold.serve.connections import BACKLOG, Connection, ConnectionLimit, most_connections
+from kvfold.serve.local_service import LocalService
 from kvfold.serve.middleware import OnDone
 from kvfold.serve.service import Service
 from kvfold.serve.settings import Settings
@@ -140,10 +141,10 @@ def _redis_tier(url: str) -> RedisTier:
 
 
 @contextmanager
-def service_of(model: Model, policy: str | Policy, settings: Settings, store: PrefixStore) -> Iterator[Service]:
+def service_of(model: Model, policy: str | Policy, settings: Settings, store: PrefixStore) -> Iterator[LocalService]:
     """A service; its scheduler and store are closed on exit."""
     try:
-        service = Service(model, policy, settings, store)
+        service = LocalService(model, policy, settings, store)
         try:
             yield service
         finally:

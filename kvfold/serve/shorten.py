@@ -10,9 +10,9 @@ from __future__ import annotations
 import copy
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from kvfold.errors import PolicyError, SizeError
-from kvfold.models.loader import Model
 from kvfold.policy.registry import term_of
 from kvfold.policy.size import Percent, Ratio
 from kvfold.serve.api.errors import bad_request
@@ -28,14 +28,14 @@ _MOST_TIMES = 16  # how much longer than the context a prompt may be, where the 
 class RequestShortener:
     """Thread-safe: has a copy of the tokenizer."""
 
-    def __init__(self, plan: Shorten, model: Model) -> None:
+    def __init__(self, plan: Shorten, tokenizer: Any) -> None:
         self._plan, self._name = plan, term_of(plan.by).name
         if plan.by.needs_model:
             raise PolicyError(
                 f"shorten({self._name}, …) asks the model, which is busy with requests here; serve with graph, "
                 "keyphrases or plain rank"
             )
-        self._tokenizer = copy.deepcopy(model.tokenizer)
+        self._tokenizer = copy.deepcopy(tokenizer)
 
     @property
     def times(self) -> float:

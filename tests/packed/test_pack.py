@@ -12,6 +12,7 @@ from kvfold.errors import InputError, KvfoldError, ModelError, PolicyError
 from kvfold.packed import PackedPrefix, pack
 from kvfold.store.key import Key
 from kvfold.store.tiers.shared_disk import SharedDiskTier
+from tests import tiny
 from tests.packed.common import TEXT, engine_logits, read, saved
 
 POLICY = "keydiff + uniform + 4x"
@@ -32,6 +33,17 @@ def test_an_engine_computes_the_same_logits(family: str, tmp_path: Path) -> None
     found = engine_logits(model, tier, packed, ids[packed.num_slots :])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert packed.num_slots % 16 == 0 and packed.num_slots < packed.num_tokens / 3
+
+
+def test_token_ids_are_packed_as_they_are(tmp_path: Path) -> None:
+    model, tier = saved(tmp_path / "model"), SharedDiskTier(tmp_path / "store")
+    ids, more = tiny.prompt(300), tiny.prompt(9, seed=2)
+    packed = pack(model, ids, POLICY, tier, block_size=16)
+    assert (packed.num_tokens, packed.has_template) == (300, False)
+    with kvfold.Session(model, packed.policy, template=None) as session:
+        session.extend(ids).extend(more, compress=False)
+        expected = session.next_logits()
+    torch.testing.assert_close(engine_logits(model, tier, packed, more), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_name_is_that_of_the_content(tmp_path: Path) -> None:

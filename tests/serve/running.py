@@ -14,9 +14,9 @@ import anthropic
 import openai
 
 from kvfold.models.loader import Model
+from kvfold.serve.local_service import LocalService
 from kvfold.serve.middleware import OnDone
 from kvfold.serve.server import Server, service_of
-from kvfold.serve.service import Service
 from kvfold.serve.settings import Limits, Settings
 from kvfold.store import DeviceTier, DiskTier, HostTier, PrefixStore, RedisTier
 from kvfold.store.tiers.base import ByteTier
@@ -45,7 +45,7 @@ class Clock:
 class Running:
     """A running server and clients for it."""
 
-    def __init__(self, service: Service, listening: Any, clock: Clock, key: str) -> None:
+    def __init__(self, service: LocalService, listening: Any, clock: Clock, key: str) -> None:
         self.service, self.clock, self.listening = service, clock, listening
         self.port = port = listening.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"

@@ -76,7 +76,7 @@ def test_a_question_cuts_behind_the_last_marker_alone(by_rank: Running) -> None:
 
 
 def test_what_is_read_holds_what_was_asked(by_rank: Running) -> None:
-    shortener = RequestShortener(Policy.parse("shorten(rank, 4x, least=64)").shorten, by_rank.service.model)  # type: ignore[arg-type]
+    shortener = RequestShortener(Policy.parse("shorten(rank, 4x, least=64)").shorten, by_rank.service.tokenizer)  # type: ignore[arg-type]
     for thing in ("boat", "harp"):
         blocks = [Block("text", text=one, message=0) for one in (DOCUMENT, f"where is the {thing}?")]
         shorter, num_cut = shortener.shorten(ChatRequest("tiny", blocks, 4))
@@ -97,7 +97,7 @@ def test_prompts_longer_than_the_context_are_cut_to_fit(by_graph: Running) -> No
 )
 def test_a_text_that_cannot_be_cut_that_far_is_sent_whole(policy: str) -> None:
     """For its size, or as a tool's reply to which nobody asks anything."""
-    shortener = RequestShortener(Policy.parse(policy).shorten, tool_model())  # type: ignore[arg-type]
+    shortener = RequestShortener(Policy.parse(policy).shorten, tool_model().tokenizer)  # type: ignore[arg-type]
     texts = [DOCUMENT.replace("Nobody", "Do not"), "\n" * 400, "where?"]
     for last in (2, 3):
         blocks = [Block("text", text=one, message=0) for one in texts[:last]]

@@ -17,8 +17,8 @@ from kvfold.serve.api.openai_responses import ResponseWriter
 from kvfold.serve.api.request import Block, ChatRequest
 from kvfold.serve.cache.breakpoints import CachePlan
 from kvfold.serve.cache.source import PlainSource
+from kvfold.serve.local_service import LocalService
 from kvfold.serve.reply import EventQueue, Reply, RequestContext
-from kvfold.serve.service import Service
 from kvfold.serve.settings import Settings
 from tests import tiny
 
@@ -27,13 +27,13 @@ ASK = ChatRequest("tiny", [Block("tool", data={"name": "look", "description": ""
 
 
 @pytest.fixture(scope="module")
-def service() -> Iterator[Service]:
-    found = Service(tiny.ready("llama"), "full", Settings(("tiny",)), None)
+def service() -> Iterator[LocalService]:
+    found = LocalService(tiny.ready("llama"), "full", Settings(("tiny",)), None)
     yield found
     found.close()
 
 
-async def _collected(service: Service, make: Callable[..., Any], body: Any, is_streamed: bool) -> Any:
+async def _collected(service: LocalService, make: Callable[..., Any], body: Any, is_streamed: bool) -> Any:
     events = EventQueue(60.0, lambda: None)
     written: list[Event] = [TextDelta(TEXT[i : i + 5]) for i in range(0, len(TEXT), 5)]
     for event in (PrefillDone(0), *written, Ended("eos", 9)):
@@ -55,7 +55,7 @@ async def _collected(service: Service, make: Callable[..., Any], body: Any, is_s
     return [event async for event in writer.events()] if is_streamed else await writer.whole()
 
 
-def test_a_message(service: Service) -> None:
+def test_a_message(service: LocalService) -> None:
     found = asyncio.run(_collected(service, MessageWriter, MessagesBody(ASK), False))
     text, call = found["content"]
     assert text == {"type": "text", "text": "I look."}
@@ -64,7 +64,7 @@ def test_a_message(service: Service) -> None:
     assert (found["usage"]["input_tokens"], found["usage"]["output_tokens"]) == (7, 9)
 
 
-def test_a_stream_of_a_message(service: Service) -> None:
+def test_a_stream_of_a_message(service: LocalService) -> None:
     found = asyncio.run(_collected(service, MessageWriter, MessagesBody(ASK, True), True))
     indices = [(event["type"], event["index"]) for event in found if "index" in event]
     starts = [index for kind, index in indices if kind == "content_block_start"]
@@ -75,7 +75,7 @@ def test_a_stream_of_a_message(service: Service) -> None:
     assert found[-2]["delta"]["stop_reason"] == "tool_use"
 
 
-def test_a_chat_completion(service: Service) -> None:
+def test_a_chat_completion(service: LocalService) -> None:
     found = asyncio.run(_collected(service, ChatWriter, OpenAIBody(ASK), False))["choices"][0]
     assert (found["finish_reason"], found["message"]["content"]) == ("tool_calls", "I look.")
     assert found["message"]["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"at": "é"}'}
@@ -85,7 +85,7 @@ def test_a_chat_completion(service: Service) -> None:
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
-def test_a_response(service: Service) -> None:
+def test_a_response(service: LocalService) -> None:
     found = asyncio.run(_collected(service, ResponseWriter, OpenAIBody(ASK), False))
     assert [item["type"] for item in found["output"]] == ["message", "function_call"]
     assert (found["output"][1]["name"], found["output"][1]["arguments"]) == ("look", '{"at": "é"}')

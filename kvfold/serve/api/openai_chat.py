@@ -192,17 +192,22 @@ class CompletionWriter:
             return "tool_calls"
         return "length" if end.reason == "length" else "stop"
 
-    def _text(self, text: str, reason: str | None = None) -> Json:
-        return self._completion("text_completion", text=text, finish_reason=reason)
+    def _text(self, text: str) -> Json:
+        return self._completion("text_completion", text=text, finish_reason=None)
+
+    def _last(self, text: str) -> Json:
+        """`stop_reason` is vLLM's: the stop string that ended the text."""
+        reason = {"finish_reason": self._finish_reason, "stop_reason": self._reply.end and self._reply.end.stop}
+        return self._completion("text_completion", text=text, **reason)
 
     async def whole(self) -> Json:
         text = "".join(map(str, await self._reply.joined_parts()))
-        return self._text(text, self._finish_reason) | self._usage()
+        return self._last(text) | self._usage()
 
     async def events(self) -> AsyncIterator[Json]:
         async for part in self._reply.parts():
             yield self._text(str(part))
-        yield self._text("", self._finish_reason)
+        yield self._last("")
         if self._body.shows_usage:
             yield self._completion("text_completion") | self._usage()
 

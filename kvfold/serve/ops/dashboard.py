@@ -82,10 +82,10 @@ class Dashboard:
 
     async def _server(self) -> Json:
         service = self._service
-        arena, scheduler, policy = service.model.arena, service.scheduler, service.policy
+        scheduler, policy, (held_bytes, limit_bytes) = service.scheduler, service.policy, service.held_bytes()
         facts = {"model": service.settings.names[0], "policy": policy.short, "version": __version__}
         load = {"evicts": policy.prefill.evicts, "running": scheduler.num_running, "waiting": scheduler.num_waiting}
-        held = {"bytes": arena.capacity_bytes - arena.free_bytes, "limit_bytes": arena.capacity_bytes}
+        held = {"bytes": held_bytes, "limit_bytes": limit_bytes}
         events, tiers = {} if service.store is None else service.store.counters(), await self._tier_usage.read()
         found = [{"name": name, "bytes": size, "hits": events.get(f"hit.{name}", 0)} for name, size in tiers.items()]
         return {**facts, **load, "no_reuse": service.no_reuse, "arena": held, "tiers": found}

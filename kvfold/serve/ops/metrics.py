@@ -21,6 +21,10 @@ _HELP = {
     "kvfold_memory_errors_total": "Recalls and writes of the memory that failed.",
     "kvfold_proxy_requests_total": "Requests that a replica has answered, by replica.",
     "kvfold_proxy_retries_total": "Requests that a replica took and did not answer; each was tried once more.",
+    "kvfold_packed_tokens_total": "Prompt tokens packed for the engine (--engine).",
+    "kvfold_packed_slots_total": "KV slots per head that stand for them.",
+    "kvfold_pack_failures_total": "Prefixes that could not be packed and were sent as they are.",
+    "kvfold_pack_refusals_total": "Packed prefixes that the engine did not serve; each was packed once more.",
     "kvfold_store_events_total": "Prefix-store events by kind, tier and reason.",
 }
 HISTOGRAMS = ("kvfold_first_token_seconds", "kvfold_token_seconds")

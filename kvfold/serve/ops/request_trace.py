@@ -144,6 +144,10 @@ class TracedSource:
     def __init__(self, source: PlainSource, listener: Listener, trace: RequestTrace) -> None:
         self._source, self._listener, self._trace = source, listener, trace
 
+    @property
+    def inner(self) -> PlainSource:
+        return self._source
+
     def begin(self) -> SequenceStart:
         trace = self._trace
         trace.scheduled = _now()

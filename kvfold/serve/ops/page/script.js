@@ -81,7 +81,7 @@ function show(state) {
   times(state);
   lookups(state);
   const { bytes: held, limit_bytes: limit } = state.arena;
-  $("arena").replaceChildren(bar(`KV cache: ${bytes(held)} of ${bytes(limit)}`, [["heat", held / limit]]));
+  $("arena").replaceChildren(bar(`KV cache: ${bytes(held)} of ${bytes(limit)}`, [["heat", limit ? held / limit : 0]]));
   $("tiers").replaceChildren(...state.tiers.map((tier) => element("tr", {}, element("th", {}, tier.name),
     ...[bytes(tier.bytes), count(tier.hits)].map((text) => element("td", {}, text)))));
   rows(state);
