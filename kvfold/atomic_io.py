@@ -5,6 +5,7 @@ A tensor file is safetensors with JSON in its metadata, under "kvfold", that nam
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterator
@@ -39,8 +40,11 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str, *, private: bool = False) -> None:
+    """Write a text; `private`: readable by its owner alone."""
     with replacing(path) as temporary:
+        if private:
+            temporary.touch(0o600)
         temporary.write_text(text, encoding="utf-8")
 
 
@@ -50,6 +54,8 @@ def read_tensors(path: Path, *wanted: str) -> tuple[dict[str, Any], dict[str, Te
     A file that is no such thing raises what its parts raise: SafetensorError, OSError, LookupError, ValueError,
     TypeError. Its size is the caller's to check.
     """
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise OSError(errno.EINVAL, "it is no file but a folder, a device or a pipe")
     with safe_open(path, framework="pt") as file:
         header: dict[str, Any] = json.loads((file.metadata() or {})["kvfold"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import IO
 
 from kvfold.errors import InputError
 
+MAX_BYTES = 1 << 30  # of a text
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 def read_text_file(path: Path) -> str:
     """The text of a file, its line ends as "\\n"."""
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            content = read_bounded(file, str(path))
     except (OSError, ValueError) as error:  # ValueError: a name with NUL in it
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"the text {path!s} cannot be read ({reason}); name a text file") from None
     return decode_text(content, str(path))
+
+
+def read_bounded(file: IO[bytes], name: str) -> bytes:
+    """All bytes of an open file; InputError for more than a text has, such as those of /dev/zero, which never end."""
+    content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise InputError(f"{name} has more than {MAX_BYTES >> 20:,} MB; split the text, or name another file")
+    return content
 
 
 def is_utf8(text: str) -> bool:

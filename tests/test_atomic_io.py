@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvfold.atomic_io import replacing, write_whole
+from kvfold.atomic_io import read_tensors, replacing, write_whole
 from kvfold.errors import FileError
 
 
@@ -40,3 +40,15 @@ def test_a_pipe_is_not_replaced_by_a_file(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="is a device or a pipe, which a rename would replace; name a file"):
         write_whole(tmp_path / "pipe", "text")
     assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_pipe_or_folder_of_tensors_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(OSError, match="it is no file but a folder, a device or a pipe"):
+            read_tensors(path, "any")
+
+
+def test_a_private_file_is_its_owners_alone(tmp_path: Path) -> None:
+    write_whole(tmp_path / "facts", "text", private=True)
+    assert (tmp_path / "facts").stat().st_mode & 0o777 == 0o600

@@ -222,18 +222,24 @@ def _export(args: argparse.Namespace) -> int:
     if args.out is not None:
         check_out(args.out)
     with _open(args) as memory:
-        if args.out is not None and args.out.resolve() == memory.store.path.resolve():
+        if args.out is not None and _is_of(args.out, memory.store.path):
             raise InputError(f"{args.out} is the memory itself; write the export to another file")
         facts = memory.facts()
     if args.out is None:
         sys.stdout.write(to_lines(facts))
         return 0
-    write_whole(args.out, to_lines(facts))
+    write_whole(args.out, to_lines(facts), private=True)
     if args.json:
         print_json({"exported": len(facts), "file": str(args.out)})
     else:
         print(f"{counted(len(facts), 'fact')} written to {args.out}")
     return 0
+
+
+def _is_of(path: Path, memory: Path) -> bool:
+    """Whether a path is a memory's file or one that SQLite makes beside it."""
+    beside = [memory.with_name(f"{memory.name}{end}") for end in ("", "-wal", "-shm", "-journal")]
+    return path.resolve() in beside or (path.exists() and path.samefile(memory))
 
 
 def _import(args: argparse.Namespace) -> int:

@@ -19,12 +19,13 @@ from kvfold.errors import FileError, InputError, KvfoldError, PolicyError
 from kvfold.models.pull.pull import DEFAULT_MODEL, DTYPE_NAMES, resolve
 from kvfold.policy import Policy
 from kvfold.policy.size import parse_bytes
-from kvfold.text_io import decode_text, is_utf8, read_text_file
+from kvfold.text_io import decode_text, is_utf8, read_bounded, read_text_file
 
 if TYPE_CHECKING:
     from kvfold.core import Compile
 
 _COMPILE: dict[str, Compile] = {"auto": "auto", "now": True, "never": False}
+_MAX_DIGITS = 1000  # Python reads 4,300 unless it was told otherwise
 _Value = TypeVar("_Value")
 Subparsers: TypeAlias = "argparse._SubParsersAction[Parser]"
 
@@ -73,17 +74,24 @@ size_bytes = checked(parse_bytes)
 @checked
 def count(text: str) -> int:
     """A whole number from 0 on."""
-    if not text.isascii() or not text.isdigit():
-        raise InputError(f'"{text}" is no count; write a whole number from 0 on')
-    return int(text)
+    number = whole_number(text)
+    if number is None:
+        raise InputError(f'"{text:.40}" is no count; write a whole number from 0 on')
+    return number
 
 
 @checked
 def positive(text: str) -> int:
     """A whole number from 1 on."""
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise InputError(f'"{text}" is no count; write a whole number from 1 on')
-    return int(text)
+    number = whole_number(text)
+    if number is None or number < 1:
+        raise InputError(f'"{text:.40}" is no count; write a whole number from 1 on')
+    return number
+
+
+def whole_number(text: str) -> int | None:
+    """None for what is none, and for one of more digits than Python reads."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS else None
 
 
 @checked
@@ -174,7 +182,7 @@ def read_document(name: str) -> str:
         return read_text_file(Path(name))
     if sys.stdin.isatty():
         print("reading the text from this terminal; Ctrl-D ends it", file=sys.stderr)
-    return decode_text(sys.stdin.buffer.read(), "stdin")
+    return decode_text(read_bounded(sys.stdin.buffer, "stdin"), "stdin")
 
 
 def check_out(path: Path) -> None:

@@ -23,6 +23,7 @@ from kvfold.cli.options import (
     parse_policy,
     positive,
     read_document,
+    whole_number,
 )
 from kvfold.cli.read_code import add_code_options, check_code_options, run_code
 from kvfold.errors import FileError, InputError, OutOfPages
@@ -94,9 +95,10 @@ def add_parser(subparsers: Subparsers) -> None:
 def _chunk(text: str) -> int | str:
     if text == "auto":
         return text
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise InputError(f'"{text}" is no number of tokens; write a whole number from 1 on, or auto')
-    return int(text)
+    number = whole_number(text)
+    if number is None or number < 1:
+        raise InputError(f'"{text:.40}" is no number of tokens; write a whole number from 1 on, or auto')
+    return number
 
 
 @checked

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from kvfold.memory.fact import Fact
 from kvfold.memory.memory import Memory
 from kvfold.memory.slots import Slot, updated
+from kvfold.memory.store import KEY
 
 NUM_SLOTS = 32
 TOP = 8  # slots that one update rewrites at most
-_KEY = "(SELECT key FROM owner WHERE tenant = ? AND user = ?)"
 
 
 class Bank:
@@ -52,7 +52,7 @@ class Bank:
     def _write(self, slots: Sequence[Slot], last: int) -> None:
         store, owner = self._memory.store, self._memory.owner
         kept = [(*owner, number, slot.fact, slot.line) for number, slot in enumerate(slots) if slot.fact is not None]
-        store.write_rows(f"INSERT OR REPLACE INTO slot (owner, number, fact, line) VALUES ({_KEY}, ?, ?, ?)", kept)
+        store.write_rows(f"INSERT OR REPLACE INTO slot (owner, number, fact, line) VALUES ({KEY}, ?, ?, ?)", kept)
         store.write_rows("UPDATE owner SET banked = ? WHERE tenant = ? AND user = ?", [(last, *owner)])
 
     # Lines of stored KV prefixes
@@ -63,15 +63,15 @@ class Bank:
         return next((lines.split("\n") for (lines,) in rows), None)
 
     def drop_lines(self, name: str) -> None:
-        sql = f"DELETE FROM prefix WHERE owner = {_KEY} AND name = ?"
+        sql = f"DELETE FROM prefix WHERE owner = {KEY} AND name = ?"
         self._memory.store.write_rows(sql, [(*self._memory.owner, name)])
 
     def keep_lines(self, name: str, slots: Sequence[Slot]) -> None:
         lines = "\n".join(slot.line for slot in slots)
-        sql = f"INSERT OR REPLACE INTO prefix (owner, name, lines) VALUES ({_KEY}, ?, ?)"
+        sql = f"INSERT OR REPLACE INTO prefix (owner, name, lines) VALUES ({KEY}, ?, ?)"
         self._memory.store.write_rows(sql, [(*self._memory.owner, name, lines)])
 
 
-_SLOTS = f"SELECT number, fact, line FROM slot WHERE owner = {_KEY}"
+_SLOTS = f"SELECT number, fact, line FROM slot WHERE owner = {KEY}"
 _LAST = "SELECT banked FROM owner WHERE tenant = ? AND user = ?"
-_LINES = f"SELECT lines FROM prefix WHERE owner = {_KEY} AND name = ?"
+_LINES = f"SELECT lines FROM prefix WHERE owner = {KEY} AND name = ?"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,9 +17,9 @@ class Database:
     """An open file. One connection serves all threads under a lock; processes wait for each other by SQLite's own."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path = Path(os.path.realpath(path))  # whatever link led here: logs and prefixes stand beside the file
         self._lock = RLock()
-        self._connection = connect(path)
+        self._connection = connect(self.path)
         self._is_writing = False
         if self.rows("SELECT job FROM pending"):  # a process was killed while it forgot
             with suppress(FileError):  # another process reads; the next one that opens it tries again

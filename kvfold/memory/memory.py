@@ -24,6 +24,7 @@ from kvfold.models.pull.pull import home_folder
 from kvfold.shortening.base import Embedder
 
 MAX_TURN = 1 << 20  # characters of a turn
+_MAX_STEP = 60.0  # seconds
 MAX_QUESTION = 20_000  # characters of a question; of a longer one its end is looked up
 
 
@@ -71,7 +72,7 @@ class Memory:
 
     def write(self, text: str, *, source: str = "", at: float | None = None, importance: float = 1.0) -> list[Written]:
         """The same as `add`; returns also what each new fact ended."""
-        at = checked_time(time.time() if at is None else at)
+        at = checked_time(self._now() if at is None else at)
         text, source = clean(_turn(text)), _name(source, "source", may_be_empty=True)
         if not 0 < importance <= MAX_IMPORTANCE:
             raise InputError(f"importance is {importance}; write a number above 0, at most {MAX_IMPORTANCE:g}")
@@ -84,6 +85,12 @@ class Memory:
         ]
         with self._lock, self.store.writing():
             return [written for fact in facts if (written := write_fact(self.store, self.owner, self.embedder, fact))]
+
+    def _now(self) -> float:
+        """The clock, or the time of the last fact where the clock was set back by up to a minute since: what is said
+        later supersedes what was said before."""
+        now, last = time.time(), self.store.last_time(self.owner)
+        return last if last is not None and now < last <= now + _MAX_STEP else now
 
     def export(self) -> str:
         """All facts as JSON lines, by id."""
@@ -124,7 +131,7 @@ class Memory:
         the clock's. Their `uses` grow.
         """
         asked = asked_for(question_in(clean(question[-MAX_QUESTION:])))
-        now = time.time() if now is None else now
+        now = self._now() if now is None else now
         at = checked_time((asked.day or now) if at is None else at)
         with self._lock:
             self._index.refresh()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from kvfold.errors import FileError
@@ -38,7 +39,8 @@ def remove_prefixes(path: Path, owner: Owner) -> None:
     """Overwrite and delete all prefixes of an owner, also one that a killed process had begun to write."""
     for file in _prefixes(prefix_folder(path), owner):
         try:
-            _overwrite(file)
+            with suppress(FileNotFoundError):  # another process forgets, too
+                _overwrite(file)
             file.unlink(missing_ok=True)
         except OSError as error:
             raise FileError(f"the stored prefix {file} cannot be removed ({error.strerror}); remove it") from None

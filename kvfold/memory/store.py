@@ -15,6 +15,7 @@ MAX_FACTS = 100_000  # of one owner
 _MAX_ID = 1 << 63  # what SQLite can look up
 MAX_COMPARED = 500  # facts of one subject that a new one may supersede
 
+KEY = "(SELECT key FROM owner WHERE tenant = ? AND user = ?)"
 _INSERT = f"INSERT INTO fact (owner, revision, subject, verb, kind, {COLUMNS}) VALUES ({', '.join('?' * 17)})"
 
 
@@ -50,6 +51,11 @@ class FactStore(Database):
         sql = f"SELECT {COLUMNS} FROM fact WHERE owner = ? AND revision > ? ORDER BY id"
         return [fact_of(owner, row, self.path) for row in self.rows(sql, (key, after))]
 
+    def last_time(self, owner: Owner) -> float | None:
+        """When the fact that was written last became valid."""
+        sql = f"SELECT valid_from FROM fact WHERE owner = {KEY} ORDER BY id DESC LIMIT 1"
+        return next((at for (at,) in self.rows(sql, owner) if isinstance(at, float)), None)
+
     def same_text(self, owner: Owner, topic: Topic, text: str) -> list[Fact]:
         """Facts that say just that, also those that were superseded."""
         return self._select(owner, "subject = ? AND text = ?", topic.subject, text)
@@ -62,7 +68,7 @@ class FactStore(Database):
 
     def _select(self, owner: Owner, where: str, *values: object) -> list[Fact]:
         sql = f"""SELECT {COLUMNS} FROM fact
-            WHERE owner = (SELECT key FROM owner WHERE tenant = ? AND user = ?) AND {where}"""
+            WHERE owner = {KEY} AND {where}"""
         return [fact_of(owner, row, self.path) for row in sorted(self.rows(sql, (*owner, *values)))]
 
     def owners(self, tenant: str) -> list[tuple[str, int]]:

@@ -25,6 +25,7 @@ _FORMAT = "kvfold-read-1"
 _OPENING = json.dumps({"format": _FORMAT}).encode()[:-1]
 _MAX_BYTES = 1 << 30
 _MAX_REPLY = 1 << 20  # characters
+_MAX_TOKENS = 1 << 53
 
 
 class Recorded(NamedTuple):
@@ -97,7 +98,7 @@ class Journal:
             if not isinstance(call, str) or not isinstance(text, str) or type(num_tokens) is not int:
                 raise self._damaged(number)
             is_cut = row.get("is_cut", False)
-            if len(text) > _MAX_REPLY or num_tokens < 0 or not isinstance(is_cut, bool):
+            if len(text) > _MAX_REPLY or not 0 <= num_tokens < _MAX_TOKENS or not isinstance(is_cut, bool):
                 raise self._damaged(number)
             self._replies[call] = Recorded(text, num_tokens, is_cut)
         self._file.truncate(len(whole))
@@ -133,11 +134,15 @@ class Journal:
         self._replies.update(found)
 
     def _write(self, rows: Iterable[Mapping[str, object]]) -> None:
+        """All rows, or none: on a disk that is almost full a write takes a part, and only the next one fails."""
+        content = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        before = os.fstat(self._file.fileno()).st_size
         try:
-            self._file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
-            self._file.flush()
+            while content:
+                content = content[self._file.write(content) :]
             os.fsync(self._file.fileno())
         except OSError as error:
+            self._file.truncate(before)
             raise FileError(f"{self.path} cannot be written ({error.strerror}); make room, or name another") from None
 
     def remove(self) -> None:
@@ -156,15 +161,11 @@ class Journal:
 
 
 def _open(path: Path) -> IO[bytes]:
-    """For reading, and for writing behind the end."""
+    """For reading, and for writing behind the end; a new one, which quotes the text, is readable by its owner alone."""
     if path.is_dir():
         raise FileError(f"{path} is a folder; name a file for the journal")
     if path.exists() and not path.is_file():
         raise FileError(f"{path} is a device or a pipe; name a file for the journal")
-    return path.open("a+b", buffering=0) if not path.exists() else _at_start(path.open("a+b", buffering=0))
-
-
-def _at_start(file: Any) -> IO[bytes]:
-    file.seek(0)
-    found: IO[bytes] = file
+    found = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "a+b", buffering=0)
+    found.seek(0)
     return found

@@ -12,11 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from kvfold.atomic_io import TEMPORARY, read_tensors, replacing
-from kvfold.errors import FileError
+from kvfold.errors import FileError, InputError
 from kvfold.train.label_rows import Rows, rows_of, tensors_of
 
 _FORMAT = "kvfold-labels-part-1"
@@ -31,6 +32,12 @@ class LabelParts:
         if folder is not None:
             try:
                 folder.mkdir(exist_ok=True)
+                self._lock = FileLock(folder / ".lock", timeout=0)
+                self._lock.acquire()
+            except Timeout:
+                raise InputError(
+                    f"another process writes labels to {folder}; wait for it, or name another file to write"
+                ) from None
             except OSError as error:
                 raise FileError(f"{folder} cannot be made ({error.strerror}); choose another place") from None
 
@@ -67,5 +74,7 @@ class LabelParts:
             return
         for path in (*self.folder.glob("*.safetensors"), *self.folder.glob(f".*{TEMPORARY}")):
             path.unlink(missing_ok=True)
+        Path(self._lock.lock_file).unlink(missing_ok=True)
+        self._lock.release()
         with suppress(OSError):  # somebody else's files stay
             self.folder.rmdir()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from pathlib import Path
 
 from kvfold.train.label_format import read_labels
+from kvfold.train.label_parts import LabelParts
 from tests.cli.conftest import Call, Start
 
 CUT = ("--topk", 3, "--window", 200, "--context", 150)
@@ -47,6 +49,14 @@ def test_bad_input_is_one_line(call: Call, folder: Path, document: Path, tmp_pat
     assert done.code == 2 and "is one of the texts" in done.err
     done = call("train-scorer", "--model", folder, "--labels", document, *out)
     assert (done.code, done.err.count("\n")) == (2, 1) and "is no file of labels" in done.err
+    os.mkfifo(tmp_path / "pipe")
+    done = call("train-scorer", "--model", folder, "--labels", tmp_path / "pipe", *out)
+    assert (done.code, done.err.count("\n")) == (2, 1) and "cannot be read (it is no file but a" in done.err
+    parts = LabelParts(tmp_path / "labels.safetensors.parts", "key")
+    done = call("label", "--model", folder, document, *out)
+    assert (done.code, done.err.count("\n")) == (2, 1) and "another process writes labels to" in done.err
+    parts.remove()
+    assert not list(tmp_path.glob("*.parts")) and call("label", "--model", folder, document, *out).code == 0
 
 
 def test_killed_and_interrupted_runs_go_on(start: Start, call: Call, folder: Path, tmp_path: Path) -> None:

@@ -86,6 +86,7 @@ def test_forget_export_and_import(call: Call, file: tuple[str, ...], tmp_path: P
     call("memory", "add", "--user", "anna", *file, SAID)
     out = tmp_path / "anna.jsonl"
     assert call("memory", "export", "--user", "anna", *file, "--out", out).out == f"3 facts written to {out}\n"
+    assert out.stat().st_mode & 0o777 == 0o600
     told = json.loads(call("memory", "export", "--user", "anna", *file, "--out", out, "--json").out)
     assert told == {"exported": 3, "file": str(out)}
     assert call("memory", "export", "--user", "anna", *file).out == out.read_text(encoding="utf-8")
@@ -153,6 +154,10 @@ def test_an_export_never_replaces_the_memory(call: Call, file: tuple[str, ...]) 
     call("memory", "add", "--user", "anna", *file, SAID)
     done = call("memory", "export", "--user", "anna", *file, "--out", file[1])
     assert done.code == 2 and "is the memory itself" in done.err
+    hard = Path(f"{file[1]}.hard")
+    hard.hardlink_to(file[1])
+    for name in (f"{file[1]}-wal", f"{file[1]}-shm", hard):
+        assert "is the memory itself" in call("memory", "export", "--user", "anna", *file, "--out", name).err
     assert len(json.loads(call("memory", "ls", "--user", "anna", *file, "--json").out)) == 3
 
 

@@ -101,6 +101,8 @@ def test_several_files_are_one_text(call: Call, notes: Path, long_folder: Path) 
         (b"text", ("--ask", "x" * 5000), "the question has 5,000 characters; it stands in every call"),
         (b"text", ("--policy", "nonsense"), '--policy: policy "nonsense"'),
         (b"text", ("--chunk", "0"), '"0" is no number of tokens; write a whole number from 1 on, or auto'),
+        (b"text", ("--chunk", "9" * 5000), f'"{"9" * 40}" is no number of tokens; write a whole number'),
+        (b"text", ("--budget-calls", "9" * 5000), f'"{"9" * 40}" is no count; write a whole number from 1 on'),
         (b"text", ("--budget-seconds", "nan"), '"nan" is no number of seconds; write one above 0'),
         (b"text", ("--ask", "Who is \udcff?"), "the text is not UTF-8; set the terminal and the shell to UTF-8"),
         (b"text", ("--ask", "Who is {name}?"), "the question names {name}, which is no variable of the context"),

@@ -11,7 +11,7 @@ import pytest
 
 from kvfold.errors import FileError
 from kvfold.memory import Memory
-from kvfold.memory.prefix_files import prefix_folder
+from kvfold.memory.prefix_files import prefix_folder, prefix_path
 from tests.memory.conftest import MakeMemory
 
 SECRET = "Xylophone-4711"
@@ -67,11 +67,7 @@ def test_a_process_killed_while_it_forgets_leaves_it_to_the_next(make: MakeMemor
     fill(memory)
     program = f"""
 import os, signal
-import pytest
-
-from kvfold.errors import FileError
 from kvfold.memory import Memory
-from kvfold.memory.prefix_files import prefix_folder
 from kvfold.memory.database import Database
 Database.scrub = lambda self: os.kill(os.getpid(), signal.SIGKILL)
 Memory({str(path)!r}, "anna", embedder="hashed").forget()
@@ -114,3 +110,24 @@ def test_nothing_is_forgotten_where_stored_prefixes_cannot_be_found(make: MakeMe
     with pytest.raises(FileError, match=r"cannot be removed \(Not a directory\), so nothing is forgotten"):
         memory.forget()
     assert len(memory.facts()) == 1
+
+
+def test_a_link_to_the_file_leads_to_the_same_prefixes(make: MakeMemory, path: Path, tmp_path: Path) -> None:
+    make().add("I live in Berlin.")
+    link = tmp_path / "elsewhere" / "link.db"
+    link.parent.mkdir()
+    link.symlink_to(path)
+    with Memory(link, "anna", embedder="hashed") as memory:
+        stored = prefix_path(memory.store.path, memory.owner, "name")
+    stored.write_bytes(SECRET.encode())
+    assert stored.parent == prefix_folder(path) and list(link.parent.iterdir()) == [link]
+    make().forget()
+    assert not stored.exists()
+
+
+def test_a_prefix_that_another_process_has_just_removed_is_no_error(make: MakeMemory, path: Path) -> None:
+    memory = make()
+    memory.add("I live in Berlin.")
+    gone = prefix_path(path, memory.owner, "name")
+    gone.symlink_to(path.parent / "nothing")  # listed, and not there when it is opened
+    assert memory.forget() == 1 and not gone.is_symlink()

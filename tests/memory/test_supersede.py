@@ -104,3 +104,19 @@ def test_what_is_said_twice_is_one_fact_until_it_ends(make: MakeMemory) -> None:
     assert len(memory.add("I live in Berlin.", at=4 * DAY)) == 1
     assert [fact.text for fact in memory.facts(at=5 * DAY)] == ["I live in Berlin."]
     assert len(memory.facts()) == 3
+
+
+def test_what_is_said_later_counts_though_the_clock_was_set_back(
+    make: MakeMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = make()
+    for seconds, said in ((1000.0, "I live in Berlin."), (970.0, "I live in Paris."), (999.0, "My dog is called Rex.")):
+        monkeypatch.setattr("time.time", lambda now=seconds * 1e6: now)  # a step of 30 Ms is no correction of a clock
+        memory.add(said)
+    assert [fact.text for fact in memory.facts(at=1000e6)] == ["I live in Berlin.", "My dog is called Rex."]
+    for seconds, said in ((2e9, "I live in Kiel."), (2e9 - 30, "I live in Rome.")):
+        monkeypatch.setattr("time.time", lambda now=seconds: now)
+        memory.add(said)
+    for seconds in (2e9 - 30, 2e9 + 30):
+        monkeypatch.setattr("time.time", lambda now=seconds: now)
+        assert [one.fact.text for one in memory.recall("Where do I live?")][:1] == ["I live in Rome."]

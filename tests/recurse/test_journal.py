@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -114,3 +115,24 @@ def test_a_pipe_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(FileError, match="is a device or a pipe; name a file for the journal"):
         Journal.open(tmp_path / "pipe", "run")
+
+
+def test_a_journal_is_its_owners_alone(tmp_path: Path) -> None:
+    _written(tmp_path / "journal")
+    assert (tmp_path / "journal").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_disk_that_is_full_leaves_whole_lines(tmp_path: Path) -> None:
+    before = _written(tmp_path / "journal")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Journal.open(tmp_path / "journal", "run") as journal:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 10, hard))
+        try:
+            with pytest.raises(FileError, match=r"cannot be written .*; make room, or name another"):
+                journal.add([("c", Recorded("x" * 100, 1))])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert (tmp_path / "journal").read_bytes() == before
+        journal.add([("c", Recorded("x", 1))])
+    with Journal.open(tmp_path / "journal", "run") as journal:
+        assert len(journal) == 3
