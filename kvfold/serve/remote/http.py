@@ -71,7 +71,7 @@ class EngineHttp:
                 if isinstance(event, h11.Data) and head.status_code == 200:
                     yield bytes(event.data)
                 elif isinstance(event, h11.Data):
-                    refused += bytes(event.data)
+                    refused = (refused + bytes(event.data))[:_PIECE_BYTES]
             if head.status_code != 200:
                 raise _refused(head.status_code, refused)
         except (OSError, TimeoutError, EOFError, h11.ProtocolError) as error:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from kvfold.errors import InputError, KvfoldError
+from kvfold.errors import InputError
 from kvfold.models.loader import Model
 from kvfold.packed.client import PackedPrefix
 from kvfold.packed.pack import check_packable, pack
@@ -33,8 +33,8 @@ class Packer:
     async def packed(self, name: bytes, tokens: Sequence[int], metrics: Metrics) -> PackedPrefix | None:
         """The prefix under this name; requests that come while it is packed wait for it. None: it stays as it is."""
         task = self._known.get(name)
-        if task is None or (task.done() and task.cancelled()):
-            task = self._known[name] = asyncio.create_task(self._pack(list(tokens), metrics))
+        if task is None:
+            task = self._known[name] = asyncio.create_task(self._pack(name, list(tokens), metrics))
             if len(self._known) > _MOST_KNOWN:
                 self._known.popitem(last=False)
         self._known.move_to_end(name)
@@ -44,20 +44,21 @@ class Packer:
         """The engine did not find it."""
         self._known.pop(name, None)
 
-    async def _pack(self, tokens: Sequence[int], metrics: Metrics) -> PackedPrefix | None:
+    async def _pack(self, name: bytes, tokens: Sequence[int], metrics: Metrics) -> PackedPrefix | None:
         work = partial(pack, self._model, tokens, self._policy, self._tier, secret=self._secret)
         try:
             found = await asyncio.get_running_loop().run_in_executor(self._thread, work)
         except InputError:
             return None  # too short: packing would save nothing
-        except (KvfoldError, MemoryError) as error:
+        except Exception as error:
             _log.error("a prefix could not be packed", exc_info=error)
             metrics.add("kvfold_pack_failures_total")
+            self.forget(name)  # the next request tries again
             return None
         metrics.add("kvfold_packed_tokens_total", found.num_tokens)
         metrics.add("kvfold_packed_slots_total", found.num_slots)
         return found
 
     def close(self) -> None:
-        self._thread.shutdown(cancel_futures=True)
+        self._thread.shutdown(wait=False, cancel_futures=True)  # the process ends before a pass that runs
         self._tier.close()

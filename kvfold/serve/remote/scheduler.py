@@ -119,7 +119,7 @@ class RemoteScheduler:
             prompt = await self._prompt(job, source)
             try:
                 if prompt.packed is not None:
-                    await self._check(prompt, prompt.packed, source.salt)
+                    await self._check(prompt, prompt.packed, source.salt, anew=job.max_new_tokens == 1)
                 return await self._stream(job, prompt, source.salt)
             except EntryRefused as error:
                 self._forget(source, job, prompt)
@@ -141,8 +141,9 @@ class RemoteScheduler:
             self._packer.forget(_name(job, source))
             self._checked.pop(prompt.packed.entry, None)
 
-    async def _check(self, prompt: EnginePrompt, packed: PackedPrefix, salt: str) -> None:
-        if self._checked.get(packed.entry, 0.0) > time.monotonic():
+    async def _check(self, prompt: EnginePrompt, packed: PackedPrefix, salt: str, *, anew: bool) -> None:
+        """`anew`: of a reply of one token the stream does not tell whether it was cut."""
+        if not anew and self._checked.get(packed.entry, 0.0) > time.monotonic():
             return
         body = {**self._body(prompt, salt), "max_tokens": 1, "temperature": 0}
         answer = await self._http.json("POST", _PATH, body)

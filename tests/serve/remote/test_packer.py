@@ -61,6 +61,24 @@ def test_a_prefix_is_packed_once_for_all_and_again_when_it_was_forgotten(packer:
     assert _count(metrics, "kvfold_packed_tokens_total ") == 600 + 500 + 600
 
 
+def test_a_prefix_that_could_not_be_packed_is_tried_again(model: Model, tmp_path: Path) -> None:
+    store, metrics = tmp_path / "store", Metrics()
+    packer = Packer(model, POLICY, SharedDiskTier(store))
+
+    async def ask() -> list[Any]:
+        store.rename(tmp_path / "gone")
+        store.write_text("no folder")
+        found = await packer.packed(b"one", TOKENS, metrics)
+        store.unlink()
+        (tmp_path / "gone").rename(store)
+        return [found, await packer.packed(b"one", TOKENS, metrics)]
+
+    failed, packed = asyncio.run(ask())
+    packer.close()
+    assert failed is None and packed.num_tokens == 600
+    assert _count(metrics, "kvfold_pack_failures_total ") == 1
+
+
 def test_what_packing_does_not_shorten_stays_as_it_is(packer: Packer) -> None:
     assert asyncio.run(packer.packed(b"short", TOKENS[:100], Metrics())) is None
 
