@@ -35,7 +35,7 @@ from kvfold.reply import GenerateOptions, Reply, checked
 from kvfold.session_io import SessionState, read_session, restore_cache, save_session
 from kvfold.shortening.loaded_model import judge
 from kvfold.shortening.messages import shorten_messages
-from kvfold.shortening.shorten import Shortened, shorten_or_leave
+from kvfold.shortening.shorten import Shortened, shorten_text
 from kvfold.stats import Stats, kept_positions, measure
 
 
@@ -104,8 +104,8 @@ class Session:
         if self.policy.shorten is None:
             return text
         plan = self.policy.shorten
-        done = shorten_or_leave(
-            text, plan, question=question, tokenizer=self.model.tokenizer, model=judge(plan, self.model)
+        done = shorten_text(
+            text, plan, question=question, tokenizer=self.model.tokenizer, model=judge(plan, self.model), may_stay=True
         )
         self.shortened.append(done)
         return done.text

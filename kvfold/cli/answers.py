@@ -50,7 +50,7 @@ class Asking:
 def answer_all(model: kvfold.Model, policy: Policy, document: str, asking: Asking) -> Iterator[Answer]:
     """One answer for each question, as they come. Texts are shortened here, so that their sizes can be told."""
     from kvfold.shortening.loaded_model import judge
-    from kvfold.shortening.shorten import shorten_or_leave  # here: help comes without numpy
+    from kvfold.shortening.shorten import shorten_text  # here: help comes without numpy
 
     plan, cache_policy = policy.shorten, replace(policy, shorten=None)
     is_apart = asking.question_known or (plan is not None and plan.by.needs_question)
@@ -58,8 +58,13 @@ def answer_all(model: kvfold.Model, policy: Policy, document: str, asking: Askin
     for questions in [[one] for one in asking.questions] if is_apart else [asking.questions]:
         if plan is not None and (shortened is None or plan.by.needs_question):
             with waiting(f"shorten, {policy.short}"):
-                shortened = shorten_or_leave(
-                    document, plan, question=questions[0], tokenizer=model.tokenizer, model=judge(plan, model)
+                shortened = shorten_text(
+                    document,
+                    plan,
+                    question=questions[0],
+                    tokenizer=model.tokenizer,
+                    model=judge(plan, model),
+                    may_stay=True,
                 )
         text = document if shortened is None else shortened.text
         with kvfold.Session(model, cache_policy) as session:

@@ -185,6 +185,16 @@ def read_document(name: str) -> str:
     return decode_text(read_bounded(sys.stdin.buffer, "stdin"), "stdin")
 
 
+def add_document_parser(
+    subparsers: Subparsers, name: str, run: Callable[[argparse.Namespace], int], document: str, **about: str
+) -> Parser:
+    """A command about one document; `about`: help, description and epilog."""
+    parser = subparsers.add_parser(name, **about)
+    parser.add_argument("file", metavar="FILE", help=f"{document}, UTF-8 text; - is stdin")
+    parser.set_defaults(run=run)
+    return parser
+
+
 def check_out(path: Path) -> None:
     """FileError if a file cannot be written there, as far as can be told beforehand."""
     if "\0" in str(path):

@@ -9,6 +9,7 @@ from pathlib import Path
 from kvfold.cli import show
 from kvfold.cli.options import (
     Subparsers,
+    add_document_parser,
     add_json_option,
     add_model_options,
     add_option,
@@ -38,13 +39,15 @@ entry through the connector kvfold.vllm; see docs/vllm.md.
 
 def add_parser(subparsers: Subparsers) -> None:
     """Add the command to the subcommands of `kvfold`."""
-    parser = subparsers.add_parser(
+    parser = add_document_parser(
+        subparsers,
         "pack",
+        run,
+        "the document",
         help="compress a document into an entry for vLLM",
         description="Compress a document once into an entry of a store; vLLM answers questions on it by its connector.",
         epilog=_EPILOG,
     )
-    parser.add_argument("file", metavar="FILE", help="the document, UTF-8; - is stdin")
     add_option(parser, "--store", "PLACE", "folder or redis://HOST:PORT/N that vLLM reads", nonempty, required=True)
     add_option(parser, "--policy", "POLICY", "what stays, question-agnostic, with uniform budgets", str, _POLICY)
     parser.add_argument("--for", dest="engine", default="vllm", choices=("vllm",), help="engine (default: %(default)s)")
@@ -59,7 +62,6 @@ def add_parser(subparsers: Subparsers) -> None:
     add_secret_option(parser)
     add_json_option(parser)
     add_model_options(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

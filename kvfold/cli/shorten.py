@@ -15,6 +15,7 @@ from kvfold.atomic_io import write_whole
 from kvfold.cli import show
 from kvfold.cli.options import (
     Subparsers,
+    add_document_parser,
     add_json_option,
     add_model_options,
     add_option,
@@ -48,13 +49,15 @@ del { color: #999; text-decoration: none }
 
 def add_parser(subparsers: Subparsers) -> None:
     """Add the command to the subcommands of `kvfold`."""
-    parser = subparsers.add_parser(
+    parser = add_document_parser(
+        subparsers,
         "shorten",
+        run,
+        "the text",
         help="cut a text to the parts that matter",
         description="Cut a text to the parts that matter, before a model reads it.",
         epilog=_EPILOG,
     )
-    parser.add_argument("file", metavar="FILE", help="the text, UTF-8; - is stdin")
     add_option(parser, "--to", "SIZE", "25%%, 4x or 2000tok", nonempty, required=True)
     add_option(parser, "--ask", "QUESTION", "keep what answers this question", nonempty)
     add_option(parser, "--by", "SELECTOR", "which parts stay (default: rank with --ask, else graph)", nonempty)
@@ -67,7 +70,6 @@ def add_parser(subparsers: Subparsers) -> None:
     add_option(parser, "--html", "FILE", "write that as a page", Path)
     add_json_option(parser)
     add_model_options(parser, needed=False)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvfold.shortening.base import LanguageModel
-from kvfold.shortening.shorten import Shorten, Shortened, end_text, shorten_or_leave
+from kvfold.shortening.shorten import Shorten, Shortened, end_text, shorten_text
 
 _ROLES = ("user", "tool")
 
@@ -30,7 +30,11 @@ def shorten_messages(
         question = _question(messages)
 
     def shorter(text: str) -> str:
-        done.append(shorten_or_leave(text, plan, question=question, tokenizer=tokenizer, model=model, keeps_ends=True))
+        done.append(
+            shorten_text(
+                text, plan, question=question, tokenizer=tokenizer, model=model, keeps_ends=True, may_stay=True
+            )
+        )
         return done[-1].text
 
     def rewritten(message: dict[str, Any]) -> dict[str, Any]:

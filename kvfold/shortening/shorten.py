@@ -115,12 +115,14 @@ def shorten_text(
     tokenizer: Any = None,
     model: LanguageModel | None = None,
     keeps_ends: bool = False,
+    may_stay: bool = False,
     progress: Progress | None = None,
 ) -> Shortened:
     """The text cut to the size of `plan`. Tokens are those of `tokenizer`, or words and marks without one.
 
     `keeps_ends`: the first unit and the end of the last paragraph stay, as instructions and questions of a message.
-    White space alone has no parts and comes back as it is. SizeError where no unit fits into the size.
+    White space alone has no parts and comes back as it is. SizeError where the size is below what must stay or below
+    the smallest unit; with `may_stay`, as in a policy, a text stays whole that a size of `4x` or `25%` cannot cut.
     """
     began = time.perf_counter()
     tokens = TokenOffsets.of(text, tokenizer)
@@ -143,39 +145,25 @@ def shorten_text(
         ends_n = end_parts(text, parts, tokens, min(END_TOKENS, target // 2))
     kept_n |= ends_n
     task = Task(text, units, parts, kept_n, tokens, target, question, embedder, keep, model, progress, chunker, ends_n)
-    if plan.by.is_extractive:
-        spans = _spans(task, plan.by)
-        left, num_left = "".join(text[start:end] for start, end in spans), sum(tokens.count(*span) for span in spans)
-    else:
-        spans, left = (), plan.by.rewrite(task)
-        num_left = len(TokenOffsets.of(left, tokenizer))
-    seconds = time.perf_counter() - began
-    return Shortened(left, spans, text, num_left, len(tokens), seconds, plan.by.is_extractive)
-
-
-def shorten_or_leave(
-    text: str,
-    plan: Shorten,
-    *,
-    question: str | None = None,
-    tokenizer: Any = None,
-    model: LanguageModel | None = None,
-    keeps_ends: bool = False,
-) -> Shortened:
-    """As a policy shortens: a text stays whole for which a relative size (`4x`, `25%`) is below what must stay or below
-    its smallest unit; for a number of tokens that is a SizeError."""
     try:
-        return shorten_text(text, plan, question=question, tokenizer=tokenizer, model=model, keeps_ends=keeps_ends)
+        spans, left = _left(task, plan.by)
     except SizeError:
-        if isinstance(plan.to, Tokens):
+        if not may_stay or isinstance(plan.to, Tokens):
             raise
-        return Shortened.whole(text, len(TokenOffsets.of(text, tokenizer)))
+        return Shortened.whole(text, len(tokens))
+    is_cut = plan.by.is_extractive
+    num_left = sum(tokens.count(*span) for span in spans) if is_cut else len(TokenOffsets.of(left, tokenizer))
+    seconds = time.perf_counter() - began
+    return Shortened(left, spans, text, num_left, len(tokens), seconds, is_cut)
 
 
-def _spans(task: Task, selector: Selector) -> tuple[tuple[int, int], ...]:
-    """What stays: the selector's own spans, or units by their worth."""
+def _left(task: Task, selector: Selector) -> tuple[tuple[tuple[int, int], ...], str]:
+    """What stays: the selector's own spans, or units by their worth; or no spans but its own words."""
+    if not selector.is_extractive:
+        return (), selector.rewrite(task)
     spans = selector.spans(task)
-    return tuple(_with_single_breaks(task.text, choose(task, selector) if spans is None else spans))
+    spans = tuple(_with_single_breaks(task.text, choose(task, selector) if spans is None else spans))
+    return spans, "".join(task.text[start:end] for start, end in spans)
 
 
 def _with_single_breaks(text: str, spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:

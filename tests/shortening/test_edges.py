@@ -8,7 +8,7 @@ import pytest
 
 import kvfold
 from kvfold.errors import InputError, PolicyError, SizeError
-from kvfold.shortening.shorten import shorten_or_leave
+from kvfold.shortening.shorten import shorten_text
 from kvfold.shortening.text import plan_of, shorten
 from tests import tiny
 from tests.shortening.test_guarantees import QUESTION, SELECTORS
@@ -24,7 +24,9 @@ def test_white_space_alone_comes_back(by: str) -> None:
     for units in ("auto", "late", "fixed(7)"):
         found = shorten(BLANK, "4x", by, question=question, units=units, embedder="tfidf", tokenizer=tiny.tokenizer())
         assert found.text == BLANK and found.num_tokens == found.num_original_tokens > 256
-    assert shorten_or_leave(BLANK, plan_of(by, "4x"), tokenizer=tiny.tokenizer(), keeps_ends=True).text == BLANK
+    assert (
+        shorten_text(BLANK, plan_of(by, "4x"), tokenizer=tiny.tokenizer(), keeps_ends=True, may_stay=True).text == BLANK
+    )
 
 
 @pytest.mark.parametrize(
@@ -42,9 +44,9 @@ def test_a_size_into_which_no_unit_fits_is_refused(text: str, to: str, units: st
 
 
 def test_in_a_policy_a_text_stays_whole_that_a_relative_size_cannot_cut() -> None:
-    assert shorten_or_leave(LONG, plan_of("graph", "4x", embedder="tfidf")).text == LONG
+    assert shorten_text(LONG, plan_of("graph", "4x", embedder="tfidf"), may_stay=True).text == LONG
     with pytest.raises(SizeError, match="no unit of the text fits"):
-        shorten_or_leave(LONG, plan_of("graph", "50tok", embedder="tfidf"))
+        shorten_text(LONG, plan_of("graph", "50tok", embedder="tfidf"), may_stay=True)
 
 
 def test_units_of_single_words_join_no_halves() -> None:

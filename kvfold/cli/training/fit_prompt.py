@@ -15,6 +15,7 @@ import kvfold
 from kvfold.cli import show
 from kvfold.cli.options import (
     Subparsers,
+    add_document_parser,
     add_json_option,
     add_model_options,
     add_option,
@@ -41,13 +42,15 @@ _EPILOG = """examples:
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    parser = subparsers.add_parser(
+    parser = add_document_parser(
+        subparsers,
         "fit-prompt",
+        run,
+        "the prompt",
         help="compress a system prompt once, for many sessions",
         description="Compress a system prompt, write it as a session file, and measure the loss.",
         epilog=_EPILOG,
     )
-    parser.add_argument("file", metavar="FILE", help="the prompt, UTF-8 text; - is stdin")
     parser.add_argument("--out", required=True, type=Path, metavar="SESSION", help="session file to write")
     add_option(parser, "--ratio", "R", "compression ratio in slots", float, 20.0)
     add_option(parser, "--policy", "POLICY", "without a size", str, DEFAULT_POLICY)
@@ -56,7 +59,6 @@ def add_parser(subparsers: Subparsers) -> None:
     add_option(parser, "--answer-tokens", "N", "tokens of each reference answer", positive, 48)
     add_json_option(parser)
     add_model_options(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
