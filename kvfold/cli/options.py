@@ -186,7 +186,7 @@ def read_document(name: str) -> str:
 
 
 def add_document_parser(
-    subparsers: Subparsers, name: str, run: Callable[[argparse.Namespace], int], document: str, **about: str
+    subparsers: Subparsers, name: str, run: Callable[[argparse.Namespace], int], document: str, **about: Any
 ) -> Parser:
     """A command about one document; `about`: help, description and epilog."""
     parser = subparsers.add_parser(name, **about)
