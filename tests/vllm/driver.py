@@ -35,6 +35,8 @@ def main() -> None:
 def answer(llm: Any, op: str, **given: Any) -> Any:
     if op == "generate":
         return generate(llm, given["requests"])
+    if op == "cancel":
+        return cancel(llm, given["request"], given["num_steps"])
     if op == "metrics":
         return {metric.name: metric.value for metric in llm.get_metrics() if "kvfold" in metric.name}
     if op == "counter":
@@ -47,15 +49,32 @@ def answer(llm: Any, op: str, **given: Any) -> Any:
 
 
 def generate(llm: Any, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    given = [parsed(request) for request in requests]
+    prompts, params = [prompt for prompt, _ in given], [options for _, options in given]
+    return [told(output) for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def parsed(request: dict[str, Any]) -> tuple[Any, Any]:
+    """A prompt and its sampling parameters."""
     from vllm import SamplingParams
 
-    prompts, params = [], []
-    for request in requests:
-        salt = {"cache_salt": request["salt"]} if "salt" in request else {}
-        prompts.append({"prompt_token_ids": request["ids"], **salt})
-        extra = {"kv_transfer_params": request["transfer"]} if "transfer" in request else None
-        params.append(SamplingParams(**{"temperature": 0.0, "logprobs": 5, **request["params"]}, extra_args=extra))
-    return [told(output) for output in llm.generate(prompts, params, use_tqdm=False)]
+    salt = {"cache_salt": request["salt"]} if "salt" in request else {}
+    extra = {"kv_transfer_params": request["transfer"]} if "transfer" in request else None
+    params = SamplingParams(**{"temperature": 0.0, "logprobs": 5, **request["params"]}, extra_args=extra)
+    return {"prompt_token_ids": request["ids"], **salt}, params
+
+
+def cancel(llm: Any, request: dict[str, Any], num_steps: int) -> int:
+    """Abort a request after so many steps, and run until the engine is idle; steps that it took."""
+    engine, count = llm.llm_engine, num_steps
+    engine.add_request("cancelled", *parsed(request))
+    for _ in range(num_steps):
+        engine.step()
+    engine.abort_request(["cancelled"])
+    while engine.has_unfinished_requests():
+        engine.step()
+        count += 1
+    return count
 
 
 def told(output: Any) -> dict[str, Any]:

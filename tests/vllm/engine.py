@@ -82,6 +82,10 @@ class Engine:
         params = {"max_tokens": max_tokens, **more.pop("params", {})}
         return self.generate([{"ids": list(ids), "params": params, **more}])[0]
 
+    def cancel(self, request: dict[str, Any], num_steps: int) -> None:
+        """Abort a request after so many steps of the engine."""
+        self._tell(op="cancel", request=request, num_steps=num_steps)
+
     def flush(self) -> None:
         """Wait until everything is stored."""
         assert self._tell(op="flush")
