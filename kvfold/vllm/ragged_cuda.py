@@ -48,12 +48,6 @@ class RaggedCudaImpl(RaggedAttention, TritonAttentionImpl):
             self.attend_ragged(layer, extract_layer_index(layer.layer_name), query, kv_cache, attn_metadata, output)
         return found
 
-    def own_rows(self, layer: Any, cache_BHNC: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """A slot's key and value lie beside each other in the last axis."""
-        rows_KHC = cache_BHNC[blocks].transpose(1, 2).flatten(0, 1)
-        k_KHD, v_KHD = rows_KHC.split(self.head_size, -1)
-        return k_KHD, v_KHD
-
 
 class RaggedCudaBackend(TritonAttentionBackend):
     """vLLM finds it under CUSTOM."""

@@ -8,7 +8,6 @@ backend asks here. Of a document that vLLM may still hold, a worker keeps length
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -138,16 +137,18 @@ def _find(metadata: Any) -> list[RequestRows]:
 
 
 class RaggedAttention:
-    """What an attention implementation of vLLM needs besides its own; a subclass reads rows out of blocks."""
+    """What an attention implementation of vLLM needs besides its own."""
 
     reads_ragged = True
     num_kv_heads: int
     head_size: int
     scale: float
 
-    @abstractmethod
     def own_rows(self, layer: Any, cache_BHNC: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [slots, H, D] of blocks that the engine has written."""
+        """Keys and values [slots, H, D] of blocks that the engine has written: beside each other in the last axis, as
+        backends on GPUs keep them."""
+        k_KHD, v_KHD = cache_BHNC[blocks].transpose(1, 2).flatten(0, 1).split(self.head_size, -1)
+        return k_KHD, v_KHD
 
     def attend_ragged(
         self, layer: Any, index: int, query: Tensor, cache_BHNC: Tensor, metadata: Any, output: Tensor
