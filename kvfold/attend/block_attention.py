@@ -27,14 +27,22 @@ _MOST_QUERIES = 128  # of a head: with more, decoding once is cheaper than readi
 _SPLIT = 256  # slots of a task
 
 
-def merge_blocks(merge: LseMerge, stored: BlockPages, q_HGTD: Tensor, scale: float) -> None:
-    """Merge attention to all slots of a document, which queries meet at the positions they were stored with."""
+def merge_blocks(
+    merge: LseMerge, stored: BlockPages, q_HGTD: Tensor, scale: float, *, kernels: bool | None = None
+) -> None:
+    """Merge attention to all slots of a document, which queries meet at the positions they were stored with.
+
+    `kernels`: whether codes are read by the operators of a decode step; None: on a GPU, for few queries.
+    """
     skip = stored.layout.num_sinks
     if stored.sinks is not None:
         k_HSD, v_HSD = (side.to(q_HGTD.dtype) for side in stored.sinks)
         sinks = KVPart(slice(0, len(k_HSD)), [0] * len(k_HSD), q_HGTD, k_HSD, v_HSD)
         merge.add(sinks.heads, *sinks.attend(scale))
-    if q_HGTD.is_cuda and q_HGTD.shape[1] * q_HGTD.shape[2] <= _MOST_QUERIES and has_kernels(stored):
+    if kernels is None:
+        is_short = q_HGTD.shape[1] * q_HGTD.shape[2] <= _MOST_QUERIES
+        kernels = q_HGTD.is_cuda and is_short and has_kernels(stored)
+    if kernels:
         merge.add(slice(0, len(q_HGTD)), *attend_tasks(stored, q_HGTD, scale))
         return
     for part in row_parts([stored.pages], q_HGTD, skip):

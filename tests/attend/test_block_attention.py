@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvfold.attend.block_attention import attend_tasks, merge_blocks
+from kvfold.attend.block_attention import has_kernels, merge_blocks
 from kvfold.attend.lse_merge import LseMerge, attend_reference
 from kvfold.codec import Codec, Int4
 from kvfold.codec.base import SIDES
@@ -106,16 +106,12 @@ def assert_attends(case: Case, q_HGTD: Tensor, tolerance: dict[str, Any] = TIGHT
     """As PyTorch decodes the blocks, and as kernels (or their torch twins) read their codes."""
     scale = case.layout.page_class.head_dim**-0.5
     want, want_lse = case.expected(q_HGTD, scale)
-    merge = LseMerge(q_HGTD)
-    merge_blocks(merge, case.stored, q_HGTD, scale)
-    assert merge.lse_HGT is not None
-    torch.testing.assert_close(merge.result().float().cpu(), want, **tolerance)
-    torch.testing.assert_close(merge.lse_HGT.float().cpu(), want_lse, **tolerance)
-    if case.layout.num_sinks:
-        return
-    out, lse = attend_tasks(case.stored, q_HGTD, scale)
-    torch.testing.assert_close(out.float().cpu(), want, **tolerance)
-    torch.testing.assert_close(lse.float().cpu(), want_lse, **tolerance)
+    for kernels in (False, True, None):
+        merge = LseMerge(q_HGTD)
+        merge_blocks(merge, case.stored, q_HGTD, scale, kernels=kernels)
+        assert merge.lse_HGT is not None
+        torch.testing.assert_close(merge.result().float().cpu(), want, **tolerance)
+        torch.testing.assert_close(merge.lse_HGT.float().cpu(), want_lse, **tolerance)
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -137,6 +133,11 @@ def test_sinks_are_read_in_full_precision() -> None:
     case.stored.once["exact.v"].add_(1.0)
     with pytest.raises(AssertionError):
         assert_attends(case, queries(case))
+
+
+def test_codes_that_end_within_a_word_are_read_without_kernels() -> None:
+    case = Case((CODECS["int2"], Int4()), head_dim=36)
+    assert not has_kernels(case.stored) and has_kernels(Case((Int4(), Int4())).stored)
 
 
 def test_biases_and_groups_of_channels() -> None:
