@@ -14,7 +14,7 @@ _ROOM = 256  # tokens of question and reply
 def own_words(
     model: kvfold.Model, text: str, packed: PackedPrefix, questions: Sequence[str], max_tokens: int
 ) -> list[list[int]]:
-    """Greedy tokens up to the end of sequence. Questions are decoded into an open block, whose slots no codec sees."""
+    """Greedy tokens up to the end of sequence. Questions go into an open block, whose slots no codec sees."""
     with kvfold.Session(model, packed.policy) as session:
         session.extend(text)
         cache = session.cache
@@ -30,8 +30,9 @@ def own_words(
 
 
 def _continued(session: kvfold.Session, ids: Sequence[int], max_tokens: int) -> list[int]:
-    for token in ids:
-        logits = session.runner.decode([session.cache], [token])[0]
+    read = session.runner.verify([session.cache], [ids])[0]
+    for _ in ids:
+        logits = read.keep()
     found: list[int] = []
     while len(found) < max_tokens:
         found.append(int(logits.argmax()))

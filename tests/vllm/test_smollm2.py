@@ -19,7 +19,7 @@ TEXT = kvfold.example_text()
 DOCUMENTS = (TEXT, TEXT[len(TEXT) // 3 :] + TEXT[: len(TEXT) // 3])
 QUESTIONS = ("What is the code of the wine cellar?", "What is the name of the parrot?", "Who runs the hotel?")
 POLICIES = {"keydiff + uniform + 4x": False, "kvzip + global + 8x + int4": True}
-MAX_TOKENS = 16
+MAX_TOKENS = 12
 
 
 class Story:
