@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 HAS_TRITON = find_spec("triton") is not None  # kernel files are imported where it is
+HAS_NUMBA = find_spec("numba") is not None  # the same for kernels on a CPU
 Compile = Literal["auto"] | bool  # whether decode steps on a GPU are compiled: at once, never, or once that pays
 
 

@@ -15,7 +15,7 @@ from tests import tiny
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONAL = (
     *("starlette", "uvicorn", "redis", "opentelemetry", "lm_eval", "matplotlib", "datasets", "jieba", "triton"),
-    *("onnxruntime", "pydantic_monty", "msgspec", "zmq", "anthropic", "openai", "pytest", "hypothesis"),
+    *("numba", "onnxruntime", "pydantic_monty", "msgspec", "zmq", "anthropic", "openai", "pytest", "hypothesis"),
 )
 WITHOUT = f"""
 import sys

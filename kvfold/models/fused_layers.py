@@ -196,7 +196,7 @@ def exchanges(hf: nn.Module) -> list[Exchange]:
 def _projections(attention: nn.Module) -> list[Exchange]:
     names = ("q_proj", "k_proj", "v_proj")
     linears: list[Any] = [getattr(attention, name, None) for name in names]
-    if not _can_join(linears):
+    if not can_join(linears):
         return []
     joint = Joint(linears)
     return [
@@ -211,12 +211,12 @@ def _replacement(module: Any) -> nn.Module | None:
     if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
         return Norm(module)
     linears = [getattr(module, name, None) for name in ("gate_proj", "up_proj")]
-    if _can_join(linears) and _can_join([getattr(module, "down_proj", None)]):
+    if can_join(linears) and can_join([getattr(module, "down_proj", None)]):
         return Gated(module)
     return None
 
 
-def _can_join(linears: Sequence[Any]) -> bool:
+def can_join(linears: Sequence[Any]) -> bool:
     """Whether they are plain linear layers of one shape and dtype, without hooks."""
     if not all(type(linear) is nn.Linear and _is_bare(linear) for linear in linears):
         return False

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,9 +25,13 @@ from kvfold.attend.lse_merge import LseMerge, attend, compute_dtype
 from kvfold.attend.paged import merge_paged
 from kvfold.compression.observe import ObserverNeeds, new_mass, observe_queries, stored_mass
 from kvfold.compression.seal import seal_all
+from kvfold.core import HAS_NUMBA
 from kvfold.pages.sequence import SequenceCache
 from kvfold.passes.context_window import warn_if_passing
 from kvfold.passes.cpu_batch import CpuBatch, Row, row_of
+
+if TYPE_CHECKING:
+    from kvfold.passes.cpu_step import CpuStep
 
 
 @dataclass(frozen=True)
@@ -67,24 +72,58 @@ class DecodePass:
         """Lazy: kernels do not use it."""
         return [ObserverNeeds.of([sequence.policy], decoding=True) for sequence in self.sequences]
 
+    @cached_property
+    def _compiled(self) -> CpuStep | None:
+        """Kernels for the sequences that they can read, where numba is installed."""
+        if not HAS_NUMBA or max(self.num_tokens) > 1:
+            return None
+        from kvfold.passes.cpu_step import CpuStep
+
+        return CpuStep.over(self.sequences)
+
     def attend_packed(self, layer: int, q_QND: Tensor, k_HND: Tensor, v_HND: Tensor) -> Tensor:
         """The tokens of all sequences, one behind the other; returns the attention output [N, Q, D]."""
         out_NQD = torch.empty_like(q_QND.transpose(0, 1))
-        rows = self._rows(layer) if q_QND.device.type == "cpu" else {}
+        on_cpu = q_QND.device.type == "cpu"
+        compiled = self._compiled if on_cpu else None
+        done = self._attend_compiled(layer, compiled, (q_QND, k_HND, v_HND), out_NQD) if compiled else ()
+        if len(done) == len(self.sequences):
+            return out_NQD
+        rows = self._rows(layer, done) if on_cpu else {}
         starts = [0, *accumulate(self.num_tokens)]
         for index, mine in enumerate(map(slice, starts, starts[1:])):
-            if index not in rows:
+            if index not in rows and index not in done:
                 new = q_QND[:, mine], k_HND[:, mine], v_HND[:, mine]
                 out_NQD[mine] = self.attend(layer, index, *new).transpose(0, 1)
         if rows:
             self._attend_batched(layer, rows, q_QND, (k_HND, v_HND), out_NQD)
         return out_NQD
 
-    def _rows(self, layer: int) -> dict[int, Row]:
+    def _attend_compiled(
+        self, layer: int, compiled: CpuStep, new: tuple[Tensor, Tensor, Tensor], out_NQD: Tensor
+    ) -> Sequence[int]:
+        """The sequences that kernels have read in this layer."""
+        if not compiled.serves(layer):
+            return ()
+        spec, is_whole = self.sequences[0].spec.layers[layer], len(compiled.indices) == len(self.sequences)
+        mine = [x.transpose(0, 1) if is_whole else x.transpose(0, 1)[compiled.index_B] for x in new]
+        out_BQD, lse_BHG = compiled.attend(layer, *mine)
+        if is_whole:
+            out_NQD.copy_(out_BQD)
+        else:
+            out_NQD[compiled.index_B] = out_BQD.to(out_NQD.dtype)
+        for at, index in enumerate(compiled.indices):
+            if self._needs[index].anything and spec.compressible:
+                q_QTD = new[0][:, index : index + 1]
+                q_HGTD = q_QTD.float().unflatten(0, (spec.num_kv_heads, spec.group))
+                self._seen[index].append(_Seen(layer, q_QTD, q_HGTD, lse_BHG[at].unsqueeze(2)))
+        return compiled.indices
+
+    def _rows(self, layer: int, done: Sequence[int]) -> dict[int, Row]:
         """Sequences whose only new token can be read together with those of others, by their index."""
         if max(self.num_tokens) > 1:
             return {}
-        found = {index: row_of(sequence, layer) for index, sequence in enumerate(self.sequences)}
+        found = {index: row_of(one, layer) for index, one in enumerate(self.sequences) if index not in done}
         return {index: row for index, row in found.items() if row is not None}
 
     def _attend_batched(

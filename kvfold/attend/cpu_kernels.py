@@ -1,0 +1,292 @@
+"""Decode attention on a CPU, compiled by numba: one query per sequence over slots where they are stored.
+
+Floats are read in place and codes are dequantised a tile at a time, so nothing is gathered, padded or copied. As on a
+GPU (attend/kernels/decode.py), a *task* is a run of slots of one head, adjacent in memory (split-KV), with an output, a
+largest score and a sum of its own; `merge` joins the tasks of a row. Tasks are independent, so threads share them out,
+and a row comes out the same whatever stands beside it. Numba compiles on first use, for some seconds, and keeps the
+result on disk.
+
+    T tasks   R rows (sequence, KV head)   G query heads per KV head   D head dim   B sequences   H KV heads
+    W 16-bit words of a slot
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+# Columns of a task. Addresses are bytes from the start of the arena, 0 for fields that a codec lacks.
+ROW, LENGTH, SKIP, K_FORM, V_FORM, K_CODE, K_SCALE, K_ZERO, V_CODE, V_SCALE, V_ZERO, BIAS = range(12)
+NUM_COLUMNS = 12
+F32, BF16, FP8, INT8, INT4, INT2 = range(6)  # forms; keys from FP8 on are centred and rotated (codec/hadamard.py)
+_TILE = 64  # slots that are decoded at once
+
+Floats = NDArray[np.float32]
+
+
+def _jit(function: Any) -> Any:
+    """Compiled, and kept on disk where a folder can be written. No flag lets the compiler ignore NaN and infinity, so a
+    broken slot shows."""
+    options = {"nogil": True, "error_model": "numpy", "fastmath": {"reassoc", "contract", "nsz", "arcp"}}
+    try:
+        return njit(cache=True, **options)(function)
+    except RuntimeError:  # numba finds no folder
+        return njit(**options)(function)
+
+
+@_jit
+def _dot(a: Floats, b: Floats) -> Any:
+    total = np.float32(0)
+    for i in range(len(b)):
+        total += a[i] * b[i]
+    return total
+
+
+@_jit
+def _width(form: int, head_dim: int) -> int:
+    """Bytes of a slot."""
+    if form == F32:
+        return 4 * head_dim
+    if form == BF16:
+        return 2 * head_dim
+    if form == INT4:
+        return head_dim // 2
+    return head_dim // 4 if form == INT2 else head_dim
+
+
+@_jit
+def _widened(halves: Any, address: int, count: int, bits: Any) -> None:
+    """bf16 numbers as fp32, of which `bits` is a view."""
+    source = halves[address // 2 : address // 2 + count]
+    for i in range(count):
+        bits[i] = np.uint32(source[i]) << np.uint32(16)
+
+
+@_jit
+def _unpacked(form: int, code: Any, scale: Any, zero: Any, table: Floats, row: Floats) -> None:
+    """One slot of codes as floats: code * scale + zero."""
+    width = len(code)
+    if form == FP8:
+        for d in range(width):
+            row[d] = table[code[d]] * scale
+    elif form == INT8:
+        for d in range(width):
+            row[d] = np.float32(code[d]) * scale + zero
+    else:
+        bits = 4 if form == INT4 else 2
+        mask = np.uint8((1 << bits) - 1)
+        for part in range(8 // bits):
+            mine, shift = row[part * width : (part + 1) * width], np.uint8(part * bits)
+            for d in range(width):
+                mine[d] = np.float32((code[d] >> shift) & mask) * scale + zero
+
+
+@_jit
+def _tile(form: int, place: Any, at: int, count: int, head_dim: int, memory: Any, table: Floats, room: Any) -> Any:
+    """Slots from number `at` on as flat fp32, in place or in the first of `room`; `place`: addresses of codes, scales
+    and zeros."""
+    raw, halves, words = memory
+    scratch, grids = room
+    width = _width(form, head_dim)
+    address = place[0] + at * width
+    if form == F32:
+        return words[address // 4 : address // 4 + count * head_dim]
+    if form == BF16:
+        _widened(halves, address, count * head_dim, scratch.view(np.uint32))
+        return scratch[: count * head_dim]
+    scales, zeros = grids[:_TILE], grids[_TILE:]
+    _widened(halves, place[1] + 2 * at, count, scales.view(np.uint32))
+    if form != FP8:
+        _widened(halves, place[2] + 2 * at, count, zeros.view(np.uint32))
+    for s in range(count):
+        code = raw[address + s * width : address + (s + 1) * width]
+        _unpacked(form, code, scales[s], zeros[s], table, scratch[s * head_dim : (s + 1) * head_dim])
+    return scratch[: count * head_dim]
+
+
+@_jit
+def _exponentials(x: Floats, count: int, power: Any) -> None:
+    """e^x of x <= 0, in place: 2^n by its bits and a polynomial of what is left, since libm's is a call for each.
+    `power`: room for the bits."""
+    for i in range(count):
+        t = max(x[i], np.float32(-87)) * np.float32(1.4426950408889634)
+        n = np.int32(t - np.float32(0.5))
+        f = (t - np.float32(n)) * np.float32(0.6931471805599453)
+        p = np.float32(1 / 5040) * f + np.float32(1 / 720)
+        p = p * f + np.float32(1 / 120)
+        p = p * f + np.float32(1 / 24)
+        p = p * f + np.float32(1 / 6)
+        p = p * f + np.float32(1 / 2)
+        p = p * f + np.float32(1)
+        power[i] = (n + np.int32(127)) << np.int32(23)
+        x[i] = p * f + np.float32(1)
+    factor = power.view(np.float32)
+    for i in range(count):
+        x[i] *= factor[i]
+
+
+@_jit
+def _weights(score: Floats, count: int, top: Any, power: Any) -> Any:
+    """Scores become exp(score - top); returns their sum."""
+    for s in range(count):
+        score[s] -= top
+    _exponentials(score, count, power)
+    total = np.float32(0)
+    for s in range(count):
+        total += score[s]
+    return total
+
+
+@_jit
+def _add_values(weight: Floats, v: Floats, count: int, out: Floats) -> None:
+    """Four slots at a time, so that the output is read and written a fourth as often."""
+    size = len(out)
+    whole = count - count % 4
+    for s in range(0, whole, 4):
+        a, b, c, d = weight[s], weight[s + 1], weight[s + 2], weight[s + 3]
+        first = v[s * size : (s + 1) * size]
+        second = v[(s + 1) * size : (s + 2) * size]
+        third = v[(s + 2) * size : (s + 3) * size]
+        fourth = v[(s + 3) * size : (s + 4) * size]
+        for i in range(size):
+            out[i] += a * first[i] + b * second[i] + c * third[i] + d * fourth[i]
+    for s in range(whole, count):
+        a, first = weight[s], v[s * size : (s + 1) * size]
+        for i in range(size):
+            out[i] += a * first[i]
+
+
+@_jit
+def attend_tasks(
+    begin: int, end: int, tasks: Any, queries: Any, offset_RG: Floats, memory: Any, table: Floats, partial: Any
+) -> None:
+    """Tasks begin:end. `queries`: scaled, as they are and in the basis of codes; `memory`: the arena as bytes, 16-bit
+    words and fp32; `table`: fp8 numbers by their byte; `partial`: outputs [T, G, D], largest scores and sums [T, G]."""
+    q_RGD, rotated_RGD = queries
+    out_TGD, top_TG, sum_TG = partial
+    group, head_dim = q_RGD.shape[1:]
+    k_scratch, v_scratch = np.empty(_TILE * head_dim, np.float32), np.empty(_TILE * head_dim, np.float32)
+    grids, power = np.empty(2 * _TILE, np.float32), np.empty(_TILE, np.int32)
+    score_GS = np.empty((group, _TILE), np.float32)
+    for t in range(begin, end):
+        task, out_GD, top_G, sum_G = tasks[t], out_TGD[t], top_TG[t], sum_TG[t]
+        row, is_coded = task[ROW], task[K_FORM] >= FP8
+        q_GD = rotated_RGD[row] if is_coded else q_RGD[row]
+        out_GD[:] = 0
+        top_G[:] = -np.inf
+        sum_G[:] = 0
+        for at in range(task[SKIP], task[LENGTH], _TILE):
+            count = min(_TILE, task[LENGTH] - at)
+            k = _tile(task[K_FORM], task[K_CODE:V_CODE], at, count, head_dim, memory, table, (k_scratch, grids))
+            v = _tile(task[V_FORM], task[V_CODE:BIAS], at, count, head_dim, memory, table, (v_scratch, grids))
+            for s in range(count):
+                key = k[s * head_dim : (s + 1) * head_dim]
+                for g in range(group):
+                    score_GS[g, s] = _dot(q_GD[g], key)
+            if task[BIAS]:
+                first = task[BIAS] // 4 + at
+                for g in range(group):
+                    score_GS[g, :count] += memory[2][first : first + count]
+            for g in range(group):
+                score, top, is_broken = score_GS[g], top_G[g], False
+                for s in range(count):
+                    top = max(top, score[s])
+                    is_broken |= score[s] != score[s]
+                if is_broken:
+                    sum_G[g] = np.nan
+                if top > top_G[g]:
+                    shrink = np.float32(np.exp(top_G[g] - top))
+                    sum_G[g] *= shrink
+                    out_GD[g] *= shrink
+                    top_G[g] = top
+                if top > -np.inf:
+                    sum_G[g] += _weights(score, count, top, power)
+                    _add_values(score, v, count, out_GD[g])
+        if is_coded:
+            top_G += offset_RG[row]
+
+
+@_jit
+def merge(starts_R: Any, partial: Any, out_RGD: Floats, lse_RG: Floats) -> None:
+    """Join tasks starts[r]:starts[r + 1] of each row by their log-sum-exp; a row has a slot at least."""
+    out_TGD, top_TG, sum_TG = partial
+    for r in range(len(starts_R) - 1):
+        for g in range(out_RGD.shape[1]):
+            top, total, out_D = np.float32(-np.inf), np.float32(0), out_RGD[r, g]
+            for t in range(starts_R[r], starts_R[r + 1]):
+                top = max(top, top_TG[t, g])
+            out_D[:] = 0
+            for t in range(starts_R[r], starts_R[r + 1]):
+                share = np.float32(np.exp(top_TG[t, g] - top))
+                total += share * sum_TG[t, g]
+                out_D += share * out_TGD[t, g]
+            out_D /= total
+            lse_RG[r, g] = top + np.log(total)
+
+
+@_jit
+def prepare(
+    scale: float, is_coded_B: Any, mean_BHD: Floats, queries: Any, offset_RG: Floats, new: Any, places: Any, halves: Any
+) -> None:
+    """Scale queries, which are given as [R, G, D], rotate those that read codes, and write the new slots [B, H, W] of
+    both sides to `places`: byte addresses [B, H] of theirs."""
+    q_RGD, rotated_RGD = queries
+    num_sequences, num_heads = mean_BHD.shape[:2]
+    for b in range(num_sequences):
+        for h in range(num_heads):
+            r = b * num_heads + h
+            q_RGD[r] *= np.float32(scale)
+            if is_coded_B[b]:
+                for g in range(q_RGD.shape[1]):
+                    offset_RG[r, g] = _dot(q_RGD[r, g], mean_BHD[b, h])
+                    _rotate(q_RGD[r, g], rotated_RGD[r, g])
+            for side in range(2):
+                first = places[side][b, h] // 2
+                halves[first : first + new[side].shape[2]] = new[side][b, h]
+
+
+@_jit
+def _rotate(x: Floats, out: Floats) -> None:
+    """The Hadamard rotation of codec/hadamard.py, butterfly by butterfly."""
+    head_dim = len(x)
+    block = head_dim & -head_dim
+    out[:] = x
+    half = 1
+    while half < block:
+        for first in range(0, head_dim, 2 * half):
+            for i in range(first, first + half):
+                a, b = out[i], out[i + half]
+                out[i], out[i + half] = a + b, a - b
+        half *= 2
+    out *= np.float32(1 / np.sqrt(block))
+
+
+@_jit
+def products(x_NK: Floats, w_OK: Floats, y_NO: Floats, begin: int, end: int) -> None:
+    """y = x @ w.T in blocks of 4 rows of each, of w the blocks begin:end; the last may overlap the one before it, and N
+    is a multiple of 4. The 16 sums of a block stay in registers."""
+    num_rows, size = x_NK.shape
+    for block in range(begin, end):
+        o = min(4 * block, len(w_OK) - 4)
+        w0, w1, w2, w3 = w_OK[o], w_OK[o + 1], w_OK[o + 2], w_OK[o + 3]
+        for n in range(0, num_rows, 4):
+            x0, x1, x2, x3 = x_NK[n], x_NK[n + 1], x_NK[n + 2], x_NK[n + 3]
+            s00 = s01 = s02 = s03 = s10 = s11 = s12 = s13 = np.float32(0)
+            s20 = s21 = s22 = s23 = s30 = s31 = s32 = s33 = np.float32(0)
+            for i in range(size):
+                a, b, c, d = w0[i], w1[i], w2[i], w3[i]
+                x = x0[i]
+                s00, s01, s02, s03 = s00 + x * a, s01 + x * b, s02 + x * c, s03 + x * d
+                x = x1[i]
+                s10, s11, s12, s13 = s10 + x * a, s11 + x * b, s12 + x * c, s13 + x * d
+                x = x2[i]
+                s20, s21, s22, s23 = s20 + x * a, s21 + x * b, s22 + x * c, s23 + x * d
+                x = x3[i]
+                s30, s31, s32, s33 = s30 + x * a, s31 + x * b, s32 + x * c, s33 + x * d
+            y_NO[n, o], y_NO[n, o + 1], y_NO[n, o + 2], y_NO[n, o + 3] = s00, s01, s02, s03
+            y_NO[n + 1, o], y_NO[n + 1, o + 1], y_NO[n + 1, o + 2], y_NO[n + 1, o + 3] = s10, s11, s12, s13
+            y_NO[n + 2, o], y_NO[n + 2, o + 1], y_NO[n + 2, o + 2], y_NO[n + 2, o + 3] = s20, s21, s22, s23
+            y_NO[n + 3, o], y_NO[n + 3, o + 1], y_NO[n + 3, o + 2], y_NO[n + 3, o + 3] = s30, s31, s32, s33

@@ -1,0 +1,136 @@
+"""Linear layers of decode steps on a CPU, compiled by numba, where PyTorch multiplies matrices by OpenBLAS.
+
+OpenBLAS copies the weights to another layout in every call, which pays for many rows: for 16 it takes twice the time of
+dots of rows with rows, both as they are stored. MKL and Accelerate are left to their work. Layers of one input
+(QKV, gate and up) run in one go. Weights stay where they are; modules are exchanged while a step runs.
+
+    N rows   K input dims   O output dims
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kvfold.attend.cpu_threads import run_shared
+from kvfold.core import HAS_NUMBA
+from kvfold.models.attach import ModuleState
+from kvfold.models.fused_layers import Exchange, can_join, exchanged, num_rows
+
+_ROWS = 4  # of x that are multiplied at once, and of weights
+_MOST_ROWS = 64  # beyond, OpenBLAS comes close
+_FEWEST_PRODUCTS = 1 << 20  # that are worth waking another thread
+_TOGETHER: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+@cache
+def is_wanted() -> bool:
+    """Whether PyTorch's BLAS is OpenBLAS, and numba is there."""
+    return HAS_NUMBA and "BLAS_INFO=open" in torch.__config__.show() and not torch.backends.mkl.is_available()
+
+
+class Group:
+    """Linear layers of one input; the first call computes the outputs of all."""
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        self.linears = list(linears)
+        self.held: tuple[Tensor, list[Tensor]] | None = None
+
+    def output(self, index: int, x: Tensor) -> Tensor:
+        held = self.held
+        if held is None or held[0] is not x:
+            held = self.held = x, products(x, self.linears)
+        if index == len(self.linears) - 1:
+            self.held = None
+        return held[1][index]
+
+
+class FewRows(nn.Module):
+    """Replaces a linear layer."""
+
+    def __init__(self, plain: nn.Linear, group: Group, index: int) -> None:
+        super().__init__()
+        self.plain, self.group, self.index = plain, group, index
+
+    def forward(self, x: Tensor) -> Tensor:
+        if 1 < num_rows(x) <= _MOST_ROWS and x.dtype == torch.float32:
+            return self.group.output(self.index, x)
+        out: Tensor = self.plain(x)
+        return out
+
+
+def products(x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
+    """The output of each layer, fp32."""
+    from kvfold.attend.cpu_kernels import products as kernel
+
+    count = num_rows(x)
+    x_NK = functional.pad(x.reshape(count, -1), (0, 0, 0, -count % _ROWS)).contiguous()
+    out = [x.new_empty(len(x_NK), linear.out_features) for linear in linears]
+    arrays = [(linear.weight.detach().numpy(), y_NO.numpy()) for linear, y_NO in zip(linears, out, strict=True)]
+    x_array = x_NK.numpy()
+
+    def work(begin: int, end: int) -> None:
+        """The same share of every layer."""
+        for w_OK, y_NO in arrays:
+            blocks = -(-len(w_OK) // _ROWS)
+            kernel(x_array, w_OK, y_NO, blocks * begin // num_threads, blocks * end // num_threads)
+
+    num_products = x_NK.numel() * sum(linear.out_features for linear in linears)
+    num_threads = torch.get_num_threads() if num_products >= _FEWEST_PRODUCTS else 1
+    run_shared(work, range(num_threads + 1))
+    for linear, y_NO in zip(linears, out, strict=True):
+        if linear.bias is not None:
+            y_NO += linear.bias
+    return [y_NO[:count].view(*x.shape[:-1], -1) for y_NO in out]
+
+
+_exchanges: ModuleState[list[Exchange]] = ModuleState("cpu_linear")
+
+
+@contextmanager
+def few_rows(hf: Any) -> Iterator[None]:
+    """Run the linear layers of a model on a CPU by kernels for few rows while the context lasts, where that pays."""
+    if hf.device.type != "cpu" or not is_wanted():
+        yield
+        return
+    found = _exchanges.get(hf)
+    if found is None or not all(map(_is_valid, found)):
+        found = _exchanges.set(hf, exchanges(hf))
+    with exchanged(found):
+        yield
+
+
+def _is_valid(exchange: Exchange) -> bool:
+    """False if the module was replaced or changed since."""
+    return exchange.parent._modules[exchange.name] is exchange.plain and _is_served([exchange.plain])
+
+
+def _is_served(linears: Sequence[Any]) -> bool:
+    if not can_join(linears):
+        return False
+    weights = [linear.weight for linear in linears]
+    return all(w.dtype == torch.float32 and w.is_contiguous() and len(w) >= _ROWS for w in weights)
+
+
+def exchanges(hf: nn.Module) -> list[Exchange]:
+    """The linear layers of a model, those of one input as a group."""
+    found = []
+    for parent in hf.modules():
+        children = dict(parent.named_children())
+        groups = [names for names in _TOGETHER if all(name in children for name in names)]
+        groups += [(name,) for name in children if not any(name in names for names in groups)]
+        for names in groups:
+            linears: list[Any] = [children[name] for name in names]
+            if _is_served(linears):
+                group = Group(linears)
+                found += [
+                    Exchange(parent, name, linear, FewRows(linear, group, index))
+                    for index, (name, linear) in enumerate(zip(names, linears, strict=True))
+                ]
+    return found

@@ -1,0 +1,96 @@
+"""A decode step over pages by compiled kernels on a CPU: all sequences and heads of a layer in one go.
+
+B sequences   N rows of the step   R rows (B * H)   Q query heads   H KV heads   G query heads per KV head
+T tasks   D head dim
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvfold.attend import cpu_kernels as kernels
+from kvfold.attend.cpu_threads import run_shared
+from kvfold.pages.sequence import SequenceCache
+from kvfold.passes.cpu_tasks import BatchTasks, batch_tasks, is_served
+
+Partial = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]
+
+
+@cache
+def _fp8_table() -> NDArray[np.float32]:
+    found: NDArray[np.float32] = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+    return found
+
+
+@dataclass
+class CpuStep:
+    """`indices`: which sequences of the step it reads; the others need PyTorch."""
+
+    sequences: list[SequenceCache]
+    indices: list[int]
+
+    @classmethod
+    def over(cls, sequences: Sequence[SequenceCache]) -> CpuStep | None:
+        """None where it can read no sequence; all that it reads are in one arena."""
+        arena = sequences[0].arena
+        indices = [i for i, sequence in enumerate(sequences) if sequence.arena is arena and is_served(sequence)]
+        return cls([sequences[index] for index in indices], indices) if indices else None
+
+    def serves(self, layer: int) -> bool:
+        """Whether no sequence has passed the layer's sliding window."""
+        window = self.sequences[0].spec.layers[layer].sliding_window
+        return window is None or all(sequence.logical_len < window for sequence in self.sequences)
+
+    @cached_property
+    def index_B(self) -> Tensor:
+        return torch.tensor(self.indices)
+
+    @cached_property
+    def _tasks(self) -> BatchTasks:
+        return batch_tasks(self.sequences, torch.get_num_threads())
+
+    @cached_property
+    def _memory(self) -> tuple[NDArray[np.uint8], NDArray[np.uint16], NDArray[np.float32]]:
+        raw: NDArray[np.uint8] = self.sequences[0].arena.memory.numpy()
+        return raw, raw.view(np.uint16), raw.view(np.float32)
+
+    @cached_property
+    def _partial(self) -> Partial:
+        """Room for the results of the most tasks of a layer."""
+        spec, count = self.sequences[0].spec.layers[0], max(map(len, self._tasks.tasks))
+        out_TGD, top_TG, sum_TG = (
+            np.empty((count, spec.group, *more), dtype=np.float32) for more in ((spec.head_dim,), (), ())
+        )
+        return out_TGD, top_TG, sum_TG
+
+    def attend(self, layer: int, q_BQD: Tensor, k_BHD: Tensor, v_BHD: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the new slots to the open blocks; returns fp32 outputs [B, Q, D] and natural-log-sum-exps [B, H, G]."""
+        tasks, spec = self._tasks, self.sequences[0].spec.layers[layer]
+        shape = (len(self.indices) * spec.num_kv_heads, spec.group)
+        q_RGD = q_BQD.float().clone(memory_format=torch.contiguous_format).view(*shape, -1)
+        queries = q_RGD.numpy(), np.empty((*shape, spec.head_dim), dtype=np.float32)
+        offset_RG = np.empty(shape, dtype=np.float32)
+        kv_dtype = self.sequences[0].spec.kv_dtype
+        new = tuple(x.to(kv_dtype).contiguous().view(torch.uint16).numpy() for x in (k_BHD, v_BHD))
+        places = tuple(place_LBH[layer] + self._filled_B1 for place_LBH in tasks.place_SLBH)
+        coded = tasks.is_coded_LB[layer], tasks.mean_LBHD[layer]
+        kernels.prepare(spec.scale, *coded, queries, offset_RG, new, places, self._memory[1])
+        rest = tasks.tasks[layer], queries, offset_RG, self._memory, _fp8_table(), self._partial
+        run_shared(lambda begin, end: kernels.attend_tasks(begin, end, *rest), tasks.cuts[layer])
+        out_RGD, lse_RG = torch.empty_like(q_RGD), torch.empty(shape)
+        kernels.merge(tasks.starts[layer], self._partial, out_RGD.numpy(), lse_RG.numpy())
+        return out_RGD.view(q_BQD.shape), lse_RG.view(len(self.indices), spec.num_kv_heads, spec.group)
+
+    @cached_property
+    def _filled_B1(self) -> NDArray[np.int64]:
+        """Bytes that are filled of every head of an open block."""
+        spec = self.sequences[0].spec
+        slot_bytes = spec.layers[0].head_dim * spec.kv_dtype.itemsize
+        return np.array([[sequence.open.fill * slot_bytes] for sequence in self.sequences])
