@@ -59,6 +59,14 @@ def kvfold_served(args: argparse.Namespace, policy: str) -> Iterator[OpenAIServe
         yield OpenAIServer(server.port, server.model)
 
 
+@contextmanager
+def front_served(
+    args: argparse.Namespace, start: Callable[[], AbstractContextManager[OpenAIServer]]
+) -> Iterator[OpenAIServer]:
+    with start() as engine, served(args.model, "--engine", f"http://127.0.0.1:{engine.port}") as server:
+        yield OpenAIServer(server.port, server.model)
+
+
 def arms(args: argparse.Namespace, folder: Path) -> list[Arm]:
     found = [Arm("kvfold", policy, partial(kvfold_served, args, policy)) for policy in args.policies.split(",")]
     if args.vllm_python is None:
@@ -67,7 +75,9 @@ def arms(args: argparse.Namespace, folder: Path) -> list[Arm]:
     words = ["--dtype", args.dtype, "--max-model-len", str(args.tokens + _BESIDE), "--enforce-eager"]
     words += ["--enable-prefix-caching", "--generation-config", "vllm"]
     start = partial(vllm_served, args.vllm_python, args.model, *words, kv_gib=args.memory, log=folder / "vllm.log")
-    return [*found, Arm(f"vllm {vllm_version(args.vllm_python)}", "", start)]
+    name = f"vllm {vllm_version(args.vllm_python)}"
+    fronts = [Arm(f"kvfold before {name}", "full", partial(front_served, args, start))] if args.front else []
+    return [*found, Arm(name, "", start), *fronts]
 
 
 class Documents:
@@ -131,6 +141,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argument_parser("serving_peers", __doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--vllm-python", metavar="FILE", help="the Python of an environment that has vLLM")
+    parser.add_argument("--front", action="store_true", help="also `kvfold serve --engine` in front of vLLM")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--policies", default=_POLICIES, help="of kvfold, with commas between them (%(default)s)")
@@ -147,7 +158,7 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
-    beside = ("save", "threads", "vllm_python", "policies")
+    beside = ("save", "threads", "vllm_python", "policies", "front")
     sizes = {name: value for name, value in vars(args).items() if name not in beside}
     report("serving_peers", rows(args), save=args.save, **sizes)
     return 0

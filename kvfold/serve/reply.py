@@ -171,7 +171,7 @@ class Reply:
             raise timed_out(self._timeout_s)
         if event.reason == "cancelled":
             raise ApiError(529, "the server is shutting down; send the request again", retry_after_s=1)
-        if isinstance(event.error, ApiError):  # an engine's, which has been logged
+        if isinstance(event.error, ApiError):  # an engine's, whose reason the request's log line has
             raise event.error
         _log.error("request failed", exc_info=event.error, extra={"facts": {"request": self.context.trace.id}})
         raise api_error(event.error)

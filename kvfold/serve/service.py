@@ -190,6 +190,7 @@ class Service:
             max_new_tokens=min(request.max_tokens, num_left),
             sampling=request.sampling,
             stop=request.stop,
+            has_seed=request.has_seed,
             ignores_eos=request.ignores_eos,
             tenant=context.tenant,
             deadline=time.monotonic() + self.settings.limits.request_s,

@@ -106,6 +106,7 @@ class Job:
     stop: Sequence[str] = ()
     tenant: str = ""
     deadline: float | None = None
+    has_seed: bool = False  # whether the seed is the client's
     ignores_eos: bool = False  # decode goes on to max_new_tokens or a stop string
     in_chunks: bool | None = None  # how its policy prefills, where that is not the scheduler's
     sharing: PrefixSharing | None = None

@@ -39,7 +39,8 @@ def read_chat(data: object, settings: Settings) -> OpenAIBody:
     body = OpenAIFields(data)
     model, (is_streamed, shows_usage) = body.text("model"), body.stream()
     max_tokens = _max_tokens(body, settings.limits.output_tokens)
-    sampling, stop = body.sampling(settings, seed=body.seed()), body.texts("stop", 4)
+    seed = body.seed()
+    sampling, stop = body.sampling(settings, seed=seed), body.texts("stop", 4)
     body.neutral("openai", "completions", "chat", "chat_of_routers")
     user = body.who()["user"] or ""
     planner, cache_key = body.cache_options("30m")
@@ -47,7 +48,16 @@ def read_chat(data: object, settings: Settings) -> OpenAIBody:
     tool_choice, policy, ignores_eos = body.tool_choice(), body.policy(), body.flag("ignore_eos", False)
     body.end()
     request = ChatRequest(
-        model, blocks, max_tokens, sampling, stop, tool_choice, policy=policy, user=user, ignores_eos=ignores_eos
+        model,
+        blocks,
+        max_tokens,
+        sampling,
+        stop,
+        tool_choice,
+        policy=policy,
+        user=user,
+        ignores_eos=ignores_eos,
+        has_seed=seed is not None,
     )
     return OpenAIBody(request, is_streamed, planner, cache_key, shows_usage)
 
@@ -119,7 +129,8 @@ def read_completion(data: object, settings: Settings) -> OpenAIBody:
     model, (is_streamed, shows_usage) = body.text("model"), body.stream()
     prompt, most = _prompt(body), settings.limits.output_tokens
     max_tokens = body.integer("max_tokens", min(DEFAULT_MAX_TOKENS, most), 1, most)
-    sampling, stop = body.sampling(settings, seed=body.seed()), body.texts("stop", 4)
+    seed = body.seed()
+    sampling, stop = body.sampling(settings, seed=seed), body.texts("stop", 4)
     body.neutral("openai", "completions", "text_completion", "completion_of_routers")
     body.who()
     planner, cache_key = body.cache_options("30m")
@@ -136,6 +147,7 @@ def read_completion(data: object, settings: Settings) -> OpenAIBody:
         raw_ids=ids,
         policy=policy,
         ignores_eos=ignores_eos,
+        has_seed=seed is not None,
     )
     return OpenAIBody(request, is_streamed, planner, cache_key, shows_usage)
 

@@ -37,7 +37,8 @@ def read_response(data: object, settings: Settings) -> OpenAIBody:
     if shows_usage:
         body.refuse("stream_options.include_usage", "responses always tell their usage; leave it out")
     limit = body.optional_integer("max_output_tokens", 1, most)
-    sampling = body.sampling(settings, seed=body.seed())
+    seed = body.seed()
+    sampling = body.sampling(settings, seed=seed)
     body.neutral("openai", "response", "response_of_routers")
     echo = {"max_output_tokens": limit, "instructions": body.peek("instructions"), **body.who()}
     model, blocks, tool_choice = _read_prompt(body)
@@ -53,6 +54,7 @@ def read_response(data: object, settings: Settings) -> OpenAIBody:
         tool_choice,
         policy=policy,
         user=echo["user"] or "",
+        has_seed=seed is not None,
     )
     echo["prompt_cache_key"] = cache_key or None
     return OpenAIBody(request, is_streamed, planner, cache_key, echo=echo)

@@ -78,6 +78,7 @@ class ChatRequest:
     raw_text: str | None = None  # a prompt that is tokenized without the chat template
     raw_ids: Sequence[int] | None = None  # a prompt of token ids
     ignores_eos: bool = False  # the reply has max_tokens, but for stop strings
+    has_seed: bool = False  # the client's; else it was drawn
     policy: str = ""  # that the client counts on; empty: any
     user: str = ""  # whose facts a memory keeps and recalls
 

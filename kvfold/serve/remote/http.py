@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import ssl
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -20,7 +19,6 @@ from kvfold.serve.api.strict_json import Json
 _CONNECT_S = 10.0
 _PIECE_BYTES = 64 << 10
 _SHOWN_CHARS = 300  # of an engine's own words
-_log = logging.getLogger("kvfold.serve")
 
 
 class EngineHttp:
@@ -113,7 +111,6 @@ def _checked(event: Json) -> Json:
 
 
 def _down(reason: str) -> ApiError:
-    _log.error("the engine does not answer", extra={"facts": {"reason": reason}})
     message = "the engine behind this server does not answer; send the request again"
     return ApiError(503, message, logged=f"the engine does not answer ({reason})", retry_after_s=1)
 

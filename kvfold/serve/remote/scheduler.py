@@ -180,7 +180,7 @@ def _name(job: Job, source: EngineSource) -> bytes:
 def _sampling(job: Job) -> Json:
     sampling = job.sampling
     found: Json = {"max_tokens": job.max_new_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p}
-    found |= {"seed": sampling.seed} if sampling.temperature else {}
+    found |= {"seed": sampling.seed} if job.has_seed else {}  # vLLM samples requests with seeds one by one
     found |= {"top_k": sampling.top_k} if sampling.top_k else {}
     found |= {"stop": list(job.stop)} if job.stop else {}
     return found | ({"ignore_eos": True} if job.ignores_eos else {})

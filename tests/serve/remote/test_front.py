@@ -70,6 +70,9 @@ def test_streams_add_up_and_samples_keep_their_seed(engine: Running, front: Fron
     sampled: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 12, "temperature": 1.5, "seed": 7}
     pair = [one.openai.chat.completions.create(**sampled).choices[0].message.content for one in (engine, front)]
     assert pair[0] == pair[1] != whole.choices[0].message.content
+    del sampled["seed"]
+    drawn = {front.openai.chat.completions.create(**sampled).choices[0].message.content for _ in range(3)}
+    assert len(drawn) == 3
 
 
 def test_a_stop_sequence_is_named(front: Front) -> None:
