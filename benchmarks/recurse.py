@@ -41,7 +41,7 @@ from benchmarks.recurse_page import summary
 from benchmarks.recurse_text import Question, planted
 from benchmarks.rows import Row, report
 from kvfold.bench.environment import device_name
-from kvfold.recurse.chat_prompts import make_reading
+from kvfold.recurse.chat_prompts import STYLES, PromptStyle, make_reading
 
 _AROUND = 300  # tokens of prefix, question and reply, about
 _SHORT_CHUNK = 400  # tokens: small models find more in short parts, and share more of a call
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--chunk", type=_count, default=2000, help="tokens of a part (default: %(default)s)")
     parser.add_argument("--width", type=_count, help="calls decoded together at most")
     parser.add_argument("--policies", default="full; snapkv + ada + 4x + int4", help="of the recursive arms")
-    parser.add_argument("--prompts", choices=("auto", "chat", "plain"), default="auto", help="of all arms")
+    parser.add_argument("--prompts", choices=STYLES, default="auto", help="of all arms")
     parser.add_argument("--minutes", type=float, default=10.0, help="for the whole run (default: %(default)s)")
     parser.add_argument("--save", action="store_true", help="append rows to benchmarks/results/recurse.jsonl")
     args = parser.parse_args(arguments)
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> None:
     about = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"), "device": device_name(model.device),
         "model": Path(model.name).name, "window": model.spec.max_positions, "chunk": args.chunk, "memory": args.memory,
-        "prompts": "plain" if make_reading(model, args.prompts, "?", "", 1).template is None else "chat",
+        "prompts": _style(model, args.prompts),
     }  # fmt: skip
     report("recurse", rows(model, args), save=args.save, **about)
 
@@ -157,6 +157,12 @@ class _Bench:
             gc.collect()
             if self.model.device.type == "cuda":
                 torch.cuda.empty_cache()
+
+
+def _style(model: kvfold.Model, asked: PromptStyle) -> str:
+    """Which prompts "auto" means."""
+    chat = make_reading(model, asked, "?", "", 1).template is not None
+    return asked if asked != "auto" else "chat" if chat else "plain"
 
 
 def _count(text: str) -> int:

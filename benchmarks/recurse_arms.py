@@ -14,7 +14,6 @@ import torch
 import kvfold
 from benchmarks.recurse_text import Question
 from kvfold.policy import Policy
-from kvfold.recurse.calls import Calls
 from kvfold.recurse.chat_prompts import PromptStyle
 from kvfold.recurse.chunks import num_calls
 from kvfold.recurse.context import Context
@@ -145,12 +144,11 @@ def sharing(
     """
     with Reader(model, Context(asked.text), asked.question, chunk=chunk, prompts=prompts) as reader:
         asked_of = [reader.reading.prompt(piece.text) for piece in reader.pieces[:count]]
-        prefix, template = reader.calls.prefix, reader.reading.template
+        reading = reader.reading
     usages = []
     for shares in (True, False):
         for _ in range(2 if model.device.type == "cuda" else 1):
-            options = {"width": width} if shares else {"width": 1}
-            with Calls(model, prefix=prefix, template=template, shares=shares, **options) as calls:
+            with reading.calls(model, width=width if shares else 1, shares=shares) as calls:
                 calls.ask_batch(asked_of)
         usages.append(calls.usage)
     shared, sequential = usages

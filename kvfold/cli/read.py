@@ -52,6 +52,9 @@ A run that was interrupted or killed goes on where it ended when the same comman
 """
 
 
+_PROMPTS = ("auto", "chat", "chat-examples", "plain")
+
+
 def add_parser(subparsers: Subparsers) -> None:
     """Add the command to the subcommands of `kvfold`."""
     parser = subparsers.add_parser(
@@ -66,8 +69,8 @@ def add_parser(subparsers: Subparsers) -> None:
     add_option(parser, "--chunk", "TOKENS", "tokens of a part, or auto: what window and memory allow", _chunk, "auto")
     add_option(parser, "--max-new-tokens", "N", "maximum tokens of a reply", positive, 32)
     add_option(parser, "--batch", "N", "parts decoded together at most (default: 16, on a GPU 64)", positive)
-    text = "chat: a turn of the chat template; plain: examples as plain text; auto: chat from 0.5B parameters on"
-    parser.add_argument("--prompts", choices=("auto", "chat", "plain"), default="auto", help=text)
+    text = "a turn of the chat template, one behind examples, or plain text; auto: chat from 0.5B parameters on"
+    parser.add_argument("--prompts", choices=_PROMPTS, default="auto", help=text)
     text = "draft replies by n-gram lookup in their part, up to N tokens, and verify drafts in one pass"
     parser.add_argument("--speculate", nargs="?", type=positive, const=True, default=False, metavar="N", help=text)
     text = "read N parts again with the full cache and one by one, to measure quality and throughput against that"

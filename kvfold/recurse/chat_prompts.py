@@ -4,7 +4,7 @@
     | shared by all calls               | one call                                              |
 
 The instruction stands behind the part, next to the reply. Instruct models follow it there; models below half a billion
-parameters copy the form of examples instead (prompts.py).
+parameters copy the form of examples instead (prompts.py). "chat-examples" puts such examples as turns before the call.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from typing import Literal
 from kvfold.errors import InputError, ModelError
 from kvfold.models.chat_template import ChatTemplate
 from kvfold.models.loader import Model
-from kvfold.recurse.prompts import NOTHING, Reading
+from kvfold.recurse.prompts import EXAMPLES, NOTHING, Reading
 
-PromptStyle = Literal["auto", "chat", "plain"]
+PromptStyle = Literal["auto", "chat", "chat-examples", "plain"]
+STYLES: tuple[PromptStyle, ...] = ("auto", "chat", "chat-examples", "plain")
 MIN_CHAT_PARAMETERS = 500_000_000
 _RULE = f'Answer the question in a few words copied from the text. If the text does not answer it, reply "{NOTHING}".'
+_SHORT = ("in a green box", NOTHING, "4,300 crowns")  # answers of the examples
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,22 @@ class ChatReading(Reading):
 
 def make_reading(model: Model, style: PromptStyle, question: str, header: str, max_new_tokens: int) -> Reading:
     """Prompts of a style for a model; "auto" is "chat" for instruct models from half a billion parameters on."""
-    if style not in ("auto", "chat", "plain"):
-        raise InputError(f'prompts are {style!r}; write "auto", "chat" or "plain"')
-    if style == "chat" and ChatTemplate.of(model.tokenizer) is None:
+    if style not in STYLES:
+        raise InputError(f"prompts are {style!r}; write one of {', '.join(STYLES)}")
+    if style == "auto":
+        style = "chat" if _follows_instructions(model) else "plain"
+    if style == "plain":
+        return Reading(question, header, max_new_tokens)
+    if ChatTemplate.of(model.tokenizer) is None:
         raise InputError(f'{model.name} has no chat template; use prompts "plain"')
-    kind = ChatReading if style == "chat" or (style == "auto" and _follows_instructions(model)) else Reading
-    return kind(question, header, max_new_tokens)
+    return ChatReading(question, header, max_new_tokens, examples=_turns() if style == "chat-examples" else ())
+
+
+def _turns() -> tuple[tuple[str, str], ...]:
+    """The examples of plain prompts as turns, with short answers."""
+    readings = [(ChatReading(question), text) for text, question, _ in EXAMPLES]
+    asked = [f"{reading.prefix}{text}{reading.ending}" for reading, text in readings]
+    return tuple(zip(asked, _SHORT, strict=True))
 
 
 def _follows_instructions(model: Model) -> bool:

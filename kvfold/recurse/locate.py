@@ -19,8 +19,10 @@ from kvfold.shortening.parts import parts_of
 from kvfold.shortening.word_index import NO_SPACES, words_of
 
 _NOTHING = re.compile(
-    rf"(?:{NOTHING}|nothing|none|no|n/?a|unknown|no(?: one| answer| information|body)|not (?:mentioned|specified|given|"
-    r"stated|said|found|known)|(?:the text|it) (?:does not|doesn't|is not|did not)\b.*|i (?:do not|don't) know.*|"
+    rf"(?:{NOTHING}|nothing|none|no|n/?a|unknown|no(?: one|body)|not (?:mentioned|specified|given|stated|said|found|"
+    r"known)|(?:there is )?no (?:answer|information|mention)\b.*|it (?:does not|doesn't|is not|did not)\b.*|"
+    r"(?:the|this) (?:(?:given|provided) )?(?:text|passage) (?:does not|doesn't|is not|did not)\b.*|"
+    r"i (?:do not|don't) know.*|"
     r"(?:the answer|it|this) is (?:not|nothing|unknown)\b.*)",
     re.IGNORECASE,
 )

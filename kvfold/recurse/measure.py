@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvfold.policy.policy import Policy
-from kvfold.recurse.calls import Calls, Prompt
+from kvfold.recurse.calls import Prompt
 from kvfold.recurse.journal import Recorded
 from kvfold.recurse.pieces import Piece
 from kvfold.recurse.reader import Reader
@@ -53,15 +53,8 @@ def _asked(
     speculate: bool | int = False,
 ) -> tuple[list[str], Usage]:
     """Replies and what they cost, the prefix included."""
-    with Calls(
-        reader.calls.model,
-        policy,
-        prefix=reader.calls.prefix,
-        template=reader.reading.template,
-        width=width,
-        shares=shares,
-        speculate=speculate,
-    ) as calls:
+    model = reader.calls.model
+    with reader.reading.calls(model, policy, width=width, shares=shares, speculate=speculate) as calls:
         return [reply.text for reply in calls.ask_batch(prompts)], calls.usage
 
 

@@ -16,14 +16,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvfold.errors import InputError
-from kvfold.recurse.calls import Prompt
+from kvfold.models.loader import Model
+from kvfold.policy.policy import Policy
+from kvfold.recurse.calls import Calls, Prompt
 from kvfold.text_io import is_utf8
 
 MAX_QUESTION_CHARS = 4000
 NOTHING = "nothing here"
 STOP = ("\n",)
 _TASK = f'Answer each question with a sentence of its text, or with "{NOTHING}" if the text does not say it.\n\n'
-_EXAMPLES = (
+EXAMPLES = (  # text, question, a sentence as reply
     (
         "The harbour was quiet in the morning. Mira keeps the spare keys in a green box. Rain fell all day.",
         "Where does Mira keep the spare keys?",
@@ -52,17 +54,39 @@ class Reading:
     max_new_tokens: int = 32
     template: Literal["auto"] | None = None  # of the calls
     declines: tuple[str, ...] = (" nothing", " Nothing", " no", " No", " none", " None")  # how they begin
+    examples: tuple[tuple[str, str], ...] = ()  # turns before the first call, with their replies
 
     @property
     def prefix(self) -> str:
         """What all calls share."""
-        shots = "".join(f"{_asked(question, text, question)} {reply}\n\n" for text, question, reply in _EXAMPLES)
+        shots = "".join(f"{_asked(question, text, question)} {reply}\n\n" for text, question, reply in EXAMPLES)
         return f'{_TASK}{shots}Question: {self.question}\n{self.header}Text: """'
 
     @property
     def ending(self) -> str:
         """What stands behind each part."""
         return f'"""\nQuestion: {self.question}\nReply:'
+
+    def calls(
+        self,
+        model: Model,
+        policy: str | Policy = "full",
+        *,
+        width: int | None = None,
+        speculate: bool | int = False,
+        shares: bool = True,
+    ) -> Calls:
+        """Calls behind the shared prefix."""
+        return Calls(
+            model,
+            policy,
+            prefix=self.prefix,
+            examples=self.examples,
+            template=self.template,
+            width=width,
+            speculate=speculate,
+            shares=shares,
+        )
 
     def prompt(self, text: str) -> Prompt:
         """The call for one part. Quotes that would end it early are taken out."""

@@ -23,7 +23,6 @@ from kvfold.models.special_tokens import literal_tokenizer
 from kvfold.policy.policy import Policy
 from kvfold.recurse.bounded_calls import BoundedCalls
 from kvfold.recurse.budget import Budget, Meter
-from kvfold.recurse.calls import Calls
 from kvfold.recurse.chat_prompts import PromptStyle, make_reading
 from kvfold.recurse.chunk_size import memory_tokens, window_tokens
 from kvfold.recurse.chunks import chunk_text
@@ -64,15 +63,7 @@ class Reader:
         self.budget = budget or Budget()
         meter = Meter(self.budget)
         self.reading = make_reading(model, prompts, self.question, context.header, max_new_tokens)
-        self.calls = Calls(
-            model,
-            policy,
-            prefix=self.reading.prefix,
-            template=self.reading.template,
-            width=width,
-            speculate=speculate,
-            shares=shares,
-        )
+        self.calls = self.reading.calls(model, policy, width=width, speculate=speculate, shares=shares)
         try:
             self._check_budget()
             self.chunk_tokens = self._chunk_tokens(chunk)
@@ -111,9 +102,10 @@ class Reader:
         """A digest of everything that replies depend on."""
         model = self.calls.model
         return digest({
-            "text": self.context.digest, "prefix": self.calls.prefix, "model": model.session_digest,
-            "dtype": model.spec.dtype, "kv_dtype": model.spec.kv_dtype, "policy": self.calls.policy.fingerprint,
-            "chunk": self.chunk_tokens, "max_new_tokens": self.reading.max_new_tokens,
+            "text": self.context.digest, "prefix": self.calls.prefix, "examples": self.calls.examples,
+            "model": model.session_digest, "dtype": model.spec.dtype, "kv_dtype": model.spec.kv_dtype,
+            "policy": self.calls.policy.fingerprint, "chunk": self.chunk_tokens,
+            "max_new_tokens": self.reading.max_new_tokens,
         })  # fmt: skip
 
     def resume(self, journal: Journal) -> None:
@@ -210,8 +202,8 @@ def read(
         chunk: Tokens of the text in one call; "auto" is what window and memory allow.
         budget: Bounds on levels, calls, tokens and seconds.
         max_new_tokens: Tokens of a reply at most.
-        prompts: "chat", a turn of the chat template; "plain", examples as plain text; "auto", "chat" for instruct
-            models from half a billion parameters on.
+        prompts: "chat", a turn of the chat template; "chat-examples", one behind turns of examples; "plain", examples
+            as plain text; "auto", "chat" for instruct models from half a billion parameters on.
         progress: Called with numbers of tokens as they are read.
     """
     known = Context(context) if isinstance(context, str) else context

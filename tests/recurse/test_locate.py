@@ -72,13 +72,16 @@ def test_a_sentence_that_is_very_long_is_not_quoted_whole() -> None:
 
 @pytest.mark.parametrize(
     "reply",
-    ["nothing here", " Nothing here.", '"nothing"', "no answer", "Not mentioned", "", "The text does not say it."],
+    [
+        *("nothing here", " Nothing here.", '"nothing"', "no answer", "Not mentioned", "", "The text does not say it."),
+        *("The provided text does not mention Rosa.", "There is no information about it", "No mention of a code"),
+    ],
 )
 def test_replies_that_say_nothing(reply: str) -> None:
     assert says_nothing(short_answer(reply))
 
 
-@pytest.mark.parametrize("reply", ["no 4", "nothing but rain", "Norway", "unknown soldier", "4410"])
+@pytest.mark.parametrize("reply", ["no 4", "nothing but rain", "Norway", "There is no fee", "the text of 1912", "4410"])
 def test_replies_that_say_something(reply: str) -> None:
     assert not says_nothing(short_answer(reply))
 
