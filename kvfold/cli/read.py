@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -182,10 +183,11 @@ def _check_places(args: argparse.Namespace) -> None:
 
 
 def _journal(args: argparse.Namespace, reader: Reader) -> Journal:
-    from kvfold.recurse.journal import Journal
+    from kvfold.recurse.journal import Journal, remove_old
 
-    key = reader.run_key
-    return Journal.open(args.resume or home_folder() / "read" / f"{key[:16]}.jsonl", key)
+    key, folder = reader.run_key, home_folder() / "read"
+    remove_old(folder, time.time())
+    return Journal.open(args.resume or folder / f"{key[:16]}.jsonl", key)
 
 
 def _read(reader: Reader, args: argparse.Namespace) -> ReadResult:

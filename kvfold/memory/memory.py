@@ -108,13 +108,11 @@ class Memory:
     def forget(self, ids: Sequence[int] | None = None) -> int:
         """Remove some facts by id, or everything of the user, from all files; returns how many facts that were.
 
-        Stored KV prefixes of the user go first, since they hold what is forgotten.
+        Stored KV prefixes of the user hold what is forgotten and go in the same transaction, so that no other process
+        saves one meanwhile.
         """
         with self._lock:
-            remove_prefixes(self.store.path, self.owner)
-            count = self.store.remove(self.owner, ids)
-            remove_prefixes(self.store.path, self.owner)  # of a process that was just writing one
-        return count
+            return self.store.remove(self.owner, ids, lambda: remove_prefixes(self.store.path, self.owner))
 
     def recall(
         self,

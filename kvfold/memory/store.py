@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvfold.errors import InputError
@@ -103,9 +103,11 @@ class FactStore(Database):
             sql = f"UPDATE fact SET {column} = ?, revision = ? WHERE owner = ? AND id = ?"
             self._connection.execute(sql, (value, revision, key, number))
 
-    def remove(self, owner: Owner, ids: Sequence[int] | None = None) -> int:
-        """Delete some facts, or an owner with all facts, and what the file still holds of them; returns how many."""
+    def remove(self, owner: Owner, ids: Sequence[int] | None, remove_copies: Callable[[], None]) -> int:
+        """Delete some facts, or an owner with all facts, and what the file still holds of them; returns how many.
+        `remove_copies` removes what other files hold of them; if it fails, nothing is deleted."""
         with self.writing():
+            remove_copies()
             self.must_scrub()
             version = self.version(owner)
             known = None if ids is None else [number for number in ids if 0 < number < _MAX_ID]

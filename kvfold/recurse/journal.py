@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Self
 
@@ -26,6 +27,7 @@ _OPENING = json.dumps({"format": _FORMAT}).encode()[:-1]
 _MAX_BYTES = 1 << 30
 _MAX_REPLY = 1 << 20  # characters
 _MAX_TOKENS = 1 << 53
+_MAX_AGE_S = 30 * 86_400.0
 
 
 class Recorded(NamedTuple):
@@ -158,6 +160,14 @@ class Journal:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def remove_old(folder: Path, now: float) -> None:
+    """Delete journals, which quote their texts, of runs that nobody has gone on with for 30 days."""
+    for path in folder.glob("*.jsonl"):
+        with suppress(OSError):
+            if now - path.stat().st_mtime > _MAX_AGE_S:
+                path.unlink()
 
 
 def _open(path: Path) -> IO[bytes]:

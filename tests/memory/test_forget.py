@@ -112,6 +112,24 @@ def test_nothing_is_forgotten_where_stored_prefixes_cannot_be_found(make: MakeMe
     assert len(memory.facts()) == 1
 
 
+def test_nobody_saves_a_prefix_while_prefixes_and_facts_are_removed(
+    make: MakeMemory, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prefix is saved in a transaction, so a process killed between the two removals leaves none of what is gone."""
+    memory, told = make(), list[str]()
+    memory.add("I live in Berlin.")
+
+    def another_saves(*_: object) -> None:
+        other = sqlite3.connect(path, 0.0, isolation_level=None)
+        with pytest.raises(sqlite3.OperationalError, match="locked"):
+            other.execute("BEGIN IMMEDIATE")
+        told.append("locked")
+        other.close()
+
+    monkeypatch.setattr("kvfold.memory.memory.remove_prefixes", another_saves)
+    assert memory.forget() == 1 and told == ["locked"]
+
+
 def test_a_link_to_the_file_leads_to_the_same_prefixes(make: MakeMemory, path: Path, tmp_path: Path) -> None:
     make().add("I live in Berlin.")
     link = tmp_path / "elsewhere" / "link.db"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvfold.errors import FileError, InputError
-from kvfold.recurse.journal import Journal, Recorded, digest
+from kvfold.recurse.journal import Journal, Recorded, digest, remove_old
 
 FIRST, SECOND = ("a", Recorded("4410", 12, is_cut=True)), ("b", Recorded('nothing "here"\n', 9))
 
@@ -136,3 +136,12 @@ def test_a_disk_that_is_full_leaves_whole_lines(tmp_path: Path) -> None:
         journal.add([("c", Recorded("x", 1))])
     with Journal.open(tmp_path / "journal", "run") as journal:
         assert len(journal) == 3
+
+
+def test_journals_of_runs_that_were_given_up_are_removed(tmp_path: Path) -> None:
+    for name, days in (("old.jsonl", 31), ("new.jsonl", 29), ("notes.txt", 300)):
+        _written(tmp_path / name)
+        os.utime(tmp_path / name, (0, 1e9 - days * 86_400))
+    remove_old(tmp_path, 1e9)
+    remove_old(tmp_path / "nowhere", 1e9)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new.jsonl", "notes.txt"]
