@@ -164,8 +164,7 @@ def _queued_ms(runner: Runner, sequences: Sequence[SequenceCache], steps: int) -
         if in_flight is None:
             raise SystemExit("error: the arena is full; give it more room")
         tokens.wait(sequences)
-        for sequence in sequences:
-            in_flight.keep(sequence)
+        in_flight.keep(sequences)
         tokens = in_flight.tokens
         times.append(time.perf_counter())
     return [1e3 * (end - begin) for begin, end in pairwise(times[WARM_UP:])]

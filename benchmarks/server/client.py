@@ -102,6 +102,11 @@ class Served:
         return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def filler() -> str:
+    """A text of 786 words."""
+    return _TEXT
+
+
 def text_of(num_tokens: int, name: str, server: Served) -> str:
     """About so many tokens, different from the first word on for every name."""
     words = f"{name}: {_TEXT}".split()

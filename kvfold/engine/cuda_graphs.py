@@ -33,14 +33,14 @@ from kvfold.passes.captured.step import Step, layout_of
 Tokens = Sequence[Sequence[int]] | Tensor  # of each sequence; or one each, [sequences], on the device
 Compiler = Callable[[Callable[..., Any], int], Callable[..., Any]]  # (a layer's forward, rows) -> compiled forward
 _COMPILE_AFTER = 512  # replayed steps that are worth the seconds of a compilation
-_MOST_GRAPHS = 8
+_MOST_GRAPHS = 12  # a batch that grows from 1 to 256 slots uses nine
 _MOST_FP32_QUERIES = 16  # of one KV head: fp32 has no tensor cores, and larger tiles of it take minutes to build
 # One row: products become reductions, which fuse with what follows and reach the memory's bandwidth.
 _ONE_ROW: dict[str, Any] = {"coordinate_descent_tuning": True}
 
 
 class CudaGraphs:
-    """The captured steps of one model, at most eight; the least recently used is dropped (LRU)."""
+    """The captured steps of one model, at most twelve; the least recently used is dropped (LRU)."""
 
     def __init__(self) -> None:
         self.enabled = True

@@ -30,7 +30,6 @@ from kvfold.compression.observe import ObserverNeeds
 from kvfold.engine.output_processor import OutputProcessor, Request, StepTime
 from kvfold.engine.runner import Runner
 from kvfold.engine.sampling import greedy_tokens
-from kvfold.engine.verify import commit_run
 from kvfold.models.sentences import needs_sentences
 from kvfold.pages.async_copy import sent
 from kvfold.pages.sequence import SequenceCache
@@ -65,24 +64,28 @@ class AsyncTokens:
 
 
 class InFlightStep:
-    """A launched step; its tokens enter the KV caches of the sequences that `keep` is called for."""
+    """A launched step; its tokens enter the KV caches of the sequences that `keep` is called with."""
 
     def __init__(self, sequences: Sequence[SequenceCache], logits_BV: Tensor) -> None:
         self._logits = dict(zip(sequences, logits_BV.unbind(), strict=True))
         self.tokens = AsyncTokens(sequences, logits_BV)
 
-    def keep(self, sequence: SequenceCache) -> Tensor:
-        """Append its token to the KV cache; returns the logits after it."""
-        sequence.open.advance(1)
-        commit_run(sequence, commit=True)
-        return self._logits[sequence]
+    def keep(self, sequences: Sequence[SequenceCache]) -> list[Tensor]:
+        """Append their tokens to the KV caches; returns the logits after each."""
+        for sequence in sequences:
+            sequence.open.advance(1)
+            sequence.open.commit_all()
+        return [self._logits[sequence] for sequence in sequences]
 
 
 def can_decode_async(runner: Runner, sequence: SequenceCache) -> bool:
     """Whether steps are captured and no scorer observes them: an observation could not be undone."""
     if runner.graphs is None or layout_of(sequence) is None or sequence.open.num_slots < 2:
         return False
-    return not (ObserverNeeds.of([sequence.policy], decoding=True).anything or needs_sentences(sequence.policy))
+    if "is_observed" not in sequence.derived:
+        needs = ObserverNeeds.of([sequence.policy], decoding=True)
+        sequence.derived["is_observed"] = needs.anything or needs_sentences(sequence.policy)
+    return not sequence.derived["is_observed"]
 
 
 def launch_next(runner: Runner, sequences: Sequence[SequenceCache], token_B: Tensor) -> InFlightStep | None:
@@ -130,7 +133,7 @@ def decode_async(
         rows_BV = runner.decode(sequences, [output.request.token_ids[-1] for output in outputs])
         rows, tokens = list(rows_BV), AsyncTokens(sequences, rows_BV)
     else:
-        rows, tokens = [in_flight.keep(sequence) for sequence in sequences], in_flight.tokens
+        rows, tokens = in_flight.keep(sequences), in_flight.tokens
     more = [output.request.sequence for output in outputs if output.num_left > 1]
     in_flight = launch_next(runner, more, tokens.on_device(more)) if more else None
     greedy = tokens.wait(sequences)

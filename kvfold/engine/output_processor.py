@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 from kvfold.compression.observe import ObserverSnapshot
-from kvfold.engine.detokenizer import Detokenizer, StopMatcher
-from kvfold.engine.sampling import Sampler, Sampling
+from kvfold.engine.detokenizer import StopMatcher, detokenizer_of
+from kvfold.engine.sampling import Sampler, Sampling, checked
 from kvfold.engine.speculate import Drafter
 from kvfold.engine.verify import Verified
 from kvfold.errors import InputError
@@ -84,15 +84,20 @@ class OutputProcessor:
         self.request = request
         self.eos = eos
         self.sampler = Sampler(request.sampling)
-        self.detokenizer = Detokenizer(tokenizer)
+        self.detokenizer = detokenizer_of(tokenizer)
         self._stops = [StopMatcher(stop) for stop in request.stop]
         self._checkpoints: dict[int, _Checkpoint] = {}  # by token index, from the last committed one
         self._picks = self.sampler.picks(request.logits_V.unsqueeze(0))
+        self._greedy: int | None = None  # the next token, where it is known and no stop string or draft asks for more
         self._draft: list[int] = []  # what the last pass ran behind the sampled token
         self._verified: Verified | None = None
+        # Whether the next token is always the argmax and none is rolled back, as asynchronous decode requires.
+        self.is_greedy = request.sampling.temperature == 0 and request.drafter is None and not request.stop
 
     def sample(self) -> str:
         """Sample a token, and further ones as long as they equal the draft; returns text that is final now."""
+        if self._greedy is not None:
+            return self._sample_greedy(self._greedy)
         piece, num_accepted = self._sample_one(), 0
         for token in self._draft:
             if self.request.reason is not None or token != self.request.token_ids[-1]:
@@ -102,6 +107,22 @@ class OutputProcessor:
             piece += self._sample_one()
         self._end_draft(num_accepted)
         return piece
+
+    def _sample_greedy(self, token: int) -> str:
+        """As `_sample_one`, where every token that has run is committed."""
+        request, detokenizer = self.request, self.detokenizer
+        self._greedy = None
+        request.token_ids.append(checked(token))
+        if token in self.eos:
+            request.reason = "eos"
+        else:
+            detokenizer.add(token)
+            if len(request.token_ids) >= request.max_new_tokens:
+                request.reason = "length"
+        if request.reason is not None:
+            detokenizer.finish()
+        before, request.text = len(request.text), detokenizer.text
+        return request.text[before:]
 
     def _end_draft(self, num_accepted: int) -> None:
         if self._verified is not None:
@@ -161,18 +182,20 @@ class OutputProcessor:
         return request.drafter.draft(min(most, self.num_left, request.sequence.open.next_room) - 1)
 
     @property
-    def is_greedy(self) -> bool:
-        """Whether the next token is always the argmax and none is rolled back, as asynchronous decode requires."""
-        request = self.request
-        return request.sampling.temperature == 0 and request.drafter is None and not request.stop
-
-    @property
     def num_left(self) -> int:
         """Tokens that may still be sampled."""
         return self.request.max_new_tokens - len(self.request.token_ids)
 
     def process(self, logits_V: Tensor, greedy: int, time: StepTime) -> None:
         """Take the logits after the last token, whose argmax is `greedy`."""
+        if self.is_greedy:
+            request = self.request
+            self._greedy, request.logits_V = greedy, logits_V
+            request.num_steps += 1
+            request.num_passes += 1
+            request.decode_s += time.pass_s - time.setup_s
+            request.setup_s += time.setup_s
+            return
         self._picks = self.sampler.picks(logits_V.unsqueeze(0), [greedy])
         self._count(time)
         self._appended(logits_V)

@@ -49,7 +49,7 @@ class Sampler:
     def pick(self, logits_V: Tensor) -> int:
         """LogitsError if the largest logit is not finite."""
         if self.sampling.temperature == 0:
-            return _checked(int(greedy_tokens(logits_V)))
+            return checked(int(greedy_tokens(logits_V)))
         logits_V = logits_V.float().cpu()
         top = logits_V.max()
         if not top.isfinite():
@@ -62,7 +62,7 @@ class Sampler:
     def picks(self, logits_TV: Tensor, greedy: Sequence[int] | None = None) -> Iterator[int]:
         """A token for each row, drawn lazily. `greedy`: the argmax of each row, where it is known."""
         if self.sampling.temperature == 0:
-            yield from map(_checked, greedy_tokens(logits_TV).tolist() if greedy is None else greedy)
+            yield from map(checked, greedy_tokens(logits_TV).tolist() if greedy is None else greedy)
         else:
             yield from map(self.pick, logits_TV.float().cpu())
 
@@ -89,7 +89,8 @@ def greedy_tokens(logits_NV: Tensor) -> Tensor:
     return token_N1.where(is_finite_N1, NO_TOKEN).squeeze(-1)
 
 
-def _checked(token: int) -> int:
+def checked(token: int) -> int:
+    """LogitsError for NO_TOKEN."""
     if token == NO_TOKEN:
         raise _not_finite()
     return token

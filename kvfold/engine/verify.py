@@ -42,4 +42,4 @@ def commit_run(sequence: SequenceCache, commit: bool) -> None:
     """Commit the tokens that have run if asked to, or if the open block holds only drafts and could not seal."""
     block = sequence.open
     if commit or (block.room == 0 and block.committed == 0):
-        block.commit(block.fill - block.committed)
+        block.commit_all()

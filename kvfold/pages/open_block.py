@@ -97,6 +97,9 @@ class OpenBlock:
     def commit(self, num_tokens: int) -> None:
         self.committed = min(self.committed + num_tokens, self.fill)
 
+    def commit_all(self) -> None:
+        self.committed = self.fill
+
     def rollback(self) -> None:
         """Back to the commit line."""
         self.fill = self.committed

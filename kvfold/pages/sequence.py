@@ -138,7 +138,7 @@ class SequenceCache:
 
     def commit_all(self) -> None:
         """Keep every drafted token."""
-        self.open.commit(self.open.fill - self.open.committed)
+        self.open.commit_all()
 
     def reclaim_tail(self) -> None:
         """The last segment, once its refcount is 1, is the tail again: its slots may move and grow.

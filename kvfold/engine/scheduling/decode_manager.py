@@ -37,7 +37,8 @@ class DecodeManager:
         began = self._clock()
         batches: list[Sequence[Task]] = [queues.decoding]
         while batches:
-            batch = [task for task in batches.pop() if task in queues.decoding]  # others were preempted or failed since
+            decoding = set(queues.decoding)  # others were preempted or failed since
+            batch = [task for task in batches.pop() if task in decoding]
             if batch:
                 batches += self._try_step(batch)
         if queues.decoding:
