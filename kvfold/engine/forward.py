@@ -41,14 +41,15 @@ class Forward:
         chunk_len: int,
         progress: Progress | None,
         *,
+        joined_len: int,
         hidden: bool,
     ) -> Tensor:
-        """Each layer over all tokens, `chunk_len` at a time, before the next layer; returns logits [batch, vocab] after
-        the last tokens, or with `hidden` the last hidden states [packed tokens, M]."""
+        """Each layer over all tokens, `chunk_len` of a sequence at a time, before the next layer; returns logits
+        [batch, vocab] after the last tokens, or with `hidden` the last hidden states [packed tokens, M]."""
         lens = current.num_tokens
         ends = None if hidden else torch.tensor(lens, device=self.device).cumsum(0) - 1
         cut = list(pieces(current.sequences, tokens, chunk_len))
-        order = LayerMajor(current, cut, progress, self.num_layers, ends)
+        order = LayerMajor(current, cut, progress, self.num_layers, ends, joined_len)
         starts = [sequence.sealed_len for sequence in current.sequences]
         positions = torch.cat([torch.arange(s, s + n, device=self.device) for s, n in zip(starts, lens, strict=True)])
         ids = [token for part in tokens for token in part]

@@ -10,6 +10,10 @@ Under a between-chunks policy a prompt is cut into passes (chunked prefill). Bor
 multiples of their length, so a continued sequence runs the same shapes as one prefilled at once.
 
     packed tokens:  | sequence 0: piece, piece, … | sequence 1: piece, … |
+
+On a GPU short prompts run together: pieces of several sequences go through a layer in one call, so that its kernels are
+launched once for all of them; attention stays apart. A CPU runs each piece alone, and so computes the same bits for a
+prompt whatever is prefilled beside it.
 """
 
 from __future__ import annotations
@@ -76,6 +80,7 @@ class LayerMajor:
     progress: Progress | None
     num_layers: int
     keep: Tensor | None = None  # tokens of the packed input whose hidden states are wanted; None: all
+    joined_len: int = 0  # tokens of several sequences that run in one call of a layer; 0: each piece runs alone
     _work: int = 0  # tokens times layers
     _kept: Tensor | None = None  # tokens of the packed input that are still running; None: all
     _num_packed: int = 0  # tokens of the packed input
@@ -87,12 +92,13 @@ class LayerMajor:
     def wrap(self, layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
             is_tuple = False
-            for piece in self.pieces:
-                out = self._run_piece(piece, forward, hidden_states, args, kwargs)
+            for group in _joined(self.pieces, self.joined_len):
+                begin, end = group[0].begin, group[-1].end
+                out = self._run_pieces(group, forward, hidden_states, args, kwargs)
                 is_tuple = isinstance(out, tuple)
-                hidden_states[:, piece.begin : piece.end] = out[0] if is_tuple else out
+                hidden_states[:, begin:end] = out[0] if is_tuple else out
                 del out  # or it would live beside the next piece's output
-                self._report(piece.end - piece.begin)
+                self._report(end - begin)
             self.current.finish_layer(layer)
             hidden_states = self._prune(layer, hidden_states)
             is_last = layer == self.num_layers - 1
@@ -101,11 +107,16 @@ class LayerMajor:
 
         return run
 
-    def _run_piece(
-        self, piece: Piece, forward: Callable[..., Any], hidden_states: Tensor, args: Any, kwargs: dict[str, Any]
+    def _run_pieces(
+        self,
+        group: list[Piece],
+        forward: Callable[..., Any],
+        hidden_states: Tensor,
+        args: Any,
+        kwargs: dict[str, Any],
     ) -> Any:
-        self.cache.pieces = [piece]
-        span, length = slice(piece.begin, piece.end), self._num_packed
+        self.cache.pieces = group
+        span, length = slice(group[0].begin, group[-1].end), self._num_packed
         mine = span if self._kept is None else self._kept[span]
         cut_args = [_cut(value, mine, length) for value in args]
         return forward(hidden_states[:, span], *cut_args, **{k: _cut(v, mine, length) for k, v in kwargs.items()})
@@ -140,6 +151,18 @@ def _pieces(lens: Sequence[int], most: int) -> list[Piece]:
         for index, (start, length) in enumerate(zip(starts, lens, strict=False))
         for begin in range(0, length, most)
     ]
+
+
+def _joined(pieces: Sequence[Piece], most: int) -> Iterator[list[Piece]]:
+    """Pieces in groups of at most `most` tokens; those of one sequence never share a group."""
+    group: list[Piece] = []
+    for piece in pieces:
+        if group and (piece.index == group[-1].index or piece.end - group[0].begin > most):
+            yield group
+            group = []
+        group.append(piece)
+    if group:
+        yield group
 
 
 def _cut(value: Any, mine: slice | Tensor, length: int) -> Any:

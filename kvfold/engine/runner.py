@@ -48,6 +48,7 @@ class Runner:
         self.spec = spec
         self.arena = arena
         self.chunk_len = default_chunk_len(spec, arena.device) if chunk_len is None else chunk_len
+        self.joined_len = self.chunk_len if arena.device.type == "cuda" else 0  # tokens of several prompts in one call
         self._forward = Forward(hf, spec.num_layers, arena.device)
         self.graphs = cuda_graphs_of(hf, compile) if arena.device.type == "cuda" and HAS_TRITON else None
 
@@ -268,7 +269,9 @@ class Runner:
         note_sentences(self.hf, [*current.sequences, *followers], [*tokens, *([tokens[0]] * len(followers))])
         head = output_head(self.hf) if current.needs_surprise and surprises is None else None
         all_hidden = hidden or head is not None
-        out = self._forward.prefill(current, tokens, self.chunk_len, progress, hidden=all_hidden)
+        out = self._forward.prefill(
+            current, tokens, self.chunk_len, progress, joined_len=self.joined_len, hidden=all_hidden
+        )
         if head is not None:
             parts = out.split(current.num_tokens)
             surprises = [surprise(head, part_TM, ids) for part_TM, ids in zip(parts, tokens, strict=True)]

@@ -20,6 +20,7 @@ from kvfold.policy.policy import Policy
 from kvfold.store.store import kind_of
 
 _MAX_PREFILLING = 4  # prompts: few, but no long one blocks all short ones
+_MAX_JOINED = 16  # where short ones run together
 
 
 class Admission:
@@ -74,8 +75,9 @@ class Admission:
             return False
         if all(task.tenant != job.tenant for task in queues.prefilling):
             return True
-        is_long = len(job.tokens) > self._runner.chunk_len
-        if len(queues.prefilling) >= _MAX_PREFILLING - is_long:
+        is_long, joined_len = len(job.tokens) > self._runner.chunk_len, self._runner.joined_len
+        most = _MAX_JOINED if _MAX_JOINED * len(job.tokens) <= joined_len else _MAX_PREFILLING - is_long
+        if len(queues.prefilling) >= most:
             return False
         return not any(waits_for(job, task, self._runner.chunk_len) for task in queues.prefilling)
 

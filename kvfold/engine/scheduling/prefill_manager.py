@@ -2,13 +2,14 @@
 
 A time slice between two decode steps bounds the inter-token latency while long prompts prefill. Tenants share prefill
 time equally (queues.py). A prompt that is not done pauses between two layers until its next turn, and one that runs out
-of pages waits for pages of decoding tasks.
+of pages waits for pages of decoding tasks. On a GPU short prompts run together in one pass, which does not pause: it
+takes little longer than one of them alone.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -67,6 +68,7 @@ class TimeSlice:
 
 
 _MIN_COST = 8  # a piece costs at least this fraction of a chunk: reading the weights takes as long as few tokens do
+_MOST_JOINED = 8  # prompts of one pass
 
 
 @dataclass
@@ -87,14 +89,19 @@ class PrefillManager:
         self._slice.begin()
         while ready := self._ready():
             task, began = self._share.next(ready), self._clock()
+            batch = [task]
             try:
                 length = task.next_len
                 if num_tokens and num_tokens + length > budget:
                     return
-                num_tokens += max(length, budget // _MIN_COST)
+                batch += self._mates(task, ready)
+                num_tokens += max(sum(one.next_len for one in batch), budget // _MIN_COST)
                 task.blocked_at = None
-                task.prefill(partial(self._is_due, task.job))
-                is_prefilling = task.is_prefilling
+                if len(batch) > 1:
+                    self._run_together(batch)
+                else:
+                    task.prefill(partial(self._is_due, task.job))
+                    self._move(task)
             except OutOfPages as error:
                 self._wait_or_fail(task, error)
                 return
@@ -102,14 +109,43 @@ class PrefillManager:
                 self._restart(task)
             except Exception as error:
                 queues.fail(task, error)
-            else:
-                queues.prefilling.remove(task)
-                (queues.prefilling if is_prefilling else queues.decoding).append(task)
             finally:
-                self._share.charge(task.tenant, self._clock() - began)
+                for one in batch:
+                    self._share.charge(one.tenant, (self._clock() - began) / len(batch))
             admit()
             if self._has_others() and self._slice.is_over():
                 return
+
+    def _move(self, task: Task) -> None:
+        """Behind the others that prefill, or to those that decode."""
+        is_prefilling = task.is_prefilling
+        self._queues.prefilling.remove(task)
+        (self._queues.prefilling if is_prefilling else self._queues.decoding).append(task)
+
+    def _mates(self, task: Task, ready: Sequence[Task]) -> list[Task]:
+        """Tasks whose next chunk runs in the same pass."""
+        most = self._runner.joined_len // _MIN_COST
+        if not task.can_join(most):
+            return []
+        compresses = task.compresses_next
+        found = [other for other in ready if other is not task and other.can_join(most)]
+        return [other for other in found if other.compresses_next == compresses][: _MOST_JOINED - 1]
+
+    def _run_together(self, batch: Sequence[Task]) -> None:
+        """If the pass raises, no task has changed, and each runs alone, where its own error is found."""
+        sequences, tokens = [task.sequence for task in batch], [task.next_tokens() for task in batch]
+        try:
+            logits_BV = self._runner.prefill(sequences, tokens, compress=batch[0].compresses_next)
+        except Exception:
+            for task in batch:
+                task.runs_alone = True
+            return
+        for task, logits_V in zip(batch, logits_BV, strict=True):
+            try:
+                task.prefilled(logits_V)
+                self._move(task)
+            except Exception as error:
+                self._queues.fail(task, error)
 
     def _ready(self) -> list[Task]:
         """Prefilling tasks, without those that ran out of pages and for which none was freed since; while nothing

@@ -47,6 +47,7 @@ class Task:
         self.num_reused = begin.num_read
         self.blocked_at: int | None = None  # free bytes of the arena when a prefill last ran out of pages
         self.preempted_len = 0  # tokens of the copy on the host
+        self.runs_alone = False  # since a pass that it shared has raised
         cuts = [len(job.tokens)] if begin.cuts is None else begin.cuts
         self._cuts = [cut for cut in cuts if begin.num_read < cut <= len(job.tokens)]
         self._runner = runner
@@ -82,9 +83,7 @@ class Task:
         """Run the next chunk of the prompt, or its layers until a pause is due; after the last chunk decoding begins.
         OutOfPages: the chunk starts anew."""
         if self._pass is None:
-            compress, self.sequence.pinned = self._stretch_end in self._cuts, self._settled
-            tokens = self.job.tokens[self.sequence.committed_len : self._chunk_end]
-            self._pass = Resumable(partial(self._prefill, tokens, compress), is_due)
+            self._pass = Resumable(partial(self._prefill, self.next_tokens(), self.compresses_next), is_due)
         current, is_done = self._pass, False
         try:
             is_done = current.resume()
@@ -93,14 +92,29 @@ class Task:
             raise
         if is_done:
             self._pass = None
-            self._prefilled(current.result)
+            self.prefilled(current.result[0])
 
-    def _prefilled(self, logits_BV: Tensor) -> None:
+    def can_join(self, most: int) -> bool:
+        """Whether its next chunk may run in one pass with those of others: it has not begun and is short."""
+        return not self.runs_alone and self._pass is None and self.next_len <= most
+
+    @property
+    def compresses_next(self) -> bool:
+        """Whether the policy compresses at the end of the next chunk."""
+        return self._stretch_end in self._cuts
+
+    def next_tokens(self) -> Sequence[int]:
+        """Of the next chunk, whose pass begins."""
+        self.sequence.pinned = self._settled
+        return self.job.tokens[self.sequence.committed_len : self._chunk_end]
+
+    def prefilled(self, logits_V: Tensor) -> None:
+        """The next chunk has run; after the last one decoding begins."""
         end = self.sequence.committed_len
         if end in self._cuts or end == len(self.job.tokens):
             self.job.source.reached(self.sequence, end)
         if end == len(self.job.tokens):
-            self._begin_decode(logits_BV[0])
+            self._begin_decode(logits_V)
 
     @property
     def _settled(self) -> list[tuple[int, int]]:
@@ -141,13 +155,15 @@ class Task:
         if self.job.max_new_tokens == 0:
             self.end("read")
             return False
-        delta, request = self.output.sample(), self.output.request
-        if delta:
-            self.job.listener(TextDelta(delta))
-        if request.reason is not None:
-            self.end(request.reason)
-            return False
-        return True
+        delta, request, job = self.output.sample(), self.output.request, self.job
+        if delta and job.is_streamed:
+            job.listener(TextDelta(delta))
+        if request.reason is None:
+            return True
+        if request.text and not job.is_streamed:
+            job.listener(TextDelta(request.text))
+        self.end(request.reason)
+        return False
 
     @property
     def _stop(self) -> str | None:

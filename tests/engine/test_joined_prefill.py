@@ -1,0 +1,178 @@
+"""Short prompts that a GPU runs through a layer in one call: tokens and caches are those of prompts that run alone."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvfold.engine.generate import generate
+from kvfold.engine.output_processor import Request
+from kvfold.engine.runner import Runner
+from kvfold.engine.scheduling.jobs import SequenceStart
+from kvfold.engine.scheduling.scheduler import Scheduler
+from kvfold.errors import OutOfPages, PrefixLost
+from kvfold.models.loader import Model
+from kvfold.pages.sequence import SequenceCache
+from kvfold.policy.policy import Policy
+from tests.engine.jobs import Fresh, Heard, job
+from tests.engine.runs import kept, make_runner, make_sequence
+from tests.tiny import prompt
+
+PROMPTS = [prompt(length, seed=length) for length in (5, 40, 9, 33, 12, 7)]
+
+
+class Counting(Runner):
+    """A runner as on a GPU, which counts the sequences of every prefill."""
+
+    def __init__(self, model: Model, chunk_len: int = 512) -> None:
+        super().__init__(model.hf, model.spec, model.arena, chunk_len=chunk_len)
+        self.joined_len = chunk_len
+        self.counts: list[int] = []
+
+    def prefill(self, sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]], **options: Any) -> Tensor:
+        self.counts.append(len(sequences))
+        return super().prefill(sequences, tokens, **options)
+
+
+def prefilled(model: Model, runner: Runner, policy: str) -> tuple[list[int], list[SequenceCache], Tensor]:
+    """All prompts at once: the tokens of each call of a decoder layer, the sequences and their logits."""
+    calls: list[int] = []
+    hook = model.hf.model.layers[0].mlp.register_forward_hook(lambda module, args, out: calls.append(out.shape[1]))
+    sequences = [make_sequence(runner, policy) for _ in PROMPTS]
+    try:
+        return calls, sequences, runner.prefill(sequences, PROMPTS)
+    finally:
+        hook.remove()
+
+
+POLICIES = [
+    "full",
+    "keydiff + 2x + protect(none) + int4",
+    "snapkv(window=2) + ada + 2x + protect(none)",
+    "fastkv(rate=0.5, layer=0)",
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_prompts_of_one_call_are_those_of_many(model: Model, policy: str) -> None:
+    calls, alone, expected = prefilled(model, make_runner(model), policy)
+    joined_calls, together, found = prefilled(model, Counting(model), policy)
+    assert (calls, joined_calls) == ([len(ids) for ids in PROMPTS], [sum(map(len, PROMPTS))])
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+    assert [kept(sequence) for sequence in together] == [kept(sequence) for sequence in alone]
+    for sequence in (*alone, *together):
+        sequence.release()
+
+
+def test_a_call_takes_so_many_tokens_and_one_piece_of_a_prompt(model: Model) -> None:
+    calls, sequences, _ = prefilled(model, Counting(model, chunk_len=16), "full")
+    assert calls == [5, 16, 16, 8, 9, 16, 16, 1 + 12, 7]  # 5 | 16 16 8 | 9 | 16 16 1 | 12 | 7
+    for sequence in sequences:
+        sequence.release()
+
+
+def written(model: Model, ids: Sequence[int], num_new: int) -> str:
+    """By a request of its own."""
+    runner = make_runner(model)
+    sequence = runner.new_sequence(Policy.parse("full"))
+    request = Request(sequence, runner.prefill([sequence], [ids])[0], num_new)
+    text = "".join(piece for _, piece in generate(runner, [request], model.tokenizer))
+    sequence.release()
+    return text
+
+
+class Lossy(Fresh):
+    """Its stored prefix turns out bad when it is read for the first time."""
+
+    def __init__(self, runner: Runner) -> None:
+        super().__init__(runner)
+        self.num_lost = 0
+
+    def begin(self) -> SequenceStart:
+        found = super().begin()
+        if not self.num_lost:
+            found.sequence.loading = BadLayers()
+        return found
+
+    def lost(self) -> None:
+        self.num_lost += 1
+
+
+class BadLayers:
+    def then(self) -> None:
+        pass
+
+    def upto(self, layer: int) -> None:
+        raise PrefixLost("a stored layer is damaged")
+
+    def close(self) -> None:
+        pass
+
+
+def served(runner: Counting, model: Model, *first: tuple[Any, Heard]) -> list[str]:
+    """Texts of jobs that come together, those given and one for each prompt."""
+    scheduler = Scheduler(runner, Policy.parse("full"), model.tokenizer)
+    made = [*first, *(job(runner, ids, max_new_tokens=9) for ids in PROMPTS)]
+    try:
+        with scheduler._changed:  # the loop begins when all are there
+            for one, _ in made:
+                scheduler._queues.waiting.push(one)
+            scheduler._changed.notify()
+        for _, heard in made:
+            heard.end()
+    finally:
+        scheduler.close()
+        gc.collect()
+    assert model.arena.used_bytes == 0
+    return [heard.text for _, heard in made]
+
+
+def test_jobs_that_wait_together_are_prefilled_together(model: Model) -> None:
+    runner = Counting(model)
+    assert served(runner, model) == [written(model, ids, 9) for ids in PROMPTS]
+    assert max(runner.counts) > 1 and sum(runner.counts) == len(PROMPTS)
+
+
+def test_a_job_whose_prefix_is_lost_restarts_alone(model: Model) -> None:
+    runner, heard = Counting(model), Heard()
+    source = Lossy(runner)
+    bad, _ = job(runner, PROMPTS[1], max_new_tokens=9)
+    bad.source, bad.listener = source, heard
+    texts = served(runner, model, (bad, heard))
+    assert texts == [written(model, ids, 9) for ids in (PROMPTS[1], *PROMPTS)]
+    assert source.num_lost == 1
+
+
+def test_prompts_that_do_not_fit_together_run_one_after_the_other(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, prefill = Counting(model), Counting.prefill
+
+    def scarce(self: Counting, sequences: Sequence[SequenceCache], tokens: Any, **options: Any) -> Tensor:
+        if len(sequences) > 1:
+            raise OutOfPages("no pages for all of them")
+        return prefill(self, sequences, tokens, **options)
+
+    monkeypatch.setattr(Counting, "prefill", scarce)
+    assert served(runner, model) == [written(model, ids, 9) for ids in PROMPTS]
+    assert runner.counts == [1] * len(PROMPTS)
+
+
+def test_a_listener_that_raises_fails_alone(model: Model) -> None:
+    runner, heard = Counting(model), Heard()
+
+    def deaf(event: Any) -> None:
+        heard(event)
+        if not heard.has_ended.is_set():
+            raise ValueError("not now")
+
+    bad, _ = job(runner, PROMPTS[0], max_new_tokens=9)
+    bad.listener = deaf
+    texts = served(runner, model, (bad, heard))
+    assert texts[1:] == [written(model, ids, 9) for ids in PROMPTS]
+    assert heard.end().reason == "failed"
