@@ -101,7 +101,9 @@ class App:
         if service.no_reuse is not None and body.request.has_markers:
             message = f"prompt caching is not available, leave markers out: {service.no_reuse}"
             raise bad_request(message)
-        context = RequestContext(tenant, state.at, body.planner, body.cache_key, state.trace, state.num_bytes)
+        context = RequestContext(
+            tenant, state.at, body.planner, body.cache_key, state.trace, state.num_bytes, body.is_streamed
+        )
         reply = await cancel_on_disconnect(request, service.start(body.request, context))
         try:
             writer = make(service, body, reply)

@@ -17,14 +17,16 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
 import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from kvfold.errors import InputError
 from kvfold.serve.api.errors import KINDS
+from kvfold.serve.api.sse import CHUNK_WRITER
 from kvfold.serve.settings import Limits
 
 BACKLOG = 64  # listen backlog of the socket
@@ -145,6 +147,19 @@ class Connection(H11Protocol):
             self._head.stop()
         else:  # part of the headers, or of the body of a request that is answered already
             self._head.start()
+
+    def handle_events(self) -> None:
+        """An HTTP/1.1 response of unknown length is chunked: its handler may write chunks to the connection."""
+        super().handle_events()
+        if self.cycle is not None and self.scope["http_version"] == "1.1" and CHUNK_WRITER not in self.scope:
+            self.scope[CHUNK_WRITER] = partial(self._write_chunk, self.cycle)  # type: ignore[literal-required]
+
+    async def _write_chunk(self, cycle: RequestResponseCycle, data: bytes) -> None:
+        """As `cycle.send`, without h11, whose chunks are the same bytes."""
+        if self.flow.write_paused and not cycle.disconnected:
+            await self.flow.drain()
+        if data and not cycle.disconnected:
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def _takes_head(self, data: bytes) -> bool:
         """Check bytes that would be parsed as headers; a refusal closes the connection."""

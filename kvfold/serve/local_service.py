@@ -67,6 +67,7 @@ class LocalService(Service):
             num_reserved=settings.num_reserved,
             evict_idle=lambda: device is not None and device.shrink(),
             on_failure=lambda: self.on_failure(),
+            flush=self.flush,
         )
         self._add_gauges()
 

@@ -14,7 +14,7 @@ from kvfold.serve.api.errors import ApiError, prompt_too_long
 from kvfold.serve.api.request import ChatRequest
 from kvfold.serve.cache.source import PlainSource
 from kvfold.serve.local_service import LocalService
-from kvfold.serve.reply import EventQueue, RequestContext, api_error, timed_out
+from kvfold.serve.reply import RequestContext, api_error, timed_out
 from kvfold.stats import Stats, measure
 from kvfold.store.store import kind_of
 
@@ -41,7 +41,7 @@ async def sizes_of(service: LocalService, request: ChatRequest, policy: Policy, 
         raise prompt_too_long(f"{len(prompt.tokens)} tokens > {most} maximum")
     service.acquire_slot(context.tenant)
     seconds = service.settings.limits.request_s
-    events = EventQueue(seconds, partial(service.release_slot, context.tenant))
+    events = service.event_queue(context.tenant)
     source = MeasuredSource(partial(service.new_sequence, policy), len(prompt.tokens))
     in_chunks = kind_of(policy, service.model.spec) == "chunks"
     job = Job(

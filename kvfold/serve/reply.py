@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from kvfold.engine.scheduling.jobs import Ended, Event, PrefillDone, TextDelta
@@ -18,6 +16,7 @@ from kvfold.serve.api.tool_calls import ToolCall, ToolCallParser
 from kvfold.serve.cache.breakpoints import Boundary, CachePlan
 from kvfold.serve.cache.source import PlainSource
 from kvfold.serve.cache.usage import Usage
+from kvfold.serve.event_queue import EventQueue
 from kvfold.serve.ops.metrics import Metrics
 from kvfold.serve.ops.request_trace import RequestTrace
 
@@ -45,41 +44,7 @@ class RequestContext:
     cache_key: str = ""  # OpenAI's prompt_cache_key: requests of different keys share no cache
     trace: RequestTrace = field(default_factory=RequestTrace)
     num_bytes: int = 0  # of the body
-
-
-class EventQueue:
-    """Events of one job, from the scheduler's thread to the event loop, with the job's time-out.
-
-    `on_end` is called once, in the event loop, when the job has ended or timed out, whether or not the events are
-    read and whatever the scheduler's thread is doing."""
-
-    def __init__(self, timeout_s: float, on_end: Callable[[], None]) -> None:
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._on_end = on_end
-        self._has_ended = False
-        self._loop = asyncio.get_running_loop()
-        self._timer = self._loop.call_later(timeout_s, self._add, Ended("late"))
-
-    def put(self, event: Event) -> None:
-        """From any thread."""
-        with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._add, event)
-
-    def close(self) -> None:
-        """The job was not submitted."""
-        self._add(Ended("cancelled"))
-
-    async def get(self) -> Event:
-        return await self._events.get()
-
-    def _add(self, event: Event) -> None:
-        if self._has_ended:
-            return  # it timed out before the scheduler reported it
-        self._events.put_nowait(event)
-        if isinstance(event, Ended):
-            self._has_ended = True
-            self._timer.cancel()
-            self._on_end()
+    is_streamed: bool = True
 
 
 class Reply:

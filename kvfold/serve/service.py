@@ -21,13 +21,14 @@ from kvfold.serve.api.request import ChatRequest
 from kvfold.serve.cache.breakpoints import CachePlan
 from kvfold.serve.cache.diagnostics import CacheDiagnostics
 from kvfold.serve.cache.source import PlainSource
+from kvfold.serve.event_queue import EventQueue, Mailbox
 from kvfold.serve.memory import RequestMemory
 from kvfold.serve.ops.metrics import Metrics
 from kvfold.serve.ops.recent_requests import RecentRequests
 from kvfold.serve.ops.request_trace import TracedSource
 from kvfold.serve.preprocess import Preprocessor
 from kvfold.serve.prompt import Prompt, PromptRenderer
-from kvfold.serve.reply import EventQueue, Reply, RequestContext, timed_out
+from kvfold.serve.reply import Reply, RequestContext, timed_out
 from kvfold.serve.settings import Settings
 from kvfold.serve.shorten import RequestShortener
 from kvfold.store.store import PrefixStore
@@ -72,6 +73,7 @@ class Service:
         self.on_failure: Callable[[], None] = lambda: None  # called when the scheduler has failed
         self.num_running: Counter[str] = Counter()  # by tenant, until their jobs have ended
         self.recents: dict[str, RecentRequests] = {}  # by tenant
+        self._mailbox: Mailbox | None = None  # made by the first request, in the event loop
 
     # What engines differ in
 
@@ -144,7 +146,7 @@ class Service:
             most = self.max_positions - 1
             raise prompt_too_long(f"{len(prompt.tokens)} tokens > {most} maximum")
         self.acquire_slot(context.tenant)
-        events = EventQueue(self.settings.limits.request_s, partial(self.release_slot, context.tenant))
+        events = self.event_queue(context.tenant)
         try:
             reply = self._submit(request, context, prompt, num_left, events, self._keeper(plain, context))
         except BaseException:
@@ -152,6 +154,18 @@ class Service:
             raise
         await reply.begin()
         return reply
+
+    def event_queue(self, tenant: str) -> EventQueue:
+        """For a job of a tenant that has acquired a slot, which is released when the job ends."""
+        loop = asyncio.get_running_loop()
+        if self._mailbox is None or self._mailbox.loop is not loop:
+            self._mailbox = Mailbox(loop)
+        return EventQueue(self._mailbox, self.settings.limits.request_s, partial(self.release_slot, tenant))
+
+    def flush(self) -> None:
+        """Deliver what a scheduler has told its listeners; called in its thread."""
+        if self._mailbox is not None:
+            self._mailbox.flush()
 
     async def _remembering(self, request: ChatRequest, context: RequestContext) -> tuple[ChatRequest, Prompt]:
         """The request with facts that are recalled for it, and its prompt; without them where they do not fit."""
@@ -195,6 +209,7 @@ class Service:
             tenant=context.tenant,
             deadline=time.monotonic() + self.settings.limits.request_s,
             sharing=self.sharing(source, context),
+            is_streamed=context.is_streamed,
         )
         context.trace.queue(request.model, len(prompt.tokens))
         if self.num_running.total() > 1:

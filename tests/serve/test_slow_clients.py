@@ -211,3 +211,38 @@ def test_what_no_route_sees_is_refused_in_the_vendors_shape(sent: bytes, status:
     with running(tool_model()) as server:
         found, body, _ = answer_to(server, sent)
         assert found == status and body["error"]["message"] and body["error"]["type"]
+
+
+def test_a_stream_is_chunked_and_to_an_old_client_it_is_not() -> None:
+    """Chunks that are written straight to the connection are those of HTTP/1.1; HTTP/1.0 has none."""
+    body = json.dumps({**SHORT, "max_tokens": 6, "stream": True}).encode()
+    with running(tool_model()) as server:
+        replies = [_streamed(server, version, body) for version in ("1.1", "1.0")]
+    assert ["chunked" in head for head, _ in replies] == [True, False]
+    texts = [_text(dechunked(replies[0][1])), _text(replies[1][1])]
+    assert texts[0] and texts[0] == texts[1]
+
+
+def _streamed(server: Running, version: str, body: bytes) -> tuple[str, bytes]:
+    """Headers and body of a reply."""
+    head = f"POST /v1/messages HTTP/{version}\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}"
+    with connected(server, f"{head}\r\n\r\n".encode() + body) as client:
+        found, _, rest = rest_of(client).partition(b"\r\n\r\n")
+    return found.decode().lower(), rest
+
+
+def _text(stream: bytes) -> str:
+    events = [json.loads(line[6:]) for line in stream.decode().splitlines() if line.startswith("data: ")]
+    assert events[-1] == {"type": "message_stop"}
+    return "".join(event["delta"]["text"] for event in events if event["type"] == "content_block_delta")
+
+
+def dechunked(body: bytes) -> bytes:
+    found = b""
+    while True:
+        size, _, rest = body.partition(b"\r\n")
+        length = int(size, 16)
+        if not length:
+            assert rest == b"\r\n"
+            return found
+        found, body = found + rest[:length], rest[length + 2 :]

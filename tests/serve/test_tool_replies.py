@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,8 +18,9 @@ from kvfold.serve.api.openai_responses import ResponseWriter
 from kvfold.serve.api.request import Block, ChatRequest
 from kvfold.serve.cache.breakpoints import CachePlan
 from kvfold.serve.cache.source import PlainSource
+from kvfold.serve.event_queue import EventQueue, Mailbox
 from kvfold.serve.local_service import LocalService
-from kvfold.serve.reply import EventQueue, Reply, RequestContext
+from kvfold.serve.reply import Reply, RequestContext
 from kvfold.serve.settings import Settings
 from tests import tiny
 
@@ -34,10 +36,7 @@ def service() -> Iterator[LocalService]:
 
 
 async def _collected(service: LocalService, make: Callable[..., Any], body: Any, is_streamed: bool) -> Any:
-    events = EventQueue(60.0, lambda: None)
-    written: list[Event] = [TextDelta(TEXT[i : i + 5]) for i in range(0, len(TEXT), 5)]
-    for event in (PrefillDone(0), *written, Ended("eos", 9)):
-        events.put(event)
+    events = EventQueue(Mailbox(asyncio.get_running_loop()), 60.0, lambda: None)
     source = PlainSource(service.new_sequence, 7)
     reply = Reply(
         ASK,
@@ -50,9 +49,27 @@ async def _collected(service: LocalService, make: Callable[..., Any], body: Any,
         timeout_s=60.0,
         is_cut=False,
     )
-    await reply.begin()
-    writer = make(service, body, reply)
-    return [event async for event in writer.events()] if is_streamed else await writer.whole()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(_feed(events))
+        await reply.begin()
+        writer = make(service, body, reply)
+        if not is_streamed:
+            return await writer.whole()
+        return [_read(event) if isinstance(event, str) else event async for event in writer.events()]
+
+
+async def _feed(events: EventQueue) -> None:
+    """One after the other, each when the last one has been read."""
+    written: list[Event] = [TextDelta(TEXT[i : i + 5]) for i in range(0, len(TEXT), 5)]
+    for event in (PrefillDone(0), *written, Ended("eos", 9)):
+        events.put(event)
+        while events.is_unread:
+            await asyncio.sleep(0)
+
+
+def _read(lines: str) -> Any:
+    """The event of its lines."""
+    return json.loads(lines.split("data: ", 1)[1])
 
 
 def test_a_message(service: LocalService) -> None:

@@ -15,12 +15,13 @@ from kvfold.errors import OutOfPages
 
 @dataclass
 class DecodeManager:
-    """`num_preempted`: preemptions so far."""
+    """`num_preempted`: preemptions so far. `_flush` is called when listeners have been told of a step."""
 
     _runner: Runner
     _queues: Queues
     _slice: TimeSlice
     _clock: Callable[[], float]
+    _flush: Callable[[], None]
     num_preempted: int = 0
     _in_flight: InFlightStep | None = None
     _stepped: list[Task] = field(default_factory=list)  # the batch of the last asynchronous step
@@ -34,6 +35,7 @@ class DecodeManager:
         queues = self._queues
         for task in list(queues.decoding):
             self._sample(task)
+        self._flush()
         began = self._clock()
         batches: list[Sequence[Task]] = [queues.decoding]
         while batches:
@@ -41,6 +43,7 @@ class DecodeManager:
             batch = [task for task in batches.pop() if task in decoding]
             if batch:
                 batches += self._try_step(batch)
+        self._flush()  # of tasks that failed
         if queues.decoding:
             self._slice.stepped(self._clock() - began)
 

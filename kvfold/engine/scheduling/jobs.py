@@ -109,6 +109,7 @@ class Job:
     has_seed: bool = False  # whether the seed is the client's
     ignores_eos: bool = False  # decode goes on to max_new_tokens or a stop string
     in_chunks: bool | None = None  # how its policy prefills, where that is not the scheduler's
+    is_streamed: bool = True  # else its whole text comes at its end
     sharing: PrefixSharing | None = None
     number: int = field(default=0, init=False)  # in the order in which jobs were submitted
     is_cancelled: bool = field(default=False, init=False)

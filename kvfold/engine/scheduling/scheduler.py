@@ -121,7 +121,8 @@ class Supervisor:
 class Scheduler:
     """`num_reserved`: running slots reserved for tenants that run nothing. `slice_s`: prefill time between two decode
     steps; None adapts to the duration of steps. `evict_idle` frees pages of an idle prefix and returns whether there
-    was one. `on_failure` is called in the thread when the loop has failed for good."""
+    was one. `on_failure` is called in the thread when the loop has failed for good. `flush` is called there once
+    listeners have been told of a decode step or another change."""
 
     def __init__(
         self,
@@ -135,6 +136,7 @@ class Scheduler:
         slice_s: float | None = None,
         evict_idle: Callable[[], bool] = lambda: False,
         on_failure: Callable[[], None] = lambda: None,
+        flush: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if max_running < 1 or max_waiting < 1:
@@ -149,13 +151,14 @@ class Scheduler:
         self.num_cancelled = 0  # before their end
         self._clock = clock
         self._numbers = count(1)
+        self._flush = flush
         self._queues = Queues(evict_idle)
         self._changed = self._queues.changed
         self._supervisor = Supervisor(self._loop, self._fail_all, on_failure, self._changed)
         time_slice = TimeSlice(clock, runner.arena.device, slice_s)
         self._admission = Admission(runner, policy, tokenizer, self._queues, max_running, num_reserved)
         self._prefills = PrefillManager(runner, self._queues, time_slice, clock, lambda: self._supervisor.is_closed)
-        self._decodes = DecodeManager(runner, self._queues, time_slice, clock)
+        self._decodes = DecodeManager(runner, self._queues, time_slice, clock, flush)
         self._supervisor.start()
 
     # From any thread
@@ -206,10 +209,15 @@ class Scheduler:
         while self._wait():
             self._end_overdue()
             self._admission.resume()
-            self._admission.admit()
-            self._prefills.run(self._admission.admit)
+            self._admit()
+            self._prefills.run(self._admit)
             self._decodes.run()
         self._queues.end_all("cancelled")
+        self._flush()
+
+    def _admit(self) -> None:
+        self._admission.admit()
+        self._flush()
 
     def _wait(self) -> bool:
         """Until there is a job; False when the scheduler is closed."""
@@ -232,3 +240,4 @@ class Scheduler:
     def _fail_all(self, error: Exception) -> None:
         self._queues.end_all("failed", error)
         self._decodes.reset()
+        self._flush()

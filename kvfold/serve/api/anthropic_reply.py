@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from functools import partial
 
 from kvfold.serve.api.anthropic import MessagesBody
 from kvfold.serve.api.errors import ApiError
+from kvfold.serve.api.sse import TextLines
 from kvfold.serve.api.strict_json import Json
 from kvfold.serve.api.tool_calls import ToolCall
 from kvfold.serve.cache.diagnostics import fingerprint
@@ -73,10 +75,10 @@ class MessageWriter:
     async def whole(self) -> Json:
         return self._message([_content(part) for part in await self._reply.joined_parts()])
 
-    async def events(self) -> AsyncIterator[Json]:
+    async def events(self) -> AsyncIterator[Json | str]:
         """Each has its SSE name under "type"."""
         yield {"type": "message_start", "message": self._message([])}
-        index, is_open = 0, False
+        index, is_open, lines_of_text = 0, False, TextLines(partial(_text_delta, 0))
         async for part in self._reply.parts():
             if isinstance(part, ToolCall):
                 if is_open:
@@ -88,8 +90,8 @@ class MessageWriter:
                 continue
             if not is_open:
                 yield _block_start(index, _content(""))
-                is_open = True
-            yield _delta(index, {"type": "text_delta", "text": part})
+                is_open, lines_of_text = True, TextLines(partial(_text_delta, index))
+            yield lines_of_text(part)
         if is_open:
             yield {"type": "content_block_stop", "index": index}
         stop = None if self._reply.end is None else self._reply.end.stop
@@ -120,6 +122,10 @@ def _content(part: str | ToolCall) -> Json:
 
 def _block_start(index: int, block: Json) -> Json:
     return {"type": "content_block_start", "index": index, "content_block": block}
+
+
+def _text_delta(index: int, text: str) -> Json:
+    return _delta(index, {"type": "text_delta", "text": text})
 
 
 def _delta(index: int, delta: Json) -> Json:

@@ -21,6 +21,7 @@ from kvfold.serve.api.openai import (
     with_cost,
 )
 from kvfold.serve.api.request import Block, ChatRequest, Role
+from kvfold.serve.api.sse import TextLines
 from kvfold.serve.api.strict_json import Json
 from kvfold.serve.api.tool_calls import ToolCall
 from kvfold.serve.reply import Reply
@@ -216,9 +217,10 @@ class CompletionWriter:
         text = "".join(map(str, await self._reply.joined_parts()))
         return self._last(text) | self._usage()
 
-    async def events(self) -> AsyncIterator[Json]:
+    async def events(self) -> AsyncIterator[Json | str]:
+        lines_of_text = TextLines(self._text)
         async for part in self._reply.parts():
-            yield self._text(str(part))
+            yield lines_of_text(str(part))
         yield self._last("")
         if self._body.shows_usage:
             yield self._completion("text_completion") | self._usage()
@@ -244,15 +246,15 @@ class ChatWriter(CompletionWriter):
     def _chunk(self, delta: Json, reason: str | None = None) -> Json:
         return self._completion("chat.completion.chunk", delta=delta, finish_reason=reason)
 
-    async def events(self) -> AsyncIterator[Json]:
+    async def events(self) -> AsyncIterator[Json | str]:
         yield self._chunk({"role": "assistant", "content": ""})
-        num_calls = 0
+        num_calls, lines_of_text = 0, TextLines(lambda text: self._chunk({"content": text}))
         async for part in self._reply.parts():
             if isinstance(part, ToolCall):
                 yield self._chunk({"tool_calls": [{"index": num_calls, **_call_out(part)}]})
                 num_calls += 1
             else:
-                yield self._chunk({"content": part})
+                yield lines_of_text(part)
         yield self._chunk({}, self._finish_reason)
         if self._body.shows_usage:
             yield self._completion("chat.completion.chunk") | self._usage()

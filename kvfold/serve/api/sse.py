@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from functools import partial
+from json.encoder import encode_basestring
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -20,17 +22,32 @@ _log = logging.getLogger("kvfold.serve")
 _PROMPT_FIELDS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}
 
 
+CHUNK_WRITER = "kvfold.write_chunk"  # in the scope: writes bytes of a chunked body straight to the connection
+WriteChunk = Callable[[bytes], Awaitable[None]]
+
+
 class EventStream(StreamingResponse):
     """An SSE response; calls its callbacks however it ends, even if nothing of it was read."""
 
     def __init__(self, lines: AsyncIterator[str], close: Callable[[], None]) -> None:
         super().__init__(lines, media_type="text/event-stream", headers={"cache-control": "no-cache"})
         self._callbacks = [close]
+        self._write_chunk: WriteChunk | None = None
 
     def on_close(self, callback: Callable[[], None]) -> None:
         self._callbacks.append(callback)
 
+    async def stream_response(self, send: Any) -> None:
+        """A token's way through the layers of ASGI would take longer than the write itself: where the connection offers
+        to, it writes events at once."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        write: WriteChunk = self._write_chunk or partial(_send_body, send)
+        async for line in self.body_iterator:
+            await write(str(line).encode())
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self._write_chunk = scope.get(CHUNK_WRITER)
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -38,34 +55,52 @@ class EventStream(StreamingResponse):
                 callback()
 
 
+async def _send_body(send: Any, data: bytes) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": True})
+
+
 class Writer(Protocol):
-    """A reply in one API's format. `failed`: the last event of a stream that fails."""
+    """A reply in one API's format. `events`: of a stream, or their lines where these are known. `failed`: the last
+    event of a stream that fails."""
 
     async def whole(self) -> Json: ...
-    def events(self) -> AsyncIterator[Json]: ...
+    def events(self) -> AsyncIterator[Json | str]: ...
     def failed(self, error: ApiError) -> Json: ...
 
 
 async def sse_lines(writer: Writer, trace: RequestTrace) -> AsyncIterator[str]:
-    """Events that have a type are named by it; a stream of others ends with [DONE], as OpenAI's first API does."""
-    is_named = False
-    async for event in _until_failed(writer, trace):
-        is_named = "type" in event
-        name = f"event: {event['type']}\n" if is_named else ""
-        yield f"{name}data: {json.dumps(event, ensure_ascii=False)}\n\n"
-    if not is_named:
-        yield "data: [DONE]\n\n"
-
-
-async def _until_failed(writer: Writer, trace: RequestTrace) -> AsyncIterator[Json]:
-    """The status line is sent already, so a stream reports an error in its last event."""
+    """Events that have a type are named by it; a stream of others ends with [DONE], as OpenAI's first API does. The
+    status line is sent already, so a stream reports an error in its last event."""
+    event: Json | str = {}
     try:
         async for event in writer.events():
-            yield event
+            yield event if isinstance(event, str) else lines_of(event)
     except Exception as error:
         failure = as_api_error(error, trace.id)
         trace.why = failure.logged
-        yield writer.failed(failure)
+        event = writer.failed(failure)
+        yield lines_of(event)
+    if "type" not in event:
+        yield "data: [DONE]\n\n"
+
+
+_encode = json.JSONEncoder(ensure_ascii=False).encode
+_MARK = "\0text\0"  # in no other field of an event
+
+
+def lines_of(event: Json) -> str:
+    data = f"data: {_encode(event)}\n\n"
+    return f"event: {event['type']}\n{data}" if "type" in event else data
+
+
+class TextLines:
+    """Lines of events that differ in one text; all else is encoded once."""
+
+    def __init__(self, event_of: Callable[[str], Json]) -> None:
+        self._head, self._tail = lines_of(event_of(_MARK)).split(_encode(_MARK))
+
+    def __call__(self, text: str) -> str:
+        return f"{self._head}{encode_basestring(text)}{self._tail}"
 
 
 def as_api_error(error: Exception, request_id: str) -> ApiError:

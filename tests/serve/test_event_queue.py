@@ -1,0 +1,126 @@
+"""Events from the scheduler's thread: one wake-up of the loop for a step, texts in order and joined, one end."""
+
+from __future__ import annotations
+
+import asyncio
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from kvfold.engine.scheduling.jobs import Ended, Event, PrefillDone, TextDelta
+from kvfold.serve.event_queue import EventQueue, Mailbox
+
+
+class Watched(asyncio.SelectorEventLoop):
+    """Counts its wake-ups from other threads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_woken = 0
+
+    def call_soon_threadsafe(self, callback: Any, *args: Any, **options: Any) -> Any:  # type: ignore[override]
+        self.num_woken += 1
+        return super().call_soon_threadsafe(callback, *args, **options)
+
+
+def told(*steps: list[tuple[int, Event]], num_queues: int = 1) -> list[list[Event]]:
+    """What readers of the queues get of events that another thread puts, flushed after every step."""
+
+    async def run() -> list[list[Event]]:
+        mailbox = Mailbox(asyncio.get_running_loop())
+        queues = [EventQueue(mailbox, 60.0, lambda: None) for _ in range(num_queues)]
+
+        def put() -> None:
+            for step in steps:
+                for number, event in step:
+                    queues[number].put(event)
+                mailbox.flush()
+
+        thread = Thread(target=put)
+        thread.start()
+        thread.join()  # the loop is behind: it sees nothing before all is there
+        return await asyncio.gather(*(_until_end(queue) for queue in queues))
+
+    return asyncio.run(run())
+
+
+async def _until_end(queue: EventQueue) -> list[Event]:
+    found = [await queue.get()]
+    while not isinstance(found[-1], Ended):
+        found.append(await queue.get())
+    return found
+
+
+def test_texts_that_were_not_read_are_joined() -> None:
+    (found,) = told(
+        [(0, PrefillDone(3))], [(0, TextDelta("a"))], [(0, TextDelta("b"))], [(0, TextDelta("c")), (0, Ended("eos", 3))]
+    )
+    assert found == [PrefillDone(3), TextDelta("abc"), Ended("eos", 3)]
+
+
+def test_a_step_of_many_replies_wakes_the_loop_once() -> None:
+    loop = Watched()
+
+    async def run() -> int:
+        mailbox = Mailbox(loop)
+        queues = [EventQueue(mailbox, 60.0, lambda: None) for _ in range(50)]
+        for step in range(3):
+            _put_all(mailbox, queues, TextDelta(str(step)))
+            assert [await queue.get() for queue in queues] == [TextDelta(str(step))] * 50
+        mailbox.flush()  # of nothing
+        for queue in queues:
+            queue.close()
+        return loop.num_woken
+
+    try:
+        assert loop.run_until_complete(run()) == 3
+    finally:
+        loop.close()
+
+
+def _put_all(mailbox: Mailbox, queues: list[EventQueue], event: Event) -> None:
+    """From another thread, before the loop goes on."""
+
+    def put() -> None:
+        for queue in queues:
+            queue.put(event)
+        mailbox.flush()
+
+    thread = Thread(target=put)
+    thread.start()
+    thread.join()
+
+
+def test_an_event_of_the_loop_itself_needs_no_flush() -> None:
+    async def run() -> Event:
+        queue = EventQueue(Mailbox(asyncio.get_running_loop()), 60.0, lambda: None)
+        queue.put(PrefillDone(1))
+        try:
+            return await asyncio.wait_for(queue.get(), 5)
+        finally:
+            queue.close()
+
+    assert asyncio.run(run()) == PrefillDone(1)
+
+
+def test_replies_get_their_own_events() -> None:
+    found = told(
+        [(0, TextDelta("a")), (1, TextDelta("x"))], [(1, Ended("length", 1)), (0, Ended("eos", 1))], num_queues=2
+    )
+    assert found == [[TextDelta("a"), Ended("eos", 1)], [TextDelta("x"), Ended("length", 1)]]
+
+
+@pytest.mark.parametrize("late", [Ended("eos", 9), TextDelta("late")])
+def test_nothing_follows_the_end(late: Event) -> None:
+    async def run() -> tuple[list[Event], int]:
+        mailbox, ends = Mailbox(asyncio.get_running_loop()), []
+        queue = EventQueue(mailbox, 0.0, lambda: ends.append(1))
+        found = [await queue.get()]
+        queue.put(late)
+        mailbox.flush()
+        await asyncio.sleep(0.01)
+        assert not queue._events
+        return found, len(ends)
+
+    assert asyncio.run(run()) == ([Ended("late")], 1)
