@@ -12,7 +12,7 @@ readers see as one *run* (a single decode, and with equal lengths a single [H, s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count as numbers_from
 from typing import NamedTuple
 
@@ -207,6 +207,17 @@ class LayerPages:
                 extent.length = min(extent.length, left)
                 left -= extent.length
         self.changes.rise()
+
+    def first_slots(self, num_slots: int) -> LayerPages:
+        """The first slots of every head, in the same pages; what is appended needs others."""
+        found = LayerPages(self.page_class, self.num_heads, dict(self.state), self.bases)
+        for mine, extents in zip(found._extents, self.extents, strict=True):
+            left = num_slots
+            for extent in extents:
+                if left > 0:
+                    mine.append(replace(extent, length=min(extent.length, left)))
+                    left -= extent.length
+        return found
 
     def release_unused(self, spare_len: int = 0) -> None:
         """Give pages that hold no slot back to their span, but for room of `spare_len` slots in each head."""

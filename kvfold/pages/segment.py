@@ -194,6 +194,15 @@ class Segment:
         self.refs += 1
         return self
 
+    def share_first(self, num_tokens: int) -> Segment | None:
+        """The first tokens of a shared segment that has all its tokens. None where they are less than half of them,
+        since the pages of all of them stay, or where a reader ranks pages and the last one would be partial."""
+        length = self.layers[0].lens[0]
+        if num_tokens >= length:
+            return self.share()
+        is_ranked = any(layer.page_class.reader.selects for layer in self.layers)
+        return None if 2 * num_tokens < length or is_ranked else FirstSlots(self, num_tokens)
+
     def release(self) -> None:
         """Drop one reference; the last one returns every span."""
         self.refs -= 1
@@ -202,6 +211,22 @@ class Segment:
                 for span in spans:
                     self.arena.free(span)
             self.spans.clear()
+
+
+class FirstSlots(Segment):
+    """The first slots of every head of a segment, in its pages, which it keeps. One reference is its own, so it never
+    becomes the tail of a sequence."""
+
+    def __init__(self, whole: Segment, num_slots: int) -> None:
+        super().__init__(whole.arena, [layer.first_slots(num_slots) for layer in whole.layers])
+        self._whole = whole.share()
+        self.spans, self.refs = whole.spans, 2
+
+    def release(self) -> None:
+        """Drop one reference; with the last one but its own the pages lose one."""
+        self.refs -= 1
+        if self.refs == 1:
+            self._whole.release()
 
 
 def _assign_pages(spans: Sequence[Span], heads: Sequence[tuple[LayerPages, int, int]]) -> None:

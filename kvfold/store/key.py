@@ -21,9 +21,14 @@ from dataclasses import asdict, dataclass
 from sys import byteorder
 from typing import Literal, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 FORMAT_REVISION = 2
 CHUNK_LEN = 256  # tokens
+PAGE_LEN = 16  # tokens: what is in memory is shared in multiples of it
 
+Ids = NDArray[np.int64]
 Kind = Literal["chunks", "snapshots", "marks", "packed", "ragged"]
 _TEXT = re.compile(r"([0-9a-f]{32})-([0-9a-f]{1,8})-([0-9a-f]{1,8})-([0-9a-f]{64})")
 
@@ -119,6 +124,14 @@ def snapshot_keys(
         digest = _next(digests[whole], tokens[length - rest : length]) if rest else digests[whole]
         found.append(Key(scope, 0, length, _next(digest, [cut for cut in cuts if 0 < cut < length]).hex()))
     return found
+
+
+def common_len(a_N: Ids, b_N: Ids) -> int:
+    """Token ids from the first one on that are the same."""
+    length = min(len(a_N), len(b_N))
+    differs_N = a_N[:length] != b_N[:length]
+    first = int(np.argmax(differs_N)) if length else 0
+    return first if length and differs_N[first] else length
 
 
 def _links(scope: str, tokens: Sequence[int], chunk_len: int) -> Iterator[bytes]:

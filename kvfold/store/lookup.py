@@ -189,12 +189,22 @@ class Lookup:
         order = self._store.tiered.tiers
         return max((one.copy.tier for one in self.used), key=order.index).name if self.used else "device"
 
-    def read_chunks(self, keys: Sequence[Key]) -> list[Key]:
-        """Keys of the longest run of stored chunks. Raises PrefixLost or OutOfPages."""
-        done = 1 + self._share(keys)
-        while copies := self._open_all(keys[done : done + _OPEN_FILES]):
+    def read_chunks(self, keys: Sequence[Key], tokens: Sequence[int]) -> list[Key]:
+        """Keys of the longest run of stored chunks; the sequence may be longer than the last one, by pages that the
+        device holds. Raises PrefixLost or OutOfPages."""
+        device = self._store.device
+        holder, length = (None, 0) if device is None else device.longest(keys[0].scope, tokens[: keys[-1].end])
+        done = sum(key.end <= length for key in keys)
+        copies = self._open_all(keys[done : done + _OPEN_FILES])
+        if copies:
+            length = keys[done].start  # chunks are appended to whole ones
+        if device is not None and holder is not None and length:
+            with self._or_nothing(copies):
+                self.sequence = device.share(holder, length, self._at)
+        while copies:
             self._fill(copies, self._loader.load_chunks)
             done += len(copies)
+            copies = self._open_all(keys[done : done + _OPEN_FILES])
         self._store.discard(keys[done:])
         return list(keys[:done])
 

@@ -22,7 +22,7 @@ from kvfold.policy.policy import Policy
 from kvfold.store.context import StoreContext
 from kvfold.store.entry.encodings import ENCODINGS
 from kvfold.store.entry.format import Fields, encode
-from kvfold.store.entry.snapshot import copy_prefix, read_slots, snapshot_blocks
+from kvfold.store.entry.snapshot import read_slots, share_prefix, snapshot_blocks
 from kvfold.store.events import Event, Reason
 from kvfold.store.key import Binding, Key, chunk_keys, snapshot_keys
 from kvfold.store.lookup import Loader, Lookup
@@ -101,7 +101,7 @@ class Prefixes:
         """
         at = self._store.clock() if at is None else at
         keys = self._candidates(tokens, markers, cuts)
-        found = self._find(keys, at, wait) if keys else "too_short"
+        found = self._find(keys, tokens, at, wait) if keys else "too_short"
         if isinstance(found, Hit):
             return found
         self._store.events.emit(Event("missed", "", found, None, len(tokens)))
@@ -143,14 +143,14 @@ class Prefixes:
         keys = snapshot_keys(scope, tokens, lens, chunk_len, cuts)
         return [key for key in keys if markers is not None or key in self._store.key_index]
 
-    def _find(self, keys: Sequence[Key], at: float, wait: bool) -> Hit | Reason:
+    def _find(self, keys: Sequence[Key], tokens: Sequence[int], at: float, wait: bool) -> Hit | Reason:
         """Retry after an invalid copy, which the next attempt skips, and after freeing device memory. Ends as a miss
         after _MOST_LOST invalid copies, since each attempt reads the valid ones again."""
         device, num_lost = self._store.device, 0
         while num_lost < _MOST_LOST:
             attempt = Lookup(self._store, self._loader, self.empty, at)
             try:
-                found = attempt.read_chunks(keys) if self.has_chunks else attempt.read_snapshot(keys)
+                found = attempt.read_chunks(keys, tokens) if self.has_chunks else attempt.read_snapshot(keys)
                 if wait:
                     attempt.wait()
             except PrefixLost:
@@ -161,18 +161,19 @@ class Prefixes:
             else:
                 if attempt.sequence is None:
                     break
-                hit = Hit(attempt.sequence, found[-1].end, attempt.tier)
+                hit = Hit(attempt.sequence, attempt.sequence.committed_len, attempt.tier)
+                on_hit = partial(self._on_hit, attempt, found, tokens[: hit.matched_tokens], at)
                 if hit.sequence.loading is None:
-                    self._on_hit(attempt, found, at)
+                    on_hit()
                 else:
-                    hit.sequence.loading.then = partial(self._on_hit, attempt, found, at)
+                    hit.sequence.loading.then = on_hit
                 return hit
         return self._store.key_index.miss_reason(keys[0] if self.has_chunks else keys[-1])
 
-    def _on_hit(self, attempt: Lookup, keys: Sequence[Key], at: float) -> None:
+    def _on_hit(self, attempt: Lookup, keys: Sequence[Key], tokens: Sequence[int], at: float) -> None:
         """Promote what was read to faster tiers, and refresh the time to live of all that was used."""
         tiered, used = self._store.tiered, attempt.used
-        self._store.events.emit(Event("hit", attempt.tier, None, None, keys[-1].end))
+        self._store.events.emit(Event("hit", attempt.tier, None, None, len(tokens)))
         for one in used:
             self._store.key_index.set_ttl(one.copy.key, one.lease.ttl_s)
             if not one.copy.is_pending:
@@ -182,7 +183,7 @@ class Prefixes:
         if used and self._device is not None and attempt.sequence is not None:
             worth = sum(one.lease.saved_s for one in used)
             lease = Lease(at, min(one.lease.ttl_s for one in used), worth)
-            if self._device.put_chunks(keys, attempt.sequence, lease):
+            if self._device.put_chunks(keys, attempt.sequence, lease, tokens if self.has_chunks else None):
                 self._device.emit("promoted", keys[-1], 0)
 
     # Saving
@@ -221,7 +222,7 @@ class Prefixes:
             return 0
         self._store.name_blocks(self.binding, keys, tokens)
         per_token = self._seconds_per_token if prefill_s is None else prefill_s / end
-        self._put_on_device(sequence, keys, Lease(at, ttl_s, per_token * keys[-1].end))
+        self._put_on_device(sequence, tokens, keys, Lease(at, ttl_s, per_token * keys[-1].end))
         tiers = [tier.name for tier in self._store.tiered.tiers]
         missing = [key for key in keys if not self._store.key_index.has(key, ttl_s, tiers)]
         for begin in range(0, len(missing), _COPIED_CHUNKS):
@@ -230,20 +231,20 @@ class Prefixes:
                 self._write(key, blocks, Lease(at, ttl_s, per_token * key.num_tokens))
         return keys[-1].end
 
-    def _put_on_device(self, sequence: SequenceCache, keys: Sequence[Key], lease: Lease) -> None:
-        """Share pages copy-on-write if the sequence ends with the last key, else copy them."""
-        device = self._device
+    def _put_on_device(self, sequence: SequenceCache, tokens: Sequence[int], keys: Sequence[Key], lease: Lease) -> None:
+        """Share pages copy-on-write; those of a tail that ends behind the last key are copied."""
+        device, ids = self._device, tokens if self.has_chunks else None
         if device is None or device.serves(keys[-1], lease):
             return
         if sequence.committed_len == keys[-1].end:
-            device.put_chunks(keys, sequence, lease)
+            device.put_chunks(keys, sequence, lease, ids)
             return
         try:
-            copy = copy_prefix(sequence, keys[-1].end)
+            copy = share_prefix(sequence, keys[-1].end)
         except OutOfPages:
             device.emit("failed", keys[-1], 0, "no_room")
             return
-        device.put_chunks(keys, copy, lease)
+        device.put_chunks(keys, copy, lease, ids)
         copy.release()
 
     def _blocks(self, sequence: SequenceCache, keys: Sequence[Key]) -> list[dict[str, Fields]]:

@@ -89,7 +89,9 @@ def test_a_hit_at_a_marker_is_bitwise_a_run_that_stops_there(model: Model, prefi
         assert (second.matched_tokens, second.tier) == (markers[1], "device" if with_device else "host")
         assert torch.equal(first.logits_V, second.logits_V)
         assert generated(model, first) == generated(model, second)
-        for marker, expected in ((markers[0], markers[0]), (3 * CHUNK, 3 * CHUNK), (4 * CHUNK + 4, 4 * CHUNK)):
+        other_end = 4 * CHUNK + 4  # only the device serves what no entry ends with
+        ends = ((markers[0], markers[0]), (3 * CHUNK, 3 * CHUNK), (other_end, other_end if with_device else 4 * CHUNK))
+        for marker, expected in ends:
             hit = prefixes.lookup(TOKENS, markers=[marker])
             hit.sequence.release()
             assert hit.matched_tokens == expected
@@ -134,6 +136,29 @@ def test_any_whole_chunk_that_agrees_is_reused(model: Model, num_same: int, with
         assert hit.tier == (None if num_same < CHUNK else "device" if with_device else "host")
         assert torch.equal(finish(model, hit, other), cold_logits(model, other))
         hit.sequence.release()
+
+
+@pytest.mark.parametrize(("num_same", "on_device"), [(5 * CHUNK, 80), (3 * CHUNK + 7, 48), (CHUNK - 1, 0)])
+@pytest.mark.parametrize("with_device", [False, True])
+def test_what_the_device_holds_is_reused_to_the_page(
+    model: Model, num_same: int, on_device: int, with_device: bool
+) -> None:
+    """Other tiers hold chunks of 32 tokens; they serve what the device has lost, and what is longer."""
+    device = DeviceTier(1 << 24) if with_device else None
+    with PrefixStore([HostTier(1 << 24)], device=device, chunk_len=2 * CHUNK) as store:
+        prefixes = make_prefixes(store, model)
+        read(prefixes, model, markers=[len(TOKENS) - 1]).sequence.release()
+        store.flush()
+        other = TOKENS[:num_same] + [(token + 1) % 90 for token in TOKENS[num_same:]]
+        hit = prefixes.lookup(other, markers=[len(other) - 1])
+        assert hit.matched_tokens == (on_device if with_device else num_same // (2 * CHUNK) * 2 * CHUNK)
+        assert torch.equal(finish(model, hit, other), cold_logits(model, other))
+        hit.sequence.release()
+        if device is not None:
+            device.close()
+            hit = prefixes.lookup(other, markers=[len(other) - 1])
+            hit.sequence.release()
+            assert hit.matched_tokens == num_same // (2 * CHUNK) * 2 * CHUNK
 
 
 def test_markers_bound_the_reuse_of_chunks(model: Model, store: PrefixStore) -> None:

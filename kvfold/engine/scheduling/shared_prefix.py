@@ -15,14 +15,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-import numpy as np
-
 from kvfold.engine.scheduling.jobs import Job, SequenceStart
 from kvfold.errors import OutOfPages
 from kvfold.pages.sequence import SequenceCache
-from kvfold.store.entry.snapshot import copy_prefix
-
-PAGE_LEN = 16  # prefixes are shared in multiples of it, and up to cuts
+from kvfold.store.entry.snapshot import share_prefix
+from kvfold.store.key import PAGE_LEN, common_len
 
 
 class Running(Protocol):
@@ -33,22 +30,19 @@ class Running(Protocol):
     blocked_at: int | None
 
 
-def common_len(job: Job, other: Job) -> int:
+def shared_len(job: Job, other: Job) -> int:
     """Tokens from the first one on that are the same, at most all but the last one of `job`, which are prefilled for
     their logits; 0 if the two do not share."""
     if job.sharing is None or other.sharing is None or job.sharing.scope != other.sharing.scope:
         return 0
-    length = min(len(job.tokens) - 1, len(other.tokens))
-    differs_N = job.ids_N[:length] != other.ids_N[:length]
-    first = int(np.argmax(differs_N)) if length else 0
-    return first if length and differs_N[first] else length
+    return common_len(job.ids_N[:-1], other.ids_N)
 
 
 def waits_for(job: Job, task: Running, chunk_len: int) -> bool:
     """Whether a job is to wait for a prefix that a task is computing in chunks of `chunk_len`."""
     if task.blocked_at is not None or task.job.number >= job.number:
         return False
-    common, done = common_len(job, task.job), task.sequence.committed_len
+    common, done = shared_len(job, task.job), task.sequence.committed_len
     if not common or job.sharing is None or task.job.sharing is None:
         return False
     saved, others = job.sharing.saved, task.job.sharing.saved
@@ -70,7 +64,7 @@ def start_of(job: Job, running: Iterable[Running]) -> SequenceStart:
     if sequence is None or length < start.num_read + PAGE_LEN:
         return start
     try:
-        copy = copy_prefix(sequence, length)
+        copy = share_prefix(sequence, length)
     except OutOfPages:
         return start
     start.sequence.release()
@@ -81,6 +75,6 @@ def _held_len(job: Job, task: Running, cuts: Sequence[int]) -> int:
     """Tokens of a job that a task holds, up to a cut of the job or a whole page; 0 while its pages are changing."""
     if task.sequence.loading is not None or task.sequence.is_torn:
         return 0
-    length = min(common_len(job, task.job), task.sequence.sealed_len)
+    length = min(shared_len(job, task.job), task.sequence.sealed_len)
     whole = length - length % PAGE_LEN
     return max((cut for cut in cuts if whole < cut + PAGE_LEN and cut <= length), default=whole)

@@ -87,13 +87,24 @@ def _stored(page_class: PageClass) -> list[Field]:
     return [item for item in page_class.fields if item.name != POSITION.name]
 
 
-def copy_prefix(sequence: SequenceCache, num_tokens: int) -> SequenceCache:
-    """A new sequence with the first tokens of a lossless sequence, copied; raises OutOfPages."""
+def share_prefix(sequence: SequenceCache, num_tokens: int) -> SequenceCache:
+    """A new sequence with the first tokens of a lossless one: pages of its segments are shared (copy-on-write), what is
+    left is copied; raises OutOfPages."""
     found = SequenceCache(sequence.arena, sequence.spec, sequence.policy, sequence.config)
     try:
-        target = LayerwiseAppend(found, num_tokens)
-        for layer in range(sequence.spec.num_layers):
-            target.append([read_slots(sequence, layer, 0, num_tokens)])
+        for segment in sequence.segments:
+            left = num_tokens - found.sealed_len
+            shared = segment.share_first(left) if left else None
+            if shared is None:
+                break
+            found.sealed_len += shared.layers[0].lens[0]
+            shared.end_len = found.sealed_len
+            found.segments.append(shared)
+        start = found.sealed_len
+        if start < num_tokens:
+            target = LayerwiseAppend(found, num_tokens)
+            for layer in range(sequence.spec.num_layers):
+                target.append([read_slots(sequence, layer, start, num_tokens)])
     except BaseException:
         found.release()
         raise

@@ -1,8 +1,8 @@
 """Device tier: cached prefixes in the KV arena; a hit shares their sealed pages by reference (copy-on-write).
 
-A cached sequence serves its own length by sharing and, under a lossless policy, each whole chunk before that by a copy
-inside the arena. Prefixes are evicted when the arena runs out of pages. Used by the model's thread only: segments and
-arenas have no locks.
+A cached sequence serves its own length and, under a lossless policy, every shorter prefix: segments are shared, also
+the first half or more of one; less than half of one is copied inside the arena. Prefixes are evicted when the arena
+runs out of pages. Used by the model's thread only: segments and arenas have no locks.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from kvfold.errors import OutOfPages
 from kvfold.pages.sequence import SequenceCache
-from kvfold.store.entry.snapshot import copy_prefix
+from kvfold.store.entry.snapshot import share_prefix
 from kvfold.store.events import Events, Reason
-from kvfold.store.key import Key
+from kvfold.store.key import PAGE_LEN, Ids, Key, common_len
 from kvfold.store.tiers.base import Clock, Tier, check_limit
 from kvfold.store.tiers.eviction import Evictor, Lease
 
@@ -32,6 +34,7 @@ class DeviceTier(Tier[SequenceCache, SequenceCache]):
         self._held: dict[Key, SequenceCache] = {}
         self._served: dict[Key, Sequence[Key]] = {}  # the key of a sequence -> all that it can serve
         self._holders: dict[Key, list[Key]] = {}  # every key that can be served -> the keys of its sequences
+        self._ids: dict[Key, Ids] = {}  # the key of a lossless sequence -> its tokens
 
     @property
     def num_bytes(self) -> int:
@@ -41,14 +44,17 @@ class DeviceTier(Tier[SequenceCache, SequenceCache]):
     def arena_bytes(self) -> int:
         """Bytes of cached prefixes, shared pages counted once; thread-safe."""
         held = list(self._held.values())
-        segments = {id(one): one for sequence in held for one in (*sequence.segments, sequence.tail)}
+        segments = {id(one.spans): one for sequence in held for one in (*sequence.segments, sequence.tail)}
         return sum(one.num_bytes for one in segments.values()) + sum(sequence.block_bytes for sequence in held)
 
     def put(self, key: Key, value: SequenceCache, lease: Lease) -> bool:
         return self.put_chunks([key], value, lease)
 
-    def put_chunks(self, keys: Sequence[Key], value: SequenceCache, lease: Lease) -> bool:
-        """Cache a fork of the sequence, whose length is the last key's; it serves all keys."""
+    def put_chunks(
+        self, keys: Sequence[Key], value: SequenceCache, lease: Lease, tokens: Sequence[int] | None = None
+    ) -> bool:
+        """Cache a fork of the sequence, whose length is the last key's; it serves all keys, and where its tokens are
+        given every prefix of them (`longest`)."""
         key = keys[-1]
         self._drop(key, None)
         for other in self._evictor.expired(self._clock()):
@@ -70,6 +76,8 @@ class DeviceTier(Tier[SequenceCache, SequenceCache]):
         self._held[key] = held
         self._evictor.add(key, num_bytes, lease)
         self._served[key] = keys
+        if tokens is not None:
+            self._ids[key] = np.array(tokens[: key.end], dtype=np.int64)
         for one in keys:
             self._holders.setdefault(one, []).append(key)
         self.emit("stored", key, num_bytes)
@@ -83,7 +91,28 @@ class DeviceTier(Tier[SequenceCache, SequenceCache]):
             return None
         self._evictor.touch(holder, at)
         held = self._held[holder]
-        return held.fork() if key == holder else copy_prefix(held, key.end)
+        return held.fork() if key == holder else share_prefix(held, key.end)
+
+    def longest(self, scope: str, tokens: Sequence[int]) -> tuple[Key | None, int]:
+        """The key of the lossless sequence that shares the most of these tokens, and how many: all of them, all of its
+        own, or whole pages."""
+        for key in self._evictor.expired(self._clock()):
+            self._drop(key, "expired")
+        ids_N = np.array(tokens, dtype=np.int64)
+        best: tuple[Key | None, int] = (None, 0)
+        for key, its_N in self._ids.items():
+            if key.scope == scope:
+                length = common_len(ids_N, its_N)
+                if length < min(len(ids_N), len(its_N)):
+                    length -= length % PAGE_LEN
+                best = (key, length) if length > best[1] else best
+        return best
+
+    def share(self, key: Key, num_tokens: int, at: float) -> SequenceCache:
+        """The first tokens of a sequence that `longest` found, for a request that started `at`; OutOfPages."""
+        self._evictor.touch(key, at)
+        held = self._held[key]
+        return held.fork() if num_tokens == key.end else share_prefix(held, num_tokens)
 
     def _holder(self, key: Key) -> Key | None:
         """The newest sequence that serves it."""
@@ -120,6 +149,7 @@ class DeviceTier(Tier[SequenceCache, SequenceCache]):
         if held is None or record is None:
             return
         self._evictor.remove(key)
+        self._ids.pop(key, None)
         for one in self._served.pop(key):
             self._holders[one].remove(key)
             if not self._holders[one]:

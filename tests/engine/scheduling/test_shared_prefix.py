@@ -11,10 +11,11 @@ import pytest
 from kvfold.engine.runner import Runner
 from kvfold.engine.scheduling.jobs import Job, PrefillDone, PrefixSharing
 from kvfold.engine.scheduling.scheduler import Scheduler
-from kvfold.engine.scheduling.shared_prefix import PAGE_LEN, common_len, start_of, waits_for
+from kvfold.engine.scheduling.shared_prefix import shared_len, start_of, waits_for
 from kvfold.engine.scheduling.task import Task
 from kvfold.errors import InputError
 from kvfold.models.loader import Model
+from kvfold.store.key import PAGE_LEN
 from tests import tiny
 from tests.engine.jobs import Heard, job
 from tests.engine.scheduling.test_scheduler import alone, scheduling
@@ -179,7 +180,7 @@ def test_a_job_waits_if_half_of_what_it_waits_for_is_its_own(
     task = task_of(model, tokens, done)
     other, _ = job(task._runner, [*tokens[:num_same], *((token + 1) % 90 for token in tokens[num_same:])], sharing=ONE)
     other.number = 1
-    assert common_len(other, task.job) == num_same
+    assert shared_len(other, task.job) == num_same
     assert waits_for(other, task, chunk_len) is expected
     other.number = 0
     assert not waits_for(other, task, chunk_len), "it was submitted first"

@@ -13,7 +13,7 @@ from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy
 from kvfold.store.entry.encodings.base import check_specs
 from kvfold.store.entry.format import Fields, InvalidEntry
-from kvfold.store.entry.snapshot import chunk_specs, copy_prefix, read_slots, restore_snapshot, snapshot_blocks
+from kvfold.store.entry.snapshot import chunk_specs, read_slots, restore_snapshot, share_prefix, snapshot_blocks
 from tests.engine.runs import Shared
 from tests.store.common import CHUNK, PAGES, make_runner, positions
 from tests.tiny import prompt
@@ -113,7 +113,53 @@ def test_slots_over_several_segments_are_one_range(shared: Shared) -> None:
     for name, x_HNW in whole.items():
         assert x_HNW.shape[1] == 80
         torch.testing.assert_close(found[name], x_HNW, atol=1e-4, rtol=1e-4)
-    copy = copy_prefix(other, 50)
+    copy = share_prefix(other, 50)
     assert copy.positions(2, 0).tolist() == list(range(50)) and copy.committed_len == 50
     for one in (sequence, other, copy, *branches):
+        one.release()
+
+
+@pytest.mark.parametrize(("num_tokens", "num_shared"), [(96, 96), (70, 70), (48, 48), (40, 0), (100, 96)])
+def test_a_prefix_shares_pages_and_outlives_what_it_was_taken_from(
+    shared: Shared, num_tokens: int, num_shared: int
+) -> None:
+    """The two go on apart, and a copy on the host of the shorter one has nothing of what is behind it."""
+    model, tokens = shared("llama"), prompt(LENGTH + 40)
+    runner = make_runner(model)
+    sequence = runner.new_sequence(Policy.parse("full"), PAGES)
+    runner.prefill([sequence], [tokens[:96]])
+    branch = sequence.fork()
+    runner.prefill([sequence], [tokens[96:LENGTH]])
+    found, whole = share_prefix(sequence, num_tokens), sequence.segments[0]
+    assert sum(segment.layers[0].lens[0] for segment in found.segments) == num_shared
+    more = found.fork()
+    for one in (branch, sequence):
+        runner.prefill([one], [prompt(30, seed=9)])
+        one.release()
+    assert (whole.refs > 0) == (num_shared > 0)
+    logits_BV = runner.prefill([found], [tokens[num_tokens : num_tokens + 20]])
+    expected = runner.new_sequence(Policy.parse("full"), PAGES)
+    runner.prefill([expected], [tokens[:num_tokens]])
+    torch.testing.assert_close(
+        logits_BV, runner.prefill([expected], [tokens[num_tokens : num_tokens + 20]]), atol=1e-4, rtol=1e-4
+    )
+    restored = runner.new_sequence(Policy.parse("full"), PAGES)
+    restore_snapshot(restored, found.committed_len, snapshot_blocks(found).items())
+    step_BV = runner.decode([found], [5])
+    torch.testing.assert_close(runner.decode([restored], [5]), step_BV, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(runner.decode([expected], [5]), step_BV, atol=1e-4, rtol=1e-4)
+    for one in (found, more, expected, restored):
+        one.release()
+    assert whole.refs == 0
+
+
+def test_where_a_reader_ranks_pages_a_part_of_them_is_copied(shared: Shared) -> None:
+    model = shared("llama")
+    runner, policy = make_runner(model), Policy.parse("full + quest(16)")
+    sequence = runner.new_sequence(policy, PAGES)
+    runner.prefill([sequence], [prompt(LENGTH)])
+    branch = sequence.fork()
+    found = share_prefix(sequence, LENGTH - 3)
+    assert found.segments == [] and found.committed_len == LENGTH - 3
+    for one in (sequence, branch, found):
         one.release()

@@ -35,7 +35,7 @@ def tier() -> Iterator[DeviceTier]:
     made.close()
 
 
-def test_its_own_length_is_shared_and_shorter_ones_are_copied(model: Model, tier: DeviceTier) -> None:
+def test_its_own_length_is_shared_and_so_is_half_of_it(model: Model, tier: DeviceTier) -> None:
     sequence, keys = filled(model), [make_key(i, end=CHUNK * (i + 1)) for i in range(4)]
     assert tier.put_chunks(keys, sequence, LEASE)
     held = sequence.segments[0]
@@ -43,13 +43,36 @@ def test_its_own_length_is_shared_and_shorter_ones_are_copied(model: Model, tier
     assert held.refs == 1 and set(tier.keys()) == set(keys)
     found = tier.get(keys[3], LEASE.at)
     assert found is not None and found.segments == [held] and held.refs == 2
-    shorter = tier.get(keys[1], LEASE.at)
-    assert shorter is not None and shorter.segments == [] and shorter.committed_len == 2 * CHUNK
-    assert shorter.positions(1, 1).tolist() == list(range(2 * CHUNK))
+    half, less = tier.get(keys[1], LEASE.at), tier.get(keys[0], LEASE.at)
+    assert half is not None and less is not None and less.segments == [], "less than half is copied"
+    assert len(half.segments) == 1 and half.tail.num_bytes == 0 and held.refs == 3
+    for one, length in ((half, 2 * CHUNK), (less, CHUNK)):
+        assert one.positions(1, 1).tolist() == list(range(length)) and one.committed_len == length
+        one.release()
     found.release()
-    shorter.release()
     tier.delete(keys[0])  # of the sequence that serves it nothing is left
     assert list(tier.keys()) == [] and held.refs == 0 and tier.num_bytes == 0
+
+
+def test_the_longest_common_prefix_is_found_to_the_page(model: Model, tier: DeviceTier) -> None:
+    clock, key = Clock(), make_key(0, end=4 * CHUNK)
+    tier = DeviceTier(1 << 24, clock=clock)
+    sequence = filled(model)
+    assert tier.put_chunks([key], sequence, LEASE, TOKENS)
+    sequence.release()
+    for num_same, length, expected in (
+        (64, 65, 64),
+        (64, 40, 40),
+        (63, 65, 48),
+        (48, 65, 48),
+        (47, 47, 47),
+        (15, 65, 0),
+    ):
+        tokens = [*TOKENS[:num_same], *((token + 1) % 90 for token in TOKENS[num_same:])][:length]
+        assert tier.longest(key.scope, tokens) == (key if expected else None, expected)
+    assert tier.longest("another", TOKENS) == (None, 0)
+    clock.now += 301
+    assert tier.longest(key.scope, TOKENS) == (None, 0) and tier.num_bytes == 0
 
 
 def test_a_shorter_prefix_serves_again_when_the_longer_one_is_gone(model: Model) -> None:
