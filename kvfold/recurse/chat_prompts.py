@@ -20,7 +20,10 @@ from kvfold.recurse.prompts import EXAMPLES, NOTHING, Reading
 PromptStyle = Literal["auto", "chat", "chat-examples", "plain"]
 STYLES: tuple[PromptStyle, ...] = ("auto", "chat", "chat-examples", "plain")
 MIN_CHAT_PARAMETERS = 500_000_000
-_RULE = f'Answer the question in a few words copied from the text. If the text does not answer it, reply "{NOTHING}".'
+_RULE = (
+    f"If the text does not answer the question, reply: {NOTHING}. "
+    "Otherwise answer it in a few words copied from the text."
+)
 _SHORT = ("in a green box", NOTHING, "4,300 crowns")  # answers of the examples
 
 
