@@ -35,6 +35,7 @@ from kvfold.serve.settings import Settings
 ATTEMPTS = 2
 REPLICA_HEADER = b"x-kvfold-replica"
 _ASK_ALL_S = 5.0
+_WATCH_AFTER_S = 0.05
 _INLINE_BYTES = 256 << 10  # JSON this short is decoded in the event loop
 _NO_STORE = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 Answer = tuple[int, list[tuple[bytes, bytes]], bytes]
@@ -125,14 +126,15 @@ class Proxy:
             tried.append(backend)
             if await self._try(backend, request, body, receive, send):
                 return
+            backend.links.close()
             backend.is_up = False  # until it answers /health
             self._metrics.add("kvfold_proxy_retries_total")
         raise ApiError(529, "no replica answers at present; try again later", retry_after_s=1)
 
     async def _try(self, backend: Backend, request: Request, body: bytearray | None, receive: Any, send: Any) -> bool:
         """False if nothing of an answer was sent."""
-        upstream = Upstream(backend.socket)
-        watch = asyncio.create_task(_close_on_disconnect(receive, upstream))
+        upstream = Upstream(backend.socket, backend.links)
+        watch = _DisconnectWatch(receive, upstream)
         backend.num_in_flight += 1
         try:
             head = await upstream.send(request.method, _target(request.scope), request.scope["headers"], body)
@@ -282,8 +284,25 @@ def _broken_off() -> bytes:
 _BROKEN_OFF = _broken_off()
 
 
-async def _close_on_disconnect(receive: Callable[[], Awaitable[Any]], upstream: Upstream) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    upstream.is_abandoned = True
-    upstream.close()
+class _DisconnectWatch:
+    """Closes the upstream when the client has left. It begins to look after a moment, since most answers are there by
+    then, and a client that has left stays away."""
+
+    def __init__(self, receive: Callable[[], Awaitable[Any]], upstream: Upstream) -> None:
+        self._receive, self._upstream = receive, upstream
+        self._task: asyncio.Task[None] | None = None
+        self._start = asyncio.get_running_loop().call_later(_WATCH_AFTER_S, self._begin)
+
+    def _begin(self) -> None:
+        self._task = asyncio.create_task(self._wait())
+
+    async def _wait(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._upstream.is_abandoned = True
+        self._upstream.close()
+
+    def cancel(self) -> None:
+        self._start.cancel()
+        if self._task is not None:
+            self._task.cancel()

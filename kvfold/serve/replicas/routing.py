@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
+
+from kvfold.serve.replicas.upstream import Links
 
 PREFIX_CHARS = 1024
 LOAD_FACTOR = 1.25
@@ -99,6 +101,7 @@ class Backend:
     is_up: bool = False
     num_in_flight: int = 0
     num_sent: int = 0  # requests since the proxy started
+    links: Links = field(default_factory=Links)
 
 
 def choices(key: bytes, backends: Sequence[Backend]) -> list[Backend]:

@@ -39,6 +39,7 @@ class ProxyServer(uvicorn.Server):
             backlog=BACKLOG,
             log_level="error",
             access_log=False,
+            proxy_headers=False,  # replicas read them, if anybody
             server_header=False,  # answers have those of the replicas
             date_header=False,
             timeout_graceful_shutdown=max(1, int(limits.shutdown_s)),

@@ -1,13 +1,18 @@
-"""One request from the proxy to a replica, over a connection of its own to the replica's Unix socket."""
+"""One request from the proxy to a replica, over a connection to its Unix socket that is kept for the next request.
+
+A kept connection may be closed by the replica just when it is used again; the request is then sent over a new one.
+Requests come parsed and checked from the proxy's own server, so that their head is only joined; answers are those of
+a replica, framed by their length, in chunks, or by the end of the connection.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
-from typing import Any
-
-import h11
+from dataclasses import dataclass
+from typing import NamedTuple
 
 Headers = list[tuple[bytes, bytes]]
 _HOP_BY_HOP = frozenset(
@@ -15,79 +20,194 @@ _HOP_BY_HOP = frozenset(
 )
 _REFRAMED = _HOP_BY_HOP | {b"content-length", b"expect"}
 _PIECE_BYTES = 64 << 10
+_IDLE_S = 3.0  # replicas close a connection after 5 s without a request
+_MAX_IDLE = 16  # connections to one replica
+_NO_BODY = (204, 304)
+_BROKEN = (OSError, EOFError, ValueError, asyncio.LimitOverrunError)  # EOFError: also within what was awaited
 
 
 class Unreachable(ConnectionError):
     """The replica broke the connection off, or never took it."""
 
 
-class Upstream:
-    """`close` may be called at any time, also while another task reads."""
+class Head(NamedTuple):
+    """Of an answer; names are lower case."""
 
-    def __init__(self, socket: str) -> None:
-        self._socket = socket
-        self._conn = h11.Connection(h11.CLIENT)
-        self._writer: asyncio.StreamWriter | None = None
-        self._reader: asyncio.StreamReader | None = None
+    status_code: int
+    headers: Headers
+
+    def get(self, name: bytes) -> bytes:
+        return next((value.lower() for found, value in self.headers if found == name), b"")
+
+
+@dataclass(eq=False)
+class Link:
+    """A connection to a socket, on which answers follow requests one by one."""
+
+    socket: str
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    idle_since: float = 0.0
+
+    @staticmethod
+    async def open(socket: str) -> Link:
+        return Link(socket, *await asyncio.open_unix_connection(socket, limit=_PIECE_BYTES))
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the replica has not closed it, nor is about to."""
+        is_young = time.monotonic() - self.idle_since < _IDLE_S
+        return is_young and not self.reader.at_eof() and not self.writer.is_closing()
+
+    async def read_head(self) -> Head:
+        """ValueError if it is none; those before the last one (1xx) are skipped."""
+        while True:
+            first, *lines = (await self.reader.readuntil(b"\r\n\r\n"))[:-4].split(b"\r\n")
+            version, status, *_ = first.split(b" ", 2)
+            if not version.startswith(b"HTTP/1."):
+                raise ValueError("this is no HTTP")
+            if int(status) >= 200:
+                return Head(int(status), [_header(line) for line in lines])
+
+    async def read_body(self, head: Head, method: str) -> AsyncIterator[bytes]:
+        """Pieces as they come, to the end of this answer."""
+        if method == "HEAD" or head.status_code in _NO_BODY:
+            return
+        if head.get(b"transfer-encoding") == b"chunked":
+            while size := int((await self.reader.readuntil(b"\r\n")).split(b";")[0], 16):
+                async for piece in self._read(size):
+                    yield piece
+                await self.reader.readexactly(2)
+            while await self.reader.readuntil(b"\r\n") != b"\r\n":
+                pass
+        elif length := head.get(b"content-length"):
+            async for piece in self._read(int(length)):
+                yield piece
+        else:
+            while piece := await self.reader.read(_PIECE_BYTES):
+                yield piece
+
+    async def _read(self, left: int) -> AsyncIterator[bytes]:
+        while left > 0:
+            piece = await self.reader.read(min(left, _PIECE_BYTES))
+            if not piece:
+                raise EOFError("the connection was closed")
+            left -= len(piece)
+            yield piece
+
+    def close(self) -> None:
+        with suppress(OSError, RuntimeError):
+            self.writer.transport.abort()
+
+
+def _header(line: bytes) -> tuple[bytes, bytes]:
+    name, colon, value = line.partition(b":")
+    if not colon:
+        raise ValueError("this is no header")
+    return name.lower(), value.strip()
+
+
+class Links:
+    """Connections to one replica that no request uses, newest last."""
+
+    def __init__(self) -> None:
+        self._idle: list[Link] = []
+
+    def take(self, socket: str) -> Link | None:
+        """A replica that was started again listens at another socket."""
+        while self._idle:
+            link = self._idle.pop()
+            if link.socket == socket and link.is_usable:
+                return link
+            link.close()
+        return None
+
+    def keep(self, link: Link) -> None:
+        """For the next request; its last answer has been read to the end."""
+        link.idle_since = time.monotonic()
+        self._idle.append(link)
+        while len(self._idle) > _MAX_IDLE or not self._idle[0].is_usable:
+            self._idle.pop(0).close()
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+
+class Upstream:
+    """`close` may be called at any time, also while another task reads. Without `links` the connection is for this
+    request alone."""
+
+    def __init__(self, socket: str, links: Links | None = None) -> None:
+        self._socket, self._links = socket, links
+        self._link: Link | None = None
+        self._head, self._method, self._is_last = Head(0, []), "", True
         self.is_closed = False
         self.is_abandoned = False  # its client has left
 
-    async def send(self, method: str, target: bytes, headers: Headers, body: bytes | bytearray | None) -> h11.Response:
+    async def send(self, method: str, target: bytes, headers: Headers, body: bytes | bytearray | None) -> Head:
         """The head of the answer; Unreachable if there is none. `body` None: as the headers say, and not sent, for a
         request that is refused by its head."""
-        length = [] if body is None else [(b"content-length", b"%d" % len(body))]
-        passed = [one for one in headers if one[0] not in (_HOP_BY_HOP if body is None else _REFRAMED)]
-        request = h11.Request(
-            method=method, target=target, headers=[*_hosted(passed), *length, (b"connection", b"close")]
-        )
-        try:
-            self._reader, self._writer = await asyncio.open_unix_connection(self._socket)
+        dropped, self._method = _HOP_BY_HOP if body is None else _REFRAMED, method
+        passed = _hosted([one for one in headers if one[0] not in dropped])
+        self._is_last = body is None or self._links is None
+        lines = [b"%s %s HTTP/1.1" % (method.encode(), target), *(b"%s: %s" % one for one in passed)]
+        lines += [] if body is None else [b"content-length: %d" % len(body)]
+        lines += [b"connection: close"] if self._is_last else []
+        request = b"\r\n".join((*lines, b"", body or b""))
+        kept = None if self._is_last or self._links is None else self._links.take(self._socket)
+        if kept is not None:
+            with suppress(Unreachable):
+                return await self._ask(kept, request)
             if self.is_closed:
                 raise Unreachable("closed")
-            sent = self._conn.send(request) or b""
-            if body is not None:
-                sent += self._conn.send(h11.Data(data=bytes(body))) or b""
-                sent += self._conn.send(h11.EndOfMessage()) or b""
-            self._writer.write(sent)
-            return await self._head()
-        except (OSError, h11.RemoteProtocolError, EOFError) as error:
-            self.close()
+        try:
+            link = await Link.open(self._socket)
+        except OSError as error:
+            raise Unreachable(str(error)) from error
+        return await self._ask(link, request)
+
+    async def _ask(self, link: Link, request: bytes) -> Head:
+        self._link = link
+        try:
+            if self.is_closed:
+                raise EOFError("closed")
+            link.writer.write(request)
+            self._head = await link.read_head()
+            return self._head
+        except _BROKEN as error:
+            link.close()
             raise Unreachable(str(error)) from error
         except BaseException:
-            self.close()
+            link.close()
             raise
-
-    async def _head(self) -> h11.Response:
-        while True:
-            event = await self._next()
-            if isinstance(event, h11.Response):
-                return event
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """The body as it comes; Unreachable if it breaks off."""
+        assert self._link is not None
         try:
-            while not isinstance(event := await self._next(), h11.EndOfMessage):
-                if isinstance(event, h11.Data) and event.data:
-                    yield bytes(event.data)
-        except (OSError, h11.RemoteProtocolError, EOFError) as error:
+            async for piece in self._link.read_body(self._head, self._method):
+                yield piece
+            if self._links is not None and self._can_be_kept:
+                link, self._link = self._link, None
+                self._links.keep(link)
+        except _BROKEN as error:
             raise Unreachable(str(error)) from error
         finally:
             self.close()
 
-    async def _next(self) -> Any:
-        assert self._reader is not None
-        while (event := self._conn.next_event()) is h11.NEED_DATA:
-            self._conn.receive_data(await self._reader.read(_PIECE_BYTES))
-        if isinstance(event, h11.ConnectionClosed):
-            raise EOFError("the connection was closed")
-        return event
+    @property
+    def _can_be_kept(self) -> bool:
+        is_framed = self._head.get(b"content-length") or self._head.get(b"transfer-encoding")
+        return (
+            bool(is_framed) and not self._is_last and not self.is_closed and self._head.get(b"connection") != b"close"
+        )
 
     def close(self) -> None:
         """The replica sees its client go, and ends the request."""
         self.is_closed = True
-        if self._writer is not None:
-            with suppress(OSError, RuntimeError):
-                self._writer.transport.abort()
+        if self._link is not None:
+            self._link.close()
 
 
 def _hosted(headers: Headers) -> Headers:

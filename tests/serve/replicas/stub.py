@@ -23,6 +23,7 @@ _LOCK, _GO = Lock(), Event()
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     number = 0
+    num_requests = 0  # on this connection
 
     def log_message(self, *args: Any) -> None:
         pass
@@ -47,6 +48,10 @@ class Handler(BaseHTTPRequestHandler):
         with _LOCK:
             _FACTS["begun"] += 1
         what = json.loads(body).get("do") if body.startswith(b"{") else None
+        self.num_requests += 1
+        if what == "hang_up" and self.num_requests > 1:
+            self.close_connection = True
+            return
         if what == "die":
             os._exit(9)
         if what == "die_once" and self.number == int(json.loads(body)["at"]):
@@ -62,6 +67,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         found = {
             "number": self.number,
+            "request": self.num_requests,
             "line": self.requestline,
             "headers": [[name.lower(), value] for name, value in self.headers.items()],
             "body": body.decode("latin-1"),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from kvfold.serve.replicas.upstream import Unreachable, fetch
 from kvfold.serve.settings import Limits
 from tests.serve.asking import until
 from tests.serve.replicas.proxied import Proxied, proxied
@@ -118,6 +121,68 @@ def test_a_body_that_does_not_come_is_408_in_the_clients_shape(proxy: Proxied, p
     head, _, body = raw.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 408")
     assert ("request_id" in json.loads(body)) == is_anthropic
+
+
+def test_connections_to_replicas_are_kept_and_replaced_when_they_end(proxy: Proxied) -> None:
+    """Also behind answers without a body; one that the replica closes over a request costs no retry."""
+    alike = {"messages": [{"role": "user", "content": "kept"}]}
+    first = json.loads(proxy.post(alike).text)
+    assert proxy.call("HEAD", "/v1/models").status == 501, "the stub knows no HEAD"
+    again = json.loads(proxy.post(alike).text)
+    assert (again["number"], again["request"]) == (first["number"], first["request"] + 1)
+    fresh = json.loads(proxy.post({**alike, "do": "hang_up"}).text)
+    assert (fresh["number"], fresh["request"]) == (first["number"], 1)
+    assert json.loads(proxy.post(alike).text)["request"] == 2
+    assert "kvfold_proxy_retries_total" not in proxy.call("GET", "/metrics").text
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 200 OK\r\n", b"nonsense\r\n\r\n", b"HTTP/1.1 200 OK\r\nx\r\n\r\n"])
+def test_what_is_no_answer_is_unreachable(tmp_path: Path, answer: bytes) -> None:
+    async def main() -> None:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(answer)
+            writer.close()
+
+        path = str(tmp_path / "s")
+        async with await asyncio.start_unix_server(serve, path):
+            with pytest.raises(Unreachable):
+                await fetch(path, "GET", b"/", [], b"", 10)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("answer", "body"),
+    [
+        (b"Content-Length: 5\r\n\r\nhello", b"hello"),
+        (b"transfer-encoding: Chunked\r\n\r\n3;x=1\r\nhel\r\n2\r\nlo\r\n0\r\nlast: 1\r\n\r\n", b"hello"),
+        (b"x: 1\r\n\r\nhello", b"hello"),
+        (b"content-length: 6\r\n\r\nhello", None),
+        (b"transfer-encoding: chunked\r\n\r\n5\r\nhello\r\n", None),
+        (b"transfer-encoding: chunked\r\n\r\nz\r\nhello\r\n", None),
+    ],
+)
+def test_bodies_end_as_their_framing_says(tmp_path: Path, answer: bytes, body: bytes | None) -> None:
+    """Byte by byte, behind a 100; None: broken off."""
+
+    async def main() -> None:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            for byte in b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\n" + answer:
+                writer.write(bytes([byte]))
+                await asyncio.sleep(0)
+            writer.close()
+
+        path = str(tmp_path / "s")
+        async with await asyncio.start_unix_server(serve, path):
+            if body is None:
+                with pytest.raises(Unreachable):
+                    await fetch(path, "GET", b"/", [], b"", 10)
+            else:
+                assert (await fetch(path, "GET", b"/", [], b"", 10))[2] == body
+
+    asyncio.run(main())
 
 
 def test_metrics_are_summed_and_tell_of_the_replicas(proxy: Proxied) -> None:
