@@ -136,7 +136,9 @@ def test_connections_to_replicas_are_kept_and_replaced_when_they_end(proxy: Prox
     assert "kvfold_proxy_retries_total" not in proxy.call("GET", "/metrics").text
 
 
-@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 200 OK\r\n", b"nonsense\r\n\r\n", b"HTTP/1.1 200 OK\r\nx\r\n\r\n"])
+@pytest.mark.parametrize(
+    "answer", [b"", b"HTTP/1.1 200 OK\r\n", b"nonsense 200 OK\r\n\r\n", b"HTTP/1.1 200 OK\r\nx\r\n\r\n"]
+)
 def test_what_is_no_answer_is_unreachable(tmp_path: Path, answer: bytes) -> None:
     async def main() -> None:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
