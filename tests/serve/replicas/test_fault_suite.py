@@ -22,8 +22,8 @@ class ProxyDriver:
 
     def start(self, secret: bytes) -> None:
         (self._folder / "secret").write_bytes(secret)
-        options = ("--replicas", "2", "--disk", str(self._folder / "disk"), "--disk-size", "256MB")
-        options += ("--store-secret", str(self._folder / "secret"))
+        options = ["--replicas", "2", "--disk", str(self._folder / "disk"), "--disk-size", "256MB"]
+        options += ["--store-secret", str(self._folder / "secret")]
         self._running = ExitStack()
         self._server = self._running.enter_context(serving(self._model, *options, log=self._folder / "log"))
 
