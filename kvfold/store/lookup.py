@@ -190,10 +190,10 @@ class Lookup:
         return max((one.copy.tier for one in self.used), key=order.index).name if self.used else "device"
 
     def read_chunks(self, keys: Sequence[Key], tokens: Sequence[int]) -> list[Key]:
-        """Keys of the longest run of stored chunks; the sequence may be longer than the last one, by pages that the
-        device holds. Raises PrefixLost or OutOfPages."""
+        """Keys of the longest run of stored chunks of the tokens that may be reused; the sequence may be longer than
+        the last one, by pages that the device holds. Raises PrefixLost or OutOfPages."""
         device = self._store.device
-        holder, length = (None, 0) if device is None else device.longest(keys[0].scope, tokens[: keys[-1].end])
+        holder, length = (None, 0) if device is None else device.longest(keys[0].scope, tokens)
         done = sum(key.end <= length for key in keys)
         copies = self._open_all(keys[done : done + _OPEN_FILES])
         if copies:

@@ -24,7 +24,7 @@ from kvfold.store.entry.encodings import ENCODINGS
 from kvfold.store.entry.format import Fields, encode
 from kvfold.store.entry.snapshot import read_slots, share_prefix, snapshot_blocks
 from kvfold.store.events import Event, Reason
-from kvfold.store.key import Binding, Key, chunk_keys, snapshot_keys
+from kvfold.store.key import PAGE_LEN, Binding, Key, chunk_keys, snapshot_keys
 from kvfold.store.lookup import Loader, Lookup
 from kvfold.store.tiers.device import DeviceTier
 from kvfold.store.tiers.eviction import Lease
@@ -78,6 +78,12 @@ class Prefixes:
             found.add(last // self.binding.chunk_len * self.binding.chunk_len)
         return sorted(found - {0})
 
+    @staticmethod
+    def _reuse_len(num_tokens: int, markers: Sequence[int] | None) -> int:
+        """Tokens that may be reused: up to the last marker, or the last page if that is not inside the prompt."""
+        last, end = max(num_tokens - 1, 0), num_tokens if markers is None else max(markers, default=0)
+        return end if end <= last else last - last % PAGE_LEN
+
     # Looking up
 
     def lookup(
@@ -92,16 +98,16 @@ class Prefixes:
         """The longest cached prefix, for a request that started `at` (default: now).
 
         `markers`: lengths at which snapshots may have been saved (default: all in the key index); with chunks, reuse
-        ends at the last marker, or without markers at the last whole chunk. `cuts`: lengths at which this prompt is
-        compressed (default: the markers); only snapshots compressed at the same lengths match. OutOfPages only if
-        there is no memory for an empty sequence.
+        ends at the last marker, or without markers at the last whole chunk, on the device at the last page. `cuts`:
+        lengths at which this prompt is compressed (default: the markers); only snapshots compressed at the same lengths
+        match. OutOfPages only if there is no memory for an empty sequence.
 
         Without `wait`, chunks may still be loading. Prefill the remaining tokens with `Runner.prefill`, which waits for
         each layer; on PrefixLost release the sequence and look up again. The hit is counted once all layers are loaded.
         """
         at = self._store.clock() if at is None else at
         keys = self._candidates(tokens, markers, cuts)
-        found = self._find(keys, tokens, at, wait) if keys else "too_short"
+        found = self._find(keys, tokens[: self._reuse_len(len(tokens), markers)], at, wait) if keys else "too_short"
         if isinstance(found, Hit):
             return found
         self._store.events.emit(Event("missed", "", found, None, len(tokens)))

@@ -140,23 +140,26 @@ def test_any_whole_chunk_that_agrees_is_reused(model: Model, num_same: int, with
 
 @pytest.mark.parametrize(("num_same", "on_device"), [(5 * CHUNK, 80), (3 * CHUNK + 7, 48), (CHUNK - 1, 0)])
 @pytest.mark.parametrize("with_device", [False, True])
+@pytest.mark.parametrize("marker", [-1, 0, None])
 def test_what_the_device_holds_is_reused_to_the_page(
-    model: Model, num_same: int, on_device: int, with_device: bool
+    model: Model, num_same: int, on_device: int, with_device: bool, marker: int | None
 ) -> None:
-    """Other tiers hold chunks of 32 tokens; they serve what the device has lost, and what is longer."""
+    """Other tiers hold chunks of 32 tokens, and serve what the device has lost. Markers: inside the prompt, at its
+    end, none."""
     device = DeviceTier(1 << 24) if with_device else None
     with PrefixStore([HostTier(1 << 24)], device=device, chunk_len=2 * CHUNK) as store:
         prefixes = make_prefixes(store, model)
         read(prefixes, model, markers=[len(TOKENS) - 1]).sequence.release()
         store.flush()
         other = TOKENS[:num_same] + [(token + 1) % 90 for token in TOKENS[num_same:]]
-        hit = prefixes.lookup(other, markers=[len(other) - 1])
+        markers = None if marker is None else [len(other) + marker]
+        hit = prefixes.lookup(other, markers=markers)
         assert hit.matched_tokens == (on_device if with_device else num_same // (2 * CHUNK) * 2 * CHUNK)
         assert torch.equal(finish(model, hit, other), cold_logits(model, other))
         hit.sequence.release()
         if device is not None:
             device.close()
-            hit = prefixes.lookup(other, markers=[len(other) - 1])
+            hit = prefixes.lookup(other, markers=markers)
             hit.sequence.release()
             assert hit.matched_tokens == num_same // (2 * CHUNK) * 2 * CHUNK
 

@@ -79,7 +79,8 @@ class Admission:
         most = _MAX_JOINED if _MAX_JOINED * len(job.tokens) <= joined_len else _MAX_PREFILLING - is_long
         if len(queues.prefilling) >= most:
             return False
-        return not any(waits_for(job, task, self._runner.chunk_len) for task in queues.prefilling)
+        lens = self._runner.chunk_len, joined_len
+        return not any(waits_for(job, task, *lens) for task in queues.prefilling)
 
     def _refuse(self, job: Job, error: Exception) -> None:
         self._dequeue(job)

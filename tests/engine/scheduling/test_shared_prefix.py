@@ -182,6 +182,7 @@ def test_a_job_waits_if_half_of_what_it_waits_for_is_its_own(
     other.number = 1
     assert shared_len(other, task.job) == num_same
     assert waits_for(other, task, chunk_len) is expected
+    assert not waits_for(other, task, chunk_len, 8192), "a pass over both takes as long"
     other.number = 0
     assert not waits_for(other, task, chunk_len), "it was submitted first"
     other.number, task.blocked_at = 1, 0
