@@ -75,13 +75,17 @@ def _unpacked(form: int, code: Any, scale: Any, zero: Any, table: Floats, row: F
     elif form == INT8:
         for d in range(width):
             row[d] = np.float32(code[d]) * scale + zero
+    elif form == INT4:
+        low, high = row[:width], row[width:]
+        for d in range(width):
+            low[d] = np.float32(code[d] & np.uint8(15)) * scale + zero
+        for d in range(width):
+            high[d] = np.float32(code[d] >> np.uint8(4)) * scale + zero
     else:
-        bits = 4 if form == INT4 else 2
-        mask = np.uint8((1 << bits) - 1)
-        for part in range(8 // bits):
-            mine, shift = row[part * width : (part + 1) * width], np.uint8(part * bits)
+        for part in range(4):
+            mine, shift = row[part * width : (part + 1) * width], np.uint8(2 * part)
             for d in range(width):
-                mine[d] = np.float32((code[d] >> shift) & mask) * scale + zero
+                mine[d] = np.float32((code[d] >> shift) & np.uint8(3)) * scale + zero
 
 
 @_jit

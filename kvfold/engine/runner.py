@@ -208,7 +208,7 @@ class Runner:
 
     def _observed(self, step: DecodePass, tokens: Sequence[Sequence[int]]) -> Tensor:
         """An eager pass whose attention the scorers observe, wholly or, if it raises, not at all."""
-        undo = ObserverSnapshot(step.sequences)
+        undo = ObserverSnapshot(step.observing)
         try:
             logits = self._forward.decode(step, tokens)
             step.observe_all()

@@ -41,14 +41,49 @@ class Group:
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         self.linears = list(linears)
         self.held: tuple[Tensor, list[Tensor]] | None = None
+        self._addresses: list[int] = []
+        self._arrays: list[Any] = []
+
+    def arrays(self) -> list[Any]:
+        """The weights for kernels, which are the layers' own memory."""
+        addresses = [linear.weight.data_ptr() for linear in self.linears]
+        if addresses != self._addresses:
+            self._addresses, self._arrays = addresses, [linear.weight.detach().numpy() for linear in self.linears]
+        return self._arrays
 
     def output(self, index: int, x: Tensor) -> Tensor:
         held = self.held
         if held is None or held[0] is not x:
-            held = self.held = x, products(x, self.linears)
+            held = self.held = x, self.outputs(x)
         if index == len(self.linears) - 1:
             self.held = None
         return held[1][index]
+
+    def outputs(self, x: Tensor) -> list[Tensor]:
+        """Of each layer, fp32."""
+        from kvfold.attend.cpu_kernels import products
+
+        count, size = num_rows(x), x.shape[-1]
+        x_NK = x.reshape(count, size).contiguous()
+        if count % _ROWS:
+            x_NK = functional.pad(x_NK, (0, 0, 0, -count % _ROWS))
+        weights = self.arrays()
+        out = [torch.empty(x_NK.shape[0], len(w_OK)) for w_OK in weights]
+        x_array, y_arrays = x_NK.numpy(), [y_NO.numpy() for y_NO in out]
+        is_large = x_NK.numel() * sum(map(len, weights)) >= _FEWEST_PRODUCTS
+        num_threads = torch.get_num_threads() if is_large else 1
+
+        def work(begin: int, end: int) -> None:
+            """The same share of every layer."""
+            for w_OK, y_NO in zip(weights, y_arrays, strict=True):
+                blocks = -(-len(w_OK) // _ROWS)
+                products(x_array, w_OK, y_NO, blocks * begin // num_threads, blocks * end // num_threads)
+
+        run_shared(work, range(num_threads + 1))
+        for linear, y_NO in zip(self.linears, out, strict=True):
+            if linear.bias is not None:
+                y_NO += linear.bias
+        return [y_NO[:count].view(*x.shape[:-1], -1) for y_NO in out]
 
 
 class FewRows(nn.Module):
@@ -65,31 +100,6 @@ class FewRows(nn.Module):
         return out
 
 
-def products(x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
-    """The output of each layer, fp32."""
-    from kvfold.attend.cpu_kernels import products as kernel
-
-    count = num_rows(x)
-    x_NK = functional.pad(x.reshape(count, -1), (0, 0, 0, -count % _ROWS)).contiguous()
-    out = [x.new_empty(len(x_NK), linear.out_features) for linear in linears]
-    arrays = [(linear.weight.detach().numpy(), y_NO.numpy()) for linear, y_NO in zip(linears, out, strict=True)]
-    x_array = x_NK.numpy()
-
-    def work(begin: int, end: int) -> None:
-        """The same share of every layer."""
-        for w_OK, y_NO in arrays:
-            blocks = -(-len(w_OK) // _ROWS)
-            kernel(x_array, w_OK, y_NO, blocks * begin // num_threads, blocks * end // num_threads)
-
-    num_products = x_NK.numel() * sum(linear.out_features for linear in linears)
-    num_threads = torch.get_num_threads() if num_products >= _FEWEST_PRODUCTS else 1
-    run_shared(work, range(num_threads + 1))
-    for linear, y_NO in zip(linears, out, strict=True):
-        if linear.bias is not None:
-            y_NO += linear.bias
-    return [y_NO[:count].view(*x.shape[:-1], -1) for y_NO in out]
-
-
 _exchanges: ModuleState[list[Exchange]] = ModuleState("cpu_linear")
 
 
@@ -97,6 +107,7 @@ _exchanges: ModuleState[list[Exchange]] = ModuleState("cpu_linear")
 def few_rows(hf: Any) -> Iterator[None]:
     """Run the linear layers of a model on a CPU by kernels for few rows while the context lasts, where that pays."""
     if hf.device.type != "cpu" or not is_wanted():
+        _exchanges.clear(hf)  # they hold weights that a model had on the CPU
         yield
         return
     found = _exchanges.get(hf)

@@ -72,6 +72,11 @@ class DecodePass:
         """Lazy: kernels do not use it."""
         return [ObserverNeeds.of([sequence.policy], decoding=True) for sequence in self.sequences]
 
+    @property
+    def observing(self) -> list[SequenceCache]:
+        """Sequences whose observer state the step changes."""
+        return [one for one, needs in zip(self.sequences, self._needs, strict=True) if needs.anything]
+
     @cached_property
     def _compiled(self) -> CpuStep | None:
         """Kernels for the sequences that they can read, where numba is installed."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kvfold.models.cpu_linear import FewRows, exchanges, few_rows, products
+from kvfold.models.cpu_linear import FewRows, Group, exchanges, few_rows
 from kvfold.models.fused_layers import exchanged
 from tests.tiny import build, prompt
 
@@ -29,6 +29,11 @@ def test_the_model_says_the_same(family: str, length: int) -> None:
     with exchanged(exchanges(model)):
         assert isinstance(model.model.layers[0].mlp.down_proj, FewRows)
         torch.testing.assert_close(logits(model, length), expected, rtol=1e-4, atol=1e-4)
+        for parameter in model.parameters():  # weights that are changed or replaced count
+            parameter.data = parameter.data * 0.9
+        changed = logits(model, length)
+    torch.testing.assert_close(changed, logits(model, length), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(changed, expected)
     assert all(type(module) is not FewRows for module in model.modules())
 
 
@@ -38,12 +43,12 @@ def test_products_of_any_shape(shape: tuple[int, int], num_threads: int) -> None
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, shape[0], 50, generator=generator)
     linears = [nn.Linear(50, shape[1]), nn.Linear(50, shape[1] + 1, bias=False)]
-    before = torch.get_num_threads()
+    group, before = Group(linears), torch.get_num_threads()
     try:
         torch.set_num_threads(num_threads)
         with torch.inference_mode():
-            found = products(x, linears)
-            alone = products(x[:, :2], linears)
+            found = group.outputs(x)
+            alone = group.outputs(x[:, :2])
     finally:
         torch.set_num_threads(before)
     for linear, mine, first in zip(linears, found, alone, strict=True):
