@@ -99,7 +99,7 @@ class Story:
             known |= found
             self._chunks.append(sorted(found, key=_order)[:num_chunks])
         driver.stop()
-        self._sizes = [[path.stat().st_size for path in chunks] for chunks in self._chunks]
+        self._good = [_state(chunks) for chunks in self._chunks]
         for chunks, fault in zip(self._chunks[1:], FAULTS.values(), strict=True):
             fault(chunks, self._chunks[0])
         self._damaged = [_state(chunks) for chunks in self._chunks]
@@ -121,9 +121,14 @@ class Story:
             return
         assert self.warm[number].num_cached < self.warm[0].num_cached
         if name not in NOT_REPAIRED:
-            found, sizes = self._repaired[number], self._sizes[number]
-            assert [None if one is None else len(one[0]) for one in found] == sizes
-            assert found != self._damaged[number]
+            self._check_repaired(number)
+
+    def _check_repaired(self, number: int) -> None:
+        """The first chunk with damage; those behind it may wait until they are read."""
+        states = zip(self._good[number], self._damaged[number], self._repaired[number], strict=True)
+        good, damaged, repaired = next(state for state in states if state[0] != state[1])
+        assert good is not None and repaired is not None
+        assert len(repaired[0]) == len(good[0]) and repaired != damaged
 
 
 def _files(driver: Driver) -> set[Path]:
