@@ -123,10 +123,10 @@ def generate(runner: Runner, requests: Sequence[Request], tokenizer: Any) -> Ite
 
 
 def decode_async(
-    runner: Runner, outputs: Sequence[OutputProcessor], in_flight: InFlightStep | None
+    runner: Runner, outputs: Sequence[OutputProcessor], in_flight: InFlightStep | None, *, launches: bool = True
 ) -> tuple[list[Deliver], InFlightStep | None]:
-    """One step, and the next one launched before the host waits for this one's tokens; `in_flight`: this step, if it
-    was launched already. Returns a delivery per request, and the step that is in flight now."""
+    """One step, and the next one launched before the host waits for this one's tokens, unless `launches` is False;
+    `in_flight`: this step, if it was launched already. Returns a delivery per request, and the step in flight now."""
     began, setup_s = time.perf_counter(), runner.setup_s
     sequences = [output.request.sequence for output in outputs]
     if in_flight is None:
@@ -134,7 +134,7 @@ def decode_async(
         rows, tokens = list(rows_BV), AsyncTokens(sequences, rows_BV)
     else:
         rows, tokens = in_flight.keep(sequences), in_flight.tokens
-    more = [output.request.sequence for output in outputs if output.num_left > 1]
+    more = [output.request.sequence for output in outputs if launches and output.num_left > 1]
     in_flight = launch_next(runner, more, tokens.on_device(more)) if more else None
     greedy = tokens.wait(sequences)
     step_time = StepTime(time.perf_counter() - began, runner.setup_s - setup_s)

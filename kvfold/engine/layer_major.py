@@ -12,8 +12,8 @@ multiples of their length, so a continued sequence runs the same shapes as one p
     packed tokens:  | sequence 0: piece, piece, … | sequence 1: piece, … |
 
 On a GPU short prompts run together: pieces of several sequences go through a layer in one call, so that its kernels are
-launched once for all of them; attention stays apart. A CPU runs each piece alone, and so computes the same bits for a
-prompt whatever is prefilled beside it.
+launched once for all of them, and so is attention where sequences begin with these tokens. A CPU runs each piece alone,
+and so computes the same bits for a prompt whatever is prefilled beside it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from kvfold.core import ModelSpec
-from kvfold.models.pass_cache import PassCache, Piece
+from kvfold.models.pass_cache import Piece, PrefillCache
 from kvfold.pages.sequence import SequenceCache
 from kvfold.passes.prefill import PrefillPass
 
@@ -86,7 +86,7 @@ class LayerMajor:
     _num_packed: int = 0  # tokens of the packed input
 
     def __post_init__(self) -> None:
-        self.cache = PassCache(self.current, self.pieces)
+        self.cache = PrefillCache(self.current, self.pieces)
         self._num_packed = self.pieces[-1].end
 
     def wrap(self, layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:

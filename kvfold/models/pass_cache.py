@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache as HfCache
 
 from kvfold.passes.captured.step import Step
 from kvfold.passes.decode import DecodePass
+from kvfold.passes.prefill import PrefillPass
 from kvfold.yielding import yield_point
 
 
@@ -83,6 +84,24 @@ class PassCache(ForwardCache):
             outs.append(self.current.attend(layer, piece.index, q_QND[:, mine], k_HND[:, mine], v_HND[:, mine]))
         out_QND = outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
         return out_QND.transpose(0, 1)
+
+
+class PrefillCache(PassCache):
+    """For a prefill, in which several short prompts may go through a layer in one call."""
+
+    def __init__(self, current: PrefillPass, pieces: Sequence[Piece]) -> None:
+        super().__init__(current, pieces)
+        self._prefill = current
+
+    def attend(self, layer: int, q_QND: Tensor, k_HND: Tensor, v_HND: Tensor) -> Tensor:
+        if len(self.pieces) > 1:
+            yield_point()
+            lens = [piece.end - piece.begin for piece in self.pieces]
+            indices = [piece.index for piece in self.pieces]
+            out_QND = self._prefill.attend_joined(layer, indices, lens, q_QND, k_HND, v_HND)
+            if out_QND is not None:
+                return out_QND.transpose(0, 1)
+        return super().attend(layer, q_QND, k_HND, v_HND)
 
 
 Call = Callable[[Sequence[int], Sequence[int], PassCache], Any]  # the model over token ids at positions

@@ -55,10 +55,14 @@ def lacks_room(sequence: SequenceCache) -> bool:
     return segment_table(sequence.tail).least_room < sequence.open.num_slots
 
 
-def reserve_ahead(sequence: SequenceCache) -> None:
-    """Allocate what `reserve_pages` would when the open block is full. OutOfPages leaves it to that."""
-    tail, table = sequence.tail, segment_table(sequence.tail)
-    allocate_pages(tail, table, _wanted_pages(tail, table.room_X, sequence.open.num_slots, _spare(table)))
+def reserve_ahead(sequence: SequenceCache, num_blocks: int = 0) -> None:
+    """Allocate what `reserve_pages` would when the open block is full, and room for at least `num_blocks` more of them
+    while half of the arena is free. OutOfPages leaves it to that."""
+    tail, table, arena = sequence.tail, segment_table(sequence.tail), sequence.arena
+    num_slots, spare = sequence.open.num_slots, _spare(table)
+    if num_blocks and 2 * arena.free_bytes > arena.capacity_bytes:
+        spare = max(spare, num_blocks * num_slots)
+    allocate_pages(tail, table, _wanted_pages(tail, table.room_X, num_slots, spare))
 
 
 def num_ahead(rooms: Sequence[int]) -> int:

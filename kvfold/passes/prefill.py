@@ -30,6 +30,7 @@ from kvfold.pages.observer_state import LayerObserverState
 from kvfold.pages.read import can_join, room_behind
 from kvfold.pages.sequence import SequenceCache
 from kvfold.passes.context_window import warn_if_passing
+from kvfold.passes.joined_attention import PaddedBatch, attend_padded
 from kvfold.score.base import Replay
 from kvfold.yielding import yield_point
 
@@ -121,6 +122,7 @@ class PrefillPass:
         self._buffers: list[LayerBuffer | None] = [None] * len(sequences)
         self.pruned = PrunedTokens(self.sequences, self.num_tokens, whole=not compress)
         self._dtype = torch.float32
+        self._padded: PaddedBatch | None = None  # of the last joined call: all layers have the same
         self.full_prompts: dict[int, FullPrompt] = {}
 
     def _hold_prompts(self) -> None:
@@ -166,6 +168,34 @@ class PrefillPass:
         if buffer.filled == self.pruned.num_running[index]:
             self._select(index, layer, buffer)
         return merge.result().flatten(0, 1).to(q_QTD.dtype)
+
+    def attend_joined(
+        self, layer: int, indices: Sequence[int], lens: Sequence[int], q_QND: Tensor, k_HND: Tensor, v_HND: Tensor
+    ) -> Tensor | None:
+        """The attention output [Q, N, D] of several sequences that begin with these tokens, one behind the other; None
+        where one of them has to run alone."""
+        spec, dtype = self.sequences[indices[0]].spec.layers[layer], compute_dtype(q_QND)
+        if spec.sliding_window is not None and max(lens) > spec.sliding_window:
+            return None
+        if not all(self._begins_with(index, length) for index, length in zip(indices, lens, strict=True)):
+            return None
+        if self._padded is None or self._padded.lens != tuple(lens):
+            self._padded = PaddedBatch(tuple(lens), q_QND.device)
+        self._dtype, kv_dtype, padded = dtype, self.sequences[indices[0]].spec.kv_dtype, self._padded
+        k_BHTD, v_BHTD = (padded.padded(x_HND.to(kv_dtype).to(dtype)) for x_HND in (k_HND, v_HND))
+        out_BQTD = attend_padded(padded.padded(q_QND.to(dtype)), k_BHTD, v_BHTD, spec.scale)
+        for index, length, k_HTD, v_HTD in zip(indices, lens, k_BHTD, v_BHTD, strict=True):
+            buffer = LayerBuffer(k_HTD[:, :length].contiguous(), v_HTD[:, :length].contiguous(), 0, length)
+            self._buffers[index] = buffer
+            self._select(index, layer, buffer)
+        return padded.packed(out_BQTD).to(q_QND.dtype)
+
+    def _begins_with(self, index: int, num_tokens: int) -> bool:
+        """Whether these are all tokens of a sequence that holds nothing yet, and nobody observes them."""
+        sequence = self.sequences[index]
+        is_whole = self._buffers[index] is None and num_tokens == self.pruned.num_running[index]
+        is_empty = not sequence.logical_len and sequence.loading is None
+        return is_whole and is_empty and not self._needs[index].anything
 
     def _buffer(self, index: int, layer: int, k_HTD: Tensor, v_HTD: Tensor, dtype: torch.dtype) -> LayerBuffer:
         found, num_tokens = self._buffers[index], self.pruned.num_running[index]

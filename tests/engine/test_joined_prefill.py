@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -104,8 +104,8 @@ class Lossy(Fresh):
 
 
 class BadLayers:
-    def then(self) -> None:
-        pass
+    def __init__(self) -> None:
+        self.then: Callable[[], None] = lambda: None
 
     def upto(self, layer: int) -> None:
         raise PrefixLost("a stored layer is damaged")

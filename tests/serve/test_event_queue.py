@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
+from itertools import count
 from threading import Thread
 from typing import Any
 
@@ -63,7 +65,7 @@ def test_a_step_of_many_replies_wakes_the_loop_once() -> None:
     loop = Watched()
 
     async def run() -> int:
-        mailbox = Mailbox(loop)
+        mailbox = Mailbox(loop, clock=partial(next, count()))
         queues = [EventQueue(mailbox, 60.0, lambda: None) for _ in range(50)]
         for step in range(3):
             _put_all(mailbox, queues, TextDelta(str(step)))
@@ -77,6 +79,22 @@ def test_a_step_of_many_replies_wakes_the_loop_once() -> None:
         assert loop.run_until_complete(run()) == 3
     finally:
         loop.close()
+
+
+def test_texts_of_many_replies_wait_for_the_next_flush_and_ends_do_not() -> None:
+    async def run() -> list[list[Event]]:
+        mailbox = Mailbox(asyncio.get_running_loop(), clock=lambda: 1.0)  # no time passes
+        queues = [EventQueue(mailbox, 60.0, lambda: None) for _ in range(2)]
+        found = []
+        for event in (TextDelta("a"), TextDelta("b"), TextDelta("c"), Ended("eos", 3)):
+            _put_all(mailbox, queues, event)
+            await asyncio.sleep(0.01)
+            found.append([*queues[0]._events])
+        return found
+
+    first, held, *_, last = asyncio.run(run())
+    assert first == held == [TextDelta("a")]
+    assert last == [TextDelta("abc"), Ended("eos", 3)]
 
 
 def _put_all(mailbox: Mailbox, queues: list[EventQueue], event: Event) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from kvfold.engine.runner import Runner
 from kvfold.engine.scheduling.jobs import Ended, Job
 from kvfold.engine.scheduling.kv_bounds import KVBounds
+from kvfold.engine.scheduling.prefill_manager import MOST_JOINED
 from kvfold.engine.scheduling.queues import Queues
 from kvfold.engine.scheduling.shared_prefix import waits_for
 from kvfold.engine.scheduling.task import Task
@@ -20,7 +21,6 @@ from kvfold.policy.policy import Policy
 from kvfold.store.store import kind_of
 
 _MAX_PREFILLING = 4  # prompts: few, but no long one blocks all short ones
-_MAX_JOINED = 16  # where short ones run together
 
 
 class Admission:
@@ -75,11 +75,14 @@ class Admission:
             return False
         if all(task.tenant != job.tenant for task in queues.prefilling):
             return True
-        is_long, joined_len = len(job.tokens) > self._runner.chunk_len, self._runner.joined_len
-        most = _MAX_JOINED if _MAX_JOINED * len(job.tokens) <= joined_len else _MAX_PREFILLING - is_long
+        if len(queues.prefilling) >= MOST_JOINED:
+            return False
+        is_long = len(job.tokens) > self._runner.chunk_len
+        num_tokens = len(job.tokens) + sum(len(task.job.tokens) for task in queues.prefilling)
+        most = MOST_JOINED if num_tokens <= self._runner.joined_len else _MAX_PREFILLING - is_long
         if len(queues.prefilling) >= most:
             return False
-        lens = self._runner.chunk_len, joined_len
+        lens = self._runner.chunk_len, self._runner.joined_len
         return not any(waits_for(job, task, *lens) for task in queues.prefilling)
 
     def _refuse(self, job: Job, error: Exception) -> None:

@@ -24,11 +24,11 @@ class DecodeManager:
     _flush: Callable[[], None]
     num_preempted: int = 0
     _in_flight: InFlightStep | None = None
-    _stepped: list[Task] = field(default_factory=list)  # the batch of the last asynchronous step
+    _stepped: set[Task] = field(default_factory=set)  # the batch of the last asynchronous step
 
     def reset(self) -> None:
         """Discard the step in flight."""
-        self._in_flight, self._stepped = None, []
+        self._in_flight, self._stepped = None, set()
 
     def run(self) -> None:
         """Sample one token of every decoding task, and run one step of those that continue."""
@@ -37,7 +37,7 @@ class DecodeManager:
             self._sample(task)
         self._flush()
         began = self._clock()
-        batches: list[Sequence[Task]] = [queues.decoding]
+        batches: list[Sequence[Task]] = [self._batch()]
         while batches:
             decoding = set(queues.decoding)  # others were preempted or failed since
             batch = [task for task in batches.pop() if task in decoding]
@@ -85,13 +85,21 @@ class DecodeManager:
         half = len(rest) // 2
         return [rest[half:], rest[:half]]
 
+    def _batch(self) -> list[Task]:
+        """All decoding tasks, or those of the step in flight: the others wait until it is over."""
+        decoding = self._queues.decoding
+        if self._in_flight is None or set(decoding) <= self._stepped:
+            return list(decoding)
+        return [task for task in decoding if task in self._stepped] or list(decoding)
+
     def _step(self, tasks: Sequence[Task]) -> Iterable[Deliver]:
         outputs = [task.output for task in tasks]
         if all(output.is_greedy and can_decode_async(self._runner, output.request.sequence) for output in outputs):
-            if not set(tasks) <= set(self._stepped):
+            if not set(tasks) <= self._stepped:
                 self._in_flight = None  # a new task is not in the step in flight
-            deliveries, self._in_flight = decode_async(self._runner, outputs, self._in_flight)
-            self._stepped = list(tasks)
+            launches = len(tasks) == len(self._queues.decoding)
+            deliveries, self._in_flight = decode_async(self._runner, outputs, self._in_flight, launches=launches)
+            self._stepped = set(tasks)
             return deliveries
         self._in_flight = None
         return decode_step(self._runner, outputs)

@@ -68,7 +68,8 @@ class TimeSlice:
 
 
 _MIN_COST = 8  # a piece costs at least this fraction of a chunk: reading the weights takes as long as few tokens do
-_MOST_JOINED = 8  # prompts of one pass
+MOST_JOINED = 32  # prompts of one pass while nothing decodes
+_JOINED_BESIDE = 16  # while something decodes, which waits for the pass
 
 
 @dataclass
@@ -129,7 +130,8 @@ class PrefillManager:
             return []
         compresses = task.compresses_next
         found = [other for other in ready if other is not task and other.can_join(most)]
-        return [other for other in found if other.compresses_next == compresses][: _MOST_JOINED - 1]
+        most_joined = _JOINED_BESIDE if self._queues.decoding else MOST_JOINED
+        return [other for other in found if other.compresses_next == compresses][: most_joined - 1]
 
     def _run_together(self, batch: Sequence[Task]) -> None:
         """If the pass raises, no task has changed, and each runs alone, where its own error is found."""

@@ -24,6 +24,8 @@ from kvfold.pages.places import Ints, Places, SegmentTable
 from kvfold.pages.segment import Segment, segment_table
 from kvfold.pages.sequence import SequenceCache
 
+_BLOCKS_AHEAD = 6
+
 
 def can_seal(sequence: SequenceCache) -> bool:
     """Whether a kernel can seal it: it knows these codecs, and their states (mean keys) are there."""
@@ -127,8 +129,9 @@ def expect_seal(sequences: Sequence[SequenceCache]) -> None:
 
 
 def reserve_pages_ahead(sequence: SequenceCache) -> None:
-    """Allocate the pages of the next seal of this sequence before it is due. OutOfPages leaves that to the seal."""
-    reserve_ahead(sequence)
+    """Allocate the pages of the next seal of this sequence before it is due. OutOfPages leaves that to the seal. Short
+    sequences get pages for several seals: new pages of hundreds of them would take longer than their decode steps."""
+    reserve_ahead(sequence, _BLOCKS_AHEAD)
     _rows_of(sequence, segment_table(sequence.tail).places)
 
 
