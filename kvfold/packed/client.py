@@ -20,6 +20,7 @@ from kvfold.packed.placeholders import placeholder_ids
 
 FORMAT = "kvfold packed prefix 1"
 ENTRY, SLOTS, TOKENS, ERROR = "kvfold_entry", "kvfold_slots", "kvfold_tokens", "kvfold_error"
+PACK_AGAIN = "pack the document again"  # how refusals end of entries that a store has lost
 _MAX_FILE_BYTES = 1 << 16
 
 

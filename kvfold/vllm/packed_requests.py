@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from kvfold.packed.client import ENTRY, ERROR, SLOTS, TOKENS
+from kvfold.packed.client import ENTRY, ERROR, PACK_AGAIN, SLOTS, TOKENS
 from kvfold.packed.entry import PackedReader
 from kvfold.packed.placeholders import is_marked, placeholder_ids
 from kvfold.packed.ragged import RaggedFormat
@@ -145,14 +145,14 @@ class PackedRequests:
             return known
         copy = self._store.open(key)
         if copy is None:
-            raise Refused(f"there is no entry {key.text} in the store; pack the document again")
+            raise Refused(f"there is no entry {key.text} in the store; {PACK_AGAIN}")
         with copy.file as file:
             try:
                 entry = PackedReader(file, key, secret=self._store.secret)
                 ragged_size = RaggedFormat.parse(entry.facts["pages"]).block_size if entry.is_ragged else 0
             except InvalidEntry as error:
                 self._store.drop(copy, error)
-                raise Refused(f"the entry is damaged ({error.reason}); pack the document again") from error
+                raise Refused(f"the entry is damaged ({error.reason}); {PACK_AGAIN}") from error
         mismatch = self._facts.packed_mismatch(entry.facts)
         if mismatch is not None:
             raise Refused(f"the entry does not fit: {mismatch}")

@@ -20,6 +20,7 @@ from torch import Tensor
 from vllm.model_executor.models.utils import extract_layer_index
 
 from kvfold.errors import InputError
+from kvfold.packed.client import PACK_AGAIN
 from kvfold.packed.entry import PackedReader
 from kvfold.store.entry.format import EntryReader, InvalidEntry, encode
 from kvfold.store.key import Binding, Key
@@ -176,7 +177,7 @@ class WorkerSide:
                     reason = f"it is damaged ({error.reason})"
         self.stats.add("failed_loads")
         self._bad_blocks.update(packed.blocks)
-        self._report.failed[packed.request_id] = f"the entry could not be loaded: {reason}; pack the document again"
+        self._report.failed[packed.request_id] = f"the entry could not be loaded: {reason}; {PACK_AGAIN}"
 
     def start_step(self, plan: StepPlan) -> None:
         """Before the forward: which requests read ragged documents."""

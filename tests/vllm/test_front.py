@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import anthropic
+import pytest
+
 import kvfold
 from kvfold.models.loader import Model
 from kvfold.policy.policy import Policy
@@ -40,7 +43,8 @@ def ask(front: Front, question: str, **more: Any) -> Any:
 def test_a_marked_prompt_is_packed_once_and_answered_by_vllm(tmp_path: Path) -> None:
     store, folder = tmp_path / "store", save_tiny(tmp_path / "model")
     model = kvfold.load(str(folder), dtype="float32", device="cpu", memory="512MB")
-    packer = Packer(model, Policy.parse(POLICY), SharedDiskTier(store))
+    tier = SharedDiskTier(store)
+    packer = Packer(model, Policy.parse(POLICY), tier)
     with served(folder, store) as url, fronting(url, model.tokenizer, POLICY, packer, point_tokens=512) as front:
         first, second = ask(front, "Who?"), ask(front, "Where?")
         (task,) = packer._known.values()
@@ -74,6 +78,12 @@ def test_a_marked_prompt_is_packed_once_and_answered_by_vllm(tmp_path: Path) -> 
             model="tiny", messages=[{"role": "user", "content": "Hello"}], max_tokens=8, stop=["\u2603"]
         )
         assert short.usage is not None and short.usage.completion_tokens == 8
+        other = Packer(kvfold.load(str(folder), dtype="bfloat16", memory="512MB"), Policy.parse(POLICY), tier)
+        with fronting(url, model.tokenizer, POLICY, other, point_tokens=512) as front:
+            for _ in range(2):
+                with pytest.raises(anthropic.InternalServerError, match=r"it was packed .*bfloat16"):
+                    ask(front, "Who?")
+            assert len(other._known) == 1, "another dtype is not packed again"
 
 
 def test_full_leaves_prompts_to_vllm(tmp_path: Path) -> None:

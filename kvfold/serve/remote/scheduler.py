@@ -5,7 +5,8 @@
 
 vLLM tells whether it served an entry in answers that are not streamed alone. So an entry is checked with a reply of one
 token before it is used, and again every half minute. A connector that refuses an entry later cuts the reply to one
-token: the first text of a stream is held back until the second one, and the prefix is packed once more.
+token: the first text of a stream is held back until the second one, and the entry is checked again. One that the
+engine's store has lost is packed once more.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 from kvfold.engine.scheduling.jobs import Ended, Event, Job, PrefillDone, TextDelta
 from kvfold.errors import InputError, Overloaded
-from kvfold.packed.client import PackedPrefix
+from kvfold.packed.client import PACK_AGAIN, PackedPrefix
 from kvfold.serve.api.errors import ApiError
 from kvfold.serve.api.strict_json import Json
 from kvfold.serve.ops.metrics import Metrics
@@ -33,7 +34,12 @@ _CHECKED_S = 30.0
 
 
 class EntryRefused(Exception):
-    """The engine did not serve a packed prefix."""
+    """The engine did not serve a packed prefix; its words, or None where a stream was cut and does not tell why."""
+
+    def __init__(self, words: str | None = None) -> None:
+        super().__init__(words or "its reply was cut to one token")
+        self.is_lost = words is not None and words.endswith(PACK_AGAIN)
+        self.is_final = words is not None and not self.is_lost
 
 
 @dataclass(frozen=True)
@@ -115,15 +121,15 @@ class RemoteScheduler:
         assert isinstance(job.source, TracedSource) and isinstance(job.source.inner, EngineSource)
         source = job.source.inner
         source.look_up()
-        for is_last in (False, True):
+        for num_left in (2, 1, 0):
             prompt = await self._prompt(job, source)
             try:
                 if prompt.packed is not None:
                     await self._check(prompt, prompt.packed, source.salt, anew=job.max_new_tokens == 1)
                 return await self._stream(job, prompt, source.salt)
             except EntryRefused as error:
-                self._forget(source, job, prompt)
-                if is_last:
+                self._refused(job, source, prompt, error)
+                if error.is_final or num_left == 0:
                     raise ApiError(502, f"the engine did not serve a packed prefix: {error}") from error
 
     async def _prompt(self, job: Job, source: EngineSource) -> EnginePrompt:
@@ -135,11 +141,13 @@ class RemoteScheduler:
             return EnginePrompt(job.tokens)
         return EnginePrompt([*packed.placeholder_ids, *job.tokens[boundary.end :]], packed)
 
-    def _forget(self, source: EngineSource, job: Job, prompt: EnginePrompt) -> None:
+    def _refused(self, job: Job, source: EngineSource, prompt: EnginePrompt, error: EntryRefused) -> None:
+        """The entry is checked at its next use, and packed once more if the engine's store has lost it."""
+        assert self._packer is not None and prompt.packed is not None
         self._metrics.add("kvfold_pack_refusals_total")
-        if self._packer is not None and prompt.packed is not None:
+        self._checked.pop(prompt.packed.entry, None)
+        if error.is_lost:
             self._packer.forget(_name(job, source))
-            self._checked.pop(prompt.packed.entry, None)
 
     async def _check(self, prompt: EnginePrompt, packed: PackedPrefix, salt: str, *, anew: bool) -> None:
         """`anew`: of a reply of one token the stream does not tell whether it was cut."""
@@ -162,7 +170,7 @@ class RemoteScheduler:
             async for event in events:
                 output.add(event)
         if output.is_refused:
-            raise EntryRefused("its reply was cut to one token")
+            raise EntryRefused
         output.end()
 
     def _body(self, prompt: EnginePrompt, salt: str) -> Json:
