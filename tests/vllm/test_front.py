@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,11 @@ def test_a_marked_prompt_is_packed_once_and_answered_by_vllm(tmp_path: Path) -> 
         for path in store.rglob("*"):  # the engine loses it: it is packed once more
             if path.is_file() and path.stat().st_size > 1 << 20:
                 path.unlink()
+        time.sleep(11)  # the connector reads the head of an entry every 10 s; then a stream is cut
         assert ask(front, "When?").content[0].text == expected(model, front, packed.policy, "When?")
+        metrics = front.service.metrics.text()
+        assert f"kvfold_packed_tokens_total {2 * packed.num_tokens}" in metrics
+        assert "kvfold_pack_refusals_total 2" in metrics, "the stream, and the check that tells why"
         chat = front.openai.chat.completions.create(
             model="tiny",
             messages=[{"role": "system", "content": TEXT}, {"role": "user", "content": "Who?"}],
@@ -78,12 +83,13 @@ def test_a_marked_prompt_is_packed_once_and_answered_by_vllm(tmp_path: Path) -> 
             model="tiny", messages=[{"role": "user", "content": "Hello"}], max_tokens=8, stop=["\u2603"]
         )
         assert short.usage is not None and short.usage.completion_tokens == 8
-        other = Packer(kvfold.load(str(folder), dtype="bfloat16", memory="512MB"), Policy.parse(POLICY), tier)
+        foreign = kvfold.load(str(save_tiny(tmp_path / "other", seed=1)), dtype="float32", memory="512MB")
+        other = Packer(foreign, Policy.parse(POLICY), tier)
         with fronting(url, model.tokenizer, POLICY, other, point_tokens=512) as front:
             for _ in range(2):
-                with pytest.raises(anthropic.InternalServerError, match=r"it was packed .*bfloat16"):
+                with pytest.raises(anthropic.InternalServerError, match="it was packed with other weights"):
                     ask(front, "Who?")
-            assert len(other._known) == 1, "another dtype is not packed again"
+            assert len(other._known) == 1, "what does not fit is not packed again"
 
 
 def test_full_leaves_prompts_to_vllm(tmp_path: Path) -> None:
