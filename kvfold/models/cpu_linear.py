@@ -118,8 +118,9 @@ def few_rows(hf: Any) -> Iterator[None]:
 
 
 def _is_valid(exchange: Exchange) -> bool:
-    """False if the module was replaced or changed since."""
-    return exchange.parent._modules[exchange.name] is exchange.plain and _is_served([exchange.plain])
+    """False if the module was replaced or changed since; another thread may have exchanged it now."""
+    found = exchange.parent._modules[exchange.name]
+    return (found is exchange.plain or found is exchange.fused) and _is_served([exchange.plain])
 
 
 def _is_served(linears: Sequence[Any]) -> bool:
