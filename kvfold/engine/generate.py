@@ -29,7 +29,7 @@ from torch import Tensor
 from kvfold.compression.observe import ObserverNeeds
 from kvfold.engine.output_processor import OutputProcessor, Request, StepTime
 from kvfold.engine.runner import Runner
-from kvfold.engine.sampling import greedy_tokens
+from kvfold.engine.sampling import greedy_tokens, next_tokens
 from kvfold.models.sentences import needs_sentences
 from kvfold.pages.async_copy import sent
 from kvfold.pages.sequence import SequenceCache
@@ -151,9 +151,10 @@ def decode_step(runner: Runner, outputs: Sequence[OutputProcessor]) -> list[Deli
     last = [output.request.token_ids[-1] for output in outputs]
     if not any(drafts):
         rows_BV = runner.decode(sequences, last, commit=[not output.request.stop for output in outputs])
-        greedy = greedy_tokens(rows_BV).tolist()  # the one host-device synchronisation of a step
+        # The one host-device synchronisation of a step.
+        chosen = next_tokens(rows_BV, [output.sampler for output in outputs]).tolist()
         step_time = StepTime(time.perf_counter() - began, runner.setup_s - setup_s)
-        found = zip(outputs, rows_BV, greedy, strict=True)
+        found = zip(outputs, rows_BV, chosen, strict=True)
         return [partial(output.process, logits_V, token, step_time) for output, logits_V, token in found]
     verified = runner.verify(sequences, [[token, *draft] for token, draft in zip(last, drafts, strict=True)])
     tokens = iter(torch.cat([greedy_tokens(one.logits_TV) for one in verified]).tolist())

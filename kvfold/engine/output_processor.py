@@ -9,7 +9,7 @@ text and the start of the stop string is rolled back too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -87,17 +87,18 @@ class OutputProcessor:
         self.detokenizer = detokenizer_of(tokenizer)
         self._stops = [StopMatcher(stop) for stop in request.stop]
         self._checkpoints: dict[int, _Checkpoint] = {}  # by token index, from the last committed one
-        self._picks = self.sampler.picks(request.logits_V.unsqueeze(0))
-        self._greedy: int | None = None  # the next token, where it is known and no stop string or draft asks for more
+        self._picks: Iterator[int] = self.sampler.picks(request.logits_V.unsqueeze(0))
+        self._next: int | None = None  # the next token, where it is known and nothing can be rolled back
         self._draft: list[int] = []  # what the last pass ran behind the sampled token
         self._verified: Verified | None = None
+        self._is_plain = request.drafter is None and not request.stop
         # Whether the next token is always the argmax and none is rolled back, as asynchronous decode requires.
-        self.is_greedy = request.sampling.temperature == 0 and request.drafter is None and not request.stop
+        self.is_greedy = self._is_plain and request.sampling.temperature == 0
 
     def sample(self) -> str:
         """Sample a token, and further ones as long as they equal the draft; returns text that is final now."""
-        if self._greedy is not None:
-            return self._sample_greedy(self._greedy)
+        if self._next is not None:
+            return self._take(self._next)
         piece, num_accepted = self._sample_one(), 0
         for token in self._draft:
             if self.request.reason is not None or token != self.request.token_ids[-1]:
@@ -108,10 +109,10 @@ class OutputProcessor:
         self._end_draft(num_accepted)
         return piece
 
-    def _sample_greedy(self, token: int) -> str:
+    def _take(self, token: int) -> str:
         """As `_sample_one`, where every token that has run is committed."""
         request, detokenizer = self.request, self.detokenizer
-        self._greedy = None
+        self._next = None
         request.token_ids.append(checked(token))
         if token in self.eos:
             request.reason = "eos"
@@ -186,17 +187,17 @@ class OutputProcessor:
         """Tokens that may still be sampled."""
         return self.request.max_new_tokens - len(self.request.token_ids)
 
-    def process(self, logits_V: Tensor, greedy: int, time: StepTime) -> None:
-        """Take the logits after the last token, whose argmax is `greedy`."""
-        if self.is_greedy:
+    def process(self, logits_V: Tensor, token: int, time: StepTime) -> None:
+        """Take the logits after the last token, and the token that was chosen by them (`next_tokens`)."""
+        if self._is_plain:
             request = self.request
-            self._greedy, request.logits_V = greedy, logits_V
+            self._next, request.logits_V = token, logits_V
             request.num_steps += 1
             request.num_passes += 1
             request.decode_s += time.pass_s - time.setup_s
             request.setup_s += time.setup_s
             return
-        self._picks = self.sampler.picks(logits_V.unsqueeze(0), [greedy])
+        self._picks = map(checked, [token])
         self._count(time)
         self._appended(logits_V)
 

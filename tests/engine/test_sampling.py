@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kvfold.engine.sampling import Sampler, Sampling
+from kvfold.engine.sampling import NO_TOKEN, Sampler, Sampling, next_tokens
 from kvfold.errors import InputError, LogitsError
 
 LOGITS = torch.log(torch.tensor([0.05, 0.4, 0.15, 0.3, 0.1]))
@@ -52,6 +52,19 @@ def test_a_seed_gives_the_same_draws() -> None:
         return [sampler.pick(LOGITS) for _ in range(50)]
 
     assert draws(1) == draws(1) != draws(2)
+
+
+def test_rows_of_a_batch_draw_as_they_do_alone() -> None:
+    """Greedy, drawn and cut rows in one call, several steps; a broken row is told without the others."""
+    given = [Sampling(), Sampling(1.0, seed=1), Sampling(0.7, top_k=3, seed=2), Sampling(2.0, top_p=0.6, seed=1)]
+    logits_SNV = 3 * torch.randn(30, len(given), 200, generator=torch.Generator().manual_seed(0))
+    together, alone = [Sampler(one) for one in given], [Sampler(one) for one in given]
+    for logits_NV in logits_SNV:
+        expected = [sampler.pick(logits_V) for sampler, logits_V in zip(alone, logits_NV, strict=True)]
+        assert next_tokens(logits_NV, together).tolist() == expected
+    logits_SNV[0, 2] = math.nan
+    found = next_tokens(logits_SNV[0], together).tolist()
+    assert found[2] == NO_TOKEN and NO_TOKEN not in (found[0], found[1], found[3])
 
 
 MASKED = LOGITS.index_fill(0, torch.tensor([0]), -torch.inf)  # a token that the model rules out
