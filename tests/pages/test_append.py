@@ -123,6 +123,17 @@ def test_pages_found_ahead_are_those_that_the_seal_would_find(policy: str) -> No
         sequence.release()
 
 
+@pytest.mark.parametrize("capacity", [4 << 20, 96 << 10], ids=["roomy", "scarce"])
+def test_room_for_several_blocks_is_found_while_half_of_the_arena_is_free(capacity: int) -> None:
+    sequence = new_sequence("full", SPEC, arena=Arena(capacity, superblock_bytes=SMALL_BLOCK), page_size=4, open_len=8)
+    fill(sequence, 60)
+    is_roomy = 2 * sequence.arena.free_bytes > capacity
+    reserve_ahead(sequence, 5)
+    assert (segment_table(sequence.tail).least_room >= 6 * 8) == is_roomy
+    assert not lacks_room(sequence) and is_roomy == (capacity > 1 << 20)
+    sequence.release()
+
+
 def test_a_tail_that_has_pages_but_no_slots_is_empty() -> None:
     sequence = new_sequence("full", SPEC, page_size=4, open_len=8)
     fill(sequence, 20)

@@ -219,6 +219,7 @@ def test_a_stream_is_chunked_and_to_an_old_client_it_is_not() -> None:
     with running(tool_model()) as server:
         replies = [_streamed(server, version, body) for version in ("1.1", "1.0")]
     assert ["chunked" in head for head, _ in replies] == [True, False]
+    assert replies[1][1].startswith(b"event: ")
     texts = [_text(dechunked(replies[0][1])), _text(replies[1][1])]
     assert texts[0] and texts[0] == texts[1]
 
