@@ -142,6 +142,15 @@ def decode_async(
     return [partial(output.process, logits_V, token, step_time) for output, logits_V, token in found], in_flight
 
 
+def _chosen(rows_BV: Tensor, outputs: Sequence[OutputProcessor]) -> Sequence[int | None]:
+    """The token of each row: the one host-device synchronisation of a step. None if they cannot be drawn together, as
+    when memory is out: each is drawn alone then, where an error is its own."""
+    try:
+        return next_tokens(rows_BV, [output.sampler for output in outputs])
+    except Exception:
+        return [None] * len(outputs)
+
+
 def decode_step(runner: Runner, outputs: Sequence[OutputProcessor]) -> list[Deliver]:
     """One pass over the tokens sampled last, and over drafts behind them where there are any; returns a delivery per
     request."""
@@ -151,8 +160,7 @@ def decode_step(runner: Runner, outputs: Sequence[OutputProcessor]) -> list[Deli
     last = [output.request.token_ids[-1] for output in outputs]
     if not any(drafts):
         rows_BV = runner.decode(sequences, last, commit=[not output.request.stop for output in outputs])
-        # The one host-device synchronisation of a step.
-        chosen = next_tokens(rows_BV, [output.sampler for output in outputs]).tolist()
+        chosen = _chosen(rows_BV, outputs)
         step_time = StepTime(time.perf_counter() - began, runner.setup_s - setup_s)
         found = zip(outputs, rows_BV, chosen, strict=True)
         return [partial(output.process, logits_V, token, step_time) for output, logits_V, token in found]

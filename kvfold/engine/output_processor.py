@@ -187,9 +187,9 @@ class OutputProcessor:
         """Tokens that may still be sampled."""
         return self.request.max_new_tokens - len(self.request.token_ids)
 
-    def process(self, logits_V: Tensor, token: int, time: StepTime) -> None:
-        """Take the logits after the last token, and the token that was chosen by them (`next_tokens`)."""
-        if self._is_plain:
+    def process(self, logits_V: Tensor, token: int | None, time: StepTime) -> None:
+        """Take the logits after the last token, and the token that was chosen by them (`next_tokens`), if one was."""
+        if self._is_plain and token is not None:
             request = self.request
             self._next, request.logits_V = token, logits_V
             request.num_steps += 1
@@ -197,7 +197,7 @@ class OutputProcessor:
             request.decode_s += time.pass_s - time.setup_s
             request.setup_s += time.setup_s
             return
-        self._picks = map(checked, [token])
+        self._picks = self.sampler.picks(logits_V.unsqueeze(0)) if token is None else map(checked, [token])
         self._count(time)
         self._appended(logits_V)
 

@@ -56,10 +56,12 @@ class Sampler:
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
         self.generator = torch.Generator().manual_seed(sampling.seed)
+        self._uniform: float | None = None
 
     def pick(self, logits_V: Tensor) -> int:
         """LogitsError if the largest logit is not finite."""
-        return checked(int(next_tokens(logits_V.unsqueeze(0), [self])))
+        (found,) = next_tokens(logits_V.unsqueeze(0), [self])
+        return checked(found)
 
     def picks(self, logits_TV: Tensor, greedy: Sequence[int] | None = None) -> Iterator[int]:
         """A token for each row, drawn lazily. `greedy`: the argmax of each row, where it is known."""
@@ -69,12 +71,17 @@ class Sampler:
             yield from map(self.pick, logits_TV)
 
     def uniform(self) -> float:
-        """From 0 to below 1; one for each token that is drawn."""
-        return float(torch.rand((), generator=self.generator, dtype=torch.float64))
+        """From 0 to below 1; the same number until a token is drawn, so that a draw that raised can be repeated."""
+        if self._uniform is None:
+            self._uniform = float(torch.rand((), generator=self.generator, dtype=torch.float64))
+        return self._uniform
+
+    def has_drawn(self) -> None:
+        self._uniform = None
 
 
-def next_tokens(logits_NV: Tensor, samplers: Sequence[Sampler]) -> Tensor:
-    """The token of each row, argmax or drawn, or NO_TOKEN; on the device, so that the host reads all rows at once."""
+def next_tokens(logits_NV: Tensor, samplers: Sequence[Sampler]) -> list[int]:
+    """The token of each row, argmax or drawn, or NO_TOKEN; chosen on the device, so the host reads all rows at once."""
     token_N = greedy_tokens(logits_NV)
     is_finite_N = token_N != NO_TOKEN
     for is_cut in (False, True):  # apart, or a draw would depend on who else is in the batch
@@ -83,7 +90,10 @@ def next_tokens(logits_NV: Tensor, samplers: Sequence[Sampler]) -> Tensor:
             row_M = upload(rows, logits_NV.device)
             drawn_M = _drawn(logits_NV.index_select(0, row_M).float(), [samplers[row] for row in rows], is_cut)
             token_N = token_N.index_copy(0, row_M, drawn_M)
-    return token_N.where(is_finite_N, NO_TOKEN)
+    found: list[int] = token_N.where(is_finite_N, NO_TOKEN).tolist()
+    for sampler in samplers:
+        sampler.has_drawn()
+    return found
 
 
 def _drawn(logits_MV: Tensor, samplers: Sequence[Sampler], is_cut: bool) -> Tensor:

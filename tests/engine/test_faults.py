@@ -43,7 +43,7 @@ LOOP = {str(ROOT / "engine" / f"{name}.py") for name in PARTS}
 # The loop's own state, which nothing outside can make raise.
 OWN = {str(ROOT / f"{name}.py") for name in ("pages/arena", *(f"engine/{name}" for name in MANAGERS))}
 # What a whole batch has in common once its pass has run: numbers, and which tokens are the likeliest.
-WHOLE = {"finish", "advance", "commit_run", "commit", "logical_len", "setup_s", "greedy_tokens"}
+WHOLE = {"finish", "advance", "commit_run", "commit", "logical_len", "setup_s", "greedy_tokens", "_chosen"}
 CAPACITY = 56 * 4096  # too little for both long replies
 
 

@@ -61,9 +61,9 @@ def test_rows_of_a_batch_draw_as_they_do_alone() -> None:
     together, alone = [Sampler(one) for one in given], [Sampler(one) for one in given]
     for logits_NV in logits_SNV:
         expected = [sampler.pick(logits_V) for sampler, logits_V in zip(alone, logits_NV, strict=True)]
-        assert next_tokens(logits_NV, together).tolist() == expected
+        assert next_tokens(logits_NV, together) == expected
     logits_SNV[0, 2] = math.nan
-    found = next_tokens(logits_SNV[0], together).tolist()
+    found = next_tokens(logits_SNV[0], together)
     assert found[2] == NO_TOKEN and NO_TOKEN not in (found[0], found[1], found[3])
 
 

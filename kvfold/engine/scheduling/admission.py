@@ -7,6 +7,7 @@ prompt fits beside what the running tasks may need next. Preempted tasks resume 
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from kvfold.engine.runner import Runner
@@ -20,6 +21,7 @@ from kvfold.errors import OutOfPages
 from kvfold.policy.policy import Policy
 from kvfold.store.store import kind_of
 
+_log = logging.getLogger("kvfold.engine")
 _MAX_PREFILLING = 4  # prompts: few, but no long one blocks all short ones
 
 
@@ -82,8 +84,16 @@ class Admission:
         most = MOST_JOINED if num_tokens <= self._runner.joined_len else _MAX_PREFILLING - is_long
         if len(queues.prefilling) >= most:
             return False
+        return not self._waits(job)
+
+    def _waits(self, job: Job) -> bool:
+        """Whether it is to wait for a prefix that a task computes; an error in telling costs a pass, not the loop."""
         lens = self._runner.chunk_len, self._runner.joined_len
-        return not any(waits_for(job, task, *lens) for task in queues.prefilling)
+        try:
+            return any(waits_for(job, task, *lens) for task in self._queues.prefilling)
+        except Exception:
+            _log.exception("a common prefix could not be told")
+            return False
 
     def _refuse(self, job: Job, error: Exception) -> None:
         self._dequeue(job)
