@@ -29,6 +29,7 @@ ARMS = {
 }
 _HEAD = ["tokens", "how", "right, 95 % interval", "calls", "seconds", "peak KV cache", "peak memory", "KV compression"]
 _Z = 1.96  # of a 95 % interval
+_MIN_SAMPLES = 4  # a bootstrap of fewer alike answers has no width
 
 
 def kept() -> list[Row]:
@@ -110,13 +111,13 @@ def gain(rows: Sequence[Row], tokens: int) -> Estimate | None:
 
 def crossover(rows: Sequence[Row]) -> int | None:
     """The least length from which on, at every length measured, recursion is right more often than a truncated pass, by
-    intervals that exclude zero."""
+    intervals that exclude zero, of four questions at least."""
     least = None
     for tokens in reversed(lengths(rows)):
         found = gain(rows, tokens)
         if found is None:
             continue
-        if found.low <= 0:
+        if found.low <= 0 or found.num_samples < _MIN_SAMPLES:
             break
         least = tokens
     return least

@@ -56,6 +56,8 @@ def test_recursion_pays_from_the_length_on_from_which_it_is_always_better() -> N
     assert "64,000: +50 [+12, +88], n 8" in told
     few = [row for row in ROWS if row.get("sample", 0) < 4]
     assert page.gain(few, 64_000) is not None and page.crossover(few) is None
+    alike = [*_rows("truncated", 64_000, "nn"), *_rows("recursive", 64_000, "yy")]
+    assert page.crossover(alike) is None, "two questions do not settle it"
     lost = [*ROWS, *_rows("truncated", 300_000, "y"), *_rows("recursive", 300_000, "n")]
     assert page.crossover(lost) is None
     assert page.crossover_told(lost).startswith("No length is shown from which on recursion is right")
