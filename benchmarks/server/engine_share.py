@@ -194,7 +194,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args(arguments)
-    about = {key: value for key, value in vars(args).items() if key != "save"}
+    about = {key: value for key, value in vars(args).items() if key not in ("save", "clients")}
     with tempfile.TemporaryDirectory() as folder:
         name = args.model
         if args.random_model:
