@@ -97,29 +97,35 @@ def _cost(found: Sequence[Row]) -> list[str]:
     return [f"{calls:,.0f}", f"{seconds:,.1f}" if seconds < 100 else f"{seconds:,.0f}", *peaks, f"{ratio:.1f}x"]
 
 
-def gain(rows: Sequence[Row], tokens: int) -> Estimate | None:
-    """How much more often recursion with the full cache is right than a truncated pass, on questions of both."""
-    mine, theirs = (_answered(rows, kind, tokens) for kind in ("recursive", "truncated"))
-    shared = sorted(mine.keys() & theirs.keys())
-    if not shared:
+def gain(rows: Sequence[Row], *tokens: int) -> Estimate | None:
+    """How much more often recursion with the full cache is right than a truncated pass, on questions of both at these
+    lengths."""
+    pairs: list[tuple[float, float]] = []
+    for length in tokens:
+        mine, theirs = (_answered(rows, kind, length) for kind in ("recursive", "truncated"))
+        shared = sorted(mine.keys() & theirs.keys())
+        pairs += [(float(mine[sample]["right"]), float(theirs[sample]["right"])) for sample in shared]
+    if not pairs:
         return None
-    pair = [[float(arm[sample]["right"]) for sample in shared] for arm in (mine, theirs)]
-    if len(shared) == 1:  # which tells nothing about others
-        return Estimate(pair[0][0] - pair[1][0], -1, 1, 1)
-    return paired_difference(*pair)
+    if len(pairs) == 1:  # which tells nothing about others
+        return Estimate(pairs[0][0] - pairs[0][1], -1, 1, 1)
+    return paired_difference(*zip(*pairs, strict=True))
 
 
-def crossover(rows: Sequence[Row]) -> int | None:
-    """The least length from which on, at every length measured, recursion is right more often than a truncated pass, by
-    intervals that exclude zero, of four questions at least."""
-    least = None
+def crossover(rows: Sequence[Row]) -> tuple[int, Estimate] | None:
+    """The least length from which on recursion is right more often than a truncated pass at every length measured, and
+    its gain over all of them: by an interval that excludes zero, of four questions at least."""
+    least, longer = None, []
     for tokens in reversed(lengths(rows)):
-        found = gain(rows, tokens)
-        if found is None:
+        here = gain(rows, tokens)
+        if here is None:
             continue
-        if found.low <= 0 or found.num_samples < _MIN_SAMPLES:
+        if here.mean <= 0:
             break
-        least = tokens
+        longer.append(tokens)
+        found = gain(rows, *longer)
+        if found is not None and found.low > 0 and found.num_samples >= _MIN_SAMPLES:
+            least = tokens, found
     return least
 
 
@@ -132,9 +138,10 @@ def crossover_told(rows: Sequence[Row]) -> str:
     told = (
         "No length is shown from which on recursion is right more often than one truncated pass"
         if least is None
-        else f"From {least:,} tokens on, recursion is right more often than one truncated pass"
+        else f"From {least[0]:,} tokens on, recursion is right more often than one truncated pass: {_points(least[1])} "
+        f"points over {least[1].num_samples} questions"
     )
-    return f"{told} (points by tokens, paired 95 % bootstrap interval: {by_length})."
+    return f"{told} (paired 95 % bootstrap intervals; by tokens: {by_length})."
 
 
 def _points(found: Estimate) -> str:
