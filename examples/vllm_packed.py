@@ -20,6 +20,7 @@ def main() -> None:
     parser.add_argument("--store", required=True, help="the folder that kvfold pack wrote to")
     parser.add_argument("--ask", action="append", required=True, help="a question; may be repeated")
     parser.add_argument("--eager", action="store_true", help="start without compiling, which takes minutes on a CPU")
+    parser.add_argument("--memory-share", type=float, default=0.5, help="of the machine that vLLM takes (default: 0.5)")
     args = parser.parse_args()
 
     packed = PackedPrefix.load(args.record)
@@ -30,7 +31,13 @@ def main() -> None:
         kv_load_failure_policy="recompute",
         kv_connector_extra_config={"store": args.store},
     )
-    llm = LLM(str(resolve(packed.model)), dtype=packed.dtype, enforce_eager=args.eager, kv_transfer_config=connector)
+    llm = LLM(
+        str(resolve(packed.model)),
+        dtype=packed.dtype,
+        enforce_eager=args.eager,
+        gpu_memory_utilization=args.memory_share,
+        kv_transfer_config=connector,
+    )
     tokenizer = llm.get_tokenizer()
     prompts = [{"prompt_token_ids": packed.prompt_token_ids(tokenizer, question)} for question in args.ask]
     named = {"kv_transfer_params": packed.kv_transfer_params}

@@ -52,6 +52,7 @@ class Proxy:
     def __init__(self, fleet: Fleet, settings: Settings) -> None:
         self._fleet, self._settings = fleet, settings
         self._metrics, self._sum = Metrics(histograms=()), MetricsSum()
+        self._metrics.add("kvfold_proxy_retries_total", 0)  # alerts need a series that is there before the first one
         self.is_closing = False
         self._together: dict[tuple[str, str], tuple[Together, bytes]] = {
             ("GET", "/metrics"): (self._all_metrics, b""),
