@@ -195,8 +195,8 @@ def add_document_parser(
     return parser
 
 
-def check_out(path: Path) -> None:
-    """FileError if a file cannot be written there, as far as can be told beforehand."""
+def check_out(path: Path, *read: str | Path) -> None:
+    """FileError if a file cannot be written there, as far as can be told beforehand, or is one that is `read`."""
     if "\0" in str(path):
         raise FileError("the name of the file has a NUL character in it; name a file")
     if path.is_dir():
@@ -205,6 +205,16 @@ def check_out(path: Path) -> None:
         raise FileError(f"{path} is a device or a pipe; name a file")
     if not path.parent.is_dir():
         raise FileError(f"the folder {path.parent} does not exist; name one that does")
+    if any(_is_same(path, str(name)) for name in read):
+        raise FileError(f"{path} is a file that this command reads; name another file to write to")
+
+
+def _is_same(path: Path, name: str) -> bool:
+    """Whether a file that is read, or stdin, is the one at a path, whatever links lead to it."""
+    if name == "-" or "\0" in name:
+        return False
+    other = Path(name)
+    return path.resolve() == other.resolve() or (path.exists() and other.exists() and path.samefile(other))
 
 
 # Options

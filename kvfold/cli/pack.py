@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     """Check arguments, then load, prefill, compress, write."""
     policy = parse_policy(args.policy)
     if args.out is not None:
-        check_out(args.out)
+        check_out(args.out, args.file, *([args.store_secret] if args.store_secret else []))
     text = read_document(args.file)
     from kvfold.packed.client import FORMAT  # here: help comes without torch
     from kvfold.packed.pack import check_policy_packable, pack

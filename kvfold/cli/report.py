@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         return _compare(args.runs, *args.paired)
     from kvfold.bench.report import write_report  # here: help comes without it
 
-    check_out(args.out)
+    check_out(args.out, *(file for run in args.runs for file in run.glob("*.json*")))
     write_report(args.runs, args.out)
     print(f"{args.out}, {bytes_text(args.out.stat().st_size)}")
     return 0

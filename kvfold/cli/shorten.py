@@ -24,7 +24,7 @@ from kvfold.cli.options import (
     nonempty,
     read_document,
 )
-from kvfold.errors import FileError, InputError
+from kvfold.errors import InputError
 
 if TYPE_CHECKING:
     from kvfold.shortening.shorten import Shortened
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     if args.rope is not None and not plan.by.needs_model:
         raise InputError("--rope makes the window of a model longer, and none reads this text; leave it out")
     if args.html is not None:
-        _check_page(args.html, args.file)
+        check_out(args.html, args.file)
     text = read_document(args.file)
     model = load_model(args) if plan.by.needs_model else None
     counting = args.model if model is None else None
@@ -100,13 +100,6 @@ def run(args: argparse.Namespace) -> int:
         write_whole(args.html, _page(found))
     _print(found, args, tokenizer is not None)
     return 0
-
-
-def _check_page(page: Path, name: str) -> None:
-    """FileError for a page that cannot be written, or would be written over the text."""
-    check_out(page)
-    if name != "-" and "\0" not in name and page.resolve() == Path(name).resolve():
-        raise FileError(f"--html names {page}, which is the text; name another file")
 
 
 def _steps(advance: Any) -> Any:

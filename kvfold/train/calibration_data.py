@@ -45,8 +45,17 @@ def file_texts(tokenizer: Any, paths: Sequence[Path], count: int, length: int) -
     begins = range(0, len(ids) - length + 1, length)
     if len(begins) < 2 or length < MIN_LEN:
         raise InputError(
-            f"the texts have {counted(len(ids), 'token')}, {counted(len(begins), 'piece')} of {length}; give at least "
-            f"2 pieces of at least {MIN_LEN} tokens"
+            f"the texts have {counted(len(ids), 'token')}, {counted(len(begins), 'piece')} of {length} (--length), and "
+            f"2 of at least {MIN_LEN} are needed; {length_advice([len(ids)])}"
         )
     step = max(1, len(begins) // count)
     return (list(ids[begin : begin + length]) for begin in begins[::step][:count])
+
+
+def length_advice(lens: Sequence[int]) -> str:
+    """The lengths of which texts of `lens` tokens have two pieces: the longest two, or halves of the longest."""
+    longest, second, *_ = [*sorted(lens, reverse=True), 0, 0]
+    most = max(longest // 2, second)
+    if most < MIN_LEN:
+        return f"give texts of at least {2 * MIN_LEN} tokens"
+    return f"use --length {MIN_LEN}" if most == MIN_LEN else f"use a --length from {MIN_LEN} to {most}"

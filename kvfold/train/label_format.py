@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,13 @@ from torch import Tensor
 
 from kvfold.atomic_io import read_tensors, replacing
 from kvfold.errors import FileError
+from kvfold.policy.parse import parse
 from kvfold.train.label_rows import NAMES, Rows, rows_of, tensors_of
 
 FORMAT = "kvfold-labels-1"
 _MAX_BYTES = 1 << 36
+_DIGEST, _VERSION = re.compile("[0-9a-f]{64}"), re.compile(r"\d+\.\d+")
+_ERROR = 2e-3  # absolute and relative, of the logs of topk_logprobs, which are fp16
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,12 @@ class LabelHeader:
             raise ValueError("its header has a count that is none")
         if not all(type(text) is str for text in (*values.values(), *names)) or type(names) is not list:
             raise ValueError("its header has a text that is none")
+        for name in ("weights", "tokenizer", "fingerprint"):
+            if not _DIGEST.fullmatch(values[name]):
+                raise ValueError(f"{name} in its header is no digest")
+        if not _VERSION.match(values["version"]) or not values["model"]:
+            raise ValueError("its header names no version of kvfold, or no model")
+        parse(values["policy"])  # terms of plugins need not be known here
         return cls(**values, **counts, names=tuple(names))
 
 
@@ -100,7 +110,31 @@ def _checked(header: LabelHeader, tensors: dict[str, Tensor]) -> Labels:
         raise ValueError("text_offsets do not fit the names of its texts")
     if int(offsets[0]) != 0 or int(offsets[-1]) != len(ids_T) or bool((offsets.diff() < 0).any()):
         raise ValueError("text_offsets do not divide its tokens")
-    return Labels(header, ids_T, offsets, rows_of(tensors, header.topk, header.vocab_size, len(ids_T)))
+    rows = rows_of(tensors, header.topk, header.vocab_size, len(ids_T))
+    _check_complete(rows, len(ids_T), offsets)
+    _check_tokens(rows, ids_T)
+    return Labels(header, ids_T, offsets, rows)
+
+
+def _check_complete(rows: Rows, num_tokens: int, offsets: Tensor) -> None:
+    """Every token has a label, but for the first of a text where none begins with a BOS token."""
+    lacks_T = torch.ones(num_tokens, dtype=torch.bool)
+    lacks_T[rows.position_N] = False
+    num_lacking = int(lacks_T.sum())
+    lacks_T[offsets[:-1][offsets.diff() > 0]] = False
+    if not len(rows.position_N) or bool(lacks_T.any()):
+        raise ValueError(f"{num_lacking} of its {num_tokens} tokens have no label")
+
+
+def _check_tokens(rows: Rows, ids_T: Tensor) -> None:
+    """The log-probability of a token that came is that of the top k, or lower than all of them."""
+    logprobs_NK = rows.topk_logprobs_NK.float()
+    is_token_NK = rows.topk_ids_NK == ids_T[rows.position_N].unsqueeze(1)
+    expected_N = torch.where(is_token_NK, logprobs_NK, -torch.inf).amax(-1)
+    most_N = torch.minimum(logprobs_NK[:, -1], rows.rest_logprobs_N)
+    expected_N = torch.where(is_token_NK.any(-1), expected_N, torch.minimum(rows.token_logprobs_N, most_N))
+    if not torch.allclose(rows.token_logprobs_N, expected_N, _ERROR, _ERROR):
+        raise ValueError("token_logprobs contradict topk_logprobs")
 
 
 def vocabulary_digest(tokenizer: Any) -> str:

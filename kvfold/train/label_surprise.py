@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvfold.errors import FileError, InputError
 from kvfold.plurals import counted
+from kvfold.train.calibration_data import length_advice
 from kvfold.train.label_format import Labels, vocabulary_digest
 from kvfold.train.traces import MIN_LEN
 
@@ -39,8 +40,8 @@ def labelled_texts(labels: Labels, tokenizer: Any, count: int, length: int) -> l
     begins = [at for i, start in enumerate(offsets[:-1]) for at in range(start, offsets[i + 1] - length + 1, length)]
     if len(begins) < 2 or length < MIN_LEN:
         raise InputError(
-            f"the labelled texts have {counted(len(begins), 'piece')} of {counted(length, 'token')}; give labels of at "
-            f"least 2 pieces of at least {MIN_LEN} tokens"
+            f"the labelled texts have {counted(len(begins), 'piece')} of {counted(length, 'token')} (--length), and 2 "
+            f"of at least {MIN_LEN} are needed; {length_advice(labels.text_offsets.diff().tolist())}"
         )
     ids = labels.token_ids_T.tolist()
     chosen = begins[:: max(1, len(begins) // count)][:count]

@@ -129,3 +129,24 @@ def test_a_port_in_use_is_told_first(call: Call) -> None:
 def test_stdin_is_checked_like_a_file(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe")))
     assert "stdin is UTF-16" in refused(call, "run", "--context", "-", "--ask", "why?")
+
+
+def test_no_command_writes_over_what_it_reads(call: Call, text: Path, tmp_path: Path) -> None:
+    """Whatever the file is called: by another way to its folder, or by a link."""
+    link, before = tmp_path / "link", text.read_bytes()
+    link.symlink_to(text)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "rows.jsonl").touch()
+    for out in (text, tmp_path / "." / "run" / ".." / text.name, link):
+        for arguments in (
+            ("train-scorer", "--labels", text),
+            *((command, "--text", text) for command in ("train-scorer", "profile", "calibrate")),
+            ("fit-prompt", text),
+            ("label", text),
+            ("pack", text, "--store", tmp_path / "store", "--policy", "keydiff + 2x"),
+        ):
+            assert "is a file that this command reads" in refused(call, *arguments, "--out", out), arguments
+        assert "is a file that this command reads" in call("shorten", text, "--to", "2x", "--html", out).err
+    assert "is a file that this command reads" in call("report", run, "--out", run / "rows.jsonl").err
+    assert text.read_bytes() == before

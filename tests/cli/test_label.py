@@ -46,7 +46,7 @@ def test_bad_input_is_one_line(call: Call, folder: Path, document: Path, tmp_pat
         done = call("label", "--model", folder, *arguments, *out)
         assert done.code == 2 and message in done.err and list(tmp_path.iterdir()) == [], done.err
     done = call("label", "--model", folder, document, "--out", document)
-    assert done.code == 2 and "is one of the texts" in done.err
+    assert done.code == 2 and "is a file that this command reads" in done.err
     done = call("train-scorer", "--model", folder, "--labels", document, *out)
     assert (done.code, done.err.count("\n")) == (2, 1) and "is no file of labels" in done.err
     os.mkfifo(tmp_path / "pipe")

@@ -96,7 +96,7 @@ def test_a_value_that_looks_like_an_option_is_told(call: Call, handbook: Path) -
 def test_a_page_replaces_neither_the_text_nor_a_pipe(call: Call, handbook: Path, tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    for page, told in ((handbook, "which is the text"), (pipe, "is a device or a pipe")):
+    for page, told in ((handbook, "is a file that this command reads"), (pipe, "is a device or a pipe")):
         done = call("shorten", handbook, "--to", "4x", "--html", page)
         assert done.code == 2 and told in done.err
     assert handbook.read_text(encoding="utf-8") == kvfold.example_text() and pipe.is_fifo()

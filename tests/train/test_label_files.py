@@ -16,6 +16,7 @@ from torch import Tensor
 from kvfold.errors import FileError, InputError
 from kvfold.models.loader import Model
 from kvfold.train.label_format import Labels, read_labels
+from kvfold.train.label_rows import NAMES
 from kvfold.train.label_surprise import labelled_texts
 from kvfold.train.labels import label
 from kvfold.train.scorer import TrainingConfig, train_scorer
@@ -68,6 +69,10 @@ def _swap(tensors: Tensors) -> None:
     tensors["topk_logprobs"] = tensors["topk_logprobs"].flip(-1).contiguous()
 
 
+def _cut(tensors: Tensors, count: int) -> None:
+    tensors.update({name: tensors[name][:count] for name in NAMES})
+
+
 def _cast(name: str, dtype: torch.dtype) -> Callable[[Tensors], None]:
     return lambda tensors: tensors.update({name: tensors[name].to(dtype)})
 
@@ -91,6 +96,9 @@ def _cast(name: str, dtype: torch.dtype) -> Callable[[Tensors], None]:
         (_cast("topk_logprobs", torch.float32), "topk_logprobs is torch.float32"),
         (_cast("positions", torch.int32), "positions is torch.int32"),
         (lambda tensors: tensors.update(topk_ids=tensors["topk_ids"][:-1]), "topk_ids is torch.int32"),
+        (lambda tensors: _cut(tensors, 0), "800 of its 800 tokens have no label"),
+        (lambda tensors: _cut(tensors, 500), "300 of its 800 tokens have no label"),
+        (lambda tensors: tensors["token_logprobs"].fill_(-0.001), "token_logprobs contradict"),
         (lambda tensors: tensors.pop("compressed"), "it holds"),
         (lambda tensors: tensors.update(more=torch.zeros(1)), "it holds"),
     ],
@@ -106,7 +114,11 @@ def test_damaged_tensors_are_refused(file: Path, change: Callable[[Tensors], Non
 
 
 @pytest.mark.parametrize(
-    "change", [{"topk": 5}, {"topk": "4"}, {"topk": True}, {"names": ["a"]}, {"names": "ab"}, {"policy": None}]
+    "change",
+    [
+        *({"topk": 5}, {"topk": "4"}, {"topk": True}, {"names": ["a"]}, {"names": "ab"}, {"policy": None}),
+        *({"weights": "x"}, {"tokenizer": "x"}, {"fingerprint": "x"}, {"version": "x"}, {"model": ""}, {"policy": "+"}),
+    ],
 )
 def test_a_forged_header_is_refused(file: Path, change: dict[str, Any]) -> None:
     with safe_open(file, framework="pt") as opened:
@@ -137,8 +149,9 @@ def test_texts_and_surprises_of_labels(labels: Labels, teacher: Model) -> None:
     assert found[0].surprise_T[0] == torch.inf  # of the first token nothing is known
     expected = -labels.rows.token_logprobs_N[139:279]
     assert found[1].surprise_T.equal(expected)
-    with pytest.raises(InputError, match="0 pieces of 5,000 tokens"):
-        labelled_texts(labels, teacher.tokenizer, 3, 5000)
+    for length in (5000, 64):
+        with pytest.raises(InputError, match=f"of {length:,} tokens .--length.*; use a --length from 135 to 300"):
+            labelled_texts(labels, teacher.tokenizer, 3, length)
     other = tiny.tokenizer()
     other.add_tokens(["more"])
     with pytest.raises(FileError, match="of another tokenizer"):

@@ -65,7 +65,7 @@ def reading(args: argparse.Namespace) -> Iterator[Reading]:
     from kvfold.bench.haystack import read_text  # here: help comes without torch
     from kvfold.models.pull.progress import reporting
 
-    check_out(args.out)
+    check_out(args.out, *(args.text or ()))
     for path in args.text or ():
         read_text(path)
     model = load_model(args)

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     """Fit, save, measure, tell."""
     if not args.ratio > 1:
         raise InputError(f"--ratio {args.ratio:g} compresses nothing; give a number above 1")
-    check_out(args.out)
+    check_out(args.out, args.file)
     policy, text = parse_policy(f"{args.policy} + {args.ratio:g}x"), read_document(args.file)
     model = load_model(args)
     from kvfold.bench.fidelity import QUESTIONS, study

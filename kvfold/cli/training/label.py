@@ -20,7 +20,6 @@ from kvfold.cli.options import (
     positive,
     read_document,
 )
-from kvfold.errors import InputError
 from kvfold.plurals import counted
 from kvfold.policy.size import bytes_text
 
@@ -70,9 +69,7 @@ def run(args: argparse.Namespace) -> int:
     from kvfold.train.label_windows import WindowPlan
     from kvfold.train.labels import LabelRun
 
-    check_out(args.out)
-    if any(name != "-" and Path(name).resolve() == args.out.resolve() for name in args.files):
-        raise InputError(f"--out {args.out} is one of the texts; name another file")
+    check_out(args.out, *args.files)
     policy, texts = parse_policy(args.policy), [read_document(name) for name in args.files]
     model = load_model(args)
     plan = WindowPlan.of(model.spec.max_positions, args.window, args.context)

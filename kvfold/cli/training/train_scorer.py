@@ -74,7 +74,7 @@ def _train_on_labels(args: argparse.Namespace, config: TrainingConfig, teacher: 
 
     if args.text:
         raise InputError("--labels brings its own texts; leave --text out")
-    check_out(args.out)
+    check_out(args.out, args.labels)
     labels = read_labels(args.labels)
     model = load_model(args)
     ids, surprises = zip(*labelled_texts(labels, model.tokenizer, args.texts, args.length), strict=True)
