@@ -3,8 +3,8 @@
     equations("So 12 * 3 = 35, and 35 / 2 = 17.5")  ->  12 * 3 = 35 (is 36), 35 / 2 = 17.5 (right)
 
 Only what is certainly arithmetic counts: runs of numbers, operators and brackets between words. A side with an unknown
-in it (`2y + 3`) is left alone, and so is what cannot be read. Numbers are fractions, so nothing is rounded but a result
-that is written with decimals: `10 / 3 = 3.33` is right.
+in it (`2y + 3`) is left alone, and so is what cannot be read (`1,5 + 1`). Numbers are fractions, so
+nothing is rounded but a result that is written with decimals: `10 / 3 = 3.33` is right.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 _TOKEN = re.compile(
     r"""(?P<word>[^\W\d_]\w*|\d[\d.,]{0,63}+[^\W\d_]\w*|_\w*)
-      | (?P<number>[$€£]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?%?)
+      | (?P<number>[$€£]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?![.,:]?\d)%?)
+      | (?P<unclear>\d[\d.,:]*+)
       | (?P<equal>==?(?!=)|≈)
       | (?P<operator>\*\*|//|[-+*/^×÷·−–])
       | (?P<bracket>[()])
@@ -34,7 +35,7 @@ _LIST_MARK = re.compile(r"^[^\S\n]*(?:[-*+•]|\d{1,3}[.)]|\(?[A-Za-z][.)])[^\S\
 _TIMES = re.compile(r"(?<=[\d)])( +)[xX]( +)(?=[\d(])")
 _SPELLED = str.maketrans(dict(zip("×·÷−–", "**/--", strict=True)) | {"^": "**"} | dict.fromkeys(",$€£", ""))
 _MOST_CHARACTERS = 300  # of one side
-_MOST_DIGITS, _MOST_EXPONENT, _MOST_BITS = 60, 64, 256
+_MOST_DIGITS, _MOST_EXPONENT, _MOST_BITS = 60, 64, 640  # bits of any result: a float holds it
 _OPERATORS = frozenset(("**", "//", *"-+*/^×÷·−–"))
 _SIGNS = frozenset("-+−–")
 _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
@@ -93,7 +94,7 @@ def equations(text: str) -> Iterator[Equation]:
                 sides.append([])
             else:
                 sides[-1].append(token)
-        sides = [_balanced(side) for side in sides]
+        sides = [_balanced(_without_bold(text, side)) for side in sides]
         read = [_read(text, side) for side in sides]
         if follows_word and sides[0] and sides[0][0].kind != "number":
             read[0] = None  # `y - 3 = 4`, `f(3) = 4`
@@ -112,22 +113,28 @@ def _runs(text: str) -> Iterator[tuple[list[_Token], bool]]:
         token = _Token(str(found.lastgroup), found[0], *found.span())
         if token.kind == "space":
             continue
-        if token.kind not in ("word", "other"):
+        if token.kind not in ("word", "unclear", "other"):
             if not run:
                 before = last
             run.append(token)
         elif run:
             if any(token.kind == "equal" for token in run):
-                yield _without_bold(run), before == "word"
+                yield run, before in ("word", "unclear")
             run = []
         last = token.kind
 
 
-def _without_bold(run: list[_Token]) -> list[_Token]:
-    """`**12 * 3 = 36**` in Markdown."""
-    first = run[0].text == "**"
-    last = len(run) - (run[-1].text == "**")
-    return run[first:last]
+def _without_bold(source: str, tokens: list[_Token]) -> list[_Token]:
+    """`**12 * 3 = 36**` and `12 * 3 = **36**` in Markdown; `y**2` and `2**y` are powers."""
+    if tokens and tokens[0].text == "**" and not _is_value(source[max(0, tokens[0].start - 1) : tokens[0].start]):
+        tokens = tokens[1:]
+    if tokens and tokens[-1].text == "**" and not _is_value(source[tokens[-1].end : tokens[-1].end + 1]):
+        tokens = tokens[:-1]
+    return tokens
+
+
+def _is_value(character: str) -> bool:
+    return character.isalnum() or character in ("_", "(", ")")
 
 
 def _balanced(tokens: list[_Token]) -> list[_Token]:
@@ -167,7 +174,18 @@ def _adds_percent(tokens: list[_Token]) -> bool:
 
 
 def _value(node: ast.expr) -> Fraction:
-    """ValueError for anything but numbers, + - * / and small powers."""
+    """ValueError for anything but numbers, + - * / and small powers, and for results of too many digits."""
+    value = _computed(node)
+    if _num_bits(value) > _MOST_BITS:
+        raise ValueError("a number beyond what is computed")
+    return value
+
+
+def _num_bits(value: Fraction) -> int:
+    return max(value.numerator.bit_length(), value.denominator.bit_length())
+
+
+def _computed(node: ast.expr) -> Fraction:
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             written = repr(number)
@@ -180,8 +198,7 @@ def _value(node: ast.expr) -> Fraction:
             return _value(operand)
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
             base, exponent = _value(left), _value(right)
-            num_bits = max(base.numerator.bit_length(), base.denominator.bit_length())
-            if exponent.denominator != 1 or abs(exponent) > _MOST_EXPONENT or num_bits > _MOST_BITS:
+            if exponent.denominator != 1 or abs(exponent) > _MOST_EXPONENT:
                 raise ValueError("a power beyond what is computed")
             return Fraction(base ** int(exponent))
         case ast.BinOp(left=left, op=ast.FloorDiv(), right=right):

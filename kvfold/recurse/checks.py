@@ -19,7 +19,10 @@ from kvfold.recurse.arithmetic import equations, number_text
 from kvfold.session import Session
 from kvfold.shortening.yes_no import yes_no_ids, yes_probabilities
 
-_QUOTED = re.compile(r"“([^“”]*)”|\"([^\"]*)\"|«([^«»]*)»|„([^„“”]*)[“”]")
+_QUOTED = re.compile(
+    r"“([^“”]*)”|\"([^\"]*)\"|«([^«»]*)»|„([^„“”]*)[“”]|「([^「」]*)」|『([^『』]*)』|‘([^‘]*?)’(?!\w)"
+    r"|[“”„\"«»]([^“”„\"«»]*)[“”„\"«»]"
+)
 _LEFT_OUT = re.compile(r" ?(?:\[(?:…|\.\.\.)\]|…|\.\.\.) ?")
 _SPELLED = str.maketrans({"’": "'", "‘": "'", "“": '"', "”": '"', "–": "-", "—": "-", "\u00a0": " "})
 _END_MARKS = ".,;:!?"
@@ -40,7 +43,8 @@ class QuoteCheck(Check):
     """Whatever stands in quotation marks and has `min_words` words or more must be in `source`, word for word.
 
     Whitespace, case, kinds of quotation marks and a mark at the end of the quote do not count; parts around `…` are
-    looked for one behind the other. `required`: a text that quotes nothing is refused.
+    looked for one behind the other. What stands in '…' or in a mark that nothing closes is not checked. `required`: a
+    text that quotes nothing is refused.
     """
 
     source: str
@@ -49,7 +53,7 @@ class QuoteCheck(Check):
     name: ClassVar[str] = "quote"
 
     def refusal(self, text: str, session: Session | None = None) -> str | None:
-        found = [quote for quote in quotes(text) if len(quote.split()) >= self.min_words]
+        found = [quote for quote in quotes(text) if _num_words(quote) >= max(1, self.min_words)]
         if not found and self.required:
             return "it quotes nothing of the text"
         source = plain(self.source)
@@ -61,6 +65,10 @@ def quotes(text: str) -> Iterator[str]:
     """What stands in quotation marks."""
     for found in _QUOTED.finditer(text):
         yield next(group for group in found.groups() if group is not None)
+
+
+def _num_words(quote: str) -> int:
+    return sum(any(map(str.isalnum, word)) for word in quote.split())
 
 
 def plain(text: str) -> str:

@@ -21,6 +21,8 @@ from kvfold.recurse.usage import Usage
 
 _FIRST = 'answer = {"content": "", "ready": False}'
 _EMPTY = 'answer["ready"] is True, but answer["content"] is empty; write the answer into it.'
+_NO_TEXT = 'answer["ready"] is True, but answer["content"] is no text; write the answer into it as a string.'
+_LARGEST = 1e100  # number that is an answer
 
 
 class RootModel(Protocol):
@@ -123,8 +125,9 @@ class CodeRoot:
                 text, is_ready = self._answer(sandbox)
                 if is_ready and text:
                     break
-                message = _EMPTY if is_ready else shown(turns[-1].output, turns[-1].error)
-            return CodeAnswer(self._answer(sandbox)[0], tuple(turns), stopped_by=stopped_by)
+                ending = _NO_TEXT if text is None else _EMPTY
+                message = ending if is_ready else shown(turns[-1].output, turns[-1].error)
+            return CodeAnswer(self._answer(sandbox)[0] or "", tuple(turns), stopped_by=stopped_by)
 
     def _stopped(self, turns: Sequence[CodeTurn]) -> str | None:
         last = turns[-self.max_errors :]
@@ -145,14 +148,18 @@ class CodeRoot:
                 return CodeTurn(reply, output, ran.error)
         return CodeTurn(reply, output, "")
 
-    def _answer(self, sandbox: Sandbox) -> tuple[str, bool]:
-        """The content so far, and whether the code says that it is ready."""
+    def _answer(self, sandbox: Sandbox) -> tuple[str | None, bool]:
+        """The content so far, None if it is neither text nor a number, and whether the code says that it is ready."""
         found = sandbox.value("answer")
         if not isinstance(found, dict):
             return "", False
         content = found.get("content", "")
-        text = content if isinstance(content, str) else str(content)
-        return text[: self.limits.output_chars].strip(), found.get("ready") is True
+        is_ready = found.get("ready") is True
+        if isinstance(content, int | float) and not isinstance(content, bool):
+            return (str(content) if abs(content) <= _LARGEST else None), is_ready
+        if not isinstance(content, str) or sandbox.value('answer["content"][:0] + ""') is None:
+            return None, is_ready  # functions of the sandbox come as strings
+        return content[: self.limits.output_chars].strip(), is_ready
 
     def _query(self, *args: Any, **kwargs: Any) -> str:
         if len(args) != 1 or kwargs or not isinstance(args[0], str):

@@ -153,11 +153,10 @@ class Sandbox:
 
         return call
 
-    def value(self, name: str) -> Any:
-        """The value of a variable as plain Python data; None if there is no such variable."""
-        assert name.isidentifier()
+    def value(self, expression: str) -> Any:
+        """The value of a variable, or of another small expression, as plain Python data; None if it raises."""
         try:
-            return self._session.feed_run(name)
+            return self._session.feed_run(expression)
         except pydantic_monty.MontyError:
             return None
 

@@ -25,6 +25,7 @@ SOURCE = "The cat sat on\nthe mat. “It’s warm,” she said. Later the dog ca
         "It says «It's warm,».",
         'A "cat" is named, and nothing is quoted.',
         "Nothing is quoted.",
+        "It says ‘It’s warm’ and ‘the cat sat on the mat’.",
     ],
 )
 def test_quotes_of_the_text_pass(text: str) -> None:
@@ -37,6 +38,11 @@ def test_quotes_of_the_text_pass(text: str) -> None:
         ('It says "The cat sat on the dog."', "The cat sat on the dog."),
         ('"The cat sat on the mat" and "the dog ran away"', "the dog ran away"),
         ('"the dog came home … The cat sat"', "the dog came home … The cat sat"),
+        ('It says “The cat ran away".', "The cat ran away"),
+        ("It says »the cat ran away«.", "the cat ran away"),
+        ("It says ”the cat ran away”.", "the cat ran away"),
+        ("It says ‘the cat’s away today’.", "the cat’s away today"),
+        ("It says 「the cat ran away」.", "the cat ran away"),
     ],
 )
 def test_a_quote_that_is_not_in_the_text_is_refused(text: str, wrong: str) -> None:
@@ -45,6 +51,7 @@ def test_a_quote_that_is_not_in_the_text_is_refused(text: str, wrong: str) -> No
 
 def test_a_quote_can_be_required_and_short_ones_checked() -> None:
     assert QuoteCheck(SOURCE, required=True).refusal("The cat sat.") == "it quotes nothing of the text"
+    assert QuoteCheck(SOURCE, required=True).refusal('"… … …" and "! ! !"') == "it quotes nothing of the text"
     assert QuoteCheck(SOURCE, min_words=1).refusal('A "bird"') == '"bird" is not in the text'
 
 

@@ -196,3 +196,15 @@ def test_a_text_of_many_megabytes_fits() -> None:
 def test_senseless_bounds_are_refused() -> None:
     with pytest.raises(InputError, match="max_turns is 0"):
         _read(Scripted(), max_turns=0)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["10**5000", "None", "llm_query", "[1]", "float('nan')", "True", "g", "A()"],
+)
+def test_only_text_and_numbers_are_answers(content: str) -> None:
+    defined = "def g(): pass\nclass A:\n    pass\n"
+    root = Scripted(f'{defined}answer["ready"] = True\nanswer["content"] = {content}', 'answer["content"] = 4711')
+    found = _read(root)
+    assert "is no text; write the answer into it as a string" in root.heard[1]
+    assert (found.text, found.stopped_by) == ("4711", None)
