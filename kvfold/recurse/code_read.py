@@ -5,8 +5,10 @@ found = read_by_code(model, text, "How many letters are from Oslo?", "kvzip + gl
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from kvfold.errors import InputError
 from kvfold.models.loader import Model
@@ -25,7 +27,7 @@ _CHARS_PER_TOKEN = 3  # of a prompt that surely fits; longer ones are counted
 
 @dataclass
 class SessionRoot:
-    """A session that writes code; its history only grows, so nothing is read twice."""
+    """A session that writes code; its history only grows, so nothing is read twice. A reply ends with the seconds."""
 
     session: Session
     meter: Meter
@@ -39,15 +41,21 @@ class SessionRoot:
         _, spent = self.meter.affordable([num_read + self.max_new_tokens])
         if spent is not None:
             raise RootStopped(spent)
-        began, num_before = self.session.prefill_s, len(self.session.token_ids)
-        self.session.extend(text)
-        reply = self.session.generate(max_new_tokens=self.max_new_tokens)
+        session, runner = self.session, self.session.runner
+        prefill_s, num_before = session.prefill_s, len(session.token_ids)
+        session.extend(text)
+        pieces = session.generate(stream=True, max_new_tokens=self.max_new_tokens)
+        num_prompt, began = len(session.token_ids), time.perf_counter() - runner.setup_s
+        reply = "".join(takewhile(lambda _: not self.meter.is_late, pieces))
+        del pieces  # ends a reply that is late
         usage.calls += 1
-        usage.tokens_generated += len(reply.token_ids)
-        usage.tokens_read += len(self.session.token_ids) - num_before - len(reply.token_ids)
-        usage.prefill_s += self.session.prefill_s - began
-        usage.decode_s += reply.decode_ms * len(reply.token_ids) / 1e3
-        return reply.text
+        usage.tokens_generated += len(session.token_ids) - num_prompt
+        usage.tokens_read += num_prompt - num_before
+        usage.prefill_s += session.prefill_s - prefill_s
+        usage.decode_s += time.perf_counter() - runner.setup_s - began
+        if self.meter.is_late:
+            raise RootStopped("seconds")
+        return reply
 
 
 @dataclass

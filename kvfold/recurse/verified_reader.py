@@ -18,7 +18,7 @@ from kvfold.recurse.checks import ArithmeticCheck, Check, QuoteCheck
 from kvfold.recurse.pieces import Piece
 from kvfold.recurse.reader import Reader
 from kvfold.recurse.result import ReadResult
-from kvfold.recurse.tree import Node
+from kvfold.recurse.tree import Node, Quote
 
 _TEMPERATURE = 0.7
 _NOT_THERE = "its words are not in the text"
@@ -101,12 +101,15 @@ class VerifiedReader(Reader):
     def _refusal(self, piece: Piece, node: Node) -> str | None:
         if node.state == "dropped":
             return _NOT_THERE
-        return refusal(node.reply, piece.text) if node.state == "answer" else None
+        if node.state != "answer":
+            return None
+        return refusal(node.reply, piece.text) or _quote_refusal(node.answer, node.quote)
 
     def result(self, *, interrupted: bool = False) -> ReadResult:
         found = super().result(interrupted=interrupted)
         if found.text:
-            self.report.answer_refusal = refusal(found.text, self.context.text)
+            quote = found.quotes[0] if found.quotes else None
+            self.report.answer_refusal = refusal(found.text, self.context.text) or _quote_refusal(found.text, quote)
         return replace(found, checks=self.report.as_json())
 
 
@@ -114,3 +117,10 @@ def refusal(reply: str, text: str) -> str | None:
     """Why a reply about a text is refused: quotes that are not in it, or arithmetic that does not hold."""
     checks: tuple[Check, ...] = (QuoteCheck(text), ArithmeticCheck())
     return next((reason for check in checks if (reason := check.refusal(reply)) is not None), None)
+
+
+def _quote_refusal(answer: str, quote: Quote | None) -> str | None:
+    """Why an answer with numbers is refused by its sentence, which may compute more than the words of the answer do."""
+    if quote is None or not any(map(str.isdigit, answer)):
+        return None
+    return ArithmeticCheck().refusal(quote.text)

@@ -29,6 +29,7 @@ from kvfold.session import Session
 
 Retry = Literal["resample", "reason"]
 _NOTE = "That line was refused, because {reason}. Write it again.\n"
+_REASON_CHARS = 500  # of a note
 _MOST_BLANKS = 4  # empty lines before a step
 
 
@@ -135,7 +136,7 @@ class Chain:
     def _note(self, attempt: Attempt) -> None:
         num_before = len(self.session.token_ids)
         reason = "; ".join(reason for _, reason in attempt.refusals)
-        self.session.extend(_NOTE.format(reason=reason), compress=False)
+        self.session.extend(_NOTE.format(reason=reason[:_REASON_CHARS]), compress=False)
         self._tokens_noted += len(self.session.token_ids) - num_before
 
     def _let_go(self, before: Session) -> None:

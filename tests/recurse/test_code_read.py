@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 
 from kvfold.errors import InputError
@@ -41,6 +43,16 @@ def test_a_root_stops_at_its_window_and_at_its_budget(long: Model) -> None:
         with pytest.raises(RootStopped, match="seconds"):
             SessionRoot(session, Meter(Budget(seconds=1e-9))).reply("a" * 50)
         assert session.token_ids == []
+
+
+def test_a_reply_of_the_root_ends_with_the_seconds(long: Model) -> None:
+    ticks = count()
+    with Session(long) as session:
+        meter = Meter(Budget(seconds=10), clock=lambda: float(next(ticks)))
+        with pytest.raises(RootStopped, match="seconds"):
+            SessionRoot(session, meter, 500).reply("a" * 50)
+        assert 0 < meter.usage.tokens_generated < 20 and meter.usage.tokens_read > 50
+        assert len(session.token_ids) == meter.usage.tokens
 
 
 @pytest.mark.parametrize("policy", ["full", "keydiff + 2x"])

@@ -9,7 +9,10 @@ import pytest
 from kvfold.errors import InputError
 from kvfold.recurse.budget import Budget
 from kvfold.recurse.calls import Prompt
+from kvfold.recurse.chunks import Chunk
 from kvfold.recurse.context import Context
+from kvfold.recurse.journal import Recorded
+from kvfold.recurse.pieces import chunk_pieces
 from kvfold.recurse.verified_reader import VerifiedReader, refusal
 from tests.recurse.texts import QUESTION, document, long_model
 
@@ -64,6 +67,18 @@ def test_a_reply_is_refused_by_its_quotes_or_its_arithmetic() -> None:
     assert refusal('It says "roof cost 300 crowns", so 300 + 45 = 345.', text) is None
     assert refusal("300 + 45 = 355", text) == "300 + 45 = 355 is wrong: 300 + 45 is 345"
     assert refusal('It says "the roof cost 200 crowns"', text) == '"the roof cost 200 crowns" is not in the text'
+
+
+def test_an_answer_that_leaves_words_out_is_refused_by_the_arithmetic_of_its_sentence() -> None:
+    text = "The roof and the door cost 300 + 45 = 355 crowns, Bo said."
+    context = Context(text)
+    (piece,) = chunk_pieces(context, [Chunk(0, len(text), 20)])
+    with VerifiedReader(MODEL, context, "What did they cost?", max_new_tokens=4) as reader:
+        refusals = {
+            reply: reader._refusal(piece, piece.node(context, reader.question, Recorded(reply, 20, is_cut=False)))
+            for reply in ("355 crowns", "Bo said")
+        }
+    assert refusals == {"355 crowns": "300 + 45 = 355 is wrong: 300 + 45 is 345", "Bo said": None}
 
 
 def test_a_negative_number_of_retries_is_refused() -> None:
