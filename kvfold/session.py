@@ -159,6 +159,11 @@ class Session:
         self.token_ids += ids[: end - start]
         self._logits_V, self._turn = None, turn
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether its pages are free."""
+        return self._is_closed
+
     def _require_open(self) -> None:
         if self._is_closed:
             raise InputError("the session is closed; make a new one")

@@ -273,5 +273,6 @@ def _summary(result: ReadResult) -> str:
 def _checked(checks: dict[str, Any]) -> str:
     refusal = checks["answer_refusal"]
     of, retries = counted(checks["checked"], "reply"), counted(checks["retries"], "retry")
-    told = f"{checks['refused']:,} of {of} refused by checks, {checks['recovered']:,} passed after {retries}"
+    told = f"{checks['refused']:,} of {of} refused by checks"
+    told += f", {checks['recovered']:,} passed after {retries}" if checks["refused"] else ""
     return told + (f", answer refused: {refusal}" if refusal else "")

@@ -22,13 +22,27 @@ class Budget:
     def __post_init__(self) -> None:
         for one in fields(self):
             value = getattr(self, one.name)
-            if value is not None and not value > 0:
-                raise InputError(f"the budget of {one.name} is {value}; it is above 0, or left out")
+            if value is not None and not (isinstance(value, int | float) and value > 0):
+                raise InputError(f"the budget of {one.name} is {value!r}; it is above 0, or left out")
 
     @property
     def is_bounded(self) -> bool:
         """Whether calls may be left out."""
         return any(bound is not None for bound in (self.calls, self.tokens, self.seconds))
+
+
+def check_budget(budget: Budget | None) -> Budget:
+    """The budget, or one without bounds but depth; InputError for anything else."""
+    if budget is not None and not isinstance(budget, Budget):
+        raise InputError(f"budget is {budget!r}; give a Budget, such as Budget(calls=5)")
+    return budget or Budget()
+
+
+def check_counts(least: int = 1, **counts: int) -> None:
+    """InputError for what is no whole number from `least` on."""
+    for name, count in counts.items():
+        if not isinstance(count, int) or isinstance(count, bool) or count < least:
+            raise InputError(f"{name} is {count!r}; give a whole number from {least} on")
 
 
 class Meter:

@@ -155,5 +155,10 @@ class FunctionCheck(Check):
 
 
 def as_checks(checks: Sequence[Check | Callable[[str], str | bool | None]]) -> list[Check]:
-    """Functions become checks."""
+    """Functions become checks; InputError for what is neither."""
+    if isinstance(checks, str) or not isinstance(checks, Sequence):
+        raise InputError("checks are a list; write [ArithmeticCheck()], also for one")
+    for check in checks:
+        if not isinstance(check, Check) and (isinstance(check, type) or not callable(check)):
+            raise InputError(f"{check!r} is no check; give one such as ArithmeticCheck(), or a function of the text")
     return [check if isinstance(check, Check) else FunctionCheck(check) for check in checks]

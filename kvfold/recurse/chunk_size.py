@@ -18,14 +18,15 @@ _UNKNOWN_WINDOW = 4096  # tokens, where a model does not tell its own
 _SPARE = 16  # tokens: a part tokenized behind a prefix may have a few more than alone
 
 
-def window_tokens(max_positions: int, num_around: int) -> int:
+def window_tokens(max_positions: int, num_around: int, name: str = "the model") -> int:
     """What a window leaves beside so many tokens of prefix, question and reply. InputError if that is next to none."""
     window = max_positions or _UNKNOWN_WINDOW
     room = window - num_around - _SPARE
     if room < _LEAST:
         raise InputError(
-            f"prefix, question and reply take {num_around} tokens of a window of {window}, which leaves too few for "
-            "the text; ask a shorter question, or allow fewer tokens of a reply (max_new_tokens)"
+            f"prefix, question and reply take {num_around} tokens of the window of {name}, which has {window} and so "
+            "too few for the text; use a model with a longer window or extend it (--rope), ask a shorter question, or "
+            "allow fewer tokens of a reply (max_new_tokens)"
         )
     return room
 

@@ -13,7 +13,7 @@ from itertools import takewhile
 from kvfold.errors import InputError
 from kvfold.models.loader import Model
 from kvfold.policy.policy import Policy
-from kvfold.recurse.budget import Budget, Meter
+from kvfold.recurse.budget import Budget, Meter, check_budget, check_counts
 from kvfold.recurse.calls import Calls, Prompt
 from kvfold.recurse.code_root import CodeAnswer, CodeRoot, RootStopped
 from kvfold.recurse.context import Context
@@ -107,10 +107,11 @@ def read_by_code(
         width: Sub-calls decoded together at most.
         limits: Of the sandbox.
     """
-    known = Context(context) if isinstance(context, str) else context
+    known = context if isinstance(context, Context) else Context(context)
     question = known.fill(question)
     check_question(question)
-    budget, window = budget or Budget(), model.spec.max_positions
+    check_counts(max_turns=max_turns, max_new_tokens=max_new_tokens, code_tokens=code_tokens)
+    budget, window = check_budget(budget), model.spec.max_positions
     limits = limits or SandboxLimits(output_chars=max(500, min(SandboxLimits.output_chars, window // 2)))
     meter = Meter(budget)
     with Calls(model, policy, width=width) as calls, Session(model) as session:

@@ -40,7 +40,14 @@ class Context:
     sources: tuple[Source, ...] = ()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.text, str) or not self.text.strip():
+        if not isinstance(self.text, str):
+            raise InputError(f"the text of a context is of type {type(self.text).__name__}; give a string")
+        for name, found in (("metadata", self.metadata), ("variables", self.variables)):
+            if not isinstance(found, Mapping) or not all(
+                isinstance(one, str) for pair in found.items() for one in pair
+            ):
+                raise InputError(f"{name} of a context are a dict of strings by name; write numbers as strings")
+        if not self.text.strip():
             raise InputError("the text of a context is empty; there is nothing to read")
         if not is_utf8(self.text + self.header):
             raise InputError("the text has lone surrogates, which no tokenizer reads; decode it as UTF-8")
@@ -84,7 +91,7 @@ class Context:
                 f"the question names {{{name}}}, which is no variable of the context ({known}); write {{{{{name}}}}} "
                 "for the word in braces"
             )
-        return str(self.variables[name])
+        return self.variables[name]
 
     def place(self, start: int) -> tuple[str | None, int]:
         """(file, offset in it) of a character of the joined text; without files, the offset as it is."""

@@ -136,6 +136,8 @@ class Pipeline:
         handed = 0 if reads_again else len(session.token_ids)
         output = module(session)
         name = getattr(module, "__name__", type(module).__name__)
+        if session.is_closed:
+            raise InputError(f"module {name} closed its session; leave it open: the pipeline closes it")
         if not isinstance(output, str):
             raise InputError(f"module {name} returned {type(output).__name__}; return its output as a string")
         stats = session.stats()

@@ -22,7 +22,7 @@ from kvfold.models.loader import Model
 from kvfold.models.special_tokens import literal_tokenizer
 from kvfold.policy.policy import Policy
 from kvfold.recurse.bounded_calls import BoundedCalls
-from kvfold.recurse.budget import Budget, Meter
+from kvfold.recurse.budget import Budget, Meter, check_budget, check_counts
 from kvfold.recurse.chat_prompts import PromptStyle, make_reading
 from kvfold.recurse.chunk_size import memory_tokens, window_tokens
 from kvfold.recurse.chunks import chunk_text
@@ -60,7 +60,8 @@ class Reader:
     ) -> None:
         self.context, self.question = context, context.fill(question)
         check_question(self.question)
-        self.budget = budget or Budget()
+        check_counts(max_new_tokens=max_new_tokens, chunk=1 if chunk == "auto" else chunk)
+        self.budget = check_budget(budget)
         meter = Meter(self.budget)
         self.reading = make_reading(model, prompts, self.question, context.header, max_new_tokens)
         self.calls = self.reading.calls(model, policy, width=width, speculate=speculate, shares=shares)
@@ -87,10 +88,10 @@ class Reader:
         """Tokens of the text in one call at most."""
         model, calls = self.calls.model, self.calls
         around = calls.num_prefix + calls.num_tokens(self.reading.prompt("")) + self.reading.max_new_tokens
-        most = window_tokens(model.spec.max_positions, around)
+        most = window_tokens(model.spec.max_positions, around, model.name)
         if chunk == "auto":
             return memory_tokens(lambda count: calls.call_bytes(around + count), model.arena.free_bytes, most)
-        if not 1 <= chunk <= most:
+        if chunk > most:
             raise InputError(
                 f"chunks of {chunk} tokens do not fit: the window of {model.name} has room for 1 to {most} beside the "
                 "instructions and the question"
@@ -206,7 +207,7 @@ def read(
             as plain text; "auto", "chat" for instruct models from half a billion parameters on.
         progress: Called with numbers of tokens as they are read.
     """
-    known = Context(context) if isinstance(context, str) else context
+    known = context if isinstance(context, Context) else Context(context)
     with Reader(
         model,
         known,

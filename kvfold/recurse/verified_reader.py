@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvfold.engine.layer_major import Progress
-from kvfold.errors import InputError
+from kvfold.recurse.budget import check_counts
 from kvfold.recurse.calls import Prompt
 from kvfold.recurse.checks import ArithmeticCheck, Check, QuoteCheck
 from kvfold.recurse.pieces import Piece
@@ -52,8 +52,7 @@ class VerifiedReader(Reader):
     """A `Reader` whose replies pass checks; `report` tells what they refused."""
 
     def __init__(self, *args: Any, max_retries: int = 2, **options: Any) -> None:
-        if max_retries < 0:
-            raise InputError(f"max_retries is {max_retries}; give 0 or more")
+        check_counts(0, max_retries=max_retries)
         super().__init__(*args, **options)
         self.report = ReadReport()
         self._max_retries = max_retries

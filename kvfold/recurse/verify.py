@@ -19,9 +19,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from math import inf
 from typing import Literal
 
 from kvfold.errors import InputError, OutOfPages
+from kvfold.recurse.budget import check_counts
 from kvfold.recurse.chain_report import Attempt, ChainReport, Step
 from kvfold.recurse.checks import Check, as_checks
 from kvfold.reply import Reply
@@ -52,12 +54,13 @@ class Chain:
         separator: str = "\n",
         keep_failed: bool = False,
     ) -> None:
-        if max_retries < 0:
-            raise InputError(f"max_retries is {max_retries}; give 0 or more")
+        check_counts(0, max_retries=max_retries)
+        if not isinstance(retry_temperature, int | float) or not 0 <= retry_temperature < inf:
+            raise InputError(f"retry_temperature is {retry_temperature!r}; give a number from 0 on")
         if retry not in ("resample", "reason"):
             raise InputError(f'retry is "{retry}"; give "resample" or "reason"')
-        if not separator:
-            raise InputError("the separator is empty; give the text that ends a step, such as a line break")
+        if not isinstance(separator, str) or not separator:
+            raise InputError(f"the separator is {separator!r}; give the text that ends a step, such as a line break")
         self.session = session
         self.checks = as_checks(checks)
         self.steps: list[Step] = []
@@ -106,19 +109,28 @@ class Chain:
             elif refused:
                 temperature = max(temperature, self._retry_temperature)
             reply, num_tokens = self._generate(max_new_tokens, temperature, seed + len(refused))
-            found = [(check.name, check.refusal(reply.text, self.session)) for check in self.checks]
+            found = [(check.name, self._refusal(check, reply.text)) for check in self.checks]
             refusals = tuple((name, reason) for name, reason in found if reason is not None)
             is_kept = not refusals or (self._keep_failed and len(refused) == self._max_retries)
             if is_kept and reply.reason == "stop":
                 self.session.write(self._separator)
         except BaseException:
-            self.session.rewind(before)
+            if self.session.is_closed:
+                before.close()
+            else:
+                self.session.rewind(before)
             raise
         if is_kept:
             self._let_go(before)
         else:
             self.session.rewind(before)
         return Attempt(reply.text, num_tokens, reply.reason, refusals), is_kept
+
+    def _refusal(self, check: Check, text: str) -> str | None:
+        reason = check.refusal(text, self.session)
+        if self.session.is_closed:
+            raise InputError(f"the check {check.name} closed the session of its chain; let it ask a fork")
+        return reason
 
     def _generate(self, max_new_tokens: int, temperature: float, seed: int) -> tuple[Reply, int]:
         """The next text that is not empty; separators before it are kept as they came."""

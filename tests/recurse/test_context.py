@@ -39,3 +39,16 @@ def test_places_in_files() -> None:
     assert context.text == "one\n\ntwo"
     assert [context.place(at) for at in (0, 2, 5, 7)] == [("a", 0), ("a", 2), ("b", 0), ("b", 2)]
     assert Context("one").place(2) == (None, 2)
+
+
+@pytest.mark.parametrize("text", [5, b"x", None])
+def test_a_text_is_a_string(text: object) -> None:
+    with pytest.raises(InputError, match=f"of type {type(text).__name__}; give a string"):
+        Context(text)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("values", [["a"], {"n": 3}, {3: "n"}, "abc"])
+@pytest.mark.parametrize("name", ["metadata", "variables"])
+def test_metadata_and_variables_are_strings_by_name(name: str, values: object) -> None:
+    with pytest.raises(InputError, match=f"{name} of a context are a dict of strings"):
+        Context("text", **{name: values})  # type: ignore[arg-type]

@@ -81,3 +81,13 @@ def test_what_cannot_be_a_pipeline_is_refused(model: Model) -> None:
         Pipeline([read], max_tokens=0)
     with kvfold.Session(model) as session, pytest.raises(InputError, match="returned NoneType; return its output"):
         Pipeline([lambda session: None]).run(session)  # type: ignore[list-item,return-value]
+
+
+def test_a_module_that_closes_its_session_is_named(model: Model) -> None:
+    def shut(session: kvfold.Session) -> str:
+        session.close()
+        return "done"
+
+    with kvfold.Session(model) as session, pytest.raises(InputError, match="module shut closed its session"):
+        Pipeline([read, shut]).run(session)
+    assert model.arena.used_bytes == 0

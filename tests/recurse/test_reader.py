@@ -172,8 +172,26 @@ def test_bad_options_are_refused_and_free_what_they_took(tiny_model: Model) -> N
         Reader(tiny_model, CONTEXT, " ")
     with pytest.raises(InputError, match="the question has 4,001 characters; it stands in every call"):
         Reader(tiny_model, CONTEXT, "x" * 4001)
-    with pytest.raises(InputError, match=r"take .* tokens of a window of 4096, which leaves too few"):
+    with pytest.raises(InputError, match=r"take .* tokens of the window of long, which has 4096 and so too few"):
         Reader(tiny_model, CONTEXT, "x" * 2000)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"chunk": "x"}, "chunk is 'x'; give a whole number from 1 on"),
+        ({"chunk": 1.5}, "chunk is 1.5; give"),
+        ({"max_new_tokens": "3"}, "max_new_tokens is '3'; give"),
+        ({"budget": 5}, "budget is 5; give a Budget"),
+        ({"context": 5}, "of type int; give a string"),
+    ],
+)
+def test_options_of_other_types_are_refused_before_the_model_reads(
+    tiny_model: Model, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        read(tiny_model, **{"context": "text", "question": "Who?", **options})  # type: ignore[arg-type]
+    assert tiny_model.arena.used_bytes == 0
 
 
 def test_ratio_8_2_and_245_mb_saved_are_279_mb_full_and_34_mb_resident() -> None:

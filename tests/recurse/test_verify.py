@@ -9,7 +9,7 @@ import pytest
 import kvfold
 from kvfold.errors import InputError
 from kvfold.models.loader import Model
-from kvfold.recurse.checks import AgreementCheck
+from kvfold.recurse.checks import AgreementCheck, ArithmeticCheck
 from kvfold.recurse.verify import Chain
 from kvfold.stats import kept_positions
 from tests import tiny
@@ -135,6 +135,23 @@ def test_a_reason_is_read_before_the_next_attempt_and_counts_as_wasted(model: Mo
         assert chain.report().tokens_wasted > 8
 
 
+def test_a_long_reason_is_cut_before_it_is_read(model: Model) -> None:
+    with kvfold.Session(model) as session:
+        session.extend(PROMPT)
+        chain = Chain(session, [lambda text: "w" * 80_000], retry="reason", max_retries=1)
+        chain.step(max_new_tokens=2)
+        assert 500 <= chain.report().tokens_wasted < 700
+
+
+def test_a_check_that_closes_the_session_is_named(model: Model) -> None:
+    with kvfold.Session(model) as session:
+        session.extend(PROMPT)
+        chain = Chain(session, [lambda text: session.close()])
+        with pytest.raises(InputError, match="the check function closed the session of its chain"):
+            chain.step(max_new_tokens=2)
+    assert model.arena.used_bytes == 0
+
+
 def test_accuracy_with_and_without_checks_comes_from_the_ground_truth(model: Model) -> None:
     seen: list[str] = []
     with kvfold.Session(model) as session:
@@ -165,14 +182,21 @@ def test_a_check_that_raises_leaves_the_session_as_it_was(model: Model) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_retries": -1}, "max_retries is -1; give 0 or more"),
+        ({"max_retries": -1}, "max_retries is -1; give a whole number from 0 on"),
+        ({"max_retries": 1.5}, "max_retries is 1.5; give"),
+        ({"retry_temperature": float("nan")}, "retry_temperature is nan; give"),
+        ({"retry_temperature": -1}, "retry_temperature is -1; give"),
+        ({"checks": [3]}, "3 is no check; give"),
+        ({"checks": [ArithmeticCheck]}, "ArithmeticCheck'> is no check; give"),
+        ({"checks": ArithmeticCheck()}, "checks are a list; write"),
+        ({"separator": 5}, "the separator is 5; give"),
         ({"retry": "hope"}, 'retry is "hope"; give "resample" or "reason"'),
-        ({"separator": ""}, "the separator is empty"),
+        ({"separator": ""}, "the separator is ''; give"),
     ],
 )
 def test_senseless_options_are_refused(model: Model, options: dict[str, object], message: str) -> None:
     with kvfold.Session(model) as session, pytest.raises(InputError, match=message):
-        Chain(session, [], **options)  # type: ignore[arg-type]
+        Chain(session, **{"checks": [], **options})  # type: ignore[arg-type]
 
 
 def test_rewind_takes_forks_of_this_session_alone(model: Model) -> None:
