@@ -42,17 +42,18 @@ class EngineHttp:
 
     async def events(self, path: str, body: Json) -> AsyncGenerator[Json]:
         """Server-sent events of a POST; ApiError 502 or 503 if they break off."""
-        left, is_whole = b"", False
+        left, is_whole, has_events = b"", False, False
         async with aclosing(self._pieces("POST", path, body)) as pieces:
             async for piece in pieces:
                 *lines, left = (left + piece).split(b"\n")
                 for data in (line.removeprefix(b"data:").strip() for line in lines if line.startswith(b"data:")):
+                    has_events = True
                     if data == b"[DONE]":
                         is_whole = True
                     else:
                         yield _checked(_object(data))
         if not is_whole:
-            raise _down("it broke a reply off")
+            raise _down("it broke a reply off") if has_events else _nonsense()
 
     async def _pieces(self, method: str, path: str, body: Json | None) -> AsyncGenerator[bytes]:
         """The body of an answer with status 200."""
@@ -72,7 +73,9 @@ class EngineHttp:
                     refused = (refused + bytes(event.data))[:_PIECE_BYTES]
             if head.status_code != 200:
                 raise _refused(head.status_code, refused)
-        except (OSError, TimeoutError, EOFError, h11.ProtocolError) as error:
+        except h11.ProtocolError as error:
+            raise _nonsense() from error
+        except (OSError, TimeoutError, EOFError) as error:
             raise _down(f"{type(error).__name__} {error}") from error
         finally:
             if writer is not None:
@@ -99,7 +102,7 @@ def _object(data: bytes) -> Json:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise _refused(200, data)
+        raise _nonsense()
     return found
 
 
@@ -115,11 +118,16 @@ def _down(reason: str) -> ApiError:
     return ApiError(503, message, logged=f"the engine does not answer ({reason})", retry_after_s=1)
 
 
+def _nonsense() -> ApiError:
+    return ApiError(502, "the engine behind this server answered something that is no completion; is it vLLM?")
+
+
 def _refused(status: int, body: bytes) -> ApiError:
     """Busy engines are a 503, others a 502 with their own words, which are not logged: they may quote the prompt."""
     if status in (429, 503):
         return ApiError(503, "the engine behind this server is busy; send the request again", retry_after_s=1)
-    words = f"the engine behind this server refused the request (status {status})"
+    key = "; its key goes into --engine-key" if status in (401, 403) else ""
+    words = f"the engine behind this server refused the request (status {status}{key})"
     return ApiError(502, f"{words}: {_words(body)}", logged=words)
 
 

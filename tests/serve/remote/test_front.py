@@ -129,7 +129,10 @@ def test_an_engine_that_refuses_is_a_502_with_its_words() -> None:
     with running(tool_model(), tenants={key_digest("right"): "a"}, key="right") as engine:
         facts = EngineFacts("tiny", 1024)
         with fronting(engine.url, engine.service.tokenizer, facts=facts, key="wrong") as front:
-            with pytest.raises(openai.InternalServerError, match=r"refused the request \(status 401\): ") as caught:
+            with pytest.raises(
+                openai.InternalServerError,
+                match=r"refused the request \(status 401; its key goes into --engine-key\): ",
+            ) as caught:
                 front.openai.chat.completions.create(model="tiny", messages=HELLO, max_tokens=2)
             assert caught.value.status_code == 502
         with fronting(engine.url, engine.service.tokenizer, key="right") as front:
