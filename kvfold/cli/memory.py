@@ -189,11 +189,11 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _list_users(args: argparse.Namespace) -> int:
-    from kvfold.memory.memory import default_path
+    from kvfold.memory.memory import file_of
     from kvfold.memory.store import FactStore
 
     _check_file(args.file)
-    store = FactStore((args.file or default_path()).expanduser())
+    store = FactStore(file_of(args.file))
     found = store.owners(args.tenant)
     store.close()
     if args.json:

@@ -24,6 +24,8 @@ def parse_date(text: str, *, is_end: bool = False) -> float:
 
 def checked_time(seconds: float) -> float:
     """To the microsecond, as dates tell it; InputError for a time that no date shows."""
+    if not isinstance(seconds, int | float) or isinstance(seconds, bool):
+        raise InputError(f"a time is {str(seconds)[:40]!r}; give seconds since 1970, such as parse_date gives")
     if not EARLIEST <= seconds <= LATEST:
         raise InputError(f"a time is {seconds:g} seconds from 1970; write one of the years 2 to 9998")
     return round(float(seconds), 6)

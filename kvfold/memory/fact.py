@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvfold.memory.dates import date_text
+from kvfold.text_io import is_utf8
 
 MAX_TEXT = 2000  # characters of a fact
 MAX_IMPORTANCE = 10.0
@@ -21,11 +22,18 @@ class Owner(NamedTuple):
 
 def is_name(text: str) -> bool:
     """Whether a user can be called so: what a file keeps as it is, so that two names are never one."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return len(text) <= MAX_NAME and "\0" not in text and bool(text.strip())
+    return not name_fault(text)
+
+
+def name_fault(text: str) -> str:
+    """What is wrong with a name; empty if nothing is."""
+    if not text.strip():
+        return "it is empty"
+    if len(text) > MAX_NAME:
+        return f"it has {len(text):,} characters"
+    if "\0" in text:
+        return "it has a NUL character in it"
+    return "" if is_utf8(text) else "it is no Unicode text"
 
 
 @dataclass(frozen=True)

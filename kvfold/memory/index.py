@@ -64,8 +64,9 @@ class FactIndex:
     def __len__(self) -> int:
         return len(self.facts)
 
-    def valid_N(self, at: float) -> Bools:
-        return (self._from_N <= at) & (at < self._to_N)
+    def valid_N(self, at: float, since: float | None = None) -> Bools:
+        """Facts that were valid at a time, or at any from `since` to it."""
+        return (self._from_N <= at) & ((at if since is None else min(at, since)) < self._to_N)
 
     def age_N(self, at: float) -> Floats:
         """Seconds since each fact became valid; 0 for those of the future."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from threading import RLock
+from typing import TypeVar
 
 from kvfold.errors import InputError
 from kvfold.memory.dates import checked_time
@@ -18,6 +19,7 @@ from kvfold.memory.prefix_files import remove_prefixes
 from kvfold.memory.question import asked_for
 from kvfold.memory.recall import NUM_RECALLED, Recalled, recall
 from kvfold.memory.render import render
+from kvfold.memory.schema import make_folder
 from kvfold.memory.store import FactStore
 from kvfold.memory.write import Written, copy_facts, write_fact
 from kvfold.models.pull.pull import home_folder
@@ -25,12 +27,21 @@ from kvfold.shortening.base import Embedder
 
 MAX_TURN = 1 << 20  # characters of a turn
 _MAX_STEP = 60.0  # seconds
+_KINDS: dict[type, str] = {str: "a text", int: "a whole number"}
+_Value = TypeVar("_Value", str, int)
 MAX_QUESTION = 20_000  # characters of a question; of a longer one its end is looked up
 
 
 def default_path() -> Path:
     """memory/memory.db under KVFOLD_HOME."""
     return home_folder() / "memory" / "memory.db"
+
+
+def file_of(path: str | Path | None) -> Path:
+    """The file that is named, whose folder must be there, or the default one, whose folder is made."""
+    if path is None:
+        make_folder(default_path().parent)
+    return Path(path or default_path()).expanduser()
 
 
 class Memory:
@@ -49,7 +60,7 @@ class Memory:
         self.owner = Owner(_name(tenant, "tenant", may_be_empty=True), _name(user, "user"))
         self.embedder = fact_embedder(embedder) if isinstance(embedder, str) else embedder
         self._is_mine = store is None
-        self.store = store or FactStore(Path(path or default_path()).expanduser())
+        self.store = store or FactStore(file_of(path))
         self._index = FactIndex(self.store, self.owner, self.embedder)
         self._lock = RLock()
 
@@ -74,7 +85,7 @@ class Memory:
         """The same as `add`; returns also what each new fact ended."""
         at = checked_time(self._now() if at is None else at)
         text, source = clean(_turn(text)), _name(source, "source", may_be_empty=True)
-        if not 0 < importance <= MAX_IMPORTANCE:
+        if not isinstance(importance, int | float) or not 0 < importance <= MAX_IMPORTANCE:
             raise InputError(f"importance is {importance}; write a number above 0, at most {MAX_IMPORTANCE:g}")
         spans = fact_spans(text)
         texts = [text[span.start : span.end] for span in spans]
@@ -98,7 +109,7 @@ class Memory:
 
     def load(self, lines: str) -> int:
         """Write the facts of an export with their dates; returns how many are new. All of them are written, or none."""
-        facts = from_lines(lines, self.owner.user)
+        facts = from_lines(_checked(lines, str, "text of an export"), self.owner.user)
         with self._lock, self.store.writing():
             known = {(fact.text, fact.valid_from) for fact in self.facts()}
             new = {(fact.text, fact.valid_from): fact for fact in reversed(facts)}  # of two alike the first
@@ -111,6 +122,9 @@ class Memory:
         Stored KV prefixes of the user hold what is forgotten and go in the same transaction, so that no other process
         saves one meanwhile.
         """
+        if ids is not None and (isinstance(ids, str) or not isinstance(ids, Iterable)):
+            raise InputError(f"ids is {ids!r}; write a list of ids, such as [1, 2]")
+        ids = None if ids is None else [_checked(number, int, "id of a fact") for number in ids]
         with self._lock:
             return self.store.remove(self.owner, ids, lambda: remove_prefixes(self.store.path, self.owner))
 
@@ -125,15 +139,18 @@ class Memory:
     ) -> list[Recalled]:
         """The facts nearest to a question, best first; none if none is near, unless `abstain` is False.
 
-        They were valid at `at`; without it on the day that a question about the past names, else now, which is `now` or
-        the clock's. Their `uses` grow.
+        They were valid at `at`; without it on the day that a question about the past names, or since then, else now,
+        which is `now` or the clock's. Their `uses` grow.
         """
-        asked = asked_for(question_in(clean(question[-MAX_QUESTION:])))
+        asked = asked_for(question_in(clean(_checked(question, str, "question")[-MAX_QUESTION:])))
+        if _checked(top, int, "top") < 1:
+            raise InputError(f"top is {top}; write a whole number from 1 on")
+        since = asked.since if at is None else None
         now = self._now() if now is None else now
-        at = checked_time((asked.day or now) if at is None else at)
+        at = checked_time((now if asked.day is None else asked.day) if at is None else at)
         with self._lock:
             self._index.refresh()
-            found = recall(self._index, asked, at, top, abstain=abstain)
+            found = recall(self._index, asked, at, top, since=since, abstain=abstain)
         if found:
             self.store.count_recall(self.owner, [one.fact.id for one in found])
         return found
@@ -149,6 +166,7 @@ class Memory:
 
     def facts(self, *, at: float | None = None) -> Sequence[Fact]:
         """All facts by id, also those that were superseded; with `at` those that were valid then."""
+        at = None if at is None else checked_time(at)
         with self._lock:
             self._index.refresh()
             return [fact for fact in self._index.facts if at is None or fact.is_valid(at)]
@@ -160,7 +178,14 @@ def _name(text: str, what: str, *, may_be_empty: bool = False) -> str:
     return text
 
 
+def _checked(value: _Value, kind: type[_Value], what: str) -> _Value:
+    """The value; callers need not have type checks of their own."""
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise InputError(f"the {what} is {str(value)[:40]!r} ({type(value).__name__}); give {_KINDS[kind]}")
+    return value
+
+
 def _turn(text: str) -> str:
-    if len(text) > MAX_TURN:
+    if len(_checked(text, str, "turn")) > MAX_TURN:
         raise InputError(f"the turn has {len(text):,} characters; add at most {MAX_TURN:,} at once")
     return text

@@ -46,10 +46,17 @@ class Recalled:
 
 
 def recall(
-    index: FactIndex, asked: AskedFor, at: float, top: int = NUM_RECALLED, *, abstain: bool = True
+    index: FactIndex,
+    asked: AskedFor,
+    at: float,
+    top: int = NUM_RECALLED,
+    *,
+    since: float | None = None,
+    abstain: bool = True,
 ) -> list[Recalled]:
-    """The best facts that were valid at a time, best first; empty if none is near the question and `abstain`."""
-    valid_n = np.flatnonzero(index.valid_N(at))
+    """The best facts that were valid at a time, or from `since` to it, best first; empty if none is near the question
+    and `abstain`."""
+    valid_n = np.flatnonzero(index.valid_N(at, since))
     if not len(valid_n) or not (asked.words or asked.names):
         return []
     words = [form for forms in asked.words for form in forms]

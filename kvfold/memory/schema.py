@@ -92,10 +92,17 @@ def connect(path: Path) -> sqlite3.Connection:
         raise
 
 
+def make_folder(path: Path) -> None:
+    """The folder of a memory, for its owner alone."""
+    with _opening(path):
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
 def _make(path: Path) -> None:
     """A new file is made, and an empty one made private: SQLite gives its log the same mode."""
     with _opening(path):
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not path.parent.is_dir():
+            raise FileError(f"the folder {path.parent} of the memory does not exist; name one that does")
         if path.exists() and not path.is_file() and not path.is_dir():
             raise FileError(f"{path} is a device or a pipe; name a file for the memory")
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))

@@ -19,7 +19,7 @@ from threading import Lock
 from kvfold.errors import KvfoldError
 from kvfold.memory.embedding import fact_embedder
 from kvfold.memory.extract import fact_spans
-from kvfold.memory.fact import MAX_NAME, Owner, is_name
+from kvfold.memory.fact import MAX_NAME, Owner, name_fault
 from kvfold.memory.memory import Memory
 from kvfold.memory.recall import Recalled
 from kvfold.memory.render import render
@@ -62,11 +62,16 @@ class RequestMemory:
             if (write := self._writes.get(owner)) is not None:
                 write.result(_READ_S)
             section = _section(self._memory(owner).recall(question, now=now))
-            self._metrics.add("kvfold_memory_requests_total", result="recalled" if section else "nothing near")
         if not section:
             return request
         block = Block("memory", "user", section, request.blocks[-1].message)
         return replace(request, blocks=[*request.blocks, block])
+
+    def count_request(self, request: ChatRequest, tenant: str) -> None:
+        """Count a request that is served, by whether facts stand in its prompt."""
+        has_facts = bool(request.blocks) and request.blocks[-1].kind == "memory"
+        if has_facts or (_last_text(request) and self._owner(request, tenant)):
+            self._metrics.add("kvfold_memory_requests_total", result="recalled" if has_facts else "none")
 
     def write_later(self, request: ChatRequest, tenant: str, now: float) -> None:
         """Keep the facts of the user's last text."""
@@ -89,8 +94,10 @@ class RequestMemory:
     def _owner(self, request: ChatRequest, tenant: str) -> Owner | None:
         if not request.user.strip():
             return None
-        if not is_name(request.user):
-            raise bad_request(f"user: a name of at most {MAX_NAME} characters is required; facts are kept by it")
+        if fault := name_fault(request.user):
+            raise bad_request(
+                f"{request.user_field}: {fault}; facts are kept by a name of at most {MAX_NAME} characters"
+            )
         return Owner(tenant, request.user)
 
     def _memory(self, owner: Owner) -> Memory:

@@ -153,6 +153,8 @@ class Service:
             events.close()
             raise
         await reply.begin()
+        if self._memory is not None:
+            self._memory.count_request(request, context.tenant)
         return reply
 
     def event_queue(self, tenant: str) -> EventQueue:

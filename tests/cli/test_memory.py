@@ -54,7 +54,7 @@ def test_facts_are_listed_by_id(call: Call, file: tuple[str, ...]) -> None:
         (("add", "--user", "a" * 600, "a b"), "write a name of 1 to 512 characters"),
         (("add", "--user", "anna", "a b", "--embedder", "tfidf"), "tfidf depends on the other texts"),
         (("add", "--user", "anna", "a b", "--embedder", "nope"), 'no embedder "nope"'),
-        (("add", "--user", "anna", "a b", "--file", "/proc/nope/memory.db"), "cannot be opened"),
+        (("add", "--user", "anna", "a b", "--file", "/proc/nope/memory.db"), "does not exist; name one"),
         (("ask", "--user", "anna", "a"), "does not exist; name the file that facts were added to"),
         (("ls",), "does not exist"),
         (("export", "--user", "anna"), "does not exist"),

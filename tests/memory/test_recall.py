@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from kvfold.errors import InputError
+from kvfold.memory.dates import parse_date
 from kvfold.memory.render import render
 from tests.memory.conftest import MakeMemory
 
@@ -134,3 +137,57 @@ def test_a_question_may_name_a_day_beyond_all_dates(make: MakeMemory, day: str) 
     memory = make()
     memory.add("I live in Berlin.")
     assert len(memory.recall(f"Where did I live {day}?", abstain=False)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("when", "cities"),
+    [
+        ("before 2026-03-01", ["Rome"]),
+        ("before March 2026", ["Rome"]),
+        ("before 2026-05-01", ["Bern"]),
+        ("since 2026-02-01", ["Bern", "Oslo", "Rome"]),
+        ("since 2026-03-01", ["Bern", "Oslo"]),
+        ("after March 2026", ["Bern", "Oslo"]),
+        ("on 2026-03-01", ["Bern"]),
+        ("on March 31st, 2026", ["Bern"]),
+        ("on the 2nd of April 2026", ["Bern"]),
+        ("on 2 Apr 2026", ["Bern"]),
+        ("on Apr. 2, 2026", ["Bern"]),
+        ("on 02.04.2026", ["Bern"]),
+        ("on 1 Feb 2026", ["Rome"]),
+        ("in Sept 2026", ["Oslo"]),
+        ("in April 2026", ["Bern"]),
+        ("on 2026-02-30", ["Oslo"]),
+        ("on 31.02.2026", ["Oslo"]),
+    ],
+)
+def test_days_of_the_past_as_people_write_them(make: MakeMemory, when: str, cities: list[str]) -> None:
+    memory = make()
+    for city, day in (("Rome", "2026-01-01"), ("Bern", "2026-03-01"), ("Oslo", "2026-05-01")):
+        memory.add(f"I live in {city}.", at=parse_date(day))
+    found = memory.recall(f"Where did I live {when}?", now=parse_date("2026-11-01"))
+    assert sorted(one.fact.text for one in found) == [f"I live in {city}." for city in cities]
+
+
+def test_values_of_a_wrong_type_are_told_in_one_sentence(make: MakeMemory) -> None:
+    memory: Any = make()
+    acts: list[Callable[[], object]] = [
+        lambda: memory.recall(None),
+        lambda: memory.recall(b"x"),
+        lambda: memory.recall("Where?", top=1.5),
+        lambda: memory.recall("Where?", top=-1),
+        lambda: memory.recall("Where?", now="today"),
+        lambda: memory.add(None),
+        lambda: memory.add("I live in Rome.", at="2026-01-01"),
+        lambda: memory.add("I live in Rome.", importance="x"),
+        lambda: memory.add("I live in Rome.", source=5),
+        lambda: memory.facts(at="2026-01-01"),
+        lambda: memory.load(None),
+        lambda: memory.forget(["1"]),
+        lambda: memory.forget([None]),
+        lambda: memory.forget("12"),
+        lambda: memory.forget(5),
+    ]
+    for act in acts:
+        with pytest.raises(InputError, match=r"^[^\n]+; (give|write) [^\n]+$"):
+            act()

@@ -136,9 +136,17 @@ def test_it_is_off_unless_asked_for(served: Model, tmp_path: Path) -> None:
 
 
 def test_a_name_that_cannot_be_kept_is_refused(server: Running) -> None:
-    for name in ("a" * 513, "a\0b"):
-        with pytest.raises(anthropic.BadRequestError, match="a name of at most 512 characters"):
+    for name, told in (("a" * 513, "it has 513 characters"), ("a\0b", "it has a NUL character in it")):
+        with pytest.raises(anthropic.BadRequestError, match=f"metadata.user_id: {told}; facts are kept by a name"):
             say(server, ASKED, name)
+
+
+def test_requests_that_are_refused_are_not_counted(server: Running) -> None:
+    with pytest.raises(anthropic.BadRequestError, match="maximum"):
+        say(server, "x" * (server.service.model.spec.max_positions + 1))
+    assert "kvfold_memory_requests_total{" not in get(server, "/metrics")[1]
+    say(server, ASKED)
+    assert 'kvfold_memory_requests_total{result="none"} 1' in get(server, "/metrics")[1]
 
 
 def test_a_memory_that_fails_costs_no_reply(server: Running, file: Path) -> None:

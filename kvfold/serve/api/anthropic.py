@@ -43,7 +43,9 @@ def read_messages(data: object, settings: Settings) -> MessagesBody:
     body.end()
     if max_tokens == 0 and is_streamed:
         raise bad_request("stream: a request with max_tokens 0 has nothing to stream; leave stream out")
-    request = ChatRequest(model, blocks, max_tokens, sampling, stop, tool_choice, policy=policy, user=user)
+    request = ChatRequest(
+        model, blocks, max_tokens, sampling, stop, tool_choice, policy=policy, user=user, user_field="metadata.user_id"
+    )
     return MessagesBody(request, is_streamed, anthropic_plan, "", diagnostics is not None, previous_id)
 
 

@@ -81,6 +81,7 @@ class ChatRequest:
     has_seed: bool = False  # the client's; else it was drawn
     policy: str = ""  # that the client counts on; empty: any
     user: str = ""  # whose facts a memory keeps and recalls
+    user_field: str = "user"  # what the API calls it
 
     @property
     def tools(self) -> list[Block]:

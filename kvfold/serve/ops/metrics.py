@@ -16,7 +16,7 @@ _HELP = {
     "kvfold_cache_lookups_total": "Prompt-cache lookups by result: hit, or the reason of the miss.",
     "kvfold_first_token_seconds": "Time to first token (TTFT).",
     "kvfold_token_seconds": "Inter-token latency (ITL), mean of each reply.",
-    "kvfold_memory_requests_total": "Requests that name a user, by whether facts were recalled.",
+    "kvfold_memory_requests_total": "Served requests that name a user, by whether facts were recalled for the prompt.",
     "kvfold_memory_facts_written_total": "Facts of users written to the memory.",
     "kvfold_memory_errors_total": "Recalls and writes of the memory that failed.",
     "kvfold_proxy_requests_total": "Requests that a replica has answered, by replica.",
