@@ -101,11 +101,11 @@ def measured(began: float, clients: list[Client], is_streamed: bool) -> dict[str
     return found
 
 
-def main() -> None:
+def run_job() -> None:
     job = json.load(sys.stdin)
     began, clients = asyncio.run(ask_all(job))
     print(json.dumps(measured(began, clients, bool(job["bodies"][0].get("stream")))))
 
 
 if __name__ == "__main__":
-    main()
+    run_job()

@@ -91,7 +91,7 @@ def test_other_weights_are_refused_before_anything_is_read(file: Path) -> None:
 
 
 def test_too_little_is_refused(model: Model) -> None:
-    with pytest.raises(InputError, match="1 texts cannot be fitted and judged"):
+    with pytest.raises(InputError, match="1 text cannot be fitted and judged"):
         train_scorer(model, TEXTS[:1])
     with pytest.raises(InputError, match="a text of 100 tokens teaches nothing"):
         train_scorer(model, [prompt(100), prompt(200)])
