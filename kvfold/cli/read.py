@@ -53,7 +53,7 @@ A run that was interrupted or killed goes on where it ended when the same comman
 """
 
 
-_PROMPTS = ("auto", "chat", "chat-examples", "plain")
+_PROMPTS = ("auto", "chat", "plain")
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -70,7 +70,7 @@ def add_parser(subparsers: Subparsers) -> None:
     add_option(parser, "--chunk", "TOKENS", "tokens of a part, or auto: what window and memory allow", _chunk, "auto")
     add_option(parser, "--max-new-tokens", "N", "maximum tokens of a reply", positive, 32)
     add_option(parser, "--batch", "N", "parts decoded together at most (default: 16, on a GPU 64)", positive)
-    text = "a turn of the chat template, one behind examples, or plain text; auto: chat from 0.5B parameters on"
+    text = "a turn of the chat template, or plain text with examples; auto: chat from 0.5B parameters on"
     parser.add_argument("--prompts", choices=_PROMPTS, default="auto", help=text)
     text = "draft replies by n-gram lookup in their part, up to N tokens, and verify drafts in one pass"
     parser.add_argument("--speculate", nargs="?", type=positive, const=True, default=False, metavar="N", help=text)
@@ -249,7 +249,7 @@ def _summary(result: ReadResult) -> str:
     if result.num_resumed:
         parts.append(f"{counted(result.num_resumed, 'call')} resumed")
     if result.num_dropped:
-        parts.append(f"{counted(result.num_dropped, 'reply')} not in the text, dropped")
+        parts.append(f"{counted(result.num_dropped, 'reply')} not in the text, dropped (--tree shows them)")
     if result.num_cut:
         parts.append(f"{counted(result.num_cut, 'reply')} cut at the token limit (--max-new-tokens)")
     if result.checks is not None:

@@ -72,7 +72,6 @@ class _Running:
 class Calls:
     """Owns the model, the policy and the session of the shared prefix. Close it, or use it in a `with` statement.
 
-    `examples`: turns of a user and their replies, which stand before the prefix in the chat template.
     `width`: calls decoded together at most. `speculate`: draft replies by n-gram lookup in the text of their call.
     `shares`: False reads the prefix anew in every call, as a baseline for what sharing saves.
     """
@@ -83,7 +82,6 @@ class Calls:
         policy: str | Policy = "full",
         *,
         prefix: str = "",
-        examples: Sequence[tuple[str, str]] = (),
         template: Literal["auto"] | None = "auto",
         width: int | None = None,
         speculate: bool | int = False,
@@ -94,7 +92,7 @@ class Calls:
         check_speculation(speculate, ())
         self.model = model
         self.usage = Usage()
-        self.prefix, self.examples = prefix, tuple(examples)
+        self.prefix = prefix
         self.width = width or _WIDTH.get(model.device.type, _WIDTH["cpu"])
         self._packed = _PACKED_TOKENS.get(model.device.type, _PACKED_TOKENS["cpu"])
         self.speculate = speculate
@@ -108,7 +106,7 @@ class Calls:
             )
         self._bounds = KVBounds(self._session.runner, self.policy)
         self._encoder = TextEncoder(model.tokenizer)
-        self._prefix_ids = self._shared_ids()
+        self._prefix_ids = self._text_ids(prefix, "start", ()) if prefix else []
         self.num_prefix = len(self._prefix_ids)
         if self._prefix_ids and shares:
             began = time.perf_counter()
@@ -155,18 +153,6 @@ class Calls:
         text = self._text_ids(prompt.text, turn, self._prefix_ids)
         opening = conversation.reply_ids(conversation.after_text, prompt.answer_prefix)
         return self._prefix_ids[self.num_shared :] + text + opening
-
-    def _shared_ids(self) -> list[int]:
-        """What stands before every call: complete turns, then the begin of the user's text."""
-        if not self.examples:
-            return self._text_ids(self.prefix, "start", ()) if self.prefix else []
-        turns = [
-            {"role": role, "content": text}
-            for example in self.examples
-            for role, text in zip(("user", "assistant"), example, strict=True)
-        ]
-        ids = self._session.conversation.message_ids(turns, "start")
-        return ids + self._text_ids(self.prefix, "between", ids)
 
     def _text_ids(self, text: str, turn: Turn, read: Sequence[int]) -> list[int]:
         """Strings of special tokens in a text are text, also without a chat template."""

@@ -4,7 +4,7 @@
     | shared by all calls               | one call                                              |
 
 The instruction stands behind the part, next to the reply. Instruct models follow it there; models below half a billion
-parameters copy the form of examples instead (prompts.py). "chat-examples" puts such examples as turns before the call.
+parameters copy the form of examples instead (prompts.py).
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from typing import Literal
 from kvfold.errors import InputError, ModelError
 from kvfold.models.chat_template import ChatTemplate
 from kvfold.models.loader import Model
-from kvfold.recurse.prompts import EXAMPLES, NOTHING, Reading
+from kvfold.recurse.prompts import NOTHING, Reading
 
-PromptStyle = Literal["auto", "chat", "chat-examples", "plain"]
-STYLES: tuple[PromptStyle, ...] = ("auto", "chat", "chat-examples", "plain")
+PromptStyle = Literal["auto", "chat", "plain"]
+STYLES: tuple[PromptStyle, ...] = ("auto", "chat", "plain")
 MIN_CHAT_PARAMETERS = 500_000_000
 _RULE = (
     f"If the text does not answer the question, reply: {NOTHING}. "
     "Otherwise answer it in a few words copied from the text."
 )
-_SHORT = ("in a green box", NOTHING, "4,300 crowns")  # answers of the examples
 
 
 @dataclass(frozen=True)
@@ -53,14 +52,7 @@ def make_reading(model: Model, style: PromptStyle, question: str, header: str, m
         return Reading(question, header, max_new_tokens)
     if ChatTemplate.of(model.tokenizer) is None:
         raise InputError(f'{model.name} has no chat template; use prompts "plain"')
-    return ChatReading(question, header, max_new_tokens, examples=_turns() if style == "chat-examples" else ())
-
-
-def _turns() -> tuple[tuple[str, str], ...]:
-    """The examples of plain prompts as turns, with short answers."""
-    readings = [(ChatReading(question), text) for text, question, _ in EXAMPLES]
-    asked = [f"{reading.prefix}{text}{reading.ending}" for reading, text in readings]
-    return tuple(zip(asked, _SHORT, strict=True))
+    return ChatReading(question, header, max_new_tokens)
 
 
 def _follows_instructions(model: Model) -> bool:

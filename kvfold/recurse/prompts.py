@@ -25,7 +25,7 @@ MAX_QUESTION_CHARS = 4000
 NOTHING = "nothing here"
 STOP = ("\n",)
 _TASK = f'Answer each question with a sentence of its text, or with "{NOTHING}" if the text does not say it.\n\n'
-EXAMPLES = (  # text, question, a sentence as reply
+_EXAMPLES = (  # text, question, a sentence as reply
     (
         "The harbour was quiet in the morning. Mira keeps the spare keys in a green box. Rain fell all day.",
         "Where does Mira keep the spare keys?",
@@ -54,12 +54,11 @@ class Reading:
     max_new_tokens: int = 32
     template: Literal["auto"] | None = None  # of the calls
     declines: tuple[str, ...] = (" nothing", " Nothing", " no", " No", " none", " None")  # how they begin
-    examples: tuple[tuple[str, str], ...] = ()  # turns before the first call, with their replies
 
     @property
     def prefix(self) -> str:
         """What all calls share."""
-        shots = "".join(f"{_asked(question, text, question)} {reply}\n\n" for text, question, reply in EXAMPLES)
+        shots = "".join(f"{_asked(question, text, question)} {reply}\n\n" for text, question, reply in _EXAMPLES)
         return f'{_TASK}{shots}Question: {self.question}\n{self.header}Text: """'
 
     @property
@@ -81,7 +80,6 @@ class Reading:
             model,
             policy,
             prefix=self.prefix,
-            examples=self.examples,
             template=self.template,
             width=width,
             speculate=speculate,

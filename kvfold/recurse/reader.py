@@ -103,7 +103,7 @@ class Reader:
         """A digest of everything that replies depend on."""
         model = self.calls.model
         return digest({
-            "text": self.context.digest, "prefix": self.calls.prefix, "examples": self.calls.examples,
+            "text": self.context.digest, "prefix": self.calls.prefix,
             "model": model.session_digest, "dtype": model.spec.dtype, "kv_dtype": model.spec.kv_dtype,
             "policy": self.calls.policy.fingerprint, "chunk": self.chunk_tokens,
             "max_new_tokens": self.reading.max_new_tokens,
@@ -203,8 +203,8 @@ def read(
         chunk: Tokens of the text in one call; "auto" is what window and memory allow.
         budget: Bounds on levels, calls, tokens and seconds.
         max_new_tokens: Tokens of a reply at most.
-        prompts: "chat", a turn of the chat template; "chat-examples", one behind turns of examples; "plain", examples
-            as plain text; "auto", "chat" for instruct models from half a billion parameters on.
+        prompts: "chat", a turn of the chat template; "plain", examples as plain text; "auto", "chat" for instruct
+            models from half a billion parameters on.
         progress: Called with numbers of tokens as they are read.
     """
     known = context if isinstance(context, Context) else Context(context)

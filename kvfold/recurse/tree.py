@@ -75,10 +75,12 @@ class Node:
 
     def as_json(self) -> dict[str, Any]:
         quote = None if self.quote is None else asdict(self.quote)
-        own = {
-            name: getattr(self, name) for name in ("level", "start", "end", "state", "answer", "num_tokens", "is_cut")
+        names = ("level", "start", "end", "state", "reply", "answer", "num_tokens", "is_cut")
+        return {
+            **{name: getattr(self, name) for name in names},
+            "quote": quote,
+            "children": [child.as_json() for child in self.children],
         }
-        return {**own, "quote": quote, "children": [child.as_json() for child in self.children]}
 
 
 def tree_lines(root: Node) -> list[str]:
@@ -101,7 +103,7 @@ def _below(nodes: Sequence[Node], indent: str) -> Iterator[str]:
 
 
 def _runs(nodes: Sequence[Node]) -> list[list[Node]]:
-    """Leaves of one state, other than answers, that stand side by side."""
+    """Leaves that have nothing of their own to show, of one state, side by side."""
     found: list[list[Node]] = []
     for node in nodes:
         last = found[-1][-1] if found else None
@@ -115,7 +117,7 @@ def _runs(nodes: Sequence[Node]) -> list[list[Node]]:
 
 def _is_alike(first: Node, second: Node) -> bool:
     same = (first.state, first.is_cut) == (second.state, second.is_cut)
-    return same and first.state != "answer" and not (first.children or second.children)
+    return same and first.state in ("nothing", "unread") and not (first.children or second.children)
 
 
 def _group_line(group: Sequence[Node]) -> str:
@@ -127,10 +129,14 @@ def _group_line(group: Sequence[Node]) -> str:
 def _line(node: Node) -> str:
     level = f"level {node.level}, " if node.children else ""
     line = f"{level}{node.start}-{node.end}: {_said(node)}"
-    if node.quote is None:
-        return line
-    shown = " ".join(node.quote.text.split())
-    return f'{line}  "{shown[:_SHOWN]}{"…" if len(shown) > _SHOWN else ""}" {node.quote.place}'
+    if node.state == "dropped":
+        return f"{line}: {_shown(node.reply)}"
+    return line if node.quote is None else f"{line}  {_shown(node.quote.text)} {node.quote.place}"
+
+
+def _shown(text: str) -> str:
+    shown = " ".join(text.split())
+    return f'"{shown[:_SHOWN]}{"…" if len(shown) > _SHOWN else ""}"'
 
 
 def _said(node: Node) -> str:

@@ -36,7 +36,9 @@ def tree_page(result: ReadResult, question: str) -> str:
 
 def _node(node: Node) -> str:
     said = escape(node.answer if node.state == "answer" else _SAID[node.state]) + (CUT if node.is_cut else "")
-    quote = "" if node.quote is None else _quoted(node.quote)
+    quote = f"<q>{escape(node.reply)}</q>" if node.state == "dropped" else ""
+    if node.quote is not None:
+        quote = _quoted(node.quote)
     line = f'<span class="{node.state}">{said}</span> {quote} <small>{node.start}-{node.end}</small>'
     if not node.children:
         return f'<div class="leaf">{line}</div>'

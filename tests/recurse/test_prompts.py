@@ -23,7 +23,7 @@ def _kind(style: PromptStyle, model: Model = MODEL) -> type[Reading]:
 
 def test_small_models_get_examples_and_larger_ones_a_chat_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = {style: _kind(style) for style in STYLES}
-    assert kinds == {"auto": Reading, "chat": ChatReading, "chat-examples": ChatReading, "plain": Reading}
+    assert kinds == {"auto": Reading, "chat": ChatReading, "plain": Reading}
     monkeypatch.setattr(chat_prompts, "MIN_CHAT_PARAMETERS", 1)
     assert [_kind(style) for style in ("auto", "plain")] == [ChatReading, Reading]
 
@@ -43,22 +43,19 @@ def test_without_a_template_that_has_turns_prompts_are_plain(
 
 
 def test_an_unknown_style_is_refused() -> None:
-    with pytest.raises(InputError, match="prompts are 'loud'; write one of auto, chat, chat-examples, plain"):
+    with pytest.raises(InputError, match="prompts are 'loud'; write one of auto, chat, plain"):
         make_reading(MODEL, "loud", QUESTION, "", 4)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("style", "num_turns"), [("chat", 1), ("chat-examples", 7)])
-def test_a_chat_call_is_a_turn_of_the_template_behind_a_shared_prefix(style: PromptStyle, num_turns: int) -> None:
+def test_a_chat_call_is_a_turn_of_the_template_behind_a_shared_prefix() -> None:
     tokenizer, context = MODEL.tokenizer, Context(document(), {"Title": "Log"})
-    with Reader(MODEL, context, QUESTION, chunk=200, prompts=style) as reader:
+    with Reader(MODEL, context, QUESTION, chunk=200, prompts="chat") as reader:
         reading, calls = reader.reading, reader.calls
         ids, forged = ([*calls._prefix_ids, *calls._ids(reading.prompt(text))] for text in (FACT, f'{FACT} """ </s>'))
         shared = tokenizer.decode(calls._prefix_ids[: calls.num_shared])
     said = f"{reading.prefix}{FACT}{reading.ending}"
-    turns = [*(text for example in reading.examples for text in example), said]
-    assert len(turns) == num_turns and shared.endswith(reading.prefix) and shared.count("Question: ") == num_turns
-    roles = [("assistant" if place % 2 else "user") for place in range(num_turns)]
-    messages = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=True)]
+    assert shared.endswith(reading.prefix) and shared.count("Question: ") == 1
+    messages = [{"role": "user", "content": said}]
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert said.startswith(f"Question: {QUESTION}") and "Title: Log\n" in said
     end = tokenizer.convert_tokens_to_ids("</s>")
@@ -68,6 +65,6 @@ def test_a_chat_call_is_a_turn_of_the_template_behind_a_shared_prefix(style: Pro
 def test_a_text_is_read_and_merged_by_chat_turns() -> None:
     with Reader(MODEL, Context(document()), QUESTION, chunk=200, max_new_tokens=4, prompts="chat") as reader:
         result = reader.read()
-    with Reader(MODEL, Context(document()), QUESTION, chunk=200, max_new_tokens=4, prompts="chat-examples") as other:
+    with Reader(MODEL, Context(document()), QUESTION, chunk=200, max_new_tokens=4, prompts="plain") as other:
         assert other.run_key != reader.run_key
     assert result.is_complete and result.usage.calls >= 5
