@@ -9,34 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
-from kvfold.vllm.ragged_documents import RaggedAttention
+from kvfold.vllm.ragged_forward import RaggedForward
 from kvfold.vllm.row_reader import RowReader
 
 
-class RaggedImpl(RaggedAttention, CPUAttentionBackendImpl):
+class RaggedImpl(RaggedForward, CPUAttentionBackendImpl):
     """vLLM's CPU attention, and kvfold's for ragged documents."""
 
     _reader: RowReader | None = None
-
-    def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Any,
-        output: Tensor,
-        *scales: Any,
-        **more: Any,
-    ) -> Tensor:
-        found: Tensor = super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **more)
-        if attn_metadata is not None:
-            self.attend_ragged(layer, extract_layer_index(layer.layer_name), query, kv_cache, attn_metadata, output)
-        return found
 
     def own_rows(self, layer: Any, cache_BHNC: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
         if self._reader is None:

@@ -8,10 +8,8 @@ captured in CUDA graphs: requests on documents come and go, and their tables wit
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from torch import Tensor
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionBackend,
@@ -19,7 +17,7 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 
-from kvfold.vllm.ragged_documents import RaggedAttention
+from kvfold.vllm.ragged_forward import RaggedForward
 
 
 class RaggedCudaBuilder(TritonAttentionMetadataBuilder):
@@ -28,25 +26,8 @@ class RaggedCudaBuilder(TritonAttentionMetadataBuilder):
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
 
 
-class RaggedCudaImpl(RaggedAttention, TritonAttentionImpl):
+class RaggedCudaImpl(RaggedForward, TritonAttentionImpl):
     """vLLM's Triton attention, and kvfold's for ragged documents."""
-
-    def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Any,
-        output: Tensor,
-        *scales: Any,
-        **more: Any,
-    ) -> Tensor:
-        found: Tensor = super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **more)
-        if attn_metadata is not None:
-            self.attend_ragged(layer, extract_layer_index(layer.layer_name), query, kv_cache, attn_metadata, output)
-        return found
 
 
 class RaggedCudaBackend(TritonAttentionBackend):
