@@ -89,8 +89,14 @@ class EngineHttp:
 
 
 async def _next(connection: h11.Connection, reader: asyncio.StreamReader) -> Any:
-    while (event := connection.next_event()) is h11.NEED_DATA:
-        connection.receive_data(await reader.read(_PIECE_BYTES))
+    data = None
+    try:
+        while (event := connection.next_event()) is h11.NEED_DATA:
+            connection.receive_data(data := await reader.read(_PIECE_BYTES))
+    except h11.RemoteProtocolError as error:
+        if data != b"":
+            raise
+        raise EOFError("the connection was closed within an answer") from error
     if isinstance(event, h11.ConnectionClosed):
         raise EOFError("the connection was closed")
     return event
