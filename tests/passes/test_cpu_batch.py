@@ -9,7 +9,8 @@ from kvfold.pages.sequence import SequenceCache
 from kvfold.passes.cpu_batch import grouped, row_of
 from kvfold.passes.decode import DecodePass
 from tests.attend.reference import part
-from tests.pages.tiny import decode, new_sequence, prefill, random_layers, tiny_spec
+from tests.pages.tiny import new_sequence, prefill, random_layers, tiny_spec
+from tests.passes.batches import assert_batch_reads_as_alone
 
 SMALL = "20tok + protect(sinks=1, recent=2)"
 JOINED = ("full", "full + bf16", f"h2o + ada + {SMALL}", "knorm + global + 2x + protect(sinks=1, recent=2)")
@@ -33,20 +34,7 @@ def test_packed_rows_are_read_as_alone(kv_dtype: torch.dtype) -> None:
     batch = [read(index) for index in range(len(policies))]
     assert [row_of(sequence, 0) is not None for sequence in batch] == [True] * 4 + [False] * 3 + [True]
     assert [row_of(sequence, 2) is not None for sequence in batch] == [length < 30 for length in LENGTHS]
-    for at in range(70, 76):  # open blocks of four seal between, not all at once
-        step = DecodePass.begin(batch)
-        mine = [decode(sequence, layers, at) for sequence in alone]
-        for i, qkv in enumerate(layers):
-            new = (x[:, at : at + 1].expand(-1, len(batch), -1) for x in qkv)
-            found_NQD = step.attend_packed(i, *new)
-            expected_NQD = torch.cat([outs[i] for outs in mine], dim=1).transpose(0, 1)
-            torch.testing.assert_close(found_NQD, expected_NQD, atol=1e-5, rtol=1e-4)
-        step.finish()
-        for sequence in batch:
-            sequence.open.commit(1)
-    for one, other in zip(alone, batch, strict=True):
-        for side, mine_too in zip(one.observed.layers, other.observed.layers, strict=True):
-            torch.testing.assert_close(side.mass_HS, mine_too.mass_HS, atol=1e-5, rtol=1e-4)
+    assert_batch_reads_as_alone(batch, alone, layers)
 
 
 def test_a_broken_row_breaks_no_other() -> None:

@@ -9,7 +9,8 @@ from kvfold.pages.arena import Arena
 from kvfold.pages.sequence import SequenceCache
 from kvfold.passes.decode import DecodePass
 from tests.attend.reference import part
-from tests.pages.tiny import SMALL_BLOCK, decode, new_sequence, prefill, random_layers, tiny_spec
+from tests.pages.tiny import SMALL_BLOCK, new_sequence, prefill, random_layers, tiny_spec
+from tests.passes.batches import assert_batch_reads_as_alone
 
 pytest.importorskip("numba")
 
@@ -44,21 +45,7 @@ def test_a_batch_reads_what_torch_reads(policies: tuple[str, ...], kv_dtype: tor
     compiled = CpuStep.over(batch)
     assert compiled is not None and compiled.indices == list(range(len(COMPILED)))
     assert compiled.serves(0) and not compiled.serves(2)
-    layers = random_layers(batch[0].spec, 80)
-    for at in range(70, 76):  # open blocks of four seal between, not all at once
-        step = DecodePass.begin(batch)
-        mine = [decode(sequence, layers, at) for sequence in alone]  # in PyTorch, one by one
-        for i, qkv in enumerate(layers):
-            new = (x[:, at : at + 1].expand(-1, len(batch), -1) for x in qkv)
-            found_NQD = step.attend_packed(i, *new)
-            expected_NQD = torch.cat([outs[i] for outs in mine], dim=1).transpose(0, 1)
-            torch.testing.assert_close(found_NQD, expected_NQD, atol=1e-5, rtol=1e-4)
-        step.finish()
-        for sequence in batch:
-            sequence.open.commit(1)
-    for one, other in zip(alone, batch, strict=True):
-        for side, mine_too in zip(one.observed.layers, other.observed.layers, strict=True):
-            torch.testing.assert_close(side.mass_HS, mine_too.mass_HS, atol=1e-5, rtol=1e-4)
+    assert_batch_reads_as_alone(batch, alone, random_layers(batch[0].spec, 80))
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])

@@ -6,8 +6,6 @@ from dataclasses import replace
 from threading import Event
 from time import time
 
-import pytest
-
 from kvfold.store.markers import CacheMarkers, Marker
 from kvfold.store.store import PrefixStore
 from kvfold.store.tiers.host import HostTier
@@ -21,11 +19,6 @@ def assert_set(going: Event) -> None:
 
 
 MARKER = Marker(40, bytes(range(32)))
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 def test_a_mark_lives_as_long_as_it_is_used(clock: Clock) -> None:

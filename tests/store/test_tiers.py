@@ -58,11 +58,6 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock) -> Iterat
     made.close()
 
 
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
 def make_bounded(kind: str, folder: Path, clock: Clock) -> Bounded:
     return HostTier(LIMIT, clock=clock) if kind == "host" else DiskTier(folder, LIMIT, clock=clock)
 
