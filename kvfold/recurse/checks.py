@@ -12,11 +12,13 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 from kvfold.errors import InputError, ModelError
 from kvfold.recurse.arithmetic import equations, number_text
 from kvfold.session import Session
+from kvfold.shortening.word_index import NO_SPACES
 from kvfold.shortening.yes_no import yes_no_ids, yes_probabilities
 
 _QUOTED = re.compile(
@@ -26,6 +28,7 @@ _QUOTED = re.compile(
 _LEFT_OUT = re.compile(r" ?(?:\[(?:…|\.\.\.)\]|…|\.\.\.) ?")
 _SPELLED = str.maketrans({"’": "'", "‘": "'", "“": '"', "”": '"', "–": "-", "—": "-", "\u00a0": " "})
 _END_MARKS = ".,;:!?"
+_MAX_LEFT_OUT = 400  # characters of the text that one quote leaves out, about three sentences
 
 
 class Check(ABC):
@@ -42,9 +45,9 @@ class Check(ABC):
 class QuoteCheck(Check):
     """Whatever stands in quotation marks and has `min_words` words or more must be in `source`, word for word.
 
-    Whitespace, case, kinds of quotation marks and a mark at the end of the quote do not count; parts around `…` are
-    looked for one behind the other. What stands in '…' or in a mark that nothing closes is not checked. `required`: a
-    text that quotes nothing is refused.
+    Whitespace, case, kinds of quotation marks and marks at both ends of the quote do not count. Parts around `…` stand
+    in one passage, one behind the other, with at most 400 characters left out in all. What stands in '…' or in a mark
+    that nothing closes is not checked. `required`: a text that quotes nothing is refused.
     """
 
     source: str
@@ -77,14 +80,31 @@ def plain(text: str) -> str:
 
 
 def is_quoted(source: str, quote: str) -> bool:
-    """Whether all parts of a quote are in a `plain` text, in their order."""
-    at = 0
-    for part in _LEFT_OUT.split(plain(quote)):
-        found = source.find(part.rstrip(_END_MARKS), at)
-        if found < 0:
+    """Whether the parts of a quote stand in one passage of a `plain` text, in their order and in whole words."""
+    said = (part.strip(f"{_END_MARKS} ") for part in _LEFT_OUT.split(plain(quote)))
+    first, *others = [part for part in said if part] or [""]
+    places = re.finditer(f"(?={_whole_words(first).pattern})", source)  # which may overlap
+    return any(_follow(source, place.start() + len(first), others) for place in places)
+
+
+def _follow(source: str, end: int, parts: Sequence[str]) -> bool:
+    """Whether the parts come one behind the other from there on, and leave out little."""
+    left = _MAX_LEFT_OUT
+    for part in parts:
+        most = end + left + len(part)
+        found = _whole_words(part).search(source, end, most + 1)
+        if found is None or found.end() > most:
             return False
-        at = found + len(part.rstrip(_END_MARKS))
+        left, end = most - found.end(), found.end()
     return True
+
+
+@lru_cache(maxsize=64)
+def _whole_words(part: str) -> re.Pattern[str]:
+    """A pattern of the part that neither begins nor ends inside of a word."""
+    letter = rf"[^\W{NO_SPACES}]"  # Chinese and Japanese have no spaces that would end a word
+    edge = rf"(?!(?<={letter}){letter})"
+    return re.compile(f"{edge}{re.escape(part)}{edge}")
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,8 @@ SOURCE = "The cat sat on\nthe mat. “It’s warm,” she said. Later the dog ca
         'It says "The cat sat … the dog came home."',
         'It says "The cat sat [...] the dog came".',
         "It says «It's warm,».",
+        'It says "The cat … on the mat … she said".',
+        'It says "… the dog came home …".',
         'A "cat" is named, and nothing is quoted.',
         "Nothing is quoted.",
         "It says ‘It’s warm’ and ‘the cat sat on the mat’.",
@@ -38,6 +40,8 @@ def test_quotes_of_the_text_pass(text: str) -> None:
         ('It says "The cat sat on the dog."', "The cat sat on the dog."),
         ('"The cat sat on the mat" and "the dog ran away"', "the dog ran away"),
         ('"the dog came home … The cat sat"', "the dog came home … The cat sat"),
+        ('"he cat sat on the mat"', "he cat sat on the mat"),
+        ('"The cat … she … dog cam"', "The cat … she … dog cam"),
         ('It says “The cat ran away".', "The cat ran away"),
         ("It says »the cat ran away«.", "the cat ran away"),
         ("It says ”the cat ran away”.", "the cat ran away"),
@@ -47,6 +51,21 @@ def test_quotes_of_the_text_pass(text: str) -> None:
 )
 def test_a_quote_that_is_not_in_the_text_is_refused(text: str, wrong: str) -> None:
     assert QuoteCheck(SOURCE).refusal(text) == f'"{wrong}" is not in the text'
+
+
+def test_parts_of_a_quote_stand_in_one_passage() -> None:
+    """Words of the first clause and of the last are no quote, though the text has them in this order."""
+    filler = "The rooms are heated in winter. " * 20
+    text = f"The contract with Bosch runs for years. {filler}The contract with Siemens, signed late, ends in May."
+    assert QuoteCheck(text).refusal('"The contract with Bosch … ends in May"') is not None
+    assert QuoteCheck(text).refusal('"The contract with … ends in May"') is None, "there is a later one"
+    assert QuoteCheck(text).refusal('"The contract with Siemens … ends in May."') is None
+    passages = [f"It began here {'x' * num_left_out} and ended there." for num_left_out in (398, 399)]
+    assert [QuoteCheck(one).refusal('"It began here … and ended there"') is None for one in passages] == [True, False]
+
+
+def test_a_quote_of_a_language_without_spaces_may_begin_anywhere() -> None:
+    assert QuoteCheck("猫は赤い敷物の上に座った。", min_words=1).refusal("「赤い敷物」") is None
 
 
 def test_a_quote_can_be_required_and_short_ones_checked() -> None:
