@@ -22,6 +22,7 @@ from kvfold.shortening.word_index import words_of
 
 NAMES = ("auto", "potion", "minilm", "hashed")
 _WORD_WEIGHT, _TRIGRAM_WEIGHT = 4, 1
+_BATCH = 2048  # texts that are counted at once
 
 
 @dataclass
@@ -36,12 +37,18 @@ class HashedTrigrams:
     digest: str = field(default="1", init=False)
 
     def codes(self, texts: Sequence[str], progress: Progress | None = None) -> NDArray[np.int8]:
+        found = np.zeros((len(texts), self.num_dims), dtype=np.int8)
+        for low in range(0, len(texts), _BATCH):
+            found[low : low + _BATCH] = encode_unit(self._counts(texts[low : low + _BATCH]))
+        return found
+
+    def _counts(self, texts: Sequence[str]) -> NDArray[np.int64]:
         rows_ND = np.zeros((len(texts), self.num_dims), dtype=np.int64)
         for row, text in enumerate(texts):
             for piece, weight in _pieces(text):
                 value = zlib.crc32(piece.encode("utf-8", "replace"))
                 rows_ND[row, value % self.num_dims] += weight if value & 0x80000000 else -weight
-        return encode_unit(rows_ND)
+        return rows_ND
 
 
 def _pieces(text: str) -> Iterator[tuple[str, int]]:

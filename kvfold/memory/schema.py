@@ -135,6 +135,7 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
     (is_empty,) = run("SELECT count(*) = 0 FROM sqlite_master").fetchone()
     if not is_empty:
         _check(connection, path)
+        _check_pages(connection, path)
         _make_private(path)
     run("PRAGMA secure_delete = ON")
     run("PRAGMA journal_mode = WAL")
@@ -167,6 +168,13 @@ def _check(connection: sqlite3.Connection, path: Path) -> None:
         raise FileError(f"{path} is an SQLite file of another program; name a new file for the memory")
     if version != VERSION:
         raise FileError(f"{path} has version {version} of a memory and this kvfold reads {VERSION}; use another file")
+
+
+def _check_pages(connection: sqlite3.Connection, path: Path) -> None:
+    """Pages that are damaged are told at once, before facts are written beside them; text is not checked."""
+    (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+    if found != "ok":
+        raise _told(path, sqlite3.DatabaseError(found.splitlines()[-1]))
 
 
 def _told(path: Path, error: Exception) -> FileError:

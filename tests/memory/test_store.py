@@ -156,14 +156,18 @@ def test_a_newer_version_is_refused(make: MakeMemory, path: Path) -> None:
         Memory(path, "anna", embedder="hashed")
 
 
-def test_damage_in_the_middle_is_told_when_it_is_read(path: Path) -> None:
+@pytest.mark.parametrize("num_pages", [1, 20])
+def test_damaged_pages_are_told_at_opening(path: Path, num_pages: int) -> None:
+    """Also to who asks for nothing on them, and before anything is written."""
     with Memory(path, "anna", embedder="hashed") as memory:
         memory.add(" ".join(f"The house number {number} is old and red." for number in range(500)))
     content = bytearray(path.read_bytes())
-    content[8192:-4096] = b"\xa5" * (len(content) - 12288)
+    middle = len(content) // 2 // 4096 * 4096
+    content[middle : middle + 4096 * num_pages] = b"\xa5" * 4096 * num_pages
     path.write_bytes(content)
-    with pytest.raises(FileError, match=r"the memory .* is damaged"), Memory(path, "anna", embedder="hashed") as memory:
-        memory.facts()
+    with pytest.raises(FileError, match=r"^the memory [^\n]* is damaged or no SQLite file \([^\n]+\); restore a copy"):
+        Memory(path, "ben", embedder="hashed")
+    assert path.read_bytes() == content
 
 
 @pytest.mark.parametrize(
