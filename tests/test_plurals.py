@@ -40,8 +40,8 @@ def plurals_after_numbers(tree: ast.AST) -> Iterator[str]:
                     yield f"line {found.lineno}: {ast.unparse(value)} {word}"
 
 
-@pytest.mark.parametrize("folder", ["cli", "recurse", "train"])
+@pytest.mark.parametrize("folder", ["cli", "engine", "recurse", "serve", "train"])
 def test_commands_count_by_counted(folder: str) -> None:
-    """Tests of commands seldom count to 1, and whoever tries a command does."""
+    """Tests of commands and servers seldom count to 1, and whoever tries a command does."""
     for path in sorted((ROOT / "kvfold" / folder).rglob("*.py")):
         assert not list(plurals_after_numbers(ast.parse(path.read_text(encoding="utf-8")))), path

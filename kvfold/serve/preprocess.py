@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvfold.engine.scheduling.queues import FairQueue
+from kvfold.plurals import counted
 from kvfold.serve.api.errors import ApiError
 from kvfold.serve.settings import Limits
 
@@ -100,10 +101,11 @@ class Preprocessor:
     def _check(self, tenant: str) -> None:
         most, num_waiting = self._limits.per_tenant, self._small.num_waiting + self._large.num_waiting
         if most is not None and self._active[tenant] >= most:
-            message = f"{most} requests of this tenant are being read (--max-per-tenant); wait for one"
+            message = f"this tenant has {counted(most, 'request')} being read (--max-per-tenant); wait for one"
             raise ApiError(429, message, retry_after_s=1)
         if num_waiting >= self._limits.waiting:
-            raise ApiError(529, f"{num_waiting} requests are queued to be read; try again later", retry_after_s=1)
+            message = f"the queue has {counted(num_waiting, 'request')} to read; try again later"
+            raise ApiError(529, message, retry_after_s=1)
 
     def close(self) -> None:
         """Drop queued work."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from kvfold.engine.scheduling.jobs import Job, PrefixSharing
 from kvfold.errors import Overloaded
+from kvfold.plurals import counted
 from kvfold.policy.policy import Policy
 from kvfold.serve.api.errors import ApiError, bad_request, prompt_too_long
 from kvfold.serve.api.native import client_policy
@@ -247,7 +248,7 @@ class Service:
             raise ApiError(529, "the server is shutting down; send the request again", retry_after_s=1)
         most = self.settings.per_tenant
         if self.num_running[tenant] >= most:
-            message = f"{most} requests of this tenant are running or queued (--max-per-tenant); wait for one"
+            message = f"this tenant has {counted(most, 'request')} running or queued (--max-per-tenant); wait for one"
             raise ApiError(429, message, retry_after_s=1)
         self.num_running[tenant] += 1
 

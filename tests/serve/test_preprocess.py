@@ -80,12 +80,12 @@ def test_lines_are_bounded_for_a_tenant_and_for_all() -> None:
     async def crowd(preprocessor: Preprocessor) -> None:
         mine = [asyncio.create_task(preprocessor.run("a", 1, gate.wait)) for _ in range(4)]
         await asyncio.sleep(0)
-        with pytest.raises(ApiError, match="4 requests of this tenant") as caught:
+        with pytest.raises(ApiError, match="this tenant has 4 requests being read") as caught:
             await preprocessor.run("a", 1, gate.wait)
         assert (caught.value.status, caught.value.headers["retry-after"]) == (429, "1")
         others = [asyncio.create_task(preprocessor.run("b", 1, gate.wait))]
         await asyncio.sleep(0)
-        with pytest.raises(ApiError, match="3 requests are queued") as caught:
+        with pytest.raises(ApiError, match="the queue has 3 requests to read") as caught:
             await preprocessor.run("c", LARGE, gate.wait)
         assert caught.value.status == 529
         gate.set()

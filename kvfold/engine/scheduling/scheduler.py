@@ -43,6 +43,7 @@ from kvfold.engine.scheduling.jobs import Ended, Job
 from kvfold.engine.scheduling.prefill_manager import PrefillManager, TimeSlice
 from kvfold.engine.scheduling.queues import Queues, is_over
 from kvfold.errors import InputError, Overloaded
+from kvfold.plurals import counted
 from kvfold.policy.policy import Policy
 
 MAX_RESTARTS = 5  # in a minute: a loop that raises more often will not recover
@@ -168,7 +169,7 @@ class Scheduler:
         with self._changed:
             self._supervisor.require_open()
             if self._queues.waiting.num_waiting >= self.max_waiting:
-                raise Overloaded(f"{self.max_waiting} requests wait already; try again later")
+                raise Overloaded(f"the queue has {counted(self.max_waiting, 'request')}; try again later")
             job.number = next(self._numbers)
             self._queues.waiting.push(job)
             self._changed.notify()

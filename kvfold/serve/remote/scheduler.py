@@ -21,6 +21,7 @@ from typing import Any
 from kvfold.engine.scheduling.jobs import Ended, Event, Job, PrefillDone, TextDelta
 from kvfold.errors import InputError, Overloaded
 from kvfold.packed.client import PACK_AGAIN, PackedPrefix
+from kvfold.plurals import counted
 from kvfold.serve.api.errors import ApiError
 from kvfold.serve.api.strict_json import Json
 from kvfold.serve.ops.metrics import Metrics
@@ -85,7 +86,7 @@ class RemoteScheduler:
         if self._is_closed:
             raise Overloaded("the server is shutting down; send the request to another one")
         if len(self._tasks) >= self._most:
-            raise Overloaded(f"{self.num_waiting} requests are queued; send the request again later")
+            raise Overloaded(f"the queue has {counted(self.num_waiting, 'request')}; send the request again later")
         self._tasks[job] = asyncio.get_running_loop().create_task(self._run(job))
 
     def cancel(self, job: Job) -> None:

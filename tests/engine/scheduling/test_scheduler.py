@@ -220,7 +220,7 @@ def test_too_many_are_refused_at_once(model: Model) -> None:
         scheduler.submit(first)
         assert busy.has_written.wait(60)
         scheduler.submit(job(scheduler.runner, tiny.prompt(9))[0])
-        with pytest.raises(Overloaded, match="1 requests wait already; try again later"):
+        with pytest.raises(Overloaded, match="the queue has 1 request; try again later"):
             scheduler.submit(job(scheduler.runner, tiny.prompt(9))[0])
 
 
