@@ -53,7 +53,7 @@ class Heard:
     def text(self) -> str:
         return "".join(event.text for event in self.events if isinstance(event, TextDelta))
 
-    def end(self, timeout_s: float = 60) -> Ended:
+    def end(self, timeout_s: float = 600) -> Ended:
         """How it ended, once it has."""
         assert self.has_ended.wait(timeout_s), "the job did not end"
         (found,) = (event for event in self.events if isinstance(event, Ended))

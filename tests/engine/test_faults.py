@@ -103,10 +103,15 @@ class Ran(NamedTuple):
     scheduler: Scheduler
 
 
+def still_scheduler(runner: Runner, model: Model) -> Scheduler:
+    """Its clock stands still, so no time slice ends: batches are the same on a machine of any speed."""
+    return Scheduler(runner, Policy.parse("full"), model.tokenizer, clock=lambda: 0.0)
+
+
 def run_all(model: Model, asked: dict[int, Options]) -> Ran:
     """All jobs come in one turn, so that each run makes the same calls; the thread lives and no page is lost."""
     runner = Runner(model.hf, model.spec, model.arena, chunk_len=16)
-    scheduler = Scheduler(runner, Policy.parse("full"), model.tokenizer)
+    scheduler = still_scheduler(runner, model)
     try:
         made = [job(runner, tiny.prompt(n, seed=n), **options) for n, options in asked.items()]
         with scheduler._changed:
@@ -124,7 +129,10 @@ def run_all(model: Model, asked: dict[int, Options]) -> Ran:
 
 @pytest.fixture(scope="module")
 def small() -> Model:
-    return tiny.ready("llama", capacity=CAPACITY)
+    """After a run that compiles its kernels, which takes minutes while calls are watched."""
+    found = tiny.ready("llama", capacity=CAPACITY)
+    run_all(found, SHORT)
+    return found
 
 
 def sites_of(model: Model, asked: dict[int, Options]) -> tuple[Counter[Site], Ran]:
@@ -221,7 +229,7 @@ def test_of_a_batch_that_raises_only_whoever_is_at_fault_fails(model: Model, mon
         return decode(sequences, *more, **options)
 
     def run(is_broken: bool) -> Sequence[tuple[str, str]]:
-        scheduler = Scheduler(runner, Policy.parse("full"), model.tokenizer)
+        scheduler = still_scheduler(runner, model)
         made = [job(runner, tiny.prompt(9, seed=i), max_new_tokens=6) for i in range(7)]
         victim, begin = made[2][0], made[2][0].source.begin
 
