@@ -42,6 +42,7 @@ from kvfold.engine.output_processor import Request
 from kvfold.engine.runner import Runner
 from kvfold.models.loader import Model, load
 from kvfold.policy.policy import Policy
+from kvfold.serve.batch_send import prepare
 from kvfold.serve.server import Server, open_store, service_of
 from kvfold.serve.settings import Limits, Settings
 
@@ -132,6 +133,7 @@ def stream_figures(streams: Sequence[Sequence[tuple[float, int]]], reply: int) -
 @contextmanager
 def server_of(model: Model, policy: Policy, most: int) -> Iterator[int]:
     """The port of a server that runs in a thread."""
+    prepare()
     settings = Settings((_NAME,), Limits(running=most, waiting=most), temperature=0.0)
     with service_of(model, policy, settings, open_store(model, host_bytes=1 << 30)) as service:
         server = Server(service, lambda trace: None)

@@ -112,7 +112,7 @@ class App:
         except BaseException:
             reply.close()
             raise
-        return EventStream(sse_lines(writer, state.trace), reply.close)
+        return EventStream(sse_lines(writer, state.trace), reply.close, reply.write_to)
 
     async def _count(self, read: Callable[[object], ChatRequest], more: Json, request: Request) -> Response:
         """Prompt tokens."""

@@ -17,7 +17,6 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -26,7 +25,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from kvfold.errors import InputError
 from kvfold.serve.api.errors import KINDS
-from kvfold.serve.api.sse import CHUNK_WRITER
+from kvfold.serve.api.sse import CHUNKS
 from kvfold.serve.settings import Limits
 
 BACKLOG = 64  # listen backlog of the socket
@@ -107,6 +106,34 @@ class Timer:
             self._handle = None
 
 
+class Chunks:
+    """The chunked body of one response. As `cycle.send`, without h11, whose chunks are the same bytes."""
+
+    def __init__(self, connection: Connection, cycle: RequestResponseCycle) -> None:
+        self._flow, self._transport, self._cycle = connection.flow, connection.transport, cycle
+        self.fd: int = self._transport.get_extra_info("socket").fileno()
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether all that was written is sent, and more can be."""
+        transport = self._transport
+        return not (transport.get_write_buffer_size() or transport.is_closing() or self._cycle.disconnected)
+
+    def chunk(self, data: bytes) -> bytes:
+        return b"%x\r\n%b\r\n" % (len(data), data)
+
+    def write(self, data: bytes) -> None:
+        """Whole chunks, or the rest of one."""
+        self._transport.write(data)
+
+    async def send(self, data: bytes) -> None:
+        """As a chunk, once the client has read those before it."""
+        if self._flow.write_paused and not self._cycle.disconnected:
+            await self._flow.drain()
+        if data and not self._cycle.disconnected:
+            self.write(self.chunk(data))
+
+
 class Connection(H11Protocol):
     """uvicorn's HTTP/1.1 protocol with header and write time-outs and a connection limit."""
 
@@ -151,15 +178,8 @@ class Connection(H11Protocol):
     def handle_events(self) -> None:
         """An HTTP/1.1 response of unknown length is chunked: its handler may write chunks to the connection."""
         super().handle_events()
-        if self.cycle is not None and self.scope["http_version"] == "1.1" and CHUNK_WRITER not in self.scope:
-            self.scope[CHUNK_WRITER] = partial(self._write_chunk, self.cycle)  # type: ignore[literal-required]
-
-    async def _write_chunk(self, cycle: RequestResponseCycle, data: bytes) -> None:
-        """As `cycle.send`, without h11, whose chunks are the same bytes."""
-        if self.flow.write_paused and not cycle.disconnected:
-            await self.flow.drain()
-        if data and not cycle.disconnected:
-            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        if self.cycle is not None and self.scope["http_version"] == "1.1" and CHUNKS not in self.scope:
+            self.scope[CHUNKS] = Chunks(self, self.cycle)  # type: ignore[literal-required]
 
     def _takes_head(self, data: bytes) -> bool:
         """Check bytes that would be parsed as headers; a refusal closes the connection."""

@@ -16,7 +16,7 @@ from kvfold.serve.api.tool_calls import ToolCall, ToolCallParser
 from kvfold.serve.cache.breakpoints import Boundary, CachePlan
 from kvfold.serve.cache.source import PlainSource
 from kvfold.serve.cache.usage import Usage
-from kvfold.serve.event_queue import EventQueue
+from kvfold.serve.event_queue import ChunkStream, EventQueue, Line
 from kvfold.serve.ops.metrics import Metrics
 from kvfold.serve.ops.request_trace import RequestTrace
 
@@ -73,6 +73,18 @@ class Reply:
         self._events, self._source, self._metrics, self._cancel = events, source, metrics, cancel
         self._timeout_s, self._on_complete = timeout_s, on_complete
         self._is_closed = False
+        self._parser = ToolCallParser(request.calls_tools)
+
+    def write_to(self, stream: ChunkStream) -> None:
+        """Where texts are written that nobody has to read (`write_texts`)."""
+        self._events.stream = stream
+
+    def write_texts(self, line: Line | None) -> None:
+        """While `parts` waits, texts go to the stream at once, each as such a line; None: `parts` yields them."""
+        if line is None or not self.request.calls_tools:
+            self._events.line = line
+        else:
+            self._events.line = lambda text: line(text) if self._parser.is_text(text) else None
 
     @property
     def usage(self) -> Usage:
@@ -96,11 +108,10 @@ class Reply:
 
     async def parts(self) -> AsyncIterator[str | ToolCall]:
         """Texts and tool calls as they are generated; ApiError if generation fails."""
-        parser = ToolCallParser(self.request.calls_tools)
         try:
             while self.end is None:
                 event = await self._events.get()
-                for part in self._taken(event, parser):
+                for part in self._taken(event):
                     self.has_calls = self.has_calls or isinstance(part, ToolCall)
                     yield part
         finally:
@@ -116,9 +127,9 @@ class Reply:
                 found.append(part)
         return found
 
-    def _taken(self, event: Event, parser: ToolCallParser) -> list[str | ToolCall]:
+    def _taken(self, event: Event) -> list[str | ToolCall]:
         if isinstance(event, TextDelta):
-            return parser.add(event.text)
+            return self._parser.add(event.text)
         assert isinstance(event, Ended)
         if event.reason in ("late", "failed", "cancelled"):
             self._fail(event)
@@ -128,7 +139,7 @@ class Reply:
         metrics.add("kvfold_output_tokens_total", event.num_tokens)
         if token_ms is not None:
             metrics.observe("kvfold_token_seconds", token_ms / 1e3)
-        return parser.finish()
+        return self._parser.finish()
 
     def _fail(self, event: Ended) -> None:
         if event.reason == "late":

@@ -34,6 +34,7 @@ from kvfold.errors import InputError, KvfoldWarning
 from kvfold.models.loader import Model
 from kvfold.policy.policy import Policy
 from kvfold.serve.app import App
+from kvfold.serve.batch_send import prepare
 from kvfold.serve.connections import BACKLOG, Connection, ConnectionLimit, most_connections
 from kvfold.serve.local_service import LocalService
 from kvfold.serve.middleware import OnDone
@@ -179,6 +180,7 @@ def serve(service: Service, host: str, port: int, started: Callable[[int], None]
 
 def serve_at(service: Service, listening: socket.socket, started: Callable[[], None], on_done: OnDone) -> int:
     """As `serve`, at a socket that listens already."""
+    prepare()
     server = Server(service, on_done, started)
     server.end_on_signals()
     server.run(sockets=[listening])

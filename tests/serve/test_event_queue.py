@@ -110,6 +110,110 @@ def _put_all(mailbox: Mailbox, queues: list[EventQueue], event: Event) -> None:
     thread.join()
 
 
+def test_an_end_does_not_take_texts_of_other_replies_along() -> None:
+    async def run() -> list[list[Event]]:
+        mailbox = Mailbox(asyncio.get_running_loop(), clock=lambda: 1.0)
+        queues = [EventQueue(mailbox, 60.0, lambda: None) for _ in range(2)]
+        _put_all(mailbox, queues, TextDelta("a"))
+        await asyncio.sleep(0.01)
+        _put_all(mailbox, queues, TextDelta("b"))
+        _put_all(mailbox, queues[:1], Ended("eos", 2))
+        await asyncio.sleep(0.01)
+        found = [[*queue._events] for queue in queues]
+        _put_all(mailbox, queues[1:], Ended("eos", 2))
+        await asyncio.sleep(0.01)
+        return [*found, [*queues[1]._events]]
+
+    ended, running, later = asyncio.run(run())
+    assert ended == [TextDelta("ab"), Ended("eos", 2)]
+    assert running == [TextDelta("a")]
+    assert later == [TextDelta("ab"), Ended("eos", 2)]
+
+
+class Sent:
+    """A stream that keeps what is written."""
+
+    fd = -1
+
+    def __init__(self, is_clear: bool = True) -> None:
+        self.is_clear = is_clear
+        self.data = b""
+
+    def chunk(self, data: bytes) -> bytes:
+        return b"[" + data + b"]"
+
+    def write(self, data: bytes) -> None:
+        self.data += data
+
+
+def _line(text: str) -> str | None:
+    if "!" in text:
+        raise ValueError
+    return None if "<" in text else f"{text}\n"
+
+
+@pytest.mark.parametrize(
+    ("texts", "is_clear", "written", "read"),
+    [
+        ("ab", True, b"[a\n][b\n]", ""),
+        ("ab", False, b"", "ab"),  # the client has not read what was sent
+        ("a<b", True, b"[a\n][b\n]", "<"),  # more than a line
+        ("a!b", True, b"[a\n][b\n]", "!"),
+    ],
+)
+def test_texts_go_to_the_stream_while_their_reader_waits(texts: str, is_clear: bool, written: bytes, read: str) -> None:
+    async def run() -> tuple[bytes, list[Event]]:
+        mailbox = Mailbox(asyncio.get_running_loop(), clock=partial(next, count()))
+        queue, stream = EventQueue(mailbox, 60.0, lambda: None), Sent(is_clear)
+        reader = asyncio.create_task(_until_end(queue))
+        await asyncio.sleep(0)
+        queue.stream, queue.line = stream, _line
+        for text in texts:
+            _put_all(mailbox, [queue], TextDelta(text))
+            await _next_callback(mailbox)
+        _put_all(mailbox, [queue], Ended("eos", len(texts)))
+        return stream.data, await reader
+
+    data, (*found, _) = asyncio.run(run())
+    assert (data, "".join(event.text for event in found if isinstance(event, TextDelta))) == (written, read)
+
+
+async def _next_callback(mailbox: Mailbox) -> None:
+    """Until the loop has delivered."""
+    done = mailbox.loop.create_future()
+    mailbox.loop.call_soon(done.set_result, None)
+    await done
+
+
+def test_a_text_behind_an_event_that_is_not_read_waits_for_it() -> None:
+    async def run() -> tuple[bytes, list[Event]]:
+        mailbox = Mailbox(asyncio.get_running_loop(), clock=partial(next, count()))
+        queue, stream = EventQueue(mailbox, 60.0, lambda: None), Sent()
+        queue.stream, queue.line = stream, _line
+        for event in (PrefillDone(1), TextDelta("a"), TextDelta("b"), Ended("eos", 2)):
+            _put_all(mailbox, [queue], event)
+            await _next_callback(mailbox)
+        found = await _until_end(queue)
+        return stream.data, found
+
+    assert asyncio.run(run()) == (b"", [PrefillDone(1), TextDelta("ab"), Ended("eos", 2)])
+
+
+def test_a_text_does_not_overtake_one_whose_reader_is_only_woken() -> None:
+    async def run() -> bool:
+        queue = EventQueue(Mailbox(asyncio.get_running_loop()), 60.0, lambda: None)
+        queue.stream, queue.line = Sent(), _line
+        reader = asyncio.create_task(queue.get())
+        await asyncio.sleep(0)
+        queue.add(TextDelta("<"))
+        is_written = queue.line_of([TextDelta("b")]) is not None
+        assert await reader == TextDelta("<")
+        queue.close()
+        return is_written
+
+    assert not asyncio.run(run())
+
+
 def test_an_event_of_the_loop_itself_needs_no_flush() -> None:
     async def run() -> Event:
         queue = EventQueue(Mailbox(asyncio.get_running_loop()), 60.0, lambda: None)

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from threading import Event
 from typing import Any
 
@@ -145,6 +146,7 @@ def test_a_late_request_is_answered_while_the_scheduler_is_stuck(
             go_on.set()
         monkeypatch.setattr(server.service._runner, "prefill", prefill)
         until(lambda: server.service.scheduler.num_running == 0)
+        server.service.settings = replace(server.service.settings, limits=Limits(per_tenant=1))  # time enough
         assert server.anthropic.messages.create(**SHORT).usage.output_tokens == 2
 
 

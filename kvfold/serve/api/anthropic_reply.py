@@ -87,10 +87,12 @@ class MessageWriter:
                 for event in _call_events(part, index):
                     yield event
                 index, is_open = index + 1, False
+                self._reply.write_texts(None)
                 continue
             if not is_open:
                 yield _block_start(index, _content(""))
                 is_open, lines_of_text = True, TextLines(partial(_text_delta, index))
+                self._reply.write_texts(lines_of_text)
             yield lines_of_text(part)
         if is_open:
             yield {"type": "content_block_stop", "index": index}

@@ -219,6 +219,7 @@ class CompletionWriter:
 
     async def events(self) -> AsyncIterator[Json | str]:
         lines_of_text = TextLines(self._text)
+        self._reply.write_texts(lines_of_text)
         async for part in self._reply.parts():
             yield lines_of_text(str(part))
         yield self._last("")
@@ -249,6 +250,7 @@ class ChatWriter(CompletionWriter):
     async def events(self) -> AsyncIterator[Json | str]:
         yield self._chunk({"role": "assistant", "content": ""})
         num_calls, lines_of_text = 0, TextLines(lambda text: self._chunk({"content": text}))
+        self._reply.write_texts(lines_of_text)
         async for part in self._reply.parts():
             if isinstance(part, ToolCall):
                 yield self._chunk({"tool_calls": [{"index": num_calls, **_call_out(part)}]})

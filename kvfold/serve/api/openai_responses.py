@@ -20,6 +20,7 @@ from kvfold.serve.api.openai import (
 )
 from kvfold.serve.api.openai_chat import ROLES
 from kvfold.serve.api.request import Block, ChatRequest, Role
+from kvfold.serve.api.sse import lines_of
 from kvfold.serve.api.strict_json import Json
 from kvfold.serve.api.tool_calls import ToolCall
 from kvfold.serve.reply import Reply
@@ -114,6 +115,7 @@ class ResponseWriter:
         self._created = int(time.time())
         self._numbers = count()
         self._output: list[Json] = []
+        self._text: str | None = None  # of the message item being streamed
 
     def _response(self, status: str) -> Json:
         request, is_done = self._reply.request, self._reply.end is not None
@@ -175,23 +177,22 @@ class ResponseWriter:
     def _event(self, kind: str, **more: Any) -> Json:
         return {"type": f"response.{kind}", "sequence_number": next(self._numbers), **more}
 
-    async def events(self) -> AsyncIterator[Json]:
+    async def events(self) -> AsyncIterator[Json | str]:
         """Each has its SSE name under "type", and a sequence number."""
         yield self._event("created", response=self._response("in_progress"))
         yield self._event("in_progress", response=self._response("in_progress"))
-        text: str | None = None  # of the message item being streamed
         async for part in self._reply.parts():
             if isinstance(part, ToolCall):
-                for event in (*self._close(text), *self._called(part)):
+                self._reply.write_texts(None)
+                for event in (*self._close(), *self._called(part)):
                     yield event
-                text = None
                 continue
-            if text is None:
+            if self._text is None:
                 for event in self._open():
                     yield event
-            yield self._text_event("delta", delta=part)
-            text = (text or "") + part
-        for event in self._close(text):
+                self._reply.write_texts(self._line)
+            yield self._line(part)
+        for event in self._close():
             yield event
         yield self._event(self._status, response=self._response(self._status))
 
@@ -207,6 +208,10 @@ class ResponseWriter:
     def _text_event(self, kind: str, **more: Any) -> Json:
         return self._event(f"output_text.{kind}", **self._where, logprobs=[], **more)
 
+    def _line(self, text: str) -> str:
+        self._text = (self._text or "") + text
+        return lines_of(self._text_event("delta", delta=text))
+
     def _open(self) -> list[Json]:
         index, item = len(self._output), self._message(None, "in_progress")
         return [
@@ -214,8 +219,9 @@ class ResponseWriter:
             self._event("content_part.added", **self._where, part=_text_part("")),
         ]
 
-    def _close(self, text: str | None) -> list[Json]:
+    def _close(self) -> list[Json]:
         """Add the message item being streamed, if any, to the output."""
+        text, self._text = self._text, None
         if text is None:
             return []
         index, item = len(self._output), self._message(text, "completed")

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 
 from kvfold.serve.api.errors import ApiError
 from kvfold.serve.api.strict_json import Json
+from kvfold.serve.event_queue import ChunkStream
 from kvfold.serve.ops.request_trace import RequestTrace
 
 T = TypeVar("T")
@@ -22,17 +23,26 @@ _log = logging.getLogger("kvfold.serve")
 _PROMPT_FIELDS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}
 
 
-CHUNK_WRITER = "kvfold.write_chunk"  # in the scope: writes bytes of a chunked body straight to the connection
-WriteChunk = Callable[[bytes], Awaitable[None]]
+CHUNKS = "kvfold.chunks"  # in the scope: writes a chunked body straight to the connection
+
+
+class Body(ChunkStream, Protocol):
+    async def send(self, data: bytes) -> None: ...
 
 
 class EventStream(StreamingResponse):
-    """An SSE response; calls its callbacks however it ends, even if nothing of it was read."""
+    """An SSE response; calls its callbacks however it ends, even if nothing of it was read. `attach` is called with
+    the body, where its lines may be written beside those that are read here."""
 
-    def __init__(self, lines: AsyncIterator[str], close: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        lines: AsyncIterator[str],
+        close: Callable[[], None],
+        attach: Callable[[ChunkStream], None] = lambda stream: None,
+    ) -> None:
         super().__init__(lines, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        self._callbacks = [close]
-        self._write_chunk: WriteChunk | None = None
+        self._callbacks, self._attach = [close], attach
+        self._body: Body | None = None
 
     def on_close(self, callback: Callable[[], None]) -> None:
         self._callbacks.append(callback)
@@ -41,13 +51,16 @@ class EventStream(StreamingResponse):
         """A token's way through the layers of ASGI would take longer than the write itself: where the connection offers
         to, it writes events at once."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        write: WriteChunk = self._write_chunk or partial(_send_body, send)
+        write: Callable[[bytes], Awaitable[None]] = partial(_send_body, send)
+        if self._body is not None:
+            write = self._body.send
+            self._attach(self._body)
         async for line in self.body_iterator:
             await write(str(line).encode())
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        self._write_chunk = scope.get(CHUNK_WRITER)
+        self._body = scope.get(CHUNKS)
         try:
             await super().__call__(scope, receive, send)
         finally:

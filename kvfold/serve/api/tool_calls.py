@@ -42,6 +42,10 @@ class ToolCallParser:
         self._held += piece
         return self._split()
 
+    def is_text(self, piece: str) -> bool:
+        """Whether `add` would return the piece as it is, and hold nothing back."""
+        return not self._is_on or not (self._held or TOOL_CALL[0] in piece or piece[-1:].isspace())
+
     def finish(self) -> list[str | ToolCall]:
         """The reply has ended: what was held back is text."""
         rest, self._held = self._held, ""
