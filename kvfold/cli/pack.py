@@ -30,10 +30,11 @@ _EPILOG = """examples:
   kvfold pack handbook.txt --store redis://cache:6379/0 --policy "keydiff + uniform + 512tok"
   kvfold pack handbook.txt --store /var/kvfold --ragged --policy "kvzip + global + 8x + int4"
 
-Every head keeps the same number of slots, in whole blocks: budgets that differ between heads, codecs and fitted biases
-are refused, as stock vLLM cannot hold them. --ragged takes all three, for a vLLM with KVFOLD_VLLM_RAGGED=1. --dtype is
-the one that vLLM runs. --out writes what a client needs to ask: kvfold.packed.PackedPrefix reads it. vLLM reads the
-entry through the connector kvfold.vllm; see docs/vllm.md.
+Every head keeps the same number of slots, rounded up to whole blocks: 4x of 840 tokens are 210 slots, and two blocks of
+128 are 256, which is 3.3x. The size is that of the entry in the store. Budgets that differ between heads, codecs and
+fitted biases are refused, as stock vLLM cannot hold them. --ragged takes all three, for a vLLM with
+KVFOLD_VLLM_RAGGED=1. --dtype is the one that vLLM runs. --out writes what a client needs to ask:
+kvfold.packed.PackedPrefix reads it. vLLM reads the entry through the connector kvfold.vllm; see docs/vllm.md.
 """
 
 
@@ -88,7 +89,8 @@ def run(args: argparse.Namespace) -> int:
         show.print_json({"format": FORMAT, **asdict(packed)})
         return 0
     tokens, slots = counted(packed.num_tokens, "token"), counted(packed.num_slots, "slot")
-    kept = f"{tokens} -> {slots} ({packed.num_tokens / packed.num_slots:.1f}x)"
-    kept += f", {bytes_text(packed.slack_bytes)} of blocks unused" if packed.is_ragged else ""
-    print(f"{packed.entry}\n{kept}, {bytes_text(packed.num_bytes)}, {packed.dtype}, {packed.policy}")
+    ratio = f"{packed.num_tokens / packed.num_slots:.1f}x"
+    print(f"{packed.entry}\n{tokens} -> {slots} in whole blocks of {args.block_size:,} ({ratio})", end="")
+    print(f", {bytes_text(packed.slack_bytes)} of blocks unused" if packed.is_ragged else "", end="")
+    print(f", entry of {bytes_text(packed.num_bytes)} in {packed.dtype}, {policy.short}")
     return 0

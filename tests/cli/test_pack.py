@@ -9,6 +9,7 @@ import pytest
 
 import kvfold
 from kvfold.packed import PackedPrefix
+from kvfold.policy.size import bytes_text
 from kvfold.store.key import Key
 from kvfold.store.tiers.shared_disk import SharedDiskTier
 from tests.cli.conftest import Call
@@ -30,7 +31,9 @@ def test_an_entry_and_its_record(call: Call, text: Path, folder: Path, tmp_path:
     assert done.code == 0, done.err
     packed = PackedPrefix.load(tmp_path / "r.json")
     assert done.out.splitlines()[0] == packed.entry
-    assert f"{packed.num_tokens:,} tokens -> {packed.num_slots:,} slots" in done.out
+    kept = f"{packed.num_tokens:,} tokens -> {packed.num_slots:,} slots in whole blocks of 16"
+    told = f"{kept} ({packed.num_tokens / packed.num_slots:.1f}x), entry of {bytes_text(packed.num_bytes)} in float32"
+    assert done.out.splitlines()[1] == f"{told}, keydiff + 4x"
     assert list(SharedDiskTier(tmp_path / "store").keys()) == [Key.parse(packed.entry)]
     assert PackedPrefix.of(json.loads(call("pack", text, *common, "--json").out)) == packed
 

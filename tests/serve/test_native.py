@@ -44,6 +44,18 @@ def test_sizes_are_those_of_a_session(server: Running, policy: str | None) -> No
     assert found.json["full_bytes"] / found.json["resident_bytes"] == found.json["compression_ratio"]
 
 
+def test_a_text_too_short_for_the_size_is_told(server: Running) -> None:
+    bodies = [
+        ("The cat.", "keydiff + 4x"),
+        ("The cat.", "keydiff + 900tok"),
+        ("The cat.", "full"),
+        (TEXT, "keydiff + 4x"),
+    ]
+    notes = [ask(server, "compress", {"model": "tiny", "text": t, "policy": p}).json["note"] for t, p in bodies]
+    assert [note is None for note in notes] == [False, False, True, True]
+    assert "too short for the size of this policy" in notes[0]
+
+
 def test_a_text_is_shortened_to_its_parts(server: Running) -> None:
     found = ask(server, "shorten", {"model": "tiny", "text": TEXT, "to": "50%", "keep": "numbers"}).json
     assert found["text"] == "".join(TEXT[start:end] for start, end in found["spans"])

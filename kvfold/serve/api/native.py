@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 from kvfold.errors import KvfoldError, PolicyError
+from kvfold.plurals import counted
 from kvfold.policy.describe import explain, rows
 from kvfold.policy.policy import Policy
 from kvfold.policy.registry import AXES, load_variants, terms
@@ -136,7 +137,16 @@ def compressed(model: str, policy: Policy, stats: Stats) -> Json:
         "compression_ratio": stats.ratio,
         "bytes_per_step": stats.bytes_per_step,
         "mean_slots": stats.mean_slots,
+        "note": _note(policy, stats),
     }
+
+
+def _note(policy: Policy, stats: Stats) -> str | None:
+    """Why a policy that evicts has kept everything."""
+    if not policy.prefill.evicts or stats.mean_slots < stats.logical_len:
+        return None
+    tokens = counted(stats.logical_len, "token")
+    return f"the prompt has {tokens}, too short for the size of this policy; every slot is kept, send a longer text"
 
 
 def all_terms() -> Json:

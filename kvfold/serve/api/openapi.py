@@ -63,6 +63,7 @@ NATIVE: dict[str, tuple[str, Json, Json, Json]] = {
             "compression_ratio": _described(_NUMBER, "full_bytes / resident_bytes."),
             "bytes_per_step": _described(_COUNT, "Stored bytes that one decode step reads."),
             "mean_slots": _described(_NUMBER, "Kept KV slots per head."),
+            "note": _described({"type": ["string", "null"]}, "Why nothing was evicted: the text is too short."),
         },
     ),
     "/v1/kvfold/shorten": (
