@@ -26,6 +26,7 @@ _NOTHING = re.compile(
     r"(?:the answer|it|this) is (?:not|nothing|unknown)\b.*)",
     re.IGNORECASE,
 )
+_LEAD_IN = re.compile(r"(?:the )?answer(?: is\b(?! not\b| nothing\b| unknown\b)|:)[ :]*", re.IGNORECASE)
 _QUOTED = re.compile(r"[\"“”]([^\"“”]{2,})[\"“”]")
 _SENTENCE_END = re.compile(r"\n|(?<=[\w)\]\"”][.!?])\s+(?=[A-Z\"“])")
 _ARTICLE = re.compile(r"^(?:the|a|an)\s+", re.IGNORECASE)
@@ -47,8 +48,10 @@ class Found(NamedTuple):
 
 
 def short_answer(reply: str) -> str:
-    """The first sentence of a reply, without white space, quotes and stops around it."""
-    return _SENTENCE_END.split(reply.strip(), maxsplit=1)[0].strip(_STRIPPED)
+    """The first sentence of a reply, without "The answer is", white space, quotes and stops around it."""
+    said = _SENTENCE_END.split(reply.strip(), maxsplit=1)[0].strip(_STRIPPED)
+    lead = _LEAD_IN.match(said)
+    return said[lead.end() :].strip(_STRIPPED) if lead else said
 
 
 def says_nothing(answer: str) -> bool:

@@ -93,6 +93,12 @@ def test_replies_that_say_something(reply: str) -> None:
         ('"4817."', "4817"),
         ("4.5 crowns a day", "4.5 crowns a day"),
         ("yes\nText: more", "yes"),
+        (" The answer is 48,000. It was", "48,000"),
+        ('Answer: "a green box".', "a green box"),
+        ("the answer is: Rosa", "Rosa"),
+        ("The answer is not known", "The answer is not known"),
+        ("The answers are 4 and 5", "The answers are 4 and 5"),
+        ("The answer isn't there", "The answer isn't there"),
     ],
 )
 def test_an_answer_is_the_first_sentence(reply: str, expected: str) -> None:
