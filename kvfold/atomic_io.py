@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +27,8 @@ TEMPORARY = ".tmp"  # how the name of a file ends that is being written
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary name to write to, synced and renamed at the end; FileError, with nothing left, where that fails."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY}")
+    # Random: processes of two containers that share a folder may have the same number.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{TEMPORARY}")
     if path.exists() and not path.is_file() and not path.is_dir():
         raise FileError(f"{path} is a device or a pipe, which a rename would replace; name a file")
     try:

@@ -20,6 +20,17 @@ def test_a_file_is_replaced_at_the_end(tmp_path: Path) -> None:
     assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
 
 
+def test_two_writers_of_one_file_do_not_meet(tmp_path: Path) -> None:
+    """Also of two containers, in which both may be process 1."""
+    path = tmp_path / "found.json"
+    with replacing(path) as first:
+        first.write_text("first")
+        with replacing(path) as second:
+            second.write_text("second")
+        assert path.read_text() == "second"
+    assert path.read_text() == "first" and list(tmp_path.iterdir()) == [path]
+
+
 def test_what_fails_leaves_the_old_file_alone(tmp_path: Path) -> None:
     path = tmp_path / "found.json"
     path.write_text("old")

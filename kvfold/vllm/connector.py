@@ -132,9 +132,7 @@ class FoldConnector(KVConnectorBase_V1):
     # In both
 
     def get_kv_connector_stats(self) -> FoldStats | None:
-        side = self._scheduler or self._worker
-        assert side is not None
-        return side.stats.take()
+        return self._planner.stats.take() if self._scheduler is not None else self._copier.take_stats()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FoldStats:

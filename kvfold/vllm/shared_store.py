@@ -34,6 +34,7 @@ class SharedStore:
         quarantine = Quarantine(Path(settings.store) / "quarantine") if settings.store else None
         self._bad = BadCopies(time.time)
         self._tiered = TieredCache(tiers, events, self._queue, quarantine, self._bad)
+        self._num_told = 0
 
     def num_leading(self, keys: Sequence[Key]) -> int:
         """How many of these, from the first one on, a tier has."""
@@ -55,6 +56,12 @@ class SharedStore:
         """Later, in the background; False if too much waits already."""
         lease = Lease(time.time(), self.ttl_s, 0.0)
         return self._tiered.put_async(key, num_bytes, lambda: encode(lease), lease)
+
+    def take_failed(self) -> int:
+        """Writes that failed since the last call, in a tier or for lack of room in the queue."""
+        total = sum(number for name, number in self.events.counters().items() if name.startswith("failed."))
+        found, self._num_told = total - self._num_told, total
+        return found
 
     def drop(self, copy: Copy, error: InvalidEntry) -> None:
         """A copy that failed its check; where it could be deleted, another process may write a new one at once."""

@@ -13,7 +13,7 @@ COUNTERS = {
     "failed_loads": "Loads that failed a check or found no entry; their tokens were computed.",
     "stored_tokens": "Prompt tokens handed to the store.",
     "stored_bytes": "Bytes handed to the store.",
-    "failed_stores": "Chunks that the store did not take.",
+    "failed_stores": "Writes of chunks that failed, in a tier of the store or for lack of room in its queue.",
     "packed_loads": "Packed prefixes loaded.",
     "packed_refusals": "Requests for a packed prefix that were refused.",
 }

@@ -221,10 +221,14 @@ class WorkerSide:
         if self._store.put(key, num_bytes, encoded):
             self.stats.add("stored_tokens", chunk.end - chunk.start)
             self.stats.add("stored_bytes", num_bytes)
-        else:
-            self.stats.add("failed_stores")
 
     # What vLLM asks after a step
+
+    def take_stats(self) -> FoldStats | None:
+        """With writes that failed in the background since."""
+        if failed := self._store.take_failed():
+            self.stats.add("failed_stores", failed)
+        return self.stats.take()
 
     def take_received(self) -> set[str]:
         found, self._received = self._received, set()
