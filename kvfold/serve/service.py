@@ -61,6 +61,7 @@ class Service:
     def __init__(self, tokenizer: Any, max_positions: int, policy: Policy, settings: Settings) -> None:
         self.tokenizer, self.max_positions = tokenizer, max_positions
         self.policy, self.settings = policy, settings
+        self._policy_texts = ("", policy.short, str(policy))
         self.metrics = Metrics()
         self.diagnostics = CacheDiagnostics()
         self._memory = None if settings.memory_file is None else RequestMemory(settings.memory_file, self.metrics)
@@ -109,7 +110,7 @@ class Service:
 
     def check_policy(self, text: str) -> None:
         """400 unless it is the policy of this server, however it is written."""
-        if text in ("", self.policy.short, str(self.policy)):
+        if text in self._policy_texts:
             return
         if client_policy(text, "kvfold.policy").fingerprint != self.policy.fingerprint:
             served = f'"{self.policy.short}" is served here; send that, leave it out, or ask another server'

@@ -8,6 +8,7 @@ prompt fits beside what the running tasks may need next. Preempted tasks resume 
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 from kvfold.engine.runner import Runner
@@ -23,6 +24,17 @@ from kvfold.store.store import kind_of
 
 _log = logging.getLogger("kvfold.engine")
 _MAX_PREFILLING = 4  # prompts: few, but no long one blocks all short ones
+
+
+class _Load:
+    """What runs while candidates are looked for, told once for all that wait: tenants, tasks, tokens in prefill."""
+
+    def __init__(self, queues: Queues) -> None:
+        self.num_running = queues.num_running
+        self.running = {task.tenant for task in queues.tasks}
+        self.prefilling = {task.tenant for task in queues.prefilling}
+        self.num_prefilling = len(queues.prefilling)
+        self.num_tokens = sum(len(task.job.tokens) for task in queues.prefilling)
 
 
 class Admission:
@@ -47,8 +59,10 @@ class Admission:
     def _admit_one(self) -> bool:
         """Whether a job has left the waiting queue."""
         queues = self._queues
+        if not queues.waiting:
+            return False
         with queues.changed:
-            candidates = queues.waiting.candidates(self._has_slot)
+            candidates = queues.waiting.candidates(partial(self._has_slot, _Load(queues)))
         for job in candidates:
             try:
                 if not self._has_room(self._bounds.prefill_bytes(len(job.tokens))):
@@ -70,19 +84,18 @@ class Admission:
             return True
         return False
 
-    def _has_slot(self, job: Job) -> bool:
-        queues = self._queues
-        num_free = self._max_running - queues.num_running
-        if num_free <= (self._num_reserved if queues.num_of(job.tenant) else 0):
+    def _has_slot(self, load: _Load, job: Job) -> bool:
+        num_free = self._max_running - load.num_running
+        if num_free <= (self._num_reserved if job.tenant in load.running else 0):
             return False
-        if all(task.tenant != job.tenant for task in queues.prefilling):
+        if job.tenant not in load.prefilling:
             return True
-        if len(queues.prefilling) >= MOST_JOINED:
+        if load.num_prefilling >= MOST_JOINED:
             return False
         is_long = len(job.tokens) > self._runner.chunk_len
-        num_tokens = len(job.tokens) + sum(len(task.job.tokens) for task in queues.prefilling)
+        num_tokens = len(job.tokens) + load.num_tokens
         most = MOST_JOINED if num_tokens <= self._runner.joined_len else _MAX_PREFILLING - is_long
-        if len(queues.prefilling) >= most:
+        if load.num_prefilling >= most:
             return False
         return not self._waits(job)
 

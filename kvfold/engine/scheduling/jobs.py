@@ -19,6 +19,7 @@ from kvfold.engine.output_processor import StopReason
 from kvfold.engine.sampling import Sampling
 from kvfold.errors import InputError
 from kvfold.pages.sequence import SequenceCache
+from kvfold.store.key import PAGE_LEN
 
 _log = logging.getLogger("kvfold.engine")
 
@@ -127,6 +128,11 @@ class Job:
     def ids_N(self) -> NDArray[np.int64]:
         """The tokens as an array."""
         return np.array(self.tokens, dtype=np.int64)
+
+    @cached_property
+    def first_page(self) -> bytes:
+        """The tokens of the first page: jobs in which they differ share no prefix."""
+        return self.ids_N[:PAGE_LEN].tobytes()
 
     def end(self, ended: Ended) -> None:
         """Tell the listener, once; an exception in it is only logged."""

@@ -14,6 +14,8 @@ from kvfold.pages.layout import PageClass
 from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy
 
+_MOST_KNOWN = 4096  # sums over all layers that are kept
+
 
 class KVBounds:
     """Byte bounds of one policy in one arena."""
@@ -28,17 +30,28 @@ class KVBounds:
         self._block_bytes = sample.block_bytes
         self._open_len = sample.config.open_len
         sample.release()
+        self._known: dict[tuple[bool, int], int] = {}  # by what is asked and the number of tokens
 
     def kv_bytes(self, num_tokens: int) -> int:
         """Bytes of so many tokens if none is evicted, in whole superblocks per layer."""
-        return self._block_bytes + self._bytes_of(self._classes, num_tokens)
+        return self._block_bytes + self._bytes_of(num_tokens)
 
     def prefill_bytes(self, num_tokens: int) -> int:
         """Bytes that a prompt of so many tokens takes during its prefill."""
-        kinds = [self._classes, self._full_prompt_classes] if self._full_prompt_classes else [self._classes]
-        return self._block_bytes + max(self._bytes_of(classes, num_tokens) for classes in kinds)
+        found = self._bytes_of(num_tokens)
+        if self._full_prompt_classes:
+            found = max(found, self._bytes_of(num_tokens, full_prompt=True))
+        return self._block_bytes + found
 
-    def _bytes_of(self, classes: Sequence[PageClass], num_tokens: int) -> int:
+    def _bytes_of(self, num_tokens: int, *, full_prompt: bool = False) -> int:
+        key = full_prompt, num_tokens
+        if key not in self._known:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = self._sum(self._full_prompt_classes if full_prompt else self._classes, num_tokens)
+        return self._known[key]
+
+    def _sum(self, classes: Sequence[PageClass], num_tokens: int) -> int:
         unit, layers = self._arena.superblock_bytes, zip(classes, self._heads, strict=True)
         sizes = (one.span_bytes(heads * one.pages_for(num_tokens)) for one, heads in layers)
         return sum(-(-num_bytes // unit) * unit for num_bytes in sizes)
@@ -52,8 +65,10 @@ class KVBounds:
     ) -> bool:
         """Whether so many bytes are free beside what prefilling sequences still need for their whole prompts, and
         decoding ones for their next seal."""
-        unread = 0
-        for sequence, length in zip(prefilling, prompt_lens, strict=True):
-            unread += max(0, self.prefill_bytes(length) - sequence.resident_bytes - sequence.full_prompt_bytes)
-        growth = len(decoding) * self.kv_bytes(self._open_len)
-        return self._arena.free_bytes >= num_bytes + unread + growth
+        free = self._arena.free_bytes - num_bytes - len(decoding) * self.kv_bytes(self._open_len)
+        needs = [self.prefill_bytes(length) for length in prompt_lens]
+        if free >= sum(needs):  # whatever they hold already
+            return True
+        for sequence, need in zip(prefilling, needs, strict=True):
+            free -= max(0, need - sequence.resident_bytes - sequence.full_prompt_bytes)
+        return free >= 0

@@ -34,7 +34,9 @@ class Running(Protocol):
 
 def shared_len(job: Job, other: Job) -> int:
     """Tokens from the first one on that are the same, at most all but the last one of `job`, which are prefilled for
-    their logits; 0 if the two do not share."""
+    their logits; 0 if the two do not share a page."""
+    if job.first_page != other.first_page:  # as a rule; told without looking at more
+        return 0
     if job.sharing is None or other.sharing is None or job.sharing.scope != other.sharing.scope:
         return 0
     return common_len(job.ids_N[:-1], other.ids_N)

@@ -180,7 +180,7 @@ def test_a_job_waits_if_half_of_what_it_waits_for_is_its_own(
     task = task_of(model, tokens, done)
     other, _ = job(task._runner, [*tokens[:num_same], *((token + 1) % 90 for token in tokens[num_same:])], sharing=ONE)
     other.number = 1
-    assert shared_len(other, task.job) == num_same
+    assert shared_len(other, task.job) == (num_same if num_same >= 16 else 0)
     assert waits_for(other, task, chunk_len) is expected
     assert not waits_for(other, task, chunk_len, 8192), "a pass over both takes as long"
     other.number = 0

@@ -1,0 +1,42 @@
+"""Room for a prompt beside those that run: what prompts hold already is not counted twice."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvfold.engine.runner import Runner
+from kvfold.engine.scheduling import kv_bounds
+from kvfold.engine.scheduling.kv_bounds import KVBounds
+from kvfold.models.loader import Model
+from kvfold.policy.policy import Policy
+from tests import tiny
+
+
+@pytest.mark.parametrize("policy", ["full", "kvzip + global + 2x"])
+def test_a_prompt_fits_to_the_byte(model: Model, policy: str) -> None:
+    runner, parsed = Runner(model.hf, model.spec, model.arena), Policy.parse(policy)
+    bounds = KVBounds(runner, parsed)
+    reading, decoding = runner.new_sequence(parsed), runner.new_sequence(parsed)
+    runner.prefill([reading], [tiny.prompt(64, seed=1)], compress=False)
+    held = reading.resident_bytes + reading.full_prompt_bytes
+    assert held > 0
+    free = model.arena.free_bytes
+    rest = bounds.prefill_bytes(96) - held + bounds.kv_bytes(reading.config.open_len)
+    assert bounds.fits(free - rest, [reading], [96], [decoding])
+    assert not bounds.fits(free - rest + 1, [reading], [96], [decoding])
+    reading.release()
+    decoding.release()
+
+
+def test_bounds_that_are_kept_are_those_that_are_computed(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, policy = Runner(model.hf, model.spec, model.arena), Policy.parse("kvzip + global + 2x + int4")
+    monkeypatch.setattr(kv_bounds, "_MOST_KNOWN", 3)  # few, so that some are dropped
+    kept, lens = KVBounds(runner, policy), [16, 64, 256, 64, 1000, 16]
+    for length in lens:
+        fresh = KVBounds(runner, policy)
+        assert (kept.kv_bytes(length), kept.prefill_bytes(length)) == (
+            fresh.kv_bytes(length),
+            fresh.prefill_bytes(length),
+        )
+    assert kept.prefill_bytes(256) > kept.kv_bytes(256)
+    assert len(kept._known) <= 3
