@@ -21,13 +21,13 @@ class MetricsSum:
     def __init__(self) -> None:
         self._last: dict[int, tuple[int, dict[str, float]]] = {}  # replica -> its process, its counters
         self._ended: dict[str, float] = {}
+        self._heads: dict[str, list[str]] = {}  # metric -> comments, then names of its lines in order
 
     def text(self, found: Mapping[int, tuple[int, str]], more: str = "") -> str:
         """`found`: replica -> its process and text. `more`: lines of the proxy."""
         sums: dict[str, float] = {}
-        heads: dict[str, list[str]] = {}  # metric -> comments, then names of its lines in order
         for number, (process, text) in found.items():
-            values, kinds = _parsed(text, heads)
+            values, kinds = _parsed(text, self._heads)
             counters = {name: value for name, value in values.items() if kinds[name] != "gauge"}
             before = self._last.get(number, (process, {}))
             if before[0] != process:
@@ -37,8 +37,8 @@ class MetricsSum:
         silent = [counters for number, (_, counters) in self._last.items() if number not in found]
         for ended in (self._ended, *silent):
             _add(sums, ended)
-        lines = [f"{line} {sums[line]:.17g}" if line in sums else line for lines in heads.values() for line in lines]
-        return "\n".join([*lines, more]) if lines else more
+        lines = [line for lines in self._heads.values() for line in lines if line in sums or line.startswith("#")]
+        return "\n".join([*(f"{line} {sums[line]:.17g}" if line in sums else line for line in lines), more])
 
 
 def _parsed(text: str, heads: dict[str, list[str]]) -> tuple[dict[str, float], dict[str, str]]:
@@ -129,14 +129,17 @@ def _history(parts: Sequence[Sequence[Sequence[Any]]]) -> list[list[Any]]:
     return found
 
 
-def combined_health(found: Mapping[int, Json], count: int) -> tuple[Json, int]:
-    """`found`: replica -> its /health. Load and model are shown where the replicas showed them."""
-    num_ok = sum(health.get("status") == "ok" for health in found.values())
-    status = "ok" if num_ok == count else "degraded" if num_ok else "failed"
-    known = [health for health in found.values() if "model" in health]
+def combined_health(found: Mapping[int, Json], are_up: Sequence[bool], is_known: bool = True) -> tuple[Json, int]:
+    """`found`: replica -> its /health, of those that answered in time; `are_up`: by the last health checks. Load and
+    model are shown to clients whose API key is known."""
+    are_ok = [is_up and found.get(number, {"status": "ok"})["status"] == "ok" for number, is_up in enumerate(are_up)]
+    status = "ok" if all(are_ok) else "degraded" if any(are_ok) else "failed"
     health: Json = {"status": status}
+    known = [health for health in found.values() if "model" in health]
     if known:
         health |= {name: known[0][name] for name in ("model", "policy", "version")}
         health |= {name: sum(one[name] for one in known) for name in ("running", "waiting")}
-        health["replicas"] = [{"status": "down"} | found.get(number, {}) for number in range(count)]
-    return health, 200 if num_ok else 503
+    if is_known:
+        silent = [{"status": "silent" if is_up else "down"} for is_up in are_up]
+        health["replicas"] = [found.get(number, state) for number, state in enumerate(silent)]
+    return health, 200 if any(are_ok) else 503

@@ -27,9 +27,10 @@ from kvfold.errors import KvfoldError
 from kvfold.serve.middleware import POLL_HEADER
 from kvfold.serve.replicas.lifeline import VARIABLE
 from kvfold.serve.replicas.routing import Backend
-from kvfold.serve.replicas.upstream import Unreachable, fetch
+from kvfold.serve.replicas.upstream import Links, Silent, Unreachable, fetch
 
-HEALTH_EVERY_S, HEALTH_TIMEOUT_S = 1.0, 10.0
+HEALTH_EVERY_S = 1.0
+HEALTH_TIMEOUT_S = 10.0  # after which the requests of a replica go to another one
 SILENT_S = 60.0  # without an answer of /health, after which a replica is killed
 _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.5, 30.0  # before a replica that died is started again
 _STEADY_S = 60.0  # after which a death is no sign of a replica that cannot run
@@ -55,6 +56,7 @@ class Replica:
     body_bytes: int = 0
     num_starts: int = 0
     ready: asyncio.Event = field(default_factory=asyncio.Event)
+    polls: Links = field(default_factory=Links)  # of health checks, which use one connection
 
     def signal(self, number: int) -> None:
         if self.process is not None and self.process.returncode is None:
@@ -155,19 +157,24 @@ class Fleet:
         if not line:
             return
         replica.body_bytes = json.loads(line)["body_bytes"]
-        replica.backend.is_up = True
+        backend = replica.backend
+        backend.is_up = True
         replica.ready.set()
         heard = time.monotonic()
         while True:
             await asyncio.sleep(HEALTH_EVERY_S)
             try:
-                status, _, _ = await fetch(replica.backend.socket, "GET", b"/health", _POLL, b"", HEALTH_TIMEOUT_S)
-                heard, replica.backend.is_up = time.monotonic(), status == 200
-            except Unreachable:
-                replica.backend.is_up = False
+                status, _, _ = await fetch(
+                    backend.socket, "GET", b"/health", _POLL, b"", HEALTH_TIMEOUT_S, replica.polls
+                )
+                heard, backend.is_up = time.monotonic(), status == 200
+            except Unreachable as error:
+                if isinstance(error, Silent):
+                    backend.give_up()
+                backend.is_up = False
                 if time.monotonic() - heard > SILENT_S:
-                    number = str(replica.backend.number)
-                    _log.error("a replica does not answer and is killed", extra={"facts": {"replica": number}})
+                    facts = {"replica": str(backend.number)}
+                    _log.error("a replica does not answer and is killed", extra={"facts": facts})
                     replica.signal(signal.SIGKILL)
 
     def end(self, number: int = signal.SIGTERM) -> None:

@@ -1,7 +1,7 @@
 """The proxy before the replicas: requests and answers pass unchanged, streams piece by piece.
 
-A request whose answer breaks off before anything of it was sent goes to the next replica, once. A client that leaves
-ends its request at the replica. /metrics, /health, /ready, the dashboard and statistics are those of all replicas.
+A request whose answer breaks off before anything of it was sent goes to the next replica, once; so does one whose
+replica hangs. A client that leaves ends its request at the replica.
 """
 
 from __future__ import annotations
@@ -14,32 +14,21 @@ from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from kvfold.serve.api.errors import ApiError
 from kvfold.serve.api.sse import error_response
 from kvfold.serve.auth import tenant_of
-from kvfold.serve.ops.metrics import CONTENT_TYPE, Metrics
-from kvfold.serve.replicas.combine import (
-    MetricsSum,
-    combined_health,
-    combined_state,
-    combined_stats,
-    without_samples,
-)
-from kvfold.serve.replicas.fleet import Fleet, Replica
+from kvfold.serve.ops.metrics import Metrics
+from kvfold.serve.replicas.fleet import Fleet
 from kvfold.serve.replicas.routing import Backend, choices, route_key
-from kvfold.serve.replicas.upstream import Unreachable, Upstream, end_to_end, fetch
+from kvfold.serve.replicas.together import Together, no_replica, target_of
+from kvfold.serve.replicas.upstream import Unreachable, Upstream, end_to_end
 from kvfold.serve.settings import Settings
 
 ATTEMPTS = 2
 REPLICA_HEADER = b"x-kvfold-replica"
-_ASK_ALL_S = 5.0
 _WATCH_AFTER_S = 0.05
 _INLINE_BYTES = 256 << 10  # JSON this short is decoded in the event loop
-_NO_STORE = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
-Answer = tuple[int, list[tuple[bytes, bytes]], bytes]
-Together = Callable[[dict[int, Answer]], Response]
 
 
 class _ClientGone(Exception):
@@ -51,23 +40,18 @@ class Proxy:
 
     def __init__(self, fleet: Fleet, settings: Settings) -> None:
         self._fleet, self._settings = fleet, settings
-        self._metrics, self._sum = Metrics(histograms=()), MetricsSum()
+        self._metrics = Metrics(histograms=())
         self._metrics.add("kvfold_proxy_retries_total", 0)  # alerts need a series that is there before the first one
-        self.is_closing = False
-        self._together: dict[tuple[str, str], tuple[Together, bytes]] = {
-            ("GET", "/metrics"): (self._all_metrics, b""),
-            ("GET", "/health"): (self._all_health, b""),
-            ("GET", "/ready"): (self._all_ready, b""),
-            ("GET", "/dashboard/state"): (_all_states, b"samples=all"),
-            ("POST", "/v1/kvfold/stats"): (_all_stats, b"samples=all"),
-        }
+        self.together = Together(fleet, settings, self._metrics)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """One request; its own errors are in the client's format."""
         request = Request(scope, receive)
         try:
             body = await self._body(request)
-            response = await self._answer(request, body, receive, send)
+            response = await self.together.answer(request, body)
+            if response is None:
+                await self._forward(request, body, receive, send)
         except _ClientGone:
             return
         except ApiError as error:
@@ -76,19 +60,6 @@ class Proxy:
             response.headers["request-id"] = response.headers["x-request-id"] = request_id
         if response is not None:
             await response(scope, receive, send)
-
-    async def _answer(self, request: Request, body: bytearray | None, receive: Any, send: Any) -> Response | None:
-        """None: it has been sent."""
-        scope = request.scope
-        method = "GET" if scope["method"] == "HEAD" else scope["method"]
-        together = self._together.get((method, scope["path"]))
-        if together is not None and body is not None:
-            combine, query = together
-            return combine(await self._ask_all(scope, body, query))
-        if scope["path"].startswith("/dashboard/kept/"):
-            return _first_found(await self._ask_all(scope, b"", b""))
-        await self._forward(request, body, receive, send)
-        return None
 
     # Bodies
 
@@ -130,25 +101,24 @@ class Proxy:
             backend.links.close()
             backend.is_up = False  # until it answers /health
             self._metrics.add("kvfold_proxy_retries_total")
-        raise ApiError(529, "no replica answers at present; try again later", retry_after_s=1)
+        raise no_replica()
 
     async def _try(self, backend: Backend, request: Request, body: bytearray | None, receive: Any, send: Any) -> bool:
         """False if nothing of an answer was sent."""
         upstream = Upstream(backend.socket, backend.links)
         watch = _DisconnectWatch(receive, upstream)
         backend.num_in_flight += 1
+        backend.upstreams.add(upstream)
         try:
-            head = await upstream.send(request.method, _target(request.scope), request.scope["headers"], body)
+            head = await upstream.send(request.method, target_of(request.scope), request.scope["headers"], body)
             headers = [*end_to_end(head.headers), (REPLICA_HEADER, b"%d" % backend.number)]
             start = {"type": "http.response.start", "status": head.status_code, "headers": headers}
             if _is_stream(headers):
-                await send(start)
-                await _pass_on(upstream, send)
+                await _pass_on(start, upstream, send)
             else:  # as a whole, so that one that breaks off can be tried again
                 whole = b"".join([piece async for piece in upstream.pieces()])
                 await send(start)
                 await send({"type": "http.response.body", "body": whole})
-            backend.num_sent += 1
             self._metrics.add("kvfold_proxy_requests_total", replica=str(backend.number))
             return True
         except Unreachable:
@@ -157,6 +127,7 @@ class Proxy:
             return False
         finally:
             backend.num_in_flight -= 1
+            backend.upstreams.discard(upstream)
             watch.cancel()
             upstream.close()
 
@@ -169,105 +140,21 @@ class Proxy:
             return route_key(tenant, body or b"")
         return await asyncio.to_thread(route_key, tenant, body)
 
-    # All replicas
-
-    async def _ask_all(self, scope: Any, body: bytearray | bytes, query: bytes) -> dict[int, Answer]:
-        """Of those that answer in time; HEAD is asked as GET, and the server leaves the body out."""
-        method = "GET" if scope["method"] == "HEAD" else scope["method"]
-        target = _target({**scope, "query_string": query or scope["query_string"]})
-
-        async def ask(replica: Replica) -> Answer | None:
-            try:
-                return await fetch(replica.backend.socket, method, target, scope["headers"], body, _ASK_ALL_S)
-            except Unreachable:
-                return None
-
-        asked = [replica for replica in self._fleet.replicas if replica.ready.is_set()]
-        answers = await asyncio.gather(*map(ask, asked))
-        return {
-            replica.backend.number: answer for replica, answer in zip(asked, answers, strict=True) if answer is not None
-        }
-
-    def _all_metrics(self, answers: dict[int, Answer]) -> Response:
-        if refused := _refused(answers):
-            return refused
-        pids = {replica.backend.number: replica.pid for replica in self._fleet.replicas}
-        texts = {number: (pids[number], body.decode()) for number, (_, _, body) in answers.items()}
-        gauges = ["# HELP kvfold_replica_up Whether a replica takes requests.", "# TYPE kvfold_replica_up gauge"]
-        gauges += [f'kvfold_replica_up{{replica="{one.number}"}} {one.is_up:d}' for one in self._fleet.backends]
-        gauges += ["# HELP kvfold_replica_starts_total Starts of a replica's process."]
-        gauges += ["# TYPE kvfold_replica_starts_total counter"]
-        for replica in self._fleet.replicas:
-            gauges.append(f'kvfold_replica_starts_total{{replica="{replica.backend.number}"}} {replica.num_starts}')
-        more = self._metrics.text() + "\n".join(gauges) + "\n"
-        return PlainTextResponse(self._sum.text(texts, more), media_type=CONTENT_TYPE)
-
-    def _all_health(self, answers: dict[int, Answer]) -> Response:
-        found = {number: json.loads(body) for number, (_, _, body) in answers.items()}
-        health, status = combined_health(found, len(self._fleet.replicas))
-        return JSONResponse(health, status)
-
-    def _all_ready(self, answers: dict[int, Answer]) -> Response:
-        num_ready = sum(status == 200 for status, _, _ in answers.values())
-        state = "closing" if self.is_closing else "running" if num_ready else "starting"
-        is_ready = state == "running"
-        found = {"ready": is_ready, "state": state, "replicas": len(self._fleet.replicas), "replicas_ready": num_ready}
-        return JSONResponse(found, 200 if is_ready else 503)
-
-
-def _all_states(answers: dict[int, Answer]) -> Response:
-    if refused := _refused(answers):
-        return refused
-    states = [json.loads(body) for _, _, body in answers.values()]
-    return JSONResponse(without_samples(combined_state(states)), headers=_NO_STORE)
-
-
-def _all_stats(answers: dict[int, Answer]) -> Response:
-    if refused := _refused(answers):
-        return refused
-    states = [json.loads(body) for _, _, body in answers.values()]
-    return JSONResponse(without_samples({**states[0], **combined_stats(states)}))
-
-
-def _refused(answers: dict[int, Answer]) -> Response | None:
-    """The first answer that is no 200, as it is; an error if there is no answer."""
-    if not answers:
-        raise ApiError(529, "no replica answers at present; try again later", retry_after_s=1)
-    return next((_as_response(answer) for answer in answers.values() if answer[0] != 200), None)
-
-
-def _first_found(answers: dict[int, Answer]) -> Response:
-    """A 200 if one replica has it."""
-    if not answers:
-        raise ApiError(529, "no replica answers at present; try again later", retry_after_s=1)
-    return _as_response(min(answers.values(), key=lambda answer: answer[0]))
-
-
-def _as_response(answer: Answer) -> Response:
-    status, headers, body = answer
-    response = Response(body, status)
-    response.raw_headers = headers
-    return response
-
-
-def _target(scope: Any) -> bytes:
-    """The path and query as the client sent them."""
-    query = scope["query_string"]
-    path: bytes = scope["raw_path"]
-    return path + b"?" + query if query else path
-
 
 def _is_stream(headers: list[tuple[bytes, bytes]]) -> bool:
     return Headers(raw=headers).get("content-type", "").startswith("text/event-stream")
 
 
-async def _pass_on(upstream: Upstream, send: Callable[[Any], Awaitable[None]]) -> None:
-    """A stream of events; one that breaks off between two of them ends with an error event."""
-    last = b""
+async def _pass_on(start: Any, upstream: Upstream, send: Callable[[Any], Awaitable[None]]) -> None:
+    """A stream of events, of which nothing is sent before the first one came; one that breaks off between two of them
+    ends with an error event."""
+    pieces = upstream.pieces()
+    last = await anext(pieces, b"")
+    await send(start)
+    await send({"type": "http.response.body", "body": last, "more_body": True})
     try:
-        async for piece in upstream.pieces():
-            last = piece
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        async for last in pieces:
+            await send({"type": "http.response.body", "body": last, "more_body": True})
     except Unreachable:
         if upstream.is_abandoned or not last.endswith(b"\n\n"):
             raise _ClientGone from None
@@ -277,7 +164,7 @@ async def _pass_on(upstream: Upstream, send: Callable[[Any], Awaitable[None]]) -
 
 def _broken_off() -> bytes:
     """Both vendors' clients raise it."""
-    message = "the replica that wrote this reply ended; send the request again"
+    message = "the replica that wrote this reply ended or hangs; send the request again"
     error = {"type": "api_error", "message": message, "param": None, "code": None}
     return f"event: error\ndata: {json.dumps({'type': 'error', 'error': error})}\n\n".encode()
 

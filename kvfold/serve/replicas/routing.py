@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from kvfold.serve.replicas.upstream import Links
+from kvfold.serve.replicas.upstream import Links, Upstream
 
 PREFIX_CHARS = 1024
 LOAD_FACTOR = 1.25
@@ -100,8 +100,15 @@ class Backend:
     socket: str = ""
     is_up: bool = False
     num_in_flight: int = 0
-    num_sent: int = 0  # requests since the proxy started
     links: Links = field(default_factory=Links)
+    upstreams: set[Upstream] = field(default_factory=set)  # requests in flight
+
+    def give_up(self) -> None:
+        """It hangs: no request waits for it any longer."""
+        self.is_up = False
+        self.links.close()
+        for upstream in self.upstreams:
+            upstream.close()
 
 
 def choices(key: bytes, backends: Sequence[Backend]) -> list[Backend]:

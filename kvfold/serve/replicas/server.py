@@ -93,7 +93,7 @@ class Parent:
             self._fleet.end(signal.SIGKILL)
             os._exit(128 + number)
         self._ending.set()
-        self._proxy.is_closing = True
+        self._proxy.together.is_closing = True
         self._server.should_exit = True
         self._fleet.end()
 

@@ -30,6 +30,10 @@ class Unreachable(ConnectionError):
     """The replica broke the connection off, or never took it."""
 
 
+class Silent(Unreachable):
+    """The replica did not answer in time, and has not broken the connection off."""
+
+
 class Head(NamedTuple):
     """Of an answer; names are lower case."""
 
@@ -197,6 +201,11 @@ class Upstream:
             self.close()
 
     @property
+    def has_answered(self) -> bool:
+        """Whether the head of the answer has come."""
+        return self._head.status_code > 0
+
+    @property
     def _can_be_kept(self) -> bool:
         is_framed = self._head.get(b"content-length") or self._head.get(b"transfer-encoding")
         return (
@@ -221,16 +230,22 @@ def end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
 
 
 async def fetch(
-    socket: str, method: str, target: bytes, headers: Headers, body: bytes | bytearray, timeout_s: float
+    socket: str,
+    method: str,
+    target: bytes,
+    headers: Headers,
+    body: bytes | bytearray,
+    timeout_s: float,
+    links: Links | None = None,
 ) -> tuple[int, Headers, bytes]:
-    """A whole answer; Unreachable if it does not come in time."""
-    upstream = Upstream(socket)
+    """A whole answer; Silent if it does not come in time, Unreachable if it never will."""
+    upstream = Upstream(socket, links)
     try:
         async with asyncio.timeout(timeout_s):
             head = await upstream.send(method, target, headers, body)
             found = b"".join([piece async for piece in upstream.pieces()])
     except TimeoutError:
-        raise Unreachable(f"no answer within {timeout_s:g} s") from None
+        raise Silent(f"no answer within {timeout_s:g} s") from None
     finally:
         upstream.close()
     return head.status_code, end_to_end(head.headers), found

@@ -22,10 +22,10 @@ STUB = [sys.executable, "-m", "tests.serve.replicas.stub"]
 
 
 class Proxied:
-    """The address of the proxy, and its replicas."""
+    """The address of the proxy, its replicas, and its event loop."""
 
-    def __init__(self, fleet: Fleet, port: int) -> None:
-        self.fleet, self.port = fleet, port
+    def __init__(self, fleet: Fleet, port: int, loop: asyncio.AbstractEventLoop) -> None:
+        self.fleet, self.port, self._loop = fleet, port, loop
 
     def ask(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> HTTPConnection:
         """A request that is sent and not read."""
@@ -48,6 +48,10 @@ class Proxied:
     def pids(self) -> list[int]:
         return [replica.pid for replica in self.fleet.replicas]
 
+    def give_up(self, number: int) -> None:
+        """As a health check does that gets no answer."""
+        self._loop.call_soon_threadsafe(self.fleet.backends[number].give_up)
+
     def settle(self) -> None:
         """Wait until all are up."""
         until(lambda: all(backend.is_up for backend in self.fleet.backends))
@@ -57,14 +61,14 @@ class Proxied:
 def proxied(count: int, command: Sequence[str] = STUB, **options: Any) -> Iterator[Proxied]:
     """Everything is ended afterwards."""
     settings = Settings(("tiny",), options.pop("limits", Limits()), **options)
-    running: list[tuple[Fleet, ProxyServer]] = []
+    running: list[tuple[Fleet, ProxyServer, asyncio.AbstractEventLoop]] = []
 
     async def main() -> None:
         fleet = Fleet(command, count)
         server = ProxyServer(Proxy(fleet, settings), settings)
         try:
             await fleet.start()
-            running.append((fleet, server))
+            running.append((fleet, server, asyncio.get_running_loop()))
             await server.serve()
         finally:
             fleet.end()
@@ -75,10 +79,10 @@ def proxied(count: int, command: Sequence[str] = STUB, **options: Any) -> Iterat
     try:
         until(lambda: not thread.is_alive() or bool(running and running[0][1].started))
         assert running, "the replicas did not start"
-        fleet, server = running[0]
-        yield Proxied(fleet, server.servers[0].sockets[0].getsockname()[1])
+        fleet, server, loop = running[0]
+        yield Proxied(fleet, server.servers[0].sockets[0].getsockname()[1], loop)
     finally:
-        for _, server in running:
+        for _, server, _ in running:
             server.should_exit = True
         thread.join(60)
         assert not thread.is_alive()

@@ -59,6 +59,10 @@ class Handler(BaseHTTPRequestHandler):
         if what == "wait":
             self._wait_for_client()
             return
+        if what == "stall_once" and self.number == int(json.loads(body)["at"]):
+            self._begin_stream()
+            self._wait_for_client()
+            return
         if what in ("stream", "break_off"):
             self._stream(what)
             return
@@ -82,11 +86,14 @@ class Handler(BaseHTTPRequestHandler):
             _FACTS["left"] += 1
         self.close_connection = True
 
-    def _stream(self, what: str) -> None:
+    def _begin_stream(self) -> None:
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")
         self.send_header("transfer-encoding", "chunked")
         self.end_headers()
+
+    def _stream(self, what: str) -> None:
+        self._begin_stream()
         self._chunk(b"data: 1\n\n")
         if what == "break_off":
             time.sleep(0.2)

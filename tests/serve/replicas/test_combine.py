@@ -29,6 +29,9 @@ def test_counters_stay_when_a_replica_starts_again_and_gauges_do_not() -> None:
     assert text.count("# TYPE kvfold_first_token_seconds histogram") == 1
     silent = total.text({1: (11, metrics(5, 100))})
     assert (value(silent, "kvfold_requests_total"), value(silent, "kvfold_arena_free_bytes")) == (8, 100)
+    nobody = total.text({})
+    assert value(nobody, "kvfold_requests_total") == 8, "as last told"
+    assert "\nkvfold_arena_free_bytes" not in nobody
     again = total.text({0: (12, metrics(1, 100)), 1: (11, metrics(5, 100))})
     assert value(again, "kvfold_requests_total") == 9
     assert value(total.text({0: (12, metrics(2, 100)), 1: (11, metrics(5, 100))}), "kvfold_requests_total") == 10
@@ -63,9 +66,12 @@ def test_dashboards_are_one() -> None:
 
 def test_health_is_ok_degraded_or_failed() -> None:
     known = {"status": "ok", "model": "m", "policy": "full", "version": "1", "running": 1, "waiting": 0}
-    found, status = combined_health({0: known, 1: known}, 2)
+    found, status = combined_health({0: known, 1: known}, [True, True])
     assert (found["status"], found["running"], status) == ("ok", 2, 200)
-    found, status = combined_health({1: known}, 2)
+    found, status = combined_health({1: known}, [False, True])
     assert (found["status"], found["replicas"][0], status) == ("degraded", {"status": "down"}, 200)
-    assert combined_health({0: {"status": "ok"}}, 1) == ({"status": "ok"}, 200), "without a key the status alone"
-    assert combined_health({}, 2) == ({"status": "failed"}, 503)
+    found, status = combined_health({1: known}, [True, True])
+    assert (found["status"], found["replicas"][0], status) == ("ok", {"status": "silent"}, 200), "as last known"
+    assert combined_health({0: {"status": "failed"}}, [True], is_known=False) == ({"status": "failed"}, 503)
+    assert combined_health({0: {"status": "ok"}}, [True], is_known=False) == ({"status": "ok"}, 200), "the status alone"
+    assert combined_health({}, [False, False], is_known=False) == ({"status": "failed"}, 503)
