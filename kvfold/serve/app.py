@@ -85,7 +85,7 @@ class App:
         rest = route("/{path:path}", _not_found, name="other")
 
         async def no_path(request: Request, _: Exception) -> Response:
-            """A target such as `*` or a whole URL, which no route has."""
+            """A target such as `*`, which no route has."""
             found: Response = await rest.endpoint(request)
             return found
 

@@ -17,8 +17,10 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import unquote
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
@@ -28,12 +30,15 @@ from kvfold.serve.api.errors import KINDS
 from kvfold.serve.api.sse import CHUNKS
 from kvfold.serve.settings import Limits
 
+ANSWER_WRITER = "kvfold.write_answer"  # in the scope: writes a whole answer, head and body, to the connection
 BACKLOG = 64  # listen backlog of the socket
 _MOST_REFUSED = 32  # connections that are being sent a 503
 _SPARE = BACKLOG + _MOST_REFUSED + 32  # file descriptors for these, and for files of the store
 _DEFAULT = 1024
 _REFUSED_S = 1.0  # for a client to read its 503
 _HEAD_BYTES, _HEAD_LINES = 32 << 10, 128
+_ANSWER, _END = h11.Response(status_code=200, headers=[("content-length", "0")]), h11.EndOfMessage()
+_ABSOLUTE = re.compile(rb"(?i)https?://[^/]+")
 _FRAMED = tuple(re.compile(rb"(?im)^%s[ \t]*:" % name) for name in (b"content-length", b"transfer-encoding"))
 
 
@@ -176,10 +181,36 @@ class Connection(H11Protocol):
             self._head.start()
 
     def handle_events(self) -> None:
-        """An HTTP/1.1 response of unknown length is chunked: its handler may write chunks to the connection."""
+        """An HTTP/1.1 response of unknown length is chunked: its handler may write chunks to the connection. Others
+        may be written as a whole."""
         super().handle_events()
-        if self.cycle is not None and self.scope["http_version"] == "1.1" and CHUNKS not in self.scope:
+        if self.cycle is None or ANSWER_WRITER in self.scope:
+            return
+        if absolute := _ABSOLUTE.match(self.scope["raw_path"]):  # as clients of a proxy send it
+            self.scope["raw_path"] = self.scope["raw_path"][absolute.end() :] or b"/"
+            self.scope["path"] = unquote(self.scope["raw_path"].decode("ascii"))
+        self.scope[ANSWER_WRITER] = partial(self._write_answer, self.cycle)  # type: ignore[literal-required]
+        if self.scope["http_version"] == "1.1":
             self.scope[CHUNKS] = Chunks(self, self.cycle)  # type: ignore[literal-required]
+
+    async def _write_answer(self, cycle: RequestResponseCycle, head: bytes, body: bytes) -> None:
+        """As two `cycle.send`, in one write. `head`: lines up to the last header, by a server that has checked them;
+        h11 is told of an empty answer, and says whether the connection ends."""
+        if self.flow.write_paused and not cycle.disconnected:
+            await self.flow.drain()
+        if cycle.disconnected:
+            return
+        cycle.response_started, cycle.waiting_for_100_continue = True, False
+        self.conn.send(_ANSWER)
+        self.conn.send(_END)
+        is_last = self.conn.our_state is h11.MUST_CLOSE or not cycle.keep_alive
+        self.transport.write(b"%bconnection: close\r\n\r\n%b" % (head, body) if is_last else b"%b\r\n%b" % (head, body))
+        cycle.response_complete = True
+        cycle.message_event.set()
+        if is_last:
+            self.conn.send(h11.ConnectionClosed())
+            self.transport.close()
+        cycle.on_response()
 
     def _takes_head(self, data: bytes) -> bool:
         """Check bytes that would be parsed as headers; a refusal closes the connection."""

@@ -203,7 +203,7 @@ def test_a_body_with_two_lengths_is_refused_and_nothing_behind_it_served() -> No
 @pytest.mark.parametrize(
     ("sent", "status"),
     [
-        (b"GET http://127.0.0.1/health HTTP/1.1\r\nhost: x\r\n\r\n", 404),
+        (b"GET http://127.0.0.1/nowhere HTTP/1.1\r\nhost: x\r\n\r\n", 404),
         (b"OPTIONS * HTTP/1.1\r\nhost: x\r\n\r\n", 404),
         (b"GET /health HTTP/1.1\r\n\r\n", 400),
         (b"POST /v1/messages HTTP/1.1\r\nhost: x\r\ncontent-length: x\r\n\r\n", 400),
@@ -213,6 +213,12 @@ def test_what_no_route_sees_is_refused_in_the_vendors_shape(sent: bytes, status:
     with running(tool_model()) as server:
         found, body, _ = answer_to(server, sent)
         assert found == status and body["error"]["message"] and body["error"]["type"]
+
+
+def test_a_target_may_be_a_whole_url() -> None:
+    with running(tool_model()) as server:
+        status, body, _ = answer_to(server, b"GET http://any.where:80/health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (status, body["status"]) == (200, "ok")
 
 
 def test_a_stream_is_chunked_and_to_an_old_client_it_is_not() -> None:

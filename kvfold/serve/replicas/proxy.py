@@ -12,21 +12,22 @@ import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from kvfold.serve.api.errors import ApiError
 from kvfold.serve.api.sse import error_response
 from kvfold.serve.auth import tenant_of
+from kvfold.serve.connections import ANSWER_WRITER
 from kvfold.serve.ops.metrics import Metrics
 from kvfold.serve.replicas.fleet import Fleet
 from kvfold.serve.replicas.routing import Backend, choices, route_key
 from kvfold.serve.replicas.together import Together, no_replica, target_of
-from kvfold.serve.replicas.upstream import Unreachable, Upstream, end_to_end
+from kvfold.serve.replicas.upstream import NO_BODY, Head, Unreachable, Upstream, end_to_end
 from kvfold.serve.settings import Settings
 
 ATTEMPTS = 2
 REPLICA_HEADER = b"x-kvfold-replica"
+_STREAM = b"text/event-stream"
 _WATCH_AFTER_S = 0.05
 _INLINE_BYTES = 256 << 10  # JSON this short is decoded in the event loop
 
@@ -111,14 +112,11 @@ class Proxy:
         backend.upstreams.add(upstream)
         try:
             head = await upstream.send(request.method, target_of(request.scope), request.scope["headers"], body)
-            headers = [*end_to_end(head.headers), (REPLICA_HEADER, b"%d" % backend.number)]
-            start = {"type": "http.response.start", "status": head.status_code, "headers": headers}
-            if _is_stream(headers):
-                await _pass_on(start, upstream, send)
+            if head.get(b"content-type").startswith(_STREAM):
+                await _pass_on(backend.number, head, upstream, send)
             else:  # as a whole, so that one that breaks off can be tried again
-                whole = b"".join([piece async for piece in upstream.pieces()])
-                await send(start)
-                await send({"type": "http.response.body", "body": whole})
+                whole = await upstream.whole()
+                await request.scope[ANSWER_WRITER](_head_lines(backend.number, head, request.method, whole), whole)
             self._metrics.add("kvfold_proxy_requests_total", replica=str(backend.number))
             return True
         except Unreachable:
@@ -141,16 +139,21 @@ class Proxy:
         return await asyncio.to_thread(route_key, tenant, body)
 
 
-def _is_stream(headers: list[tuple[bytes, bytes]]) -> bool:
-    return Headers(raw=headers).get("content-type", "").startswith("text/event-stream")
+def _head_lines(number: int, head: Head, method: str, body: bytes) -> bytes:
+    """Of an answer that is sent as a whole."""
+    lines = [head.line, *(b"%b: %b" % one for one in end_to_end(head.headers)), b"%b: %d" % (REPLICA_HEADER, number)]
+    if not head.get(b"content-length") and method != "HEAD" and head.status_code not in NO_BODY:
+        lines.append(b"content-length: %d" % len(body))
+    return b"\r\n".join((*lines, b""))
 
 
-async def _pass_on(start: Any, upstream: Upstream, send: Callable[[Any], Awaitable[None]]) -> None:
+async def _pass_on(number: int, head: Head, upstream: Upstream, send: Callable[[Any], Awaitable[None]]) -> None:
     """A stream of events, of which nothing is sent before the first one came; one that breaks off between two of them
     ends with an error event."""
     pieces = upstream.pieces()
     last = await anext(pieces, b"")
-    await send(start)
+    headers = [*end_to_end(head.headers), (REPLICA_HEADER, b"%d" % number)]
+    await send({"type": "http.response.start", "status": head.status_code, "headers": headers})
     await send({"type": "http.response.body", "body": last, "more_body": True})
     try:
         async for last in pieces:

@@ -93,20 +93,14 @@ class Together:
         texts = {
             number: (pids[number], body.decode()) for number, (status, _, body) in answers.items() if status == 200
         }
-        gauges = {
-            "kvfold_replica_up gauge Whether a replica takes requests.": {
-                backend.number: int(backend.is_up) for backend in self._fleet.backends
-            },
-            "kvfold_replica_answered gauge Whether a replica answered; if not, its last counters are in the sums.": {
-                number: int(number in texts) for number in pids
-            },
-            "kvfold_replica_starts_total counter Starts of a replica's process.": {
-                replica.backend.number: replica.num_starts for replica in self._fleet.replicas
-            },
-        }
-        more = self._metrics.text() + "".join(
-            _by_replica(*about.split(" ", 2), found) for about, found in gauges.items()
-        )
+        are_up = {backend.number: int(backend.is_up) for backend in self._fleet.backends}
+        have_answered = {number: int(number in texts) for number in are_up}
+        starts = {replica.backend.number: replica.num_starts for replica in self._fleet.replicas}
+        more = self._metrics.text()
+        more += _by_replica("kvfold_replica_up", "gauge", "Whether a replica takes requests.", are_up)
+        about = "Whether a replica answered; if not, its last counters are in the sums."
+        more += _by_replica("kvfold_replica_answered", "gauge", about, have_answered)
+        more += _by_replica("kvfold_replica_starts_total", "counter", "Starts of a replica's process.", starts)
         return PlainTextResponse(self._sum.text(texts, more), media_type=CONTENT_TYPE)
 
     def _all_health(self, request: Request, answers: Answers) -> Response:

@@ -22,7 +22,7 @@ _REFRAMED = _HOP_BY_HOP | {b"content-length", b"expect"}
 _PIECE_BYTES = 64 << 10
 _IDLE_S = 3.0  # replicas close a connection after 5 s without a request
 _MAX_IDLE = 16  # connections to one replica
-_NO_BODY = (204, 304)
+NO_BODY = (204, 304)
 _BROKEN = (OSError, EOFError, ValueError, asyncio.LimitOverrunError)  # EOFError: also within what was awaited
 
 
@@ -35,10 +35,11 @@ class Silent(Unreachable):
 
 
 class Head(NamedTuple):
-    """Of an answer; names are lower case."""
+    """Of an answer; names are lower case. `line`: the first one."""
 
     status_code: int
     headers: Headers
+    line: bytes = b""
 
     def get(self, name: bytes) -> bytes:
         return next((value.lower() for found, value in self.headers if found == name), b"")
@@ -71,11 +72,11 @@ class Link:
             if not version.startswith(b"HTTP/1."):
                 raise ValueError("this is no HTTP")
             if int(status) >= 200:
-                return Head(int(status), [_header(line) for line in lines])
+                return Head(int(status), [_header(line) for line in lines], first)
 
     async def read_body(self, head: Head, method: str) -> AsyncIterator[bytes]:
         """Pieces as they come, to the end of this answer."""
-        if method == "HEAD" or head.status_code in _NO_BODY:
+        if method == "HEAD" or head.status_code in NO_BODY:
             return
         if head.get(b"transfer-encoding") == b"chunked":
             while size := int((await self.reader.readuntil(b"\r\n")).split(b";")[0], 16):
@@ -90,6 +91,13 @@ class Link:
         else:
             while piece := await self.reader.read(_PIECE_BYTES):
                 yield piece
+
+    async def read_whole(self, head: Head, method: str) -> bytes:
+        """Without steps in between where the head tells the length."""
+        length = head.get(b"content-length")
+        if not length or method == "HEAD" or head.status_code in NO_BODY or head.get(b"transfer-encoding"):
+            return b"".join([piece async for piece in self.read_body(head, method)])
+        return await self.reader.readexactly(int(length))
 
     async def _read(self, left: int) -> AsyncIterator[bytes]:
         while left > 0:
@@ -192,13 +200,29 @@ class Upstream:
         try:
             async for piece in self._link.read_body(self._head, self._method):
                 yield piece
-            if self._links is not None and self._can_be_kept:
-                link, self._link = self._link, None
-                self._links.keep(link)
+            self._keep(self._link)
         except _BROKEN as error:
             raise Unreachable(str(error)) from error
         finally:
             self.close()
+
+    async def whole(self) -> bytes:
+        """The body; Unreachable if it breaks off."""
+        assert self._link is not None
+        try:
+            found = await self._link.read_whole(self._head, self._method)
+            self._keep(self._link)
+            return found
+        except _BROKEN as error:
+            raise Unreachable(str(error)) from error
+        finally:
+            self.close()
+
+    def _keep(self, link: Link) -> None:
+        """For the next request, if this answer ended as it says."""
+        if self._links is not None and self._can_be_kept:
+            self._link = None
+            self._links.keep(link)
 
     @property
     def has_answered(self) -> bool:
@@ -243,7 +267,7 @@ async def fetch(
     try:
         async with asyncio.timeout(timeout_s):
             head = await upstream.send(method, target, headers, body)
-            found = b"".join([piece async for piece in upstream.pieces()])
+            found = await upstream.whole()
     except TimeoutError:
         raise Silent(f"no answer within {timeout_s:g} s") from None
     finally:
