@@ -6,6 +6,8 @@ kvfold serve --model smollm2-135m --policy "keydiff + 4x" --disk prefixes --disk
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,9 +24,10 @@ from kvfold.cli.options import (
     parse_policy,
     positive,
 )
-from kvfold.cli.serve_engine import add_engine_options, check_engine, run_engine
-from kvfold.cli.serve_replicas import add_replica_options, replica_of, run_replicas, serve_replica
+from kvfold.cli.serve_engine import add_engine_options, check_engine, check_packing, run_engine
+from kvfold.cli.serve_replicas import add_replica_options, check_replicas, replica_of, run_replicas, serve_replica
 from kvfold.errors import InputError, KvfoldWarning, MissingExtra
+from kvfold.plurals import counted
 from kvfold.policy import Policy
 from kvfold.policy.size import parse_bytes
 
@@ -147,9 +150,9 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Load, and serve until Ctrl-C."""
+    check_options(args)
+    _say_what_starts(args)
     policy = parse_policy(args.policy)
-    if not 0 <= args.port < 1 << 16:
-        raise InputError(f"port {args.port} does not exist; give 0 (any free one) to 65535")
     try:
         from kvfold.serve.server import check_address, end_process, open_store, serve, service_of
     except ModuleNotFoundError as error:
@@ -162,7 +165,8 @@ def run(args: argparse.Namespace) -> int:
     from kvfold.store.entry.format import read_secret
 
     check_served_form(args.store_form)
-    check_engine(args, packs=args.engine is not None and needs_model(policy))
+    if args.engine is not None:
+        check_packing(args, packs=needs_model(policy))
     settings, secret, events = make_settings(args), read_secret(args.store_secret), make_kv_events(args)
     replica = replica_of(args)
     if replica is None:
@@ -171,11 +175,11 @@ def run(args: argparse.Namespace) -> int:
         warnings.warn(_NO_SECRET, KvfoldWarning, stacklevel=1)
     if replica is None and args.replicas is not None:
         log_to_stderr(args.log)
-        return run_replicas(args, settings, lambda port: _say(args, policy, port))
+        return _stopped(run_replicas(args, settings, lambda port: _say(args, policy, port)))
     if args.engine is not None:
         with trace_exporter(args.otel) as on_done:
             code = run_engine(args, policy, settings, secret, lambda port: _say(args, policy, port), on_done)
-        end_process(code)
+        end_process(_stopped(code))
     number = 0 if replica is None else replica.number
     with trace_exporter(args.otel) as on_done, publisher_of(events, number) as publisher:
         model = load_model(args)
@@ -198,7 +202,22 @@ def run(args: argparse.Namespace) -> int:
                 code = serve_replica(replica, service, on_done)
             else:
                 code = serve(service, args.host, args.port, lambda port: _say(args, policy, port), on_done)
-    end_process(code)
+    end_process(_stopped(code) if replica is None else code)
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """InputError for options that exclude or need each other; none of this takes torch, so it is told at once."""
+    from kvfold.serve.auth import read_keys
+
+    if not 0 <= args.port < 1 << 16:
+        raise InputError(f"port {args.port} does not exist; give 0 (any free one) to 65535")
+    if args.keys is not None and args.behind_proxy is not None:
+        raise InputError("--keys and --behind-proxy exclude each other: either keys name the tenant, or the proxy does")
+    check_engine(args)
+    check_replicas(args)
+    make_kv_events(args)
+    if args.keys is not None:
+        read_keys(args.keys)
 
 
 def make_kv_events(args: argparse.Namespace) -> KvEventsConfig | None:
@@ -222,8 +241,6 @@ def make_settings(args: argparse.Namespace) -> Settings:
     from kvfold.store.entry.format import read_secret
 
     names = (served_name(args.model), *args.alias)
-    if args.keys is not None and args.behind_proxy is not None:
-        raise InputError("--keys and --behind-proxy exclude each other: either keys name the tenant, or the proxy does")
     return Settings(
         names=names,
         limits=Limits(
@@ -254,6 +271,28 @@ def served_name(model: str) -> str:
     """The model name clients use: of a folder its own name, without the path."""
     folder = Path(model).expanduser()
     return folder.resolve().name if folder.is_dir() else model
+
+
+def _say_what_starts(args: argparse.Namespace) -> None:
+    """On stderr, before anything that takes long; replicas leave it to the process that started them."""
+    from kvfold.serve.replicas.lifeline import VARIABLE
+
+    name = served_name(args.model)
+    if args.engine is not None:
+        text = f"starting {name} in front of the engine at {args.engine}"
+    elif args.replicas is not None:
+        text = f"starting {counted(args.replicas, 'replica')} of {name}"
+    else:
+        text = f"loading {name}"
+    if VARIABLE not in os.environ:
+        print(f"{text}, policy {args.policy}", file=sys.stderr, flush=True)
+
+
+def _stopped(code: int) -> int:
+    """The exit code, told on stderr if it is 0."""
+    if code == 0:
+        print("stopped", file=sys.stderr, flush=True)
+    return code
 
 
 def _say(args: argparse.Namespace, policy: Policy, port: int) -> None:

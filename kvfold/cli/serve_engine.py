@@ -30,8 +30,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add_option(group, "--engine-key", "FILE", "file of the engine's API key; default: none is sent", Path)
 
 
-def check_engine(args: argparse.Namespace, *, packs: bool) -> None:
-    """InputError for options that have no effect with this engine, or none without one."""
+def check_engine(args: argparse.Namespace) -> None:
+    """InputError for options that have no effect with an engine, or none without one."""
     names = {word.partition("=")[0] for word in args.words}
     if args.engine is None:
         for name in _ENGINE:
@@ -41,9 +41,14 @@ def check_engine(args: argparse.Namespace, *, packs: bool) -> None:
     for name in _LOCAL:
         if name in names:
             raise InputError(f"--engine and {name} exclude each other: prefixes and batches are the engine's")
+
+
+def check_packing(args: argparse.Namespace, *, packs: bool) -> None:
+    """InputError for options that the policy needs with an engine, or that have no effect under it."""
     if packs and args.engine_store is None:
         raise InputError("--policy packs prefixes for the engine; give --engine-store, where its connector reads them")
     if not packs:
+        names = {word.partition("=")[0] for word in args.words}
         for name in _PACKING:
             if name in names:
                 raise InputError(f"--policy full packs nothing and loads no model here; leave {name} out")

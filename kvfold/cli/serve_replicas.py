@@ -33,7 +33,6 @@ def run_replicas(args: argparse.Namespace, settings: Settings, started: Callable
     from kvfold.serve.replicas.server import serve_replicas
     from kvfold.serve.server import listen
 
-    check_replicas(args)
     with listen(args.host, args.port) as listening:
         port = listening.getsockname()[1]
         return serve_replicas(replica_command(args.words), args.replicas, settings, listening, lambda: started(port))
@@ -41,6 +40,8 @@ def run_replicas(args: argparse.Namespace, settings: Settings, started: Callable
 
 def check_replicas(args: argparse.Namespace) -> None:
     """InputError for options that replicas cannot share."""
+    if args.replicas is None:
+        return
     if args.replicas > MAX_REPLICAS:
         raise InputError(f"--replicas is {args.replicas}; give 1 to {MAX_REPLICAS}")
     for name, reason in _APART.items():

@@ -62,7 +62,10 @@ def test_options_become_settings(tmp_path: Path) -> None:
         (["--kv-events", "tcp://[::]:5557"], "can be read by other machines"),
         (["--kv-events-topic", "kv"], "need --kv-events ADDRESS; add it"),
         ([*TWO, "--kv-events-replay", "tcp://127.0.0.1:5558"], "replay them at 5558 to 5559; choose ports that are 2"),
-        ([*TWO, "--kv-events-replay", "tcp://127.0.0.1:65535"], "need 2 ports up to 65535"),
+        ([*TWO, "--kv-events-replay", "tcp://127.0.0.1:65535"], "need 2 ports, one for each replica, up to 65535"),
+        (["--kv-events", "tcp://127.0.0.1:0"], "KV events at port 0 would be at any free one"),
+        (["--kv-events", "tcp://127.0.0.1:65536"], "KV events need a port up to 65535; choose a lower number"),
+        (["--kv-events", "tcp://127.0.0.1:9", "--kv-events-replay", "tcp://127.0.0.1:9"], "at the same port 9; choose"),
         (["--kv-events", "ipc:///nowhere/at/all"], "KV events cannot be published at ipc:///nowhere/at/all"),
         (["--engine", "http://x", "--disk", "d"], "--engine and --disk exclude each other"),
         (["--engine", "http://x", "--replicas", "2"], "--engine and --replicas exclude each other"),
@@ -98,6 +101,23 @@ def test_sizes_that_nothing_fits_into_are_refused(
     with pytest.raises(SystemExit):
         main(["serve", *words])
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--keys", "a", "--behind-proxy", "b"],
+        ["--replicas", "65"],
+        ["--engine", "http://x", "--disk", "d"],
+        ["--kv-events", "5557"],
+        ["--keys", "nowhere"],
+    ],
+)
+def test_options_that_exclude_each_other_are_refused_before_torch_is_imported(words: list[str]) -> None:
+    lines = "import sys; from kvfold.cli.main import main; sys.exit(main(sys.argv[1:]) != 2 or 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", lines, "serve", *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("error: ")
 
 
 def test_a_port_in_use_is_told_as_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,5 +168,7 @@ def test_the_command_serves_until_it_is_interrupted_and_logs_json_alone(tmp_path
     assert server.returncode in (0, 130), errors
     assert (out, started["event"], started["model"], started["policy"]) == ("", "serving", "tiny", "full")
     lines = [json.loads(line) for line in errors.splitlines()]
-    assert lines[0]["event"].startswith(f"load {folder}, ")
+    assert lines[0]["event"] == "loading tiny, policy full"
+    assert lines[1]["event"].startswith(f"load {folder}, ")
+    assert lines[-1]["event"] == "stopped"
     assert [line["path"] for line in lines if line["event"] == "answered"] == ["/health"]
