@@ -62,7 +62,10 @@ def tenant_of(headers: Mapping[str, str], tenants: Mapping[str, str] | None, pro
     if tenants is None:
         return DEFAULT_TENANT
     scheme, _, token = headers.get("authorization", "").partition(" ")
-    key = headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else "")
+    own, bearer = headers.get("x-api-key", ""), token.strip() if scheme.lower() == "bearer" else ""
+    if own and bearer and own != bearer:
+        raise ApiError(401, "x-api-key and Authorization hold two different API keys; send one of them")
+    key = own or bearer
     found = tenants.get(key_digest(key)) if key else None
     if found is None:
         raise ApiError(401, "the API key is missing or unknown; send it as x-api-key or as a bearer token")

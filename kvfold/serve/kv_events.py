@@ -14,9 +14,9 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from kvfold.errors import InputError, MissingExtra
-from kvfold.serve.service import Service
 
 if TYPE_CHECKING:
+    from kvfold.serve.service import Service
     from kvfold.store.kv_events.publisher import KvEventPublisher
 
 _TCP = re.compile(r"(tcp://(?:\[([0-9a-fA-F:]+)\]|([0-9.]+|\*))):([0-9]{1,5})")
@@ -34,24 +34,24 @@ class KvEventsConfig:
 
     def check(self, count: int = 1) -> None:
         """InputError if so many replicas cannot publish there."""
-        ports = [port for port in map(self._port, self._endpoints) if port]
+        ports = [port for port in map(self._port, self._endpoints) if port is not None]
+        if 0 in ports:
+            raise InputError("KV events at port 0 would be at any free one, which no subscriber knows; give a port")
         if len(ports) > 1 and abs(ports[0] - ports[1]) < count:
-            raise InputError(
-                f"{count} replicas publish KV events at ports {ports[0]} to {ports[0] + count - 1}, and replay them at "
-                f"{ports[1]} to {ports[1] + count - 1}; choose ports that are {count} apart"
-            )
+            raise InputError(_same_port(ports[0]) if count == 1 else _overlap(ports[0], ports[1], count))
         if any(port + count > _NO_PORT for port in ports):
-            raise InputError(f"KV events of {count} replicas need {count} ports up to 65535; choose lower ones")
+            needed = "a port" if count == 1 else f"{count} ports, one for each replica,"
+            raise InputError(f"KV events need {needed} up to 65535; choose a lower number")
 
     @property
     def _endpoints(self) -> list[str]:
         return [one for one in (self.endpoint, self.replay_endpoint) if one is not None]
 
-    def _port(self, endpoint: str) -> int:
-        """0 where it has none, or any."""
+    def _port(self, endpoint: str) -> int | None:
+        """None for a path."""
         found = _TCP.fullmatch(endpoint)
         if endpoint.startswith("ipc:///"):
-            return 0
+            return None
         host = None if found is None else found[2] or found[3]
         try:
             is_local = host != "*" and host is not None and ip_address(host).is_loopback
@@ -72,12 +72,23 @@ class KvEventsConfig:
         return replace(self, endpoint=_moved(self.endpoint, number), replay_endpoint=moved)
 
 
+def _same_port(port: int) -> str:
+    return f"KV events are published and replayed at the same port {port}; choose another one for --kv-events-replay"
+
+
+def _overlap(port: int, replay_port: int, count: int) -> str:
+    return (
+        f"{count} replicas publish KV events at ports {port} to {port + count - 1}, and replay them at "
+        f"{replay_port} to {replay_port + count - 1}; choose ports that are {count} apart"
+    )
+
+
 def _moved(endpoint: str, number: int) -> str:
-    """By so many ports, or to a path of its own; port 0 stays."""
+    """By so many ports, or to a path of its own."""
     found = _TCP.fullmatch(endpoint)
     if found is None:
         return f"{endpoint}-{number}" if number else endpoint
-    return f"{found[1]}:{int(found[4]) + number}" if int(found[4]) else endpoint
+    return f"{found[1]}:{int(found[4]) + number}"
 
 
 @contextmanager

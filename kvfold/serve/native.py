@@ -64,6 +64,8 @@ class NativeRoutes:
         service = self._service
         if not isinstance(service, LocalService):
             raise ApiError(404, "sizes are measured by a model in this server; this one asks an engine (--engine)")
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise bad_request("this model has no chat template, in which texts are measured; serve an instruct model")
         policy = service.policy if body.policy is None else body.policy
         if body.policy is not None:
             self._check(body.policy)

@@ -25,6 +25,16 @@ def test_a_file_names_keys_and_tenants(tmp_path: Path) -> None:
     assert tenant_of({}, None) == DEFAULT_TENANT
 
 
+def test_two_keys_that_differ_are_refused() -> None:
+    keys = {key_digest("a"): "red", key_digest("b"): "blue"}
+    assert tenant_of({"x-api-key": "a", "authorization": "Bearer a"}, keys) == "red"
+    assert tenant_of({"x-api-key": "a", "authorization": "Basic b"}, keys) == "red"
+    for other in ("b", "unknown"):
+        with pytest.raises(ApiError, match="hold two different API keys; send one of them") as caught:
+            tenant_of({"x-api-key": "a", "authorization": f"Bearer {other}"}, keys)
+        assert caught.value.status == 401
+
+
 def test_a_proxy_names_the_tenant_and_proves_itself() -> None:
     digest = key_digest("a shared secret of the two")
     proved = {"x-kvfold-secret": "a shared secret of the two"}

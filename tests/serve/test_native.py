@@ -101,6 +101,11 @@ def test_statistics_are_the_tenants_own(server: Running) -> None:
         ("shorten", {"model": "tiny", "text": TEXT, "by": "rank"}, "question: this selector keeps what answers"),
         ("shorten", {"model": "tiny", "text": TEXT, "by": "nothing"}, "by: "),
         ("shorten", {"model": "tiny", "text": TEXT, "to": "half"}, "to: 4x, 25% or 2000tok is required"),
+        ("shorten", {"model": "tiny", "text": TEXT, "to": "0.5x", "by": "graph"}, "to: size 0.5x"),
+        ("shorten", {"model": "tiny", "text": TEXT, "to": "200%"}, "to: shorten: to is above 0%"),
+        ("shorten", {"model": "tiny", "text": TEXT, "units": "pages"}, 'units: no units of a text "pages"'),
+        ("shorten", {"model": "tiny", "text": TEXT, "keep": "names"}, 'keep: shorten: "names" is nothing'),
+        ("shorten", {"model": "tiny", "text": ""}, "text: a text that is not empty is required"),
         ("shorten", {"model": "tiny", "text": TEXT, "keep": 'x"'}, "keep: names as kvfold shorten"),
         ("stats", {"tenant": "blue"}, "tenant: the field is not supported here"),
         ("stats", [], "the body: an object is required"),
@@ -108,6 +113,16 @@ def test_statistics_are_the_tenants_own(server: Running) -> None:
 )
 def test_bad_requests_are_refused_by_name(server: Running, route: str, body: Any, message: str) -> None:
     assert message in check_refused(ask(server, route, body), f"/v1/kvfold/{route}")
+
+
+def test_a_model_without_a_chat_template_measures_nothing_and_says_so() -> None:
+    model = tool_model()
+    model.tokenizer.chat_template = None
+    with running(model) as server:
+        found = check_refused(
+            call(server, "/v1/kvfold/compress", {"model": "tiny", "text": "a"}), "/v1/kvfold/compress"
+        )
+    assert found == "this model has no chat template, in which texts are measured; serve an instruct model"
 
 
 def test_keys_limits_and_unknown_models_are_those_of_every_route(server: Running) -> None:

@@ -53,6 +53,11 @@ class ApiError(KvfoldError):
     def kind(self) -> str:
         return KINDS.get(self.status, "api_error")
 
+    @property
+    def openai_status(self) -> int:
+        """529 is Anthropic's own."""
+        return HTTPStatus.SERVICE_UNAVAILABLE.value if self.status == 529 else self.status
+
 
 def bad_request(message: str, logged: str | None = None) -> ApiError:
     return ApiError(HTTPStatus.BAD_REQUEST, message, logged=logged)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from kvfold.errors import KvfoldError, PolicyError
@@ -49,7 +49,7 @@ class CompressBody:
 def read_shorten(data: object) -> ShortenBody:
     """POST /v1/kvfold/shorten."""
     body = Fields(data)
-    model, text, to = body.text("model"), body.text("text"), body.text("to", "4x")
+    model, text, to = body.text("model"), _text(body), body.text("to", "4x")
     question, by = body.optional_text("question"), body.optional_text("by")
     keep, units = body.optional_text("keep"), body.optional_text("units")
     body.end()
@@ -58,10 +58,7 @@ def read_shorten(data: object) -> ShortenBody:
             body.refuse(name, "names as kvfold shorten takes them are required")
     if not re.fullmatch(r"[0-9.]+(x|%|tok)", to):
         body.refuse("to", "4x, 25% or 2000tok is required")
-    try:
-        plan = plan_of(by or ("rank" if question else "graph"), to, keep, units)
-    except PolicyError as error:
-        raise bad_request(f"by: {error}", logged="by: it is no plan") from None
+    plan = _plan(by or ("rank" if question else "graph"), to, keep, units)
     if plan.by.needs_model:
         body.refuse("by", "this selector asks the model, which serves requests here; use graph, keyphrases or rank")
     if plan.by.needs_question and not question:
@@ -69,13 +66,34 @@ def read_shorten(data: object) -> ShortenBody:
     return ShortenBody(model, text, plan, question)
 
 
+def _text(body: Fields) -> str:
+    found = body.text("text")
+    if not found:
+        body.refuse("text", "a text that is not empty is required")
+    return found
+
+
+def _plan(by: str, to: str, keep: str | None, units: str | None) -> Shorten:
+    """400 names the field that no plan can have, or else the selector."""
+    plans = {
+        "to": partial(plan_of, "graph", to),
+        "units": partial(plan_of, "graph", "4x", units=units),
+        "keep": partial(plan_of, "graph", "4x", keep),
+        "by": partial(plan_of, by, to, keep, units),
+    }
+    for name, make in plans.items():
+        try:
+            plan = make()
+        except PolicyError as error:
+            raise bad_request(f"{name}: {error}", logged=f"{name}: it is no part of a plan") from None
+    return plan
+
+
 def read_compress(data: object) -> CompressBody:
     """POST /v1/kvfold/compress."""
     body = Fields(data)
-    model, text, policy = body.text("model"), body.text("text"), body.optional_text("policy")
+    model, text, policy = body.text("model"), _text(body), body.optional_text("policy")
     body.end()
-    if not text:
-        body.refuse("text", "a text that is not empty is required")
     request = ChatRequest(model, [Block("text", "user", text, 0)], 0)
     return CompressBody(request, None if policy is None else client_policy(policy))
 

@@ -227,7 +227,7 @@ class CompletionWriter:
             yield self._completion("text_completion") | self._usage()
 
     def failed(self, error: ApiError) -> Json:
-        return {"error": {"message": str(error), "type": error.kind, "param": None, "code": error.status}}
+        return {"error": {"message": str(error), "type": error.kind, "param": None, "code": error.openai_status}}
 
 
 class ChatWriter(CompletionWriter):

@@ -149,7 +149,7 @@ def error_response(request: Request, error: ApiError, request_id: str) -> JSONRe
     if path.startswith("/v1/messages") or "anthropic-version" in request.headers:
         shape: Json = {"type": "error", "error": {"type": error.kind, "message": str(error)}, "request_id": request_id}
         return JSONResponse(shape, error.status, headers=error.headers)
-    status = 503 if error.status == 529 else error.status
+    status = error.openai_status
     code = error.code or {401: "invalid_api_key", 404: "not_found"}.get(status)
     field, colon, _ = str(error).partition(": ")  # the path of an invalid field begins the message
     param = field if colon and " " not in field and error.status in (400, 404) else None

@@ -10,6 +10,8 @@ from typing import Any
 import openai
 import pytest
 
+from kvfold.serve.api.errors import ApiError
+from kvfold.serve.api.openai_chat import ChatWriter, CompletionWriter
 from kvfold.serve.settings import Limits
 from tests import tiny
 from tests.engine.scheduling.test_scheduler import alone
@@ -180,3 +182,9 @@ def test_a_prompt_over_the_window_has_the_code_that_clients_look_for(server: Run
             with pytest.raises(openai.BadRequestError, match="prompt is too long") as caught:
                 send()
             assert (caught.value.code, caught.value.param) == ("context_length_exceeded", param)
+
+
+def test_a_stream_that_ends_for_overload_has_a_code_that_openai_knows() -> None:
+    for kind in (ChatWriter, CompletionWriter):
+        failed = kind.__new__(kind).failed(ApiError(529, "later"))
+        assert failed["error"]["code"] == 503
