@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,11 @@ class RedisServer:
         self._folder = tempfile.TemporaryDirectory(prefix="redis")
         self._socket = Path(self._folder.name) / "s"
         self._process: subprocess.Popen[bytes] | None = None
+
+    @classmethod
+    def found(cls) -> RedisServer | None:
+        """None where redis-server or redis-py is not installed."""
+        return cls() if shutil.which("redis-server") and find_spec("redis") else None
 
     @property
     def url(self) -> str:

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,11 @@ class Engine:
     """Use it in a `with` statement; its whole process group is ended at the end."""
 
     def __init__(self, model: Path | str, **options: Any) -> None:
+        """Options of `vllm.LLM`, and `variables` of the environment."""
+        variables: Mapping[str, str] = options.pop("variables", {})
         reading, writing = os.pipe()
         words = [json.dumps({"model": str(model), "max_model_len": 4096, **options}), str(writing)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2", **variables}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.vllm.driver", *words],
             stdin=subprocess.PIPE,
@@ -49,6 +51,10 @@ class Engine:
         self._answers = os.fdopen(reading)
         self.log = ""
         self.block_size = 0
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def __enter__(self) -> Engine:
         self.block_size = self._read()["block_size"]

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ def is_alive(pid: int) -> bool:
 
 
 @contextmanager
-def serving(model: Path, *options: str, log: Path) -> Iterator[Command]:
+def serving(model: Path, *options: str, log: Path, environment: Mapping[str, str] | None = None) -> Iterator[Command]:
     """Killed at the end if the test has not ended it."""
     words = [
         "serve",
@@ -86,10 +86,10 @@ def serving(model: Path, *options: str, log: Path) -> Iterator[Command]:
         "json",
     ]
     words += ["--cache-min-tokens", "32", "--temperature", "0", *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
     with log.open("w") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", "kvfold", *words], stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+            [sys.executable, "-m", "kvfold", *words], stdout=subprocess.PIPE, stderr=errors, text=True, env=variables
         )
         try:
             assert process.stdout is not None
