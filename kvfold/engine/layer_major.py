@@ -11,9 +11,8 @@ multiples of their length, so a continued sequence runs the same shapes as one p
 
     packed tokens:  | sequence 0: piece, piece, … | sequence 1: piece, … |
 
-On a GPU short prompts run together: pieces of several sequences go through a layer in one call, so that its kernels are
-launched once for all of them, and so is attention where sequences begin with these tokens. A CPU runs each piece alone,
-and so computes the same bits for a prompt whatever is prefilled beside it.
+Short prompts run together: pieces of several sequences go through a layer in one call, so that weights are read and
+kernels launched once for all of them, and so is attention where sequences begin with these tokens.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Runner:
         self.spec = spec
         self.arena = arena
         self.chunk_len = default_chunk_len(spec, arena.device) if chunk_len is None else chunk_len
-        self.joined_len = self.chunk_len if arena.device.type == "cuda" else 0  # tokens of several prompts in one call
+        self.joined_len = self.chunk_len  # tokens of several prompts in one call
         self._forward = Forward(hf, spec.num_layers, arena.device)
         self.graphs = cuda_graphs_of(hf, compile) if arena.device.type == "cuda" and HAS_TRITON else None
 

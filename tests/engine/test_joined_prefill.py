@@ -1,4 +1,4 @@
-"""Short prompts that a GPU runs through a layer in one call: tokens and caches are those of prompts that run alone."""
+"""Short prompts that run through a layer in one call: tokens and caches are those of prompts that run alone."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ PROMPTS = [prompt(length, seed=length) for length in (5, 40, 9, 33, 12, 7)]
 
 
 class Counting(Runner):
-    """A runner as on a GPU, which counts the sequences of every prefill."""
+    """Counts the sequences of every prefill."""
 
     def __init__(self, model: Model, chunk_len: int = 512) -> None:
         super().__init__(model.hf, model.spec, model.arena, chunk_len=chunk_len)
-        self.joined_len = chunk_len
         self.counts: list[int] = []
 
     def prefill(self, sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]], **options: Any) -> Tensor:
@@ -60,7 +59,9 @@ POLICIES = [
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_prompts_of_one_call_are_those_of_many(model: Model, policy: str) -> None:
-    calls, alone, expected = prefilled(model, make_runner(model), policy)
+    runner = make_runner(model)
+    runner.joined_len = 0
+    calls, alone, expected = prefilled(model, runner, policy)
     joined_calls, together, found = prefilled(model, Counting(model), policy)
     assert (calls, joined_calls) == ([len(ids) for ids in PROMPTS], [sum(map(len, PROMPTS))])
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)

@@ -27,14 +27,14 @@ _MAX_PREFILLING = 4  # prompts: few, but no long one blocks all short ones
 
 
 class _Load:
-    """What runs while candidates are looked for, told once for all that wait: tenants, tasks, tokens in prefill."""
+    """What runs while candidates are looked for, told once for all that wait: tenants, tasks, tokens that prefill computes."""
 
     def __init__(self, queues: Queues) -> None:
         self.num_running = queues.num_running
         self.running = {task.tenant for task in queues.tasks}
         self.prefilling = {task.tenant for task in queues.prefilling}
         self.num_prefilling = len(queues.prefilling)
-        self.num_tokens = sum(len(task.job.tokens) for task in queues.prefilling)
+        self.num_computed = sum(len(task.job.tokens) - task.num_reused for task in queues.prefilling)
 
 
 class Admission:
@@ -93,8 +93,7 @@ class Admission:
         if load.num_prefilling >= MOST_JOINED:
             return False
         is_long = len(job.tokens) > self._runner.chunk_len
-        num_tokens = len(job.tokens) + load.num_tokens
-        most = MOST_JOINED if num_tokens <= self._runner.joined_len else _MAX_PREFILLING - is_long
+        most = MOST_JOINED if load.num_computed <= self._runner.joined_len else _MAX_PREFILLING - is_long
         if load.num_prefilling >= most:
             return False
         return not self._waits(job)

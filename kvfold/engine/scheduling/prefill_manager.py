@@ -2,8 +2,9 @@
 
 A time slice between two decode steps bounds the inter-token latency while long prompts prefill. Tenants share prefill
 time equally (queues.py). A prompt that is not done pauses between two layers until its next turn, and one that runs out
-of pages waits for pages of decoding tasks. On a GPU short prompts run together in one pass, which does not pause: it
-takes little longer than one of them alone.
+of pages waits for pages of decoding tasks. Short prompts run together in one pass, which does not pause: on a GPU it
+takes little longer than one of them alone; on a CPU, where a pass has at most a chunk of tokens, less than all of them
+one after another.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 
 import torch
 
@@ -22,19 +24,18 @@ from kvfold.engine.scheduling.task import Task
 from kvfold.errors import OutOfPages, PrefixLost
 
 _SHARE = 4  # prefill time over decode-step time: a fifth of the time goes to decoding
-_LEAST_S, _SOON_S, _MOST_S = 0.02, 0.2, 1.0
+_LEAST_S, _MOST_S = 0.02, 1.0
 _DEPTH = 2  # parts of a pass that may be queued on the GPU when the clock is read
 
 
 class TimeSlice:
-    """A slice is four times as long as the last step took, within 0.02 and 0.2 s; where steps take longer than that, as
-    long as a step, at most 1 s. `fixed_s` overrides it."""
+    """A slice is four times as long as the last step took, within 0.02 and 1 s. `fixed_s` overrides it."""
 
     def __init__(self, clock: Callable[[], float], device: torch.device, fixed_s: float | None = None) -> None:
         self._clock = clock
         self._is_cuda = device.type == "cuda"
         self._fixed_s = fixed_s
-        self._step_s = _SOON_S
+        self._step_s = 0.05
         self._end = 0.0
         self._queued: deque[torch.cuda.Event] = deque()
 
@@ -42,8 +43,7 @@ class TimeSlice:
     def length_s(self) -> float:
         if self._fixed_s is not None:
             return self._fixed_s
-        most = min(max(_SOON_S, self._step_s), _MOST_S)
-        return min(max(_SHARE * self._step_s, _LEAST_S), most)
+        return min(max(_SHARE * self._step_s, _LEAST_S), _MOST_S)
 
     def begin(self) -> None:
         self._end = self._clock() + self.length_s
@@ -125,26 +125,32 @@ class PrefillManager:
 
     def _mates(self, task: Task, ready: Sequence[Task]) -> list[Task]:
         """Tasks whose next chunk runs in the same pass."""
-        most = self._runner.joined_len // _MIN_COST
+        is_cuda = self._runner.arena.device.type == "cuda"
+        most = self._runner.joined_len // (_MIN_COST if is_cuda else 2)
         if not task.can_join(most):
             return []
-        compresses = task.compresses_next
+        compresses, is_beside = task.compresses_next, bool(self._queues.decoding)
         found = [other for other in ready if other is not task and other.can_join(most)]
-        most_joined = _JOINED_BESIDE if self._queues.decoding else MOST_JOINED
-        return [other for other in found if other.compresses_next == compresses][: most_joined - 1]
+        mates = [other for other in found if other.compresses_next == compresses]
+        if not is_cuda:  # a CPU takes time for every token
+            num_tokens = accumulate((mate.next_len for mate in mates), initial=task.next_len)
+            room = self._runner.joined_len // (2 if is_beside else 1)
+            mates = mates[: sum(upto <= room for upto in num_tokens) - 1]
+        return mates[: (_JOINED_BESIDE if is_beside else MOST_JOINED) - 1]
 
     def _run_together(self, batch: Sequence[Task]) -> None:
         """If the pass raises, no task has changed, and each runs alone, where its own error is found."""
         sequences, tokens = [task.sequence for task in batch], [task.next_tokens() for task in batch]
+        lens = list(map(len, tokens))
         try:
             logits_BV = self._runner.prefill(sequences, tokens, compress=batch[0].compresses_next)
         except Exception:
             for task in batch:
                 task.runs_alone = True
             return
-        for task, logits_V in zip(batch, logits_BV, strict=True):
+        for task, num_tokens, logits_V in zip(batch, lens, logits_BV, strict=True):
             try:
-                task.prefilled(logits_V)
+                task.prefilled(num_tokens, logits_V)
                 self._move(task)
             except Exception as error:
                 self._queues.fail(task, error)

@@ -6,9 +6,9 @@
                                v  |
                         KV cache on the host
 
-A policy that compresses nothing prefills in chunks that end at absolute multiples of the runner's chunk length; a
-compressing one prefills each stretch between two cuts in one pass. Either pauses inside, between layers, when others
-are to run; the result is bitwise that of an uninterrupted pass.
+A policy that compresses nothing prefills in chunks that end at absolute multiples of the runner's chunk length,
+whatever its cuts are; a compressing one prefills each stretch between two cuts in one pass. Either pauses inside,
+between layers, when others are to run; the result is bitwise that of an uninterrupted pass.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Task:
         self.preempted_len = 0  # tokens of the copy on the host
         self.runs_alone = False  # since a pass that it shared has raised
         cuts = [len(job.tokens)] if begin.cuts is None else begin.cuts
-        self._cuts = [cut for cut in cuts if begin.num_read < cut <= len(job.tokens)]
+        self._cuts = sorted(cut for cut in cuts if begin.num_read < cut <= len(job.tokens))
         self._runner = runner
         self._tokenizer = tokenizer
         self._in_chunks = in_chunks
@@ -82,6 +82,7 @@ class Task:
     def prefill(self, is_due: Callable[[], bool]) -> None:
         """Run the next chunk of the prompt, or its layers until a pause is due; after the last chunk decoding begins.
         OutOfPages: the chunk starts anew."""
+        num_tokens = self.next_len
         if self._pass is None:
             self._pass = Resumable(partial(self._prefill, self.next_tokens(), self.compresses_next), is_due)
         current, is_done = self._pass, False
@@ -92,7 +93,7 @@ class Task:
             raise
         if is_done:
             self._pass = None
-            self.prefilled(current.result[0])
+            self.prefilled(num_tokens, current.result[0])
 
     def can_join(self, most: int) -> bool:
         """Whether its next chunk may run in one pass with those of others: it has not begun and is short."""
@@ -100,17 +101,19 @@ class Task:
 
     @property
     def compresses_next(self) -> bool:
-        """Whether the policy compresses at the end of the next chunk."""
-        return self._stretch_end in self._cuts
+        """Whether the policy compresses at the end of the next chunk; one that compresses nothing does at every end."""
+        return self._in_chunks or self._stretch_end in self._cuts
 
     def next_tokens(self) -> Sequence[int]:
         """Of the next chunk, whose pass begins."""
         self.sequence.pinned = self._settled
         return self.job.tokens[self.sequence.committed_len : self._chunk_end]
 
-    def prefilled(self, logits_V: Tensor) -> None:
-        """The next chunk has run; after the last one decoding begins."""
+    def prefilled(self, num_tokens: int, logits_V: Tensor) -> None:
+        """The next chunk, of so many tokens, has run; after the last one decoding begins."""
         end = self.sequence.committed_len
+        for cut in (cut for cut in self._cuts if end - num_tokens < cut < end):
+            self.job.source.reached(self.sequence, cut)
         if end in self._cuts or end == len(self.job.tokens):
             self.job.source.reached(self.sequence, end)
         if end == len(self.job.tokens):
@@ -138,7 +141,7 @@ class Task:
     @property
     def _chunk_end(self) -> int:
         chunk, start = self._runner.chunk_len, self.sequence.committed_len
-        return min(self._stretch_end, start - start % chunk + chunk) if self._in_chunks else self._stretch_end
+        return min(len(self.job.tokens), start - start % chunk + chunk) if self._in_chunks else self._stretch_end
 
     def _begin_decode(self, logits_V: Tensor) -> None:
         job, self.sequence.pinned = self.job, []
