@@ -23,6 +23,7 @@ from kvfold.core import HAS_TRITON
 
 # cuDNN builds a plan for each new shape, some 30 ms; a short query would not win that back.
 _FEWEST_QUERIES = 1024
+_CPU_TRIANGLE = 128  # queries of a causal call on a CPU
 
 
 def compute_dtype(q: Tensor) -> torch.dtype:
@@ -52,9 +53,14 @@ def attend(
         return out_QTD.unflatten(0, q_HGTD.shape[:2]), lse_QT.unflatten(0, q_HGTD.shape[:2])
     if q_HGTD.device.type != "cpu":
         return attend_reference(q_HGTD, k_HSD, v_HSD, scale, causal=causal, mask_TS=mask_TS, bias_HS=bias_HS)
-    if q_HGTD.shape[2] == 1 < q_HGTD.shape[1]:  # as tokens, the queries of a group read their keys at once
-        out, lse = attend(q_HGTD.transpose(1, 2), k_HSD, v_HSD, scale, mask_TS=mask_TS, bias_HS=bias_HS)
-        return out.transpose(1, 2), lse.transpose(1, 2)
+    num_groups, num_queries = q_HGTD.shape[1:3]
+    if num_groups > 1 and not causal and (mask_TS is None or num_queries == 1):
+        # As tokens, the queries of a group read their keys at once.
+        q_H1ND = q_HGTD.flatten(1, 2).unsqueeze(1)
+        out, lse = attend(q_H1ND, k_HSD, v_HSD, scale, mask_TS=mask_TS, bias_HS=bias_HS)
+        return out.view(q_HGTD.shape), lse.view(q_HGTD.shape[:-1])
+    if causal and num_queries > _CPU_TRIANGLE and k_HSD.shape[1] == num_queries:
+        return _attend_in_halves(q_HGTD, k_HSD, v_HSD, scale)
     if causal and k_HSD.shape[1] > q_HGTD.shape[2]:  # this operator's mask is aligned at the top left
         causal, mask_TS = False, causal_mask(q_HGTD, k_HSD)
     added = None
@@ -71,6 +77,16 @@ def attend(
     if mask_TS is not None:  # the operator says 0 for a query that sees nothing
         lse = lse.masked_fill(~mask_TS.any(-1), -torch.inf)
     return out, lse
+
+
+def _attend_in_halves(q_HGTD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Causal, as two triangles and the square between them: a CPU takes as long for one triangle as for its square."""
+    half = q_HGTD.shape[2] // 2
+    q, k, v = ((x[..., :half, :], x[..., half:, :]) for x in (q_HGTD, k_HSD, v_HSD))
+    first = attend(q[0], k[0], v[0], scale, causal=True)
+    square, second = attend(q[1], k[0], v[0], scale), attend(q[1], k[1], v[1], scale, causal=True)
+    out, lse = zip(first, blend_reference(*square, *second), strict=True)
+    return torch.cat(out, dim=2), torch.cat(lse, dim=2)
 
 
 def causal_mask(q_HGTD: Tensor, k_HSD: Tensor) -> Tensor:
