@@ -32,9 +32,11 @@ class Counting(Runner):
     def __init__(self, model: Model, chunk_len: int = 512) -> None:
         super().__init__(model.hf, model.spec, model.arena, chunk_len=chunk_len)
         self.counts: list[int] = []
+        self.joined_lens: list[int] = []  # tokens of passes of several sequences
 
     def prefill(self, sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]], **options: Any) -> Tensor:
         self.counts.append(len(sequences))
+        self.joined_lens += [sum(map(len, tokens))] if len(sequences) > 1 else []
         return super().prefill(sequences, tokens, **options)
 
 
@@ -137,6 +139,12 @@ def test_jobs_that_wait_together_are_prefilled_together(model: Model) -> None:
     runner = Counting(model)
     assert served(runner, model) == [written(model, ids, 9) for ids in PROMPTS]
     assert max(runner.counts) > 1 and sum(runner.counts) == len(PROMPTS)
+
+
+def test_a_pass_on_a_cpu_has_at_most_a_chunk_of_tokens(model: Model) -> None:
+    runner = Counting(model, chunk_len=32)
+    assert served(runner, model) == [written(model, ids, 9) for ids in PROMPTS]
+    assert runner.joined_lens and max(runner.joined_lens) <= 32  # 5, 9, 12 and 7 join, 40 and 33 run alone
 
 
 def test_a_job_whose_prefix_is_lost_restarts_alone(model: Model) -> None:

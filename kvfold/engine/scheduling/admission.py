@@ -27,7 +27,7 @@ _MAX_PREFILLING = 4  # prompts: few, but no long one blocks all short ones
 
 
 class _Load:
-    """What runs while candidates are looked for, told once for all that wait: tenants, tasks, tokens that prefill computes."""
+    """What runs while candidates are looked for, told once for all that wait: tenants, tasks, tokens to compute."""
 
     def __init__(self, queues: Queues) -> None:
         self.num_running = queues.num_running

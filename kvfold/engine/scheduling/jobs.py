@@ -58,7 +58,7 @@ class SequenceStart:
     Layers of the hit may still be loading; if one is lost, the job starts again.
 
     A policy compresses at each of the `cuts`; tokens after the last cut stay uncompressed. None: it compresses at the
-    end of the prompt.
+    end of the prompt. A lossless policy stops at none of them.
     """
 
     sequence: SequenceCache
@@ -77,7 +77,8 @@ class Source(Protocol):
         without a hit, so no job restarts forever."""
 
     def reached(self, sequence: SequenceCache, num_read: int) -> None:
-        """Prefill has reached a cut or the end of the prompt, after `num_read` tokens."""
+        """Prefill has reached a cut or the end of the prompt, after `num_read` tokens; a sequence of a lossless policy
+        may hold more."""
 
     def began(self) -> None:
         """Prefill is done: decoding starts."""

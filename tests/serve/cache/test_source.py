@@ -79,8 +79,8 @@ def test_a_part_that_is_lost_alone_is_computed_and_stored_again(model: Model) ->
 
 @pytest.mark.parametrize(("prefill_len", "loses"), [(16, None), (32, None), (48, None), (16, 64), (16, 32)])
 def test_a_hit_is_the_cold_request(model: Model, prefill_len: int, loses: int | None) -> None:
-    """However long the pieces are in which a prompt is read, up to rounding; bitwise where what is lost of it is read in
-    the pieces of the cold one, since these end with stored chunks."""
+    """However long the pieces are in which a prompt is read, up to rounding; bitwise where what is lost of it is read
+    in the pieces of the cold one, since these end with stored chunks."""
     runner, tokens = Runner(model.hf, model.spec, model.arena, chunk_len=prefill_len), tiny.prompt(100)
     boundaries = [Boundary(37, bytes(32), "system"), Boundary(75, bytes([1] * 32), "messages")]
     plan = CachePlan(boundaries, boundaries[::-1], [CacheWrite(boundary, 300.0) for boundary in boundaries])
