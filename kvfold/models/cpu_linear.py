@@ -67,15 +67,14 @@ class Group:
         x_NK = x.reshape(count, size).contiguous()
         if count % _ROWS:
             x_NK = functional.pad(x_NK, (0, 0, 0, -count % _ROWS))
-        weights = self.arrays()
-        out = [torch.empty(x_NK.shape[0], len(w_OK)) for w_OK in weights]
-        x_array, y_arrays = x_NK.numpy(), [y_NO.numpy() for y_NO in out]
-        is_large = x_NK.numel() * sum(map(len, weights)) >= _FEWEST_PRODUCTS
-        num_threads = torch.get_num_threads() if is_large else 1
+        out = [torch.empty(len(x_NK), linear.out_features) for linear in self.linears]
+        x_array, layers = x_NK.numpy(), [(w_OK, y_NO.numpy()) for w_OK, y_NO in zip(self.arrays(), out, strict=True)]
+        num_products = x_NK.numel() * sum(linear.out_features for linear in self.linears)
+        num_threads = torch.get_num_threads() if num_products >= _FEWEST_PRODUCTS else 1
 
         def work(begin: int, end: int) -> None:
             """The same share of every layer."""
-            for w_OK, y_NO in zip(weights, y_arrays, strict=True):
+            for w_OK, y_NO in layers:
                 blocks = -(-len(w_OK) // _ROWS)
                 products(x_array, w_OK, y_NO, blocks * begin // num_threads, blocks * end // num_threads)
 

@@ -1,0 +1,56 @@
+"""Work that threads share: all of it is done once, errors come back, and forks and nested calls have threads of their
+own."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from kvfold.attend.cpu_threads import run_shared
+
+
+def shared(num_parts: int) -> list[tuple[int, int]]:
+    done: list[tuple[int, int]] = []
+    run_shared(lambda begin, end: done.append((begin, end)), range(0, 10 * num_parts + 1, 10))
+    return sorted(done)
+
+
+def test_every_part_runs_once() -> None:
+    for num_parts in (1, 2, 3, 5, 2):
+        assert shared(num_parts) == [(10 * index, 10 * index + 10) for index in range(num_parts)]
+
+
+def test_parts_run_at_the_same_time() -> None:
+    together = threading.Barrier(3, timeout=60)
+    run_shared(lambda begin, end: together.wait() and None, range(4))
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_an_error_comes_back_when_all_have_ended(bad: int) -> None:
+    done: list[int] = []
+
+    def work(begin: int, end: int) -> None:
+        if begin == bad:
+            raise ValueError("a bad part")
+        done.append(begin)
+
+    with pytest.raises(ValueError, match="a bad part"):
+        run_shared(work, range(4))
+    assert sorted(done) == [part for part in range(3) if part != bad]
+    assert len(shared(3)) == 3, "threads are used again"
+
+
+def test_work_may_share_work() -> None:
+    done: list[int] = []
+    run_shared(lambda *_: run_shared(lambda begin, end: done.append(begin), range(3)), range(3))
+    assert sorted(done) == [0, 0, 1, 1]
+
+
+def test_a_fork_has_threads_of_its_own() -> None:
+    shared(2)
+    child = os.fork()
+    if child == 0:
+        os._exit(len(shared(2)))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
