@@ -38,7 +38,7 @@ from benchmarks.rows import append_row, facts
 from benchmarks.server.client import Served, served
 from kvfold.serve.replicas.routing import Backend, choices, route_key
 
-_OPTIONS = ("--memory", "1GB", "--host-memory", "256MB", "--cache-min-tokens", "64", "--temperature", "0")
+OPTIONS = ("--memory", "1GB", "--host-memory", "256MB", "--cache-min-tokens", "64", "--temperature", "0")
 _FIRST, _LAST = (
     ("ka", "lo", "mi", "ne", "ru", "ta", "so", "vi"),
     ("ban", "der", "fol", "gin", "hum", "jet", "kor", "lim"),
@@ -194,7 +194,7 @@ def share_by_hash(args: argparse.Namespace, sets: int = 1000) -> float:
 
 
 def measure(args: argparse.Namespace, model: str) -> dict[str, Any]:
-    options = (*_OPTIONS, *args.options)
+    options = (*OPTIONS, *args.options)
     with served(model, *options) as one, served(model, "--replicas", "2", *options) as proxy:
         single, both = converse(one, args), converse(proxy, args)
         batches = [added_ms(one, proxy, args.pairs) for _ in range(args.batches)]

@@ -10,7 +10,6 @@ Captured decode steps (cuda_graphs.py) and gradients (models/pass_cache.py) call
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from kvfold.engine.layer_major import LayerMajor, Progress, pieces
 from kvfold.errors import ModelError
 from kvfold.models.attach import is_attached, layers_wrapped, maskless
-from kvfold.models.cpu_linear import MOST_ROWS, few_rows
+from kvfold.models.cpu_linear import few_rows
 from kvfold.models.fused_layers import fused
 from kvfold.models.pass_cache import DecodeCache, PassCache
 from kvfold.passes.decode import DecodePass
@@ -54,8 +53,7 @@ class Forward:
         starts = [sequence.sealed_len for sequence in current.sequences]
         positions = torch.cat([torch.arange(s, s + n, device=self.device) for s, n in zip(starts, lens, strict=True)])
         ids = [token for part in tokens for token in part]
-        linear = few_rows(self.hf) if len(ids) <= MOST_ROWS else nullcontext()
-        with maskless(), layers_wrapped(self.hf, order.wrap), linear:
+        with maskless(), layers_wrapped(self.hf, order.wrap):
             out = self.call(ids, positions, order.cache, hidden=hidden)
         found: Tensor = (out.last_hidden_state if hidden else out.logits)[0]
         return found

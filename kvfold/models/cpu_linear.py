@@ -24,7 +24,7 @@ from kvfold.models.attach import ModuleState
 from kvfold.models.fused_layers import Exchange, can_join, exchanged, num_rows
 
 _ROWS = 4  # of x that are multiplied at once, and of weights
-MOST_ROWS = 64  # beyond, OpenBLAS comes close
+_MOST_ROWS = 64  # beyond, OpenBLAS comes close
 _FEWEST_PRODUCTS = 1 << 20  # that are worth waking another thread
 _TOGETHER: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -93,7 +93,7 @@ class FewRows(nn.Module):
         self.plain, self.group, self.index = plain, group, index
 
     def forward(self, x: Tensor) -> Tensor:
-        if 1 < num_rows(x) <= MOST_ROWS and x.dtype == torch.float32:
+        if 1 < num_rows(x) <= _MOST_ROWS and x.dtype == torch.float32:
             return self.group.output(self.index, x)
         out: Tensor = self.plain(x)
         return out

@@ -303,6 +303,7 @@ def test_an_exception_in_a_stream_ends_it_with_an_error_in_the_vendors_shape(
         raise RecursionError("a secret")
 
     monkeypatch.setattr("kvfold.serve.api.tool_calls.ToolCallParser.add", broken)
+    monkeypatch.setattr("kvfold.serve.api.sse.TextLines.__call__", broken)  # of texts that no parser has to see
     answer = call(server, path, {**BODIES[path], "stream": True})
     assert answer.status == 200
     assert '"the server failed; its log says why"' in answer.text
