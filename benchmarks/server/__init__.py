@@ -1,3 +1,3 @@
 """`kvfold serve` as a process, asked over HTTP."""
 
-COMMANDS = ("load", "fairness", "prefix", "prompt_cost", "replicas", "engine_share")
+COMMANDS = ("load", "fairness", "prefix", "prompt_cost", "replicas", "routers", "engine_share")

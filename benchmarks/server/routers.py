@@ -2,7 +2,7 @@
 
     python -m benchmarks.server routers [--bin FOLDER] [--conversations 40] [--turns 5] [--save] [-- SERVE OPTIONS]
 
-The conversations of `python -m benchmarks.server replicas`, through smg and vllm-router, started as docs/replicas.md does.
+The conversations of `python -m benchmarks.server replicas`, through smg and vllm-router as in docs/replicas.md.
 Asked: hit rates within 1 point of one server, and 40 to 60 % of the requests at each of the two.
 """
 
@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -86,7 +85,7 @@ def routed(name: str, args: argparse.Namespace, model: str) -> dict[str, Any]:
         words += ["--worker-urls", *(f"http://127.0.0.1:{server.port}" for server in servers)]
         stack.enter_context(process(words, port, f"http://127.0.0.1:{port}/v1/models"))
         before = list(map(num_requests, servers))
-        found = converse(replace(servers[0], port=port), args)
+        found = converse(Served(servers[0].process, port, servers[0].model), args)
         counts = [num_requests(server) - start for server, start in zip(servers, before, strict=True)]
     return {"router": name, "hit_rate": found.hit_rate, "shares": [count / sum(counts) for count in counts]}
 
