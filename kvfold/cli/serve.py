@@ -175,11 +175,11 @@ def run(args: argparse.Namespace) -> int:
     _say_what_starts(args)
     if replica is None and args.replicas is not None:
         log_to_stderr(args.log)
-        return _stopped(args, run_replicas(args, settings, lambda port: _say(args, policy, port)))
+        return _stopped(run_replicas(args, settings, lambda port: _say(args, policy, port)))
     if args.engine is not None:
         with trace_exporter(args.otel) as on_done:
             code = run_engine(args, policy, settings, secret, lambda port: _say(args, policy, port), on_done)
-        end_process(_stopped(args, code))
+        end_process(_stopped(code))
     number = 0 if replica is None else replica.number
     with trace_exporter(args.otel) as on_done, publisher_of(events, number) as publisher:
         model = load_model(args)
@@ -202,7 +202,7 @@ def run(args: argparse.Namespace) -> int:
                 code = serve_replica(replica, service, on_done)
             else:
                 code = serve(service, args.host, args.port, lambda port: _say(args, policy, port), on_done)
-    end_process(_stopped(args, code) if replica is None else code)
+    end_process(_stopped(code) if replica is None else code)
 
 
 def check_options(args: argparse.Namespace) -> None:
@@ -274,8 +274,7 @@ def served_name(model: str) -> str:
 
 
 def _say_what_starts(args: argparse.Namespace) -> None:
-    """On stderr, before anything that takes long, where people read the log; replicas leave it to the process that
-    started them."""
+    """On stderr, before anything that takes long; replicas leave it to the process that started them."""
     from kvfold.serve.replicas.lifeline import VARIABLE
 
     name = served_name(args.model)
@@ -285,13 +284,13 @@ def _say_what_starts(args: argparse.Namespace) -> None:
         text = f"starting {counted(args.replicas, 'replica')} of {name}"
     else:
         text = f"loading {name}"
-    if VARIABLE not in os.environ and args.log == "text":
+    if VARIABLE not in os.environ:
         print(f"{text}, policy {args.policy}", file=sys.stderr, flush=True)
 
 
-def _stopped(args: argparse.Namespace, code: int) -> int:
-    """The exit code, told on stderr if it is 0, where people read the log."""
-    if code == 0 and args.log == "text":
+def _stopped(code: int) -> int:
+    """The exit code, told on stderr if it is 0."""
+    if code == 0:
         print("stopped", file=sys.stderr, flush=True)
     return code
 

@@ -11,8 +11,9 @@ multiples of their length, so a continued sequence runs the same shapes as one p
 
     packed tokens:  | sequence 0: piece, piece, … | sequence 1: piece, … |
 
-Short prompts run together: pieces of several sequences go through a layer in one call, so that weights are read and
-kernels launched once for all of them, and so is attention where sequences begin with these tokens.
+On a GPU, and in a server, short prompts run together: pieces of several sequences go through a layer in one call, so
+that weights are read and kernels launched once for all of them, and so is attention where sequences begin with these
+tokens. Elsewhere each piece runs alone, and a prompt gives the same bits whatever is prefilled beside it.
 """
 
 from __future__ import annotations

@@ -37,10 +37,18 @@ from kvfold.policy.size import Percent
 
 
 class Runner:
-    """Runs prompts and decode steps of one attached model over one arena."""
+    """Runs prompts and decode steps of one attached model over one arena. `joins`: whether short prompts run through a
+    layer in one call, which rounds otherwise than one after another; always so on CUDA."""
 
     def __init__(
-        self, hf: Any, spec: ModelSpec, arena: Arena, *, chunk_len: int | None = None, compile: Compile = "auto"
+        self,
+        hf: Any,
+        spec: ModelSpec,
+        arena: Arena,
+        *,
+        chunk_len: int | None = None,
+        compile: Compile = "auto",
+        joins: bool = False,
     ) -> None:
         if chunk_len is not None and chunk_len < 1:
             raise InputError(f"chunk_len is {chunk_len}; it must be at least 1")
@@ -48,7 +56,8 @@ class Runner:
         self.spec = spec
         self.arena = arena
         self.chunk_len = default_chunk_len(spec, arena.device) if chunk_len is None else chunk_len
-        self.joined_len = self.chunk_len  # tokens of several prompts in one call
+        joins = joins or arena.device.type == "cuda"
+        self.joined_len = self.chunk_len if joins else 0  # tokens of several prompts in one call
         self._forward = Forward(hf, spec.num_layers, arena.device)
         self.graphs = cuda_graphs_of(hf, compile) if arena.device.type == "cuda" and HAS_TRITON else None
 

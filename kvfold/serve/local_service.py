@@ -50,7 +50,7 @@ class LocalService(Service):
         self.model, self.store = model, store
         self.no_reuse = None if store is not None else "this server was started without a prefix store"
         self._has_points = has_compression_points(policy, model.spec)
-        self._runner = Runner(model.hf, model.spec, model.arena, compile=model.compile)
+        self._runner = Runner(model.hf, model.spec, model.arena, compile=model.compile, joins=True)
         self._prompt_caches: dict[str, PromptCache] = {}
         if store is not None:
             try:

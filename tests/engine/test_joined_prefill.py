@@ -30,7 +30,7 @@ class Counting(Runner):
     """Counts the sequences of every prefill."""
 
     def __init__(self, model: Model, chunk_len: int = 512) -> None:
-        super().__init__(model.hf, model.spec, model.arena, chunk_len=chunk_len)
+        super().__init__(model.hf, model.spec, model.arena, chunk_len=chunk_len, joins=True)
         self.counts: list[int] = []
         self.joined_lens: list[int] = []  # tokens of passes of several sequences
 
@@ -61,9 +61,7 @@ POLICIES = [
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_prompts_of_one_call_are_those_of_many(model: Model, policy: str) -> None:
-    runner = make_runner(model)
-    runner.joined_len = 0
-    calls, alone, expected = prefilled(model, runner, policy)
+    calls, alone, expected = prefilled(model, make_runner(model), policy)
     joined_calls, together, found = prefilled(model, Counting(model), policy)
     assert (calls, joined_calls) == ([len(ids) for ids in PROMPTS], [sum(map(len, PROMPTS))])
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)

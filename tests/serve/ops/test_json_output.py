@@ -76,6 +76,7 @@ def test_a_refusal_of_the_command_is_a_line(capsys: pytest.CaptureFixture[str]) 
     words = ["serve", "--log", "json", "--model", "does-not-exist", "--redis", "redis://localhost"]
     assert main(words) == 2
     out, err = capsys.readouterr()
-    (warned, sign), (failed, reason) = _events(err)
+    (warned, sign), (_, loading), (failed, reason) = _events(err)
     assert (out, warned, failed) == ("", "warning", "error")
+    assert loading == "loading does-not-exist, policy full"
     assert "--store-secret" in sign and 'no model "does-not-exist"' in reason
