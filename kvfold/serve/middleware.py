@@ -34,12 +34,13 @@ class RequestMiddleware:
         async def endpoint(request: Request) -> Response:
             parent = request.headers.get("traceparent")
             trace = RequestTrace(f"req_{secrets.token_hex(12)}", request.method, name, parent=parent)
-            trace.is_poll = name.startswith("/dashboard/") or POLL_HEADER in request.headers
+            is_health_poll = name == "/health" and POLL_HEADER in request.headers
+            trace.is_poll = name.startswith("/dashboard/") or is_health_poll
             request.state.trace, request.state.at = trace, self._service.clock()
             response = await self._answer(handler, methods, request, trace)
             response.headers["request-id"] = response.headers["x-request-id"] = trace.id
             trace.status = response.status_code
-            if POLL_HEADER not in request.headers:
+            if not is_health_poll:
                 self._service.metrics.add("kvfold_requests_total", path=name, status=str(trace.status))
             if isinstance(response, EventStream):
                 response.on_close(partial(self._finish, trace))

@@ -50,7 +50,7 @@ def test_the_fast_path_equals_the_formula(h: int, g: int, t: int, s: int, d: int
         assert (found[0][:, :, blind] == 0).all() and (found[1][:, :, blind] == -torch.inf).all()
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 31, 130])
+@pytest.mark.parametrize("num_tokens", [1, 2, 31, 130, 515])
 @pytest.mark.parametrize("head_dim", [48, 128])
 def test_causal(num_tokens: int, head_dim: int) -> None:
     q, k, v = draw(2, 3, num_tokens, num_tokens, head_dim)

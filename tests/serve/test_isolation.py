@@ -55,6 +55,19 @@ def test_nothing_is_reused_across_cache_keys(server: Running) -> None:
     assert len(server.service._prompt_caches) <= 3, "keys leave nothing behind in the process"
 
 
+def test_no_client_hides_its_requests_from_the_counters(server: Running) -> None:
+    """Polls of the proxy are not counted, and nothing else that has their header."""
+    counted = 'kvfold_requests_total{path="/v1/models",status="200"}'
+
+    def count() -> int:
+        lines = server.service.metrics.text().splitlines()
+        return sum(int(line.split()[-1]) for line in lines if line.startswith(counted))
+
+    before = count()
+    assert get(server, "/v1/models", **KEY, **{"x-kvfold-poll": "1"})[0] == 200
+    assert count() == before + 1
+
+
 def test_load_and_counters_need_a_key(server: Running) -> None:
     assert get(server, "/metrics")[0] == 401
     assert get(server, "/metrics", **{"x-api-key": "wrong"})[0] == 401
