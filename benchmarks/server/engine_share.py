@@ -21,6 +21,7 @@ times; the first warms up (kernels, graphs), the fastest of the others counts. E
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import subprocess
 import sys
@@ -43,6 +44,7 @@ from kvfold.engine.runner import Runner
 from kvfold.models.loader import Model, load
 from kvfold.policy.policy import Policy
 from kvfold.serve.batch_send import prepare
+from kvfold.serve.garbage import rare_collections
 from kvfold.serve.server import Server, open_store, service_of
 from kvfold.serve.settings import Limits, Settings
 
@@ -71,7 +73,7 @@ def _text_of(tokenizer: Any, ids: list[int], length: int) -> str:
 
 
 def engine_loop(model: Model, policy: Policy, texts: Sequence[str], reply: int) -> Row:
-    """Prefill in one call, then decode to the end."""
+    """Prefill in one call, then decode to the end; garbage is collected as seldom as in the server."""
     runner = Runner(model.hf, model.spec, model.arena, compile=model.compile)
     tokens = [model.tokenizer(text)["input_ids"] for text in texts]
     sequences = [runner.new_sequence(policy) for _ in texts]
@@ -165,8 +167,10 @@ def shares(args: argparse.Namespace, model: Model) -> Iterator[Row]:
         return prompts(model, num_prompts, args.prompt)
 
     engine: dict[int, Row] = {}
+    gc.collect()
     for clients in args.clients:
-        found = fastest(lambda n=clients: engine_loop(model, policy, texts(n), args.reply), args.rounds)  # type: ignore[misc]
+        with rare_collections():
+            found = fastest(lambda n=clients: engine_loop(model, policy, texts(n), args.reply), args.rounds)  # type: ignore[misc]
         engine[clients] = found
         yield {"way": "engine", "clients": clients, **found}
     with server_of(model, policy, max(args.clients)) as port:

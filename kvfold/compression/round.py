@@ -221,6 +221,10 @@ class CompressionRound:
         layer.targets = None
         return change
 
+    def keep_whole(self, change: LayerChange) -> None:
+        """In place of `select`, where nothing has to be evicted: all new slots of the next layer."""
+        self._layers.append(RoundLayer(change))
+
     def write(self, rewrite: PageRewrite, num_tokens: int) -> None:
         offloaded: dict[int, list[HeadSlots]] = {}  # evicted slots, by layer
         if self.stage is not None and self.stage.evicted.recall is not None:
@@ -234,6 +238,11 @@ class CompressionRound:
                 state.mass_HS = layer.kept_mass_HS
         if self.budget is not None:
             self.sequence.last_compressed_len = self.sequence.sealed_len
+
+    @property
+    def only_writes(self) -> bool:
+        """Whether nothing is evicted or observed, so that writing the new slots is all there is."""
+        return self.budget is None and all(layer.mass_HS is None for layer in self._layers)
 
 
 def finish_all(rounds: Sequence[tuple[CompressionRound, int]], release: Callable[[], None] = lambda: None) -> None:
@@ -249,8 +258,14 @@ def finish_all(rounds: Sequence[tuple[CompressionRound, int]], release: Callable
         for rewrite in found:
             rewrite.cancel()
         raise
+    joined = []
     for (compression, num_tokens), rewrite in zip(rounds, found, strict=True):
-        compression.write(rewrite, num_tokens)
+        if len(rounds) > 1 and compression.only_writes and rewrite.can_join:
+            joined.append((rewrite, num_tokens))
+        else:
+            compression.write(rewrite, num_tokens)
+    if joined:
+        PageRewrite.write_joined(joined)
 
 
 def _can_defer(selections: Sequence[Selection], budget: Budget) -> bool:

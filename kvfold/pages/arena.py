@@ -45,6 +45,7 @@ class Arena:
         self._free: list[FreeRun] = [(0, self.num_superblocks)]
         self.peak_bytes = 0
         self._interned: dict[Any, Any] = {}
+        self.derived: dict[Any, Any] = {}  # by sequences: what all of one policy have
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Also called by `copy`: a copy would take as much memory again, and hand out spans that are in use."""

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -26,7 +27,8 @@ from kvfold.pages.async_copy import upload
 from kvfold.pages.dequantize import latest_below
 from kvfold.pages.kernels.compact_write import can_write, write_new
 from kvfold.pages.layer import LayerChange, LayerPages
-from kvfold.pages.segment import Segment
+from kvfold.pages.page_allocation import find_spans, take_pages
+from kvfold.pages.segment import Segment, segment_table
 from kvfold.pages.sequence import SequenceCache
 from kvfold.yielding import yield_point
 
@@ -40,25 +42,59 @@ class PageRewrite:
         self.decoding = decoding
         _require_relocatable(sequence, changes)
         sequence.reclaim_tail()
-        copies = bool(sequence.segments) and any(change.keep is not None for change in changes)
-        self._kept = _Copied(sequence, changes) if copies else _InPlace(sequence, changes, decoding)
+        self._kept = self._find_room()
         self.cancel = self._kept.cancel
+
+    def _find_room(self) -> _Copied | _InPlace | _Empty:
+        sequence, changes = self.sequence, self.changes
+        if sequence.segments and any(change.keep is not None for change in changes):
+            return _Copied(sequence, changes)
+        if not self.decoding and not any(sequence.tail.spans.values()):
+            return _Empty(sequence.tail, changes)
+        return _InPlace(sequence, changes, self.decoding)
+
+    @property
+    def can_join(self) -> bool:
+        """Whether all it does is to write new slots into an empty tail, and a kernel does that for many sequences."""
+        return isinstance(self._kept, _Empty) and can_write(self.sequence.tail, self.changes)
 
     def write(self, num_tokens: int) -> None:
         """Compact the kept slots, then encode the new ones: num_tokens tokens are sealed."""
+        self._begin()
+        tail = self.sequence.tail
+        _write_new(tail, _merged_below(tail.layers, self.changes))
+        self._end(num_tokens)
+
+    def _begin(self) -> None:
         self.sequence.is_torn = True
         self._kept.apply()
         _copy_fp_sinks(self.sequence, self.changes)
+
+    def _end(self, num_tokens: int) -> None:
+        if not isinstance(self._kept, _Empty):
+            self._release_unused()
+        self.sequence.sealed_len += num_tokens
+        self.sequence.is_torn = False
+
+    def _release_unused(self) -> None:
         tail = self.sequence.tail
-        _write_new(tail, _merged_below(tail.layers, self.changes))
         for layer, change in zip(tail.layers, self.changes, strict=True):
             if not self.decoding:
                 layer.release_unused()
             elif change.keep is not None:  # budgets of heads vary; keep room for one more block
                 layer.release_unused(self.sequence.config.open_len)
         tail.trim()
-        self.sequence.sealed_len += num_tokens
-        self.sequence.is_torn = False
+
+    @staticmethod
+    def write_joined(rewrites: Sequence[tuple[PageRewrite, int]]) -> None:
+        """Write those that can join, each with the tokens it seals, in one launch."""
+        for rewrite, _ in rewrites:
+            rewrite._begin()
+            for layer, change in zip(rewrite.sequence.tail.layers, rewrite.changes, strict=True):
+                _init_state(layer, change)
+        write_new([(rewrite.sequence.tail, rewrite.changes) for rewrite, _ in rewrites])
+        for rewrite, num_tokens in rewrites:
+            rewrite._end(num_tokens)
 
 
 def rewrite(
@@ -92,6 +128,27 @@ class _InPlace:
                 codes = layer.gather(keep)
                 layer.truncate()
                 layer.append(codes, [len(index) for index in keep])
+
+
+class _Empty:
+    """A tail without pages gets as many as the new slots need, on arrays: prompts of hundreds of requests are short."""
+
+    def __init__(self, tail: Segment, changes: Sequence[LayerChange]) -> None:
+        self._tail = tail
+        pages = [
+            layer.page_class.pages_for(count)
+            for layer, change in zip(tail.layers, changes, strict=True)
+            for count in change.counts
+        ]
+        self._pages_X = np.array(pages)
+        self._spans = find_spans(tail, self._pages_X)
+
+    def cancel(self) -> None:
+        for span in (span for spans in self._spans.values() for span in spans):
+            span.arena.free(span)
+
+    def apply(self) -> None:
+        take_pages(self._tail, segment_table(self._tail), self._pages_X, self._spans)
 
 
 class _Copied:
@@ -193,7 +250,7 @@ def _write_new(tail: Segment, changes: Sequence[LayerChange]) -> None:
             codes = layer.encode(change.k_ND, change.v_ND, change.position_N, change.counts, change.bias_N, below)
             layer.append(codes, change.counts)
     if at_once:
-        write_new(tail, changes)
+        write_new([(tail, changes)])
 
 
 def _init_state(layer: LayerPages, change: LayerChange) -> None:

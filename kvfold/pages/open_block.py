@@ -34,8 +34,6 @@ class OpenBlock:
         self.fill = 0
         self.committed = 0
         self.spans: list[Span] = []
-        self.k: list[Tensor] = []
-        self.v: list[Tensor] = []
         self._allocate()
 
     @staticmethod
@@ -49,26 +47,37 @@ class OpenBlock:
         by_dim: dict[int, Span] = {}
         try:
             for head_dim, num_heads in heads.items():
-                page_class = self.page_class(head_dim, self.spec.kv_dtype, self.num_slots)
+                page_class = self.arena.intern(self.page_class(head_dim, self.spec.kv_dtype, self.num_slots))
                 by_dim[head_dim] = self.arena.allocate(page_class, num_heads, whole=True)[0]
         finally:
             self.spans = list(by_dim.values())
             if len(by_dim) < len(heads):
                 self.release()
-        next_slot: dict[int, int] = defaultdict(int)
-        for layer in self.spec.layers:
-            start, count = next_slot[layer.head_dim], layer.num_kv_heads * self.num_slots
-            next_slot[layer.head_dim] += count
+        self._first_slots = _first_slots(self.spec, self.num_slots)
+        self._span_of = [by_dim[layer.head_dim] for layer in self.spec.layers]
+
+    @cached_property
+    def k(self) -> list[Tensor]:
+        return self._sides("k.x")
+
+    @cached_property
+    def v(self) -> list[Tensor]:
+        return self._sides("v.x")
+
+    def _sides(self, name: str) -> list[Tensor]:
+        found = []
+        for layer, span, first in zip(self.spec.layers, self._span_of, self._first_slots, strict=True):
             shape = (layer.num_kv_heads, self.num_slots, layer.head_dim)
-            fields = by_dim[layer.head_dim].fields
-            self.k.append(fields["k.x"][start : start + count].view(shape))
-            self.v.append(fields["v.x"][start : start + count].view(shape))
+            found.append(span.fields[name][first : first + shape[0] * shape[1]].view(shape))
+        return found
 
     @cached_property
     def addresses(self) -> NDArray[np.int64]:
         """[layers, 2]: bytes from the start of the arena to the keys and to the values of every layer."""
-        sides = zip(self.k, self.v, strict=True)
-        return np.array([[x.storage_offset() * x.itemsize for x in pair] for pair in sides])
+        begin_L2 = np.array([[span.addresses[name] for name in ("k.x", "v.x")] for span in self._span_of])
+        width_L = np.array([layer.head_dim for layer in self.spec.layers]) * self.spec.kv_dtype.itemsize
+        found_L2: NDArray[np.int64] = begin_L2 + (np.array(self._first_slots) * width_L)[:, None]
+        return found_L2
 
     @property
     def num_bytes(self) -> int:
@@ -124,3 +133,13 @@ class OpenBlock:
         for span in self.spans:
             self.arena.free(span)
         self.spans = []
+
+
+def _first_slots(spec: ModelSpec, num_slots: int) -> list[int]:
+    """Of each layer, among the slots of the layers that have its head dim."""
+    next_slot: dict[int, int] = defaultdict(int)
+    found = []
+    for layer in spec.layers:
+        found.append(next_slot[layer.head_dim])
+        next_slot[layer.head_dim] += layer.num_kv_heads * num_slots
+    return found

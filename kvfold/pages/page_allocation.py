@@ -9,7 +9,7 @@ Extents are updated on access. Pages are freed in arena.py (`Span.free_pages`, `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
@@ -22,6 +22,8 @@ from kvfold.pages.layer import LayerPages, add_pages
 from kvfold.pages.layout import PageClass
 from kvfold.pages.places import Ints, Places, SegmentTable, heads_of, is_first, span_address
 from kvfold.pages.segment import Segment, take_free_runs
+
+Spans = Mapping[PageClass, list[Span]]
 
 
 class _Pieces(NamedTuple):
@@ -65,18 +67,31 @@ def defer_extents(tail: Segment, table: SegmentTable, added: _Pieces | None = No
 
 def allocate_pages(tail: Segment, table: SegmentTable, pages_X: Ints) -> None:
     """Allocate so many pages for each head. Raises OutOfPages before anything changes."""
-    classes = tuple(layer.page_class for layer in tail.layers)
-    rows = _rows_by_class(classes, tuple(layer.num_heads for layer in tail.layers))
-    wanted = {page_class: int(pages_X[row_X].sum()) for page_class, row_X in rows.items()}
-    missing = {page_class: count for page_class, count in wanted.items() if count}
-    for page_class, spans in tail.allocate_spans(missing).items():
+    take_pages(tail, table, pages_X, find_spans(tail, pages_X))
+
+
+def find_spans(tail: Segment, pages_X: Ints) -> Spans:
+    """Spans for what free pages do not cover of so many for each head, to be taken or freed. Raises OutOfPages."""
+    wanted = {page_class: int(pages_X[row_X].sum()) for page_class, row_X in _rows_of(tail).items()}
+    return tail.allocate_spans({page_class: count for page_class, count in wanted.items() if count})
+
+
+def take_pages(tail: Segment, table: SegmentTable, pages_X: Ints, found: Spans) -> None:
+    """Give the heads their pages, from free ones and from the spans that were found for them."""
+    for page_class, spans in found.items():
         tail.spans[page_class] += spans
-    for page_class, count in wanted.items():
-        if count:
-            row_X = rows[page_class][pages_X[rows[page_class]] > 0]
-            pieces = _cut(list(take_free_runs(tail.spans[page_class], count)), row_X, pages_X[row_X])
+    for page_class, row_X in _rows_of(tail).items():
+        row_X = row_X[pages_X[row_X] > 0]
+        if len(row_X):
+            runs = list(take_free_runs(tail.spans[page_class], int(pages_X[row_X].sum())))
+            pieces = _cut(runs, row_X, pages_X[row_X])
             table = _extended(table, pieces, page_class)
             defer_extents(tail, table, pieces)
+
+
+def _rows_of(tail: Segment) -> dict[PageClass, Ints]:
+    classes = tuple(layer.page_class for layer in tail.layers)
+    return _rows_by_class(classes, tuple(layer.num_heads for layer in tail.layers))
 
 
 @cache

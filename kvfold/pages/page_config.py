@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from kvfold.codec.base import SIDES
-from kvfold.codec.basis import LowRankCodec
+from kvfold.codec.base import SIDES, Side
+from kvfold.codec.basis import Basis, LowRankCodec
 from kvfold.codec.native import Native
 from kvfold.core import ModelSpec
 from kvfold.errors import InputError
@@ -28,12 +30,35 @@ class PageConfig:
                 raise InputError(f"{name} is {value!r}; it must be a whole number of at least 1")
 
 
-def layer_pages(spec: ModelSpec, policy: Policy, config: PageConfig, index: int, arena: Arena) -> LayerPages:
-    """One layer of an empty segment."""
+_MOST_KNOWN = 64  # policies of an arena
+
+
+class LayerLayout(NamedTuple):
+    """What the pages of a layer are like in every sequence of a policy."""
+
+    page_class: PageClass
+    num_heads: int
+    bases: Mapping[Side, Basis]
+
+
+def empty_layers(spec: ModelSpec, policy: Policy, config: PageConfig, arena: Arena) -> list[LayerPages]:
+    """The layers of an empty segment."""
+    key, known = (spec, policy, config), arena.derived
+    layouts: list[LayerLayout] | None = known.get(key)
+    if layouts is None:
+        layouts = [_layout(spec, policy, config, i, arena) for i in range(spec.num_layers)]
+        if not any(layout.bases for layout in layouts):  # they may be calibrated anew
+            if len(known) >= _MOST_KNOWN:
+                known.clear()
+            known[key] = layouts
+    return [LayerPages(page_class, num_heads, bases=bases) for page_class, num_heads, bases in layouts]
+
+
+def _layout(spec: ModelSpec, policy: Policy, config: PageConfig, index: int, arena: Arena) -> LayerLayout:
     layer = spec.layers[index]
     if not layer.compressible:
         page_class = PageClass(Native(), Native(), layer.head_dim, spec.kv_dtype, config.page_size)
-        return LayerPages(page_class, layer.num_kv_heads)
+        return LayerLayout(arena.intern(page_class), layer.num_kv_heads, {})
     k, v = policy.codec.sides(index, spec.num_layers)
     sides = zip(SIDES, (k, v), strict=True)
     bases = {
@@ -52,7 +77,7 @@ def layer_pages(spec: ModelSpec, policy: Policy, config: PageConfig, index: int,
         k_width=widths.get("k"),
         v_width=widths.get("v"),
     )
-    return LayerPages(page_class, layer.num_kv_heads, bases=bases)
+    return LayerLayout(arena.intern(page_class), layer.num_kv_heads, bases)
 
 
 def num_fp_sinks(policy: Policy, spec: ModelSpec) -> int:

@@ -24,7 +24,7 @@ from kvfold.pages.layer import LayerPages
 from kvfold.pages.layout import PageClass
 from kvfold.pages.observer_state import LayerObserverState, ObserverState, Sentences
 from kvfold.pages.open_block import OpenBlock
-from kvfold.pages.page_config import PageConfig, codec_fp_sinks, layer_pages, num_fp_sinks
+from kvfold.pages.page_config import PageConfig, codec_fp_sinks, empty_layers, num_fp_sinks
 from kvfold.pages.page_gather import PageList
 from kvfold.pages.segment import Segment
 from kvfold.policy.policy import Policy
@@ -54,8 +54,7 @@ class SequenceCache:
     _lists: dict[int, PageList] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        layers = [layer_pages(self.spec, self.policy, self.config, i, self.arena) for i in range(self.spec.num_layers)]
-        self.tail = Segment(self.arena, layers)
+        self.tail = Segment(self.arena, empty_layers(self.spec, self.policy, self.config, self.arena))
         self.open = OpenBlock(self.arena, self.spec, self.config.open_len)
         if length := num_fp_sinks(self.policy, self.spec):
             try:

@@ -10,7 +10,7 @@ A query sees the tokens before it and itself alone, so nothing that counts sees 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -27,6 +27,8 @@ class PaddedBatch:
 
     lens: tuple[int, ...]
     device: torch.device
+    _flat_places: dict[int, Tensor] = field(default_factory=dict)
+    _positions: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -49,6 +51,30 @@ class PaddedBatch:
             x_NAD = x_NAD.new_zeros(num_rows, *x_NAD.shape[1:]).index_copy_(0, self._place_N, x_NAD)
         found: Tensor = x_NAD.unflatten(0, self.shape).transpose(1, 2).contiguous()
         return found
+
+    def by_sequence(self, x_BATD: Tensor) -> tuple[Tensor, ...]:
+        """[A * tokens, D] of each sequence, head after head, without the padding."""
+        x_ND, num_heads = x_BATD.flatten(0, 2), x_BATD.shape[1]
+        if self._place_N is not None:
+            x_ND = x_ND.index_select(0, self._flat_place_N(num_heads))
+        found: tuple[Tensor, ...] = x_ND.split([num_heads * length for length in self.lens])
+        return found
+
+    def _flat_place_N(self, num_heads: int) -> Tensor:
+        found = self._flat_places.get(num_heads)
+        if found is None:
+            row_X = np.arange(len(self.lens) * num_heads) * self.shape[1]
+            lens_X = np.repeat(self.lens, num_heads)
+            place_N = np.concatenate([row + np.arange(length) for row, length in zip(row_X, lens_X, strict=True)])
+            found = self._flat_places[num_heads] = sent(place_N, self.device)
+        return found
+
+    def positions(self, length: int, num_heads: int) -> Tensor:
+        """int64 [A * tokens]: 0 to length, for each head."""
+        key = length, num_heads
+        if key not in self._positions:
+            self._positions[key] = torch.arange(length, device=self.device).repeat(num_heads)
+        return self._positions[key]
 
     def packed(self, x_BATD: Tensor) -> Tensor:
         """[A, N, D]"""

@@ -26,6 +26,7 @@ from kvfold.compression.seal import seal
 from kvfold.compression.token_pruning import PrunedTokens
 from kvfold.compression.view import NewSlots
 from kvfold.evicted.base import CalibrationTargets
+from kvfold.pages.layer import LayerChange
 from kvfold.pages.observer_state import LayerObserverState
 from kvfold.pages.read import can_join, room_behind
 from kvfold.pages.sequence import SequenceCache
@@ -122,6 +123,7 @@ class PrefillPass:
         self._buffers: list[LayerBuffer | None] = [None] * len(sequences)
         self.pruned = PrunedTokens(self.sequences, self.num_tokens, whole=not compress)
         self._dtype = torch.float32
+        self._through: set[int] = set()  # sequences that have run the layer at once and keep all of it
         self._padded: PaddedBatch | None = None  # of the last joined call: all layers have the same
         self.full_prompts: dict[int, FullPrompt] = {}
 
@@ -184,11 +186,24 @@ class PrefillPass:
         self._dtype, kv_dtype, padded = dtype, self.sequences[indices[0]].spec.kv_dtype, self._padded
         k_BHTD, v_BHTD = (padded.padded(x_HND.to(kv_dtype).to(dtype)) for x_HND in (k_HND, v_HND))
         out_BQTD = attend_padded(padded.padded(q_QND.to(dtype)), k_BHTD, v_BHTD, spec.scale)
-        for index, length, k_HTD, v_HTD in zip(indices, lens, k_BHTD, v_BHTD, strict=True):
-            buffer = LayerBuffer(k_HTD[:, :length].contiguous(), v_HTD[:, :length].contiguous(), 0, length)
-            self._buffers[index] = buffer
-            self._select(index, layer, buffer)
+        num_heads, each = k_HND.shape[0], (padded.by_sequence(x_BHTD) for x_BHTD in (k_BHTD, v_BHTD))
+        for index, length, k_ND, v_ND in zip(indices, lens, *each, strict=True):
+            if self._keeps_whole(index, layer):
+                position_N = padded.positions(length, num_heads)
+                self.rounds[index].keep_whole(LayerChange(k_ND, v_ND, position_N, [length] * num_heads))
+                self._through.add(index)
+            else:
+                k_HTD, v_HTD = (x_ND.unflatten(0, (num_heads, length)) for x_ND in (k_ND, v_ND))
+                self._buffers[index] = buffer = LayerBuffer(k_HTD, v_HTD, 0, length)
+                self._select(index, layer, buffer)
         return padded.packed(out_BQTD).to(q_QND.dtype)
+
+    def _keeps_whole(self, index: int, layer: int) -> bool:
+        """Whether all that a sequence begins with in this layer is kept, and nobody else selects from it."""
+        compression, is_shared = self.rounds[index], bool(self.followers) or index in self.full_prompts
+        is_windowed = not compression.sequence.spec.layers[layer].compressible
+        is_pruned = compression.sequence.policy.token_pruning.prunes
+        return compression.budget is None and not (is_shared or is_windowed or is_pruned)
 
     def _begins_with(self, index: int, num_tokens: int) -> bool:
         """Whether these are all tokens of a sequence that holds nothing yet, and nobody observes them."""
@@ -270,10 +285,12 @@ class PrefillPass:
     def finish_layer(self, layer: int) -> None:
         """All tokens of all sequences have run this layer: evict."""
         for index, (buffer, total) in enumerate(zip(self._buffers, self.pruned.num_running, strict=True)):
-            assert buffer is not None and buffer.filled == total, f"sequence {index} is not through layer {layer}"
+            is_through = index in self._through or (buffer is not None and buffer.filled == total)
+            assert is_through, f"sequence {index} is not through layer {layer}"
         for compression in (*self.rounds, *(follower for _, follower in self.followers)):
             compression.evict()
         self._buffers = [None] * len(self.sequences)
+        self._through.clear()
 
     def finish(self) -> None:
         """Encode and write the kept slots. OutOfPages leaves all sequences as they were before the pass."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -36,6 +37,7 @@ from kvfold.policy.policy import Policy
 from kvfold.serve.app import App
 from kvfold.serve.batch_send import prepare
 from kvfold.serve.connections import BACKLOG, Connection, ConnectionLimit, most_connections
+from kvfold.serve.garbage import rare_collections
 from kvfold.serve.local_service import LocalService
 from kvfold.serve.middleware import OnDone
 from kvfold.serve.service import Service
@@ -100,6 +102,10 @@ class Server(uvicorn.Server):
         self._service.is_closing = True
         self.should_exit = True
         faulthandler.dump_traceback_later(self._service.settings.limits.shutdown_s, exit=True)
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        with rare_collections():
+            await super().serve(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Jobs still running are cancelled in time for their clients to get the reason."""
@@ -181,6 +187,7 @@ def serve(service: Service, host: str, port: int, started: Callable[[int], None]
 def serve_at(service: Service, listening: socket.socket, started: Callable[[], None], on_done: OnDone) -> int:
     """As `serve`, at a socket that listens already."""
     prepare()
+    gc.collect()
     server = Server(service, on_done, started)
     server.end_on_signals()
     server.run(sockets=[listening])

@@ -1,4 +1,4 @@
-"""Write the kept slots of a compression round, all layers and heads of a sequence, one launch per page class.
+"""Write the kept slots of compression rounds, all layers and heads of one sequence or many, one launch per page class.
 
 By plain operations a layer would take some thirty of them in floats, and hundreds in integers.
 
@@ -8,7 +8,8 @@ By plain operations a layer would take some thirty of them in floats, and hundre
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from kvfold.core import HAS_TRITON
 from kvfold.pages.async_copy import sent
 from kvfold.pages.kernels.encodings import knows
 from kvfold.pages.layer import LayerChange, LayerPages
-from kvfold.pages.layout import BIAS
+from kvfold.pages.layout import BIAS, PageClass
 from kvfold.pages.page_allocation import defer_extents
 from kvfold.pages.places import Ints, Places, SegmentTable, before_in_group
 from kvfold.pages.segment import Segment, segment_table
@@ -40,27 +41,44 @@ def _serves(layer: LayerPages, change: LayerChange) -> bool:
     return is_known and is_flat and is_aligned
 
 
-def write_new(tail: Segment, changes: Sequence[LayerChange]) -> None:
+def write_new(tails: Sequence[tuple[Segment, Sequence[LayerChange]]]) -> None:
     """Encode the new slots of every layer behind the stored ones. There is room for them, and codecs have
     their states."""
     from kvfold.pages.kernels.write import write_slots  # the file needs triton
 
-    table, device = segment_table(tail), tail.arena.device
+    arena = tails[0][0].arena
+    rows, held, before = [], [], 0  # held until the kernels are queued
+    items: dict[PageClass, list[Ints]] = defaultdict(list)
+    for tail, changes in tails:
+        table = segment_table(tail)
+        row_E, its_held = _rows_of(tail, table.places, changes)
+        for page_class, item_5N in _appended(tail, table, changes):
+            item_5N[0] += before
+            items[page_class].append(item_5N)
+        rows.append(row_E)
+        held.append(its_held)
+        before += len(row_E)
+    sent_E = sent(np.concatenate(rows), arena.device)
+    for page_class, parts in items.items():
+        item_5N = np.concatenate(parts, axis=1).astype(np.int32)
+        most = int(item_5N[2].max())
+        write_slots(sent(item_5N, arena.device), sent_E, arena.memory, page_class, block=_SLOTS, most_slots=most)
+
+
+def _appended(tail: Segment, table: SegmentTable, changes: Sequence[LayerChange]) -> Iterator[tuple[PageClass, Ints]]:
+    """Count the new slots of a tail; the items of write.py, by page class, that write them."""
     length_E = table.length_E.copy()
     extent_N, begin_N, count_N = _stretches(table, np.array([n for change in changes for n in change.counts]))
-    item_5N = np.stack((extent_N, begin_N, count_N, np.zeros_like(extent_N), length_E[extent_N])).astype(np.int32)
-    row_E, _held = _rows_of(tail, table.places, changes)  # held until the kernels are queued
-    sent_E = sent(row_E, device)
-    for page_class in dict.fromkeys(layer.page_class for layer in tail.layers):
-        is_its_L = np.array([layer.page_class is page_class for layer in tail.layers])
-        mine_5N = item_5N.compress(is_its_L[table.places.layer_E[extent_N]], axis=1)
-        if mine_5N.size:
-            most = int(mine_5N[2].max())
-            write_slots(sent(mine_5N, device), sent_E, tail.arena.memory, page_class, block=_SLOTS, most_slots=most)
+    item_5N = np.stack((extent_N, begin_N, count_N, np.zeros_like(extent_N), length_E[extent_N]))
     length_E[extent_N] += count_N
     defer_extents(tail, SegmentTable.of(table.places, length_E))
     if (count_N % tail.group).any():
         tail.changes.rise()  # groups that are closed early end their extents: the table no longer holds
+    for page_class in dict.fromkeys(layer.page_class for layer in tail.layers):
+        is_its_L = np.array([layer.page_class is page_class for layer in tail.layers])
+        mine_5N = item_5N.compress(is_its_L[table.places.layer_E[extent_N]], axis=1)
+        if mine_5N.size:
+            yield page_class, mine_5N
 
 
 def _stretches(table: SegmentTable, count_X: Ints) -> tuple[Ints, Ints, Ints]:

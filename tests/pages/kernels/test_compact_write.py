@@ -86,6 +86,43 @@ def test_one_launch_writes_what_plain_operations_write(policy: str, monkeypatch:
     assert arena.used_bytes == 0
 
 
+def begin_together(policies: Sequence[str], arena: Arena, lens: Sequence[int]) -> list[SequenceCache]:
+    """Prompts that run through every layer in one call."""
+    found = [SequenceCache(arena, SPEC, Policy.parse(policy), PageConfig(16, 16)) for policy in policies]
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    prefill = PrefillPass.begin(found, lens)
+    for layer in range(SPEC.num_layers):
+        q, k, v = (torch.randn(h, sum(lens), 16, generator=generator, device=DEVICE) for h in (4, 2, 2))
+        assert prefill.attend_joined(layer, range(len(lens)), lens, q, k * (layer + 1), v + layer) is not None
+        prefill.finish_layer(layer)
+    prefill.finish()
+    return found
+
+
+@pytest.mark.parametrize("lens", [(20, 110, 33), (40, 40, 40)])
+def test_one_launch_writes_several_prompts(lens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = Arena(1 << 24, device=DEVICE, superblock_bytes=4096)
+    arena.memory.fill_(63)
+    policies = ("full", "fp8", "codec(k=kivi4, v=fp8)")
+    monkeypatch.setattr(rewrite, "can_write", lambda *_: False)
+    plain = begin_together(policies, arena, lens)
+    launches: list[int] = []
+    monkeypatch.setattr(rewrite, "can_write", lambda *_: True)
+
+    def write_new(tails: Sequence[tuple[Segment, Sequence[LayerChange]]]) -> None:
+        launches.append(len(tails))
+        writing.write_new(tails)
+
+    monkeypatch.setattr(rewrite, "write_new", write_new)
+    fast = begin_together(policies, arena, lens)
+    assert launches == [3]
+    for mine, theirs in zip(fast, plain, strict=True):
+        assert_same(mine, theirs)
+        for sequence in (mine, theirs):
+            sequence.release()
+    assert arena.used_bytes == 0
+
+
 def test_a_block_that_ends_within_a_group_ends_its_extent(monkeypatch: pytest.MonkeyPatch) -> None:
     arena = Arena(1 << 24, device=DEVICE, superblock_bytes=4096)
     plain, fast = (stored("kivi4", arena, 64, 0, page_size=128, open_len=48, spec=ONE) for _ in range(2))
