@@ -15,8 +15,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from kvfold.pages.kernels.cpu_jit import compiled
 
 # Columns of a task. Addresses are bytes from the start of the arena, 0 for fields that a codec lacks.
 ROW, LENGTH, SKIP, K_FORM, V_FORM, K_CODE, K_SCALE, K_ZERO, V_CODE, V_SCALE, V_ZERO, BIAS = range(12)
@@ -28,13 +29,8 @@ Floats = NDArray[np.float32]
 
 
 def _jit(function: Any) -> Any:
-    """Compiled, and kept on disk where a folder can be written. No flag lets the compiler ignore NaN and infinity, so a
-    broken slot shows."""
-    options = {"nogil": True, "error_model": "numpy", "fastmath": {"reassoc", "contract", "nsz", "arcp"}}
-    try:
-        return njit(cache=True, **options)(function)
-    except RuntimeError:  # numba finds no folder
-        return njit(**options)(function)
+    """No flag lets the compiler ignore NaN and infinity, so a broken slot shows."""
+    return compiled(function, fastmath={"reassoc", "contract", "nsz", "arcp"})
 
 
 @_jit
@@ -66,34 +62,35 @@ def _widened(halves: Any, address: int, count: int, bits: Any) -> None:
 
 
 @_jit
-def _unpacked(form: int, code: Any, scale: Any, zero: Any, table: Floats, row: Floats) -> None:
-    """One slot of codes as floats: code * scale + zero."""
-    width = len(code)
+def _unpacked(form: int, code: Any, table: Floats, room: Floats) -> None:
+    """Codes of a tile as floats, plane after plane: the channels that share a place in their bytes (codec/packing.py).
+    A loop over all slots at once takes half the time of one for each."""
+    count = len(code)
     if form == FP8:
-        for d in range(width):
-            row[d] = table[code[d]] * scale
+        for i in range(count):
+            room[i] = table[code[i]]
     elif form == INT8:
-        for d in range(width):
-            row[d] = np.float32(code[d]) * scale + zero
+        for i in range(count):
+            room[i] = np.float32(code[i])
     elif form == INT4:
-        low, high = row[:width], row[width:]
-        for d in range(width):
-            low[d] = np.float32(code[d] & np.uint8(15)) * scale + zero
-        for d in range(width):
-            high[d] = np.float32(code[d] >> np.uint8(4)) * scale + zero
+        low, high = room[:count], room[count : 2 * count]
+        for i in range(count):
+            low[i] = np.float32(code[i] & np.uint8(15))
+        for i in range(count):
+            high[i] = np.float32(code[i] >> np.uint8(4))
     else:
         for part in range(4):
-            mine, shift = row[part * width : (part + 1) * width], np.uint8(2 * part)
-            for d in range(width):
-                mine[d] = np.float32((code[d] >> shift) & np.uint8(3)) * scale + zero
+            mine, shift = room[part * count : (part + 1) * count], np.uint8(2 * part)
+            for i in range(count):
+                mine[i] = np.float32((code[i] >> shift) & np.uint8(3))
 
 
 @_jit
 def _tile(form: int, place: Any, at: int, count: int, head_dim: int, memory: Any, table: Floats, room: Any) -> Any:
-    """Slots from number `at` on as flat fp32, in place or in the first of `room`; `place`: addresses of codes, scales
-    and zeros."""
+    """Slots from number `at` on as planes of fp32 [slot, channel], in place or in the first of `room`; of codes without
+    scales and zeros, which go to the second. `place`: addresses of codes, scales and zeros."""
     raw, halves, words = memory
-    scratch, grids = room
+    scratch, grid_2S = room
     width = _width(form, head_dim)
     address = place[0] + at * width
     if form == F32:
@@ -101,14 +98,33 @@ def _tile(form: int, place: Any, at: int, count: int, head_dim: int, memory: Any
     if form == BF16:
         _widened(halves, address, count * head_dim, scratch.view(np.uint32))
         return scratch[: count * head_dim]
-    scales, zeros = grids[:_TILE], grids[_TILE:]
-    _widened(halves, place[1] + 2 * at, count, scales.view(np.uint32))
-    if form != FP8:
-        _widened(halves, place[2] + 2 * at, count, zeros.view(np.uint32))
-    for s in range(count):
-        code = raw[address + s * width : address + (s + 1) * width]
-        _unpacked(form, code, scales[s], zeros[s], table, scratch[s * head_dim : (s + 1) * head_dim])
+    _widened(halves, place[1] + 2 * at, count, grid_2S[0].view(np.uint32))
+    if form == FP8:
+        grid_2S[1, :count] = 0
+    else:
+        _widened(halves, place[2] + 2 * at, count, grid_2S[1].view(np.uint32))
+    _unpacked(form, raw[address : address + count * width], table, scratch)
     return scratch[: count * head_dim]
+
+
+@_jit
+def _add_dots(q: Floats, k: Floats, count: int, score: Floats) -> None:
+    """score[s] += q . k[s], four slots at a time, so that q is read a fourth as often."""
+    size = len(q)
+    whole = count - count % 4
+    for s in range(0, whole, 4):
+        first, second = k[s * size : (s + 1) * size], k[(s + 1) * size : (s + 2) * size]
+        third, fourth = k[(s + 2) * size : (s + 3) * size], k[(s + 3) * size : (s + 4) * size]
+        a = b = c = d = np.float32(0)
+        for i in range(size):
+            x = q[i]
+            a, b, c, d = a + x * first[i], b + x * second[i], c + x * third[i], d + x * fourth[i]
+        score[s] += a
+        score[s + 1] += b
+        score[s + 2] += c
+        score[s + 3] += d
+    for s in range(whole, count):
+        score[s] += _dot(q, k[s * size : (s + 1) * size])
 
 
 @_jit
@@ -164,6 +180,42 @@ def _add_values(weight: Floats, v: Floats, count: int, out: Floats) -> None:
 
 
 @_jit
+def _planes(form: int) -> int:
+    """Channels of a slot that share a byte."""
+    if form == INT4:
+        return 2
+    return 4 if form == INT2 else 1
+
+
+@_jit
+def _score_tile(form: int, q: Floats, q_sum: Any, k: Floats, grid_2S: Floats, count: int, score: Floats) -> None:
+    """q.k of a tile; code * scale + zero is applied to the sums."""
+    num_planes = _planes(form)
+    width = len(q) // num_planes
+    score[:count] = 0
+    for p in range(num_planes):
+        _add_dots(q[p * width : (p + 1) * width], k[p * count * width : (p + 1) * count * width], count, score)
+    if form >= FP8:
+        for s in range(count):
+            score[s] = score[s] * grid_2S[0, s] + q_sum * grid_2S[1, s]
+
+
+@_jit
+def _add_tile(form: int, weight: Floats, v: Floats, grid_2S: Floats, count: int, out: Floats) -> None:
+    """out += weight.v of a tile; weights are scaled in place."""
+    num_planes, shift = _planes(form), np.float32(0)
+    width = len(out) // num_planes
+    if form >= FP8:
+        for s in range(count):
+            shift += weight[s] * grid_2S[1, s]
+            weight[s] *= grid_2S[0, s]
+    for p in range(num_planes):
+        _add_values(weight, v[p * count * width : (p + 1) * count * width], count, out[p * width : (p + 1) * width])
+    if form >= FP8:
+        out += shift
+
+
+@_jit
 def attend_tasks(
     begin: int, end: int, tasks: Any, queries: Any, offset_RG: Floats, memory: Any, table: Floats, partial: Any
 ) -> None:
@@ -172,30 +224,30 @@ def attend_tasks(
     q_RGD, rotated_RGD = queries
     out_TGD, top_TG, sum_TG = partial
     group, head_dim = q_RGD.shape[1:]
-    k_scratch, v_scratch = np.empty(_TILE * head_dim, np.float32), np.empty(_TILE * head_dim, np.float32)
-    grids, power = np.empty(2 * _TILE, np.float32), np.empty(_TILE, np.int32)
-    score_GS = np.empty((group, _TILE), np.float32)
+    k_room = np.empty(_TILE * head_dim, np.float32), np.empty((2, _TILE), np.float32)
+    v_room = np.empty(_TILE * head_dim, np.float32), np.empty((2, _TILE), np.float32)
+    score, power, q_sum_G = np.empty(_TILE, np.float32), np.empty(_TILE, np.int32), np.empty(group, np.float32)
     for t in range(begin, end):
         task, out_GD, top_G, sum_G = tasks[t], out_TGD[t], top_TG[t], sum_TG[t]
-        row, is_coded = task[ROW], task[K_FORM] >= FP8
+        row, k_form, v_form = task[ROW], task[K_FORM], task[V_FORM]
+        is_coded = k_form >= FP8
         q_GD = rotated_RGD[row] if is_coded else q_RGD[row]
+        if is_coded:
+            for g in range(group):
+                q_sum_G[g] = q_GD[g].sum()
         out_GD[:] = 0
         top_G[:] = -np.inf
         sum_G[:] = 0
         for at in range(task[SKIP], task[LENGTH], _TILE):
             count = min(_TILE, task[LENGTH] - at)
-            k = _tile(task[K_FORM], task[K_CODE:V_CODE], at, count, head_dim, memory, table, (k_scratch, grids))
-            v = _tile(task[V_FORM], task[V_CODE:BIAS], at, count, head_dim, memory, table, (v_scratch, grids))
-            for s in range(count):
-                key = k[s * head_dim : (s + 1) * head_dim]
-                for g in range(group):
-                    score_GS[g, s] = _dot(q_GD[g], key)
-            if task[BIAS]:
-                first = task[BIAS] // 4 + at
-                for g in range(group):
-                    score_GS[g, :count] += memory[2][first : first + count]
+            k = _tile(k_form, task[K_CODE:V_CODE], at, count, head_dim, memory, table, k_room)
+            v = _tile(v_form, task[V_CODE:BIAS], at, count, head_dim, memory, table, v_room)
             for g in range(group):
-                score, top, is_broken = score_GS[g], top_G[g], False
+                _score_tile(k_form, q_GD[g], q_sum_G[g], k, k_room[1], count, score)
+                if task[BIAS]:
+                    first = task[BIAS] // 4 + at
+                    score[:count] += memory[2][first : first + count]
+                top, is_broken = top_G[g], False
                 for s in range(count):
                     top = max(top, score[s])
                     is_broken |= score[s] != score[s]
@@ -208,7 +260,7 @@ def attend_tasks(
                     top_G[g] = top
                 if top > -np.inf:
                     sum_G[g] += _weights(score, count, top, power)
-                    _add_values(score, v, count, out_GD[g])
+                    _add_tile(v_form, score, v, v_room[1], count, out_GD[g])
         if is_coded:
             top_G += offset_RG[row]
 

@@ -13,11 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvfold.core import HAS_TRITON
 from kvfold.pages.append import AllPlaces, AppendPlan, append_blocks, joined_places, reserve_ahead, reserve_pages
 from kvfold.pages.async_copy import sent
+from kvfold.pages.kernels import dispatch
 from kvfold.pages.kernels.compact_write import extent_rows
-from kvfold.pages.kernels.encodings import knows
 from kvfold.pages.layer import LayerPages
 from kvfold.pages.layout import PageClass
 from kvfold.pages.places import Ints, Places, SegmentTable
@@ -29,23 +28,26 @@ _BLOCKS_AHEAD = 6
 
 def can_seal(sequence: SequenceCache) -> bool:
     """Whether a kernel can seal it: it knows these codecs, and their states (mean keys) are there."""
-    if not sequence.arena.memory.is_cuda or not HAS_TRITON or sequence.policy.observes_mass:
+    memory = sequence.arena.memory
+    if not dispatch.is_there(memory) or sequence.policy.observes_mass or sequence.awaits_fp_sinks:
         return False
-    return _layers_by_class(sequence.tail) is not None and not sequence.awaits_fp_sinks
+    if not memory.is_cuda and any(layer.sliding_window is not None for layer in sequence.spec.layers):
+        return False  # the plain seal drops what the window has passed
+    return _layers_by_class(sequence.tail) is not None
 
 
 def _layers_by_class(tail: Segment) -> dict[PageClass, NDArray[np.bool]] | None:
     """Which layers are of a page class; None while a kernel cannot seal the tail."""
     found: dict[PageClass, NDArray[np.bool]] | None = tail.derived.get("seal")
-    if found is None and all(_is_ready(layer) for layer in tail.layers):
+    if found is None and all(_is_ready(layer, tail.arena.memory) for layer in tail.layers):
         classes = [layer.page_class for layer in tail.layers]
         found = {mine: np.array([other is mine for other in classes]) for mine in dict.fromkeys(classes)}
         tail.derived["seal"] = found
     return found
 
 
-def _is_ready(layer: LayerPages) -> bool:
-    return knows(layer.page_class) and bool(layer.state or not layer.page_class.k.has_state("k"))
+def _is_ready(layer: LayerPages, memory: Tensor) -> bool:
+    return dispatch.knows(layer.page_class, memory) and bool(layer.state or not layer.page_class.k.has_state("k"))
 
 
 def seal_blocks(sequences: Sequence[SequenceCache]) -> None:
@@ -63,8 +65,6 @@ def seal_blocks(sequences: Sequence[SequenceCache]) -> None:
 
 
 def _encode(sequences: Sequence[SequenceCache], tables: Sequence[SegmentTable]) -> None:
-    from kvfold.pages.kernels.write import write_slots  # the file needs triton
-
     start_O = np.array([sequence.sealed_len for sequence in sequences])  # positions of the open blocks' first slots
     plan = append_blocks(sequences, tables)
     extents = _extents_of(sequences, plan.places)
@@ -76,7 +76,8 @@ def _encode(sequences: Sequence[SequenceCache], tables: Sequence[SegmentTable]) 
         extents.extent_N = plan.extent_N
     most, memory = max(sequence.open.num_slots for sequence in sequences), sequences[0].arena.memory
     for (page_class, _), item_5N in zip(extents.classes, extents.items, strict=True):
-        write_slots(item_5N, extents.row_E, memory, page_class, block=most, most_slots=most)
+        source = page_class.kv_dtype
+        dispatch.write_slots(item_5N, extents.row_E, memory, page_class, source, block=most, most_slots=most)
     for sequence in sequences:
         sequence.open.drop_committed()
 

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from kvfold.codec.kivi import GROUP
-from kvfold.core import HAS_TRITON
 from kvfold.pages.async_copy import sent
-from kvfold.pages.kernels.encodings import knows
+from kvfold.pages.kernels import dispatch
 from kvfold.pages.layer import LayerChange, LayerPages
 from kvfold.pages.layout import BIAS, PageClass
 from kvfold.pages.page_allocation import defer_extents
@@ -30,39 +29,45 @@ _SLOTS = GROUP  # of a program, in which spans of keys begin and end
 
 def can_write(tail: Segment, changes: Sequence[LayerChange]) -> bool:
     """Whether there is a kernel for it: it knows the codecs, and slots lie as it reads them."""
-    return tail.arena.memory.is_cuda and HAS_TRITON and all(map(_serves, tail.layers, changes))
+    memory, dtype = tail.arena.memory, changes[0].k_ND.dtype
+    return dispatch.is_there(memory) and all(
+        serves(*item, memory, dtype) for item in zip(tail.layers, changes, strict=True)
+    )
 
 
-def _serves(layer: LayerPages, change: LayerChange) -> bool:
+def serves(layer: LayerPages, change: LayerChange, memory: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the kernel writes a change of a layer, given the dtype of all new slots."""
     page_class, sides = layer.page_class, (change.k_ND, change.v_ND)
-    is_flat = all(x_ND.is_contiguous() and x_ND.dtype == page_class.kv_dtype for x_ND in sides)
-    is_aligned = all(x_ND.data_ptr() % 16 == 0 for x_ND in sides)
-    is_known = knows(page_class) and not layer.bases and change.position_N.dtype == torch.int64
-    return is_known and is_flat and is_aligned
+    if layer.bases or change.position_N.dtype != torch.int64 or not dispatch.knows(page_class, memory):
+        return False
+    if not all(x_ND.is_contiguous() and x_ND.dtype == dtype for x_ND in sides):
+        return False
+    if dispatch.uses_numba(memory):
+        return dtype in (torch.float32, torch.bfloat16)
+    return dtype == page_class.kv_dtype and all(x_ND.data_ptr() % 16 == 0 for x_ND in sides)
 
 
 def write_new(tails: Sequence[tuple[Segment, Sequence[LayerChange]]]) -> None:
     """Encode the new slots of every layer behind the stored ones. There is room for them, and codecs have
     their states."""
-    from kvfold.pages.kernels.write import write_slots  # the file needs triton
-
     arena = tails[0][0].arena
     rows, held, before = [], [], 0  # held until the kernels are queued
-    items: dict[PageClass, list[Ints]] = defaultdict(list)
+    items: dict[tuple[PageClass, torch.dtype], list[Ints]] = defaultdict(list)
     for tail, changes in tails:
         table = segment_table(tail)
         row_E, its_held = _rows_of(tail, table.places, changes)
         for page_class, item_5N in _appended(tail, table, changes):
             item_5N[0] += before
-            items[page_class].append(item_5N)
+            items[page_class, changes[0].k_ND.dtype].append(item_5N)
         rows.append(row_E)
         held.append(its_held)
         before += len(row_E)
     sent_E = sent(np.concatenate(rows), arena.device)
-    for page_class, parts in items.items():
+    for (page_class, dtype), parts in items.items():
         item_5N = np.concatenate(parts, axis=1).astype(np.int32)
         most = int(item_5N[2].max())
-        write_slots(sent(item_5N, arena.device), sent_E, arena.memory, page_class, block=_SLOTS, most_slots=most)
+        mine = sent(item_5N, arena.device), sent_E, arena.memory, page_class, dtype
+        dispatch.write_slots(*mine, block=_SLOTS, most_slots=most)
 
 
 def _appended(tail: Segment, table: SegmentTable, changes: Sequence[LayerChange]) -> Iterator[tuple[PageClass, Ints]]:
@@ -100,7 +105,7 @@ def _rows_of(tail: Segment, places: Places, changes: Sequence[LayerChange]) -> t
         bias_N = zero_N if change.bias_N is None else change.bias_N.to(BIAS.dtype).contiguous()
         held += [position_N, bias_N]
         sources.append([x.data_ptr() for x in (change.k_ND, change.v_ND, position_N, bias_N)])
-        slot_bytes = layer.page_class.head_dim * layer.page_class.kv_dtype.itemsize
+        slot_bytes = layer.page_class.head_dim * change.k_ND.itemsize
         widths.append([slot_bytes, slot_bytes, position_N.itemsize, bias_N.itemsize])
     first_X = np.concatenate([np.cumsum(change.counts) - change.counts for change in changes])  # in its layer
     source_L4, width_L4 = np.array(sources) - tail.arena.memory.data_ptr(), np.array(widths)

@@ -24,6 +24,7 @@ from tests.pages.kernels.test_seal import ONE, assert_same, fields, fill, stored
 from tests.pages.tiny import tiny_spec
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("triton_writes")
 
 SPEC = tiny_spec(num_layers=2, num_heads=2, head_dim=16)
 
@@ -67,7 +68,8 @@ def test_one_launch_writes_what_plain_operations_write(policy: str, monkeypatch:
     served: list[bool] = []
 
     def can_write(tail: Segment, changes: Sequence[LayerChange]) -> bool:
-        served.append(all(map(writing._serves, tail.layers, changes)))
+        memory, dtype = tail.arena.memory, changes[0].k_ND.dtype
+        served.append(all(writing.serves(*item, memory, dtype) for item in zip(tail.layers, changes, strict=True)))
         return served[-1]
 
     monkeypatch.setattr(rewrite, "can_write", can_write)

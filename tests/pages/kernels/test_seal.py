@@ -22,6 +22,7 @@ from tests.attend.kernels.common import DEVICE
 from tests.pages.tiny import tiny_spec
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("triton_writes")
 
 OPEN = 16
 SPEC = tiny_spec(num_layers=2, num_heads=3, head_dim=64)
