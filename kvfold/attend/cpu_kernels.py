@@ -28,12 +28,12 @@ _TILE = 64  # slots that are decoded at once
 Floats = NDArray[np.float32]
 
 
-def _jit(function: Any) -> Any:
+def jit(function: Any) -> Any:
     """No flag lets the compiler ignore NaN and infinity, so a broken slot shows."""
     return compiled(function, fastmath={"reassoc", "contract", "nsz", "arcp"})
 
 
-@_jit
+@jit
 def _dot(a: Floats, b: Floats) -> Any:
     total = np.float32(0)
     for i in range(len(b)):
@@ -41,7 +41,7 @@ def _dot(a: Floats, b: Floats) -> Any:
     return total
 
 
-@_jit
+@jit
 def _width(form: int, head_dim: int) -> int:
     """Bytes of a slot."""
     if form == F32:
@@ -53,7 +53,7 @@ def _width(form: int, head_dim: int) -> int:
     return head_dim // 4 if form == INT2 else head_dim
 
 
-@_jit
+@jit
 def _widened(halves: Any, address: int, count: int, bits: Any) -> None:
     """bf16 numbers as fp32, of which `bits` is a view."""
     source = halves[address // 2 : address // 2 + count]
@@ -61,7 +61,7 @@ def _widened(halves: Any, address: int, count: int, bits: Any) -> None:
         bits[i] = np.uint32(source[i]) << np.uint32(16)
 
 
-@_jit
+@jit
 def _unpacked(form: int, code: Any, table: Floats, room: Floats) -> None:
     """Codes of a tile as floats, plane after plane: the channels that share a place in their bytes (codec/packing.py).
     A loop over all slots at once takes half the time of one for each."""
@@ -85,7 +85,7 @@ def _unpacked(form: int, code: Any, table: Floats, room: Floats) -> None:
                 mine[i] = np.float32((code[i] >> shift) & np.uint8(3))
 
 
-@_jit
+@jit
 def _tile(form: int, place: Any, at: int, count: int, head_dim: int, memory: Any, table: Floats, room: Any) -> Any:
     """Slots from number `at` on as planes of fp32 [slot, channel], in place or in the first of `room`; of codes without
     scales and zeros, which go to the second. `place`: addresses of codes, scales and zeros."""
@@ -107,7 +107,7 @@ def _tile(form: int, place: Any, at: int, count: int, head_dim: int, memory: Any
     return scratch[: count * head_dim]
 
 
-@_jit
+@jit
 def _add_dots(q: Floats, k: Floats, count: int, score: Floats) -> None:
     """score[s] += q . k[s], four slots at a time, so that q is read a fourth as often."""
     size = len(q)
@@ -127,8 +127,8 @@ def _add_dots(q: Floats, k: Floats, count: int, score: Floats) -> None:
         score[s] += _dot(q, k[s * size : (s + 1) * size])
 
 
-@_jit
-def _exponentials(x: Floats, count: int, power: Any) -> None:
+@jit
+def exponentials(x: Floats, count: int, power: Any) -> None:
     """e^x of x <= 0, in place: 2^n by its bits and a polynomial of what is left, since libm's is a call for each.
     `power`: room for the bits."""
     for i in range(count):
@@ -148,19 +148,19 @@ def _exponentials(x: Floats, count: int, power: Any) -> None:
         x[i] *= factor[i]
 
 
-@_jit
+@jit
 def _weights(score: Floats, count: int, top: Any, power: Any) -> Any:
     """Scores become exp(score - top); returns their sum."""
     for s in range(count):
         score[s] -= top
-    _exponentials(score, count, power)
+    exponentials(score, count, power)
     total = np.float32(0)
     for s in range(count):
         total += score[s]
     return total
 
 
-@_jit
+@jit
 def _add_values(weight: Floats, v: Floats, count: int, out: Floats) -> None:
     """Four slots at a time, so that the output is read and written a fourth as often."""
     size = len(out)
@@ -179,7 +179,7 @@ def _add_values(weight: Floats, v: Floats, count: int, out: Floats) -> None:
             out[i] += a * first[i]
 
 
-@_jit
+@jit
 def _planes(form: int) -> int:
     """Channels of a slot that share a byte."""
     if form == INT4:
@@ -187,7 +187,7 @@ def _planes(form: int) -> int:
     return 4 if form == INT2 else 1
 
 
-@_jit
+@jit
 def _score_tile(form: int, q: Floats, q_sum: Any, k: Floats, grid_2S: Floats, count: int, score: Floats) -> None:
     """q.k of a tile; code * scale + zero is applied to the sums."""
     num_planes = _planes(form)
@@ -200,7 +200,7 @@ def _score_tile(form: int, q: Floats, q_sum: Any, k: Floats, grid_2S: Floats, co
             score[s] = score[s] * grid_2S[0, s] + q_sum * grid_2S[1, s]
 
 
-@_jit
+@jit
 def _add_tile(form: int, weight: Floats, v: Floats, grid_2S: Floats, count: int, out: Floats) -> None:
     """out += weight.v of a tile; weights are scaled in place."""
     num_planes, shift = _planes(form), np.float32(0)
@@ -215,7 +215,7 @@ def _add_tile(form: int, weight: Floats, v: Floats, grid_2S: Floats, count: int,
         out += shift
 
 
-@_jit
+@jit
 def attend_tasks(
     begin: int, end: int, tasks: Any, queries: Any, offset_RG: Floats, memory: Any, table: Floats, partial: Any
 ) -> None:
@@ -265,7 +265,7 @@ def attend_tasks(
             top_G += offset_RG[row]
 
 
-@_jit
+@jit
 def merge(starts_R: Any, partial: Any, out_RGD: Floats, lse_RG: Floats) -> None:
     """Join tasks starts[r]:starts[r + 1] of each row by their log-sum-exp; a row has a slot at least."""
     out_TGD, top_TG, sum_TG = partial
@@ -283,7 +283,7 @@ def merge(starts_R: Any, partial: Any, out_RGD: Floats, lse_RG: Floats) -> None:
             lse_RG[r, g] = top + np.log(total)
 
 
-@_jit
+@jit
 def prepare(
     scale: float, is_coded_B: Any, mean_BHD: Floats, queries: Any, offset_RG: Floats, new: Any, places: Any, halves: Any
 ) -> None:
@@ -304,7 +304,7 @@ def prepare(
                 halves[first : first + new[side].shape[2]] = new[side][b, h]
 
 
-@_jit
+@jit
 def _rotate(x: Floats, out: Floats) -> None:
     """The Hadamard rotation of codec/hadamard.py, butterfly by butterfly."""
     head_dim = len(x)
@@ -318,31 +318,3 @@ def _rotate(x: Floats, out: Floats) -> None:
                 out[i], out[i + half] = a + b, a - b
         half *= 2
     out *= np.float32(1 / np.sqrt(block))
-
-
-@_jit
-def products(x_NK: Floats, w_OK: Floats, y_NO: Floats, begin: int, end: int) -> None:
-    """y = x @ w.T in blocks of 4 rows of each, of w the blocks begin:end; the last may overlap the one before it, and N
-    is a multiple of 4. The 16 sums of a block stay in registers."""
-    num_rows, size = x_NK.shape
-    for block in range(begin, end):
-        o = min(4 * block, len(w_OK) - 4)
-        w0, w1, w2, w3 = w_OK[o], w_OK[o + 1], w_OK[o + 2], w_OK[o + 3]
-        for n in range(0, num_rows, 4):
-            x0, x1, x2, x3 = x_NK[n], x_NK[n + 1], x_NK[n + 2], x_NK[n + 3]
-            s00 = s01 = s02 = s03 = s10 = s11 = s12 = s13 = np.float32(0)
-            s20 = s21 = s22 = s23 = s30 = s31 = s32 = s33 = np.float32(0)
-            for i in range(size):
-                a, b, c, d = w0[i], w1[i], w2[i], w3[i]
-                x = x0[i]
-                s00, s01, s02, s03 = s00 + x * a, s01 + x * b, s02 + x * c, s03 + x * d
-                x = x1[i]
-                s10, s11, s12, s13 = s10 + x * a, s11 + x * b, s12 + x * c, s13 + x * d
-                x = x2[i]
-                s20, s21, s22, s23 = s20 + x * a, s21 + x * b, s22 + x * c, s23 + x * d
-                x = x3[i]
-                s30, s31, s32, s33 = s30 + x * a, s31 + x * b, s32 + x * c, s33 + x * d
-            y_NO[n, o], y_NO[n, o + 1], y_NO[n, o + 2], y_NO[n, o + 3] = s00, s01, s02, s03
-            y_NO[n + 1, o], y_NO[n + 1, o + 1], y_NO[n + 1, o + 2], y_NO[n + 1, o + 3] = s10, s11, s12, s13
-            y_NO[n + 2, o], y_NO[n + 2, o + 1], y_NO[n + 2, o + 2], y_NO[n + 2, o + 3] = s20, s21, s22, s23
-            y_NO[n + 3, o], y_NO[n + 3, o + 1], y_NO[n + 3, o + 2], y_NO[n + 3, o + 3] = s30, s31, s32, s33

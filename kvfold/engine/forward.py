@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from kvfold.engine.layer_major import LayerMajor, Progress, pieces
 from kvfold.errors import ModelError
 from kvfold.models.attach import is_attached, layers_wrapped, maskless
+from kvfold.models.cpu_layer import few_row_layers
 from kvfold.models.cpu_linear import few_rows
 from kvfold.models.fused_layers import fused
 from kvfold.models.pass_cache import DecodeCache, PassCache
@@ -62,7 +63,7 @@ class Forward:
         """Logits [packed tokens, vocab] of a decode step, kernel by kernel."""
         positions = [s.logical_len + t for s, ids in zip(step.sequences, tokens, strict=True) for t in range(len(ids))]
         packed = [token for ids in tokens for token in ids]
-        with maskless(), few_rows(self.hf):
+        with maskless(), few_rows(self.hf), few_row_layers(self.hf):
             out = self.call(packed, positions, DecodeCache(step))
         logits: Tensor = out.logits[0].float()
         return logits

@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -22,6 +24,8 @@ from kvfold.attend.cpu_threads import run_shared
 from kvfold.core import HAS_NUMBA
 from kvfold.models.attach import ModuleState
 from kvfold.models.fused_layers import Exchange, can_join, exchanged, num_rows
+
+Floats = NDArray[np.float32]
 
 _ROWS = 4  # of x that are multiplied at once, and of weights
 _MOST_ROWS = 64  # beyond, OpenBLAS comes close
@@ -35,6 +39,27 @@ def is_wanted() -> bool:
     return HAS_NUMBA and "BLAS_INFO=open" in torch.__config__.show() and not torch.backends.mkl.is_available()
 
 
+@cache
+def kernels() -> Any:
+    """Compiled ones; the file needs numba."""
+    from kvfold.models import cpu_kernels
+
+    return cpu_kernels
+
+
+def padded_rows(x: Tensor) -> Floats:
+    """Rows as kernels take them, so many that they fill blocks."""
+    count, size = num_rows(x), x.shape[-1]
+    x_NK = x.reshape(count, size).contiguous()
+    found: Floats = (functional.pad(x_NK, (0, 0, 0, -count % _ROWS)) if count % _ROWS else x_NK).numpy()
+    return found
+
+
+def is_few(x: Tensor) -> bool:
+    """Whether kernels take so many rows."""
+    return 1 < num_rows(x) <= _MOST_ROWS and x.dtype == torch.float32
+
+
 class Group:
     """Linear layers of one input; the first call computes the outputs of all."""
 
@@ -42,9 +67,10 @@ class Group:
         self.linears = list(linears)
         self.held: tuple[Tensor, list[Tensor]] | None = None
         self._addresses: list[int] = []
-        self._arrays: list[Any] = []
+        self._arrays: list[Floats] = []
+        self._num_outputs = sum(linear.out_features for linear in self.linears)
 
-    def arrays(self) -> list[Any]:
+    def arrays(self) -> list[Floats]:
         """The weights for kernels, which are the layers' own memory."""
         addresses = [linear.weight.data_ptr() for linear in self.linears]
         if addresses != self._addresses:
@@ -61,28 +87,28 @@ class Group:
 
     def outputs(self, x: Tensor) -> list[Tensor]:
         """Of each layer, fp32."""
-        from kvfold.attend.cpu_kernels import products
+        count = num_rows(x)
+        found = self.products(padded_rows(x))
+        return [torch.from_numpy(y_NO[:count]).view(*x.shape[:-1], -1) for y_NO in found]
 
-        count, size = num_rows(x), x.shape[-1]
-        x_NK = x.reshape(count, size).contiguous()
-        if count % _ROWS:
-            x_NK = functional.pad(x_NK, (0, 0, 0, -count % _ROWS))
-        out = [torch.empty(len(x_NK), linear.out_features) for linear in self.linears]
-        x_array, layers = x_NK.numpy(), [(w_OK, y_NO.numpy()) for w_OK, y_NO in zip(self.arrays(), out, strict=True)]
-        num_products = x_NK.numel() * sum(linear.out_features for linear in self.linears)
-        num_threads = torch.get_num_threads() if num_products >= _FEWEST_PRODUCTS else 1
+    def products(self, x_NK: Floats) -> list[Floats]:
+        """Of each layer, for a number of rows that is a multiple of 4."""
+        weights, num_rows = self.arrays(), len(x_NK)
+        layers = [(w_OK, np.empty((num_rows, len(w_OK)), dtype=np.float32)) for w_OK in weights]
+        num_threads = torch.get_num_threads() if x_NK.size * self._num_outputs >= _FEWEST_PRODUCTS else 1
 
         def work(begin: int, end: int) -> None:
             """The same share of every layer."""
             for w_OK, y_NO in layers:
                 blocks = -(-len(w_OK) // _ROWS)
-                products(x_array, w_OK, y_NO, blocks * begin // num_threads, blocks * end // num_threads)
+                kernels().products(x_NK, w_OK, y_NO, blocks * begin // num_threads, blocks * end // num_threads)
 
         run_shared(work, range(num_threads + 1))
-        for linear, y_NO in zip(self.linears, out, strict=True):
+        found = [y_NO for _, y_NO in layers]
+        for linear, y_NO in zip(self.linears, found, strict=True):
             if linear.bias is not None:
-                y_NO += linear.bias
-        return [y_NO[:count].view(*x.shape[:-1], -1) for y_NO in out]
+                y_NO += linear.bias.detach().numpy()
+        return found
 
 
 class FewRows(nn.Module):
@@ -93,7 +119,7 @@ class FewRows(nn.Module):
         self.plain, self.group, self.index = plain, group, index
 
     def forward(self, x: Tensor) -> Tensor:
-        if 1 < num_rows(x) <= _MOST_ROWS and x.dtype == torch.float32:
+        if is_few(x):
             return self.group.output(self.index, x)
         out: Tensor = self.plain(x)
         return out

@@ -206,7 +206,7 @@ def _projections(attention: nn.Module) -> list[Exchange]:
 
 
 def _replacement(module: Any) -> nn.Module | None:
-    if not _is_bare(module):
+    if not is_bare(module):
         return None
     if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
         return Norm(module)
@@ -218,13 +218,14 @@ def _replacement(module: Any) -> nn.Module | None:
 
 def can_join(linears: Sequence[Any]) -> bool:
     """Whether they are plain linear layers of one shape and dtype, without hooks."""
-    if not all(type(linear) is nn.Linear and _is_bare(linear) for linear in linears):
+    if not all(type(linear) is nn.Linear and is_bare(linear) for linear in linears):
         return False
     kinds = {(linear.in_features, linear.weight.dtype, linear.weight.device, linear.bias is None) for linear in linears}
     return len(kinds) == 1
 
 
-def _is_bare(module: nn.Module) -> bool:
+def is_bare(module: nn.Module) -> bool:
+    """Whether it has no hooks, and the forward of its class."""
     return not (module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
 
 

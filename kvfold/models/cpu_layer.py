@@ -1,0 +1,183 @@
+"""Decoder layers of few rows on a CPU: norms, rotary embedding and SwiGLU compiled by numba, between matrix products.
+
+A layer of transformers is some thirty operations and a dozen modules beside its products; for the 16 rows of a decode
+step calling them takes a quarter of the time. Layers that are made as Llama's are replaced while a step runs, if they
+give the same on random rows; all others, and calls with more rows, run as they are.
+
+    N rows   M hidden dims   Q query heads   H KV heads   D head dim
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from operator import is_
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kvfold.models import cpu_linear
+from kvfold.models.attach import ModuleState, is_attached, maskless
+from kvfold.models.cpu_linear import FewRows, Floats, Group, is_few, kernels, padded_rows
+from kvfold.models.fused_layers import Exchange, exchanged, is_bare
+from kvfold.models.pass_cache import ForwardCache
+
+_TOLERANCE = 1e-3  # relative, of a layer against the one it replaces
+_NAMES = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_GATED = ("gate_proj", "up_proj", "down_proj")
+_SILU = ("SiLU", "SiLUActivation")
+
+
+class Parts(NamedTuple):
+    """The modules of a layer whose linear layers are replaced already (cpu_linear.py)."""
+
+    attention: Any
+    mlp: Any
+    before: Any  # norm
+    after: Any
+    qkv: Group
+    out: Group
+    gate_up: Group
+    down: Group
+
+
+def parts_of(layer: nn.Module) -> Parts | None:
+    """None where a layer is not made as Llama's, or has hooks."""
+    children: dict[str, Any] = layer._modules
+    if children.keys() != _NAMES:
+        return None
+    attention, mlp = children["self_attn"], children["mlp"]
+    norms = children["input_layernorm"], children["post_attention_layernorm"]
+    if not all(map(is_bare, (layer, attention, mlp, *norms))) or not all(map(_is_rms_norm, norms)):
+        return None
+    groups = *_groups(attention, _PROJECTIONS), *_groups(mlp, _GATED)
+    if len(groups) != len(_PROJECTIONS) + len(_GATED) or type(mlp._modules.get("act_fn")).__name__ not in _SILU:
+        return None
+    qkv, _, _, out, gate_up, _, down = groups
+    return Parts(attention, mlp, *norms, qkv, out, gate_up, down)
+
+
+def _groups(parent: nn.Module, names: tuple[str, ...]) -> tuple[Group, ...]:
+    """The groups of these linear layers, if they are replaced, and there are no other modules with weights."""
+    found = tuple(module.group for name in names if isinstance(module := parent._modules.get(name), FewRows))
+    return found if parent._modules.keys() - {"act_fn"} == set(names) else ()
+
+
+def _is_rms_norm(module: Any) -> bool:
+    is_named = type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
+    return is_named and module.weight.dtype == torch.float32 and module.weight.is_contiguous()
+
+
+class FewRowsLayer(nn.Module):
+    """Replaces a decoder layer."""
+
+    def __init__(self, plain: nn.Module, parts: Parts) -> None:
+        super().__init__()
+        self.plain, self.parts = plain, parts
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("plain"), name)
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        cache, angles = kwargs.get("past_key_values"), kwargs.get("position_embeddings")
+        is_usual = kwargs.get("attention_mask") is None and not kwargs.get("output_attentions")
+        if not (is_usual and isinstance(cache, ForwardCache) and angles is not None and is_few(hidden_states)):
+            return self.plain(hidden_states, **kwargs)
+        if angles[0].shape[-1] != self.parts.attention.head_dim or angles[0].dtype != torch.float32:
+            return self.plain(hidden_states, **kwargs)
+        return self._run(hidden_states, cache, *angles)
+
+    def _run(self, hidden_states: Tensor, cache: ForwardCache, cos: Tensor, sin: Tensor) -> Tensor:
+        """[1, N, M]"""
+        parts, compiled, num_rows = self.parts, kernels(), hidden_states.shape[1]
+        x_NM = padded_rows(hidden_states.clone())
+        y_NM = np.empty_like(x_NM)
+        compiled.rms_norm(x_NM, *_norm(parts.before), y_NM)
+        q, k, v = parts.qkv.products(y_NM)
+        cos_ND, sin_ND = (x[0].contiguous().numpy() for x in (cos, sin))
+        compiled.rotate(q, cos_ND, sin_ND)
+        compiled.rotate(k, cos_ND, sin_ND)
+        q_1QND, k_1HND, v_1HND = (self._heads(x, num_rows) for x in (q, k, v))
+        keys, _ = cache.update(k_1HND, v_1HND, parts.attention.layer_idx)
+        (out,) = parts.out.products(padded_rows(keys.attend(q_1QND, None)[0].flatten(1)))
+        compiled.add_norm(x_NM, out, *_norm(parts.after), y_NM)
+        gate, up = parts.gate_up.products(y_NM)
+        compiled.swiglu(gate, up)
+        (down,) = parts.down.products(gate)
+        down += x_NM
+        return torch.from_numpy(down[:num_rows]).unsqueeze(0)
+
+    def _heads(self, x_NX: Floats, num_rows: int) -> Tensor:
+        """[1, heads, N, D]"""
+        found: Tensor = torch.from_numpy(x_NX[:num_rows]).view(1, num_rows, -1, self.parts.attention.head_dim)
+        return found.transpose(1, 2)
+
+
+def _norm(module: Any) -> tuple[Floats, float]:
+    return module.weight.detach().numpy(), module.variance_epsilon
+
+
+_exchanges: ModuleState[list[Exchange]] = ModuleState("cpu_layers")
+
+
+@contextmanager
+def few_row_layers(hf: Any) -> Iterator[None]:
+    """Run decoder layers by kernels while the context lasts, where their linear layers are (`few_rows`)."""
+    if hf.device.type != "cpu" or not is_attached(hf) or not cpu_linear.is_wanted():
+        _exchanges.clear(hf)
+        yield
+        return
+    found = _exchanges.get(hf)
+    if found is None or not all(map(_is_valid, found)):
+        found = _exchanges.set(hf, layer_exchanges(hf))
+    with exchanged(found):
+        yield
+
+
+def _is_valid(exchange: Exchange) -> bool:
+    """False if the layer was replaced or changed since."""
+    found, parts = exchange.parent._modules[exchange.name], parts_of(exchange.plain)
+    is_its = found is exchange.plain or found is exchange.fused
+    return is_its and parts is not None and all(map(is_, parts, exchange.fused.parts))  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def layer_exchanges(hf: Any) -> list[Exchange]:
+    """The layers of an attached model that have a replacement, while their linear layers are replaced."""
+    parent, found = hf.base_model.layers, []
+    for name, module in parent._modules.items():
+        layer = module.plain if isinstance(module, FewRowsLayer) else module  # another thread may have exchanged it
+        parts = parts_of(layer)
+        if parts is not None and _agree(layer, replacement := FewRowsLayer(layer, parts)):
+            found.append(Exchange(parent, name, layer, replacement))
+    return found
+
+
+class _Echo(ForwardCache):
+    """Attention that gives back queries, keys and values."""
+
+    def attend(self, layer: int, q_QND: Tensor, k_HND: Tensor, v_HND: Tensor) -> Tensor:
+        group = len(q_QND) // len(k_HND)
+        return (q_QND + (k_HND - 2 * v_HND).repeat_interleave(group, 0)).transpose(0, 1)
+
+
+def _agree(plain: nn.Module, replacement: FewRowsLayer) -> bool:
+    """Whether both give the same for random rows. Layers of one class may differ: some have no rotary embedding."""
+    generator, parts = torch.Generator().manual_seed(0), replacement.parts
+    x = torch.randn(1, 3, parts.before.weight.shape[0], generator=generator)
+    angle = torch.rand(1, 3, parts.attention.head_dim // 2, generator=generator).repeat(1, 1, 2)
+    angles = angle.cos(), angle.sin()
+    position_ids = torch.arange(3).unsqueeze(0)
+    with maskless():
+        expected = plain(
+            x, attention_mask=None, position_embeddings=angles, position_ids=position_ids, past_key_values=_Echo()
+        )
+    found = replacement._run(x, _Echo(), *angles)
+    same_shape = isinstance(expected, Tensor) and expected.shape == found.shape
+    return same_shape and bool((found - expected).norm() <= _TOLERANCE * (expected - x).norm())

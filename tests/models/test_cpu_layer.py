@@ -1,0 +1,113 @@
+"""Decoder layers for few rows on a CPU give what transformers' give, and are taken where they are made as Llama's."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kvfold.engine.runner import Runner
+from kvfold.models import cpu_linear
+from kvfold.models.cpu_layer import FewRowsLayer, few_row_layers
+from kvfold.models.cpu_linear import few_rows
+from kvfold.models.loader import Model
+from kvfold.policy.policy import Policy
+from tests.tiny import prompt, ready
+
+pytest.importorskip("numba")
+
+
+@pytest.fixture(autouse=True)
+def wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever PyTorch multiplies by."""
+    monkeypatch.setattr(cpu_linear, "is_wanted", lambda: True)
+
+
+def replies(model: Model, num_rows: int, steps: int) -> Tensor:
+    """Logits of decode steps after prompts of several lengths."""
+    runner = Runner(model.hf, model.spec, model.arena)
+    sequences = [runner.new_sequence(Policy.parse("full")) for _ in range(num_rows)]
+    found = [runner.prefill(sequences, [prompt(20 + 3 * i) for i in range(num_rows)])]
+    for _ in range(steps):
+        found.append(runner.decode(sequences, found[-1].argmax(-1).tolist()))
+    for sequence in sequences:
+        sequence.release()
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("num_rows", [2, 5])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
+def test_steps_say_the_same(family: str, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, used = ready(family), 0
+    run = FewRowsLayer._run
+
+    def counted(self: FewRowsLayer, *args: Any) -> Tensor:
+        nonlocal used
+        used += 1
+        return run(self, *args)
+
+    monkeypatch.setattr(FewRowsLayer, "_run", counted)
+    found = replies(model, num_rows, 4)
+    assert used == 5 * model.spec.num_layers  # of four steps, and to compare
+    monkeypatch.setattr(cpu_linear, "is_wanted", lambda: False)
+    torch.testing.assert_close(found, replies(model, num_rows, 4), rtol=1e-4, atol=1e-4)
+    assert all(type(module) is not FewRowsLayer for module in model.hf.modules())
+
+
+def test_one_row_stays_with_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ready("llama")
+    found = replies(model, 1, 2)
+    monkeypatch.setattr(cpu_linear, "is_wanted", lambda: False)
+    assert torch.equal(found, replies(model, 1, 2))
+
+
+def taken(model: Model) -> list[bool]:
+    with few_rows(model.hf), few_row_layers(model.hf):
+        return [type(layer) is FewRowsLayer for layer in model.hf.base_model.layers]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_neox"])
+def test_layers_made_otherwise_are_left_alone(family: str) -> None:
+    assert not any(taken(ready(family)))
+
+
+def test_layers_that_changed_are_left_alone() -> None:
+    model = ready("llama")
+    first, second, third = model.hf.base_model.layers
+    assert taken(model) == [True, True, True]
+    first.input_layernorm.register_forward_hook(lambda *_: None)
+    assert taken(model) == [False, True, True]
+    second.self_attn.q_proj = nn.Sequential(second.self_attn.q_proj)
+    assert taken(model) == [False, False, True]
+    third.forward = third.forward
+    assert taken(model) == [False, False, False]
+
+
+def test_weights_and_norms_that_were_replaced_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ready("llama")
+    before = replies(model, 2, 2)
+    layer: Any = model.hf.base_model.layers[0]
+    layer.post_attention_layernorm = deepcopy(layer.post_attention_layernorm)
+    layer.post_attention_layernorm.weight.data *= 2
+    layer.input_layernorm.weight.data = layer.input_layernorm.weight.data * 0.5
+    found = replies(model, 2, 2)
+    assert taken(model) == [True, True, True]
+    monkeypatch.setattr(cpu_linear, "is_wanted", lambda: False)
+    torch.testing.assert_close(found, replies(model, 2, 2), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(found, before)
+
+
+def test_a_layer_that_computes_otherwise_is_left_alone() -> None:
+    class Scaled(type(ready("llama").hf.base_model.layers[0])):  # type: ignore[misc]
+        """Has the modules of Llama's."""
+
+        def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+            found: Tensor = super().forward(hidden_states, **kwargs)
+            return hidden_states + 0.9 * (found - hidden_states)
+
+    model = ready("llama")
+    model.hf.base_model.layers[1].__class__ = Scaled
+    assert taken(model) == [True, False, True]
