@@ -9,7 +9,6 @@ No L x L map is ever formed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -133,13 +132,13 @@ class ObserverSnapshot:
         self._before = []
         for sequence in sequences:
             observed = sequence.observed.copy() if sequence.observed.is_live else sequence.observed
-            self._before.append((sequence, sequence.sealed_len, list(map(copy, observed.layers))))
+            self._before.append((sequence, sequence.sealed_len, [state.shallow_copy() for state in observed.layers]))
 
     def restore(self) -> None:
         """Sequences that have sealed tokens since are left as they are: their mass moved with the slots."""
         for sequence, sealed_len, layers in self._before:
             if sequence.sealed_len == sealed_len:
-                sequence.observed = ObserverState(list(map(copy, layers)))
+                sequence.observed = ObserverState([state.shallow_copy() for state in layers])
 
 
 def forget_prompt(sequence: SequenceCache) -> None:

@@ -94,6 +94,10 @@ class LayerObserverState:
         tensors = clone(self.mass_HS), clone(self.open_mass_HR), clone(self.last_q_QWD)
         return LayerObserverState(*tensors, moments, self.query_end)
 
+    def shallow_copy(self) -> LayerObserverState:
+        """With the same tensors."""
+        return LayerObserverState(self.mass_HS, self.open_mass_HR, self.last_q_QWD, self.moments, self.query_end)
+
     def continue_at(self, position: int) -> None:
         """The next query is of this position: keep the queries just before it."""
         if position > self.query_end:

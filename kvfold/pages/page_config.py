@@ -12,7 +12,7 @@ from kvfold.codec.native import Native
 from kvfold.core import ModelSpec
 from kvfold.errors import InputError
 from kvfold.pages.arena import Arena
-from kvfold.pages.layer import LayerPages
+from kvfold.pages.layer import Changes, LayerPages
 from kvfold.pages.layout import PageClass
 from kvfold.policy.policy import Policy
 
@@ -51,7 +51,8 @@ def empty_layers(spec: ModelSpec, policy: Policy, config: PageConfig, arena: Are
             if len(known) >= _MOST_KNOWN:
                 known.clear()
             known[key] = layouts
-    return [LayerPages(page_class, num_heads, bases=bases) for page_class, num_heads, bases in layouts]
+    changes = Changes()  # of all of them
+    return [LayerPages(page_class, num, bases=bases, changes=changes) for page_class, num, bases in layouts]
 
 
 def _layout(spec: ModelSpec, policy: Policy, config: PageConfig, index: int, arena: Arena) -> LayerLayout:

@@ -46,7 +46,7 @@ class Segment:
     def __init__(self, arena: Arena, layers: Sequence[LayerPages]) -> None:
         self.arena = arena
         self.layers = list(layers)
-        self.changes = Changes()
+        self.changes = layers[0].changes
         for layer in self.layers:
             layer.changes = self.changes
             layer.page_class = arena.intern(layer.page_class)
@@ -60,8 +60,10 @@ class Segment:
     @classmethod
     def like(cls, other: Segment) -> Segment:
         """An empty segment with the same page classes and codec states."""
+        changes = Changes()
         layers = [
-            LayerPages(layer.page_class, layer.num_heads, dict(layer.state), layer.bases) for layer in other.layers
+            LayerPages(layer.page_class, layer.num_heads, dict(layer.state), layer.bases, changes=changes)
+            for layer in other.layers
         ]
         return cls(other.arena, layers)
 
@@ -76,6 +78,12 @@ class Segment:
         if table is not None:
             return not table.length_E.any()
         return all(length == 0 for layer in self.layers for length in layer.lens)
+
+    @property
+    def lens_X(self) -> Ints:
+        """Slots of each head, layer after layer."""
+        table = segment_table(self)
+        return np.bincount(table.places.row_E, table.length_E, table.places.num_rows).astype(np.int64)
 
     @property
     def num_bytes(self) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import torch
@@ -96,6 +97,12 @@ class SequenceCache:
     def stored_lens(self, layer: int) -> list[int]:
         """Sealed slots per head."""
         return [sum(lens) for lens in zip(*(part.lens for part in self.layer_parts(layer)), strict=True)]
+
+    def all_stored_lens(self) -> list[list[int]]:
+        """Sealed slots per layer and head."""
+        lens = sum((segment.lens_X for segment in self.segments), start=self.tail.lens_X).tolist()
+        ends = list(accumulate((layer.num_kv_heads for layer in self.spec.layers), initial=0))
+        return [lens[begin:end] for begin, end in pairwise(ends)]
 
     def positions(self, layer: int, head: int) -> Tensor:
         """Original positions of one head's slots, sealed and open, int64 on the CPU."""

@@ -69,7 +69,7 @@ class TimeSlice:
 
 _MIN_COST = 8  # a piece costs at least this fraction of a chunk: reading the weights takes as long as few tokens do
 MOST_JOINED = 64  # prompts of one pass while nothing decodes
-_JOINED_BESIDE = 32  # while something decodes, which waits for the pass
+_JOINED_BESIDE = 64  # while something decodes, which waits for the pass
 
 
 @dataclass

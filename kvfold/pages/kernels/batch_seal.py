@@ -23,7 +23,7 @@ from kvfold.pages.places import Ints, Places, SegmentTable
 from kvfold.pages.segment import Segment, segment_table
 from kvfold.pages.sequence import SequenceCache
 
-_BLOCKS_AHEAD = 6
+_BLOCKS_AHEAD = 12
 
 
 def can_seal(sequence: SequenceCache) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvfold.codec.kivi import GROUP
 from kvfold.pages.async_copy import sent
 from kvfold.pages.kernels import dispatch
-from kvfold.pages.layer import LayerChange, LayerPages
+from kvfold.pages.layer import LayerChange
 from kvfold.pages.layout import BIAS, PageClass
 from kvfold.pages.page_allocation import defer_extents
 from kvfold.pages.places import Ints, Places, SegmentTable, before_in_group
@@ -30,21 +30,27 @@ _SLOTS = GROUP  # of a program, in which spans of keys begin and end
 def can_write(tail: Segment, changes: Sequence[LayerChange]) -> bool:
     """Whether there is a kernel for it: it knows the codecs, and slots lie as it reads them."""
     memory, dtype = tail.arena.memory, changes[0].k_ND.dtype
-    return dispatch.is_there(memory) and all(
-        serves(*item, memory, dtype) for item in zip(tail.layers, changes, strict=True)
+    if not dispatch.is_there(memory) or any(layer.bases for layer in tail.layers):
+        return False
+    classes = {id(layer.page_class): layer.page_class for layer in tail.layers}.values()
+    if not all(serves(page_class, memory, dtype) for page_class in classes):
+        return False
+    return all(_is_readable(change, dtype, is_aligned=memory.is_cuda) for change in changes)
+
+
+def serves(page_class: PageClass, memory: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the kernel writes new slots of this dtype."""
+    dtypes = (torch.float32, torch.bfloat16) if dispatch.uses_numba(memory) else (page_class.kv_dtype,)
+    return dtype in dtypes and dispatch.knows(page_class, memory)
+
+
+def _is_readable(change: LayerChange, dtype: torch.dtype, *, is_aligned: bool) -> bool:
+    if change.position_N.dtype != torch.int64:
+        return False
+    return all(
+        x_ND.dtype == dtype and x_ND.is_contiguous() and not (is_aligned and x_ND.data_ptr() % 16)
+        for x_ND in (change.k_ND, change.v_ND)
     )
-
-
-def serves(layer: LayerPages, change: LayerChange, memory: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the kernel writes a change of a layer, given the dtype of all new slots."""
-    page_class, sides = layer.page_class, (change.k_ND, change.v_ND)
-    if layer.bases or change.position_N.dtype != torch.int64 or not dispatch.knows(page_class, memory):
-        return False
-    if not all(x_ND.is_contiguous() and x_ND.dtype == dtype for x_ND in sides):
-        return False
-    if dispatch.uses_numba(memory):
-        return dtype in (torch.float32, torch.bfloat16)
-    return dtype == page_class.kv_dtype and all(x_ND.data_ptr() % 16 == 0 for x_ND in sides)
 
 
 def write_new(tails: Sequence[tuple[Segment, Sequence[LayerChange]]]) -> None:
@@ -107,10 +113,19 @@ def _rows_of(tail: Segment, places: Places, changes: Sequence[LayerChange]) -> t
         sources.append([x.data_ptr() for x in (change.k_ND, change.v_ND, position_N, bias_N)])
         slot_bytes = layer.page_class.head_dim * change.k_ND.itemsize
         widths.append([slot_bytes, slot_bytes, position_N.itemsize, bias_N.itemsize])
-    first_X = np.concatenate([np.cumsum(change.counts) - change.counts for change in changes])  # in its layer
+    first_X = _first_of_head([change.counts for change in changes])
     source_L4, width_L4 = np.array(sources) - tail.arena.memory.data_ptr(), np.array(widths)
     source_E4 = source_L4[places.layer_E] + first_X[places.row_E, None] * width_L4[places.layer_E]
     return extent_rows(tail, places, source_E4), held
+
+
+def _first_of_head(counts: Sequence[Sequence[int]]) -> Ints:
+    """Of the new slots of its layer, the first of each head."""
+    if len(set(map(len, counts))) > 1:
+        return np.concatenate([_first_of_head([mine]) for mine in counts])
+    count_LH = np.array(counts, dtype=np.int64)
+    found_X: Ints = (count_LH.cumsum(1) - count_LH).ravel()
+    return found_X
 
 
 def extent_rows(tail: Segment, places: Places, source_EC: Ints) -> Ints:

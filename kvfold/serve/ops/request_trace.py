@@ -39,8 +39,8 @@ class KeptSlots:
 
     @staticmethod
     def of(sequence: SequenceCache) -> KeptSlots:
-        num_open, layers = sequence.open.committed, range(sequence.spec.num_layers)
-        slots = [[stored + num_open for stored in sequence.stored_lens(layer)] for layer in layers]
+        num_open = sequence.open.committed
+        slots = [[stored + num_open for stored in heads] for heads in sequence.all_stored_lens()]
         return KeptSlots(sequence.committed_len, slots)
 
     @property

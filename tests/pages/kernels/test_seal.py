@@ -223,7 +223,7 @@ def test_pages_are_found_before_a_seal_is_due_by_one_sequence_a_step(monkeypatch
     arena = Arena(1 << 24, device=DEVICE, superblock_bytes=4096)
     sequences = [stored("int4", arena, 40, i, spec=ONE) for i in range(3)]
     found = []
-    for _ in range(8 * OPEN):  # pages of several blocks are found at once
+    for _ in range(16 * OPEN):  # pages of several blocks are found at once
         lacking = sum(map(lacks_room, sequences))
         prepare_seals(sequences)
         found.append(lacking - sum(map(lacks_room, sequences)))
