@@ -128,6 +128,26 @@ def _add_dots(q: Floats, k: Floats, count: int, score: Floats) -> None:
 
 
 @jit
+def _add_paired_dots(q: Floats, low: Floats, high: Floats, count: int, score: Floats) -> None:
+    """score[s] += q . (low[s], high[s]): the two planes of a slot, with one sum."""
+    size = len(q) // 2
+    first_q, second_q = q[:size], q[size:]
+    whole = count - count % 2
+    for s in range(0, whole, 2):
+        a_low, b_low = low[s * size : (s + 1) * size], low[(s + 1) * size : (s + 2) * size]
+        a_high, b_high = high[s * size : (s + 1) * size], high[(s + 1) * size : (s + 2) * size]
+        a = b = np.float32(0)
+        for i in range(size):
+            x, y = first_q[i], second_q[i]
+            a, b = a + x * a_low[i] + y * a_high[i], b + x * b_low[i] + y * b_high[i]
+        score[s] += a
+        score[s + 1] += b
+    for s in range(whole, count):
+        mine = slice(s * size, (s + 1) * size)
+        score[s] += _dot(first_q, low[mine]) + _dot(second_q, high[mine])
+
+
+@jit
 def exponentials(x: Floats, count: int, power: Any) -> None:
     """e^x of x <= 0, in place: 2^n by its bits and a polynomial of what is left, since libm's is a call for each.
     `power`: room for the bits."""
@@ -193,7 +213,9 @@ def _score_tile(form: int, q: Floats, q_sum: Any, k: Floats, grid_2S: Floats, co
     num_planes = _planes(form)
     width = len(q) // num_planes
     score[:count] = 0
-    for p in range(num_planes):
+    if num_planes == 2:
+        _add_paired_dots(q, k[: count * width], k[count * width :], count, score)
+    for p in range(num_planes if num_planes != 2 else 0):
         _add_dots(q[p * width : (p + 1) * width], k[p * count * width : (p + 1) * count * width], count, score)
     if form >= FP8:
         for s in range(count):
@@ -311,10 +333,16 @@ def _rotate(x: Floats, out: Floats) -> None:
     block = head_dim & -head_dim
     out[:] = x
     half = 1
+    if block >= 4:  # two butterflies in one pass: short inner loops take most of the time
+        for i in range(0, head_dim, 4):
+            a, b, c, d = out[i] + out[i + 1], out[i] - out[i + 1], out[i + 2] + out[i + 3], out[i + 2] - out[i + 3]
+            out[i], out[i + 1], out[i + 2], out[i + 3] = a + c, b + d, a - c, b - d
+        half = 4
     while half < block:
         for first in range(0, head_dim, 2 * half):
-            for i in range(first, first + half):
-                a, b = out[i], out[i + half]
-                out[i], out[i + half] = a + b, a - b
+            low, high = out[first : first + half], out[first + half : first + 2 * half]
+            for i in range(half):
+                a, b = low[i], high[i]
+                low[i], high[i] = a + b, a - b
         half *= 2
     out *= np.float32(1 / np.sqrt(block))

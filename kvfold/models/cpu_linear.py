@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kvfold.attend.cpu_threads import run_shared
 from kvfold.core import HAS_NUMBA
 from kvfold.models.attach import ModuleState
 from kvfold.models.fused_layers import Exchange, can_join, exchanged, num_rows
+from kvfold.pages.kernels.cpu_threads import run_shared
 
 Floats = NDArray[np.float32]
 

@@ -12,6 +12,7 @@ so those that go are the last ones of every head; what was evicted while those t
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -31,6 +32,8 @@ from kvfold.pages.page_allocation import find_spans, take_pages
 from kvfold.pages.segment import Segment, segment_table
 from kvfold.pages.sequence import SequenceCache
 from kvfold.yielding import yield_point
+
+_FEW_SLOTS = 4096  # of a layer: the states of more take longer than calling for each
 
 
 class PageRewrite:
@@ -90,8 +93,7 @@ class PageRewrite:
         """Write those that can join, each with the tokens it seals, in one launch."""
         for rewrite, _ in rewrites:
             rewrite._begin()
-            for layer, change in zip(rewrite.sequence.tail.layers, rewrite.changes, strict=True):
-                _init_state(layer, change)
+            _init_states(rewrite.sequence.tail.layers, rewrite.changes)
         write_new([(rewrite.sequence.tail, rewrite.changes) for rewrite, _ in rewrites])
         for rewrite, num_tokens in rewrites:
             rewrite._end(num_tokens)
@@ -195,13 +197,19 @@ def _copy_fp_sinks(sequence: SequenceCache, changes: Sequence[LayerChange]) -> N
     first = block.committed
     num_new = min(block.num_slots - first, *(min(changes[i].counts) for i in layers))
     for i in layers if num_new else ():
-        change = changes[i]
-        begins = accumulate(change.counts[:-1], initial=0)
-        place_N = upload([begin + n for begin in begins for n in range(num_new)], change.k_ND.device)
-        for block_HnD, new_ND in ((block.k[i], change.k_ND), (block.v[i], change.v_ND)):
-            block_HnD[:, first : first + num_new] = new_ND[place_N].unflatten(0, (-1, num_new))
+        for block_HnD, new_ND in ((block.k[i], changes[i].k_ND), (block.v[i], changes[i].v_ND)):
+            block_HnD[:, first : first + num_new] = _first_slots(new_ND, changes[i].counts, num_new)
     block.committed += num_new
     block.fill = block.num_slots if block.committed == block.num_slots else 0
+
+
+def _first_slots(x_ND: Tensor, counts: list[int], num_slots: int) -> Tensor:
+    """[H, slots, D]"""
+    if min(counts) == max(counts):
+        return x_ND.view(len(counts), counts[0], -1)[:, :num_slots]
+    begins = accumulate(counts[:-1], initial=0)
+    place_N = upload([begin + n for begin in begins for n in range(num_slots)], x_ND.device)
+    return x_ND[place_N].view(len(counts), num_slots, -1)
 
 
 def _require_relocatable(sequence: SequenceCache, changes: Sequence[LayerChange]) -> None:
@@ -241,25 +249,43 @@ def _merged_below(layers: Sequence[LayerPages], changes: Sequence[LayerChange]) 
 
 def _write_new(tail: Segment, changes: Sequence[LayerChange]) -> None:
     """New slots of every layer, behind the stored ones."""
-    at_once = can_write(tail, changes)
-    for layer, change in zip(tail.layers, changes, strict=True):
-        _init_state(layer, change)
-        if not at_once:
-            yield_point(may_end=False)
-            below = latest_below(layer, change.counts)
-            codes = layer.encode(change.k_ND, change.v_ND, change.position_N, change.counts, change.bias_N, below)
-            layer.append(codes, change.counts)
-    if at_once:
+    _init_states(tail.layers, changes)
+    if can_write(tail, changes):
         write_new([(tail, changes)])
-
-
-def _init_state(layer: LayerPages, change: LayerChange) -> None:
-    """Compute the codecs' states from the first slots that are sealed."""
-    if layer.state or not any(change.counts):
         return
-    for side, x_ND in zip(SIDES, (change.k_ND, change.v_ND), strict=True):
-        codec = layer.page_class.codec(side)
-        layer.state[side] = codec.init_state(side, *_by_row(x_ND, change.counts)) if codec.has_state(side) else {}
+    for layer, change in zip(tail.layers, changes, strict=True):
+        yield_point(may_end=False)
+        below = latest_below(layer, change.counts)
+        codes = layer.encode(change.k_ND, change.v_ND, change.position_N, change.counts, change.bias_N, below)
+        layer.append(codes, change.counts)
+
+
+def _init_states(layers: Sequence[LayerPages], changes: Sequence[LayerChange]) -> None:
+    """Compute the codecs' states from the first slots that are sealed; on a CPU, of short layers that are alike in one
+    go."""
+    alike: dict[object, list[int]] = defaultdict(list)
+    for i, (layer, change) in enumerate(zip(layers, changes, strict=True)):
+        if not layer.state and any(change.counts):
+            is_short = change.k_ND.device.type == "cpu" and len(change.k_ND) <= _FEW_SLOTS
+            alike[(layer.page_class, *change.counts) if is_short else i].append(i)
+    for group in alike.values():
+        _init_alike([layers[i] for i in group], [changes[i] for i in group])
+
+
+def _init_alike(layers: Sequence[LayerPages], changes: Sequence[LayerChange]) -> None:
+    page_class, counts = layers[0].page_class, changes[0].counts
+    for side in SIDES:
+        codec = page_class.codec(side)
+        if not codec.has_state(side):
+            for layer in layers:
+                layer.state[side] = {}
+            continue
+        parts = [change.k_ND if side == "k" else change.v_ND for change in changes]
+        x_ND = parts[0] if len(parts) == 1 else torch.cat(parts)
+        found = codec.init_state(side, *_by_row(x_ND, counts * len(parts)))
+        for i, layer in enumerate(layers):
+            rows = slice(i * len(counts), (i + 1) * len(counts))
+            layer.state[side] = {name: x_R[rows].clone() if len(parts) > 1 else x_R for name, x_R in found.items()}
 
 
 def _by_row(x_ND: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:

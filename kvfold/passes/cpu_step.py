@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvfold.attend import cpu_kernels as kernels
-from kvfold.attend.cpu_threads import run_shared
+from kvfold.pages.kernels.cpu_threads import run_shared
 from kvfold.pages.sequence import SequenceCache
 from kvfold.passes.cpu_tasks import BatchTasks, batch_tasks, is_served
 

@@ -124,7 +124,7 @@ class PrefillPass:
         self.pruned = PrunedTokens(self.sequences, self.num_tokens, whole=not compress)
         self._dtype = torch.float32
         self._through: set[int] = set()  # sequences that have run the layer at once and keep all of it
-        self._padded: PaddedBatch | None = None  # of the last joined call: all layers have the same
+        self._padded: dict[tuple[int, ...], PaddedBatch] = {}  # of joined calls: all layers have the same
         self.full_prompts: dict[int, FullPrompt] = {}
 
     def _hold_prompts(self) -> None:
@@ -181,9 +181,9 @@ class PrefillPass:
             return None
         if not all(self._begins_with(index, length) for index, length in zip(indices, lens, strict=True)):
             return None
-        if self._padded is None or self._padded.lens != tuple(lens):
-            self._padded = PaddedBatch(tuple(lens), q_QND.device)
-        self._dtype, kv_dtype, padded = dtype, self.sequences[indices[0]].spec.kv_dtype, self._padded
+        padded = self._padded.get(tuple(lens)) or PaddedBatch(tuple(lens), q_QND.device)
+        self._padded[padded.lens] = padded
+        self._dtype, kv_dtype = dtype, self.sequences[indices[0]].spec.kv_dtype
         k_BHTD, v_BHTD = (padded.padded(x_HND.to(kv_dtype).to(dtype)) for x_HND in (k_HND, v_HND))
         out_BQTD = attend_padded(padded.padded(q_QND.to(dtype)), k_BHTD, v_BHTD, spec.scale)
         num_heads, each = k_HND.shape[0], (padded.by_sequence(x_BHTD) for x_BHTD in (k_BHTD, v_BHTD))

@@ -22,6 +22,7 @@ from torch import Tensor
 from kvfold.codec import fp8, grid
 from kvfold.codec.base import SIDES, Side
 from kvfold.pages.kernels.cpu_jit import compiled
+from kvfold.pages.kernels.cpu_threads import run_shared
 from kvfold.pages.kernels.encodings import Encoding, encoding_of
 from kvfold.pages.layout import PageClass
 
@@ -30,6 +31,7 @@ _FLOATS = {torch.float32: F32, torch.bfloat16: BF16}
 _HALF, _LARGEST, _LARGEST_FP8 = np.float32(grid.HALF), np.float32(grid.LARGEST), np.float32(fp8.LARGEST)
 _LARGEST_BITS = int(_LARGEST.view(np.int32))
 _MAGNITUDE = 0x7FFFFFFF
+_FEWEST_SLOTS = 1024  # that are worth waking another thread
 _K, _V, _MEAN, _K_PLACE, _V_PLACE, _BIAS, _POSITION, _NEW_POSITION, _NEW_BIAS = 0, 1, 2, 3, 6, 9, 10, 11, 12
 
 Floats = NDArray[np.float32]
@@ -272,12 +274,22 @@ def _write_side(
 
 @compiled
 def _write(
-    item_5N: Any, row_EC: Any, arena: int, head_dim: int, source_form: int, k_side: Any, v_side: Any, has_bias: bool
+    begin: int,
+    end: int,
+    item_5N: Any,
+    row_EC: Any,
+    arena: int,
+    head_dim: int,
+    source_form: int,
+    k_side: Any,
+    v_side: Any,
+    has_bias: bool,
 ) -> None:
+    """Stretches begin:end."""
     room = np.empty(head_dim, np.float32), np.empty(head_dim, np.int32)
     slot_bytes = head_dim * (4 if source_form == F32 else 2)
     is_seal = row_EC.shape[1] == _POSITION + 1
-    for n in range(item_5N.shape[1]):
+    for n in range(begin, end):
         row, first, count, filled = row_EC[item_5N[0, n]] + arena, item_5N[1, n], item_5N[2, n], item_5N[4, n]
         skipped = first * slot_bytes
         _write_side(
@@ -304,4 +316,14 @@ def write_slots(item_5N: Tensor, row_EC: Tensor, memory: Tensor, page_class: Pag
     k_side, v_side = (side_form(page_class, side) for side in SIDES)
     assert k_side is not None and v_side is not None
     sizes = memory.data_ptr(), page_class.head_dim, _FLOATS[source]
-    _write(item_5N.numpy(), row_EC.numpy(), *sizes, tuple(k_side), tuple(v_side), page_class.has_bias)
+    rest = item_5N.numpy(), row_EC.numpy(), *sizes, tuple(k_side), tuple(v_side), page_class.has_bias
+    run_shared(lambda begin, end: _write(begin, end, *rest), _shared_out(item_5N[2].numpy(), torch.get_num_threads()))
+
+
+def _shared_out(count_N: NDArray[np.int32], num_threads: int) -> list[int]:
+    """Where the stretches of each thread begin, and the end: about as many slots for each."""
+    end_N = np.cumsum(count_N)
+    if num_threads < 2 or end_N[-1] < _FEWEST_SLOTS:
+        return [0, len(count_N)]
+    inner = np.searchsorted(end_N, end_N[-1] * np.arange(1, num_threads) / num_threads)
+    return [0, *(int(at) for at in inner), len(count_N)]

@@ -150,6 +150,27 @@ def test_open_blocks_of_many_are_sealed_as_alone(policy: str, spec: ModelSpec, a
     assert arena.used_bytes == 0
 
 
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_threads_share_many_slots(num_threads: int, arena: Arena) -> None:
+    before = torch.get_num_threads()
+    with plainly():
+        plain = read(arena, "knorm + ada + 2x + int4", SPEC, (1400,))
+    try:
+        torch.set_num_threads(num_threads)
+        assert_same(read(arena, "knorm + ada + 2x + int4", SPEC, (1400,)), plain)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_mean_keys_of_layers_in_one_go_are_those_of_each(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    together = [read(arena, "int4", WIDE, (length,)) for length in (3, 70)]
+    monkeypatch.setattr(compaction, "_FEW_SLOTS", 0)
+    for mine, length in zip(together, (3, 70), strict=True):
+        for a, b in zip(mine.tail.layers, read(arena, "int4", WIDE, (length,)).tail.layers, strict=True):
+            assert torch.equal(a.state["k"]["mean"], b.state["k"]["mean"])
+            assert a.state["v"] == b.state["v"] == {}
+
+
 @pytest.mark.parametrize("policy", ["full", "bf16", "fp8", "int8", "int4", "int2"])
 def test_broken_and_extreme_slots_are_sealed_as_codecs_seal_them(policy: str, arena: Arena) -> None:
     plain, fast = (read(arena, policy, WIDE, (20,)) for _ in range(2))

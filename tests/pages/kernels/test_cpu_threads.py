@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from kvfold.attend.cpu_threads import run_shared
+from kvfold.pages.kernels.cpu_threads import run_shared
 
 
 def shared(num_parts: int) -> list[tuple[int, int]]:
