@@ -9,6 +9,7 @@ from kvfold.core import ModelSpec
 from kvfold.engine.runner import Runner
 from kvfold.engine.scheduling.jobs import PrefixSharing
 from kvfold.engine.scheduling.scheduler import Scheduler
+from kvfold.engine.warm_up import warm_up
 from kvfold.errors import InputError, ModelError, PolicyError
 from kvfold.models.check import check_policy
 from kvfold.models.loader import Model
@@ -88,6 +89,10 @@ class LocalService(Service):
 
     def check_fits(self, policy: Policy) -> None:
         check_policy(policy, self.model.spec)
+
+    def warm_up(self) -> None:
+        """The scheduler's thread is idle, so this one may touch model and arena."""
+        warm_up(self._runner, self.policy)
 
     def held_bytes(self) -> tuple[int, int]:
         arena = self.model.arena

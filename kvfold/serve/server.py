@@ -187,6 +187,7 @@ def serve(service: Service, host: str, port: int, started: Callable[[int], None]
 def serve_at(service: Service, listening: socket.socket, started: Callable[[], None], on_done: OnDone) -> int:
     """As `serve`, at a socket that listens already."""
     prepare()
+    service.warm_up()
     gc.collect()
     server = Server(service, on_done, started)
     server.end_on_signals()

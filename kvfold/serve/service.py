@@ -95,6 +95,9 @@ class Service:
         """Bytes of KV cache that are in use, and how many there are."""
         raise NotImplementedError
 
+    def warm_up(self) -> None:
+        """Compile what requests would wait for; called before the first one."""
+
     @property
     def state(self) -> str:
         """The scheduler's state, or "closing"."""

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO, Any, NoReturn
 
-from kvfold.engine.runner import Runner
 from kvfold.engine.scheduling.scheduler import Scheduler
+from kvfold.engine.scheduling.task import Task
 from kvfold.serve.server import end_process, open_store, serve, service_of
 from kvfold.serve.settings import Limits, Settings
 from kvfold.store.prefixes import Prefixes
@@ -39,7 +39,7 @@ def _few_descriptors() -> None:
 
 WRONG: dict[str, Callable[[], None]] = {
     "nothing": lambda: None,
-    "prefill": lambda: setattr(Runner, "prefill", _sleep),
+    "prefill": lambda: setattr(Task, "prefill", _sleep),
     "lookup": lambda: setattr(Prefixes, "lookup", _sleep),
     "loop": lambda: setattr(Scheduler, "_end_overdue", _raise),
     "descriptors": _few_descriptors,
