@@ -6,6 +6,7 @@ kvfold serve --model smollm2-135m --policy "keydiff + 4x" --disk prefixes --disk
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import warnings
@@ -70,6 +71,18 @@ def _body_size(text: str) -> int:
     return parse_bytes(text)
 
 
+@checked
+def _price(text: str) -> float:
+    """Dollars per million tokens."""
+    try:
+        price = float(text)
+    except ValueError:
+        price = math.nan
+    if not 0 <= price < math.inf:
+        raise InputError(f'"{text:.40}" is no price; write dollars per million tokens, such as --price 3 15')
+    return price
+
+
 def add_parser(subparsers: Subparsers) -> None:
     """Add the command to the subcommands of `kvfold`."""
     parser = subparsers.add_parser(
@@ -111,7 +124,7 @@ def _add_cache_options(parser: argparse.ArgumentParser) -> None:
     add_secret_option(group)
     add_option(group, "--cache-min-tokens", "N", "minimum cacheable prefix; default: by model name", positive)
     group.add_argument(
-        "--price", type=float, nargs=2, metavar=("IN", "OUT"), help="dollars per million input and output tokens"
+        "--price", type=_price, nargs=2, metavar=("IN", "OUT"), help="dollars per million input and output tokens"
     )
 
 
