@@ -1,9 +1,10 @@
 """The prompt cache, and the source of a request's initial KV cache: the longest cached prefix whose tensors are stored,
 else an empty sequence.
 
-Runs in the scheduler's thread. Usage counts up to a marker. Where tensors are stored in chunks, the partial chunk after
-the last whole one may be evicted alone, and is then recomputed and stored again. Under a lossy policy tensors end at
-the last compression point at or before the marker, and the tokens in between are always recomputed.
+Runs in the scheduler's thread. Usage counts as read what is reused, up to a marker. Where tensors are stored in chunks,
+the partial chunk after the last whole one may be evicted alone, and is then recomputed and stored again. Under a lossy
+policy tensors end at the last compression point at or before the marker, and the tokens in between are always
+recomputed.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ class CachedSource(PlainSource):
     ) -> None:
         super().__init__(cache.prefixes.empty, len(tokens), "absent", points)
         self._cache, self._tokens, self._plan, self._at, self._clock = cache, tokens, plan, at, clock
-        self._num_hit = self._num_lost = 0
+        self._num_hit = self._num_reused = self._num_lost = 0
 
     def prefetch(self) -> None:
         """Copy what `begin` may look up to the fastest tier in the background, while the request is queued."""
@@ -167,12 +168,12 @@ class CachedSource(PlainSource):
         self._cache.prefixes.prefetch(self._tokens, markers=ends, cuts=self._points, at=self._at)
 
     def begin(self) -> SequenceStart:
-        self._num_hit, self.miss = 0, "absent"
+        self._num_hit, self._num_reused, self.miss = 0, 0, "absent"
         if self._num_lost < MOST_LOST:
             found = next(filter(None, map(self._open, self._plan.candidates)), None) or self._stored()
         else:
             found, self.miss = SequenceStart(self._new_sequence()), "lost"
-        self.usage = usage_of(len(self._tokens), self._num_hit, self._plan.writes)
+        self.usage = usage_of(len(self._tokens), self._num_hit, self._plan.writes, self._num_reused)
         if self._points is None:
             return replace(found, cuts=self._write_ends)
         self.reached(found.sequence, found.num_read)  # another marker may extend its time to live
@@ -205,13 +206,16 @@ class CachedSource(PlainSource):
             self.miss = "expired" if "expired" in (missed, self.miss) else self.miss
             return None
         hit, end = self._lookup([self._stored_end(boundary)]), self._stored_end(boundary)
-        if hit.matched_tokens < (end - end % prefixes.binding.chunk_len if prefixes.has_chunks else end):
+        if prefixes.has_chunks:
+            end = min(end, len(self._tokens) - 1)  # the last token is computed, for its logits
+            end -= end % prefixes.binding.chunk_len
+        if hit.matched_tokens < end:
             hit.sequence.release()
             cache.delete(boundary)
             self.miss = "lost"
             return None
         cache.touch(boundary, self._at)
-        self._num_hit, self.miss = boundary.end, None
+        self._num_hit, self._num_reused, self.miss = boundary.end, hit.matched_tokens, None
         return SequenceStart(hit.sequence, hit.matched_tokens)
 
     def _stored(self) -> SequenceStart:

@@ -65,11 +65,13 @@ class Usage:
         return {} if self.num_cut is None else {name: self.num_tokens + self.num_cut}
 
 
-def usage_of(num_tokens: int, num_hit: int, writes: Sequence[CacheWrite]) -> Usage:
+def usage_of(num_tokens: int, num_hit: int, writes: Sequence[CacheWrite], num_reused: int | None = None) -> Usage:
+    """`num_reused`: tokens of the hit that were reused (default: all); the others, computed again, are plain."""
     a = num_hit
+    num_read = a if num_reused is None else num_reused
     b = max((write.boundary.end for write in writes if write.ttl_s > SHORT_S and write.boundary.end > a), default=a)
     c = max((write.boundary.end for write in writes if write.boundary.end > b), default=b)
-    return Usage(a, b - a, c - b, num_tokens - c)
+    return Usage(num_read, b - a, c - b, num_tokens - c + a - num_read)
 
 
 @dataclass(frozen=True)
