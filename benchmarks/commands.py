@@ -24,6 +24,17 @@ def argument_parser(name: str, about: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(f"python -m benchmarks.{name}", description=about, formatter_class=formatter)
 
 
+def positive(text: str) -> int:
+    """The type of an option that is a whole number of at least 1."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f'"{text}" is no whole number of at least 1')
+    return number
+
+
 def run_main(main: Main, arguments: Sequence[str]) -> int:
     """The exit code; an error of the package is one line."""
     try:

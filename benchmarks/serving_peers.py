@@ -32,12 +32,13 @@ from typing import Any
 import torch
 
 import kvfold
-from benchmarks.commands import argument_parser, run_main
+from benchmarks.commands import argument_parser, positive, run_main
 from benchmarks.rows import Row, report
 from benchmarks.server.client import served
 from benchmarks.server.openai_client import Asked, OpenAIServer
 from benchmarks.server.vllm_process import vllm_served, vllm_version
 from kvfold.models.loader import load_tokenizer
+from kvfold.policy.policy import Policy
 
 MEASURES = ("cold_s", "hit_s", "burst_per_s", "decode_per_s")
 _POLICIES = "full,keydiff + 4x + int4"
@@ -140,23 +141,32 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argument_parser("serving_peers", __doc__)
-    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--model", default="smollm2-135m", help="(%(default)s)")
     parser.add_argument("--vllm-python", metavar="FILE", help="the Python of an environment that has vLLM")
     parser.add_argument("--front", action="store_true", help="also `kvfold serve --engine` in front of vLLM")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="(%(default)s)")
+    parser.add_argument("--threads", type=positive, default=os.cpu_count() or 1, help="of every server (%(default)s)")
     parser.add_argument("--policies", default=_POLICIES, help="of kvfold, with commas between them (%(default)s)")
-    parser.add_argument("--memory", type=int, default=2, help="GiB of KV cache (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=3000, help="of a document (%(default)s)")
-    parser.add_argument("--burst", type=int, default=12, help="requests at once on a new document (%(default)s)")
-    parser.add_argument("--reply", type=int, default=16, help="tokens of each reply to a burst (%(default)s)")
-    parser.add_argument("--replies", type=int, default=16, help="replies that are decoded at once (%(default)s)")
-    parser.add_argument("--short", type=int, default=64, help="tokens of their documents (%(default)s)")
-    parser.add_argument("--decode", type=int, default=64, help="tokens of each (%(default)s)")
+    parser.add_argument("--memory", type=positive, default=2, help="GiB of KV cache (%(default)s)")
+    parser.add_argument("--rounds", type=positive, default=3, help="in which every server starts anew (%(default)s)")
+    parser.add_argument(
+        "--tokens",
+        type=positive,
+        default=3000,
+        help="of a document; servers cache prefixes from 1,024 tokens on (%(default)s)",
+    )
+    parser.add_argument("--burst", type=positive, default=12, help="requests at once on a new document (%(default)s)")
+    parser.add_argument("--reply", type=positive, default=16, help="tokens of each reply to a burst (%(default)s)")
+    parser.add_argument("--replies", type=positive, default=16, help="replies that are decoded at once (%(default)s)")
+    parser.add_argument("--short", type=positive, default=64, help="tokens of their documents (%(default)s)")
+    parser.add_argument("--decode", type=positive, default=64, help="tokens of each (%(default)s)")
     parser.add_argument("--save", action="store_true", help="append rows to benchmarks/results/serving_peers.jsonl")
     parser.add_argument("options", nargs="*", metavar="SERVE OPTIONS", help="of `kvfold serve`, behind --")
     args = parser.parse_args(arguments)
+    if args.front and args.vllm_python is None:
+        parser.error("--front is measured in front of vLLM; give --vllm-python /path/to/venv/bin/python")
+    for policy in args.policies.split(","):
+        Policy.parse(policy)
     torch.set_num_threads(args.threads)
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     beside = ("save", "threads", "vllm_python", "policies", "front")

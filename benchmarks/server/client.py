@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from urllib.request import Request, urlopen
 
 import kvfold
 from benchmarks.rows import ROOT
+from kvfold.errors import InputError
 
 _TIMEOUT_S = 3600.0
 _TEXT = (Path(kvfold.__file__).parent / "data" / "handbook.txt").read_text(encoding="utf-8")
@@ -149,17 +151,21 @@ def _read(answer: http.client.HTTPResponse, found: Timed, began: float, hang_up_
 
 @contextmanager
 def served(model: str, *options: str, log: Path | None = None) -> Iterator[Served]:
-    """Run it on a free port until the end; its log goes to a file, or nowhere."""
+    """Run it on a free port until the end; its log goes to a file, or nowhere. InputError with what it says if it ends
+    before it serves."""
     command = [sys.executable, "-m", "kvfold", "serve", "--model", model, "--port", "0", *options]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
-    with open(log or os.devnull, "w", encoding="utf-8") as errors:
+    with open(log, "w+", encoding="utf-8") if log else tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
         try:
             assert process.stdout is not None
             lines = iter(process.stdout.readline, "")
             line = next((line for line in lines if "http://" in line), None)
             if line is None:
-                raise SystemExit(f"`{' '.join(command)}` ended before it served (exit code {process.wait()})")
+                code = process.wait()
+                errors.seek(0)
+                said = errors.read().strip().rpartition("\n")[2].removeprefix("error: ")
+                raise InputError(f"{said} (`{' '.join(command[2:])}` ended with exit code {code})")
             yield Served(process, int(line.split("http://")[1].split()[0].rpartition(":")[2]), line.split(", ")[0])
         finally:
             process.send_signal(signal.SIGINT)

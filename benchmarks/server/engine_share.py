@@ -35,7 +35,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from benchmarks.commands import argument_parser
+from benchmarks.commands import argument_parser, positive
 from benchmarks.rows import ROOT, Row, percentile, report
 from benchmarks.server.client import filler
 from kvfold.engine.generate import generate
@@ -194,12 +194,13 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--random-model", action="store_true", help="two small layers with random weights instead")
     parser.add_argument("--policy", default="full")
     parser.add_argument("--memory", help="of the arena, e.g. 8GB")
-    parser.add_argument("--clients", type=int, nargs="+", default=[8, 64, 256])
-    parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
-    parser.add_argument("--reply", type=int, default=256, help="tokens of a reply")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--clients", type=positive, nargs="+", default=[8, 64, 256])
+    parser.add_argument("--prompt", type=positive, default=64, help="tokens of a prompt")
+    parser.add_argument("--reply", type=positive, default=256, help="tokens of a reply")
+    parser.add_argument("--rounds", type=positive, default=2)
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args(arguments)
+    Policy.parse(args.policy)
     about = {key: value for key, value in vars(args).items() if key not in ("save", "clients")}
     with tempfile.TemporaryDirectory() as folder:
         name = args.model
