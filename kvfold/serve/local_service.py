@@ -104,6 +104,8 @@ class LocalService(Service):
             plan = CachePlan(boundaries)
         else:
             plan = context.planner(boundaries, self.settings.min_tokens(request.model))
+            if self._has_points:  # the last token is computed, and a compressed prompt cannot lose its last one
+                plan = plan.before(len(prompt.tokens))
         # Compression points do not depend on cache markers; None: compressed at the prompt's end, or not at all.
         has_points = self._has_points and prompt.ends
         points = compression_points(boundaries, self.settings.point_tokens) if has_points else None

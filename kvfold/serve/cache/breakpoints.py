@@ -52,6 +52,11 @@ class CachePlan:
     candidates: Sequence[Boundary] = ()
     writes: Sequence[CacheWrite] = ()
 
+    def before(self, num_tokens: int) -> CachePlan:
+        """Of entries that end before so many tokens."""
+        candidates = [boundary for boundary in self.candidates if boundary.end < num_tokens]
+        return CachePlan(self.boundaries, candidates, [one for one in self.writes if one.boundary.end < num_tokens])
+
 
 def boundaries_of(request: ChatRequest, prompt: Prompt, scope: str) -> list[Boundary]:
     """Boundaries of a prompt; `scope` is part of every digest. Empty where the template does not keep blocks apart."""
