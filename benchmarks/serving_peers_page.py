@@ -30,7 +30,8 @@ def body(rows: Sequence[Row]) -> str:
 
 def table(rows: Sequence[Row]) -> str:
     first = rows[0]
-    about = f"{first['model']} in {first['dtype']}, medians of {first['rounds']} rounds, {origin(rows)}"
+    rounds = "one round" if first["rounds"] == 1 else f"medians of {first['rounds']} rounds"
+    about = f"{first['model']} in {first['dtype']}, {rounds}, {origin(rows)}"
     head = [
         "server",
         f"cold, {first['tokens']:,} tokens",
