@@ -68,8 +68,7 @@ class TimeSlice:
 
 
 _MIN_COST = 8  # a piece costs at least this fraction of a chunk: reading the weights takes as long as few tokens do
-MOST_JOINED = 64  # prompts of one pass while nothing decodes
-_JOINED_BESIDE = 64  # while something decodes, which waits for the pass
+MOST_JOINED = 64  # prompts of one pass, for which what decodes waits
 
 
 @dataclass
@@ -129,14 +128,14 @@ class PrefillManager:
         most = self._runner.joined_len // (_MIN_COST if is_cuda else 2)
         if not task.can_join(most):
             return []
-        compresses, is_beside = task.compresses_next, bool(self._queues.decoding)
+        compresses = task.compresses_next
         found = [other for other in ready if other is not task and other.can_join(most)]
         mates = [other for other in found if other.compresses_next == compresses]
         if not is_cuda:  # a CPU takes time for every token
             num_tokens = accumulate((mate.next_len for mate in mates), initial=task.next_len)
-            room = self._runner.joined_len // (2 if is_beside else 1)
+            room = self._runner.joined_len // (2 if self._queues.decoding else 1)
             mates = mates[: sum(upto <= room for upto in num_tokens) - 1]
-        return mates[: (_JOINED_BESIDE if is_beside else MOST_JOINED) - 1]
+        return mates[: MOST_JOINED - 1]
 
     def _run_together(self, batch: Sequence[Task]) -> None:
         """If the pass raises, no task has changed, and each runs alone, where its own error is found."""
