@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvfold.pages.kernels.cpu_jit import compiled
+from kvfold.pages.kernels.cpu_write import hadamard_sums
 
 # Columns of a task. Addresses are bytes from the start of the arena, 0 for fields that a codec lacks.
 ROW, LENGTH, SKIP, K_FORM, V_FORM, K_CODE, K_SCALE, K_ZERO, V_CODE, V_SCALE, V_ZERO, BIAS = range(12)
@@ -328,21 +329,7 @@ def prepare(
 
 @jit
 def _rotate(x: Floats, out: Floats) -> None:
-    """The Hadamard rotation of codec/hadamard.py, butterfly by butterfly."""
-    head_dim = len(x)
-    block = head_dim & -head_dim
+    """The Hadamard rotation of codec/hadamard.py."""
     out[:] = x
-    half = 1
-    if block >= 4:  # two butterflies in one pass: short inner loops take most of the time
-        for i in range(0, head_dim, 4):
-            a, b, c, d = out[i] + out[i + 1], out[i] - out[i + 1], out[i + 2] + out[i + 3], out[i + 2] - out[i + 3]
-            out[i], out[i + 1], out[i + 2], out[i + 3] = a + c, b + d, a - c, b - d
-        half = 4
-    while half < block:
-        for first in range(0, head_dim, 2 * half):
-            low, high = out[first : first + half], out[first + half : first + 2 * half]
-            for i in range(half):
-                a, b = low[i], high[i]
-                low[i], high[i] = a + b, a - b
-        half *= 2
-    out *= np.float32(1 / np.sqrt(block))
+    hadamard_sums(out)
+    out *= np.float32(1 / np.sqrt(len(x) & -len(x)))

@@ -96,8 +96,8 @@ def _finite(x: Floats) -> None:
 
 
 @compiled
-def _rotate(x: Floats) -> None:
-    """The sums and differences of codec/hadamard.py, in their order."""
+def hadamard_sums(x: Floats) -> None:
+    """The sums and differences of codec/hadamard.py, in their order and not scaled."""
     head_dim = len(x)
     block = head_dim & -head_dim
     half = 1
@@ -113,8 +113,14 @@ def _rotate(x: Floats) -> None:
                 a, b = low[d], high[d]
                 low[d], high[d] = a + b, a - b
         half *= 2
-    root = np.float32(np.sqrt(block))
-    for d in range(head_dim):
+
+
+@compiled
+def _rotate(x: Floats) -> None:
+    """As codec/hadamard.py does it, bit for bit."""
+    hadamard_sums(x)
+    root = np.float32(np.sqrt(len(x) & -len(x)))
+    for d in range(len(x)):
         x[d] /= root
 
 
