@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from kvfold.models import cpu_linear
 from kvfold.models.attach import ModuleState, is_attached, maskless
 from kvfold.models.cpu_linear import FewRows, Floats, Group, is_few, kernels, padded_rows
-from kvfold.models.fused_layers import Exchange, exchanged, is_bare
+from kvfold.models.fused_layers import Exchange, exchanged, is_bare, known
 from kvfold.models.pass_cache import ForwardCache
 
 _TOLERANCE = 1e-3  # relative, of a layer against the one it replaces
@@ -133,10 +133,7 @@ def few_row_layers(hf: Any) -> Iterator[None]:
         _exchanges.clear(hf)
         yield
         return
-    found = _exchanges.get(hf)
-    if found is None or not all(map(_is_valid, found)):
-        found = _exchanges.set(hf, layer_exchanges(hf))
-    with exchanged(found):
+    with exchanged(known(_exchanges, hf, _is_valid, layer_exchanges)):
         yield
 
 

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from kvfold.core import HAS_NUMBA
 from kvfold.models.attach import ModuleState
-from kvfold.models.fused_layers import Exchange, can_join, exchanged, num_rows
+from kvfold.models.fused_layers import Exchange, can_join, exchanged, known, num_rows
 from kvfold.pages.kernels.cpu_threads import run_shared
 
 Floats = NDArray[np.float32]
@@ -135,10 +135,7 @@ def few_rows(hf: Any) -> Iterator[None]:
         _exchanges.clear(hf)  # they hold weights that a model had on the CPU
         yield
         return
-    found = _exchanges.get(hf)
-    if found is None or not all(map(_is_valid, found)):
-        found = _exchanges.set(hf, exchanges(hf))
-    with exchanged(found):
+    with exchanged(known(_exchanges, hf, _is_valid, exchanges)):
         yield
 
 

@@ -10,8 +10,9 @@ faster and take twice as long to compile.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -152,11 +153,19 @@ def fused(hf: Any) -> Iterator[None]:
     if hf.device.type != "cuda" or not HAS_TRITON:
         yield
         return
-    found = _exchanges.get(hf)
-    if found is None or not all(exchange.is_valid for exchange in found):
-        found = _exchanges.set(hf, exchanges(hf))
-    with exchanged(found):
+    with exchanged(known(_exchanges, hf, attrgetter("is_valid"), exchanges)):
         yield
+
+
+def known(
+    state: ModuleState[list[Exchange]],
+    hf: Any,
+    is_valid: Callable[[Exchange], bool],
+    make: Callable[[Any], list[Exchange]],
+) -> list[Exchange]:
+    """The exchanges of a model, made anew where one no longer holds."""
+    found = state.get(hf)
+    return found if found is not None and all(map(is_valid, found)) else state.set(hf, make(hf))
 
 
 @contextmanager
