@@ -10,6 +10,8 @@ Readers then see a head's adjacent pages as one [slots, D] tensor, without a gat
 
 from __future__ import annotations
 
+import mmap
+import sys
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,6 +25,7 @@ from kvfold.pages.layout import PageClass
 from kvfold.policy.size import bytes_text
 
 SUPERBLOCK_BYTES = 64 * 1024
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.13 names it
 FreeRun = tuple[int, int]  # start and length; free ones are sorted and never adjacent
 _Value = TypeVar("_Value")
 
@@ -40,8 +43,8 @@ class Arena:
         if self.num_superblocks < 1:
             raise InputError(f"an arena of {capacity_bytes} bytes holds no superblock of {superblock_bytes} bytes")
         self.device = torch.device(device)
-        # An address is what is taken here; on a CPU the system commits memory when it is first written.
-        self.memory = torch.empty(self.num_superblocks * superblock_bytes, dtype=torch.uint8, device=self.device)
+        with torch.inference_mode(False):  # whoever is outside of it writes, too
+            self.memory = _reserve(self.num_superblocks * superblock_bytes, self.device)
         self._free: list[FreeRun] = [(0, self.num_superblocks)]
         self.peak_bytes = 0
         self._interned: dict[Any, Any] = {}
@@ -173,6 +176,15 @@ class Span:
     def free_pages(self, first: int, num_pages: int) -> None:
         """Free pages of this span; adjacent free runs are joined."""
         _free_run(self._free, first, num_pages)
+
+
+def _reserve(num_bytes: int, device: torch.device) -> Tensor:
+    """Memory whose addresses never move. On a CPU the system commits it when it is first written, and Linux does not
+    count the rest: otherwise the arenas of two models, each half of the memory, keep the process from forking."""
+    if device.type != "cpu" or sys.platform != "linux":
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    reserved = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    return torch.frombuffer(reserved, dtype=torch.uint8)
 
 
 def _take_run(free: list[FreeRun], run: FreeRun, count: int) -> None:

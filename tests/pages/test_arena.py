@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from itertools import groupby
 
 import pytest
@@ -151,3 +154,14 @@ def test_odd_superblocks_are_refused(num_bytes: int) -> None:
 def test_an_arena_below_one_superblock_is_refused() -> None:
     with pytest.raises(InputError, match="holds no superblock"):
         Arena(4095, superblock_bytes=4096)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems count no memory that was never written")
+def test_a_process_with_large_arenas_can_fork() -> None:
+    """Each could be the arena of a model, half of a machine's memory; side by side they are more than there is."""
+    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    arenas = [Arena(most // 10 * 9) for _ in range(3)]
+    for arena in arenas:
+        arena.memory[-1] = 7
+    subprocess.run([sys.executable, "-c", ""], preexec_fn=lambda: None, check=True)  # which forks
+    assert [int(arena.memory[-1]) for arena in arenas] == [7] * 3
