@@ -21,6 +21,7 @@ from torch import Tensor
 
 HAS_TRITON = find_spec("triton") is not None  # kernel files are imported where it is
 HAS_NUMBA = find_spec("numba") is not None  # the same for kernels on a CPU
+HAS_AVX512_KERNELS = HAS_NUMBA and torch.backends.cpu.get_cpu_capability() == "AVX512"
 Compile = Literal["auto"] | bool  # whether decode steps on a GPU are compiled: at once, never, or once that pays
 
 

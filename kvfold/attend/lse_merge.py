@@ -14,16 +14,19 @@ chunk itself; cuDNN's aligns at the top left, so the two are read apart and join
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
-from kvfold.core import HAS_TRITON
+from kvfold.core import HAS_AVX512_KERNELS, HAS_TRITON
 
 # cuDNN builds a plan for each new shape, some 30 ms; a short query would not win that back.
 _FEWEST_QUERIES = 1024
 _CPU_TRIANGLE = 128  # queries of a causal call on a CPU
+_FEWEST_LANES = 16  # queries of a KV head that a CPU's kernel reads together
 
 
 def compute_dtype(q: Tensor) -> torch.dtype:
@@ -53,16 +56,21 @@ def attend(
         return out_QTD.unflatten(0, q_HGTD.shape[:2]), lse_QT.unflatten(0, q_HGTD.shape[:2])
     if q_HGTD.device.type != "cpu":
         return attend_reference(q_HGTD, k_HSD, v_HSD, scale, causal=causal, mask_TS=mask_TS, bias_HS=bias_HS)
+    if mask_TS is None and bias_HS is None and (kernel := _compiled(q_HGTD, k_HSD, v_HSD, scale, causal)) is not None:
+        return kernel.attend(q_HGTD, k_HSD, v_HSD, scale, causal=causal)  # type: ignore[no-any-return]
     num_groups, num_queries = q_HGTD.shape[1:3]
+    before = k_HSD.shape[1] - num_queries
+    if causal and before:  # this operator's mask is aligned at the top left
+        earlier = attend(q_HGTD, k_HSD[:, :before], v_HSD[:, :before], scale)
+        own = attend(q_HGTD, k_HSD[:, before:], v_HSD[:, before:], scale, causal=True)
+        return blend_reference(*earlier, *own)
     if num_groups > 1 and not causal and (mask_TS is None or num_queries == 1):
         # As tokens, the queries of a group read their keys at once.
         q_H1ND = q_HGTD.flatten(1, 2).unsqueeze(1)
         out, lse = attend(q_H1ND, k_HSD, v_HSD, scale, mask_TS=mask_TS, bias_HS=bias_HS)
         return out.view(q_HGTD.shape), lse.view(q_HGTD.shape[:-1])
-    if causal and num_queries > _CPU_TRIANGLE and k_HSD.shape[1] == num_queries:
+    if causal and num_queries > _CPU_TRIANGLE:
         return _attend_in_halves(q_HGTD, k_HSD, v_HSD, scale)
-    if causal and k_HSD.shape[1] > q_HGTD.shape[2]:  # this operator's mask is aligned at the top left
-        causal, mask_TS = False, causal_mask(q_HGTD, k_HSD)
     added = None
     if bias_HS is not None:
         added = bias_HS.to(q_HGTD.dtype)[:, None, None].expand(-1, 1, q_HGTD.shape[2], -1)
@@ -77,6 +85,16 @@ def attend(
     if mask_TS is not None:  # the operator says 0 for a query that sees nothing
         lse = lse.masked_fill(~mask_TS.any(-1), -torch.inf)
     return out, lse
+
+
+def _compiled(q_HGTD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float, causal: bool) -> Any:
+    """A kernel for these, where there is one and the queries fill its lanes; else None. It takes all causal ones: a
+    prompt's last tokens, however few, are to get the same bits over a stored prefix."""
+    if not HAS_AVX512_KERNELS or not (causal or q_HGTD.shape[1:3].numel() >= _FEWEST_LANES):
+        return None
+    from kvfold.attend import avx512_attention
+
+    return avx512_attention if avx512_attention.can_attend(q_HGTD, k_HSD, v_HSD, scale) else None
 
 
 def _attend_in_halves(q_HGTD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float) -> tuple[Tensor, Tensor]:

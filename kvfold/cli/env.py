@@ -13,7 +13,18 @@ from kvfold.cli.options import Subparsers, add_json_option
 from kvfold.models.pull.pull import HOME_HELP, home_folder
 from kvfold.plugins import VARIABLE
 
-_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "triton", "numpy", "starlette", "redis", "vllm")
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "triton",
+    "numba",
+    "numpy",
+    "starlette",
+    "redis",
+    "vllm",
+)
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -43,11 +54,26 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _cpu_kernels() -> str:
+    import torch
+
+    from kvfold.core import HAS_AVX512_KERNELS, HAS_NUMBA
+    from kvfold.models.cpu_linear import is_wanted
+
+    blas = "MKL" if torch.backends.mkl.is_available() else "OpenBLAS or another"
+    if not HAS_NUMBA:
+        return f"none, numba is not installed; matrix products by {blas}"
+    what = "decode attention, codecs" + (", few rows, decoder layers" if is_wanted() else "")
+    what += ", prefill and cascade attention" if HAS_AVX512_KERNELS else ""
+    return f"{what}; other matrix products by {blas}, {torch.backends.cpu.get_cpu_capability()}"
+
+
 def _devices() -> dict[str, str]:
     import torch  # here: other commands come without it
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "cpu": f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads in torch",
+        "cpu kernels": _cpu_kernels(),
         "cuda": f"{torch.version.cuda}: {', '.join(gpus)}" if gpus else "no GPU that torch can use",
     }

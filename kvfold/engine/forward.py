@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from kvfold.engine.layer_major import LayerMajor, Progress, pieces
 from kvfold.errors import ModelError
 from kvfold.models.attach import is_attached, layers_wrapped, maskless
-from kvfold.models.cpu_layer import few_row_layers
+from kvfold.models.cpu_layer import compiled_layers
 from kvfold.models.cpu_linear import few_rows
 from kvfold.models.fused_layers import fused
 from kvfold.models.pass_cache import DecodeCache, PassCache
@@ -54,7 +54,7 @@ class Forward:
         starts = [sequence.sealed_len for sequence in current.sequences]
         positions = torch.cat([torch.arange(s, s + n, device=self.device) for s, n in zip(starts, lens, strict=True)])
         ids = [token for part in tokens for token in part]
-        with maskless(), layers_wrapped(self.hf, order.wrap):
+        with maskless(), few_rows(self.hf), compiled_layers(self.hf), layers_wrapped(self.hf, order.wrap):
             out = self.call(ids, positions, order.cache, hidden=hidden)
         found: Tensor = (out.last_hidden_state if hidden else out.logits)[0]
         return found
@@ -63,7 +63,7 @@ class Forward:
         """Logits [packed tokens, vocab] of a decode step, kernel by kernel."""
         positions = [s.logical_len + t for s, ids in zip(step.sequences, tokens, strict=True) for t in range(len(ids))]
         packed = [token for ids in tokens for token in ids]
-        with maskless(), few_rows(self.hf), few_row_layers(self.hf):
+        with maskless(), few_rows(self.hf), compiled_layers(self.hf):
             out = self.call(packed, positions, DecodeCache(step))
         logits: Tensor = out.logits[0].float()
         return logits

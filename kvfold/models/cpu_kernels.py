@@ -1,4 +1,4 @@
-"""What a decoder layer computes for few rows on a CPU, compiled by numba: matrix products, RMS norms, rotary embedding,
+"""What a decoder layer computes on a CPU, compiled by numba: matrix products, RMS norms, rotary embedding,
 SwiGLU. An operation of PyTorch takes longer to call than to compute here.
 
     N rows   K input dims   O output dims   M hidden dims   D head dim
@@ -70,7 +70,7 @@ def products(x_NK: Floats, w_OK: Floats, y_NO: Floats, begin: int, end: int) -> 
 
 
 @jit
-def rms_norm(x_NM: Floats, weight_M: Floats, epsilon: float, out_NM: Floats) -> None:
+def rms_norm(x_NM: Floats, out_NM: Floats, weight_M: Floats, epsilon: float) -> None:
     for n in range(len(x_NM)):
         x, out, total = x_NM[n], out_NM[n], np.float32(0)
         for i in range(len(x)):
@@ -81,13 +81,22 @@ def rms_norm(x_NM: Floats, weight_M: Floats, epsilon: float, out_NM: Floats) -> 
 
 
 @jit
-def add_norm(x_NM: Floats, more_NM: Floats, weight_M: Floats, epsilon: float, out_NM: Floats) -> None:
-    """x += more, and the norm of the sum."""
+def add_norm(x_NM: Floats, more_NM: Floats, sum_NM: Floats, out_NM: Floats, weight_M: Floats, epsilon: float) -> None:
+    """The sum of x and more, and its norm."""
+    for n in range(len(x_NM)):
+        x, more, both = x_NM[n], more_NM[n], sum_NM[n]
+        for i in range(len(x)):
+            both[i] = x[i] + more[i]
+    rms_norm(sum_NM, out_NM, weight_M, epsilon)
+
+
+@jit
+def add(x_NM: Floats, more_NM: Floats) -> None:
+    """x += more"""
     for n in range(len(x_NM)):
         x, more = x_NM[n], more_NM[n]
         for i in range(len(x)):
             x[i] += more[i]
-    rms_norm(x_NM, weight_M, epsilon, out_NM)
 
 
 @jit

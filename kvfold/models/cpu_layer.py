@@ -1,15 +1,16 @@
-"""Decoder layers of few rows on a CPU: norms, rotary embedding and SwiGLU compiled by numba, between matrix products.
+"""Decoder layers on a CPU: norms, rotary embedding and SwiGLU compiled by numba, between matrix products.
 
-A layer of transformers is some thirty operations and a dozen modules beside its products; for the 16 rows of a decode
-step calling them takes a quarter of the time. Layers that are made as Llama's are replaced while a step runs, if they
-give the same on random rows; all others, and calls with more rows, run as they are.
+A layer of transformers is some thirty operations and a dozen modules beside its products. For the 16 rows of a decode
+step calling them takes a quarter of the time; for the 512 of a chunk each reads and writes what no cache holds. Layers
+that are made as Llama's are replaced while the model runs, if they give the same on random rows; all others, and calls
+with one row, run as they are.
 
     N rows   M hidden dims   Q query heads   H KV heads   D head dim
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import is_
 from typing import Any, NamedTuple
@@ -20,10 +21,12 @@ from torch import Tensor, nn
 
 from kvfold.models import cpu_linear
 from kvfold.models.attach import ModuleState, is_attached, maskless
-from kvfold.models.cpu_linear import FewRows, Floats, Group, is_few, kernels, padded_rows
+from kvfold.models.cpu_linear import FewRows, Floats, Group, is_served, kernels, padded_rows
 from kvfold.models.fused_layers import Exchange, exchanged, is_bare, known
 from kvfold.models.pass_cache import ForwardCache
+from kvfold.pages.kernels.cpu_threads import run_shared
 
+_FEWEST_NUMBERS = 1 << 16  # of an array that are worth waking another thread
 _TOLERANCE = 1e-3  # relative, of a layer against the one it replaces
 _NAMES = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -71,7 +74,7 @@ def _is_rms_norm(module: Any) -> bool:
     return is_named and module.weight.dtype == torch.float32 and module.weight.is_contiguous()
 
 
-class FewRowsLayer(nn.Module):
+class CompiledLayer(nn.Module):
     """Replaces a decoder layer."""
 
     def __init__(self, plain: nn.Module, parts: Parts) -> None:
@@ -87,7 +90,7 @@ class FewRowsLayer(nn.Module):
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
         cache, angles = kwargs.get("past_key_values"), kwargs.get("position_embeddings")
         is_usual = kwargs.get("attention_mask") is None and not kwargs.get("output_attentions")
-        if not (is_usual and isinstance(cache, ForwardCache) and angles is not None and is_few(hidden_states)):
+        if not (is_usual and isinstance(cache, ForwardCache) and angles is not None and is_served(hidden_states)):
             return self.plain(hidden_states, **kwargs)
         if angles[0].shape[-1] != self.parts.attention.head_dim or angles[0].dtype != torch.float32:
             return self.plain(hidden_states, **kwargs)
@@ -96,27 +99,39 @@ class FewRowsLayer(nn.Module):
     def _run(self, hidden_states: Tensor, cache: ForwardCache, cos: Tensor, sin: Tensor) -> Tensor:
         """[1, N, M]"""
         parts, compiled, num_rows = self.parts, kernels(), hidden_states.shape[1]
-        x_NM = padded_rows(hidden_states.clone())
-        y_NM = np.empty_like(x_NM)
-        compiled.rms_norm(x_NM, *_norm(parts.before), y_NM)
+        x_NM = padded_rows(hidden_states)
+        y_NM, sum_NM = np.empty_like(x_NM), np.empty_like(x_NM)
+        _by_rows(compiled.rms_norm, x_NM, y_NM, *_norm(parts.before))
         q, k, v = parts.qkv.products(y_NM)
         cos_ND, sin_ND = (x[0].contiguous().numpy() for x in (cos, sin))
-        compiled.rotate(q, cos_ND, sin_ND)
-        compiled.rotate(k, cos_ND, sin_ND)
+        _by_rows(compiled.rotate, q[:num_rows], cos_ND, sin_ND)
+        _by_rows(compiled.rotate, k[:num_rows], cos_ND, sin_ND)
         q_1QND, k_1HND, v_1HND = (self._heads(x, num_rows) for x in (q, k, v))
         keys, _ = cache.update(k_1HND, v_1HND, parts.attention.layer_idx)
         (out,) = parts.out.products(padded_rows(keys.attend(q_1QND, None)[0].flatten(1)))
-        compiled.add_norm(x_NM, out, *_norm(parts.after), y_NM)
+        _by_rows(compiled.add_norm, x_NM, out, sum_NM, y_NM, *_norm(parts.after))
         gate, up = parts.gate_up.products(y_NM)
-        compiled.swiglu(gate, up)
+        _by_rows(compiled.swiglu, gate, up)
         (down,) = parts.down.products(gate)
-        down += x_NM
+        _by_rows(compiled.add, down, sum_NM)
         return torch.from_numpy(down[:num_rows]).unsqueeze(0)
 
     def _heads(self, x_NX: Floats, num_rows: int) -> Tensor:
         """[1, heads, N, D]"""
         found: Tensor = torch.from_numpy(x_NX[:num_rows]).view(1, num_rows, -1, self.parts.attention.head_dim)
         return found.transpose(1, 2)
+
+
+def _by_rows(kernel: Callable[..., None], *arguments: Any) -> None:
+    """The kernel over the rows of its arrays [N, …], shared among threads where they are many."""
+    num_rows, size = arguments[0].shape
+    num_threads = torch.get_num_threads() if num_rows * size >= _FEWEST_NUMBERS else 1
+
+    def work(begin: int, end: int) -> None:
+        mine = slice(num_rows * begin // num_threads, num_rows * end // num_threads)
+        kernel(*(x[mine] if isinstance(x, np.ndarray) and x.ndim > 1 else x for x in arguments))
+
+    run_shared(work, range(num_threads + 1))
 
 
 def _norm(module: Any) -> tuple[Floats, float]:
@@ -127,7 +142,7 @@ _exchanges: ModuleState[list[Exchange]] = ModuleState("cpu_layers")
 
 
 @contextmanager
-def few_row_layers(hf: Any) -> Iterator[None]:
+def compiled_layers(hf: Any) -> Iterator[None]:
     """Run decoder layers by kernels while the context lasts, where their linear layers are (`few_rows`)."""
     if hf.device.type != "cpu" or not is_attached(hf) or not cpu_linear.is_wanted():
         _exchanges.clear(hf)
@@ -149,9 +164,9 @@ def layer_exchanges(hf: Any) -> list[Exchange]:
     """The layers of an attached model that have a replacement, while their linear layers are replaced."""
     parent, found = hf.base_model.layers, []
     for name, module in parent._modules.items():
-        layer = module.plain if isinstance(module, FewRowsLayer) else module  # another thread may have exchanged it
+        layer = module.plain if isinstance(module, CompiledLayer) else module  # another thread may have exchanged it
         parts = parts_of(layer)
-        if parts is not None and _agree(layer, replacement := FewRowsLayer(layer, parts)):
+        if parts is not None and _agree(layer, replacement := CompiledLayer(layer, parts)):
             found.append(Exchange(parent, name, layer, replacement))
     return found
 
@@ -164,7 +179,7 @@ class _Echo(ForwardCache):
         return (q_QND + (k_HND - 2 * v_HND).repeat_interleave(group, 0)).transpose(0, 1)
 
 
-def _agree(plain: nn.Module, replacement: FewRowsLayer) -> bool:
+def _agree(plain: nn.Module, replacement: CompiledLayer) -> bool:
     """Whether both give the same for random rows. Layers of one class may differ: some have no rotary embedding."""
     generator, parts = torch.Generator().manual_seed(0), replacement.parts
     x = torch.randn(1, 3, parts.before.weight.shape[0], generator=generator)

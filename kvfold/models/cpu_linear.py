@@ -1,18 +1,19 @@
-"""Linear layers of decode steps on a CPU, compiled by numba, where PyTorch multiplies matrices by OpenBLAS.
+"""Linear layers of few rows on a CPU, compiled by numba, where PyTorch multiplies matrices by OpenBLAS or MKL.
 
-OpenBLAS copies the weights to another layout in every call, which pays for many rows: for 16 it takes twice the time of
-dots of rows with rows, both as they are stored. MKL and Accelerate are left to their work. Layers of one input
-(QKV, gate and up) run in one go. Weights stay where they are; modules are exchanged while a step runs.
+Both copy the weights to another layout in every call, which pays for many rows: for 16 OpenBLAS takes twice the time of
+dots of rows with rows as they are stored (cpu_kernels.py), and MKL three times that of AVX-512's lanes
+(avx512_gemm.py). Accelerate, and MKL without AVX-512, are left to their work. Layers of one input (QKV, gate and up)
+run in one go. Weights stay where they are; modules are exchanged while the model runs.
 
     N rows   K input dims   O output dims
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,23 +21,37 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kvfold.core import HAS_NUMBA
+from kvfold.core import HAS_AVX512_KERNELS, HAS_NUMBA
 from kvfold.models.attach import ModuleState
 from kvfold.models.fused_layers import Exchange, can_join, exchanged, known, num_rows
 from kvfold.pages.kernels.cpu_threads import run_shared
 
 Floats = NDArray[np.float32]
 
-_ROWS = 4  # of x that are multiplied at once, and of weights
-_MOST_ROWS = 64  # beyond, OpenBLAS comes close
 _FEWEST_PRODUCTS = 1 << 20  # that are worth waking another thread
 _TOGETHER: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
+class Gemm(NamedTuple):
+    """Products of few rows: rows and outputs that it takes at once, the fewest inputs, and the most rows, beyond which
+    BLAS comes close. `products(pack(x_NK), w_OK, y_NO, begin, end)` computes blocks of outputs."""
+
+    rows: int
+    outputs: int
+    fewest_inputs: int
+    most_rows: int
+    pack: Callable[[Floats], Floats]
+    products: Callable[[Floats, Floats, Floats, int, int], None]
+
+
 @cache
 def is_wanted() -> bool:
-    """Whether PyTorch's BLAS is OpenBLAS, and numba is there."""
-    return HAS_NUMBA and "BLAS_INFO=open" in torch.__config__.show() and not torch.backends.mkl.is_available()
+    """Whether there are kernels that are faster than PyTorch's BLAS, and numba is there."""
+    return HAS_AVX512_KERNELS or (HAS_NUMBA and _is_openblas())
+
+
+def _is_openblas() -> bool:
+    return "BLAS_INFO=open" in torch.__config__.show() and not torch.backends.mkl.is_available()
 
 
 @cache
@@ -47,17 +62,40 @@ def kernels() -> Any:
     return cpu_kernels
 
 
+@cache
+def gemm() -> Gemm:
+    return avx512_gemm() if HAS_AVX512_KERNELS else dot_gemm()
+
+
+@cache
+def avx512_gemm() -> Gemm:
+    from kvfold.models import avx512_gemm as kernel
+
+    return Gemm(16, 8, 16, 96, kernel.packed, kernel.products)
+
+
+@cache
+def dot_gemm() -> Gemm:
+    return Gemm(4, 4, 1, 64, lambda x_NK: x_NK, kernels().products)
+
+
 def padded_rows(x: Tensor) -> Floats:
     """Rows as kernels take them, so many that they fill blocks."""
     count, size = num_rows(x), x.shape[-1]
     x_NK = x.reshape(count, size).contiguous()
-    found: Floats = (functional.pad(x_NK, (0, 0, 0, -count % _ROWS)) if count % _ROWS else x_NK).numpy()
+    missing = -count % gemm().rows if is_few(x) else 0
+    found: Floats = (functional.pad(x_NK, (0, 0, 0, missing)) if missing else x_NK).numpy()
     return found
 
 
 def is_few(x: Tensor) -> bool:
-    """Whether kernels take so many rows."""
-    return 1 < num_rows(x) <= _MOST_ROWS and x.dtype == torch.float32
+    """Whether kernels multiply so many rows."""
+    return is_served(x) and num_rows(x) <= gemm().most_rows
+
+
+def is_served(x: Tensor) -> bool:
+    """Whether there are kernels for these rows."""
+    return num_rows(x) > 1 and x.dtype == torch.float32
 
 
 class Group:
@@ -92,16 +130,19 @@ class Group:
         return [torch.from_numpy(y_NO[:count]).view(*x.shape[:-1], -1) for y_NO in found]
 
     def products(self, x_NK: Floats) -> list[Floats]:
-        """Of each layer, for a number of rows that is a multiple of 4."""
-        weights, num_rows = self.arrays(), len(x_NK)
+        """Of each layer, for padded rows."""
+        kernel, weights, num_rows = gemm(), self.arrays(), len(x_NK)
+        if num_rows > kernel.most_rows:
+            return self._plain_products(x_NK)
         layers = [(w_OK, np.empty((num_rows, len(w_OK)), dtype=np.float32)) for w_OK in weights]
         num_threads = torch.get_num_threads() if x_NK.size * self._num_outputs >= _FEWEST_PRODUCTS else 1
+        x = kernel.pack(x_NK)
 
         def work(begin: int, end: int) -> None:
             """The same share of every layer."""
             for w_OK, y_NO in layers:
-                blocks = -(-len(w_OK) // _ROWS)
-                kernels().products(x_NK, w_OK, y_NO, blocks * begin // num_threads, blocks * end // num_threads)
+                blocks = -(-len(w_OK) // kernel.outputs)
+                kernel.products(x, w_OK, y_NO, blocks * begin // num_threads, blocks * end // num_threads)
 
         run_shared(work, range(num_threads + 1))
         found = [y_NO for _, y_NO in layers]
@@ -109,6 +150,12 @@ class Group:
             if linear.bias is not None:
                 y_NO += linear.bias.detach().numpy()
         return found
+
+    def _plain_products(self, x_NK: Floats) -> list[Floats]:
+        """By PyTorch, for many rows."""
+        x = torch.from_numpy(x_NK)
+        outs = (functional.linear(x, linear.weight.detach(), linear.bias) for linear in self.linears)
+        return [out.detach().numpy() for out in outs]
 
 
 class FewRows(nn.Module):
@@ -142,14 +189,17 @@ def few_rows(hf: Any) -> Iterator[None]:
 def _is_valid(exchange: Exchange) -> bool:
     """False if the module was replaced or changed since; another thread may have exchanged it now."""
     found = exchange.parent._modules[exchange.name]
-    return (found is exchange.plain or found is exchange.fused) and _is_served([exchange.plain])
+    return (found is exchange.plain or found is exchange.fused) and _can_run([exchange.plain])
 
 
-def _is_served(linears: Sequence[Any]) -> bool:
+def _can_run(linears: Sequence[Any]) -> bool:
     if not can_join(linears):
         return False
-    weights = [linear.weight for linear in linears]
-    return all(w.dtype == torch.float32 and w.is_contiguous() and len(w) >= _ROWS for w in weights)
+    outputs, inputs = gemm().outputs, gemm().fewest_inputs
+    return all(
+        w.dtype == torch.float32 and w.is_contiguous() and w.shape[0] >= outputs and w.shape[1] >= inputs
+        for w in (linear.weight for linear in linears)
+    )
 
 
 def exchanges(hf: nn.Module) -> list[Exchange]:
@@ -161,7 +211,7 @@ def exchanges(hf: nn.Module) -> list[Exchange]:
         groups += [(name,) for name in children if not any(name in names for names in groups)]
         for names in groups:
             linears: list[Any] = [children[name] for name in names]
-            if _is_served(linears):
+            if _can_run(linears):
                 group = Group(linears)
                 found += [
                     Exchange(parent, name, linear, FewRows(linear, group, index))

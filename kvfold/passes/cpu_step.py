@@ -18,6 +18,7 @@ from torch import Tensor
 from kvfold.attend import cpu_kernels as kernels
 from kvfold.pages.kernels.cpu_threads import run_shared
 from kvfold.pages.sequence import SequenceCache
+from kvfold.passes.cpu_cascade import Group, groups_of
 from kvfold.passes.cpu_tasks import BatchTasks, batch_tasks, is_served
 
 Partial = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]
@@ -53,8 +54,13 @@ class CpuStep:
         return torch.tensor(self.indices)
 
     @cached_property
+    def _groups(self) -> list[Group]:
+        return groups_of(self.sequences)
+
+    @cached_property
     def _tasks(self) -> BatchTasks:
-        return batch_tasks(self.sequences, torch.get_num_threads())
+        sharing = {int(index) for group in self._groups for index in group.index_b}
+        return batch_tasks(self.sequences, torch.get_num_threads(), sharing)
 
     @cached_property
     def _memory(self) -> tuple[NDArray[np.uint8], NDArray[np.uint16], NDArray[np.float32]]:
@@ -86,7 +92,11 @@ class CpuStep:
         run_shared(lambda begin, end: kernels.attend_tasks(begin, end, *rest), tasks.cuts[layer])
         out_RGD, lse_RG = torch.empty_like(q_RGD), torch.empty(shape)
         kernels.merge(tasks.starts[layer], self._partial, out_RGD.numpy(), lse_RG.numpy())
-        return out_RGD.view(q_BQD.shape), lse_RG.view(len(self.indices), spec.num_kv_heads, spec.group)
+        num_rows = len(self.indices), spec.num_kv_heads, spec.group
+        found = out_RGD.view(*num_rows, -1), lse_RG.view(num_rows)
+        for group in self._groups:
+            group.attend(layer, q_BQD.float(), spec.scale, (found[0].numpy(), found[1].numpy()))
+        return found[0].view(q_BQD.shape), found[1]
 
     @cached_property
     def _filled_B1(self) -> NDArray[np.int64]:

@@ -51,13 +51,19 @@ class DecodePass:
     def begin(cls, sequences: Sequence[SequenceCache], num_tokens: int | Sequence[int] = 1) -> DecodePass:
         """Seal the open blocks that have no room for the new tokens, which may evict, and start a step."""
         lens = [num_tokens] * len(sequences) if isinstance(num_tokens, int) else list(num_tokens)
-        for sequence in sequences:
+        full = []
+        for sequence, length in zip(sequences, lens, strict=True):
             if sequence.is_torn:
                 raise RuntimeError("an earlier change of this sequence stopped halfway; it can only be released")
-            sequence.wait_loaded()
-        seal_all([one for one, length in zip(sequences, lens, strict=True) if one.open.room < length])
+            if sequence.loading is not None:
+                sequence.wait_loaded()
+            if sequence.open.num_slots - sequence.open.fill < length:
+                full.append(sequence)
+        if full:
+            seal_all(full)
         for sequence, length in zip(sequences, lens, strict=True):
-            warn_if_passing(sequence, length)
+            if sequence.sealed_len + sequence.open.fill + length > sequence.spec.max_positions:
+                warn_if_passing(sequence, length)
         return cls(sequences, lens)
 
     def __init__(self, sequences: Sequence[SequenceCache], num_tokens: Sequence[int]) -> None:

@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvfold.attend.lse_merge import LseMerge, attend, compute_dtype
 from kvfold.attend.paged import merge_paged
+from kvfold.attend.stored_parts import StoredParts, part_of, reads_head_dim, stored_parts
 from kvfold.codec.base import SIDES
 from kvfold.compression.full_prompt import FullPrompt
 from kvfold.compression.observe import ObserverNeeds, joined_mass, new_mass, observe_queries, stored_mass
@@ -25,6 +27,7 @@ from kvfold.compression.round import CompressionRound, check_decode_size, finish
 from kvfold.compression.seal import seal
 from kvfold.compression.token_pruning import PrunedTokens
 from kvfold.compression.view import NewSlots
+from kvfold.core import HAS_AVX512_KERNELS
 from kvfold.evicted.base import CalibrationTargets
 from kvfold.pages.layer import LayerChange
 from kvfold.pages.observer_state import LayerObserverState
@@ -38,7 +41,8 @@ from kvfold.yielding import yield_point
 
 @dataclass
 class LayerBuffer:
-    """Keys, values and mass of the running layer, for one sequence; behind a contiguous prefix, if there is one."""
+    """Keys, values and mass of the running layer, for one sequence; behind a lossless prefix, if there is one, that was
+    copied in front of them or is read where it is stored."""
 
     joined_k_HSD: Tensor
     joined_v_HSD: Tensor
@@ -47,6 +51,7 @@ class LayerBuffer:
     stored_mass_HS: Tensor | None = None
     new_mass_HT: Tensor | None = None
     queries: list[Tensor] = field(default_factory=list)  # [Q, T, D] of each chunk, if a scorer needs all queries
+    stored: StoredParts | None = None
 
     @classmethod
     def empty(cls, num_tokens: int, k_HTD: Tensor, v_HTD: Tensor, dtype: torch.dtype) -> LayerBuffer:
@@ -163,9 +168,12 @@ class PrefillPass:
         q_HGTD = q_QTD.to(dtype).unflatten(0, (spec.num_kv_heads, spec.group))
         start = sequence.sealed_len + offset
         merge = LseMerge(q_HGTD)
-        if not buffer.num_joined:
-            merge_paged(merge, sequence, layer, q_HGTD, start, whole=True)
-        merge_new(merge, q_HGTD, buffer, offset, spec.scale, spec.sliding_window)
+        if buffer.stored is not None:
+            merge_behind_stored(merge, q_HGTD, buffer, buffer.stored, spec.scale)
+        else:
+            if not buffer.num_joined:
+                merge_paged(merge, sequence, layer, q_HGTD, start, whole=True)
+            merge_new(merge, q_HGTD, buffer, offset, spec.scale, spec.sliding_window)
         self._observe(index, layer, q_QTD, q_HGTD, merge, buffer, offset)
         if buffer.filled == self.pruned.num_running[index]:
             self._select(index, layer, buffer)
@@ -216,12 +224,23 @@ class PrefillPass:
         found, num_tokens = self._buffers[index], self.pruned.num_running[index]
         if found is None:
             self.sequences[index].wait_loaded(layer)
-            if can_join(self.sequences[index], layer):
+            joins = can_join(self.sequences[index], layer)
+            stored = self._stored(index, layer, k_HTD) if joins and k_HTD.shape == v_HTD.shape else None
+            if joins and stored is None:
                 found = LayerBuffer.behind(self.sequences[index], layer, num_tokens, dtype)
             else:
                 found = LayerBuffer.empty(num_tokens, k_HTD, v_HTD, dtype)
+                found.stored = stored
             self._buffers[index] = found
         return found
+
+    def _stored(self, index: int, layer: int, k_HTD: Tensor) -> StoredParts | None:
+        """The prefix in place, where a kernel can read it there."""
+        sequence = self.sequences[index]
+        is_windowed = sequence.spec.layers[layer].sliding_window is not None
+        if not HAS_AVX512_KERNELS or k_HTD.device.type != "cpu" or is_windowed or not reads_head_dim(k_HTD.shape[-1]):
+            return None
+        return stored_parts(sequence.layer_parts(layer), sequence.spec.kv_dtype)
 
     def _observe(
         self, index: int, layer: int, q_QTD: Tensor, q_HGTD: Tensor, merge: LseMerge, buffer: LayerBuffer, offset: int
@@ -316,8 +335,17 @@ def merge_new(
         mask_TS = (slot <= query) & (slot > query - window)
         merge.add(every, *attend(q_HGTD, k_HSD[:, begin:end], v_HSD[:, begin:end], scale, mask_TS=mask_TS))
         return
-    chunk = slice(0, end)
-    if offset and not q_HGTD.is_cuda:  # a GPU's kernels read both at once; a CPU's would need a mask for it
-        merge.add(every, *attend(q_HGTD, k_HSD[:, :offset], v_HSD[:, :offset], scale))
-        chunk = slice(offset, end)
-    merge.add(every, *attend(q_HGTD, k_HSD[:, chunk], v_HSD[:, chunk], scale, causal=True))
+    merge.add(every, *attend(q_HGTD, k_HSD[:, :end], v_HSD[:, :end], scale, causal=True))
+
+
+def merge_behind_stored(
+    merge: LseMerge, q_HGTD: Tensor, buffer: LayerBuffer, stored: StoredParts, scale: float
+) -> None:
+    """Merge attention to a prefix, where it is stored, and to the tokens of this pass: as if they were contiguous."""
+    from kvfold.attend import avx512_attention
+
+    new_HP4 = part_of(buffer.k_HTD[:, : buffer.filled], buffer.v_HTD[:, : buffer.filled])
+    part_HP4 = np.concatenate((stored.part_HP4, new_HP4), axis=1)
+    between = buffer.k_HTD.stride(1), buffer.v_HTD.stride(1)
+    found = avx512_attention.attend_parts(q_HGTD, part_HP4, scale, between, causal=True)
+    merge.add(slice(0, q_HGTD.shape[0]), *found)

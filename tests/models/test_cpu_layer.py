@@ -1,4 +1,4 @@
-"""Decoder layers for few rows on a CPU give what transformers' give, and are taken where they are made as Llama's."""
+"""Compiled decoder layers on a CPU give what transformers' give, and are taken where they are made as Llama's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kvfold.engine.runner import Runner
 from kvfold.models import cpu_linear
-from kvfold.models.cpu_layer import FewRowsLayer, few_row_layers
+from kvfold.models.cpu_layer import CompiledLayer, compiled_layers
 from kvfold.models.cpu_linear import few_rows
 from kvfold.models.loader import Model
 from kvfold.policy.policy import Policy
@@ -38,35 +38,58 @@ def replies(model: Model, num_rows: int, steps: int) -> Tensor:
     return torch.stack(found)
 
 
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of every compiled layer that ran."""
+    found, run = [], CompiledLayer._run
+
+    def counted(self: CompiledLayer, hidden_states: Tensor, *args: Any) -> Tensor:
+        found.append(hidden_states.shape[1])
+        return run(self, hidden_states, *args)
+
+    monkeypatch.setattr(CompiledLayer, "_run", counted)
+    return found
+
+
 @pytest.mark.parametrize("num_rows", [2, 5])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
-def test_steps_say_the_same(family: str, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, used = ready(family), 0
-    run = FewRowsLayer._run
-
-    def counted(self: FewRowsLayer, *args: Any) -> Tensor:
-        nonlocal used
-        used += 1
-        return run(self, *args)
-
-    monkeypatch.setattr(FewRowsLayer, "_run", counted)
+def test_prompts_and_steps_say_the_same(
+    family: str, num_rows: int, runs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ready(family)
     found = replies(model, num_rows, 4)
-    assert used == 5 * model.spec.num_layers  # of four steps, and to compare
+    passes = [3, *(20 + 3 * i for i in range(num_rows)), *[num_rows] * 4]  # to compare, prompts, steps
+    assert sorted(runs) == sorted(passes * model.spec.num_layers)
     monkeypatch.setattr(cpu_linear, "is_wanted", lambda: False)
     torch.testing.assert_close(found, replies(model, num_rows, 4), rtol=1e-4, atol=1e-4)
-    assert all(type(module) is not FewRowsLayer for module in model.hf.modules())
+    assert all(type(module) is not CompiledLayer for module in model.hf.modules())
 
 
-def test_one_row_stays_with_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prompts_say_the_same(runs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more rows than kernels multiply, shared among threads."""
     model = ready("llama")
-    found = replies(model, 1, 2)
+    monkeypatch.setattr("kvfold.models.cpu_layer._FEWEST_NUMBERS", 1)
+
+    def logits() -> Tensor:
+        sequence = Runner(model.hf, model.spec, model.arena, chunk_len=150).new_sequence(Policy.parse("full"))
+        found = Runner(model.hf, model.spec, model.arena, chunk_len=150).prefill([sequence], [prompt(210)])
+        sequence.release()
+        return found
+
+    found = logits()
+    assert {60, 150} <= set(runs)
     monkeypatch.setattr(cpu_linear, "is_wanted", lambda: False)
-    assert torch.equal(found, replies(model, 1, 2))
+    torch.testing.assert_close(found, logits(), rtol=1e-4, atol=1e-4)
+
+
+def test_one_row_stays_with_pytorch(runs: list[int]) -> None:
+    replies(ready("llama"), 1, 2)
+    assert 1 not in runs
 
 
 def taken(model: Model) -> list[bool]:
-    with few_rows(model.hf), few_row_layers(model.hf):
-        return [type(layer) is FewRowsLayer for layer in model.hf.base_model.layers]
+    with few_rows(model.hf), compiled_layers(model.hf):
+        return [type(layer) is CompiledLayer for layer in model.hf.base_model.layers]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_neox"])

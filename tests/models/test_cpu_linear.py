@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kvfold.models.cpu_linear import FewRows, Group, exchanges, few_rows
+from kvfold.models.cpu_linear import FewRows, Group, exchanges, few_rows, gemm
 from kvfold.models.fused_layers import exchanged
 from tests.tiny import build, prompt
 
@@ -38,7 +38,7 @@ def test_the_model_says_the_same(family: str, length: int) -> None:
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
-@pytest.mark.parametrize("shape", [(2, 4), (5, 6), (64, 1001)])  # rows, and outputs that fill no block
+@pytest.mark.parametrize("shape", [(2, 8), (5, 10), (40, 12), (64, 1001)])  # rows, and outputs that fill no block
 def test_products_of_any_shape(shape: tuple[int, int], num_threads: int) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, shape[0], 50, generator=generator)
@@ -72,3 +72,10 @@ def test_layers_that_changed_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> 
     model.to(torch.bfloat16)
     with few_rows(model):
         assert type(mlp.down_proj) is nn.Linear
+
+
+@pytest.mark.parametrize("sizes", [(8, 64), (64, 4)])  # as low-rank adapters have them
+def test_layers_that_fill_no_register_stay_with_pytorch(sizes: tuple[int, int]) -> None:
+    module = nn.Module()
+    module.add_module("lora_B", nn.Linear(*sizes, bias=False))
+    assert not exchanges(module) or (sizes[0] >= gemm().fewest_inputs and sizes[1] >= gemm().outputs)
