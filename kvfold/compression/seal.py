@@ -43,7 +43,8 @@ def prepare_seals(sequences: Sequence[SequenceCache]) -> None:
             reserve_pages_ahead(sequence)
     except OutOfPages:
         return  # the seal raises it, if nothing is free by then
-    expect_seal([sequence for sequence in sequences if sequence.open.room == 1 and _grows(sequence)])
+    last = [sequence for sequence in sequences if sequence.open.fill == sequence.open.num_slots - 1]
+    expect_seal([sequence for sequence in last if _grows(sequence)])
 
 
 def _grows(sequence: SequenceCache) -> bool:

@@ -61,7 +61,7 @@ class CudaGraphs:
         overwritten by later steps. `stays`: no token will be rejected; observations of a token cannot be undone.
         """
         layout = layout_of(sequences[0]) if self.enabled else None
-        if layout is None or any(layout_of(sequence) is not layout for sequence in sequences):
+        if layout is None or not _share(layout, sequences):
             return None
         if layout.observes and not stays:
             return None
@@ -221,6 +221,14 @@ class _Captured:
             )
         logits: Tensor = out.logits[0].unflatten(0, (self.batch_slots.num_lanes, self.num_tokens))
         return logits
+
+
+def _share(layout: Layout, sequences: Sequence[SequenceCache]) -> bool:
+    """Whether it is the layout of all; without shifts and windows it never changes, and is looked up at once."""
+    if layout.shifts or layout.window:
+        return all(layout_of(sequence) is layout for sequence in sequences)
+    found = (sequence.derived.get("layout") is layout or layout_of(sequence) is layout for sequence in sequences)
+    return all(found)
 
 
 _graphs: ModuleState[CudaGraphs] = ModuleState("cuda_graphs")

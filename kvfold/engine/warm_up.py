@@ -1,7 +1,8 @@
-"""Warm-up of a runner on a CPU: compile the kernels that serving under a policy takes, before requests wait for them.
+"""Warm-up of a runner: what is built by the first call of its kind is built before requests wait for it.
 
-Numba compiles a kernel for the types of its first call, for some seconds, and keeps the result on disk. So two short
-sequences run through what requests do: prefill, decode steps together and alone, and sealing.
+On a CPU numba compiles a kernel for the types of its first call, for some seconds, and keeps the result on disk; on a
+GPU Triton does, and a decode step of a new number of batch slots is captured as a CUDA graph. So short sequences run
+through what requests do: prefill, decode steps together and alone, sealing, and a prompt behind a stored one.
 """
 
 from __future__ import annotations
@@ -22,21 +23,27 @@ from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy
 
 _PROMPT_LEN = 8
-_NOTE, _NOTE_AFTER_S = "preparing CPU kernels; the first start compiles them, for up to a minute", 1.0
+_SEALED = 2  # sequences whose open blocks are sealed together, and then alone
+_NOTES = {
+    "cpu": "preparing CPU kernels; the first start compiles them, for up to a minute",
+    "cuda": "preparing kernels and capturing CUDA graphs of decode steps",
+}
+_NOTE_AFTER_S = 1.0
 _log = logging.getLogger("kvfold.engine")
 
 
-def warm_up(runner: Runner, policy: Policy) -> None:
-    """Run the kernels, which takes a moment where they are on disk; the arena is as before. Raises nothing: kernels
-    that were not reached, in an arena too small for two sequences, compile with the first request."""
-    if not HAS_NUMBA or runner.arena.device.type != "cpu":
+def warm_up(runner: Runner, policy: Policy, max_running: int) -> None:
+    """Run the kernels, which takes a moment where they are on disk, and on a GPU a step of each number of batch slots
+    that so many requests can take; the arena is as before. Raises nothing: what was not reached, in an arena too small
+    for the sequences, is built with the first request."""
+    if not _builds(runner):
         return
-    note = Timer(_NOTE_AFTER_S, _log.info, [_NOTE])
+    note = Timer(_NOTE_AFTER_S, _log.info, [_NOTES[runner.arena.device.type]])
     note.daemon = True
     note.start()
     try:
         with warnings.catch_warnings(action="ignore"):
-            _run(runner, policy)
+            _run(runner, policy, max_running)
     except KvfoldError as error:
         _log.debug("the warm-up ended early: %s", error)
     except Exception:
@@ -45,19 +52,35 @@ def warm_up(runner: Runner, policy: Policy) -> None:
         note.cancel()
 
 
+def _builds(runner: Runner) -> bool:
+    """Whether anything is built by first calls."""
+    return HAS_NUMBA if runner.arena.device.type == "cpu" else runner.graphs is not None
+
+
+def _batches(runner: Runner, max_running: int) -> list[int]:
+    """Numbers of sequences of decode steps, the largest first: all that are captured apart, or some and one."""
+    if runner.graphs is None:
+        return [2, 1]
+    most = (max_running - 1).bit_length()
+    return [min(1 << power, max_running) for power in range(most, -1, -1)]
+
+
 @torch.inference_mode()
-def _run(runner: Runner, policy: Policy) -> None:
+def _run(runner: Runner, policy: Policy, max_running: int) -> None:
     length = max(min(_PROMPT_LEN, runner.spec.max_positions // 4), 2)
     prompt = [i % runner.spec.vocab_size for i in range(length)]
+    batches = _batches(runner, max_running)
     with ExitStack() as stack:
-        both = []
-        for _ in range(2):
-            both.append(runner.new_sequence(policy))
-            stack.callback(both[-1].release)
-        _prefill(runner, both, prompt)
-        for group in (both, both[:1]):
-            runner.decode(group, prompt[: len(group)])
-            seal_all(group)
+        sequences = []
+        for _ in range(batches[0]):
+            sequences.append(runner.new_sequence(policy))
+            stack.callback(sequences[-1].release)
+        _prefill(runner, sequences, prompt)
+        for count in batches:
+            runner.decode(sequences[:count], [prompt[0]] * count)
+            if count <= _SEALED:
+                seal_all(sequences[:count])
+        _prefill(runner, sequences[:1], prompt)  # behind stored slots
 
 
 def _prefill(runner: Runner, sequences: Sequence[SequenceCache], tokens: Sequence[int]) -> None:

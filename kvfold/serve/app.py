@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from kvfold import __version__
 from kvfold.errors import DOCS_URL
@@ -23,9 +24,10 @@ from kvfold.serve.api.openai_responses import ResponseWriter, read_input_tokens,
 from kvfold.serve.api.openapi import openapi
 from kvfold.serve.api.openapi import page as page_of
 from kvfold.serve.api.request import ChatRequest
-from kvfold.serve.api.sse import EventStream, Writer, cancel_on_disconnect, sse_lines
+from kvfold.serve.api.sse import EventStream, Writer, sse_lines
 from kvfold.serve.api.strict_json import InvalidJson, Json, parse_json
 from kvfold.serve.api.validation import Fields
+from kvfold.serve.disconnect import cancel_on_disconnect
 from kvfold.serve.middleware import Handler, OnDone, RequestMiddleware
 from kvfold.serve.native import NativeRoutes
 from kvfold.serve.ops.dashboard import PAGE_HEADERS, Dashboard
@@ -33,6 +35,7 @@ from kvfold.serve.ops.metrics import CONTENT_TYPE
 from kvfold.serve.reply import Body, RequestContext
 from kvfold.serve.service import Service
 
+Endpoint = Callable[[Request], Awaitable[Response]]
 MAX_PAGE = 1000  # Anthropic's
 _INLINE_BYTES = 16 << 10  # JSON this short is decoded in the event loop: waking a thread would take longer
 T = TypeVar("T")
@@ -89,7 +92,9 @@ class App:
             found: Response = await rest.endpoint(request)
             return found
 
-        return Starlette(routes=[*routes, rest], lifespan=lifespan, exception_handlers={404: no_path})
+        direct = {path: route(path, handler, ["POST"]).endpoint for path, handler in post.items() if "{" not in path}
+        handlers = {404: no_path}
+        return _Routes(direct, routes=[*routes, rest], lifespan=lifespan, exception_handlers=handlers)
 
     # Replies and token counts
 
@@ -104,11 +109,11 @@ class App:
         context = RequestContext(
             tenant, state.at, body.planner, body.cache_key, state.trace, state.num_bytes, body.is_streamed
         )
-        reply = await cancel_on_disconnect(request, service.start(body.request, context))
+        reply = await cancel_on_disconnect(request.scope, request.receive, service.start(body.request, context))
         try:
             writer = make(service, body, reply)
             if not body.is_streamed:
-                return JSONResponse(await cancel_on_disconnect(request, writer.whole()))
+                return JSONResponse(await cancel_on_disconnect(request.scope, request.receive, writer.whole()))
         except BaseException:
             reply.close()
             raise
@@ -119,7 +124,7 @@ class App:
         tenant = self._middleware.tenant(request)
         chat_request = await self._read(request, tenant, read)
         context = RequestContext(tenant, request.state.at, num_bytes=request.state.num_bytes)
-        prompt = await cancel_on_disconnect(request, self.service.prompt(chat_request, context))
+        prompt = await cancel_on_disconnect(request.scope, request.receive, self.service.prompt(chat_request, context))
         return JSONResponse({**more, "input_tokens": len(prompt.tokens)})
 
     async def _read(self, request: Request, tenant: str, read: Callable[[object], T]) -> T:
@@ -129,7 +134,7 @@ class App:
         if len(raw) <= _INLINE_BYTES:
             return read(_decoded(raw))
         work = self.service.preprocess(tenant, len(raw), lambda: read(_decoded(raw)))
-        return await cancel_on_disconnect(request, work)
+        return await cancel_on_disconnect(request.scope, request.receive, work)
 
     async def _body(self, request: Request) -> bytearray:
         """413 before reading if content-length is over the limit, else as soon as the received bytes are."""
@@ -202,6 +207,23 @@ class App:
         store = self.service.store
         more = {} if store is None else {"kvfold_store_events_total": store.counters()}
         return PlainTextResponse(self.service.metrics.text(more), media_type=CONTENT_TYPE)
+
+
+class _Routes(Starlette):
+    """Requests for `direct` paths do without Starlette's routing and its layers around each endpoint: endpoints answer
+    their own errors, and the connection those of writing."""
+
+    def __init__(self, direct: Mapping[str, Endpoint], **options: Any) -> None:
+        super().__init__(**options)
+        self._direct = direct
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = self._direct.get(scope["path"]) if scope["type"] == "http" else None
+        if endpoint is None:
+            await super().__call__(scope, receive, send)
+        else:
+            response = await endpoint(Request(scope, receive, send))
+            await response(scope, receive, send)
 
 
 def _decoded(raw: bytearray) -> object:

@@ -28,6 +28,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from kvfold.errors import InputError
 from kvfold.serve.api.errors import KINDS
 from kvfold.serve.api.sse import CHUNKS
+from kvfold.serve.disconnect import DISCONNECT, Disconnect
 from kvfold.serve.settings import Limits
 
 ANSWER_WRITER = "kvfold.write_answer"  # in the scope: writes a whole answer, head and body, to the connection
@@ -115,14 +116,17 @@ class Chunks:
     """The chunked body of one response. As `cycle.send`, without h11, whose chunks are the same bytes."""
 
     def __init__(self, connection: Connection, cycle: RequestResponseCycle) -> None:
-        self._flow, self._transport, self._cycle = connection.flow, connection.transport, cycle
+        self._connection, self._cycle = connection, cycle
+        self._flow, self._transport = connection.flow, connection.transport
+        self._held: list[bytes] = []  # chunks that the next turn of the event loop writes
         self.fd: int = self._transport.get_extra_info("socket").fileno()
 
     @property
     def is_clear(self) -> bool:
         """Whether all that was written is sent, and more can be."""
         transport = self._transport
-        return not (transport.get_write_buffer_size() or transport.is_closing() or self._cycle.disconnected)
+        is_sent = not (self._held or transport.get_write_buffer_size())
+        return is_sent and not (transport.is_closing() or self._cycle.disconnected)
 
     def chunk(self, data: bytes) -> bytes:
         return b"%x\r\n%b\r\n" % (len(data), data)
@@ -136,7 +140,21 @@ class Chunks:
         if self._flow.write_paused and not self._cycle.disconnected:
             await self._flow.drain()
         if data and not self._cycle.disconnected:
-            self.write(self.chunk(data))
+            if not self._held:
+                asyncio.get_running_loop().call_soon(self._write_held)
+            self._held.append(self.chunk(data))
+
+    def _write_held(self) -> None:
+        if self._held and not self._cycle.disconnected:
+            self.write(b"".join(self._held))
+        self._held.clear()
+
+    def end(self) -> None:
+        """Behind what was sent, in the same write."""
+        if not self._cycle.disconnected:
+            self._held.append(self._connection.conn.send(h11.EndOfMessage()) or b"")
+            self._write_held()
+            self._connection.complete(self._cycle)
 
 
 class Connection(H11Protocol):
@@ -148,6 +166,7 @@ class Connection(H11Protocol):
         self._head = Timer(limit.limits.header_s, lambda: self.transport.close())
         self._unread = Timer(limit.limits.write_s, lambda: self.transport.abort())
         self._refusal = Timer(_REFUSED_S, lambda: self.transport.abort())
+        self._disconnect: Disconnect | None = None  # of the latest request
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if len(self.connections) >= self._limit.most:
@@ -186,6 +205,8 @@ class Connection(H11Protocol):
         super().handle_events()
         if self.cycle is None or ANSWER_WRITER in self.scope:
             return
+        self._disconnect = Disconnect(self.flow.resume_reading)
+        self.scope[DISCONNECT] = self._disconnect  # type: ignore[literal-required]
         if absolute := _ABSOLUTE.match(self.scope["raw_path"]):  # as clients of a proxy send it
             self.scope["raw_path"] = self.scope["raw_path"][absolute.end() :] or b"/"
             self.scope["path"] = unquote(self.scope["raw_path"].decode("ascii"))
@@ -205,9 +226,13 @@ class Connection(H11Protocol):
         self.conn.send(_END)
         is_last = self.conn.our_state is h11.MUST_CLOSE or not cycle.keep_alive
         self.transport.write(b"%bconnection: close\r\n\r\n%b" % (head, body) if is_last else b"%b\r\n%b" % (head, body))
+        self.complete(cycle)
+
+    def complete(self, cycle: RequestResponseCycle) -> None:
+        """The whole response is written, and h11 has been told so."""
         cycle.response_complete = True
         cycle.message_event.set()
-        if is_last:
+        if self.conn.our_state is h11.MUST_CLOSE or not cycle.keep_alive:
             self.conn.send(h11.ConnectionClosed())
             self.transport.close()
         cycle.on_response()
@@ -245,3 +270,5 @@ class Connection(H11Protocol):
             timer.stop()
         self._limit.refused.discard(self)
         super().connection_lost(exc)
+        if self._disconnect is not None:
+            self._disconnect.happen()

@@ -2,7 +2,7 @@
 
 A step gives every running reply a token. Both threads share the interpreter's lock, and each wake-up, each task that
 goes on and each send hands it over. So the events of all jobs lie in one mailbox, which the scheduler flushes when all
-of a step are there, and the loop takes them in one call:
+of a step are there, and the loop takes them in one call. It puts no texts while the mailbox takes none:
 
     scheduler   | step | put put put | flush | step | put put put | flush |
     event loop                               | lines of all streams | sends |
@@ -68,11 +68,16 @@ class Mailbox:
         if type(event) is not TextDelta:
             self._urgent[queue] = None
 
+    @property
+    def takes_texts(self) -> bool:
+        """Whether the next flush delivers texts; those that are put before wait for it."""
+        return not self._is_behind and self._clock() >= self._next
+
     def flush(self) -> None:
         """After each step: texts may wait for one of the next, other events and the texts before them do not."""
         if not self._events:
             return
-        if not self._is_behind and self._clock() >= self._next:
+        if self.takes_texts:
             self._is_behind = True
             events, self._events = self._events, {}
             self._call(self._deliver_all, events)

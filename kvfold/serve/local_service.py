@@ -69,6 +69,7 @@ class LocalService(Service):
             evict_idle=lambda: device is not None and device.shrink(),
             on_failure=lambda: self.on_failure(),
             flush=self.flush,
+            takes_texts=self.takes_texts,
         )
         self._add_gauges()
 
@@ -92,7 +93,7 @@ class LocalService(Service):
 
     def warm_up(self) -> None:
         """The scheduler's thread is idle, so this one may touch model and arena."""
-        warm_up(self._runner, self.policy)
+        warm_up(self._runner, self.policy, self.scheduler.max_running)
 
     def held_bytes(self) -> tuple[int, int]:
         arena = self.model.arena

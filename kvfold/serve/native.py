@@ -24,7 +24,7 @@ from kvfold.serve.api.native import (
     read_stats,
     shortened,
 )
-from kvfold.serve.api.sse import cancel_on_disconnect
+from kvfold.serve.disconnect import cancel_on_disconnect
 from kvfold.serve.local_service import LocalService
 from kvfold.serve.measure import sizes_of
 from kvfold.serve.middleware import Handler, RequestMiddleware
@@ -70,7 +70,9 @@ class NativeRoutes:
         if body.policy is not None:
             self._check(body.policy)
         context = RequestContext(tenant, request.state.at, trace=request.state.trace, num_bytes=request.state.num_bytes)
-        stats = await cancel_on_disconnect(request, sizes_of(service, body.request, policy, context))
+        stats = await cancel_on_disconnect(
+            request.scope, request.receive, sizes_of(service, body.request, policy, context)
+        )
         return JSONResponse(compressed(body.request.model, policy, stats))
 
     def _check(self, policy: Policy) -> None:
@@ -93,7 +95,7 @@ class NativeRoutes:
         body = await self._read(request, tenant, read_shorten)
         self._service.check_model(body.model)
         work = self._service.preprocess(tenant, request.state.num_bytes, partial(self._cut, body))
-        return JSONResponse(shortened(body.model, await cancel_on_disconnect(request, work)))
+        return JSONResponse(shortened(body.model, await cancel_on_disconnect(request.scope, request.receive, work)))
 
     def _cut(self, body: ShortenBody) -> Shortened:
         try:

@@ -1,7 +1,9 @@
 """Request preprocessing in worker threads, outside the event loop: decode JSON, validate, render, tokenize.
 
 Tenants are served round-robin; large bodies have threads of their own, so small ones do not queue behind them; queue
-length is bounded. Work of a disconnected client is dropped from the queue.
+length is bounded. Work of a disconnected client is dropped from the queue. Where no thread would have to be waited for,
+quick work on a short body is done in the event loop: to wake a thread takes longer, and both would wait for the
+interpreter's lock behind the scheduler's.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from kvfold.serve.api.errors import ApiError
 from kvfold.serve.settings import Limits
 
 SMALL_BYTES = 64 << 10  # about 8,192 tokens of plain text
+_TINY_BYTES = 1 << 10
 _THREADS = 2  # of each pool
 T = TypeVar("T")
 
@@ -49,8 +52,13 @@ class _WorkerPool:
         begun.add_done_callback(lambda done: self._release(loop, done))  # when the thread is free, not on cancellation
         return await asyncio.wrap_future(begun)
 
+    @property
+    def is_free(self) -> bool:
+        """Whether work would begin at once."""
+        return bool(self._num_free) and not self._queue
+
     async def _acquire(self, tenant: str) -> None:
-        if self._num_free and not self._queue:
+        if self.is_free:
             self._num_free -= 1
             return
         mine = _Waiter(tenant, asyncio.get_running_loop().create_future())
@@ -86,12 +94,15 @@ class Preprocessor:
         self._small, self._large = _WorkerPool("small"), _WorkerPool("large")
         self._active: Counter[str] = Counter()
 
-    async def run(self, tenant: str, num_bytes: int, work: Callable[[], T]) -> T:
-        """Result of work on a body of `num_bytes`; ApiError 429 or 529 if too many requests are active or queued."""
+    async def run(self, tenant: str, num_bytes: int, work: Callable[[], T], *, is_quick: bool = False) -> T:
+        """Result of work on a body of `num_bytes`; ApiError 429 or 529 if too many requests are active or queued.
+        `is_quick`: it takes less than a millisecond or so where the body is short."""
         self._check(tenant)
+        pool = self._small if num_bytes <= SMALL_BYTES else self._large
+        if is_quick and 0 < num_bytes <= _TINY_BYTES and pool.is_free:
+            return work()
         self._active[tenant] += 1
         try:
-            pool = self._small if num_bytes <= SMALL_BYTES else self._large
             return await pool.run(tenant, work)
         finally:
             self._active[tenant] -= 1

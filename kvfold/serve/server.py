@@ -71,6 +71,7 @@ class Server(uvicorn.Server):
             backlog=BACKLOG,
             log_level="warning",
             access_log=False,
+            proxy_headers=False,  # nothing asks for the client's address
             timeout_graceful_shutdown=max(1, int(_TO_CLOSE * limits.shutdown_s)),
         )
         super().__init__(config)

@@ -123,7 +123,8 @@ class Service:
         """`shortens`: as the server's policy says."""
         self.check_model(request.model)
         self.check_policy(request.policy)
-        return await self.preprocess(context.tenant, context.num_bytes, partial(self._render, request, shortens))
+        work, is_quick = partial(self._render, request, shortens), self._shortener is None or not shortens
+        return await self.preprocess(context.tenant, context.num_bytes, work, is_quick=is_quick)
 
     def _render(self, request: ChatRequest, shortens: bool) -> Prompt:
         if self._shortener is None or not shortens:
@@ -131,12 +132,12 @@ class Service:
         request, num_cut = self._shortener.shorten(request)
         return replace(self.renderer.prompt(request), num_cut=num_cut)
 
-    async def preprocess(self, tenant: str, num_bytes: int, work: Callable[[], T]) -> T:
-        """Result of work on a body of `num_bytes` in a preprocessing thread; ApiError 504 if it times out."""
+    async def preprocess(self, tenant: str, num_bytes: int, work: Callable[[], T], *, is_quick: bool = False) -> T:
+        """Result of work on a body of `num_bytes` as the preprocessor does it; ApiError 504 if it times out."""
         seconds = self.settings.limits.request_s
         try:
             async with asyncio.timeout(seconds):
-                return await self.preprocessor.run(tenant, num_bytes, work)
+                return await self.preprocessor.run(tenant, num_bytes, work, is_quick=is_quick)
         except TimeoutError:
             raise timed_out(seconds) from None
 
@@ -168,6 +169,10 @@ class Service:
         if self._mailbox is None or self._mailbox.loop is not loop:
             self._mailbox = Mailbox(loop)
         return EventQueue(self._mailbox, self.settings.limits.request_s, partial(self.release_slot, tenant))
+
+    def takes_texts(self) -> bool:
+        """Whether texts that a scheduler tells its listeners of now are delivered with the next flush."""
+        return self._mailbox is None or self._mailbox.takes_texts
 
     def flush(self) -> None:
         """Deliver what a scheduler has told its listeners; called in its thread."""

@@ -50,7 +50,7 @@ class StoreContext:
         self.secret = secret
         self.clock = clock
         self._write_queue = BackgroundQueue(queue_bytes)
-        self._fetch_queue = BackgroundQueue(_MAX_FETCHES)
+        self._fetch_queue = BackgroundQueue(_MAX_FETCHES, yields=False)
         self.tiered = TieredCache(list(tiers), self.events, self._write_queue, quarantine, BadCopies(clock))
         self.key_index = KeyIndex()
         self.events.subscribe(self.key_index.on_event)

@@ -29,11 +29,11 @@ def test_requests_compile_nothing(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ["full", "snapkv + 16tok", "keydiff + 4x + int2", "kvzip + 4x", "full + kivi2"])
 def test_the_arena_is_as_before(model: Model, policy: str) -> None:
-    warm_up(Runner(model.hf, model.spec, model.arena, joins=True), Policy.parse(policy))
+    warm_up(Runner(model.hf, model.spec, model.arena, joins=True), Policy.parse(policy), 64)
     assert model.arena.used_bytes == 0
 
 
 def test_an_arena_without_room_ends_it_early() -> None:
     model = tiny.ready("llama", capacity=3 * 4096)
-    warm_up(Runner(model.hf, model.spec, model.arena, joins=True), Policy.parse("full"))
+    warm_up(Runner(model.hf, model.spec, model.arena, joins=True), Policy.parse("full"), 64)
     assert model.arena.used_bytes == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPResponse
 from threading import Event, current_thread
@@ -26,7 +26,7 @@ from tests.serve.running import Running, running, tool_model
 from tests.serve.templates import im_tokenizer
 
 HELLO: Any = [{"role": "user", "content": "the cat sat"}]
-COUNT = json.dumps({"model": "tiny", "messages": HELLO})
+COUNT = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "the cat sat " * 100}]})
 JSON = {"content-type": "application/json"}
 LARGE = SMALL_BYTES + 1
 
@@ -116,6 +116,29 @@ def test_what_nobody_waits_for_is_not_begun_and_its_thread_is_not_lost() -> None
 
     run(gone)
     assert not begun
+
+
+def test_quick_work_on_a_short_body_needs_no_thread_but_waits_in_line() -> None:
+    gate = Event()
+
+    async def short(preprocessor: Preprocessor) -> None:
+        def name(num_bytes: int, *, is_quick: bool = True) -> Coroutine[Any, Any, str]:
+            return preprocessor.run("b", num_bytes, lambda: current_thread().name, is_quick=is_quick)
+
+        own = current_thread().name
+        assert [await name(1), await name(1024)] == [own, own]
+        others = [await name(1025), await name(0), await name(1, is_quick=False)]
+        assert all(other.startswith("kvfold-preprocess-small") for other in others)
+        busy = [asyncio.create_task(preprocessor.run("a", 1, gate.wait)) for _ in range(2)]
+        await asyncio.sleep(0)
+        last = asyncio.create_task(name(1))
+        await asyncio.sleep(0.01)
+        assert not last.done()
+        gate.set()
+        await asyncio.gather(*busy)
+        assert await last != own
+
+    run(short)
 
 
 # Sizes

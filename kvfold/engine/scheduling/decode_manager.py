@@ -93,13 +93,16 @@ class DecodeManager:
         return [task for task in decoding if task in self._stepped] or list(decoding)
 
     def _step(self, tasks: Sequence[Task]) -> Iterable[Deliver]:
-        outputs = [task.output for task in tasks]
-        if all(output.is_greedy and can_decode_async(self._runner, output.request.sequence) for output in outputs):
-            if not set(tasks) <= self._stepped:
+        outputs, stepped = [task.output for task in tasks], set(tasks)
+        is_known = self._in_flight is not None and stepped <= self._stepped  # all were found to be so for that step
+        if is_known or all(
+            output.is_greedy and can_decode_async(self._runner, output.request.sequence) for output in outputs
+        ):
+            if not is_known:
                 self._in_flight = None  # a new task is not in the step in flight
             launches = len(tasks) == len(self._queues.decoding)
             deliveries, self._in_flight = decode_async(self._runner, outputs, self._in_flight, launches=launches)
-            self._stepped = set(tasks)
+            self._stepped = stepped
             return deliveries
         self._in_flight = None
         return decode_step(self._runner, outputs)

@@ -68,7 +68,7 @@ class TimeSlice:
 
 
 _MIN_COST = 8  # a piece costs at least this fraction of a chunk: reading the weights takes as long as few tokens do
-MOST_JOINED = 64  # prompts of one pass, for which what decodes waits
+MOST_JOINED = 256  # prompts of one pass, for which what decodes waits
 
 
 @dataclass
@@ -131,11 +131,13 @@ class PrefillManager:
         compresses = task.compresses_next
         found = [other for other in ready if other is not task and other.can_join(most)]
         mates = [other for other in found if other.compresses_next == compresses]
-        if not is_cuda:  # a CPU takes time for every token
-            num_tokens = accumulate((mate.next_len for mate in mates), initial=task.next_len)
-            room = self._runner.joined_len // (2 if self._queues.decoding else 1)
-            mates = mates[: sum(upto <= room for upto in num_tokens) - 1]
-        return mates[: MOST_JOINED - 1]
+        num_tokens = accumulate((mate.next_len for mate in mates), initial=task.next_len)
+        room = self._runner.joined_len
+        if is_cuda:
+            room *= 2  # 256 prompts of 64 tokens, with chunks of 8,192
+        elif self._queues.decoding:  # a CPU takes time for every token
+            room //= 2
+        return mates[: max(0, min(sum(upto <= room for upto in num_tokens), MOST_JOINED) - 1)]
 
     def _run_together(self, batch: Sequence[Task]) -> None:
         """If the pass raises, no task has changed, and each runs alone, where its own error is found."""

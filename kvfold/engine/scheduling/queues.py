@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from threading import Condition
 from typing import Protocol, TypeVar
 
@@ -125,9 +126,11 @@ class Queues:
         return sum(task.tenant == tenant for task in self.tasks)
 
     def remove(self, task: Task) -> None:
-        self.preempted = deque(other for other in self.preempted if other is not task)
-        self.prefilling = deque(other for other in self.prefilling if other is not task)
-        self.decoding = [other for other in self.decoding if other is not task]
+        queues: tuple[deque[Task] | list[Task], ...] = self.decoding, self.prefilling, self.preempted
+        for queue in queues:
+            with suppress(ValueError):
+                queue.remove(task)
+                return
 
     def requeue(self, task: Task) -> None:
         """Back to the head of the waiting queue; its prefill starts from the beginning."""

@@ -27,6 +27,7 @@ Guarantees when something raises:
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -123,7 +124,8 @@ class Scheduler:
     """`num_reserved`: running slots reserved for tenants that run nothing. `slice_s`: prefill time between two decode
     steps; None adapts to the duration of steps. `evict_idle` frees pages of an idle prefix and returns whether there
     was one. `on_failure` is called in the thread when the loop has failed for good. `flush` is called there once
-    listeners have been told of a decode step or another change."""
+    listeners have been told of a decode step or another change. While `takes_texts` is false, texts of streamed jobs
+    wait for a later step: a listener gets those of several as one."""
 
     def __init__(
         self,
@@ -138,6 +140,7 @@ class Scheduler:
         evict_idle: Callable[[], bool] = lambda: False,
         on_failure: Callable[[], None] = lambda: None,
         flush: Callable[[], None] = lambda: None,
+        takes_texts: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if max_running < 1 or max_waiting < 1:
@@ -152,14 +155,15 @@ class Scheduler:
         self.num_cancelled = 0  # before their end
         self._clock = clock
         self._numbers = count(1)
-        self._flush = flush
+        self._flush_listeners, self._takes_texts = flush, takes_texts
+        self._first_due = math.inf  # no job is past its deadline, or cancelled, before
         self._queues = Queues(evict_idle)
         self._changed = self._queues.changed
         self._supervisor = Supervisor(self._loop, self._fail_all, on_failure, self._changed)
         time_slice = TimeSlice(clock, runner.arena.device, slice_s)
         self._admission = Admission(runner, policy, tokenizer, self._queues, max_running, num_reserved)
         self._prefills = PrefillManager(runner, self._queues, time_slice, clock, lambda: self._supervisor.is_closed)
-        self._decodes = DecodeManager(runner, self._queues, time_slice, clock, flush)
+        self._decodes = DecodeManager(runner, self._queues, time_slice, clock, self._flush)
         self._supervisor.start()
 
     # From any thread
@@ -172,12 +176,16 @@ class Scheduler:
                 raise Overloaded(f"the queue has {counted(self.max_waiting, 'request')}; try again later")
             job.number = next(self._numbers)
             self._queues.waiting.push(job)
+            self._first_due = min(self._first_due, _due_at(job))
             self._changed.notify()
 
     def cancel(self, job: Job) -> None:
         """The job ends before its next step; nothing happens if it has ended."""
         with self._changed:
+            if job.has_ended:
+                return
             job.is_cancelled = True
+            self._first_due = -math.inf
             self._changed.notify()
 
     def close(self, timeout_s: float | None = None) -> bool:
@@ -220,6 +228,17 @@ class Scheduler:
         self._admission.admit()
         self._flush()
 
+    def _flush(self) -> None:
+        """Tell listeners of texts, if they take any now, and flush."""
+        if self._takes_texts():
+            queues = self._queues
+            for task in [*queues.decoding, *queues.preempted]:
+                try:
+                    task.tell()
+                except Exception as error:
+                    queues.fail(task, error)
+        self._flush_listeners()
+
     def _wait(self) -> bool:
         """Until there is a job; False when the scheduler is closed."""
         with self._changed:
@@ -230,10 +249,14 @@ class Scheduler:
         """End jobs, waiting or running, that were cancelled or are past their deadline."""
         now, queues = self._clock(), self._queues
         with self._changed:
+            if now < self._first_due:  # as a rule; told without looking at each
+                return
             jobs = queues.waiting.remove_if(lambda job: is_over(job, now))
+            tasks = [task for task in queues.tasks if is_over(task.job, now)]
+            running = [task.job for task in queues.tasks if not is_over(task.job, now)]
+            self._first_due = min(map(_due_at, (*queues.waiting.entries(), *running)), default=math.inf)
         for job in jobs:
             job.end(Ended("cancelled" if job.is_cancelled else "late"))
-        tasks = [task for task in queues.tasks if is_over(task.job, now)]
         self.num_cancelled += sum(job.is_cancelled for job in (*jobs, *(task.job for task in tasks)))
         for task in tasks:
             queues.end(task, "cancelled" if task.job.is_cancelled else "late")
@@ -242,3 +265,7 @@ class Scheduler:
         self._queues.end_all("failed", error)
         self._decodes.reset()
         self._flush()
+
+
+def _due_at(job: Job) -> float:
+    return math.inf if job.deadline is None else job.deadline

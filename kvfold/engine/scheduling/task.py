@@ -56,6 +56,7 @@ class Task:
         self._pass: Resumable[Tensor] | None = None  # the prefill of the next chunk, once it has begun
         self._processor: OutputProcessor | None = None  # None until the prompt is read
         self._host_copy: dict[str, Fields] | None = None
+        self._num_told = 0  # characters of the text that the listener has been told of
 
     @property
     def is_prefilling(self) -> bool:
@@ -70,7 +71,8 @@ class Task:
     @property
     def is_sampled(self) -> bool:
         """Whether a token has been sampled that has not run."""
-        return len(self.output.request.token_ids) > self.output.request.num_steps
+        request = self.output.request
+        return len(request.token_ids) > request.num_steps
 
     # Prefill
 
@@ -154,19 +156,29 @@ class Task:
     # Decode
 
     def sample(self) -> bool:
-        """Sample the next token and send its text; False when the job has ended."""
+        """Sample the next token; False when the job has ended."""
         if self.job.max_new_tokens == 0:
             self.end("read")
             return False
-        delta, request, job = self.output.sample(), self.output.request, self.job
-        if delta and job.is_streamed:
-            job.listener(TextDelta(delta))
-        if request.reason is None:
+        output = self.output
+        output.sample()
+        reason = output.request.reason
+        if reason is None:
             return True
-        if request.text and not job.is_streamed:
-            job.listener(TextDelta(request.text))
-        self.end(request.reason)
+        self._tell_rest()
+        self.end(reason)
         return False
+
+    def tell(self) -> None:
+        """Send the text that has come since the last time, if the job is streamed."""
+        if self._processor is not None and self.job.is_streamed:
+            self._tell_rest()
+
+    def _tell_rest(self) -> None:
+        text, told = self.output.request.text, self._num_told
+        if len(text) > told:
+            self._num_told = len(text)
+            self.job.listener(TextDelta(text[told:]))
 
     @property
     def _stop(self) -> str | None:
@@ -207,9 +219,13 @@ class Task:
         self._host_copy = None
 
     def end(self, reason: EndReason, error: Exception | None = None) -> None:
-        """Release the pages and tell the listener; raises nothing."""
+        """Release the pages and tell the listener, of text that it has not been told of too; raises nothing."""
         self.release()
         self._host_copy = None
+        try:
+            self.tell()
+        except Exception:
+            _log.exception("a listener raised when it was told of the end of a text")
         num_tokens = 0 if self._processor is None or reason == "read" else len(self._processor.request.token_ids)
         self.job.end(Ended(reason, num_tokens, self._stop, error))
 

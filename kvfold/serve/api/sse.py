@@ -1,24 +1,24 @@
-"""Server-sent events (SSE) of streamed replies, error responses in the client's format, and client disconnects."""
+"""Server-sent events (SSE) of streamed replies, and error responses in the client's format."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from json.encoder import encode_basestring
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, StreamingResponse
 
 from kvfold.serve.api.errors import ApiError
 from kvfold.serve.api.strict_json import Json
+from kvfold.serve.disconnect import cancel_on_disconnect
 from kvfold.serve.event_queue import ChunkStream
 from kvfold.serve.ops.request_trace import RequestTrace
 
-T = TypeVar("T")
 _log = logging.getLogger("kvfold.serve")
 _PROMPT_FIELDS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}
 
@@ -27,7 +27,10 @@ CHUNKS = "kvfold.chunks"  # in the scope: writes a chunked body straight to the 
 
 
 class Body(ChunkStream, Protocol):
+    """Events that are sent one after the other, and the end behind them, are one write."""
+
     async def send(self, data: bytes) -> None: ...
+    def end(self) -> None: ...
 
 
 class EventStream(StreamingResponse):
@@ -57,12 +60,16 @@ class EventStream(StreamingResponse):
             self._attach(self._body)
         async for line in self.body_iterator:
             await write(str(line).encode())
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        if self._body is not None:
+            self._body.end()
+        else:
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         self._body = scope.get(CHUNKS)
         try:
-            await super().__call__(scope, receive, send)
+            with suppress(ClientDisconnect):
+                await cancel_on_disconnect(scope, receive, self.stream_response(send))
         finally:
             for callback in self._callbacks:
                 callback()
@@ -122,25 +129,6 @@ def as_api_error(error: Exception, request_id: str) -> ApiError:
         return error
     _log.error("request failed", exc_info=error, extra={"facts": {"request": request_id}})
     return ApiError(500, "the server failed; its log says why")
-
-
-async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Result of the work; cancels it and raises ClientDisconnect if the client disconnects first."""
-    task, disconnect = asyncio.create_task(work), asyncio.create_task(_disconnected(request))
-    try:
-        await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
-    finally:
-        for one in (task, disconnect):
-            one.cancel()
-        await asyncio.gather(task, disconnect, return_exceptions=True)
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def error_response(request: Request, error: ApiError, request_id: str) -> JSONResponse:

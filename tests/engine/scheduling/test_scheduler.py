@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 import pytest
@@ -121,6 +122,38 @@ def test_few_prompts_are_read_at_a_time(model: Model) -> None:
         scheduler.submit(first)
         assert [heard.end().reason for _, heard in made] == ["length"] * 7
     assert waiting[0] == 4, "of four places to read one is kept for a short prompt"
+
+
+def test_texts_that_are_not_taken_come_as_one_before_the_end(model: Model) -> None:
+    expected = alone(model, tiny.prompt(9), "full", 30)
+    with scheduling(model, takes_texts=lambda: False) as scheduler:
+        one, heard = job(scheduler.runner, tiny.prompt(9), max_new_tokens=30)
+        scheduler.submit(one)
+        assert heard.end().num_tokens == 30
+    assert heard.events == [PrefillDone(0), TextDelta(expected), Ended("length", 30)]
+
+
+def test_texts_wait_no_longer_than_they_are_not_taken(model: Model) -> None:
+    """Every other time they are taken, also while only one token is left to sample."""
+    turns = count()
+    with scheduling(model, takes_texts=lambda: next(turns) % 2 == 0) as scheduler:
+        one, heard = job(scheduler.runner, tiny.prompt(9), max_new_tokens=40)
+        scheduler.submit(one)
+        assert heard.end().num_tokens == 40
+    assert heard.text == alone(model, tiny.prompt(9), "full", 40)
+    assert sum(isinstance(event, TextDelta) for event in heard.events) > 10
+
+
+def test_texts_that_were_not_taken_are_told_before_an_early_end(model: Model) -> None:
+    with scheduling(model, takes_texts=lambda: False) as scheduler:
+        one, heard = job(scheduler.runner, tiny.prompt(9), max_new_tokens=400)
+        scheduler.submit(one)
+        assert heard.has_begun.wait(60)
+        while not (decoding := list(scheduler._queues.decoding)) or not decoding[0].output.request.text:
+            time.sleep(0.001)
+        scheduler.cancel(one)
+        assert heard.end().reason == "cancelled"
+    assert heard.text == decoding[0].output.request.text
 
 
 def test_cuts_are_told_and_compress(model: Model) -> None:
