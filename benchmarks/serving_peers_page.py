@@ -2,7 +2,8 @@
 
     python -m benchmarks.serving_peers_page
 
-One table for every model, dtype and device. Of rows about the same server and policy the last one counts.
+One table for every model, dtype and device, of the rows of its last commit. Of rows about the same server and policy
+the last one counts.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ def body(rows: Sequence[Row]) -> str:
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in newest(rows, *_ABOUT, "server", "policy"):
         groups.setdefault(tuple(row[name] for name in _ABOUT), []).append(row)
-    return "\n\n".join(table(group) for group in groups.values())
+    return "\n\n".join(
+        table([row for row in group if row["commit"] == group[-1]["commit"]]) for group in groups.values()
+    )
 
 
 def table(rows: Sequence[Row]) -> str:
     first = rows[0]
-    rounds = "one round" if first["rounds"] == 1 else f"medians of {first['rounds']} rounds"
+    rounds = "one round" if first["rounds"] == 1 else f"medians of {first['rounds']} rounds (their range)"
     about = f"{first['model']} in {first['dtype']}, {rounds}, {origin(rows)}"
     head = [
         "server",
@@ -42,14 +45,21 @@ def table(rows: Sequence[Row]) -> str:
     lines = [
         [
             row["server"] + (f", `{row['policy']}`" if row["policy"] else ""),
-            f"{row['cold_s']:.2f} s",
-            f"{row['hit_s']:.2f} s",
-            f"{row['burst_per_s']:.2f} requests/s",
-            f"{row['decode_per_s']:.1f} tokens/s",
+            f"{_shown(row, 'cold_s', 2)} s",
+            f"{_shown(row, 'hit_s', 2)} s",
+            f"{_shown(row, 'burst_per_s', 2)} requests/s",
+            f"{_shown(row, 'decode_per_s', 1)} tokens/s",
         ]
         for row in rows
     ]
     return f"{about}:\n\n{markdown_table(head, lines)}"
+
+
+def _shown(row: Row, name: str, digits: int) -> str:
+    """The median, and the range of several rounds."""
+    low, high = min(row[f"{name}_all"]), max(row[f"{name}_all"])
+    several = f" ({low:.{digits}f} to {high:.{digits}f})" if row["rounds"] > 1 else ""
+    return f"{row[name]:.{digits}f}{several}"
 
 
 def main(arguments: Sequence[str]) -> None:

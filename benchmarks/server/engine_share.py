@@ -2,7 +2,7 @@
 
     python -m benchmarks.server engine_share [--model qwen2.5-coder-1.5b] [--clients 8 64 256] [--prompt 64]
                                              [--reply 256] [--policy full] [--memory SIZE] [--rounds 2]
-                                             [--random-model] [--save]
+                                             [--random-model tiny | 1.5b] [--save]
 
 One process loads the model once. `engine` prefills N prompts in one call and runs `kvfold.engine.generate.generate`
 over them, greedy, to equal lengths. `stream` and `whole` send the same number of other prompts of the same length to a
@@ -38,6 +38,7 @@ from typing import Any
 from benchmarks.commands import argument_parser, positive
 from benchmarks.rows import ROOT, Row, percentile, report
 from benchmarks.server.client import filler
+from benchmarks.server.replicas import SHAPES, random_model
 from kvfold.engine.generate import generate
 from kvfold.engine.output_processor import Request
 from kvfold.engine.runner import Runner
@@ -138,6 +139,7 @@ def server_of(model: Model, policy: Policy, most: int) -> Iterator[int]:
     prepare()
     settings = Settings((_NAME,), Limits(running=most, waiting=most), temperature=0.0)
     with service_of(model, policy, settings, open_store(model, host_bytes=1 << 30)) as service:
+        service.warm_up()  # as `kvfold serve` does
         server = Server(service, lambda trace: None)
         thread = Thread(target=server.run, daemon=True)
         thread.start()
@@ -191,7 +193,7 @@ def shares(args: argparse.Namespace, model: Model) -> Iterator[Row]:
 def main(arguments: Sequence[str]) -> None:
     parser = argument_parser("server engine_share", __doc__)
     parser.add_argument("--model", default="qwen2.5-coder-1.5b")
-    parser.add_argument("--random-model", action="store_true", help="two small layers with random weights instead")
+    parser.add_argument("--random-model", choices=list(SHAPES), help="random weights of this shape instead")
     parser.add_argument("--policy", default="full")
     parser.add_argument("--memory", help="of the arena, e.g. 8GB")
     parser.add_argument("--clients", type=positive, nargs="+", default=[8, 64, 256])
@@ -205,8 +207,6 @@ def main(arguments: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         name = args.model
         if args.random_model:
-            from benchmarks.server.replicas import random_model
-
-            name = str(random_model(Path(folder)))
+            name = str(random_model(Path(folder), args.random_model))
         model = load(name, memory=args.memory, compile=False, progress=False)
         report("engine_share", shares(args, model), save=args.save, **about)

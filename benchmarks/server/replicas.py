@@ -46,16 +46,30 @@ _FIRST, _LAST = (
 _WORDS = [f"{a}{b}" for a in _FIRST for b in _LAST]
 
 
-def random_model(folder: Path) -> Path:
-    """A Llama of two layers and 8,192 positions."""
+_TINY: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+_QWEN: dict[str, Any] = {
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": _TINY,
+    "1.5b": {**_QWEN, "num_key_value_heads": 2, "dtype": "bfloat16"},
+}  # the latter as Qwen2.5's
+
+
+def random_model(folder: Path, shape: str = "tiny") -> Path:
+    """A Llama of such a shape, of 8,192 positions and the vocabulary of smollm2-135m."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from kvfold.models.loader import load_tokenizer
 
     tokenizer = load_tokenizer("smollm2-135m")
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = SHAPES[shape]
     config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=8192, tie_word_embeddings=True, **sizes)
-    LlamaForCausalLM(config).save_pretrained(folder / "random")
+    model = LlamaForCausalLM(config)
+    model.to(config.dtype or model.dtype).save_pretrained(folder / "random")
     tokenizer.save_pretrained(folder / "random")
     return folder / "random"
 

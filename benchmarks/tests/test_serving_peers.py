@@ -20,6 +20,8 @@ ROW = {
     "device": "aarch64 CPU", "threads": 2, "commit": "abc1234", "date": "2026-11-18", "model": "m", "dtype": "float32",
     "tokens": 3000, "burst": 12, "replies": 16, "decode": 64, "rounds": 3,
     "cold_s": 7.891, "hit_s": 1.75, "burst_per_s": 0.333, "decode_per_s": 33.25,
+    "cold_s_all": [9, 7.891, 7], "hit_s_all": [1.75] * 3, "burst_per_s_all": [0.333] * 3,
+    "decode_per_s_all": [33.25] * 3,
 }  # fmt: skip
 
 
@@ -61,8 +63,15 @@ def test_the_page_is_what_the_kept_rows_give() -> None:
 def test_servers_of_one_machine_share_a_table_and_the_last_row_counts() -> None:
     old, new = ({**ROW, "server": "kvfold", "policy": "full", "cold_s": cold} for cold in (9.0, 7.891))
     vllm = {**ROW, "server": "vllm 0.32.0", "policy": "", "cold_s": 12.9}
-    found = serving_peers_page.body([old, vllm, new, {**vllm, "device": "x86_64 CPU"}])
+    earlier = {**vllm, "server": "vllm 0.26.0", "commit": "0000000"}  # of another run
+    found = serving_peers_page.body([earlier, old, vllm, new, {**vllm, "device": "x86_64 CPU", "rounds": 1}])
     assert found.count("| server |") == 2
-    assert "m in float32, medians of 3 rounds, aarch64 CPU, 2 threads, commit abc1234, 2026-11-18:" in found
-    assert "| kvfold, `full` | 7.89 s | 1.75 s | 0.33 requests/s | 33.2 tokens/s |\n| vllm 0.32.0 | 12.90 s |" in found
-    assert "9.00" not in found
+    assert (
+        "m in float32, medians of 3 rounds (their range), aarch64 CPU, 2 threads, commit abc1234, 2026-11-18:" in found
+    )
+    mine, theirs = (line for line in found.splitlines() if "7.00 to 9.00" in line)
+    assert mine.startswith(
+        "| kvfold, `full` | 7.89 (7.00 to 9.00) s | 1.75 (1.75 to 1.75) s | 0.33 (0.33 to 0.33) requests/s"
+    )
+    assert theirs.startswith("| vllm 0.32.0 | 12.90 (") and "| vllm 0.32.0 | 12.90 s |" in found
+    assert "0.26.0" not in found
