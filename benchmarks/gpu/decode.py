@@ -117,7 +117,11 @@ def batch_of(
             sequence.release()
         sequences.clear()
         forget(cuda_graphs_of(model))
-        arena.memory.untyped_storage().resize_(0)
+        storage = arena.memory.untyped_storage()
+        if storage.resizable():
+            storage.resize_(0)
+        else:  # a CPU's, which is a mapping
+            arena.memory = arena.memory.new_empty(0)
         clean()
 
 
