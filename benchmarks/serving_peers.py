@@ -2,16 +2,17 @@
 
     python -m benchmarks.serving_peers [--vllm-python /path/to/venv/bin/python] [--save] [-- KVFOLD SERVE OPTIONS]
 
-Without --vllm-python kvfold alone is measured. Servers run one after the other, never at the same time, with as many
-threads, the same dtype and as much memory for KV caches; prefix caching is on. vLLM runs without compiling. Every round
-starts every server anew and sends the same chat completions, greedy, each as long as it is asked to be (ignore_eos):
+Without --vllm-python kvfold alone is measured. Servers have as many threads, the same dtype and as much memory for KV
+caches; prefix caching is on. vLLM runs without compiling. All servers are started first and asked in turn, never two at
+the same time, so that a machine whose clock moves is as fast for one as for the others. Every round asks about new
+documents, by the same chat completions, greedy, each as long as it is asked to be (ignore_eos):
 
     cold      seconds to the first token of a prompt that is new
     hit       the same for another question on the same document, whose tokens the server has in its prefix cache
     burst     requests per second, where several at once ask about one new document
     decode    tokens per second of several replies at once to short prompts, their prefill included
 
-Figures are medians over rounds.
+Figures are medians over rounds. A hit is asked for as soon as the cold prompt has been answered.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ import signal
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,6 +45,7 @@ from kvfold.policy.policy import Policy
 MEASURES = ("cold_s", "hit_s", "burst_per_s", "decode_per_s")
 _POLICIES = "full,keydiff + 4x + int4"
 _BESIDE = 512  # tokens of a prompt beside its document, and of its reply
+_PAUSE_S = 2.0  # for background writes of the server that was asked before
 
 
 @dataclass(frozen=True)
@@ -95,45 +98,61 @@ class Documents:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
 
-def measure(server: OpenAIServer, documents: Documents, number: int, args: argparse.Namespace) -> Row:
-    """One round at one server."""
-    make, reply = documents.text, args.reply
-    server.ask(Asked(make(f"Warming {number}", 64), "Who?", reply))
+def ask_document(server: OpenAIServer, make: Callable[[str, int], str], number: int, args: argparse.Namespace) -> Row:
+    """A new prompt, and another question on its document at once."""
     one, before = make(f"Volume {number}", args.tokens), server.reused_tokens()
     cold = server.ask(Asked(one, "Who wrote this?", 1))
     between = server.reused_tokens()
     hit = server.ask(Asked(one, "What comes last?", 1))
-    after = server.reused_tokens()
-    other = make(f"Burst {number}", args.tokens)
-    burst, burst_s = server.ask_all([Asked(other, f"What is rule {i}?", reply) for i in range(args.burst)])
-    at_last = server.reused_tokens()
-    short = [make(f"Letter {i} of {number}", args.short) for i in range(args.replies)]
-    decoded, decode_s = server.ask_all([Asked(text, "Go on.", args.decode) for text in short])
     return {
         "cold_s": cold.first_s,
         "hit_s": hit.first_s,
-        "burst_per_s": len(burst) / burst_s,
-        "decode_per_s": sum(answer.num_output for answer in decoded) / decode_s,
         "prompt_tokens": cold.num_prompt,
         "cold_reused": between - before,
-        "hit_reused": after - between,
-        "burst_reused": at_last - after,
+        "hit_reused": server.reused_tokens() - between,
     }
 
 
-def rows(args: argparse.Namespace) -> Iterator[Row]:
-    documents, found = Documents(args.model), dict[str, list[Row]]()
-    with tempfile.TemporaryDirectory() as folder:
+def ask_burst(server: OpenAIServer, make: Callable[[str, int], str], number: int, args: argparse.Namespace) -> Row:
+    text, before = make(f"Burst {number}", args.tokens), server.reused_tokens()
+    found, seconds = server.ask_all([Asked(text, f"What is rule {i}?", args.reply) for i in range(args.burst)])
+    return {"burst_per_s": len(found) / seconds, "burst_reused": server.reused_tokens() - before}
+
+
+def ask_replies(server: OpenAIServer, make: Callable[[str, int], str], number: int, args: argparse.Namespace) -> Row:
+    texts = [make(f"Letter {i} of {number}", args.short) for i in range(args.replies)]
+    found, seconds = server.ask_all([Asked(text, "Go on.", args.decode) for text in texts])
+    return {"decode_per_s": sum(answer.num_output for answer in found) / seconds}
+
+
+_PARTS = (ask_document, ask_burst, ask_replies)
+
+
+def rounds(args: argparse.Namespace) -> Iterator[dict[Arm, Row]]:
+    """What each server measured in each round."""
+    make = Documents(args.model).text
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as running:
         known = arms(args, Path(folder))
+        servers = {arm: running.enter_context(arm.start()) for arm in known}
+        for server in servers.values():
+            server.ask(Asked(make("Warming", 64), "Who?", args.reply))
         for number in range(args.rounds):
-            for arm in known if number % 2 == 0 else reversed(known):
-                with arm.start() as server:
-                    one = measure(server, documents, number, args)
-                found.setdefault(f"{arm.server} {arm.policy}", []).append(one)
+            first = number % len(known)
+            found: dict[Arm, Row] = {arm: {} for arm in known}
+            for part in _PARTS:
+                for arm in (*known[first:], *known[:first]):
+                    time.sleep(_PAUSE_S)
+                    found[arm] |= part(servers[arm], make, number, args)
+            for arm, one in found.items():
                 shown = ", ".join(f"{name} {one[name]:.3g}" for name in MEASURES)
                 print(f"round {number + 1}, {arm.server} {arm.policy}: {shown}", file=sys.stderr, flush=True)
-    for arm in known:
-        runs = found[f"{arm.server} {arm.policy}"]
+            yield found
+
+
+def rows(args: argparse.Namespace) -> Iterator[Row]:
+    found = list(rounds(args))
+    for arm in found[0]:
+        runs = [one[arm] for one in found]
         medians = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
         ranges: dict[str, Any] = {f"{name}_all": [run[name] for run in runs] for name in MEASURES}
         yield {"server": arm.server, "policy": arm.policy, **medians, **ranges}
@@ -148,7 +167,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--threads", type=positive, default=os.cpu_count() or 1, help="of every server (%(default)s)")
     parser.add_argument("--policies", default=_POLICIES, help="of kvfold, with commas between them (%(default)s)")
     parser.add_argument("--memory", type=positive, default=2, help="GiB of KV cache (%(default)s)")
-    parser.add_argument("--rounds", type=positive, default=3, help="in which every server starts anew (%(default)s)")
+    parser.add_argument(
+        "--rounds", type=positive, default=3, help="of new documents, which every server is asked (%(default)s)"
+    )
     parser.add_argument(
         "--tokens",
         type=positive,

@@ -3,11 +3,12 @@
     python -m benchmarks.serving_peers_page
 
 One table for every model, dtype and device, of the rows of its last commit. Of rows about the same server and policy
-the last one counts.
+the last one counts. In brackets: the range over rounds, and how many times as fast as vLLM, the median of the rounds.
 """
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections.abc import Sequence
 
@@ -32,8 +33,10 @@ def body(rows: Sequence[Row]) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    first = rows[0]
-    rounds = "one round" if first["rounds"] == 1 else f"medians of {first['rounds']} rounds (their range)"
+    first, peer = rows[0], next((row for row in rows if row["server"].startswith("vllm ")), None)
+    rounds = "one round" if first["rounds"] == 1 else f"medians of {first['rounds']} rounds"
+    if peer is not None:
+        rounds += " (times as fast as vLLM)"
     about = f"{first['model']} in {first['dtype']}, {rounds}, {origin(rows)}"
     head = [
         "server",
@@ -45,21 +48,26 @@ def table(rows: Sequence[Row]) -> str:
     lines = [
         [
             row["server"] + (f", `{row['policy']}`" if row["policy"] else ""),
-            f"{_shown(row, 'cold_s', 2)} s",
-            f"{_shown(row, 'hit_s', 2)} s",
-            f"{_shown(row, 'burst_per_s', 2)} requests/s",
-            f"{_shown(row, 'decode_per_s', 1)} tokens/s",
+            _shown(row, peer, "cold_s", "s"),
+            _shown(row, peer, "hit_s", "s"),
+            _shown(row, peer, "burst_per_s", "requests/s"),
+            _shown(row, peer, "decode_per_s", "tokens/s"),
         ]
         for row in rows
     ]
     return f"{about}:\n\n{markdown_table(head, lines)}"
 
 
-def _shown(row: Row, name: str, digits: int) -> str:
-    """The median, and the range of several rounds."""
-    low, high = min(row[f"{name}_all"]), max(row[f"{name}_all"])
-    several = f" ({low:.{digits}f} to {high:.{digits}f})" if row["rounds"] > 1 else ""
-    return f"{row[name]:.{digits}f}{several}"
+def _shown(row: Row, peer: Row | None, name: str, unit: str) -> str:
+    """The median, the range of several rounds, and how many times as fast as the peer it is in the same round."""
+    digits = 1 if unit == "tokens/s" else 2
+    mine, notes = row[f"{name}_all"], []
+    if len(mine) > 1:
+        notes.append(f"{min(mine):.{digits}f} to {max(mine):.{digits}f}")
+    if peer is not None and peer is not row:
+        pairs = zip(mine, peer[f"{name}_all"], strict=True)
+        notes.append(f"{statistics.median(b / a if unit == 's' else a / b for a, b in pairs):.2f}x")
+    return f"{row[name]:.{digits}f} {unit}" + (f" ({', '.join(notes)})" if notes else "")
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
@@ -48,7 +48,8 @@ def vllm_served(python: str, model: str, *options: str, kv_gib: int, log: Path) 
             _wait(f"http://127.0.0.1:{port}/health", process, log)
             yield OpenAIServer(port, "model")
         finally:
-            os.killpg(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has ended
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 

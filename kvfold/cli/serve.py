@@ -114,7 +114,8 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def _add_cache_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prefix cache")
-    add_option(group, "--host-memory", "SIZE", "size of the host-memory tier", _tier_size, "4GB")
+    text = "size of the host-memory tier; default: 4GB, but none on a CPU that has neither --disk nor --redis"
+    add_option(group, "--host-memory", "SIZE", text, _tier_size)
     add_option(group, "--disk", "DIR", "folder of the disk tier, which persists across restarts")
     add_option(group, "--disk-size", "SIZE", "size of the disk tier", _tier_size, "20GB")
     add_option(group, "--redis", "URL", "Redis tier shared by several servers, e.g. redis://host:6379/0")

@@ -46,6 +46,7 @@ from kvfold.store import DeviceTier, DiskTier, HostTier, PrefixStore, Quarantine
 from kvfold.store.tiers.base import ByteTier
 
 _TO_END, _TO_CLOSE = 0.4, 0.7  # shares of shutdown_s
+_HOST_BYTES = 4 << 30
 
 
 def end_process(code: int) -> NoReturn:
@@ -118,15 +119,20 @@ class Server(uvicorn.Server):
 def open_store(
     model: Model,
     *,
-    host_bytes: int,
+    host_bytes: int | None = None,
     disk: str | Path | None = None,
     disk_bytes: int = 0,
     redis: str | None = None,
     form: str = "exact",
     secret: bytes = b"",
 ) -> PrefixStore:
-    """Tiers, fastest first; cached prefixes use up to half of the arena and are evicted when requests need it."""
-    tiers: list[ByteTier] = [HostTier(host_bytes)]
+    """Tiers, fastest first; cached prefixes use up to half of the arena and are evicted when requests need it.
+
+    `host_bytes` is 4 GB by default. On a CPU, whose arena is host memory, no prefix is copied to the same memory again
+    unless that or another tier is asked for.
+    """
+    offload = model.device.type != "cpu" or any(option is not None for option in (host_bytes, disk, redis))
+    tiers: list[ByteTier] = [HostTier(_HOST_BYTES if host_bytes is None else host_bytes)]
     quarantine = None
     if disk is not None:
         tiers.append(DiskTier(disk, disk_bytes))
@@ -134,7 +140,7 @@ def open_store(
     if redis is not None:
         tiers.append(_redis_tier(redis))
     device = DeviceTier(max(model.arena.capacity_bytes // 2, 1))
-    return PrefixStore(tiers, device=device, quarantine=quarantine, form=form, secret=secret)
+    return PrefixStore(tiers, device=device, offload=offload, quarantine=quarantine, form=form, secret=secret)
 
 
 def _redis_tier(url: str) -> RedisTier:

@@ -23,13 +23,15 @@ _MAX_FETCHES = 64  # queued prefetches, one a prompt
 
 
 class StoreContext:
-    """Byte tiers, fastest first, behind an optional device tier."""
+    """Byte tiers, fastest first, behind an optional device tier. `offload`: False leaves KV to the device tier alone, and
+    the byte tiers hold cache markers only."""
 
     def __init__(
         self,
         tiers: Sequence[ByteTier],
         *,
         device: DeviceTier | None = None,
+        offload: bool = True,
         chunk_len: int = CHUNK_LEN,
         quarantine: Quarantine | None = None,
         queue_bytes: int = QUEUE_BYTES,
@@ -45,6 +47,7 @@ class StoreContext:
         self.events = Events()
         self.form = form
         self.device = device
+        self.offload = offload
         self.chunk_len = chunk_len
         self.max_entry_bytes = max_entry_bytes
         self.secret = secret

@@ -228,7 +228,9 @@ class Prefixes:
             return 0
         self._store.name_blocks(self.binding, keys, tokens)
         per_token = self._seconds_per_token if prefill_s is None else prefill_s / end
-        self._put_on_device(sequence, tokens, keys, Lease(at, ttl_s, per_token * keys[-1].end))
+        is_held = self._put_on_device(sequence, tokens, keys, Lease(at, ttl_s, per_token * keys[-1].end))
+        if not self._store.offload:
+            return keys[-1].end if is_held else 0
         tiers = [tier.name for tier in self._store.tiered.tiers]
         missing = [key for key in keys if not self._store.key_index.has(key, ttl_s, tiers)]
         for begin in range(0, len(missing), _COPIED_CHUNKS):
@@ -237,21 +239,24 @@ class Prefixes:
                 self._write(key, blocks, Lease(at, ttl_s, per_token * key.num_tokens))
         return keys[-1].end
 
-    def _put_on_device(self, sequence: SequenceCache, tokens: Sequence[int], keys: Sequence[Key], lease: Lease) -> None:
-        """Share pages copy-on-write; those of a tail that ends behind the last key are copied."""
+    def _put_on_device(self, sequence: SequenceCache, tokens: Sequence[int], keys: Sequence[Key], lease: Lease) -> bool:
+        """Share pages copy-on-write; those of a tail that ends behind the last key are copied. Whether the device holds
+        them."""
         device, ids = self._device, tokens if self.has_chunks else None
-        if device is None or device.serves(keys[-1], lease):
-            return
+        if device is None:
+            return False
+        if device.serves(keys[-1], lease):
+            return True
         if sequence.committed_len == keys[-1].end:
-            device.put_chunks(keys, sequence, lease, ids)
-            return
+            return device.put_chunks(keys, sequence, lease, ids)
         try:
             copy = share_prefix(sequence, keys[-1].end)
         except OutOfPages:
             device.emit("failed", keys[-1], 0, "no_room")
-            return
-        device.put_chunks(keys, copy, lease, ids)
+            return False
+        is_held = device.put_chunks(keys, copy, lease, ids)
         copy.release()
+        return is_held
 
     def _blocks(self, sequence: SequenceCache, keys: Sequence[Key]) -> list[dict[str, Fields]]:
         """Blocks of each key, copied to the host: one copy per layer is faster than one per chunk."""
