@@ -13,6 +13,7 @@ from __future__ import annotations
 import mmap
 import sys
 from bisect import bisect_left, insort
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NoReturn, TypeVar
@@ -184,6 +185,8 @@ def _reserve(num_bytes: int, device: torch.device) -> Tensor:
     if device.type != "cpu" or sys.platform != "linux":
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     reserved = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    with suppress(OSError):  # a kernel without huge pages
+        reserved.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(reserved, dtype=torch.uint8)
 
 

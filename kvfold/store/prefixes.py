@@ -240,8 +240,7 @@ class Prefixes:
         return keys[-1].end
 
     def _put_on_device(self, sequence: SequenceCache, tokens: Sequence[int], keys: Sequence[Key], lease: Lease) -> bool:
-        """Share pages copy-on-write; those of a tail that ends behind the last key are copied. Whether the device holds
-        them."""
+        """Share pages copy-on-write. Whether the device holds them."""
         device, ids = self._device, tokens if self.has_chunks else None
         if device is None:
             return False
@@ -249,13 +248,18 @@ class Prefixes:
             return True
         if sequence.committed_len == keys[-1].end:
             return device.put_chunks(keys, sequence, lease, ids)
+        whole = None
         try:
-            copy = share_prefix(sequence, keys[-1].end)
+            whole = sequence.fork()  # the tail becomes a segment, whose first slots can be shared
+            first = share_prefix(whole, keys[-1].end)
         except OutOfPages:
             device.emit("failed", keys[-1], 0, "no_room")
             return False
-        is_held = device.put_chunks(keys, copy, lease, ids)
-        copy.release()
+        finally:
+            if whole is not None:
+                whole.release()
+        is_held = device.put_chunks(keys, first, lease, ids)
+        first.release()
         return is_held
 
     def _blocks(self, sequence: SequenceCache, keys: Sequence[Key]) -> list[dict[str, Fields]]:

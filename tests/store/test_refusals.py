@@ -81,6 +81,7 @@ def test_a_bad_entry_that_redis_keeps_is_a_miss(
                 read = prefill_reusing(make_runner(model), prefixes, TOKENS)
                 assert torch.equal(read.logits_V, cold)
                 read.sequence.release()
+            assert store.flush()  # what is queued to be written is found, and what is behind it looked up
             assert quarantined(store) == 1
         assert len(list(tier.keys())) == 3
 
