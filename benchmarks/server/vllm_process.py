@@ -32,6 +32,14 @@ def vllm_version(python: str) -> str:
     return done.stdout.split()[-1]
 
 
+def preloaded(python: str) -> list[str]:
+    """What vLLM's guide for CPUs recommends to preload, as far as it is there: Intel's OpenMP, which comes with vLLM's
+    wheel, and tcmalloc (Debian: libtcmalloc-minimal4)."""
+    openmp = Path(python).parent.parent / "lib" / "libiomp5.so"
+    malloc = sorted(Path("/usr/lib").glob("*-linux-gnu/libtcmalloc_minimal.so.4"))
+    return [str(path) for path in (openmp, *malloc) if path.exists()]
+
+
 @contextmanager
 def vllm_served(python: str, model: str, *options: str, kv_gib: int, log: Path) -> Iterator[OpenAIServer]:
     """On a free port; its whole process group is ended at the end, since its engine is a process of its own."""
@@ -42,6 +50,7 @@ def vllm_served(python: str, model: str, *options: str, kv_gib: int, log: Path) 
     command += ["--served-model-name", "model", "--host", "127.0.0.1", *options]
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": str(kv_gib), "HF_HUB_OFFLINE": "1"}
     environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # else it keeps a core for its scheduler
+    environment["LD_PRELOAD"] = ":".join(filter(None, (environment.get("LD_PRELOAD"), *preloaded(python))))
     with log.open("w", encoding="utf-8") as lines:
         process = subprocess.Popen(command, env=environment, stdout=lines, stderr=lines, start_new_session=True)
         try:

@@ -56,6 +56,7 @@ class Segment:
         self.derived: dict[str, Any] = {}  # by kernels, as long as its codecs' states stay
         self.refs = 1
         self.end_len = 0
+        self._firsts: dict[int, FirstSlots] = {}  # by their number of slots
 
     @classmethod
     def like(cls, other: Segment) -> Segment:
@@ -209,7 +210,19 @@ class Segment:
         if num_tokens >= length:
             return self.share()
         is_ranked = any(layer.page_class.reader.selects for layer in self.layers)
-        return None if 2 * num_tokens < length or is_ranked else FirstSlots(self, num_tokens)
+        return None if 2 * num_tokens < length or is_ranked else self._first(num_tokens)
+
+    def _first(self, num_slots: int) -> Segment:
+        """One object for all that share as many slots, so that they are known to share them."""
+        known = self._firsts.get(num_slots)
+        if known is not None:
+            return known.share()
+        found = self._firsts[num_slots] = FirstSlots(self, num_slots)
+        return found
+
+    def forget_first(self, num_slots: int) -> None:
+        """Nobody shares them any more."""
+        del self._firsts[num_slots]
 
     def release(self) -> None:
         """Drop one reference; the last one returns every span."""
@@ -227,13 +240,17 @@ class FirstSlots(Segment):
 
     def __init__(self, whole: Segment, num_slots: int) -> None:
         super().__init__(whole.arena, [layer.first_slots(num_slots) for layer in whole.layers])
-        self._whole = whole.share()
+        self._whole, self._num_slots = whole.share(), num_slots
         self.spans, self.refs = whole.spans, 2
+
+    def _first(self, num_slots: int) -> Segment:
+        return self._whole._first(num_slots)
 
     def release(self) -> None:
         """Drop one reference; with the last one but its own the pages lose one."""
         self.refs -= 1
         if self.refs == 1:
+            self._whole.forget_first(self._num_slots)
             self._whole.release()
 
 

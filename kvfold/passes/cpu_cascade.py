@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from operator import is_
 
 import numpy as np
@@ -31,9 +32,10 @@ _FEWEST_SEQUENCES = 2
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Sequences that begin with the same segments, by their number in the step; `layers`: where those lie."""
+    """Sequences that begin with the same `num_shared` segments, by their number in the step; `layers`: where those lie."""
 
     index_b: Ints
+    num_shared: int
     layers: list[StoredParts]
 
     def attend(self, layer: int, q_BQD: Tensor, scale: float, found: tuple[Floats, Floats]) -> None:
@@ -57,24 +59,33 @@ def groups_of(sequences: Sequence[SequenceCache]) -> list[Group]:
     """The groups of a step."""
     if not HAS_AVX512_KERNELS or not reads_head_dim(sequences[0].spec.layers[0].head_dim):
         return []
-    found: dict[tuple[int, ...], list[int]] = {}
+    found: dict[int, list[int]] = {}
     for index, sequence in enumerate(sequences):
         if sequence.segments and sequence.fp_sinks is None:
-            found.setdefault(tuple(map(id, sequence.segments)), []).append(index)
+            found.setdefault(id(sequence.segments[0]), []).append(index)
     groups = []
     for indices in found.values():
-        layers = _parts_of(sequences[indices[0]]) if len(indices) >= _FEWEST_SEQUENCES else None
-        if layers is not None:
-            groups.append(Group(np.array(indices), layers))
+        if len(indices) >= _FEWEST_SEQUENCES:
+            num_shared = _num_shared([sequences[index].segments for index in indices])
+            layers = _parts_of(sequences[indices[0]], num_shared)
+            if layers is not None:
+                groups.append(Group(np.array(indices), num_shared, layers))
     return groups
 
 
-def _parts_of(sequence: SequenceCache) -> list[StoredParts] | None:
+def _num_shared(segments: Sequence[Sequence[Segment]]) -> int:
+    """From the first one on."""
+    alike = (len(set(map(id, level))) == 1 for level in zip(*segments, strict=False))
+    return sum(takewhile(bool, alike))
+
+
+def _parts_of(sequence: SequenceCache, num_shared: int) -> list[StoredParts] | None:
     """The same object while the sequence has these segments; None if a layer of theirs is empty or no floats."""
-    tables = tuple(map(segment_table, sequence.segments))
+    segments = sequence.segments[:num_shared]
+    tables = tuple(map(segment_table, segments))
     known: tuple[tuple[object, ...], list[StoredParts] | None] | None = sequence.derived.get("cascade")
     if known is None or len(known[0]) != len(tables) or not all(map(is_, known[0], tables)):
-        known = sequence.derived["cascade"] = tables, _build(sequence.segments, sequence.spec.kv_dtype)
+        known = sequence.derived["cascade"] = tables, _build(segments, sequence.spec.kv_dtype)
     return known[1]
 
 

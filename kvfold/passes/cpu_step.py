@@ -59,8 +59,8 @@ class CpuStep:
 
     @cached_property
     def _tasks(self) -> BatchTasks:
-        sharing = {int(index) for group in self._groups for index in group.index_b}
-        return batch_tasks(self.sequences, torch.get_num_threads(), sharing)
+        num_shared = {int(index): group.num_shared for group in self._groups for index in group.index_b}
+        return batch_tasks(self.sequences, torch.get_num_threads(), num_shared)
 
     @cached_property
     def _memory(self) -> tuple[NDArray[np.uint8], NDArray[np.uint16], NDArray[np.float32]]:

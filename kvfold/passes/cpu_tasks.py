@@ -8,10 +8,11 @@ kept with the sequence, and those of a batch with its first sequence, for as lon
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import is_
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -87,9 +88,10 @@ def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
     return len(some) == len(others) and all(map(is_, some, others))
 
 
-def tasks_of(sequence: SequenceCache, *, shares: bool) -> SequenceTasks:
-    """The same object until slots are sealed or evicted. `shares`: segments are read elsewhere (cpu_cascade.py)."""
-    own = (sequence.tail,) if shares else (*sequence.segments, sequence.tail)
+def tasks_of(sequence: SequenceCache, num_shared: int = 0) -> SequenceTasks:
+    """The same object until slots are sealed or evicted. `num_shared`: segments that are read elsewhere
+    (cpu_cascade.py)."""
+    own = (*sequence.segments[num_shared:], sequence.tail)
     tables = tuple(segment_table(segment) for segment in own)
     num_sinks = 0 if sequence.fp_sinks is None else sequence.fp_sinks.fill
     known: SequenceTasks | None = sequence.derived.get("cpu_tasks")
@@ -209,10 +211,12 @@ def _shared_out(length_N: Ints, num_threads: int) -> list[int]:
     return [0, *(int(at) for at in inner), len(length_N)]
 
 
-def batch_tasks(sequences: Sequence[SequenceCache], num_threads: int, sharing: Container[int] = ()) -> BatchTasks:
-    """Of the sequences of a step, each of which has room for a new slot in its open block; `sharing`: the numbers of
-    those whose segments are read elsewhere."""
-    parts = [tasks_of(sequence, shares=index in sharing) for index, sequence in enumerate(sequences)]
+def batch_tasks(
+    sequences: Sequence[SequenceCache], num_threads: int, num_shared: Mapping[int, int] = MappingProxyType({})
+) -> BatchTasks:
+    """Of the sequences of a step, each of which has room for a new slot in its open block; `num_shared`: by their
+    number, segments that are read elsewhere."""
+    parts = [tasks_of(sequence, num_shared.get(index, 0)) for index, sequence in enumerate(sequences)]
     known: BatchTasks | None = sequences[0].derived.get("cpu_batch")
     if known is None or not known.holds(parts, num_threads):
         known = sequences[0].derived["cpu_batch"] = BatchTasks.over(parts, num_threads)

@@ -125,7 +125,7 @@ class PrefillManager:
     def _mates(self, task: Task, ready: Sequence[Task]) -> list[Task]:
         """Tasks whose next chunk runs in the same pass."""
         is_cuda = self._runner.arena.device.type == "cuda"
-        most = self._runner.joined_len // (_MIN_COST if is_cuda else 2)
+        most = self._runner.joined_len // (_MIN_COST if is_cuda else 4)
         if not task.can_join(most):
             return []
         compresses = task.compresses_next
@@ -136,7 +136,7 @@ class PrefillManager:
         if is_cuda:
             room *= 2  # 256 prompts of 64 tokens, with chunks of 8,192
         elif self._queues.decoding:  # a CPU takes time for every token
-            room //= 2
+            room //= 4
         return mates[: max(0, min(sum(upto <= room for upto in num_tokens), MOST_JOINED) - 1)]
 
     def _run_together(self, batch: Sequence[Task]) -> None:

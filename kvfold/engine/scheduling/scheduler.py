@@ -49,6 +49,7 @@ from kvfold.policy.policy import Policy
 
 MAX_RESTARTS = 5  # in a minute: a loop that raises more often will not recover
 RESTART_DELAY_S = 0.2
+_GATHER_S, _MOST_GATHERED = 0.005, 64  # between jobs, and jobs
 _log = logging.getLogger("kvfold.engine")
 
 State = Literal["running", "restarting", "failed", "closed"]
@@ -242,8 +243,17 @@ class Scheduler:
     def _wait(self) -> bool:
         """Until there is a job; False when the scheduler is closed."""
         with self._changed:
+            was_idle = not self._queues.waiting and not self.num_running
             self._changed.wait_for(lambda: self._supervisor.is_closed or self._queues.waiting or self.num_running)
+            if was_idle and self.runner.joined_len and self.runner.arena.device.type == "cpu":
+                self._gather()
             return not self._supervisor.is_closed
+
+    def _gather(self) -> None:
+        """While jobs arrive one right behind the other: a CPU reads them together in less time than one by one."""
+        for _ in range(_MOST_GATHERED):
+            if self._supervisor.is_closed or not self._changed.wait(_GATHER_S):
+                return
 
     def _end_overdue(self) -> None:
         """End jobs, waiting or running, that were cancelled or are past their deadline."""
