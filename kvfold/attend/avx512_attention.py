@@ -46,7 +46,7 @@ from kvfold.pages.kernels.avx512 import (
     store,
     store_columns,
 )
-from kvfold.pages.kernels.cpu_jit import compiled
+from kvfold.pages.kernels.cpu_jit import compiled, new_counter, take
 from kvfold.pages.kernels.cpu_threads import run_shared
 
 _SLOTS = 128  # that are read at once
@@ -255,9 +255,9 @@ def _read_parts(num_panels: int, q: int, part_P4: Any, own: Any, room: Any, stri
 
 @compiled
 def _attend(
-    addresses: Any, strides: Any, part_HP4: Any, shape: Any, scale: Any, lse_HR: Any, begin: int, step: int
+    addresses: Any, strides: Any, part_HP4: Any, shape: Any, scale: Any, lse_HR: Any, counter: Any
 ) -> None:
-    """Units begin, begin + step, … of rows. Addresses and strides (of heads, groups, queries) of queries and output,
+    """Units of rows, as threads take them. Addresses and strides (of heads, groups, queries) of queries and output,
     and strides of keys and values from slot to slot."""
     num_heads, group, num_queries, num_slots, head_dim, hidden, most = shape
     num_rows = group * num_queries
@@ -270,7 +270,8 @@ def _attend(
     room_2SD = np.empty((2, _SLOTS, head_dim), np.float32)
     row_R, target_R, seen_R = np.empty((3, MOST_PANELS * LANES), np.int64)
     nowhere = np.empty(head_dim, np.float32)
-    for unit in range(begin, num_heads * num_units, step):
+    unit = take(counter)
+    while unit < num_heads * num_units:
         head, first = unit // num_units, unit % num_units * most * LANES
         num_panels = min(most, -(-(num_rows - first) // LANES))
         for i in range(num_panels * LANES):
@@ -293,6 +294,7 @@ def _attend(
                 _output((mine, total, target_R.ctypes.data + 8 * panel * LANES, channel))
         for i in range(min(num_panels * LANES, num_rows - first)):
             lse_HR[head, first + i] = state[0, i] * scale[0] + np.log(state[1, i])
+        unit = take(counter)
 
 
 def can_attend(q_HGTD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float) -> bool:
@@ -323,9 +325,7 @@ def attend_parts(
     shape = num_heads, group, num_queries, int(part_HP4[0, :, LENGTH].sum()), head_dim, int(causal), most
     scale_1 = np.array([scale], dtype=np.float32)
 
-    def work(begin: int, _end: int) -> None:
-        _attend(addresses, all_strides, part_HP4, shape, scale_1, lse_HR, begin, num_threads)
-
-    run_shared(work, range(num_threads + 1))
+    rest = addresses, all_strides, part_HP4, shape, scale_1, lse_HR, new_counter()
+    run_shared(lambda *_: _attend(*rest), range(num_threads + 1))
     lse = torch.from_numpy(lse_HR).view(num_heads, num_queries, group).transpose(1, 2)
     return out_HGTD, lse

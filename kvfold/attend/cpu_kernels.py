@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvfold.pages.kernels.cpu_jit import compiled
+from kvfold.pages.kernels.cpu_jit import compiled, take
 from kvfold.pages.kernels.cpu_write import hadamard_sums
 
 # Columns of a task. Addresses are bytes from the start of the arena, 0 for fields that a codec lacks.
@@ -239,7 +239,7 @@ def _add_tile(form: int, weight: Floats, v: Floats, grid_2S: Floats, count: int,
 
 
 @jit
-def attend_tasks(
+def attend_run(
     begin: int, end: int, tasks: Any, queries: Any, offset_RG: Floats, memory: Any, table: Floats, partial: Any
 ) -> None:
     """Tasks begin:end. `queries`: scaled, as they are and in the basis of codes; `memory`: the arena as bytes, 16-bit
@@ -289,20 +289,34 @@ def attend_tasks(
 
 
 @jit
+def attend_tasks(
+    counter: Any, cut_X: Any, tasks: Any, queries: Any, offset_RG: Floats, memory: Any, table: Floats, partial: Any
+) -> None:
+    """Parts of the tasks, between neighbours of `cut_X`, as threads take them; the rest as `attend_run`."""
+    part = take(counter)
+    while part < len(cut_X) - 1:
+        attend_run(cut_X[part], cut_X[part + 1], tasks, queries, offset_RG, memory, table, partial)
+        part = take(counter)
+
+
+@jit
 def merge(starts_R: Any, partial: Any, out_RGD: Floats, lse_RG: Floats) -> None:
     """Join tasks starts[r]:starts[r + 1] of each row by their log-sum-exp; a row has a slot at least."""
     out_TGD, top_TG, sum_TG = partial
     for r in range(len(starts_R) - 1):
         for g in range(out_RGD.shape[1]):
-            top, total, out_D = np.float32(-np.inf), np.float32(0), out_RGD[r, g]
+            top, total = np.float32(-np.inf), np.float32(0)
             for t in range(starts_R[r], starts_R[r + 1]):
                 top = max(top, top_TG[t, g])
-            out_D[:] = 0
+            for d in range(out_RGD.shape[2]):
+                out_RGD[r, g, d] = 0
             for t in range(starts_R[r], starts_R[r + 1]):
                 share = np.float32(np.exp(top_TG[t, g] - top))
                 total += share * sum_TG[t, g]
-                out_D += share * out_TGD[t, g]
-            out_D /= total
+                for d in range(out_RGD.shape[2]):
+                    out_RGD[r, g, d] += share * out_TGD[t, g, d]
+            for d in range(out_RGD.shape[2]):
+                out_RGD[r, g, d] /= total
             lse_RG[r, g] = top + np.log(total)
 
 
@@ -311,20 +325,23 @@ def prepare(
     scale: float, is_coded_B: Any, mean_BHD: Floats, queries: Any, offset_RG: Floats, new: Any, places: Any, halves: Any
 ) -> None:
     """Scale queries, which are given as [R, G, D], rotate those that read codes, and write the new slots [B, H, W] of
-    both sides to `places`: byte addresses [B, H] of theirs."""
+    both sides to `places`: byte addresses [2, B, H] of theirs."""
     q_RGD, rotated_RGD = queries
     num_sequences, num_heads = mean_BHD.shape[:2]
     for b in range(num_sequences):
         for h in range(num_heads):
             r = b * num_heads + h
-            q_RGD[r] *= np.float32(scale)
+            for g in range(q_RGD.shape[1]):
+                for d in range(q_RGD.shape[2]):
+                    q_RGD[r, g, d] *= np.float32(scale)
             if is_coded_B[b]:
                 for g in range(q_RGD.shape[1]):
                     offset_RG[r, g] = _dot(q_RGD[r, g], mean_BHD[b, h])
                     _rotate(q_RGD[r, g], rotated_RGD[r, g])
             for side in range(2):
-                first = places[side][b, h] // 2
-                halves[first : first + new[side].shape[2]] = new[side][b, h]
+                first, words = places[side, b, h] // 2, new[side]
+                for i in range(words.shape[2]):
+                    halves[first + i] = words[b, h, i]
 
 
 @jit

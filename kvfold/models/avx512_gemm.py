@@ -47,7 +47,7 @@ _one, _two, _three = (emitted(partial(_emit, number)) for number in range(1, MOS
 
 
 @compiled
-def _pack(x: int, num_rows: int, size: int, out_X: Floats, row_16: Any) -> None:
+def pack_rows(x: int, num_rows: int, size: int, out_X: Floats, row_16: Any) -> None:
     """Rows at an address as panels."""
     out = out_X.ctypes.data
     for n in range(0, num_rows, LANES):
@@ -83,5 +83,5 @@ def products(x_X: Floats, w_OK: Floats, y_NO: Floats, begin: int, end: int) -> N
 def packed(x_NK: Floats) -> Floats:
     """Rows, a multiple of 16, as panels: [N / 16, K, 16], flat."""
     out: Floats = np.empty(x_NK.size, dtype=np.float32)
-    _pack(x_NK.ctypes.data, *x_NK.shape, out, np.empty(LANES, dtype=np.int64))
+    pack_rows(x_NK.ctypes.data, *x_NK.shape, out, np.empty(LANES, dtype=np.int64))
     return out

@@ -115,12 +115,13 @@ def rotate(x_NX: Floats, cos_ND: Floats, sin_ND: Floats) -> None:
 
 
 @jit
-def swiglu(gate_NK: Floats, up_NK: Floats) -> None:
-    """silu(gate) * up, in place of the gate."""
+def swiglu(gate_NK: Floats, up_NK: Floats, begin: int, end: int) -> None:
+    """silu(gate) * up of columns begin:end, in place of the gate."""
     small, power = np.empty(_PIECE, np.float32), np.empty(_PIECE, np.int32)
     for n in range(len(gate_NK)):
-        for first in range(0, gate_NK.shape[1], _PIECE):
-            gate, up = gate_NK[n, first : first + _PIECE], up_NK[n, first : first + _PIECE]
+        for first in range(begin, end, _PIECE):
+            last = min(first + _PIECE, end)
+            gate, up = gate_NK[n, first:last], up_NK[n, first:last]
             for i in range(len(gate)):
                 small[i] = -abs(gate[i])
             exponentials(small, len(gate), power)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -19,9 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from kvfold.core import HAS_AVX512_KERNELS
 from kvfold.models import cpu_linear
 from kvfold.models.attach import ModuleState, is_attached, maskless
-from kvfold.models.cpu_linear import FewRows, Floats, Group, is_served, kernels, padded_rows
+from kvfold.models.cpu_linear import FewRows, Floats, Group, gemm, is_served, kernels, padded_rows
 from kvfold.models.fused_layers import Exchange, exchanged, is_bare, known
 from kvfold.models.pass_cache import ForwardCache
 from kvfold.pages.kernels.cpu_threads import run_shared
@@ -32,6 +34,14 @@ _NAMES = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _GATED = ("gate_proj", "up_proj", "down_proj")
 _SILU = ("SiLU", "SiLUActivation")
+
+
+@cache
+def fused() -> Any:
+    """Compiled ones for AVX-512; the file needs numba."""
+    from kvfold.models import avx512_layer
+
+    return avx512_layer
 
 
 class Parts(NamedTuple):
@@ -79,7 +89,7 @@ class CompiledLayer(nn.Module):
 
     def __init__(self, plain: nn.Module, parts: Parts) -> None:
         super().__init__()
-        self.plain, self.parts = plain, parts
+        self.plain, self.parts, self._is_fused = plain, parts, _can_fuse(parts)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -98,28 +108,78 @@ class CompiledLayer(nn.Module):
 
     def _run(self, hidden_states: Tensor, cache: ForwardCache, cos: Tensor, sin: Tensor) -> Tensor:
         """[1, N, M]"""
-        parts, compiled, num_rows = self.parts, kernels(), hidden_states.shape[1]
+        parts, num_rows = self.parts, hidden_states.shape[1]
         x_NM = padded_rows(hidden_states)
-        y_NM, sum_NM = np.empty_like(x_NM), np.empty_like(x_NM)
-        _by_rows(compiled.rms_norm, x_NM, y_NM, *_norm(parts.before))
-        q, k, v = parts.qkv.products(y_NM)
-        cos_ND, sin_ND = (x[0].contiguous().numpy() for x in (cos, sin))
-        _by_rows(compiled.rotate, q[:num_rows], cos_ND, sin_ND)
-        _by_rows(compiled.rotate, k[:num_rows], cos_ND, sin_ND)
+        is_fused = self._is_fused and cpu_linear.is_few(hidden_states)
+        q, k, v = _normed_products(parts, x_NM) if is_fused else _qkv(parts, x_NM)
+        if cache.angles is None or cache.angles[0] is not cos:  # as a rule they are those of the layer before
+            cache.angles = cos, *(x[0].contiguous().numpy() for x in (cos, sin))
+        _, cos_ND, sin_ND = cache.angles
+        _by_rows(kernels().rotate, q[:num_rows], cos_ND, sin_ND)
+        _by_rows(kernels().rotate, k[:num_rows], cos_ND, sin_ND)
         q_1QND, k_1HND, v_1HND = (self._heads(x, num_rows) for x in (q, k, v))
         keys, _ = cache.update(k_1HND, v_1HND, parts.attention.layer_idx)
-        (out,) = parts.out.products(padded_rows(keys.attend(q_1QND, None)[0].flatten(1)))
-        _by_rows(compiled.add_norm, x_NM, out, sum_NM, y_NM, *_norm(parts.after))
-        gate, up = parts.gate_up.products(y_NM)
-        _by_rows(compiled.swiglu, gate, up)
-        (down,) = parts.down.products(gate)
-        _by_rows(compiled.add, down, sum_NM)
-        return torch.from_numpy(down[:num_rows]).unsqueeze(0)
+        attended = padded_rows(keys.attend(q_1QND, None)[0].flatten(1))
+        found = (_fused_mlp if is_fused else _mlp)(parts, x_NM, attended)
+        return torch.from_numpy(found[:num_rows]).unsqueeze(0)
 
     def _heads(self, x_NX: Floats, num_rows: int) -> Tensor:
         """[1, heads, N, D]"""
         found: Tensor = torch.from_numpy(x_NX[:num_rows]).view(1, num_rows, -1, self.parts.attention.head_dim)
         return found.transpose(1, 2)
+
+
+def _qkv(parts: Parts, x_NM: Floats) -> list[Floats]:
+    y_NM = np.empty_like(x_NM)
+    _by_rows(kernels().rms_norm, x_NM, y_NM, *_norm(parts.before))
+    return parts.qkv.products(y_NM)
+
+
+def _mlp(parts: Parts, x_NM: Floats, attended: Floats) -> Floats:
+    """The output projection and the MLP, with what is added before and after."""
+    compiled, (out,) = kernels(), parts.out.products(attended)
+    y_NM, sum_NM = np.empty_like(x_NM), np.empty_like(x_NM)
+    _by_rows(compiled.add_norm, x_NM, out, sum_NM, y_NM, *_norm(parts.after))
+    gate, up = parts.gate_up.products(y_NM)
+    _by_rows(compiled.swiglu, gate, up, 0, gate.shape[1])
+    (down,) = parts.down.products(gate)
+    _by_rows(compiled.add, down, sum_NM)
+    return down
+
+
+# For few rows on AVX-512, with a kernel for each product and what surrounds it
+
+
+def _can_fuse(parts: Parts) -> bool:
+    """Whether parts of outputs are whole blocks, and have no bias."""
+    if not HAS_AVX512_KERNELS:
+        return False
+    linears = [linear for group in (parts.out, parts.gate_up, parts.down) for linear in group.linears]
+    return all(linear.bias is None and linear.out_features % gemm().outputs == 0 for linear in linears)
+
+
+def _normed_products(parts: Parts, x_NM: Floats) -> list[Floats]:
+    weights = tuple(parts.qkv.arrays())
+    outs = tuple(np.empty((len(x_NM), len(w_OK)), dtype=np.float32) for w_OK in weights)
+    _in_threads(fused().normed, x_NM, _norm(parts.before), weights, outs)
+    return parts.qkv.biased(outs)
+
+
+def _fused_mlp(parts: Parts, x_NM: Floats, attended: Floats) -> Floats:
+    """The same as `_mlp`."""
+    compiled, ((w_out,), gate_up, (w_down,)) = fused(), (x.arrays() for x in (parts.out, parts.gate_up, parts.down))
+    out, sum_NM, found = np.empty_like(x_NM), np.empty_like(x_NM), np.empty_like(x_NM)
+    gated = tuple(np.empty((len(x_NM), len(w_OK)), dtype=np.float32) for w_OK in gate_up)
+    _in_threads(compiled.plain, attended, w_out, out)
+    _in_threads(compiled.gated, x_NM, out, _norm(parts.after), tuple(gate_up), gated, sum_NM)
+    _in_threads(compiled.added, gated[0], w_down, sum_NM, found)
+    return found
+
+
+def _in_threads(kernel: Callable[..., None], *arguments: Any) -> None:
+    """The kernel in each thread, which share its parts."""
+    counter = fused().new_counter()
+    run_shared(lambda *_: kernel(*arguments, counter), range(torch.get_num_threads() + 1))
 
 
 def _by_rows(kernel: Callable[..., None], *arguments: Any) -> None:

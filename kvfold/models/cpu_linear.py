@@ -145,11 +145,14 @@ class Group:
                 kernel.products(x, w_OK, y_NO, blocks * begin // num_threads, blocks * end // num_threads)
 
         run_shared(work, range(num_threads + 1))
-        found = [y_NO for _, y_NO in layers]
+        return self.biased([y_NO for _, y_NO in layers])
+
+    def biased(self, found: Sequence[Floats]) -> list[Floats]:
+        """Products with the biases of their layers."""
         for linear, y_NO in zip(self.linears, found, strict=True):
             if linear.bias is not None:
                 y_NO += linear.bias.detach().numpy()
-        return found
+        return list(found)
 
     def _plain_products(self, x_NK: Floats) -> list[Floats]:
         """By PyTorch, for many rows."""

@@ -44,6 +44,7 @@ class ForwardCache(HfCache):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__(layers=[])
+        self.angles: tuple[Tensor, Any, Any] | None = None  # of compiled layers: cosines, and both as arrays
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return query_length, 0

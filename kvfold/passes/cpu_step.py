@@ -6,9 +6,10 @@ T tasks   D head dim
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import cast
 
 import numpy as np
 import torch
@@ -16,11 +17,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvfold.attend import cpu_kernels as kernels
+from kvfold.core import HAS_AVX512_KERNELS
+from kvfold.pages.kernels.cpu_jit import new_counter
 from kvfold.pages.kernels.cpu_threads import run_shared
 from kvfold.pages.sequence import SequenceCache
 from kvfold.passes.cpu_cascade import Group, groups_of
 from kvfold.passes.cpu_tasks import BatchTasks, batch_tasks, is_served
 
+_LANES = 16  # of a register of AVX-512
 Partial = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]
 
 
@@ -85,22 +89,33 @@ class CpuStep:
         offset_RG = np.empty(shape, dtype=np.float32)
         kv_dtype = self.sequences[0].spec.kv_dtype
         new = tuple(x.to(kv_dtype).contiguous().view(torch.uint16).numpy() for x in (k_BHD, v_BHD))
-        places = tuple(place_LBH[layer] + self._filled_B1 for place_LBH in tasks.place_SLBH)
         coded = tasks.is_coded_LB[layer], tasks.mean_LBHD[layer]
-        kernels.prepare(spec.scale, *coded, queries, offset_RG, new, places, self._memory[1])
+        kernels.prepare(spec.scale, *coded, queries, offset_RG, new, self._place_LSBH[layer], self._memory[1])
         rest = tasks.tasks[layer], queries, offset_RG, self._memory, _fp8_table(), self._partial
-        run_shared(lambda begin, end: kernels.attend_tasks(begin, end, *rest), tasks.cuts[layer])
-        out_RGD, lse_RG = torch.empty_like(q_RGD), torch.empty(shape)
-        kernels.merge(tasks.starts[layer], self._partial, out_RGD.numpy(), lse_RG.numpy())
+        counter, cut_X = new_counter(), tasks.cuts[layer]
+        num_threads = torch.get_num_threads() if len(cut_X) > 2 else 1
+        run_shared(lambda *_: self._attend_tasks(counter, cut_X, *rest), range(num_threads + 1))
+        out_RGD, lse_RG = np.empty((*shape, spec.head_dim), dtype=np.float32), np.empty(shape, dtype=np.float32)
+        kernels.merge(tasks.starts[layer], self._partial, out_RGD, lse_RG)
         num_rows = len(self.indices), spec.num_kv_heads, spec.group
-        found = out_RGD.view(*num_rows, -1), lse_RG.view(num_rows)
+        found = out_RGD.reshape(*num_rows, -1), lse_RG.reshape(num_rows)
         for group in self._groups:
-            group.attend(layer, q_BQD.float(), spec.scale, (found[0].numpy(), found[1].numpy()))
-        return found[0].view(q_BQD.shape), found[1]
+            group.attend(layer, q_BQD.float(), spec.scale, found)
+        return torch.from_numpy(out_RGD).view(q_BQD.shape), torch.from_numpy(found[1])
 
     @cached_property
-    def _filled_B1(self) -> NDArray[np.int64]:
-        """Bytes that are filled of every head of an open block."""
+    def _attend_tasks(self) -> Callable[..., None]:
+        spec = self.sequences[0].spec.layers[0]
+        if HAS_AVX512_KERNELS and spec.head_dim % _LANES == 0:
+            from kvfold.attend import avx512_decode
+
+            return cast(Callable[..., None], avx512_decode.attend_tasks)
+        return cast(Callable[..., None], kernels.attend_tasks)
+
+    @cached_property
+    def _place_LSBH(self) -> NDArray[np.int64]:
+        """Byte addresses of the new slots: behind what is filled of every head of an open block."""
         spec = self.sequences[0].spec
         slot_bytes = spec.layers[0].head_dim * spec.kv_dtype.itemsize
-        return np.array([[sequence.open.fill * slot_bytes] for sequence in self.sequences])
+        filled_B1 = np.array([[sequence.open.fill * slot_bytes] for sequence in self.sequences])
+        return (self._tasks.place_SLBH + filled_B1).swapaxes(0, 1).copy()

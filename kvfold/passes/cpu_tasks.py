@@ -32,6 +32,7 @@ from kvfold.passes.captured.split_kv import LaneTables, cut
 _SPLIT = 256  # slots of a task
 _FLOATS = {torch.float32: F32, torch.bfloat16: BF16}
 _INTEGERS = {8: INT8, 4: INT4, 2: INT2}
+_PARTS = 8  # for each thread
 _FEWEST_SLOTS = 1024  # of a layer that are worth waking another thread
 
 
@@ -163,7 +164,7 @@ class BatchTasks:
     open_N: Ints  # which of them are open blocks: layer by layer, row by row
     tasks: list[Ints]  # of each layer, views
     starts: list[Ints]  # of each layer, the first task of every row, and the end
-    cuts: list[list[int]]  # of each layer, where threads begin, and the end
+    cuts: list[Ints]  # of each layer, where the parts begin that threads take, and the end
     is_coded_LB: NDArray[np.bool_]
     mean_LBHD: NDArray[np.float32]
     place_SLBH: Ints
@@ -202,13 +203,13 @@ class BatchTasks:
         self.task_NC[self.open_N, LENGTH] = np.tile(np.repeat(fill_B, num_heads), num_layers)
 
 
-def _shared_out(length_N: Ints, num_threads: int) -> list[int]:
-    """Where the tasks of each thread begin, and the end: about as many slots for each."""
+def _shared_out(length_N: Ints, num_threads: int) -> Ints:
+    """Where parts of the tasks begin, and the end: about as many slots for each; one part for one thread."""
     end_N = np.cumsum(length_N + 16)  # an open block, and what a task costs
-    if num_threads < 2 or end_N[-1] < _FEWEST_SLOTS:
-        return [0, len(length_N)]
-    inner = np.searchsorted(end_N, end_N[-1] * np.arange(1, num_threads) / num_threads)
-    return [0, *(int(at) for at in inner), len(length_N)]
+    is_shared = num_threads > 1 and end_N[-1] >= _FEWEST_SLOTS
+    num_parts = _PARTS * num_threads if is_shared else 1
+    inner_X = np.searchsorted(end_N, end_N[-1] * np.arange(1, num_parts) / num_parts)
+    return np.concatenate([[0], inner_X, [len(length_N)]])
 
 
 def batch_tasks(

@@ -45,6 +45,9 @@ _FIRST = _lanes([0] * LANES)
 _LOW, _HIGH = (_lanes([lane for i in range(at, at + 8) for lane in (i, LANES + i)]) for at in (0, 8))
 
 
+_REVERSED = [int(f"{i:04b}"[::-1], 2) for i in range(LANES)]  # the bits of a number backwards
+
+
 def pointer(builder: Any, address: Any) -> Any:
     return builder.inttoptr(address, _FLOAT.as_pointer())
 
@@ -69,6 +72,14 @@ def store(builder: Any, row: Any, place: Any) -> None:
     builder.store(row, builder.bitcast(place, row.type.as_pointer()), align=4)
 
 
+def prefetch(builder: Any, place: Any) -> None:
+    """Ask for its cache line."""
+    kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, _LANE, _LANE, _LANE])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    kinds = [ir.Constant(_LANE, number) for number in (0, 3, 1)]  # to read, to keep, data
+    builder.call(function, [builder.bitcast(place, cgutils.voidptr_t), *kinds])
+
+
 def spread(builder: Any, number: Any) -> Any:
     """A number in all lanes."""
     first = builder.insert_element(_UNDEFINED, number, ir.Constant(_LANE, 0))
@@ -88,6 +99,17 @@ def transposed(builder: Any, rows: Sequence[Any]) -> list[Any]:
         pairs = zip(found[:half], found[half:], strict=True)
         found = [builder.shuffle_vector(a, b, lanes) for a, b in pairs for lanes in (_LOW, _HIGH)]
     return found
+
+
+def lane_sums(builder: Any, rows: Sequence[Any]) -> Any:
+    """One register with the sum over the lanes of each of 16."""
+    found = [rows[i] for i in _REVERSED]
+    while len(found) > 1:
+        pairs = zip(found[::2], found[1::2], strict=True)
+        found = [
+            builder.fadd(builder.shuffle_vector(a, b, _LOW), builder.shuffle_vector(a, b, _HIGH)) for a, b in pairs
+        ]
+    return found[0]
 
 
 def store_columns(builder: Any, columns: Sequence[Any], places: Sequence[Any]) -> None:
@@ -155,12 +177,8 @@ class Tile:
         return found
 
     def _prefetch(self, k: Any) -> None:
-        builder, void = self.builder, cgutils.voidptr_t
-        kind = ir.FunctionType(ir.VoidType(), [void, _LANE, _LANE, _LANE])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        kinds = [ir.Constant(_LANE, number) for number in (0, 3, 1)]  # to read, to keep, data
         for row in self.ahead:
-            builder.call(function, [builder.bitcast(at(builder, row, k), void), *kinds])
+            prefetch(self.builder, at(self.builder, row, k))
 
 
 _LOG2E, _LN2_HIGH, _LN2_LOW = 1.44269504088896341, 0.693359375, -2.12194440e-4
