@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import serving_peers, serving_peers_page
 from benchmarks.docs_section import with_section
 from benchmarks.rows import read_rows
-from benchmarks.server.vllm_process import vllm_version
+from benchmarks.server.vllm_process import preloaded, vllm_version
 from benchmarks.serving_peers import Documents
 from kvfold.errors import ModelError
 
@@ -23,6 +24,9 @@ ROW = {
     "cold_s_all": [9, 7.891, 7], "hit_s_all": [1.75] * 3, "burst_per_s_all": [0.333] * 3,
     "decode_per_s_all": [33.25] * 3,
 }  # fmt: skip
+
+
+ALONE: dict[str, Any] = {f"{name}_all": [1.0] for name in serving_peers.MEASURES}
 
 
 def test_a_policy_of_kvfold_is_measured_and_vllm_told_to_be_missing(
@@ -54,6 +58,14 @@ def test_a_python_without_vllm_is_refused() -> None:
         vllm_version("/no/python")
 
 
+def test_what_vllms_guide_recommends_is_preloaded_where_it_is(tmp_path: Path) -> None:
+    (tmp_path / "lib").mkdir()
+    openmp = tmp_path / "lib" / "libiomp5.so"
+    assert str(openmp) not in preloaded(str(tmp_path / "bin" / "python"))
+    openmp.touch()
+    assert preloaded(str(tmp_path / "bin" / "python"))[0] == str(openmp)
+
+
 def test_the_page_is_what_the_kept_rows_give() -> None:
     page = serving_peers_page
     text, kept = page.PAGE.read_text(encoding="utf-8"), read_rows(page.KEPT) if page.KEPT.exists() else []
@@ -62,16 +74,17 @@ def test_the_page_is_what_the_kept_rows_give() -> None:
 
 def test_servers_of_one_machine_share_a_table_and_the_last_row_counts() -> None:
     old, new = ({**ROW, "server": "kvfold", "policy": "full", "cold_s": cold} for cold in (9.0, 7.891))
-    vllm = {**ROW, "server": "vllm 0.32.0", "policy": "", "cold_s": 12.9}
+    vllm = {**ROW, "server": "vllm 0.32.0", "policy": "", "cold_s": 12.9, "cold_s_all": [13.5, 12.9, 12]}
     earlier = {**vllm, "server": "vllm 0.26.0", "commit": "0000000"}  # of another run
-    found = serving_peers_page.body([earlier, old, vllm, new, {**vllm, "device": "x86_64 CPU", "rounds": 1}])
+    found = serving_peers_page.body([earlier, old, vllm, new, {**vllm, "device": "x86_64 CPU", "rounds": 1, **ALONE}])
     assert found.count("| server |") == 2
-    assert (
-        "m in float32, medians of 3 rounds (their range), aarch64 CPU, 2 threads, commit abc1234, 2026-11-18:" in found
+    head = (
+        "m in float32, medians of 3 rounds (times as fast as vLLM), aarch64 CPU, 2 threads, commit abc1234, 2026-11-18:"
     )
-    mine, theirs = (line for line in found.splitlines() if "7.00 to 9.00" in line)
+    assert head in found
+    mine, theirs = (line for line in found.splitlines() if " to " in line)
     assert mine.startswith(
-        "| kvfold, `full` | 7.89 (7.00 to 9.00) s | 1.75 (1.75 to 1.75) s | 0.33 (0.33 to 0.33) requests/s"
+        "| kvfold, `full` | 7.89 s (7.00 to 9.00, 1.50x) | 1.75 s (1.75 to 1.75, 1.00x) | 0.33 requests/s"
     )
-    assert theirs.startswith("| vllm 0.32.0 | 12.90 (") and "| vllm 0.32.0 | 12.90 s |" in found
+    assert theirs.startswith("| vllm 0.32.0 | 12.90 s (12.00 to 13.50) |") and "| vllm 0.32.0 | 12.90 s |" in found
     assert "0.26.0" not in found

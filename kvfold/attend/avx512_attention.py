@@ -254,9 +254,7 @@ def _read_parts(num_panels: int, q: int, part_P4: Any, own: Any, room: Any, stri
 
 
 @compiled
-def _attend(
-    addresses: Any, strides: Any, part_HP4: Any, shape: Any, scale: Any, lse_HR: Any, counter: Any
-) -> None:
+def _attend(addresses: Any, strides: Any, part_HP4: Any, shape: Any, scale: Any, lse_HR: Any, counter: Any) -> None:
     """Units of rows, as threads take them. Addresses and strides (of heads, groups, queries) of queries and output,
     and strides of keys and values from slot to slot."""
     num_heads, group, num_queries, num_slots, head_dim, hidden, most = shape

@@ -33,13 +33,13 @@ from kvfold.passes.prefill import PrefillPass
 
 
 def default_chunk_len(spec: ModelSpec, device: torch.device) -> int:
-    """Tokens a layer runs at a time: 8192 on CUDA, which keeps tensor cores busy; 1024 on a CPU, whose BLAS copies the
+    """Tokens a layer runs at a time: 8192 on CUDA, which keeps tensor cores busy; 2048 on a CPU, whose BLAS copies the
     weights in every call; 512 where attention materialises a matrix of chunk x KV slots (fp32 on CUDA, sliding-window
     layers)."""
     if len(spec.compressible_layers) < spec.num_layers:
         return 512
     if device.type != "cuda":
-        return 1024
+        return 2048
     return 8192 if spec.dtype in (torch.float16, torch.bfloat16) else 512
 
 

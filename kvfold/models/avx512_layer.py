@@ -65,9 +65,7 @@ def plain(x_NK: Floats, w_OK: Floats, y_NO: Floats, counter: Any) -> None:
 
 
 @compiled
-def gated(
-    x_NM: Floats, more_NM: Floats, norm: Any, weights: Any, outs: Any, sum_NM: Floats, counter: Any
-) -> None:
+def gated(x_NM: Floats, more_NM: Floats, norm: Any, weights: Any, outs: Any, sum_NM: Floats, counter: Any) -> None:
     """The sum of x and more, and SwiGLU of its norm in place of the gate. Outputs are whole blocks."""
     both_NM, y_NM = np.empty_like(x_NM), np.empty_like(x_NM)
     add_norm(x_NM, more_NM, both_NM, y_NM, norm[0], norm[1])

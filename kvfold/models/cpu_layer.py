@@ -112,9 +112,10 @@ class CompiledLayer(nn.Module):
         x_NM = padded_rows(hidden_states)
         is_fused = self._is_fused and cpu_linear.is_few(hidden_states)
         q, k, v = _normed_products(parts, x_NM) if is_fused else _qkv(parts, x_NM)
-        if cache.angles is None or cache.angles[0] is not cos:  # as a rule they are those of the layer before
-            cache.angles = cos, *(x[0].contiguous().numpy() for x in (cos, sin))
-        _, cos_ND, sin_ND = cache.angles
+        angles = cache.angles  # as a rule those of the layer before
+        if angles is None or angles[0] is not cos:
+            angles = cache.angles = cos, cos[0].contiguous().numpy(), sin[0].contiguous().numpy()
+        _, cos_ND, sin_ND = angles
         _by_rows(kernels().rotate, q[:num_rows], cos_ND, sin_ND)
         _by_rows(kernels().rotate, k[:num_rows], cos_ND, sin_ND)
         q_1QND, k_1HND, v_1HND = (self._heads(x, num_rows) for x in (q, k, v))

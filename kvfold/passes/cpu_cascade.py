@@ -32,7 +32,7 @@ _FEWEST_SEQUENCES = 2
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Sequences that begin with the same `num_shared` segments, by their number in the step; `layers`: where those lie."""
+    """Sequences that begin with the same `num_shared` segments, by their number in the step; `layers`: where they lie."""
 
     index_b: Ints
     num_shared: int

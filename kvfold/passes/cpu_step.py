@@ -118,4 +118,5 @@ class CpuStep:
         spec = self.sequences[0].spec
         slot_bytes = spec.layers[0].head_dim * spec.kv_dtype.itemsize
         filled_B1 = np.array([[sequence.open.fill * slot_bytes] for sequence in self.sequences])
-        return (self._tasks.place_SLBH + filled_B1).swapaxes(0, 1).copy()
+        places: NDArray[np.int64] = (self._tasks.place_SLBH + filled_B1).swapaxes(0, 1).copy()
+        return places

@@ -55,6 +55,31 @@ def test_steps_over_a_shared_prefix_are_those_of_each(
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_sequences_that_have_segments_of_their_own_share_the_first(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As hits whose question has been stored, too."""
+    runner = Runner(model.hf, model.spec, model.arena)
+
+    def stored() -> list[SequenceCache]:
+        found = forked(runner, "full", 3, 150)
+        for sequence in found[:2]:
+            sequence.fork().release()  # its tail has become a segment, and stays one while a fork holds it
+        forks.extend(sequence.fork() for sequence in found[:2])
+        return found
+
+    forks: list[SequenceCache] = []
+    sequences = stored()
+    assert [len(sequence.segments) for sequence in sequences] == [2, 2, 1]
+    (group,) = cpu_cascade.groups_of(sequences)
+    assert group.index_b.tolist() == [0, 1, 2] and group.num_shared == 1
+    found = steps(runner, sequences, 40)
+    monkeypatch.setattr(cpu_cascade, "HAS_AVX512_KERNELS", False)
+    torch.testing.assert_close(found, steps(runner, stored(), 40), rtol=1e-4, atol=1e-4)
+    for fork in forks:
+        fork.release()
+
+
 def test_what_is_shared_by_one_sequence_alone_is_read_with_the_rest(model: Model) -> None:
     runner = Runner(model.hf, model.spec, model.arena)
     sequences = forked(runner, "full", 2, 80)

@@ -25,9 +25,11 @@ IN_TORCH = (f"streaming + slot + {SMALL}", "full + quest(tokens=4, skip_layers=0
 LENGTHS = (61, 5, 40, 52, 23, 44, 58, 13, 47, 36, 50, 31)
 
 
-def batch_of(policies: tuple[str, ...], kv_dtype: torch.dtype) -> tuple[list[SequenceCache], list[SequenceCache]]:
+def batch_of(
+    policies: tuple[str, ...], kv_dtype: torch.dtype, head_dim: int = 16
+) -> tuple[list[SequenceCache], list[SequenceCache]]:
     """Sequences of one arena, and the same, each in its own."""
-    spec = tiny_spec(num_layers=3, num_heads=3, sliding={2: 30}, kv_dtype=kv_dtype)
+    spec = tiny_spec(num_layers=3, num_heads=3, head_dim=head_dim, sliding={2: 30}, kv_dtype=kv_dtype)
     layers, arena = random_layers(spec, 80), Arena(16 << 20, superblock_bytes=SMALL_BLOCK)
     found: tuple[list[SequenceCache], list[SequenceCache]] = [], []
     for policy, length in zip(policies, LENGTHS, strict=False):
@@ -45,6 +47,14 @@ def test_a_batch_reads_what_torch_reads(policies: tuple[str, ...], kv_dtype: tor
     compiled = CpuStep.over(batch)
     assert compiled is not None and compiled.indices == list(range(len(COMPILED)))
     assert compiled.serves(0) and not compiled.serves(2)
+    assert_batch_reads_as_alone(batch, alone, random_layers(batch[0].spec, 80))
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_heads_that_fill_registers_are_read_as_torch_reads_them(head_dim: int, kv_dtype: torch.dtype) -> None:
+    """By kernels for AVX-512 where a machine has it; with codes and floats in one batch."""
+    batch, alone = batch_of(COMPILED, kv_dtype, head_dim)
     assert_batch_reads_as_alone(batch, alone, random_layers(batch[0].spec, 80))
 
 

@@ -216,6 +216,17 @@ def test_a_redis_server_that_does_not_answer_is_told_without_its_password() -> N
     assert "secret" not in str(told[0].message)
 
 
+def test_a_cpu_copies_no_prefix_to_its_own_memory_unless_it_is_told_to(tmp_path: Path) -> None:
+    model = tiny.ready("llama")
+    for options, expected in (
+        ({}, False),
+        ({"host_bytes": 1 << 20}, True),
+        ({"disk": tmp_path, "disk_bytes": 1 << 20}, True),
+    ):
+        with open_store(model, **options) as store:
+            assert store.offload is expected and store.tiered.tiers[0].name == "host", "cache markers are kept there"
+
+
 def test_a_redis_server_that_answers_is_not_warned_of(redis_server: RedisServer) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -62,6 +62,35 @@ def test_a_hit_at_a_marker_is_bitwise_a_run_that_stops_there(model: Model, prefi
         assert hit.matched_tokens == 4 * CHUNK
 
 
+def test_a_prefix_that_ends_inside_a_sequence_shares_its_pages(model: Model) -> None:
+    """And hits of one length share one segment, so that a decode step can read it for all of them."""
+    device, marker = DeviceTier(1 << 24), len(TOKENS) - 2
+    with PrefixStore([], device=device, chunk_len=CHUNK, offload=False) as store:
+        prefixes = make_prefixes(store, model)
+        hit = prefixes.lookup(TOKENS, markers=[marker])
+        finish(model, hit, TOKENS)
+        before = model.arena.used_bytes
+        assert prefixes.save(hit.sequence, TOKENS, upto=marker) == marker
+        assert model.arena.used_bytes == before, "nothing is copied"
+        hits = [prefixes.lookup(TOKENS, markers=[marker]).sequence for _ in range(2)]
+        assert hits[0].committed_len == marker and hits[0].segments[0] is hits[1].segments[0]
+        for sequence in (hit.sequence, *hits):
+            sequence.release()
+        again = prefixes.lookup(TOKENS, markers=[marker]).sequence
+        assert again.committed_len == marker, "the entry holds what nobody else does"
+        again.release()
+
+
+def test_without_offload_prefixes_stay_on_the_device(model: Model) -> None:
+    host, device = HostTier(1 << 24), DeviceTier(1 << 24)
+    with PrefixStore([host], device=device, chunk_len=CHUNK, offload=False) as store:
+        prefixes = make_prefixes(store, model)
+        assert read(prefixes, model).saved_tokens == 5 * CHUNK and store.flush()
+        assert host.num_bytes == 0 and read(prefixes, model).tier == "device"
+        assert device.shrink()
+        assert read(prefixes, model).matched_tokens == 0
+
+
 def test_markers_that_move_on_stay_within_the_limit(model: Model) -> None:
     """A conversation: every turn is found at the end of the one before, and old ends give way."""
     host = HostTier(1 << 18)

@@ -124,8 +124,7 @@ class PrefillManager:
 
     def _mates(self, task: Task, ready: Sequence[Task]) -> list[Task]:
         """Tasks whose next chunk runs in the same pass."""
-        is_cuda = self._runner.arena.device.type == "cuda"
-        most = self._runner.joined_len // (_MIN_COST if is_cuda else 4)
+        most = self._runner.joined_len // _MIN_COST
         if not task.can_join(most):
             return []
         compresses = task.compresses_next
@@ -133,10 +132,10 @@ class PrefillManager:
         mates = [other for other in found if other.compresses_next == compresses]
         num_tokens = accumulate((mate.next_len for mate in mates), initial=task.next_len)
         room = self._runner.joined_len
-        if is_cuda:
+        if self._runner.arena.device.type == "cuda":
             room *= 2  # 256 prompts of 64 tokens, with chunks of 8,192
         elif self._queues.decoding:  # a CPU takes time for every token
-            room //= 4
+            room //= _MIN_COST
         return mates[: max(0, min(sum(upto <= room for upto in num_tokens), MOST_JOINED) - 1)]
 
     def _run_together(self, batch: Sequence[Task]) -> None:
