@@ -84,7 +84,7 @@ def test_servers_of_one_machine_share_a_table_and_the_last_row_counts() -> None:
     assert head in found
     mine, theirs = (line for line in found.splitlines() if " to " in line)
     assert mine.startswith(
-        "| kvfold, `full` | 7.89 s (7.00 to 9.00, 1.50x) | 1.75 s (1.75 to 1.75, 1.00x) | 0.33 requests/s"
+        "| kvfold, `full` | 7.89 s (7.00 to 9.00, 1.63x) | 1.75 s (1.75 to 1.75, 1.00x) | 0.33 requests/s"
     )
     assert theirs.startswith("| vllm 0.32.0 | 12.90 s (12.00 to 13.50) |") and "| vllm 0.32.0 | 12.90 s |" in found
     assert "0.26.0" not in found

@@ -193,7 +193,7 @@ def _read_grid(tasks: Any, t: int, code: int, first: int, count: int, halves: An
 
 @compiled
 def _weigh(count: int, score_S: Any, top_2: Any, total_L: Any) -> Any:
-    """Scores become weights. Their sum, and what earlier sums are to be scaled by; `top_2`: the largest score so far."""
+    """Scores become weights. Their sum, and the factor of earlier sums; `top_2`: the largest score so far."""
     whole, top = -(-count // LANES) * LANES, top_2[0]
     for s in range(count, whole):
         score_S[s] = -np.inf

@@ -32,7 +32,7 @@ _FEWEST_SEQUENCES = 2
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Sequences that begin with the same `num_shared` segments, by their number in the step; `layers`: where they lie."""
+    """Sequences that begin with the same `num_shared` segments, by their number in a step; `layers`: their places."""
 
     index_b: Ints
     num_shared: int

@@ -23,8 +23,8 @@ _MAX_FETCHES = 64  # queued prefetches, one a prompt
 
 
 class StoreContext:
-    """Byte tiers, fastest first, behind an optional device tier. `offload`: False leaves KV to the device tier, and byte
-    tiers hold cache markers only."""
+    """Byte tiers, fastest first, behind an optional device tier. `offload`: False leaves KV to the device tier; byte
+    tiers then hold cache markers only."""
 
     def __init__(
         self,

@@ -140,9 +140,11 @@ def test_jobs_that_wait_together_are_prefilled_together(model: Model) -> None:
 
 
 def test_a_pass_on_a_cpu_has_at_most_a_chunk_of_tokens(model: Model) -> None:
-    runner = Counting(model, chunk_len=32)
-    assert served(runner, model) == [written(model, ids, 9) for ids in PROMPTS]
-    assert runner.joined_lens and max(runner.joined_lens) <= 32  # 5, 9, 12 and 7 join, 40 and 33 run alone
+    runner = Counting(model, chunk_len=64)
+    short = [[index + 1] * 8 for index in range(20)]
+    found = served(runner, model, *(job(runner, ids, max_new_tokens=9) for ids in short))
+    assert found == [written(model, ids, 9) for ids in (*short, *PROMPTS)]
+    assert 8 < max(runner.joined_lens) <= 64  # an eighth of a chunk joins, 40 and 33 run alone
 
 
 def test_a_job_whose_prefix_is_lost_restarts_alone(model: Model) -> None:
