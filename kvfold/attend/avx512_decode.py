@@ -32,6 +32,7 @@ from kvfold.attend.cpu_kernels import (
     V_CODE,
     V_FORM,
     Floats,
+    slot_width,
 )
 from kvfold.pages.kernels.avx512 import (
     LANES,
@@ -142,23 +143,11 @@ _unpack_8, _unpack_4, _unpack_2 = (emitted(bound(_emit_unpack, bits)) for bits i
 
 
 @compiled
-def _width(form: int, head_dim: int) -> int:
-    """Bytes of a slot."""
-    if form == F32:
-        return 4 * head_dim
-    if form == BF16:
-        return 2 * head_dim
-    if form == INT4:
-        return head_dim // 2
-    return head_dim // 4 if form == INT2 else head_dim
-
-
-@compiled
 def _is_served(tasks: Any, t: int, head_dim: int) -> bool:
     if tasks[t, BIAS] != 0:
         return False
     for form in (tasks[t, K_FORM], tasks[t, V_FORM]):
-        if form == FP8 or (form > FP8 and _width(form, head_dim) % LANES != 0):
+        if form == FP8 or (form > FP8 and slot_width(form, head_dim) % LANES != 0):
             return False
     return True
 
@@ -236,9 +225,9 @@ def _attend(tasks: Any, t: int, q_RGD: Any, offset_RG: Any, memory: int, halves:
     for first in range(begin, end, _SLOTS):
         count = min(_SLOTS, end - first)
         is_whole = count % LANES == 0
-        v = memory + tasks[t, V_CODE] + _width(v_form, head_dim) * first
+        v = memory + tasks[t, V_CODE] + slot_width(v_form, head_dim) * first
         v = _floats(v_form, v, count, head_dim, slot + 4 * _SLOTS * head_dim, True)
-        k = memory + tasks[t, K_CODE] + _width(k_form, head_dim) * first
+        k = memory + tasks[t, K_CODE] + slot_width(k_form, head_dim) * first
         k = _floats(k_form, k, count, head_dim, slot, is_whole)
         if k_form > FP8:
             _read_grid(tasks, t, K_CODE, first, count, halves, bits_4S, 0)

@@ -43,7 +43,7 @@ def _dot(a: Floats, b: Floats) -> Any:
 
 
 @jit
-def _width(form: int, head_dim: int) -> int:
+def slot_width(form: int, head_dim: int) -> int:
     """Bytes of a slot."""
     if form == F32:
         return 4 * head_dim
@@ -92,7 +92,7 @@ def _tile(form: int, place: Any, at: int, count: int, head_dim: int, memory: Any
     scales and zeros, which go to the second. `place`: addresses of codes, scales and zeros."""
     raw, halves, words = memory
     scratch, grid_2S = room
-    width = _width(form, head_dim)
+    width = slot_width(form, head_dim)
     address = place[0] + at * width
     if form == F32:
         return words[address // 4 : address // 4 + count * head_dim]

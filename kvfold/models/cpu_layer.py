@@ -1,7 +1,7 @@
 """Decoder layers on a CPU: norms, rotary embedding and SwiGLU compiled by numba, between matrix products.
 
 A layer of transformers is some thirty operations and a dozen modules beside its products. For the 16 rows of a decode
-step calling them takes a quarter of the time; for the 512 of a chunk each reads and writes what no cache holds. Layers
+step calling them takes a quarter of the time; for the rows of a chunk each reads and writes what no cache holds. Layers
 that are made as Llama's are replaced while the model runs, if they give the same on random rows; all others, and calls
 with one row, run as they are.
 
