@@ -38,7 +38,7 @@ from benchmarks.commands import argument_parser, positive, run_main
 from benchmarks.rows import Row, report
 from benchmarks.server.client import served
 from benchmarks.server.openai_client import Asked, OpenAIServer
-from benchmarks.server.vllm_process import vllm_served, vllm_version
+from benchmarks.server.vllm_process import preloaded, vllm_served, vllm_version
 from kvfold.models.loader import load_tokenizer
 from kvfold.policy.policy import Policy
 
@@ -81,6 +81,7 @@ def arms(args: argparse.Namespace, folder: Path) -> list[Arm]:
     words += ["--enable-prefix-caching", "--generation-config", "vllm"]
     start = partial(vllm_served, args.vllm_python, args.model, *words, kv_gib=args.memory, log=folder / "vllm.log")
     name = f"vllm {vllm_version(args.vllm_python)}"
+    print(f"{name} preloads {', '.join(preloaded(args.vllm_python)) or 'nothing'}", file=sys.stderr)
     fronts = [Arm(f"kvfold before {name}", "full", partial(front_served, args, start))] if args.front else []
     return [*found, Arm(name, "", start), *fronts]
 
@@ -192,7 +193,8 @@ def main(arguments: Sequence[str]) -> int:
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     beside = ("save", "threads", "vllm_python", "policies", "front")
     sizes = {name: value for name, value in vars(args).items() if name not in beside}
-    report("serving_peers", rows(args), save=args.save, **sizes)
+    libraries = [] if args.vllm_python is None else [Path(path).name for path in preloaded(args.vllm_python)]
+    report("serving_peers", rows(args), save=args.save, preloaded=libraries, **sizes)
     return 0
 
 

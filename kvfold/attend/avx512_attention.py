@@ -46,8 +46,8 @@ from kvfold.pages.kernels.avx512 import (
     store,
     store_columns,
 )
-from kvfold.pages.kernels.cpu_jit import compiled, new_counter, take
-from kvfold.pages.kernels.cpu_threads import run_shared
+from kvfold.pages.kernels.cpu_jit import compiled, take
+from kvfold.pages.kernels.cpu_threads import run_parts
 
 _SLOTS = 128  # that are read at once
 _COLUMN = 4 * LANES  # bytes
@@ -323,7 +323,7 @@ def attend_parts(
     shape = num_heads, group, num_queries, int(part_HP4[0, :, LENGTH].sum()), head_dim, int(causal), most
     scale_1 = np.array([scale], dtype=np.float32)
 
-    rest = addresses, all_strides, part_HP4, shape, scale_1, lse_HR, new_counter()
-    run_shared(lambda *_: _attend(*rest), range(num_threads + 1))
+    rest = addresses, all_strides, part_HP4, shape, scale_1, lse_HR
+    run_parts(lambda counter: _attend(*rest, counter), num_threads)
     lse = torch.from_numpy(lse_HR).view(num_heads, num_queries, group).transpose(1, 2)
     return out_HGTD, lse

@@ -16,9 +16,8 @@ from kvfold.attend.cpu_kernels import Floats
 from kvfold.models.avx512_gemm import pack_rows, products
 from kvfold.models.cpu_kernels import add_norm, rms_norm, swiglu
 from kvfold.pages.kernels.avx512 import LANES, OUTPUTS
-from kvfold.pages.kernels.cpu_jit import compiled, new_counter, take
+from kvfold.pages.kernels.cpu_jit import compiled, take
 
-__all__ = ["added", "gated", "new_counter", "normed", "plain"]
 _PART = 8  # blocks of outputs
 
 

@@ -26,7 +26,7 @@ from kvfold.models.attach import ModuleState, is_attached, maskless
 from kvfold.models.cpu_linear import FewRows, Floats, Group, gemm, is_served, kernels, padded_rows
 from kvfold.models.fused_layers import Exchange, exchanged, is_bare, known
 from kvfold.models.pass_cache import ForwardCache
-from kvfold.pages.kernels.cpu_threads import run_shared
+from kvfold.pages.kernels.cpu_threads import run_parts, run_shared
 
 _FEWEST_NUMBERS = 1 << 16  # of an array that are worth waking another thread
 _TOLERANCE = 1e-3  # relative, of a layer against the one it replaces
@@ -37,8 +37,8 @@ _SILU = ("SiLU", "SiLUActivation")
 
 
 @cache
-def fused() -> Any:
-    """Compiled ones for AVX-512; the file needs numba."""
+def avx512_kernels() -> Any:
+    """Of products and what surrounds them; the file needs numba."""
     from kvfold.models import avx512_layer
 
     return avx512_layer
@@ -89,7 +89,7 @@ class CompiledLayer(nn.Module):
 
     def __init__(self, plain: nn.Module, parts: Parts) -> None:
         super().__init__()
-        self.plain, self.parts, self._is_fused = plain, parts, _can_fuse(parts)
+        self.plain, self.parts, self.is_fused = plain, parts, _can_fuse(parts)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -110,7 +110,7 @@ class CompiledLayer(nn.Module):
         """[1, N, M]"""
         parts, num_rows = self.parts, hidden_states.shape[1]
         x_NM = padded_rows(hidden_states)
-        is_fused = self._is_fused and cpu_linear.is_few(hidden_states)
+        is_fused = self.is_fused and cpu_linear.is_few(hidden_states)
         q, k, v = _normed_products(parts, x_NM) if is_fused else _qkv(parts, x_NM)
         angles = cache.angles  # as a rule those of the layer before
         if angles is None or angles[0] is not cos:
@@ -162,13 +162,14 @@ def _can_fuse(parts: Parts) -> bool:
 def _normed_products(parts: Parts, x_NM: Floats) -> list[Floats]:
     weights = tuple(parts.qkv.arrays())
     outs = tuple(np.empty((len(x_NM), len(w_OK)), dtype=np.float32) for w_OK in weights)
-    _in_threads(fused().normed, x_NM, _norm(parts.before), weights, outs)
+    _in_threads(avx512_kernels().normed, x_NM, _norm(parts.before), weights, outs)
     return parts.qkv.biased(outs)
 
 
 def _fused_mlp(parts: Parts, x_NM: Floats, attended: Floats) -> Floats:
     """The same as `_mlp`."""
-    compiled, ((w_out,), gate_up, (w_down,)) = fused(), (x.arrays() for x in (parts.out, parts.gate_up, parts.down))
+    (w_out,), gate_up, (w_down,) = (group.arrays() for group in (parts.out, parts.gate_up, parts.down))
+    compiled = avx512_kernels()
     out, sum_NM, found = np.empty_like(x_NM), np.empty_like(x_NM), np.empty_like(x_NM)
     gated = tuple(np.empty((len(x_NM), len(w_OK)), dtype=np.float32) for w_OK in gate_up)
     _in_threads(compiled.plain, attended, w_out, out)
@@ -178,9 +179,8 @@ def _fused_mlp(parts: Parts, x_NM: Floats, attended: Floats) -> Floats:
 
 
 def _in_threads(kernel: Callable[..., None], *arguments: Any) -> None:
-    """The kernel in each thread, which share its parts."""
-    counter = fused().new_counter()
-    run_shared(lambda *_: kernel(*arguments, counter), range(torch.get_num_threads() + 1))
+    """The kernel in each thread, which take its parts."""
+    run_parts(lambda counter: kernel(*arguments, counter), torch.get_num_threads())
 
 
 def _by_rows(kernel: Callable[..., None], *arguments: Any) -> None:
@@ -216,8 +216,10 @@ def compiled_layers(hf: Any) -> Iterator[None]:
 def _is_valid(exchange: Exchange) -> bool:
     """False if the layer was replaced or changed since."""
     found, parts = exchange.parent._modules[exchange.name], parts_of(exchange.plain)
-    is_its = found is exchange.plain or found is exchange.fused
-    return is_its and parts is not None and all(map(is_, parts, exchange.fused.parts))  # type: ignore[arg-type]
+    if parts is None or not (found is exchange.plain or found is exchange.fused):
+        return False
+    compiled: Any = exchange.fused
+    return all(map(is_, parts, compiled.parts)) and compiled.is_fused == _can_fuse(parts)
 
 
 @torch.no_grad()

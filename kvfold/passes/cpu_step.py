@@ -18,8 +18,7 @@ from torch import Tensor
 
 from kvfold.attend import cpu_kernels as kernels
 from kvfold.core import HAS_AVX512_KERNELS
-from kvfold.pages.kernels.cpu_jit import new_counter
-from kvfold.pages.kernels.cpu_threads import run_shared
+from kvfold.pages.kernels.cpu_threads import run_parts
 from kvfold.pages.sequence import SequenceCache
 from kvfold.passes.cpu_cascade import Group, groups_of
 from kvfold.passes.cpu_tasks import BatchTasks, batch_tasks, is_served
@@ -92,9 +91,9 @@ class CpuStep:
         coded = tasks.is_coded_LB[layer], tasks.mean_LBHD[layer]
         kernels.prepare(spec.scale, *coded, queries, offset_RG, new, self._place_LSBH[layer], self._memory[1])
         rest = tasks.tasks[layer], queries, offset_RG, self._memory, _fp8_table(), self._partial
-        counter, cut_X = new_counter(), tasks.cuts[layer]
+        cut_X = tasks.cuts[layer]
         num_threads = torch.get_num_threads() if len(cut_X) > 2 else 1
-        run_shared(lambda *_: self._attend_tasks(counter, cut_X, *rest), range(num_threads + 1))
+        run_parts(lambda counter: self._attend_tasks(counter, cut_X, *rest), num_threads)
         out_RGD, lse_RG = np.empty((*shape, spec.head_dim), dtype=np.float32), np.empty(shape, dtype=np.float32)
         kernels.merge(tasks.starts[layer], self._partial, out_RGD, lse_RG)
         num_rows = len(self.indices), spec.num_kv_heads, spec.group

@@ -47,6 +47,7 @@ from kvfold.store.tiers.base import ByteTier
 
 _TO_END, _TO_CLOSE = 0.4, 0.7  # shares of shutdown_s
 _HOST_BYTES = 4 << 30
+_MARKER_BYTES = 16 << 20  # where no prefix is copied to the host, cache markers are kept there: some 50,000
 
 
 def end_process(code: int) -> NoReturn:
@@ -132,7 +133,8 @@ def open_store(
     unless that or another tier is asked for.
     """
     offload = model.device.type != "cpu" or any(option is not None for option in (host_bytes, disk, redis))
-    tiers: list[ByteTier] = [HostTier(_HOST_BYTES if host_bytes is None else host_bytes)]
+    default_bytes = _HOST_BYTES if offload else _MARKER_BYTES
+    tiers: list[ByteTier] = [HostTier(default_bytes if host_bytes is None else host_bytes)]
     quarantine = None
     if disk is not None:
         tiers.append(DiskTier(disk, disk_bytes))

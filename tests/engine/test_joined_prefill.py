@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from kvfold.engine.generate import generate
 from kvfold.engine.output_processor import Request
 from kvfold.engine.runner import Runner
+from kvfold.engine.scheduling import scheduler as scheduler_module
 from kvfold.engine.scheduling.jobs import SequenceStart
 from kvfold.engine.scheduling.scheduler import Scheduler
 from kvfold.errors import OutOfPages, PrefixLost
@@ -137,6 +139,23 @@ def test_jobs_that_wait_together_are_prefilled_together(model: Model) -> None:
     runner = Counting(model)
     assert served(runner, model) == [written(model, ids, 9) for ids in PROMPTS]
     assert max(runner.counts) > 1 and sum(runner.counts) == len(PROMPTS)
+
+
+def test_an_idle_scheduler_waits_for_what_arrives_right_behind(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_module, "_GATHER_S", 1.0)  # so that a busy machine makes it, too
+    runner = Counting(model)
+    scheduler = Scheduler(runner, Policy.parse("full"), model.tokenizer)
+    made = [job(runner, ids, max_new_tokens=2) for ids in PROMPTS[:2]]
+    try:
+        for one, _ in made:
+            time.sleep(0.1)  # the loop has seen what was there
+            scheduler.submit(one)
+        for _, heard in made:
+            heard.end()
+    finally:
+        scheduler.close()
+        gc.collect()
+    assert runner.counts == [2]
 
 
 def test_a_pass_on_a_cpu_has_at_most_a_chunk_of_tokens(model: Model) -> None:

@@ -13,7 +13,7 @@ from kvfold.engine.runner import Runner
 from kvfold.models import cpu_linear
 from kvfold.models.cpu_layer import CompiledLayer, compiled_layers
 from kvfold.models.cpu_linear import few_rows
-from kvfold.models.loader import Model
+from kvfold.models.loader import Model, wrap
 from kvfold.policy.policy import Policy
 from tests.tiny import prompt, ready
 
@@ -63,6 +63,21 @@ def test_prompts_and_steps_say_the_same(
     monkeypatch.setattr(cpu_linear, "is_wanted", lambda: False)
     torch.testing.assert_close(found, replies(model, num_rows, 4), rtol=1e-4, atol=1e-4)
     assert all(type(module) is not CompiledLayer for module in model.hf.modules())
+
+
+def test_a_bias_that_a_layer_is_given_later_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of whole layers have none; such a layer runs product by product from then on."""
+    shared = ready("llama")
+    hf = deepcopy(shared.hf)
+    model = wrap(hf, shared.tokenizer)
+    before = replies(model, 3, 2)
+    for layer in hf.base_model.layers:
+        bias = torch.linspace(-1, 1, layer.mlp.down_proj.out_features)
+        layer.mlp.down_proj.bias = nn.Parameter(bias, requires_grad=False)
+    found = replies(model, 3, 2)
+    monkeypatch.setattr(cpu_linear, "is_wanted", lambda: False)
+    torch.testing.assert_close(found, replies(model, 3, 2), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(found[0], before[0], atol=1e-2)
 
 
 def test_long_prompts_say_the_same(runs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

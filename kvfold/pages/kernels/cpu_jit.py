@@ -4,22 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
-from numpy.typing import NDArray
-
-
-def new_counter() -> NDArray[np.int64]:
-    """For `take`: parts of some work that have been taken."""
-    return np.zeros(1, np.int64)
 
 
 @intrinsic
 def take(_context: Any, counter: Any) -> Any:
-    """The number of the next part, for one thread only. A thread that starts late finds fewer parts left, where equal
-    shares would keep all others waiting for it."""
+    """The number of the next part, for one thread only (`run_parts` in cpu_threads.py)."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         place = context.make_array(signature.args[0])(context, builder, arguments[0]).data

@@ -12,7 +12,11 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from threading import Lock, Thread
 
+import numpy as np
+from numpy.typing import NDArray
+
 Work = Callable[[int, int], None]
+Counter = NDArray[np.int64]
 
 
 class _Worker:
@@ -71,3 +75,10 @@ def run_shared(work: Work, cuts: Sequence[int]) -> None:
     for error in errors:
         if error is not None:
             raise error
+
+
+def run_parts(work: Callable[[Counter], None], num_threads: int) -> None:
+    """work(counter) in so many threads, which take parts of it by the counter (`take` in cpu_jit.py): one that starts
+    late finds fewer left, where equal shares would keep the others waiting for it."""
+    counter = np.zeros(1, dtype=np.int64)
+    run_shared(lambda *_: work(counter), range(num_threads + 1))
