@@ -22,7 +22,7 @@ from kvfold.errors import KvfoldError, SizeError
 from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy
 
-_PROMPT_LEN = 8
+_PROMPT_LENS = {"cpu": 64, "cuda": 8}  # two together are more rows than a CPU's kernels of few rows take, one is not
 _SEALED = 2  # sequences whose open blocks are sealed together, and then alone
 _NOTES = {
     "cpu": "preparing CPU kernels; the first start compiles them, for up to a minute",
@@ -67,7 +67,7 @@ def _batches(runner: Runner, max_running: int) -> list[int]:
 
 @torch.inference_mode()
 def _run(runner: Runner, policy: Policy, max_running: int) -> None:
-    length = max(min(_PROMPT_LEN, runner.spec.max_positions // 4), 2)
+    length = max(min(_PROMPT_LENS[runner.arena.device.type], runner.spec.max_positions // 4), 2)
     prompt = [i % runner.spec.vocab_size for i in range(length)]
     batches = _batches(runner, max_running)
     with ExitStack() as stack:
