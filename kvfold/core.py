@@ -136,6 +136,14 @@ class ModelSpec:
     # Hashes the weights; called on first use, since it takes seconds.
     digest: Callable[[], str] = field(default=str, compare=False, repr=False)
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Worked out once: every new sequence looks for what others of its model have."""
+        return hash((self.name, self.family, self.layers, self.max_positions, self.vocab_size))
+
     @cached_property
     def weights_digest(self) -> str:
         """Digest of the weights; empty if unknown."""

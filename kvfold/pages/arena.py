@@ -47,6 +47,7 @@ class Arena:
         with torch.inference_mode(False):  # whoever is outside of it writes, too
             self.memory = _reserve(self.num_superblocks * superblock_bytes, self.device)
         self._free: list[FreeRun] = [(0, self.num_superblocks)]
+        self._num_free = self.num_superblocks
         self.peak_bytes = 0
         self._interned: dict[Any, Any] = {}
         self.derived: dict[Any, Any] = {}  # by sequences: what all of one policy have
@@ -68,7 +69,7 @@ class Arena:
 
     @property
     def free_bytes(self) -> int:
-        return sum(length for _, length in self._free) * self.superblock_bytes
+        return self._num_free * self.superblock_bytes
 
     @property
     def used_bytes(self) -> int:
@@ -103,6 +104,7 @@ class Arena:
     def free(self, span: Span) -> None:
         """Free a span; adjacent free runs are joined."""
         _free_run(self._free, span.start, span.num_superblocks)
+        self._num_free += span.num_superblocks
 
     def _allocate_run(self, page_class: PageClass, num_pages: int) -> Span | None:
         """A span of num_pages or, where no run is that long, of the longest run; its superblocks are filled up."""
@@ -119,6 +121,7 @@ class Arena:
         if fits == 0:
             return None
         _take_run(self._free, (start, length), wanted)
+        self._num_free -= wanted
         return Span(self, page_class, start, wanted, fits)
 
 

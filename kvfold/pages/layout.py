@@ -62,7 +62,7 @@ class PageClass:
     def relocatable(self) -> bool:
         return self.k.relocatable and self.v.relocatable
 
-    @property
+    @cached_property
     def needs_below(self) -> bool:
         """Whether a side is coded against the layer below."""
         return self.k.needs_below or self.v.needs_below

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,21 +41,32 @@ class LayerLayout(NamedTuple):
     bases: Mapping[Side, Basis]
 
 
-def empty_layers(spec: ModelSpec, policy: Policy, config: PageConfig, arena: Arena) -> list[LayerPages]:
-    """The layers of an empty segment."""
+class SequenceLayout(NamedTuple):
+    """What every sequence of a policy begins with."""
+
+    layers: Sequence[LayerLayout]
+    num_fp_sinks: int
+
+    def empty_layers(self) -> list[LayerPages]:
+        """Those of an empty segment."""
+        changes = Changes()  # of all of them
+        return [LayerPages(page_class, num, bases=bases, changes=changes) for page_class, num, bases in self.layers]
+
+
+def sequence_layout(spec: ModelSpec, policy: Policy, config: PageConfig, arena: Arena) -> SequenceLayout:
     key, known = (spec, policy, config), arena.derived
-    layouts: list[LayerLayout] | None = known.get(key)
-    if layouts is None:
-        layouts = [_layout(spec, policy, config, i, arena) for i in range(spec.num_layers)]
-        if not any(layout.bases for layout in layouts):  # they may be calibrated anew
+    found: SequenceLayout | None = known.get(key)
+    if found is None:
+        layers = [_layer_layout(spec, policy, config, i, arena) for i in range(spec.num_layers)]
+        found = SequenceLayout(layers, num_fp_sinks(policy, spec))
+        if not any(layer.bases for layer in layers):  # they may be calibrated anew
             if len(known) >= _MOST_KNOWN:
                 known.clear()
-            known[key] = layouts
-    changes = Changes()  # of all of them
-    return [LayerPages(page_class, num, bases=bases, changes=changes) for page_class, num, bases in layouts]
+            known[key] = found
+    return found
 
 
-def _layout(spec: ModelSpec, policy: Policy, config: PageConfig, index: int, arena: Arena) -> LayerLayout:
+def _layer_layout(spec: ModelSpec, policy: Policy, config: PageConfig, index: int, arena: Arena) -> LayerLayout:
     layer = spec.layers[index]
     if not layer.compressible:
         page_class = PageClass(Native(), Native(), layer.head_dim, spec.kv_dtype, config.page_size)

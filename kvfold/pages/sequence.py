@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
@@ -25,7 +26,7 @@ from kvfold.pages.layer import LayerPages
 from kvfold.pages.layout import PageClass
 from kvfold.pages.observer_state import LayerObserverState, ObserverState, Sentences
 from kvfold.pages.open_block import OpenBlock
-from kvfold.pages.page_config import PageConfig, codec_fp_sinks, empty_layers, num_fp_sinks
+from kvfold.pages.page_config import PageConfig, SequenceLayout, codec_fp_sinks, sequence_layout
 from kvfold.pages.page_gather import PageList
 from kvfold.pages.segment import Segment
 from kvfold.policy.policy import Policy
@@ -41,10 +42,8 @@ class SequenceCache:
     sealed_len: int = 0
     last_compressed_len: int = 0
     pinned: list[tuple[int, int]] = field(default_factory=list)
-    tail: Segment = field(init=False)
     open: OpenBlock = field(init=False)
     fp_sinks: OpenBlock | None = field(init=False, default=None)  # the first slots in full precision, for coarse codecs
-    observed: ObserverState = field(init=False)
     shifts: Shifts = field(init=False, default_factory=Shifts)
     sentences: Sentences = field(init=False, default_factory=Sentences)
     offloaded: OffloadedSlots | None = field(init=False)  # evicted slots on the host, if the policy recalls
@@ -53,18 +52,26 @@ class SequenceCache:
     is_torn: bool = field(init=False, default=False)  # a change of its pages has begun and not come to its end
     derived: dict[str, Any] = field(init=False, default_factory=dict)  # by captured steps; a fork has its own
     _lists: dict[int, PageList] = field(init=False, default_factory=dict)
+    _layout: SequenceLayout = field(init=False)
 
     def __post_init__(self) -> None:
-        self.tail = Segment(self.arena, empty_layers(self.spec, self.policy, self.config, self.arena))
+        self._layout = sequence_layout(self.spec, self.policy, self.config, self.arena)
         self.open = OpenBlock(self.arena, self.spec, self.config.open_len)
-        if length := num_fp_sinks(self.policy, self.spec):
+        if length := self._layout.num_fp_sinks:
             try:
                 self.fp_sinks = OpenBlock(self.arena, self.spec, length)
             except OutOfPages:
                 self.open.release()
                 raise
-        self.observed = ObserverState([LayerObserverState() for _ in self.spec.layers])
         self.offloaded = self._nothing_offloaded()
+
+    @cached_property
+    def tail(self) -> Segment:
+        return Segment(self.arena, self._layout.empty_layers())
+
+    @cached_property
+    def observed(self) -> ObserverState:
+        return ObserverState([LayerObserverState() for _ in self.spec.layers])
 
     def _nothing_offloaded(self) -> OffloadedSlots | None:
         recall, rotates = self.policy.recall, self.policy.position.shifts
@@ -243,15 +250,15 @@ class SequenceCache:
     def _release_pages(self) -> None:
         while self.segments:
             self.segments.pop().release()
-        tail, self.tail = self.tail, Segment.like(self.tail)
-        tail.release()
+        if tail := vars(self).pop("tail", None):  # the next one is made if anybody asks for it
+            tail.release()
         self._lists.clear()
         self.shifts, self.sentences, self.offloaded = Shifts(), Sentences(), self._nothing_offloaded()
         for block in (self.open, self.fp_sinks):
             if block is not None:
                 block.release()
                 block.clear()
-        self.observed = ObserverState([LayerObserverState() for _ in self.spec.layers])
+        vars(self).pop("observed", None)
         self.sealed_len = self.last_compressed_len = 0
         self.is_torn = False
 

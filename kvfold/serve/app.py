@@ -27,6 +27,7 @@ from kvfold.serve.api.request import ChatRequest
 from kvfold.serve.api.sse import EventStream, Writer, sse_lines
 from kvfold.serve.api.strict_json import InvalidJson, Json, parse_json
 from kvfold.serve.api.validation import Fields
+from kvfold.serve.connections import OK_WRITER
 from kvfold.serve.disconnect import cancel_on_disconnect
 from kvfold.serve.middleware import Handler, OnDone, RequestMiddleware
 from kvfold.serve.native import NativeRoutes
@@ -223,7 +224,11 @@ class _Routes(Starlette):
             await super().__call__(scope, receive, send)
         else:
             response = await endpoint(Request(scope, receive, send))
-            await response(scope, receive, send)
+            write = scope.get(OK_WRITER)
+            if write is not None and type(response) is JSONResponse and response.status_code == 200:
+                await write(response.raw_headers, response.body)
+            else:
+                await response(scope, receive, send)
 
 
 def _decoded(raw: bytearray) -> object:

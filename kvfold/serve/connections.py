@@ -14,7 +14,7 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,6 +32,7 @@ from kvfold.serve.disconnect import DISCONNECT, Disconnect
 from kvfold.serve.settings import Limits
 
 ANSWER_WRITER = "kvfold.write_answer"  # in the scope: writes a whole answer, head and body, to the connection
+OK_WRITER = "kvfold.write_ok"  # the same, of a 200 whose headers are given
 BACKLOG = 64  # listen backlog of the socket
 _MOST_REFUSED = 32  # connections that are being sent a 503
 _SPARE = BACKLOG + _MOST_REFUSED + 32  # file descriptors for these, and for files of the store
@@ -39,6 +40,8 @@ _DEFAULT = 1024
 _REFUSED_S = 1.0  # for a client to read its 503
 _HEAD_BYTES, _HEAD_LINES = 32 << 10, 128
 _ANSWER, _END = h11.Response(status_code=200, headers=[("content-length", "0")]), h11.EndOfMessage()
+_CHUNKED = h11.Response(status_code=200, headers=[("transfer-encoding", "chunked")])
+Headers = Sequence[tuple[bytes, bytes]]  # names in lower case, made by this server
 _ABSOLUTE = re.compile(rb"(?i)https?://[^/]+")
 _FRAMED = tuple(re.compile(rb"(?im)^%s[ \t]*:" % name) for name in (b"content-length", b"transfer-encoding"))
 
@@ -58,6 +61,11 @@ _LONG_HEAD = _refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, _TOO_LONG)
 _TWO_LENGTHS = _refusal(
     HTTPStatus.BAD_REQUEST, "content-length and transfer-encoding exclude each other; send one of them"
 )
+
+
+def _ok_lines(cycle: RequestResponseCycle, headers: Headers) -> bytes:
+    """Of the head of a 200, up to the last header."""
+    return b"HTTP/1.1 200 OK\r\n" + b"".join(b"%b: %b\r\n" % one for one in (*cycle.default_headers, *headers))
 
 
 def most_connections(asked: int | None) -> int:
@@ -135,14 +143,24 @@ class Chunks:
         """Whole chunks, or the rest of one."""
         self._transport.write(data)
 
+    def begin(self, headers: Headers) -> None:
+        """The head of a 200, in one write with what is sent next."""
+        if self._cycle.disconnected:
+            return
+        _, _, framing = self._connection.begin(self._cycle, _CHUNKED).partition(b"\r\n")
+        self._hold(_ok_lines(self._cycle, headers) + framing)
+
     async def send(self, data: bytes) -> None:
         """As a chunk, once the client has read those before it."""
         if self._flow.write_paused and not self._cycle.disconnected:
             await self._flow.drain()
         if data and not self._cycle.disconnected:
-            if not self._held:
-                asyncio.get_running_loop().call_soon(self._write_held)
-            self._held.append(self.chunk(data))
+            self._hold(self.chunk(data))
+
+    def _hold(self, data: bytes) -> None:
+        if not self._held:
+            asyncio.get_running_loop().call_soon(self._write_held)
+        self._held.append(data)
 
     def _write_held(self) -> None:
         if self._held and not self._cycle.disconnected:
@@ -152,7 +170,7 @@ class Chunks:
     def end(self) -> None:
         """Behind what was sent, in the same write."""
         if not self._cycle.disconnected:
-            self._held.append(self._connection.conn.send(h11.EndOfMessage()) or b"")
+            self._held.append(self._connection.conn.send(_END) or b"")
             self._write_held()
             self._connection.complete(self._cycle)
 
@@ -211,6 +229,7 @@ class Connection(H11Protocol):
             self.scope["raw_path"] = self.scope["raw_path"][absolute.end() :] or b"/"
             self.scope["path"] = unquote(self.scope["raw_path"].decode("ascii"))
         self.scope[ANSWER_WRITER] = partial(self._write_answer, self.cycle)  # type: ignore[literal-required]
+        self.scope[OK_WRITER] = partial(self._write_ok, self.cycle)  # type: ignore[literal-required]
         if self.scope["http_version"] == "1.1":
             self.scope[CHUNKS] = Chunks(self, self.cycle)  # type: ignore[literal-required]
 
@@ -221,12 +240,20 @@ class Connection(H11Protocol):
             await self.flow.drain()
         if cycle.disconnected:
             return
-        cycle.response_started, cycle.waiting_for_100_continue = True, False
-        self.conn.send(_ANSWER)
+        self.begin(cycle, _ANSWER)
         self.conn.send(_END)
         is_last = self.conn.our_state is h11.MUST_CLOSE or not cycle.keep_alive
         self.transport.write(b"%bconnection: close\r\n\r\n%b" % (head, body) if is_last else b"%b\r\n%b" % (head, body))
         self.complete(cycle)
+
+    async def _write_ok(self, cycle: RequestResponseCycle, headers: Headers, body: bytes) -> None:
+        """As `_write_answer`, of a 200."""
+        await self._write_answer(cycle, _ok_lines(cycle, headers), body)
+
+    def begin(self, cycle: RequestResponseCycle, response: h11.Response) -> bytes:
+        """A response begins whose head the caller writes; h11 is told of a plain one, and returns its head."""
+        cycle.response_started, cycle.waiting_for_100_continue = True, False
+        return self.conn.send(response) or b""
 
     def complete(self, cycle: RequestResponseCycle) -> None:
         """The whole response is written, and h11 has been told so."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
@@ -13,6 +12,7 @@ from starlette.routing import Route
 from kvfold.serve.api.errors import ApiError
 from kvfold.serve.api.sse import EventStream, as_api_error, error_response
 from kvfold.serve.auth import tenant_of
+from kvfold.serve.ids import random_id
 from kvfold.serve.ops.request_trace import RequestTrace, log_request
 from kvfold.serve.service import Service
 
@@ -33,7 +33,7 @@ class RequestMiddleware:
 
         async def endpoint(request: Request) -> Response:
             parent = request.headers.get("traceparent")
-            trace = RequestTrace(f"req_{secrets.token_hex(12)}", request.method, name, parent=parent)
+            trace = RequestTrace(f"req_{random_id()}", request.method, name, parent=parent)
             is_health_poll = name == "/health" and POLL_HEADER in request.headers
             trace.is_poll = name.startswith("/dashboard/") or is_health_poll
             request.state.trace, request.state.at = trace, self._service.clock()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from kvfold.serve.cache.breakpoints import Boundary, CachePlan
 from kvfold.serve.cache.source import PlainSource
 from kvfold.serve.cache.usage import Usage
 from kvfold.serve.event_queue import ChunkStream, EventQueue, Line
+from kvfold.serve.ids import random_id
 from kvfold.serve.ops.metrics import Metrics
 from kvfold.serve.ops.request_trace import RequestTrace
 
@@ -66,7 +66,7 @@ class Reply:
         on_complete: Callable[[], None] = lambda: None,
     ) -> None:
         self.request, self.context, self.plan, self.is_cut = request, context, plan, is_cut
-        self.id = secrets.token_hex(12)
+        self.id = random_id()
         self.end: Ended | None = None
         self.has_calls = False
         self._num_cut = num_cut

@@ -8,6 +8,7 @@ prompt fits beside what the running tasks may need next. Preempted tasks resume 
 from __future__ import annotations
 
 import logging
+from collections import Counter, defaultdict
 from functools import partial
 from typing import Any
 
@@ -27,14 +28,37 @@ _MAX_PREFILLING = 4  # prompts: few, but no long one blocks all short ones
 
 
 class _Load:
-    """What runs while candidates are looked for, told once for all that wait: tenants, tasks, tokens to compute."""
+    """What runs while jobs are admitted, counted once and then with each of them: many wait at a time."""
 
-    def __init__(self, queues: Queues) -> None:
-        self.num_running = queues.num_running
-        self.running = {task.tenant for task in queues.tasks}
-        self.prefilling = {task.tenant for task in queues.prefilling}
-        self.num_prefilling = len(queues.prefilling)
-        self.num_computed = sum(len(task.job.tokens) - task.num_reused for task in queues.prefilling)
+    def __init__(self, queues: Queues, bounds: KVBounds) -> None:
+        self._bounds = bounds
+        self.num_running = len(queues.preempted)
+        self.tenants = Counter(task.tenant for task in queues.preempted)
+        self.num_decoding = len(queues.decoding)
+        self.num_prefilling = self.num_computed = self.prompt_bytes = 0  # of prompts in prefill; tokens to compute
+        self.prefilling_tenants: set[str] = set()
+        self.prefilling: dict[bytes, list[Task]] = defaultdict(list)  # by the first page
+        self.running: dict[bytes, list[Task]] = defaultdict(list)  # with those that decode
+        for task in queues.prefilling:
+            self.add(task)
+        for task in queues.decoding:
+            self._count(task)
+
+    def add(self, task: Task) -> None:
+        """A job was admitted."""
+        self._count(task)
+        self.num_prefilling += 1
+        self.num_computed += len(task.job.tokens) - task.num_reused
+        self.prompt_bytes += self._bounds.prefill_bytes(len(task.job.tokens))
+        self.prefilling_tenants.add(task.tenant)
+        if task.job.sharing is not None:
+            self.prefilling[task.job.first_page].append(task)
+
+    def _count(self, task: Task) -> None:
+        self.num_running += 1
+        self.tenants[task.tenant] += 1
+        if task.job.sharing is not None:
+            self.running[task.job.first_page].append(task)
 
 
 class Admission:
@@ -53,24 +77,25 @@ class Admission:
 
     def admit(self) -> None:
         """Start waiting jobs, tenants in round-robin order, while there is room."""
-        while not self._queues.preempted and self._admit_one():
+        if not self._queues.waiting or self._queues.preempted:
+            return
+        load = _Load(self._queues, self._bounds)
+        while self._admit_one(load):
             pass
 
-    def _admit_one(self) -> bool:
+    def _admit_one(self, load: _Load) -> bool:
         """Whether a job has left the waiting queue."""
         queues = self._queues
-        if not queues.waiting:
-            return False
         with queues.changed:
-            candidates = queues.waiting.candidates(partial(self._has_slot, _Load(queues)))
+            candidates = queues.waiting.candidates(partial(self._has_slot, load))
         for job in candidates:
             try:
-                if not self._has_room(self._bounds.prefill_bytes(len(job.tokens))):
-                    if queues.num_of(job.tenant):
+                if not self._has_room(load, self._bounds.prefill_bytes(len(job.tokens))):
+                    if load.tenants[job.tenant]:
                         continue  # its own tenant holds the pages: others need not wait for them
                     return False  # no small job overtakes it, or it would starve
                 in_chunks = self._in_chunks if job.in_chunks is None else job.in_chunks
-                running = [*queues.prefilling, *queues.decoding]
+                running = () if job.sharing is None else load.running.get(job.first_page, ())
                 task = Task(job, self._runner, self._tokenizer, in_chunks=in_chunks, running=running)
             except OutOfPages as error:
                 if queues.tasks or queues.evict_idle():
@@ -81,14 +106,15 @@ class Admission:
             else:
                 self._dequeue(job)
                 queues.prefilling.append(task)
+                load.add(task)
             return True
         return False
 
     def _has_slot(self, load: _Load, job: Job) -> bool:
         num_free = self._max_running - load.num_running
-        if num_free <= (self._num_reserved if job.tenant in load.running else 0):
+        if num_free <= (self._num_reserved if load.tenants[job.tenant] else 0):
             return False
-        if job.tenant not in load.prefilling:
+        if job.tenant not in load.prefilling_tenants:
             return True
         if load.num_prefilling >= MOST_JOINED:
             return False
@@ -96,13 +122,13 @@ class Admission:
         most = MOST_JOINED if load.num_computed <= self._runner.joined_len else _MAX_PREFILLING - is_long
         if load.num_prefilling >= most:
             return False
-        return not self._waits(job)
+        return not self._waits(load, job)
 
-    def _waits(self, job: Job) -> bool:
+    def _waits(self, load: _Load, job: Job) -> bool:
         """Whether it is to wait for a prefix that a task computes; an error in telling costs a pass, not the loop."""
         lens = self._runner.chunk_len, self._runner.joined_len
         try:
-            return any(waits_for(job, task, *lens) for task in self._queues.prefilling)
+            return any(waits_for(job, task, *lens) for task in load.prefilling.get(job.first_page, ()))
         except Exception:
             _log.exception("a common prefix could not be told")
             return False
@@ -115,14 +141,11 @@ class Admission:
         with self._queues.changed:
             self._queues.waiting.remove(job)
 
-    def _has_room(self, num_bytes: int) -> bool:
+    def _has_room(self, load: _Load, num_bytes: int) -> bool:
         """Whether so many bytes fit, idle prefixes evicted; True for a job that is alone: a bound is not a need."""
-        queues = self._queues
-        prefilling = [task.sequence for task in queues.prefilling], [len(task.job.tokens) for task in queues.prefilling]
-        decoding = [task.sequence for task in queues.decoding]
-        while not self._bounds.fits(num_bytes, *prefilling, decoding):
-            if not queues.evict_idle():
-                return not queues.tasks
+        while not self._bounds.fits(num_bytes, load.prompt_bytes, self._queues.prefilling, load.num_decoding):
+            if not self._queues.evict_idle():
+                return not load.num_running
         return True
 
     def resume(self) -> None:
@@ -131,7 +154,7 @@ class Admission:
         while queues.preempted:
             task = queues.preempted[0]
             try:
-                has_room = self._has_room(self._bounds.kv_bytes(task.preempted_len))
+                has_room = self._has_room(_Load(queues, self._bounds), self._bounds.kv_bytes(task.preempted_len))
                 if not has_room and (queues.prefilling or queues.decoding):
                     return
                 task.resume()

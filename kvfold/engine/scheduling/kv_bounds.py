@@ -6,15 +6,24 @@ bytes count. A policy with a replay pass (KVzip) holds the whole prompt uncompre
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from kvfold.compression.full_prompt import full_prompt_classes
 from kvfold.engine.runner import Runner
+from kvfold.engine.scheduling.jobs import Job
 from kvfold.pages.layout import PageClass
 from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy
 
 _MOST_KNOWN = 4096  # sums over all layers that are kept
+
+
+class Prefilling(Protocol):
+    """A task, as far as its prompt takes memory."""
+
+    job: Job
+    sequence: SequenceCache
 
 
 class KVBounds:
@@ -56,19 +65,13 @@ class KVBounds:
         sizes = (one.span_bytes(heads * one.pages_for(num_tokens)) for one, heads in layers)
         return sum(-(-num_bytes // unit) * unit for num_bytes in sizes)
 
-    def fits(
-        self,
-        num_bytes: int,
-        prefilling: Sequence[SequenceCache],
-        prompt_lens: Sequence[int],
-        decoding: Sequence[SequenceCache],
-    ) -> bool:
-        """Whether so many bytes are free beside what prefilling sequences still need for their whole prompts, and
-        decoding ones for their next seal."""
-        free = self._arena.free_bytes - num_bytes - len(decoding) * self.kv_bytes(self._open_len)
-        needs = [self.prefill_bytes(length) for length in prompt_lens]
-        if free >= sum(needs):  # whatever they hold already
+    def fits(self, num_bytes: int, prompt_bytes: int, prefilling: Iterable[Prefilling], num_decoding: int) -> bool:
+        """Whether so many bytes are free beside what prefilling tasks still need of the `prompt_bytes` of their whole
+        prompts, and decoding ones for their next seal."""
+        free = self._arena.free_bytes - num_bytes - num_decoding * self.kv_bytes(self._open_len)
+        if free >= prompt_bytes:  # whatever they hold already
             return True
-        for sequence, need in zip(prefilling, needs, strict=True):
-            free -= max(0, need - sequence.resident_bytes - sequence.full_prompt_bytes)
+        for task in prefilling:
+            held = task.sequence.resident_bytes + task.sequence.full_prompt_bytes
+            free -= max(0, self.prefill_bytes(len(task.job.tokens)) - held)
         return free >= 0

@@ -64,8 +64,7 @@ def start_of(job: Job, running: Iterable[Running]) -> SequenceStart:
     start = job.source.begin()
     if job.sharing is None or job.sharing.saved is not None:
         return start
-    alike = [task for task in running if task.job.first_page == job.first_page]
-    lens = [(_held_len(job, task, start.cuts or ()), task.sequence) for task in alike]
+    lens = [(_held_len(job, task, start.cuts or ()), task.sequence) for task in running]
     length, sequence = max(lens, key=lambda found: found[0], default=(0, None))
     if sequence is None or length < start.num_read + PAGE_LEN:
         return start

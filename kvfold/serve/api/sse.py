@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from json.encoder import encode_basestring
@@ -27,8 +27,9 @@ CHUNKS = "kvfold.chunks"  # in the scope: writes a chunked body straight to the 
 
 
 class Body(ChunkStream, Protocol):
-    """Events that are sent one after the other, and the end behind them, are one write."""
+    """The head of the response, events that are sent one after the other, and the end behind them, are one write."""
 
+    def begin(self, headers: Sequence[tuple[bytes, bytes]]) -> None: ...
     async def send(self, data: bytes) -> None: ...
     def end(self) -> None: ...
 
@@ -53,11 +54,13 @@ class EventStream(StreamingResponse):
     async def stream_response(self, send: Any) -> None:
         """A token's way through the layers of ASGI would take longer than the write itself: where the connection offers
         to, it writes events at once."""
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         write: Callable[[bytes], Awaitable[None]] = partial(_send_body, send)
         if self._body is not None:
             write = self._body.send
+            self._body.begin(self.raw_headers)
             self._attach(self._body)
+        else:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for line in self.body_iterator:
             await write(str(line).encode())
         if self._body is not None:

@@ -6,12 +6,12 @@ Text is emitted as soon as it cannot begin a call. A call that is no valid JSON 
 from __future__ import annotations
 
 import json
-import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvfold.engine.detokenizer import overlap
 from kvfold.serve.api.strict_json import InvalidJson, parse_json
+from kvfold.serve.ids import random_id
 from kvfold.serve.prompt import TOOL_CALL, TOOL_CALL_END
 
 
@@ -21,7 +21,7 @@ class ToolCall:
 
     name: str
     arguments: dict[str, Any]
-    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    id: str = field(default_factory=random_id)
 
     @property
     def arguments_text(self) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 import tomllib
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -16,6 +15,7 @@ from typing import Any, NoReturn, Self
 
 from kvfold.engine.sampling import Sampling
 from kvfold.serve.api.errors import bad_request
+from kvfold.serve.ids import random_seed
 from kvfold.serve.settings import MAX_STOP_CHARS, MAX_TEMPERATURE, Settings
 
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
@@ -171,7 +171,7 @@ class Fields:
     def sampling(self, settings: Settings, top_k: int = 0, seed: int | None = None) -> Sampling:
         temperature = self.number("temperature", settings.temperature, 0.0, MAX_TEMPERATURE)
         top_p = self.number("top_p", 1.0, 1e-6, 1.0)
-        return Sampling(temperature, top_k, top_p, secrets.randbits(63) if seed is None else seed & ((1 << 63) - 1))
+        return Sampling(temperature, top_k, top_p, random_seed() if seed is None else seed & ((1 << 63) - 1))
 
     def policy(self) -> str:
         """`kvfold.policy`, which names the policy that the request counts on; empty if absent."""

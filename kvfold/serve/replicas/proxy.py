@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ from kvfold.serve.api.errors import ApiError
 from kvfold.serve.api.sse import error_response
 from kvfold.serve.auth import tenant_of
 from kvfold.serve.connections import ANSWER_WRITER
+from kvfold.serve.ids import random_id
 from kvfold.serve.ops.metrics import Metrics
 from kvfold.serve.replicas.fleet import Fleet
 from kvfold.serve.replicas.routing import Backend, choices, route_key
@@ -56,7 +56,7 @@ class Proxy:
         except _ClientGone:
             return
         except ApiError as error:
-            request_id = f"req_{secrets.token_hex(12)}"
+            request_id = f"req_{random_id()}"
             response = error_response(request, error, request_id)
             response.headers["request-id"] = response.headers["x-request-id"] = request_id
         if response is not None:

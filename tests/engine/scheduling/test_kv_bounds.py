@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from kvfold.engine.runner import Runner
@@ -16,16 +18,16 @@ from tests import tiny
 def test_a_prompt_fits_to_the_byte(model: Model, policy: str) -> None:
     runner, parsed = Runner(model.hf, model.spec, model.arena), Policy.parse(policy)
     bounds = KVBounds(runner, parsed)
-    reading, decoding = runner.new_sequence(parsed), runner.new_sequence(parsed)
+    reading = runner.new_sequence(parsed)
     runner.prefill([reading], [tiny.prompt(64, seed=1)], compress=False)
     held = reading.resident_bytes + reading.full_prompt_bytes
     assert held > 0
-    free = model.arena.free_bytes
-    rest = bounds.prefill_bytes(96) - held + bounds.kv_bytes(reading.config.open_len)
-    assert bounds.fits(free - rest, [reading], [96], [decoding])
-    assert not bounds.fits(free - rest + 1, [reading], [96], [decoding])
+    task = SimpleNamespace(job=SimpleNamespace(tokens=tiny.prompt(96)), sequence=reading)
+    free, whole = model.arena.free_bytes, bounds.prefill_bytes(96)
+    rest = whole - held + bounds.kv_bytes(reading.config.open_len)
+    assert bounds.fits(free - rest, whole, [task], num_decoding=1)
+    assert not bounds.fits(free - rest + 1, whole, [task], num_decoding=1)
     reading.release()
-    decoding.release()
 
 
 def test_bounds_that_are_kept_are_those_that_are_computed(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
