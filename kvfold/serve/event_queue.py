@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from threading import Event as ThreadEvent
 from threading import get_ident
 from typing import Protocol
 
@@ -29,6 +30,8 @@ from kvfold.serve.batch_send import Stream, is_prepared, send_all
 # Seconds between two deliveries of texts, for each that is delivered: about ten times the lines of one, and four times
 # what a queued one takes with all hand-overs of the lock.
 _SENT_S, _QUEUED_S = 40e-6, 160e-6
+
+_TURNS = 2  # of the loop, from bytes to a job
 
 Line = Callable[[str], str | None]  # of a text in a stream; None: it takes more than a line
 
@@ -84,6 +87,21 @@ class Mailbox:
         elif self._urgent:
             self._call(self._deliver, {queue: self._events.pop(queue) for queue in self._urgent})
         self._urgent.clear()
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait, at most so long, until the loop has taken what has arrived so far: until it has gone round twice, once
+        for bytes, and once for what is done with them."""
+        has_settled = ThreadEvent()
+
+        def turn(rest: int) -> None:
+            if rest:
+                self.loop.call_soon(turn, rest - 1)
+            else:
+                has_settled.set()
+
+        with suppress(RuntimeError):  # the loop is closed
+            self.loop.call_soon_threadsafe(turn, _TURNS)
+            has_settled.wait(timeout_s)
 
     def _call(self, deliver: Callable[[Batch], object], batch: Batch) -> None:
         with suppress(RuntimeError):  # the loop is closed

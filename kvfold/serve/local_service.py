@@ -70,6 +70,7 @@ class LocalService(Service):
             on_failure=lambda: self.on_failure(),
             flush=self.flush,
             takes_texts=self.takes_texts,
+            settle=self.settle,
         )
         self._add_gauges()
 

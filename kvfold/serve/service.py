@@ -179,6 +179,11 @@ class Service:
         if self._mailbox is not None:
             self._mailbox.flush()
 
+    def settle(self, timeout_s: float) -> None:
+        """Wait, at most so long, until requests that have arrived are submitted; called in a scheduler's thread."""
+        if self._mailbox is not None:
+            self._mailbox.settle(timeout_s)
+
     async def _remembering(self, request: ChatRequest, context: RequestContext) -> tuple[ChatRequest, Prompt]:
         """The request with facts that are recalled for it, and its prompt; without them where they do not fit."""
         if self._memory is None or not request.user:

@@ -158,6 +158,28 @@ def test_an_idle_scheduler_waits_for_what_arrives_right_behind(model: Model, mon
     assert runner.counts == [2]
 
 
+def test_an_idle_scheduler_waits_for_what_has_reached_the_server(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_module, "_GATHER_S", 0.0)
+    runner = Counting(model)
+    made = [job(runner, ids, max_new_tokens=2) for ids in PROMPTS[:4]]
+    arriving = [one for one, _ in made[1:]]
+
+    def settle(seconds: float) -> None:
+        for one in arriving[:2]:  # the last one comes with the second call
+            scheduler.submit(one)
+        del arriving[:2]
+
+    scheduler = Scheduler(runner, Policy.parse("full"), model.tokenizer, settle=settle)
+    try:
+        scheduler.submit(made[0][0])
+        for _, heard in made:
+            heard.end(timeout_s=60)
+    finally:
+        scheduler.close()
+        gc.collect()
+    assert runner.counts == [4]
+
+
 def test_a_pass_on_a_cpu_has_at_most_a_chunk_of_tokens(model: Model) -> None:
     runner = Counting(model, chunk_len=64)
     short = [[index + 1] * 8 for index in range(20)]

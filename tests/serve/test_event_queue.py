@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 from itertools import count
+from socket import socketpair
 from threading import Thread
 from typing import Any
 
@@ -246,3 +247,40 @@ def test_nothing_follows_the_end(late: Event) -> None:
         return found, len(ends)
 
     assert asyncio.run(run()) == ([Ended("late")], 1)
+
+
+def test_settled_is_when_what_had_arrived_is_dealt_with() -> None:
+    done: list[str] = []
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        mailbox, (client, server) = Mailbox(loop), socketpair()
+
+        def read() -> None:
+            server.recv(1)
+            loop.call_soon(done.append, "taken")  # as the task of a request
+
+        def settle() -> None:
+            client.send(b"x")
+            mailbox.settle(60.0)
+            done.append("settled")
+
+        with client, server:
+            loop.add_reader(server, read)
+            await asyncio.to_thread(settle)
+            loop.remove_reader(server)
+
+    asyncio.run(run())
+    assert done == ["taken", "settled"]
+
+
+def test_a_loop_that_is_stuck_or_over_is_not_waited_for() -> None:
+    async def run() -> Mailbox:
+        mailbox = Mailbox(asyncio.get_running_loop())
+        thread = Thread(target=mailbox.settle, args=(0.05,))
+        thread.start()
+        thread.join(60.0)  # the loop stands still meanwhile
+        assert not thread.is_alive()
+        return mailbox
+
+    asyncio.run(run()).settle(60.0)

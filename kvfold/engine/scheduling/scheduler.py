@@ -41,7 +41,7 @@ from kvfold.engine.runner import Runner
 from kvfold.engine.scheduling.admission import Admission
 from kvfold.engine.scheduling.decode_manager import DecodeManager
 from kvfold.engine.scheduling.jobs import Ended, Job
-from kvfold.engine.scheduling.prefill_manager import PrefillManager, TimeSlice
+from kvfold.engine.scheduling.prefill_manager import MOST_JOINED, PrefillManager, TimeSlice
 from kvfold.engine.scheduling.queues import Queues, is_over
 from kvfold.errors import InputError, Overloaded
 from kvfold.plurals import counted
@@ -49,7 +49,7 @@ from kvfold.policy.policy import Policy
 
 MAX_RESTARTS = 5  # in a minute: a loop that raises more often will not recover
 RESTART_DELAY_S = 0.2
-_GATHER_S, _MOST_GATHERED = 0.005, 64  # between jobs, and jobs
+_GATHER_S, _MOST_GATHER_S = 0.005, 0.25  # on a CPU, between two jobs; in all
 _log = logging.getLogger("kvfold.engine")
 
 State = Literal["running", "restarting", "failed", "closed"]
@@ -126,7 +126,8 @@ class Scheduler:
     steps; None adapts to the duration of steps. `evict_idle` frees pages of an idle prefix and returns whether there
     was one. `on_failure` is called in the thread when the loop has failed for good. `flush` is called there once
     listeners have been told of a decode step or another change. While `takes_texts` is false, texts of streamed jobs
-    wait for a later step: a listener gets those of several as one."""
+    wait for a later step: a listener gets those of several as one. `settle` waits, at most so many seconds, until what
+    has reached the server so far is submitted."""
 
     def __init__(
         self,
@@ -142,6 +143,7 @@ class Scheduler:
         on_failure: Callable[[], None] = lambda: None,
         flush: Callable[[], None] = lambda: None,
         takes_texts: Callable[[], bool] = lambda: True,
+        settle: Callable[[float], None] = lambda seconds: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if max_running < 1 or max_waiting < 1:
@@ -156,7 +158,7 @@ class Scheduler:
         self.num_cancelled = 0  # before their end
         self._clock = clock
         self._numbers = count(1)
-        self._flush_listeners, self._takes_texts = flush, takes_texts
+        self._flush_listeners, self._takes_texts, self._settle = flush, takes_texts, settle
         self._first_due = math.inf  # no job is past its deadline, or cancelled, before
         self._queues = Queues(evict_idle)
         self._changed = self._queues.changed
@@ -245,15 +247,22 @@ class Scheduler:
         with self._changed:
             was_idle = not self._queues.waiting and not self.num_running
             self._changed.wait_for(lambda: self._supervisor.is_closed or self._queues.waiting or self.num_running)
-            if was_idle and self.runner.joined_len and self.runner.arena.device.type == "cpu":
-                self._gather()
-            return not self._supervisor.is_closed
+        if was_idle and self.runner.joined_len:
+            self._gather()
+        return not self._supervisor.is_closed
 
     def _gather(self) -> None:
-        """While jobs arrive one right behind the other: a CPU reads them together in less time than one by one."""
-        for _ in range(_MOST_GATHERED):
-            if self._supervisor.is_closed or not self._changed.wait(_GATHER_S):
+        """While jobs arrive one right behind the other: their prompts are read together in less time than one by one.
+        A GPU waits for those that have reached the server, a CPU, whose passes take longer, for those behind them."""
+        known, until, is_cpu = 0, self._clock() + _MOST_GATHER_S, self.runner.arena.device.type == "cpu"
+        while known < self.num_waiting < MOST_JOINED and not self._supervisor.is_closed:
+            known, left_s = self.num_waiting, until - self._clock()
+            if left_s <= 0:
                 return
+            self._settle(left_s)
+            with self._changed:
+                if is_cpu and self._queues.waiting.num_waiting == known and not self._supervisor.is_closed:
+                    self._changed.wait(_GATHER_S)
 
     def _end_overdue(self) -> None:
         """End jobs, waiting or running, that were cancelled or are past their deadline."""

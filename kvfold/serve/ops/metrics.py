@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from itertools import accumulate
 from threading import Lock
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -38,8 +40,9 @@ class Metrics:
         self._lock = Lock()
         self._counts: dict[str, defaultdict[Labels, float]] = {}
         self._read: dict[str, tuple[str, str, Callable[[], float]]] = {}  # name -> type, help, reader
-        for name in histograms:  # rates need every bucket from the first scrape on
-            self._observe(name, 0.0, amount=0)
+        # Shown from the first scrape on: rates need every bucket. Counts are of values in a bucket, not in those below.
+        self._seen = {name: [0] * (len(BUCKETS_S) + 1) for name in histograms}
+        self._sums = dict.fromkeys(histograms, 0.0)
 
     def add(self, name: str, amount: float = 1, **labels: str) -> None:
         with self._lock:
@@ -47,15 +50,9 @@ class Metrics:
 
     def observe(self, name: str, seconds: float) -> None:
         """Into a histogram."""
-        self._observe(name, seconds, amount=1)
-
-    def _observe(self, name: str, seconds: float, amount: int) -> None:
-        for bound in BUCKETS_S:
-            if seconds <= bound:
-                self.add(f"{name}_bucket", amount, le=f"{bound:g}")
-        self.add(f"{name}_bucket", amount, le="+Inf")
-        self.add(f"{name}_sum", seconds)
-        self.add(f"{name}_count", amount)
+        with self._lock:
+            self._seen[name][bisect_left(BUCKETS_S, seconds)] += 1
+            self._sums[name] += seconds
 
     def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         """A value that is asked for when it is shown."""
@@ -69,6 +66,10 @@ class Metrics:
         """Everything; `more` are counters kept elsewhere: name -> event -> count."""
         with self._lock:
             counts = {name: dict(found) for name, found in self._counts.items()}
+            for name, seen in self._seen.items():
+                upto = dict(zip((*(f"{bound:g}" for bound in BUCKETS_S), "+Inf"), accumulate(seen), strict=True))
+                counts[f"{name}_bucket"] = {(("le", bound),): count for bound, count in upto.items()}
+                counts |= {f"{name}_sum": {(): self._sums[name]}, f"{name}_count": {(): upto["+Inf"]}}
         for name, found in (more or {}).items():
             counts[name] = {(("event", event),): count for event, count in found.items()}
         lines: list[str] = []
