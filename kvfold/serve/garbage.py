@@ -11,7 +11,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_YOUNG = 50_000  # objects more than before, after which young ones are collected; Python's default is 700 to 2,000
+_YOUNG = 200_000  # objects more than before, after which young ones are collected; those of 256 prompts are 50,000
 
 
 @contextmanager

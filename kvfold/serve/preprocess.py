@@ -95,15 +95,17 @@ class Preprocessor:
         self._active: Counter[str] = Counter()
 
     async def run(self, tenant: str, num_bytes: int, work: Callable[[], T], *, is_quick: bool = False) -> T:
-        """Result of work on a body of `num_bytes`; ApiError 429 or 529 if too many requests are active or queued.
-        `is_quick`: it takes less than a millisecond or so where the body is short."""
+        """Result of work on a body of `num_bytes`; ApiError 429 or 529 if too many requests are active or queued,
+        TimeoutError if it takes longer than a request may. `is_quick`: it takes less than a millisecond or so where the
+        body is short."""
         self._check(tenant)
         pool = self._small if num_bytes <= SMALL_BYTES else self._large
         if is_quick and 0 < num_bytes <= _TINY_BYTES and pool.is_free:
             return work()
         self._active[tenant] += 1
         try:
-            return await pool.run(tenant, work)
+            async with asyncio.timeout(self._limits.request_s):
+                return await pool.run(tenant, work)
         finally:
             self._active[tenant] -= 1
             if not self._active[tenant]:
