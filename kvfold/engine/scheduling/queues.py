@@ -121,10 +121,6 @@ class Queues:
     def num_running(self) -> int:
         return len(self.prefilling) + len(self.decoding) + len(self.preempted)
 
-    def num_of(self, tenant: str) -> int:
-        """Running tasks of a tenant."""
-        return sum(task.tenant == tenant for task in self.tasks)
-
     def remove(self, task: Task) -> None:
         queues: tuple[deque[Task] | list[Task], ...] = self.decoding, self.prefilling, self.preempted
         for queue in queues:
