@@ -7,7 +7,7 @@ end of the prompt differ a lot between the two, so every output says which of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -45,6 +45,17 @@ class Asking:
     options: dict[str, Any]  # of Session.generate
     with_positions: bool = False
     on_text: Callable[[str], None] | None = None  # called with text as it is generated; None: progress is shown
+
+
+def prepare_kernels(model: kvfold.Model, policies: Iterable[Policy]) -> None:
+    """Compile what the policies take, or read it from disk, so that no time that is told holds it."""
+    from kvfold.engine.runner import Runner  # here: help comes without torch
+    from kvfold.engine.warm_up import warm_up
+
+    runner = Runner(model.hf, model.spec, model.arena, compile=model.compile)
+    with waiting("prepare kernels, which the first run compiles for up to a minute"):
+        for policy in policies:
+            warm_up(runner, replace(policy, shorten=None), max_running=1)
 
 
 def answer_all(model: kvfold.Model, policy: Policy, document: str, asking: Asking) -> Iterator[Answer]:

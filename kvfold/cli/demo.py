@@ -13,7 +13,7 @@ from rich.text import Text
 
 import kvfold
 from kvfold.cli import show
-from kvfold.cli.answers import Answer, Asking, answer_all
+from kvfold.cli.answers import Answer, Asking, answer_all, prepare_kernels
 from kvfold.cli.options import Subparsers, add_json_option, add_model_options, load_model
 from kvfold.cli.run import answer_json
 from kvfold.policy import Policy
@@ -61,6 +61,7 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run every case, each with a row of the table as soon as it is done, and sum up."""
     model = load_model(args)
+    prepare_kernels(model, [Policy.parse(case.policy) for case in CASES])
     if args.json:
         rows = [answer for case in CASES for answer in _answers(model, case)]
         show.print_json([answer_json(answer) | {"is_right": is_right(answer)} for answer in rows])

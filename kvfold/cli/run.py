@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import kvfold
 from kvfold.cli import show
-from kvfold.cli.answers import Answer, Asking, answer_all
+from kvfold.cli.answers import Answer, Asking, answer_all, prepare_kernels
 from kvfold.cli.options import (
     Subparsers,
     add_json_option,
@@ -74,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.json:
         _print_questions(args)
     answers = []
+    prepare_kernels(model, policies)
     for policy in policies:
         for number, answer in enumerate(answer_all(model, policy, document, asking), 1):
             answers.append(answer)

@@ -109,6 +109,13 @@ class OutputProcessor:
         self._end_draft(num_accepted)
         return piece
 
+    def cut(self) -> None:
+        """The token sampled last is the last one."""
+        searched = len(self.detokenizer.text)
+        self.request.reason = "length"
+        self.detokenizer.finish()
+        self._check_stops(searched)
+
     def _take(self, token: int) -> str:
         """As `_sample_one`, where every token that has run is committed."""
         request, detokenizer = self.request, self.detokenizer

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import warnings
 from typing import Any
 
 from kvfold.core import ModelSpec
 from kvfold.engine.runner import Runner
 from kvfold.engine.scheduling.jobs import PrefixSharing
+from kvfold.engine.scheduling.kv_bounds import KVBounds
 from kvfold.engine.scheduling.scheduler import Scheduler
 from kvfold.engine.warm_up import warm_up
-from kvfold.errors import InputError, ModelError, PolicyError
+from kvfold.errors import InputError, KvfoldWarning, ModelError, OutOfPages, PolicyError
 from kvfold.models.check import check_policy
 from kvfold.models.loader import Model
+from kvfold.plurals import counted
 from kvfold.policy.policy import Policy
+from kvfold.policy.size import bytes_text
 from kvfold.serve.api.request import ChatRequest
 from kvfold.serve.cache.breakpoints import CachePlan, boundaries_of, compression_points
 from kvfold.serve.cache.source import CachedSource, Miss, PlainSource, PromptCache
@@ -47,11 +51,14 @@ class LocalService(Service):
         check_policy(policy, model.spec)
         if store is not None:
             check_served_form(store.form)
-        super().__init__(model.tokenizer, model.spec.max_positions, policy, settings)
+        self._runner = Runner(model.hf, model.spec, model.arena, compile=model.compile, joins=True)
+        longest = longest_held(self._runner, policy)
+        super().__init__(model.tokenizer, longest, policy, settings)
         self.model, self.store = model, store
+        if longest < model.spec.max_positions:
+            self.bound = "of the KV-cache memory, --memory"
         self.no_reuse = None if store is not None else "this server was started without a prefix store"
         self._has_points = has_compression_points(policy, model.spec)
-        self._runner = Runner(model.hf, model.spec, model.arena, compile=model.compile, joins=True)
         self._prompt_caches: dict[str, PromptCache] = {}
         if store is not None:
             try:
@@ -136,6 +143,22 @@ class LocalService(Service):
             self._prompt_caches[tenant] = PromptCache(prefixes, CacheMarkers(self.store, prefixes.binding))
         cache = self._prompt_caches[tenant]
         return cache.split(cache_key) if cache_key else cache
+
+
+def longest_held(runner: Runner, policy: Policy) -> int:
+    """The most tokens of a request, prompt and reply: what the model takes or, if nothing is evicted, the arena holds.
+    A KvfoldWarning tells of the latter; OutOfPages if it holds none."""
+    most, arena = runner.spec.max_positions, runner.arena
+    if kind_of(policy, runner.spec) != "chunks" or policy.decode.may_evict:
+        return most
+    found = KVBounds(runner, policy).most_tokens(most)
+    held = f"the arena (KV-cache memory) of {bytes_text(arena.capacity_bytes)} holds {counted(found, 'token')}"
+    if found < 2:
+        raise OutOfPages(f'{held} under "{policy.short}"; give more --memory')
+    if found < most:
+        message = f'{held} of a request under "{policy.short}", the model takes {most}: longer requests are refused'
+        warnings.warn(message, KvfoldWarning, stacklevel=1)
+    return found
 
 
 def has_compression_points(policy: Policy, spec: ModelSpec) -> bool:

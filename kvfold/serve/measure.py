@@ -10,7 +10,7 @@ from kvfold.engine.scheduling.jobs import Ended, Job
 from kvfold.errors import Overloaded
 from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy
-from kvfold.serve.api.errors import ApiError, prompt_too_long
+from kvfold.serve.api.errors import ApiError
 from kvfold.serve.api.request import ChatRequest
 from kvfold.serve.cache.source import PlainSource
 from kvfold.serve.local_service import LocalService
@@ -36,9 +36,7 @@ class MeasuredSource(PlainSource):
 async def sizes_of(service: LocalService, request: ChatRequest, policy: Policy, context: RequestContext) -> Stats:
     """ApiError if the request is refused or fails."""
     prompt = await service.prompt(request, context, shortens=policy is service.policy)
-    if len(prompt.tokens) >= service.max_positions:
-        most = service.max_positions - 1
-        raise prompt_too_long(f"{len(prompt.tokens)} tokens > {most} maximum")
+    service.check_length(prompt)
     service.acquire_slot(context.tenant)
     seconds = service.settings.limits.request_s
     events = service.event_queue(context.tenant)

@@ -116,7 +116,7 @@ class Preprocessor:
         if most is not None and self._active[tenant] >= most:
             message = f"this tenant has {counted(most, 'request')} being read (--max-per-tenant); wait for one"
             raise ApiError(429, message, retry_after_s=1)
-        if num_waiting >= self._limits.waiting:
+        if num_waiting >= self._limits.running + self._limits.waiting:
             message = f"the queue has {counted(num_waiting, 'request')} to read; try again later"
             raise ApiError(529, message, retry_after_s=1)
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvfold.engine.scheduling.jobs import Ended, Event, PrefillDone, TextDelta
-from kvfold.errors import KvfoldError, LogitsError
+from kvfold.errors import KvfoldError, LogitsError, OutOfPages
 from kvfold.serve.api.errors import ApiError, bad_request
 from kvfold.serve.api.request import ChatRequest
 from kvfold.serve.api.tool_calls import ToolCall, ToolCallParser
@@ -149,8 +149,10 @@ class Reply:
             raise ApiError(529, "the server is shutting down; send the request again", retry_after_s=1)
         if isinstance(event.error, ApiError):  # an engine's, whose reason the request's log line has
             raise event.error
-        _log.error("request failed", exc_info=event.error, extra={"facts": {"request": self.context.trace.id}})
-        raise api_error(event.error)
+        found = api_error(event.error)
+        if found.status == 500:
+            _log.error("request failed", exc_info=event.error, extra={"facts": {"request": self.context.trace.id}})
+        raise found
 
     def close(self) -> None:
         """Cancel the job if it still runs and free its KV cache; also called when the client disconnects."""
@@ -174,6 +176,9 @@ def timed_out(seconds: float) -> ApiError:
 
 def api_error(error: Exception | None) -> ApiError:
     """The client's error for a failed job: our own errors' messages, no details of internal ones."""
+    if isinstance(error, OutOfPages):
+        advice = "try again later, send a shorter request, or start the server with more --memory"
+        return ApiError(529, str(error).replace(OutOfPages.ADVICE, advice), retry_after_s=5)
     if isinstance(error, MemoryError):
         return ApiError(529, str(error), retry_after_s=5)
     if isinstance(error, LogitsError):

@@ -57,6 +57,7 @@ class Service:
     scheduler: JobScheduler
     store: PrefixStore | None = None
     no_reuse: str | None = None  # why cache markers are refused
+    bound = ""  # of what `max_positions` is the maximum, if not of the model
 
     def __init__(self, tokenizer: Any, max_positions: int, policy: Policy, settings: Settings) -> None:
         self.tokenizer, self.max_positions = tokenizer, max_positions
@@ -139,16 +140,20 @@ class Service:
         except TimeoutError:
             raise timed_out(self.settings.limits.request_s) from None
 
+    def check_length(self, prompt: Prompt) -> None:
+        """400 if no token is left for a reply."""
+        if len(prompt.tokens) >= self.max_positions:
+            bound = f" {self.bound}" if self.bound else ""
+            raise prompt_too_long(f"{len(prompt.tokens)} tokens > {self.max_positions - 1} maximum{bound}")
+
     async def start(self, request: ChatRequest, context: RequestContext) -> Reply:
         """A reply whose prefill is done; ApiError if the request is refused or fails."""
         plain = request
         request, prompt = await self._remembering(request, context)
         if not prompt.tokens:
             raise bad_request("prompt: it has no tokens; send another text")
+        self.check_length(prompt)
         num_left = self.max_positions - len(prompt.tokens)
-        if num_left < 1:
-            most = self.max_positions - 1
-            raise prompt_too_long(f"{len(prompt.tokens)} tokens > {most} maximum")
         self.acquire_slot(context.tenant)
         events = self.event_queue(context.tenant)
         try:
@@ -232,6 +237,7 @@ class Service:
         try:
             self.scheduler.submit(job)
         except Overloaded as error:
+            context.trace.queued = None
             raise ApiError(529, str(error), retry_after_s=1) from error
         return Reply(
             request,
@@ -260,7 +266,8 @@ class Service:
             raise ApiError(529, "the server is shutting down; send the request again", retry_after_s=1)
         most = self.settings.per_tenant
         if self.num_running[tenant] >= most:
-            message = f"this tenant has {counted(most, 'request')} running or queued (--max-per-tenant); wait for one"
+            who, options = self.settings.bound_of_tenants
+            message = f"{who} has {counted(most, 'request')} running or queued ({options}); wait for one"
             raise ApiError(429, message, retry_after_s=1)
         self.num_running[tenant] += 1
 

@@ -88,6 +88,13 @@ class Settings:
         return max(1, limits.running // 2) if self.has_tenants else limits.running + limits.waiting
 
     @property
+    def bound_of_tenants(self) -> tuple[str, str]:
+        """Whom `per_tenant` bounds, and the options that say so."""
+        if self.has_tenants or self.limits.per_tenant is not None:
+            return "this tenant", "--max-per-tenant"
+        return "the server", "--max-running and --max-waiting"
+
+    @property
     def num_reserved(self) -> int:
         """Batch slots reserved for tenants without a running request; without API keys there is one tenant."""
         return int(self.has_tenants and self.limits.running > 1)

@@ -92,7 +92,7 @@ def test_lines_are_bounded_for_a_tenant_and_for_all() -> None:
         await asyncio.gather(*mine, *others)
         assert await preprocessor.run("a", 1, lambda: 7) == 7
 
-    run(crowd, limits=Limits(per_tenant=4, waiting=3))
+    run(crowd, limits=Limits(per_tenant=4, running=1, waiting=2))
 
 
 def test_what_nobody_waits_for_is_not_begun_and_its_thread_is_not_lost() -> None:

@@ -64,7 +64,7 @@ class DecodeManager:
         except OutOfPages as error:
             self._in_flight = None
             if not queues.evict_idle() and not self._preempt():
-                queues.fail(queues.decoding[-1], error)
+                self._cut(queues.decoding[-1], error)
             return [batch]
         except Exception as error:
             self._in_flight = None
@@ -75,6 +75,18 @@ class DecodeManager:
             except Exception as error:
                 queues.fail(task, error)
         return []
+
+    def _cut(self, task: Task, error: OutOfPages) -> None:
+        """A reply that is alone has filled the arena and ends here; others fail, since what they lack may come back."""
+        queues = self._queues
+        if len(queues.decoding) > 1 or queues.prefilling:
+            queues.fail(task, error)
+            return
+        queues.remove(task)
+        try:
+            task.cut()
+        except Exception as raised:
+            task.end("failed", raised)
 
     def _bisect(self, batch: Sequence[Task], lens: Sequence[int], error: Exception) -> list[Sequence[Task]]:
         """Halves of a batch whose step raised, without the tasks that cannot repeat it; a task that raises alone

@@ -6,6 +6,8 @@ bytes count. A policy with a replay pass (KVzip) holds the whole prompt uncompre
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -31,7 +33,7 @@ class KVBounds:
 
     def __init__(self, runner: Runner, policy: Policy) -> None:
         self._arena = runner.arena
-        self._heads = [layer.num_kv_heads for layer in runner.spec.layers]
+        self._layers = runner.spec.layers
         sample = runner.new_sequence(policy)
         self._classes = [sample.page_class(i) for i in range(runner.spec.num_layers)]
         replays = any(term.needs.replay is not None for term in (policy.prefill.score, policy.prefill.evicted))
@@ -61,9 +63,22 @@ class KVBounds:
         return self._known[key]
 
     def _sum(self, classes: Sequence[PageClass], num_tokens: int) -> int:
-        unit, layers = self._arena.superblock_bytes, zip(classes, self._heads, strict=True)
-        sizes = (one.span_bytes(heads * one.pages_for(num_tokens)) for one, heads in layers)
+        unit, layers = self._arena.superblock_bytes, zip(classes, self._layers, strict=True)
+        sizes = (one.span_bytes(layer.num_kv_heads * one.pages_for(num_tokens)) for one, layer in layers)
         return sum(-(-num_bytes // unit) * unit for num_bytes in sizes)
+
+    def most_tokens(self, most: int) -> int:
+        """Of a sequence that is alone, of up to `most` tokens."""
+        return bisect_right(range(1, most + 1), self._arena.capacity_bytes, key=self._bytes_alone)
+
+    def _bytes_alone(self, num_tokens: int) -> int:
+        """Of so many tokens if none is evicted; windowed layers hold their window. Layers of a class share spans."""
+        unit, pages = self._arena.superblock_bytes, Counter[PageClass]()
+        for page_class, layer in zip(self._classes, self._layers, strict=True):
+            num_slots = num_tokens if layer.sliding_window is None else min(num_tokens, layer.sliding_window)
+            pages[page_class] += layer.num_kv_heads * page_class.pages_for(num_slots)
+        sizes = (page_class.span_bytes(count) for page_class, count in pages.items())
+        return self._block_bytes + sum(-(-num_bytes // unit) * unit for num_bytes in sizes)
 
     def fits(self, num_bytes: int, prompt_bytes: int, prefilling: Iterable[Prefilling], num_decoding: int) -> bool:
         """Whether so many bytes are free beside what prefilling tasks still need of the `prompt_bytes` of their whole

@@ -172,11 +172,12 @@ class Scheduler:
     # From any thread
 
     def submit(self, job: Job) -> None:
-        """Queue a job. Overloaded if too many wait."""
+        """Queue a job. Overloaded if too many wait, beside those for which there are places to run."""
         with self._changed:
             self._supervisor.require_open()
-            if self._queues.waiting.num_waiting >= self.max_waiting:
-                raise Overloaded(f"the queue has {counted(self.max_waiting, 'request')}; try again later")
+            num_waiting, num_free = self._queues.waiting.num_waiting, max(0, self.max_running - self.num_running)
+            if num_waiting >= self.max_waiting + num_free:
+                raise Overloaded(f"the queue has {counted(num_waiting, 'request')}; try again later")
             job.number = next(self._numbers)
             self._queues.waiting.push(job)
             self._first_due = min(self._first_due, _due_at(job))

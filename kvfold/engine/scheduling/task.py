@@ -169,6 +169,12 @@ class Task:
         self.end(reason)
         return False
 
+    def cut(self) -> None:
+        """End where it is, as at its length: there is no memory for another token."""
+        self.output.cut()
+        self._tell_rest()
+        self.end("length")
+
     def tell(self) -> None:
         """Send the text that has come since the last time, if the job is streamed."""
         if self._processor is not None and self.job.is_streamed:

@@ -9,6 +9,7 @@ import pytest
 from kvfold.engine.runner import Runner
 from kvfold.engine.scheduling import kv_bounds
 from kvfold.engine.scheduling.kv_bounds import KVBounds
+from kvfold.errors import OutOfPages
 from kvfold.models.loader import Model
 from kvfold.policy.policy import Policy
 from tests import tiny
@@ -28,6 +29,19 @@ def test_a_prompt_fits_to_the_byte(model: Model, policy: str) -> None:
     assert bounds.fits(free - rest, whole, [task], num_decoding=1)
     assert not bounds.fits(free - rest + 1, whole, [task], num_decoding=1)
     reading.release()
+
+
+@pytest.mark.parametrize(("policy", "num_superblocks"), [("full", 60), ("int4", 30)])
+def test_the_longest_sequence_fits_and_a_longer_one_does_not(policy: str, num_superblocks: int) -> None:
+    small, parsed = tiny.ready("llama", capacity=num_superblocks * 4096), Policy.parse(policy)
+    runner = Runner(small.hf, small.spec, small.arena)
+    longest = KVBounds(runner, parsed).most_tokens(small.spec.max_positions)
+    assert 32 < longest < small.spec.max_positions
+    sequence = runner.new_sequence(parsed)
+    runner.prefill([sequence], [tiny.prompt(longest)])
+    sequence.release()
+    with pytest.raises(OutOfPages):
+        runner.prefill([runner.new_sequence(parsed)], [tiny.prompt(longest + 64)])
 
 
 def test_bounds_that_are_kept_are_those_that_are_computed(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

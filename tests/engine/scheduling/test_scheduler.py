@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count, pairwise
+from threading import Event as Flag
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from kvfold.engine.generate import generate
 from kvfold.engine.output_processor import Request
 from kvfold.engine.runner import Runner
 from kvfold.engine.sampling import Sampling
-from kvfold.engine.scheduling.jobs import Ended, Event, Job, PrefillDone, TextDelta
+from kvfold.engine.scheduling.jobs import Ended, Event, Job, PrefillDone, SequenceStart, TextDelta
 from kvfold.engine.scheduling.scheduler import Scheduler
 from kvfold.errors import InputError, OutOfPages, Overloaded
 from kvfold.models.loader import Model
@@ -255,6 +256,27 @@ def test_too_many_are_refused_at_once(model: Model) -> None:
         scheduler.submit(job(scheduler.runner, tiny.prompt(9))[0])
         with pytest.raises(Overloaded, match="the queue has 1 request; try again later"):
             scheduler.submit(job(scheduler.runner, tiny.prompt(9))[0])
+
+
+def test_an_idle_scheduler_takes_all_for_which_there_are_places(model: Model) -> None:
+    begins = Flag()
+
+    class Late(Fresh):
+        def begin(self) -> SequenceStart:
+            begins.wait(60)
+            return super().begin()
+
+    with scheduling(model, max_running=3, max_waiting=2) as scheduler:
+        made = [job(scheduler.runner, tiny.prompt(9, seed=seed), max_new_tokens=1) for seed in range(5)]
+        made[0][0].source = Late(scheduler.runner)
+        try:
+            for one, _ in made:
+                scheduler.submit(one)
+            with pytest.raises(Overloaded, match="the queue has 5 requests"):
+                scheduler.submit(job(scheduler.runner, tiny.prompt(9))[0])
+        finally:
+            begins.set()
+        assert {heard.end().reason for _, heard in made} == {"length"}
 
 
 def test_a_prompt_that_never_fits_fails_alone() -> None:

@@ -1,0 +1,55 @@
+"""An arena that holds fewer tokens than the model takes: longer requests are refused before they are computed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kvfold.errors import KvfoldWarning, OutOfPages
+from kvfold.models.loader import Model
+from kvfold.serve.server import open_store, service_of
+from kvfold.serve.settings import Settings
+from tests import tiny
+from tests.serve.asking import get
+from tests.serve.running import Running, running
+
+_ARENA = 60 * 4096
+
+
+def test_a_prompt_that_cannot_fit_is_refused_and_a_reply_ends_with_the_arena() -> None:
+    with pytest.warns(KvfoldWarning, match="longer requests are refused"), running(_model()) as server:
+        longest = server.service.max_positions
+        assert longest < tiny.ready("llama").spec.max_positions
+        body = {"model": "tiny", "prompt": tiny.prompt(longest), "max_tokens": 5}
+        status, found = _complete(server, body)
+        assert (status, found["error"]["code"]) == (400, "context_length_exceeded")
+        assert f"{longest} tokens > {longest - 1} maximum of the KV-cache memory, --memory" in found["error"]["message"]
+        body |= {"prompt": tiny.prompt(40), "max_tokens": 900, "ignore_eos": True}
+        status, found = _complete(server, body)
+        assert (status, found["choices"][0]["finish_reason"]) == (200, "length")
+        assert longest - 32 <= 40 + found["usage"]["completion_tokens"] <= longest
+
+
+def test_policies_that_evict_are_not_bounded() -> None:
+    with running(_model(), policy="prefill(keydiff + 64tok) + decode(keydiff + 64tok)") as server:
+        assert server.service.max_positions == tiny.ready("llama").spec.max_positions
+
+
+def test_an_arena_that_holds_nothing_serves_nothing() -> None:
+    model = tiny.ready("llama", capacity=9 * 4096)
+    with (
+        pytest.raises(OutOfPages, match="give more --memory"),
+        service_of(model, "full", Settings(("tiny",)), open_store(model)),
+    ):
+        pass
+
+
+def _model() -> Model:
+    return tiny.ready("llama", capacity=_ARENA)
+
+
+def _complete(server: Running, body: dict[str, Any]) -> tuple[int, Any]:
+    status, text, _ = get(server, "/v1/completions", json.dumps(body), **{"content-type": "application/json"})
+    return status, json.loads(text)
