@@ -10,7 +10,7 @@ server in this process at once, from another process over plain sockets, streame
 times; the first warms up (kernels, graphs), the fastest of the others counts. End-of-text tokens are ignored.
 
     tokens_per_s         reply tokens over all seconds, prefill included, from the sending to the last byte
-    share                of that of the engine
+    share                of that of the engine; above 1 where the two runs differ by more than the server costs
     decode_tokens_per_s  while all N sequences decode; of streams counted by the text that arrived
     decode_share         of that of the engine
     gap_ms_p50, _p99     between two events of a stream: inter-token latency
@@ -192,18 +192,22 @@ def shares(args: argparse.Namespace, model: Model) -> Iterator[Row]:
 
 def main(arguments: Sequence[str]) -> None:
     parser = argument_parser("server engine_share", __doc__)
-    parser.add_argument("--model", default="qwen2.5-coder-1.5b")
-    parser.add_argument("--random-model", choices=list(SHAPES), help="random weights of this shape instead")
-    parser.add_argument("--policy", default="full")
-    parser.add_argument("--memory", help="of the arena, e.g. 8GB")
-    parser.add_argument("--clients", type=positive, nargs="+", default=[8, 64, 256])
-    parser.add_argument("--prompt", type=positive, default=64, help="tokens of a prompt")
-    parser.add_argument("--reply", type=positive, default=256, help="tokens of a reply")
-    parser.add_argument("--rounds", type=positive, default=2)
-    parser.add_argument("--save", action="store_true")
+    parser.add_argument("--model", default="qwen2.5-coder-1.5b", help="default: %(default)s")
+    parser.add_argument("--random-model", choices=list(SHAPES), help="random weights of this shape instead of --model")
+    parser.add_argument("--policy", default="full", help="of engine and server; default: %(default)s")
+    parser.add_argument("--memory", help="of the arena, e.g. 8GB; default: as kvfold serve")
+    parser.add_argument(
+        "--clients", type=positive, nargs="+", default=[8, 64, 256], help="requests at once; default: 8 64 256"
+    )
+    parser.add_argument("--prompt", type=positive, default=64, help="tokens of a prompt; default: %(default)s")
+    parser.add_argument("--reply", type=positive, default=256, help="tokens of a reply; default: %(default)s")
+    parser.add_argument("--rounds", type=positive, default=2, help="the first warms up; default: %(default)s")
+    parser.add_argument("--save", action="store_true", help="append the rows to benchmarks/results/engine_share.jsonl")
     args = parser.parse_args(arguments)
     Policy.parse(args.policy)
     about = {key: value for key, value in vars(args).items() if key not in ("save", "clients")}
+    if args.random_model:
+        about["model"] = None
     with tempfile.TemporaryDirectory() as folder:
         name = args.model
         if args.random_model:
