@@ -30,8 +30,7 @@ _MAX_PREFILLING = 4  # prompts: few, but no long one blocks all short ones
 class _Load:
     """What runs while jobs are admitted, counted once and then with each of them: many wait at a time."""
 
-    def __init__(self, queues: Queues, bounds: KVBounds) -> None:
-        self._bounds = bounds
+    def __init__(self, queues: Queues) -> None:
         self.num_running = len(queues.preempted)
         self.tenants = Counter(task.tenant for task in queues.preempted)
         self.num_decoding = len(queues.decoding)
@@ -49,7 +48,7 @@ class _Load:
         self._count(task)
         self.num_prefilling += 1
         self.num_computed += len(task.job.tokens) - task.num_reused
-        self.prompt_bytes += self._bounds.prefill_bytes(len(task.job.tokens))
+        self.prompt_bytes += task.prompt_bytes
         self.prefilling_tenants.add(task.tenant)
         if task.job.sharing is not None:
             self.prefilling[task.job.first_page].append(task)
@@ -79,7 +78,7 @@ class Admission:
         """Start waiting jobs, tenants in round-robin order, while there is room."""
         if not self._queues.waiting or self._queues.preempted:
             return
-        load = _Load(self._queues, self._bounds)
+        load = _Load(self._queues)
         while self._admit_one(load):
             pass
 
@@ -90,13 +89,16 @@ class Admission:
             candidates = queues.waiting.candidates(partial(self._has_slot, load))
         for job in candidates:
             try:
-                if not self._has_room(load, self._bounds.prefill_bytes(len(job.tokens))):
+                needed = self._bounds.prefill_bytes(len(job.tokens))
+                if not self._has_room(load, needed):
                     if load.tenants[job.tenant]:
                         continue  # its own tenant holds the pages: others need not wait for them
                     return False  # no small job overtakes it, or it would starve
                 in_chunks = self._in_chunks if job.in_chunks is None else job.in_chunks
                 running = () if job.sharing is None else load.running.get(job.first_page, ())
-                task = Task(job, self._runner, self._tokenizer, in_chunks=in_chunks, running=running)
+                task = Task(
+                    job, self._runner, self._tokenizer, in_chunks=in_chunks, prompt_bytes=needed, running=running
+                )
             except OutOfPages as error:
                 if queues.tasks or queues.evict_idle():
                     return False  # it waits for pages of others
@@ -154,7 +156,7 @@ class Admission:
         while queues.preempted:
             task = queues.preempted[0]
             try:
-                has_room = self._has_room(_Load(queues, self._bounds), self._bounds.kv_bytes(task.preempted_len))
+                has_room = self._has_room(_Load(queues), self._bounds.kv_bytes(task.preempted_len))
                 if not has_room and (queues.prefilling or queues.decoding):
                     return
                 task.resume()

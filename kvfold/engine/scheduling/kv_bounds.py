@@ -13,7 +13,6 @@ from typing import Protocol
 
 from kvfold.compression.full_prompt import full_prompt_classes
 from kvfold.engine.runner import Runner
-from kvfold.engine.scheduling.jobs import Job
 from kvfold.pages.layout import PageClass
 from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy
@@ -24,7 +23,7 @@ _MOST_KNOWN = 4096  # sums over all layers that are kept
 class Prefilling(Protocol):
     """A task, as far as its prompt takes memory."""
 
-    job: Job
+    prompt_bytes: int
     sequence: SequenceCache
 
 
@@ -88,5 +87,5 @@ class KVBounds:
             return True
         for task in prefilling:
             held = task.sequence.resident_bytes + task.sequence.full_prompt_bytes
-            free -= max(0, self.prefill_bytes(len(task.job.tokens)) - held)
+            free -= max(0, task.prompt_bytes - held)
         return free >= 0

@@ -34,14 +34,22 @@ _log = logging.getLogger("kvfold.engine")
 
 
 class Task:
-    """Made when its job is admitted; owns the sequence from then on. `in_chunks`: prefill chunk by chunk. `running`:
-    tasks whose prefixes it may share."""
+    """Made when its job is admitted; owns the sequence from then on. `in_chunks`: prefill chunk by chunk.
+    `prompt_bytes`: the most that its prompt takes. `running`: tasks whose prefixes it may share."""
 
     def __init__(
-        self, job: Job, runner: Runner, tokenizer: Any, *, in_chunks: bool, running: Iterable[Running] = ()
+        self,
+        job: Job,
+        runner: Runner,
+        tokenizer: Any,
+        *,
+        in_chunks: bool,
+        prompt_bytes: int = 0,
+        running: Iterable[Running] = (),
     ) -> None:
         begin = start_of(job, running)
         self.job = job
+        self.prompt_bytes = prompt_bytes
         self.tenant = job.tenant
         self.sequence: SequenceCache = begin.sequence
         self.num_reused = begin.num_read

@@ -23,8 +23,8 @@ def test_a_prompt_fits_to_the_byte(model: Model, policy: str) -> None:
     runner.prefill([reading], [tiny.prompt(64, seed=1)], compress=False)
     held = reading.resident_bytes + reading.full_prompt_bytes
     assert held > 0
-    task = SimpleNamespace(job=SimpleNamespace(tokens=tiny.prompt(96)), sequence=reading)
     free, whole = model.arena.free_bytes, bounds.prefill_bytes(96)
+    task = SimpleNamespace(prompt_bytes=whole, sequence=reading)
     rest = whole - held + bounds.kv_bytes(reading.config.open_len)
     assert bounds.fits(free - rest, whole, [task], num_decoding=1)
     assert not bounds.fits(free - rest + 1, whole, [task], num_decoding=1)
