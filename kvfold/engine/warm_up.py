@@ -22,7 +22,8 @@ from kvfold.errors import KvfoldError, SizeError
 from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy
 
-_PROMPT_LENS = {"cpu": 64, "cuda": 8}  # two together are more rows than a CPU's kernels of few rows take, one is not
+_PROMPT_LEN = 8
+_LONG_LENS = {"cpu": 100, "cuda": _PROMPT_LEN}  # more rows than a CPU's kernels of few rows take (models/cpu_linear.py)
 _SEALED = 2  # sequences whose open blocks are sealed together, and then alone
 _NOTES = {
     "cpu": "preparing CPU kernels; the first start compiles them, for up to a minute",
@@ -67,8 +68,9 @@ def _batches(runner: Runner, max_running: int) -> list[int]:
 
 @torch.inference_mode()
 def _run(runner: Runner, policy: Policy, max_running: int) -> None:
-    length = max(min(_PROMPT_LENS[runner.arena.device.type], runner.spec.max_positions // 4), 2)
-    prompt = [i % runner.spec.vocab_size for i in range(length)]
+    device = runner.arena.device.type
+    lens = [max(min(length, runner.spec.max_positions // 4), 2) for length in (_PROMPT_LEN, _LONG_LENS[device])]
+    prompt, long = ([i % runner.spec.vocab_size for i in range(length)] for length in lens)
     batches = _batches(runner, max_running)
     with ExitStack() as stack:
         sequences = []
@@ -80,7 +82,8 @@ def _run(runner: Runner, policy: Policy, max_running: int) -> None:
             runner.decode(sequences[:count], [prompt[0]] * count)
             if count <= _SEALED:
                 seal_all(sequences[:count])
-        _prefill(runner, sequences[:1], prompt)  # behind stored slots
+        for tokens in (prompt, long):
+            _prefill(runner, sequences[:1], tokens)  # behind stored slots
 
 
 def _prefill(runner: Runner, sequences: Sequence[SequenceCache], tokens: Sequence[int]) -> None:

@@ -133,6 +133,11 @@ class PolicyParts:
         yield "prefill", self.prefill
         yield "decode", self.decode
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether every token keeps a slot in every layer."""
+        return not (self.prefill.evicts or self.decode.evicts or self.token_pruning.prunes)
+
     @cached_property
     def observes_mass(self) -> bool:
         """Whether attention mass is kept for each slot in a phase."""

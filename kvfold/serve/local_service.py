@@ -149,7 +149,7 @@ def longest_held(runner: Runner, policy: Policy) -> int:
     """The most tokens of a request, prompt and reply: what the model takes or, if nothing is evicted, the arena holds.
     A KvfoldWarning tells of the latter; OutOfPages if it holds none."""
     most, arena = runner.spec.max_positions, runner.arena
-    if kind_of(policy, runner.spec) != "chunks" or policy.decode.may_evict:
+    if not policy.keeps_all:
         return most
     found = KVBounds(runner, policy).most_tokens(most)
     held = f"the arena (KV-cache memory) of {bytes_text(arena.capacity_bytes)} holds {counted(found, 'token')}"

@@ -150,7 +150,7 @@ class Reply:
         if isinstance(event.error, ApiError):  # an engine's, whose reason the request's log line has
             raise event.error
         found = api_error(event.error)
-        if found.status == 500:
+        if found.status == 500 or not isinstance(event.error, KvfoldError):
             _log.error("request failed", exc_info=event.error, extra={"facts": {"request": self.context.trace.id}})
         raise found
 

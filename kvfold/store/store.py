@@ -73,10 +73,9 @@ def bind(
 
 def kind_of(policy: Policy, spec: ModelSpec) -> Kind:
     """Snapshots also for sliding-window layers: they have dropped tokens that a shorter prefix would need."""
-    evicts = policy.prefill.evicts or policy.decode.evicts or policy.token_pruning.prunes
     has_windows = len(spec.compressible_layers) < spec.num_layers
     is_lossless = all(codec.lossless for codec in policy.codec.codecs)
-    return "chunks" if is_lossless and not evicts and not has_windows else "snapshots"
+    return "chunks" if is_lossless and policy.keeps_all and not has_windows else "snapshots"
 
 
 def check_reuse(policy: Policy, spec: ModelSpec) -> None:

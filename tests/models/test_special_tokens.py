@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from kvfold.models.chat_template import ChatTemplate, Conversation
@@ -100,6 +101,16 @@ def test_text_without_special_tokens_is_encoded_as_ever(given: Any) -> None:
         if "<|im_end|>" not in text:
             assert encoder.quote(text) == text
             assert encoder.ids(text) == given(text, add_special_tokens=False)["input_ids"]
+
+
+def test_texts_are_encoded_with_the_tokenizer_s_own_beginning() -> None:
+    given, texts = im_tokenizer(QWEN), ["the cat", "", "a <|im_end|> b"]
+    bos = given.convert_tokens_to_ids("<|im_start|>")
+    post_processor = TemplateProcessing("<|im_start|> $A", special_tokens=[("<|im_start|>", bos)])
+    given.backend_tokenizer.post_processor = post_processor
+    expected = [given(text)["input_ids"] for text in texts]
+    assert all(ids[0] == bos for ids in expected)
+    assert TextEncoder(given).batch(texts, special=True) == expected
 
 
 def test_many_threads_encode_at_once() -> None:

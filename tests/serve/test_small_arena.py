@@ -15,11 +15,11 @@ from tests import tiny
 from tests.serve.asking import get
 from tests.serve.running import Running, running
 
-_ARENA = 60 * 4096
 
-
-def test_a_prompt_that_cannot_fit_is_refused_and_a_reply_ends_with_the_arena() -> None:
-    with pytest.warns(KvfoldWarning, match="longer requests are refused"), running(_model()) as server:
+@pytest.mark.parametrize(("policy", "num_superblocks"), [("full", 60), ("int4", 30)])
+def test_a_prompt_that_cannot_fit_is_refused_and_a_reply_ends_with_the_arena(policy: str, num_superblocks: int) -> None:
+    model = _model(num_superblocks)
+    with pytest.warns(KvfoldWarning, match="longer requests are refused"), running(model, policy) as server:
         longest = server.service.max_positions
         assert longest < tiny.ready("llama").spec.max_positions
         body = {"model": "tiny", "prompt": tiny.prompt(longest), "max_tokens": 5}
@@ -33,12 +33,12 @@ def test_a_prompt_that_cannot_fit_is_refused_and_a_reply_ends_with_the_arena() -
 
 
 def test_policies_that_evict_are_not_bounded() -> None:
-    with running(_model(), policy="prefill(keydiff + 64tok) + decode(keydiff + 64tok)") as server:
+    with running(_model(60), policy="prefill(keydiff + 64tok) + decode(keydiff + 64tok)") as server:
         assert server.service.max_positions == tiny.ready("llama").spec.max_positions
 
 
 def test_an_arena_that_holds_nothing_serves_nothing() -> None:
-    model = tiny.ready("llama", capacity=9 * 4096)
+    model = _model(9)
     with (
         pytest.raises(OutOfPages, match="give more --memory"),
         service_of(model, "full", Settings(("tiny",)), open_store(model)),
@@ -46,8 +46,8 @@ def test_an_arena_that_holds_nothing_serves_nothing() -> None:
         pass
 
 
-def _model() -> Model:
-    return tiny.ready("llama", capacity=_ARENA)
+def _model(num_superblocks: int) -> Model:
+    return tiny.ready("llama", capacity=num_superblocks * 4096)
 
 
 def _complete(server: Running, body: dict[str, Any]) -> tuple[int, Any]:

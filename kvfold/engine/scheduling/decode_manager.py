@@ -77,7 +77,7 @@ class DecodeManager:
         return []
 
     def _cut(self, task: Task, error: OutOfPages) -> None:
-        """A reply that is alone has filled the arena and ends here; others fail, since what they lack may come back."""
+        """A reply that is alone has filled the arena: it ends as at its length. Beside others it fails."""
         queues = self._queues
         if len(queues.decoding) > 1 or queues.prefilling:
             queues.fail(task, error)

@@ -181,7 +181,7 @@ class Task:
         """End where it is, as at its length: there is no memory for another token."""
         self.output.cut()
         self._tell_rest()
-        self.end("length")
+        self.end(self.output.request.reason or "length")
 
     def tell(self) -> None:
         """Send the text that has come since the last time, if the job is streamed."""
