@@ -5,6 +5,7 @@ register, slot by slot, and values are added to outputs that stay in registers. 
 bf16 ones, integer codes, and keys behind the last whole 16 are made fp32 first.
 
     T tasks   R rows (sequence, KV head)   G query heads per KV head   D head dim, whole registers   S slots of a block
+    X slots of a block for each query head
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from kvfold.pages.kernels.avx512 import (
     everywhere,
     exponential,
     fma,
+    in_all_lanes,
     index,
     lane_sums,
     load,
@@ -71,10 +73,37 @@ def _emit_dots(builder: Any, q: Any, k: Any, out: Any, head_dim: Any) -> None:
     store(builder, lane_sums(builder, loop(builder, index(0), head_dim, LANES, [everywhere(0.0)] * LANES, add)), out)
 
 
+def _emit_graded_scores(builder: Any, score: Any, scale: Any, zero: Any, count: Any, q: Any, head_dim: Any) -> None:
+    """A multiple of 16 products with codes become scores: score * scale + zero * (sum of the query)."""
+    score, scale, zero, q = (pointer(builder, address) for address in (score, scale, zero, q))
+
+    def add(channel: Any, sums: Any) -> list[Any]:
+        return [builder.fadd(sums[0], load(builder, at(builder, q, channel)))]
+
+    total = in_all_lanes(builder, loop(builder, index(0), head_dim, LANES, [everywhere(0.0)], add)[0], builder.fadd)
+
+    def grade(slot: Any, _: Any) -> list[Any]:
+        place = at(builder, score, slot)
+        start = builder.fmul(load(builder, at(builder, zero, slot)), total)
+        store(builder, fma(builder, load(builder, place), load(builder, at(builder, scale, slot)), start), place)
+        return []
+
+    loop(builder, index(0), count, LANES, [], grade)
+
+
 def _emit_weights(builder: Any, score: Any, count: Any, top: Any, total: Any) -> None:
-    """e**(score - top) of a multiple of 16 scores, and the sums of their lanes; `top`: where it is."""
-    score, total = pointer(builder, score), pointer(builder, total)
-    most = spread(builder, builder.load(pointer(builder, top)))
+    """e**(score - top) of a multiple of 16 scores, and their sum; `top`: where the largest of these and earlier ones
+    is."""
+    score, top, total = (pointer(builder, address) for address in (score, top, total))
+
+    def larger(x: Any, y: Any) -> Any:
+        return builder.select(builder.fcmp_ordered(">", x, y), x, y)  # y where x is NaN
+
+    def compare(slot: Any, most: Any) -> list[Any]:
+        return [larger(load(builder, at(builder, score, slot)), most[0])]
+
+    most = loop(builder, index(0), count, LANES, [spread(builder, builder.load(top))], compare)[0]
+    most = in_all_lanes(builder, most, larger)
 
     def weigh(slot: Any, sums: Any) -> list[Any]:
         place = at(builder, score, slot)
@@ -82,7 +111,27 @@ def _emit_weights(builder: Any, score: Any, count: Any, top: Any, total: Any) ->
         store(builder, weight, place)
         return [builder.fadd(sums[0], weight)]
 
-    store(builder, loop(builder, index(0), count, LANES, [everywhere(0.0)], weigh)[0], total)
+    found = loop(builder, index(0), count, LANES, [everywhere(0.0)], weigh)[0]
+    _store_first(builder, most, top)
+    _store_first(builder, in_all_lanes(builder, found, builder.fadd), total)
+
+
+def _emit_graded_weights(builder: Any, weight: Any, scale: Any, zero: Any, count: Any, total: Any) -> None:
+    """A multiple of 16 weights become those of codes: weight * scale; and the sum of weight * zero."""
+    weight, scale, zero, total = (pointer(builder, address) for address in (weight, scale, zero, total))
+
+    def grade(slot: Any, sums: Any) -> list[Any]:
+        place = at(builder, weight, slot)
+        mine = load(builder, place)
+        store(builder, builder.fmul(mine, load(builder, at(builder, scale, slot))), place)
+        return [fma(builder, mine, load(builder, at(builder, zero, slot)), sums[0])]
+
+    found = loop(builder, index(0), count, LANES, [everywhere(0.0)], grade)[0]
+    _store_first(builder, in_all_lanes(builder, found, builder.fadd), total)
+
+
+def _store_first(builder: Any, row: Any, place: Any) -> None:
+    builder.store(builder.extract_element(row, ir.Constant(ir.IntType(32), 0)), place)
 
 
 def _emit_mix(num_registers: int, builder: Any, weight: Any, v: Any, out: Any, count: Any, head_dim: Any) -> None:
@@ -137,6 +186,7 @@ def _emit_copy(read: Any, builder: Any, source: Any, target: Any, count: Any) ->
 
 
 _dots, _weights = emitted(_emit_dots), emitted(_emit_weights)
+_graded_scores, _graded_weights = emitted(_emit_graded_scores), emitted(_emit_graded_weights)
 _mix_wide, _mix = emitted(bound(_emit_mix, _WIDE)), emitted(bound(_emit_mix, 1))
 _copy, _widen = emitted(bound(_emit_copy, load)), emitted(bound(_emit_copy, load_bf16))
 _unpack_8, _unpack_4, _unpack_2 = (emitted(bound(_emit_unpack, bits)) for bits in (8, 4, 2))
@@ -154,7 +204,7 @@ def _is_served(tasks: Any, t: int, head_dim: int) -> bool:
 
 @compiled
 def _floats(form: int, address: int, count: int, head_dim: int, room: int, is_whole: bool) -> int:
-    """Where slots are as fp32, with a whole number of 16 slots; `room` for those that are not so in place."""
+    """Where slots are as fp32, up to 16 of them; `room` for those that are not so in place."""
     if form == BF16:
         _widen((address, room, count * head_dim))
     elif form == INT8:
@@ -168,33 +218,22 @@ def _floats(form: int, address: int, count: int, head_dim: int, room: int, is_wh
     return address if form == F32 and is_whole else room
 
 
-@compiled
-def _read_grid(tasks: Any, t: int, code: int, first: int, count: int, halves: Any, bits_4S: Any, row: int) -> None:
-    """Scales and zeros of a block, of which `bits_4S` has rows `row` and the next."""
-    for i in range(2):
-        place = tasks[t, code + 1 + i] // 2 + first
-        for s in range(count):
-            bits_4S[row + i, s] = np.uint32(halves[place + s]) << np.uint32(16)
-
-
 # A view of an array takes longer to make than a short task: these take addresses.
 
 
 @compiled
-def _weigh(count: int, score_S: Any, top_2: Any, total_L: Any) -> Any:
-    """Scores become weights. Their sum, and the factor of earlier sums; `top_2`: the largest score so far."""
-    whole, top = -(-count // LANES) * LANES, top_2[0]
-    for s in range(count, whole):
-        score_S[s] = -np.inf
-    for s in range(count):
-        top = max(top, score_S[s])
-    shrink = np.exp(top_2[0] - top) if top > top_2[0] else np.float32(1)
-    top_2[0] = top
-    _weights((score_S.ctypes.data, whole, top_2.ctypes.data, total_L.ctypes.data))
-    total = np.float32(0)
-    for i in range(LANES):
-        total += total_L[i]
-    return total, shrink
+def _read_grid(tasks: Any, t: int, code: int, first: int, count: int, halves: Any, bits_4S: Any, row: int) -> None:
+    """Scales and zeros of a block, to rows `row` and the next of `bits_4S`; 0 up to a multiple of 16."""
+    whole = count // LANES * LANES
+    for i in range(2):
+        place = tasks[t, code + 1 + i] + 2 * first
+        target = np.int64(bits_4S.ctypes.data) + 4 * _SLOTS * (row + i)
+        _widen((np.int64(halves.ctypes.data) + place, target, whole))
+        for s in range(whole, count):
+            bits_4S[row + i, s] = np.uint32(halves[place // 2 + s]) << np.uint32(16)
+        if whole < count:
+            for s in range(count, whole + LANES):
+                bits_4S[row + i, s] = 0
 
 
 @compiled
@@ -212,50 +251,57 @@ def _mixed(score: int, v: int, out: int, count: int, head_dim: int) -> None:
 
 @compiled
 def _attend(tasks: Any, t: int, q_RGD: Any, offset_RG: Any, memory: int, halves: Any, partial: Any, room: Any) -> None:
+    """Slots of a block are made fp32 16 at a time, for all queries: those stay in the nearest cache."""
     out_TGD, top_TG, sum_TG = partial
-    slot_2SD, score_S, total_L, top_2, grid_4S, bits_4S = room
+    slot_SD, score_X, found_3, bits_4S = room
     group, head_dim = q_RGD.shape[1:]
     begin, end, k_form, v_form = tasks[t, SKIP], tasks[t, LENGTH], tasks[t, K_FORM], tasks[t, V_FORM]
     q = np.int64(q_RGD.ctypes.data) + 4 * tasks[t, ROW] * group * head_dim
-    score, slot = np.int64(score_S.ctypes.data), np.int64(slot_2SD.ctypes.data)
+    out = np.int64(out_TGD.ctypes.data) + 4 * head_dim * group * t
+    score, slot = np.int64(score_X.ctypes.data), np.int64(slot_SD.ctypes.data)
+    grid, found = np.int64(bits_4S.ctypes.data), np.int64(found_3.ctypes.data)
+    k_width, v_width = slot_width(k_form, head_dim), slot_width(v_form, head_dim)
     for g in range(group):
         top_TG[t, g], sum_TG[t, g] = -np.inf, 0
         for d in range(head_dim):
             out_TGD[t, g, d] = 0
     for first in range(begin, end, _SLOTS):
         count = min(_SLOTS, end - first)
-        is_whole = count % LANES == 0
-        v = memory + tasks[t, V_CODE] + slot_width(v_form, head_dim) * first
-        v = _floats(v_form, v, count, head_dim, slot + 4 * _SLOTS * head_dim, True)
-        k = memory + tasks[t, K_CODE] + slot_width(k_form, head_dim) * first
-        k = _floats(k_form, k, count, head_dim, slot, is_whole)
+        k = memory + tasks[t, K_CODE] + k_width * first
+        v = memory + tasks[t, V_CODE] + v_width * first
+        for s in range(0, count, LANES):
+            num_slots = min(LANES, count - s)
+            keys = _floats(k_form, k + k_width * s, num_slots, head_dim, slot, num_slots == LANES)
+            for g in range(group):
+                _dots((q + 4 * head_dim * g, keys, score + 4 * (_SLOTS * g + s), head_dim))
         if k_form > FP8:
             _read_grid(tasks, t, K_CODE, first, count, halves, bits_4S, 0)
         if v_form > FP8:
             _read_grid(tasks, t, V_CODE, first, count, halves, bits_4S, 2)
+        whole = -(-count // LANES) * LANES
         for g in range(group):
-            for s in range(0, count, LANES):
-                _dots((q + 4 * head_dim * g, k + 4 * s * head_dim, score + 4 * s, head_dim))
+            mine = score + 4 * _SLOTS * g
             if k_form > FP8:
-                q_sum = np.float32(0)
-                for d in range(head_dim):
-                    q_sum += q_RGD[tasks[t, ROW], g, d]
-                for s in range(count):
-                    score_S[s] = score_S[s] * grid_4S[0, s] + q_sum * grid_4S[1, s]
-            top_2[0] = top_TG[t, g]
-            total, shrink = _weigh(count, score_S, top_2, total_L)
-            top_TG[t, g] = top_2[0]
-            sum_TG[t, g] = sum_TG[t, g] * shrink + total
-            shift = np.float32(0)
+                _graded_scores((mine, grid, grid + 4 * _SLOTS, whole, q + 4 * head_dim * g, head_dim))
+            for s in range(_SLOTS * g + count, _SLOTS * g + whole):
+                score_X[s] = -np.inf
+            found_3[0] = top_TG[t, g]
+            _weights((mine, whole, found, found + 4))
+            shift, shrink = np.float32(0), np.float32(1)
+            if found_3[0] > top_TG[t, g]:
+                shrink = np.exp(top_TG[t, g] - found_3[0])
+            top_TG[t, g], sum_TG[t, g] = found_3[0], sum_TG[t, g] * shrink + found_3[1]
             if v_form > FP8:
-                for s in range(count):
-                    shift += score_S[s] * grid_4S[3, s]
-                    score_S[s] *= grid_4S[2, s]
+                _graded_weights((mine, grid + 8 * _SLOTS, grid + 12 * _SLOTS, whole, found + 8))
+                shift = found_3[2]
             if shrink != 1 or shift != 0:
                 for d in range(head_dim):
                     out_TGD[t, g, d] = out_TGD[t, g, d] * shrink + shift
-            out = np.int64(out_TGD.ctypes.data) + 4 * head_dim * (group * t + g)
-            _mixed(score, v, out, count, head_dim)
+        for s in range(0, count, LANES):
+            num_slots = min(LANES, count - s)
+            values = _floats(v_form, v + v_width * s, num_slots, head_dim, slot, True)
+            for g in range(group):
+                _mixed(score + 4 * (_SLOTS * g + s), values, out + 4 * head_dim * g, num_slots, head_dim)
     if k_form > FP8:
         for g in range(group):
             top_TG[t, g] += offset_RG[tasks[t, ROW], g]
@@ -266,16 +312,13 @@ def attend_tasks(
     counter: Any, cut_X: Any, tasks: Any, queries: Any, offset_RG: Floats, memory: Any, table: Floats, partial: Any
 ) -> None:
     """Parts of tasks, between neighbours of `cut_X`, as threads take them; else as that of cpu_kernels.py."""
-    grid_4S = np.empty((4, _SLOTS), np.float32)
+    group, head_dim = queries[0].shape[1:]
     room = (
-        np.empty((2, _SLOTS, partial[0].shape[2]), np.float32),
-        np.empty(_SLOTS, np.float32),
-        np.empty(LANES, np.float32),
-        np.empty(2, np.float32),
-        grid_4S,
-        grid_4S.view(np.uint32),
+        np.empty((LANES, head_dim), np.float32),
+        np.empty(group * _SLOTS, np.float32),
+        np.empty(3, np.float32),  # the largest score, and two sums
+        np.empty((4, _SLOTS), np.uint32),  # scales and zeros, as bits
     )
-    head_dim = queries[0].shape[2]
     address, part = np.int64(memory[0].ctypes.data), take(counter)
     while part < len(cut_X) - 1:
         first, end = cut_X[part], cut_X[part + 1]

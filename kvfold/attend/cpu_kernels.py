@@ -327,7 +327,8 @@ def prepare(
     """Scale queries, which are given as [R, G, D], rotate those that read codes, and write the new slots [B, H, W] of
     both sides to `places`: byte addresses [2, B, H] of theirs."""
     q_RGD, rotated_RGD = queries
-    num_sequences, num_heads = mean_BHD.shape[:2]
+    num_sequences, num_heads, head_dim = mean_BHD.shape
+    x, root = np.empty(head_dim, np.float32), np.float32(1 / np.sqrt(head_dim & -head_dim))
     for b in range(num_sequences):
         for h in range(num_heads):
             r = b * num_heads + h
@@ -336,17 +337,15 @@ def prepare(
                     q_RGD[r, g, d] *= np.float32(scale)
             if is_coded_B[b]:
                 for g in range(q_RGD.shape[1]):
-                    offset_RG[r, g] = _dot(q_RGD[r, g], mean_BHD[b, h])
-                    _rotate(q_RGD[r, g], rotated_RGD[r, g])
+                    total = np.float32(0)
+                    for d in range(head_dim):
+                        total += q_RGD[r, g, d] * mean_BHD[b, h, d]
+                        x[d] = q_RGD[r, g, d]
+                    offset_RG[r, g] = total
+                    hadamard_sums(x)  # of codec/hadamard.py
+                    for d in range(head_dim):
+                        rotated_RGD[r, g, d] = x[d] * root
             for side in range(2):
                 first, words = places[side, b, h] // 2, new[side]
                 for i in range(words.shape[2]):
                     halves[first + i] = words[b, h, i]
-
-
-@jit
-def _rotate(x: Floats, out: Floats) -> None:
-    """The Hadamard rotation of codec/hadamard.py."""
-    out[:] = x
-    hadamard_sums(out)
-    out *= np.float32(1 / np.sqrt(len(x) & -len(x)))

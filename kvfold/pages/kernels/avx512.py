@@ -44,7 +44,7 @@ def _lanes(numbers: Sequence[int]) -> Any:
 _FIRST = _lanes([0] * LANES)
 _LOW, _HIGH = (_lanes([lane for i in range(at, at + 8) for lane in (i, LANES + i)]) for at in (0, 8))
 
-
+_DISTANCES = 1, 2, 4, 8  # between lanes
 _REVERSED = [int(f"{i:04b}"[::-1], 2) for i in range(LANES)]  # the bits of a number backwards
 
 
@@ -110,6 +110,18 @@ def lane_sums(builder: Any, rows: Sequence[Any]) -> Any:
             builder.fadd(builder.shuffle_vector(a, b, _LOW), builder.shuffle_vector(a, b, _HIGH)) for a, b in pairs
         ]
     return found[0]
+
+
+def _swapped(builder: Any, row: Any, distance: int) -> Any:
+    """Each lane has the number of the one so far from it, to the right or to the left."""
+    return builder.shuffle_vector(row, _UNDEFINED, _lanes([lane ^ distance for lane in range(LANES)]))
+
+
+def in_all_lanes(builder: Any, row: Any, joined: Callable[[Any, Any], Any]) -> Any:
+    """What all lanes come to, two at a time: `joined` of two registers."""
+    for distance in _DISTANCES:
+        row = joined(row, _swapped(builder, row, distance))
+    return row
 
 
 def store_columns(builder: Any, columns: Sequence[Any], places: Sequence[Any]) -> None:
@@ -218,6 +230,25 @@ def emitted(emit: Callable[..., None]) -> Any:
         return types.void(arguments), generate
 
     return call
+
+
+def _emit_butterflies(builder: Any, x: Any, count: Any) -> None:
+    """Hadamard sums and differences within each 16 of `count` numbers: of neighbours, of those 2, 4 and 8 apart."""
+    x = pointer(builder, x)
+
+    def add(i: Any, _: Any) -> list[Any]:
+        place = at(builder, x, i)
+        row = load(builder, place)
+        for distance in _DISTANCES:
+            sign = ir.Constant(_ROW, [-1.0 if lane & distance else 1.0 for lane in range(LANES)])
+            row = builder.fadd(_swapped(builder, row, distance), builder.fmul(row, sign))
+        store(builder, row, place)
+        return []
+
+    loop(builder, index(0), count, LANES, [], add)
+
+
+butterflies = emitted(_emit_butterflies)
 
 
 def emit_pack(builder: Any, rows: Any, column: Any, panel: Any) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kvfold.codec import fp8, grid
 from kvfold.codec.base import SIDES, Side
+from kvfold.core import HAS_AVX512_KERNELS
 from kvfold.pages.kernels.cpu_jit import compiled
 from kvfold.pages.kernels.cpu_threads import run_shared
 from kvfold.pages.kernels.encodings import Encoding, encoding_of
@@ -96,16 +97,37 @@ def _finite(x: Floats) -> None:
 
 
 @compiled
+def _sums_of_four(x: Floats) -> Any:
+    """Two butterflies in one pass: short inner loops take most of the time. Returns how far apart the next ones are."""
+    if len(x) % 4:
+        return 1
+    for d in range(0, len(x), 4):
+        a, b, c, e = x[d] + x[d + 1], x[d] - x[d + 1], x[d + 2] + x[d + 3], x[d + 2] - x[d + 3]
+        x[d], x[d + 1], x[d + 2], x[d + 3] = a + c, b + e, a - c, b - e
+    return 4
+
+
+if HAS_AVX512_KERNELS:
+    from kvfold.pages.kernels.avx512 import LANES, butterflies
+
+    @compiled
+    def _first_sums(x: Floats) -> Any:
+        """As `_sums_of_four`, with those of whole registers."""
+        if len(x) % LANES:
+            return _sums_of_four(x)
+        butterflies((x.ctypes.data, len(x)))
+        return LANES
+
+else:
+    _first_sums = _sums_of_four
+
+
+@compiled
 def hadamard_sums(x: Floats) -> None:
     """The sums and differences of codec/hadamard.py, in their order and not scaled."""
     head_dim = len(x)
     block = head_dim & -head_dim
-    half = 1
-    if block >= 4:  # two butterflies in one pass: short inner loops take most of the time
-        for d in range(0, head_dim, 4):
-            a, b, c, e = x[d] + x[d + 1], x[d] - x[d + 1], x[d + 2] + x[d + 3], x[d + 2] - x[d + 3]
-            x[d], x[d + 1], x[d + 2], x[d + 3] = a + c, b + e, a - c, b - e
-        half = 4
+    half = _first_sums(x)
     while half < block:
         for first in range(0, head_dim, 2 * half):
             low, high = x[first : first + half], x[first + half : first + 2 * half]
