@@ -3,7 +3,7 @@
     python -m benchmarks.serving_peers [--vllm-python /path/to/venv/bin/python] [--save] [-- KVFOLD SERVE OPTIONS]
 
 Without --vllm-python kvfold alone is measured. Servers have as many threads, the same dtype and as much memory for KV
-caches; prefix caching is on. vLLM runs without compiling. All servers are started first and asked in turn, never two at
+caches; prefix caching is on. vLLM compiles the model, as it does by default. All servers are started first and asked in turn, never two at
 the same time, so that a machine whose clock moves is as fast for one as for the others. Every round asks about new
 documents, by the same chat completions, greedy, each as long as it is asked to be (ignore_eos):
 
@@ -77,7 +77,7 @@ def arms(args: argparse.Namespace, folder: Path) -> list[Arm]:
     if args.vllm_python is None:
         print("vLLM is not measured: give --vllm-python /path/to/venv/bin/python", file=sys.stderr)
         return found
-    words = ["--dtype", args.dtype, "--max-model-len", str(args.tokens + _BESIDE), "--enforce-eager"]
+    words = ["--dtype", args.dtype, "--max-model-len", str(args.tokens + _BESIDE)]
     words += ["--enable-prefix-caching", "--generation-config", "vllm"]
     start = partial(vllm_served, args.vllm_python, args.model, *words, kv_gib=args.memory, log=folder / "vllm.log")
     name = f"vllm {vllm_version(args.vllm_python)}"

@@ -308,28 +308,48 @@ def _attend(tasks: Any, t: int, q_RGD: Any, offset_RG: Any, memory: int, halves:
 
 
 @compiled
-def attend_tasks(
-    counter: Any, cut_X: Any, tasks: Any, queries: Any, offset_RG: Floats, memory: Any, table: Floats, partial: Any
-) -> None:
-    """Parts of tasks, between neighbours of `cut_X`, as threads take them; else as that of cpu_kernels.py."""
-    group, head_dim = queries[0].shape[1:]
-    room = (
+def room_of(group: int, head_dim: int) -> Any:
+    """A thread's, for any number of tasks."""
+    return (
         np.empty((LANES, head_dim), np.float32),
         np.empty(group * _SLOTS, np.float32),
         np.empty(3, np.float32),  # the largest score, and two sums
         np.empty((4, _SLOTS), np.uint32),  # scales and zeros, as bits
     )
-    address, part = np.int64(memory[0].ctypes.data), take(counter)
+
+
+@compiled
+def attend_run(
+    first: int,
+    end: int,
+    tasks: Any,
+    queries: Any,
+    offset_RG: Floats,
+    memory: Any,
+    table: Floats,
+    partial: Any,
+    room: Any,
+) -> None:
+    """Tasks first:end; else as that of cpu_kernels.py."""
+    head_dim, address = queries[0].shape[2], np.int64(memory[0].ctypes.data)
+    while first < end:
+        last = first
+        while last < end and not _is_served(tasks, last, head_dim):
+            last += 1
+        if last > first:
+            cpu_kernels.attend_run(first, last, tasks, queries, offset_RG, memory, table, partial)
+        if last < end:
+            q_RGD = queries[1] if tasks[last, K_FORM] > FP8 else queries[0]
+            _attend(tasks, last, q_RGD, offset_RG, address, memory[1], partial, room)
+        first = last + 1
+
+
+@compiled
+def attend_tasks(
+    counter: Any, cut_X: Any, tasks: Any, queries: Any, offset_RG: Floats, memory: Any, table: Floats, partial: Any
+) -> None:
+    """Parts of tasks, between neighbours of `cut_X`, as threads take them."""
+    room, part = room_of(*queries[0].shape[1:]), take(counter)
     while part < len(cut_X) - 1:
-        first, end = cut_X[part], cut_X[part + 1]
-        while first < end:
-            last = first
-            while last < end and not _is_served(tasks, last, head_dim):
-                last += 1
-            if last > first:
-                cpu_kernels.attend_run(first, last, tasks, queries, offset_RG, memory, table, partial)
-            if last < end:
-                q_RGD = queries[1] if tasks[last, K_FORM] > FP8 else queries[0]
-                _attend(tasks, last, q_RGD, offset_RG, address, memory[1], partial, room)
-            first = last + 1
+        attend_run(cut_X[part], cut_X[part + 1], tasks, queries, offset_RG, memory, table, partial, room)
         part = take(counter)

@@ -7,7 +7,6 @@ and a row comes out the same whatever stands beside it. Numba compiles on first 
 result on disk.
 
     T tasks   R rows (sequence, KV head)   G query heads per KV head   D head dim   B sequences   H KV heads
-    W 16-bit words of a slot
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvfold.pages.kernels.cpu_jit import compiled, take
-from kvfold.pages.kernels.cpu_write import hadamard_sums
+from kvfold.pages.kernels.cpu_write import hadamard_sums, to_bf16
 
 # Columns of a task. Addresses are bytes from the start of the arena, 0 for fields that a codec lacks.
 ROW, LENGTH, SKIP, K_FORM, V_FORM, K_CODE, K_SCALE, K_ZERO, V_CODE, V_SCALE, V_ZERO, BIAS = range(12)
@@ -321,31 +320,56 @@ def merge(starts_R: Any, partial: Any, out_RGD: Floats, lse_RG: Floats) -> None:
 
 
 @jit
-def prepare(
-    scale: float, is_coded_B: Any, mean_BHD: Floats, queries: Any, offset_RG: Floats, new: Any, places: Any, halves: Any
+def _write_slot(x: Floats, address: int, is_bf16: bool, memory: Any) -> None:
+    if is_bf16:
+        bits, halves = x.view(np.int32), memory[1][address // 2 : address // 2 + len(x)]
+        for i in range(len(x)):
+            halves[i] = to_bf16(bits[i])
+    else:
+        memory[2][address // 4 : address // 4 + len(x)] = x
+
+
+@jit
+def prepare_sequence(
+    b: int,
+    scale: float,
+    coded: Any,
+    queries: Any,
+    offset_RG: Floats,
+    new: Any,
+    place_SBH: Any,
+    is_bf16: bool,
+    memory: Any,
 ) -> None:
-    """Scale queries, which are given as [R, G, D], rotate those that read codes, and write the new slots [B, H, W] of
-    both sides to `places`: byte addresses [2, B, H] of theirs."""
+    """Of sequence b of a step: scale its queries, rotate them if it reads codes, and write its new slots, keys and
+    values [B, H * D], to `place_SBH`: byte addresses. `coded`: whether sequences read codes [B], and means of keys."""
+    is_coded_B, mean_BHD = coded
     q_RGD, rotated_RGD = queries
-    num_sequences, num_heads, head_dim = mean_BHD.shape
+    num_heads, head_dim = mean_BHD.shape[1:]
     x, root = np.empty(head_dim, np.float32), np.float32(1 / np.sqrt(head_dim & -head_dim))
-    for b in range(num_sequences):
-        for h in range(num_heads):
-            r = b * num_heads + h
+    for h in range(num_heads):
+        r = b * num_heads + h
+        for g in range(q_RGD.shape[1]):
+            for d in range(head_dim):
+                q_RGD[r, g, d] *= np.float32(scale)
+        if is_coded_B[b]:
             for g in range(q_RGD.shape[1]):
-                for d in range(q_RGD.shape[2]):
-                    q_RGD[r, g, d] *= np.float32(scale)
-            if is_coded_B[b]:
-                for g in range(q_RGD.shape[1]):
-                    total = np.float32(0)
-                    for d in range(head_dim):
-                        total += q_RGD[r, g, d] * mean_BHD[b, h, d]
-                        x[d] = q_RGD[r, g, d]
-                    offset_RG[r, g] = total
-                    hadamard_sums(x)  # of codec/hadamard.py
-                    for d in range(head_dim):
-                        rotated_RGD[r, g, d] = x[d] * root
-            for side in range(2):
-                first, words = places[side, b, h] // 2, new[side]
-                for i in range(words.shape[2]):
-                    halves[first + i] = words[b, h, i]
+                total = np.float32(0)
+                for d in range(head_dim):
+                    total += q_RGD[r, g, d] * mean_BHD[b, h, d]
+                    x[d] = q_RGD[r, g, d]
+                offset_RG[r, g] = total
+                hadamard_sums(x)  # of codec/hadamard.py
+                for d in range(head_dim):
+                    rotated_RGD[r, g, d] = x[d] * root
+        for side in range(2):
+            _write_slot(new[side][b, h * head_dim : (h + 1) * head_dim], place_SBH[side, b, h], is_bf16, memory)
+
+
+@jit
+def prepare(
+    scale: float, coded: Any, queries: Any, offset_RG: Floats, new: Any, place_SBH: Any, is_bf16: bool, memory: Any
+) -> None:
+    """`prepare_sequence` of all."""
+    for b in range(len(coded[0])):
+        prepare_sequence(b, scale, coded, queries, offset_RG, new, place_SBH, is_bf16, memory)

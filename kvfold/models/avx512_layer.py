@@ -1,9 +1,11 @@
-"""A decoder layer for few rows on a CPU with AVX-512: each matrix product in one call with what comes before and after.
+"""Decoder layers for few rows on a CPU with AVX-512, each in two calls, or all layers of a decode step in one.
 
-Every thread computes the norm and lays out the rows itself, which takes microseconds; then threads take the outputs
-part by part.
+Python between matrix products, and the threads that it wakes for each, take a third of a step. Here threads go through
+phases (pages/kernels/cpu_jit.py), whose parts are outputs of a product or sequences. Norms and the layout of rows take
+microseconds, so every thread that has a part computes them itself.
 
-    N rows, a multiple of 16   M hidden dims   K dims of the MLP   O output dims
+    L layers   N rows, a multiple of 16   X outputs of a product   M hidden dims   K dims of the MLP   B sequences
+    R rows of attention (sequence, KV head)   G query heads per KV head   D head dim   P phases   C columns of a layer
 """
 
 from __future__ import annotations
@@ -11,81 +13,188 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numba import carray
 
-from kvfold.attend.cpu_kernels import Floats
+from kvfold.attend.avx512_decode import attend_run, room_of
+from kvfold.attend.cpu_kernels import Floats, merge, prepare_sequence
 from kvfold.models.avx512_gemm import pack_rows, products
-from kvfold.models.cpu_kernels import add_norm, rms_norm, swiglu
+from kvfold.models.cpu_kernels import add_norm, rms_norm, rotate, swiglu
 from kvfold.pages.kernels.avx512 import LANES, OUTPUTS
-from kvfold.pages.kernels.cpu_jit import compiled, take
+from kvfold.pages.kernels.cpu_jit import compiled, done, pointer_to, take, wait
 
+# Columns of a layer: addresses of weights, and of biases or 0
+BEFORE, Q, K, V, Q_BIAS, K_BIAS, V_BIAS, OUT, AFTER, GATE, UP, DOWN = range(12)
+NUM_COLUMNS = 12
+NUM_PHASES = 7  # of a layer: QKV, new slots, attention, merging, output, gate and up, down
+_QKV, _NEW, _READ, _MERGE, _OUT, _GATED, _DOWN = range(NUM_PHASES)
 _PART = 8  # blocks of outputs
 
 
 @compiled
-def _packed(x_NK: Any) -> Any:
-    found = np.empty(x_NK.size, np.float32)
-    pack_rows(x_NK.ctypes.data, *x_NK.shape, found, np.empty(LANES, np.int64))
+def _row(address: int, size: int) -> Any:
+    return carray(pointer_to(address), (size,), np.float32)
+
+
+@compiled
+def _packed(x_NX: Any) -> Any:
+    found = np.empty(x_NX.size, np.float32)
+    pack_rows(x_NX.ctypes.data, *x_NX.shape, found, np.empty(LANES, np.int64))
     return found
 
 
 @compiled
-def _num_parts(w_OK: Any) -> int:
-    return -(-len(w_OK) // (OUTPUTS * _PART))
+def _num_parts(num_outputs: int) -> int:
+    return -(-num_outputs // (OUTPUTS * _PART))
 
 
 @compiled
-def _multiply(x_X: Floats, w_OK: Floats, y_NO: Floats, part: int) -> tuple[int, int]:
+def _multiply(x_X: Floats, size: int, weight: int, y_NX: Floats, part: int) -> tuple[int, int]:
     """A part of the outputs, which is returned."""
-    begin, end = _PART * part, min(_PART * (part + 1), -(-len(w_OK) // OUTPUTS))
-    products(x_X, w_OK, y_NO, begin, end)
+    num_outputs = y_NX.shape[1]
+    begin, end = _PART * part, min(_PART * (part + 1), -(-num_outputs // OUTPUTS))
+    products(x_X, carray(pointer_to(weight), (num_outputs, size), np.float32), y_NX, begin, end)
     return OUTPUTS * begin, OUTPUTS * end
 
 
 @compiled
-def normed(x_NM: Floats, norm: Any, weights: Any, outs: Any, counter: Any) -> None:
-    """Products of the norm of x."""
-    y_NM = np.empty_like(x_NM)
-    rms_norm(x_NM, y_NM, norm[0], norm[1])
-    y_X, first, part = _packed(y_NM), 0, take(counter)
-    for i in range(len(weights)):
-        count = _num_parts(weights[i])
-        while part < first + count:
-            _multiply(y_X, weights[i], outs[i], part - first)
-            part = take(counter)
-        first += count
+def qkv(phase: Any, layer_C: Any, epsilon: float, room: Any) -> None:
+    """Queries, keys and values without biases: products of the norm of x."""
+    x_NM, outs = room[0], room[2:5]
+    num_q, num_kv = _num_parts(outs[0].shape[1]), _num_parts(outs[1].shape[1])
+    part = take(phase)
+    if part < num_q + 2 * num_kv:
+        size, y_NM = x_NM.shape[1], np.empty_like(x_NM)
+        rms_norm(x_NM, y_NM, _row(layer_C[BEFORE], size), epsilon)
+        y_X = _packed(y_NM)
+        while part < num_q + 2 * num_kv:
+            if part < num_q:
+                _multiply(y_X, size, layer_C[Q], outs[0], part)
+            elif part < num_q + num_kv:
+                _multiply(y_X, size, layer_C[K], outs[1], part - num_q)
+            else:
+                _multiply(y_X, size, layer_C[V], outs[2], part - num_q - num_kv)
+            done(phase)
+            part = take(phase)
+    wait(phase, num_q + 2 * num_kv)
 
 
 @compiled
-def plain(x_NK: Floats, w_OK: Floats, y_NO: Floats, counter: Any) -> None:
-    x_X, part = _packed(x_NK), take(counter)
-    while part < _num_parts(w_OK):
-        _multiply(x_X, w_OK, y_NO, part)
-        part = take(counter)
+def _output(phase: Any, layer_C: Any, room: Any) -> None:
+    attended_NX, out_NM = room[5], room[6]
+    num_parts, part = _num_parts(out_NM.shape[1]), take(phase)
+    if part < num_parts:
+        x_X = _packed(attended_NX)
+        while part < num_parts:
+            _multiply(x_X, attended_NX.shape[1], layer_C[OUT], out_NM, part)
+            done(phase)
+            part = take(phase)
+    wait(phase, num_parts)
 
 
 @compiled
-def gated(x_NM: Floats, more_NM: Floats, norm: Any, weights: Any, outs: Any, sum_NM: Floats, counter: Any) -> None:
-    """The sum of x and more, and SwiGLU of its norm in place of the gate. Outputs are whole blocks."""
-    both_NM, y_NM = np.empty_like(x_NM), np.empty_like(x_NM)
-    add_norm(x_NM, more_NM, both_NM, y_NM, norm[0], norm[1])
-    y_X, part = _packed(y_NM), take(counter)
-    if part == 0:
-        sum_NM[:] = both_NM
-    while part < _num_parts(weights[0]):
-        begin, end = _multiply(y_X, weights[0], outs[0], part)
-        _multiply(y_X, weights[1], outs[1], part)
-        swiglu(outs[0], outs[1], begin, end)
-        part = take(counter)
+def _gated(phase: Any, layer_C: Any, epsilon: float, room: Any) -> None:
+    """The sum of x and the output projection, and SwiGLU of its norm in place of the gate."""
+    x_NM, sum_NM, out_NM, gate_NK, up_NK = room[0], room[1], room[6], room[7], room[8]
+    num_parts, part = _num_parts(gate_NK.shape[1]), take(phase)
+    if part < num_parts:
+        size, both_NM, y_NM = x_NM.shape[1], np.empty_like(x_NM), np.empty_like(x_NM)
+        add_norm(x_NM, out_NM, both_NM, y_NM, _row(layer_C[AFTER], size), epsilon)
+        y_X = _packed(y_NM)
+        if part == 0:
+            sum_NM[:] = both_NM
+        while part < num_parts:
+            begin, end = _multiply(y_X, size, layer_C[GATE], gate_NK, part)
+            _multiply(y_X, size, layer_C[UP], up_NK, part)
+            swiglu(gate_NK, up_NK, begin, end)
+            done(phase)
+            part = take(phase)
+    wait(phase, num_parts)
 
 
 @compiled
-def added(x_NK: Floats, w_OK: Floats, more_NO: Floats, y_NO: Floats, counter: Any) -> None:
-    """A product and `more`. Outputs are whole blocks."""
-    x_X, part = _packed(x_NK), take(counter)
-    while part < _num_parts(w_OK):
-        begin, end = _multiply(x_X, w_OK, y_NO, part)
-        for n in range(len(y_NO)):
-            y, more = y_NO[n], more_NO[n]
-            for i in range(begin, end):
-                y[i] += more[i]
-        part = take(counter)
+def _down(phase: Any, layer_C: Any, room: Any) -> None:
+    """x becomes the layer's output."""
+    x_NM, sum_NM, gate_NK = room[0], room[1], room[7]
+    num_parts, part = _num_parts(x_NM.shape[1]), take(phase)
+    if part < num_parts:
+        y_X = _packed(gate_NK)
+        while part < num_parts:
+            begin, end = _multiply(y_X, gate_NK.shape[1], layer_C[DOWN], x_NM, part)
+            for n in range(len(x_NM)):
+                y, more = x_NM[n], sum_NM[n]
+                for i in range(begin, end):
+                    y[i] += more[i]
+            done(phase)
+            part = take(phase)
+    wait(phase, num_parts)
+
+
+@compiled
+def mlp(phase_PX: Any, layer_C: Any, epsilon: float, room: Any) -> None:
+    """The output projection and the MLP, with what is added before and after. Outputs are whole blocks."""
+    _output(phase_PX[_OUT], layer_C, room)
+    _gated(phase_PX[_GATED], layer_C, epsilon, room)
+    _down(phase_PX[_DOWN], layer_C, room)
+
+
+@compiled
+def _add_bias(y_X: Floats, address: int) -> None:
+    if address != 0:
+        y_X += _row(address, len(y_X))
+
+
+@compiled
+def _attention(phase_PX: Any, layer: int, layer_C: Any, room: Any, angles: Any, state: Any) -> None:
+    """Of one new token of each sequence; its keys and values go to the open blocks."""
+    q_NX, k_NX, v_NX, attended_NX = room[2], room[3], room[4], room[5]
+    tasks, first_L, start_LX, cut_LX = state.tasks
+    place_LSBH, is_bf16, memory = state.new
+    rotated_RGD, offset_RG, lse_RG = state.room
+    coded = state.coded[0][layer], state.coded[1][layer]
+    num_sequences, num_heads = coded[1].shape[:2]
+    shape = rotated_RGD.shape
+    q_RGD = q_NX[:num_sequences].reshape(shape)
+    queries = q_RGD, rotated_RGD
+    phase, part = phase_PX[_NEW], take(phase_PX[_NEW])
+    while part < num_sequences:
+        mine = slice(part, part + 1)
+        _add_bias(q_NX[part], layer_C[Q_BIAS])
+        _add_bias(k_NX[part], layer_C[K_BIAS])
+        _add_bias(v_NX[part], layer_C[V_BIAS])
+        rotate(q_NX[mine], angles[0][mine], angles[1][mine])
+        rotate(k_NX[mine], angles[0][mine], angles[1][mine])
+        new = k_NX, v_NX
+        prepare_sequence(part, state.scale_L[layer], coded, queries, offset_RG, new, place_LSBH[layer], is_bf16, memory)
+        done(phase)
+        part = take(phase)
+    wait(phase, num_sequences)
+    phase, cut_X, mine_NC = phase_PX[_READ], cut_LX[layer], tasks[first_L[layer] : first_L[layer + 1]]
+    part = take(phase)
+    if part < len(cut_X) - 1:
+        scratch = room_of(shape[1], shape[2])
+        while part < len(cut_X) - 1:
+            attend_run(
+                cut_X[part], cut_X[part + 1], mine_NC, queries, offset_RG, memory, state.table, state.partial, scratch
+            )
+            done(phase)
+            part = take(phase)
+    wait(phase, len(cut_X) - 1)
+    phase, part = phase_PX[_MERGE], take(phase_PX[_MERGE])
+    out_RGD = attended_NX[:num_sequences].reshape(shape)
+    while part < num_sequences:
+        rows = slice(part * num_heads, (part + 1) * num_heads)
+        start_R = start_LX[layer, part * num_heads : (part + 1) * num_heads + 1]
+        merge(start_R, state.partial, out_RGD[rows], lse_RG[rows])
+        done(phase)
+        part = take(phase)
+    wait(phase, num_sequences)
+
+
+@compiled
+def step(phase_PX: Any, layer_LC: Any, epsilon_L2: Any, room: Any, angles: Any, state: Any) -> None:
+    """All layers of a decode step. `state`: AttentionState (passes/cpu_step.py)."""
+    for layer in range(len(layer_LC)):
+        mine_PX = phase_PX[NUM_PHASES * layer : NUM_PHASES * (layer + 1)]
+        qkv(mine_PX[_QKV], layer_LC[layer], epsilon_L2[layer, 0], room)
+        _attention(mine_PX, layer, layer_LC[layer], room, angles, state)
+        mlp(mine_PX, layer_LC[layer], epsilon_L2[layer, 1], room)

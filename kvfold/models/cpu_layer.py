@@ -12,21 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kvfold.core import HAS_AVX512_KERNELS
 from kvfold.models import cpu_linear
 from kvfold.models.attach import ModuleState, is_attached, maskless
-from kvfold.models.cpu_linear import FewRows, Floats, Group, gemm, is_served, kernels, padded_rows
+from kvfold.models.cpu_decoder import Decoder, Parts, fused_mlp, normed_products
+from kvfold.models.cpu_linear import FewRows, Floats, Group, is_served, kernels, padded_rows
 from kvfold.models.fused_layers import Exchange, exchanged, is_bare, known
 from kvfold.models.pass_cache import ForwardCache
-from kvfold.pages.kernels.cpu_threads import run_parts, run_shared
+from kvfold.pages.kernels.cpu_threads import run_shared
 
 _FEWEST_NUMBERS = 1 << 16  # of an array that are worth waking another thread
 _TOLERANCE = 1e-3  # relative, of a layer against the one it replaces
@@ -34,27 +33,6 @@ _NAMES = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _GATED = ("gate_proj", "up_proj", "down_proj")
 _SILU = ("SiLU", "SiLUActivation")
-
-
-@cache
-def avx512_kernels() -> Any:
-    """Of products and what surrounds them; the file needs numba."""
-    from kvfold.models import avx512_layer
-
-    return avx512_layer
-
-
-class Parts(NamedTuple):
-    """The modules of a layer whose linear layers are replaced already (cpu_linear.py)."""
-
-    attention: Any
-    mlp: Any
-    before: Any  # norm
-    after: Any
-    qkv: Group
-    out: Group
-    gate_up: Group
-    down: Group
 
 
 def parts_of(layer: nn.Module) -> Parts | None:
@@ -89,7 +67,8 @@ class CompiledLayer(nn.Module):
 
     def __init__(self, plain: nn.Module, parts: Parts) -> None:
         super().__init__()
-        self.plain, self.parts, self.is_fused = plain, parts, _can_fuse(parts)
+        self.plain, self.parts, self.is_fused = plain, parts, parts.can_fuse
+        self.decoder: Decoder | None = None  # of the first layer, where all run in one call
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -104,6 +83,14 @@ class CompiledLayer(nn.Module):
             return self.plain(hidden_states, **kwargs)
         if angles[0].shape[-1] != self.parts.attention.head_dim or angles[0].dtype != torch.float32:
             return self.plain(hidden_states, **kwargs)
+        if cache.has_run:  # with the first layer
+            return hidden_states
+        if self.decoder is not None and cpu_linear.is_few(hidden_states):
+            state = cache.all_layers()
+            if state is not None:
+                cache.has_run = True
+                cos, sin = (x[0].contiguous().numpy() for x in angles)
+                return self.decoder.run(hidden_states, (cos, sin), state)
         return self._run(hidden_states, cache, *angles)
 
     def _run(self, hidden_states: Tensor, cache: ForwardCache, cos: Tensor, sin: Tensor) -> Tensor:
@@ -111,7 +98,7 @@ class CompiledLayer(nn.Module):
         parts, num_rows = self.parts, hidden_states.shape[1]
         x_NM = padded_rows(hidden_states)
         is_fused = self.is_fused and cpu_linear.is_few(hidden_states)
-        q, k, v = _normed_products(parts, x_NM) if is_fused else _qkv(parts, x_NM)
+        q, k, v = normed_products(parts, x_NM) if is_fused else _qkv(parts, x_NM)
         angles = cache.angles  # as a rule those of the layer before
         if angles is None or angles[0] is not cos:
             angles = cache.angles = cos, cos[0].contiguous().numpy(), sin[0].contiguous().numpy()
@@ -121,7 +108,7 @@ class CompiledLayer(nn.Module):
         q_1QND, k_1HND, v_1HND = (self._heads(x, num_rows) for x in (q, k, v))
         keys, _ = cache.update(k_1HND, v_1HND, parts.attention.layer_idx)
         attended = padded_rows(keys.attend(q_1QND, None)[0].flatten(1))
-        found = (_fused_mlp if is_fused else _mlp)(parts, x_NM, attended)
+        found = (fused_mlp if is_fused else _mlp)(parts, x_NM, attended)
         return torch.from_numpy(found[:num_rows]).unsqueeze(0)
 
     def _heads(self, x_NX: Floats, num_rows: int) -> Tensor:
@@ -146,41 +133,6 @@ def _mlp(parts: Parts, x_NM: Floats, attended: Floats) -> Floats:
     (down,) = parts.down.products(gate)
     _by_rows(compiled.add, down, sum_NM)
     return down
-
-
-# For few rows on AVX-512, with a kernel for each product and what surrounds it
-
-
-def _can_fuse(parts: Parts) -> bool:
-    """Whether parts of outputs are whole blocks, and have no bias."""
-    if not HAS_AVX512_KERNELS:
-        return False
-    linears = [linear for group in (parts.out, parts.gate_up, parts.down) for linear in group.linears]
-    return all(linear.bias is None and linear.out_features % gemm().outputs == 0 for linear in linears)
-
-
-def _normed_products(parts: Parts, x_NM: Floats) -> list[Floats]:
-    weights = tuple(parts.qkv.arrays())
-    outs = tuple(np.empty((len(x_NM), len(w_OK)), dtype=np.float32) for w_OK in weights)
-    _in_threads(avx512_kernels().normed, x_NM, _norm(parts.before), weights, outs)
-    return parts.qkv.biased(outs)
-
-
-def _fused_mlp(parts: Parts, x_NM: Floats, attended: Floats) -> Floats:
-    """The same as `_mlp`."""
-    (w_out,), gate_up, (w_down,) = (group.arrays() for group in (parts.out, parts.gate_up, parts.down))
-    compiled = avx512_kernels()
-    out, sum_NM, found = np.empty_like(x_NM), np.empty_like(x_NM), np.empty_like(x_NM)
-    gated = tuple(np.empty((len(x_NM), len(w_OK)), dtype=np.float32) for w_OK in gate_up)
-    _in_threads(compiled.plain, attended, w_out, out)
-    _in_threads(compiled.gated, x_NM, out, _norm(parts.after), tuple(gate_up), gated, sum_NM)
-    _in_threads(compiled.added, gated[0], w_down, sum_NM, found)
-    return found
-
-
-def _in_threads(kernel: Callable[..., None], *arguments: Any) -> None:
-    """The kernel in each thread, which take its parts."""
-    run_parts(lambda counter: kernel(*arguments, counter), torch.get_num_threads())
 
 
 def _by_rows(kernel: Callable[..., None], *arguments: Any) -> None:
@@ -219,7 +171,7 @@ def _is_valid(exchange: Exchange) -> bool:
     if parts is None or not (found is exchange.plain or found is exchange.fused):
         return False
     compiled: Any = exchange.fused
-    return all(map(is_, parts, compiled.parts)) and compiled.is_fused == _can_fuse(parts)
+    return all(map(is_, parts, compiled.parts)) and compiled.is_fused == parts.can_fuse
 
 
 @torch.no_grad()
@@ -231,6 +183,9 @@ def layer_exchanges(hf: Any) -> list[Exchange]:
         parts = parts_of(layer)
         if parts is not None and _agree(layer, replacement := CompiledLayer(layer, parts)):
             found.append(Exchange(parent, name, layer, replacement))
+    if len(found) == len(parent):
+        compiled: list[Any] = [exchange.fused for exchange in found]
+        compiled[0].decoder = Decoder.over([one.parts for one in compiled])
     return found
 
 

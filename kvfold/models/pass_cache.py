@@ -45,6 +45,7 @@ class ForwardCache(HfCache):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__(layers=[])
         self.angles: tuple[Tensor, Any, Any] | None = None  # of compiled layers: cosines, and both as arrays
+        self.has_run = False  # all layers, in one call (cpu_decoder.py)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return query_length, 0
@@ -55,6 +56,10 @@ class ForwardCache(HfCache):  # type: ignore[misc]
     def attend(self, layer: int, q_QND: Tensor, k_HND: Tensor, v_HND: Tensor) -> Tensor:
         """The attention output [N, Q, D] of all packed tokens."""
         raise NotImplementedError
+
+    def all_layers(self) -> Any:
+        """What kernels need to run all layers in one call (AttentionState of passes/cpu_step.py), where they can."""
+        return None
 
 
 @dataclass
@@ -117,6 +122,9 @@ class DecodeCache(ForwardCache):
 
     def attend(self, layer: int, q_QND: Tensor, k_HND: Tensor, v_HND: Tensor) -> Tensor:
         return self.step.attend_packed(layer, q_QND, k_HND, v_HND)
+
+    def all_layers(self) -> Any:
+        return self.step.all_layers()
 
 
 class StepCache(ForwardCache):

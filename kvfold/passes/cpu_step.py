@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvfold.attend import cpu_kernels as kernels
+from kvfold.attend.cpu_kernels import Floats
 from kvfold.core import HAS_AVX512_KERNELS
 from kvfold.pages.kernels.cpu_threads import run_parts
 from kvfold.pages.sequence import SequenceCache
@@ -24,7 +25,20 @@ from kvfold.passes.cpu_cascade import Group, groups_of
 from kvfold.passes.cpu_tasks import BatchTasks, batch_tasks, is_served
 
 _LANES = 16  # of a register of AVX-512
-Partial = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]
+Memory = tuple[NDArray[np.uint8], NDArray[np.uint16], Floats]
+Partial = tuple[Floats, Floats, Floats]
+
+
+class AttentionState(NamedTuple):
+    """What attention of a step reads and writes in any layer."""
+
+    scale_L: NDArray[np.float64]
+    coded: tuple[NDArray[np.bool_], Floats]  # whether a sequence reads codes [L, B], and means of its keys [L, B, H, D]
+    new: tuple[NDArray[np.int64], bool, Memory]  # addresses of new slots [L, S, B, H], whether they are bf16, the arena
+    tasks: tuple[NDArray[np.int64], ...]  # tasks, where those of layers and rows begin, and parts of them (BatchTasks)
+    room: tuple[Floats, Floats, Floats]  # queries in the basis of codes, what is added to scores, log-sum-exps
+    partial: Partial
+    table: Floats  # fp8 numbers by their byte
 
 
 @cache
@@ -66,46 +80,83 @@ class CpuStep:
         return batch_tasks(self.sequences, torch.get_num_threads(), num_shared)
 
     @cached_property
-    def _memory(self) -> tuple[NDArray[np.uint8], NDArray[np.uint16], NDArray[np.float32]]:
+    def _memory(self) -> Memory:
         raw: NDArray[np.uint8] = self.sequences[0].arena.memory.numpy()
         return raw, raw.view(np.uint16), raw.view(np.float32)
 
     @cached_property
     def _partial(self) -> Partial:
         """Room for the results of the most tasks of a layer."""
-        spec, count = self.sequences[0].spec.layers[0], max(map(len, self._tasks.tasks))
+        spec, count = self.sequences[0].spec.layers[0], int(np.diff(self._tasks.first_L).max())
         out_TGD, top_TG, sum_TG = (
             np.empty((count, spec.group, *more), dtype=np.float32) for more in ((spec.head_dim,), (), ())
         )
         return out_TGD, top_TG, sum_TG
 
+    @cached_property
+    def _shape(self) -> tuple[int, int, int]:
+        """R, G and D"""
+        spec = self.sequences[0].spec.layers[0]
+        return len(self.indices) * spec.num_kv_heads, spec.group, spec.head_dim
+
+    @cached_property
+    def _room(self) -> tuple[Floats, Floats]:
+        """For queries in the basis of codes, and what is added to their scores."""
+        return np.empty(self._shape, dtype=np.float32), np.empty(self._shape[:2], dtype=np.float32)
+
+    @property
+    def _is_bf16(self) -> bool:
+        return self.sequences[0].spec.kv_dtype == torch.bfloat16
+
     def attend(self, layer: int, q_BQD: Tensor, k_BHD: Tensor, v_BHD: Tensor) -> tuple[Tensor, Tensor]:
         """Write the new slots to the open blocks; returns fp32 outputs [B, Q, D] and natural-log-sum-exps [B, H, G]."""
         tasks, spec = self._tasks, self.sequences[0].spec.layers[layer]
-        shape = (len(self.indices) * spec.num_kv_heads, spec.group)
-        q_RGD = q_BQD.float().clone(memory_format=torch.contiguous_format).view(*shape, -1)
-        queries = q_RGD.numpy(), np.empty((*shape, spec.head_dim), dtype=np.float32)
-        offset_RG = np.empty(shape, dtype=np.float32)
-        kv_dtype = self.sequences[0].spec.kv_dtype
-        new = tuple(x.to(kv_dtype).contiguous().view(torch.uint16).numpy() for x in (k_BHD, v_BHD))
+        q_RGD = q_BQD.float().clone(memory_format=torch.contiguous_format).view(self._shape)
+        rotated_RGD, offset_RG = self._room
+        queries = q_RGD.numpy(), rotated_RGD
+        new = tuple(x.float().contiguous().flatten(1).numpy() for x in (k_BHD, v_BHD))
         coded = tasks.is_coded_LB[layer], tasks.mean_LBHD[layer]
-        kernels.prepare(spec.scale, *coded, queries, offset_RG, new, self._place_LSBH[layer], self._memory[1])
-        rest = tasks.tasks[layer], queries, offset_RG, self._memory, _fp8_table(), self._partial
-        cut_X = tasks.cuts[layer]
-        num_threads = torch.get_num_threads() if len(cut_X) > 2 else 1
+        place_SBH = self._place_LSBH[layer]
+        kernels.prepare(spec.scale, coded, queries, offset_RG, new, place_SBH, self._is_bf16, self._memory)
+        rest = tasks.of_layer(layer), queries, offset_RG, self._memory, _fp8_table(), self._partial
+        cut_X = tasks.cut_LX[layer]
+        num_threads = torch.get_num_threads() if cut_X[1] < cut_X[-1] else 1
         run_parts(lambda counter: self._attend_tasks(counter, cut_X, *rest), num_threads)
-        out_RGD, lse_RG = np.empty((*shape, spec.head_dim), dtype=np.float32), np.empty(shape, dtype=np.float32)
-        kernels.merge(tasks.starts[layer], self._partial, out_RGD, lse_RG)
+        out_RGD, lse_RG = np.empty(self._shape, dtype=np.float32), np.empty(self._shape[:2], dtype=np.float32)
+        kernels.merge(tasks.start_LX[layer], self._partial, out_RGD, lse_RG)
         num_rows = len(self.indices), spec.num_kv_heads, spec.group
         found = out_RGD.reshape(*num_rows, -1), lse_RG.reshape(num_rows)
         for group in self._groups:
             group.attend(layer, q_BQD.float(), spec.scale, found)
         return torch.from_numpy(out_RGD).view(q_BQD.shape), torch.from_numpy(found[1])
 
+    @property
+    def has_layers(self) -> bool:
+        """Whether `layers` can read all slots of all layers."""
+        layers = self.sequences[0].spec.layers
+        return self._is_in_lanes and not self._groups and all(map(self.serves, range(len(layers))))
+
+    def layers(self) -> AttentionState:
+        """Of all layers, for a kernel that runs them one after another."""
+        tasks, room = self._tasks, self._room
+        scale_L = np.array([layer.scale for layer in self.sequences[0].spec.layers])
+        return AttentionState(
+            scale_L,
+            (tasks.is_coded_LB, tasks.mean_LBHD),
+            (self._place_LSBH, self._is_bf16, self._memory),
+            (tasks.task_NC, tasks.first_L, tasks.start_LX, tasks.cut_LX),
+            (*room, np.empty(self._shape[:2], dtype=np.float32)),
+            self._partial,
+            _fp8_table(),
+        )
+
+    @property
+    def _is_in_lanes(self) -> bool:
+        return HAS_AVX512_KERNELS and self._shape[2] % _LANES == 0
+
     @cached_property
     def _attend_tasks(self) -> Callable[..., None]:
-        spec = self.sequences[0].spec.layers[0]
-        if HAS_AVX512_KERNELS and spec.head_dim % _LANES == 0:
+        if self._is_in_lanes:
             from kvfold.attend import avx512_decode
 
             return cast(Callable[..., None], avx512_decode.attend_tasks)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from operator import is_
 from types import MappingProxyType
 
@@ -162,9 +163,9 @@ class BatchTasks:
     num_threads: int
     task_NC: Ints
     open_N: Ints  # which of them are open blocks: layer by layer, row by row
-    tasks: list[Ints]  # of each layer, views
-    starts: list[Ints]  # of each layer, the first task of every row, and the end
-    cuts: list[Ints]  # of each layer, where the parts begin that threads take, and the end
+    first_L: Ints  # task of each layer, and the end
+    start_LX: Ints  # in each layer, the first task of every row, and the end
+    cut_LX: Ints  # in each layer, where the parts begin that threads take, and the end
     is_coded_LB: NDArray[np.bool_]
     mean_LBHD: NDArray[np.float32]
     place_SLBH: Ints
@@ -180,15 +181,17 @@ class BatchTasks:
         task_NC, row_N = np.ascontiguousarray(task_NC[order_N]), row_N[order_N]
         num_rows = num_heads * len(parts)
         start_X = np.searchsorted(row_N, np.arange(num_layers * num_rows + 1))
-        starts = [start_X[layer * num_rows : (layer + 1) * num_rows + 1] for layer in range(num_layers)]
+        first_L = start_X[::num_rows]
+        layers = [slice(first, last) for first, last in pairwise(first_L)]
+        inside = num_rows * np.arange(num_layers)[:, None] + np.arange(num_rows + 1)
         return cls(
             parts,
             num_threads,
             task_NC,
             np.flatnonzero(np.concatenate([part.open_N for part in parts])[order_N]),
-            [task_NC[start_R[0] : start_R[-1]] for start_R in starts],
-            [start_R - start_R[0] for start_R in starts],
-            [_shared_out(task_NC[start_R[0] : start_R[-1], LENGTH], num_threads) for start_R in starts],
+            first_L,
+            start_X[inside] - first_L[:-1, None],
+            np.stack([_shared_out(task_NC[layer, LENGTH], num_threads) for layer in layers]),
             np.stack([part.is_coded_L for part in parts], axis=1),
             np.stack([part.mean_LHD for part in parts], axis=1),
             np.stack([part.place_SLH for part in parts], axis=2),
@@ -197,6 +200,9 @@ class BatchTasks:
     def holds(self, parts: Sequence[SequenceTasks], num_threads: int) -> bool:
         return num_threads == self.num_threads and _are_same(parts, self.parts)
 
+    def of_layer(self, layer: int) -> Ints:
+        return self.task_NC[self.first_L[layer] : self.first_L[layer + 1]]
+
     def set_open(self, fill_B: Sequence[int]) -> None:
         """Lengths of the open blocks."""
         num_layers, num_heads = self.parts[0].mean_LHD.shape[:2]
@@ -204,11 +210,11 @@ class BatchTasks:
 
 
 def _shared_out(length_N: Ints, num_threads: int) -> Ints:
-    """Where parts of the tasks begin, and the end: about as many slots for each; one part for one thread."""
-    end_N = np.cumsum(length_N + 16)  # an open block, and what a task costs
-    is_shared = num_threads > 1 and end_N[-1] >= _FEWEST_SLOTS
-    num_parts = _PARTS * num_threads if is_shared else 1
+    """Where parts of the tasks begin, and the end: about as many slots for each, or, of few, all in the first."""
+    end_N, num_parts = np.cumsum(length_N + 16), _PARTS * num_threads  # an open block, and what a task costs
     inner_X = np.searchsorted(end_N, end_N[-1] * np.arange(1, num_parts) / num_parts)
+    if num_threads == 1 or end_N[-1] < _FEWEST_SLOTS:
+        inner_X[:] = len(length_N)
     return np.concatenate([[0], inner_X, [len(length_N)]])
 
 

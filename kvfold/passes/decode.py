@@ -31,7 +31,7 @@ from kvfold.passes.context_window import warn_if_passing
 from kvfold.passes.cpu_batch import CpuBatch, Row, row_of
 
 if TYPE_CHECKING:
-    from kvfold.passes.cpu_step import CpuStep
+    from kvfold.passes.cpu_step import AttentionState, CpuStep
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,14 @@ class DecodePass:
         from kvfold.passes.cpu_step import CpuStep
 
         return CpuStep.over(self.sequences)
+
+    def all_layers(self) -> AttentionState | None:
+        """For a kernel that runs all layers in one call; None where it cannot read all that is stored, or scorers want
+        to know what it saw."""
+        compiled = self._compiled
+        if compiled is None or len(compiled.indices) < len(self.sequences) or self.observing:
+            return None
+        return compiled.layers() if compiled.has_layers else None
 
     def attend_packed(self, layer: int, q_QND: Tensor, k_HND: Tensor, v_HND: Tensor) -> Tensor:
         """The tokens of all sequences, one behind the other; returns the attention output [N, Q, D]."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from kvfold.engine.runner import Runner
 from kvfold.models import cpu_linear
+from kvfold.models.cpu_decoder import Decoder
 from kvfold.models.cpu_layer import CompiledLayer, compiled_layers
 from kvfold.models.cpu_linear import few_rows
 from kvfold.models.loader import Model, wrap
@@ -40,14 +41,20 @@ def replies(model: Model, num_rows: int, steps: int) -> Tensor:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rows of every compiled layer that ran."""
-    found, run = [], CompiledLayer._run
+    """The rows of every compiled layer that ran, alone or with all others."""
+    found: list[int] = []
+    run, run_all = CompiledLayer._run, Decoder.run
 
     def counted(self: CompiledLayer, hidden_states: Tensor, *args: Any) -> Tensor:
         found.append(hidden_states.shape[1])
         return run(self, hidden_states, *args)
 
+    def all_counted(self: Decoder, hidden_1NM: Tensor, *args: Any) -> Tensor:
+        found.extend([hidden_1NM.shape[1]] * len(self._layers))
+        return run_all(self, hidden_1NM, *args)
+
     monkeypatch.setattr(CompiledLayer, "_run", counted)
+    monkeypatch.setattr(Decoder, "run", all_counted)
     return found
 
 

@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 Work = Callable[[int, int], None]
 Counter = NDArray[np.int64]
 
+_COUNTERS = 8  # of a phase: parts that were taken and that are done, and the rest of a cache line
+
 
 class _Worker:
     """A thread that runs one piece of work at a time."""
@@ -82,3 +84,9 @@ def run_parts(work: Callable[[Counter], None], num_threads: int) -> None:
     late finds fewer left, where equal shares would keep the others waiting for it."""
     counter = np.zeros(1, dtype=np.int64)
     run_shared(lambda *_: work(counter), range(num_threads + 1))
+
+
+def run_phases(work: Callable[[Counter], None], num_phases: int, num_threads: int) -> None:
+    """work(counters) in so many threads, for a kernel of several phases (cpu_jit.py)."""
+    phase_PX = np.zeros((num_phases, _COUNTERS), dtype=np.int64)
+    run_shared(lambda *_: work(phase_PX), range(num_threads + 1))

@@ -13,16 +13,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numba import carray, types
-from numba.core import cgutils
-from numba.extending import intrinsic
+from numba import carray
 from numpy.typing import NDArray
 from torch import Tensor
 
 from kvfold.codec import fp8, grid
 from kvfold.codec.base import SIDES, Side
 from kvfold.core import HAS_AVX512_KERNELS
-from kvfold.pages.kernels.cpu_jit import compiled
+from kvfold.pages.kernels.cpu_jit import compiled, pointer_to
 from kvfold.pages.kernels.cpu_threads import run_shared
 from kvfold.pages.kernels.encodings import Encoding, encoding_of
 from kvfold.pages.layout import PageClass
@@ -67,16 +65,6 @@ def knows(page_class: PageClass) -> bool:
     """Whether the kernel encodes both sides, and nothing else is kept of slots, whose floats are whole words."""
     has_forms = all(side_form(page_class, side) is not None for side in SIDES) and page_class.head_dim % 2 == 0
     return has_forms and page_class.kv_dtype in _FLOATS and not page_class.summaries and page_class.has_positions
-
-
-@intrinsic
-def _pointer(_context: Any, address: Any) -> Any:
-    """An address as a pointer, for sources that lie anywhere."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
-
-    return types.voidptr(address), generate
 
 
 @compiled
@@ -165,7 +153,7 @@ def _widened(half: int) -> Any:
 
 
 @compiled
-def _to_bf16(bits: int) -> int:
+def to_bf16(bits: int) -> int:
     """The upper half of the nearest bf16 number, ties to even."""
     if (bits & _MAGNITUDE) > 0x7F800000:
         return 0x7FC0
@@ -245,11 +233,11 @@ def _put_fp8(x: Floats, codes: Any, scales: Any) -> None:
 def _load(source: int, form: int, slot: int, x: Floats) -> None:
     size = len(x)
     if form == F32:
-        words = carray(_pointer(source + 4 * slot * size), (size,), np.float32)
+        words = carray(pointer_to(source + 4 * slot * size), (size,), np.float32)
         for d in range(size):
             x[d] = words[d]
         return
-    halves, bits = carray(_pointer(source + 2 * slot * size), (size,), np.uint16), x.view(np.uint32)
+    halves, bits = carray(pointer_to(source + 2 * slot * size), (size,), np.uint16), x.view(np.uint32)
     for d in range(size):
         bits[d] = np.uint32(halves[d]) << np.uint32(16)
 
@@ -259,15 +247,15 @@ def _copy_floats(source: int, form: int, target: int, to: int, size: int) -> Non
     """Floats as they are, or rounded to bf16."""
     if form == to:
         size = size if form == F32 else size // 2  # words
-        old, new = carray(_pointer(source), (size,), np.int32), carray(_pointer(target), (size,), np.int32)
+        old, new = carray(pointer_to(source), (size,), np.int32), carray(pointer_to(target), (size,), np.int32)
         for i in range(size):
             new[i] = old[i]
     elif to == BF16:
-        words, halves = carray(_pointer(source), (size,), np.int32), carray(_pointer(target), (size,), np.uint16)
+        words, halves = carray(pointer_to(source), (size,), np.int32), carray(pointer_to(target), (size,), np.uint16)
         for i in range(size):
-            halves[i] = _to_bf16(words[i])
+            halves[i] = to_bf16(words[i])
     else:
-        halves, words = carray(_pointer(source), (size,), np.uint16), carray(_pointer(target), (size,), np.int32)
+        halves, words = carray(pointer_to(source), (size,), np.uint16), carray(pointer_to(target), (size,), np.int32)
         for i in range(size):
             words[i] = np.int32(halves[i]) << 16
 
@@ -288,15 +276,15 @@ def _write_side(
         _load(source, source_form, i, x)
         _finite(x)
         if mean:
-            x -= carray(_pointer(mean), (head_dim,), np.float32)
+            x -= carray(pointer_to(mean), (head_dim,), np.float32)
             _rotate(x)
         slot = filled + i
-        codes = carray(_pointer(places[0] + slot * width), (width,), np.uint8)
-        scales = carray(_pointer(places[1] + 2 * slot * num_grids), (num_grids,), np.uint16)
+        codes = carray(pointer_to(places[0] + slot * width), (width,), np.uint8)
+        scales = carray(pointer_to(places[1] + 2 * slot * num_grids), (num_grids,), np.uint16)
         if form == FP8:
             _put_fp8(x, codes, scales)
         else:
-            zeros = carray(_pointer(places[2] + 2 * slot * num_grids), (num_grids,), np.uint16)
+            zeros = carray(pointer_to(places[2] + 2 * slot * num_grids), (num_grids,), np.uint16)
             _put_integers(x, codes, scales, zeros, bits, clip, steps)
 
 
@@ -324,18 +312,18 @@ def _write(
             row[_K] + skipped, source_form, count, row[_MEAN], row[_K_PLACE:_V_PLACE], filled, head_dim, k_side, room
         )
         _write_side(row[_V] + skipped, source_form, count, 0, row[_V_PLACE:_BIAS], filled, head_dim, v_side, room)
-        position = carray(_pointer(row[_POSITION] + 4 * filled), (count,), np.int32)
+        position = carray(pointer_to(row[_POSITION] + 4 * filled), (count,), np.int32)
         if is_seal:
             for i in range(count):
                 position[i] = item_5N[3, n] + i
         else:
-            position[:] = carray(_pointer(row[_NEW_POSITION] + 8 * first), (count,), np.int64)
+            position[:] = carray(pointer_to(row[_NEW_POSITION] + 8 * first), (count,), np.int64)
         if has_bias:
-            bias = carray(_pointer(row[_BIAS] + 4 * filled), (count,), np.float32)
+            bias = carray(pointer_to(row[_BIAS] + 4 * filled), (count,), np.float32)
             if is_seal:
                 bias[:] = 0
             else:
-                bias[:] = carray(_pointer(row[_NEW_BIAS] + 4 * first), (count,), np.float32)
+                bias[:] = carray(pointer_to(row[_NEW_BIAS] + 4 * first), (count,), np.float32)
 
 
 def write_slots(item_5N: Tensor, row_EC: Tensor, memory: Tensor, page_class: PageClass, source: torch.dtype) -> None:

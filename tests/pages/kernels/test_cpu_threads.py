@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import os
 import threading
+from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from kvfold.pages.kernels.cpu_threads import run_shared
+from kvfold.pages.kernels.cpu_threads import run_phases, run_shared
 
 
 def shared(num_parts: int) -> list[tuple[int, int]]:
@@ -55,3 +58,38 @@ def test_a_fork_has_threads_of_its_own() -> None:
     if child == 0:
         os._exit(len(shared(2)))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+
+
+def test_phases_are_over_before_the_next_begin_and_need_no_late_thread() -> None:
+    """Every part adds up what the phase before has written."""
+    pytest.importorskip("numba")
+    from kvfold.pages.kernels.cpu_jit import compiled, done, take, wait
+
+    num_phases, num_parts = 400, 7
+
+    @compiled
+    def run(phase_PX: Any, sum_PY: Any) -> None:
+        for phase in range(num_phases):
+            counter = phase_PX[phase]
+            part = take(counter)
+            while part < num_parts:
+                total = 1
+                for before in range(num_parts if phase else 0):
+                    total += sum_PY[phase - 1, before]
+                sum_PY[phase, part] = total % 1_000_003
+                done(counter)
+                part = take(counter)
+            wait(counter, num_parts)
+
+    def work(phase_PX: NDArray[np.int64]) -> None:
+        counters.append(phase_PX)
+        run(phase_PX, found)
+
+    found, expected = np.zeros((num_phases, num_parts), dtype=np.int64), [1]
+    counters: list[NDArray[np.int64]] = []
+    run_phases(work, num_phases, 5)
+    while len(expected) < num_phases:
+        expected.append((1 + num_parts * expected[-1]) % 1_000_003)
+    assert (found == np.array(expected)[:, None]).all()
+    run(counters[0], np.full_like(found, -1))  # as a thread does that comes when all is over
+    assert (counters[0][:, 1] == num_parts).all()

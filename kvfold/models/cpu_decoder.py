@@ -1,0 +1,119 @@
+"""All decoder layers of a decode step in one call, on a CPU with AVX-512 (avx512_layer.py).
+
+A step of 16 rows goes in and out of Python some three hundred times when layers run one by one, and waits for the
+interpreter's lock each time a server's other threads have it. Here threads are woken once.
+
+    N rows   B sequences   M hidden dims   K dims of the MLP   D head dim   L layers   C columns of a layer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvfold.core import HAS_AVX512_KERNELS
+from kvfold.models.cpu_linear import Floats, Group, gemm, padded_rows
+from kvfold.pages.kernels.cpu_threads import run_phases
+
+Addresses = NDArray[np.int64]
+
+
+@cache
+def kernels() -> Any:
+    """The file needs numba."""
+    from kvfold.models import avx512_layer
+
+    return avx512_layer
+
+
+class Parts(NamedTuple):
+    """The modules of a layer whose linear layers are replaced already (cpu_linear.py)."""
+
+    attention: Any
+    mlp: Any
+    before: Any  # norm
+    after: Any
+    qkv: Group
+    out: Group
+    gate_up: Group
+    down: Group
+
+    @property
+    def can_fuse(self) -> bool:
+        """Whether parts of outputs are whole blocks, and only QKV have biases."""
+        if not HAS_AVX512_KERNELS:
+            return False
+        linears = [linear for group in (self.out, self.gate_up, self.down) for linear in group.linears]
+        whole = all(linear.bias is None and linear.out_features % gemm().outputs == 0 for linear in linears)
+        return whole and all(map(_is_plain, (linear.bias for linear in self.qkv.linears)))
+
+    def addresses(self) -> list[int]:
+        """Columns of kernels."""
+        weights = [linear.weight.data_ptr() for group in self[4:] for linear in group.linears]
+        biases = [0 if linear.bias is None else linear.bias.data_ptr() for linear in self.qkv.linears]
+        before, after = self.before.weight.data_ptr(), self.after.weight.data_ptr()
+        return [before, *weights[:3], *biases, weights[3], after, *weights[4:]]
+
+    def epsilons(self) -> tuple[float, float]:
+        return self.before.variance_epsilon, self.after.variance_epsilon
+
+    def room(self, x_NM: Floats, attended_NX: Floats | None = None) -> tuple[Floats, ...]:
+        """Arrays of a layer as kernels take them: x, its sum with attention, queries, keys, values, attention, the
+        output projection, gate, up. Rows of attention that no sequence has are 0."""
+        sizes = [linear.out_features for group in self[4:7] for linear in group.linears]
+        q, k, v, out, gate, up = (np.empty((len(x_NM), size), dtype=np.float32) for size in sizes)
+        if attended_NX is None:
+            attended_NX = np.zeros_like(q)
+        return x_NM, np.empty_like(x_NM), q, k, v, attended_NX, out, gate, up
+
+
+def _is_plain(bias: Tensor | None) -> bool:
+    return bias is None or (bias.dtype == torch.float32 and bias.is_contiguous())
+
+
+def normed_products(parts: Parts, x_NM: Floats) -> list[Floats]:
+    """Queries, keys and values."""
+    row_C, (epsilon, _), room = np.array(parts.addresses()), parts.epsilons(), parts.room(x_NM)
+    run_phases(lambda phase_PX: kernels().qkv(phase_PX[0], row_C, epsilon, room), 1, torch.get_num_threads())
+    return parts.qkv.biased(room[2:5])
+
+
+def fused_mlp(parts: Parts, x_NM: Floats, attended_NX: Floats) -> Floats:
+    """The output projection and the MLP, with what is added before and after."""
+    row_C, (_, epsilon), room = np.array(parts.addresses()), parts.epsilons(), parts.room(x_NM.copy(), attended_NX)
+    num_phases = kernels().NUM_PHASES
+    run_phases(lambda phase_PX: kernels().mlp(phase_PX, row_C, epsilon, room), num_phases, torch.get_num_threads())
+    return room[0]
+
+
+class Decoder:
+    """The layers of a model, in order."""
+
+    def __init__(self, layers: Sequence[Parts]) -> None:
+        self._layers = list(layers)
+
+    @classmethod
+    def over(cls, layers: Sequence[Parts]) -> Decoder | None:
+        """None where kernels do not have all of them, or a layer stands elsewhere than its number says."""
+        in_order = all(parts.attention.layer_idx == index for index, parts in enumerate(layers))
+        sizes = {tuple(linear.weight.shape for group in parts[4:] for linear in group.linears) for parts in layers}
+        return cls(layers) if in_order and len(sizes) == 1 and all(parts.can_fuse for parts in layers) else None
+
+    def run(self, hidden_1NM: Tensor, angles: tuple[Floats, Floats], state: Any) -> Tensor:
+        """The output of the last layer. `angles`: cosines and sines [N, D]; `state`: of attention."""
+        layer_LC = np.array([parts.addresses() for parts in self._layers])
+        epsilon_L2 = np.array([parts.epsilons() for parts in self._layers])
+        room = self._layers[0].room(padded_rows(hidden_1NM).copy())
+        num_phases = kernels().NUM_PHASES * len(self._layers)
+        run_phases(
+            lambda phase_PX: kernels().step(phase_PX, layer_LC, epsilon_L2, room, angles, state),
+            num_phases,
+            torch.get_num_threads(),
+        )
+        return torch.from_numpy(room[0][: hidden_1NM.shape[1]]).unsqueeze(0)

@@ -1,0 +1,76 @@
+"""A decode step whose layers run in one call gives the bits of one that goes layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvfold.core import HAS_AVX512_KERNELS
+from kvfold.engine.runner import Runner
+from kvfold.models.cpu_decoder import Decoder
+from kvfold.models.loader import Model, wrap
+from kvfold.passes.decode import DecodePass
+from kvfold.policy.policy import Policy
+from tests.tiny import prompt, ready
+
+pytestmark = pytest.mark.skipif(not HAS_AVX512_KERNELS, reason="kernels for AVX-512")
+CODED = "knorm + 2x + protect(sinks=1, recent=2) + int4"
+STEPS = 40  # more than an open block holds
+
+
+@pytest.fixture
+def num_whole(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of every step that ran in one call."""
+    found, run = [], Decoder.run
+
+    def counted(self: Decoder, hidden_1NM: Tensor, *args: Any) -> Tensor:
+        found.append(hidden_1NM.shape[1])
+        return run(self, hidden_1NM, *args)
+
+    monkeypatch.setattr(Decoder, "run", counted)
+    return found
+
+
+def replies(model: Model, policies: Sequence[str], steps: int = STEPS) -> Tensor:
+    runner = Runner(model.hf, model.spec, model.arena)
+    sequences = [runner.new_sequence(Policy.parse(policy)) for policy in policies]
+    found = [runner.prefill(sequences, [prompt(20 + 3 * i) for i in range(len(policies))])]
+    for _ in range(steps):
+        found.append(runner.decode(sequences, found[-1].argmax(-1).tolist()))
+    for sequence in sequences:
+        sequence.release()
+    return torch.stack(found)
+
+
+def layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DecodePass, "all_layers", lambda _: None)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_the_bits_are_those_of_layer_by_layer(
+    family: str, kv_dtype: torch.dtype, num_threads: int, num_whole: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = ready(family)
+    model = wrap(shared.hf, shared.tokenizer, kv_dtype=kv_dtype)
+    before, policies = torch.get_num_threads(), ["full", CODED, "full", "full + int2"] * 5
+    torch.set_num_threads(num_threads)
+    try:
+        found = replies(model, policies)
+        assert num_whole == [len(policies)] * STEPS
+        layer_by_layer(monkeypatch)
+        assert torch.equal(found, replies(model, policies))
+    finally:
+        torch.set_num_threads(before)
+    assert len(num_whole) == STEPS
+
+
+@pytest.mark.parametrize("policies", [["full", "h2o + 2x"], ["full", "full + kivi4"]], ids=["observed", "in torch"])
+def test_what_kernels_cannot_do_goes_layer_by_layer(policies: list[str], num_whole: list[int]) -> None:
+    replies(ready("llama"), policies, 2)
+    assert num_whole == []
