@@ -55,8 +55,8 @@ class Parts(NamedTuple):
 
     def addresses(self) -> list[int]:
         """Columns of kernels."""
-        weights = [linear.weight.data_ptr() for group in self[4:] for linear in group.linears]
-        biases = [0 if linear.bias is None else linear.bias.data_ptr() for linear in self.qkv.linears]
+        weights = [_address(linear, "weight") for group in self[4:] for linear in group.linears]
+        biases = [_address(linear, "bias") for linear in self.qkv.linears]
         before, after = self.before.weight.data_ptr(), self.after.weight.data_ptr()
         return [before, *weights[:3], *biases, weights[3], after, *weights[4:]]
 
@@ -71,6 +71,12 @@ class Parts(NamedTuple):
         if attended_NX is None:
             attended_NX = np.zeros_like(q)
         return x_NM, np.empty_like(x_NM), q, k, v, attended_NX, out, gate, up
+
+
+def _address(linear: Any, name: str) -> int:
+    """Of the weight, or of the bias, or 0."""
+    found: Tensor | None = linear._parameters[name]
+    return 0 if found is None else found.data_ptr()
 
 
 def _is_plain(bias: Tensor | None) -> bool:

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from kvfold.core import HAS_AVX512_KERNELS, HAS_NUMBA
 from kvfold.models.attach import ModuleState
-from kvfold.models.fused_layers import Exchange, can_join, exchanged, known, num_rows
+from kvfold.models.fused_layers import Exchange, can_join, exchanged, is_bare, known, num_rows
 from kvfold.pages.kernels.cpu_threads import run_shared
 
 Floats = NDArray[np.float32]
@@ -192,17 +192,17 @@ def few_rows(hf: Any) -> Iterator[None]:
 def _is_valid(exchange: Exchange) -> bool:
     """False if the module was replaced or changed since; another thread may have exchanged it now."""
     found = exchange.parent._modules[exchange.name]
-    return (found is exchange.plain or found is exchange.fused) and _can_run([exchange.plain])
+    return (found is exchange.plain or found is exchange.fused) and _can_run(exchange.plain)
 
 
-def _can_run(linears: Sequence[Any]) -> bool:
-    if not can_join(linears):
+def _can_run(linear: Any) -> bool:
+    """Asked of every layer before every step."""
+    if type(linear) is not nn.Linear or not is_bare(linear):
         return False
-    outputs, inputs = gemm().outputs, gemm().fewest_inputs
-    return all(
-        w.dtype == torch.float32 and w.is_contiguous() and w.shape[0] >= outputs and w.shape[1] >= inputs
-        for w in (linear.weight for linear in linears)
-    )
+    w, kernel = linear._parameters.get("weight"), gemm()
+    if w is None or w.dtype != torch.float32 or not w.is_contiguous():
+        return False
+    return bool(w.shape[0] >= kernel.outputs and w.shape[1] >= kernel.fewest_inputs)
 
 
 def exchanges(hf: nn.Module) -> list[Exchange]:
@@ -214,7 +214,7 @@ def exchanges(hf: nn.Module) -> list[Exchange]:
         groups += [(name,) for name in children if not any(name in names for names in groups)]
         for names in groups:
             linears: list[Any] = [children[name] for name in names]
-            if _can_run(linears):
+            if can_join(linears) and all(map(_can_run, linears)):
                 group = Group(linears)
                 found += [
                     Exchange(parent, name, linear, FewRows(linear, group, index))
