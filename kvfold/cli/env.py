@@ -63,9 +63,10 @@ def _cpu_kernels() -> str:
     blas = "MKL" if torch.backends.mkl.is_available() else "OpenBLAS or another"
     if not HAS_NUMBA:
         return f"none, numba is not installed; matrix products by {blas}"
-    what = "decode attention, codecs" + (", few rows, decoder layers" if is_wanted() else "")
-    what += ", prefill and cascade attention" if HAS_AVX512_KERNELS else ""
-    return f"{what}; other matrix products by {blas}, {torch.backends.cpu.get_cpu_capability()}"
+    what = "decode attention, quantising"
+    what += ", matrix products of few rows, decoder layers" if is_wanted() else ""
+    what += ", decode steps, prefill attention, cascade attention" if HAS_AVX512_KERNELS else ""
+    return f"{what}; other matrix products by {blas} ({torch.backends.cpu.get_cpu_capability()})"
 
 
 def _devices() -> dict[str, str]:
