@@ -2,11 +2,11 @@
 
     python -m benchmarks.serving_peers [--vllm-python /path/to/venv/bin/python] [--save] [-- KVFOLD SERVE OPTIONS]
 
-Without --vllm-python kvfold alone is measured. Servers have as many threads, the same dtype of weights and KV caches, and
-as much memory for KV caches; prefix caching is on. vLLM compiles the model, as it does by default, and has OpenMP and
-tcmalloc preloaded as its guide for CPUs recommends, where they are found. All servers are started first and asked in
-turn, never two at the same time, so that a machine whose clock moves is as fast for one as for the others. Every round
-asks about new documents, by the same chat completions, greedy, each as long as it is asked to be (ignore_eos):
+Without --vllm-python kvfold alone is measured. Servers have as many threads, the same dtype of weights and KV caches,
+and as much memory for KV caches; prefix caching is on. vLLM compiles the model, as it does by default, and has OpenMP
+and tcmalloc preloaded as its guide for CPUs recommends, where they are found. All servers are started first and asked
+in turn, never two at the same time, so that a machine whose clock moves is as fast for one as for the others. Every
+round asks about new documents, by the same chat completions, greedy, each as long as it is asked to be (ignore_eos):
 
     cold      seconds to the first token of a prompt that is new
     hit       the same for another question on the same document, whose tokens the server has in its prefix cache

@@ -46,12 +46,19 @@ class Parts(NamedTuple):
 
     @property
     def can_fuse(self) -> bool:
-        """Whether parts of outputs are whole blocks, and only QKV have biases."""
+        """Whether parts of outputs are whole blocks, and none but QKV have biases."""
         if not HAS_AVX512_KERNELS:
             return False
         linears = [linear for group in (self.out, self.gate_up, self.down) for linear in group.linears]
-        whole = all(linear.bias is None and linear.out_features % gemm().outputs == 0 for linear in linears)
-        return whole and all(map(_is_plain, (linear.bias for linear in self.qkv.linears)))
+        whole = all(linear.bias is None and _num_outputs(linear) % gemm().outputs == 0 for linear in linears)
+        return whole and all(map(_has_plain_bias, self.qkv.linears))
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Of weights, which kernels read by their addresses."""
+        linears: list[Any] = [linear for group in self[4:] for linear in group.linears]
+        found = [tuple(linear._parameters["weight"].shape) for linear in linears]
+        return [*found, tuple(self.before.weight.shape), tuple(self.after.weight.shape)]
 
     def addresses(self) -> list[int]:
         """Columns of kernels."""
@@ -66,7 +73,7 @@ class Parts(NamedTuple):
     def room(self, x_NM: Floats, attended_NX: Floats | None = None) -> tuple[Floats, ...]:
         """Arrays of a layer as kernels take them: x, its sum with attention, queries, keys, values, attention, the
         output projection, gate, up. Rows of attention that no sequence has are 0."""
-        sizes = [linear.out_features for group in self[4:7] for linear in group.linears]
+        sizes = [_num_outputs(linear) for group in self[4:7] for linear in group.linears]
         q, k, v, out, gate, up = (np.empty((len(x_NM), size), dtype=np.float32) for size in sizes)
         if attended_NX is None:
             attended_NX = np.zeros_like(q)
@@ -79,8 +86,13 @@ def _address(linear: Any, name: str) -> int:
     return 0 if found is None else found.data_ptr()
 
 
-def _is_plain(bias: Tensor | None) -> bool:
-    return bias is None or (bias.dtype == torch.float32 and bias.is_contiguous())
+def _num_outputs(linear: Any) -> int:
+    return len(linear._parameters["weight"])
+
+
+def _has_plain_bias(linear: Any) -> bool:
+    bias: Tensor | None = linear._parameters["bias"]
+    return bias is None or (bias.dtype == torch.float32 and bias.is_contiguous() and len(bias) == _num_outputs(linear))
 
 
 def normed_products(parts: Parts, x_NM: Floats) -> list[Floats]:
@@ -108,8 +120,11 @@ class Decoder:
     def over(cls, layers: Sequence[Parts]) -> Decoder | None:
         """None where kernels do not have all of them, or a layer stands elsewhere than its number says."""
         in_order = all(parts.attention.layer_idx == index for index, parts in enumerate(layers))
-        sizes = {tuple(linear.weight.shape for group in parts[4:] for linear in group.linears) for parts in layers}
-        return cls(layers) if in_order and len(sizes) == 1 and all(parts.can_fuse for parts in layers) else None
+        are_alike = all(parts.can_fuse and parts.shapes == layers[0].shapes for parts in layers)
+        return cls(layers) if in_order and are_alike else None
+
+    def __len__(self) -> int:
+        return len(self._layers)
 
     def run(self, hidden_1NM: Tensor, angles: tuple[Floats, Floats], state: Any) -> Tensor:
         """The output of the last layer. `angles`: cosines and sines [N, D]; `state`: of attention."""

@@ -67,7 +67,7 @@ class CompiledLayer(nn.Module):
 
     def __init__(self, plain: nn.Module, parts: Parts) -> None:
         super().__init__()
-        self.plain, self.parts, self.is_fused = plain, parts, parts.can_fuse
+        self.plain, self.parts, self.is_fused, self.shapes = plain, parts, parts.can_fuse, parts.shapes
         self.decoder: Decoder | None = None  # of the first layer, where all run in one call
 
     def __getattr__(self, name: str) -> Any:
@@ -87,7 +87,7 @@ class CompiledLayer(nn.Module):
             return hidden_states
         if self.decoder is not None and cpu_linear.is_few(hidden_states):
             state = cache.all_layers()
-            if state is not None:
+            if state is not None and len(state.scale_L) == len(self.decoder):
                 cache.has_run = True
                 cos, sin = (x[0].contiguous().numpy() for x in angles)
                 return self.decoder.run(hidden_states, (cos, sin), state)
@@ -171,7 +171,8 @@ def _is_valid(exchange: Exchange) -> bool:
     if parts is None or not (found is exchange.plain or found is exchange.fused):
         return False
     compiled: Any = exchange.fused
-    return all(map(is_, parts, compiled.parts)) and compiled.is_fused == parts.can_fuse
+    same = all(map(is_, parts, compiled.parts)) and compiled.is_fused == parts.can_fuse
+    return same and compiled.shapes == parts.shapes
 
 
 @torch.no_grad()
@@ -183,7 +184,7 @@ def layer_exchanges(hf: Any) -> list[Exchange]:
         parts = parts_of(layer)
         if parts is not None and _agree(layer, replacement := CompiledLayer(layer, parts)):
             found.append(Exchange(parent, name, layer, replacement))
-    if len(found) == len(parent):
+    if len(found) == len(parent) == hf.base_model.config.num_hidden_layers:
         compiled: list[Any] = [exchange.fused for exchange in found]
         compiled[0].decoder = Decoder.over([one.parts for one in compiled])
     return found

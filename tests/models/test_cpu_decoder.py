@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvfold.core import HAS_AVX512_KERNELS
 from kvfold.engine.runner import Runner
@@ -74,3 +74,17 @@ def test_the_bits_are_those_of_layer_by_layer(
 def test_what_kernels_cannot_do_goes_layer_by_layer(policies: list[str], num_whole: list[int]) -> None:
     replies(ready("llama"), policies, 2)
     assert num_whole == []
+
+
+def test_a_layer_that_was_pruned_counts(num_whole: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels read weights by their addresses."""
+    model = ready("llama")
+    replies(model, ["full"] * 3, 2)
+    mlp = model.hf.base_model.layers[1].mlp
+    for name, dim in (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1)):
+        weight = getattr(mlp, name).weight.detach()
+        getattr(mlp, name).weight = nn.Parameter(weight.narrow(dim, 0, 16).clone(), requires_grad=False)
+    found = replies(model, ["full"] * 3, 2)
+    assert len(num_whole) == 2
+    monkeypatch.setattr("kvfold.models.cpu_linear.is_wanted", lambda: False)
+    torch.testing.assert_close(found, replies(model, ["full"] * 3, 2), rtol=1e-4, atol=1e-4)

@@ -65,7 +65,7 @@ def test_phases_are_over_before_the_next_begin_and_need_no_late_thread() -> None
     pytest.importorskip("numba")
     from kvfold.pages.kernels.cpu_jit import compiled, done, take, wait
 
-    num_phases, num_parts = 400, 7
+    num_phases, num_parts, num_turns = 200, 7, 2000
 
     @compiled
     def run(phase_PX: Any, sum_PY: Any) -> None:
@@ -76,7 +76,9 @@ def test_phases_are_over_before_the_next_begin_and_need_no_late_thread() -> None
                 total = 1
                 for before in range(num_parts if phase else 0):
                     total += sum_PY[phase - 1, before]
-                sum_PY[phase, part] = total % 1_000_003
+                for _ in range(num_turns):  # so long that others come meanwhile
+                    total = (31 * total + 7) % 1_000_003
+                sum_PY[phase, part] = total
                 done(counter)
                 part = take(counter)
             wait(counter, num_parts)
@@ -85,11 +87,14 @@ def test_phases_are_over_before_the_next_begin_and_need_no_late_thread() -> None
         counters.append(phase_PX)
         run(phase_PX, found)
 
-    found, expected = np.zeros((num_phases, num_parts), dtype=np.int64), [1]
+    found, expected = np.zeros((num_phases, num_parts), dtype=np.int64), [0]
     counters: list[NDArray[np.int64]] = []
     run_phases(work, num_phases, 5)
-    while len(expected) < num_phases:
-        expected.append((1 + num_parts * expected[-1]) % 1_000_003)
-    assert (found == np.array(expected)[:, None]).all()
+    for phase in range(num_phases):
+        total = 1 + num_parts * expected[-1] if phase else 1
+        for _ in range(num_turns):
+            total = (31 * total + 7) % 1_000_003
+        expected.append(total)
+    assert (found == np.array(expected[1:])[:, None]).all()
     run(counters[0], np.full_like(found, -1))  # as a thread does that comes when all is over
     assert (counters[0][:, 1] == num_parts).all()
