@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvfold.core import HAS_AVX512_KERNELS
 from kvfold.models.cpu_linear import Floats, Group, gemm, padded_rows
@@ -92,7 +92,10 @@ def _num_outputs(linear: Any) -> int:
 
 def _has_plain_bias(linear: Any) -> bool:
     bias: Tensor | None = linear._parameters["bias"]
-    return bias is None or (bias.dtype == torch.float32 and bias.is_contiguous() and len(bias) == _num_outputs(linear))
+    if bias is None:
+        return True
+    is_plain = type(bias) is nn.Parameter and bias.dtype == torch.float32 and bias.is_contiguous()
+    return is_plain and len(bias) == _num_outputs(linear)
 
 
 def normed_products(parts: Parts, x_NM: Floats) -> list[Floats]:

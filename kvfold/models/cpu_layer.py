@@ -45,7 +45,7 @@ def parts_of(layer: nn.Module) -> Parts | None:
     if not all(map(is_bare, (layer, attention, mlp, *norms))) or not all(map(_is_rms_norm, norms)):
         return None
     groups = *_groups(attention, _PROJECTIONS), *_groups(mlp, _GATED)
-    if len(groups) != len(_PROJECTIONS) + len(_GATED) or type(mlp._modules.get("act_fn")).__name__ not in _SILU:
+    if len(groups) != len(_PROJECTIONS) + len(_GATED) or not _is_silu(mlp._modules.get("act_fn")):
         return None
     qkv, _, _, out, gate_up, _, down = groups
     return Parts(attention, mlp, *norms, qkv, out, gate_up, down)
@@ -58,8 +58,15 @@ def _groups(parent: nn.Module, names: tuple[str, ...]) -> tuple[Group, ...]:
 
 
 def _is_rms_norm(module: Any) -> bool:
-    is_named = type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
-    return is_named and module.weight.dtype == torch.float32 and module.weight.is_contiguous()
+    if not (type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")):
+        return False
+    weight = module.weight
+    return type(weight) is nn.Parameter and weight.dtype == torch.float32 and weight.is_contiguous()
+
+
+def _is_silu(module: Any) -> bool:
+    kind = type(module)
+    return kind.__name__ in _SILU and kind.__module__.startswith(("torch.", "transformers.")) and is_bare(module)
 
 
 class CompiledLayer(nn.Module):
@@ -152,6 +159,7 @@ def _norm(module: Any) -> tuple[Floats, float]:
 
 
 _exchanges: ModuleState[list[Exchange]] = ModuleState("cpu_layers")
+_hooked: ModuleState[list[nn.Module]] = ModuleState("cpu_layers_hooked")
 
 
 @contextmanager
@@ -161,7 +169,7 @@ def compiled_layers(hf: Any) -> Iterator[None]:
         _exchanges.clear(hf)
         yield
         return
-    with exchanged(known(_exchanges, hf, _is_valid, layer_exchanges)):
+    with exchanged(known(_exchanges, hf, _is_valid, layer_exchanges, _hooked)):
         yield
 
 

@@ -176,6 +176,7 @@ class FewRows(nn.Module):
 
 
 _exchanges: ModuleState[list[Exchange]] = ModuleState("cpu_linear")
+_hooked: ModuleState[list[nn.Module]] = ModuleState("cpu_linear_hooked")
 
 
 @contextmanager
@@ -185,7 +186,7 @@ def few_rows(hf: Any) -> Iterator[None]:
         _exchanges.clear(hf)  # they hold weights that a model had on the CPU
         yield
         return
-    with exchanged(known(_exchanges, hf, _is_valid, exchanges)):
+    with exchanged(known(_exchanges, hf, _is_valid, exchanges, _hooked)):
         yield
 
 
@@ -200,8 +201,8 @@ def _can_run(linear: Any) -> bool:
     if type(linear) is not nn.Linear or not is_bare(linear):
         return False
     w, kernel = linear._parameters.get("weight"), gemm()
-    if w is None or w.dtype != torch.float32 or not w.is_contiguous():
-        return False
+    if type(w) is not nn.Parameter or w.dtype != torch.float32 or not w.is_contiguous():
+        return False  # a subclass, as of quantised weights, has no numbers of its own
     return bool(w.shape[0] >= kernel.outputs and w.shape[1] >= kernel.fewest_inputs)
 
 

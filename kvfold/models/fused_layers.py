@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules import module as modules
 
 from kvfold.core import HAS_TRITON
 from kvfold.models.attach import ModuleState
@@ -162,10 +163,17 @@ def known(
     hf: Any,
     is_valid: Callable[[Exchange], bool],
     make: Callable[[Any], list[Exchange]],
+    hooked: ModuleState[list[nn.Module]] | None = None,
 ) -> list[Exchange]:
-    """The exchanges of a model, made anew where one no longer holds."""
+    """The exchanges of a model, made anew where one no longer holds, or where one of the modules that had hooks then,
+    which `hooked` keeps, has none now."""
     found = state.get(hf)
-    return found if found is not None and all(map(is_valid, found)) else state.set(hf, make(hf))
+    were_hooked = (hooked and hooked.get(hf)) or ()
+    if found is not None and all(map(is_valid, found)) and not any(map(is_bare, were_hooked)):
+        return found
+    if hooked is not None:
+        hooked.set(hf, [module for module in hf.modules() if not is_bare(module)])
+    return state.set(hf, make(hf))
 
 
 @contextmanager
@@ -234,7 +242,9 @@ def can_join(linears: Sequence[Any]) -> bool:
 
 
 def is_bare(module: nn.Module) -> bool:
-    """Whether it has no hooks, and the forward of its class."""
+    """Whether it has no hooks, its own or those of all modules, and the forward of its class."""
+    if modules._global_forward_hooks or modules._global_forward_pre_hooks:
+        return False
     return not (module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
 
 

@@ -131,6 +131,42 @@ def test_layers_that_changed_are_left_alone() -> None:
     assert taken(model) == [False, False, False]
 
 
+def test_layers_whose_hooks_are_gone_are_taken_again() -> None:
+    model = ready("llama")
+    first = model.hf.base_model.layers[0]
+    hooked: list[Any] = [first, first.mlp, first.mlp.act_fn, first.mlp.up_proj, first.input_layernorm]
+    for module in hooked:
+        hook = module.register_forward_hook(lambda *_: None)
+        assert taken(model) == [False, True, True]
+        hook.remove()
+        assert taken(model) == [True, True, True]
+    hook = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert taken(model) == [False, False, False]
+    hook.remove()
+    assert taken(model) == [True, True, True]
+
+
+def test_other_activations_of_the_same_name_are_left_alone() -> None:
+    class SiLU(nn.ReLU):
+        pass
+
+    model = ready("llama")
+    model.hf.base_model.layers[1].mlp.act_fn = SiLU()
+    assert taken(model) == [True, False, True]
+
+
+def test_weights_of_other_types_stay_with_pytorch() -> None:
+    """As those that are quantised: they have no memory of fp32 numbers."""
+
+    class Wrapped(torch.Tensor):
+        pass
+
+    model = ready("llama")
+    for module in (model.hf.base_model.layers[0].mlp.up_proj, model.hf.base_model.layers[1].input_layernorm):
+        module.weight = nn.Parameter(module.weight.detach().as_subclass(Wrapped), requires_grad=False)
+    assert taken(model) == [False, False, True]
+
+
 def test_weights_and_norms_that_were_replaced_count(monkeypatch: pytest.MonkeyPatch) -> None:
     model = ready("llama")
     before = replies(model, 2, 2)
