@@ -53,7 +53,7 @@ def prepare_kernels(model: kvfold.Model, policies: Iterable[Policy]) -> None:
     from kvfold.engine.warm_up import warm_up
 
     runner = Runner(model.hf, model.spec, model.arena, compile=model.compile)
-    with waiting("prepare kernels, which the first run compiles for up to a minute"):
+    with waiting("prepare kernels, which the first run compiles for a minute or two"):
         for policy in policies:
             warm_up(runner, replace(policy, shorten=None), max_running=1)
 

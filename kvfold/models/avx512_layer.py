@@ -30,6 +30,11 @@ _QKV, _NEW, _READ, _MERGE, _OUT, _GATED, _DOWN = range(NUM_PHASES)
 _PART = 8  # blocks of outputs
 
 
+def _inlined(function: Any) -> Any:
+    """Part of the kernels that call it, and not a function of its own, which LLVM would optimise once more."""
+    return compiled(function, inline="always")
+
+
 @compiled
 def _row(address: int, size: int) -> Any:
     return carray(pointer_to(address), (size,), np.float32)
@@ -42,12 +47,12 @@ def _packed(x_NX: Any) -> Any:
     return found
 
 
-@compiled
+@_inlined
 def _num_parts(num_outputs: int) -> int:
     return -(-num_outputs // (OUTPUTS * _PART))
 
 
-@compiled
+@_inlined
 def _multiply(x_X: Floats, size: int, weight: int, y_NX: Floats, part: int) -> tuple[int, int]:
     """A part of the outputs, which is returned."""
     num_outputs = y_NX.shape[1]
@@ -78,7 +83,7 @@ def qkv(phase: Any, layer_C: Any, epsilon: float, room: Any) -> None:
     wait(phase, num_q + 2 * num_kv)
 
 
-@compiled
+@_inlined
 def _output(phase: Any, layer_C: Any, room: Any) -> None:
     attended_NX, out_NM = room[5], room[6]
     num_parts, part = _num_parts(out_NM.shape[1]), take(phase)
@@ -91,7 +96,7 @@ def _output(phase: Any, layer_C: Any, room: Any) -> None:
     wait(phase, num_parts)
 
 
-@compiled
+@_inlined
 def _gated(phase: Any, layer_C: Any, epsilon: float, room: Any) -> None:
     """The sum of x and the output projection, and SwiGLU of its norm in place of the gate."""
     x_NM, sum_NM, out_NM, gate_NK, up_NK = room[0], room[1], room[6], room[7], room[8]
@@ -111,7 +116,7 @@ def _gated(phase: Any, layer_C: Any, epsilon: float, room: Any) -> None:
     wait(phase, num_parts)
 
 
-@compiled
+@_inlined
 def _down(phase: Any, layer_C: Any, room: Any) -> None:
     """x becomes the layer's output."""
     x_NM, sum_NM, gate_NK = room[0], room[1], room[7]
@@ -137,13 +142,13 @@ def mlp(phase_PX: Any, layer_C: Any, epsilon: float, room: Any) -> None:
     _down(phase_PX[_DOWN], layer_C, room)
 
 
-@compiled
+@_inlined
 def _add_bias(y_X: Floats, address: int) -> None:
     if address != 0:
         y_X += _row(address, len(y_X))
 
 
-@compiled
+@_inlined
 def _attention(phase_PX: Any, layer: int, layer_C: Any, room: Any, angles: Any, state: Any) -> None:
     """Of one new token of each sequence; its keys and values go to the open blocks."""
     q_NX, k_NX, v_NX, attended_NX = room[2], room[3], room[4], room[5]
