@@ -1,8 +1,10 @@
 """Decoder layers for few rows on a CPU with AVX-512, each in two calls, or all layers of a decode step in one.
 
-Python between matrix products, and the threads that it wakes for each, take a third of a step. Here threads go through
-phases (pages/kernels/cpu_jit.py), whose parts are outputs of a product or sequences. Norms and the layout of rows take
-microseconds, so every thread that has a part computes them itself.
+Python between matrix products, and the threads that it wakes for each, take a quarter of a step of 16 replies. Here
+threads go through phases (pages/kernels/cpu_jit.py), whose parts are outputs of a product or sequences. Norms and the
+layout of rows take microseconds, so every thread that has a part computes them itself.
+
+`room` is a Room (cpu_decoder.py), `state` an AttentionState (passes/cpu_step.py).
 
     L layers   N rows, a multiple of 16   X outputs of a product   M hidden dims   K dims of the MLP   B sequences
     R rows of attention (sequence, KV head)   G query heads per KV head   D head dim   P phases   C columns of a layer
@@ -24,7 +26,6 @@ from kvfold.pages.kernels.cpu_jit import compiled, done, pointer_to, take, wait
 
 # Columns of a layer: addresses of weights, and of biases or 0
 BEFORE, Q, K, V, Q_BIAS, K_BIAS, V_BIAS, OUT, AFTER, GATE, UP, DOWN = range(12)
-NUM_COLUMNS = 12
 NUM_PHASES = 7  # of a layer: QKV, new slots, attention, merging, output, gate and up, down
 _QKV, _NEW, _READ, _MERGE, _OUT, _GATED, _DOWN = range(NUM_PHASES)
 _PART = 8  # blocks of outputs
@@ -64,8 +65,8 @@ def _multiply(x_X: Floats, size: int, weight: int, y_NX: Floats, part: int) -> t
 @compiled
 def qkv(phase: Any, layer_C: Any, epsilon: float, room: Any) -> None:
     """Queries, keys and values without biases: products of the norm of x."""
-    x_NM, outs = room[0], room[2:5]
-    num_q, num_kv = _num_parts(outs[0].shape[1]), _num_parts(outs[1].shape[1])
+    x_NM = room.x_NM
+    num_q, num_kv = _num_parts(room.q_NX.shape[1]), _num_parts(room.k_NX.shape[1])
     part = take(phase)
     if part < num_q + 2 * num_kv:
         size, y_NM = x_NM.shape[1], np.empty_like(x_NM)
@@ -73,11 +74,11 @@ def qkv(phase: Any, layer_C: Any, epsilon: float, room: Any) -> None:
         y_X = _packed(y_NM)
         while part < num_q + 2 * num_kv:
             if part < num_q:
-                _multiply(y_X, size, layer_C[Q], outs[0], part)
+                _multiply(y_X, size, layer_C[Q], room.q_NX, part)
             elif part < num_q + num_kv:
-                _multiply(y_X, size, layer_C[K], outs[1], part - num_q)
+                _multiply(y_X, size, layer_C[K], room.k_NX, part - num_q)
             else:
-                _multiply(y_X, size, layer_C[V], outs[2], part - num_q - num_kv)
+                _multiply(y_X, size, layer_C[V], room.v_NX, part - num_q - num_kv)
             done(phase)
             part = take(phase)
     wait(phase, num_q + 2 * num_kv)
@@ -85,7 +86,7 @@ def qkv(phase: Any, layer_C: Any, epsilon: float, room: Any) -> None:
 
 @_inlined
 def _output(phase: Any, layer_C: Any, room: Any) -> None:
-    attended_NX, out_NM = room[5], room[6]
+    attended_NX, out_NM = room.attended_NX, room.out_NM
     num_parts, part = _num_parts(out_NM.shape[1]), take(phase)
     if part < num_parts:
         x_X = _packed(attended_NX)
@@ -99,14 +100,14 @@ def _output(phase: Any, layer_C: Any, room: Any) -> None:
 @_inlined
 def _gated(phase: Any, layer_C: Any, epsilon: float, room: Any) -> None:
     """The sum of x and the output projection, and SwiGLU of its norm in place of the gate."""
-    x_NM, sum_NM, out_NM, gate_NK, up_NK = room[0], room[1], room[6], room[7], room[8]
+    x_NM, gate_NK, up_NK = room.x_NM, room.gate_NK, room.up_NK
     num_parts, part = _num_parts(gate_NK.shape[1]), take(phase)
     if part < num_parts:
         size, both_NM, y_NM = x_NM.shape[1], np.empty_like(x_NM), np.empty_like(x_NM)
-        add_norm(x_NM, out_NM, both_NM, y_NM, _row(layer_C[AFTER], size), epsilon)
+        add_norm(x_NM, room.out_NM, both_NM, y_NM, _row(layer_C[AFTER], size), epsilon)
         y_X = _packed(y_NM)
         if part == 0:
-            sum_NM[:] = both_NM
+            room.sum_NM[:] = both_NM
         while part < num_parts:
             begin, end = _multiply(y_X, size, layer_C[GATE], gate_NK, part)
             _multiply(y_X, size, layer_C[UP], up_NK, part)
@@ -119,7 +120,7 @@ def _gated(phase: Any, layer_C: Any, epsilon: float, room: Any) -> None:
 @_inlined
 def _down(phase: Any, layer_C: Any, room: Any) -> None:
     """x becomes the layer's output."""
-    x_NM, sum_NM, gate_NK = room[0], room[1], room[7]
+    x_NM, sum_NM, gate_NK = room.x_NM, room.sum_NM, room.gate_NK
     num_parts, part = _num_parts(x_NM.shape[1]), take(phase)
     if part < num_parts:
         y_X = _packed(gate_NK)
@@ -151,15 +152,11 @@ def _add_bias(y_X: Floats, address: int) -> None:
 @_inlined
 def _attention(phase_PX: Any, layer: int, layer_C: Any, room: Any, angles: Any, state: Any) -> None:
     """Of one new token of each sequence; its keys and values go to the open blocks."""
-    q_NX, k_NX, v_NX, attended_NX = room[2], room[3], room[4], room[5]
-    tasks, first_L, start_LX, cut_LX = state.tasks
-    place_LSBH, is_bf16, memory = state.new
-    rotated_RGD, offset_RG, lse_RG = state.room
-    coded = state.coded[0][layer], state.coded[1][layer]
+    q_NX, k_NX, v_NX = room.q_NX, room.k_NX, room.v_NX
+    coded, memory = (state.is_coded_LB[layer], state.mean_LBHD[layer]), state.memory
     num_sequences, num_heads = coded[1].shape[:2]
-    shape = rotated_RGD.shape
-    q_RGD = q_NX[:num_sequences].reshape(shape)
-    queries = q_RGD, rotated_RGD
+    offset_RG, shape = state.offset_RG, state.rotated_RGD.shape
+    queries = q_NX[:num_sequences].reshape(shape), state.rotated_RGD
     phase, part = phase_PX[_NEW], take(phase_PX[_NEW])
     while part < num_sequences:
         mine = slice(part, part + 1)
@@ -168,28 +165,28 @@ def _attention(phase_PX: Any, layer: int, layer_C: Any, room: Any, angles: Any, 
         _add_bias(v_NX[part], layer_C[V_BIAS])
         rotate(q_NX[mine], angles[0][mine], angles[1][mine])
         rotate(k_NX[mine], angles[0][mine], angles[1][mine])
-        new = k_NX, v_NX
-        prepare_sequence(part, state.scale_L[layer], coded, queries, offset_RG, new, place_LSBH[layer], is_bf16, memory)
+        new, place_SBH = (k_NX, v_NX), state.place_LSBH[layer]
+        prepare_sequence(part, state.scale_L[layer], coded, queries, offset_RG, new, place_SBH, state.is_bf16, memory)
         done(phase)
         part = take(phase)
     wait(phase, num_sequences)
-    phase, cut_X, mine_NC = phase_PX[_READ], cut_LX[layer], tasks[first_L[layer] : first_L[layer + 1]]
-    part = take(phase)
-    if part < len(cut_X) - 1:
+    tasks = state.task_NC[state.first_L[layer] : state.first_L[layer + 1]]
+    phase, cut_X = phase_PX[_READ], state.cut_LX[layer]
+    num_parts, part = len(cut_X) - 1, take(phase)
+    if part < num_parts:
         scratch = room_of(shape[1], shape[2])
-        while part < len(cut_X) - 1:
+        while part < num_parts:
             attend_run(
-                cut_X[part], cut_X[part + 1], mine_NC, queries, offset_RG, memory, state.table, state.partial, scratch
+                cut_X[part], cut_X[part + 1], tasks, queries, offset_RG, memory, state.table, state.partial, scratch
             )
             done(phase)
             part = take(phase)
-    wait(phase, len(cut_X) - 1)
+    wait(phase, num_parts)
     phase, part = phase_PX[_MERGE], take(phase_PX[_MERGE])
-    out_RGD = attended_NX[:num_sequences].reshape(shape)
+    out_RGD, start_X = room.attended_NX[:num_sequences].reshape(shape), state.start_LX[layer]
     while part < num_sequences:
-        rows = slice(part * num_heads, (part + 1) * num_heads)
-        start_R = start_LX[layer, part * num_heads : (part + 1) * num_heads + 1]
-        merge(start_R, state.partial, out_RGD[rows], lse_RG[rows])
+        first, last = part * num_heads, (part + 1) * num_heads
+        merge(start_X[first : last + 1], state.partial, out_RGD[first:last], state.lse_RG[first:last])
         done(phase)
         part = take(phase)
     wait(phase, num_sequences)
@@ -197,7 +194,7 @@ def _attention(phase_PX: Any, layer: int, layer_C: Any, room: Any, angles: Any, 
 
 @compiled
 def step(phase_PX: Any, layer_LC: Any, epsilon_L2: Any, room: Any, angles: Any, state: Any) -> None:
-    """All layers of a decode step. `state`: AttentionState (passes/cpu_step.py)."""
+    """All layers of a decode step; x becomes the output of the last."""
     for layer in range(len(layer_LC)):
         mine_PX = phase_PX[NUM_PHASES * layer : NUM_PHASES * (layer + 1)]
         qkv(mine_PX[_QKV], layer_LC[layer], epsilon_L2[layer, 0], room)

@@ -1,7 +1,7 @@
 """All decoder layers of a decode step in one call, on a CPU with AVX-512 (avx512_layer.py).
 
-A step of 16 rows goes in and out of Python some three hundred times when layers run one by one, and waits for the
-interpreter's lock each time a server's other threads have it. Here threads are woken once.
+Layers that run one by one go in and out of kernels several times each, and wait for the interpreter's lock each time
+that a server's other threads have it. Here threads are woken once.
 
     N rows   B sequences   M hidden dims   K dims of the MLP   D head dim   L layers   C columns of a layer
 """
@@ -14,14 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from kvfold.core import HAS_AVX512_KERNELS
 from kvfold.models.cpu_linear import Floats, Group, gemm, padded_rows
 from kvfold.pages.kernels.cpu_threads import run_phases
-
-Addresses = NDArray[np.int64]
 
 
 @cache
@@ -30,6 +27,20 @@ def kernels() -> Any:
     from kvfold.models import avx512_layer
 
     return avx512_layer
+
+
+class Room(NamedTuple):
+    """Arrays of a layer for kernels. Rows of attention that no sequence has are 0."""
+
+    x_NM: Floats  # the input, which becomes the output
+    sum_NM: Floats  # of the input and the output projection
+    q_NX: Floats
+    k_NX: Floats
+    v_NX: Floats
+    attended_NX: Floats
+    out_NM: Floats  # the output projection
+    gate_NK: Floats
+    up_NK: Floats
 
 
 class Parts(NamedTuple):
@@ -70,14 +81,11 @@ class Parts(NamedTuple):
     def epsilons(self) -> tuple[float, float]:
         return self.before.variance_epsilon, self.after.variance_epsilon
 
-    def room(self, x_NM: Floats, attended_NX: Floats | None = None) -> tuple[Floats, ...]:
-        """Arrays of a layer as kernels take them: x, its sum with attention, queries, keys, values, attention, the
-        output projection, gate, up. Rows of attention that no sequence has are 0."""
+    def room(self, x_NM: Floats, attended_NX: Floats | None = None) -> Room:
         sizes = [_num_outputs(linear) for group in self[4:7] for linear in group.linears]
         q, k, v, out, gate, up = (np.empty((len(x_NM), size), dtype=np.float32) for size in sizes)
-        if attended_NX is None:
-            attended_NX = np.zeros_like(q)
-        return x_NM, np.empty_like(x_NM), q, k, v, attended_NX, out, gate, up
+        attended_NX = np.zeros_like(q) if attended_NX is None else attended_NX
+        return Room(x_NM, np.empty_like(x_NM), q, k, v, attended_NX, out, gate, up)
 
 
 def _address(linear: Any, name: str) -> int:
@@ -102,7 +110,7 @@ def normed_products(parts: Parts, x_NM: Floats) -> list[Floats]:
     """Queries, keys and values."""
     row_C, (epsilon, _), room = np.array(parts.addresses()), parts.epsilons(), parts.room(x_NM)
     run_phases(lambda phase_PX: kernels().qkv(phase_PX[0], row_C, epsilon, room), 1, torch.get_num_threads())
-    return parts.qkv.biased(room[2:5])
+    return parts.qkv.biased((room.q_NX, room.k_NX, room.v_NX))
 
 
 def fused_mlp(parts: Parts, x_NM: Floats, attended_NX: Floats) -> Floats:
@@ -110,7 +118,7 @@ def fused_mlp(parts: Parts, x_NM: Floats, attended_NX: Floats) -> Floats:
     row_C, (_, epsilon), room = np.array(parts.addresses()), parts.epsilons(), parts.room(x_NM.copy(), attended_NX)
     num_phases = kernels().NUM_PHASES
     run_phases(lambda phase_PX: kernels().mlp(phase_PX, row_C, epsilon, room), num_phases, torch.get_num_threads())
-    return room[0]
+    return room.x_NM
 
 
 class Decoder:
@@ -140,4 +148,4 @@ class Decoder:
             num_phases,
             torch.get_num_threads(),
         )
-        return torch.from_numpy(room[0][: hidden_1NM.shape[1]]).unsqueeze(0)
+        return torch.from_numpy(room.x_NM[: hidden_1NM.shape[1]]).unsqueeze(0)

@@ -20,6 +20,7 @@ from kvfold.attend import cpu_kernels as kernels
 from kvfold.attend.cpu_kernels import Floats
 from kvfold.core import HAS_AVX512_KERNELS
 from kvfold.pages.kernels.cpu_threads import run_parts
+from kvfold.pages.places import Ints
 from kvfold.pages.sequence import SequenceCache
 from kvfold.passes.cpu_cascade import Group, groups_of
 from kvfold.passes.cpu_tasks import BatchTasks, batch_tasks, is_served
@@ -30,13 +31,21 @@ Partial = tuple[Floats, Floats, Floats]
 
 
 class AttentionState(NamedTuple):
-    """What attention of a step reads and writes in any layer."""
+    """What attention of a step reads and writes, layer by layer, for a kernel that runs all layers."""
 
     scale_L: NDArray[np.float64]
-    coded: tuple[NDArray[np.bool_], Floats]  # whether a sequence reads codes [L, B], and means of its keys [L, B, H, D]
-    new: tuple[NDArray[np.int64], bool, Memory]  # addresses of new slots [L, S, B, H], whether they are bf16, the arena
-    tasks: tuple[NDArray[np.int64], ...]  # tasks, where those of layers and rows begin, and parts of them (BatchTasks)
-    room: tuple[Floats, Floats, Floats]  # queries in the basis of codes, what is added to scores, log-sum-exps
+    is_coded_LB: NDArray[np.bool_]  # whether a sequence reads codes
+    mean_LBHD: Floats  # of keys that are centred
+    place_LSBH: Ints  # addresses of the new slots, keys and values
+    is_bf16: bool  # whether these are bf16, else fp32
+    memory: Memory  # the arena
+    task_NC: Ints
+    first_L: Ints  # task of each layer, and the end
+    start_LX: Ints  # in each layer, the first task of every row, and the end
+    cut_LX: Ints  # in each layer, where the parts begin that threads take, and the end
+    rotated_RGD: Floats  # room for queries in the basis of codes
+    offset_RG: Floats  # room for what is added to their scores
+    lse_RG: Floats  # room for log-sum-exps
     partial: Partial
     table: Floats  # fp8 numbers by their byte
 
@@ -130,22 +139,25 @@ class CpuStep:
             group.attend(layer, q_BQD.float(), spec.scale, found)
         return torch.from_numpy(out_RGD).view(q_BQD.shape), torch.from_numpy(found[1])
 
-    @property
-    def has_layers(self) -> bool:
-        """Whether `layers` can read all slots of all layers."""
+    def all_layers(self) -> AttentionState | None:
+        """None where a layer needs more than its tasks: a prefix that is read together, or PyTorch."""
         layers = self.sequences[0].spec.layers
-        return self._is_in_lanes and not self._groups and all(map(self.serves, range(len(layers))))
-
-    def layers(self) -> AttentionState:
-        """Of all layers, for a kernel that runs them one after another."""
-        tasks, room = self._tasks, self._room
-        scale_L = np.array([layer.scale for layer in self.sequences[0].spec.layers])
+        if not self._is_in_lanes or self._groups or not all(map(self.serves, range(len(layers)))):
+            return None
+        tasks = self._tasks
         return AttentionState(
-            scale_L,
-            (tasks.is_coded_LB, tasks.mean_LBHD),
-            (self._place_LSBH, self._is_bf16, self._memory),
-            (tasks.task_NC, tasks.first_L, tasks.start_LX, tasks.cut_LX),
-            (*room, np.empty(self._shape[:2], dtype=np.float32)),
+            np.array([layer.scale for layer in layers]),
+            tasks.is_coded_LB,
+            tasks.mean_LBHD,
+            self._place_LSBH,
+            self._is_bf16,
+            self._memory,
+            tasks.task_NC,
+            tasks.first_L,
+            tasks.start_LX,
+            tasks.cut_LX,
+            *self._room,
+            np.empty(self._shape[:2], dtype=np.float32),
             self._partial,
             _fp8_table(),
         )
@@ -163,10 +175,10 @@ class CpuStep:
         return cast(Callable[..., None], kernels.attend_tasks)
 
     @cached_property
-    def _place_LSBH(self) -> NDArray[np.int64]:
+    def _place_LSBH(self) -> Ints:
         """Byte addresses of the new slots: behind what is filled of every head of an open block."""
         spec = self.sequences[0].spec
         slot_bytes = spec.layers[0].head_dim * spec.kv_dtype.itemsize
         filled_B1 = np.array([[sequence.open.fill * slot_bytes] for sequence in self.sequences])
-        places: NDArray[np.int64] = (self._tasks.place_SLBH + filled_B1).swapaxes(0, 1).copy()
+        places: Ints = (self._tasks.place_SLBH + filled_B1).swapaxes(0, 1).copy()
         return places

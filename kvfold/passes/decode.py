@@ -98,7 +98,7 @@ class DecodePass:
         compiled = self._compiled
         if compiled is None or len(compiled.indices) < len(self.sequences) or self.observing:
             return None
-        return compiled.layers() if compiled.has_layers else None
+        return compiled.all_layers()
 
     def attend_packed(self, layer: int, q_QND: Tensor, k_HND: Tensor, v_HND: Tensor) -> Tensor:
         """The tokens of all sequences, one behind the other; returns the attention output [N, Q, D]."""

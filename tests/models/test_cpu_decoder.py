@@ -76,6 +76,30 @@ def test_what_kernels_cannot_do_goes_layer_by_layer(policies: list[str], num_who
     assert num_whole == []
 
 
+def test_layers_past_their_window_and_shared_prefixes_go_layer_by_layer(
+    num_whole: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forks(family: str) -> Tensor:
+        """Two replies to one prompt, of which the first slots are stored once."""
+        model = ready(family)
+        runner = Runner(model.hf, model.spec, model.arena)
+        first = runner.new_sequence(Policy.parse("full"))
+        runner.prefill([first], [prompt(20)])
+        both = [first, first.fork()]
+        found = torch.stack([runner.decode(both, [step, step + 1]) for step in range(6)])
+        for sequence in both:
+            sequence.release()
+        return found
+
+    shared = forks("mistral")
+    assert num_whole == []
+    sliding = replies(ready("mistral_sliding"), ["full"] * 2, 6)  # prompts of 20 and 23 tokens, a window of 24
+    assert num_whole == [2]
+    monkeypatch.setattr("kvfold.models.cpu_linear.is_wanted", lambda: False)
+    torch.testing.assert_close(shared, forks("mistral"), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(sliding, replies(ready("mistral_sliding"), ["full"] * 2, 6), rtol=1e-4, atol=1e-4)
+
+
 def test_a_layer_that_was_pruned_counts(num_whole: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels read weights by their addresses."""
     model = ready("llama")

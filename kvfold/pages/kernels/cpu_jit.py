@@ -15,7 +15,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 _INT = ir.IntType(64)
-_SPINS = 2000  # some 50 us, before a waiting thread lets others run
+_SPINS = 2000  # looks at the count, before a waiting thread lets others run
 
 
 def _place(context: Any, builder: Any, signature: Any, arguments: Any, number: int) -> Any:

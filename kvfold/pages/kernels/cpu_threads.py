@@ -1,8 +1,8 @@
 """Threads of compiled kernels on a CPU: Python's, as many as PyTorch uses.
 
 Kernels run without the GIL. Numba's own pools are a second set of OpenMP threads, or end the process where two threads
-use them at once. A decode step wakes threads some hundred and fifty times, so they wait at bare locks, which
-costs less than an executor and its futures.
+use them at once. A decode step whose layers run one by one wakes threads some hundred times, so they wait at
+bare locks, which costs less than an executor and its futures.
 """
 
 from __future__ import annotations
