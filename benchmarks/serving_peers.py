@@ -14,7 +14,7 @@ round asks about new documents, by the same chat completions, greedy, each as lo
     decode    tokens per second of several replies at once to short prompts, their prefill included
 
 Figures are medians over rounds. A hit is asked for as soon as the cold prompt has been answered. Four rounds of three
-servers take ten minutes on two idle cores, and 12 GB of memory; what else runs on the machine is measured, too.
+servers take ten minutes on two idle cores; what else runs on the machine is measured, too.
 """
 
 from __future__ import annotations

@@ -151,6 +151,7 @@ def test_other_activations_of_the_same_name_are_left_alone() -> None:
         pass
 
     model = ready("llama")
+    assert taken(model) == [True, True, True]  # layers are compared with theirs no more
     model.hf.base_model.layers[1].mlp.act_fn = SiLU()
     assert taken(model) == [True, False, True]
 
