@@ -56,8 +56,9 @@ class Runner:
         self.spec = spec
         self.arena = arena
         self.chunk_len = default_chunk_len(spec, arena.device) if chunk_len is None else chunk_len
-        joins = joins or arena.device.type == "cuda"
-        self.joined_len = self.chunk_len if joins else 0  # tokens of several prompts in one call
+        is_cuda = arena.device.type == "cuda"
+        self.joined_len = self.chunk_len if joins or is_cuda else 0  # tokens of several prompts in one call of a layer
+        self.pass_len = self.joined_len * (2 if is_cuda else 1)  # and in one pass, while nothing decodes
         self._forward = Forward(hf, spec.num_layers, arena.device)
         self.graphs = cuda_graphs_of(hf, compile) if arena.device.type == "cuda" and HAS_TRITON else None
 

@@ -188,6 +188,26 @@ def test_a_pass_on_a_cpu_has_at_most_a_chunk_of_tokens(model: Model) -> None:
     assert 8 < max(runner.joined_lens) <= 64  # an eighth of a chunk joins, 40 and 33 run alone
 
 
+def test_as_many_prompts_are_admitted_as_a_pass_takes(model: Model) -> None:
+    runner = Counting(model, chunk_len=64)
+    runner.pass_len = 128  # as on a GPU
+    arriving = [job(runner, [index + 1] * 8, max_new_tokens=2) for index in range(20)]
+
+    def settle(seconds: float) -> None:
+        for one, _ in arriving[scheduler.num_waiting :]:
+            scheduler.submit(one)
+
+    scheduler = Scheduler(runner, Policy.parse("full"), model.tokenizer, settle=settle)
+    try:
+        scheduler.submit(arriving[0][0])
+        for _, heard in arriving:
+            heard.end(timeout_s=60)
+    finally:
+        scheduler.close()
+        gc.collect()
+    assert runner.counts[0] == 128 // 8
+
+
 def test_a_job_whose_prefix_is_lost_restarts_alone(model: Model) -> None:
     runner, heard = Counting(model), Heard()
     source = Lossy(runner)

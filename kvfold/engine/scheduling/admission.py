@@ -121,7 +121,7 @@ class Admission:
         if load.num_prefilling >= MOST_JOINED:
             return False
         is_long = len(job.tokens) > self._runner.chunk_len
-        most = MOST_JOINED if load.num_computed <= self._runner.joined_len else _MAX_PREFILLING - is_long
+        most = MOST_JOINED if load.num_computed <= self._runner.pass_len else _MAX_PREFILLING - is_long
         if load.num_prefilling >= most:
             return False
         return not self._waits(load, job)

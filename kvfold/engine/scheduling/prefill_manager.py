@@ -131,11 +131,9 @@ class PrefillManager:
         found = [other for other in ready if other is not task and other.can_join(most)]
         mates = [other for other in found if other.compresses_next == compresses]
         num_tokens = accumulate((mate.next_len for mate in mates), initial=task.next_len)
-        room = self._runner.joined_len
-        if self._runner.arena.device.type == "cuda":
-            room *= 2  # 256 prompts of 64 tokens, with chunks of 8,192
-        elif self._queues.decoding:  # a CPU takes time for every token
-            room //= _MIN_COST
+        room = self._runner.pass_len
+        if self._queues.decoding:  # a CPU takes time for every token
+            room //= 2 if self._runner.arena.device.type == "cuda" else _MIN_COST
         return mates[: max(0, min(sum(upto <= room for upto in num_tokens), MOST_JOINED) - 1)]
 
     def _run_together(self, batch: Sequence[Task]) -> None:
