@@ -52,6 +52,8 @@ def check_floor(term: str, floor: float) -> None:
 
 @dataclass(eq=False)
 class Scores:
+    """Of the slots of a layer; of several sequences, in front of whose heads an axis B stands, all is done for each."""
+
     score_HS: Tensor  # -inf: there is no slot, +inf: protected
 
     @cached_property
@@ -85,10 +87,10 @@ class Scores:
     def kept_SH(self) -> Tensor:
         """How many slots a layer keeps when head h takes its s-th, if protected slots come first and then the heads,
         in order, one slot each and again; beyond all counts where it takes none."""
-        low_H, high_H = self.bounds
-        level_S1 = torch.arange(self.score_HS.shape[1], device=low_H.device).unsqueeze(-1)
-        takes_SH = (level_S1 >= low_H) & (level_S1 < high_H)
-        kept_SH = takes_SH.flatten().cumsum(0).view(takes_SH.shape) + low_H.sum()
+        low_1H, high_1H = (bound_H.unsqueeze(-2) for bound_H in self.bounds)
+        level_S1 = torch.arange(self.score_HS.shape[-1], device=low_1H.device).unsqueeze(-1)
+        takes_SH = (level_S1 >= low_1H) & (level_S1 < high_1H)
+        kept_SH = takes_SH.flatten(-2).cumsum(-1).view(takes_SH.shape) + low_1H.sum(-1, keepdim=True)
         return kept_SH.masked_fill(~takes_SH, torch.iinfo(kept_SH.dtype).max)
 
 

@@ -45,7 +45,7 @@ def even_total(scores: Scores, total: int | Tensor) -> Tensor:
     What `apportion` gives for equal weights, computed where the scores are: after the protected slots heads take turns
     until the total is reached.
     """
-    return scores.bounds.protected_H + (scores.kept_SH <= total).sum(0)
+    return scores.bounds.protected_H + (scores.kept_SH <= total).sum(-2)
 
 
 @register(

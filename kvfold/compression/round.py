@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from kvfold.budget.base import Budget, Scores
 from kvfold.budget.shares import within_cost
+from kvfold.budget.uniform import Uniform
 from kvfold.compression.offload import HeadSlots, evicted_slots, offload
 from kvfold.compression.selection import PendingSelection, RoundLayer, Selection, refitted
 from kvfold.compression.view import NewSlots, build_view, size_facts, slot_costs, slots_cost
@@ -29,7 +30,7 @@ from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.parts import Stage
 from kvfold.policy.size import Floor, Size, check_floor
 from kvfold.protect import Protect
-from kvfold.score.base import Needs, Replay, View, check_scored, unscored
+from kvfold.score.base import Needs, Replay, Scorer, View, check_scored, unscored
 from kvfold.score.chunk import Reuse
 from kvfold.yielding import yield_point
 
@@ -51,6 +52,7 @@ class CompressionRound:
         self._layers: list[RoundLayer] = []
         self._pending: PendingSelection | None = None
         self._unscored: list[tuple[int, Download]] = []  # by layer
+        self._joined: Callable[[], LayerChange] | None = None  # waits for the last `select_joined`
         self._reuse = Reuse(self.stage.score) if self.stage is not None else None
         self.budget = self._budget(self.stage) if self.stage is not None else None
 
@@ -100,8 +102,29 @@ class CompressionRound:
             if self.stage is not None and self.stage.evicted.needs.last_queries:
                 self._record_targets(index, new)
 
+    @cached_property
+    def joins_with(self) -> tuple[Scorer, Protect, tuple[tuple[int, int], ...]] | None:
+        """Scorer, protection and pinned spans: rounds of empty sequences with the same ones can select the slots of a
+        layer in one go (joined.py). None: this one selects alone."""
+        stage, budget = self.stage, self.budget
+        if stage is None or budget is None or not isinstance(stage.budget, Uniform):
+            return None
+        evicted, score = stage.evicted, stage.score
+        changes_slots = evicted.folds or evicted.has_bias or evicted.recall is not None or evicted.needs != Needs()
+        observes = not score.needs.slots_alone or self.sequence.policy.observes_mass
+        if changes_slots or observes or score.reuse_layers > 1:
+            return None
+        return score, stage.protect.at(budget.slots_per_head), tuple(self.sequence.pinned)
+
+    def select_joined(self, change: Callable[[], LayerChange]) -> None:
+        """In place of `select`; `change` is called by `evict`."""
+        self._joined = change
+
     def evict(self) -> None:
         """Drop the slots that the last `select` did not keep."""
+        if self._joined is not None:
+            self._layers.append(RoundLayer(self._joined()))
+            self._joined = None
         if self.stage is None or self._pending is None:
             return
         self._pending.apply()
@@ -236,13 +259,18 @@ class CompressionRound:
         for state, layer in zip(self.sequence.observed.layers, self._layers, strict=True):
             if layer.mass_HS is not None:
                 state.mass_HS = layer.kept_mass_HS
+        self.written()
+
+    def written(self) -> None:
+        """The kept slots are in their pages."""
         if self.budget is not None:
             self.sequence.last_compressed_len = self.sequence.sealed_len
 
     @property
     def only_writes(self) -> bool:
-        """Whether nothing is evicted or observed, so that writing the new slots is all there is."""
-        return self.budget is None and all(layer.mass_HS is None for layer in self._layers)
+        """Whether nothing is offloaded or observed, so that writing the kept slots is all there is."""
+        offloads = self.stage is not None and self.stage.evicted.recall is not None
+        return not offloads and all(layer.mass_HS is None for layer in self._layers)
 
 
 def finish_all(rounds: Sequence[tuple[CompressionRound, int]], release: Callable[[], None] = lambda: None) -> None:
@@ -261,11 +289,13 @@ def finish_all(rounds: Sequence[tuple[CompressionRound, int]], release: Callable
     joined = []
     for (compression, num_tokens), rewrite in zip(rounds, found, strict=True):
         if len(rounds) > 1 and compression.only_writes and rewrite.can_join:
-            joined.append((rewrite, num_tokens))
+            joined.append((compression, rewrite, num_tokens))
         else:
             compression.write(rewrite, num_tokens)
     if joined:
-        PageRewrite.write_joined(joined)
+        PageRewrite.write_joined([(rewrite, num_tokens) for _, rewrite, num_tokens in joined])
+    for compression, _, _ in joined:
+        compression.written()
 
 
 def _can_defer(selections: Sequence[Selection], budget: Budget) -> bool:

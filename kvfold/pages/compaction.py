@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kvfold.codec.base import SIDES
 from kvfold.errors import InputError, PolicyError
-from kvfold.pages.async_copy import upload
+from kvfold.pages.async_copy import sent, upload
 from kvfold.pages.dequantize import latest_below
 from kvfold.pages.kernels.compact_write import can_write, write_new
 from kvfold.pages.layer import LayerChange, LayerPages
@@ -34,6 +34,7 @@ from kvfold.pages.sequence import SequenceCache
 from kvfold.yielding import yield_point
 
 _FEW_SLOTS = 4096  # of a layer: the states of more take longer than calling for each
+_MOST_ALIKE = 256  # layers whose states are computed together
 
 
 class PageRewrite:
@@ -93,7 +94,8 @@ class PageRewrite:
         """Write those that can join, each with the tokens it seals, in one launch."""
         for rewrite, _ in rewrites:
             rewrite._begin()
-            _init_states(rewrite.sequence.tail.layers, rewrite.changes)
+        layers = [layer for rewrite, _ in rewrites for layer in rewrite.sequence.tail.layers]
+        _init_states(layers, [change for rewrite, _ in rewrites for change in rewrite.changes])
         write_new([(rewrite.sequence.tail, rewrite.changes) for rewrite, _ in rewrites])
         for rewrite, num_tokens in rewrites:
             rewrite._end(num_tokens)
@@ -261,19 +263,22 @@ def _write_new(tail: Segment, changes: Sequence[LayerChange]) -> None:
 
 
 def _init_states(layers: Sequence[LayerPages], changes: Sequence[LayerChange]) -> None:
-    """Compute the codecs' states from the first slots that are sealed; on a CPU, of short layers that are alike in one
-    go."""
+    """Compute the codecs' states from the first slots that are sealed, of short layers together: on a GPU those of many
+    sequences, on a CPU those of one length."""
     alike: dict[object, list[int]] = defaultdict(list)
     for i, (layer, change) in enumerate(zip(layers, changes, strict=True)):
         if not layer.state and any(change.counts):
-            is_short = change.k_ND.device.type == "cpu" and len(change.k_ND) <= _FEW_SLOTS
-            alike[(layer.page_class, *change.counts) if is_short else i].append(i)
+            is_short, is_cuda = len(change.k_ND) <= _FEW_SLOTS, change.k_ND.is_cuda
+            kind = layer.page_class, *((len(change.counts),) if is_cuda else change.counts)
+            alike[kind if is_short else i].append(i)
     for group in alike.values():
-        _init_alike([layers[i] for i in group], [changes[i] for i in group])
+        for begin in range(0, len(group), _MOST_ALIKE):
+            some = group[begin : begin + _MOST_ALIKE]
+            _init_alike([layers[i] for i in some], [changes[i] for i in some])
 
 
 def _init_alike(layers: Sequence[LayerPages], changes: Sequence[LayerChange]) -> None:
-    page_class, counts = layers[0].page_class, changes[0].counts
+    page_class, num_heads = layers[0].page_class, len(changes[0].counts)
     for side in SIDES:
         codec = page_class.codec(side)
         if not codec.has_state(side):
@@ -282,16 +287,25 @@ def _init_alike(layers: Sequence[LayerPages], changes: Sequence[LayerChange]) ->
             continue
         parts = [change.k_ND if side == "k" else change.v_ND for change in changes]
         x_ND = parts[0] if len(parts) == 1 else torch.cat(parts)
-        found = codec.init_state(side, *_by_row(x_ND, counts * len(parts)))
-        for i, layer in enumerate(layers):
-            rows = slice(i * len(counts), (i + 1) * len(counts))
-            layer.state[side] = {name: x_R[rows].clone() if len(parts) > 1 else x_R for name, x_R in found.items()}
+        found = codec.init_state(side, *_by_row(x_ND, [count for change in changes for count in change.counts]))
+        for _, segment in groupby(enumerate(layers), lambda numbered: id(numbered[1].changes)):
+            places, mine = zip(*segment, strict=True)
+            rows = slice(places[0] * num_heads, (places[-1] + 1) * num_heads)
+            # A copy, as others' rows would stay with them.
+            own = {name: x_R[rows].clone() if len(mine) < len(layers) else x_R for name, x_R in found.items()}
+            for i, layer in enumerate(mine):
+                layer.state[side] = {name: x_R[i * num_heads : (i + 1) * num_heads] for name, x_R in own.items()}
 
 
 def _by_row(x_ND: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
     """Slots [R, S, D], rows padded with 0, and which of them exist."""
-    valid_RS = torch.arange(max(counts), device=x_ND.device) < upload(counts, x_ND.device).unsqueeze(-1)
-    return pad_sequence(list(x_ND.split(counts)), batch_first=True), valid_RS
+    most = max(counts)
+    valid_RS = torch.arange(most, device=x_ND.device) < upload(counts, x_ND.device).unsqueeze(-1)
+    if min(counts) == most:
+        return x_ND.view(len(counts), most, -1), valid_RS
+    place_N = np.concatenate([row * most + np.arange(count) for row, count in enumerate(counts)])
+    rows_XD = x_ND.new_zeros(len(counts) * most, x_ND.shape[-1]).index_copy_(0, sent(place_N, x_ND.device), x_ND)
+    return rows_XD.view(len(counts), most, -1), valid_RS
 
 
 def crop(sequence: SequenceCache, num_tokens: int) -> None:

@@ -9,6 +9,7 @@ prefill, at the memory of one layer. Chunked prefill runs one pass per chunk of 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -22,6 +23,7 @@ from kvfold.attend.paged import merge_paged
 from kvfold.attend.stored_parts import StoredParts, part_of, reads_head_dim, stored_parts
 from kvfold.codec.base import SIDES
 from kvfold.compression.full_prompt import FullPrompt
+from kvfold.compression.joined import select_joined
 from kvfold.compression.observe import ObserverNeeds, joined_mass, new_mass, observe_queries, stored_mass
 from kvfold.compression.round import CompressionRound, check_decode_size, finish_all
 from kvfold.compression.seal import seal
@@ -29,6 +31,7 @@ from kvfold.compression.token_pruning import PrunedTokens
 from kvfold.compression.view import NewSlots
 from kvfold.core import HAS_AVX512_KERNELS
 from kvfold.evicted.base import CalibrationTargets
+from kvfold.pages.async_copy import upload
 from kvfold.pages.layer import LayerChange
 from kvfold.pages.observer_state import LayerObserverState
 from kvfold.pages.read import can_join, room_behind
@@ -194,8 +197,14 @@ class PrefillPass:
         self._dtype, kv_dtype = dtype, self.sequences[indices[0]].spec.kv_dtype
         k_BHTD, v_BHTD = (padded.padded(x_HND.to(kv_dtype).to(dtype)) for x_HND in (k_HND, v_HND))
         out_BQTD = attend_padded(padded.padded(q_QND.to(dtype)), k_BHTD, v_BHTD, spec.scale)
-        num_heads, each = k_HND.shape[0], (padded.by_sequence(x_BHTD) for x_BHTD in (k_BHTD, v_BHTD))
+        num_heads, joined = k_HND.shape[0], self._select_joined(layer, indices, lens, k_BHTD, v_BHTD)
+        self._through |= joined
+        if len(joined) == len(indices):
+            return padded.packed(out_BQTD).to(q_QND.dtype)
+        each = (padded.by_sequence(x_BHTD) for x_BHTD in (k_BHTD, v_BHTD))
         for index, length, k_ND, v_ND in zip(indices, lens, *each, strict=True):
+            if index in joined:
+                continue
             if self._keeps_whole(index, layer):
                 position_N = padded.positions(length, num_heads)
                 self.rounds[index].keep_whole(LayerChange(k_ND, v_ND, position_N, [length] * num_heads))
@@ -206,12 +215,31 @@ class PrefillPass:
                 self._select(index, layer, buffer)
         return padded.packed(out_BQTD).to(q_QND.dtype)
 
+    def _select_joined(
+        self, layer: int, indices: Sequence[int], lens: Sequence[int], k_BHTD: Tensor, v_BHTD: Tensor
+    ) -> set[int]:
+        """Select for all that can do so with others; returns those for which it is done."""
+        groups = defaultdict(list)  # places among these sequences
+        for place, index in enumerate(indices):
+            if (key := self.rounds[index].joins_with) is not None and self._selects_for_itself(index, layer):
+                groups[key].append(place)
+        for places in groups.values():
+            mine = [self.rounds[indices[place]] for place in places], [lens[place] for place in places]
+            if len(places) == len(indices):
+                select_joined(layer, *mine, k_BHTD, v_BHTD)
+            else:
+                place_B = upload(places, k_BHTD.device)
+                select_joined(layer, *mine, k_BHTD[place_B], v_BHTD[place_B])
+        return {indices[place] for places in groups.values() for place in places}
+
     def _keeps_whole(self, index: int, layer: int) -> bool:
         """Whether all that a sequence begins with in this layer is kept, and nobody else selects from it."""
-        compression, is_shared = self.rounds[index], bool(self.followers) or index in self.full_prompts
-        is_windowed = not compression.sequence.spec.layers[layer].compressible
-        is_pruned = compression.sequence.policy.token_pruning.prunes
-        return compression.budget is None and not (is_shared or is_windowed or is_pruned)
+        return self.rounds[index].budget is None and self._selects_for_itself(index, layer)
+
+    def _selects_for_itself(self, index: int, layer: int) -> bool:
+        """Whether nobody else selects from what a sequence has in this layer, and all of it competes."""
+        sequence, is_shared = self.sequences[index], bool(self.followers) or index in self.full_prompts
+        return sequence.spec.layers[layer].compressible and not (is_shared or sequence.policy.token_pruning.prunes)
 
     def _begins_with(self, index: int, num_tokens: int) -> bool:
         """Whether these are all tokens of a sequence that holds nothing yet, and nobody observes them."""

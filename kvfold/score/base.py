@@ -11,7 +11,7 @@ provides exactly that.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -80,6 +80,11 @@ class Needs:
     def judges_by_end(self) -> bool:
         """Whether scores of a prefix depend on where the prompt ends; a second reading asks the prefix itself."""
         return bool(self.last_queries) or (self.end_of_prompt and self.replay is None)
+
+    @property
+    def slots_alone(self) -> bool:
+        """Whether keys, values and positions are all that is looked at."""
+        return replace(self, keeps_window=True, sinks=0, recent=0, end_of_prompt=False) == Needs()
 
     @property
     def window(self) -> int:

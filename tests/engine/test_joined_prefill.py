@@ -21,11 +21,14 @@ from kvfold.errors import OutOfPages, PrefixLost
 from kvfold.models.loader import Model
 from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy
+from kvfold.score.base import View
+from kvfold.score.keys import KNorm
 from tests.engine.jobs import Fresh, Heard, job
 from tests.engine.runs import kept, make_runner, make_sequence
 from tests.tiny import prompt
 
 PROMPTS = [prompt(length, seed=length) for length in (5, 40, 9, 33, 12, 7)]
+LONGER = [prompt(length, seed=length) for length in (70, 33, 101, 70, 9)]
 
 
 class Counting(Runner):
@@ -42,13 +45,19 @@ class Counting(Runner):
         return super().prefill(sequences, tokens, **options)
 
 
-def prefilled(model: Model, runner: Runner, policy: str) -> tuple[list[int], list[SequenceCache], Tensor]:
-    """All prompts at once: the tokens of each call of a decoder layer, the sequences and their logits."""
+def prefilled(
+    model: Model, runner: Runner, policy: str, prompts: Sequence[Sequence[int]] = PROMPTS
+) -> tuple[list[int], list[SequenceCache], Tensor]:
+    """The tokens of each call of a decoder layer, the sequences and their logits; without `joined_len` prompts come one
+    by one."""
     calls: list[int] = []
     hook = model.hf.model.layers[0].mlp.register_forward_hook(lambda module, args, out: calls.append(out.shape[1]))
-    sequences = [make_sequence(runner, policy) for _ in PROMPTS]
+    sequences = [make_sequence(runner, policy) for _ in prompts]
     try:
-        return calls, sequences, runner.prefill(sequences, PROMPTS)
+        if runner.joined_len:
+            return calls, sequences, runner.prefill(sequences, prompts)
+        alone = [runner.prefill([one], [ids]) for one, ids in zip(sequences, prompts, strict=True)]
+        return calls, sequences, torch.cat(alone)
     finally:
         hook.remove()
 
@@ -56,19 +65,47 @@ def prefilled(model: Model, runner: Runner, policy: str) -> tuple[list[int], lis
 POLICIES = [
     "full",
     "keydiff + 2x + protect(none) + int4",
+    "knorm + 2x + protect(sinks=1, recent=50%)",
+    "lagkv(sinks=2, lag=4) + 10tok + protect(none)",
+    "keydiff + ada + 2x + protect(none) + int4",
     "snapkv(window=2) + ada + 2x + protect(none)",
     "fastkv(rate=0.5, layer=0)",
 ]
 
 
+@pytest.mark.parametrize("prompts", [PROMPTS, LONGER], ids=["short", "longer"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_prompts_of_one_call_are_those_of_many(model: Model, policy: str) -> None:
-    calls, alone, expected = prefilled(model, make_runner(model), policy)
-    joined_calls, together, found = prefilled(model, Counting(model), policy)
-    assert (calls, joined_calls) == ([len(ids) for ids in PROMPTS], [sum(map(len, PROMPTS))])
+def test_prompts_of_one_call_are_those_of_many(model: Model, policy: str, prompts: list[list[int]]) -> None:
+    runner, joins = make_runner(model), Counting(model)
+    calls, alone, expected = prefilled(model, runner, policy, prompts)
+    joined_calls, together, found = prefilled(model, joins, policy, prompts)
+    assert (calls, joined_calls) == ([len(ids) for ids in prompts], [sum(map(len, prompts))])
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
     assert [kept(sequence) for sequence in together] == [kept(sequence) for sequence in alone]
+    assert [one.last_compressed_len for one in together] == [one.last_compressed_len for one in alone]
+    for one, other in zip(together, alone, strict=True):
+        for mine, its in zip(one.tail.layers, other.tail.layers, strict=True):
+            torch.testing.assert_close(mine.state, its.state, atol=1e-5, rtol=1e-4)
+    steps = [one.decode(sequences, [3] * len(prompts)) for one, sequences in ((runner, alone), (joins, together))]
+    torch.testing.assert_close(*steps, atol=2e-4, rtol=1e-4)
     for sequence in (*alone, *together):
+        sequence.release()
+
+
+def test_slots_of_all_prompts_are_scored_at_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[list[int]] = []
+
+    def score(scorer: KNorm, view: View) -> Tensor:
+        rows.append(view.len_R.tolist())
+        return scored(scorer, view)
+
+    scored = KNorm.score
+    monkeypatch.setattr(KNorm, "score", score)
+    _, sequences, _ = prefilled(model, Counting(model), "knorm + 2x + protect(none)")
+    lens = [length for length in map(len, PROMPTS) if length > 32]  # shorter ones are kept whole
+    num_heads = model.spec.layers[0].num_kv_heads
+    assert rows == [[length for length in lens for _ in range(num_heads)]] * model.spec.num_layers
+    for sequence in sequences:
         sequence.release()
 
 

@@ -174,6 +174,17 @@ def test_mean_keys_of_layers_in_one_go_are_those_of_each(arena: Arena, monkeypat
             assert a.state["v"] == b.state["v"] == {}
 
 
+def test_mean_keys_of_heads_of_unequal_length(arena: Arena) -> None:
+    sequence, generator = SequenceCache(arena, SPEC, Policy.parse("int4"), PageConfig(16, OPEN)), torch.Generator()
+    counts = [[9, 5], [3, 17]]
+    heads = [[torch.randn(n, 16, generator=generator.manual_seed(n)) for n in mine] for mine in counts]
+    columns = [(torch.cat(mine), torch.arange(sum(map(len, mine)))) for mine in heads]
+    changes = [LayerChange(k, k, at, mine) for (k, at), mine in zip(columns, counts, strict=True)]
+    compaction.rewrite(sequence, changes, 17)
+    for layer, mine in zip(sequence.tail.layers, heads, strict=True):
+        torch.testing.assert_close(layer.state["k"]["mean"], torch.stack([k_SD.mean(0) for k_SD in mine]))
+
+
 @pytest.mark.parametrize("policy", ["full", "bf16", "fp8", "int8", "int4", "int2"])
 def test_broken_and_extreme_slots_are_sealed_as_codecs_seal_them(policy: str, arena: Arena) -> None:
     plain, fast = (read(arena, policy, WIDE, (20,)) for _ in range(2))
