@@ -8,6 +8,7 @@ KvfoldError
 ├── FileError        a saved session that is truncated, altered or foreign
 ├── PrefixLost       a cached prefix failed its check while it was loaded; it is quarantined: look up again
 ├── OutOfPages       the arena (KV block pool) is full; nothing was changed (also MemoryError)
+│   └── TooLarge     a request that does not fit into an arena that holds nothing else
 ├── LogitsError      the model computed logits that are not finite (also ArithmeticError)
 ├── Overloaded       too many requests wait; try again later
 └── MissingExtra     an optional dependency is not installed (also ImportError)
@@ -55,6 +56,10 @@ class OutOfPages(KvfoldError, MemoryError):
     """The arena (KV block pool) has too few free pages for a step; raised before the step changes anything."""
 
     ADVICE = "free a session, choose a smaller policy size, or load the model with more memory"
+
+
+class TooLarge(OutOfPages):
+    """A request does not fit into an arena that holds nothing else: it never will."""
 
 
 class LogitsError(KvfoldError, ArithmeticError):

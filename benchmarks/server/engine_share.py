@@ -5,9 +5,10 @@
                                              [--random-model tiny | 1.5b] [--save]
 
 One process loads the model once. `engine` prefills N prompts in one call and runs `kvfold.engine.generate.generate`
-over them, greedy, to equal lengths. `stream` and `whole` send the same number of other prompts of the same length to a
-server in this process at once, from another process over plain sockets, streamed or not. Every way runs `--rounds`
-times; the first warms up (kernels, graphs), the fastest of the others counts. End-of-text tokens are ignored.
+over them, greedy, to equal lengths. `stream` and `whole` (not streamed) send the same number of other prompts of the
+same length to a server in this process at once, from another process over plain sockets; as many requests can run. Every
+way runs `--rounds` times; the first warms up (kernels, graphs), the fastest of the others counts. End-of-text tokens are
+ignored.
 
     tokens_per_s         reply tokens over all seconds, prefill included, from the sending to the last byte
     share                of that of the engine; above 1 where the two runs differ by more than the server costs
@@ -15,6 +16,7 @@ times; the first warms up (kernels, graphs), the fastest of the others counts. E
     decode_share         of that of the engine
     gap_ms_p50, _p99     between two events of a stream: inter-token latency
     texts_per_token      events with text over tokens: below 1 where an event carries several tokens
+    first_s_p50          time to first token of streams
     cpu_s                processor seconds of the process of engine and server
 """
 
@@ -117,8 +119,12 @@ def served_load(port: int, texts: Sequence[str], reply: int, *, is_streamed: boo
 
 
 def stream_figures(streams: Sequence[Sequence[tuple[float, int]]], reply: int) -> Row:
-    """Of (seconds, characters) of each event of each stream; a stream's tokens are spread evenly over its text."""
+    """Of (seconds, characters) of each event of each stream; a stream's tokens are spread evenly over its text. Streams
+    of random weights may have one event, or no text at all."""
+    num_tokens, streams = reply * len(streams), [events for events in streams if events]
     gaps = [b[0] - a[0] for events in streams for a, b in pairwise(events)]
+    if not gaps:
+        return {"texts_per_token": sum(map(len, streams)) / num_tokens}
     begin, end = max(events[0][0] for events in streams), min(events[-1][0] for events in streams)
     decoded = 0.0
     for events in streams:
@@ -129,7 +135,7 @@ def stream_figures(streams: Sequence[Sequence[tuple[float, int]]], reply: int) -
         "first_s_p50": percentile([events[0][0] for events in streams], 50),
         "gap_ms_p50": 1e3 * percentile(gaps, 50),
         "gap_ms_p99": 1e3 * percentile(gaps, 99),
-        "texts_per_token": sum(map(len, streams)) / (reply * len(streams)),
+        "texts_per_token": sum(map(len, streams)) / num_tokens,
     }
 
 
@@ -158,7 +164,14 @@ def fastest(measure: Callable[[], Row], rounds: int) -> Row:
     for _ in range(rounds):
         began = time.process_time()
         found.append({**measure(), "cpu_s": time.process_time() - began})
-    return max(found[1:] or found, key=lambda row: float(row["tokens_per_s"]))
+    return max(found[1:], key=lambda row: float(row["tokens_per_s"]))
+
+
+def several(text: str) -> int:
+    """The type of `--rounds`."""
+    if (number := positive(text)) < 2:
+        raise argparse.ArgumentTypeError("the first round only warms up; give at least 2")
+    return number
 
 
 def shares(args: argparse.Namespace, model: Model) -> Iterator[Row]:
@@ -201,7 +214,7 @@ def main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("--prompt", type=positive, default=64, help="tokens of a prompt; default: %(default)s")
     parser.add_argument("--reply", type=positive, default=256, help="tokens of a reply; default: %(default)s")
-    parser.add_argument("--rounds", type=positive, default=2, help="the first warms up; default: %(default)s")
+    parser.add_argument("--rounds", type=several, default=2, help="the first warms up; default: %(default)s")
     parser.add_argument("--save", action="store_true", help="append the rows to benchmarks/results/engine_share.jsonl")
     args = parser.parse_args(arguments)
     Policy.parse(args.policy)

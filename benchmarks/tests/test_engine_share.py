@@ -27,6 +27,11 @@ def test_figures_of_streams() -> None:
     assert stream_figures(apart, 4)["decode_tokens_per_s"] is None
 
 
+def test_streams_with_one_event_or_none_have_no_gaps() -> None:
+    assert stream_figures([[(1.0, 2)], []], 4) == {"texts_per_token": 1 / 8}
+    assert stream_figures([first := [(1.0, 2), (2.0, 1)], []], 2)["first_s_p50"] == first[0][0]
+
+
 def test_events_are_timed_by_their_last_byte() -> None:
     event = b'data: {"choices": [{"text": "%s"}]}\n\n'
     body = event % b"ab" + event % b"" + event % b"c" + b"data: [DONE]\n\n"
@@ -50,7 +55,7 @@ def test_prompts_differ_from_the_first_word_on(model: Model) -> None:
 
 
 def test_a_short_run_has_every_way() -> None:
-    args = argparse.Namespace(policy="full", clients=[2], prompt=12, reply=6, rounds=1)
+    args = argparse.Namespace(policy="full", clients=[2], prompt=12, reply=6, rounds=2)
     rows = list(shares(args, ready("llama")))
     assert [row["way"] for row in rows] == ["engine", "stream", "whole"]
     assert all(row["tokens_per_s"] > 0 for row in rows)

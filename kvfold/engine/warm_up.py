@@ -26,7 +26,7 @@ _PROMPT_LEN = 8
 _LONG_LENS = {"cpu": 100, "cuda": _PROMPT_LEN}  # more rows than a CPU's kernels of few rows take (models/cpu_linear.py)
 _SEALED = 2  # sequences whose open blocks are sealed together, and then alone
 _NOTES = {
-    "cpu": "preparing CPU kernels; the first start compiles them, for a minute or two",
+    "cpu": "preparing CPU kernels: seconds, or a minute or two where they are compiled, as at the first start",
     "cuda": "preparing kernels and capturing CUDA graphs of decode steps",
 }
 _NOTE_AFTER_S = 1.0

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvfold.engine.scheduling.jobs import Ended, Event, PrefillDone, TextDelta
-from kvfold.errors import KvfoldError, LogitsError, OutOfPages
-from kvfold.serve.api.errors import ApiError, bad_request
+from kvfold.errors import KvfoldError, LogitsError, OutOfPages, TooLarge
+from kvfold.serve.api.errors import ApiError, bad_request, prompt_too_long
 from kvfold.serve.api.request import ChatRequest
 from kvfold.serve.api.tool_calls import ToolCall, ToolCallParser
 from kvfold.serve.cache.breakpoints import Boundary, CachePlan
@@ -176,6 +176,9 @@ def timed_out(seconds: float) -> ApiError:
 
 def api_error(error: Exception | None) -> ApiError:
     """The client's error for a failed job: our own errors' messages, no details of internal ones."""
+    if isinstance(error, TooLarge):
+        advice = "nothing else is in it; send a shorter request, or start the server with more --memory"
+        return prompt_too_long(str(error).replace(OutOfPages.ADVICE, advice))
     if isinstance(error, OutOfPages):
         advice = "try again later, send a shorter request, or start the server with more --memory"
         return ApiError(529, str(error).replace(OutOfPages.ADVICE, advice), retry_after_s=5)

@@ -26,6 +26,7 @@ def test_a_number_below_one_is_refused_in_a_sentence(text: str) -> None:
         (["serving_peers", "--policies", "nope"], 'no term "nope"'),
         (["serving_peers", "--front"], "give --vllm-python"),
         (["server", "engine_share", "--clients", "8", "0"], "--clients"),
+        (["server", "engine_share", "--rounds", "1"], "the first round only warms up"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_starts(words: list[str], said: str) -> None:

@@ -37,6 +37,16 @@ def test_policies_that_evict_are_not_bounded() -> None:
         assert server.service.max_positions == tiny.ready("llama").spec.max_positions
 
 
+def test_a_prompt_that_evicting_does_not_fit_in_is_too_long_for_good() -> None:
+    with running(_model(20), policy="h2o + 2x") as server:
+        for num_tokens, expected in ((40, 200), (700, 400), (40, 200)):
+            status, found = _complete(server, {"model": "tiny", "prompt": tiny.prompt(num_tokens), "max_tokens": 2})
+            assert status == expected, found
+            if status == 400:
+                assert found["error"]["code"] == "context_length_exceeded"
+                assert "are needed; nothing else is in it; send a shorter request" in found["error"]["message"]
+
+
 def test_an_arena_that_holds_nothing_serves_nothing() -> None:
     model = _model(9)
     with (

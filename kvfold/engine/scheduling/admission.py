@@ -19,7 +19,7 @@ from kvfold.engine.scheduling.prefill_manager import MOST_JOINED
 from kvfold.engine.scheduling.queues import Queues
 from kvfold.engine.scheduling.shared_prefix import waits_for
 from kvfold.engine.scheduling.task import Task
-from kvfold.errors import OutOfPages
+from kvfold.errors import OutOfPages, TooLarge
 from kvfold.policy.policy import Policy
 from kvfold.store.store import kind_of
 
@@ -102,7 +102,7 @@ class Admission:
             except OutOfPages as error:
                 if queues.tasks or queues.evict_idle():
                     return False  # it waits for pages of others
-                self._refuse(job, error)
+                self._refuse(job, TooLarge(str(error)))
             except Exception as error:  # of the source, which loads the stored prefix
                 self._refuse(job, error)
             else:

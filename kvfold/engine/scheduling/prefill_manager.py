@@ -21,7 +21,7 @@ from kvfold.engine.runner import Runner
 from kvfold.engine.scheduling.jobs import Job
 from kvfold.engine.scheduling.queues import FairShare, Queues, is_over
 from kvfold.engine.scheduling.task import Task
-from kvfold.errors import OutOfPages, PrefixLost
+from kvfold.errors import OutOfPages, PrefixLost, TooLarge
 
 _SHARE = 4  # prefill time over decode-step time: a fifth of the time goes to decoding
 _LEAST_S, _MOST_S = 0.02, 1.0
@@ -182,7 +182,7 @@ class PrefillManager:
         elif len(queues.prefilling) > 1:
             queues.requeue(task)  # nothing decodes, and prompts block each other
         else:
-            queues.fail(task, error)
+            queues.fail(task, TooLarge(str(error)))
 
     def _restart(self, task: Task) -> None:
         """Its stored prefix turned out bad; it starts again without it."""
