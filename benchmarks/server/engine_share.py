@@ -6,9 +6,9 @@
 
 One process loads the model once. `engine` prefills N prompts in one call and runs `kvfold.engine.generate.generate`
 over them, greedy, to equal lengths. `stream` and `whole` (not streamed) send the same number of other prompts of the
-same length to a server in this process at once, from another process over plain sockets; as many requests can run. Every
-way runs `--rounds` times; the first warms up (kernels, graphs), the fastest of the others counts. End-of-text tokens are
-ignored.
+same length to a server in this process at once, from another process over plain sockets; as many requests can run.
+Every way runs `--rounds` times; the first warms up (kernels, graphs), the fastest of the others counts. End-of-text
+tokens are ignored.
 
     tokens_per_s         reply tokens over all seconds, prefill included, from the sending to the last byte
     share                of that of the engine; above 1 where the two runs differ by more than the server costs
