@@ -24,6 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kvfold.codec.base import SIDES
 from kvfold.errors import InputError, PolicyError
+from kvfold.pages.arena import Arena
 from kvfold.pages.async_copy import sent, upload
 from kvfold.pages.dequantize import latest_below
 from kvfold.pages.kernels.compact_write import can_write, write_new
@@ -91,12 +92,16 @@ class PageRewrite:
 
     @staticmethod
     def write_joined(rewrites: Sequence[tuple[PageRewrite, int]]) -> None:
-        """Write those that can join, each with the tokens it seals, in one launch."""
+        """Write those that can join, each with the tokens it seals, in one launch for each arena."""
         for rewrite, _ in rewrites:
             rewrite._begin()
         layers = [layer for rewrite, _ in rewrites for layer in rewrite.sequence.tail.layers]
         _init_states(layers, [change for rewrite, _ in rewrites for change in rewrite.changes])
-        write_new([(rewrite.sequence.tail, rewrite.changes) for rewrite, _ in rewrites])
+        tails: dict[Arena, list[tuple[Segment, Sequence[LayerChange]]]] = defaultdict(list)
+        for rewrite, _ in rewrites:
+            tails[rewrite.sequence.arena].append((rewrite.sequence.tail, rewrite.changes))
+        for mine in tails.values():
+            write_new(mine)
         for rewrite, num_tokens in rewrites:
             rewrite._end(num_tokens)
 

@@ -54,7 +54,7 @@ def _is_readable(change: LayerChange, dtype: torch.dtype, *, is_aligned: bool) -
 
 
 def write_new(tails: Sequence[tuple[Segment, Sequence[LayerChange]]]) -> None:
-    """Encode the new slots of every layer behind the stored ones. There is room for them, and codecs have
+    """Encode the new slots of every layer behind the stored ones. There is room for them, in one arena, and codecs have
     their states."""
     arena = tails[0][0].arena
     rows, held, before = [], [], 0  # held until the kernels are queued

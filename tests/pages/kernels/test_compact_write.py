@@ -88,9 +88,12 @@ def test_one_launch_writes_what_plain_operations_write(policy: str, monkeypatch:
     assert arena.used_bytes == 0
 
 
-def begin_together(policies: Sequence[str], arena: Arena, lens: Sequence[int]) -> list[SequenceCache]:
+def begin_together(policies: Sequence[str], arenas: Sequence[Arena], lens: Sequence[int]) -> list[SequenceCache]:
     """Prompts that run through every layer in one call."""
-    found = [SequenceCache(arena, SPEC, Policy.parse(policy), PageConfig(16, 16)) for policy in policies]
+    parsed = map(Policy.parse, policies)
+    found = [
+        SequenceCache(arena, SPEC, policy, PageConfig(16, 16)) for policy, arena in zip(parsed, arenas, strict=True)
+    ]
     generator = torch.Generator(DEVICE).manual_seed(1)
     prefill = PrefillPass.begin(found, lens)
     for layer in range(SPEC.num_layers):
@@ -105,9 +108,9 @@ def begin_together(policies: Sequence[str], arena: Arena, lens: Sequence[int]) -
 def test_one_launch_writes_several_prompts(lens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     arena = Arena(1 << 24, device=DEVICE, superblock_bytes=4096)
     arena.memory.fill_(63)
-    policies = ("full", "fp8", "codec(k=kivi4, v=fp8)")
+    policies, arenas = ("full", "keydiff + 60tok + fp8", "codec(k=kivi4, v=fp8)"), [arena] * 3
     monkeypatch.setattr(rewrite, "can_write", lambda *_: False)
-    plain = begin_together(policies, arena, lens)
+    plain = begin_together(policies, arenas, lens)
     launches: list[int] = []
     monkeypatch.setattr(rewrite, "can_write", lambda *_: True)
 
@@ -116,13 +119,21 @@ def test_one_launch_writes_several_prompts(lens: tuple[int, ...], monkeypatch: p
         writing.write_new(tails)
 
     monkeypatch.setattr(rewrite, "write_new", write_new)
-    fast = begin_together(policies, arena, lens)
+    fast = begin_together(policies, arenas, lens)
     assert launches == [3]
     for mine, theirs in zip(fast, plain, strict=True):
         assert_same(mine, theirs)
         for sequence in (mine, theirs):
             sequence.release()
     assert arena.used_bytes == 0
+
+
+def test_prompts_of_several_arenas_are_written_each_in_its_own() -> None:
+    arenas = [Arena(1 << 24, device=DEVICE, superblock_bytes=4096) for _ in range(3)]
+    policies = ("full", "int8", "keydiff + 60tok + int8")
+    apart = begin_together(policies, arenas, (40, 70, 70))
+    for mine, theirs in zip(apart, begin_together(policies, arenas[:1] * 3, (40, 70, 70)), strict=True):
+        assert_same(mine, theirs)
 
 
 def test_a_block_that_ends_within_a_group_ends_its_extent(monkeypatch: pytest.MonkeyPatch) -> None:
