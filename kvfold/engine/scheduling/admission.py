@@ -2,7 +2,8 @@
 
 Few prompts prefill at a time: a waiting job holds no pages, and may hit prefixes that those before it store. One that
 shares a long prefix with a prompt in prefill waits for that prefix (shared_prefix.py). A job is admitted when its whole
-prompt fits beside what the running tasks may need next. Preempted tasks resume first.
+prompt fits beside what the running tasks may need next. Preempted tasks resume first, but a tenant that runs nothing
+starts before those of a tenant whose other tasks run on.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class _Load:
     """What runs while jobs are admitted, counted once and then with each of them: many wait at a time."""
 
     def __init__(self, queues: Queues) -> None:
+        self.is_preempting = bool(queues.preempted)
         self.num_running = len(queues.preempted)
         self.tenants = Counter(task.tenant for task in queues.preempted)
         self.num_decoding = len(queues.decoding)
@@ -76,9 +78,10 @@ class Admission:
 
     def admit(self) -> None:
         """Start waiting jobs, tenants in round-robin order, while there is room."""
-        if not self._queues.waiting or self._queues.preempted:
+        queues = self._queues
+        if not queues.waiting or (queues.preempted and not self._newcomers_first()):
             return
-        load = _Load(self._queues)
+        load = _Load(queues)
         while self._admit_one(load):
             pass
 
@@ -113,6 +116,8 @@ class Admission:
         return False
 
     def _has_slot(self, load: _Load, job: Job) -> bool:
+        if load.is_preempting and load.tenants[job.tenant]:
+            return False
         num_free = self._max_running - load.num_running
         if num_free <= (self._num_reserved if load.tenants[job.tenant] else 0):
             return False
@@ -150,10 +155,19 @@ class Admission:
                 return not load.num_running
         return True
 
+    def _newcomers_first(self) -> bool:
+        """Whether a tenant waits that runs nothing, while every tenant with a preempted task has others that run on."""
+        queues = self._queues
+        active = {task.tenant for task in (*queues.prefilling, *queues.decoding)}
+        if queues.num_running >= self._max_running or not active.issuperset(task.tenant for task in queues.preempted):
+            return False
+        with queues.changed:
+            return not active.issuperset(queues.waiting)
+
     def resume(self) -> None:
         """Swap preempted tasks in, before any job is admitted."""
         queues = self._queues
-        while queues.preempted:
+        while queues.preempted and not self._newcomers_first():
             task = queues.preempted[0]
             try:
                 has_room = self._has_room(_Load(queues), self._bounds.kv_bytes(task.preempted_len))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -120,11 +121,13 @@ class DecodeManager:
         return decode_step(self._runner, outputs)
 
     def _preempt(self) -> bool:
-        """Preempt the newest decoding task that can be, if another one stays: its KV cache moves to the host."""
+        """Preempt a decoding task that can be, if another one stays: the newest of the tenant that runs the most. Its
+        KV cache moves to the host."""
         queues = self._queues
         if len(queues.decoding) + len(queues.prefilling) < 2:
             return False
-        for task in reversed(queues.decoding):
+        num_running = Counter(task.tenant for task in queues.tasks)
+        for task in sorted(reversed(queues.decoding), key=lambda task: -num_running[task.tenant]):
             try:
                 if not task.can_preempt:
                     continue

@@ -2,8 +2,8 @@
 
 Each iteration resumes preempted tasks, admits waiting jobs (admission.py), runs chunked prefill for a time slice, at
 most a chunk of tokens (prefill_manager.py), and one decode step of all decoding tasks (decode_manager.py). When a step
-runs out of pages, the newest decoding task is preempted: its KV cache is swapped out to the host, and in again, bit for
-bit, when there is room.
+runs out of pages, a decoding task is preempted: its KV cache is swapped out to the host, and in again, bit for bit,
+when there is room.
 
 Isolation between tenants:
 
@@ -12,6 +12,8 @@ Isolation between tenants:
   for prompts of a chunk or less.
 - `num_reserved` slots stay free for tenants that run nothing.
 - A job that has no room because of pages of its own tenant lets jobs of other tenants pass.
+- The newest task of the tenant that runs the most is preempted. It resumes behind jobs of tenants that run nothing,
+  unless its own tenant has no other task that runs on.
 
 Guarantees when something raises:
 

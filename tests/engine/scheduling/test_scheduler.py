@@ -20,6 +20,7 @@ from kvfold.engine.runner import Runner
 from kvfold.engine.sampling import Sampling
 from kvfold.engine.scheduling.jobs import Ended, Event, Job, PrefillDone, SequenceStart, TextDelta
 from kvfold.engine.scheduling.scheduler import Scheduler
+from kvfold.engine.scheduling.task import Task
 from kvfold.errors import InputError, OutOfPages, Overloaded
 from kvfold.models.loader import Model
 from kvfold.policy.policy import Policy
@@ -80,6 +81,37 @@ def test_replies_that_move_to_the_host_are_the_same() -> None:
         assert [heard.end().reason for _, heard in made] == ["length"] * 4
         assert scheduler.num_preempted > 0
     assert [heard.text for _, heard in made] == expected
+
+
+def test_a_tenant_whose_replies_fill_the_arena_makes_room_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replies of one are preempted again and again. A reply of another waits for no more than the end of one of them,
+    and is not preempted."""
+    small = tiny.ready("llama", capacity=100 * 4096)
+    expected = alone(small, tiny.prompt(40, seed=9), "full", 150)
+    order: list[str] = []  # ends of one, preemptions of all, and when the other begins
+    preempt = Task.preempt
+    monkeypatch.setattr(Task, "preempt", lambda task: (order.append(f"preempt {task.tenant}"), preempt(task)))
+    with scheduling(small) as scheduler:
+        many = [
+            job(scheduler.runner, tiny.prompt(40, seed=i), max_new_tokens=300 + 60 * i, tenant="a") for i in range(9)
+        ]
+        one, heard_one = job(scheduler.runner, tiny.prompt(40, seed=9), max_new_tokens=150, tenant="b")
+
+        def submit_when_full() -> None:
+            if scheduler.num_preempted and "submit b" not in order:
+                order.append("submit b")
+                scheduler.submit(one)
+
+        for each, heard in many:
+            each.listener = _on(Ended, partial(order.append, "end a"), _on(TextDelta, submit_when_full, heard))
+        one.listener = _on(PrefillDone, partial(order.append, "begin b"), heard_one)
+        for each, _ in many:
+            scheduler.submit(each)
+        assert all(heard.end().reason == "length" for _, heard in [*many, (one, heard_one)])
+    waited = order[order.index("submit b") : order.index("begin b")]
+    assert waited.count("end a") <= 1
+    assert "preempt a" in order[order.index("begin b") :] and "preempt b" not in order
+    assert heard_one.text == expected
 
 
 def test_a_prompt_is_read_in_pieces_between_steps_of_others(model: Model) -> None:
