@@ -4,7 +4,7 @@ The model is called once over the whole packed input; each decoder layer's forwa
 at a time. After a layer the pass scores and evicts, so only one layer's uncompressed KV cache exists at a time. Hidden
 states are overwritten in place. Where a policy prunes tokens between layers, only the remaining hidden states and
 position arguments continue. The last layer returns only the rows that are needed, or the final norm would hold every
-token in fp32.
+token in fp32; of a piece that runs alone, layers that can (models/cpu_layer.py) compute only those.
 
 Under a between-chunks policy a prompt is cut into passes (chunked prefill). Borders of chunks and pieces are absolute
 multiples of their length, so a continued sequence runs the same shapes as one prefilled at once.
@@ -98,10 +98,12 @@ class LayerMajor:
             is_tuple = False
             for group in _joined(self.pieces, self.joined_len):
                 begin, end = group[0].begin, group[-1].end
+                self.cache.num_wanted = self._num_wanted(layer, group)
                 out = self._run_pieces(group, forward, hidden_states, args, kwargs)
                 is_tuple = isinstance(out, tuple)
-                hidden_states[:, begin:end] = out[0] if is_tuple else out
-                del out  # or it would live beside the next piece's output
+                found = out[0] if is_tuple else out
+                hidden_states[:, end - found.shape[1] : end] = found
+                del out, found  # or they would live beside the next piece's output
                 self._report(end - begin)
             self.current.finish_layer(layer)
             hidden_states = self._prune(layer, hidden_states)
@@ -110,6 +112,14 @@ class LayerMajor:
             return (found,) if is_tuple else found
 
         return run
+
+    def _num_wanted(self, layer: int, group: list[Piece]) -> int | None:
+        """Of the last layer's call, the last rows whose outputs or queries are used; None: all may be."""
+        if layer < self.num_layers - 1 or self.keep is None or len(group) > 1:
+            return None
+        (piece,) = group
+        is_end = all(other.end <= piece.end for other in self.pieces if other.index == piece.index)
+        return max(int(is_end), self.current.num_observed(piece.index, piece.end - piece.begin))
 
     def _run_pieces(
         self,

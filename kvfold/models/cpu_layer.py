@@ -114,14 +114,28 @@ class CompiledLayer(nn.Module):
         _by_rows(kernels().rotate, k[:num_rows], cos_ND, sin_ND)
         q_1QND, k_1HND, v_1HND = (self._heads(x, num_rows) for x in (q, k, v))
         keys, _ = cache.update(k_1HND, v_1HND, parts.attention.layer_idx)
-        attended = padded_rows(keys.attend(q_1QND, None)[0].flatten(1))
-        found = (fused_mlp if is_fused else _mlp)(parts, x_NM, attended)
+        first = num_rows - _num_wanted(cache, num_rows)
+        attended = keys.attend(q_1QND[:, :, first:], None)[0].flatten(1)
+        if first:
+            hidden_states = hidden_states[:, first:]
+            x_NM, num_rows = padded_rows(hidden_states), num_rows - first
+            is_fused = self.is_fused and cpu_linear.is_few(hidden_states)
+        if not num_rows:
+            return hidden_states
+        found = (fused_mlp if is_fused else _mlp)(parts, x_NM, padded_rows(attended))
         return torch.from_numpy(found[:num_rows]).unsqueeze(0)
 
     def _heads(self, x_NX: Floats, num_rows: int) -> Tensor:
         """[1, heads, N, D]"""
         found: Tensor = torch.from_numpy(x_NX[:num_rows]).view(1, num_rows, -1, self.parts.attention.head_dim)
         return found.transpose(1, 2)
+
+
+def _num_wanted(cache: ForwardCache, num_rows: int) -> int:
+    """Of so many rows; kernels take two at least."""
+    if not cache.num_wanted:
+        return num_rows if cache.num_wanted is None else 0
+    return min(max(cache.num_wanted, 2), num_rows)
 
 
 def _qkv(parts: Parts, x_NM: Floats) -> list[Floats]:

@@ -46,6 +46,7 @@ class ForwardCache(HfCache):  # type: ignore[misc]
         super().__init__(layers=[])
         self.angles: tuple[Tensor, Any, Any] | None = None  # of compiled layers: cosines, and both as arrays
         self.has_run = False  # all layers, in one call (cpu_decoder.py)
+        self.num_wanted: int | None = None  # last rows of a call whose outputs are used; a layer may give these alone
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return query_length, 0

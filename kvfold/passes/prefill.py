@@ -160,27 +160,39 @@ class PrefillPass:
         return [*(compression for _, compression in self.followers if index == 0), self.rounds[index]]
 
     def attend(self, layer: int, index: int, q_QTD: Tensor, k_HTD: Tensor, v_HTD: Tensor) -> Tensor:
-        """The next tokens of sequence `index` in this layer; returns the attention output [Q, T, D]."""
-        sequence = self.sequences[index]
-        spec = sequence.spec.layers[layer]
-        dtype = self._dtype = compute_dtype(q_QTD)
+        """The next tokens of sequence `index` in this layer; returns the attention output [Q, T, D]. Of the last layer
+        there may be fewer queries, those of the last tokens, or none."""
+        sequence, dtype = self.sequences[index], compute_dtype(q_QTD)
+        self._dtype = dtype
         buffer = self._buffer(index, layer, k_HTD, v_HTD, dtype)
-        offset = buffer.filled
+        offset = buffer.filled + k_HTD.shape[1] - q_QTD.shape[1]  # of the first query
         # What attention sees is what will be stored: rounded to the cache's dtype once, here.
         buffer.append(k_HTD.to(sequence.spec.kv_dtype), v_HTD.to(sequence.spec.kv_dtype))
-        q_HGTD = q_QTD.to(dtype).unflatten(0, (spec.num_kv_heads, spec.group))
-        start = sequence.sealed_len + offset
+        out_QTD = self._attend(layer, index, q_QTD.to(dtype), buffer, offset) if q_QTD.shape[1] else q_QTD
+        if buffer.filled == self.pruned.num_running[index]:
+            self._select(index, layer, buffer)
+        return out_QTD.to(q_QTD.dtype)
+
+    def _attend(self, layer: int, index: int, q_QTD: Tensor, buffer: LayerBuffer, offset: int) -> Tensor:
+        sequence = self.sequences[index]
+        spec = sequence.spec.layers[layer]
+        q_HGTD = q_QTD.unflatten(0, (spec.num_kv_heads, spec.group))
         merge = LseMerge(q_HGTD)
         if buffer.stored is not None:
             merge_behind_stored(merge, q_HGTD, buffer, buffer.stored, spec.scale)
         else:
             if not buffer.num_joined:
-                merge_paged(merge, sequence, layer, q_HGTD, start, whole=True)
+                merge_paged(merge, sequence, layer, q_HGTD, sequence.sealed_len + offset, whole=True)
             merge_new(merge, q_HGTD, buffer, offset, spec.scale, spec.sliding_window)
         self._observe(index, layer, q_QTD, q_HGTD, merge, buffer, offset)
-        if buffer.filled == self.pruned.num_running[index]:
-            self._select(index, layer, buffer)
-        return merge.result().flatten(0, 1).to(q_QTD.dtype)
+        return merge.result().flatten(0, 1)
+
+    def num_observed(self, index: int, num_tokens: int) -> int:
+        """Of so many next tokens, the last ones whose queries scorers want to know."""
+        needs = self._needs[index]
+        if needs.mass or needs.query_stats or needs.new_queries:
+            return num_tokens
+        return min(num_tokens, needs.last_queries)
 
     def attend_joined(
         self, layer: int, indices: Sequence[int], lens: Sequence[int], q_QND: Tensor, k_HND: Tensor, v_HND: Tensor

@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kvfold.engine.layer_major import LayerMajor
 from kvfold.engine.runner import Runner
 from kvfold.models import cpu_linear
 from kvfold.models.cpu_decoder import Decoder
 from kvfold.models.cpu_layer import CompiledLayer, compiled_layers
 from kvfold.models.cpu_linear import few_rows
 from kvfold.models.loader import Model, wrap
+from kvfold.passes.prefill import PrefillPass
 from kvfold.policy.policy import Policy
 from tests.tiny import prompt, ready
 
@@ -102,6 +104,47 @@ def test_long_prompts_say_the_same(runs: list[int], monkeypatch: pytest.MonkeyPa
     assert {60, 150} <= set(runs)
     monkeypatch.setattr(cpu_linear, "is_wanted", lambda: False)
     torch.testing.assert_close(found, logits(), rtol=1e-4, atol=1e-4)
+
+
+LAST_QUERIES = {
+    "full": [0, 2],
+    "keydiff + 4x + int4": [0, 2],
+    "snapkv(window=8) + 4x": [8, 8],
+    "h2o + 4x": [150, 60],
+    "expected + 4x": [150, 60],
+    "kvzip(chunk=64) + 4x": [0, 2],
+    "knorm + 80tok + between_chunks(chunk=75)": [2, 2, 2],
+}
+
+
+@pytest.mark.parametrize("policy", LAST_QUERIES)
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_the_last_layer_runs_only_what_is_used(family: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two pieces, of 150 and 60 tokens: the last token's row, and the queries that a scorer observes."""
+    model, rows = ready(family), dict[int, list[int]]()
+    attend = PrefillPass.attend
+
+    def counted(self: PrefillPass, layer: int, index: int, q_QTD: Tensor, *new: Tensor) -> Tensor:
+        rows.setdefault(layer, []).append(q_QTD.shape[1])
+        return attend(self, layer, index, q_QTD, *new)
+
+    def logits() -> Tensor:
+        runner = Runner(model.hf, model.spec, model.arena, chunk_len=150)
+        sequence = runner.new_sequence(Policy.parse(policy))
+        found = [runner.prefill([sequence], [prompt(210)])]
+        found += [runner.decode([sequence], [token]) for token in prompt(6, seed=1)]
+        sequence.release()
+        return torch.cat(found)
+
+    monkeypatch.setattr(PrefillPass, "attend", counted)
+    found = logits()
+    first, *_, last = (rows[layer] for layer in range(model.spec.num_layers))
+    assert sum(first) == 210
+    assert last == LAST_QUERIES[policy]
+    rows.clear()
+    monkeypatch.setattr(LayerMajor, "_num_wanted", lambda *_: None)
+    torch.testing.assert_close(found, logits(), rtol=1e-4, atol=1e-4)
+    assert sum(rows[model.spec.num_layers - 1]) == 210
 
 
 def test_one_row_stays_with_pytorch(runs: list[int]) -> None:
