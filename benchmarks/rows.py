@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 
-from kvfold.bench.environment import commit
+from kvfold.bench.environment import commit, cpu_name
 from kvfold.errors import InputError, MissingExtra
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,11 +24,13 @@ Row = dict[str, Any]
 
 def facts(**more: object) -> Row:
     """Commit, device and versions of this run; KVFOLD_RUN names it where several commands are parts of one."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU"
+    on_gpu = torch.cuda.is_available()
+    device = torch.cuda.get_device_name() if on_gpu else f"{platform.machine()} CPU"
     return {
         "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),
         "device": device,
+        **({} if on_gpu else {"processor": cpu_name()}),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -66,7 +68,8 @@ def origin(rows: Iterable[Row]) -> str:
 
 def _origin(row: Row) -> str:
     threads = f", {row['threads']} thread{'s' * (row['threads'] != 1)}" if row["device"].endswith("CPU") else ""
-    return f"{row['device']}{threads}, commit {row['commit']}, {row['date']}"
+    processor = f" ({row['processor']})" if "processor" in row else ""
+    return f"{row['device']}{processor}{threads}, commit {row['commit']}, {row['date']}"
 
 
 def report(name: str, rows: Iterable[Row], *, save: bool, **about: object) -> None:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.serving_peers_page
 
-One table for every model, dtype and device, of the rows of its last commit. Of rows about the same server and policy
+One table for every model, dtype and processor, of the rows of its last commit. Of rows about the same server and policy
 the last one counts. In brackets: the range over rounds, and how many times as fast as vLLM, the median of the rounds.
 """
 
@@ -20,13 +20,13 @@ PAGE = ROOT / "docs" / "serving.md"
 KEPT = RESULTS / "serving_peers.jsonl"
 BEGIN = "<!-- servers side by side: begin; written by `python -m benchmarks.serving_peers_page` -->"
 END = "<!-- servers side by side: end -->"
-_ABOUT = ("model", "dtype", "device", "threads", "tokens", "burst", "replies", "decode")
+_ABOUT = ("model", "dtype", "device", "processor", "threads", "tokens", "burst", "replies", "decode")
 
 
 def body(rows: Sequence[Row]) -> str:
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in newest(rows, *_ABOUT, "server", "policy"):
-        groups.setdefault(tuple(row[name] for name in _ABOUT), []).append(row)
+        groups.setdefault(tuple(row.get(name) for name in _ABOUT), []).append(row)
     return "\n\n".join(
         table([row for row in group if row["commit"] == group[-1]["commit"]]) for group in groups.values()
     )

@@ -76,8 +76,10 @@ def test_servers_of_one_machine_share_a_table_and_the_last_row_counts() -> None:
     old, new = ({**ROW, "server": "kvfold", "policy": "full", "cold_s": cold} for cold in (9.0, 7.891))
     vllm = {**ROW, "server": "vllm 0.32.0", "policy": "", "cold_s": 12.9, "cold_s_all": [13.5, 12.9, 12]}
     earlier = {**vllm, "server": "vllm 0.26.0", "commit": "0000000"}  # of another run
-    found = serving_peers_page.body([earlier, old, vllm, new, {**vllm, "device": "x86_64 CPU", "rounds": 1, **ALONE}])
-    assert found.count("| server |") == 2
+    x86 = {**vllm, "device": "x86_64 CPU", "rounds": 1, **ALONE}
+    found = serving_peers_page.body([earlier, old, vllm, new, x86, {**x86, "processor": "Xeon, AMX"}])
+    assert found.count("| server |") == 3
+    assert "one round (times as fast as vLLM), x86_64 CPU (Xeon, AMX), 2 threads, commit" in found
     head = (
         "m in float32, medians of 3 rounds (times as fast as vLLM), aarch64 CPU, 2 threads, commit abc1234, 2026-11-18:"
     )

@@ -7,12 +7,15 @@ import platform
 import subprocess
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 _PACKAGES = ("kvfold", "torch", "transformers", "triton")
+_CPUINFO = Path("/proc/cpuinfo")
+_EXTENSIONS = {"avx512f": "AVX-512", "amx_tile": "AMX"}  # that virtual machines show, whatever they call the processor
 
 
 def commit() -> str:
@@ -47,6 +50,19 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+@cache
+def cpu_name(cpuinfo: Path = _CPUINFO) -> str:
+    """The processor, with the extensions that matter for speed; the architecture where the system does not name it."""
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    name = facts.get("model name") or platform.processor() or platform.machine()
+    flags = facts.get("flags", "").split()
+    return ", ".join([name, *(label for flag, label in _EXTENSIONS.items() if flag in flags)])
 
 
 def now() -> str:

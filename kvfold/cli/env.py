@@ -72,9 +72,11 @@ def _cpu_kernels() -> str:
 def _devices() -> dict[str, str]:
     import torch  # here: other commands come without it
 
+    from kvfold.bench.environment import cpu_name
+
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
-        "cpu": f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads in torch",
+        "cpu": f"{cpu_name()} ({platform.machine()}), {os.cpu_count()} cores, {torch.get_num_threads()} threads in torch",
         "cpu kernels": _cpu_kernels(),
         "cuda": f"{torch.version.cuda}: {', '.join(gpus)}" if gpus else "no GPU that torch can use",
     }
