@@ -22,7 +22,20 @@ from torch import Tensor
 HAS_TRITON = find_spec("triton") is not None  # kernel files are imported where it is
 HAS_NUMBA = find_spec("numba") is not None  # the same for kernels on a CPU
 HAS_AVX512_KERNELS = HAS_NUMBA and torch.backends.cpu.get_cpu_capability() == "AVX512"
+
 Compile = Literal["auto"] | bool  # whether decode steps on a GPU are compiled: at once, never, or once that pays
+
+
+@cache
+def has_amx_kernels() -> bool:
+    """Whether kernels on a CPU multiply bf16 numbers by AMX tiles; asking the system is what permits them."""
+    if not HAS_AVX512_KERNELS or not torch.cpu._is_amx_tile_supported():
+        return False
+    from llvmlite import binding
+    from numba import config
+
+    is_host = config.CPU_NAME is None  # or LLVM compiles for another CPU
+    return is_host and bool(binding.get_host_cpu_features().get("amx-bf16")) and bool(torch.cpu._init_amx())
 
 
 @cache

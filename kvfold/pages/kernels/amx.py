@@ -1,0 +1,100 @@
+"""LLVM IR of AMX tiles for numba: 16 x 16 sums of products of bf16 numbers, 32 products for each in one instruction.
+
+    sums[i, n] += a[i, 2k] * b[k, 2n] + a[i, 2k + 1] * b[k, 2n + 1]        i, n, k = 0 … 15
+
+`a` is 16 rows of 32 numbers, as a matrix holds them: weights, keys. `b` is a *pair panel*: of 16 rows the numbers 2k
+and 2k + 1 stand side by side, row after row, so that a column of pairs is one register of 16 lanes. Sums of a column
+are the lanes of a register, too, as in panels of fp32 (avx512.py). Each sum runs over k in order in the numbers of one
+instruction after the other, whatever the other columns hold.
+
+A thread has 8 tiles. Between `configure` and `release` nothing else of the thread may use them: oneDNN configures its
+own whenever they are released.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from kvfold.pages.kernels.avx512 import LANES, emitted
+
+PAIRS = 16  # of a tile's row
+DEPTH = 2 * PAIRS  # numbers that one instruction multiplies for each sum
+ROW_BYTES = 64  # of a tile
+_NUM_TILES = 8
+
+_BYTE, _INDEX = ir.IntType(8), ir.IntType(64)
+
+
+def _call(builder: Any, name: str, kinds: list[Any], arguments: list[Any]) -> None:
+    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), kinds), f"llvm.x86.{name}")
+    builder.call(function, arguments)
+
+
+def _tile(number: int) -> Any:
+    return ir.Constant(_BYTE, number)
+
+
+def _bytes_at(builder: Any, place: Any) -> Any:
+    return builder.bitcast(place, cgutils.voidptr_t)
+
+
+def _emit_configure(builder: Any) -> None:
+    """All tiles have 16 rows of 64 bytes: palette 1, bytes of a row as 16-bit numbers from 16 on, rows from 48 on."""
+    layout = bytearray(64)
+    layout[0] = 1
+    for tile in range(_NUM_TILES):
+        layout[16 + 2 * tile], layout[48 + tile] = ROW_BYTES, LANES
+    constant = cgutils.global_constant(builder.module, "kvfold_tiles", cgutils.make_bytearray(layout))
+    _call(builder, "ldtilecfg", [cgutils.voidptr_t], [_bytes_at(builder, constant)])
+
+
+def _emit_release(builder: Any) -> None:
+    _call(builder, "tilerelease", [], [])
+
+
+def zero(builder: Any, tile: int) -> None:
+    _call(builder, "tilezero", [_BYTE], [_tile(tile)])
+
+
+def load_tile(builder: Any, tile: int, place: Any, stride: Any) -> None:
+    """Rows are `stride` bytes apart."""
+    kinds, arguments = [_BYTE, cgutils.voidptr_t, _INDEX], [_tile(tile), _bytes_at(builder, place), stride]
+    _call(builder, "tileloadd64", kinds, arguments)
+
+
+def store_tile(builder: Any, tile: int, place: Any, stride: Any) -> None:
+    kinds, arguments = [_BYTE, cgutils.voidptr_t, _INDEX], [_tile(tile), _bytes_at(builder, place), stride]
+    _call(builder, "tilestored64", kinds, arguments)
+
+
+def multiply(builder: Any, sums: int, a: int, b: int) -> None:
+    _call(builder, "tdpbf16ps", [_BYTE] * 3, [_tile(number) for number in (sums, a, b)])
+
+
+_WHOLE = ir.VectorType(ir.IntType(32), LANES)
+_NAN = 0x7FC00000
+
+
+def rounded(builder: Any, row: Any) -> Any:
+    """16 fp32 numbers as bits whose upper halves are the nearest bf16 numbers, ties to even."""
+    bits = builder.bitcast(row, _WHOLE)
+    odd = builder.and_(builder.lshr(bits, _all(16)), _all(1))
+    found = builder.add(builder.add(bits, _all(0x7FFF)), odd)
+    return builder.select(builder.fcmp_unordered("uno", row, row), _all(_NAN), found)
+
+
+def paired(builder: Any, low: Any, high: Any) -> Any:
+    """Registers of fp32 numbers as one of pairs of bf16 numbers, lane by lane, as fp32 lanes."""
+    low_bits = builder.lshr(rounded(builder, low), _all(16))
+    high_bits = builder.and_(rounded(builder, high), _all(-0x10000))
+    return builder.bitcast(builder.or_(low_bits, high_bits), low.type)
+
+
+def _all(number: int) -> Any:
+    return ir.Constant(_WHOLE, [number] * LANES)
+
+
+configure, release = emitted(_emit_configure), emitted(_emit_release)
