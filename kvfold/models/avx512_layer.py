@@ -19,16 +19,24 @@ from numba import carray
 
 from kvfold.attend.avx512_decode import attend_run, room_of
 from kvfold.attend.cpu_kernels import Floats, merge, prepare_sequence
+from kvfold.core import has_amx_kernels
 from kvfold.models.avx512_gemm import pack_rows, products
-from kvfold.models.cpu_kernels import add_norm, rms_norm, rotate, swiglu
+from kvfold.models.cpu_kernels import add_norm, narrow, rms_norm, rotate, swiglu, widen
 from kvfold.pages.kernels.avx512 import LANES, OUTPUTS
 from kvfold.pages.kernels.cpu_jit import compiled, done, pointer_to, take, wait
+
+if has_amx_kernels():
+    from kvfold.models.amx_gemm import OUTPUTS as _BF16_OUTPUTS
+    from kvfold.models.amx_gemm import pack_rows as _pack_bf16
+    from kvfold.models.amx_gemm import products as _bf16_products
+else:  # and nobody has bf16 weights multiplied; LLVM could not compile them
+    _BF16_OUTPUTS, _pack_bf16, _bf16_products = OUTPUTS, pack_rows, products
 
 # Columns of a layer: addresses of weights, and of biases or 0
 BEFORE, Q, K, V, Q_BIAS, K_BIAS, V_BIAS, OUT, AFTER, GATE, UP, DOWN = range(12)
 NUM_PHASES = 7  # of a layer: QKV, new slots, attention, merging, output, gate and up, down
 _QKV, _NEW, _READ, _MERGE, _OUT, _GATED, _DOWN = range(NUM_PHASES)
-_PART = 8  # blocks of outputs
+_PART = 64  # outputs
 
 
 def _inlined(function: Any) -> Any:
@@ -37,29 +45,48 @@ def _inlined(function: Any) -> Any:
 
 
 @compiled
-def _row(address: int, size: int) -> Any:
+def _row(address: int, size: int, is_bf16: bool) -> Any:
+    """Of a norm or a bias."""
+    if is_bf16:
+        found = np.empty(size, np.float32)
+        widen(carray(pointer_to(address), (size,), np.uint16), found)
+        return found
     return carray(pointer_to(address), (size,), np.float32)
 
 
 @compiled
-def _packed(x_NX: Any) -> Any:
-    found = np.empty(x_NX.size, np.float32)
-    pack_rows(x_NX.ctypes.data, *x_NX.shape, found, np.empty(LANES, np.int64))
+def _packed(x_NX: Any, is_bf16: bool) -> Any:
+    rows = np.empty(LANES, np.int64)
+    found = np.empty(x_NX.size // 2 if is_bf16 else x_NX.size, np.float32)
+    if is_bf16:
+        _pack_bf16(x_NX.ctypes.data, *x_NX.shape, found, rows)
+    else:
+        pack_rows(x_NX.ctypes.data, *x_NX.shape, found, rows)
     return found
 
 
 @_inlined
 def _num_parts(num_outputs: int) -> int:
-    return -(-num_outputs // (OUTPUTS * _PART))
+    return -(-num_outputs // _PART)
 
 
-@_inlined
-def _multiply(x_X: Floats, size: int, weight: int, y_NX: Floats, part: int) -> tuple[int, int]:
+@compiled
+def _multiply(x_X: Floats, size: int, weight: int, y_NX: Floats, part: int, is_bf16: bool) -> tuple[int, int]:
     """A part of the outputs, which is returned."""
     num_outputs = y_NX.shape[1]
-    begin, end = _PART * part, min(_PART * (part + 1), -(-num_outputs // OUTPUTS))
-    products(x_X, carray(pointer_to(weight), (num_outputs, size), np.float32), y_NX, begin, end)
-    return OUTPUTS * begin, OUTPUTS * end
+    begin, end = _PART * part, min(_PART * (part + 1), num_outputs)
+    if is_bf16:
+        w_OX = carray(pointer_to(weight), (num_outputs, size), np.uint16)
+        _bf16_products(x_X, w_OX, y_NX, begin // _BF16_OUTPUTS, -(-end // _BF16_OUTPUTS))
+    else:
+        products(
+            x_X,
+            carray(pointer_to(weight), (num_outputs, size), np.float32),
+            y_NX,
+            begin // OUTPUTS,
+            -(-end // OUTPUTS),
+        )
+    return begin, end
 
 
 @compiled
@@ -70,15 +97,15 @@ def qkv(phase: Any, layer_C: Any, epsilon: float, room: Any) -> None:
     part = take(phase)
     if part < num_q + 2 * num_kv:
         size, y_NM = x_NM.shape[1], np.empty_like(x_NM)
-        rms_norm(x_NM, y_NM, _row(layer_C[BEFORE], size), epsilon)
-        y_X = _packed(y_NM)
+        rms_norm(x_NM, y_NM, _row(layer_C[BEFORE], size, room.is_bf16), epsilon)
+        y_X = _packed(y_NM, room.is_bf16)
         while part < num_q + 2 * num_kv:
             if part < num_q:
-                _multiply(y_X, size, layer_C[Q], room.q_NX, part)
+                _multiply(y_X, size, layer_C[Q], room.q_NX, part, room.is_bf16)
             elif part < num_q + num_kv:
-                _multiply(y_X, size, layer_C[K], room.k_NX, part - num_q)
+                _multiply(y_X, size, layer_C[K], room.k_NX, part - num_q, room.is_bf16)
             else:
-                _multiply(y_X, size, layer_C[V], room.v_NX, part - num_q - num_kv)
+                _multiply(y_X, size, layer_C[V], room.v_NX, part - num_q - num_kv, room.is_bf16)
             done(phase)
             part = take(phase)
     wait(phase, num_q + 2 * num_kv)
@@ -89,9 +116,9 @@ def _output(phase: Any, layer_C: Any, room: Any) -> None:
     attended_NX, out_NM = room.attended_NX, room.out_NM
     num_parts, part = _num_parts(out_NM.shape[1]), take(phase)
     if part < num_parts:
-        x_X = _packed(attended_NX)
+        x_X = _packed(attended_NX, room.is_bf16)
         while part < num_parts:
-            _multiply(x_X, attended_NX.shape[1], layer_C[OUT], out_NM, part)
+            _multiply(x_X, attended_NX.shape[1], layer_C[OUT], out_NM, part, room.is_bf16)
             done(phase)
             part = take(phase)
     wait(phase, num_parts)
@@ -104,13 +131,13 @@ def _gated(phase: Any, layer_C: Any, epsilon: float, room: Any) -> None:
     num_parts, part = _num_parts(gate_NK.shape[1]), take(phase)
     if part < num_parts:
         size, both_NM, y_NM = x_NM.shape[1], np.empty_like(x_NM), np.empty_like(x_NM)
-        add_norm(x_NM, room.out_NM, both_NM, y_NM, _row(layer_C[AFTER], size), epsilon)
-        y_X = _packed(y_NM)
+        add_norm(x_NM, room.out_NM, both_NM, y_NM, _row(layer_C[AFTER], size, room.is_bf16), epsilon)
+        y_X = _packed(y_NM, room.is_bf16)
         if part == 0:
             room.sum_NM[:] = both_NM
         while part < num_parts:
-            begin, end = _multiply(y_X, size, layer_C[GATE], gate_NK, part)
-            _multiply(y_X, size, layer_C[UP], up_NK, part)
+            begin, end = _multiply(y_X, size, layer_C[GATE], gate_NK, part, room.is_bf16)
+            _multiply(y_X, size, layer_C[UP], up_NK, part, room.is_bf16)
             swiglu(gate_NK, up_NK, begin, end)
             done(phase)
             part = take(phase)
@@ -123,13 +150,16 @@ def _down(phase: Any, layer_C: Any, room: Any) -> None:
     x_NM, sum_NM, gate_NK = room.x_NM, room.sum_NM, room.gate_NK
     num_parts, part = _num_parts(x_NM.shape[1]), take(phase)
     if part < num_parts:
-        y_X = _packed(gate_NK)
+        y_X, halves = _packed(gate_NK, room.is_bf16), np.empty(_PART, np.uint16)
         while part < num_parts:
-            begin, end = _multiply(y_X, gate_NK.shape[1], layer_C[DOWN], x_NM, part)
+            begin, end = _multiply(y_X, gate_NK.shape[1], layer_C[DOWN], x_NM, part, room.is_bf16)
             for n in range(len(x_NM)):
-                y, more = x_NM[n], sum_NM[n]
-                for i in range(begin, end):
+                y, more = x_NM[n, begin:end], sum_NM[n, begin:end]
+                for i in range(len(y)):
                     y[i] += more[i]
+                if room.is_bf16:  # as between layers that run one by one
+                    narrow(y, halves)
+                    widen(halves[: len(y)], y)
             done(phase)
             part = take(phase)
     wait(phase, num_parts)
@@ -144,9 +174,9 @@ def mlp(phase_PX: Any, layer_C: Any, epsilon: float, room: Any) -> None:
 
 
 @_inlined
-def _add_bias(y_X: Floats, address: int) -> None:
+def _add_bias(y_X: Floats, address: int, is_bf16: bool) -> None:
     if address != 0:
-        y_X += _row(address, len(y_X))
+        y_X += _row(address, len(y_X), is_bf16)
 
 
 @_inlined
@@ -160,9 +190,9 @@ def _attention(phase_PX: Any, layer: int, layer_C: Any, room: Any, angles: Any, 
     phase, part = phase_PX[_NEW], take(phase_PX[_NEW])
     while part < num_sequences:
         mine = slice(part, part + 1)
-        _add_bias(q_NX[part], layer_C[Q_BIAS])
-        _add_bias(k_NX[part], layer_C[K_BIAS])
-        _add_bias(v_NX[part], layer_C[V_BIAS])
+        _add_bias(q_NX[part], layer_C[Q_BIAS], room.is_bf16)
+        _add_bias(k_NX[part], layer_C[K_BIAS], room.is_bf16)
+        _add_bias(v_NX[part], layer_C[V_BIAS], room.is_bf16)
         rotate(q_NX[mine], angles[0][mine], angles[1][mine])
         rotate(k_NX[mine], angles[0][mine], angles[1][mine])
         new, place_SBH = (k_NX, v_NX), state.place_LSBH[layer]

@@ -30,7 +30,7 @@ def kernels() -> Any:
 
 
 class Room(NamedTuple):
-    """Arrays of a layer for kernels. Rows of attention that no sequence has are 0."""
+    """Arrays of a layer for kernels, and how they read its weights. Rows of attention that no sequence has are 0."""
 
     x_NM: Floats  # the input, which becomes the output
     sum_NM: Floats  # of the input and the output projection
@@ -41,6 +41,7 @@ class Room(NamedTuple):
     out_NM: Floats  # the output projection
     gate_NK: Floats
     up_NK: Floats
+    is_bf16: bool  # whether weights, norms' and biases too, are bf16, else fp32
 
 
 class Parts(NamedTuple):
@@ -56,20 +57,27 @@ class Parts(NamedTuple):
     down: Group
 
     @property
-    def can_fuse(self) -> bool:
-        """Whether parts of outputs are whole blocks, and none but QKV have biases."""
-        if not HAS_AVX512_KERNELS:
-            return False
-        linears = [linear for group in (self.out, self.gate_up, self.down) for linear in group.linears]
-        whole = all(linear.bias is None and _num_outputs(linear) % gemm().outputs == 0 for linear in linears)
-        return whole and all(map(_has_plain_bias, self.qkv.linears))
+    def dtype(self) -> torch.dtype:
+        """Of all weights."""
+        return self.qkv.dtype
 
     @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """Of weights, which kernels read by their addresses."""
+    def can_fuse(self) -> bool:
+        """Whether parts of outputs are whole blocks, and none but QKV have biases."""
+        kernel, groups = gemm(self.dtype), (self.out, self.gate_up, self.down)
+        if not HAS_AVX512_KERNELS or kernel is None or any(group.dtype != self.dtype for group in groups):
+            return False
+        linears = [linear for group in groups for linear in group.linears]
+        whole = all(linear.bias is None and _num_outputs(linear) % kernel.outputs == 0 for linear in linears)
+        norms = self.before.weight.dtype == self.after.weight.dtype == self.dtype
+        return whole and norms and all(_has_plain_bias(linear, self.dtype) for linear in self.qkv.linears)
+
+    @property
+    def shapes(self) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+        """Of weights, which kernels read by their addresses, with their types."""
         linears: list[Any] = [linear for group in self[4:] for linear in group.linears]
-        found = [tuple(linear._parameters["weight"].shape) for linear in linears]
-        return [*found, tuple(self.before.weight.shape), tuple(self.after.weight.shape)]
+        weights = [linear._parameters["weight"] for linear in linears]
+        return [(w.dtype, tuple(w.shape)) for w in (*weights, self.before.weight, self.after.weight)]
 
     def addresses(self) -> list[int]:
         """Columns of kernels."""
@@ -85,7 +93,8 @@ class Parts(NamedTuple):
         sizes = [_num_outputs(linear) for group in self[4:7] for linear in group.linears]
         q, k, v, out, gate, up = (np.empty((len(x_NM), size), dtype=np.float32) for size in sizes)
         attended_NX = np.zeros_like(q) if attended_NX is None else attended_NX
-        return Room(x_NM, np.empty_like(x_NM), q, k, v, attended_NX, out, gate, up)
+        is_bf16 = self.dtype == torch.bfloat16
+        return Room(x_NM, np.empty_like(x_NM), q, k, v, attended_NX, out, gate, up, is_bf16)
 
 
 def _address(linear: Any, name: str) -> int:
@@ -98,11 +107,11 @@ def _num_outputs(linear: Any) -> int:
     return len(linear._parameters["weight"])
 
 
-def _has_plain_bias(linear: Any) -> bool:
+def _has_plain_bias(linear: Any, dtype: torch.dtype) -> bool:
     bias: Tensor | None = linear._parameters["bias"]
     if bias is None:
         return True
-    is_plain = type(bias) is nn.Parameter and bias.dtype == torch.float32 and bias.is_contiguous()
+    is_plain = type(bias) is nn.Parameter and bias.dtype == dtype and bias.is_contiguous()
     return is_plain and len(bias) == _num_outputs(linear)
 
 
@@ -141,11 +150,11 @@ class Decoder:
         """The output of the last layer. `angles`: cosines and sines [N, D]; `state`: of attention."""
         layer_LC = np.array([parts.addresses() for parts in self._layers])
         epsilon_L2 = np.array([parts.epsilons() for parts in self._layers])
-        room = self._layers[0].room(padded_rows(hidden_1NM).copy())
+        room = self._layers[0].room(padded_rows(hidden_1NM, self._layers[0].dtype).copy())
         num_phases = kernels().NUM_PHASES * len(self._layers)
         run_phases(
             lambda phase_PX: kernels().step(phase_PX, layer_LC, epsilon_L2, room, angles, state),
             num_phases,
             torch.get_num_threads(),
         )
-        return torch.from_numpy(room.x_NM[: hidden_1NM.shape[1]]).unsqueeze(0)
+        return torch.from_numpy(room.x_NM[: hidden_1NM.shape[1]]).unsqueeze(0).to(hidden_1NM.dtype)

@@ -1,6 +1,8 @@
 """What a decoder layer computes on a CPU, compiled by numba: matrix products, RMS norms, rotary embedding,
 SwiGLU. An operation of PyTorch takes longer to call than to compute here.
 
+Kernels of bf16 rows round what they give, and compute in fp32 as those of fp32 rows do, a row at a time.
+
     N rows   K input dims   O output dims   M hidden dims   D head dim
 """
 
@@ -13,8 +15,11 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+from numpy.typing import NDArray
 
 from kvfold.attend.cpu_kernels import Floats, exponentials, jit
+
+Halves = NDArray[np.uint16]  # the bits of bf16 numbers
 
 _LINE = 16  # fp32 numbers that a cache line holds
 _PIECE = 256  # numbers whose exponentials are computed at once
@@ -115,16 +120,103 @@ def rotate(x_NX: Floats, cos_ND: Floats, sin_ND: Floats) -> None:
 
 
 @jit
+def _gate(gate: Floats, up: Floats, small: Floats, power: Any) -> None:
+    """silu(gate) * up in place of the gate; `small` and `power` are room for as many numbers."""
+    for i in range(len(gate)):
+        small[i] = -abs(gate[i])
+    exponentials(small, len(gate), power)
+    for i in range(len(gate)):
+        share = np.float32(1) if gate[i] > 0 else small[i]
+        gate[i] *= share / (np.float32(1) + small[i]) * up[i]
+
+
+@jit
 def swiglu(gate_NK: Floats, up_NK: Floats, begin: int, end: int) -> None:
     """silu(gate) * up of columns begin:end, in place of the gate."""
     small, power = np.empty(_PIECE, np.float32), np.empty(_PIECE, np.int32)
     for n in range(len(gate_NK)):
         for first in range(begin, end, _PIECE):
             last = min(first + _PIECE, end)
-            gate, up = gate_NK[n, first:last], up_NK[n, first:last]
-            for i in range(len(gate)):
-                small[i] = -abs(gate[i])
-            exponentials(small, len(gate), power)
-            for i in range(len(gate)):
-                share = np.float32(1) if gate[i] > 0 else small[i]
-                gate[i] *= share / (np.float32(1) + small[i]) * up[i]
+            _gate(gate_NK[n, first:last], up_NK[n, first:last], small, power)
+
+
+@jit
+def widen(x_M: Halves, out_M: Floats) -> None:
+    """bf16 numbers as fp32."""
+    bits = out_M.view(np.uint32)
+    for i in range(len(x_M)):
+        bits[i] = np.uint32(x_M[i]) << np.uint32(16)
+
+
+@jit
+def narrow(x_M: Floats, out_M: Halves) -> None:
+    """fp32 numbers as the nearest bf16 ones, ties to even."""
+    bits, one, half = x_M.view(np.uint32), np.uint32(1), np.uint32(0x7FFF)
+    for i in range(len(x_M)):
+        found = (bits[i] + half + ((bits[i] >> np.uint32(16)) & one)) >> np.uint32(16)
+        is_nan = (bits[i] & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+        out_M[i] = np.uint16(np.uint32(0x7FC0) if is_nan else found)
+
+
+@jit
+def norm_bf16(x_NM: Halves, out_NM: Halves, weight_M: Floats, epsilon: float) -> None:
+    """RMS norms of rows."""
+    shape = 1, x_NM.shape[1]
+    wide, found = np.empty(shape, np.float32), np.empty(shape, np.float32)
+    for n in range(len(x_NM)):
+        widen(x_NM[n], wide[0])
+        rms_norm(wide, found, weight_M, epsilon)
+        narrow(found[0], out_NM[n])
+
+
+@jit
+def add_norm_bf16(
+    x_NM: Halves, more_NM: Halves, sum_NM: Halves, out_NM: Halves, weight_M: Floats, epsilon: float
+) -> None:
+    """The sum of x and more, and its norm."""
+    shape = 1, x_NM.shape[1]
+    wide, more, found = np.empty(shape, np.float32), np.empty(shape, np.float32), np.empty(shape, np.float32)
+    for n in range(len(x_NM)):
+        widen(x_NM[n], wide[0])
+        widen(more_NM[n], more[0])
+        add(wide, more)
+        narrow(wide[0], sum_NM[n])
+        rms_norm(wide, found, weight_M, epsilon)
+        narrow(found[0], out_NM[n])
+
+
+@jit
+def add_bf16(x_NM: Halves, more_NM: Halves) -> None:
+    """x += more"""
+    shape = 1, x_NM.shape[1]
+    wide, more = np.empty(shape, np.float32), np.empty(shape, np.float32)
+    for n in range(len(x_NM)):
+        widen(x_NM[n], wide[0])
+        widen(more_NM[n], more[0])
+        add(wide, more)
+        narrow(wide[0], x_NM[n])
+
+
+@jit
+def rotate_bf16(x_NX: Halves, out_NX: Floats, cos_ND: Floats, sin_ND: Floats) -> None:
+    """Rotary embedding, rounded to bf16 and given as fp32."""
+    halves = np.empty(x_NX.shape[1], np.uint16)
+    for n in range(len(x_NX)):
+        widen(x_NX[n], out_NX[n])
+        rotate(out_NX[n : n + 1], cos_ND[n : n + 1], sin_ND[n : n + 1])
+        narrow(out_NX[n], halves)
+        widen(halves, out_NX[n])
+
+
+@jit
+def swiglu_bf16(gate_NK: Halves, up_NK: Halves) -> None:
+    """silu(gate) * up in place of the gate."""
+    gate, up = np.empty(_PIECE, np.float32), np.empty(_PIECE, np.float32)
+    small, power = np.empty(_PIECE, np.float32), np.empty(_PIECE, np.int32)
+    for n in range(len(gate_NK)):
+        for first in range(0, gate_NK.shape[1], _PIECE):
+            mine, size = gate_NK[n, first : first + _PIECE], min(_PIECE, gate_NK.shape[1] - first)
+            widen(mine, gate)
+            widen(up_NK[n, first : first + _PIECE], up)
+            _gate(gate[:size], up[:size], small, power)
+            narrow(gate[:size], mine)

@@ -10,25 +10,22 @@ with one row, run as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import is_
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kvfold.models import cpu_linear
+from kvfold.models import cpu_linear, cpu_rows
 from kvfold.models.attach import ModuleState, is_attached, maskless
 from kvfold.models.cpu_decoder import Decoder, Parts, fused_mlp, normed_products
-from kvfold.models.cpu_linear import FewRows, Floats, Group, is_served, kernels, padded_rows
+from kvfold.models.cpu_linear import FewRows, Group, is_served, padded_rows
 from kvfold.models.fused_layers import Exchange, exchanged, is_bare, known
 from kvfold.models.pass_cache import ForwardCache
-from kvfold.pages.kernels.cpu_threads import run_shared
 
-_FEWEST_NUMBERS = 1 << 16  # of an array that are worth waking another thread
-_TOLERANCE = 1e-3  # relative, of a layer against the one it replaces
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-2}  # relative, of a layer against the one it replaces
 _NAMES = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _GATED = ("gate_proj", "up_proj", "down_proj")
@@ -61,7 +58,7 @@ def _is_rms_norm(module: Any) -> bool:
     if not (type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")):
         return False
     weight = module.weight
-    return type(weight) is nn.Parameter and weight.dtype == torch.float32 and weight.is_contiguous()
+    return type(weight) is nn.Parameter and weight.dtype in _TOLERANCE and weight.is_contiguous()
 
 
 def _is_silu(module: Any) -> bool:
@@ -88,7 +85,7 @@ class CompiledLayer(nn.Module):
         is_usual = kwargs.get("attention_mask") is None and not kwargs.get("output_attentions")
         if not (is_usual and isinstance(cache, ForwardCache) and angles is not None and is_served(hidden_states)):
             return self.plain(hidden_states, **kwargs)
-        if angles[0].shape[-1] != self.parts.attention.head_dim or angles[0].dtype != torch.float32:
+        if angles[0].shape[-1] != self.parts.attention.head_dim or hidden_states.dtype != self.parts.dtype:
             return self.plain(hidden_states, **kwargs)
         if cache.has_run:  # with the first layer
             return hidden_states
@@ -96,39 +93,55 @@ class CompiledLayer(nn.Module):
             state = cache.all_layers()
             if state is not None and len(state.scale_L) == len(self.decoder):
                 cache.has_run = True
-                cos, sin = (x[0].contiguous().numpy() for x in angles)
-                return self.decoder.run(hidden_states, (cos, sin), state)
+                return self.decoder.run(hidden_states, _angles(cache, *angles), state)
         return self._run(hidden_states, cache, *angles)
 
     def _run(self, hidden_states: Tensor, cache: ForwardCache, cos: Tensor, sin: Tensor) -> Tensor:
         """[1, N, M]"""
-        parts, num_rows = self.parts, hidden_states.shape[1]
-        x_NM = padded_rows(hidden_states)
-        is_fused = self.is_fused and cpu_linear.is_few(hidden_states)
-        q, k, v = normed_products(parts, x_NM) if is_fused else _qkv(parts, x_NM)
-        angles = cache.angles  # as a rule those of the layer before
-        if angles is None or angles[0] is not cos:
-            angles = cache.angles = cos, cos[0].contiguous().numpy(), sin[0].contiguous().numpy()
-        _, cos_ND, sin_ND = angles
-        _by_rows(kernels().rotate, q[:num_rows], cos_ND, sin_ND)
-        _by_rows(kernels().rotate, k[:num_rows], cos_ND, sin_ND)
-        q_1QND, k_1HND, v_1HND = (self._heads(x, num_rows) for x in (q, k, v))
-        keys, _ = cache.update(k_1HND, v_1HND, parts.attention.layer_idx)
+        num_rows, angles = hidden_states.shape[1], _angles(cache, cos, sin)
+        q_1QND, k_1HND, v_1HND = (self._heads(x, num_rows) for x in self._qkv(hidden_states, angles))
+        keys, _ = cache.update(k_1HND, v_1HND, self.parts.attention.layer_idx)
         first = num_rows - _num_wanted(cache, num_rows)
         attended = keys.attend(q_1QND[:, :, first:], None)[0].flatten(1)
-        if first:
-            hidden_states = hidden_states[:, first:]
-            x_NM, num_rows = padded_rows(hidden_states), num_rows - first
-            is_fused = self.is_fused and cpu_linear.is_few(hidden_states)
-        if not num_rows:
-            return hidden_states
-        found = (fused_mlp if is_fused else _mlp)(parts, x_NM, padded_rows(attended))
-        return torch.from_numpy(found[:num_rows]).unsqueeze(0)
+        return self._mlp(hidden_states[:, first:], attended) if first < num_rows else hidden_states[:, first:]
 
-    def _heads(self, x_NX: Floats, num_rows: int) -> Tensor:
+    def _qkv(self, hidden_states: Tensor, angles: cpu_rows.Angles) -> list[Tensor]:
+        """Queries, keys and values [N, X], maybe with rows of padding; queries and keys are rotated."""
+        parts = self.parts
+        if self._is_many_bf16(hidden_states):
+            return cpu_rows.qkv_bf16(parts, hidden_states[0].contiguous(), angles)
+        x_NM = padded_rows(hidden_states, parts.dtype)
+        if self.is_fused and cpu_linear.is_few(hidden_states):
+            q, k, v = normed_products(parts, x_NM)
+            cpu_rows.rotate(q, k, angles)
+        else:
+            q, k, v = cpu_rows.qkv(parts, x_NM, angles)
+        return list(map(torch.from_numpy, (q, k, v)))
+
+    def _mlp(self, hidden_states: Tensor, attended: Tensor) -> Tensor:
+        """The output projection and the MLP, [1, N, M]."""
+        parts = self.parts
+        if self._is_many_bf16(hidden_states):
+            return cpu_rows.mlp_bf16(parts, hidden_states[0].contiguous(), attended).unsqueeze(0)
+        x_NM, attended_NX = (padded_rows(x, parts.dtype) for x in (hidden_states, attended))
+        is_fused = self.is_fused and cpu_linear.is_few(hidden_states)
+        found = (fused_mlp if is_fused else cpu_rows.mlp)(parts, x_NM, attended_NX)
+        return torch.from_numpy(found[: hidden_states.shape[1]]).unsqueeze(0).to(hidden_states.dtype)
+
+    def _is_many_bf16(self, hidden_states: Tensor) -> bool:
+        return hidden_states.dtype == torch.bfloat16 and not cpu_linear.is_few(hidden_states)
+
+    def _heads(self, x_NX: Tensor, num_rows: int) -> Tensor:
         """[1, heads, N, D]"""
-        found: Tensor = torch.from_numpy(x_NX[:num_rows]).view(1, num_rows, -1, self.parts.attention.head_dim)
-        return found.transpose(1, 2)
+        return x_NX[:num_rows].view(1, num_rows, -1, self.parts.attention.head_dim).transpose(1, 2)
+
+
+def _angles(cache: ForwardCache, cos: Tensor, sin: Tensor) -> cpu_rows.Angles:
+    """Cosines and sines as arrays: as a rule those of the layer before."""
+    found = cache.angles
+    if found is None or found[0] is not cos:
+        found = cache.angles = cos, *(x[0].float().contiguous().numpy() for x in (cos, sin))
+    return found[1:]
 
 
 def _num_wanted(cache: ForwardCache, num_rows: int) -> int:
@@ -136,40 +149,6 @@ def _num_wanted(cache: ForwardCache, num_rows: int) -> int:
     if not cache.num_wanted:
         return num_rows if cache.num_wanted is None else 0
     return min(max(cache.num_wanted, 2), num_rows)
-
-
-def _qkv(parts: Parts, x_NM: Floats) -> list[Floats]:
-    y_NM = np.empty_like(x_NM)
-    _by_rows(kernels().rms_norm, x_NM, y_NM, *_norm(parts.before))
-    return parts.qkv.products(y_NM)
-
-
-def _mlp(parts: Parts, x_NM: Floats, attended: Floats) -> Floats:
-    """The output projection and the MLP, with what is added before and after."""
-    compiled, (out,) = kernels(), parts.out.products(attended)
-    y_NM, sum_NM = np.empty_like(x_NM), np.empty_like(x_NM)
-    _by_rows(compiled.add_norm, x_NM, out, sum_NM, y_NM, *_norm(parts.after))
-    gate, up = parts.gate_up.products(y_NM)
-    _by_rows(compiled.swiglu, gate, up, 0, gate.shape[1])
-    (down,) = parts.down.products(gate)
-    _by_rows(compiled.add, down, sum_NM)
-    return down
-
-
-def _by_rows(kernel: Callable[..., None], *arguments: Any) -> None:
-    """The kernel over the rows of its arrays [N, …], shared among threads where they are many."""
-    num_rows, size = arguments[0].shape
-    num_threads = torch.get_num_threads() if num_rows * size >= _FEWEST_NUMBERS else 1
-
-    def work(begin: int, end: int) -> None:
-        mine = slice(num_rows * begin // num_threads, num_rows * end // num_threads)
-        kernel(*(x[mine] if isinstance(x, np.ndarray) and x.ndim > 1 else x for x in arguments))
-
-    run_shared(work, range(num_threads + 1))
-
-
-def _norm(module: Any) -> tuple[Floats, float]:
-    return module.weight.detach().numpy(), module.variance_epsilon
 
 
 _exchanges: ModuleState[list[Exchange]] = ModuleState("cpu_layers")
@@ -223,9 +202,9 @@ class _Echo(ForwardCache):
 def _agree(plain: nn.Module, replacement: CompiledLayer) -> bool:
     """Whether both give the same for random rows. Layers of one class may differ: some have no rotary embedding."""
     generator, parts = torch.Generator().manual_seed(0), replacement.parts
-    x = torch.randn(1, 3, parts.before.weight.shape[0], generator=generator)
+    x = torch.randn(1, 3, parts.before.weight.shape[0], generator=generator).to(parts.dtype)
     angle = torch.rand(1, 3, parts.attention.head_dim // 2, generator=generator).repeat(1, 1, 2)
-    angles = angle.cos(), angle.sin()
+    angles = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     position_ids = torch.arange(3).unsqueeze(0)
     with maskless():
         expected = plain(
@@ -233,4 +212,5 @@ def _agree(plain: nn.Module, replacement: CompiledLayer) -> bool:
         )
     found = replacement._run(x, _Echo(), *angles)
     same_shape = isinstance(expected, Tensor) and expected.shape == found.shape
-    return same_shape and bool((found - expected).norm() <= _TOLERANCE * (expected - x).norm())
+    expected, found, x = expected.float(), found.float(), x.float()
+    return same_shape and bool((found - expected).norm() <= _TOLERANCE[parts.dtype] * (expected - x).norm())

@@ -1,9 +1,10 @@
-"""Linear layers of few rows on a CPU, compiled by numba, where PyTorch multiplies matrices by OpenBLAS or MKL.
+"""Linear layers of few rows on a CPU, compiled by numba, where PyTorch multiplies matrices by OpenBLAS, MKL or oneDNN.
 
-Both copy the weights to another layout in every call, which pays for many rows: for 16 OpenBLAS takes twice the time of
-dots of rows with rows as they are stored (cpu_kernels.py), and MKL three times that of AVX-512's lanes
-(avx512_gemm.py). Accelerate, and MKL without AVX-512, are left to their work. Layers of one input (QKV, gate and up)
-run in one go. Weights stay where they are; modules are exchanged while the model runs.
+All copy the weights to another layout in every call, which pays for many rows: for 16 OpenBLAS takes twice the time of
+dots of rows with rows as they are stored (cpu_kernels.py), MKL three times that of AVX-512's lanes (avx512_gemm.py),
+and oneDNN, which multiplies bf16, twice that of AMX tiles (amx_gemm.py). Accelerate, MKL without AVX-512, and bf16
+without AMX are left to their work. Layers of one input (QKV, gate and up) run in one go. Weights stay where they are;
+modules are exchanged while the model runs.
 
     N rows   K input dims   O output dims
 """
@@ -21,27 +22,30 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kvfold.core import HAS_AVX512_KERNELS, HAS_NUMBA
+from kvfold.core import HAS_AVX512_KERNELS, HAS_NUMBA, has_amx_kernels
 from kvfold.models.attach import ModuleState
 from kvfold.models.fused_layers import Exchange, can_join, exchanged, is_bare, known, num_rows
 from kvfold.pages.kernels.cpu_threads import run_shared
 
 Floats = NDArray[np.float32]
+Weights = NDArray[np.float32] | NDArray[np.uint16]  # fp32, or the bits of bf16
 
 _FEWEST_PRODUCTS = 1 << 20  # that are worth waking another thread
 _TOGETHER: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class Gemm(NamedTuple):
-    """Products of few rows: rows and outputs that it takes at once, the fewest inputs, and the most rows, beyond which
-    BLAS comes close. `products(pack(x_NK), w_OK, y_NO, begin, end)` computes blocks of outputs."""
+    """Products of few rows: rows and outputs that it takes at once, the fewest inputs and what they are a multiple of,
+    and the most rows, beyond which BLAS comes close. `products(pack(x_NK), w_OK, y_NO, begin, end)` computes blocks of
+    outputs."""
 
     rows: int
     outputs: int
     fewest_inputs: int
+    inputs: int
     most_rows: int
     pack: Callable[[Floats], Floats]
-    products: Callable[[Floats, Floats, Floats, int, int], None]
+    products: Callable[[Floats, Weights, Floats, int, int], None]
 
 
 @cache
@@ -63,39 +67,59 @@ def kernels() -> Any:
 
 
 @cache
-def gemm() -> Gemm:
+def gemm(dtype: torch.dtype) -> Gemm | None:
+    """For weights of this type, if kernels multiply them."""
+    if dtype == torch.bfloat16:
+        return amx_gemm() if has_amx_kernels() else None
+    if dtype != torch.float32:
+        return None
     return avx512_gemm() if HAS_AVX512_KERNELS else dot_gemm()
+
+
+@cache
+def amx_gemm() -> Gemm:
+    from kvfold.models import amx_gemm as kernel
+
+    return Gemm(16, 32, 32, 32, 256, kernel.packed, kernel.products)
 
 
 @cache
 def avx512_gemm() -> Gemm:
     from kvfold.models import avx512_gemm as kernel
 
-    return Gemm(16, 8, 16, 96, kernel.packed, kernel.products)
+    return Gemm(16, 8, 16, 1, 96, kernel.packed, kernel.products)
 
 
 @cache
 def dot_gemm() -> Gemm:
-    return Gemm(4, 4, 1, 64, lambda x_NK: x_NK, kernels().products)
+    return Gemm(4, 4, 1, 1, 64, lambda x_NK: x_NK, kernels().products)
 
 
-def padded_rows(x: Tensor) -> Floats:
-    """Rows as kernels take them, so many that they fill blocks."""
+def padded_rows(x: Tensor, dtype: torch.dtype) -> Floats:
+    """Rows in fp32, as kernels take them for weights of this type, so many that they fill blocks."""
     count, size = num_rows(x), x.shape[-1]
-    x_NK = x.reshape(count, size).contiguous()
-    missing = -count % gemm().rows if is_few(x) else 0
+    x_NK, kernel = x.reshape(count, size).float().contiguous(), gemm(dtype)
+    missing = -count % kernel.rows if kernel is not None and count <= kernel.most_rows else 0
     found: Floats = (functional.pad(x_NK, (0, 0, 0, missing)) if missing else x_NK).numpy()
     return found
 
 
 def is_few(x: Tensor) -> bool:
     """Whether kernels multiply so many rows."""
-    return is_served(x) and num_rows(x) <= gemm().most_rows
+    kernel = gemm(x.dtype)
+    return kernel is not None and 1 < num_rows(x) <= kernel.most_rows
 
 
 def is_served(x: Tensor) -> bool:
     """Whether there are kernels for these rows."""
-    return num_rows(x) > 1 and x.dtype == torch.float32
+    return num_rows(x) > 1 and gemm(x.dtype) is not None
+
+
+def weights_of(linear: nn.Linear) -> Weights:
+    """The layer's own memory."""
+    weight = linear.weight.detach()
+    found: Weights = (weight.view(torch.uint16) if weight.dtype == torch.bfloat16 else weight).numpy()
+    return found
 
 
 class Group:
@@ -105,14 +129,18 @@ class Group:
         self.linears = list(linears)
         self.held: tuple[Tensor, list[Tensor]] | None = None
         self._addresses: list[int] = []
-        self._arrays: list[Floats] = []
+        self._arrays: list[Weights] = []
         self._num_outputs = sum(linear.out_features for linear in self.linears)
 
-    def arrays(self) -> list[Floats]:
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.linears[0].weight.dtype
+
+    def arrays(self) -> list[Weights]:
         """The weights for kernels, which are the layers' own memory."""
         addresses = [linear.weight.data_ptr() for linear in self.linears]
         if addresses != self._addresses:
-            self._addresses, self._arrays = addresses, [linear.weight.detach().numpy() for linear in self.linears]
+            self._addresses, self._arrays = addresses, list(map(weights_of, self.linears))
         return self._arrays
 
     def output(self, index: int, x: Tensor) -> Tensor:
@@ -124,15 +152,15 @@ class Group:
         return held[1][index]
 
     def outputs(self, x: Tensor) -> list[Tensor]:
-        """Of each layer, fp32."""
+        """Of each layer, in the dtype of x."""
         count = num_rows(x)
-        found = self.products(padded_rows(x))
-        return [torch.from_numpy(y_NO[:count]).view(*x.shape[:-1], -1) for y_NO in found]
+        found = self.products(padded_rows(x, self.dtype))
+        return [torch.from_numpy(y_NO[:count]).view(*x.shape[:-1], -1).to(x.dtype) for y_NO in found]
 
     def products(self, x_NK: Floats) -> list[Floats]:
-        """Of each layer, for padded rows."""
-        kernel, weights, num_rows = gemm(), self.arrays(), len(x_NK)
-        if num_rows > kernel.most_rows:
+        """Of each layer, fp32, for padded rows."""
+        kernel, weights, num_rows = gemm(self.dtype), self.arrays(), len(x_NK)
+        if kernel is None or num_rows > kernel.most_rows:
             return self._plain_products(x_NK)
         layers = [(w_OK, np.empty((num_rows, len(w_OK)), dtype=np.float32)) for w_OK in weights]
         num_threads = torch.get_num_threads() if x_NK.size * self._num_outputs >= _FEWEST_PRODUCTS else 1
@@ -151,14 +179,14 @@ class Group:
         """Products with the biases of their layers."""
         for linear, y_NO in zip(self.linears, found, strict=True):
             if linear.bias is not None:
-                y_NO += linear.bias.detach().numpy()
+                y_NO += linear.bias.detach().float().numpy()
         return list(found)
 
     def _plain_products(self, x_NK: Floats) -> list[Floats]:
         """By PyTorch, for many rows."""
-        x = torch.from_numpy(x_NK)
+        x = torch.from_numpy(x_NK).to(self.dtype)
         outs = (functional.linear(x, linear.weight.detach(), linear.bias) for linear in self.linears)
-        return [out.detach().numpy() for out in outs]
+        return [out.detach().float().numpy() for out in outs]
 
 
 class FewRows(nn.Module):
@@ -200,10 +228,13 @@ def _can_run(linear: Any) -> bool:
     """Asked of every layer before every step."""
     if type(linear) is not nn.Linear or not is_bare(linear):
         return False
-    w, kernel = linear._parameters.get("weight"), gemm()
-    if type(w) is not nn.Parameter or w.dtype != torch.float32 or not w.is_contiguous():
+    w = linear._parameters.get("weight")
+    if type(w) is not nn.Parameter or not w.is_contiguous():
         return False  # a subclass, as of quantised weights, has no numbers of its own
-    return bool(w.shape[0] >= kernel.outputs and w.shape[1] >= kernel.fewest_inputs)
+    kernel, (num_outputs, num_inputs) = gemm(w.dtype), w.shape
+    if kernel is None or num_inputs % kernel.inputs:
+        return False
+    return bool(num_outputs >= kernel.outputs and num_inputs >= kernel.fewest_inputs)
 
 
 def exchanges(hf: nn.Module) -> list[Exchange]:

@@ -92,7 +92,7 @@ def test_a_bias_that_a_layer_is_given_later_counts(monkeypatch: pytest.MonkeyPat
 def test_long_prompts_say_the_same(runs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of more rows than kernels multiply, shared among threads."""
     model = ready("llama")
-    monkeypatch.setattr("kvfold.models.cpu_layer._FEWEST_NUMBERS", 1)
+    monkeypatch.setattr("kvfold.models.cpu_rows._FEWEST_NUMBERS", 1)
 
     def logits() -> Tensor:
         sequence = Runner(model.hf, model.spec, model.arena, chunk_len=150).new_sequence(Policy.parse("full"))

@@ -69,7 +69,7 @@ def test_layers_that_changed_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> 
     attention.q_proj = nn.Sequential(attention.q_proj)
     with few_rows(model):
         assert isinstance(attention.q_proj, nn.Sequential) and type(mlp.up_proj) is nn.Linear
-    model.to(torch.bfloat16)
+    model.to(torch.float16)
     with few_rows(model):
         assert type(mlp.down_proj) is nn.Linear
 
@@ -78,4 +78,6 @@ def test_layers_that_changed_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> 
 def test_layers_that_fill_no_register_stay_with_pytorch(sizes: tuple[int, int]) -> None:
     module = nn.Module()
     module.add_module("lora_B", nn.Linear(*sizes, bias=False))
-    assert not exchanges(module) or (sizes[0] >= gemm().fewest_inputs and sizes[1] >= gemm().outputs)
+    kernel = gemm(torch.float32)
+    assert kernel is not None
+    assert not exchanges(module) or (sizes[0] >= kernel.fewest_inputs and sizes[1] >= kernel.outputs)

@@ -75,6 +75,7 @@ def multiply(builder: Any, sums: int, a: int, b: int) -> None:
 
 
 _WHOLE = ir.VectorType(ir.IntType(32), LANES)
+_HALVES = ir.VectorType(ir.IntType(16), LANES)
 _NAN = 0x7FC00000
 
 
@@ -91,6 +92,13 @@ def paired(builder: Any, low: Any, high: Any) -> Any:
     low_bits = builder.lshr(rounded(builder, low), _all(16))
     high_bits = builder.and_(rounded(builder, high), _all(-0x10000))
     return builder.bitcast(builder.or_(low_bits, high_bits), low.type)
+
+
+def pairs_of(builder: Any, low: Any, high: Any) -> Any:
+    """32 fp32 numbers, which stand one behind the other in two registers, as 16 pairs of bf16 numbers."""
+    halves = [builder.trunc(builder.lshr(rounded(builder, row), _all(16)), _HALVES) for row in (low, high)]
+    both = builder.shuffle_vector(*halves, ir.Constant(ir.VectorType(ir.IntType(32), DEPTH), list(range(DEPTH))))
+    return builder.bitcast(both, low.type)
 
 
 def _all(number: int) -> Any:
