@@ -74,9 +74,10 @@ def _devices() -> dict[str, str]:
 
     from kvfold.bench.environment import cpu_name
 
+    cpu = f"{cpu_name()} ({platform.machine()}), {os.cpu_count()} cores, {torch.get_num_threads()} threads in torch"
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
-        "cpu": f"{cpu_name()} ({platform.machine()}), {os.cpu_count()} cores, {torch.get_num_threads()} threads in torch",
+        "cpu": cpu,
         "cpu kernels": _cpu_kernels(),
         "cuda": f"{torch.version.cuda}: {', '.join(gpus)}" if gpus else "no GPU that torch can use",
     }

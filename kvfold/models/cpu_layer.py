@@ -138,10 +138,10 @@ class CompiledLayer(nn.Module):
 
 def _angles(cache: ForwardCache, cos: Tensor, sin: Tensor) -> cpu_rows.Angles:
     """Cosines and sines as arrays: as a rule those of the layer before."""
-    found = cache.angles
-    if found is None or found[0] is not cos:
-        found = cache.angles = cos, *(x[0].float().contiguous().numpy() for x in (cos, sin))
-    return found[1:]
+    if cache.angles is None or cache.angles[0] is not cos:
+        cos_ND, sin_ND = (x[0].float().contiguous().numpy() for x in (cos, sin))
+        cache.angles = cos, cos_ND, sin_ND
+    return cache.angles[1:]
 
 
 def _num_wanted(cache: ForwardCache, num_rows: int) -> int:
