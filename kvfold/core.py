@@ -35,7 +35,8 @@ def has_amx_kernels() -> bool:
     from numba import config
 
     is_host = config.CPU_NAME is None  # or LLVM compiles for another CPU
-    return is_host and bool(binding.get_host_cpu_features().get("amx-bf16")) and bool(torch.cpu._init_amx())
+    has = binding.get_host_cpu_features()
+    return is_host and bool(has.get("amx-bf16") and has.get("avx512bf16")) and bool(torch.cpu._init_amx())
 
 
 @cache

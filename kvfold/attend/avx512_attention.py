@@ -22,10 +22,10 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from kvfold.attend.stored_parts import IS_BF16, LENGTH, Parts, part_of, reads_head_dim
+from kvfold.attend.panel_call import Arguments, PanelCall
+from kvfold.attend.panels import COLUMN, emit_softmax, finish, locate
+from kvfold.attend.stored_parts import IS_BF16, LENGTH, reads_head_dim
 from kvfold.pages.kernels.avx512 import (
     LANES,
     MOST_PANELS,
@@ -34,24 +34,18 @@ from kvfold.pages.kernels.avx512 import (
     at,
     emitted,
     everywhere,
-    exponential,
-    fma,
     index,
     load,
     load_bf16,
     loop,
     pack_square,
     pointer,
-    spread,
     store,
-    store_columns,
 )
 from kvfold.pages.kernels.cpu_jit import compiled, take
 from kvfold.pages.kernels.cpu_threads import run_parts
 
 _SLOTS = 128  # that are read at once
-_COLUMN = 4 * LANES  # bytes
-_UNROLLED = 4  # slots of a turn of a loop
 
 
 def _emit_scores(num_panels: int, builder: Any, q: Any, k: Any, out: Any, head_dim: Any, k_stride: Any) -> None:
@@ -83,58 +77,15 @@ def _emit_values(
         store(builder, values, place)
 
 
-def _larger(builder: Any, found: Any, most: Any) -> Any:
-    return builder.select(builder.fcmp_ordered(">", found, most), found, most)
-
-
 def _emit_softmax(builder: Any, score: Any, count: Any, state: Any, scale: Any) -> None:
-    """Scores of a panel become weights. `state`: largest score, sum of weights, and what the output is to be scaled by,
-    [3, panel, 16 rows]; `scale`: where it is."""
-    score, state = pointer(builder, score), pointer(builder, state)
-    most_at, sum_at, alpha_at = (at(builder, state, index(LANES * MOST_PANELS * i)) for i in range(3))
-    factor = spread(builder, builder.load(pointer(builder, scale)))
+    """Scores of a panel become weights, where they are."""
+    place = pointer(builder, score)
 
-    def larger(first: Any, values: Any) -> list[Any]:
-        """In as many registers as values, slot after slot."""
-        places = (at(builder, score, builder.add(first, index(i)), index(LANES)) for i in range(len(values)))
-        found = [load(builder, place) for place in places]
-        return [_larger(builder, *pair) for pair in zip(found, values, strict=True)]
+    def put(first: Any, weights: list[Any]) -> None:
+        for i, weight in enumerate(weights):
+            store(builder, weight, at(builder, place, builder.add(first, index(i)), index(LANES)))
 
-    before, whole = load(builder, most_at), builder.and_(count, index(-_UNROLLED))
-    most, *others = loop(builder, index(0), whole, _UNROLLED, [before] * _UNROLLED, larger)
-    for other in others:
-        most = _larger(builder, other, most)
-    (most,) = loop(builder, whole, count, 1, [most], larger)
-    shift = builder.fsub(everywhere(0.0), builder.fmul(most, factor))
-    alpha = exponential(builder, fma(builder, before, factor, shift))
-
-    def weigh(first: Any, values: Any) -> list[Any]:
-        """The same; sums run over slots in order."""
-        (total,) = values
-        for i in range(num_unrolled):
-            place = at(builder, score, builder.add(first, index(i)), index(LANES))
-            weight = exponential(builder, fma(builder, load(builder, place), factor, shift))
-            store(builder, weight, place)
-            total = builder.fadd(total, weight)
-        return [total]
-
-    totals = [builder.fmul(load(builder, sum_at), alpha)]
-    for num_unrolled, begin, end in ((_UNROLLED, index(0), whole), (1, whole, count)):
-        totals = loop(builder, begin, end, num_unrolled, totals, weigh)
-    (total,) = totals
-    for values, place in ((most, most_at), (total, sum_at), (alpha, alpha_at)):
-        store(builder, values, place)
-
-
-def _emit_output(builder: Any, out: Any, total: Any, rows: Any, channel: Any) -> None:
-    """8 channels of a panel, over the sums of weights, to rows; `rows`: where their addresses are."""
-    out, total = pointer(builder, out), pointer(builder, total)
-    factor = builder.fdiv(everywhere(1.0), load(builder, total))
-    channels = [at(builder, out, builder.add(channel, index(i)), index(LANES)) for i in range(OUTPUTS)]
-    columns = [builder.fmul(load(builder, place), factor) for place in channels]
-    addresses = builder.inttoptr(rows, index(0).type.as_pointer())
-    found = [builder.load(builder.gep(addresses, [index(i)])) for i in range(LANES)]
-    store_columns(builder, columns, [at(builder, pointer(builder, address), channel) for address in found])
+    emit_softmax(builder, score, count, state, scale, MOST_PANELS, put, is_whole=False)
 
 
 def _emit_copy(read: Callable[..., Any], size: int, builder: Any, source: Any, target: Any, head_dim: Any) -> None:
@@ -152,7 +103,7 @@ def _emit_copy(read: Callable[..., Any], size: int, builder: Any, source: Any, t
 
 _scores_1, _scores_2, _scores_3 = (emitted(partial(_emit_scores, i)) for i in range(1, MOST_PANELS + 1))
 _values_1, _values_2, _values_3 = (emitted(partial(_emit_values, i)) for i in range(1, MOST_PANELS + 1))
-_softmax, _output = emitted(_emit_softmax), emitted(_emit_output)
+_softmax = emitted(_emit_softmax)
 _copy_row, _widen_row = emitted(partial(_emit_copy, load, 4)), emitted(partial(_emit_copy, load_bf16, 2))
 
 
@@ -221,14 +172,14 @@ def _read(num_panels: int, q: int, k: int, v: int, begin: int, count: int, own: 
     head_dim, k_stride, v_stride = sizes
     score = score_XL.ctypes.data
     for slot in range(0, count, OUTPUTS):
-        _scored(num_panels, q, k + 4 * slot * k_stride, score + slot * _COLUMN, head_dim, k_stride)
+        _scored(num_panels, q, k + 4 * slot * k_stride, score + slot * COLUMN, head_dim, k_stride)
     if begin + count > seen_R[0]:
         _hide(score_XL, seen_R, begin, count)
     for panel in range(num_panels):
-        _softmax((score + panel * _SLOTS * _COLUMN, count, state + panel * _COLUMN, scale))
-    alpha = state + 2 * MOST_PANELS * _COLUMN
+        _softmax((score + panel * _SLOTS * COLUMN, count, state + panel * COLUMN, scale))
+    alpha = state + 2 * MOST_PANELS * COLUMN
     for channel in range(0, head_dim, OUTPUTS):
-        _added(num_panels, score, v + 4 * channel, out + channel * _COLUMN, alpha, count, head_dim, v_stride)
+        _added(num_panels, score, v + 4 * channel, out + channel * COLUMN, alpha, count, head_dim, v_stride)
 
 
 @compiled
@@ -255,9 +206,8 @@ def _read_parts(num_panels: int, q: int, part_P4: Any, own: Any, room: Any, stri
 
 @compiled
 def _attend(addresses: Any, strides: Any, part_HP4: Any, shape: Any, scale: Any, lse_HR: Any, counter: Any) -> None:
-    """Units of rows, as threads take them. Addresses and strides (of heads, groups, queries) of queries and output,
-    and strides of keys and values from slot to slot."""
-    num_heads, group, num_queries, num_slots, head_dim, hidden, most = shape
+    """Units of rows, as threads take them."""
+    num_heads, group, num_queries, _, _, head_dim, most = shape
     num_rows = group * num_queries
     num_units = -(-num_rows // (most * LANES))
     q_XL, out_XL = np.empty((2, MOST_PANELS * head_dim, LANES), np.float32)
@@ -266,64 +216,29 @@ def _attend(addresses: Any, strides: Any, part_HP4: Any, shape: Any, scale: Any,
         np.empty((3, MOST_PANELS * LANES), np.float32),
     )
     room_2SD = np.empty((2, _SLOTS, head_dim), np.float32)
-    row_R, target_R, seen_R = np.empty((3, MOST_PANELS * LANES), np.int64)
+    row_3X = np.empty((3, MOST_PANELS * LANES), np.int64)
     nowhere = np.empty(head_dim, np.float32)
     unit = take(counter)
     while unit < num_heads * num_units:
         head, first = unit // num_units, unit % num_units * most * LANES
         num_panels = min(most, -(-(num_rows - first) // LANES))
-        for i in range(num_panels * LANES):
-            t, g = divmod(min(first + i, num_rows - 1), group)
-            row_R[i] = addresses[0] + 4 * (head * strides[0] + g * strides[1] + t * strides[2])
-            target_R[i] = addresses[1] + 4 * (head * strides[3] + g * strides[4] + t * strides[5])
-            seen_R[i] = num_slots - hidden * (num_queries - 1 - t)
-            if first + i >= num_rows:
-                target_R[i] = nowhere.ctypes.data
-        _packed(row_R, num_panels * LANES, head_dim, q_XL.ctypes.data)
+        filled = num_panels * LANES
+        row_R, target_R, seen_R = row_3X[0, :filled], row_3X[1, :filled], row_3X[2, :filled]
+        locate(addresses, strides, shape[1:5], head, first, row_3X[:, :filled], nowhere.ctypes.data)
+        _packed(row_R, filled, head_dim, q_XL.ctypes.data)
         state[0], state[1] = -np.inf, 0
         out_XL[:] = 0
-        own = out_XL.ctypes.data, state.ctypes.data, seen_R[: num_panels * LANES], scale.ctypes.data
+        own = out_XL.ctypes.data, state.ctypes.data, seen_R, scale.ctypes.data
         between = strides[6], strides[7]
         _read_parts(num_panels, q_XL.ctypes.data, part_HP4[head], own, (score_XL, room_2SD), between, head_dim)
-        for panel in range(num_panels):
-            total = state.ctypes.data + (MOST_PANELS + panel) * _COLUMN
-            for channel in range(0, head_dim, OUTPUTS):
-                mine = out_XL.ctypes.data + panel * head_dim * _COLUMN
-                _output((mine, total, target_R.ctypes.data + 8 * panel * LANES, channel))
-        for i in range(min(num_panels * LANES, num_rows - first)):
-            lse_HR[head, first + i] = state[0, i] * scale[0] + np.log(state[1, i])
+        lse_R = lse_HR[head, first : min(first + filled, num_rows)]
+        finish(out_XL.ctypes.data, state, scale[0], target_R, head_dim, lse_R)
         unit = take(counter)
 
 
-def can_attend(q_HGTD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float) -> bool:
-    """Whether shapes and layouts are such as the kernel reads."""
-    is_read = all(
-        x.dtype == torch.float32 and x.stride(-1) == 1 and not x.requires_grad for x in (q_HGTD, k_HSD, v_HSD)
-    )
-    are_even = q_HGTD.shape[-1] == k_HSD.shape[-1] == v_HSD.shape[-1]
-    return is_read and are_even and scale > 0 and reads_head_dim(q_HGTD.shape[-1])
+def _run(arguments: Arguments, num_threads: int) -> None:
+    run_parts(lambda counter: _attend(*arguments, counter), num_threads)
 
 
-def attend(q_HGTD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """Output [H, G, T, D] and natural-log-sum-exp [H, G, T]."""
-    return attend_parts(q_HGTD, part_of(k_HSD, v_HSD), scale, (k_HSD.stride(1), v_HSD.stride(1)), causal=causal)
-
-
-def attend_parts(
-    q_HGTD: Tensor, part_HP4: Parts, scale: float, strides: tuple[int, int], *, causal: bool
-) -> tuple[Tensor, Tensor]:
-    """The same over parts of which each head has as many slots; `strides` of keys and values from slot to slot."""
-    num_heads, group, num_queries, head_dim = q_HGTD.shape
-    out_HGTD = q_HGTD.new_empty(num_queries, num_heads, group, head_dim).permute(1, 2, 0, 3)
-    lse_HR = np.empty((num_heads, num_queries * group), dtype=np.float32)
-    num_threads, num_units = torch.get_num_threads(), -(-num_queries * group // (LANES * MOST_PANELS))
-    most = MOST_PANELS if num_heads * num_units >= num_threads else 1
-    addresses = np.array([q_HGTD.data_ptr(), out_HGTD.data_ptr()])
-    all_strides = np.array([*q_HGTD.stride()[:3], *out_HGTD.stride()[:3], *strides])
-    shape = num_heads, group, num_queries, int(part_HP4[0, :, LENGTH].sum()), head_dim, int(causal), most
-    scale_1 = np.array([scale], dtype=np.float32)
-
-    rest = addresses, all_strides, part_HP4, shape, scale_1, lse_HR
-    run_parts(lambda counter: _attend(*rest, counter), num_threads)
-    lse = torch.from_numpy(lse_HR).view(num_heads, num_queries, group).transpose(1, 2)
-    return out_HGTD, lse
+_CALL = PanelCall(_run, MOST_PANELS, reads_head_dim)
+can_attend, attend, attend_parts = _CALL.can_attend, _CALL.attend, _CALL.attend_parts

@@ -74,35 +74,21 @@ def multiply(builder: Any, sums: int, a: int, b: int) -> None:
     _call(builder, "tdpbf16ps", [_BYTE] * 3, [_tile(number) for number in (sums, a, b)])
 
 
-_WHOLE = ir.VectorType(ir.IntType(32), LANES)
-_HALVES = ir.VectorType(ir.IntType(16), LANES)
-_NAN = 0x7FC00000
+_HALVES = ir.VectorType(ir.IntType(16), DEPTH)
+_SIDE_BY_SIDE = ir.Constant(ir.VectorType(ir.IntType(32), DEPTH), [i // 2 + LANES * (i % 2) for i in range(DEPTH)])
 
 
-def rounded(builder: Any, row: Any) -> Any:
-    """16 fp32 numbers as bits whose upper halves are the nearest bf16 numbers, ties to even."""
-    bits = builder.bitcast(row, _WHOLE)
-    odd = builder.and_(builder.lshr(bits, _all(16)), _all(1))
-    found = builder.add(builder.add(bits, _all(0x7FFF)), odd)
-    return builder.select(builder.fcmp_unordered("uno", row, row), _all(_NAN), found)
+def narrowed(builder: Any, low: Any, high: Any) -> Any:
+    """Two registers of fp32 numbers as the 32 nearest bf16 numbers, ties to even, one register behind the other; those
+    too small for a normal number become 0, as tiles take them."""
+    name, kind = "llvm.x86.avx512bf16.cvtne2ps2bf16.512", ir.FunctionType(_HALVES, [low.type] * 2)
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [high, low])
 
 
 def paired(builder: Any, low: Any, high: Any) -> Any:
-    """Registers of fp32 numbers as one of pairs of bf16 numbers, lane by lane, as fp32 lanes."""
-    low_bits = builder.lshr(rounded(builder, low), _all(16))
-    high_bits = builder.and_(rounded(builder, high), _all(-0x10000))
-    return builder.bitcast(builder.or_(low_bits, high_bits), low.type)
-
-
-def pairs_of(builder: Any, low: Any, high: Any) -> Any:
-    """32 fp32 numbers, which stand one behind the other in two registers, as 16 pairs of bf16 numbers."""
-    halves = [builder.trunc(builder.lshr(rounded(builder, row), _all(16)), _HALVES) for row in (low, high)]
-    both = builder.shuffle_vector(*halves, ir.Constant(ir.VectorType(ir.IntType(32), DEPTH), list(range(DEPTH))))
-    return builder.bitcast(both, low.type)
-
-
-def _all(number: int) -> Any:
-    return ir.Constant(_WHOLE, [number] * LANES)
+    """The same as pairs, lane by lane, as fp32 lanes."""
+    found = narrowed(builder, low, high)
+    return builder.bitcast(builder.shuffle_vector(found, ir.Constant(_HALVES, ir.Undefined), _SIDE_BY_SIDE), low.type)
 
 
 configure, release = emitted(_emit_configure), emitted(_emit_release)

@@ -1,0 +1,133 @@
+"""What kernels of attention for AVX-512 and for AMX share: panels of rows, the softmax of their scores, their output.
+
+H KV heads   G query heads per KV head   T queries
+R rows of a KV head: query t of head g is row t * G + g
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kvfold.pages.kernels.avx512 import (
+    LANES,
+    OUTPUTS,
+    at,
+    emitted,
+    everywhere,
+    exponential,
+    fma,
+    index,
+    load,
+    loop,
+    pointer,
+    spread,
+    store,
+    store_columns,
+)
+from kvfold.pages.kernels.cpu_jit import compiled
+
+COLUMN = 4 * LANES  # bytes
+_UNROLLED = 4  # slots of a turn of a loop
+
+
+def _larger(builder: Any, found: Any, most: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(">", found, most), found, most)
+
+
+def emit_softmax(
+    builder: Any,
+    score: Any,
+    count: Any,
+    state: Any,
+    scale: Any,
+    most_panels: int,
+    put: Callable[[Any, list[Any]], None],
+    *,
+    is_whole: bool,
+) -> None:
+    """Scores of a panel become weights, 4 slots at a time, of which `put(first slot, weights)` takes care. `state`:
+    largest score, sum of weights, and what the output is to be scaled by, [3, panel, 16 rows]; `scale`: where it is;
+    `is_whole`: the count is a multiple of 4, else the last weights are put one by one."""
+    score, state = pointer(builder, score), pointer(builder, state)
+    most_at, sum_at, alpha_at = (at(builder, state, index(LANES * most_panels * i)) for i in range(3))
+    factor = spread(builder, builder.load(pointer(builder, scale)))
+    whole = count if is_whole else builder.and_(count, index(-_UNROLLED))
+    turns = [(_UNROLLED, index(0), whole)] if is_whole else [(_UNROLLED, index(0), whole), (1, whole, count)]
+
+    def scores(first: Any, number: int) -> list[Any]:
+        return [load(builder, at(builder, score, builder.add(first, index(i)), index(LANES))) for i in range(number)]
+
+    def larger(first: Any, values: Any) -> list[Any]:
+        """In as many registers as values, slot after slot."""
+        return [_larger(builder, *pair) for pair in zip(scores(first, len(values)), values, strict=True)]
+
+    before = load(builder, most_at)
+    maxima = [before] * _UNROLLED
+    for num_unrolled, begin, end in turns:
+        most, *others = loop(builder, begin, end, num_unrolled, maxima, larger)
+        for other in others:
+            most = _larger(builder, other, most)
+        maxima = [most]
+    shift = builder.fsub(everywhere(0.0), builder.fmul(most, factor))
+    # Exactly 1 where the largest score stays: a block of slots that a row does not see leaves it as it is.
+    alpha = exponential(builder, builder.fmul(builder.fsub(before, most), factor))
+
+    def weigh(first: Any, values: Any) -> list[Any]:
+        """Sums run over slots in order."""
+        (total,) = values
+        weights = [exponential(builder, fma(builder, x, factor, shift)) for x in scores(first, num_unrolled)]
+        put(first, weights)
+        for weight in weights:
+            total = builder.fadd(total, weight)
+        return [total]
+
+    totals = [builder.fmul(load(builder, sum_at), alpha)]
+    for num_unrolled, begin, end in turns:
+        totals = loop(builder, begin, end, num_unrolled, totals, weigh)
+    (total,) = totals
+    for values, place in ((most, most_at), (total, sum_at), (alpha, alpha_at)):
+        store(builder, values, place)
+
+
+def _emit_output(builder: Any, out: Any, total: Any, rows: Any, channel: Any) -> None:
+    """8 channels of a panel, over the sums of weights, to rows; `rows`: where their addresses are."""
+    out, total = pointer(builder, out), pointer(builder, total)
+    factor = builder.fdiv(everywhere(1.0), load(builder, total))
+    channels = [at(builder, out, builder.add(channel, index(i)), index(LANES)) for i in range(OUTPUTS)]
+    columns = [builder.fmul(load(builder, place), factor) for place in channels]
+    addresses = builder.inttoptr(rows, index(0).type.as_pointer())
+    found = [builder.load(builder.gep(addresses, [index(i)])) for i in range(LANES)]
+    store_columns(builder, columns, [at(builder, pointer(builder, address), channel) for address in found])
+
+
+_output = emitted(_emit_output)
+
+
+@compiled
+def locate(addresses: Any, strides: Any, shape: Any, head: int, first: int, row_3R: Any, nowhere: int) -> None:
+    """Where rows of a head from `first` on and their outputs are, and how many slots they see. Behind the last row
+    come copies of it, whose output goes nowhere."""
+    row_R, target_R, seen_R = row_3R[0], row_3R[1], row_3R[2]
+    group, num_queries, num_slots, hidden = shape
+    num_rows = group * num_queries
+    for i in range(len(row_R)):
+        t, g = divmod(min(first + i, num_rows - 1), group)
+        row_R[i] = addresses[0] + 4 * (head * strides[0] + g * strides[1] + t * strides[2])
+        target_R[i] = addresses[1] + 4 * (head * strides[3] + g * strides[4] + t * strides[5])
+        seen_R[i] = num_slots - hidden * (num_queries - 1 - t)
+        if first + i >= num_rows:
+            target_R[i] = nowhere
+
+
+@compiled
+def finish(out: int, state_3R: Any, scale: float, target_R: Any, head_dim: int, lse_R: Any) -> None:
+    """Outputs of panels, [panel, channel, 16 rows], to rows, and the log-sum-exp of those that there are."""
+    for first in range(0, len(target_R), LANES):
+        total, rows = state_3R[1].ctypes.data + 4 * first, target_R.ctypes.data + 8 * first
+        for channel in range(0, head_dim, OUTPUTS):
+            _output((out + 4 * first * head_dim, total, rows, channel))
+    for i in range(len(lse_R)):
+        lse_R[i] = state_3R[0, i] * scale + np.log(state_3R[1, i])
