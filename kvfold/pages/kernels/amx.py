@@ -78,17 +78,21 @@ _HALVES = ir.VectorType(ir.IntType(16), DEPTH)
 _SIDE_BY_SIDE = ir.Constant(ir.VectorType(ir.IntType(32), DEPTH), [i // 2 + LANES * (i % 2) for i in range(DEPTH)])
 
 
-def narrowed(builder: Any, low: Any, high: Any) -> Any:
-    """Two registers of fp32 numbers as the 32 nearest bf16 numbers, ties to even, one register behind the other; those
-    too small for a normal number become 0, as tiles take them."""
+def _narrowed(builder: Any, low: Any, high: Any) -> Any:
+    """The nearest bf16 numbers, ties to even; those too small for a normal number become 0, as tiles take them."""
     name, kind = "llvm.x86.avx512bf16.cvtne2ps2bf16.512", ir.FunctionType(_HALVES, [low.type] * 2)
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [high, low])
 
 
 def paired(builder: Any, low: Any, high: Any) -> Any:
-    """The same as pairs, lane by lane, as fp32 lanes."""
-    found = narrowed(builder, low, high)
+    """Registers of fp32 numbers as one of pairs of bf16 numbers, lane by lane, as fp32 lanes."""
+    found = _narrowed(builder, low, high)
     return builder.bitcast(builder.shuffle_vector(found, ir.Constant(_HALVES, ir.Undefined), _SIDE_BY_SIDE), low.type)
+
+
+def pairs_of(builder: Any, low: Any, high: Any) -> Any:
+    """32 fp32 numbers, which stand one behind the other in two registers, as 16 pairs of bf16 numbers."""
+    return builder.bitcast(_narrowed(builder, low, high), low.type)
 
 
 configure, release = emitted(_emit_configure), emitted(_emit_release)
