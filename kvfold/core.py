@@ -164,6 +164,11 @@ class ModelSpec:
         return self.digest()
 
     @property
+    def is_bf16(self) -> bool:
+        """Whether both are, so that queries, keys and values are bf16 numbers, whatever dtype holds them."""
+        return self.dtype == self.kv_dtype == torch.bfloat16
+
+    @property
     def num_layers(self) -> int:
         return len(self.layers)
 

@@ -370,5 +370,5 @@ def _reads_head_dim(head_dim: int) -> bool:
     return has_amx_kernels() and head_dim % DEPTH == 0 and head_dim > 0
 
 
-_CALL = PanelCall(_run, _MOST_PANELS, _reads_head_dim)
-can_attend, attend, attend_parts = _CALL.can_attend, _CALL.attend, _CALL.attend_parts
+CALL = PanelCall(_run, _MOST_PANELS, _reads_head_dim)
+can_attend, attend, attend_parts = CALL.can_attend, CALL.attend, CALL.attend_parts

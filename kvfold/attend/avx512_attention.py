@@ -240,5 +240,5 @@ def _run(arguments: Arguments, num_threads: int) -> None:
     run_parts(lambda counter: _attend(*arguments, counter), num_threads)
 
 
-_CALL = PanelCall(_run, MOST_PANELS, reads_head_dim)
-can_attend, attend, attend_parts = _CALL.can_attend, _CALL.attend, _CALL.attend_parts
+CALL = PanelCall(_run, MOST_PANELS, reads_head_dim)
+can_attend, attend, attend_parts = CALL.can_attend, CALL.attend, CALL.attend_parts

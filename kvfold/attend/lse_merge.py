@@ -14,13 +14,12 @@ chunk itself; cuDNN's aligns at the top left, so the two are read apart and join
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
+from kvfold.attend.panel_call import PanelCall, panel_call
 from kvfold.core import HAS_AVX512_KERNELS, HAS_TRITON
 
 # cuDNN builds a plan for each new shape, some 30 ms; a short query would not win that back.
@@ -43,9 +42,11 @@ def attend(
     causal: bool = False,
     mask_TS: Tensor | None = None,
     bias_HS: Tensor | None = None,
+    is_bf16: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Output [H, G, T, D] and natural-log-sum-exp [H, G, T] of one part. `causal`: query t sees slots 0 .. S - T + t. A
-    mask may have heads in front, as [H, 1, T, S]; biases, which go with neither, are added to scaled scores."""
+    mask may have heads in front, as [H, 1, T, S]; biases, which go with neither, are added to scaled scores. `is_bf16`:
+    queries, keys and values are numbers of a bf16 model, so a CPU may round them to bf16."""
     assert bias_HS is None or (mask_TS is None and not causal)
     if mask_TS is None and q_HGTD.is_cuda and q_HGTD.dtype in (torch.float16, torch.bfloat16):
         q_QTD = q_HGTD.flatten(0, 1)
@@ -56,8 +57,8 @@ def attend(
         return out_QTD.unflatten(0, q_HGTD.shape[:2]), lse_QT.unflatten(0, q_HGTD.shape[:2])
     if q_HGTD.device.type != "cpu":
         return attend_reference(q_HGTD, k_HSD, v_HSD, scale, causal=causal, mask_TS=mask_TS, bias_HS=bias_HS)
-    if mask_TS is None and bias_HS is None and (kernel := _compiled(q_HGTD, k_HSD, v_HSD, scale, causal)) is not None:
-        return kernel.attend(q_HGTD, k_HSD, v_HSD, scale, causal=causal)  # type: ignore[no-any-return]
+    if mask_TS is None and bias_HS is None and (kernel := _compiled(q_HGTD, k_HSD, v_HSD, scale, causal, is_bf16)):
+        return kernel.attend(q_HGTD, k_HSD, v_HSD, scale, causal=causal)
     num_groups, num_queries = q_HGTD.shape[1:3]
     before = k_HSD.shape[1] - num_queries
     if causal and before:  # this operator's mask is aligned at the top left
@@ -87,14 +88,15 @@ def attend(
     return out, lse
 
 
-def _compiled(q_HGTD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float, causal: bool) -> Any:
+def _compiled(
+    q_HGTD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float, causal: bool, is_bf16: bool
+) -> PanelCall | None:
     """A kernel for these, where there is one and the queries fill its lanes; else None. It takes all causal ones: a
     prompt's last tokens, however few, are to get the same bits over a stored prefix."""
     if not HAS_AVX512_KERNELS or not (causal or q_HGTD.shape[1:3].numel() >= _FEWEST_LANES):
         return None
-    from kvfold.attend import avx512_attention
-
-    return avx512_attention if avx512_attention.can_attend(q_HGTD, k_HSD, v_HSD, scale) else None
+    found = panel_call(q_HGTD.shape[-1], is_bf16)
+    return found if found.can_attend(q_HGTD, k_HSD, v_HSD, scale) else None
 
 
 def _attend_in_halves(q_HGTD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kvfold.attend.lse_merge import LseMerge, attend, compute_dtype
 from kvfold.attend.paged import merge_paged
+from kvfold.attend.panel_call import panel_call
 from kvfold.attend.stored_parts import StoredParts, part_of, reads_head_dim, stored_parts
 from kvfold.codec.base import SIDES
 from kvfold.compression.full_prompt import FullPrompt
@@ -29,7 +30,7 @@ from kvfold.compression.round import CompressionRound, check_decode_size, finish
 from kvfold.compression.seal import seal
 from kvfold.compression.token_pruning import PrunedTokens
 from kvfold.compression.view import NewSlots
-from kvfold.core import HAS_AVX512_KERNELS
+from kvfold.core import HAS_AVX512_KERNELS, LayerSpec, has_amx_kernels
 from kvfold.evicted.base import CalibrationTargets
 from kvfold.pages.async_copy import upload
 from kvfold.pages.layer import LayerChange
@@ -179,11 +180,11 @@ class PrefillPass:
         q_HGTD = q_QTD.unflatten(0, (spec.num_kv_heads, spec.group))
         merge = LseMerge(q_HGTD)
         if buffer.stored is not None:
-            merge_behind_stored(merge, q_HGTD, buffer, buffer.stored, spec.scale)
+            merge_behind_stored(merge, q_HGTD, buffer, buffer.stored, spec.scale, sequence.spec.is_bf16)
         else:
             if not buffer.num_joined:
                 merge_paged(merge, sequence, layer, q_HGTD, sequence.sealed_len + offset, whole=True)
-            merge_new(merge, q_HGTD, buffer, offset, spec.scale, spec.sliding_window)
+            merge_new(merge, q_HGTD, buffer, offset, spec, is_bf16=sequence.spec.is_bf16)
         self._observe(index, layer, q_QTD, q_HGTD, merge, buffer, offset)
         return merge.result().flatten(0, 1)
 
@@ -208,7 +209,9 @@ class PrefillPass:
         self._padded[padded.lens] = padded
         self._dtype, kv_dtype = dtype, self.sequences[indices[0]].spec.kv_dtype
         k_BHTD, v_BHTD = (padded.padded(x_HND.to(kv_dtype).to(dtype)) for x_HND in (k_HND, v_HND))
-        out_BQTD = attend_padded(padded.padded(q_QND.to(dtype)), k_BHTD, v_BHTD, spec.scale)
+        q_BQTD = padded.padded(q_QND.to(dtype))
+        read = torch.bfloat16 if self.sequences[indices[0]].spec.is_bf16 and has_amx_kernels() else dtype
+        out_BQTD = attend_padded(q_BQTD.to(read), k_BHTD.to(read), v_BHTD.to(read), spec.scale)
         num_heads, joined = k_HND.shape[0], self._select_joined(layer, indices, lens, k_BHTD, v_BHTD)
         self._through |= joined
         if len(joined) == len(indices):
@@ -363,9 +366,10 @@ def _for_policy(new: NewSlots, sequence: SequenceCache) -> NewSlots:
 
 
 def merge_new(
-    merge: LseMerge, q_HGTD: Tensor, buffer: LayerBuffer, offset: int, scale: float, window: int | None
+    merge: LseMerge, q_HGTD: Tensor, buffer: LayerBuffer, offset: int, spec: LayerSpec, *, is_bf16: bool = False
 ) -> None:
     """Merge attention to the tokens of this pass: earlier chunks whole, the chunk itself causally."""
+    scale, window = spec.scale, spec.sliding_window
     every, k_HSD, v_HSD = slice(0, q_HGTD.shape[0]), buffer.joined_k_HSD, buffer.joined_v_HSD
     offset, end = offset + buffer.num_joined, buffer.filled + buffer.num_joined
     if window is not None and end > window:
@@ -375,17 +379,15 @@ def merge_new(
         mask_TS = (slot <= query) & (slot > query - window)
         merge.add(every, *attend(q_HGTD, k_HSD[:, begin:end], v_HSD[:, begin:end], scale, mask_TS=mask_TS))
         return
-    merge.add(every, *attend(q_HGTD, k_HSD[:, :end], v_HSD[:, :end], scale, causal=True))
+    merge.add(every, *attend(q_HGTD, k_HSD[:, :end], v_HSD[:, :end], scale, causal=True, is_bf16=is_bf16))
 
 
 def merge_behind_stored(
-    merge: LseMerge, q_HGTD: Tensor, buffer: LayerBuffer, stored: StoredParts, scale: float
+    merge: LseMerge, q_HGTD: Tensor, buffer: LayerBuffer, stored: StoredParts, scale: float, is_bf16: bool
 ) -> None:
     """Merge attention to a prefix, where it is stored, and to the tokens of this pass: as if they were contiguous."""
-    from kvfold.attend import avx512_attention
-
     new_HP4 = part_of(buffer.k_HTD[:, : buffer.filled], buffer.v_HTD[:, : buffer.filled])
     part_HP4 = np.concatenate((stored.part_HP4, new_HP4), axis=1)
     between = buffer.k_HTD.stride(1), buffer.v_HTD.stride(1)
-    found = avx512_attention.attend_parts(q_HGTD, part_HP4, scale, between, causal=True)
-    merge.add(slice(0, q_HGTD.shape[0]), *found)
+    call = panel_call(q_HGTD.shape[-1], is_bf16)
+    merge.add(slice(0, q_HGTD.shape[0]), *call.attend_parts(q_HGTD, part_HP4, scale, between, causal=True))

@@ -57,7 +57,7 @@ class ProbeAttention:
         self.stored = added(self._cache, kv_parts(prompt.sequence, layer, q_HGTD, prompt.end + offset), spec.scale)
         stored_HGT = self._cache.lse_HGT
         self.prompt = added(self._cache, _prompt_parts(prompt, layer, q_HGTD, offset), spec.scale)
-        merge_new(self._own, q_HGTD, self.buffer, offset, spec.scale, spec.sliding_window)
+        merge_new(self._own, q_HGTD, self.buffer, offset, spec)
         own_HGT, self._cache_HGT = self._own.lse_HGT, self._cache.lse_HGT
         assert own_HGT is not None
         self._own_HGT = own_HGT
