@@ -90,7 +90,12 @@ def test_a_tenant_whose_replies_fill_the_arena_makes_room_for_another(monkeypatc
     expected = alone(small, tiny.prompt(40, seed=9), "full", 150)
     order: list[str] = []  # ends of one, preemptions of all, and when the other begins
     preempt = Task.preempt
-    monkeypatch.setattr(Task, "preempt", lambda task: (order.append(f"preempt {task.tenant}"), preempt(task)))
+
+    def noted(task: Task) -> None:
+        order.append(f"preempt {task.tenant}")
+        preempt(task)
+
+    monkeypatch.setattr(Task, "preempt", noted)
     with scheduling(small) as scheduler:
         many = [
             job(scheduler.runner, tiny.prompt(40, seed=i), max_new_tokens=300 + 60 * i, tenant="a") for i in range(9)
