@@ -325,10 +325,11 @@ def _attend(
     q_XL = np.empty((_MOST_PANELS * head_dim // 2 + 1, LANES), np.float32)
     state, row_3X = np.empty((3, _MOST_PANELS * LANES), np.float32), np.empty((3, _MOST_PANELS * LANES), np.int64)
     nowhere = np.empty(head_dim, np.float32)
-    q, out, score, weight = _aligned(q_XL), _aligned(out_XL), _aligned(score_XL), _aligned(weight_XL)
     configure(())
     unit = take(phase_PX[1])
     while unit < num_heads * num_units:
+        # Asked for in each turn: numba frees an array behind the last line that names it.
+        q, out, score, weight = _aligned(q_XL), _aligned(out_XL), _aligned(score_XL), _aligned(weight_XL)
         head, first = unit // num_units, unit % num_units * most * LANES
         num_panels = min(most, -(-(num_rows - first) // LANES))
         filled = num_panels * LANES

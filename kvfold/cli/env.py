@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 def _cpu_kernels() -> str:
     import torch
 
-    from kvfold.core import HAS_AVX512_KERNELS, HAS_NUMBA
+    from kvfold.core import HAS_AVX512_KERNELS, HAS_NUMBA, has_amx_kernels
     from kvfold.models.cpu_linear import is_wanted
 
     blas = "MKL" if torch.backends.mkl.is_available() else "OpenBLAS or another"
@@ -66,6 +66,7 @@ def _cpu_kernels() -> str:
     what = "decode attention, quantising"
     what += ", matrix products of few rows, decoder layers" if is_wanted() else ""
     what += ", decode steps, prefill attention, cascade attention" if HAS_AVX512_KERNELS else ""
+    what += ", the same of bf16 models (AMX)" if has_amx_kernels() else ""
     return f"{what}; other matrix products by {blas} ({torch.backends.cpu.get_cpu_capability()})"
 
 
