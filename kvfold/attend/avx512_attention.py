@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from kvfold.attend.panel_call import Arguments, PanelCall
-from kvfold.attend.panels import COLUMN, emit_softmax, finish, locate
+from kvfold.attend.panels import COLUMN, UNROLLED, Softmax, finish, locate
 from kvfold.attend.stored_parts import IS_BF16, LENGTH, reads_head_dim
 from kvfold.pages.kernels.avx512 import (
     LANES,
@@ -85,7 +85,10 @@ def _emit_softmax(builder: Any, score: Any, count: Any, state: Any, scale: Any) 
         for i, weight in enumerate(weights):
             store(builder, weight, at(builder, place, builder.add(first, index(i)), index(LANES)))
 
-    emit_softmax(builder, score, count, state, scale, MOST_PANELS, put, is_whole=False)
+    whole = builder.and_(count, index(-UNROLLED))
+    turns = (UNROLLED, index(0), whole), (1, whole, count)
+    softmax = Softmax(builder, score, state, scale, MOST_PANELS)
+    softmax.end(softmax.weigh(turns, softmax.begin(turns), put))
 
 
 def _emit_copy(read: Callable[..., Any], size: int, builder: Any, source: Any, target: Any, head_dim: Any) -> None:

@@ -6,7 +6,7 @@ R rows of a KV head: query t of head g is row t * G + g
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from kvfold.pages.kernels.avx512 import (
     emitted,
     everywhere,
     exponential,
+    exponentials,
     fma,
     index,
     load,
@@ -30,66 +31,71 @@ from kvfold.pages.kernels.avx512 import (
 from kvfold.pages.kernels.cpu_jit import compiled
 
 COLUMN = 4 * LANES  # bytes
-_UNROLLED = 4  # slots of a turn of a loop
+UNROLLED = 4  # slots of a turn of a loop
+
+Turns = Sequence[tuple[int, Any, Any]]
 
 
 def _larger(builder: Any, found: Any, most: Any) -> Any:
     return builder.select(builder.fcmp_ordered(">", found, most), found, most)
 
 
-def emit_softmax(
-    builder: Any,
-    score: Any,
-    count: Any,
-    state: Any,
-    scale: Any,
-    most_panels: int,
-    put: Callable[[Any, list[Any]], None],
-    *,
-    is_whole: bool,
-) -> None:
-    """Scores of a panel become weights, 4 slots at a time, of which `put(first slot, weights)` takes care. `state`:
-    largest score, sum of weights, and what the output is to be scaled by, [3, panel, 16 rows]; `scale`: where it is;
-    `is_whole`: the count is a multiple of 4, else the last weights are put one by one."""
-    score, state = pointer(builder, score), pointer(builder, state)
-    most_at, sum_at, alpha_at = (at(builder, state, index(LANES * most_panels * i)) for i in range(3))
-    factor = spread(builder, builder.load(pointer(builder, scale)))
-    whole = count if is_whole else builder.and_(count, index(-_UNROLLED))
-    turns = [(_UNROLLED, index(0), whole)] if is_whole else [(_UNROLLED, index(0), whole), (1, whole, count)]
+class Softmax:
+    """Scores of a panel, [slot, 16 rows], become weights. `state`: largest score, sum of weights, and what the output
+    is to be scaled by, [3, panel, 16 rows]; `scale`: where it is."""
 
-    def scores(first: Any, number: int) -> list[Any]:
-        return [load(builder, at(builder, score, builder.add(first, index(i)), index(LANES))) for i in range(number)]
+    def __init__(self, builder: Any, score: Any, state: Any, scale: Any, most_panels: int) -> None:
+        self._builder, self._score = builder, pointer(builder, score)
+        self._places = [at(builder, pointer(builder, state), index(LANES * most_panels * i)) for i in range(3)]
+        self._factor = spread(builder, builder.load(pointer(builder, scale)))
 
-    def larger(first: Any, values: Any) -> list[Any]:
-        """In as many registers as values, slot after slot."""
-        return [_larger(builder, *pair) for pair in zip(scores(first, len(values)), values, strict=True)]
+    def begin(self, turns: Turns) -> Any:
+        """The sum of the weights before. `turns`: how many slots at a time, from which one to which."""
+        builder = self._builder
+        most_at, sum_at, alpha_at = self._places
 
-    before = load(builder, most_at)
-    maxima = [before] * _UNROLLED
-    for num_unrolled, begin, end in turns:
-        most, *others = loop(builder, begin, end, num_unrolled, maxima, larger)
-        for other in others:
-            most = _larger(builder, other, most)
-        maxima = [most]
-    shift = builder.fsub(everywhere(0.0), builder.fmul(most, factor))
-    # Exactly 1 where the largest score stays: a block of slots that a row does not see leaves it as it is.
-    alpha = exponential(builder, builder.fmul(builder.fsub(before, most), factor))
+        def larger(first: Any, values: Any) -> list[Any]:
+            """In as many registers as values, slot after slot."""
+            return [_larger(builder, *pair) for pair in zip(self._load(first, len(values)), values, strict=True)]
 
-    def weigh(first: Any, values: Any) -> list[Any]:
-        """Sums run over slots in order."""
-        (total,) = values
-        weights = [exponential(builder, fma(builder, x, factor, shift)) for x in scores(first, num_unrolled)]
-        put(first, weights)
-        for weight in weights:
-            total = builder.fadd(total, weight)
-        return [total]
+        before = load(builder, most_at)
+        maxima = [before] * turns[0][0]
+        for number, begin, end in turns:
+            most, *others = loop(builder, begin, end, number, maxima, larger)
+            for other in others:
+                most = _larger(builder, other, most)
+            maxima = [most]
+        self._shift = builder.fsub(everywhere(0.0), builder.fmul(most, self._factor))
+        # Exactly 1 where the largest score stays: a block of slots that a row does not see leaves it as it is.
+        self.alpha = exponential(builder, builder.fmul(builder.fsub(before, most), self._factor))
+        store(builder, most, most_at)
+        store(builder, self.alpha, alpha_at)
+        return builder.fmul(load(builder, sum_at), self.alpha)
 
-    totals = [builder.fmul(load(builder, sum_at), alpha)]
-    for num_unrolled, begin, end in turns:
-        totals = loop(builder, begin, end, num_unrolled, totals, weigh)
-    (total,) = totals
-    for values, place in ((most, most_at), (total, sum_at), (alpha, alpha_at)):
-        store(builder, values, place)
+    def weigh(self, turns: Turns, total: Any, put: Callable[[Any, list[Any]], None]) -> Any:
+        """`put(first slot, weights)` takes care of those of a turn; the sum with them, slot after slot."""
+        builder = self._builder
+        for number, begin, end in turns:
+
+            def turn(first: Any, values: Any, number: int = number) -> list[Any]:
+                (total,) = values
+                scores = [fma(builder, x, self._factor, self._shift) for x in self._load(first, number)]
+                weights = exponentials(builder, scores)
+                put(first, weights)
+                for weight in weights:
+                    total = builder.fadd(total, weight)
+                return [total]
+
+            (total,) = loop(builder, begin, end, number, [total], turn)
+        return total
+
+    def end(self, total: Any) -> None:
+        store(self._builder, total, self._places[1])
+
+    def _load(self, first: Any, number: int) -> list[Any]:
+        builder = self._builder
+        slots = (builder.add(first, index(i)) for i in range(number))
+        return [load(builder, at(builder, self._score, slot, index(LANES))) for slot in slots]
 
 
 def _emit_output(builder: Any, out: Any, total: Any, rows: Any, channel: Any) -> None:
@@ -113,13 +119,17 @@ def locate(addresses: Any, strides: Any, shape: Any, head: int, first: int, row_
     row_R, target_R, seen_R = row_3R[0], row_3R[1], row_3R[2]
     group, num_queries, num_slots, hidden = shape
     num_rows = group * num_queries
+    t, g = divmod(first, group)
     for i in range(len(row_R)):
-        t, g = divmod(min(first + i, num_rows - 1), group)
         row_R[i] = addresses[0] + 4 * (head * strides[0] + g * strides[1] + t * strides[2])
         target_R[i] = addresses[1] + 4 * (head * strides[3] + g * strides[4] + t * strides[5])
         seen_R[i] = num_slots - hidden * (num_queries - 1 - t)
         if first + i >= num_rows:
             target_R[i] = nowhere
+        elif first + i < num_rows - 1:
+            g += 1
+            if g == group:
+                t, g = t + 1, 0
 
 
 @compiled

@@ -202,20 +202,24 @@ _WHOLE_BITS = 12582912.0  # 1.5 * 2**23: a sum with it has the rounded number in
 
 def exponential(builder: Any, x: Any) -> Any:
     """e**x for x up to 0, as 2**n * e**r; 0 below -87, and NaN stays."""
-    bits = everywhere(_WHOLE_BITS)
-    is_normal = builder.fcmp_unordered(">=", x, everywhere(_LEAST))  # or NaN
-    safe = builder.select(is_normal, x, everywhere(_LEAST))
-    shifted = fma(builder, safe, everywhere(_LOG2E), bits)
-    n = builder.fsub(shifted, bits)
-    r = fma(builder, n, everywhere(-_LN2_HIGH), safe)
-    r = fma(builder, n, everywhere(-_LN2_LOW), r)
-    y = everywhere(_POLYNOMIAL[0])
-    for factor in _POLYNOMIAL[1:]:
-        y = fma(builder, y, r, everywhere(factor))
-    y = builder.fadd(fma(builder, builder.fmul(r, r), y, r), everywhere(1.0))
-    power = builder.shl(builder.bitcast(shifted, _WHOLE), ir.Constant(_WHOLE, [23] * LANES))
-    y = builder.bitcast(builder.add(builder.bitcast(y, _WHOLE), power), _ROW)
-    return builder.select(is_normal, y, everywhere(0.0))
+    return exponentials(builder, [x])[0]
+
+
+def exponentials(builder: Any, rows: Sequence[Any]) -> list[Any]:
+    """The same of some registers, step by step side by side: one alone waits for each of its steps."""
+    bits, zero = everywhere(_WHOLE_BITS), ir.Constant(_WHOLE, [0] * LANES)
+    # Normal numbers, or NaN; what the others come to does not count.
+    are_normal = [builder.fcmp_unordered(">=", x, everywhere(_LEAST)) for x in rows]
+    shifted = [fma(builder, x, everywhere(_LOG2E), bits) for x in rows]
+    n = [builder.fsub(x, bits) for x in shifted]
+    r = [fma(builder, a, everywhere(-_LN2_HIGH), x) for a, x in zip(n, rows, strict=True)]
+    r = [fma(builder, a, everywhere(-_LN2_LOW), x) for a, x in zip(n, r, strict=True)]
+    y = [everywhere(_POLYNOMIAL[0])] * len(rows)
+    for factor in (*_POLYNOMIAL[1:], 1.0, 1.0):
+        y = [fma(builder, a, x, everywhere(factor)) for a, x in zip(y, r, strict=True)]
+    powers = [builder.shl(builder.bitcast(x, _WHOLE), ir.Constant(_WHOLE, [23] * LANES)) for x in shifted]
+    sums = [builder.add(builder.bitcast(a, _WHOLE), power) for a, power in zip(y, powers, strict=True)]
+    return [builder.bitcast(builder.select(*pair, zero), _ROW) for pair in zip(are_normal, sums, strict=True)]
 
 
 def emitted(emit: Callable[..., None]) -> Any:
