@@ -23,7 +23,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from llvmlite import ir
 
 from kvfold.attend.amx_layout import SLOTS, further, lay_out, pack_queries
@@ -44,6 +43,7 @@ from kvfold.pages.kernels.avx512 import LANES, at, emitted, everywhere, index, l
 from kvfold.pages.kernels.cpu_jit import compiled, done, take, wait
 from kvfold.pages.kernels.cpu_threads import run_phases
 
+_ROOM_BYTES = 64 << 20  # for slots as tiles read them, or for those of one head
 _MOST_PANELS = 4  # of a unit
 _SCORE_BYTES = SLOTS * COLUMN  # of a panel
 _SLOTS_OF_TURN = 8
@@ -189,8 +189,8 @@ def _aligned(room: Any) -> int:
 
 @compiled
 def _read(num_panels: int, k: int, v: int, begin: int, count: int, own: Any, head_dim: int) -> None:
-    """A block of slots, of which there are whole tiles. `own`: the unit's queries, output, scores and weights, and its
-    sums, maxima and slots that rows see."""
+    """A block of slots, of which there are whole tiles. `own`: the unit's queries, output, scores that become
+    weights, its sums and maxima, and slots that rows see."""
     q, out, score, state, seen_R, scale = own
     for panel in range(0, num_panels, 2):
         arguments = q + 2 * LANES * panel * head_dim, k, score + panel * _SCORE_BYTES, count, head_dim
@@ -262,26 +262,35 @@ def _attend(
         for begin in range(0, end, SLOTS):
             count = -(-min(SLOTS, end - begin) // DEPTH) * DEPTH
             block = begin // SLOTS
-            _read(
-                num_panels,
-                k_HBSD[head, block].ctypes.data,
-                v_HBDS[head, block].ctypes.data,
-                begin,
-                count,
-                own,
-                head_dim,
-            )
+            k, v = k_HBSD[head, block].ctypes.data, v_HBDS[head, block].ctypes.data
+            _read(num_panels, k, v, begin, count, own, head_dim)
         finish(out, state, scale[0], target_R, head_dim, lse_HR[head, first : min(first + filled, num_rows)])
         unit = take(phase_PX[1])
     release(())
 
 
 def _run(arguments: Arguments, num_threads: int) -> None:
+    """Some heads at a time, as many as there is room for."""
     num_heads, _, _, num_slots, _, head_dim, _ = arguments.shape
-    room = torch.empty(2, num_heads, -(-num_slots // SLOTS), SLOTS * head_dim, dtype=torch.uint16).numpy()
-    k_HBSD = room[0].reshape(num_heads, -1, SLOTS, head_dim)
-    v_HBDS = room[1].reshape(num_heads, -1, head_dim, SLOTS)
-    run_phases(lambda phase_PX: _attend(*arguments, k_HBSD, v_HBDS, phase_PX), 2, num_threads)
+    num_blocks = -(-num_slots // SLOTS)
+    most = max(1, min(num_heads, _ROOM_BYTES // (4 * num_blocks * SLOTS * head_dim)))
+    room_2HX = np.empty((2, most, num_blocks * SLOTS * head_dim), np.uint16)
+    for first in range(0, num_heads, most):
+        mine = _of_heads(arguments, slice(first, min(first + most, num_heads)))
+        k_HX, v_HX = room_2HX[:, : mine.shape[0]]
+        k_HBSD = k_HX.reshape(-1, num_blocks, SLOTS, head_dim)
+        v_HBDS = v_HX.reshape(-1, num_blocks, head_dim, SLOTS)
+        run_phases(partial(_attend, *mine, k_HBSD, v_HBDS), 2, num_threads)
+
+
+def _of_heads(arguments: Arguments, heads: slice) -> Arguments:
+    between = arguments.strides[[0, 3]]  # fp32 numbers from head to head, of queries and of the output
+    return arguments._replace(
+        addresses=arguments.addresses + 4 * heads.start * between,
+        part_HP4=arguments.part_HP4[heads],
+        shape=(heads.stop - heads.start, *arguments.shape[1:]),
+        lse_HR=arguments.lse_HR[heads],
+    )
 
 
 def _reads_head_dim(head_dim: int) -> bool:
@@ -290,4 +299,3 @@ def _reads_head_dim(head_dim: int) -> bool:
 
 
 CALL = PanelCall(_run, _MOST_PANELS, _reads_head_dim)
-can_attend, attend, attend_parts = CALL.can_attend, CALL.attend, CALL.attend_parts

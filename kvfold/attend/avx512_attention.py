@@ -244,4 +244,3 @@ def _run(arguments: Arguments, num_threads: int) -> None:
 
 
 CALL = PanelCall(_run, MOST_PANELS, reads_head_dim)
-can_attend, attend, attend_parts = CALL.can_attend, CALL.attend, CALL.attend_parts

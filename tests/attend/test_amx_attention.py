@@ -21,8 +21,9 @@ from kvfold.core import has_amx_kernels
 if not has_amx_kernels():
     pytest.skip("needs AMX and numba", allow_module_level=True)
 
-from kvfold.attend.amx_attention import attend, attend_parts, can_attend
+from kvfold.attend.amx_attention import CALL
 
+attend, attend_parts, can_attend = CALL.attend, CALL.attend_parts, CALL.can_attend
 Inputs = tuple[Tensor, Tensor, Tensor]
 
 # Weights are rounded to bf16, each by up to 2**-9 of it; twice the largest error measured over these shapes.
@@ -169,6 +170,15 @@ def test_it_says_what_it_reads() -> None:
     assert not can_attend(q[..., :48], k[..., :48], v[..., :48], 0.1)
     assert not can_attend(q, k, v[..., :32], 0.1) and not can_attend(q, k, v, -0.1)
     assert not can_attend(q.bfloat16(), k, v, 0.1) and not can_attend(q.requires_grad_(), k, v, 0.1)
+
+
+def test_heads_for_which_there_is_no_room_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = inputs(5, 2, 40, 300, 64)
+    expected = attend(q, k, v, 0.3, causal=True)
+    for room in (1, 2 * 4 * 384 * 64):  # one head at a time, two
+        monkeypatch.setattr("kvfold.attend.amx_attention._ROOM_BYTES", room)
+        found = attend(q, k, v, 0.3, causal=True)
+        assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
 
 
 _AT_ONCE = """

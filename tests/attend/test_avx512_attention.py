@@ -17,8 +17,9 @@ from kvfold.core import HAS_AVX512_KERNELS
 if not HAS_AVX512_KERNELS:
     pytest.skip("needs AVX-512 and numba", allow_module_level=True)
 
-from kvfold.attend.avx512_attention import attend, attend_parts, can_attend
+from kvfold.attend.avx512_attention import CALL
 
+attend, attend_parts, can_attend = CALL.attend, CALL.attend_parts, CALL.can_attend
 Inputs = tuple[Tensor, Tensor, Tensor]
 
 
