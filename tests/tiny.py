@@ -77,8 +77,8 @@ def _common(num_layers: int = 3, **more: Any) -> dict[str, Any]:
     }
 
 
-def _grouped(**more: Any) -> dict[str, Any]:
-    return _common(num_key_value_heads=2, head_dim=16, **more)
+def _grouped(head_dim: int = 16, **more: Any) -> dict[str, Any]:
+    return _common(num_key_value_heads=2, head_dim=head_dim, **more)
 
 
 def _llama(**more: Any) -> Any:
@@ -131,7 +131,20 @@ def build(family: str = "llama", *, seed: int = 0) -> Any:
 
 def ready(family: str = "llama", *, seed: int = 0, capacity: int = 64 * 2**20, device: str = "cpu") -> Model:
     """A fresh model, attached, with an arena that counts in the smallest superblocks."""
-    hf = build(family, seed=seed).to(device)
+    return made_ready(build(family, seed=seed).to(device), family, capacity)
+
+
+def ready_bf16(seed: int = 0) -> Model:
+    """The same of a Llama in bf16 whose heads fill tiles of 32 channels."""
+    torch.manual_seed(seed)
+    model = _llama(head_dim=32).eval()
+    model.generation_config.eos_token_id = None
+    return made_ready(model.to(torch.bfloat16), "llama", 64 * 2**20)
+
+
+def made_ready(hf: Any, family: str, capacity: int) -> Model:
+    """A model, attached, as `ready` gives it."""
+    device = str(hf.device)
     attach(hf)
     set_arena(hf, Arena(capacity, device=device, superblock_bytes=4096))
     return wrap(hf, tokenizer(), name=family)

@@ -23,7 +23,7 @@ from kvfold.pages.sequence import SequenceCache
 from kvfold.policy.policy import Policy
 
 _PROMPT_LEN = 8
-_LONG_LENS = {"cpu": 100, "cuda": _PROMPT_LEN}  # more rows than a CPU's kernels of few rows take (models/cpu_linear.py)
+_LONG_LENS = {"cpu": 300, "cuda": _PROMPT_LEN}  # more rows than a CPU's kernels of few rows take (models/cpu_linear.py)
 _SEALED = 2  # sequences whose open blocks are sealed together, and then alone
 _NOTES = {
     "cpu": "preparing CPU kernels: seconds, or a minute or two where they are compiled, as at the first start",
@@ -69,7 +69,7 @@ def _batches(runner: Runner, max_running: int) -> list[int]:
 @torch.inference_mode()
 def _run(runner: Runner, policy: Policy, max_running: int) -> None:
     device = runner.arena.device.type
-    lens = [max(min(length, runner.spec.max_positions // 4), 2) for length in (_PROMPT_LEN, _LONG_LENS[device])]
+    lens = [max(min(length, runner.spec.max_positions // 2), 2) for length in (_PROMPT_LEN, _LONG_LENS[device])]
     prompt, long = ([i % runner.spec.vocab_size for i in range(length)] for length in lens)
     batches = _batches(runner, max_running)
     with ExitStack() as stack:

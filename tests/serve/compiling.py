@@ -1,6 +1,6 @@
 """A server in a process of its own that tells which kernels its requests have compiled, or read from disk.
 
-python -m tests.serve.compiling POLICY
+python -m tests.serve.compiling POLICY DTYPE
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvfold.serve.server import open_store, serve, service_of
 from kvfold.serve.settings import Settings
 from tests import tiny
 
-_LENS = (3, 40, 90, 90)  # of prompts; the last two begin alike
+_LENS = (3, 40, 90, 90, 600)  # of prompts, which begin alike; of the last, kernels multiply no more rows
 
 
 def kernels() -> dict[str, int]:
@@ -49,8 +49,8 @@ def _ask(port: int, out: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def main(policy: str) -> None:
-    model = tiny.ready("llama")
+def main(policy: str, dtype: str) -> None:
+    model = tiny.ready_bf16() if dtype == "bf16" else tiny.ready("llama")
     before = model.arena.used_bytes
     with service_of(model, policy, Settings(("tiny",)), open_store(model, host_bytes=16 << 20)) as service:
 
@@ -62,4 +62,4 @@ def main(policy: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -17,9 +17,10 @@ from tests import tiny
 
 
 @pytest.mark.skipif(not HAS_NUMBA, reason="numba is not installed")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("policy", ["full", "keydiff + 4x + int4"])
-def test_requests_compile_nothing(policy: str) -> None:
-    command = [sys.executable, "-m", "tests.serve.compiling", policy]
+def test_requests_compile_nothing(policy: str, dtype: str) -> None:
+    command = [sys.executable, "-m", "tests.serve.compiling", policy, dtype]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.stdout, done.stderr
     found = json.loads(done.stdout)
