@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
-from kvfold.attend.panel_call import PanelCall, panel_call
+from kvfold.attend.cpu_attention import cpu_attention
+from kvfold.attend.panel_call import PanelCall
 from kvfold.core import HAS_AVX512_KERNELS, HAS_TRITON
 
 # cuDNN builds a plan for each new shape, some 30 ms; a short query would not win that back.
@@ -95,7 +96,7 @@ def _compiled(
     prompt's last tokens, however few, are to get the same bits over a stored prefix."""
     if not HAS_AVX512_KERNELS or not (causal or q_HGTD.shape[1:3].numel() >= _FEWEST_LANES):
         return None
-    found = panel_call(q_HGTD.shape[-1], is_bf16)
+    found = cpu_attention(q_HGTD.shape[-1], is_bf16)
     return found if found.can_attend(q_HGTD, k_HSD, v_HSD, scale) else None
 
 

@@ -15,21 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvfold.attend.stored_parts import LENGTH, Parts, part_of
-from kvfold.core import has_amx_kernels
 
 _LANES = 16
-
-
-def panel_call(head_dim: int, is_bf16: bool) -> PanelCall:
-    """The kernel for such heads on a CPU with AVX-512. `is_bf16`: it may round queries, keys and values to bf16."""
-    if is_bf16 and has_amx_kernels():
-        from kvfold.attend import amx_attention
-
-        if amx_attention.CALL.reads_head_dim(head_dim):
-            return amx_attention.CALL
-    from kvfold.attend import avx512_attention
-
-    return avx512_attention.CALL
 
 
 class Arguments(NamedTuple):

@@ -1,7 +1,7 @@
 """Cascade attention of a decode step on a CPU: sequences that share a prefix read its slots together.
 
 A step is bound by the slots that it reads. The segments of a cached prefix are one for all sequences that share it, so
-their queries are read against it as the rows of one call (attend/panel_call.py), and the rest of each sequence is
+their queries are read against it as the rows of one call (attend/cpu_attention.py), and the rest of each sequence is
 read on its own. Both are joined by their log-sum-exp.
 
     B sequences of a step   b those of a group   H KV heads   G query heads per KV head   Q query heads   D head dim
@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvfold.attend.panel_call import panel_call
+from kvfold.attend.cpu_attention import cpu_attention
 from kvfold.attend.stored_parts import StoredParts, reads_head_dim, stored_parts
 from kvfold.core import HAS_AVX512_KERNELS
 from kvfold.pages.places import Ints
@@ -46,7 +46,7 @@ class Group:
         q_bQD = torch.from_numpy(q_BQD.numpy()[self.index_b])
         q_HGbD = q_bQD.view(len(self.index_b), *out_BHGD.shape[1:]).permute(1, 2, 0, 3)
         between = (q_BQD.shape[-1],) * 2
-        call = panel_call(q_BQD.shape[-1], self.is_bf16)
+        call = cpu_attention(q_BQD.shape[-1], self.is_bf16)
         shared_HGbD, shared_HGb = call.attend_parts(q_HGbD, self.layers[layer].part_HP4, scale, between, causal=False)
         shared_bHGD, shared_bHG = shared_HGbD.permute(2, 0, 1, 3).numpy(), shared_HGb.permute(2, 0, 1).numpy()
         out_bHGD, lse_bHG = out_BHGD[self.index_b], lse_BHG[self.index_b]

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvfold.attend.cpu_attention import cpu_attention
 from kvfold.attend.lse_merge import LseMerge, attend, compute_dtype
 from kvfold.attend.paged import merge_paged
-from kvfold.attend.panel_call import panel_call
 from kvfold.attend.stored_parts import StoredParts, part_of, reads_head_dim, stored_parts
 from kvfold.codec.base import SIDES
 from kvfold.compression.full_prompt import FullPrompt
@@ -389,5 +389,5 @@ def merge_behind_stored(
     new_HP4 = part_of(buffer.k_HTD[:, : buffer.filled], buffer.v_HTD[:, : buffer.filled])
     part_HP4 = np.concatenate((stored.part_HP4, new_HP4), axis=1)
     between = buffer.k_HTD.stride(1), buffer.v_HTD.stride(1)
-    call = panel_call(q_HGTD.shape[-1], is_bf16)
+    call = cpu_attention(q_HGTD.shape[-1], is_bf16)
     merge.add(slice(0, q_HGTD.shape[0]), *call.attend_parts(q_HGTD, part_HP4, scale, between, causal=True))

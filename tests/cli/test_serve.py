@@ -82,7 +82,7 @@ def test_options_become_settings(tmp_path: Path) -> None:
 def test_bad_options_are_told_before_a_model_is_loaded(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["serve", "--model", "does-not-exist", *words]) == 2
+    assert main(["serve", "--model", "does-not-exist", "--port", "0", *words]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -131,7 +131,7 @@ def test_without_the_extra_the_command_to_install_it_is_told(
 ) -> None:
     monkeypatch.delitem(sys.modules, "kvfold.serve.server", raising=False)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert main(["serve", "--model", "does-not-exist"]) == 2
+    assert main(["serve", "--model", "does-not-exist", "--port", "0"]) == 2
     assert "the server needs uvicorn; run: pip install 'kvfold[serve]'" in capsys.readouterr().err
 
 
@@ -140,7 +140,7 @@ def test_without_zeromq_the_command_to_install_it_is_told(
 ) -> None:
     monkeypatch.delitem(sys.modules, "kvfold.store.kv_events.publisher", raising=False)
     monkeypatch.setitem(sys.modules, "zmq", None)
-    assert main(["serve", "--model", "does-not-exist", "--kv-events", "ipc:///tmp/events"]) == 2
+    assert main(["serve", "--model", "does-not-exist", "--port", "0", "--kv-events", "ipc:///tmp/events"]) == 2
     assert "KV events need zmq; run: pip install 'kvfold[events]'" in capsys.readouterr().err
 
 

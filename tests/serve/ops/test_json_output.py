@@ -73,7 +73,7 @@ def test_a_failure_is_one_line_with_its_traceback(capsys: pytest.CaptureFixture[
 
 def test_a_refusal_of_the_command_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("uvicorn")
-    words = ["serve", "--log", "json", "--model", "does-not-exist", "--redis", "redis://localhost"]
+    words = ["serve", "--log", "json", "--model", "does-not-exist", "--port", "0", "--redis", "redis://localhost"]
     assert main(words) == 2
     out, err = capsys.readouterr()
     (warned, sign), (_, loading), (failed, reason) = _events(err)
