@@ -19,7 +19,7 @@ from kvfold.models.cpu_layer import CompiledLayer
 from kvfold.models.loader import Model, wrap
 from kvfold.passes.decode import DecodePass
 from kvfold.policy.policy import Policy
-from tests.tiny import prompt, ready
+from tests.tiny import prompt, ready, ready_bf16
 
 if not has_amx_kernels():
     pytest.skip("needs AMX and numba", allow_module_level=True)
@@ -88,6 +88,18 @@ def test_replies_are_as_exact_as_transformers(
     plain = replies(model, lens, tokens)
     assert 0 < error(found, truth) <= 1.2 * error(plain, truth)
     assert all(type(module) is not CompiledLayer for module in model.hf.modules())
+
+
+def test_a_prompt_behind_a_chunk_gives_the_bits_of_one_that_is_read_at_once() -> None:
+    """By AMX tiles, over a prefix where it is stored or over the buffer of the pass."""
+    model = ready_bf16()
+    runner = Runner(model.hf, model.spec, model.arena, chunk_len=288)
+    whole, later = (runner.new_sequence(Policy.parse("full")) for _ in range(2))
+    expected = runner.prefill([whole], [prompt(300)])
+    runner.prefill([later], [prompt(300)[:288]])
+    assert torch.equal(runner.prefill([later], [prompt(300)[288:]]), expected)
+    for sequence in (whole, later):
+        sequence.release()
 
 
 def test_a_step_gives_the_bits_of_one_that_goes_layer_by_layer(
