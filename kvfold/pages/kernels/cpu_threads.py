@@ -21,35 +21,48 @@ Counter = NDArray[np.int64]
 _COUNTERS = 8  # of a phase: parts that were taken and that are done, and the rest of a cache line
 
 
+class _Run:
+    """A piece of work for a thread."""
+
+    def __init__(self, work: Work, begin: int, end: int) -> None:
+        self._work, self._begin, self._end = work, begin, end
+        self.is_started = self.is_over = False
+        self.error: BaseException | None = None
+        self.over = Lock()
+        self.over.acquire()
+
+    def go(self) -> None:
+        try:
+            self._work(self._begin, self._end)
+        except BaseException as error:
+            self.error = error
+        del self._work  # and what it refers to
+
+
 class _Worker:
-    """A thread that runs one piece of work at a time."""
+    """A thread that runs one piece of work at a time, and is idle again before it tells that the piece is over."""
 
     def __init__(self) -> None:
-        self._wake, self._done = Lock(), Lock()
+        self._wake = Lock()
         self._wake.acquire()
-        self._done.acquire()
-        self._error: BaseException | None = None
-        Thread(target=self._run, name="kvfold-cpu", daemon=True).start()
+        self._run: _Run | None = None
+        Thread(target=self._loop, name="kvfold-cpu", daemon=True).start()
 
-    def begin(self, work: Work, begin: int, end: int) -> None:
-        self._work, self._begin, self._end = work, begin, end
+    def start(self, run: _Run) -> None:
+        self._run = run
+        run.is_started = True
         self._wake.release()
 
-    def wait(self) -> BaseException | None:
-        """What the work raised, once it is over."""
-        self._done.acquire()
-        error, self._error = self._error, None
-        return error
-
-    def _run(self) -> None:
+    def _loop(self) -> None:
         while True:
             self._wake.acquire()
-            try:
-                self._work(self._begin, self._end)
-            except BaseException as error:
-                self._error = error
-            del self._work  # and what it refers to
-            self._done.release()
+            run, self._run = self._run, None
+            assert run is not None
+            run.go()
+            _idle.append(self)
+            run.is_over = True
+            run.over.release()
+            del run
 
 
 _idle: list[_Worker] = []
@@ -64,17 +77,32 @@ def _worker() -> _Worker:
 
 
 def run_shared(work: Work, cuts: Sequence[int]) -> None:
-    """work(begin, end) between neighbours of `cuts`, each in a thread, the first in this one; returns when all have."""
+    """work(begin, end) between neighbours of `cuts`, each in a thread, the first in this one; returns when all have.
+
+    Kernels write to memory by its address, so nothing may go on, and free it, before all are over: not even what a
+    signal raises here. Python looks for signals behind calls and when it jumps back, that is within the inner `try`.
+    """
     first, *others = pairwise(cuts)
-    workers = [_worker() for _ in others]
-    for worker, mine in zip(workers, others, strict=True):
-        worker.begin(work, *mine)
+    runs: list[_Run] = []
+    waiting: list[_Run] = []
+    interrupt: BaseException | None = None
     try:
+        for mine in others:
+            run = _Run(work, *mine)
+            runs.append(run)
+            waiting.append(run)
+            _worker().start(run)
         work(*first)
     finally:
-        errors = [worker.wait() for worker in workers]
-        _idle.extend(workers)
-    for error in errors:
+        while waiting:
+            try:
+                run = waiting[-1]
+                if run.is_started and not run.is_over:
+                    run.over.acquire()
+                waiting.pop()
+            except BaseException as raised:
+                interrupt = raised
+    for error in (interrupt, *(run.error for run in runs)):
         if error is not None:
             raise error
 

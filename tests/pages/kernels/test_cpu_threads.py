@@ -4,7 +4,12 @@ own."""
 from __future__ import annotations
 
 import os
+import random
+import signal
 import threading
+import time
+from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -50,6 +55,37 @@ def test_work_may_share_work() -> None:
     done: list[int] = []
     run_shared(lambda *_: run_shared(lambda begin, end: done.append(begin), range(3)), range(3))
     assert sorted(done) == [0, 0, 1, 1]
+
+
+def test_a_signal_is_raised_when_all_have_ended() -> None:
+    """Wherever it comes: kernels write to memory that the caller frees."""
+    running, delays = Counter[int](), random.Random(0)
+
+    def work(begin: int, _: int) -> None:
+        running[begin] += 1
+        time.sleep(0.002)
+        running[begin] -= 1
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before, num_threads, num_raised = signal.signal(signal.SIGALRM, interrupt), threading.active_count(), 0
+    try:
+        for _ in range(200):
+            running.clear()
+            with suppress(KeyboardInterrupt):  # one that comes late
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, delays.uniform(1e-4, 4e-3))
+                    run_shared(work, range(4))
+                except KeyboardInterrupt:
+                    num_raised += 1
+                    assert not any(running[begin] for begin in (1, 2))  # 0 is this thread's
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert num_raised > 20
+    assert threading.active_count() <= num_threads + 4, "workers are idle again"
 
 
 def test_a_fork_has_threads_of_its_own() -> None:
