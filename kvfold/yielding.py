@@ -2,7 +2,7 @@
 
 A computation that may be interrupted calls `yield_point()` between its parts. Nothing happens unless its thread has a
 `switch`, which may run other work before it returns, or raise to end the computation. Changes to the model go through
-`patched`; a switch runs other work `unpatched`, so that it finds the model unchanged.
+`patched`, and its lock is `held`; a switch runs other work `unpatched`, so that it finds the model unchanged and free.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import RLock
 from typing import NamedTuple
 
-Act = Callable[[], None]
+Act = Callable[[], object]
 Switch = Callable[[bool], None]  # whether it may raise
 
 
@@ -58,6 +59,17 @@ def patched(apply: Act, undo: Act) -> Iterator[None]:
     finally:
         _here.patches.pop()
         undo()
+
+
+@contextmanager
+def held(lock: RLock) -> Iterator[None]:
+    """The lock, except while the thread is `unpatched`: work that runs meanwhile may need what it guards."""
+    with lock:
+        _here.patches.append(_Patch(lock.acquire, lock.release))
+        try:
+            yield
+        finally:
+            _here.patches.pop()
 
 
 @contextmanager

@@ -8,9 +8,10 @@ then scores and evicts before the next layer runs. `between_chunks` policies run
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from threading import RLock
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from kvfold.engine.layer_major import Progress, default_chunk_len, passes
 from kvfold.engine.replay import ReplayRunner
 from kvfold.engine.verify import Verified, commit_run
 from kvfold.errors import InputError
-from kvfold.models.attach import maskless
+from kvfold.models.attach import ModuleState, maskless
 from kvfold.models.sentences import check_sentences, note_sentences
 from kvfold.models.spec import output_head
 from kvfold.pages.arena import Arena
@@ -34,6 +35,23 @@ from kvfold.passes.decode import DecodePass
 from kvfold.passes.prefill import PrefillPass
 from kvfold.policy.policy import Policy
 from kvfold.policy.size import Percent
+from kvfold.yielding import held
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_locks: ModuleState[Any] = ModuleState("lock")
+
+
+def _exclusive(method: Callable[P, R]) -> Callable[P, R]:
+    """One call of a model at a time, whatever thread makes it: its layers are replaced and wrapped meanwhile."""
+
+    @wraps(method)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        runner: Any = args[0]
+        with held(runner._lock):
+            return method(*args, **kwargs)
+
+    return run
 
 
 class Runner:
@@ -55,6 +73,7 @@ class Runner:
         self.hf = hf
         self.spec = spec
         self.arena = arena
+        self._lock = _locks.made(hf, RLock)
         self.chunk_len = default_chunk_len(spec, arena.device) if chunk_len is None else chunk_len
         is_cuda = arena.device.type == "cuda"
         self.joined_len = self.chunk_len if joins or is_cuda else 0  # tokens of several prompts in one call of a layer
@@ -71,6 +90,7 @@ class Runner:
         check_sentences(self.hf, policy)
         return SequenceCache(self.arena, self.spec, policy, config or PageConfig())
 
+    @_exclusive
     @torch.inference_mode()
     def prefill(
         self,
@@ -100,6 +120,7 @@ class Runner:
                 forget_prompt(sequence)
         return torch.stack([row for row in logits if row is not None]).float()
 
+    @_exclusive
     @torch.inference_mode()
     def prefill_many(
         self, sequences: Sequence[SequenceCache], tokens: Sequence[int], *, progress: Progress | None = None
@@ -129,6 +150,7 @@ class Runner:
                 logits[i] = out[0].float()
         return torch.stack([logits[i] for i in range(len(sequences))])
 
+    @_exclusive
     @torch.inference_mode()
     def logprobs(
         self, sequence: SequenceCache, tokens: Sequence[int], *, compress: bool = True, progress: Progress | None = None
@@ -152,6 +174,7 @@ class Runner:
             forget_prompt(sequence)
         return torch.cat(found)
 
+    @_exclusive
     @torch.inference_mode()
     def decode(
         self, sequences: Sequence[SequenceCache], tokens: Sequence[int], *, commit: Sequence[bool] | None = None
@@ -177,6 +200,7 @@ class Runner:
         """The most tokens of a sequence that are worth verifying in one pass."""
         return sys.maxsize if self.graphs is None else self.graphs.most_tokens(sequence)
 
+    @_exclusive
     @torch.inference_mode()
     def verify(self, sequences: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]) -> list[Verified]:
         """Several tokens for each sequence, the last sampled one and a draft of what may follow, in one pass.
@@ -197,6 +221,7 @@ class Runner:
         rows = rows_NV.split(step.num_tokens)
         return [Verified(step, index, logits_TV) for index, logits_TV in enumerate(rows)]
 
+    @_exclusive
     @torch.inference_mode()
     def launch(self, sequences: Sequence[SequenceCache], token_B: Tensor) -> Tensor:
         """Launch a step on one device-side token for each sequence, without host synchronisation.

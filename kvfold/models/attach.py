@@ -9,10 +9,11 @@ tokenizer) lives in one attribute of it and is freed with it; copies and pickles
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from threading import RLock
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 from weakref import ref
 
@@ -48,6 +49,9 @@ class _State:
         return _State, ()
 
 
+_creating = RLock()
+
+
 class ModuleState(Generic[T]):
     """One named value per module."""
 
@@ -64,6 +68,12 @@ class ModuleState(Generic[T]):
 
     def clear(self, module: Any) -> None:
         _values(module).pop(self._name, None)
+
+    def made(self, module: Any, make: Callable[[], T]) -> T:
+        """The value, made if there is none; of threads that ask at once, by one."""
+        with _creating:
+            found = self.get(module)
+            return self.set(module, make()) if found is None else found
 
 
 def _values(module: Any) -> dict[str, Any]:

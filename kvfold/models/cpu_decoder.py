@@ -62,6 +62,15 @@ class Parts(NamedTuple):
         return self.qkv.dtype
 
     @property
+    def fits(self) -> bool:
+        """Whether what a part gives is as wide as what the next one takes: kernels do not look."""
+        (q, *kv), (out,), gated, (down,) = (group.shapes for group in self[4:])
+        size, head_dim = self.before.weight.numel(), self.attention.head_dim
+        inputs = {size, self.after.weight.numel(), out[0], down[0], *(shape[1] for shape in (q, *kv, *gated))}
+        are_heads = all(num_outputs % head_dim == 0 for num_outputs, _ in (q, *kv)) and len(set(kv)) == 1
+        return inputs == {size} and are_heads and out[1] == q[0] and {shape[0] for shape in gated} == {down[1]}
+
+    @property
     def can_fuse(self) -> bool:
         """Whether parts of outputs are whole blocks, and none but QKV have biases."""
         kernel, groups = gemm(self.dtype), (self.out, self.gate_up, self.down)

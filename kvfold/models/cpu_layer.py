@@ -85,7 +85,8 @@ class CompiledLayer(nn.Module):
         is_usual = kwargs.get("attention_mask") is None and not kwargs.get("output_attentions")
         if not (is_usual and isinstance(cache, ForwardCache) and angles is not None and is_served(hidden_states)):
             return self.plain(hidden_states, **kwargs)
-        if angles[0].shape[-1] != self.parts.attention.head_dim or hidden_states.dtype != self.parts.dtype:
+        parts, (size, dtype) = self.parts, (hidden_states.shape[-1], hidden_states.dtype)
+        if angles[0].shape[-1] != parts.attention.head_dim or (size, dtype) != (len(parts.before.weight), parts.dtype):
             return self.plain(hidden_states, **kwargs)
         if cache.has_run:  # with the first layer
             return hidden_states
@@ -183,7 +184,7 @@ def layer_exchanges(hf: Any) -> list[Exchange]:
     for name, module in parent._modules.items():
         layer = module.plain if isinstance(module, CompiledLayer) else module  # another thread may have exchanged it
         parts = parts_of(layer)
-        if parts is not None and _agree(layer, replacement := CompiledLayer(layer, parts)):
+        if parts is not None and parts.fits and _agree(layer, replacement := CompiledLayer(layer, parts)):
             found.append(Exchange(parent, name, layer, replacement))
     if len(found) == len(parent) == hf.base_model.config.num_hidden_layers:
         compiled: list[Any] = [exchange.fused for exchange in found]

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -35,10 +35,11 @@ _TOGETHER: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate
 
 
 class Gemm(NamedTuple):
-    """Products of few rows: rows and outputs that it takes at once, the fewest inputs and what they are a multiple of,
-    and the most rows, beyond which BLAS comes close. `products(pack(x_NK), w_OK, y_NO, begin, end)` computes blocks of
-    outputs."""
+    """Products of few rows: the fewest, and the most, beyond which BLAS comes close; rows and outputs that it takes at
+    once; the fewest inputs and what they are a multiple of. `products(pack(x_NK), w_OK, y_NO, begin, end)` computes
+    blocks of outputs."""
 
+    fewest_rows: int
     rows: int
     outputs: int
     fewest_inputs: int
@@ -80,19 +81,19 @@ def gemm(dtype: torch.dtype) -> Gemm | None:
 def amx_gemm() -> Gemm:
     from kvfold.models import amx_gemm as kernel
 
-    return Gemm(16, 32, 32, 32, 256, kernel.packed, kernel.products)
+    return Gemm(1, 16, 32, 32, 32, 256, kernel.packed, kernel.products)
 
 
 @cache
 def avx512_gemm() -> Gemm:
     from kvfold.models import avx512_gemm as kernel
 
-    return Gemm(16, 8, 16, 1, 96, kernel.packed, kernel.products)
+    return Gemm(2, 16, 8, 16, 1, 96, kernel.packed, kernel.products)
 
 
 @cache
 def dot_gemm() -> Gemm:
-    return Gemm(4, 4, 1, 1, 64, lambda x_NK: x_NK, kernels().products)
+    return Gemm(2, 4, 4, 1, 1, 64, lambda x_NK: x_NK, kernels().products)
 
 
 def padded_rows(x: Tensor, dtype: torch.dtype) -> Floats:
@@ -107,12 +108,13 @@ def padded_rows(x: Tensor, dtype: torch.dtype) -> Floats:
 def is_few(x: Tensor) -> bool:
     """Whether kernels multiply so many rows."""
     kernel = gemm(x.dtype)
-    return kernel is not None and 1 < num_rows(x) <= kernel.most_rows
+    return kernel is not None and kernel.fewest_rows <= num_rows(x) <= kernel.most_rows
 
 
 def is_served(x: Tensor) -> bool:
-    """Whether there are kernels for these rows."""
-    return num_rows(x) > 1 and gemm(x.dtype) is not None
+    """Whether there are kernels for these rows, or for what stands between products of more."""
+    kernel = gemm(x.dtype)
+    return kernel is not None and num_rows(x) >= kernel.fewest_rows
 
 
 def weights_of(linear: nn.Linear) -> Weights:
@@ -128,7 +130,7 @@ class Group:
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         self.linears = list(linears)
         self.held: tuple[Tensor, list[Tensor]] | None = None
-        self._addresses: list[int] = []
+        self._kept: list[tuple[Any, ...]] = []  # which memory the arrays are
         self._arrays: list[Weights] = []
         self._num_outputs = sum(linear.out_features for linear in self.linears)
 
@@ -136,11 +138,17 @@ class Group:
     def dtype(self) -> torch.dtype:
         return self.linears[0].weight.dtype
 
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Outputs and inputs of each layer."""
+        return [tuple(linear.weight.shape) for linear in self.linears]
+
     def arrays(self) -> list[Weights]:
         """The weights for kernels, which are the layers' own memory."""
-        addresses = [linear.weight.data_ptr() for linear in self.linears]
-        if addresses != self._addresses:
-            self._addresses, self._arrays = addresses, list(map(weights_of, self.linears))
+        weights = [linear.weight for linear in self.linears]
+        now = [(weight.data_ptr(), weight.shape, weight.dtype) for weight in weights]
+        if now != self._kept:
+            self._kept, self._arrays = now, list(map(weights_of, self.linears))
         return self._arrays
 
     def output(self, index: int, x: Tensor) -> Tensor:
@@ -194,10 +202,10 @@ class FewRows(nn.Module):
 
     def __init__(self, plain: nn.Linear, group: Group, index: int) -> None:
         super().__init__()
-        self.plain, self.group, self.index = plain, group, index
+        self.plain, self.group, self.index, self.dtype = plain, group, index, plain.weight.dtype
 
     def forward(self, x: Tensor) -> Tensor:
-        if is_few(x):
+        if is_few(x) and x.shape[-1] == self.plain.weight.shape[1]:
             return self.group.output(self.index, x)
         out: Tensor = self.plain(x)
         return out
@@ -220,8 +228,9 @@ def few_rows(hf: Any) -> Iterator[None]:
 
 def _is_valid(exchange: Exchange) -> bool:
     """False if the module was replaced or changed since; another thread may have exchanged it now."""
-    found = exchange.parent._modules[exchange.name]
-    return (found is exchange.plain or found is exchange.fused) and _can_run(exchange.plain)
+    found, fused = exchange.parent._modules[exchange.name], cast(FewRows, exchange.fused)
+    plain = fused.plain
+    return (found is plain or found is fused) and _can_run(plain) and plain.weight.dtype == fused.dtype
 
 
 def _can_run(linear: Any) -> bool:

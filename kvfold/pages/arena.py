@@ -16,6 +16,7 @@ from bisect import bisect_left, insort
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from threading import RLock
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -49,6 +50,7 @@ class Arena:
         self._free: list[FreeRun] = [(0, self.num_superblocks)]
         self._num_free = self.num_superblocks
         self.peak_bytes = 0
+        self._lock = RLock()  # of sessions in several threads; a finalizer may free within an allocation
         self._interned: dict[Any, Any] = {}
         self.derived: dict[Any, Any] = {}  # by sequences: what all of one policy have
 
@@ -83,6 +85,10 @@ class Arena:
         """Spans with at least num_pages pages in all: one if a run is long enough (`whole`: one or none), else the
         largest runs there are. Raises OutOfPages, with nothing allocated, if they do not fit.
         """
+        with self._lock:
+            return self._allocate(page_class, num_pages, whole)
+
+    def _allocate(self, page_class: PageClass, num_pages: int, whole: bool) -> list[Span]:
         spans: list[Span] = []
         missing = num_pages
         while missing > 0:
@@ -103,8 +109,9 @@ class Arena:
 
     def free(self, span: Span) -> None:
         """Free a span; adjacent free runs are joined."""
-        _free_run(self._free, span.start, span.num_superblocks)
-        self._num_free += span.num_superblocks
+        with self._lock:
+            _free_run(self._free, span.start, span.num_superblocks)
+            self._num_free += span.num_superblocks
 
     def _allocate_run(self, page_class: PageClass, num_pages: int) -> Span | None:
         """A span of num_pages or, where no run is that long, of the longest run; its superblocks are filled up."""

@@ -126,6 +126,15 @@ def test_weights_of_another_type_are_seen(runs: dict[str, int]) -> None:
     assert not any(runs.values()), "there are no kernels for fp16"
 
 
+def test_one_reply_alone_gives_the_bits_of_many(runs: dict[str, int]) -> None:
+    model, _ = models("llama")
+    tokens = torch.arange(STEPS * 2).view(STEPS, 2)
+    both = replies(model, [20, 20], tokens)
+    runs |= dict.fromkeys(runs, 0)
+    assert torch.equal(replies(model, [20], tokens[:, :1]), both[:, :1])
+    assert runs["steps"] == STEPS
+
+
 def bits(x: Tensor) -> Any:
     return x.view(torch.uint16).numpy()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -14,7 +15,7 @@ from kvfold.engine.runner import Runner
 from kvfold.models import cpu_linear
 from kvfold.models.cpu_decoder import Decoder
 from kvfold.models.cpu_layer import CompiledLayer, compiled_layers
-from kvfold.models.cpu_linear import few_rows
+from kvfold.models.cpu_linear import FewRows, few_rows
 from kvfold.models.loader import Model, wrap
 from kvfold.passes.prefill import PrefillPass
 from kvfold.policy.policy import Policy
@@ -87,6 +88,54 @@ def test_a_bias_that_a_layer_is_given_later_counts(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(cpu_linear, "is_wanted", lambda: False)
     torch.testing.assert_close(found, replies(model, 3, 2), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(found[0], before[0], atol=1e-2)
+
+
+def _narrow_norm(layer: Any) -> None:
+    layer.input_layernorm.weight.data = layer.input_layernorm.weight.data[:1] * 2  # it is broadcast
+
+
+def _cut_mlp(layer: Any) -> None:
+    """Where the weights are, so that they begin at the same address."""
+    for name in ("gate_proj", "up_proj"):
+        getattr(layer.mlp, name).weight.data = getattr(layer.mlp, name).weight.data[:64]
+    layer.mlp.down_proj.weight.data = layer.mlp.down_proj.weight.data[:, :64].contiguous()
+
+
+@pytest.mark.parametrize("change", [_narrow_norm, _cut_mlp])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_weights_that_change_their_shape_between_steps_count(
+    family: str, change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = ready(family)
+    model = wrap(deepcopy(shared.hf), shared.tokenizer)
+    replies(model, 3, 2)
+    for layer in model.hf.base_model.layers:
+        change(layer)
+    found = replies(model, 3, 2)
+    monkeypatch.setattr(cpu_linear, "is_wanted", lambda: False)
+    torch.testing.assert_close(found, replies(model, 3, 2), rtol=1e-4, atol=1e-4)
+
+
+def test_inputs_that_weights_do_not_fit_are_pytorchs_error() -> None:
+    shared = ready("llama")
+    model = wrap(deepcopy(shared.hf), shared.tokenizer)
+    replies(model, 3, 2)
+    for layer in model.hf.base_model.layers:
+        for name in ("gate_proj", "up_proj"):
+            getattr(layer.mlp, name).weight.data = getattr(layer.mlp, name).weight.data[:64].clone()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        replies(model, 3, 2)
+
+
+def test_one_layer_of_a_group_in_another_type_is_left_alone() -> None:
+    model = ready("llama").hf
+    attention: Any = model.base_model.layers[0].self_attn
+    with few_rows(model):
+        assert type(attention.k_proj) is FewRows
+    attention.k_proj.to(torch.bfloat16)
+    with few_rows(model):
+        kinds = [type(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj")]
+    assert FewRows not in kinds
 
 
 def test_long_prompts_say_the_same(runs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
