@@ -12,6 +12,7 @@ round asks about new documents, by the same chat completions, greedy, each as lo
     hit       the same for another question on the same document, whose tokens the server has in its prefix cache
     burst     requests per second, where several at once ask about one new document
     decode    tokens per second of several replies at once to short prompts, their prefill included
+    single    the same of one reply alone
 
 Figures are medians over rounds. A hit is asked for as soon as the cold prompt has been answered. Four rounds of three
 servers take ten minutes on two idle cores; what else runs on the machine is measured, too.
@@ -44,7 +45,7 @@ from benchmarks.server.vllm_process import preloaded, vllm_served, vllm_version
 from kvfold.models.loader import load_tokenizer
 from kvfold.policy.policy import Policy
 
-MEASURES = ("cold_s", "hit_s", "burst_per_s", "decode_per_s")
+MEASURES = ("cold_s", "hit_s", "burst_per_s", "decode_per_s", "single_per_s")
 _POLICIES = "full,keydiff + 4x + int4"
 _BESIDE = 512  # tokens of a prompt beside its document, and of its reply
 _PAUSE_S = 2.0  # for background writes of the server that was asked before
@@ -128,7 +129,12 @@ def ask_replies(server: OpenAIServer, make: Callable[[str, int], str], number: i
     return {"decode_per_s": sum(answer.num_output for answer in found) / seconds}
 
 
-_PARTS = (ask_document, ask_burst, ask_replies)
+def ask_single(server: OpenAIServer, make: Callable[[str, int], str], number: int, args: argparse.Namespace) -> Row:
+    found, seconds = server.ask_all([Asked(make(f"Postcard {number}", args.short), "Go on.", args.decode)])
+    return {"single_per_s": sum(answer.num_output for answer in found) / seconds}
+
+
+_PARTS = (ask_document, ask_burst, ask_replies, ask_single)
 
 
 def rounds(args: argparse.Namespace) -> Iterator[dict[Arm, Row]]:
@@ -136,7 +142,10 @@ def rounds(args: argparse.Namespace) -> Iterator[dict[Arm, Row]]:
     make = Documents(args.model).text
     with tempfile.TemporaryDirectory() as folder, ExitStack() as running:
         known = arms(args, Path(folder))
-        servers = {arm: running.enter_context(arm.start()) for arm in known}
+        servers = {}
+        for arm in known:
+            print(f"starting {arm.server} {arm.policy}", file=sys.stderr, flush=True)
+            servers[arm] = running.enter_context(arm.start())
         for server in servers.values():
             server.ask(Asked(make("Warming", 64), "Who?", args.reply))
         for number in range(args.rounds):

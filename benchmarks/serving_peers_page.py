@@ -38,20 +38,19 @@ def table(rows: Sequence[Row]) -> str:
     if peer is not None:
         rounds += " (times as fast as vLLM)"
     about = f"{first['model']} in {first['dtype']}, {rounds}, {origin(rows)}"
-    head = [
-        "server",
-        f"cold, {first['tokens']:,} tokens",
-        "prefix hit",
-        f"{first['burst']} at once on a new document",
-        f"{first['replies']} replies at once",
-    ]
+    columns = {
+        "cold_s": (f"cold, {first['tokens']:,} tokens", "s"),
+        "hit_s": ("prefix hit", "s"),
+        "burst_per_s": (f"{first['burst']} at once on a new document", "requests/s"),
+        "decode_per_s": (f"{first['replies']} replies at once", "tokens/s"),
+        "single_per_s": ("one reply", "tokens/s"),
+    }
+    columns = {name: column for name, column in columns.items() if all(name in row for row in rows)}
+    head = ["server", *(title for title, _ in columns.values())]
     lines = [
         [
             row["server"] + (f", `{row['policy']}`" if row["policy"] else ""),
-            _shown(row, peer, "cold_s", "s"),
-            _shown(row, peer, "hit_s", "s"),
-            _shown(row, peer, "burst_per_s", "requests/s"),
-            _shown(row, peer, "decode_per_s", "tokens/s"),
+            *(_shown(row, peer, name, unit) for name, (_, unit) in columns.items()),
         ]
         for row in rows
     ]

@@ -41,7 +41,8 @@ def _sentence(facts: dict[str, Any]) -> str:
     if "tokens_in" in facts:
         reused = f" ({facts['tokens_reused']:,} reused)" if facts["tokens_reused"] else ""
         parts += [f"{facts['tokens_in']:,} in{reused}", f"{facts['tokens_out']:,} out", facts["end"]]
-        parts += [f"cache miss: {facts['miss']}" if "miss" in facts else ""]
+        told = "no hit in usage" if facts["tokens_reused"] else "cache miss"
+        parts += [f"{told}: {facts['miss']}" if "miss" in facts else ""]
     parts += [facts.get("why", "")]
     return ", ".join([*filter(None, parts), facts["request"]])
 
