@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvfold.errors import ModelError
 from kvfold.models.pull.progress import Report, silent
+from kvfold.yielding import unpatched
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,9 +56,11 @@ def weights_digest(folder: Path | str, report: Report = silent, suffixes: tuple[
 
 def parameters_digest(hf: Any) -> str:
     """sha256 over every parameter's name, shape and an even sample of up to 65,536 of its values, as fp32: the same in
-    every dtype that holds the weights exactly."""
+    every dtype that holds the weights exactly, and within a pass, whose layers are replaced."""
     sha = hashlib.sha256()
-    for name, parameter in sorted(hf.named_parameters()):
+    with unpatched():
+        parameters = sorted(hf.named_parameters())
+    for name, parameter in parameters:
         flat = parameter.detach().flatten()
         sample = flat[:: max(1, flat.numel() // 65536)].float().cpu().contiguous()
         sha.update(f"{name}{tuple(parameter.shape)}".encode())
@@ -68,7 +71,8 @@ def parameters_digest(hf: Any) -> str:
 def values_digest(hf: Any) -> str:
     """Over every value of every parameter and buffer as it lies in memory, with names, dtypes and shapes; each core
     hashes a tensor at a time, by blake2b: processors without instructions for sha256 are twice as fast with it."""
-    tensors = sorted(chain(hf.named_parameters(), hf.named_buffers()), key=itemgetter(0))
+    with unpatched():
+        tensors = sorted(chain(hf.named_parameters(), hf.named_buffers()), key=itemgetter(0))
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         return hashlib.sha256("".join(threads.map(_value_line, tensors)).encode()).hexdigest()
 

@@ -16,6 +16,7 @@ from kvfold.models import cpu_linear
 from kvfold.models.cpu_decoder import Decoder
 from kvfold.models.cpu_layer import CompiledLayer, compiled_layers
 from kvfold.models.cpu_linear import FewRows, few_rows
+from kvfold.models.digest import parameters_digest, values_digest
 from kvfold.models.loader import Model, wrap
 from kvfold.passes.prefill import PrefillPass
 from kvfold.policy.policy import Policy
@@ -136,6 +137,16 @@ def test_one_layer_of_a_group_in_another_type_is_left_alone() -> None:
     with few_rows(model):
         kinds = [type(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj")]
     assert FewRows not in kinds
+
+
+def test_weights_have_one_digest_within_a_pass_and_outside() -> None:
+    """A policy may ask for it while layers run."""
+    hf = ready("llama").hf
+    digests = parameters_digest(hf), values_digest(hf)
+    with few_rows(hf), compiled_layers(hf):
+        assert type(hf.base_model.layers[0]) is CompiledLayer
+        assert (parameters_digest(hf), values_digest(hf)) == digests
+        assert type(hf.base_model.layers[0]) is CompiledLayer
 
 
 def test_long_prompts_say_the_same(runs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
