@@ -29,16 +29,7 @@ from kvfold.attend.amx_layout import SLOTS, further, lay_out, pack_queries
 from kvfold.attend.panel_call import Arguments, PanelCall
 from kvfold.attend.panels import COLUMN, Softmax, finish, locate
 from kvfold.core import has_amx_kernels
-from kvfold.pages.kernels.amx import (
-    DEPTH,
-    ROW_BYTES,
-    configure,
-    load_tile,
-    multiply,
-    release,
-    store_tile,
-    zero,
-)
+from kvfold.pages.kernels.amx import DEPTH, ROW_BYTES, configure, load_tile, multiply, release, store_tile, zero
 from kvfold.pages.kernels.avx512 import LANES, at, emitted, everywhere, index, load, loop, pointer, store
 from kvfold.pages.kernels.cpu_jit import compiled, done, take, wait
 from kvfold.pages.kernels.cpu_threads import run_phases

@@ -25,7 +25,6 @@ from kvfold.pages.kernels.avx512 import (
     load,
     loop,
     pointer,
-    prefetch,
     store,
     transposed,
 )
@@ -47,7 +46,6 @@ def _emit_products(num_panels: int, builder: Any, x: Any, w: Any, y: Any, size: 
     row_bytes, between = builder.shl(size, index(1)), index(amx.ROW_BYTES)
     panels = [at(builder, x, index(LANES * i), half) for i in range(num_panels)]
     tiles = [at(builder, w, index(LANES * i), half) for i in range(2)]
-    ahead = [at(builder, w, index(OUTPUTS + i), half) for i in range(OUTPUTS)]
     for tile in range(2 * num_panels):
         amx.zero(builder, tile)
 
@@ -59,9 +57,6 @@ def _emit_products(num_panels: int, builder: Any, x: Any, w: Any, y: Any, size: 
             amx.load_tile(builder, 6 + panel, at(builder, place, k, index(LANES)), between)
             for i in range(2):
                 amx.multiply(builder, 2 * panel + i, 4 + i, 6 + panel)
-        if num_panels == 1:  # the weights come from memory
-            for place in ahead:
-                prefetch(builder, at(builder, place, k))
         return []
 
     loop(builder, index(0), half, amx.PAIRS, [], add)
