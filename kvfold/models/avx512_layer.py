@@ -4,7 +4,8 @@ Python between matrix products, and the threads that it wakes for each, take a q
 threads go through phases (pages/kernels/cpu_jit.py), whose parts are outputs of a product or sequences. Norms and the
 layout of rows take microseconds, so every thread that has a part computes them itself.
 
-`room` is a Room (cpu_decoder.py), `state` an AttentionState (passes/cpu_step.py).
+`room` is a Room (cpu_decoder.py), `state` an AttentionState (passes/cpu_step.py). Of bf16 models, products, rotated
+queries and keys, and sums are rounded where prompts of many rows round them (cpu_rows.py): few rows say the same.
 
     L layers   N rows, a multiple of 16   X outputs of a product   M hidden dims   K dims of the MLP   B sequences
     R rows of attention (sequence, KV head)   G query heads per KV head   D head dim   P phases   C columns of a layer
@@ -21,7 +22,7 @@ from kvfold.attend.avx512_decode import attend_run, room_of
 from kvfold.attend.cpu_kernels import Floats, merge, prepare_sequence
 from kvfold.core import has_amx_kernels
 from kvfold.models.avx512_gemm import pack_rows, products
-from kvfold.models.cpu_kernels import add_norm, narrow, rms_norm, rotate, swiglu, widen
+from kvfold.models.cpu_kernels import add_norm, rms_norm, rotate, round_bf16, swiglu, widen
 from kvfold.pages.kernels.avx512 import LANES, OUTPUTS
 from kvfold.pages.kernels.cpu_jit import compiled, done, pointer_to, take, wait
 
@@ -71,13 +72,17 @@ def _num_parts(num_outputs: int) -> int:
 
 
 @compiled
-def _multiply(x_X: Floats, size: int, weight: int, y_NX: Floats, part: int, is_bf16: bool) -> tuple[int, int]:
-    """A part of the outputs, which is returned."""
+def _multiply(
+    x_X: Floats, size: int, weight: int, y_NX: Floats, part: int, is_bf16: bool, rounds: bool = True
+) -> tuple[int, int]:
+    """A part of the outputs, which is returned. `rounds`: to bf16, or they are with their biases."""
     num_outputs = y_NX.shape[1]
     begin, end = _PART * part, min(_PART * (part + 1), num_outputs)
     if is_bf16:
         w_OX = carray(pointer_to(weight), (num_outputs, size), np.uint16)
         _bf16_products(x_X, w_OX, y_NX, begin // _BF16_OUTPUTS, -(-end // _BF16_OUTPUTS))
+        if rounds:
+            round_bf16(y_NX, begin, end)
     else:
         products(
             x_X,
@@ -101,11 +106,11 @@ def qkv(phase: Any, layer_C: Any, epsilon: float, room: Any) -> None:
         y_X = _packed(y_NM, room.is_bf16)
         while part < num_q + 2 * num_kv:
             if part < num_q:
-                _multiply(y_X, size, layer_C[Q], room.q_NX, part, room.is_bf16)
+                _multiply(y_X, size, layer_C[Q], room.q_NX, part, room.is_bf16, False)
             elif part < num_q + num_kv:
-                _multiply(y_X, size, layer_C[K], room.k_NX, part - num_q, room.is_bf16)
+                _multiply(y_X, size, layer_C[K], room.k_NX, part - num_q, room.is_bf16, False)
             else:
-                _multiply(y_X, size, layer_C[V], room.v_NX, part - num_q - num_kv, room.is_bf16)
+                _multiply(y_X, size, layer_C[V], room.v_NX, part - num_q - num_kv, room.is_bf16, False)
             done(phase)
             part = take(phase)
     wait(phase, num_q + 2 * num_kv)
@@ -135,6 +140,8 @@ def _gated(phase: Any, layer_C: Any, epsilon: float, room: Any) -> None:
         y_X = _packed(y_NM, room.is_bf16)
         if part == 0:
             room.sum_NM[:] = both_NM
+            if room.is_bf16:
+                round_bf16(room.sum_NM, 0, size)
         while part < num_parts:
             begin, end = _multiply(y_X, size, layer_C[GATE], gate_NK, part, room.is_bf16)
             _multiply(y_X, size, layer_C[UP], up_NK, part, room.is_bf16)
@@ -150,16 +157,15 @@ def _down(phase: Any, layer_C: Any, room: Any) -> None:
     x_NM, sum_NM, gate_NK = room.x_NM, room.sum_NM, room.gate_NK
     num_parts, part = _num_parts(x_NM.shape[1]), take(phase)
     if part < num_parts:
-        y_X, halves = _packed(gate_NK, room.is_bf16), np.empty(_PART, np.uint16)
+        y_X = _packed(gate_NK, room.is_bf16)
         while part < num_parts:
             begin, end = _multiply(y_X, gate_NK.shape[1], layer_C[DOWN], x_NM, part, room.is_bf16)
             for n in range(len(x_NM)):
                 y, more = x_NM[n, begin:end], sum_NM[n, begin:end]
                 for i in range(len(y)):
                     y[i] += more[i]
-                if room.is_bf16:  # as between layers that run one by one
-                    narrow(y, halves)
-                    widen(halves[: len(y)], y)
+            if room.is_bf16:
+                round_bf16(x_NM, begin, end)
             done(phase)
             part = take(phase)
     wait(phase, num_parts)
@@ -193,8 +199,15 @@ def _attention(phase_PX: Any, layer: int, layer_C: Any, room: Any, angles: Any, 
         _add_bias(q_NX[part], layer_C[Q_BIAS], room.is_bf16)
         _add_bias(k_NX[part], layer_C[K_BIAS], room.is_bf16)
         _add_bias(v_NX[part], layer_C[V_BIAS], room.is_bf16)
+        if room.is_bf16:
+            round_bf16(q_NX[mine], 0, q_NX.shape[1])
+            round_bf16(k_NX[mine], 0, k_NX.shape[1])
+            round_bf16(v_NX[mine], 0, v_NX.shape[1])
         rotate(q_NX[mine], angles[0][mine], angles[1][mine])
         rotate(k_NX[mine], angles[0][mine], angles[1][mine])
+        if room.is_bf16:
+            round_bf16(q_NX[mine], 0, q_NX.shape[1])
+            round_bf16(k_NX[mine], 0, k_NX.shape[1])
         new, place_SBH = (k_NX, v_NX), state.place_LSBH[layer]
         prepare_sequence(part, state.scale_L[layer], coded, queries, offset_RG, new, place_SBH, state.is_bf16, memory)
         done(phase)

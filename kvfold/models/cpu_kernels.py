@@ -159,6 +159,15 @@ def narrow(x_M: Floats, out_M: Halves) -> None:
 
 
 @jit
+def round_bf16(x_NX: Floats, begin: int, end: int) -> None:
+    """Columns begin:end of rows become bf16 numbers."""
+    halves = np.empty(end - begin, np.uint16)
+    for n in range(len(x_NX)):
+        narrow(x_NX[n, begin:end], halves)
+        widen(halves, x_NX[n, begin:end])
+
+
+@jit
 def norm_bf16(x_NM: Halves, out_NM: Halves, weight_M: Floats, epsilon: float) -> None:
     """RMS norms of rows."""
     shape = 1, x_NM.shape[1]

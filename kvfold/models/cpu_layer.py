@@ -114,7 +114,7 @@ class CompiledLayer(nn.Module):
         x_NM = padded_rows(hidden_states, parts.dtype)
         if self.is_fused and cpu_linear.is_few(hidden_states):
             q, k, v = normed_products(parts, x_NM)
-            cpu_rows.rotate(q, k, angles)
+            cpu_rows.rotate(q, k, angles, is_bf16=parts.dtype == torch.bfloat16)
         else:
             q, k, v = cpu_rows.qkv(parts, x_NM, angles)
         return list(map(torch.from_numpy, (q, k, v)))

@@ -184,10 +184,12 @@ class Group:
         return self.biased([y_NO for _, y_NO in layers])
 
     def biased(self, found: Sequence[Floats]) -> list[Floats]:
-        """Products with the biases of their layers."""
+        """Products with the biases of their layers; of bf16 layers they are bf16 numbers."""
         for linear, y_NO in zip(self.linears, found, strict=True):
             if linear.bias is not None:
                 y_NO += linear.bias.detach().float().numpy()
+            if self.dtype == torch.bfloat16:
+                kernels().round_bf16(y_NO, 0, y_NO.shape[1])
         return list(found)
 
     def _plain_products(self, x_NK: Floats) -> list[Floats]:

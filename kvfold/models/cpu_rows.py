@@ -30,14 +30,16 @@ def qkv(parts: Parts, x_NM: Floats, angles: Angles) -> list[Floats]:
     y_NM = np.empty_like(x_NM)
     _by_rows(kernels().rms_norm, x_NM, y_NM, *_norm(parts.before))
     q, k, v = parts.qkv.products(y_NM)
-    rotate(q, k, angles)
+    rotate(q, k, angles, is_bf16=parts.dtype == torch.bfloat16)
     return [q, k, v]
 
 
-def rotate(q_NX: Floats, k_NX: Floats, angles: Angles) -> None:
+def rotate(q_NX: Floats, k_NX: Floats, angles: Angles, *, is_bf16: bool) -> None:
     num_rows = len(angles[0])
-    _by_rows(kernels().rotate, q_NX[:num_rows], *angles)
-    _by_rows(kernels().rotate, k_NX[:num_rows], *angles)
+    for x_NX in (q_NX, k_NX):
+        _by_rows(kernels().rotate, x_NX[:num_rows], *angles)
+        if is_bf16:
+            _by_rows(kernels().round_bf16, x_NX, 0, x_NX.shape[1])
 
 
 def mlp(parts: Parts, x_NM: Floats, attended: Floats) -> Floats:
@@ -45,6 +47,8 @@ def mlp(parts: Parts, x_NM: Floats, attended: Floats) -> Floats:
     compiled, (out,) = kernels(), parts.out.products(attended)
     y_NM, sum_NM = np.empty_like(x_NM), np.empty_like(x_NM)
     _by_rows(compiled.add_norm, x_NM, out, sum_NM, y_NM, *_norm(parts.after))
+    if parts.dtype == torch.bfloat16:
+        _by_rows(compiled.round_bf16, sum_NM, 0, sum_NM.shape[1])
     gate, up = parts.gate_up.products(y_NM)
     _by_rows(compiled.swiglu, gate, up, 0, gate.shape[1])
     (down,) = parts.down.products(gate)

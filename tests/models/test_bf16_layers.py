@@ -15,7 +15,8 @@ from kvfold.core import has_amx_kernels
 from kvfold.engine.runner import Runner
 from kvfold.models import cpu_linear
 from kvfold.models.cpu_decoder import Decoder
-from kvfold.models.cpu_layer import CompiledLayer
+from kvfold.models.cpu_layer import CompiledLayer, _Echo, parts_of
+from kvfold.models.cpu_linear import few_rows
 from kvfold.models.loader import Model, wrap
 from kvfold.passes.decode import DecodePass
 from kvfold.policy.policy import Policy
@@ -100,6 +101,22 @@ def test_a_prompt_behind_a_chunk_gives_the_bits_of_one_that_is_read_at_once() ->
     assert torch.equal(runner.prefill([later], [prompt(300)[288:]]), expected)
     for sequence in (whole, later):
         sequence.release()
+
+
+def test_few_rows_round_as_many_do() -> None:
+    """So that a prompt behind a cached prefix says what it says when it is read at once."""
+    model, _ = models("qwen2")
+    layer = model.hf.base_model.layers[1]
+    x = torch.randn(1, 300, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with few_rows(model.hf):
+        parts = parts_of(layer)
+        assert parts is not None
+        compiled, angle = CompiledLayer(layer, parts), torch.rand(1, 300, 8).repeat(1, 1, 2)
+        cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
+        many = compiled._run(x, _Echo(), cos, sin)[:, :40]
+        few = compiled._run(x[:, :40], _Echo(), cos[:, :40], sin[:, :40])
+    assert (many != few).float().mean() < 0.02, "sums in another order may round otherwise"
+    assert error(few.float(), many.float()) < 1e-3
 
 
 def test_a_step_gives_the_bits_of_one_that_goes_layer_by_layer(
