@@ -46,7 +46,7 @@ def test_a_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_line_to_be_read(capsys: pytest.CaptureFixture[str]) -> None:
     log_to_stderr()
     log_request(_answered())
-    said = "200 POST /v1/messages, 812 ms, red, 1,204 in (1,024 reused), 40 out, eos, cache miss: absent, req_1\n"
+    said = "200 POST /v1/messages, 812 ms, red, 1,204 in (1,024 reused), 40 out, eos, no hit in usage: absent, req_1\n"
     assert capsys.readouterr().err.split(" ", 1)[1] == said
     log_request(RequestTrace("req_2", "GET", "/health", status=200, arrived=1.0, done=1.002))
     assert capsys.readouterr().err.split(" ", 1)[1] == "200 GET /health, 2 ms, req_2\n"
