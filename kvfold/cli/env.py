@@ -75,7 +75,9 @@ def _devices() -> dict[str, str]:
 
     from kvfold.bench.environment import cpu_name
 
-    cpu = f"{cpu_name()} ({platform.machine()}), {os.cpu_count()} cores, {torch.get_num_threads()} threads in torch"
+    name, machine = cpu_name(), platform.machine()
+    named = name if name == machine else f"{name} ({machine})"
+    cpu = f"{named}, {os.cpu_count()} cores, {torch.get_num_threads()} threads in torch"
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "cpu": cpu,
