@@ -31,7 +31,7 @@ from kvfold.attend.panels import COLUMN, Softmax, finish, locate
 from kvfold.core import has_amx_kernels
 from kvfold.pages.kernels.amx import DEPTH, ROW_BYTES, configure, load_tile, multiply, release, store_tile, zero
 from kvfold.pages.kernels.avx512 import LANES, at, emitted, everywhere, index, load, loop, pointer, store
-from kvfold.pages.kernels.cpu_jit import compiled, done, take, wait
+from kvfold.pages.kernels.cpu_jit import compiled, done, floats_on_line, take, wait
 from kvfold.pages.kernels.cpu_threads import run_phases
 
 _ROOM_BYTES = 64 << 20  # for slots as tiles read them, or for those of one head
@@ -172,13 +172,6 @@ _softmax, _hide, _scale = emitted(_emit_softmax), emitted(_emit_hide), emitted(_
 
 
 @compiled
-def _aligned(room: Any) -> int:
-    """Where its first cache line begins."""
-    address: int = room.ctypes.data
-    return (address + ROW_BYTES - 1) // ROW_BYTES * ROW_BYTES
-
-
-@compiled
 def _read(num_panels: int, k: int, v: int, begin: int, count: int, own: Any, head_dim: int) -> None:
     """A block of slots, of which there are whole tiles. `own`: the unit's queries, output, scores that become
     weights, its sums and maxima, and slots that rows see."""
@@ -229,16 +222,15 @@ def _attend(
         block = take(phase_PX[0])
     wait(phase_PX[0], num_heads * num_blocks)
 
-    out_XL = np.empty((_MOST_PANELS * head_dim + 1, LANES), np.float32)
-    score_XL = np.empty((_MOST_PANELS * SLOTS + 1, LANES), np.float32)
-    q_XL = np.empty((_MOST_PANELS * head_dim // 2 + 1, LANES), np.float32)
+    out_X, score_X = floats_on_line(_MOST_PANELS * head_dim * LANES), floats_on_line(_MOST_PANELS * SLOTS * LANES)
+    q_X = floats_on_line(_MOST_PANELS * head_dim * LANES // 2)
     state, row_3X = np.empty((3, _MOST_PANELS * LANES), np.float32), np.empty((3, _MOST_PANELS * LANES), np.int64)
     nowhere = np.empty(head_dim, np.float32)
     configure(())
     unit = take(phase_PX[1])
     while unit < num_heads * num_units:
         # In the loop: numba frees an array behind the last line that names it.
-        q, out, score = _aligned(q_XL), _aligned(out_XL), _aligned(score_XL)
+        q, out, score = q_X.ctypes.data, out_X.ctypes.data, score_X.ctypes.data
         head, first = unit // num_units, unit % num_units * most * LANES
         num_panels = min(most, -(-(num_rows - first) // LANES))
         filled = num_panels * LANES
@@ -247,7 +239,7 @@ def _attend(
         for panel in range(num_panels):
             pack_queries((row_R.ctypes.data + 8 * panel * LANES, q + 2 * LANES * panel * head_dim, head_dim))
         state[0], state[1] = -np.inf, 0
-        out_XL[:] = 0
+        out_X[:] = 0
         own = q, out, score, state.ctypes.data, seen_R, scale.ctypes.data
         end = seen_R[filled - 1]
         for begin in range(0, end, SLOTS):
@@ -265,7 +257,8 @@ def _run(arguments: Arguments, num_threads: int) -> None:
     num_heads, _, _, num_slots, _, head_dim, _ = arguments.shape
     num_blocks = -(-num_slots // SLOTS)
     most = max(1, min(num_heads, _ROOM_BYTES // (4 * num_blocks * SLOTS * head_dim)))
-    room_2HX = np.empty((2, most, num_blocks * SLOTS * head_dim), np.uint16)
+    size = num_blocks * SLOTS * head_dim
+    room_2HX = floats_on_line(most * size).view(np.uint16).reshape(2, most, size)
     for first in range(0, num_heads, most):
         mine = _of_heads(arguments, slice(first, min(first + most, num_heads)))
         k_HX, v_HX = room_2HX[:, : mine.shape[0]]

@@ -28,7 +28,7 @@ from kvfold.pages.kernels.avx512 import (
     store,
     transposed,
 )
-from kvfold.pages.kernels.cpu_jit import compiled
+from kvfold.pages.kernels.cpu_jit import compiled, floats_on_line
 
 OUTPUTS = 2 * LANES  # two tiles of weights: with two panels, sums and factors fill all eight
 _MOST_PANELS = 2
@@ -102,7 +102,7 @@ def products(x_X: Floats, w_OK: Halves, y_NO: Floats, begin: int, end: int) -> N
     """y = x @ w.T of packed x and blocks begin:end of 32 outputs; the last may overlap the one before it."""
     num_outputs, size = w_OK.shape
     num_panels = len(y_NO) // LANES
-    room = np.empty(_ROOM, np.float32)
+    room = floats_on_line(_ROOM)
     amx.configure(())
     for block in range(begin, end):
         o = min(OUTPUTS * block, num_outputs - OUTPUTS)
@@ -120,6 +120,6 @@ def products(x_X: Floats, w_OK: Halves, y_NO: Floats, begin: int, end: int) -> N
 
 def packed(x_NK: Floats) -> Floats:
     """Rows, a multiple of 16, as pair panels: [N / 16, K / 2, 16] pairs, flat."""
-    out: Floats = np.empty(x_NK.size // 2, dtype=np.float32)
+    out: Floats = floats_on_line(x_NK.size // 2)
     pack_rows(x_NK.ctypes.data, *x_NK.shape, out, np.empty(LANES, dtype=np.int64))
     return out

@@ -24,7 +24,7 @@ from kvfold.core import has_amx_kernels
 from kvfold.models.avx512_gemm import pack_rows, products
 from kvfold.models.cpu_kernels import add_norm, rms_norm, rotate, round_bf16, swiglu, widen
 from kvfold.pages.kernels.avx512 import LANES, OUTPUTS
-from kvfold.pages.kernels.cpu_jit import compiled, done, pointer_to, take, wait
+from kvfold.pages.kernels.cpu_jit import compiled, done, floats_on_line, pointer_to, take, wait
 
 if has_amx_kernels():
     from kvfold.models.amx_gemm import OUTPUTS as _BF16_OUTPUTS
@@ -58,7 +58,7 @@ def _row(address: int, size: int, is_bf16: bool) -> Any:
 @compiled
 def _packed(x_NX: Any, is_bf16: bool) -> Any:
     rows = np.empty(LANES, np.int64)
-    found = np.empty(x_NX.size // 2 if is_bf16 else x_NX.size, np.float32)
+    found = floats_on_line(x_NX.size // 2 if is_bf16 else x_NX.size)
     if is_bf16:
         _pack_bf16(x_NX.ctypes.data, *x_NX.shape, found, rows)
     else:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 _INT = ir.IntType(64)
+_LINE = 64  # bytes of a cache line
 _SPINS = 2000  # looks at the count, before a waiting thread lets others run
 
 
@@ -92,3 +94,11 @@ def compiled(function: Any, **options: Any) -> Any:
         return njit(cache=True, **options)(function)
     except RuntimeError:  # numba finds no folder
         return njit(**options)(function)
+
+
+@compiled
+def floats_on_line(count: int) -> Any:
+    """Room for so many fp32 numbers, from where a cache line begins."""
+    room = np.empty(count + _LINE // 4, np.float32)
+    first = -room.ctypes.data % _LINE // 4
+    return room[first : first + count]
