@@ -23,8 +23,8 @@ from kvfold.attend.cpu_kernels import Floats, merge, prepare_sequence
 from kvfold.core import has_amx_kernels
 from kvfold.models.avx512_gemm import pack_rows, products
 from kvfold.models.cpu_kernels import add_norm, rms_norm, rotate, round_bf16, swiglu, widen
-from kvfold.pages.kernels.avx512 import LANES, OUTPUTS
-from kvfold.pages.kernels.cpu_jit import compiled, done, floats_on_line, pointer_to, take, wait
+from kvfold.pages.kernels.avx512 import LANES, OUTPUTS, at, emitted, gated, index, load, loop, pointer, store
+from kvfold.pages.kernels.cpu_jit import address_of, compiled, done, floats_on_line, pointer_to, take, wait
 
 if has_amx_kernels():
     from kvfold.models.amx_gemm import OUTPUTS as _BF16_OUTPUTS
@@ -116,6 +116,30 @@ def qkv(phase: Any, layer_C: Any, epsilon: float, room: Any) -> None:
     wait(phase, num_q + 2 * num_kv)
 
 
+def _emit_swiglu(builder: Any, gate: Any, up: Any, count: Any) -> None:
+    """silu(gate) * up of a multiple of 32 numbers, in place of the gate, as of many rows."""
+    gate, up = pointer(builder, gate), pointer(builder, up)
+
+    def put(i: Any, _: Any) -> list[Any]:
+        places = [at(builder, gate, builder.add(i, index(half))) for half in (0, LANES)]
+        ups = [load(builder, at(builder, up, builder.add(i, index(half)))) for half in (0, LANES)]
+        found = gated(builder, [load(builder, place) for place in places], ups)
+        for row, place in zip(found, places, strict=True):
+            store(builder, row, place)
+        return []
+
+    loop(builder, index(0), count, 2 * LANES, [], put)
+
+
+_swiglu_of_row = emitted(_emit_swiglu)
+
+
+@compiled
+def _swiglu_bf16(gate_NK: Floats, up_NK: Floats, begin: int, end: int) -> None:
+    for n in range(len(gate_NK)):
+        _swiglu_of_row((address_of(gate_NK[n, begin:end]), address_of(up_NK[n, begin:end]), end - begin))
+
+
 @_inlined
 def _output(phase: Any, layer_C: Any, room: Any) -> None:
     attended_NX, out_NM = room.attended_NX, room.out_NM
@@ -145,7 +169,10 @@ def _gated(phase: Any, layer_C: Any, epsilon: float, room: Any) -> None:
         while part < num_parts:
             begin, end = _multiply(y_X, size, layer_C[GATE], gate_NK, part, room.is_bf16)
             _multiply(y_X, size, layer_C[UP], up_NK, part, room.is_bf16)
-            swiglu(gate_NK, up_NK, begin, end)
+            if room.is_bf16:
+                _swiglu_bf16(gate_NK, up_NK, begin, end)
+            else:
+                swiglu(gate_NK, up_NK, begin, end)
             done(phase)
             part = take(phase)
     wait(phase, num_parts)

@@ -195,18 +195,6 @@ def add_norm_bf16(
 
 
 @jit
-def add_bf16(x_NM: Halves, more_NM: Halves) -> None:
-    """x += more"""
-    shape = 1, x_NM.shape[1]
-    wide, more = np.empty(shape, np.float32), np.empty(shape, np.float32)
-    for n in range(len(x_NM)):
-        widen(x_NM[n], wide[0])
-        widen(more_NM[n], more[0])
-        add(wide, more)
-        narrow(wide[0], x_NM[n])
-
-
-@jit
 def rotate_bf16(x_NX: Halves, out_NX: Floats, cos_ND: Floats, sin_ND: Floats) -> None:
     """Rotary embedding, rounded to bf16 and given as fp32."""
     halves = np.empty(x_NX.shape[1], np.uint16)
@@ -215,17 +203,3 @@ def rotate_bf16(x_NX: Halves, out_NX: Floats, cos_ND: Floats, sin_ND: Floats) ->
         rotate(out_NX[n : n + 1], cos_ND[n : n + 1], sin_ND[n : n + 1])
         narrow(out_NX[n], halves)
         widen(halves, out_NX[n])
-
-
-@jit
-def swiglu_bf16(gate_NK: Halves, up_NK: Halves) -> None:
-    """silu(gate) * up in place of the gate."""
-    gate, up = np.empty(_PIECE, np.float32), np.empty(_PIECE, np.float32)
-    small, power = np.empty(_PIECE, np.float32), np.empty(_PIECE, np.int32)
-    for n in range(len(gate_NK)):
-        for first in range(0, gate_NK.shape[1], _PIECE):
-            mine, size = gate_NK[n, first : first + _PIECE], min(_PIECE, gate_NK.shape[1] - first)
-            widen(mine, gate)
-            widen(up_NK[n, first : first + _PIECE], up)
-            _gate(gate[:size], up[:size], small, power)
-            narrow(gate[:size], mine)

@@ -109,7 +109,7 @@ class CompiledLayer(nn.Module):
     def _qkv(self, hidden_states: Tensor, angles: cpu_rows.Angles) -> list[Tensor]:
         """Queries, keys and values [N, X], maybe with rows of padding; queries and keys are rotated."""
         parts = self.parts
-        if self._is_many_bf16(hidden_states):
+        if self._are_tiled(hidden_states):
             return cpu_rows.qkv_bf16(parts, hidden_states[0].contiguous(), angles)
         x_NM = padded_rows(hidden_states, parts.dtype)
         if self.is_fused and cpu_linear.is_few(hidden_states):
@@ -122,15 +122,17 @@ class CompiledLayer(nn.Module):
     def _mlp(self, hidden_states: Tensor, attended: Tensor) -> Tensor:
         """The output projection and the MLP, [1, N, M]."""
         parts = self.parts
-        if self._is_many_bf16(hidden_states):
+        if self._are_tiled(hidden_states):
             return cpu_rows.mlp_bf16(parts, hidden_states[0].contiguous(), attended).unsqueeze(0)
         x_NM, attended_NX = (padded_rows(x, parts.dtype) for x in (hidden_states, attended))
         is_fused = self.is_fused and cpu_linear.is_few(hidden_states)
         found = (fused_mlp if is_fused else cpu_rows.mlp)(parts, x_NM, attended_NX)
         return torch.from_numpy(found[: hidden_states.shape[1]]).unsqueeze(0).to(hidden_states.dtype)
 
-    def _is_many_bf16(self, hidden_states: Tensor) -> bool:
-        return hidden_states.dtype == torch.bfloat16 and not cpu_linear.is_few(hidden_states)
+    def _are_tiled(self, hidden_states: Tensor) -> bool:
+        """Whether so many rows are multiplied by tiles that read packed weights."""
+        is_bf16 = hidden_states.dtype == torch.bfloat16
+        return is_bf16 and not cpu_linear.is_few(hidden_states) and cpu_rows.has_whole_tiles(self.parts)
 
     def _heads(self, x_NX: Tensor, num_rows: int) -> Tensor:
         """[1, heads, N, D]"""

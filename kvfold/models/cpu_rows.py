@@ -9,19 +9,20 @@ which rounds what every operation gives; here norms, rotary embedding and SwiGLU
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
 from kvfold.models.cpu_decoder import Parts
-from kvfold.models.cpu_linear import Floats, Group, kernels
-from kvfold.pages.kernels.cpu_threads import run_shared
+from kvfold.models.cpu_linear import Floats, kernels
+from kvfold.pages.kernels.cpu_threads import run_phases, run_shared
 
 _FEWEST_NUMBERS = 1 << 16  # of an array that are worth waking another thread
+Halves = NDArray[np.uint16]  # the bits of bf16 numbers
 Angles = tuple[Floats, Floats]  # cosines and sines [N, D]
 
 
@@ -56,35 +57,81 @@ def mlp(parts: Parts, x_NM: Floats, attended: Floats) -> Floats:
     return down
 
 
+class _TileRoom(NamedTuple):
+    """Arrays of a layer for tiles (amx_rows.py): bf16 numbers but for rotated and attended rows. Those that tiles read
+    have room for rows up to a multiple of 32."""
+
+    x_NM: Halves  # the input
+    y_NM: Halves  # what products read, or what they give before it is added
+    w_X: Halves  # packed weights
+    q_NX: Halves | None = None
+    k_NX: Halves | None = None
+    v_NX: Halves | None = None
+    rotated_q_NX: Floats | None = None
+    rotated_k_NX: Floats | None = None
+    attended_NX: Floats | None = None
+    bf16_NX: Halves | None = None  # the same rows
+    gate_NK: Halves | None = None
+    sum_NM: Halves | None = None  # the output
+
+
+@cache
+def _tiles() -> Any:
+    """Only where there is AMX: LLVM cannot compile them elsewhere."""
+    from kvfold.models import amx_rows
+
+    return amx_rows
+
+
+def has_whole_tiles(parts: Parts) -> bool:
+    """Whether kernels take all products of a bf16 layer, many rows of it, too."""
+    return parts.can_fuse and all(num_outputs % 32 == 0 for num_outputs, _ in parts.qkv.shapes)
+
+
 def qkv_bf16(parts: Parts, x_NM: Tensor, angles: Angles) -> list[Tensor]:
     """Queries and keys, rotated and as fp32, and values."""
-    y_NM = torch.empty_like(x_NM)
-    _by_rows(kernels().norm_bf16, _bits(x_NM), _bits(y_NM), *_norm(parts.before))
-    q, k, v = _products(parts.qkv, y_NM)
-    found = [torch.empty(x_NX.shape) for x_NX in (q, k)]
-    for x_NX, out_NX in zip((q, k), found, strict=True):
-        _by_rows(kernels().rotate_bf16, _bits(x_NX), out_NX.numpy(), *angles)
-    return [*found, v]
+    num_rows, outs = len(x_NM), [num_outputs for num_outputs, _ in parts.qkv.shapes]
+    q, k, v = (torch.empty(num_rows, size, dtype=x_NM.dtype) for size in outs)
+    rotated_q, rotated_k = torch.empty(q.shape), torch.empty(k.shape)
+    y_NM, w_X = _whole(x_NM, x_NM.shape[1]), torch.empty(sum(outs) * x_NM.shape[1], dtype=x_NM.dtype)
+    room = _TileRoom(
+        *map(_bits, (x_NM, y_NM, w_X, q, k, v)), rotated_q_NX=rotated_q.numpy(), rotated_k_NX=rotated_k.numpy()
+    )
+    row_C, (epsilon, _) = np.array(parts.addresses()), parts.epsilons()
+    run_phases(
+        lambda phase_PX: _tiles().qkv(phase_PX, row_C, epsilon, room, angles),
+        _tiles().QKV_PHASES,
+        torch.get_num_threads(),
+    )
+    return [rotated_q, rotated_k, v]
 
 
 def mlp_bf16(parts: Parts, x_NM: Tensor, attended: Tensor) -> Tensor:
     """The output projection and the MLP, with what is added before and after."""
-    compiled, (out,) = kernels(), _products(parts.out, attended.to(x_NM.dtype))
-    y_NM, sum_NM = torch.empty_like(x_NM), torch.empty_like(x_NM)
-    _by_rows(compiled.add_norm_bf16, *map(_bits, (x_NM, out, sum_NM, y_NM)), *_norm(parts.after))
-    gate, up = _products(parts.gate_up, y_NM)
-    _by_rows(compiled.swiglu_bf16, _bits(gate), _bits(up))
-    (down,) = _products(parts.down, gate)
-    _by_rows(compiled.add_bf16, _bits(down), _bits(sum_NM))
-    return down
+    linears = [shape for group in (parts.out, parts.gate_up, parts.down) for shape in group.shapes]
+    w_X = torch.empty(sum(num_outputs * size for num_outputs, size in linears), dtype=x_NM.dtype)
+    found, y_NM, bf16_NX = torch.empty_like(x_NM), _whole(x_NM, x_NM.shape[1]), _whole(x_NM, attended.shape[1])
+    room = _TileRoom(
+        *map(_bits, (x_NM, y_NM, w_X)),
+        attended_NX=attended.contiguous().numpy(),
+        bf16_NX=_bits(bf16_NX),
+        gate_NK=_bits(_whole(x_NM, linears[1][0])),
+        sum_NM=_bits(found),
+    )
+    row_C, (_, epsilon) = np.array(parts.addresses()), parts.epsilons()
+    run_phases(
+        lambda phase_PX: _tiles().mlp(phase_PX, row_C, epsilon, room), _tiles().MLP_PHASES, torch.get_num_threads()
+    )
+    return found
 
 
-def _products(group: Group, x_NM: Tensor) -> list[Tensor]:
-    return [functional.linear(x_NM, linear.weight.detach(), linear.bias) for linear in group.linears]
+def _whole(x_NM: Tensor, size: int) -> Tensor:
+    """Room for as many rows, up to a multiple of 32."""
+    return x_NM.new_empty(-(-len(x_NM) // 32) * 32, size)
 
 
-def _bits(x: Tensor) -> NDArray[np.uint16]:
-    found: NDArray[np.uint16] = x.view(torch.uint16).numpy()
+def _bits(x: Tensor) -> Halves:
+    found: Halves = x.view(torch.uint16).numpy()
     return found
 
 

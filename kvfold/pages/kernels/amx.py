@@ -23,6 +23,7 @@ from kvfold.pages.kernels.avx512 import LANES, emitted
 PAIRS = 16  # of a tile's row
 DEPTH = 2 * PAIRS  # numbers that one instruction multiplies for each sum
 ROW_BYTES = 64  # of a tile
+TILE_BYTES = LANES * ROW_BYTES
 _NUM_TILES = 8
 
 _BYTE, _INDEX = ir.IntType(8), ir.IntType(64)
@@ -78,7 +79,7 @@ _HALVES = ir.VectorType(ir.IntType(16), DEPTH)
 _SIDE_BY_SIDE = ir.Constant(ir.VectorType(ir.IntType(32), DEPTH), [i // 2 + LANES * (i % 2) for i in range(DEPTH)])
 
 
-def _narrowed(builder: Any, low: Any, high: Any) -> Any:
+def narrowed(builder: Any, low: Any, high: Any) -> Any:
     """The nearest bf16 numbers, ties to even; those too small for a normal number become 0, as tiles take them."""
     name, kind = "llvm.x86.avx512bf16.cvtne2ps2bf16.512", ir.FunctionType(_HALVES, [low.type] * 2)
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [high, low])
@@ -86,13 +87,13 @@ def _narrowed(builder: Any, low: Any, high: Any) -> Any:
 
 def paired(builder: Any, low: Any, high: Any) -> Any:
     """Registers of fp32 numbers as one of pairs of bf16 numbers, lane by lane, as fp32 lanes."""
-    found = _narrowed(builder, low, high)
+    found = narrowed(builder, low, high)
     return builder.bitcast(builder.shuffle_vector(found, ir.Constant(_HALVES, ir.Undefined), _SIDE_BY_SIDE), low.type)
 
 
 def pairs_of(builder: Any, low: Any, high: Any) -> Any:
     """32 fp32 numbers, which stand one behind the other in two registers, as 16 pairs of bf16 numbers."""
-    return builder.bitcast(_narrowed(builder, low, high), low.type)
+    return builder.bitcast(narrowed(builder, low, high), low.type)
 
 
 configure, release = emitted(_emit_configure), emitted(_emit_release)

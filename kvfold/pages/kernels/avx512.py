@@ -222,6 +222,18 @@ def exponentials(builder: Any, rows: Sequence[Any]) -> list[Any]:
     return [builder.bitcast(builder.select(*pair, zero), _ROW) for pair in zip(are_normal, sums, strict=True)]
 
 
+def gated(builder: Any, gates: Sequence[Any], ups: Sequence[Any]) -> list[Any]:
+    """silu(gate) * up of some registers."""
+    zero, one = everywhere(0.0), everywhere(1.0)
+    is_above = [builder.fcmp_ordered(">", x, zero) for x in gates]
+    small = [builder.select(*pair, x) for pair, x in zip(zip(is_above, (builder.fsub(zero, x) for x in gates)), gates)]
+    small = exponentials(builder, small)
+    shares = [builder.select(above, one, x) for above, x in zip(is_above, small, strict=True)]
+    shares = [builder.fdiv(share, builder.fadd(one, x)) for share, x in zip(shares, small, strict=True)]
+    found = (builder.fmul(*pair) for pair in zip(gates, shares, strict=True))
+    return [builder.fmul(*pair) for pair in zip(found, ups, strict=True)]
+
+
 def emitted(emit: Callable[..., None]) -> Any:
     """A function for compiled code, called with a tuple of integers, that `emit(builder, *integers)` writes."""
 

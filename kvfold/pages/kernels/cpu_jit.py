@@ -102,3 +102,9 @@ def floats_on_line(count: int) -> Any:
     room = np.empty(count + _LINE // 4, np.float32)
     first = -room.ctypes.data % _LINE // 4
     return room[first : first + count]
+
+
+@compiled
+def address_of(array: Any) -> int:
+    """As a signed number: numba makes sums of signed and unsigned ones floats."""
+    return np.int64(array.ctypes.data)
