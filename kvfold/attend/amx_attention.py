@@ -19,15 +19,20 @@ lie, as long as values are finite: a hidden slot has weight 0, and 0 times NaN i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from llvmlite import ir
+from numpy.typing import NDArray
+from torch import Tensor
 
 from kvfold.attend.amx_layout import SLOTS, further, lay_out, pack_queries
-from kvfold.attend.panel_call import Arguments, PanelCall
+from kvfold.attend.panel_call import Arguments, PanelCall, panels_of_unit
 from kvfold.attend.panels import COLUMN, Softmax, finish, locate
+from kvfold.attend.stored_parts import LENGTH
 from kvfold.core import has_amx_kernels
 from kvfold.pages.kernels.amx import DEPTH, ROW_BYTES, configure, load_tile, multiply, release, store_tile, zero
 from kvfold.pages.kernels.avx512 import LANES, at, emitted, everywhere, index, load, loop, pointer, store
@@ -130,7 +135,7 @@ def _emit_softmax(builder: Any, score: Any, count: Any, state: Any, scale: Any) 
             pair = builder.lshr(builder.add(first, index(i)), index(1))
             store(builder, _weight_pairs(builder, *weights[i : i + 2]), at(builder, target, pair, index(LANES)))
 
-    softmax = Softmax(builder, score, state, scale, _MOST_PANELS)
+    softmax = Softmax(builder, score, state, scale, _MOST_PANELS, is_rounded=True)
     softmax.end(softmax.weigh(turns, softmax.begin(turns), put))
 
 
@@ -197,10 +202,20 @@ def _read(num_panels: int, k: int, v: int, begin: int, count: int, own: Any, hea
 
 
 @compiled
-def _attend(
+def _sequence_of(number: int, first_X: Any) -> int:
+    """The one whose numbers begin at or before this one."""
+    s = 0
+    while first_X[s + 1] <= number:
+        s += 1
+    return s
+
+
+@compiled
+def attend_blocks(
     addresses: Any,
     strides: Any,
-    part_HP4: Any,
+    part_SHP4: Any,
+    place_3X: Any,
     shape: Any,
     scale: Any,
     lse_HR: Any,
@@ -208,34 +223,50 @@ def _attend(
     v_HBDS: Any,
     phase_PX: Any,
 ) -> None:
-    """Blocks of slots, then units of rows, as threads take them."""
-    num_heads, group, num_queries, num_slots, _, head_dim, most = shape
-    num_rows, num_blocks = group * num_queries, k_HBSD.shape[1]
-    num_units = -(-num_rows // (most * LANES))
+    """Blocks of slots, then units of rows, as threads take them; a thread may be through before the others are.
+
+    `place_3X`: of each sequence the first query and the first block of its own, both with the end, and its slots.
+    `shape`: KV heads, group, blocks that are of all sequences, 1 where a query hides a slot more than the next one
+    does, head dim, most panels of a unit."""
+    num_heads, group, num_shared, hidden, head_dim, most = shape
+    query_X, block_X, slots_S = place_3X[0], place_3X[1], place_3X[2]
+    num_sequences, num_blocks = len(slots_S) - 1, k_HBSD.shape[1]
+    unit_X = np.zeros(num_sequences + 1, np.int64)
+    for s in range(num_sequences):
+        unit_X[s + 1] = unit_X[s] + -(-(query_X[s + 1] - query_X[s]) * group // (most * LANES))
+    num_units = unit_X[-1]
     room_SD = np.empty((SLOTS, head_dim), np.uint16)
-    block = take(phase_PX[0])
-    while block < num_heads * num_blocks:
-        head, begin = block // num_blocks, block % num_blocks * SLOTS
-        k_SD, v_DS = k_HBSD[head, block % num_blocks], v_HBDS[head, block % num_blocks]
-        lay_out(part_HP4[head], begin, min(SLOTS, num_slots - begin), strides[6:], k_SD, v_DS, room_SD)
+    part = take(phase_PX[0])
+    while part < num_heads * num_blocks:
+        head, block = part // num_blocks, part % num_blocks
+        s = _sequence_of(block, block_X) if block >= num_shared else 0
+        begin = SLOTS * (block if block < num_shared else num_shared + block - block_X[s])
+        k_SD, v_DS = k_HBSD[head, block], v_HBDS[head, block]
+        lay_out(part_SHP4[s, head], begin, min(SLOTS, slots_S[s] - begin), strides[6:], k_SD, v_DS, room_SD)
         done(phase_PX[0])
-        block = take(phase_PX[0])
+        part = take(phase_PX[0])
     wait(phase_PX[0], num_heads * num_blocks)
 
     out_X, score_X = floats_on_line(_MOST_PANELS * head_dim * LANES), floats_on_line(_MOST_PANELS * SLOTS * LANES)
-    q_X = floats_on_line(_MOST_PANELS * head_dim * LANES // 2)
+    q_X, mine_2 = floats_on_line(_MOST_PANELS * head_dim * LANES // 2), np.empty(2, np.int64)
     state, row_3X = np.empty((3, _MOST_PANELS * LANES), np.float32), np.empty((3, _MOST_PANELS * LANES), np.int64)
     nowhere = np.empty(head_dim, np.float32)
     configure(())
-    unit = take(phase_PX[1])
-    while unit < num_heads * num_units:
+    part = take(phase_PX[1])
+    while part < num_heads * num_units:
         # In the loop: numba frees an array behind the last line that names it.
         q, out, score = q_X.ctypes.data, out_X.ctypes.data, score_X.ctypes.data
-        head, first = unit // num_units, unit % num_units * most * LANES
+        head, unit = part // num_units, part % num_units
+        s = _sequence_of(unit, unit_X)
+        first, num_queries = (unit - unit_X[s]) * most * LANES, query_X[s + 1] - query_X[s]
+        num_rows = num_queries * group
         num_panels = min(most, -(-(num_rows - first) // LANES))
         filled = num_panels * LANES
         row_R, target_R, seen_R = row_3X[0, :filled], row_3X[1, :filled], row_3X[2, :filled]
-        locate(addresses, strides, shape[1:5], head, first, row_3X[:, :filled], nowhere.ctypes.data)
+        for side in range(2):
+            mine_2[side] = addresses[side] + 4 * query_X[s] * strides[3 * side + 2]
+        numbers = group, num_queries, slots_S[s], hidden
+        locate(mine_2, strides, numbers, head, first, row_3X[:, :filled], nowhere.ctypes.data)
         for panel in range(num_panels):
             pack_queries((row_R.ctypes.data + 8 * panel * LANES, q + 2 * LANES * panel * head_dim, head_dim))
         state[0], state[1] = -np.inf, 0
@@ -245,36 +276,86 @@ def _attend(
         for begin in range(0, end, SLOTS):
             count = -(-min(SLOTS, end - begin) // DEPTH) * DEPTH
             block = begin // SLOTS
+            if block >= num_shared:
+                block += block_X[s] - num_shared
             k, v = k_HBSD[head, block].ctypes.data, v_HBDS[head, block].ctypes.data
             _read(num_panels, k, v, begin, count, own, head_dim)
-        finish(out, state, scale[0], target_R, head_dim, lse_HR[head, first : min(first + filled, num_rows)])
-        unit = take(phase_PX[1])
+        mine = slice(query_X[s] * group + first, query_X[s] * group + min(first + filled, num_rows))
+        finish(out, state, scale[0], target_R, head_dim, lse_HR[head, mine])
+        done(phase_PX[1])
+        part = take(phase_PX[1])
     release(())
 
 
+class _Batch(NamedTuple):
+    """The first arguments of `attend_blocks`."""
+
+    addresses: NDArray[np.int64]
+    strides: NDArray[np.int64]
+    part_SHP4: NDArray[np.int64]
+    place_3X: NDArray[np.int64]
+    shape: tuple[int, int, int, int, int, int]
+    scale_1: NDArray[np.float32]
+    lse_HR: NDArray[np.float32]
+
+    def of_heads(self, heads: slice) -> _Batch:
+        between = self.strides[[0, 3]]  # fp32 numbers from head to head, of queries and of the output
+        return self._replace(
+            addresses=self.addresses + 4 * heads.start * between,
+            part_SHP4=np.ascontiguousarray(self.part_SHP4[:, heads]),
+            shape=(heads.stop - heads.start, *self.shape[1:]),
+            lse_HR=self.lse_HR[heads],
+        )
+
+    def run(self, num_threads: int) -> None:
+        """Some heads at a time, as many as there is room for."""
+        num_heads, head_dim, num_blocks = self.shape[0], self.shape[4], int(self.place_3X[1, -1])
+        size = num_blocks * SLOTS * head_dim
+        most = max(1, min(num_heads, _ROOM_BYTES // (4 * size)))
+        room_2HX = floats_on_line(most * size).view(np.uint16).reshape(2, most, size)
+        for first in range(0, num_heads, most):
+            mine = self.of_heads(slice(first, min(first + most, num_heads)))
+            k_HX, v_HX = room_2HX[:, : mine.shape[0]]
+            k_HBSD = k_HX.reshape(-1, num_blocks, SLOTS, head_dim)
+            v_HBDS = v_HX.reshape(-1, num_blocks, head_dim, SLOTS)
+            run_phases(partial(attend_blocks, *mine, k_HBSD, v_HBDS), 2, num_threads)
+
+
 def _run(arguments: Arguments, num_threads: int) -> None:
-    """Some heads at a time, as many as there is room for."""
-    num_heads, _, _, num_slots, _, head_dim, _ = arguments.shape
-    num_blocks = -(-num_slots // SLOTS)
-    most = max(1, min(num_heads, _ROOM_BYTES // (4 * num_blocks * SLOTS * head_dim)))
-    size = num_blocks * SLOTS * head_dim
-    room_2HX = floats_on_line(most * size).view(np.uint16).reshape(2, most, size)
-    for first in range(0, num_heads, most):
-        mine = _of_heads(arguments, slice(first, min(first + most, num_heads)))
-        k_HX, v_HX = room_2HX[:, : mine.shape[0]]
-        k_HBSD = k_HX.reshape(-1, num_blocks, SLOTS, head_dim)
-        v_HBDS = v_HX.reshape(-1, num_blocks, head_dim, SLOTS)
-        run_phases(partial(_attend, *mine, k_HBSD, v_HBDS), 2, num_threads)
+    num_heads, group, num_queries, num_slots, hidden, head_dim, most = arguments.shape
+    place_3X = np.array([[0, num_queries], [0, -(-num_slots // SLOTS)], [num_slots, 0]])
+    shape = num_heads, group, 0, hidden, head_dim, most
+    parts = arguments.part_HP4[np.newaxis]
+    _Batch(arguments.addresses, arguments.strides, parts, place_3X, shape, *arguments[-2:]).run(num_threads)
 
 
-def _of_heads(arguments: Arguments, heads: slice) -> Arguments:
-    between = arguments.strides[[0, 3]]  # fp32 numbers from head to head, of queries and of the output
-    return arguments._replace(
-        addresses=arguments.addresses + 4 * heads.start * between,
-        part_HP4=arguments.part_HP4[heads],
-        shape=(heads.stop - heads.start, *arguments.shape[1:]),
-        lse_HR=arguments.lse_HR[heads],
-    )
+def attend_behind(
+    q_HGND: Tensor,
+    lens: Sequence[int],
+    part_SHP4: NDArray[np.int64],
+    num_shared: int,
+    scale: float,
+    strides: tuple[int, int],
+) -> Tensor:
+    """Causal attention of several sequences' queries, one behind the other, each to slots of its own of which the first
+    `num_shared` are the same; returns the output [H, G, N, D], whose rows have the bits that they have alone.
+
+    `strides`: of keys and values, from slot to slot."""
+    num_heads, group, num_rows, head_dim = q_HGND.shape
+    out_HGND = q_HGND.new_empty(num_rows, num_heads, group, head_dim).permute(1, 2, 0, 3)
+    slots_S = part_SHP4[:, 0, :, LENGTH].sum(1)
+    shared = num_shared // SLOTS  # blocks
+    block_X = shared + np.cumsum([0, *(-(-slots_S // SLOTS) - shared)])
+    place_3X = np.stack([np.cumsum([0, *lens]), block_X, np.append(slots_S, 0)])
+    num_threads = torch.get_num_threads()
+    num_panels = sum(-(-length * group // LANES) for length in lens)
+    shape = num_heads, group, shared, 1, head_dim, panels_of_unit(_MOST_PANELS, num_heads * num_panels, num_threads)
+    addresses = np.array([q_HGND.data_ptr(), out_HGND.data_ptr()])
+    between = np.array([*q_HGND.stride()[:3], *out_HGND.stride()[:3], *strides])
+    lse_HR = np.empty((num_heads, num_rows * group), dtype=np.float32)
+    scale_1 = np.array([scale], dtype=np.float32)
+    _Batch(addresses, between, part_SHP4, place_3X, shape, scale_1, lse_HR).run(num_threads)
+    return out_HGND
 
 
 def _reads_head_dim(head_dim: int) -> bool:
@@ -282,4 +363,4 @@ def _reads_head_dim(head_dim: int) -> bool:
     return has_amx_kernels() and head_dim % DEPTH == 0 and head_dim > 0
 
 
-CALL = PanelCall(_run, _MOST_PANELS, _reads_head_dim)
+CALL = PanelCall(_run, _MOST_PANELS, _reads_head_dim, attend_behind)

@@ -17,6 +17,7 @@ from torch import Tensor
 from kvfold.attend.stored_parts import LENGTH, Parts, part_of
 
 _LANES = 16
+_UNITS = 3  # for each thread; of fewer, one thread has the last alone
 
 
 class Arguments(NamedTuple):
@@ -32,11 +33,19 @@ class Arguments(NamedTuple):
     lse_HR: NDArray[np.float32]
 
 
+def panels_of_unit(most: int, num_panels: int, num_threads: int) -> int:
+    """Up to `most`, of so many that are to be read."""
+    while most > 1 and num_panels < _UNITS * num_threads * most:
+        most //= 2
+    return most
+
+
 @dataclass(frozen=True)
 class PanelCall:
     run: Callable[[Arguments, int], Any]  # in so many threads
     most_panels: int  # of a unit
     reads_head_dim: Callable[[int], bool]
+    attend_behind: Callable[..., Tensor] | None = None  # for several sequences that share their first slots
 
     def can_attend(self, q_HGTD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float) -> bool:
         """Whether shapes and layouts are such as the kernel reads."""
@@ -60,8 +69,8 @@ class PanelCall:
         num_heads, group, num_queries, head_dim = q_HGTD.shape
         out_HGTD = q_HGTD.new_empty(num_queries, num_heads, group, head_dim).permute(1, 2, 0, 3)
         lse_HR = np.empty((num_heads, num_queries * group), dtype=np.float32)
-        num_threads, num_units = torch.get_num_threads(), -(-num_queries * group // (_LANES * self.most_panels))
-        most = self.most_panels if num_heads * num_units >= num_threads else 1
+        num_threads, num_panels = torch.get_num_threads(), -(-num_queries * group // _LANES)
+        most = panels_of_unit(self.most_panels, num_heads * num_panels, num_threads)
         num_slots = int(part_HP4[0, :, LENGTH].sum())
         arguments = Arguments(
             addresses=np.array([q_HGTD.data_ptr(), out_HGTD.data_ptr()]),

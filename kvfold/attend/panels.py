@@ -13,6 +13,7 @@ import numpy as np
 
 from kvfold.pages.kernels.avx512 import (
     LANES,
+    LOG2E,
     OUTPUTS,
     at,
     emitted,
@@ -24,6 +25,7 @@ from kvfold.pages.kernels.avx512 import (
     load,
     loop,
     pointer,
+    powers_of_2,
     spread,
     store,
     store_columns,
@@ -44,9 +46,12 @@ class Softmax:
     """Scores of a panel, [slot, 16 rows], become weights. `state`: largest score, sum of weights, and what the output
     is to be scaled by, [3, panel, 16 rows]; `scale`: where it is."""
 
-    def __init__(self, builder: Any, score: Any, state: Any, scale: Any, most_panels: int) -> None:
+    def __init__(
+        self, builder: Any, score: Any, state: Any, scale: Any, most_panels: int, *, is_rounded: bool = False
+    ) -> None:
         self._builder, self._score = builder, pointer(builder, score)
         self._places = [at(builder, pointer(builder, state), index(LANES * most_panels * i)) for i in range(3)]
+        self._is_rounded = is_rounded
         self._factor = spread(builder, builder.load(pointer(builder, scale)))
 
     def begin(self, turns: Turns) -> Any:
@@ -74,13 +79,15 @@ class Softmax:
 
     def weigh(self, turns: Turns, total: Any, put: Callable[[Any, list[Any]], None]) -> Any:
         """`put(first slot, weights)` takes care of those of a turn; the sum with them, slot after slot."""
-        builder = self._builder
+        builder, factor, shift = self._builder, self._factor, self._shift
+        if self._is_rounded:
+            factor, shift = (builder.fmul(x, everywhere(LOG2E)) for x in (factor, shift))
         for number, begin, end in turns:
 
             def turn(first: Any, values: Any, number: int = number) -> list[Any]:
                 (total,) = values
-                scores = [fma(builder, x, self._factor, self._shift) for x in self._load(first, number)]
-                weights = exponentials(builder, scores)
+                scores = [fma(builder, x, factor, shift) for x in self._load(first, number)]
+                weights = (powers_of_2 if self._is_rounded else exponentials)(builder, scores)
                 put(first, weights)
                 for weight in weights:
                     total = builder.fadd(total, weight)

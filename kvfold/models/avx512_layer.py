@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numba import carray
 
+from kvfold.attend.amx_layout import SLOTS
 from kvfold.attend.avx512_decode import attend_run, room_of
 from kvfold.attend.cpu_kernels import Floats, merge, prepare_sequence
 from kvfold.core import has_amx_kernels
@@ -27,17 +28,24 @@ from kvfold.pages.kernels.avx512 import LANES, OUTPUTS, at, emitted, gated, inde
 from kvfold.pages.kernels.cpu_jit import address_of, compiled, done, floats_on_line, pointer_to, take, wait
 
 if has_amx_kernels():
+    from kvfold.attend.amx_attention import attend_blocks as _attend_shared
     from kvfold.models.amx_gemm import OUTPUTS as _BF16_OUTPUTS
     from kvfold.models.amx_gemm import pack_rows as _pack_bf16
     from kvfold.models.amx_gemm import products as _bf16_products
 else:  # and nobody has bf16 weights multiplied; LLVM could not compile them
     _BF16_OUTPUTS, _pack_bf16, _bf16_products = OUTPUTS, pack_rows, products
 
+    @compiled
+    def _attend_shared(*_: Any) -> None:
+        pass
+
+
 # Columns of a layer: addresses of weights, and of biases or 0
 BEFORE, Q, K, V, Q_BIAS, K_BIAS, V_BIAS, OUT, AFTER, GATE, UP, DOWN = range(12)
-NUM_PHASES = 7  # of a layer: QKV, new slots, attention, merging, output, gate and up, down
+NUM_PHASES = 7  # of a layer: QKV, new slots, attention, merging, output, gate and up, down; then 2 of shared slots
 _QKV, _NEW, _READ, _MERGE, _OUT, _GATED, _DOWN = range(NUM_PHASES)
 _PART = 64  # outputs
+_SHARED_PANELS = 2  # of rows, that tiles of attention take at once
 
 
 def _inlined(function: Any) -> Any:
@@ -212,6 +220,48 @@ def _add_bias(y_X: Floats, address: int, is_bf16: bool) -> None:
         y_X += _row(address, len(y_X), is_bf16)
 
 
+@compiled
+def _read_shared(phase_PX: Any, layer: int, num_heads: int, shape: Any, state: Any) -> None:
+    """Of each group of sequences the slots that they share, at once."""
+    shared, (_, group, head_dim) = state.shared, shape
+    scale, width = np.array([state.scale_L[layer]], dtype=np.float32), num_heads * group * head_dim
+    between = [group * head_dim, head_dim, width]
+    strides = np.array(between + between + [head_dim, head_dim])
+    for n in range(len(shared.first_N) - 1):
+        first, end, num_slots = shared.first_N[n], shared.first_N[n + 1], shared.slots_LN[layer, n]
+        num_rows, num_blocks = (end - first) * group, -(-num_slots // SLOTS)
+        size, start = num_heads * num_blocks * SLOTS * head_dim, first * num_heads * group
+        k_HBSD = shared.room_2X[0, :size].reshape(num_heads, num_blocks, SLOTS, head_dim)
+        v_HBDS = shared.room_2X[1, :size].reshape(num_heads, num_blocks, head_dim, SLOTS)
+        lse_HR = shared.lse_X[start : start + num_heads * num_rows].reshape(num_heads, num_rows)
+        addresses = np.array([address_of(shared.q_bX[first:]), address_of(shared.out_bX[first:])])
+        place_3X = np.array([[0, end - first], [0, num_blocks], [num_slots, 0]])
+        numbers, mine_PX = (num_heads, group, 0, 0, head_dim, _SHARED_PANELS), phase_PX[2 * n : 2 * n + 2]
+        parts = shared.part_LNHP4[layer, n : n + 1]
+        _attend_shared(addresses, strides, parts, place_3X, numbers, scale, lse_HR, k_HBSD, v_HBDS, mine_PX)
+        wait(mine_PX[1], num_heads * -(-num_rows // (_SHARED_PANELS * LANES)))
+
+
+@compiled
+def _join_shared(shared: Any, row: int, out_HGD: Floats, lse_HG: Floats) -> None:
+    """What a sequence found in its own slots with what it found in those that it shares, by log-sum-exps."""
+    n = 0
+    while shared.first_N[n + 1] <= row:
+        n += 1
+    num_heads, group, head_dim = out_HGD.shape
+    first, num_rows = shared.first_N[n], (shared.first_N[n + 1] - shared.first_N[n]) * group
+    for h in range(num_heads):
+        for g in range(group):
+            other = shared.lse_X[first * num_heads * group + h * num_rows + (row - first) * group + g]
+            most = max(other, lse_HG[h, g])
+            own, its = np.exp(lse_HG[h, g] - most), np.exp(other - most)
+            total = own + its
+            found = shared.out_bX[row, (h * group + g) * head_dim : (h * group + g + 1) * head_dim]
+            for d in range(head_dim):
+                out_HGD[h, g, d] = (own * out_HGD[h, g, d] + its * found[d]) / total
+            lse_HG[h, g] = most + np.log(total)
+
+
 @_inlined
 def _attention(phase_PX: Any, layer: int, layer_C: Any, room: Any, angles: Any, state: Any) -> None:
     """Of one new token of each sequence; its keys and values go to the open blocks."""
@@ -235,6 +285,8 @@ def _attention(phase_PX: Any, layer: int, layer_C: Any, room: Any, angles: Any, 
         if room.is_bf16:
             round_bf16(q_NX[mine], 0, q_NX.shape[1])
             round_bf16(k_NX[mine], 0, k_NX.shape[1])
+        if state.shared.row_B[part] >= 0:
+            state.shared.q_bX[state.shared.row_B[part]] = q_NX[part]
         new, place_SBH = (k_NX, v_NX), state.place_LSBH[layer]
         prepare_sequence(part, state.scale_L[layer], coded, queries, offset_RG, new, place_SBH, state.is_bf16, memory)
         done(phase)
@@ -252,11 +304,14 @@ def _attention(phase_PX: Any, layer: int, layer_C: Any, room: Any, angles: Any, 
             done(phase)
             part = take(phase)
     wait(phase, num_parts)
+    _read_shared(phase_PX[NUM_PHASES:], layer, num_heads, shape, state)
     phase, part = phase_PX[_MERGE], take(phase_PX[_MERGE])
     out_RGD, start_X = room.attended_NX[:num_sequences].reshape(shape), state.start_LX[layer]
     while part < num_sequences:
         first, last = part * num_heads, (part + 1) * num_heads
         merge(start_X[first : last + 1], state.partial, out_RGD[first:last], state.lse_RG[first:last])
+        if state.shared.row_B[part] >= 0:
+            _join_shared(state.shared, state.shared.row_B[part], out_RGD[first:last], state.lse_RG[first:last])
         done(phase)
         part = take(phase)
     wait(phase, num_sequences)
@@ -265,8 +320,9 @@ def _attention(phase_PX: Any, layer: int, layer_C: Any, room: Any, angles: Any, 
 @compiled
 def step(phase_PX: Any, layer_LC: Any, epsilon_L2: Any, room: Any, angles: Any, state: Any) -> None:
     """All layers of a decode step; x becomes the output of the last."""
+    num_phases = len(phase_PX) // len(layer_LC)
     for layer in range(len(layer_LC)):
-        mine_PX = phase_PX[NUM_PHASES * layer : NUM_PHASES * (layer + 1)]
+        mine_PX = phase_PX[num_phases * layer : num_phases * (layer + 1)]
         qkv(mine_PX[_QKV], layer_LC[layer], epsilon_L2[layer, 0], room)
         _attention(mine_PX, layer, layer_LC[layer], room, angles, state)
         mlp(mine_PX, layer_LC[layer], epsilon_L2[layer, 1], room)

@@ -160,7 +160,8 @@ class Decoder:
         layer_LC = np.array([parts.addresses() for parts in self._layers])
         epsilon_L2 = np.array([parts.epsilons() for parts in self._layers])
         room = self._layers[0].room(padded_rows(hidden_1NM, self._layers[0].dtype).copy())
-        num_phases = kernels().NUM_PHASES * len(self._layers)
+        num_groups = len(state.shared.first_N) - 1
+        num_phases = (kernels().NUM_PHASES + 2 * num_groups) * len(self._layers)
         run_phases(
             lambda phase_PX: kernels().step(phase_PX, layer_LC, epsilon_L2, room, angles, state),
             num_phases,

@@ -11,17 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from operator import is_
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvfold.attend.amx_layout import SLOTS
 from kvfold.attend.cpu_attention import cpu_attention
-from kvfold.attend.stored_parts import StoredParts, reads_head_dim, stored_parts
-from kvfold.core import HAS_AVX512_KERNELS
+from kvfold.attend.stored_parts import LENGTH, StoredParts, reads_head_dim, stored_parts
+from kvfold.core import HAS_AVX512_KERNELS, has_amx_kernels
 from kvfold.pages.places import Ints
 from kvfold.pages.segment import Segment, segment_table
 from kvfold.pages.sequence import SequenceCache
@@ -54,6 +56,50 @@ class Group:
         own_bHG, other_bHG = (np.exp(x_bHG - joined_bHG)[..., None] for x_bHG in (lse_bHG, shared_bHG))
         out_BHGD[self.index_b] = own_bHG * out_bHGD + other_bHG * shared_bHGD
         lse_BHG[self.index_b] = joined_bHG
+
+
+class SharedSlots(NamedTuple):
+    """The groups of a step for a kernel that runs all layers (models/avx512_layer.py), one behind the other."""
+
+    row_B: Ints  # of a sequence among those of all groups, or -1
+    first_N: Ints  # row of each group, and the end
+    part_LNHP4: NDArray[np.int64]  # where slots lie, as in stored_parts.py
+    slots_LN: Ints  # of a head
+    q_bX: Floats  # room for queries
+    out_bX: Floats  # and outputs
+    lse_X: Floats  # and log-sum-exps, [KV head, row, query head of it] of each group
+    room_2X: NDArray[np.uint16]  # for keys and values as tiles read them
+
+
+def shared_slots(groups: Sequence[Group], sequences: Sequence[SequenceCache]) -> SharedSlots | None:
+    """None where there are groups that such a kernel cannot read."""
+    spec = sequences[0].spec
+    layer, num_layers = spec.layers[0], len(spec.layers)
+    if groups and not (spec.is_bf16 and has_amx_kernels() and layer.head_dim % 32 == 0):
+        return None
+    row_B = np.full(len(sequences), -1, dtype=np.int64)
+    first_N = np.array([0, *accumulate(len(group.index_b) for group in groups)], dtype=np.int64)
+    for first, group in zip(first_N, groups, strict=False):
+        row_B[group.index_b] = first + np.arange(len(group.index_b))
+    most = max((parts.part_HP4.shape[1] for group in groups for parts in group.layers), default=0)
+    part_LNHP4 = np.zeros((num_layers, len(groups), layer.num_kv_heads, most, 4), dtype=np.int64)
+    for n, group in enumerate(groups):
+        for number, parts in enumerate(group.layers):
+            part_LNHP4[number, n, :, : parts.part_HP4.shape[1]] = parts.part_HP4
+    slots_LN = part_LNHP4[:, :, 0, :, LENGTH].sum(-1)
+    num_blocks = -(-int(slots_LN.max(initial=0)) // SLOTS)
+    width = layer.num_query_heads * layer.head_dim
+    size = layer.num_kv_heads * num_blocks * SLOTS * layer.head_dim
+    q_bX, out_bX, lse_X, room_2X = (
+        torch.empty(shape, dtype=dtype).numpy()
+        for shape, dtype in (
+            ((int(first_N[-1]), width), torch.float32),
+            ((int(first_N[-1]), width), torch.float32),
+            (int(first_N[-1]) * layer.num_query_heads, torch.float32),
+            ((2, size), torch.uint16),
+        )
+    )
+    return SharedSlots(row_B, first_N, part_LNHP4, slots_LN, q_bX, out_bX, lse_X, room_2X)
 
 
 def groups_of(sequences: Sequence[SequenceCache]) -> list[Group]:

@@ -22,7 +22,7 @@ from kvfold.core import HAS_AVX512_KERNELS
 from kvfold.pages.kernels.cpu_threads import run_parts
 from kvfold.pages.places import Ints
 from kvfold.pages.sequence import SequenceCache
-from kvfold.passes.cpu_cascade import Group, groups_of
+from kvfold.passes.cpu_cascade import Group, SharedSlots, groups_of, shared_slots
 from kvfold.passes.cpu_tasks import BatchTasks, batch_tasks, is_served
 
 _LANES = 16  # of a register of AVX-512
@@ -48,6 +48,7 @@ class AttentionState(NamedTuple):
     lse_RG: Floats  # room for log-sum-exps
     partial: Partial
     table: Floats  # fp8 numbers by their byte
+    shared: SharedSlots  # that sequences read together
 
 
 @cache
@@ -140,9 +141,12 @@ class CpuStep:
         return torch.from_numpy(out_RGD).view(q_BQD.shape), torch.from_numpy(found[1])
 
     def all_layers(self) -> AttentionState | None:
-        """None where a layer needs more than its tasks: a prefix that is read together, or PyTorch."""
+        """None where a layer needs more than kernels: a prefix that none of them reads together, or PyTorch."""
         layers = self.sequences[0].spec.layers
-        if not self._is_in_lanes or self._groups or not all(map(self.serves, range(len(layers)))):
+        if not self._is_in_lanes or not all(map(self.serves, range(len(layers)))):
+            return None
+        shared = shared_slots(self._groups, self.sequences)
+        if shared is None:
             return None
         tasks = self._tasks
         return AttentionState(
@@ -160,6 +164,7 @@ class CpuStep:
             np.empty(self._shape[:2], dtype=np.float32),
             self._partial,
             _fp8_table(),
+            shared,
         )
 
     @property

@@ -21,7 +21,7 @@ from torch import Tensor
 from kvfold.attend.cpu_attention import cpu_attention
 from kvfold.attend.lse_merge import LseMerge, attend, compute_dtype
 from kvfold.attend.paged import merge_paged
-from kvfold.attend.stored_parts import StoredParts, part_of, reads_head_dim, stored_parts
+from kvfold.attend.stored_parts import LENGTH, StoredParts, part_of, reads_head_dim, stored_parts
 from kvfold.codec.base import SIDES
 from kvfold.compression.full_prompt import FullPrompt
 from kvfold.compression.joined import select_joined
@@ -134,6 +134,7 @@ class PrefillPass:
         self._dtype = torch.float32
         self._through: set[int] = set()  # sequences that have run the layer at once and keep all of it
         self._padded: dict[tuple[int, ...], PaddedBatch] = {}  # of joined calls: all layers have the same
+        self._positions: dict[tuple[int, int, int], Tensor] = {}
         self.full_prompts: dict[int, FullPrompt] = {}
 
     def _hold_prompts(self) -> None:
@@ -198,13 +199,15 @@ class PrefillPass:
     def attend_joined(
         self, layer: int, indices: Sequence[int], lens: Sequence[int], q_QND: Tensor, k_HND: Tensor, v_HND: Tensor
     ) -> Tensor | None:
-        """The attention output [Q, N, D] of several sequences that begin with these tokens, one behind the other; None
-        where one of them has to run alone."""
+        """The attention output [Q, N, D] of several sequences that begin with these tokens, or go on with them behind
+        one stored prefix, one behind the other; None where one of them has to run alone."""
         spec, dtype = self.sequences[indices[0]].spec.layers[layer], compute_dtype(q_QND)
         if spec.sliding_window is not None and max(lens) > spec.sliding_window:
             return None
-        if not all(self._begins_with(index, length) for index, length in zip(indices, lens, strict=True)):
+        if not all(self._has_whole(index, length) for index, length in zip(indices, lens, strict=True)):
             return None
+        if any(self.sequences[index].logical_len for index in indices):
+            return self._attend_behind(layer, indices, lens, q_QND, k_HND, v_HND)
         padded = self._padded.get(tuple(lens)) or PaddedBatch(tuple(lens), q_QND.device)
         self._padded[padded.lens] = padded
         self._dtype, kv_dtype = dtype, self.sequences[indices[0]].spec.kv_dtype
@@ -218,17 +221,72 @@ class PrefillPass:
             return padded.packed(out_BQTD).to(q_QND.dtype)
         each = (padded.by_sequence(x_BHTD) for x_BHTD in (k_BHTD, v_BHTD))
         for index, length, k_ND, v_ND in zip(indices, lens, *each, strict=True):
-            if index in joined:
-                continue
-            if self._keeps_whole(index, layer):
-                position_N = padded.positions(length, num_heads)
-                self.rounds[index].keep_whole(LayerChange(k_ND, v_ND, position_N, [length] * num_heads))
-                self._through.add(index)
-            else:
-                k_HTD, v_HTD = (x_ND.unflatten(0, (num_heads, length)) for x_ND in (k_ND, v_ND))
-                self._buffers[index] = buffer = LayerBuffer(k_HTD, v_HTD, 0, length)
-                self._select(index, layer, buffer)
+            if index not in joined:
+                self._select_alone(index, layer, k_ND, v_ND, padded.positions(length, num_heads))
         return padded.packed(out_BQTD).to(q_QND.dtype)
+
+    def _select_alone(self, index: int, layer: int, k_ND: Tensor, v_ND: Tensor, position_N: Tensor) -> None:
+        """From all tokens of a sequence, head after head."""
+        num_heads = self.sequences[index].spec.layers[layer].num_kv_heads
+        length = len(k_ND) // num_heads
+        if self._keeps_whole(index, layer):
+            self.rounds[index].keep_whole(LayerChange(k_ND, v_ND, position_N, [length] * num_heads))
+            self._through.add(index)
+            return
+        k_HTD, v_HTD = (x_ND.unflatten(0, (num_heads, length)) for x_ND in (k_ND, v_ND))
+        self._buffers[index] = buffer = LayerBuffer(k_HTD, v_HTD, 0, length)
+        self._select(index, layer, buffer)
+
+    def _attend_behind(
+        self, layer: int, indices: Sequence[int], lens: Sequence[int], q_QND: Tensor, k_HND: Tensor, v_HND: Tensor
+    ) -> Tensor | None:
+        """Of sequences that share all their segments, where a kernel reads those for all of them in one call."""
+        sequences = [self.sequences[index] for index in indices]
+        stored = self._shared_parts(layer, sequences, k_HND, v_HND)
+        if stored is None:
+            return None
+        call = cpu_attention(k_HND.shape[-1], sequences[0].spec.is_bf16)
+        assert call.attend_behind is not None
+        self._dtype = dtype = compute_dtype(q_QND)
+        spec, kv_dtype = sequences[0].spec.layers[layer], sequences[0].spec.kv_dtype
+        k_HND, v_HND = (x_HND.to(kv_dtype).to(dtype).contiguous() for x_HND in (k_HND, v_HND))
+        parts = [part.split(lens, dim=1) for part in (k_HND, v_HND)]
+        part_SHP4 = np.stack(
+            [np.concatenate((stored.part_HP4, part_of(*own)), axis=1) for own in zip(*parts, strict=True)]
+        )
+        q_HGND = q_QND.to(dtype).unflatten(0, (spec.num_kv_heads, spec.group))
+        num_shared, between = sequences[0].sealed_len, (k_HND.stride(1), v_HND.stride(1))
+        out_HGND = call.attend_behind(q_HGND, lens, part_SHP4, num_shared, spec.scale, between)
+        for index, length, k_HTD, v_HTD in zip(indices, lens, *parts, strict=True):
+            position_N = self._positions_behind(num_shared, length, spec.num_kv_heads)
+            self._select_alone(index, layer, k_HTD.flatten(0, 1), v_HTD.flatten(0, 1), position_N)
+        return out_HGND.flatten(0, 1).to(q_QND.dtype)
+
+    def _shared_parts(
+        self, layer: int, sequences: Sequence[SequenceCache], k_HND: Tensor, v_HND: Tensor
+    ) -> StoredParts | None:
+        """The stored slots that are all that each of the sequences has; None where they are not."""
+        first = sequences[0]
+        if not HAS_AVX512_KERNELS or k_HND.device.type != "cpu" or k_HND.shape != v_HND.shape:
+            return None
+        call = cpu_attention(k_HND.shape[-1], first.spec.is_bf16)
+        if call.attend_behind is None or first.spec.layers[layer].sliding_window is not None:
+            return None
+        for sequence in sequences:
+            sequence.wait_loaded(layer)
+            if list(map(id, sequence.segments)) != list(map(id, first.segments)) or not can_join(sequence, layer):
+                return None
+        pages = [segment.layers[layer] for segment in first.segments]
+        stored = stored_parts(pages, first.spec.kv_dtype) if pages else None
+        is_all = stored is not None and (stored.part_HP4[:, :, LENGTH].sum(1) == first.sealed_len).all()
+        return stored if is_all and all(sequence.sealed_len == first.sealed_len for sequence in sequences) else None
+
+    def _positions_behind(self, first: int, length: int, num_heads: int) -> Tensor:
+        """int64 [heads * tokens]; all layers have the same."""
+        key = first, length, num_heads
+        if key not in self._positions:
+            self._positions[key] = torch.arange(first, first + length).repeat(num_heads)
+        return self._positions[key]
 
     def _select_joined(
         self, layer: int, indices: Sequence[int], lens: Sequence[int], k_BHTD: Tensor, v_BHTD: Tensor
@@ -256,12 +314,11 @@ class PrefillPass:
         sequence, is_shared = self.sequences[index], bool(self.followers) or index in self.full_prompts
         return sequence.spec.layers[layer].compressible and not (is_shared or sequence.policy.token_pruning.prunes)
 
-    def _begins_with(self, index: int, num_tokens: int) -> bool:
-        """Whether these are all tokens of a sequence that holds nothing yet, and nobody observes them."""
-        sequence = self.sequences[index]
+    def _has_whole(self, index: int, num_tokens: int) -> bool:
+        """Whether these are all tokens of a sequence in this pass, and nobody observes them."""
         is_whole = self._buffers[index] is None and num_tokens == self.pruned.num_running[index]
-        is_empty = not sequence.logical_len and sequence.loading is None
-        return is_whole and is_empty and not self._needs[index].anything
+        is_loading = not self.sequences[index].logical_len and self.sequences[index].loading is not None
+        return is_whole and not is_loading and not self._needs[index].anything
 
     def _buffer(self, index: int, layer: int, k_HTD: Tensor, v_HTD: Tensor, dtype: torch.dtype) -> LayerBuffer:
         found, num_tokens = self._buffers[index], self.pruned.num_running[index]

@@ -172,7 +172,7 @@ def test_numbers_are_widened_and_narrowed_as_pytorch_does() -> None:
 
 def test_kernels_of_rows_round_once() -> None:
     generator = torch.Generator().manual_seed(0)
-    x, more, gate, up = (torch.randn(5, size, generator=generator).bfloat16() for size in (64, 64, 600, 600))
+    x, more = (torch.randn(5, 64, generator=generator).bfloat16() for _ in range(2))
     weight, out, total = torch.rand(64, generator=generator), torch.empty_like(x), torch.empty_like(x)
 
     def normed(x_NM: Tensor) -> Tensor:
@@ -186,11 +186,6 @@ def test_kernels_of_rows_round_once() -> None:
     cpu_kernels.add_norm_bf16(bits(x), bits(more), bits(total), bits(out), weight.numpy(), 1e-5)
     check(out, normed(x.float() + more.float()))
     assert torch.equal(total, x + more)
-    found = gate.clone()
-    cpu_kernels.swiglu_bf16(bits(found), bits(up))
-    check(found, (functional.silu(gate.float()) * up.float()).bfloat16())
-    cpu_kernels.add_bf16(bits(x), bits(more))
-    assert torch.equal(x, total)
     angle = torch.rand(5, 8, generator=generator).repeat(1, 2)
     rotated = torch.empty(5, 64)
     cpu_kernels.rotate_bf16(bits(more), rotated.numpy(), angle.cos().numpy(), angle.sin().numpy())

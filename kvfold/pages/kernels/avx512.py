@@ -193,7 +193,7 @@ class Tile:
             prefetch(self.builder, at(self.builder, row, k))
 
 
-_LOG2E, _LN2_HIGH, _LN2_LOW = 1.44269504088896341, 0.693359375, -2.12194440e-4
+LOG2E, _LN2_HIGH, _LN2_LOW = 1.44269504088896341, 0.693359375, -2.12194440e-4
 # (e**r - 1 - r) / r**2 for |r| up to ln(2) / 2, interpolated at Chebyshev nodes: e**r is right to 1e-8.
 _POLYNOMIAL = (0.0013933652487, 0.0083631815447, 0.041666464895, 0.16666576967, 0.50000000135)
 _LEAST = -87.0  # whose exponential is a normal number
@@ -210,7 +210,7 @@ def exponentials(builder: Any, rows: Sequence[Any]) -> list[Any]:
     bits, zero = everywhere(_WHOLE_BITS), ir.Constant(_WHOLE, [0] * LANES)
     # Normal numbers, or NaN; what the others come to does not count.
     are_normal = [builder.fcmp_unordered(">=", x, everywhere(_LEAST)) for x in rows]
-    shifted = [fma(builder, x, everywhere(_LOG2E), bits) for x in rows]
+    shifted = [fma(builder, x, everywhere(LOG2E), bits) for x in rows]
     n = [builder.fsub(x, bits) for x in shifted]
     r = [fma(builder, a, everywhere(-_LN2_HIGH), x) for a, x in zip(n, rows, strict=True)]
     r = [fma(builder, a, everywhere(-_LN2_LOW), x) for a, x in zip(n, r, strict=True)]
@@ -222,16 +222,31 @@ def exponentials(builder: Any, rows: Sequence[Any]) -> list[Any]:
     return [builder.bitcast(builder.select(*pair, zero), _ROW) for pair in zip(are_normal, sums, strict=True)]
 
 
+# 2**r for r in [0, 1], right to 3e-6: a thousandth of what a bf16 number is rounded by.
+_POWER_OF_2 = (0.013534151949, 0.052011493593, 0.24144273996, 0.69300383329, 1.0000026226)
+_ROUND_DOWN, _NO_ERRORS, _AS_IS = 1, 8, 4  # of AVX-512: how it rounds, and whether it does
+
+
+def powers_of_2(builder: Any, rows: Sequence[Any]) -> list[Any]:
+    """2**x for what becomes bf16 numbers; NaN stays."""
+    mask, kind = ir.IntType(16), ir.FunctionType(_ROW, [_ROW, _LANE, _ROW, ir.IntType(16), _LANE])
+    reduce = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.mask.reduce.ps.512")
+    kind = ir.FunctionType(_ROW, [_ROW] * 3 + [mask, _LANE])
+    scale = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.mask.scalef.ps.512")
+    every = ir.Constant(mask, -1)
+    r = [builder.call(reduce, [x, _LANE(_ROUND_DOWN), x, every, _LANE(_NO_ERRORS)]) for x in rows]
+    y = [everywhere(_POWER_OF_2[0])] * len(rows)
+    for factor in _POWER_OF_2[1:]:
+        y = [fma(builder, a, x, everywhere(factor)) for a, x in zip(y, r, strict=True)]
+    return [builder.call(scale, [a, x, a, every, _LANE(_AS_IS)]) for a, x in zip(y, rows, strict=True)]
+
+
 def gated(builder: Any, gates: Sequence[Any], ups: Sequence[Any]) -> list[Any]:
-    """silu(gate) * up of some registers."""
-    zero, one = everywhere(0.0), everywhere(1.0)
-    is_above = [builder.fcmp_ordered(">", x, zero) for x in gates]
-    small = [builder.select(*pair, x) for pair, x in zip(zip(is_above, (builder.fsub(zero, x) for x in gates)), gates)]
-    small = exponentials(builder, small)
-    shares = [builder.select(above, one, x) for above, x in zip(is_above, small, strict=True)]
-    shares = [builder.fdiv(share, builder.fadd(one, x)) for share, x in zip(shares, small, strict=True)]
-    found = (builder.fmul(*pair) for pair in zip(gates, shares, strict=True))
-    return [builder.fmul(*pair) for pair in zip(found, ups, strict=True)]
+    """silu(gate) * up of some registers, for what becomes bf16 numbers."""
+    one = everywhere(1.0)
+    small = powers_of_2(builder, [builder.fmul(x, everywhere(-LOG2E)) for x in gates])
+    shares = [builder.fdiv(x, builder.fadd(one, y)) for x, y in zip(gates, small, strict=True)]
+    return [builder.fmul(*pair) for pair in zip(shares, ups, strict=True)]
 
 
 def emitted(emit: Callable[..., None]) -> Any:
