@@ -39,7 +39,7 @@ from kvfold.pages.kernels.avx512 import LANES, at, emitted, everywhere, index, l
 from kvfold.pages.kernels.cpu_jit import compiled, done, floats_on_line, take, wait
 from kvfold.pages.kernels.cpu_threads import run_phases
 
-_ROOM_BYTES = 64 << 20  # for slots as tiles read them, or for those of one head
+ROOM_BYTES = 64 << 20  # for slots as tiles read them, or for those of one head
 _MOST_PANELS = 4  # of a unit
 _SCORE_BYTES = SLOTS * COLUMN  # of a panel
 _SLOTS_OF_TURN = 8
@@ -311,7 +311,7 @@ class _Batch(NamedTuple):
         """Some heads at a time, as many as there is room for."""
         num_heads, head_dim, num_blocks = self.shape[0], self.shape[4], int(self.place_3X[1, -1])
         size = num_blocks * SLOTS * head_dim
-        most = max(1, min(num_heads, _ROOM_BYTES // (4 * size)))
+        most = max(1, min(num_heads, ROOM_BYTES // (4 * size)))
         room_2HX = floats_on_line(most * size).view(np.uint16).reshape(2, most, size)
         for first in range(0, num_heads, most):
             mine = self.of_heads(slice(first, min(first + most, num_heads)))
@@ -329,32 +329,44 @@ def _run(arguments: Arguments, num_threads: int) -> None:
     _Batch(arguments.addresses, arguments.strides, parts, place_3X, shape, *arguments[-2:]).run(num_threads)
 
 
+def places_of(lens: Sequence[int], slots_S: NDArray[np.int64], num_stored: int) -> tuple[NDArray[np.int64], int]:
+    """`place_3X` of sequences that share their first slots, and how many blocks are of all of them."""
+    shared = num_stored // SLOTS
+    block_X = shared + np.cumsum([0, *(-(-slots_S // SLOTS) - shared)])
+    return np.stack([np.cumsum([0, *lens]), block_X, np.append(slots_S, 0)]), shared
+
+
+def panels_of(lens: Sequence[int], num_heads: int, group: int) -> int:
+    """The most of a unit."""
+    num_panels = num_heads * sum(-(-length * group // LANES) for length in lens)
+    return panels_of_unit(_MOST_PANELS, num_panels, torch.get_num_threads())
+
+
+def units_of(lens: Sequence[int], num_heads: int, group: int, most: int) -> int:
+    return num_heads * sum(-(-length * group // (most * LANES)) for length in lens)
+
+
 def attend_behind(
     q_HGND: Tensor,
     lens: Sequence[int],
     part_SHP4: NDArray[np.int64],
-    num_shared: int,
+    num_stored: int,
     scale: float,
     strides: tuple[int, int],
 ) -> Tensor:
     """Causal attention of several sequences' queries, one behind the other, each to slots of its own of which the first
-    `num_shared` are the same; returns the output [H, G, N, D], whose rows have the bits that they have alone.
+    `num_stored` are the same; returns the output [H, G, N, D], whose rows have the bits that they have alone.
 
     `strides`: of keys and values, from slot to slot."""
     num_heads, group, num_rows, head_dim = q_HGND.shape
     out_HGND = q_HGND.new_empty(num_rows, num_heads, group, head_dim).permute(1, 2, 0, 3)
-    slots_S = part_SHP4[:, 0, :, LENGTH].sum(1)
-    shared = num_shared // SLOTS  # blocks
-    block_X = shared + np.cumsum([0, *(-(-slots_S // SLOTS) - shared)])
-    place_3X = np.stack([np.cumsum([0, *lens]), block_X, np.append(slots_S, 0)])
-    num_threads = torch.get_num_threads()
-    num_panels = sum(-(-length * group // LANES) for length in lens)
-    shape = num_heads, group, shared, 1, head_dim, panels_of_unit(_MOST_PANELS, num_heads * num_panels, num_threads)
+    place_3X, num_shared = places_of(lens, part_SHP4[:, 0, :, LENGTH].sum(1), num_stored)
+    shape = num_heads, group, num_shared, 1, head_dim, panels_of(lens, num_heads, group)
     addresses = np.array([q_HGND.data_ptr(), out_HGND.data_ptr()])
     between = np.array([*q_HGND.stride()[:3], *out_HGND.stride()[:3], *strides])
     lse_HR = np.empty((num_heads, num_rows * group), dtype=np.float32)
     scale_1 = np.array([scale], dtype=np.float32)
-    _Batch(addresses, between, part_SHP4, place_3X, shape, scale_1, lse_HR).run(num_threads)
+    _Batch(addresses, between, part_SHP4, place_3X, shape, scale_1, lse_HR).run(torch.get_num_threads())
     return out_HGND
 
 

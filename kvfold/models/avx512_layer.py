@@ -221,6 +221,20 @@ def _add_bias(y_X: Floats, address: int, is_bf16: bool) -> None:
 
 
 @compiled
+def turn_row(n: int, layer_C: Any, room: Any, angles: Any) -> None:
+    """Queries, keys and values of a row with their biases; queries and keys rotated."""
+    mine, rows = slice(n, n + 1), (room.q_NX, room.k_NX, room.v_NX)
+    for x_NX, bias in zip(rows, (layer_C[Q_BIAS], layer_C[K_BIAS], layer_C[V_BIAS])):
+        _add_bias(x_NX[n], bias, room.is_bf16)
+        if room.is_bf16:
+            round_bf16(x_NX[mine], 0, x_NX.shape[1])
+    for x_NX in (room.q_NX, room.k_NX):
+        rotate(x_NX[mine], angles[0][mine], angles[1][mine])
+        if room.is_bf16:
+            round_bf16(x_NX[mine], 0, x_NX.shape[1])
+
+
+@compiled
 def _read_shared(phase_PX: Any, layer: int, num_heads: int, shape: Any, state: Any) -> None:
     """Of each group of sequences the slots that they share, at once."""
     shared, (_, group, head_dim) = state.shared, shape
@@ -272,19 +286,7 @@ def _attention(phase_PX: Any, layer: int, layer_C: Any, room: Any, angles: Any, 
     queries = q_NX[:num_sequences].reshape(shape), state.rotated_RGD
     phase, part = phase_PX[_NEW], take(phase_PX[_NEW])
     while part < num_sequences:
-        mine = slice(part, part + 1)
-        _add_bias(q_NX[part], layer_C[Q_BIAS], room.is_bf16)
-        _add_bias(k_NX[part], layer_C[K_BIAS], room.is_bf16)
-        _add_bias(v_NX[part], layer_C[V_BIAS], room.is_bf16)
-        if room.is_bf16:
-            round_bf16(q_NX[mine], 0, q_NX.shape[1])
-            round_bf16(k_NX[mine], 0, k_NX.shape[1])
-            round_bf16(v_NX[mine], 0, v_NX.shape[1])
-        rotate(q_NX[mine], angles[0][mine], angles[1][mine])
-        rotate(k_NX[mine], angles[0][mine], angles[1][mine])
-        if room.is_bf16:
-            round_bf16(q_NX[mine], 0, q_NX.shape[1])
-            round_bf16(k_NX[mine], 0, k_NX.shape[1])
+        turn_row(part, layer_C, room, angles)
         if state.shared.row_B[part] >= 0:
             state.shared.q_bX[state.shared.row_B[part]] = q_NX[part]
         new, place_SBH = (k_NX, v_NX), state.place_LSBH[layer]

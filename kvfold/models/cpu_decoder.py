@@ -29,6 +29,14 @@ def kernels() -> Any:
     return avx512_layer
 
 
+@cache
+def extend_kernel() -> Any:
+    """Only where there is AMX: LLVM cannot compile it elsewhere."""
+    from kvfold.models import amx_extend
+
+    return amx_extend.extend
+
+
 class Room(NamedTuple):
     """Arrays of a layer for kernels, and how they read its weights. Rows of attention that no sequence has are 0."""
 
@@ -156,15 +164,18 @@ class Decoder:
         return len(self._layers)
 
     def run(self, hidden_1NM: Tensor, angles: tuple[Floats, Floats], state: Any) -> Tensor:
-        """The output of the last layer. `angles`: cosines and sines [N, D]; `state`: of attention."""
+        """The output of the last layer. `angles`: cosines and sines [N, D]; `state`: an AttentionState of a decode step
+        (passes/cpu_step.py), or an ExtendState of a prefill behind a prefix (passes/cpu_extend.py)."""
         layer_LC = np.array([parts.addresses() for parts in self._layers])
         epsilon_L2 = np.array([parts.epsilons() for parts in self._layers])
         room = self._layers[0].room(padded_rows(hidden_1NM, self._layers[0].dtype).copy())
-        num_groups = len(state.shared.first_N) - 1
-        num_phases = (kernels().NUM_PHASES + 2 * num_groups) * len(self._layers)
+        if hasattr(state, "shared"):
+            run, num_phases = kernels().step, kernels().NUM_PHASES + 2 * (len(state.shared.first_N) - 1)
+        else:
+            run, num_phases = extend_kernel(), kernels().NUM_PHASES
         run_phases(
-            lambda phase_PX: kernels().step(phase_PX, layer_LC, epsilon_L2, room, angles, state),
-            num_phases,
+            lambda phase_PX: run(phase_PX, layer_LC, epsilon_L2, room, angles, state),
+            num_phases * len(self._layers),
             torch.get_num_threads(),
         )
         return torch.from_numpy(room.x_NM[: hidden_1NM.shape[1]]).unsqueeze(0).to(hidden_1NM.dtype)

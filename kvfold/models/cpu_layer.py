@@ -89,12 +89,15 @@ class CompiledLayer(nn.Module):
         if angles[0].shape[-1] != parts.attention.head_dim or (size, dtype) != (len(parts.before.weight), parts.dtype):
             return self.plain(hidden_states, **kwargs)
         if cache.has_run:  # with the first layer
+            cache.take_layer(parts.attention.layer_idx)
             return hidden_states
         if self.decoder is not None and cpu_linear.is_few(hidden_states):
             state = cache.all_layers()
             if state is not None and len(state.scale_L) == len(self.decoder):
                 cache.has_run = True
-                return self.decoder.run(hidden_states, _angles(cache, *angles), state)
+                found = self.decoder.run(hidden_states, _angles(cache, *angles), state)
+                cache.take_layer(parts.attention.layer_idx)
+                return found
         return self._run(hidden_states, cache, *angles)
 
     def _run(self, hidden_states: Tensor, cache: ForwardCache, cos: Tensor, sin: Tensor) -> Tensor:

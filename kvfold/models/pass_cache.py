@@ -59,8 +59,11 @@ class ForwardCache(HfCache):  # type: ignore[misc]
         raise NotImplementedError
 
     def all_layers(self) -> Any:
-        """What kernels need to run all layers in one call (AttentionState of passes/cpu_step.py), where they can."""
+        """What kernels need to run all layers in one call, where they can (`Decoder.run` in cpu_decoder.py)."""
         return None
+
+    def take_layer(self, layer: int) -> None:
+        """Of layers that ran in one call, this one would be through now."""
 
 
 @dataclass
@@ -109,6 +112,14 @@ class PrefillCache(PassCache):
             if out_QND is not None:
                 return out_QND.transpose(0, 1)
         return super().attend(layer, q_QND, k_HND, v_HND)
+
+    def all_layers(self) -> Any:
+        yield_point()
+        lens = [piece.end - piece.begin for piece in self.pieces]
+        return self._prefill.all_layers([piece.index for piece in self.pieces], lens)
+
+    def take_layer(self, layer: int) -> None:
+        self._prefill.take_layer(layer)
 
 
 Call = Callable[[Sequence[int], Sequence[int], PassCache], Any]  # the model over token ids at positions

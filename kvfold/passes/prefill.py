@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
+from itertools import accumulate
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import torch
@@ -41,6 +42,9 @@ from kvfold.passes.context_window import warn_if_passing
 from kvfold.passes.joined_attention import PaddedBatch, attend_padded
 from kvfold.score.base import Replay
 from kvfold.yielding import yield_point
+
+if TYPE_CHECKING:
+    from kvfold.passes.cpu_extend import ExtendState  # which needs numba
 
 
 @dataclass
@@ -135,6 +139,7 @@ class PrefillPass:
         self._through: set[int] = set()  # sequences that have run the layer at once and keep all of it
         self._padded: dict[tuple[int, ...], PaddedBatch] = {}  # of joined calls: all layers have the same
         self._positions: dict[tuple[int, int, int], Tensor] = {}
+        self._extended: tuple[ExtendState, list[int], list[int]] | None = None  # by a kernel that runs all layers
         self.full_prompts: dict[int, FullPrompt] = {}
 
     def _hold_prompts(self) -> None:
@@ -242,8 +247,8 @@ class PrefillPass:
     ) -> Tensor | None:
         """Of sequences that share all their segments, where a kernel reads those for all of them in one call."""
         sequences = [self.sequences[index] for index in indices]
-        stored = self._shared_parts(layer, sequences, k_HND, v_HND)
-        if stored is None:
+        stored = self._shared_parts(layer, sequences)
+        if stored is None or k_HND.shape != v_HND.shape:
             return None
         call = cpu_attention(k_HND.shape[-1], sequences[0].spec.is_bf16)
         assert call.attend_behind is not None
@@ -262,15 +267,47 @@ class PrefillPass:
             self._select_alone(index, layer, k_HTD.flatten(0, 1), v_HTD.flatten(0, 1), position_N)
         return out_HGND.flatten(0, 1).to(q_QND.dtype)
 
-    def _shared_parts(
-        self, layer: int, sequences: Sequence[SequenceCache], k_HND: Tensor, v_HND: Tensor
-    ) -> StoredParts | None:
-        """The stored slots that are all that each of the sequences has; None where they are not."""
-        first = sequences[0]
-        if not HAS_AVX512_KERNELS or k_HND.device.type != "cpu" or k_HND.shape != v_HND.shape:
+    def all_layers(self, indices: Sequence[int], lens: Sequence[int]) -> ExtendState | None:
+        """For a kernel that runs all layers in one call over the new tokens of all sequences, which stand behind one
+        stored prefix; None where it cannot."""
+        sequences = [self.sequences[index] for index in indices]
+        spec = sequences[0].spec
+        if len(indices) < len(self.sequences) or any(sequence.policy.token_pruning.prunes for sequence in sequences):
             return None
-        call = cpu_attention(k_HND.shape[-1], first.spec.is_bf16)
-        if call.attend_behind is None or first.spec.layers[layer].sliding_window is not None:
+        if not all(self._has_whole(index, length) for index, length in zip(indices, lens, strict=True)):
+            return None
+        if not sequences[0].logical_len or len({(one.num_kv_heads, one.head_dim) for one in spec.layers}) > 1:
+            return None
+        layers = []
+        for layer in range(spec.num_layers):
+            stored = self._shared_parts(layer, sequences)
+            if stored is None:
+                return None
+            layers.append(stored)
+        from kvfold.passes.cpu_extend import extend_state
+
+        state = extend_state(spec, lens, layers, sequences[0].sealed_len)
+        if state is not None:
+            self._extended, self._dtype = (state, list(indices), list(lens)), torch.float32
+        return state
+
+    def take_layer(self, layer: int) -> None:
+        """What the kernel of all layers found: keys and values of this layer."""
+        assert self._extended is not None
+        state, indices, lens = self._extended
+        for index, length, end in zip(indices, lens, accumulate(lens), strict=True):
+            k_HTD, v_HTD = state.new(layer, slice(end - length, end))
+            position_N = self._positions_behind(self.sequences[index].sealed_len, length, len(k_HTD))
+            self._select_alone(index, layer, k_HTD.flatten(0, 1), v_HTD.flatten(0, 1), position_N)
+
+    def _shared_parts(self, layer: int, sequences: Sequence[SequenceCache]) -> StoredParts | None:
+        """The stored slots that are all that each of the sequences has, where a kernel reads them for all in one call;
+        None where not."""
+        first = sequences[0]
+        spec = first.spec.layers[layer]
+        if not HAS_AVX512_KERNELS or first.arena.device.type != "cpu" or spec.sliding_window is not None:
+            return None
+        if cpu_attention(spec.head_dim, first.spec.is_bf16).attend_behind is None:
             return None
         for sequence in sequences:
             sequence.wait_loaded(layer)
