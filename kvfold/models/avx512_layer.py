@@ -223,9 +223,9 @@ def _add_bias(y_X: Floats, address: int, is_bf16: bool) -> None:
 @compiled
 def turn_row(n: int, layer_C: Any, room: Any, angles: Any) -> None:
     """Queries, keys and values of a row with their biases; queries and keys rotated."""
-    mine, rows = slice(n, n + 1), (room.q_NX, room.k_NX, room.v_NX)
-    for x_NX, bias in zip(rows, (layer_C[Q_BIAS], layer_C[K_BIAS], layer_C[V_BIAS])):
-        _add_bias(x_NX[n], bias, room.is_bf16)
+    mine, biases = slice(n, n + 1), (layer_C[Q_BIAS], layer_C[K_BIAS], layer_C[V_BIAS])
+    for i, x_NX in enumerate((room.q_NX, room.k_NX, room.v_NX)):
+        _add_bias(x_NX[n], biases[i], room.is_bf16)
         if room.is_bf16:
             round_bf16(x_NX[mine], 0, x_NX.shape[1])
     for x_NX in (room.q_NX, room.k_NX):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,22 +58,29 @@ def mlp(parts: Parts, x_NM: Floats, attended: Floats) -> Floats:
     return down
 
 
-class _TileRoom(NamedTuple):
-    """Arrays of a layer for tiles (amx_rows.py): bf16 numbers but for rotated and attended rows. Those that tiles read
-    have room for rows up to a multiple of 32."""
+class _QKVRoom(NamedTuple):
+    """Arrays for tiles (amx_rows.py). Those that they read have room for rows up to a multiple of 32."""
 
     x_NM: Halves  # the input
-    y_NM: Halves  # what products read, or what they give before it is added
+    y_NM: Halves  # its norm
     w_X: Halves  # packed weights
-    q_NX: Halves | None = None
-    k_NX: Halves | None = None
-    v_NX: Halves | None = None
-    rotated_q_NX: Floats | None = None
-    rotated_k_NX: Floats | None = None
-    attended_NX: Floats | None = None
-    bf16_NX: Halves | None = None  # the same rows
-    gate_NK: Halves | None = None
-    sum_NM: Halves | None = None  # the output
+    q_NX: Halves
+    k_NX: Halves
+    v_NX: Halves
+    rotated_q_NX: Floats
+    rotated_k_NX: Floats
+
+
+class _MLPRoom(NamedTuple):
+    """The same for what comes behind attention."""
+
+    x_NM: Halves  # the input of the layer
+    attended_NX: Floats
+    bf16_NX: Halves  # the same
+    y_NM: Halves  # the output projection, then the norm of the sum
+    w_X: Halves  # packed weights
+    gate_NK: Halves
+    sum_NM: Halves  # the output
 
 
 @cache
@@ -90,13 +98,11 @@ def has_whole_tiles(parts: Parts) -> bool:
 
 def qkv_bf16(parts: Parts, x_NM: Tensor, angles: Angles) -> list[Tensor]:
     """Queries and keys, rotated and as fp32, and values."""
-    num_rows, outs = len(x_NM), [num_outputs for num_outputs, _ in parts.qkv.shapes]
-    q, k, v = (torch.empty(num_rows, size, dtype=x_NM.dtype) for size in outs)
+    q, k, v = (x_NM.new_empty(len(x_NM), num_outputs) for num_outputs, _ in parts.qkv.shapes)
     rotated_q, rotated_k = torch.empty(q.shape), torch.empty(k.shape)
-    y_NM, w_X = _whole(x_NM, x_NM.shape[1]), torch.empty(sum(outs) * x_NM.shape[1], dtype=x_NM.dtype)
-    room = _TileRoom(
-        *map(_bits, (x_NM, y_NM, w_X, q, k, v)), rotated_q_NX=rotated_q.numpy(), rotated_k_NX=rotated_k.numpy()
-    )
+    y_NM, w_X = _whole(x_NM, x_NM.shape[1]), x_NM.new_empty(sum(map(prod, parts.qkv.shapes)))
+    rotated = rotated_q.numpy(), rotated_k.numpy()
+    room = _QKVRoom(_bits(x_NM), _bits(y_NM), _bits(w_X), _bits(q), _bits(k), _bits(v), *rotated)
     row_C, (epsilon, _) = np.array(parts.addresses()), parts.epsilons()
     run_phases(
         lambda phase_PX: _tiles().qkv(phase_PX, row_C, epsilon, room, angles),
@@ -108,16 +114,11 @@ def qkv_bf16(parts: Parts, x_NM: Tensor, angles: Angles) -> list[Tensor]:
 
 def mlp_bf16(parts: Parts, x_NM: Tensor, attended: Tensor) -> Tensor:
     """The output projection and the MLP, with what is added before and after."""
-    linears = [shape for group in (parts.out, parts.gate_up, parts.down) for shape in group.shapes]
-    w_X = torch.empty(sum(num_outputs * size for num_outputs, size in linears), dtype=x_NM.dtype)
-    found, y_NM, bf16_NX = torch.empty_like(x_NM), _whole(x_NM, x_NM.shape[1]), _whole(x_NM, attended.shape[1])
-    room = _TileRoom(
-        *map(_bits, (x_NM, y_NM, w_X)),
-        attended_NX=attended.contiguous().numpy(),
-        bf16_NX=_bits(bf16_NX),
-        gate_NK=_bits(_whole(x_NM, linears[1][0])),
-        sum_NM=_bits(found),
-    )
+    shapes = [shape for group in (parts.out, parts.gate_up, parts.down) for shape in group.shapes]
+    bf16_NX, y_NM, gate_NK = (_whole(x_NM, size) for size in (attended.shape[1], x_NM.shape[1], shapes[-1][1]))
+    w_X, found = x_NM.new_empty(sum(map(prod, shapes))), torch.empty_like(x_NM)
+    x, *halves = map(_bits, (x_NM, bf16_NX, y_NM, w_X, gate_NK, found))
+    room = _MLPRoom(x, attended.contiguous().numpy(), *halves)
     row_C, (_, epsilon) = np.array(parts.addresses()), parts.epsilons()
     run_phases(
         lambda phase_PX: _tiles().mlp(phase_PX, row_C, epsilon, room), _tiles().MLP_PHASES, torch.get_num_threads()

@@ -176,7 +176,7 @@ def test_heads_for_which_there_is_no_room_come_later(monkeypatch: pytest.MonkeyP
     q, k, v = inputs(5, 2, 40, 300, 64)
     expected = attend(q, k, v, 0.3, causal=True)
     for room in (1, 2 * 4 * 384 * 64):  # one head at a time, two
-        monkeypatch.setattr("kvfold.attend.amx_attention._ROOM_BYTES", room)
+        monkeypatch.setattr("kvfold.attend.amx_attention.ROOM_BYTES", room)
         found = attend(q, k, v, 0.3, causal=True)
         assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
 

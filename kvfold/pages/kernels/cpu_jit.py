@@ -107,4 +107,4 @@ def floats_on_line(count: int) -> Any:
 @compiled
 def address_of(array: Any) -> int:
     """As a signed number: numba makes sums of signed and unsigned ones floats."""
-    return np.int64(array.ctypes.data)
+    return np.int64(array.ctypes.data)  # type: ignore[return-value]
