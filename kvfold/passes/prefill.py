@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -87,6 +87,15 @@ class LayerBuffer:
         self.v_HTD[:, offset : self.filled] = v_HTD
 
 
+class _Extended(NamedTuple):
+    """Sequences whose new tokens a kernel runs through all layers."""
+
+    state: ExtendState
+    indices: list[int]
+    lens: list[int]  # of new tokens
+    stored: list[StoredParts]  # layer by layer
+
+
 class PrefillPass:
     """`num_tokens[i]` new tokens for sequence i. With `compress`, sizes refer to `seen_lens[i]`, the committed length
     at the end of the call this pass belongs to; without, everything new is kept.
@@ -139,7 +148,7 @@ class PrefillPass:
         self._through: set[int] = set()  # sequences that have run the layer at once and keep all of it
         self._padded: dict[tuple[int, ...], PaddedBatch] = {}  # of joined calls: all layers have the same
         self._positions: dict[tuple[int, int, int], Tensor] = {}
-        self._extended: tuple[ExtendState, list[int], list[int]] | None = None  # by a kernel that runs all layers
+        self._extended: _Extended | None = None
         self.full_prompts: dict[int, FullPrompt] = {}
 
     def _hold_prompts(self) -> None:
@@ -288,15 +297,15 @@ class PrefillPass:
 
         state = extend_state(spec, lens, layers, sequences[0].sealed_len)
         if state is not None:
-            self._extended, self._dtype = (state, list(indices), list(lens)), torch.float32
+            self._extended, self._dtype = _Extended(state, list(indices), list(lens), layers), torch.float32
         return state
 
     def take_layer(self, layer: int) -> None:
         """What the kernel of all layers found: keys and values of this layer."""
-        assert self._extended is not None
-        state, indices, lens = self._extended
-        for index, length, end in zip(indices, lens, accumulate(lens), strict=True):
-            k_HTD, v_HTD = state.new(layer, slice(end - length, end))
+        found = self._extended
+        assert found is not None
+        for index, length, end in zip(found.indices, found.lens, accumulate(found.lens), strict=True):
+            k_HTD, v_HTD = found.state.new(layer, slice(end - length, end))
             position_N = self._positions_behind(self.sequences[index].sealed_len, length, len(k_HTD))
             self._select_alone(index, layer, k_HTD.flatten(0, 1), v_HTD.flatten(0, 1), position_N)
 
@@ -313,7 +322,7 @@ class PrefillPass:
             sequence.wait_loaded(layer)
             if list(map(id, sequence.segments)) != list(map(id, first.segments)) or not can_join(sequence, layer):
                 return None
-        pages = [segment.layers[layer] for segment in first.segments]
+        pages = first.layer_parts(layer)[: None if len(sequences) == 1 else -1]  # a tail is of one sequence alone
         stored = stored_parts(pages, first.spec.kv_dtype) if pages else None
         is_all = stored is not None and (stored.part_HP4[:, :, LENGTH].sum(1) == first.sealed_len).all()
         return stored if is_all and all(sequence.sealed_len == first.sealed_len for sequence in sequences) else None
