@@ -51,7 +51,7 @@ from kvfold.policy.policy import Policy
 
 MAX_RESTARTS = 5  # in a minute: a loop that raises more often will not recover
 RESTART_DELAY_S = 0.2
-_GATHER_S, _MOST_GATHER_S = 0.005, 0.25  # on a CPU, between two jobs; in all
+_GATHER_S, _MOST_GATHER_S = 0.003, 0.25  # on a CPU, between two jobs; in all
 _log = logging.getLogger("kvfold.engine")
 
 State = Literal["running", "restarting", "failed", "closed"]
