@@ -10,17 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from kvfold.core import has_amx_kernels
 from kvfold.engine.runner import Runner
-from kvfold.models import cpu_linear
+from kvfold.models import cpu_linear, cpu_rows
+from kvfold.models.attach import maskless
 from kvfold.models.cpu_decoder import Decoder
 from kvfold.models.cpu_layer import CompiledLayer, _Echo, parts_of
 from kvfold.models.cpu_linear import few_rows
 from kvfold.models.loader import Model, wrap
 from kvfold.passes.decode import DecodePass
 from kvfold.policy.policy import Policy
-from tests.tiny import prompt, ready, ready_bf16
+from tests.tiny import VOCAB_SIZE, prompt, ready, ready_bf16
 
 if not has_amx_kernels():
     pytest.skip("needs AMX and numba", allow_module_level=True)
@@ -113,10 +115,58 @@ def test_few_rows_round_as_many_do() -> None:
         assert parts is not None
         compiled, angle = CompiledLayer(layer, parts), torch.rand(1, 300, 8).repeat(1, 1, 2)
         cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
-        many = compiled._run(x, _Echo(), cos, sin)[:, :40]
-        few = compiled._run(x[:, :40], _Echo(), cos[:, :40], sin[:, :40])
-    assert (many != few).float().mean() < 0.02, "sums in another order may round otherwise"
-    assert error(few.float(), many.float()) < 1e-3
+        many, few = (compiled._run(x[:, :n], _Echo(), cos[:, :n], sin[:, :n]) for n in (300, 40))
+        assert torch.equal(many[:, :40], few)
+        for count in (257, 288, 299):
+            assert torch.equal(many[:, :count], compiled._run(x[:, :count], _Echo(), cos[:, :count], sin[:, :count]))
+
+
+def test_blocks_of_many_rows_give_what_a_block_gives() -> None:
+    """Rows of an MLP so wide that there are blocks of few of them."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=96,
+        intermediate_size=4128,
+        num_hidden_layers=1,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+    )
+    hf = Qwen2ForCausalLM(config).to(torch.bfloat16)
+    for name, x in hf.named_parameters():
+        if name.endswith("bias"):
+            x.data.normal_()
+    wrap(hf, ready("llama").tokenizer)
+    x, angle = torch.randn(1, 700, 96).bfloat16(), torch.rand(1, 700, 16).repeat(1, 1, 2)
+    cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
+    exact = deepcopy(hf.base_model.layers[0]).float()
+    with few_rows(hf), torch.no_grad():
+        parts = parts_of(hf.base_model.layers[0])
+        assert parts is not None and cpu_rows.has_whole_tiles(parts)
+        compiled = CompiledLayer(hf.base_model.layers[0], parts)
+        many = compiled._run(x, _Echo(), cos, sin)
+        cuts = [[y[:, n : n + 256] for y in (x, cos, sin)] for n in range(0, 700, 256)]
+        few = torch.cat([compiled._run(x_1NM, _Echo(), *angles) for x_1NM, *angles in cuts], 1)
+        with maskless():
+            truth = exact(
+                x.float(), attention_mask=None, position_embeddings=(cos.float(), sin.float()), past_key_values=_Echo()
+            )
+    assert torch.equal(many, few)
+    assert error(many.float() - x.float(), truth - x.float()) < 1e-2
+
+
+def test_weights_move_to_cache_lines_once() -> None:
+    model, _ = models("llama")
+    for parameter in model.hf.parameters():  # as a file that is mapped to memory has them
+        room = torch.empty(parameter.numel() + 4, dtype=torch.bfloat16)[4:]
+        parameter.data = room.view(parameter.shape).copy_(parameter.detach())
+    before = {name: x.detach().clone() for name, x in model.hf.named_parameters()}
+    replies(model, [300, 7])
+    found = {name: x.data_ptr() for name, x in model.hf.named_parameters() if "proj" in name or "lm_head" in name}
+    assert not any(place % 64 for place in found.values())
+    assert all(torch.equal(x, before[name]) for name, x in model.hf.named_parameters())
+    replies(model, [300, 7])
+    assert found == {name: x.data_ptr() for name, x in model.hf.named_parameters() if name in found}
 
 
 def test_a_step_gives_the_bits_of_one_that_goes_layer_by_layer(

@@ -51,7 +51,8 @@ from kvfold.policy.policy import Policy
 
 MAX_RESTARTS = 5  # in a minute: a loop that raises more often will not recover
 RESTART_DELAY_S = 0.2
-_GATHER_S, _MOST_GATHER_S = 0.003, 0.25  # on a CPU, between two jobs; in all
+_GATHER_S, _MOST_GATHER_S = 0.003, 0.25  # between two jobs; in all
+_SECOND_S = 0.001  # on a GPU, for a second job
 _log = logging.getLogger("kvfold.engine")
 
 State = Literal["running", "restarting", "failed", "closed"]
@@ -256,16 +257,22 @@ class Scheduler:
 
     def _gather(self) -> None:
         """While jobs arrive one right behind the other: their prompts are read together in less time than one by one.
-        A GPU waits for those that have reached the server, a CPU, whose passes take longer, for those behind them."""
+        All wait for those that have reached the server and, for a moment, for one behind them: on a GPU, whose passes
+        are short, no longer for a second job than `_SECOND_S`, and until they fill a pass."""
         known, until, is_cpu = 0, self._clock() + _MOST_GATHER_S, self.runner.arena.device.type == "cpu"
         while known < self.num_waiting < MOST_JOINED and not self._supervisor.is_closed:
             known, left_s = self.num_waiting, until - self._clock()
-            if left_s <= 0:
+            if left_s <= 0 or (not is_cpu and self._fills_pass()):
                 return
             self._settle(left_s)
             with self._changed:
-                if is_cpu and self._queues.waiting.num_waiting == known and not self._supervisor.is_closed:
-                    self._changed.wait(_GATHER_S)
+                if self._queues.waiting.num_waiting == known and not self._supervisor.is_closed:
+                    self._changed.wait(_GATHER_S if is_cpu or known > 1 else _SECOND_S)
+
+    def _fills_pass(self) -> bool:
+        """Whether prompts that wait have the tokens of a pass."""
+        with self._changed:
+            return sum(len(job.tokens) for job in self._queues.waiting.entries()) >= self.runner.pass_len
 
     def _end_overdue(self) -> None:
         """End jobs, waiting or running, that were cancelled or are past their deadline."""
