@@ -23,7 +23,7 @@ from torch import Tensor
 from kvfold.attend.amx_layout import SLOTS
 from kvfold.attend.cpu_attention import cpu_attention
 from kvfold.attend.stored_parts import LENGTH, StoredParts, reads_head_dim, stored_parts
-from kvfold.core import HAS_AVX512_KERNELS, has_amx_kernels
+from kvfold.core import HAS_AVX512_KERNELS
 from kvfold.pages.places import Ints
 from kvfold.pages.segment import Segment, segment_table
 from kvfold.pages.sequence import SequenceCache
@@ -72,10 +72,10 @@ class SharedSlots(NamedTuple):
 
 
 def shared_slots(groups: Sequence[Group], sequences: Sequence[SequenceCache]) -> SharedSlots | None:
-    """None where there are groups that such a kernel cannot read."""
+    """None where there are groups that such a kernel, whose attention is by AMX tiles, cannot read."""
     spec = sequences[0].spec
     layer, num_layers = spec.layers[0], len(spec.layers)
-    if groups and not (spec.is_bf16 and has_amx_kernels() and layer.head_dim % 32 == 0):
+    if groups and cpu_attention(layer.head_dim, spec.is_bf16).attend_behind is None:
         return None
     row_B = np.full(len(sequences), -1, dtype=np.int64)
     first_N = np.array([0, *accumulate(len(group.index_b) for group in groups)], dtype=np.int64)
