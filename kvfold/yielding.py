@@ -58,7 +58,16 @@ def patched(apply: Act, undo: Act) -> Iterator[None]:
         yield
     finally:
         _here.patches.pop()
-        undo()
+        _to_its_end(undo)
+
+
+def _to_its_end(act: Act) -> None:
+    """What Ctrl-C interrupts is done once more, or a model would stay changed; then the interrupt goes on."""
+    try:
+        act()
+    except KeyboardInterrupt:
+        _to_its_end(act)
+        raise
 
 
 @contextmanager

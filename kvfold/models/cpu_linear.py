@@ -275,5 +275,7 @@ def _move_to_line(linear: nn.Linear) -> None:
     """bf16 weights to where a cache line begins, as safetensors files do not have them: AMX takes four times as long to
     load tiles whose rows cross lines."""
     weight = linear.weight
-    if weight.dtype == torch.bfloat16 and weight.data_ptr() % _LINE and not weight.is_inference():
+    if weight.dtype != torch.bfloat16 or weight.data_ptr() % _LINE == 0 or weight.is_inference():
+        return
+    if weight.untyped_storage().nbytes() == weight.nbytes:  # else it may be a view that somebody else writes to
         weight.data = weight.detach().clone()  # PyTorch's own memory begins at lines

@@ -239,6 +239,11 @@ class SequenceCache:
         self.tail, other = tails
         return other
 
+    def check_whole(self) -> None:
+        """Raises where a change of the pages was interrupted: tokens and slots may not fit each other."""
+        if self.is_torn:
+            raise RuntimeError("an earlier change of this sequence stopped halfway; it can only be released")
+
     def release(self) -> None:
         """Give everything back; the sequence is over. If it raises, a second call gives back what is left."""
         try:

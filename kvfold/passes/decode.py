@@ -53,8 +53,7 @@ class DecodePass:
         lens = [num_tokens] * len(sequences) if isinstance(num_tokens, int) else list(num_tokens)
         full = []
         for sequence, length in zip(sequences, lens, strict=True):
-            if sequence.is_torn:
-                raise RuntimeError("an earlier change of this sequence stopped halfway; it can only be released")
+            sequence.check_whole()
             if sequence.loading is not None:
                 sequence.wait_loaded()
             if sequence.open.num_slots - sequence.open.fill < length:

@@ -117,6 +117,7 @@ class PrefillPass:
         """Seal the open blocks, start a pass, and allocate pages for full prompts that await a replay."""
         seen = seen_lens or [s.committed_len + n for s, n in zip(sequences, num_tokens, strict=True)]
         for sequence, length, new in zip(sequences, seen, num_tokens, strict=True):
+            sequence.check_whole()
             if compress:
                 check_decode_size(sequence, length)
             seal(sequence, compress=False)

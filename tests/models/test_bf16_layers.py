@@ -155,18 +155,38 @@ def test_blocks_of_many_rows_give_what_a_block_gives() -> None:
     assert error(many.float() - x.float(), truth - x.float()) < 1e-2
 
 
+def off_line(x: Tensor) -> Tensor:
+    """A copy in memory of its own, 8 bytes behind a cache line, where a file that is mapped has weights."""
+    room = np.empty(x.nbytes + 128, dtype=np.uint8)
+    first = -room.ctypes.data % 64 + 8
+    return torch.frombuffer(room[first : first + x.nbytes].data, dtype=x.dtype).view(x.shape).copy_(x)
+
+
 def test_weights_move_to_cache_lines_once() -> None:
     model, _ = models("llama")
-    for parameter in model.hf.parameters():  # as a file that is mapped to memory has them
-        room = torch.empty(parameter.numel() + 4, dtype=torch.bfloat16)[4:]
-        parameter.data = room.view(parameter.shape).copy_(parameter.detach())
+    for parameter in model.hf.parameters():
+        parameter.data = off_line(parameter.detach())
     before = {name: x.detach().clone() for name, x in model.hf.named_parameters()}
-    replies(model, [300, 7])
-    found = {name: x.data_ptr() for name, x in model.hf.named_parameters() if "proj" in name or "lm_head" in name}
-    assert not any(place % 64 for place in found.values())
+    found = replies(model, [300, 7])
+    places = {name: x.data_ptr() for name, x in model.hf.named_parameters() if "proj" in name or "lm_head" in name}
+    assert not any(place % 64 for place in places.values())
     assert all(torch.equal(x, before[name]) for name, x in model.hf.named_parameters())
-    replies(model, [300, 7])
-    assert found == {name: x.data_ptr() for name, x in model.hf.named_parameters() if name in found}
+    assert torch.equal(replies(model, [300, 7]), found)
+    assert places == {name: x.data_ptr() for name, x in model.hf.named_parameters() if name in places}
+
+
+def test_weights_that_are_views_stay() -> None:
+    """Somebody may write to the whole."""
+    model, _ = models("llama")
+    found = replies(model, [300, 7])
+    whole = torch.empty(sum(x.numel() for x in model.hf.parameters()) + 4, dtype=torch.bfloat16)
+    for parameter, part in zip(
+        model.hf.parameters(), whole[4:].split([x.numel() for x in model.hf.parameters()]), strict=True
+    ):
+        parameter.data = part.view(parameter.shape).copy_(parameter.detach())
+    assert torch.equal(replies(model, [300, 7]), found)
+    whole.zero_()
+    assert not any(x.any() for x in model.hf.parameters())
 
 
 def test_a_step_gives_the_bits_of_one_that_goes_layer_by_layer(
