@@ -221,8 +221,11 @@ class PrefillPass:
             return None
         if not all(self._has_whole(index, length) for index, length in zip(indices, lens, strict=True)):
             return None
-        if any(self.sequences[index].logical_len for index in indices):
-            return self._attend_behind(layer, indices, lens, q_QND, k_HND, v_HND)
+        is_behind = any(self.sequences[index].logical_len for index in indices)
+        if is_behind or all(self.rounds[index].joins_with is None for index in indices):
+            found = self._attend_behind(layer, indices, lens, q_QND, k_HND, v_HND)
+            if found is not None or is_behind:
+                return found
         padded = self._padded.get(tuple(lens)) or PaddedBatch(tuple(lens), q_QND.device)
         self._padded[padded.lens] = padded
         self._dtype, kv_dtype = dtype, self.sequences[indices[0]].spec.kv_dtype
@@ -255,7 +258,7 @@ class PrefillPass:
     def _attend_behind(
         self, layer: int, indices: Sequence[int], lens: Sequence[int], q_QND: Tensor, k_HND: Tensor, v_HND: Tensor
     ) -> Tensor | None:
-        """Of sequences that share all their segments, where a kernel reads those for all of them in one call."""
+        """Of sequences that share all their segments, or begin, where a kernel reads all of them in one call."""
         sequences = [self.sequences[index] for index in indices]
         stored = self._shared_parts(layer, sequences)
         if stored is None or k_HND.shape != v_HND.shape:
@@ -279,14 +282,14 @@ class PrefillPass:
 
     def all_layers(self, indices: Sequence[int], lens: Sequence[int]) -> ExtendState | None:
         """For a kernel that runs all layers in one call over the new tokens of all sequences, which stand behind one
-        stored prefix; None where it cannot."""
+        stored prefix or begin; None where it cannot."""
         sequences = [self.sequences[index] for index in indices]
         spec = sequences[0].spec
         if len(indices) < len(self.sequences) or any(sequence.policy.token_pruning.prunes for sequence in sequences):
             return None
         if not all(self._has_whole(index, length) for index, length in zip(indices, lens, strict=True)):
             return None
-        if not sequences[0].logical_len or len({(one.num_kv_heads, one.head_dim) for one in spec.layers}) > 1:
+        if len({(one.num_kv_heads, one.head_dim) for one in spec.layers}) > 1:
             return None
         layers = []
         for layer in range(spec.num_layers):
@@ -319,6 +322,8 @@ class PrefillPass:
             return None
         if cpu_attention(spec.head_dim, first.spec.is_bf16).attend_behind is None:
             return None
+        if not any(sequence.logical_len for sequence in sequences):
+            return StoredParts(np.zeros((spec.num_kv_heads, 0, 4), dtype=np.int64), [])
         for sequence in sequences:
             sequence.wait_loaded(layer)
             if list(map(id, sequence.segments)) != list(map(id, first.segments)) or not can_join(sequence, layer):
