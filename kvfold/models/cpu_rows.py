@@ -1,7 +1,8 @@
 """What stands between the matrix products of a decoder layer on a CPU, where they are calls of their own.
 
-So it is for the many rows of a chunk, which PyTorch multiplies. Rows of bf16 models stay in bf16 as in transformers,
-which rounds what every operation gives; here norms, rotary embedding and SwiGLU round once each.
+So it is for the many rows of a chunk, which PyTorch multiplies; of bf16 models on a CPU with AMX a layer's kernels
+multiply them, too (amx_rows.py). Rows of bf16 models stay in bf16 as in transformers, which rounds what every operation
+gives; here norms, rotary embedding and SwiGLU round once each.
 
     N rows   M hidden dims   X heads and their channels   D head dim
 """
