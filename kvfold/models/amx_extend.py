@@ -1,7 +1,9 @@
-"""All decoder layers of a short prefill behind a cached prefix in one call, on a CPU with AMX.
+"""All decoder layers of a short prefill in one call, on a CPU with AMX.
+
+Its tokens stand behind a stored prefix, or begin prompts.
 
 Some tens of rows are multiplied in less time than Python takes to call a layer's kernels. Sequences that share the
-prefix run together. What every row gives is what it gets layer by layer.
+prefix run together, as do those that begin. What every row gives is what it gets layer by layer.
 
 `room` is a Room (cpu_decoder.py), `state` an ExtendState (passes/cpu_extend.py).
 

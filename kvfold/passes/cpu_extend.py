@@ -1,4 +1,4 @@
-"""A prefill of a few tokens behind a cached prefix, for a kernel that runs all layers in one call.
+"""A prefill of few tokens, behind a stored prefix or of prompts that begin, for a kernel that runs all layers.
 
 S sequences that share the prefix   N new tokens of all   L layers   H KV heads   D head dim   B blocks of slots
 """
