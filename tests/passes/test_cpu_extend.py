@@ -100,6 +100,29 @@ def test_forks_together_give_the_bits_of_each_alone(
     first.release()
 
 
+def test_prompts_that_begin_give_the_bits_of_layers(
+    runner: Runner, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begun(*, together: bool) -> Tensor:
+        tokens = questions([3, 17, 1, 130])
+        sequences = [runner.new_sequence(Policy.parse("full")) for _ in tokens]
+        if together:
+            found = runner.prefill(sequences, tokens)
+        else:
+            found = torch.cat([runner.prefill([one], [ids]) for one, ids in zip(sequences, tokens, strict=True)])
+        after = torch.cat([runner.decode([one], [5]) for one in sequences])
+        for one in sequences:
+            one.release()
+        return torch.stack((found, after))
+
+    expected = begun(together=False)
+    assert calls.count("ExtendState") == 4
+    assert torch.equal(begun(together=True), expected)
+    assert calls.count("ExtendState") == 5
+    monkeypatch.setattr(PrefillCache, "all_layers", lambda _: None)
+    assert torch.equal(begun(together=True), expected) and torch.equal(begun(together=False), expected)
+
+
 def test_forks_of_forks_share_several_segments(runner: Runner) -> None:
     first = prefix(runner)
     second = first.fork()
